@@ -1,0 +1,214 @@
+"""The table of blueprints: a dict and a decorator, what each costs, and the laws a seed obeys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.kasmina.site import Layout, Site
+from esper.leyline.actions import BLUEPRINTS
+from esper.leyline.errors import BlueprintError, unknown_name
+
+Factory = Callable[[int], nn.Module]
+"""From the width of the features to a seed."""
+
+_FACTORIES: dict[tuple[str, Layout], Factory] = {}
+_NUMBERS: dict[str, int] = {name: number for number, name in enumerate(BLUEPRINTS)}
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What a seed adds to its host."""
+
+    params: int
+    macs: int
+    """Multiply-adds of one forward pass over one sample: matrix products and convolutions."""
+
+
+class Noop(nn.Module):
+    """The seed that proposes no change: the one seed that need not learn."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.zeros_like(h)
+
+
+def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[Factory], Factory]:
+    """Register a function from width to seed as the blueprint `name` of these layouts.
+
+    A name may have one recipe per layout. Users' own names are numbered after the built-in ones,
+    in order of registration.
+    """
+    served = [_layout(each) for each in ([layouts] if isinstance(layouts, str) else layouts)]
+    if not name or not served:
+        raise BlueprintError(
+            f"a blueprint needs a name and a layout, got {name!r} for {served}. Layouts: {_listed(Layout)}"
+        )
+
+    def register(factory: Factory) -> Factory:
+        taken = [each for each in served if (name, each) in _FACTORIES]
+        if taken:
+            raise BlueprintError(
+                f"there is already a blueprint {name!r} for {_listed(taken)}. Choose another name, "
+                f"or drop the first with unregister({name!r}) if it is yours"
+            )
+        _FACTORIES.update({(name, each): factory for each in served})
+        _NUMBERS.setdefault(name, max(_NUMBERS.values()) + 1)
+        return factory
+
+    return register
+
+
+def unregister(name: str) -> None:
+    """Forget one of the user's own blueprints; the numbers of others stay."""
+    if name in BLUEPRINTS:
+        raise BlueprintError(f"blueprint {name!r} is built in and cannot be unregistered")
+    blueprint_index(name)
+    del _NUMBERS[name]
+    for layout in Layout:
+        _FACTORIES.pop((name, layout), None)
+    cost.cache_clear()
+
+
+def blueprint_index(name: str) -> int:
+    """The stored number of a blueprint."""
+    if name not in _NUMBERS:
+        raise unknown_name("blueprint", name, _NUMBERS)
+    return _NUMBERS[name]
+
+
+def blueprint_name(index: int) -> str:
+    """The blueprint of a stored number."""
+    for name, number in _NUMBERS.items():
+        if number == index:
+            return name
+    raise unknown_name("blueprint with number", str(index), map(str, _NUMBERS.values()))
+
+
+def blueprints_for(layout: Layout | str) -> list[str]:
+    """What can grow in such a slot, in the order of stored numbers; `noop` is never a choice."""
+    layout = _layout(layout)
+    return [name for name in sorted(_NUMBERS, key=_NUMBERS.__getitem__) if _grows(name, layout)]
+
+
+def build(
+    name: str,
+    site: Site,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype | None = None,
+    seed: int | None = None,
+) -> nn.Module:
+    """A fresh seed for a site; with `seed`, the same weights on any device."""
+    with seeded(seed), torch.device("cpu"):
+        return _make(name, site).to(device=device, dtype=dtype)
+
+
+@contextmanager
+def seeded(seed: int | None) -> Iterator[None]:
+    """Draw initial weights from `seed` and leave the global random state as it was; None does nothing."""
+    if seed is None:
+        yield
+        return
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reset CUDA's too
+        yield
+
+
+@lru_cache(maxsize=4096)
+def cost(name: str, site: Site) -> Cost:
+    """What a blueprint would add at a site, counted on the meta device: no memory, no arithmetic."""
+    try:
+        return _count(name, site, "meta")
+    except RuntimeError:  # a recipe that reads values while it builds needs real ones
+        with seeded(0):
+            return _count(name, site, "cpu")
+
+
+def _count(name: str, site: Site, device: str) -> Cost:
+    with torch.device(device), torch.no_grad(), FlopCounterMode(display=False) as counter:
+        seed = _make(name, site).eval()
+        seed(torch.empty(1, *site.shape))
+    return Cost(sum(p.numel() for p in seed.parameters()), counter.get_total_flops() // 2)
+
+
+def check(seed: nn.Module, site: Site, *, name: str | None = None) -> None:
+    """Hold a newborn seed to the cheap laws, or raise BlueprintError with the law it breaks.
+
+    Germination must change nothing: Δ has the features' shape and dtype, is exactly zero, and the
+    features themselves are left alone. A seed that is not a noop has something to train.
+    """
+    label = f"blueprint {name!r}" if name else f"seed {type(seed).__name__}"
+
+    def broken(reason: str) -> BlueprintError:
+        return BlueprintError(f"{label} breaks a law at a {site.layout} site of shape {site.shape}: {reason}")
+
+    like = next((p for p in seed.parameters() if p.is_floating_point()), torch.empty(0))
+    noise = torch.Generator().manual_seed(0)
+    probe = torch.randn(2, *site.shape, generator=noise).to(like)  # negative values too: relu_ would show
+    before = probe.clone()
+    delta = _quiet_forward(seed, probe, broken)
+
+    if not isinstance(delta, Tensor):
+        raise broken(f"it returns {type(delta).__name__}; return one tensor, the change Δ(h)")
+    if delta.shape != probe.shape or delta.dtype != probe.dtype:
+        raise broken(
+            f"from {probe.dtype} {tuple(probe.shape)} it makes {delta.dtype} {tuple(delta.shape)}; "
+            "Δ must have the shape and dtype of the features"
+        )
+    if not torch.equal(probe, before):
+        raise broken("it writes into its input; use operations that are not in-place on the features")
+    if delta.count_nonzero() > 0:  # sync: once per germination
+        raise broken(
+            f"Δ is not zero at birth, largest |Δ| is {delta.abs().max():.3g}. Return the change, not "
+            "h + change, and zero the weight and bias of the last projection, with no norm after it"
+        )
+    if not isinstance(seed, Noop) and not any(p.requires_grad for p in seed.parameters()):
+        raise broken("it has no trainable parameters")
+
+
+def _quiet_forward(seed: nn.Module, probe: Tensor, broken: Callable[[str], BlueprintError]) -> object:
+    """The seed's answer in eval mode, with the mode of each part restored."""
+    modes = [(part, part.training) for part in seed.modules()]
+    try:
+        with torch.no_grad():
+            return seed.eval()(probe)
+    except Exception as error:
+        raise broken(f"its forward fails with {type(error).__name__}: {error}") from error
+    finally:
+        for part, training in modes:
+            part.training = training
+
+
+def _make(name: str, site: Site) -> nn.Module:
+    blueprint_index(name)
+    factory = _FACTORIES.get((name, site.layout))
+    if factory is None:
+        raise BlueprintError(
+            f"blueprint {name!r} serves {_listed(each for n, each in _FACTORIES if n == name)}, "
+            f"not a {site.layout} site. This site takes: {_listed(blueprints_for(site.layout))}"
+        )
+    seed = factory(site.dim)
+    if not isinstance(seed, nn.Module):
+        raise BlueprintError(f"blueprint {name!r} must return an nn.Module, got {type(seed).__name__}")
+    return seed
+
+
+def _grows(name: str, layout: Layout) -> bool:
+    return name != "noop" and (name, layout) in _FACTORIES
+
+
+def _layout(layout: Layout | str) -> Layout:
+    try:
+        return Layout(layout)
+    except ValueError:
+        raise unknown_name("layout", str(layout), Layout) from None
+
+
+def _listed(names: Iterable[str]) -> str:
+    return ", ".join(names) or "none"

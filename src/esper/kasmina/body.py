@@ -1,0 +1,274 @@
+"""A body: a model with slots. It answers calls as the model does, and grows behind the same face.
+
+The model keeps its type, keys and outputs. `state_dict` has the model's own keys, plus `esper.…` once
+something grows; loading such a state rebuilds the seeds it names.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina import blueprints
+from esper.kasmina.blueprints import Cost
+from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Norm, lent
+from esper.kasmina.slot import Slot
+from esper.leyline.actions import Operator
+from esper.leyline.errors import ConfigError, GraftError, unknown_name
+from esper.leyline.slot_table import SlotTable
+from esper.leyline.stages import SeedStage
+
+Incubation = Literal["shadow", "straight_through"]
+STRUCTURE = "esper.structure"
+"""The key under which a grown body's state says which seeds it holds."""
+
+
+def call(model: nn.Module, batch: Any) -> Any:
+    """Call a model on one batch: a mapping gives keywords, a tuple or list gives positions."""
+    if isinstance(batch, Mapping):
+        return model(**batch)
+    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+
+
+def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+class Body(nn.Module):
+    """Made by `esper.graft`."""
+
+    def __init__(self, model: nn.Module, slots: Sequence[Slot], probe: Any) -> None:
+        super().__init__()
+        if "esper" in dict(model.named_children()):
+            raise GraftError("the model has a child named 'esper', the name a body keeps its slots under; rename it")
+        self.model = model
+        self.esper = nn.ModuleDict({slot.name.replace(".", "/"): slot for slot in slots})
+        self.slots: dict[str, Slot] = {slot.name: slot for slot in slots}  # plain dict: `esper` owns the modules
+        self.probe = probe  # a few samples: `harden` compares on them
+        self.incubation: Incubation = "shadow"
+        self.forks: dict[str, ForkPoint | None] = {}  # None: this slot cannot fork
+        self.fork_sequence: list[ForkPoint] = []
+        self.cannot_fork = ""  # why, once that is known
+        self.on_load: list[Callable[[], None]] = []
+        modules = dict(model.named_modules())
+        for slot in slots:
+            modules[slot.module_name].register_forward_hook(slot.after)
+        self.norms = [m for m in model.modules() if isinstance(m, Norm)]
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
+
+    def __getattr__(self, name: str) -> Any:
+        """What a body does not have itself it asks of its model (`config`, `generate`, …)."""
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("model"), name)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Body:
+        """A body of its own; whoever listened to the first does not hear the copy."""
+        new = self.__class__.__new__(self.__class__)
+        memo[id(self)] = new
+        listeners, self.on_load = self.on_load, []
+        try:
+            new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
+        finally:
+            self.on_load = listeners
+        return new
+
+    # -- growth: called by whoever carries out effects
+
+    def slot(self, name: str) -> Slot:
+        if name not in self.slots:
+            raise unknown_name("slot", name, self.slots)
+        return self.slots[name]
+
+    def anchor(self, slot: Slot) -> tuple[torch.device, torch.dtype]:
+        """Where and in what precision a seed of this slot is born: as the module it follows."""
+        module = self.model.get_submodule(slot.module_name)
+        for p in (*module.parameters(), *self.model.parameters()):
+            if p.is_floating_point():
+                return p.device, p.dtype
+        return slot.alpha.device, torch.get_default_dtype()
+
+    def plant(self, name: str, blueprint: str, operator: Operator = Operator.ADD, *, seed: int = 0) -> Slot:
+        slot = self.slot(name)
+        device, dtype = self.anchor(slot)
+        slot.to(device)
+        slot.plant(blueprint, operator, device=device, dtype=dtype, seed=seed)
+        slot.train(self.model.training)
+        return slot
+
+    def sync(self, table: SlotTable, env: int = 0) -> None:
+        """Make the slots do what the table says: the only writer of stage, alpha and frozenness."""
+        frozen = table.frozen[env]
+        for s, slot in enumerate(self.slots.values()):
+            self.set_slot(slot, SeedStage(int(table.stage[env, s])), float(table.alpha[env, s]), bool(frozen[s]))
+
+    def set_slot(self, slot: Slot, stage: SeedStage, alpha: float, frozen: bool = False) -> None:
+        slot.stage = stage
+        slot.incubating = stage == SeedStage.TRAINING and self.incubation == "straight_through"
+        if slot.amplitude != alpha:
+            slot.amplitude = alpha
+            slot.alpha.fill_(alpha)
+        learns = stage >= SeedStage.TRAINING and not frozen
+        for p in slot.parameters():
+            if p.requires_grad != learns and stage != SeedStage.FOSSILIZED:  # a fossil is the owner's to freeze
+                p.requires_grad_(learns)
+                p.grad = None
+
+    # -- what lives where
+
+    @property
+    def live(self) -> list[Slot]:
+        """Slots whose seed is not committed and can be felt: the players of a coalition."""
+        return [s for s in self.slots.values() if SeedStage.BLENDING <= s.stage <= SeedStage.HOLDING]
+
+    @property
+    def training_slots(self) -> list[Slot]:
+        return [s for s in self.slots.values() if s.stage == SeedStage.TRAINING]
+
+    def host_parameters(self) -> list[nn.Parameter]:
+        return list(self.model.parameters())
+
+    def costs(self) -> dict[str, dict[str, Cost]]:
+        """Parameters and multiply-adds of every blueprint at every slot, before anything is built."""
+        return {
+            name: {b: blueprints.cost(b, slot.site) for b in blueprints.blueprints_for(slot.site.layout)}
+            for name, slot in self.slots.items()
+        }
+
+    # -- the shadow pass: a seed's own lesson
+
+    @contextmanager
+    def shadowed(self, slot: Slot) -> Iterator[None]:
+        """Within: this seed is on at full strength on detached features, and no norm of the host learns.
+
+        The random stream is put back, so that dropout falls as if there had been no such pass.
+        """
+        norms = [n for n in self.norms if n.training]
+        device = slot.alpha.device
+        with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+            slot.shadow = True
+            for n in norms:
+                n.training = False
+            try:
+                yield
+            finally:
+                slot.shadow = False
+                for n in norms:
+                    n.training = True
+
+    def shadow_backward(self, loss: Callable[[], Tensor]) -> None:
+        """Give every TRAINING seed, and nothing else, the gradient of `loss()` with that seed switched on."""
+        for slot in self.training_slots:
+            params = [p for p in slot.parameters() if p.requires_grad]
+            with self.shadowed(slot):
+                grads = torch.autograd.grad(loss(), params, allow_unused=True)
+            for p, g in zip(params, grads, strict=True):
+                if g is not None:
+                    p.grad = g if p.grad is None else p.grad + g
+
+    # -- evaluation of configurations: see tolaria.coalitions
+
+    @torch.no_grad()
+    def evaluate_rows(self, batch: Any, size: int, plan: ForkPlan) -> list[Any]:
+        """The outputs of every configuration of a plan on one batch of `size` samples."""
+        plan.batch, plan.done = size, 0
+        with lent(plan, list(self.slots.values()), dict(self.model.named_modules()), self.norms):
+            args, kwargs = plan.at_input("", as_arguments(batch))
+            with torch.compiler.set_stance("force_eager"):
+                output = self.model(*args, **kwargs)
+        return plan.split(output)
+
+    def plan(self, configs: Sequence[Sequence[bool]], slots: Sequence[str], main: Sequence[bool]) -> ForkPlan:
+        """A forked plan for these configurations; ForkError if some slot among them cannot fork."""
+        if self.cannot_fork:
+            raise ForkError(self.cannot_fork)
+        points: dict[str, ForkPoint] = {}
+        for s in slots:
+            point = self.forks[s]
+            if point is None:
+                raise ForkError(f"slot {s!r} cannot fork: samples of a batch influence each other behind it")
+            points[s] = point
+        return ForkPlan.build(configs, list(slots), points, self.fork_sequence, main)
+
+    def give_up_forking(self, why: str) -> None:
+        """From now on configurations are evaluated one by one; said once."""
+        if not self.cannot_fork:
+            self.cannot_fork = why
+            warnings.warn(f"configurations of this model are evaluated one by one: {why}", stacklevel=2)
+
+    # -- state
+
+    def structure(self) -> dict[str, dict[str, Any]]:
+        """Which seed lives in which slot, and how: enough to build the same body again."""
+        return {
+            name: {
+                "blueprint": slot.blueprint,
+                "operator": int(slot.operator),
+                "stage": int(slot.stage),
+                "alpha": slot.amplitude,
+            }
+            for name, slot in self.slots.items()
+            if slot.seed is not None
+        }
+
+    def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        if args:
+            raise TypeError("body.state_dict takes keywords only: destination, prefix, keep_vars")
+        out = self.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        self.esper.state_dict(destination=out, prefix=f"{prefix}esper.", keep_vars=keep_vars)
+        if structure := self.structure():
+            text = json.dumps(structure, sort_keys=True).encode()
+            out[prefix + STRUCTURE] = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        return out
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        """Rebuild the seeds that the state names, then let every module load its own part."""
+        packed = state_dict.pop(prefix + STRUCTURE, None)
+        structure = {} if packed is None else json.loads(bytes(packed.cpu().numpy()))
+        self._rebuild(structure)
+        for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(f"{prefix}esper.")]:
+            state_dict[f"{prefix}model.{key[len(prefix) :]}"] = state_dict.pop(key)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        result = super().load_state_dict(state_dict, strict, assign)
+        for listener in self.on_load:
+            listener()
+        return result
+
+    def _rebuild(self, structure: dict[str, dict[str, Any]]) -> None:
+        for name in structure:
+            if name not in self.slots:
+                raise GraftError(
+                    f"the state holds a seed in slot {name!r}, which this body does not have "
+                    f"(it has {', '.join(self.slots)}). Graft at the same places as when it was saved."
+                )
+        for name, slot in self.slots.items():
+            told = structure.get(name)
+            if told is None:
+                slot.uproot()
+                self.set_slot(slot, SeedStage.DORMANT, 0.0)
+                continue
+            try:
+                stage, operator = SeedStage(told["stage"]), Operator(told["operator"])
+                alpha = float(told["alpha"])
+            except (KeyError, ValueError, TypeError) as error:
+                raise ConfigError(f"the state's structure of slot {name!r} is not readable: {told}") from error
+            if slot.seed is None or slot.blueprint != told["blueprint"]:
+                slot.uproot()
+                self.plant(name, told["blueprint"], operator)
+            else:
+                slot.set_operator(operator)
+            self.set_slot(slot, stage, alpha)

@@ -1,0 +1,191 @@
+"""Harden: take a grown body home as a plain module, with no Esper class inside.
+
+Each grown module is swapped for a `torch.fx.GraphModule` that calls the module it was grafted on
+(`host`) and then the seed (`grown`), traced into torch parts. A module whose signature a graph cannot
+repeat (`*args`, `**kwargs`), or whose output is a mapping, keeps its place and gets the traced seed as
+a child and a forward hook. Either way the result computes the same, trains, exports and loads alone.
+"""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import operator
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor, fx, nn
+
+from esper.kasmina.body import Body
+from esper.kasmina.graft import quietly, same
+from esper.kasmina.slot import Select, Slot
+from esper.leyline.actions import Operator
+from esper.leyline.errors import HardenError
+from esper.leyline.stages import SeedStage
+
+GROWN, HOST = "grown", "host"
+
+
+class _Blend(nn.Module):
+    """One seed and how it joins the features, in a form that can be traced; alpha becomes a constant."""
+
+    def __init__(self, slot: Slot) -> None:
+        super().__init__()
+        assert slot.seed is not None
+        self.seed, self.gate = slot.seed, slot.gate
+        self.alpha, self.operator = slot.amplitude, slot.operator
+
+    def forward(self, h: Tensor) -> Tensor:
+        delta = self.seed(h)
+        if self.operator == Operator.MULTIPLY:
+            return h * (1 + self.alpha * torch.tanh(delta))
+        weight = self.alpha if self.gate is None else self.alpha * self.gate(h)
+        return h + (delta if isinstance(weight, float) and weight == 1.0 else weight * delta)
+
+
+@overload
+def harden(body: Body, *, key_map: Literal[False] = False) -> nn.Module: ...
+@overload
+def harden(body: Body, *, key_map: Literal[True]) -> tuple[nn.Module, dict[str, str]]: ...
+def harden(body: Body, *, key_map: bool = False) -> nn.Module | tuple[nn.Module, dict[str, str]]:
+    """A plain module that computes what the body computes; the body stays as it is.
+
+    Seeds that the host does not feel yet (GERMINATED, TRAINING) are left behind. With `key_map=True`
+    also returns where each key of `body.state_dict()` went.
+    """
+    twin = copy.deepcopy(body)
+    plain = twin.model
+    detach_hooks(twin)
+    felt = [s for s in twin.slots.values() if s.seed is not None and s.stage >= SeedStage.BLENDING]
+    keys = {k: k for k in plain.state_dict()}
+    for slot in sorted(felt, key=lambda s: -s.module_name.count(".")):  # inner modules first: names stay valid
+        grown = _trace(slot)
+        module = plain.get_submodule(slot.module_name)
+        if _signature_of(module) is None or isinstance(slot.select.key, str):
+            plain = _attach(plain, slot, module, grown, keys)
+        else:
+            plain = _swap(plain, slot, module, grown, keys)
+    _verify(body, plain)
+    return (plain, keys) if key_map else plain
+
+
+def detach_hooks(body: Body) -> None:
+    """Take our hooks, and only ours, off the model."""
+    for slot in body.slots.values():
+        hooks = body.model.get_submodule(slot.module_name)._forward_hooks
+        for handle in [h for h, f in hooks.items() if getattr(f, "__self__", None) is slot]:
+            del hooks[handle]
+
+
+def _trace(slot: Slot) -> fx.GraphModule:
+    try:
+        tracer = fx.Tracer()
+        blend_module = _Blend(slot)
+        graph = tracer.trace(blend_module)
+    except Exception as error:
+        raise HardenError(
+            f"the seed {slot.blueprint!r} in slot {slot.name!r} cannot be traced into torch parts: {error}. "
+            "Write its forward without branches on values, or prune it before hardening."
+        ) from error
+    graph._tracer_cls = None
+    for node in graph.nodes:
+        node.type = None  # annotations are strings here, and a saved graph would try to import them
+    traced = fx.GraphModule(tracer.root, graph, class_name="Grown")
+    for name, parameter in blend_module.named_parameters():
+        traced.get_parameter(name).requires_grad_(parameter.requires_grad)
+    return traced
+
+
+def _signature_of(module: nn.Module) -> list[inspect.Parameter] | None:
+    """The parameters of a module's forward, or None if a graph cannot repeat them."""
+    parameters = list(inspect.signature(module.forward).parameters.values())
+    loose = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    plain_default = (int, float, bool, str, type(None))
+    for p in parameters:
+        if p.kind in loose or not (p.default is p.empty or isinstance(p.default, plain_default)):
+            return None
+    return parameters
+
+
+def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> nn.Module:
+    """Put a graph in the module's place: first the module, then the seed."""
+    graph = fx.Graph()
+    args: list[fx.Node] = []
+    kwargs: dict[str, Any] = {}
+    for p in _signature_of(module) or []:
+        node = graph.placeholder(p.name) if p.default is p.empty else graph.placeholder(p.name, default_value=p.default)
+        if p.kind == p.KEYWORD_ONLY:
+            kwargs[p.name] = node
+        else:
+            args.append(node)
+    output: Any = graph.call_module(HOST, tuple(args), kwargs)
+    graph.output(_put(graph, output, slot.select, grown))
+    parts = nn.ModuleDict({HOST: module, GROWN: grown})
+    swapped = fx.GraphModule(parts, graph, class_name="GrownModule")
+    swapped.train(module.training)
+    for name, value in vars(module).items():  # plain settings that other code may read (`layer.kind`)
+        if isinstance(value, (int, float, str, bool)) and name not in vars(swapped):
+            setattr(swapped, name, value)
+    _move_keys(keys, slot, {slot.module_name: f"{slot.module_name}.{HOST}"}, f"{slot.module_name}.{GROWN}", grown)
+    places = [n for n, m in plain.named_modules(remove_duplicate=False) if m is module]
+    for place in places:
+        parent, _, child = place.rpartition(".")
+        setattr(plain.get_submodule(parent), child, swapped)
+    return plain
+
+
+def _put(graph: fx.Graph, output: Any, select: Select, grown: fx.GraphModule) -> Any:
+    if select.key is None:
+        return graph.call_module(GROWN, (output,))
+    assert isinstance(select.key, int)
+    item = graph.call_function(operator.getitem, (output, select.key))
+    changed = graph.call_module(GROWN, (item,))
+    before = graph.call_function(operator.getitem, (output, slice(None, select.key)))
+    after = graph.call_function(operator.getitem, (output, slice(select.key + 1, None)))
+    first = graph.call_function(operator.add, (before, (changed,)))
+    return graph.call_function(operator.add, (first, after))
+
+
+def _attach(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> nn.Module:
+    """Leave the module in its place; the traced seed is its child and its forward hook."""
+    graph = fx.Graph()
+    for name in ("module", "args"):
+        graph.placeholder(name)
+    output = graph.placeholder("output")
+    if isinstance(slot.select.key, str):
+        item = graph.call_function(operator.getitem, (output, slot.select.key))
+        changed = graph.call_module(GROWN, (item,))
+        copied = graph.call_function(copy.copy, (output,))
+        graph.call_function(operator.setitem, (copied, slot.select.key, changed))
+        graph.output(copied)
+    else:
+        graph.output(_put(graph, output, slot.select, grown))
+    hook = fx.GraphModule(nn.ModuleDict({GROWN: grown}), graph, class_name="GrowAfter")
+    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or hasattr(module, GROWN):
+        raise HardenError(f"module {slot.module_name!r} ({type(module).__name__}) can neither be swapped nor extended")
+    module.add_module(GROWN, hook)
+    module.register_forward_hook(hook)
+    _move_keys(keys, slot, {}, f"{slot.module_name}.{GROWN}.{GROWN}", grown)
+    return plain
+
+
+def _move_keys(keys: dict[str, str], slot: Slot, moved: dict[str, str], home: str, grown: nn.Module) -> None:
+    for old, new in list(keys.items()):
+        for before, after in moved.items():
+            if new.startswith(before + "."):
+                keys[old] = after + new[len(before) :]
+    root = f"esper.{slot.name.replace('.', '/')}"
+    keys |= {f"{root}.{k}": f"{home}.{k}" for k in grown.state_dict()}
+
+
+def _verify(body: Body, plain: nn.Module) -> None:
+    """Compare on the probe the body was grafted with."""
+    try:
+        got = quietly(plain, body.probe)
+    except Exception as error:
+        raise HardenError(
+            f"the hardened model does not run on the probe: {error}. Other code of the model may reach into a "
+            "grown module; graft after a neighbouring module, or export the body with torch.export."
+        ) from error
+    if not same(got, quietly(body, body.probe), tolerance=1e-4):
+        raise HardenError("the hardened model does not compute what the body computes on the probe; please report this")

@@ -1,0 +1,105 @@
+"""A causal language model in the manner of GPT-2. `B` sequences, `T` tokens, `D` width, `V` vocabulary."""
+
+from __future__ import annotations
+
+import math
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.leyline.errors import ConfigError
+
+
+class CausalAttention(nn.Module):
+    """Self-attention in which no token sees a later one: `[B, T, D]` to `[B, T, D]`."""
+
+    def __init__(self, dim: int, heads: int) -> None:
+        super().__init__()
+        self.heads = heads
+        self.head_dim = dim // heads
+        self.qkv = nn.Linear(dim, 3 * dim)
+        self.proj = nn.Linear(dim, dim)
+
+    def forward(self, x: Tensor) -> Tensor:
+        # unflatten and flatten ask for no batch size: one graph serves every batch in fx and export
+        qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        # no dropout on the attention weights: it would need `self.training`, which a traced graph freezes
+        seen = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        return self.proj(seen.transpose(1, 2).flatten(2))
+
+
+class Block(nn.Module):
+    """Attention and a fourfold MLP, each normalised first and added to the stream."""
+
+    def __init__(self, dim: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = CausalAttention(dim, heads)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = nn.Sequential(
+            nn.Linear(dim, 4 * dim), nn.GELU(approximate="tanh"), nn.Linear(4 * dim, dim)
+        )
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.dropout(self.attention(self.norm1(x)))
+        return x + self.dropout(self.mlp(self.norm2(x)))
+
+
+class TransformerHost(nn.Module):
+    """Tokens `[B, T]` to next-token logits `[B, T, V]`, T ≤ `block_size`; the head shares the embedding.
+
+    The layers form `segments` equal groups, with one slot at the end of each.
+    """
+
+    def __init__(
+        self,
+        *,
+        vocab: int,
+        dim: int,
+        heads: int,
+        layers: int,
+        block_size: int,
+        segments: int = 3,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        if min(vocab, dim, heads, layers, block_size, segments) < 1:
+            raise ConfigError(
+                "every size of a transformer host must be at least 1, got "
+                f"{vocab=}, {dim=}, {heads=}, {layers=}, {block_size=}, {segments=}"
+            )
+        if dim % heads:
+            raise ConfigError(f"dim must be a multiple of heads, got dim={dim}, heads={heads}")
+        if layers % segments:
+            raise ConfigError(f"layers must be a multiple of segments, got {layers=}, {segments=}")
+        if not 0.0 <= dropout < 1.0:
+            raise ConfigError(f"dropout must lie in [0, 1), got {dropout}")
+
+        self.segments = segments
+        self.tokens = nn.Embedding(vocab, dim)
+        self.positions = nn.Embedding(block_size, dim)
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(dim)
+        self._initialise(layers)
+
+    def _initialise(self, layers: int) -> None:
+        """GPT-2's start: small weights, and smaller ones where 2 × `layers` branches add up."""
+        for name, parameter in self.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.dim() == 2:
+                adds_to_stream = name.endswith(("proj.weight", "mlp.2.weight"))
+                nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds_to_stream else 0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.dropout(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])  # [B, T, D]
+        for block in self.blocks:
+            x = block(x)
+        return F.linear(self.norm(x), self.tokens.weight)  # [B, T, V]
+
+    def sites(self) -> dict[str, str]:
+        """One slot behind the last layer of each segment."""
+        length = len(self.blocks) // self.segments
+        return {f"r0c{i}": f"blocks.{(i + 1) * length - 1}" for i in range(self.segments)}

@@ -1,0 +1,365 @@
+"""The rules of a seed's life, as functions over the whole table.
+
+    legal(table, rules) → bool [E, O, S]     the only legality function; it includes the gates
+    gates(table, rules) → pass, reasons      why a seed may not move on yet
+    apply(table, actions, rules) → outcome   one action row per environment; an illegal one does nothing
+    tick(table, rules) → effects             once per epoch: ramps, cooldown, auto-advance, clocks
+    record(table, …)                         what was measured after the epoch
+
+They change the table in place and touch no module: what modules must do comes back as effects.
+
+Legend: E environments, S slots, O operations.
+"""
+
+from __future__ import annotations
+
+from enum import IntEnum
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+
+from esper.kasmina.alpha import alpha_at
+from esper.leyline.actions import (
+    ALPHA_TARGETS,
+    NUM_OPS,
+    SPEED_TICKS,
+    STYLE_CURVE,
+    STYLE_OPERATOR,
+    TEMPO_EPOCHS,
+    Curve,
+    Head,
+    Op,
+)
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.stages import (
+    CHECK_TEXT,
+    COOLDOWN_LABEL,
+    COOLDOWN_TICKS,
+    NUM_STAGES,
+    PERMISSIVE,
+    Check,
+    SeedStage,
+    Thresholds,
+)
+
+S = SeedStage
+ALPHA_TOLERANCE = 1e-6
+VELOCITY_KEEP = 0.7
+"""Share of the old velocity kept when a contribution is measured anew."""
+
+
+class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What governs the lives of seeds in one run."""
+
+    thresholds: Thresholds = PERMISSIVE
+    """What the gates ask for."""
+    auto_train: bool = True
+    """GERMINATED → TRAINING without being asked."""
+    auto_blend: bool = True
+    """TRAINING → BLENDING as soon as its gate opens."""
+    auto_hold: bool = True
+    """BLENDING → HOLDING as soon as alpha rests at 1."""
+    max_seeds: int = 0
+    """Most seeds per environment, fossils included; 0 sets no limit."""
+    min_prune_age: int = 5
+    """Epochs a seed is given before it may be pruned: a seed judged at once never gets a chance."""
+    one_at_a_time: bool = True
+    """No germination while another seed is GERMINATED, TRAINING or cooling down."""
+
+    def __post_init__(self) -> None:
+        if self.max_seeds < 0 or self.min_prune_age < 0:
+            raise ConfigError(f"max_seeds and min_prune_age must be ≥ 0, got {self.max_seeds} and {self.min_prune_age}")
+
+
+class EffectKind(IntEnum):
+    """What modules must do because of a rule."""
+
+    BUILD = 0  # a seed was germinated: build the blueprint that the table names
+    DROP = 1  # a seed is gone: remove it
+    COMMIT = 2  # a seed is part of the host now
+    SET_OPERATOR = 3  # a live seed is blended in another way
+
+
+class Effect(NamedTuple):
+    kind: EffectKind
+    env: int
+    slot: int
+
+
+class Outcome(NamedTuple):
+    """What became of one action per environment."""
+
+    happened: Bools  # [E] False where the action was illegal, so nothing changed
+    effects: list[Effect]
+
+
+_AUTO_STAGES = (S.GERMINATED, S.TRAINING, S.BLENDING)
+_NEXT = np.arange(1, NUM_STAGES + 1, dtype=np.int8)  # the stage a successful advance leads to
+_PRUNABLE = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING))
+_BUSY = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.PRUNED, S.EMBARGOED, S.RESETTING))
+_OCCUPIED = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED))
+
+
+def _auto_by_stage(rules: Rules) -> Bools:
+    auto = np.zeros(NUM_STAGES, dtype=bool)
+    auto[list(_AUTO_STAGES)] = (rules.auto_train, rules.auto_blend, rules.auto_hold)
+    return auto
+
+
+def _at_least(value: Floats, floor: float | None) -> Bools:
+    """NaN never passes; no floor asks for nothing."""
+    if floor is None:
+        return np.ones(value.shape, dtype=bool)
+    return np.asarray(value >= floor)
+
+
+def gates(table: SlotTable, rules: Rules) -> tuple[Bools, Ints]:
+    """Whether each seed's next gate is open [E, S], and if not why: a bit per `Check` [E, S]."""
+    t, stage = rules.thresholds, table.stage
+    training, blending, holding = stage == S.TRAINING, stage == S.BLENDING, stage == S.HOLDING
+    at_full = (table.alpha_to >= 1 - ALPHA_TOLERANCE) & ~table.moving
+    at_full &= np.abs(table.alpha - table.alpha_to) <= ALPHA_TOLERANCE
+    improvement = table.quality[:, None] - table.quality_stage
+    lower_bound = table.contribution - t.z * table.contribution_se
+    shut = {
+        Check.DWELL: (training & (table.dwell < t.blend_dwell)) | (blending & (table.dwell < t.hold_dwell)),
+        Check.GRADIENT_HEALTH: training & ~_at_least(table.grad_health, t.blend_health),
+        Check.GRADIENT_RATIO: training & ~_at_least(table.grad_ratio, t.blend_ratio),
+        Check.IMPROVEMENT: training & ~_at_least(improvement, t.blend_improvement),
+        Check.ALPHA_AT_FULL: blending & ~at_full,
+        Check.CONTRIBUTION: holding & ~_at_least(lower_bound, t.fossil_contribution),
+    }
+    reasons = np.zeros(stage.shape, dtype=np.int16)
+    for check, failed in shut.items():
+        reasons |= failed.astype(np.int16) << check
+    has_gate = (stage >= S.GERMINATED) & (stage <= S.HOLDING)
+    return has_gate & (reasons == 0), reasons
+
+
+def explain(reasons: int) -> str:
+    """A gate's reasons in words.
+
+    >>> explain(1)
+    'too few epochs in this stage'
+    """
+    return "; ".join(text for check, text in CHECK_TEXT.items() if reasons >> check & 1)
+
+
+def legal(table: SlotTable, rules: Rules) -> Bools:
+    """Which operation may be done to which slot: [E, O, S]. WAIT always may.
+
+    GERMINATE here means that some blueprint may be planted; `table.takes` says which.
+    """
+    stage = table.stage
+    open_gate, _ = gates(table, rules)
+    resting = ~table.moving
+    blended = (stage == S.BLENDING) | (stage == S.HOLDING)
+
+    room = np.ones(table.num_envs, dtype=bool)
+    if rules.max_seeds:
+        room &= (_OCCUPIED[stage] & table.enabled).sum(axis=1) < rules.max_seeds
+    if rules.one_at_a_time:
+        room &= ~(_BUSY[stage] & table.enabled).any(axis=1)
+
+    ops = np.zeros((table.num_envs, NUM_OPS, table.num_slots), dtype=bool)
+    ops[:, Op.GERMINATE] = (stage == S.DORMANT) & room[:, None] & table.takes.any(axis=1)
+    ops[:, Op.SET_ALPHA_TARGET] = blended & resting
+    ops[:, Op.PRUNE] = _PRUNABLE[stage] & (table.age >= rules.min_prune_age) & resting
+    ops[:, Op.FOSSILIZE] = (stage == S.HOLDING) & open_gate
+    ops[:, Op.ADVANCE] = (stage <= S.BLENDING) & open_gate & ~_auto_by_stage(rules)[stage]
+    ops &= table.enabled[:, None, :]
+    ops[:, Op.WAIT] = True
+    return ops
+
+
+def _enter(table: SlotTable, where: Bools, stage: Ints | int) -> None:
+    """Move the seeds at `where` to a stage: remember the one before, start its clock and its baseline."""
+    table.prev_stage[where] = table.stage[where]
+    table.prev_dwell[where] = table.dwell[where]
+    table.stage[where] = stage if np.isscalar(stage) else np.asarray(stage)[where]
+    table.dwell[where] = 0
+    table.quality_stage[where] = np.broadcast_to(table.quality[:, None], where.shape)[where]
+
+
+def _remove(table: SlotTable, where: Bools) -> None:
+    _enter(table, where, S.PRUNED)
+    table.cooldown[where] = COOLDOWN_TICKS
+    for column in (
+        table.alpha,
+        table.alpha_from,
+        table.alpha_to,
+        table.ramp_len,
+        table.ramp_pos,
+        table.params,
+    ):
+        column[where] = 0
+
+
+def _ramp(table: SlotTable, at: tuple[Ints, Ints], target: Floats, ticks: Ints, curve: Ints) -> None:
+    table.alpha_from[at], table.alpha_to[at] = table.alpha[at], target
+    table.ramp_len[at], table.ramp_pos[at], table.curve[at] = (
+        np.where(table.alpha[at] == target, 0, ticks),
+        0,
+        curve,
+    )
+    table.alpha[at] = alpha_at(
+        table.alpha_from[at], table.alpha_to[at], table.ramp_pos[at], table.ramp_len[at], table.curve[at]
+    )
+
+
+def _effects(kind: EffectKind, where: Bools) -> list[Effect]:
+    return [Effect(kind, int(e), int(s)) for e, s in zip(*np.nonzero(where), strict=True)]
+
+
+def is_legal(table: SlotTable, actions: Ints, rules: Rules) -> Bools:
+    """[E] whether each environment's action may be taken, head choices included."""
+    slot, op = actions[:, Head.SLOT], actions[:, Head.OP]
+    sizes = (table.num_slots, table.takes.shape[1], *_HEAD_SIZES)
+    sane = ((actions >= 0) & (actions < np.asarray(sizes))).all(axis=1)
+    slot, op = np.where(sane, slot, 0), np.where(sane, op, 0)
+    ok = sane & legal(table, rules)[np.arange(table.num_envs), op, slot]
+    blueprint = np.where(sane, actions[:, Head.BLUEPRINT], 0)
+    return np.asarray(ok & ((op != Op.GERMINATE) | table.takes[slot, blueprint]))
+
+
+_HEAD_SIZES = (len(STYLE_CURVE), len(TEMPO_EPOCHS), len(ALPHA_TARGETS), len(SPEED_TICKS), len(Curve), NUM_OPS)
+
+
+def apply(table: SlotTable, actions: Ints, rules: Rules) -> Outcome:
+    """Carry out one action row [E, 8] per environment; an illegal action changes nothing."""
+    happened = is_legal(table, actions, rules)
+    op = np.where(happened, actions[:, Head.OP], Op.WAIT)
+    table.last_op[:] = op
+
+    def chosen(which: Op) -> tuple[tuple[Ints, Ints], Bools, Ints]:
+        """Index pair, mask [E, S] and action rows of the environments that do this op."""
+        envs = np.nonzero(op == which)[0]
+        slots = actions[envs, Head.SLOT]
+        where = np.zeros(table.stage.shape, dtype=bool)
+        where[envs, slots] = True
+        return (envs, slots), where, actions[envs]
+
+    at, where, a = chosen(Op.GERMINATE)
+    if len(a):
+        table.blank(where)
+        _enter(table, where, S.GERMINATED)
+        table.serial[at] = table.next_serial[at[0]]
+        table.next_serial[at[0]] += 1
+        table.blueprint[at] = a[:, Head.BLUEPRINT]
+        table.operator[at] = STYLE_OPERATOR[a[:, Head.STYLE]]
+        table.curve[at] = STYLE_CURVE[a[:, Head.STYLE]]
+        table.tempo[at] = table.ramp_len[at] = TEMPO_EPOCHS[a[:, Head.TEMPO]]
+        table.alpha_to[at] = ALPHA_TARGETS[a[:, Head.ALPHA_TARGET]]
+        table.quality_birth[at] = table.quality_best[at] = table.quality[at[0]]
+    effects = _effects(EffectKind.BUILD, where)
+
+    at, where, a = chosen(Op.SET_ALPHA_TARGET)
+    if len(a):
+        target, operator = ALPHA_TARGETS[a[:, Head.ALPHA_TARGET]], STYLE_OPERATOR[a[:, Head.STYLE]]
+        switched = np.zeros_like(where)
+        switched[at] = table.operator[at] != operator
+        table.operator[at] = operator
+        lowered = np.zeros_like(where)
+        lowered[at] = target < 1.0
+        _enter(table, lowered & (table.stage == S.HOLDING), S.BLENDING)
+        _ramp(table, at, target, SPEED_TICKS[a[:, Head.ALPHA_SPEED]], a[:, Head.ALPHA_CURVE])
+        effects += _effects(EffectKind.SET_OPERATOR, switched)
+
+    at, where, a = chosen(Op.PRUNE)
+    if len(a):
+        ticks = np.zeros(table.stage.shape, dtype=np.int16)
+        ticks[at] = SPEED_TICKS[a[:, Head.ALPHA_SPEED]]
+        later = where & (ticks > 0) & (table.alpha > 0)
+        _enter(table, later & (table.stage == S.HOLDING), S.BLENDING)
+        scheduled = later[at]
+        at_later = (at[0][scheduled], at[1][scheduled])
+        _ramp(table, at_later, np.zeros(1, np.float32), ticks[at_later], a[scheduled, Head.ALPHA_CURVE])
+        now = where & ~later
+        _remove(table, now)
+        effects += _effects(EffectKind.DROP, now)
+
+    _, where, a = chosen(Op.FOSSILIZE)
+    if len(a):
+        _enter(table, where, S.FOSSILIZED)
+        effects += _effects(EffectKind.COMMIT, where)
+
+    _, where, a = chosen(Op.ADVANCE)
+    if len(a):
+        _advance(table, where)
+    return Outcome(happened, effects)
+
+
+def _advance(table: SlotTable, where: Bools) -> None:
+    starts = where & (table.stage == S.TRAINING)
+    _enter(table, where, _NEXT[table.stage])
+    table.ramp_pos[starts] = 0
+
+
+def tick(table: SlotTable, rules: Rules) -> list[Effect]:
+    """One epoch's passing: alpha moves, cooldowns run down, open gates are walked through, clocks advance."""
+    moving = table.moving
+    if moving.any():
+        table.ramp_pos[moving] += 1
+        table.alpha[moving] = alpha_at(
+            table.alpha_from[moving],
+            table.alpha_to[moving],
+            table.ramp_pos[moving],
+            table.ramp_len[moving],
+            table.curve[moving],
+        )
+    gone = moving & ~table.moving & (table.alpha_to == 0.0)
+
+    cooling = table.cooldown > 0
+    if cooling.any():
+        table.cooldown[cooling] -= 1
+        label = COOLDOWN_LABEL[table.cooldown]
+        _enter(table, cooling & (label != table.stage), label)
+        table.blank(cooling & (table.cooldown == 0))
+    _remove(table, gone)
+
+    open_gate, _ = gates(table, rules)
+    _advance(table, open_gate & _auto_by_stage(rules)[table.stage] & table.enabled)
+
+    alive = _OCCUPIED[table.stage]
+    table.age[alive] += 1
+    table.dwell[alive | (table.cooldown > 0)] += 1
+    measured = table.contribution_age >= 0
+    table.contribution_age[measured] += 1
+    table.step[:] += 1
+    return _effects(EffectKind.DROP, gone)
+
+
+def record(table: SlotTable, *, quality: Floats, val_loss: Floats, train_loss: Floats) -> None:
+    """Write down one epoch's results [E]; the first quality a seed meets is its baseline."""
+    table.quality[:], table.val_loss[:], table.train_loss[:] = quality, val_loss, train_loss
+    table.quality_best_env[:] = np.fmax(table.quality_best_env, table.quality)
+    for history, value in ((table.loss_history, val_loss), (table.quality_history, quality)):
+        history[:, :-1] = history[:, 1:]
+        history[:, -1] = value
+    alive = _OCCUPIED[table.stage]
+    now = np.broadcast_to(table.quality[:, None], alive.shape)
+    for column in (table.quality_birth, table.quality_stage):
+        first = alive & np.isnan(column)
+        column[first] = now[first]
+    table.quality_best[alive] = np.fmax(table.quality_best, now)[alive]
+
+
+def record_contribution(table: SlotTable, contribution: Floats, se: Floats) -> None:
+    """Write down contributions [E, S] with their standard errors; NaN where nothing was measured."""
+    where = np.isfinite(contribution)
+    change = contribution - table.contribution
+    velocity = VELOCITY_KEEP * np.nan_to_num(table.contribution_velocity) + (1 - VELOCITY_KEEP) * change
+    table.contribution_prev[where] = table.contribution[where]
+    table.contribution_velocity[where] = velocity[where]
+    table.contribution[where] = contribution[where]
+    table.contribution_se[where] = se[where]
+    table.contribution_age[where] = 0
+
+
+def expel(table: SlotTable, where: Bools) -> list[Effect]:
+    """Remove growing seeds at once, whatever their age: the governor's right, not a policy's."""
+    gone = where & _PRUNABLE[table.stage]
+    _remove(table, gone)
+    return _effects(EffectKind.DROP, gone)

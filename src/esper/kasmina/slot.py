@@ -1,0 +1,136 @@
+"""A slot: one place after a module of the host where one seed can live.
+
+The host's forward hook hands the module's output to `Slot.after`, which finds the features in it
+(`Select`) and sends them through `Slot.forward`. What forward does is decided by `stage`, `alpha` and
+`incubating`, which `Body.sync` alone writes.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina import blueprints
+from esper.kasmina.blending import Gate, blend, detached, straight_through
+from esper.kasmina.forking import ForkPlan
+from esper.kasmina.site import Site
+from esper.leyline.actions import Operator
+from esper.leyline.stages import SeedStage
+
+
+@dataclass(frozen=True, slots=True)
+class Select:
+    """Where in a module's output the features are: the output itself, or one item of a tuple or mapping."""
+
+    key: int | str | None = None
+    named: bool = False
+    """The output is a named tuple."""
+
+    def get(self, output: Any) -> Tensor:
+        return output if self.key is None else output[self.key]
+
+    def put(self, output: Any, features: Tensor) -> Any:
+        if self.key is None:
+            return features
+        if isinstance(output, Mapping):
+            changed = copy.copy(output)
+            changed[self.key] = features  # type: ignore[index]
+            return changed
+        items = [features if i == self.key else item for i, item in enumerate(output)]
+        return type(output)(*items) if self.named else type(output)(items)
+
+
+class Slot(nn.Module):
+    """Holds at most one seed, and blends it into the features that pass."""
+
+    alpha: Tensor
+
+    def __init__(self, name: str, module_name: str, site: Site, select: Select) -> None:
+        super().__init__()
+        self.name, self.module_name, self.site, self.select = name, module_name, site, select
+        self.seed: nn.Module | None = None
+        self.gate: nn.Module | None = None
+        self.blueprint = ""
+        self.operator = Operator.ADD
+        self.stage = SeedStage.DORMANT
+        self.amplitude = 0.0  # alpha as a number, so that the buffer is written only when it changes
+        self.incubating = False  # learn by straight-through in the main pass
+        self.shadow = False  # this pass is the seed's own: full strength on detached features
+        self.fork: ForkPlan | None = None  # lent for one evaluation
+        self.register_buffer("alpha", torch.zeros(()), persistent=False)
+
+    def plant(self, blueprint: str, operator: Operator, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+        """Build a seed and hold it to the laws; the host's function does not change."""
+        module = blueprints.build(blueprint, self.site, device=device, dtype=dtype, seed=seed)
+        blueprints.check(module, self.site)
+        if self.site.channels_last:
+            module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+        self.seed, self.blueprint = module, blueprint
+        self.set_operator(operator)
+
+    def set_operator(self, operator: Operator) -> None:
+        """Blend in another way from now on. A gate is born with its operator, never behind its back."""
+        self.operator = operator
+        if operator != Operator.GATE:
+            self.gate = None
+        elif self.gate is None:
+            assert self.seed is not None
+            anchor = next(self.seed.parameters())
+            self.gate = Gate(self.site.dim, self.site.layout).to(anchor.device, anchor.dtype)
+
+    def uproot(self) -> None:
+        self.seed, self.gate, self.blueprint, self.operator = None, None, "", Operator.ADD
+
+    def seed_parameters(self) -> list[nn.Parameter]:
+        return [p for _, p in self.named_seed_parameters()]
+
+    def named_seed_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """The seed's and the gate's parameters, in a fixed order."""
+        return list(self.named_parameters())
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+        """The forward hook: the module's output with the features changed, or untouched."""
+        if self.seed is None:
+            return None
+        h = self.select.get(output)
+        y = self.forward(h, module.training)
+        return None if y is h else self.select.put(output, y)
+
+    def forward(self, h: Tensor, training: bool = False) -> Tensor:
+        if self.fork is not None and self.name in self.fork.players:
+            return self.fork.at_slot(self.name, h, self.switched_on)
+        if self.stage >= SeedStage.BLENDING:
+            return self.blended(h, self.alpha)
+        if self.shadow:
+            return self.switched_on(detached(h))
+        if self.incubating and training and torch.is_grad_enabled():
+            x = detached(h)
+            delta = self._seed_for(h)(x)
+            return straight_through(h, delta * self.gate(x) if self.gate is not None else delta)
+        return h
+
+    def switched_on(self, h: Tensor) -> Tensor:
+        """The features with the seed on: at its present alpha, or at 1 if it has not begun to blend."""
+        return self.blended(h, self.alpha if self.stage >= SeedStage.BLENDING else torch.ones_like(self.alpha))
+
+    def blended(self, h: Tensor, weight: Tensor) -> Tensor:
+        delta = self._seed_for(h)(h)
+        weight = weight.to(h.dtype)
+        if self.gate is not None:
+            weight = weight * self.gate(h).to(h.dtype)
+        return blend(h, delta, weight, self.operator)
+
+    def _seed_for(self, h: Tensor) -> nn.Module:
+        assert self.seed is not None
+        if self.alpha.device != h.device:
+            self.to(h.device)
+        return self.seed
+
+    def extra_repr(self) -> str:
+        state = f"{self.blueprint} {self.stage.name} alpha={self.amplitude:.2f}" if self.seed is not None else "empty"
+        return f"{self.name!r} after {self.module_name!r}, {self.site.layout} of {self.site.dim}: {state}"

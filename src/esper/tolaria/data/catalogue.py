@@ -1,0 +1,168 @@
+"""The data sets that can be asked for by name: three inside the package, the rest from files a user has."""
+
+from __future__ import annotations
+
+import io
+import os
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from esper.leyline.errors import DataError, unknown_name
+from esper.tolaria.data.cache import cached
+from esper.tolaria.data.dataset import Dataset, Split, balanced_order, checked, digest, stored_images
+from esper.tolaria.data.readers import Arrays, find_files, read_cifar10, read_fashion_mnist, read_text
+
+FOLDER = Path(__file__).parent / "files"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """What is known of a named set before it is read."""
+
+    licence: str
+    sha256: str = ""
+    """Of the embedded file; empty for sets read from a user's files."""
+    classes: int = 10
+    mean: tuple[float, ...] = ()
+    """Of the training pixels per channel, white being 1; empty for text."""
+    std: tuple[float, ...] = ()
+    white: int = 255
+
+
+SOURCES: dict[str, Source] = {
+    "digits": Source(
+        licence="CC BY 4.0, E. Alpaydin and C. Kaynak, UCI Machine Learning Repository",
+        sha256="ffcfe1dcfd5bd36d6027aae7de0ad22e058f9ab1350ac620eeeaf072a6a96dd7",
+        mean=(0.3049,),
+        std=(0.3756,),
+        white=16,
+    ),
+    "fashion": Source(
+        licence="MIT, Zalando SE; reduced to 14×14",
+        sha256="efd9fb9d14fdc057bcb82166f9b5cbf90e239f0378b606fd017d4b5f29e18178",
+        mean=(0.2854,),
+        std=(0.3299,),
+    ),
+    "moby": Source(
+        licence="public domain; edition of stdlib, CC0 1.0",
+        sha256="8186048f2a21e1cc86dd742ef52de695297bc77c4ec67d1f4515f0e8648e6c18",
+    ),
+    "fashion-mnist": Source(licence="MIT, Zalando SE", mean=(0.2860,), std=(0.3530,)),
+    "cifar10": Source(
+        licence="A. Krizhevsky; no licence stated, published for research",
+        mean=(0.4914, 0.4822, 0.4465),
+        std=(0.2470, 0.2435, 0.2616),
+    ),
+    "text": Source(licence="the user's own"),
+}
+
+
+def load(name: str, root: str | Path | None = None) -> Dataset:
+    """The data set `name`, checked and in memory.
+
+    `digits`, `fashion` and `moby` lie in the package. `cifar10` and `fashion-mnist` are read below the folder
+    `root`, or `$ESPER_DATA`; for `text`, `root` is the file itself. A text comes as one sequence: cut it with
+    `Dataset.windowed`.
+    """
+    if name not in SOURCES:
+        raise unknown_name("dataset", name, SOURCES)
+    source = SOURCES[name]
+    if source.sha256:
+        arrays, content = _read_embedded(name, source)
+    else:
+        arrays, content = _read_files(name, _root(name, root))
+    build = _text if "tokens" in arrays else _images
+    return checked(build(name, source, arrays, content))
+
+
+def _root(name: str, root: str | Path | None) -> Path:
+    given = root or (os.environ.get("ESPER_DATA") if name != "text" else None)
+    if given:
+        return Path(given).expanduser()
+    way_out = "Give the text file as root" if name == "text" else "Give its folder as root, or set $ESPER_DATA"
+    raise DataError(f"dataset {name!r} is read from your own files. {way_out}")
+
+
+def _read_embedded(name: str, source: Source) -> tuple[Arrays, str]:
+    path = FOLDER / f"{name}.npz"
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"embedded file {path.name} is missing from the package. Reinstall esper") from error
+    found = digest([content])
+    if found != source.sha256:
+        raise DataError(
+            f"embedded file {path.name} is damaged: its sha256 begins {found[:12]}, expected "
+            f"{source.sha256[:12]}. Reinstall esper, or make it again with scripts/make_data.py"
+        )
+    with np.load(io.BytesIO(content), allow_pickle=False) as file:
+        return dict(file), found
+
+
+def _read_files(name: str, root: Path) -> tuple[Arrays, str]:
+    if name == "text" and not root.is_file():
+        raise DataError(f"no file {str(root)!r}. For 'text', root is the path of a UTF-8 text file")
+    files = [root] if name == "text" else find_files(name, root)
+    content = digest(piece for path in files for piece in (path.name.encode(), path.read_bytes()))
+
+    def decode() -> Arrays:
+        if name == "text":
+            return read_text(root)
+        return read_cifar10(files) if name == "cifar10" else read_fashion_mnist(files)
+
+    return cached(name, root, content, decode), content
+
+
+def _images(name: str, source: Source, arrays: Arrays, content: str) -> Dataset:
+    if "val_x" not in arrays:  # published sets have two splits: validation is a tenth of training
+        arrays = _hold_out(name, arrays)
+    train, val, test = (
+        Split(
+            stored_images(arrays[f"{part}_x"], source.mean, source.std, source.white),
+            torch.from_numpy(arrays[f"{part}_y"].astype(np.int64)),
+        )
+        for part in ("train", "val", "test")
+    )
+    return Dataset(
+        name=name,
+        kind="image",
+        train=train,
+        val=val,
+        test=test,
+        classes=source.classes,
+        licence=source.licence,
+        sha256=content,
+        black=tuple(-m / s for m, s in zip(source.mean, source.std, strict=True)),
+    )
+
+
+def _hold_out(name: str, arrays: Arrays) -> Arrays:
+    order = balanced_order(arrays["train_y"], name)
+    val, train = np.split(order, [len(order) // 10])
+    held = {f"val_{which}": arrays[f"train_{which}"][val] for which in "xy"}
+    kept = {f"train_{which}": arrays[f"train_{which}"][train] for which in "xy"}
+    return arrays | held | kept
+
+
+def _text(name: str, source: Source, arrays: Arrays, content: str) -> Dataset:
+    tokens = torch.from_numpy(arrays["tokens"].astype(np.int64))
+    vocabulary = "".join(map(chr, arrays["characters"]))
+    if len(tokens) < 40:
+        raise DataError(f"a text needs at least 40 characters for three splits, {name!r} has {len(tokens)}")
+    ends = [0, len(tokens) * 90 // 100, len(tokens) * 95 // 100, len(tokens)]
+    train, val, test = (Split(part[:-1], part[1:]) for part in (tokens[a:b] for a, b in pairwise(ends)))
+    return Dataset(
+        name=name,
+        kind="text",
+        train=train,
+        val=val,
+        test=test,
+        classes=len(vocabulary),
+        licence=source.licence,
+        sha256=content,
+        vocabulary=vocabulary,
+    )

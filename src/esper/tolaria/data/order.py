@@ -1,0 +1,62 @@
+"""Data order as a function of (world, step): nothing to save, nothing that depends on other environments.
+
+Only raw Philox bits are drawn: numpy promises that stream for ever, unlike `permutation` and `integers`.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.seeding import derive_seed
+
+
+def minibatch_indices(world: int, step: int, *, size: int, batch: int, batches_per_step: int) -> Tensor:
+    """The samples that step `step` of world `world` trains on: int64 `[batches_per_step, batch]`.
+
+    Steps walk through one endless sequence of passes, each a fresh shuffle of all `size` samples, so every
+    pass shows each sample exactly once, whatever the batch and wherever a step begins.
+    """
+    _check(step, size, batch, batches_per_step)
+    count = batch * batches_per_step
+    place, stop = step * count, (step + 1) * count
+    parts = []
+    while place < stop:
+        number, offset = divmod(place, size)
+        parts.append(_shuffle(world, number, size)[offset : offset + stop - place])
+        place += len(parts[-1])
+    return torch.from_numpy(np.concatenate(parts).astype(np.int64)).view(batches_per_step, batch)
+
+
+def window_starts(world: int, step: int, *, size: int, batch: int, batches_per_step: int) -> Tensor:
+    """Random text windows of a step: int64 `[batches_per_step, batch]`, drawn with replacement.
+
+    Windows overlap, so a pass without repetition would mean nothing, and a shuffle of a million starts per
+    world would cost more than the step.
+    """
+    _check(step, size, batch, batches_per_step)
+    raw = np.random.Philox(key=derive_seed(world, "windows", step)).random_raw(batch * batches_per_step)
+    return torch.from_numpy((raw % np.uint64(size)).astype(np.int64)).view(batches_per_step, batch)
+
+
+@lru_cache(maxsize=128)  # two passes for each world of a training pool; 0.2 MB each at 50 000 samples
+def _shuffle(world: int, number: int, size: int) -> NDArray[np.int32]:
+    raw = np.random.Philox(key=derive_seed(world, "order", number)).random_raw(size)
+    order = np.argsort(raw, kind="stable").astype(np.int32)
+    order.setflags(write=False)  # it is shared by every caller
+    return order
+
+
+def _check(step: int, size: int, batch: int, batches_per_step: int) -> None:
+    if size < 1:
+        raise DataError("cannot order an empty training set")
+    if step < 0 or batch < 1 or batches_per_step < 1:
+        raise ConfigError(
+            f"a step needs at least one batch of one sample and counts from 0, got {step=}, {batch=}, "
+            f"{batches_per_step=}"
+        )

@@ -1,0 +1,273 @@
+"""Tasks: which host learns what, how, and where it may grow. One table; a new task is one row.
+
+`B` samples of a minibatch, `T` tokens, `V` classes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from esper.kasmina.hosts import HOSTS, AnyHost
+from esper.leyline.errors import ConfigError, DataError, unknown_name
+from esper.leyline.seeding import derive_seed
+from esper.tolaria.data import (
+    Dataset,
+    Split,
+    crop_and_flip,
+    from_tensors,
+    load,
+    minibatch_indices,
+    window_starts,
+)
+
+CROP_PAD = 4  # pixels an augmented image may shift
+TRAINING_FIELDS = ("lr", "momentum", "weight_decay", "seed_lr", "clip")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """Everything that decides what one environment trains, but for its world."""
+
+    name: str
+    question: str
+    """What growing a host on this task asks."""
+    host: str
+    """`cnn`, `mlp` or `transformer`."""
+    host_kwargs: Mapping[str, Any]
+    dataset: str
+    """A name for `esper.tolaria.data.load`, unless the task brings its own `data`."""
+    slots: tuple[str, ...]
+    """The sites of the host that may hold a seed."""
+    batch: int = 64
+    batches_per_epoch: int = 20
+    """Minibatches per epoch, and so per decision: the same however many environments run."""
+    epochs: int = 40
+    """The default length of an episode."""
+    val_size: int = 2_000
+    """Validation samples, the same for every environment."""
+    optimiser: Literal["sgd", "adamw"] = "sgd"
+    lr: float = 0.1
+    momentum: float = 0.9
+    """Of SGD; AdamW keeps torch's own betas."""
+    weight_decay: float = 0.0
+    seed_lr: float = 0.1
+    clip: float = 1.0
+    """Largest gradient norm, for the host and for each seed separately."""
+    augment: bool = False
+    """Random crop and mirror of the training images."""
+    data: Dataset | None = field(default=None, compare=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if self.host not in HOSTS:
+            raise unknown_name("host", self.host, HOSTS)
+        if not self.slots or len(set(self.slots)) != len(self.slots):
+            raise ConfigError(f"task {self.name!r} needs slots without repetition, got {self.slots}")
+        if min(self.batch, self.batches_per_epoch, self.epochs, self.val_size) < 1:
+            raise ConfigError(f"task {self.name!r}: batch, batches_per_epoch, epochs, val_size must be ≥ 1")
+        if self.optimiser not in ("sgd", "adamw"):
+            raise ConfigError(f"task {self.name!r}: optimiser must be 'sgd' or 'adamw', got {self.optimiser!r}")
+        for name in TRAINING_FIELDS:
+            if not 0.0 <= getattr(self, name) < float("inf"):
+                raise ConfigError(f"task {self.name!r}: {name} must be finite and ≥ 0, got {getattr(self, name)}")
+
+    def build_host(self, seed: int) -> AnyHost:
+        """The host as world `seed` begins it. The caller's random numbers are left as they were."""
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(derive_seed(seed, "host"))
+            host = HOSTS[self.host](**self.host_kwargs)
+        for slot in self.slots:
+            if slot not in host.sites():
+                raise unknown_name(f"slot of task {self.name!r}", slot, host.sites())
+        return host
+
+    def load_data(self, root: str | None = None) -> Dataset:
+        """The data, checked against the host, with at most `val_size` validation samples."""
+        data = self.data or load(self.dataset, root)
+        if data.kind == "text" and data.train.x.dim() == 1:
+            data = data.windowed(self.host_kwargs["block_size"])
+        self._check_fit(data)
+        if self.val_size >= len(data.val):
+            return data
+        return replace(data, val=Split(data.val.x[: self.val_size], data.val.y[: self.val_size]))
+
+    def order(self, data: Dataset, world: int, step: int) -> Tensor:
+        """Which training samples step `step` of `world` sees: int64 `[batches_per_epoch, batch]`."""
+        draw = window_starts if data.kind == "text" else minibatch_indices
+        return draw(world, step, size=len(data.train), batch=self.batch, batches_per_step=self.batches_per_epoch)
+
+    def minibatches(self, data: Dataset, world: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """The minibatches of one step, augmented if the task says so: a function of (world, step) alone."""
+        generator = torch.Generator().manual_seed(derive_seed(world, "augment", step))
+        for index in self.order(data, world, step).to(data.train.y.device):
+            x, y = data.train.take(index)
+            if self.augment:
+                x = crop_and_flip(x, pad=CROP_PAD, black=data.black, generator=generator)
+            yield x, y
+
+    def _check_fit(self, data: Dataset) -> None:
+        """Data that the host cannot take is an error here, not a stack trace in the first batch."""
+        asked, shape = self.host_kwargs, tuple(data.train.x.shape[1:])
+        room = asked["vocab"] if self.host == "transformer" else asked["classes"]
+        if data.classes > room if self.host == "transformer" else data.classes != room:
+            raise DataError(
+                f"data set {data.name!r} has {data.classes} classes, the host of task {self.name!r} has {room}"
+            )
+        needs: str | None = None
+        if self.host == "cnn":
+            pools = asked.get("pools")
+            least = 2 ** (asked["blocks"] if pools is None else pools)
+            if data.kind != "image" or shape[0] != asked["in_channels"] or min(shape[1:]) < least:
+                needs = f"images of {asked['in_channels']} channels and at least {least}×{least} pixels"
+        elif self.host == "mlp":
+            if data.kind == "text" or data.train.x[0].numel() != asked["inputs"]:
+                needs = f"{asked['inputs']} values per sample"
+        elif data.kind != "text" or shape[0] > asked["block_size"]:
+            needs = f"windows of at most {asked['block_size']} tokens"
+        if needs:
+            raise DataError(f"the host of task {self.name!r} needs {needs}; {data.name!r} has samples of {shape}")
+        if self.augment and len(data.black) != shape[0]:
+            raise DataError(f"task {self.name!r} augments images, but {data.name!r} does not say what black is")
+
+    @classmethod
+    def from_tensors(
+        cls,
+        name: str,
+        x: Tensor,
+        y: Tensor,
+        *,
+        host: str | None = None,
+        host_kwargs: Mapping[str, Any] | None = None,
+        val: tuple[Tensor, Tensor] | None = None,
+        test: tuple[Tensor, Tensor] | None = None,
+        held_out: float = 0.15,
+        classes: int | None = None,
+        black: tuple[float, ...] = (),
+        slots: tuple[str, ...] | None = None,
+        **settings: Any,
+    ) -> Task:
+        """A task on your own tensors: images `[N, C, H, W]`, vectors `[N, D]` or token windows `[N, T]`.
+
+        Targets are class numbers (for tokens: the next ones, `[N, T]`). A validation or test set that is not
+        given is a class-balanced `held_out` share of `x`. The host defaults to the kind of data and its size
+        to something small; `host_kwargs` overrides, `settings` are other fields of `Task`.
+        """
+        data = from_tensors(name, x, y, val=val, test=test, held_out=held_out, classes=classes, black=black)
+        host = host or {"image": "cnn", "vector": "mlp", "text": "transformer"}[data.kind]
+        if host not in HOSTS:
+            raise unknown_name("host", host, HOSTS)
+        sizes: dict[str, dict[str, Any]] = {
+            "cnn": {"in_channels": x.shape[1], "classes": data.classes, "base": 8, "blocks": 2},
+            "mlp": {"inputs": x[0].numel(), "classes": data.classes, "width": 32, "layers": 3},
+            "transformer": {
+                "vocab": data.classes, "block_size": x.shape[1], "dim": 64, "heads": 4, "layers": 3,
+            },
+        }  # fmt: skip
+        kwargs = sizes[host] | dict(host_kwargs or {})
+        with torch.device("meta"):
+            sites = HOSTS[host](**kwargs).sites()
+        task = cls(
+            **{
+                "name": name,
+                "question": f"{len(x)} samples given as tensors",
+                "host": host,
+                "host_kwargs": kwargs,
+                "dataset": name,
+                "slots": slots or tuple(slot for slot in sites if slot.startswith("r0")),
+                "batch": min(64, len(data.train)),
+                "data": data,
+                **settings,
+            }
+        )
+        task._check_fit(data)
+        return task
+
+
+def get_task(name: str) -> Task:
+    """The row of `TASKS` with this name."""
+    if name not in TASKS:
+        raise unknown_name("task", name, TASKS)
+    return TASKS[name]
+
+
+def per_sample_loss(output: Tensor, target: Tensor) -> Tensor:
+    """Cross-entropy of each sample, `[B]`; of a text, the mean over its tokens (−mean log-probability)."""
+    loss = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none")
+    return loss if target.dim() == 1 else loss.view_as(target).mean(1)
+
+
+def per_sample_correct(output: Tensor, target: Tensor) -> Tensor:
+    """How much of each sample is right, `[B]` float: 0 or 1; of a text, the share of its tokens."""
+    right = (output.argmax(-1) == target).to(torch.float32)
+    return right if target.dim() == 1 else right.mean(1)
+
+
+def _grid(rows: tuple[int, ...], columns: int) -> tuple[str, ...]:
+    return tuple(f"r{row}c{column}" for column in range(columns) for row in rows)
+
+
+def _cnn(
+    name: str, question: str, dataset: str, slots: tuple[str, ...], *, host: dict[str, int], **settings: Any
+) -> Task:
+    channels = {"in_channels": 1 if dataset == "fashion" else 3, "classes": 10}
+    return Task(
+        name=name,
+        question=question,
+        host="cnn",
+        host_kwargs=channels | host,
+        dataset=dataset,
+        slots=slots,
+        **settings,
+    )
+
+
+def _fashion(name: str, question: str, slots: tuple[str, ...], epochs: int, **host: int) -> Task:
+    return _cnn(name, question, "fashion", slots, host=host, epochs=epochs)
+
+
+def _cifar(name: str, question: str, slots: tuple[str, ...], **host: int) -> Task:
+    """A row of the reference's table: its sizes and optimiser, on the whole of CIFAR-10."""
+    sgd = {"lr": 0.01, "seed_lr": 0.01, "weight_decay": 5e-4}
+    return _cnn(name, question, "cifar10", slots, host=host, batch=128, epochs=150, augment=True, **sgd)
+
+
+_ROW3, _ROW5 = _grid((0,), 3), _grid((0,), 5)
+_TWO_BLOCKS = ("r0c0", "r1c0", "r0c1")
+
+_ROWS = (
+    # The presets of the design: growing and not growing tell apart within minutes on one core.
+    _fashion("quick", "does growth help a small host at all?", _TWO_BLOCKS, 40, base=8, blocks=2),
+    _fashion("fashion", "the default task: clothes at 14×14", _TWO_BLOCKS, 40, base=8, blocks=2),
+    _fashion("rescue", "can seeds see shapes for a host of single pixels?", _ROW3, 40,
+             base=4, blocks=3, kernel=1),
+    _fashion("standard", "does growth help a host with time to learn?", _TWO_BLOCKS, 110, base=8, blocks=2),
+    _cnn("cifar", "does growth help on natural images?", "cifar10", _ROW3, host={"base": 8, "blocks": 3}),
+    # Small ones, embedded: for tests, examples and a language model on a laptop.
+    Task(name="digits", question="a host for tests: seconds, not minutes", host="mlp", dataset="digits",
+         host_kwargs={"inputs": 64, "classes": 10, "width": 16, "layers": 3}, slots=_ROW3,
+         batch=32, batches_per_epoch=10, epochs=20, val_size=300, lr=0.05, seed_lr=0.05),
+    Task(name="moby", question="growth in a language model of characters", host="transformer",
+         host_kwargs={"vocab": 81, "dim": 64, "heads": 4, "layers": 3, "block_size": 64}, dataset="moby",
+         slots=_ROW3, batch=32, val_size=256, optimiser="adamw", lr=1e-3, seed_lr=1e-3, weight_decay=0.01),
+    # The reference's ten tasks, in its sizes.
+    _cifar("cifar_baseline", "augment a capable host", _ROW3, base=8, blocks=3),
+    _cifar("cifar_scale", "scale to many slots", _ROW5, base=8, blocks=5),
+    _cifar("cifar_impaired", "rescue a bottlenecked host", _ROW3, base=1, blocks=3, kernel=1),
+    _cifar("cifar_minimal", "seeds do everything", _ROW3, base=2, blocks=3, kernel=1, pools=0),
+    _cifar("cifar_multichannel", "surface diversity", _grid((0, 1), 3), base=8, blocks=3),
+    _cifar("cifar_postpool", "semantic surfaces", _grid((1,), 3), base=16, blocks=3),
+    _cifar("cifar_highres", "spatial surfaces", _ROW3, base=16, blocks=3),
+    _cifar("cifar_deep_multichannel", "coordination at scale", _grid((0, 1), 5), base=8, blocks=5),
+    _cifar("cifar_deep_impaired", "rescue with ten slots", _grid((0, 1), 5), base=2, blocks=5, kernel=1),
+    Task(name="tinystories", question="growth in a language model of your own text", host="transformer",
+         host_kwargs={"vocab": 50_257, "dim": 384, "heads": 6, "layers": 6, "block_size": 256, "dropout": 0.1},
+         dataset="text", slots=_ROW3, batch=32, epochs=150, val_size=256,
+         lr=0.01, seed_lr=0.01, weight_decay=5e-4),
+)  # fmt: skip
+
+TASKS: dict[str, Task] = {row.name: row for row in _ROWS}

@@ -1,0 +1,612 @@
+"""One seed's life, worked out by hand."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from esper.kasmina.lifecycle import (
+    Effect,
+    EffectKind,
+    Outcome,
+    Rules,
+    apply,
+    expel,
+    explain,
+    gates,
+    is_legal,
+    legal,
+    record,
+    record_contribution,
+    tick,
+)
+from esper.leyline import STRICT, Curve, Head, Op, Operator, SeedStage, SlotTable, Thresholds
+from esper.leyline.actions import NUM_HEADS, STYLES
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import Check
+
+S = SeedStage
+AUTO = Rules()
+BY_HAND = Rules(auto_train=False, auto_blend=False, auto_hold=False)
+QUICK = Rules(thresholds=Thresholds(blend_dwell=0, blend_health=None), auto_train=False, auto_blend=False)
+HALF, MOST, FULL = 0, 1, 2
+INSTANT, FAST, MEDIUM, SLOW = 0, 1, 2, 3
+STYLE = {style.name: i for i, style in enumerate(STYLES)}
+
+
+def row(op: Op, slot: int = 0, **heads: int) -> list[int]:
+    """An action: conv_light, SIGMOID_ADD, STANDARD, FULL, INSTANT, LINEAR unless told otherwise."""
+    action = dict.fromkeys(range(NUM_HEADS), 0)
+    action |= {Head.OP: op, Head.SLOT: slot, Head.BLUEPRINT: 1, Head.STYLE: STYLE["SIGMOID_ADD"]}
+    action |= {Head.TEMPO: 1, Head.ALPHA_TARGET: FULL}
+    action |= {Head[name.upper()]: value for name, value in heads.items()}
+    return [action[h] for h in range(NUM_HEADS)]
+
+
+def act(table: SlotTable, rules: Rules, op: Op, slot: int = 0, **heads: int) -> Outcome:
+    """The same action in every environment."""
+    return apply(table, np.array([row(op, slot, **heads)] * table.num_envs), rules)
+
+
+def may(table: SlotTable, rules: Rules, op: Op, slot: int = 0) -> bool:
+    return bool(legal(table, rules)[0, op, slot])
+
+
+def measure(table: SlotTable, *, quality: float = 0.5, contribution: float = 0.05, se: float = 0.001) -> None:
+    """A good epoch: everything measured, everything healthy."""
+    each = np.full(table.num_envs, quality)
+    record(table, quality=each, val_loss=1 - each, train_loss=1 - each)
+    table.grad_health[:], table.grad_ratio[:] = 1.0, 1.0
+    blended = (table.stage == S.BLENDING) | (table.stage == S.HOLDING)
+    record_contribution(table, np.where(blended, contribution, np.nan), np.where(blended, se, np.nan))
+
+
+def grown(stage: SeedStage, rules: Rules = QUICK, slots: int = 2, **heads: int) -> SlotTable:
+    """A table whose slot 0 has just been led to `stage` by hand, old enough to be pruned."""
+    table = SlotTable.empty(1, slots)
+    act(table, rules, Op.GERMINATE, **heads)
+    for _ in range(6):
+        tick(table, rules)
+    measure(table)
+    for _ in range(20):
+        if table.stage[0, 0] == stage:
+            return table
+        if not act(table, rules, Op.ADVANCE).happened[0] and may(table, rules, Op.FOSSILIZE):
+            act(table, rules, Op.FOSSILIZE)
+        if table.stage[0, 0] == stage:
+            return table
+        tick(table, rules)
+        measure(table)
+    raise AssertionError(f"no seed became {stage.name}")
+
+
+# --- the timeline
+
+
+def test_an_untouched_seed_follows_the_reference_timeline():
+    table, alphas, stages = SlotTable.empty(1, 1), {}, {}
+    for epoch in range(17):
+        assert may(table, AUTO, Op.FOSSILIZE) == (epoch == 16)
+        act(table, AUTO, Op.GERMINATE if epoch == 0 else Op.WAIT)
+        tick(table, AUTO)
+        measure(table)
+        alphas[epoch], stages[epoch] = float(table.alpha[0, 0]), S(table.stage[0, 0])
+
+    assert [stages[e] for e in (0, 9)] == [S.TRAINING] * 2
+    assert [stages[e] for e in (10, 14)] == [S.BLENDING] * 2
+    assert stages[15] == S.HOLDING
+    assert [alphas[e] for e in range(11)] == [0.0] * 11
+    assert [round(alphas[e], 3) for e in range(11, 16)] == [0.024, 0.230, 0.770, 0.976, 1.0]
+    assert alphas[15] == 1.0
+
+
+@pytest.mark.parametrize(("tempo", "earliest"), [(0, 14), (1, 16), (2, 19)])
+def test_the_tempo_sets_how_soon_a_seed_can_be_fossilised(tempo, earliest):
+    table = SlotTable.empty(1, 1)
+    for epoch in range(earliest + 1):
+        assert may(table, AUTO, Op.FOSSILIZE) == (epoch == earliest)
+        act(table, AUTO, Op.GERMINATE if epoch == 0 else Op.WAIT, tempo=tempo)
+        tick(table, AUTO)
+        measure(table)
+
+
+def test_an_explicit_advance_moves_alpha_in_the_same_epoch():
+    table = grown(S.TRAINING)
+    act(table, QUICK, Op.ADVANCE)
+    assert table.alpha[0, 0] == 0.0
+    tick(table, QUICK)
+    assert table.stage[0, 0] == S.BLENDING
+    assert table.alpha[0, 0] == pytest.approx(0.0244, abs=1e-3)
+
+
+def test_an_automatic_advance_moves_alpha_one_epoch_later():
+    rules = Rules(thresholds=QUICK.thresholds, auto_train=False)
+    table = grown(S.GERMINATED, rules)
+    act(table, rules, Op.ADVANCE)
+    tick(table, rules)
+    assert (table.stage[0, 0], table.alpha[0, 0]) == (S.BLENDING, 0.0)
+    tick(table, rules)
+    assert table.alpha[0, 0] > 0.0
+
+
+def test_clocks_run_only_in_tick():
+    table = grown(S.TRAINING)
+    before = table.clone()
+    for _ in range(3):
+        measure(table)
+        act(table, QUICK, Op.WAIT)
+    for clock in ("dwell", "age", "step", "cooldown", "ramp_pos"):
+        assert clock not in table.diff(before)
+    tick(table, QUICK)
+    assert table.dwell[0, 0] == before.dwell[0, 0] + 1
+    assert table.age[0, 0] == before.age[0, 0] + 1
+    assert table.step[0] == before.step[0] + 1
+
+
+def test_a_transition_remembers_the_stage_before_and_rebases_the_quality():
+    table = grown(S.TRAINING)
+    dwell = int(table.dwell[0, 0])
+    measure(table, quality=0.625)
+    act(table, QUICK, Op.ADVANCE)
+    assert (table.prev_stage[0, 0], table.prev_dwell[0, 0], table.dwell[0, 0]) == (S.TRAINING, dwell, 0)
+    assert table.quality_stage[0, 0] == 0.625
+    assert table.quality_birth[0, 0] == 0.5
+
+
+# --- germination
+
+
+def test_germination_writes_what_was_asked_for():
+    table = SlotTable.empty(1, 3)
+    outcome = act(
+        table, AUTO, Op.GERMINATE, 1, blueprint=5, style=STYLE["GATED_GATE"], tempo=2, alpha_target=MOST
+    )
+    assert outcome.effects == [Effect(EffectKind.BUILD, 0, 1)]
+    assert table.stage[0].tolist() == [S.DORMANT, S.GERMINATED, S.DORMANT]
+    assert table.blueprint[0, 1] == 5
+    assert table.operator[0, 1] == Operator.GATE
+    assert table.curve[0, 1] == Curve.LINEAR  # a gated seed ramps linearly
+    assert table.tempo[0, 1] == table.ramp_len[0, 1] == 8
+    assert table.alpha[0, 1] == 0.0
+    assert table.alpha_to[0, 1] == np.float32(0.7)
+    assert table.serial[0].tolist() == [-1, 0, -1]
+
+
+def test_serial_numbers_are_never_given_twice():
+    table = SlotTable.empty(1, 1)
+    for expected in range(3):
+        act(table, AUTO, Op.GERMINATE)
+        assert table.serial[0, 0] == expected
+        expel(table, np.ones((1, 1), dtype=bool))
+        for _ in range(7):
+            tick(table, AUTO)
+        assert table.serial[0, 0] == -1
+
+
+def test_nobody_can_plant_what_a_slot_does_not_take():
+    takes = np.zeros((2, 13), dtype=bool)
+    takes[1, 3] = True
+    table = SlotTable.empty(1, 2, takes=takes)
+    assert not may(table, AUTO, Op.GERMINATE, 0)
+    assert may(table, AUTO, Op.GERMINATE, 1)
+    assert not act(table, AUTO, Op.GERMINATE, 1, blueprint=2).happened[0]
+    assert act(table, AUTO, Op.GERMINATE, 1, blueprint=3).happened[0]
+
+
+def test_noop_is_nobodys_choice():
+    assert not act(SlotTable.empty(1, 1), AUTO, Op.GERMINATE, blueprint=0).happened[0]
+
+
+def test_a_closed_slot_takes_no_operation_but_wait():
+    table = SlotTable.empty(1, 2)
+    table.enabled[0, 0] = False
+    assert legal(table, AUTO)[0, :, 0].nonzero()[0].tolist() == [Op.WAIT]
+    assert may(table, AUTO, Op.GERMINATE, 1)
+
+
+@pytest.mark.parametrize("stage", [S.GERMINATED, S.TRAINING])
+def test_one_seed_at_a_time_is_brought_up(stage):
+    table = grown(stage)
+    assert not may(table, QUICK, Op.GERMINATE, 1)
+    assert may(table, Rules(one_at_a_time=False), Op.GERMINATE, 1)
+
+
+@pytest.mark.parametrize("stage", [S.BLENDING, S.HOLDING, S.FOSSILIZED])
+def test_a_new_seed_may_grow_beside_a_blended_one(stage):
+    assert may(grown(stage), QUICK, Op.GERMINATE, 1)
+
+
+def test_max_seeds_counts_fossils_but_not_cooling_slots():
+    one, two = Rules(max_seeds=1, one_at_a_time=False), Rules(max_seeds=2, one_at_a_time=False)
+    fossil = grown(S.FOSSILIZED)
+    assert not may(fossil, one, Op.GERMINATE, 1)
+    assert may(fossil, two, Op.GERMINATE, 1)
+    cooling = grown(S.TRAINING)
+    act(cooling, QUICK, Op.PRUNE)
+    assert may(cooling, one, Op.GERMINATE, 1)
+
+
+# --- prune and cooldown
+
+
+def test_a_seed_is_given_five_epochs_before_it_may_be_pruned():
+    table = SlotTable.empty(1, 1)
+    for epoch in range(6):
+        assert may(table, AUTO, Op.PRUNE) == (epoch == 5)
+        act(table, AUTO, Op.GERMINATE if epoch == 0 else Op.WAIT)
+        tick(table, AUTO)
+
+
+@pytest.mark.parametrize("stage", [S.GERMINATED, S.TRAINING])
+@pytest.mark.parametrize("speed", [INSTANT, SLOW])
+def test_a_seed_the_host_never_felt_is_pruned_at_once(stage, speed):
+    table = grown(stage)
+    outcome = act(table, QUICK, Op.PRUNE, alpha_speed=speed)
+    assert table.stage[0, 0] == S.PRUNED
+    assert outcome.effects == [Effect(EffectKind.DROP, 0, 0)]
+
+
+@pytest.mark.parametrize("records_per_epoch", [0, 1, 3])
+def test_a_slot_pruned_at_step_t_is_empty_after_the_tick_of_step_t_plus_6(records_per_epoch):
+    table = grown(S.HOLDING, slots=3)
+    act(table, QUICK, Op.PRUNE)
+    labels = [S(table.stage[0, 0])]
+    for _ in range(7):
+        assert not legal(table, QUICK)[0, Op.GERMINATE].any()  # blocked everywhere, not only here
+        assert legal(table, QUICK)[0].any(axis=1).nonzero()[0].tolist() == [Op.WAIT]
+        tick(table, QUICK)
+        for _ in range(records_per_epoch):
+            measure(table)
+        labels.append(S(table.stage[0, 0]))
+    assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
+    assert legal(table, QUICK)[0, Op.GERMINATE].all()
+
+
+def test_a_cooled_down_slot_remembers_nothing():
+    table = grown(S.HOLDING)
+    act(table, QUICK, Op.PRUNE)
+    table.grad_health[:] = np.nan
+    for _ in range(7):
+        tick(table, QUICK)
+    fresh = SlotTable.empty(1, 2)
+    per_env = {"step", "next_serial", "last_op", "train_loss", "val_loss", "quality", "quality_best_env"}
+    table.grad_ratio[0, 1] = np.nan  # `measure` writes to every slot
+    assert set(table.diff(fresh)) <= per_env | {"loss_history", "quality_history"}
+
+
+@pytest.mark.parametrize(("speed", "ticks"), [(FAST, 3), (MEDIUM, 5), (SLOW, 8)])
+@pytest.mark.parametrize("stage", [S.BLENDING, S.HOLDING])
+def test_a_scheduled_prune_ramps_down_frozen_and_ends_in_pruned(stage, speed, ticks):
+    table = grown(stage, Rules(thresholds=QUICK.thresholds, auto_train=False, auto_blend=False))
+    while table.moving[0, 0]:
+        tick(table, BY_HAND)
+    outcome = act(table, BY_HAND, Op.PRUNE, alpha_speed=speed)
+    assert outcome.happened[0]
+    assert outcome.effects == []  # the seed is still there
+    assert table.alpha[0, 0] == 1.0
+    for left in range(ticks, 0, -1):
+        assert table.stage[0, 0] == S.BLENDING
+        assert table.frozen[0, 0]
+        assert not may(table, BY_HAND, Op.PRUNE)
+        assert not may(table, BY_HAND, Op.SET_ALPHA_TARGET)
+        effects = tick(table, BY_HAND)
+        assert effects == ([Effect(EffectKind.DROP, 0, 0)] if left == 1 else [])
+    assert (table.stage[0, 0], table.alpha[0, 0], table.frozen[0, 0]) == (S.PRUNED, 0.0, False)
+    assert table.cooldown[0, 0] == 7
+
+
+def test_a_slot_emptied_by_a_ramp_in_step_u_is_empty_after_the_tick_of_step_u_plus_7():
+    table = grown(S.HOLDING)
+    act(table, QUICK, Op.PRUNE, alpha_speed=FAST)
+    for _ in range(3):
+        tick(table, QUICK)
+    labels = []
+    while table.stage[0, 0] != S.DORMANT:
+        labels.append(S(table.stage[0, 0]))
+        tick(table, QUICK)
+    assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING]
+
+
+def test_a_fossil_cannot_be_touched():
+    table = grown(S.FOSSILIZED)
+    assert legal(table, QUICK)[0, :, 0].nonzero()[0].tolist() == [Op.WAIT]
+    before = table.clone()
+    assert expel(table, np.ones((1, 2), dtype=bool)) == []
+    assert table.diff(before) == {}
+
+
+def test_expelling_spares_nobody_but_fossils():
+    for stage in (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING):
+        table = SlotTable.empty(1, 1) if stage == S.GERMINATED else grown(stage, slots=1)
+        if stage == S.GERMINATED:
+            act(table, QUICK, Op.GERMINATE)  # age 0: a policy could not prune it
+        assert expel(table, np.ones((1, 1), dtype=bool)) == [Effect(EffectKind.DROP, 0, 0)]
+        assert (table.stage[0, 0], table.alpha[0, 0], table.cooldown[0, 0]) == (S.PRUNED, 0.0, 7)
+
+
+def test_expelling_a_seed_on_the_move_stops_it():
+    table = grown(S.BLENDING)
+    tick(table, QUICK)
+    assert table.moving[0, 0]
+    expel(table, np.array([[True, False]]))
+    assert not table.moving[0, 0]
+    assert tick(table, QUICK) == []
+    assert table.alpha[0, 0] == 0.0
+
+
+# --- alpha
+
+
+def test_a_moving_seed_can_be_neither_pruned_nor_retargeted():
+    table = grown(S.BLENDING)
+    assert table.age[0, 0] >= 5
+    seen_moving = 0
+    while table.moving[0, 0]:
+        seen_moving += 1
+        assert not may(table, BY_HAND, Op.PRUNE)
+        assert not may(table, BY_HAND, Op.SET_ALPHA_TARGET)
+        tick(table, BY_HAND)
+    assert seen_moving == 5
+    assert may(table, BY_HAND, Op.PRUNE)
+    assert may(table, BY_HAND, Op.SET_ALPHA_TARGET)
+
+
+@pytest.mark.parametrize(("target", "alpha"), [(HALF, 0.5), (MOST, 0.7)])
+def test_a_partial_target_parks_in_blending_until_it_is_told_to_go_to_full(target, alpha):
+    table = grown(S.BLENDING, alpha_target=target)
+    for _ in range(20):
+        tick(table, QUICK)
+    assert table.stage[0, 0] == S.BLENDING
+    assert table.alpha[0, 0] == np.float32(alpha)
+    assert act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=FULL, alpha_speed=FAST).happened[0]
+    stages = []
+    for _ in range(3):
+        tick(table, QUICK)
+        stages.append(S(table.stage[0, 0]))
+    assert stages == [S.BLENDING, S.BLENDING, S.HOLDING]
+    assert table.alpha[0, 0] == 1.0
+
+
+def test_a_partial_target_leads_from_holding_back_to_blending():
+    table = grown(S.HOLDING)
+    act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=HALF, alpha_speed=FAST)
+    assert (table.stage[0, 0], table.prev_stage[0, 0]) == (S.BLENDING, S.HOLDING)
+    assert table.alpha[0, 0] == 1.0
+
+
+def test_the_freeze_ends_the_moment_a_partial_ramp_down_ends():
+    table = grown(S.HOLDING)
+    act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=HALF, alpha_speed=FAST)
+    frozen = []
+    for _ in range(3):
+        frozen.append(bool(table.frozen[0, 0]))
+        tick(table, QUICK)
+    assert frozen == [True, True, True]
+    assert not table.frozen[0, 0]
+    assert table.alpha[0, 0] == 0.5
+
+
+def test_a_seed_on_its_way_up_is_not_frozen():
+    table = grown(S.BLENDING)
+    assert table.moving[0, 0]
+    assert not table.frozen[0, 0]
+
+
+def test_full_in_holding_changes_at_most_the_operator():
+    table = grown(S.HOLDING)
+    before = table.clone()
+    outcome = act(
+        table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["LINEAR_ADD"], alpha_target=FULL, alpha_speed=SLOW
+    )
+    assert outcome.happened[0]
+    assert outcome.effects == []  # LINEAR_ADD and SIGMOID_ADD are the same operator
+    assert not table.moving[0, 0]
+    assert not {"stage", "alpha", "dwell", "operator"} & set(table.diff(before))
+
+    outcome = act(
+        table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["GATED_GATE"], alpha_target=FULL, alpha_speed=SLOW
+    )
+    assert outcome.effects == [Effect(EffectKind.SET_OPERATOR, 0, 0)]
+    assert (table.stage[0, 0], table.operator[0, 0], table.alpha[0, 0]) == (S.HOLDING, Operator.GATE, 1.0)
+
+
+def test_an_instant_retarget_is_there_at_once():
+    table = grown(S.HOLDING)
+    act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=MOST, alpha_speed=INSTANT)
+    assert (table.stage[0, 0], table.alpha[0, 0]) == (S.BLENDING, np.float32(0.7))
+    assert not table.moving[0, 0]
+
+
+# --- gates
+
+
+def gate_of(table: SlotTable, rules: Rules = AUTO) -> tuple[bool, set[Check]]:
+    is_open, reasons = gates(table, rules)
+    return bool(is_open[0, 0]), {check for check in Check if reasons[0, 0] >> check & 1}
+
+
+@pytest.mark.parametrize(
+    ("stage", "column", "rules", "check"),
+    [
+        (S.TRAINING, "grad_health", AUTO, Check.GRADIENT_HEALTH),
+        (S.TRAINING, "grad_ratio", Rules(thresholds=STRICT), Check.GRADIENT_RATIO),
+        (S.TRAINING, "quality_stage", Rules(thresholds=STRICT), Check.IMPROVEMENT),
+        (S.HOLDING, "contribution", AUTO, Check.CONTRIBUTION),
+        (S.HOLDING, "contribution_se", AUTO, Check.CONTRIBUTION),
+        (S.HOLDING, "contribution_se", Rules(thresholds=Thresholds(z=0.0)), Check.CONTRIBUTION),
+    ],
+)
+def test_an_unmeasured_value_never_passes_a_gate(stage, column, rules, check):
+    table = grown(stage)
+    table.dwell[:], table.quality[:] = 99, 0.9
+    assert gate_of(table, rules) == (True, set())
+    getattr(table, column)[:] = np.nan
+    assert gate_of(table, rules) == (False, {check})
+
+
+def test_an_unmeasured_host_shows_no_improvement():
+    table = grown(S.TRAINING)
+    table.dwell[:], table.quality[:] = 99, np.nan
+    assert gate_of(table, Rules(thresholds=STRICT)) == (False, {Check.IMPROVEMENT})
+
+
+@pytest.mark.parametrize(
+    ("rules", "stage", "column", "enough", "too_little", "check"),
+    [
+        (AUTO, S.TRAINING, "dwell", 10, 9, Check.DWELL),
+        (AUTO, S.TRAINING, "grad_health", 0.7, 0.699, Check.GRADIENT_HEALTH),
+        (Rules(thresholds=STRICT), S.TRAINING, "grad_ratio", 0.10, 0.0999, Check.GRADIENT_RATIO),
+        (Rules(thresholds=STRICT), S.TRAINING, "quality", 0.5051, 0.5049, Check.IMPROVEMENT),
+        (Rules(thresholds=STRICT), S.TRAINING, "dwell", 10, 9, Check.DWELL),
+        (Rules(thresholds=STRICT), S.BLENDING, "dwell", 10, 9, Check.DWELL),
+        (Rules(thresholds=STRICT), S.HOLDING, "contribution", 0.01, 0.0099, Check.CONTRIBUTION),
+    ],
+)
+def test_each_threshold_is_met_exactly_or_not_at_all(rules, stage, column, enough, too_little, check):
+    table = grown(stage)
+    table.dwell[:], table.quality[:] = 99, 0.9
+    table.contribution_se[:], table.ramp_pos[:], table.alpha[0, 0] = 0.0, table.ramp_len, table.alpha_to[0, 0]
+    getattr(table, column)[:] = enough
+    assert gate_of(table, rules) == (True, set())
+    getattr(table, column)[:] = too_little
+    assert gate_of(table, rules) == (False, {check})
+
+
+def test_a_contribution_counts_less_its_standard_errors():
+    table = grown(S.HOLDING)
+    rules = Rules(thresholds=Thresholds(fossil_contribution=0.01, z=2.5))
+    table.contribution[:] = 0.02
+    for se, is_open in ((0.0, True), (0.0039, True), (0.0041, False)):
+        table.contribution_se[:] = se
+        assert gate_of(table, rules)[0] == is_open
+        assert may(table, rules, Op.FOSSILIZE) == is_open
+
+
+def test_the_permissive_verdict_asks_only_for_a_measurement():
+    table = grown(S.HOLDING)
+    table.contribution[:] = -5.0
+    assert gate_of(table) == (True, set())
+
+
+def test_a_seed_holds_only_at_full_alpha_and_at_rest():
+    table = grown(S.BLENDING)
+    assert gate_of(table) == (False, {Check.ALPHA_AT_FULL})  # on its way
+    parked = grown(S.BLENDING, alpha_target=HALF)
+    while parked.moving[0, 0]:
+        tick(parked, QUICK)
+    assert gate_of(parked) == (False, {Check.ALPHA_AT_FULL})
+
+
+def test_the_verdict_is_never_automatic():
+    table = grown(S.HOLDING)
+    for _ in range(50):
+        tick(table, AUTO)
+        measure(table)
+    assert table.stage[0, 0] == S.HOLDING
+
+
+def test_what_goes_by_itself_cannot_be_asked_for():
+    table = grown(S.GERMINATED)
+    assert may(table, QUICK, Op.ADVANCE)
+    assert not may(table, AUTO, Op.ADVANCE)
+
+
+def test_explain_says_every_reason_in_words():
+    table = SlotTable.empty(1, 1)
+    act(table, AUTO, Op.GERMINATE)
+    tick(table, AUTO)
+    _, reasons = gates(table, AUTO)
+    assert explain(int(reasons[0, 0])) == "too few epochs in this stage; gradient health unmeasured or too low"
+    assert explain(0) == ""
+
+
+# --- what was measured
+
+
+def test_contribution_velocity_survives_the_first_measurement():
+    table = grown(S.BLENDING, QUICK)
+    table.contribution[:] = table.contribution_velocity[:] = table.contribution_prev[:] = np.nan
+    seen = np.array([[True, False]])
+    velocities, previous = [], []
+    for value in (0.1, 0.2, 0.4, 0.4):
+        record_contribution(table, np.where(seen, value, np.nan), np.where(seen, 0.01, np.nan))
+        velocities.append(float(table.contribution_velocity[0, 0]))
+        previous.append(float(table.contribution_prev[0, 0]))
+    assert velocities[0] != velocities[0]  # no change has been seen yet
+    assert velocities[1:] == pytest.approx([0.03, 0.7 * 0.03 + 0.3 * 0.2, 0.7 * (0.7 * 0.03 + 0.3 * 0.2)])
+    assert previous[1:] == pytest.approx([0.1, 0.2, 0.4])
+    assert np.isnan(table.contribution[0, 1])
+
+
+def test_contribution_age_counts_epochs_since_the_last_measurement():
+    table = grown(S.BLENDING)
+    assert table.contribution_age[0].tolist() == [-1, -1]
+    tick(table, QUICK)
+    assert table.contribution_age[0, 0] == -1  # never measured does not grow old
+    ages = []
+    for measured in (True, False, False, True):
+        worth = np.array([[0.1 if measured else np.nan, np.nan]])
+        record_contribution(table, worth, worth)
+        ages.append(int(table.contribution_age[0, 0]))
+        tick(table, QUICK)
+    assert ages == [0, 1, 2, 0]
+    assert table.contribution_age[0, 1] == -1
+
+
+def test_a_missing_measurement_keeps_the_last_one():
+    table = grown(S.HOLDING)
+    before = table.clone()
+    record_contribution(table, np.full((1, 2), np.nan), np.full((1, 2), np.nan))
+    assert table.diff(before) == {}
+
+
+def test_record_keeps_the_best_and_a_short_history():
+    table = SlotTable.empty(2, 1)
+    for epoch in range(12):
+        quality = np.array([0.1 * (epoch % 4), np.nan])
+        record(table, quality=quality, val_loss=1 - quality, train_loss=quality)
+    np.testing.assert_allclose(table.quality_history[0, -4:], [0.0, 0.1, 0.2, 0.3], atol=1e-6)
+    np.testing.assert_allclose(table.loss_history[0, -1], 0.7, atol=1e-6)
+    assert table.quality_best_env[0] == np.float32(0.1 * 3)
+    assert np.isnan(table.quality_best_env[1])
+
+
+def test_the_first_quality_a_seed_meets_is_its_baseline():
+    table = SlotTable.empty(1, 1)
+    act(table, AUTO, Op.GERMINATE)  # nothing measured yet
+    tick(table, AUTO)
+    assert np.isnan(table.quality_birth[0, 0])
+    for quality in (0.3, 0.2, 0.6, 0.4):
+        measure(table, quality=quality)
+    assert table.quality_birth[0, 0] == table.quality_stage[0, 0] == np.float32(0.3)
+    assert table.quality_best[0, 0] == np.float32(0.6)
+
+
+# --- actions that make no sense
+
+
+@pytest.mark.parametrize("value", [-1, -100, 13, 10**6])
+@pytest.mark.parametrize("head", list(Head))
+def test_an_action_out_of_range_changes_nothing(head, value):
+    table = grown(S.HOLDING)
+    act(table, QUICK, Op.WAIT)
+    before = table.clone()
+    action = np.array([row(Op.PRUNE)])
+    action[0, head] = value
+    assert not is_legal(table, action, QUICK)[0]
+    assert not apply(table, action, QUICK).happened[0]
+    assert table.diff(before) == {}
+
+
+def test_an_illegal_action_is_remembered_as_a_wait():
+    table = grown(S.TRAINING)
+    act(table, QUICK, Op.ADVANCE)
+    assert table.last_op[0] == Op.ADVANCE
+    act(table, QUICK, Op.FOSSILIZE)
+    assert table.last_op[0] == Op.WAIT
+
+
+@pytest.mark.parametrize("nonsense", [{"max_seeds": -1}, {"min_prune_age": -1}])
+def test_rules_refuse_nonsense(nonsense):
+    with pytest.raises(ConfigError, match="must be ≥ 0, got"):
+        Rules(**nonsense)

@@ -1,0 +1,388 @@
+"""Laws of the lifecycle that hold for any table, any rules and any sequence of actions, legal or not."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from test_lifecycle_twin import any_rules, mixed_actions, reached
+
+from esper.kasmina.lifecycle import (
+    EffectKind,
+    Outcome,
+    Rules,
+    apply,
+    expel,
+    is_legal,
+    legal,
+    record,
+    record_contribution,
+    tick,
+)
+from esper.leyline import HEAD_OPTIONS, NEXT_STAGES, Head, Op, SeedStage, SlotTable
+from esper.leyline.actions import ALPHA_TARGETS, NUM_HEADS, STYLE_OPERATOR
+from esper.leyline.stages import COOLING
+from esper.testing import LIVELY, random_actions, random_legal_actions, random_measurements, random_table
+
+S = SeedStage
+seeds = st.integers(0, 2**32 - 1)
+LISTED = np.eye(len(S), dtype=bool)  # staying is always allowed
+for _stage, _after in NEXT_STAGES.items():
+    LISTED[_stage, list(_after)] = True
+
+
+@dataclass
+class Step:
+    """One step of many environments, with the table at each of its three moments."""
+
+    before: SlotTable
+    applied: SlotTable
+    ticked: SlotTable
+    actions: np.ndarray
+    outcome: Outcome
+
+
+def life(rules: Rules, seed: int, *, slots: int = 3, steps: int = 20) -> Iterator[Step]:
+    """Random lives under these rules, begun anywhere; half of the actions are legal."""
+    rng = np.random.default_rng(seed)
+    table = reached(slots).rows(rng.integers(0, 512, 32))
+    for _ in range(steps):
+        before, actions = table.clone(), mixed_actions(table, rules, rng)
+        outcome = apply(table, actions, rules)
+        applied = table.clone()
+        tick(table, rules)
+        yield Step(before, applied, table.clone(), actions, outcome)
+        random_measurements(table, rng)
+
+
+def every_action(table: SlotTable, op: Op, slot: int, seed: int) -> np.ndarray:
+    """One action per environment with this op and slot, and any choice the other heads allow."""
+    rng = np.random.default_rng(seed)
+    actions = random_actions(table, rng)
+    actions[:, Head.OP], actions[:, Head.SLOT] = op, slot
+    actions[:, Head.BLUEPRINT] = 1 + rng.integers(0, table.takes.shape[1] - 1, table.num_envs)
+    return actions
+
+
+def is_one_of(stage: np.ndarray, *stages: SeedStage) -> np.ndarray:
+    return np.isin(stage, stages)
+
+
+# --- transitions
+
+
+@settings(max_examples=30, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_no_sequence_of_actions_leaves_the_listed_transitions(rules, seed):
+    for step in life(rules, seed):
+        assert LISTED[step.before.stage, step.applied.stage].all()
+        assert LISTED[step.applied.stage, step.ticked.stage].all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_an_illegal_action_changes_nothing_but_the_last_op(rules, seed):
+    for step in life(rules, seed):
+        illegal = np.nonzero(~step.outcome.happened)[0]
+        changed = step.applied.rows(illegal).diff(step.before.rows(illegal))
+        assert set(changed) <= {"last_op"}
+        assert (step.applied.last_op[illegal] == Op.WAIT).all()
+        assert not {effect.env for effect in step.outcome.effects} & set(illegal.tolist())
+
+
+@settings(max_examples=20, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_an_action_touches_only_its_slot(rules, seed):
+    for step in life(rules, seed, steps=5):
+        asked = np.where(step.outcome.happened, step.actions[:, Head.SLOT], 0)
+        elsewhere = np.arange(step.before.num_slots) != asked[:, None]
+        for name, changed in step.applied.diff(step.before).items():
+            if name not in ("last_op", "next_serial"):
+                assert not (changed & elsewhere).any(), name
+
+
+@settings(max_examples=20, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_fossils_never_leave_and_never_lose_their_strength(rules, seed):
+    for step in life(rules, seed):
+        fossil = step.before.stage == S.FOSSILIZED
+        assert (step.ticked.stage[fossil] == S.FOSSILIZED).all()
+        assert (step.ticked.alpha[fossil] == 1.0).all()
+        assert (step.ticked.serial[fossil] == step.before.serial[fossil]).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_cooldown_is_one_countdown_that_nothing_stops(rules, seed):
+    for step in life(rules, seed):
+        cooling = is_one_of(step.applied.stage, *COOLING)
+        assert ((step.applied.cooldown > 0) == cooling).all()
+        left = step.applied.cooldown[cooling] - 1
+        assert (step.ticked.cooldown[cooling] == left).all()
+        assert (step.ticked.stage[cooling] == np.where(left == 0, S.DORMANT, step.ticked.stage[cooling])).all()
+        assert is_one_of(step.ticked.stage[cooling][left > 0], S.EMBARGOED, S.RESETTING).all()
+
+
+# --- legality
+
+
+@settings(max_examples=12, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_an_operation_happens_exactly_where_legal_says_so(rules, seed):
+    rng = np.random.default_rng(seed)
+    table = reached(3).rows(rng.integers(0, 512, 64))
+    table.enabled[:] = (rng.random(table.stage.shape) < 0.8) | (table.stage != S.DORMANT)
+    may = legal(table, rules)
+    for op in Op:
+        for slot in range(table.num_slots):
+            actions = every_action(table, op, slot, seed)
+            after = table.clone()
+            happened = apply(after, actions, rules).happened
+            assert (happened == may[:, op, slot]).all(), op.name
+            assert (happened == is_legal(table, actions, rules)).all()
+            assert_done(op, slot, actions, happened, table, after)
+
+
+def assert_done(op, slot, actions, happened, before, after):
+    """The operation did what its name says."""
+    was, now = before.rows(np.nonzero(happened)[0]), after.rows(np.nonzero(happened)[0])
+    a = actions[happened]
+    stage, alpha, target = now.stage[:, slot], now.alpha[:, slot], now.alpha_to[:, slot]
+    moving = now.moving[:, slot]
+    assert (now.last_op == op).all()
+    if op == Op.WAIT:
+        assert set(now.diff(was)) <= {"last_op"}
+    elif op == Op.GERMINATE:
+        assert (stage == S.GERMINATED).all()
+        assert (alpha == 0).all()
+        assert (now.serial[:, slot] == was.next_serial).all()
+        assert (now.next_serial == was.next_serial + 1).all()
+    elif op == Op.SET_ALPHA_TARGET:
+        assert (target == ALPHA_TARGETS[a[:, Head.ALPHA_TARGET]]).all()
+        assert (moving | (alpha == target)).all()
+        assert (now.operator[:, slot] == STYLE_OPERATOR[a[:, Head.STYLE]]).all()
+    elif op == Op.PRUNE:
+        leaving = moving & (target == 0) & now.frozen[:, slot] & (alpha == was.alpha[:, slot])
+        assert (leaving | (stage == S.PRUNED)).all()
+        assert (alpha[stage == S.PRUNED] == 0).all()
+    elif op == Op.FOSSILIZE:
+        assert (stage == S.FOSSILIZED).all()
+    else:
+        assert (stage == was.stage[:, slot] + 1).all()
+
+
+@settings(max_examples=20, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_waiting_is_always_legal(rules, seed):
+    table = reached(5).rows(np.random.default_rng(seed).integers(0, 512, 64))
+    table.enabled[:] = False
+    assert legal(table, rules)[:, Op.WAIT].all()
+    assert not legal(table, rules)[:, 1:].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_a_moving_seed_can_be_neither_pruned_nor_retargeted_whatever_the_rules(rules, seed):
+    for step in life(rules, seed, steps=8):
+        may, moving = legal(step.before, rules), step.before.moving
+        assert not may[:, [Op.PRUNE, Op.SET_ALPHA_TARGET]][np.broadcast_to(moving[:, None], (32, 2, 3))].any()
+
+
+@settings(max_examples=20, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_nothing_germinates_while_a_slot_cools_down(rules, seed):
+    for step in life(rules, seed, steps=8):
+        cooling = is_one_of(step.before.stage, *COOLING).any(axis=1)
+        may = legal(step.before, rules)[:, Op.GERMINATE].any(axis=1)
+        assert not (rules.one_at_a_time and (may & cooling).any())
+
+
+# --- alpha
+
+
+@settings(max_examples=25, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_alpha_is_a_fraction_and_only_blended_seeds_have_any(rules, seed):
+    for step in life(rules, seed):
+        for table in (step.applied, step.ticked):
+            assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
+            felt = is_one_of(table.stage, S.BLENDING, S.HOLDING, S.FOSSILIZED)
+            assert (table.alpha[~felt] == 0).all()
+            assert (table.alpha[is_one_of(table.stage, S.HOLDING, S.FOSSILIZED)] == 1).all()
+
+
+@settings(max_examples=25, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_alpha_is_monotone_within_a_ramp_and_ends_exactly_on_its_target(rules, seed):
+    for step in life(rules, seed):
+        start, end = step.applied, step.ticked
+        moving = start.moving
+        up = start.alpha_to > start.alpha_from
+        change = end.alpha - start.alpha
+        assert (np.where(up, change, -change)[moving] >= 0).all()
+        assert (change[~moving] == 0).all()
+        arrived = moving & (start.ramp_pos + 1 == start.ramp_len)
+        assert (end.alpha[arrived] == start.alpha_to[arrived]).all()
+        assert not end.moving[arrived].any()
+
+
+@settings(max_examples=25, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_frozen_means_on_the_way_down_and_not_an_epoch_longer(rules, seed):
+    for step in life(rules, seed):
+        for table in (step.applied, step.ticked):
+            assert (table.frozen <= table.moving).all()
+            assert (table.frozen == (table.moving & (table.alpha_to < table.alpha_from))).all()
+        leaving = step.applied.moving & (step.applied.alpha_to == 0)
+        assert step.applied.frozen[leaving].all()
+        assert (step.ticked.moving | (step.ticked.stage == S.PRUNED))[leaving].all()
+
+
+# --- together or apart
+
+
+@settings(max_examples=10, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_environments_stepped_together_or_apart_live_the_same_lives(rules, seed):
+    rng = np.random.default_rng(seed)
+    together = reached(3).rows(rng.integers(0, 512, 6))
+    apart = [together.rows([e]) for e in range(6)]
+    for t in range(10):
+        actions = mixed_actions(together, rules, rng)
+        outcome = apply(together, actions, rules)
+        dropped = tick(together, rules)
+        for e, alone in enumerate(apart):
+            own = apply(alone, actions[e : e + 1], rules)
+            assert own.happened[0] == outcome.happened[e]
+            assert own.effects == [f._replace(env=0) for f in outcome.effects if f.env == e]
+            assert tick(alone, rules) == [f._replace(env=0) for f in dropped if f.env == e]
+            assert alone.diff(together.rows([e])) == {}
+        random_measurements(together, np.random.default_rng(seed + t))
+        apart = [together.rows([e]) for e in range(6)]
+
+
+def test_environments_do_not_care_about_their_neighbours_order():
+    table, rng = random_table(32, 3, seed=1), np.random.default_rng(2)
+    order = rng.permutation(32)
+    shuffled, actions = table.rows(order), random_legal_actions(table, LIVELY, rng)
+    apply(table, actions, LIVELY)
+    apply(shuffled, actions[order], LIVELY)
+    tick(table, LIVELY)
+    tick(shuffled, LIVELY)
+    assert shuffled.diff(table.rows(order)) == {}
+
+
+# --- effects
+
+
+@settings(max_examples=20, deadline=None)
+@given(rules=any_rules, seed=seeds)
+def test_modules_that_only_follow_effects_know_which_slots_hold_a_seed(rules, seed):
+    rng = np.random.default_rng(seed)
+    table = SlotTable.empty(16, 3)
+    modules: dict[tuple[int, int], int] = {}  # which operator each module was last told
+    for t in range(40):
+        actions = mixed_actions(table, rules, rng)
+        effects = apply(table, actions, rules).effects
+        effects += tick(table, rules)
+        if t % 10 == 9:
+            effects += expel(table, rng.random(table.stage.shape) < 0.2)
+        for kind, e, s in effects:
+            if kind == EffectKind.BUILD:
+                assert (e, s) not in modules
+                modules[e, s] = int(STYLE_OPERATOR[actions[e, Head.STYLE]])
+            elif kind == EffectKind.DROP:
+                del modules[e, s]
+            elif kind == EffectKind.SET_OPERATOR:
+                modules[e, s] = int(STYLE_OPERATOR[actions[e, Head.STYLE]])
+            else:
+                assert (e, s) in modules
+                assert table.stage[e, s] == S.FOSSILIZED
+        living = np.argwhere(is_one_of(table.stage, *list(S)[1:6]))
+        assert modules == {(e, s): int(table.operator[e, s]) for e, s in living.tolist()}
+        random_measurements(table, rng)
+
+
+# --- the same laws, met one move at a time: hypothesis shrinks a failure to the shortest life that shows it
+
+anything = st.integers(-2, 15)
+sensible = st.tuples(
+    *[st.integers(0, len(HEAD_OPTIONS[h] or "012") - 1) for h in Head if h != Head.OP], st.sampled_from(list(Op))
+)
+values = st.sampled_from([float("nan"), -0.1, 0.0, 0.01, 0.5, 0.9, 1.0])
+
+
+class AnyLife(RuleBasedStateMachine):
+    """One environment of three slots, in the hands of somebody who has not read the rules."""
+
+    @initialize(rules=any_rules)
+    def begin(self, rules):
+        self.rules, self.table = rules, SlotTable.empty(1, 3)
+        self.fossils: set[int] = set()
+        self.seen = self.table.stage.copy()
+
+    def happened_since(self, before: SlotTable) -> None:
+        assert LISTED[before.stage, self.table.stage].all()
+
+    @rule(action=sensible)
+    def act(self, action):
+        before = self.table.clone()
+        may = legal(before, self.rules)[0, action[Head.OP], action[Head.SLOT]]
+        plants = action[Head.OP] == Op.GERMINATE
+        takes = before.takes[action[Head.SLOT], action[Head.BLUEPRINT]]
+        outcome = apply(self.table, np.array([action]), self.rules)
+        assert outcome.happened[0] == (may and (takes or not plants))
+        self.happened_since(before)
+
+    @rule(action=st.lists(anything, min_size=NUM_HEADS, max_size=NUM_HEADS))
+    def act_blindly(self, action):
+        before = self.table.clone()
+        if not apply(self.table, np.array([action]), self.rules).happened[0]:
+            assert set(self.table.diff(before)) <= {"last_op"}
+        self.happened_since(before)
+
+    @rule(epochs=st.integers(1, 6))
+    def pass_time(self, epochs):
+        for _ in range(epochs):
+            before = self.table.clone()
+            tick(self.table, self.rules)
+            self.happened_since(before)
+            assert self.table.step[0] == before.step[0] + 1
+
+    @rule(quality=values, worth=values, se=values, health=values)
+    def look(self, quality, worth, se, health):
+        clocks = {"stage", "dwell", "age", "cooldown", "step", "alpha", "ramp_pos"}
+        before, each = self.table.clone(), np.array([quality])
+        record(self.table, quality=each, val_loss=each, train_loss=each)
+        record_contribution(self.table, np.full((1, 3), worth), np.full((1, 3), se))
+        self.table.grad_health[:] = self.table.grad_ratio[:] = health
+        assert not clocks & set(self.table.diff(before))
+
+    @rule(which=st.lists(st.booleans(), min_size=3, max_size=3))
+    def step_in(self, which):
+        before = self.table.clone()
+        expel(self.table, np.array([which]))
+        self.happened_since(before)
+
+    @invariant()
+    def laws_hold(self):
+        if not hasattr(self, "table"):
+            return
+        table = self.table
+        fossils = set(table.serial[table.stage == S.FOSSILIZED].tolist())
+        assert fossils >= self.fossils
+        self.fossils = fossils
+        assert legal(table, self.rules)[:, Op.WAIT].all()
+        assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
+        assert ((table.cooldown > 0) == is_one_of(table.stage, *COOLING)).all()
+        assert ((table.serial == -1) == (table.stage == S.DORMANT)).all()
+        assert table.serial.max() < table.next_serial[0]
+
+
+AnyLife.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+test_any_life_obeys_the_laws = pytest.mark.filterwarnings("default")(AnyLife.TestCase)

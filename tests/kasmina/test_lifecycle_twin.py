@@ -1,0 +1,147 @@
+"""The vectorised rules and their scalar twin agree on every column, for any table, action and rules."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import lifecycle_twin as twin
+import numpy as np
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from esper.kasmina import lifecycle
+from esper.kasmina.lifecycle import Rules
+from esper.leyline import PERMISSIVE, STRICT, Head, Op, SeedStage, SlotTable, Thresholds
+from esper.leyline.actions import NUM_OPS
+from esper.testing import random_actions, random_legal_actions, random_measurements, random_table
+
+floors = st.sampled_from([None, float("-inf"), -0.02, 0.0, 0.01, 0.5])
+thresholds = st.builds(
+    Thresholds,
+    blend_dwell=st.integers(0, 4),
+    blend_health=floors,
+    blend_ratio=floors,
+    blend_improvement=floors,
+    hold_dwell=st.integers(0, 4),
+    fossil_contribution=floors,
+    z=st.sampled_from([0.0, 0.5, 2.5]),
+)
+any_rules = st.builds(
+    Rules,
+    thresholds=st.sampled_from([PERMISSIVE, STRICT]) | thresholds,
+    auto_train=st.booleans(),
+    auto_blend=st.booleans(),
+    auto_hold=st.booleans(),
+    max_seeds=st.integers(0, 4),
+    min_prune_age=st.integers(0, 6),
+    one_at_a_time=st.booleans(),
+)
+
+
+def assert_same(ours: SlotTable, theirs: SlotTable) -> None:
+    for name, mine in ours.arrays().items():
+        other = theirs.arrays()[name]
+        if mine.dtype.kind == "f":
+            np.testing.assert_allclose(mine, other, rtol=0, atol=2e-7, err_msg=name)
+        else:
+            np.testing.assert_array_equal(mine, other, err_msg=name)
+
+
+@cache
+def reached(slots: int) -> SlotTable:
+    """Many lives to draw from, built once."""
+    return random_table(512, slots, seed=slots)
+
+
+def harder(table: SlotTable, rng: np.random.Generator) -> None:
+    """Make a table as awkward as tables get: closed slots, picky slots, lost and borderline measurements."""
+    table.enabled[:] = (rng.random(table.stage.shape) < 0.9) | (table.stage != SeedStage.DORMANT)
+    table.takes[:, 1:] = rng.random(table.takes[:, 1:].shape) < rng.choice([0.05, 0.9])
+    for column in (table.grad_health, table.grad_ratio, table.contribution, table.contribution_se):
+        lost, borderline = rng.random((2, *table.stage.shape)) < 0.1
+        column[lost] = np.nan
+        column[borderline] = rng.choice([-0.02, 0.0, 0.01, 0.1, 0.5, 0.7], borderline.sum())
+    table.quality[rng.random(table.num_envs) < 0.1] = np.nan
+
+
+def mixed_actions(table: SlotTable, rules: Rules, rng: np.random.Generator) -> np.ndarray:
+    """Half legal, the rest anything; a tenth of the rows has a head out of range."""
+    anything = random_actions(table, rng)
+    sensible = rng.random((table.num_envs, 1)) < 0.5
+    actions = np.where(sensible, random_legal_actions(table, rules, rng), anything)
+    silly = np.nonzero(rng.random(table.num_envs) < 0.1)[0]
+    actions[silly, rng.integers(0, len(Head), silly.size)] = rng.choice([-9, -1, 13, 99], silly.size)
+    return actions
+
+
+def effects_of(effects: list[lifecycle.Effect], env: int) -> set[tuple[str, int]]:
+    return {(effect.kind.name, effect.slot) for effect in effects if effect.env == env}
+
+
+@pytest.mark.parametrize("slots", [1, 2, 3, 5])
+@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(rules=any_rules, seed=st.integers(0, 2**32 - 1))
+def test_legal_gates_apply_and_tick_agree_with_the_scalar_twin(slots, rules, seed):
+    rng = np.random.default_rng(seed)
+    table = reached(slots).rows(rng.integers(0, 512, 24))
+    harder(table, rng)
+    for _ in range(3):
+        envs = twin.read(table)
+        agree_on_what_may_happen(table, envs, rules)
+
+        actions = mixed_actions(table, rules, rng)
+        expected = table.clone()
+        outcome = lifecycle.apply(table, actions, rules)
+        for e, env in enumerate(envs):
+            happened, effects = twin.apply(env, actions[e].tolist(), rules)
+            assert happened == outcome.happened[e]
+            assert set(effects) == effects_of(outcome.effects, e)
+        twin.write(envs, expected)
+        assert_same(table, expected)
+
+        dropped = lifecycle.tick(table, rules)
+        for e, env in enumerate(envs):
+            assert set(twin.tick(env, rules)) == effects_of(dropped, e)
+        twin.write(envs, expected)
+        assert_same(table, expected)
+        random_measurements(table, rng)
+
+
+def agree_on_what_may_happen(table: SlotTable, envs: list[twin.Env], rules: Rules) -> None:
+    open_gate, reasons = lifecycle.gates(table, rules)
+    may = lifecycle.legal(table, rules)
+    for e, env in enumerate(envs):
+        for s, slot in enumerate(env.slots):
+            assert open_gate[e, s] == twin.gate_is_open(env, slot, rules)
+            assert reasons[e, s] == sum(1 << check for check in twin.failed_checks(env, slot, rules))
+            for op in Op:
+                assert may[e, op, s] == twin.is_legal(env, op, s, rules), (op.name, slot)
+    assert may.shape == (len(envs), NUM_OPS, table.num_slots)
+
+
+@settings(max_examples=8, deadline=None)
+@given(rules=any_rules, seed=st.integers(0, 2**32 - 1))
+def test_whole_lives_agree_with_the_scalar_twin(rules, seed):
+    rng = np.random.default_rng(seed)
+    table = SlotTable.empty(8, 3)
+    envs = twin.read(table)
+    for _ in range(40):
+        actions = mixed_actions(table, rules, rng)
+        lifecycle.apply(table, actions, rules)
+        lifecycle.tick(table, rules)
+        for env, row in zip(envs, actions.tolist(), strict=True):
+            twin.apply(env, row, rules)
+            twin.tick(env, rules)
+        expected = table.clone()
+        twin.write(envs, expected)
+        assert_same(table, expected)
+        random_measurements(table, rng)
+        measured = twin.read(table)
+        for env, seen in zip(envs, measured, strict=True):  # the twin measures nothing: it is told
+            env.quality = seen.quality
+            for mine, theirs in zip(env.slots, seen.slots, strict=True):
+                told = ("params", "quality", "contribution", "prospect", "interaction", "grad")
+                for name in twin.COLUMNS:
+                    if name.startswith(told):
+                        setattr(mine, name, getattr(theirs, name))

@@ -1,0 +1,79 @@
+"""Errors say what was asked, what was found, and the way out."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+
+import pytest
+
+from esper.leyline import EsperError, Thresholds, errors
+from esper.leyline.errors import ConfigError, UnknownNameError, unknown_name
+
+FAMILY = [e for _, e in inspect.getmembers(errors, inspect.isclass) if e.__module__ == errors.__name__]
+
+
+def test_the_family_is_the_one_drawn_atop_the_file():
+    drawn = {word for word in errors.__doc__.split() if word.endswith("Error")}
+    assert drawn == {e.__name__ for e in FAMILY}
+
+
+@pytest.mark.parametrize("error", FAMILY)
+def test_every_error_is_an_esper_error_that_shows_its_message_as_it_is(error):
+    assert issubclass(error, EsperError)
+    assert error.__doc__
+    assert str(error("no slot 'a': there are b, c")) == "no slot 'a': there are b, c"
+    with pytest.raises(EsperError, match="no slot"):
+        raise error("no slot 'a'")
+
+
+def test_errors_are_also_what_python_programmers_expect():
+    assert issubclass(UnknownNameError, KeyError)
+    assert issubclass(ConfigError, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("asked", "nearest"),
+    [("conv_lite", "conv_light"), ("Norm", "norm"), ("bottelneck", "bottleneck"), ("lora-large", "lora_large")],
+)
+def test_a_typo_is_met_with_the_nearest_name(asked, nearest):
+    known = ["conv_light", "norm", "bottleneck", "lora", "lora_large"]
+    error = unknown_name("blueprint", asked, known)
+    assert isinstance(error, UnknownNameError)
+    assert str(error).startswith(f"no blueprint named {asked!r}. Did you mean {nearest!r}? There are: ")
+    assert str(error).endswith(", ".join(sorted(known)))
+
+
+def test_a_name_like_no_other_gets_no_guess():
+    assert str(unknown_name("task", "zzzzzz", ["digits", "fashion"])) == (
+        "no task named 'zzzzzz'. There are: digits, fashion"
+    )
+
+
+def test_an_empty_table_says_so():
+    assert str(unknown_name("task", "digits", [])) == "no task named 'digits'. There are: none"
+
+
+def test_a_long_table_is_cut_short():
+    message = str(unknown_name("slot", "x", (f"slot_{i:03}" for i in range(100))))
+    assert message.endswith("slot_039 and 60 more")
+
+
+@pytest.mark.parametrize(
+    ("nonsense", "message"),
+    [
+        ({"blend_dwell": -1}, "a dwell must be ≥ 0, got -1"),
+        ({"hold_dwell": -2}, "a dwell must be ≥ 0, got 10 and -2"),
+        ({"z": -0.5}, "z must be ≥ 0, got -0.5"),
+        ({"z": float("nan")}, "z must be ≥ 0, got nan"),
+    ],
+)
+def test_thresholds_refuse_nonsense(nonsense, message):
+    with pytest.raises(ConfigError, match=message):
+        Thresholds(**nonsense)
+
+
+def test_leyline_needs_no_torch():
+    code = "import sys, esper.leyline, esper.leyline.errors; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
