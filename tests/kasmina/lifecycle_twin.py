@@ -97,9 +97,7 @@ def read(table: SlotTable) -> list[Env]:
     """Every environment of a table, taken apart."""
     return [
         Env(
-            slots=[
-                Slot(**{name: getattr(table, name)[e, s] for name in COLUMNS}) for s in range(table.num_slots)
-            ],
+            slots=[Slot(**{name: getattr(table, name)[e, s] for name in COLUMNS}) for s in range(table.num_slots)],
             enabled=[bool(x) for x in table.enabled[e]],
             takes=[[bool(x) for x in row] for row in table.takes],
             quality=table.quality[e],

@@ -158,9 +158,7 @@ def test_a_transition_remembers_the_stage_before_and_rebases_the_quality():
 
 def test_germination_writes_what_was_asked_for():
     table = SlotTable.empty(1, 3)
-    outcome = act(
-        table, AUTO, Op.GERMINATE, 1, blueprint=5, style=STYLE["GATED_GATE"], tempo=2, alpha_target=MOST
-    )
+    outcome = act(table, AUTO, Op.GERMINATE, 1, blueprint=5, style=STYLE["GATED_GATE"], tempo=2, alpha_target=MOST)
     assert outcome.effects == [Effect(EffectKind.BUILD, 0, 1)]
     assert table.stage[0].tolist() == [S.DORMANT, S.GERMINATED, S.DORMANT]
     assert table.blueprint[0, 1] == 5
@@ -395,17 +393,13 @@ def test_a_seed_on_its_way_up_is_not_frozen():
 def test_full_in_holding_changes_at_most_the_operator():
     table = grown(S.HOLDING)
     before = table.clone()
-    outcome = act(
-        table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["LINEAR_ADD"], alpha_target=FULL, alpha_speed=SLOW
-    )
+    outcome = act(table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["LINEAR_ADD"], alpha_target=FULL, alpha_speed=SLOW)
     assert outcome.happened[0]
     assert outcome.effects == []  # LINEAR_ADD and SIGMOID_ADD are the same operator
     assert not table.moving[0, 0]
     assert not {"stage", "alpha", "dwell", "operator"} & set(table.diff(before))
 
-    outcome = act(
-        table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["GATED_GATE"], alpha_target=FULL, alpha_speed=SLOW
-    )
+    outcome = act(table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["GATED_GATE"], alpha_target=FULL, alpha_speed=SLOW)
     assert outcome.effects == [Effect(EffectKind.SET_OPERATOR, 0, 0)]
     assert (table.stage[0, 0], table.operator[0, 0], table.alpha[0, 0]) == (S.HOLDING, Operator.GATE, 1.0)
 

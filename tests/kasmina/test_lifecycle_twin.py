@@ -80,7 +80,7 @@ def effects_of(effects: list[lifecycle.Effect], env: int) -> set[tuple[str, int]
 
 
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(rules=any_rules, seed=st.integers(0, 2**32 - 1))
 def test_legal_gates_apply_and_tick_agree_with_the_scalar_twin(slots, rules, seed):
     rng = np.random.default_rng(seed)
@@ -120,7 +120,7 @@ def agree_on_what_may_happen(table: SlotTable, envs: list[twin.Env], rules: Rule
     assert may.shape == (len(envs), NUM_OPS, table.num_slots)
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=6, deadline=None)
 @given(rules=any_rules, seed=st.integers(0, 2**32 - 1))
 def test_whole_lives_agree_with_the_scalar_twin(rules, seed):
     rng = np.random.default_rng(seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from esper.kasmina.lifecycle import is_legal
 from esper.leyline import BLUEPRINTS, SeedStage, SlotTable
 from esper.leyline.slot_table import HISTORY, SEED_COLUMNS
 from esper.testing import LIVELY, random_legal_actions, random_measurements, random_table
@@ -147,8 +148,6 @@ def test_a_random_table_is_a_function_of_its_seed(envs, slots):
 
 
 def test_random_legal_actions_all_happen():
-    from esper.kasmina.lifecycle import is_legal
-
     table, rng = random_table(256, 4, seed=1), np.random.default_rng(0)
     table.takes[:] = rng.random(table.takes.shape) < 0.3
     for _ in range(5):

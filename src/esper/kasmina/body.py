@@ -58,6 +58,7 @@ class Body(nn.Module):
         self.forks: dict[str, ForkPoint | None] = {}  # None: this slot cannot fork
         self.fork_sequence: list[ForkPoint] = []
         self.cannot_fork = ""  # why, once that is known
+        self.fork_proven = False  # a real batch has shown that forked and single evaluation agree
         self.on_load: list[Callable[[], None]] = []
         modules = dict(model.named_modules())
         for slot in slots:
@@ -173,7 +174,12 @@ class Body(nn.Module):
         for slot in self.training_slots:
             params = [p for p in slot.parameters() if p.requires_grad]
             with self.shadowed(slot):
-                grads = torch.autograd.grad(loss(), params, allow_unused=True)
+                value = loss()
+            lesson, slot.lesson = slot.lesson, None
+            if lesson is None:
+                continue  # the slot was not reached on this batch
+            # the features' gradient is asked for too: GroupNorm's backward crashes torch 2.13 without it
+            *grads, _ = torch.autograd.grad(value, [*params, lesson], allow_unused=True)
             for p, g in zip(params, grads, strict=True):
                 if g is not None:
                     p.grad = g if p.grad is None else p.grad + g
@@ -181,14 +187,19 @@ class Body(nn.Module):
     # -- evaluation of configurations: see tolaria.coalitions
 
     @torch.no_grad()
-    def evaluate_rows(self, batch: Any, size: int, plan: ForkPlan) -> list[Any]:
-        """The outputs of every configuration of a plan on one batch of `size` samples."""
+    def run_rows(self, batch: Any, size: int, plan: ForkPlan) -> Any:
+        """The output of one batch of `size` samples with every row of a plan, rows × size samples long."""
         plan.batch, plan.done = size, 0
         with lent(plan, list(self.slots.values()), dict(self.model.named_modules()), self.norms):
             args, kwargs = plan.at_input("", as_arguments(batch))
             with torch.compiler.set_stance("force_eager"):
                 output = self.model(*args, **kwargs)
-        return plan.split(output)
+        plan.finish()
+        return output
+
+    def evaluate_rows(self, batch: Any, size: int, plan: ForkPlan) -> list[Any]:
+        """The output of each configuration of a plan."""
+        return plan.split(self.run_rows(batch, size, plan))
 
     def plan(self, configs: Sequence[Sequence[bool]], slots: Sequence[str], main: Sequence[bool]) -> ForkPlan:
         """A forked plan for these configurations; ForkError if some slot among them cannot fork."""

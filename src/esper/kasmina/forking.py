@@ -99,6 +99,12 @@ class ForkPlan:
         order = [[tuple(c[i] for i in columns) for c in configs].index(p) for p in prefixes]
         return cls(forks, order, frozenset(slots))
 
+    @classmethod
+    def single(cls, config: Sequence[bool], slots: Sequence[str]) -> ForkPlan:
+        """One configuration alone: no fork, only switches."""
+        root = ForkPoint(True, "")
+        return cls.build([config], list(slots), dict.fromkeys(slots, root), [root], config)
+
     @property
     def rows(self) -> int:
         return len(self.forks[self.done - 1].parents) if self.done else 1
@@ -147,10 +153,12 @@ class ForkPlan:
 
         return pytree.tree_map(expand, arguments)
 
-    def split(self, output: Any) -> list[Any]:
-        """The output of each configuration, in the order they were given."""
+    def finish(self) -> None:
         if self.done != len(self.forks):
             raise ForkError(f"the model met {self.done} of {len(self.forks)} forks")
+
+    def split(self, output: Any) -> list[Any]:
+        """The output of each configuration, in the order they were given."""
         by_config: list[Any] = [None] * len(self.order)
         for row, config in enumerate(self.order):
             by_config[config] = take_row(output, row, self.rows, self.batch)

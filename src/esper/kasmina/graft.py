@@ -320,8 +320,7 @@ def _find_fork(body: Body, slot: Slot, probe: Any, size: int, sequence: list[For
     try:
         expected = []
         for on in (False, True):
-            plan = ForkPlan.build([[on]], [slot.name], {slot.name: ForkPoint(True, "")}, [ForkPoint(True, "")], [on])
-            expected.append(body.evaluate_rows(probe, size, plan)[0])
+            expected.append(body.evaluate_rows(probe, size, ForkPlan.single([on], [slot.name]))[0])
         candidates = [
             ForkPoint(False, slot.name),
             *(ForkPoint(True, a) for a in _ancestors(slot.module_name)),

@@ -61,6 +61,7 @@ class Slot(nn.Module):
         self.amplitude = 0.0  # alpha as a number, so that the buffer is written only when it changes
         self.incubating = False  # learn by straight-through in the main pass
         self.shadow = False  # this pass is the seed's own: full strength on detached features
+        self.lesson: Tensor | None = None  # the features of that pass
         self.fork: ForkPlan | None = None  # lent for one evaluation
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
 
@@ -107,7 +108,8 @@ class Slot(nn.Module):
         if self.stage >= SeedStage.BLENDING:
             return self.blended(h, self.alpha)
         if self.shadow:
-            return self.switched_on(detached(h))
+            self.lesson = detached(h)
+            return self.switched_on(self.lesson)
         if self.incubating and training and torch.is_grad_enabled():
             x = detached(h)
             delta = self._seed_for(h)(x)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any, Literal
 
 import torch
@@ -86,7 +87,7 @@ class Task:
                 raise unknown_name(f"slot of task {self.name!r}", slot, host.sites())
         return host
 
-    def load_data(self, root: str | None = None) -> Dataset:
+    def load_data(self, root: str | Path | None = None) -> Dataset:
         """The data, checked against the host, with at most `val_size` validation samples."""
         data = self.data or load(self.dataset, root)
         if data.kind == "text" and data.train.x.dim() == 1:
@@ -185,6 +186,8 @@ class Task:
             }
         )
         task._check_fit(data)
+        with torch.device("meta"):  # names the slots there are, at no cost
+            task.build_host(0)
         return task
 
 

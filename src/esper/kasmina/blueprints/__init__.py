@@ -15,6 +15,7 @@ from esper.kasmina.blueprints.registry import (
     build,
     check,
     cost,
+    registered,
     seeded,
     unregister,
 )
@@ -29,6 +30,7 @@ __all__ = [
     "build",
     "check",
     "cost",
+    "registered",
     "seeded",
     "unregister",
 ]

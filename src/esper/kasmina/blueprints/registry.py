@@ -90,10 +90,15 @@ def blueprint_name(index: int) -> str:
     raise unknown_name("blueprint with number", str(index), map(str, _NUMBERS.values()))
 
 
+def registered() -> list[str]:
+    """Every blueprint's name, in the order of stored numbers."""
+    return sorted(_NUMBERS, key=_NUMBERS.__getitem__)
+
+
 def blueprints_for(layout: Layout | str) -> list[str]:
     """What can grow in such a slot, in the order of stored numbers; `noop` is never a choice."""
     layout = _layout(layout)
-    return [name for name in sorted(_NUMBERS, key=_NUMBERS.__getitem__) if _grows(name, layout)]
+    return [name for name in registered() if _grows(name, layout)]
 
 
 def build(

@@ -1,0 +1,29 @@
+"""Controllers: whoever chooses actions. All share one interface and read nothing but the table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from esper.leyline.errors import unknown_name
+from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.tamiyo.controllers.schedule import Schedule, Wait, wait_everywhere
+
+__all__ = ["CONTROLLERS", "Controller", "Schedule", "Wait", "make_controller", "wait_everywhere"]
+
+
+class Controller(Protocol):
+    """Chooses one action row per environment."""
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """From the table and what is legal [E, O, S] to actions [E, 8]."""
+        ...
+
+
+CONTROLLERS: dict[str, Callable[[], Controller]] = {"none": Wait, "schedule": Schedule}
+
+
+def make_controller(name: str) -> Controller:
+    if name not in CONTROLLERS:
+        raise unknown_name("controller", name, CONTROLLERS)
+    return CONTROLLERS[name]()

@@ -191,7 +191,9 @@ def from_tensors(
             licence="the user's own",
             sha256=digest(piece.detach().cpu().contiguous().numpy().data for piece in pieces),
             black=black,
-            **splits,
+            train=splits["train"],
+            val=splits["val"],
+            test=splits["test"],
         )
     )
 

@@ -1,0 +1,54 @@
+"""Controllers that do not look at results: wait for ever, or grow by the calendar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from esper.leyline.actions import BLUEPRINTS, NUM_HEADS, STYLES, Head, Op
+from esper.leyline.slot_table import Bools, Ints, SlotTable
+
+PREFERRED = ("conv_light", "mlp_small", "lora")
+"""What the schedule plants: the first of these that a slot takes."""
+SIGMOID_ADD = next(i for i, s in enumerate(STYLES) if s.name == "SIGMOID_ADD")
+
+
+def wait_everywhere(envs: int) -> Ints:
+    """Action rows [E, 8] that do nothing; other heads hold the usual choices."""
+    actions = np.zeros((envs, NUM_HEADS), dtype=np.int64)
+    actions[:, [Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED]] = SIGMOID_ADD, 1, 2, 2
+    return actions
+
+
+class Wait:
+    """Never grows anything."""
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        return wait_everywhere(table.num_envs)
+
+
+class Schedule:
+    """Plants slot after slot, each as soon as the rules allow, and commits what has been measured."""
+
+    def __init__(self, blueprints: Sequence[str] = PREFERRED, *, start: int = 1) -> None:
+        self.preferred = [BLUEPRINTS.index(b) for b in blueprints]
+        self.start = start
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        actions = wait_everywhere(table.num_envs)
+        choice = self._choice(table)  # [S]
+        may_plant = legal[:, Op.GERMINATE] & (choice >= 0) & (table.step[:, None] >= self.start)
+        for op, may in ((Op.GERMINATE, may_plant), (Op.FOSSILIZE, legal[:, Op.FOSSILIZE])):
+            envs = may.any(axis=1)
+            actions[envs, Head.OP] = op
+            actions[envs, Head.SLOT] = may.argmax(axis=1)[envs]
+        actions[:, Head.BLUEPRINT] = np.maximum(choice[actions[:, Head.SLOT]], 0)
+        return actions
+
+    def _choice(self, table: SlotTable) -> Ints:
+        """The blueprint for each slot, −1 where it takes none of the preferred."""
+        choice = np.full(table.num_slots, -1)
+        for b in reversed(self.preferred):
+            choice[table.takes[:, b]] = b
+        return choice

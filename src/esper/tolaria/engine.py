@@ -1,0 +1,267 @@
+"""The engine: train each of E bodies for an epoch, validate them with their coalitions, write it down.
+
+    engine = Engine(task, worlds=[0, 1, 2, 3])
+    engine.step(actions)      # apply, tick, train an epoch, validate, record
+
+Bodies are independent: a plain loop over them is the reference for anything faster.
+
+Legend: E environments, K configurations, N validation samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import blueprint_index, blueprints_for, registered
+from esper.kasmina.body import Body, Incubation
+from esper.kasmina.gradients import GradientMeter, GradientStats
+from esper.kasmina.graft import graft
+from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules, apply, record, record_contribution, tick
+from esper.kasmina.surgery import Surgeon, clip_separately
+from esper.leyline.actions import Operator
+from esper.leyline.errors import ConfigError
+from esper.leyline.seeding import derive_seed
+from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.leyline.stages import SeedStage
+from esper.tolaria.coalitions import Coalitions, Measured, evaluate, statistics
+from esper.tolaria.data import Dataset, Split
+from esper.tolaria.ema import WeightAverage
+from esper.tolaria.tasks import Task, per_sample_correct, per_sample_loss
+
+Score = Callable[[Tensor, Tensor], Tensor]
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How hosts are trained and measured, whatever the task."""
+
+    incubation: Incubation = "shadow"
+    """How a TRAINING seed learns: by a pass of its own, or straight-through in the main pass."""
+    shadow_every: int = 2
+    """A shadow pass every so many batches: half the lessons teach nearly as much (docs/performance.md)."""
+    gradient_telemetry_stride: int = 10
+    """Gradient statistics every so many batches."""
+    ema_decay: float = 0.98
+    """Of the weight average that quality is measured on."""
+    device: str = "cpu"
+    compile: bool = False
+    """Compile the forward passes. Off: on a CPU it loses."""
+
+    def __post_init__(self) -> None:
+        if self.shadow_every < 1 or self.gradient_telemetry_stride < 1:
+            raise ConfigError("shadow_every and gradient_telemetry_stride must be ≥ 1")
+        if self.incubation not in ("shadow", "straight_through"):
+            raise ConfigError(f"incubation must be 'shadow' or 'straight_through', got {self.incubation!r}")
+
+
+def process_train_batch(body: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """One host, one batch: the mean loss, and how many samples were right."""
+    output = body(x)
+    return F.cross_entropy(output.flatten(0, -2), y.flatten()), per_sample_correct(output.detach(), y).sum()
+
+
+def process_val_batch(body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    """One host, one batch: correctness and minus the loss of every sample, [B, 2]."""
+    return score(body(x), y)
+
+
+def score(output: Tensor, target: Tensor) -> Tensor:
+    """Correctness and log-probability of every sample, [B, 2]: for both, higher is better."""
+    return torch.stack([per_sample_correct(output, target), -per_sample_loss(output, target)], dim=-1)
+
+
+def build_body(task: Task, data: Dataset, world: int, device: str = "cpu") -> Body:
+    """The task's host of one world, grafted at the task's slots; maps in channels_last throughout."""
+    host = task.build_host(world).to(device)
+    if data.kind == "image":
+        host = host.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    sites = host.sites()
+    probe = data.train.x[:3]
+    return graft(host, {slot: sites[slot] for slot in task.slots}, probe=probe)
+
+
+def build_optimizer(task: Task, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if task.optimiser == "adamw":
+        return torch.optim.AdamW(params, lr=task.lr, weight_decay=task.weight_decay, fused=True)
+    return torch.optim.SGD(params, lr=task.lr, momentum=task.momentum, weight_decay=task.weight_decay, fused=True)
+
+
+class Plot:
+    """One environment: a body, its optimiser, its weight average, and what is sampled of its gradients."""
+
+    def __init__(self, task: Task, data: Dataset, world: int, config: EngineConfig) -> None:
+        self.task, self.data, self.world, self.config = task, data, world, config
+        self.body = build_body(task, data, world, config.device)
+        self.body.incubation = config.incubation
+        self.optimizer = build_optimizer(task, list(self.body.parameters()))
+        self.surgeon = Surgeon(self.body, self.optimizer, seed=derive_seed(world, "seeds"), lr=task.seed_lr)
+        self.average = WeightAverage(self.body, config.ema_decay)
+        self.meter = GradientMeter(config.gradient_telemetry_stride)
+        self.forward = torch.compile(process_train_batch) if config.compile else process_train_batch
+        self.host_size = sum(p.numel() for p in self.body.model.parameters())
+        self.seen: tuple[Tensor, Coalitions] | None = None
+        self._regroup()
+
+    @property
+    def params(self) -> int:
+        """Parameters of host, seeds and gates, frozen ones too."""
+        return sum(p.numel() for p in self.body.parameters())
+
+    def carry_out(self, effects: list[Effect], table: SlotTable, env: int) -> None:
+        self.surgeon.carry_out(effects, table, env)
+        changed = [e for e in effects if e.env == env]
+        for effect in changed:
+            if effect.kind == EffectKind.BUILD:
+                self.meter.forget(self.surgeon.names[effect.slot])
+        if changed:
+            self.average.resync()
+        self._regroup()
+
+    def _regroup(self) -> None:
+        """Who is clipped with whom: the host with its fossils, and each growing seed alone."""
+        host = list(self.body.model.parameters())
+        self.growing: dict[str, list[nn.Parameter]] = {}
+        for name, slot in self.body.slots.items():
+            params = list(slot.parameters())
+            if slot.stage == SeedStage.FOSSILIZED:
+                host += params
+            elif params:
+                self.growing[name] = params
+        self.clip_groups = [host, *self.growing.values()]
+        self.sizes = {name: sum(p.numel() for p in params) for name, params in self.growing.items()}
+        self.has_learner = bool(self.body.training_slots) and self.config.incubation == "shadow"
+
+    def train_epoch(self, step: int) -> Tensor:
+        """Train on this step's minibatches; mean loss and accuracy, still on the device."""
+        body, optimizer, config = self.body, self.optimizer, self.config
+        body.train()
+        total = torch.zeros(2, device=config.device)
+        for i, (x, y) in enumerate(self.task.minibatches(self.data, self.world, step)):
+            optimizer.zero_grad(set_to_none=True)
+            loss, correct = self.forward(body, x, y)
+            loss.backward()
+            if self.has_learner and i % config.shadow_every == 0:
+                body.shadow_backward(partial(_loss, body, x, y))
+            norms = clip_separately(self.clip_groups, self.task.clip)
+            if self.meter.due(i):
+                seeds = dict(zip(self.growing, norms[1:], strict=True))
+                self.meter.take(norms[0], seeds, self.host_size, self.sizes)
+            optimizer.step()
+            self.average.update()
+            total += torch.stack([loss.detach(), correct / len(y)])
+        return total / self.task.batches_per_epoch
+
+    def validate(self, split: Split, calibration: Tensor) -> Coalitions:
+        """Every configuration of this epoch on the averaged weights: scores [K, N, 2]."""
+        with self.average.applied():
+            return evaluate(self.body, [(split.x, split.y)], score, calibration=calibration)
+
+    def test(self, split: Split) -> tuple[float, float]:
+        """Accuracy and loss on a split, as the network stands, on the averaged weights."""
+        with self.average.applied():
+            live = tuple(True for _ in self.body.live) + tuple(False for _ in self.body.training_slots)
+            result = evaluate(self.body, [(split.x, split.y)], score, configs=[live])
+        accuracy, log_prob = result.scores[0].double().mean(0).tolist()  # sync: only for reports
+        return accuracy, -log_prob
+
+
+def _loss(body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return process_train_batch(body, x, y)[0]
+
+
+class Engine:
+    """E environments of one task, and their table."""
+
+    def __init__(
+        self,
+        task: Task,
+        worlds: Sequence[int],
+        *,
+        rules: Rules | None = None,
+        config: EngineConfig | None = None,
+        data: Dataset | None = None,
+    ) -> None:
+        self.task, self.worlds = task, list(worlds)
+        self.rules, self.config = rules or Rules(), config or EngineConfig()
+        self.data = (data or task.load_data()).to(self.config.device)
+        self.plots = [Plot(task, self.data, world, self.config) for world in self.worlds]
+        self.table = SlotTable.empty(len(self.plots), len(task.slots), takes=takes_of(self.plots[0].body))
+        # fixed inputs for norms behind slots: training images, the same for every epoch and environment
+        self.calibration = self.data.train.x[:128]
+
+    def step(self, actions: Ints) -> Outcome:
+        """One decision per environment: apply, tick, train an epoch, validate, record."""
+        outcome = apply(self.table, actions, self.rules)
+        self.carry_out(outcome.effects)
+        ticked = tick(self.table, self.rules)
+        self.carry_out(ticked)
+        trained = [plot.train_epoch(int(step) - 1) for plot, step in zip(self.plots, self.table.step, strict=True)]
+        judged = [plot.validate(self.data.val, self.calibration) for plot in self.plots]
+        self._record(trained, judged)
+        return Outcome(outcome.happened, outcome.effects + ticked)
+
+    def carry_out(self, effects: list[Effect]) -> None:
+        for env, plot in enumerate(self.plots):
+            plot.carry_out(effects, self.table, env)
+
+    def _record(self, trained: list[Tensor], judged: list[Coalitions]) -> None:
+        """One transfer per environment: everything measured this epoch, into the table."""
+        envs, slots = self.table.stage.shape
+        numbers = np.full((3, envs), np.nan)  # quality, validation loss, training loss
+        worth = np.full((2, envs, slots), np.nan)
+        for e, (plot, train, result) in enumerate(zip(self.plots, trained, judged, strict=True)):
+            main = result.configs.index(result.main)
+            parts = [train, -result.scores[main, :, 1].mean()[None], statistics(result, result.scores[..., 0])]
+            pieces = [p.double() for p in (*parts, plot.meter.pending())]
+            flat = torch.cat(pieces).tolist()  # sync: once per environment and epoch
+            ends = np.cumsum([p.numel() for p in pieces])
+            measured = Measured.read(result, flat[ends[1] : ends[2]])
+            numbers[:, e] = measured.quality, flat[2], flat[0]
+            self.table.committed_quality[e] = measured.committed
+            self._note_seeds(e, plot, measured, plot.meter.read(flat[ends[2] :]), worth[:, e])
+        record(self.table, quality=numbers[0], val_loss=numbers[1], train_loss=numbers[2])
+        record_contribution(self.table, worth[0], worth[1])
+
+    def _note_seeds(self, e: int, plot: Plot, measured: Measured, grads: dict[str, GradientStats], worth: Any) -> None:
+        table = self.table
+        for s, name in enumerate(plot.surgeon.names):
+            if name in measured.contribution:
+                worth[:, s] = measured.contribution[name]
+            if name in measured.prospect:
+                table.prospect[e, s], table.prospect_se[e, s] = measured.prospect[name]
+            if name in grads:
+                stats = grads[name]
+                table.grad_norm[e, s], table.grad_ratio[e, s], table.grad_health[e, s] = (
+                    stats.norm,
+                    stats.ratio,
+                    stats.health,
+                )
+
+    def plant_fossils(self, env: int, structure: dict[str, tuple[str, Operator]]) -> None:
+        """Begin this environment with these seeds already part of the host: the same structure from step 0."""
+        table, names = self.table, self.plots[env].surgeon.names
+        effects = []
+        for name, (blueprint, operator) in structure.items():
+            at = env, names.index(name)
+            table.stage[at], table.alpha[at], table.alpha_to[at] = SeedStage.FOSSILIZED, 1.0, 1.0
+            table.blueprint[at], table.operator[at] = blueprint_index(blueprint), operator
+            table.serial[at] = table.next_serial[env]
+            table.next_serial[env] += 1
+            effects += [Effect(EffectKind.BUILD, *at), Effect(EffectKind.COMMIT, *at)]
+        self.carry_out(effects)
+
+
+def takes_of(body: Body) -> Bools:
+    """[S, B] which blueprints each slot takes."""
+    numbers = {name: blueprint_index(name) for name in registered()}
+    takes = np.zeros((len(body.slots), max(numbers.values()) + 1), dtype=bool)
+    for s, slot in enumerate(body.slots.values()):
+        takes[s, [numbers[b] for b in blueprints_for(slot.site.layout)]] = True
+    return takes

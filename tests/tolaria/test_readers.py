@@ -1,0 +1,240 @@
+"""Readers take every published form of a set, and say what is wrong with a file they cannot take."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import pickle
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from esper.leyline.errors import DataError
+from esper.tolaria.data import catalogue, load
+from esper.tolaria.data.cache import cache_folder, cached
+from esper.tolaria.data.readers import CIFAR_STEMS, IDX_STEMS, find_files, read_cifar10, read_idx, read_text
+
+RECORDS = 20
+
+
+@pytest.fixture(autouse=True)
+def _own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPER_CACHE", str(tmp_path / "cache"))
+    monkeypatch.delenv("ESPER_DATA", raising=False)
+
+
+def small_cifar() -> tuple[np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(0)
+    x = rng.integers(0, 256, (6, RECORDS, 3, 32, 32), dtype=np.uint8)
+    return x, np.tile(np.arange(10, dtype=np.uint8), (6, RECORDS // 10))
+
+
+def write_cifar(root: Path, form: str) -> None:
+    x, y = small_cifar()
+    root.mkdir(exist_ok=True)
+    for stem, images, labels in zip(CIFAR_STEMS, x, y, strict=True):
+        if form == "binary":
+            table = np.concatenate([labels[:, None], images.reshape(RECORDS, -1)], axis=1)
+            (root / f"{stem}.bin").write_bytes(table.tobytes())
+        elif form == "pickle":
+            batch = {b"data": images.reshape(RECORDS, -1), b"labels": labels.tolist(), b"batch_label": b"x"}
+            (root / stem).write_bytes(pickle.dumps(batch, protocol=2))
+        else:
+            image = pytest.importorskip("PIL.Image")
+            rows = images.transpose(0, 2, 3, 1).reshape(RECORDS, 1024, 3)
+            image.fromarray(rows).save(root / f"{stem}.png")
+    if form == "sheet":
+        (root / "train_lables.json").write_text(json.dumps(y[:5].flatten().tolist()))
+        (root / "test_lables.json").write_text(json.dumps(y[5].tolist()))
+
+
+def idx_bytes(array: np.ndarray) -> bytes:
+    header = bytes([0, 0, 0x08, array.ndim]) + np.array(array.shape, ">u4").tobytes()
+    return header + array.astype(np.uint8).tobytes()
+
+
+def write_fashion(root: Path, *, compress: bool, count: int = 40, side: int = 28) -> None:
+    root.mkdir(exist_ok=True)
+    rng = np.random.default_rng(1)
+    for stem in IDX_STEMS:
+        shape = (count, side, side) if "images" in stem else (count,)
+        array = rng.integers(0, 256, shape) if "images" in stem else np.arange(count) % 10
+        data = idx_bytes(array)
+        name = f"{stem}.gz" if compress else stem
+        (root / name).write_bytes(gzip.compress(data) if compress else data)
+
+
+@pytest.mark.parametrize("form", ["binary", "pickle", "sheet"])
+def test_every_form_of_cifar10_gives_the_same_arrays(form, tmp_path):
+    write_cifar(tmp_path / "package", form)
+    x, y = small_cifar()
+
+    arrays = read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
+
+    assert np.array_equal(arrays["train_x"], x[:5].reshape(-1, 3, 32, 32))
+    assert np.array_equal(arrays["train_y"], y[:5].flatten())
+    assert np.array_equal(arrays["test_x"], x[5])
+    assert np.array_equal(arrays["test_y"], y[5])
+
+
+@pytest.mark.parametrize("form", ["binary", "pickle", "sheet"])
+def test_a_truncated_cifar_batch_is_named(form, tmp_path):
+    write_cifar(tmp_path, form)
+    path = find_files("cifar10", tmp_path)[2]
+    path.write_bytes(path.read_bytes()[:-5000])
+    with pytest.raises(DataError, match="data_batch_3"):
+        read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
+
+
+def test_a_cifar_batch_cut_at_a_record_is_noticed_too(tmp_path):
+    write_cifar(tmp_path, "binary")
+    path = tmp_path / "test_batch.bin"
+    path.write_bytes(path.read_bytes()[: 3073 * 7])
+    with pytest.raises(DataError, match="expected 20 images with labels, found 7"):
+        read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
+
+
+def test_a_label_out_of_range_is_refused(tmp_path):
+    write_cifar(tmp_path, "binary")
+    path = tmp_path / "data_batch_1.bin"
+    path.write_bytes(b"\x0b" + path.read_bytes()[1:])
+    with pytest.raises(DataError, match=r"data_batch_1.bin holds label 11; there are 10 classes"):
+        read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
+
+
+class Evil:
+    def __reduce__(self):
+        return (print, ("code from a data file ran",))
+
+
+def test_a_pickle_that_asks_for_code_is_refused_and_nothing_runs(tmp_path, capsys):
+    write_cifar(tmp_path, "pickle")
+    (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": Evil(), b"labels": []}, protocol=2))
+    with pytest.raises(DataError, match="print, which no CIFAR-10 batch needs"):
+        read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
+    assert capsys.readouterr().out == ""
+
+
+def test_sheets_without_pillow_name_the_extra(tmp_path, monkeypatch):
+    write_cifar(tmp_path, "sheet")
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(DataError, match=r"esper-lite\[images\]"):
+        read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
+
+
+def test_missing_files_are_listed_with_a_source(tmp_path):
+    with pytest.raises(DataError, match="no folder"):
+        find_files("cifar10", tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"data_batch_1\.bin .*cs\.toronto\.edu"):
+        find_files("cifar10", tmp_path)
+    write_cifar(tmp_path, "binary")
+    (tmp_path / "data_batch_4.bin").unlink()
+    with pytest.raises(DataError, match=r"incomplete, missing: \S*data_batch_4\.bin\."):
+        find_files("cifar10", tmp_path)
+
+
+@pytest.mark.parametrize("compress", [False, True])
+def test_fashion_mnist_reads_plain_and_compressed_idx(compress, tmp_path):
+    write_fashion(tmp_path, compress=compress)
+    data = load("fashion-mnist", tmp_path)
+    assert tuple(data.train.x.shape) == (36, 1, 28, 28)
+    assert (len(data.val), len(data.test), data.classes) == (4, 40, 10)
+
+
+DAMAGE = [
+    ("cut", lambda b: b[:-1], "needs 52 bytes, it has 51|compression breaks off"),
+    ("header", lambda b: b[:6], "header|compression breaks off"),
+    ("other", lambda b: b"<html>not found</html>", "does not begin like an IDX file"),
+    ("empty", lambda b: b"", "does not begin like an IDX file"),
+]
+
+
+@pytest.mark.parametrize("compress", [False, True])
+@pytest.mark.parametrize(("_name", "damage", "words"), DAMAGE)
+def test_a_damaged_idx_file_is_refused(compress, _name, damage, words, tmp_path):
+    content = idx_bytes(np.zeros((4, 3, 3)))
+    path = tmp_path / "images"
+    path.write_bytes(damage(gzip.compress(content) if compress else content))
+    with pytest.raises(DataError, match=words):
+        read_idx(path)
+
+
+def test_images_of_a_wrong_size_are_refused(tmp_path):
+    write_fashion(tmp_path, compress=False, side=27)
+    with pytest.raises(DataError, match=r"expected bytes \[N, 28, 28\]"):
+        load("fashion-mnist", tmp_path)
+
+
+def test_text_becomes_the_numbers_of_its_characters(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("abcä" * 100, encoding="utf-8")
+    arrays = read_text(path)
+    assert "".join(map(chr, arrays["characters"])) == "abcä"
+    assert arrays["tokens"][:6].tolist() == [0, 1, 2, 3, 0, 1]
+
+    data = load("text", path)
+    assert (data.classes, data.vocabulary) == (4, "abcä")
+    assert (len(data.train), len(data.val), len(data.test)) == (359, 19, 19)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"), [(b"\xff\xfe\xfa", "not UTF-8"), (b"", "is empty"), (b"short", "at least 40")]
+)
+def test_what_is_no_text_is_refused(content, words, tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=words):
+        load("text", path)
+
+
+def test_a_file_set_without_a_place_is_an_error_never_random_data(tmp_path):
+    for name in ("cifar10", "fashion-mnist", "text"):
+        with pytest.raises(DataError, match="your own files"):
+            load(name)
+    with pytest.raises(DataError, match="no file"):
+        load("text", tmp_path)
+
+
+def test_a_second_load_decodes_nothing(tmp_path, monkeypatch):
+    write_fashion(tmp_path, compress=True)
+    first = load("fashion-mnist", tmp_path)
+    monkeypatch.setattr(catalogue, "read_fashion_mnist", lambda _: pytest.fail("decoded again"))
+    second = load("fashion-mnist", tmp_path)
+    assert first.sha256 == second.sha256
+    assert first.train.x.equal(second.train.x)
+
+
+def test_changed_content_and_another_root_are_other_entries(tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        write_fashion(folder, compress=False)
+        load("fashion-mnist", folder)
+    write_fashion(folders[0], compress=False, count=50)
+    assert len(load("fashion-mnist", folders[0]).train) == 45
+    assert len(list(cache_folder().iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[:-3], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda b: b"", lambda b: b"x" * 50]
+)
+def test_a_damaged_cache_is_rebuilt_not_believed(damage, tmp_path):
+    arrays = {"x": np.arange(12).reshape(3, 4)}
+    cached("set", tmp_path, "hash", lambda: arrays)
+    (entry,) = cache_folder().iterdir()
+    entry.write_bytes(damage(entry.read_bytes()))
+    calls = []
+
+    again = cached("set", tmp_path, "hash", lambda: calls.append(1) or arrays)
+
+    assert calls == [1]
+    assert np.array_equal(again["x"], arrays["x"])
+    assert np.array_equal(cached("set", tmp_path, "hash", lambda: pytest.fail("not kept"))["x"], arrays["x"])
+
+
+def test_a_cache_that_cannot_be_written_is_only_a_warning(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("ESPER_CACHE", str(tmp_path / "file"))
+    with pytest.warns(UserWarning, match="cannot cache"):
+        assert cached("set", tmp_path, "hash", lambda: {"x": np.zeros(2)})["x"].shape == (2,)

@@ -1,0 +1,155 @@
+"""Tasks: one table whose rows all fit together, deterministic hosts, and honest scores."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+from esper.leyline.errors import ConfigError, DataError, UnknownNameError
+from esper.tolaria.tasks import TASKS, Task, get_task, per_sample_correct, per_sample_loss
+
+SIZES = {
+    "cifar_baseline": 6_418,
+    "cifar_scale": 99_922,
+    "cifar_impaired": 77,
+    "cifar_minimal": 164,
+    "cifar_multichannel": 6_418,
+    "cifar_postpool": 24_346,
+    "cifar_highres": 24_346,
+    "cifar_deep_multichannel": 99_922,
+    "cifar_deep_impaired": 1_140,
+    "tinystories": 30_044_544,
+}
+EMBEDDED = ("quick", "fashion", "rescue", "standard", "digits", "moby")
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_every_row_builds_its_host_with_its_slots(name):
+    task = TASKS[name]
+    assert task.name == name
+    with torch.device("meta"):
+        host = task.build_host(0)
+    assert set(task.slots) <= set(host.sites())
+    assert [s for s in host.sites() if s in task.slots] == list(task.slots)  # in execution order
+    if name in SIZES:
+        assert sum(p.numel() for p in host.parameters()) == SIZES[name]
+
+
+def test_the_presets_are_those_of_the_design():
+    for name, epochs in {"quick": 40, "rescue": 40, "standard": 110, "cifar": 40}.items():
+        task = TASKS[name]
+        assert (task.optimiser, task.lr, task.momentum, task.batch) == ("sgd", 0.1, 0.9, 64)
+        assert (task.batches_per_epoch, task.val_size, len(task.slots)) == (20, 2_000, 3)
+        assert task.epochs == epochs
+
+
+@pytest.mark.parametrize("name", EMBEDDED)
+def test_an_embedded_task_runs_a_training_step(name):
+    task = get_task(name)
+    data, host = task.load_data(), task.build_host(1)
+    x, y = next(task.minibatches(data, world=3, step=0))
+    assert len(x) == task.batch
+    assert len(data.val) <= task.val_size
+
+    loss = per_sample_loss(host(x), y)
+
+    assert loss.shape == (task.batch,)
+    assert loss.mean().item() == pytest.approx(data.chance_loss, rel=0.25)
+    loss.mean().backward()
+
+
+def test_a_host_is_a_function_of_its_seed_and_disturbs_no_random_numbers():
+    task = get_task("digits")
+    torch.manual_seed(5)
+    expected = torch.rand(3)
+    torch.manual_seed(5)
+    one, other, again = task.build_host(1), task.build_host(2), task.build_host(1)
+    assert torch.rand(3).equal(expected)
+    assert all(a.equal(b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+    assert not one.head.weight.equal(other.head.weight)
+
+
+def test_minibatches_are_a_function_of_world_and_step():
+    task = Task.from_tensors(
+        "mine",
+        torch.randn(60, 3, 8, 8),
+        torch.arange(60) % 3,
+        black=(0.0, 0.0, 0.0),
+        augment=True,
+        batch=8,
+        batches_per_epoch=4,
+    )
+    data = task.load_data()
+    one, again, other = ([x for x, _ in task.minibatches(data, 1, step)] for step in (2, 2, 3))
+    assert len(one) == 4
+    assert all(a.equal(b) for a, b in zip(one, again, strict=True))
+    assert not one[0].equal(other[0])
+
+
+def test_per_sample_scores_of_a_classifier():
+    output = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
+    target = torch.tensor([0, 1, 1])
+    expected = [math.log(1 + math.exp(-2)), math.log(1 + math.exp(-1)), math.log(1 + math.exp(3))]
+    assert per_sample_loss(output, target).tolist() == pytest.approx(expected)
+    assert per_sample_correct(output, target).tolist() == [1.0, 1.0, 0.0]
+
+
+def test_per_sample_scores_of_a_language_model_are_means_over_tokens():
+    output = torch.randn(3, 5, 7)
+    target = torch.randint(0, 7, (3, 5))
+    log_p = output.log_softmax(-1).gather(2, target[..., None])[..., 0]
+    torch.testing.assert_close(per_sample_loss(output, target), -log_p.mean(1))
+    right = (output.argmax(-1) == target).float().mean(1)
+    torch.testing.assert_close(per_sample_correct(output, target), right)
+
+
+@pytest.mark.parametrize(
+    ("x", "y", "host"),
+    [
+        (torch.randn(50, 3, 8, 8), torch.arange(50) % 5, "cnn"),
+        (torch.randn(50, 7), torch.arange(50) % 5, "mlp"),
+        (torch.randint(0, 9, (50, 6)), torch.randint(0, 9, (50, 6)), "transformer"),
+    ],
+)
+def test_tensors_become_a_task_whose_host_fits_them(x, y, host):
+    task = Task.from_tensors("mine", x, y)
+    data = task.load_data()
+    assert task.host == host
+    batch, target = next(task.minibatches(data, 0, 0))
+    assert per_sample_loss(task.build_host(0)(batch), target).isfinite().all()
+
+
+def test_a_task_of_tensors_takes_other_settings_and_refuses_wrong_ones():
+    x, y = torch.randn(50, 3, 8, 8), torch.arange(50) % 5
+    task = Task.from_tensors("mine", x, y, host="mlp", host_kwargs={"width": 4}, lr=0.3, slots=("r0c1",))
+    assert (task.host_kwargs["width"], task.lr, task.slots) == (4, 0.3, ("r0c1",))
+    with pytest.raises(UnknownNameError, match="r0c0"):
+        Task.from_tensors("mine", x, y, slots=("r0c9",))
+    with pytest.raises(UnknownNameError, match="cnn"):
+        Task.from_tensors("mine", x, y, host="cmn")
+    with pytest.raises(ConfigError, match="lr"):
+        Task.from_tensors("mine", x, y, lr=float("nan"))
+    with pytest.raises(DataError, match="16×16"):
+        Task.from_tensors("mine", x, y, host_kwargs={"blocks": 4})
+    with pytest.raises(DataError, match="5 classes"):
+        Task.from_tensors("mine", x, y, host_kwargs={"classes": 4})
+    with pytest.raises(DataError, match="black"):
+        Task.from_tensors("mine", x, y, augment=True)
+
+
+def test_data_that_does_not_fit_the_host_is_refused_before_training(tmp_path):
+    path = tmp_path / "text.txt"
+    path.write_text("".join(chr(0x4E00 + i % 100) for i in range(4000)))
+    moby = get_task("moby")
+    with pytest.raises(DataError, match="100 classes, the host of task 'mine' has 81"):
+        Task(
+            name="mine", question="", host="transformer", host_kwargs=moby.host_kwargs, dataset="text",
+            slots=moby.slots,
+        ).load_data(path)  # fmt: skip
+
+
+def test_an_unknown_task_suggests_the_nearest():
+    with pytest.raises(UnknownNameError, match="Did you mean 'rescue'"):
+        get_task("rescu")
