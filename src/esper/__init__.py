@@ -1,0 +1,62 @@
+"""Esper: neural networks that grow while they train.
+
+    body = esper.graft(model, at=["layer1", "layer2"], probe=x)
+    grower = esper.Grower(body, optimizer, controller="schedule")
+    grower.step(val_batches)            # once per epoch of your own loop
+    plain = esper.harden(body)
+
+Names are loaded when first used, so that `import esper` costs nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "graft": "esper.kasmina.graft",
+    "harden": "esper.kasmina.harden",
+    "Body": "esper.kasmina.body",
+    "Rules": "esper.kasmina.lifecycle",
+    "blueprint": "esper.kasmina.blueprints",
+    "Grower": "esper.grower",
+    "Task": "esper.tolaria.tasks",
+    "Engine": "esper.tolaria.engine",
+    "EngineConfig": "esper.tolaria.engine",
+    "SlotTable": "esper.leyline.slot_table",
+    "SeedStage": "esper.leyline.stages",
+    "Thresholds": "esper.leyline.stages",
+    "PERMISSIVE": "esper.leyline.stages",
+    "STRICT": "esper.leyline.stages",
+    "EsperError": "esper.leyline.errors",
+}
+__all__ = ["__version__", *_HOME]
+
+if TYPE_CHECKING:
+    from esper.grower import Grower as Grower
+    from esper.kasmina.blueprints import blueprint as blueprint
+    from esper.kasmina.body import Body as Body
+    from esper.kasmina.graft import graft as graft
+    from esper.kasmina.harden import harden as harden
+    from esper.kasmina.lifecycle import Rules as Rules
+    from esper.leyline.errors import EsperError as EsperError
+    from esper.leyline.slot_table import SlotTable as SlotTable
+    from esper.leyline.stages import PERMISSIVE as PERMISSIVE
+    from esper.leyline.stages import STRICT as STRICT
+    from esper.leyline.stages import SeedStage as SeedStage
+    from esper.leyline.stages import Thresholds as Thresholds
+    from esper.tolaria.engine import Engine as Engine
+    from esper.tolaria.engine import EngineConfig as EngineConfig
+    from esper.tolaria.tasks import Task as Task
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(importlib.import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'esper' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

@@ -154,20 +154,22 @@ class Body(nn.Module):
     def shadowed(self, slot: Slot) -> Iterator[None]:
         """Within: this seed is on at full strength on detached features, and no norm of the host learns.
 
-        The random stream is put back, so that dropout falls as if there had been no such pass.
+        A BatchNorm normalises this pass by its own batch and forgets it: behind a seed that is on its running
+        statistics are wrong, and a seed taught under them is worth less once they adapt. The random stream is
+        put back, so that dropout falls as if there had been no such pass.
         """
-        norms = [n for n in self.norms if n.training]
+        norms = [n for n in self.norms if n.training and n.track_running_stats]
         device = slot.alpha.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             slot.shadow = True
             for n in norms:
-                n.training = False
+                n.track_running_stats = False
             try:
                 yield
             finally:
                 slot.shadow = False
                 for n in norms:
-                    n.training = True
+                    n.track_running_stats = True
 
     def shadow_backward(self, loss: Callable[[], Tensor]) -> None:
         """Give every TRAINING seed, and nothing else, the gradient of `loss()` with that seed switched on."""

@@ -56,6 +56,7 @@ class Slot(nn.Module):
         self.seed: nn.Module | None = None
         self.gate: nn.Module | None = None
         self.blueprint = ""
+        self.birth = 0  # what its weights were drawn from
         self.operator = Operator.ADD
         self.stage = SeedStage.DORMANT
         self.amplitude = 0.0  # alpha as a number, so that the buffer is written only when it changes
@@ -71,7 +72,7 @@ class Slot(nn.Module):
         blueprints.check(module, self.site)
         if self.site.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.seed, self.blueprint = module, blueprint
+        self.seed, self.blueprint, self.birth = module, blueprint, seed
         self.set_operator(operator)
 
     def set_operator(self, operator: Operator) -> None:
@@ -82,7 +83,8 @@ class Slot(nn.Module):
         elif self.gate is None:
             assert self.seed is not None
             anchor = next(self.seed.parameters())
-            self.gate = Gate(self.site.dim, self.site.layout).to(anchor.device, anchor.dtype)
+            with blueprints.seeded(self.birth):
+                self.gate = Gate(self.site.dim, self.site.layout).to(anchor.device, anchor.dtype)
 
     def uproot(self) -> None:
         self.seed, self.gate, self.blueprint, self.operator = None, None, "", Operator.ADD
@@ -121,6 +123,8 @@ class Slot(nn.Module):
         return self.blended(h, self.alpha if self.stage >= SeedStage.BLENDING else torch.ones_like(self.alpha))
 
     def blended(self, h: Tensor, weight: Tensor) -> Tensor:
+        if torch.is_grad_enabled() and not h.requires_grad:
+            h = detached(h)  # before a frozen host: see there
         delta = self._seed_for(h)(h)
         weight = weight.to(h.dtype)
         if self.gate is not None:

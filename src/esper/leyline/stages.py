@@ -48,10 +48,7 @@ PRUNED_TICKS, EMBARGOED_TICKS, RESETTING_TICKS = 1, 5, 1
 COOLDOWN_TICKS = PRUNED_TICKS + EMBARGOED_TICKS + RESETTING_TICKS
 """A pruned slot is empty again after this many ticks."""
 COOLDOWN_LABEL = np.array(
-    [S.DORMANT]
-    + [S.RESETTING] * RESETTING_TICKS
-    + [S.EMBARGOED] * EMBARGOED_TICKS
-    + [S.PRUNED] * PRUNED_TICKS,
+    [S.DORMANT] + [S.RESETTING] * RESETTING_TICKS + [S.EMBARGOED] * EMBARGOED_TICKS + [S.PRUNED] * PRUNED_TICKS,
     dtype=np.int8,
 )
 """The stage a slot shows with so many ticks of cooldown left: an index, not a rule."""

@@ -230,7 +230,7 @@ def _cnn(
 
 
 def _fashion(name: str, question: str, slots: tuple[str, ...], epochs: int, **host: int) -> Task:
-    return _cnn(name, question, "fashion", slots, host=host, epochs=epochs)
+    return _cnn(name, question, "fashion", slots, host=host, epochs=epochs, seed_lr=SEED_LR)
 
 
 def _cifar(name: str, question: str, slots: tuple[str, ...], **host: int) -> Task:
@@ -239,6 +239,8 @@ def _cifar(name: str, question: str, slots: tuple[str, ...], **host: int) -> Tas
     return _cnn(name, question, "cifar10", slots, host=host, batch=128, epochs=150, augment=True, **sgd)
 
 
+SEED_LR = 0.03
+"""Of the presets: at the host's 0.1 seeds end 2 points lower and scatter more (5 worlds of `rescue`)."""
 _ROW3, _ROW5 = _grid((0,), 3), _grid((0,), 5)
 _TWO_BLOCKS = ("r0c0", "r1c0", "r0c1")
 
@@ -249,7 +251,8 @@ _ROWS = (
     _fashion("rescue", "can seeds see shapes for a host of single pixels?", _ROW3, 40,
              base=4, blocks=3, kernel=1),
     _fashion("standard", "does growth help a host with time to learn?", _TWO_BLOCKS, 110, base=8, blocks=2),
-    _cnn("cifar", "does growth help on natural images?", "cifar10", _ROW3, host={"base": 8, "blocks": 3}),
+    _cnn("cifar", "does growth help on natural images?", "cifar10", _ROW3, host={"base": 8, "blocks": 3},
+         seed_lr=SEED_LR),
     # Small ones, embedded: for tests, examples and a language model on a laptop.
     Task(name="digits", question="a host for tests: seconds, not minutes", host="mlp", dataset="digits",
          host_kwargs={"inputs": 64, "classes": 10, "width": 16, "layers": 3}, slots=_ROW3,

@@ -35,24 +35,24 @@ def attention(dim: int) -> nn.Module:
 
 @blueprint("conv_small", layouts=MAP)
 def conv_small(dim: int) -> nn.Module:
-    return nn.Sequential(group_norm(dim), nn.ReLU(), zeroed(conv(dim, dim, 1)))
+    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1)))
 
 
 @blueprint("conv_light", layouts=MAP)
 def conv_light(dim: int) -> nn.Module:
-    return nn.Sequential(group_norm(dim), nn.ReLU(), zeroed(conv(dim, dim, 3)))
+    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3)))
 
 
 @blueprint("conv_heavy", layouts=MAP)
 def conv_heavy(dim: int) -> nn.Module:
     return nn.Sequential(
-        group_norm(dim), nn.ReLU(), conv(dim, dim, 3), group_norm(dim), nn.ReLU(), zeroed(conv(dim, dim, 3))
+        group_norm(dim), rectifier(), conv(dim, dim, 3), group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3))
     )
 
 
 @blueprint("depthwise", layouts=MAP)
 def depthwise(dim: int) -> nn.Module:
-    return nn.Sequential(conv(dim, dim, 3, groups=dim), group_norm(dim), nn.ReLU(), zeroed(conv(dim, dim, 1)))
+    return nn.Sequential(conv(dim, dim, 3, groups=dim), group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1)))
 
 
 @blueprint("bottleneck", layouts=MAP)
@@ -61,9 +61,9 @@ def bottleneck(dim: int) -> nn.Module:
     return nn.Sequential(
         group_norm(dim),
         conv(dim, width, 1),
-        nn.ReLU(),
+        rectifier(),
         conv(width, width, 3),
-        nn.ReLU(),
+        rectifier(),
         zeroed(conv(width, dim, 1)),
     )
 
@@ -93,6 +93,11 @@ class SqueezeExcite(nn.Module):
         pooled = h.mean((-2, -1))  # [B, C]
         scale = torch.tanh(self.excite(F.gelu(self.squeeze(pooled))))  # gelu: of so few units none may die
         return h * scale[:, :, None, None]
+
+
+def rectifier() -> nn.Module:
+    """Leaky: behind a plain relu a few steps at a high learning rate shut a small seed for good."""
+    return nn.LeakyReLU(0.1)
 
 
 def conv(dim_in: int, dim_out: int, kernel: int, *, groups: int = 1) -> nn.Conv2d:

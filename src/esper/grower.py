@@ -1,0 +1,418 @@
+"""Grower: growth inside a training loop that is yours.
+
+    body = esper.graft(model, at=["layer1", "layer2"], probe=x)
+    optimizer = torch.optim.AdamW(body.parameters())
+    grower = esper.Grower(body, optimizer, controller="schedule")
+    ... train an epoch as usual, calling body(x) ...
+    grower.step(val_batches)            # once per epoch: measure, decide, change
+
+Like the command line, this module wires the parts together: rules, body, optimiser, controller, coalitions.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from torch import Tensor
+from torch.optim import Optimizer
+
+from esper.kasmina.blueprints import Cost, blueprint_index, blueprint_name
+from esper.kasmina.body import Body, Incubation
+from esper.kasmina.gradients import GradientMeter, gradient_norms
+from esper.kasmina.lifecycle import (
+    Effect,
+    Rules,
+    apply,
+    explain,
+    gates,
+    is_legal,
+    legal,
+    record,
+    record_contribution,
+    tick,
+)
+from esper.kasmina.slot import Slot
+from esper.kasmina.surgery import Surgeon, clip_separately
+from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, STYLES, TEMPO_EPOCHS, Head, Op
+from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
+from esper.leyline.slot_table import Ints, SlotTable
+from esper.leyline.stages import COOLING, SeedStage
+from esper.tamiyo.controllers import Controller, make_controller, wait_everywhere
+from esper.tolaria.coalitions import Measured, evaluate, measure
+from esper.tolaria.engine import takes_of
+from esper.tolaria.tasks import per_sample_correct, per_sample_loss
+
+Quality = Callable[[Any, Any], Tensor]
+
+
+def accuracy(output: Any, target: Tensor) -> Tensor:
+    """Share of right answers per sample, from logits [B, …, classes]."""
+    return per_sample_correct(getattr(output, "logits", output), target)
+
+
+def log_probability(output: Any, target: Tensor) -> Tensor:
+    """Mean log-probability of the target per sample, from logits [B, …, classes]."""
+    return -per_sample_loss(getattr(output, "logits", output), target)
+
+
+QUALITIES: dict[str, Quality] = {"accuracy": accuracy, "log_probability": log_probability}
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """One slot as the table has it; NaN means never measured."""
+
+    name: str
+    stage: SeedStage
+    blueprint: str
+    alpha: float
+    age_epochs: int
+    params: int
+    contribution: float
+    contribution_se: float
+    prospect: float
+    waits_for: str
+    """Why its next gate is shut, if it is."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.name:<20} {self.stage.name:<10}"]
+        if self.blueprint:
+            parts.append(f"{self.blueprint:<14} alpha {self.alpha:.2f}  {self.params:>8,} params")
+        if np.isfinite(self.contribution):
+            parts.append(f"contribution {self.contribution:+.4f} ± {self.contribution_se:.4f}")
+        elif np.isfinite(self.prospect):
+            parts.append(f"prospect {self.prospect:+.4f}")
+        return "  ".join(parts)
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """What one call of `Grower.step` saw and did."""
+
+    quality: float
+    committed: float
+    """Quality with every uncommitted seed off."""
+    op: Op
+    slot: str
+    effects: tuple[str, ...]
+
+
+class Grower:
+    """Grows one body inside your loop.
+
+    controller  "none" (you call the operations yourself), "schedule", or your own object with `act`
+    quality     a score per sample, higher is better: "accuracy", "log_probability", or (output, target) → [B]
+    rules       thresholds, automatic advances, limits
+    incubation  how a TRAINING seed learns: "straight_through" needs nothing of you; for "shadow" call
+                `grower.shadow(closure)` after backward, and the seed learns from its own effect
+    seed        what the seeds' first weights are drawn from
+    Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…).
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        optimizer: Optimizer,
+        *,
+        controller: str | Controller = "none",
+        quality: str | Quality = "accuracy",
+        rules: Rules | None = None,
+        incubation: Incubation = "straight_through",
+        seed: int = 0,
+        gradient_telemetry_stride: int = 10,
+        **seed_options: Any,
+    ) -> None:
+        if isinstance(quality, str) and quality not in QUALITIES:
+            raise unknown_name("quality", quality, QUALITIES)
+        if incubation not in ("straight_through", "shadow"):
+            raise ConfigError(f"incubation must be 'straight_through' or 'shadow', got {incubation!r}")
+        self.controller = make_controller(controller) if isinstance(controller, str) else controller
+        self.surgeon = Surgeon(body, optimizer, seed=seed, **seed_options)
+        self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
+        self.quality = QUALITIES[quality] if isinstance(quality, str) else quality
+        body.incubation = incubation
+        self.meter = GradientMeter(gradient_telemetry_stride)
+        self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
+        self._batches = 0
+        self._adopt_body()
+        body.on_load.append(self._adopt_body)
+        optimizer.register_step_pre_hook(self._before_step)
+
+    # -- looking
+
+    @property
+    def slots(self) -> dict[str, SlotView]:
+        """Every slot and the seed in it."""
+        _, reasons = gates(self.table, self.rules)
+        views = {}
+        for s, (name, slot) in enumerate(self.body.slots.items()):
+            t = self.table
+            views[name] = SlotView(
+                name=name,
+                stage=SeedStage(int(t.stage[0, s])),
+                blueprint=slot.blueprint,
+                alpha=float(t.alpha[0, s]),
+                age_epochs=int(t.age[0, s]),
+                params=int(t.params[0, s]),
+                contribution=float(t.contribution[0, s]),
+                contribution_se=float(t.contribution_se[0, s]),
+                prospect=float(t.prospect[0, s]),
+                waits_for=explain(int(reasons[0, s])),
+            )
+        return views
+
+    def costs(self) -> dict[str, dict[str, Cost]]:
+        """Parameters and multiply-adds of every blueprint at every slot."""
+        return self.body.costs()
+
+    def __repr__(self) -> str:
+        return "\n".join(str(view) for view in self.slots.values())
+
+    # -- operations by hand; each raises LifecycleError with the reason if the rules do not allow it now
+
+    def germinate(
+        self,
+        slot: str,
+        blueprint: str,
+        *,
+        style: str = "SIGMOID_ADD",
+        tempo: str = "STANDARD",
+        alpha_target: float = 1.0,
+    ) -> None:
+        """Plant a seed. It learns apart from the host first, then is blended in over `tempo` epochs."""
+        self._do(
+            Op.GERMINATE,
+            slot,
+            {
+                Head.BLUEPRINT: blueprint_index(blueprint),
+                Head.STYLE: option(Head.STYLE, style),
+                Head.TEMPO: option(Head.TEMPO, tempo),
+                Head.ALPHA_TARGET: _target(alpha_target),
+            },
+        )
+
+    def advance(self, slot: str) -> None:
+        """Move a seed to its next stage, if its gate is open."""
+        self._do(Op.ADVANCE, slot, {})
+
+    def set_alpha_target(
+        self, slot: str, target: float, *, speed: str = "MEDIUM", curve: str = "SIGMOID", style: str | None = None
+    ) -> None:
+        """Send alpha to another value; with `style`, blend by another operator from now on."""
+        operator = self.body.slot(slot).operator
+        same = next(i for i, s in enumerate(STYLES) if s.operator == operator)
+        self._do(
+            Op.SET_ALPHA_TARGET,
+            slot,
+            {
+                Head.STYLE: same if style is None else option(Head.STYLE, style),
+                Head.ALPHA_TARGET: _target(target),
+                Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed),
+                Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve),
+            },
+        )
+
+    def prune(self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR") -> None:
+        """Remove a seed: now, or by taking alpha down first while the seed is frozen."""
+        heads = {Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed), Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve)}
+        self._do(Op.PRUNE, slot, heads)
+
+    def fossilize(self, slot: str) -> None:
+        """Make a seed part of the host for good."""
+        self._do(Op.FOSSILIZE, slot, {})
+
+    # -- once per epoch
+
+    def step(self, val_batches: Iterable[Any] | None = None) -> StepReport:
+        """Measure on the validation batches, let the controller act, and let an epoch pass.
+
+        A batch is (inputs, target), or a mapping with "labels". Without batches nothing is measured, and
+        gates that ask for a measurement stay shut.
+        """
+        measured = self._measure(val_batches) if val_batches is not None else None
+        self._read_gradients()
+        actions = self.controller.act(self.table, legal(self.table, self.rules))
+        outcome = apply(self.table, actions, self.rules)
+        self.surgeon.carry_out(outcome.effects, self.table)
+        effects = outcome.effects + tick(self.table, self.rules)
+        self.surgeon.carry_out(effects[len(outcome.effects) :], self.table)
+        nan = float("nan")
+        return StepReport(
+            quality=measured.quality if measured else nan,
+            committed=measured.committed if measured else nan,
+            op=Op(int(self.table.last_op[0])),
+            slot=self.surgeon.names[int(actions[0, Head.SLOT])],
+            effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in effects),
+        )
+
+    # -- in the loop, if you like
+
+    def shadow(self, loss: Callable[[], Tensor]) -> None:
+        """Give a TRAINING seed its lesson: `loss()` is computed with the seed on, and it alone gets gradient.
+
+        Call it after `backward()`, on every batch or every second one. Does nothing when nobody is TRAINING.
+        """
+        if self.body.incubation != "shadow":
+            raise ConfigError("grower.shadow needs Grower(..., incubation='shadow')")
+        self.body.shadow_backward(loss)
+
+    def clip_grad_norm_(self, max_norm: float) -> None:
+        """Clip the host and each growing seed separately, so that none spends another's budget."""
+        growing = [s for s in self.body.slots.values() if s.stage != SeedStage.FOSSILIZED]
+        fossils = [p for s in self.body.slots.values() if s.stage == SeedStage.FOSSILIZED for p in s.parameters()]
+        clip_separately([self.body.host_parameters() + fossils, *(list(s.parameters()) for s in growing)], max_norm)
+
+    def on_change(self, listener: Callable[[Effect, Slot], None]) -> None:
+        """Call `listener(effect, slot)` after each change of structure: for an EMA, for wrapping DDP anew."""
+        self.surgeon.on_change.append(listener)
+
+    # -- within
+
+    def _do(self, op: Op, slot: str, heads: Mapping[Head, int]) -> None:
+        self.body.slot(slot)
+        actions = wait_everywhere(1)
+        actions[0, [Head.OP, Head.SLOT]] = op, self.surgeon.names.index(slot)
+        for head, value in heads.items():
+            actions[0, head] = value
+        if not is_legal(self.table, actions, self.rules)[0]:
+            raise LifecycleError(self._why_not(op, slot, actions))
+        outcome = apply(self.table, actions, self.rules)
+        self.surgeon.carry_out(outcome.effects, self.table)
+
+    def _why_not(self, op: Op, slot: str, actions: Ints) -> str:
+        """What stands in the way of an operation, and the way out."""
+        view, rules = self.slots[slot], self.rules
+        s = self.surgeon.names.index(slot)
+        said = f"cannot {op.name.lower().replace('_', ' ')} {slot!r}, which is {view.stage.name}: "
+        if op == Op.GERMINATE and view.stage in (*COOLING, SeedStage.DORMANT):
+            busy = [v.name for v in self.slots.values() if v.stage in (SeedStage.GERMINATED, SeedStage.TRAINING)]
+            cooling = {n: int(self.table.cooldown[0, i]) for i, n in enumerate(self.slots)}
+            waiting = {n: c for n, c in cooling.items() if c}
+            if not self.table.takes[s, actions[0, Head.BLUEPRINT]]:
+                takes = ", ".join(blueprint_name(int(b)) for b in np.nonzero(self.table.takes[s])[0])
+                return (
+                    said + f"{blueprint_name(int(actions[0, Head.BLUEPRINT]))!r} does not fit there. It takes: {takes}"
+                )
+            if waiting and (rules.one_at_a_time or slot in waiting):
+                return (
+                    said
+                    + "cooling down after a prune, epochs left: "
+                    + ", ".join(f"{n} {c}" for n, c in waiting.items())
+                )
+            if busy and rules.one_at_a_time:
+                return said + f"{busy[0]!r} is still {self.slots[busy[0]].stage.name}. One seed learns at a time."
+            return said + f"there are {rules.max_seeds} seeds, the most that rules.max_seeds allows"
+        if op == Op.PRUNE and view.stage in (
+            SeedStage.GERMINATED,
+            SeedStage.TRAINING,
+            SeedStage.BLENDING,
+            SeedStage.HOLDING,
+        ):
+            if view.age_epochs < rules.min_prune_age:
+                return said + f"it is {view.age_epochs} epochs old; a seed is given {rules.min_prune_age}"
+            return said + "its alpha is moving; wait until it rests"
+        if op == Op.SET_ALPHA_TARGET and bool(self.table.moving[0, s]):
+            return said + "its alpha is moving; wait until it rests"
+        if op in (Op.ADVANCE, Op.FOSSILIZE) and view.waits_for:
+            return said + view.waits_for
+        if op == Op.ADVANCE and SeedStage.GERMINATED <= view.stage <= SeedStage.BLENDING:
+            return said + "it advances by itself at the next step (rules.auto_train, auto_blend, auto_hold)"
+        able = [v.name for i, v in enumerate(self.slots.values()) if legal(self.table, rules)[0, op, i]]
+        return said + f"this stage does not allow it. Slots that do: {', '.join(able) or 'none'}"
+
+    def _measure(self, val_batches: Iterable[Any]) -> Measured:
+        measured = measure(evaluate(self.body, (split_batch(b) for b in val_batches), self.quality))
+        table, nan = self.table, np.full((1, len(self.surgeon.names)), np.nan)
+        worth, se = nan.copy(), nan.copy()
+        for s, name in enumerate(self.surgeon.names):
+            if name in measured.contribution:
+                worth[0, s], se[0, s] = measured.contribution[name]
+            if name in measured.prospect:
+                table.prospect[0, s], table.prospect_se[0, s] = measured.prospect[name]
+        table.committed_quality[0] = measured.committed
+        unknown = np.full(1, np.nan)
+        record(table, quality=np.array([measured.quality]), val_loss=unknown, train_loss=unknown)
+        record_contribution(table, worth, se)
+        return measured
+
+    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
+        """Before each optimiser step: now and then, how the seeds' gradients stand against the host's."""
+        self._batches += 1
+        if not self.meter.due(self._batches - 1):
+            return
+        growing = {
+            n: list(s.parameters())
+            for n, s in self.body.slots.items()
+            if SeedStage.TRAINING <= s.stage < SeedStage.FOSSILIZED
+        }
+        if growing:
+            host = self.body.host_parameters()
+            scale = getattr(optimizer, "grad_scale", None)  # fused optimisers unscale within their step
+            norms = {n: gradient_norms(p) for n, p in growing.items()}
+            of_host = gradient_norms(host)
+            if isinstance(scale, Tensor):
+                norms, of_host = {n: v / scale for n, v in norms.items()}, of_host / scale
+            sizes = {n: sum(p.numel() for p in ps) for n, ps in growing.items()}
+            self.meter.take(of_host, norms, sum(p.numel() for p in host), sizes)
+
+    def _read_gradients(self) -> None:
+        for name, stats in self.meter.read(self.meter.pending().tolist()).items():  # sync: once per epoch
+            at = 0, self.surgeon.names.index(name)
+            self.table.grad_norm[at], self.table.grad_ratio[at], self.table.grad_health[at] = (
+                stats.norm,
+                stats.ratio,
+                stats.health,
+            )
+
+    def _adopt_body(self) -> None:
+        """Take over a body that already has seeds, as after loading one from a file."""
+        self.surgeon.reload()
+        self.table.reset()
+        for s, (name, told) in enumerate((n, self.body.structure().get(n)) for n in self.surgeon.names):
+            if told is not None:
+                at = 0, s
+                t = self.table
+                t.stage[at], t.operator[at], t.blueprint[at] = (
+                    told["stage"],
+                    told["operator"],
+                    blueprint_index(told["blueprint"]),
+                )
+                t.alpha[at] = t.alpha_from[at] = t.alpha_to[at] = told["alpha"]
+                if told["stage"] <= SeedStage.TRAINING:
+                    t.alpha_to[at], t.ramp_len[at], t.tempo[at] = 1.0, TEMPO_EPOCHS[1], TEMPO_EPOCHS[1]
+                t.serial[at] = t.next_serial[0]
+                t.params[at] = sum(p.numel() for p in self.body.slots[name].parameters())
+                t.next_serial[0] += 1
+        self.body.sync(self.table)
+
+
+def option(head: Head, name: str) -> int:
+    """The number of a head's option by its name, in any case."""
+    names = HEAD_OPTIONS[head] or ()
+    if name.upper() not in names:
+        raise unknown_name(head.name.lower().replace("_", " "), name, names)
+    return names.index(name.upper())
+
+
+def _target(value: float) -> int:
+    near = np.nonzero(np.abs(ALPHA_TARGETS - value) < 1e-6)[0]
+    if not len(near):
+        raise ConfigError(f"an alpha target is one of {', '.join(f'{t:.1f}' for t in ALPHA_TARGETS)}, got {value}")
+    return int(near[0])
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Inputs and target of a validation batch."""
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise ConfigError(f"a validation batch that is a mapping needs a key 'labels', it has {list(batch)}")
+        return {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ConfigError(
+        f"a validation batch is (inputs, target) or a mapping with 'labels', got {type(batch).__name__}"
+        + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+    )
