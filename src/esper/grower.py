@@ -12,7 +12,7 @@ Like the command line, this module wires the parts together: rules, body, optimi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -24,6 +24,7 @@ from esper.kasmina.body import Body, Incubation
 from esper.kasmina.gradients import GradientMeter, gradient_norms
 from esper.kasmina.lifecycle import (
     Effect,
+    EffectKind,
     Rules,
     apply,
     explain,
@@ -39,23 +40,39 @@ from esper.kasmina.surgery import Surgeon, clip_separately
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, STYLES, TEMPO_EPOCHS, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
 from esper.leyline.slot_table import Ints, SlotTable
-from esper.leyline.stages import COOLING, SeedStage
+from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
 from esper.tamiyo.controllers import Controller, make_controller, wait_everywhere
 from esper.tolaria.coalitions import Measured, evaluate, measure
 from esper.tolaria.engine import takes_of
 from esper.tolaria.tasks import per_sample_correct, per_sample_loss
 
 Quality = Callable[[Any, Any], Tensor]
+WAYS_OUT = {
+    Check.DWELL: "call grower.step() once per epoch, or ask for fewer epochs in rules.thresholds",
+    Check.GRADIENT_HEALTH: "train on: gradients are sampled in optimizer.step() and read in grower.step()",
+    Check.GRADIENT_RATIO: "train on: gradients are sampled in optimizer.step() and read in grower.step()",
+    Check.IMPROVEMENT: "train on and give grower.step() validation batches",
+    Check.ALPHA_AT_FULL: "wait until its ramp ends; if it rests below, set_alpha_target(…, 1.0)",
+    Check.CONTRIBUTION: "measure it with grower.step(val_batches); if it stays low, prune",
+}
+"""What opens a gate, by the check that keeps it shut."""
 
 
 def accuracy(output: Any, target: Tensor) -> Tensor:
     """Share of right answers per sample, from logits [B, …, classes]."""
-    return per_sample_correct(getattr(output, "logits", output), target)
+    return per_sample_correct(_logits(output), target)
 
 
 def log_probability(output: Any, target: Tensor) -> Tensor:
     """Mean log-probability of the target per sample, from logits [B, …, classes]."""
-    return -per_sample_loss(getattr(output, "logits", output), target)
+    return -per_sample_loss(_logits(output), target)
+
+
+def _logits(output: Any) -> Tensor:
+    """The output itself, or what it calls its logits."""
+    if isinstance(output, Mapping) and "logits" in output:
+        return output["logits"]
+    return getattr(output, "logits", output)
 
 
 QUALITIES: dict[str, Quality] = {"accuracy": accuracy, "log_probability": log_probability}
@@ -97,6 +114,7 @@ class StepReport:
     """Quality with every uncommitted seed off."""
     op: Op
     slot: str
+    """Where the operation was done; empty for WAIT."""
     effects: tuple[str, ...]
 
 
@@ -109,7 +127,8 @@ class Grower:
     incubation  how a TRAINING seed learns: "straight_through" needs nothing of you; for "shadow" call
                 `grower.shadow(closure)` after backward, and the seed learns from its own effect
     seed        what the seeds' first weights are drawn from
-    Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…).
+    Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…). It is the last of
+    the optimiser's groups from now on: a scheduler that takes one value per group is given one more.
     """
 
     def __init__(
@@ -137,8 +156,10 @@ class Grower:
         self.meter = GradientMeter(gradient_telemetry_stride)
         self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
         self._batches = 0
+        self._unsampled: set[str] = set()  # seeds whose gradients are due for a look
         self._adopt_body()
         body.on_load.append(self._adopt_body)
+        self.surgeon.on_change.append(self._forget_gradients)
         optimizer.register_step_pre_hook(self._before_step)
 
     # -- looking
@@ -183,6 +204,8 @@ class Grower:
         alpha_target: float = 1.0,
     ) -> None:
         """Plant a seed. It learns apart from the host first, then is blended in over `tempo` epochs."""
+        if blueprint_index(blueprint) >= self.table.takes.shape[1]:  # registered after the grower was built
+            self.table = replace(self.table, takes=takes_of(self.body))
         self._do(
             Op.GERMINATE,
             slot,
@@ -235,17 +258,16 @@ class Grower:
         measured = self._measure(val_batches) if val_batches is not None else None
         self._read_gradients()
         actions = self.controller.act(self.table, legal(self.table, self.rules))
-        outcome = apply(self.table, actions, self.rules)
-        self.surgeon.carry_out(outcome.effects, self.table)
-        effects = outcome.effects + tick(self.table, self.rules)
-        self.surgeon.carry_out(effects[len(outcome.effects) :], self.table)
-        nan = float("nan")
+        done = self._apply(actions)
+        ticked = tick(self.table, self.rules)
+        self.surgeon.carry_out(ticked, self.table)
+        nan, op = float("nan"), Op(int(self.table.last_op[0]))
         return StepReport(
             quality=measured.quality if measured else nan,
             committed=measured.committed if measured else nan,
-            op=Op(int(self.table.last_op[0])),
-            slot=self.surgeon.names[int(actions[0, Head.SLOT])],
-            effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in effects),
+            op=op,
+            slot="" if op == Op.WAIT else self.surgeon.names[int(actions[0, Head.SLOT])],
+            effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in done + ticked),
         )
 
     # -- in the loop, if you like
@@ -254,6 +276,7 @@ class Grower:
         """Give a TRAINING seed its lesson: `loss()` is computed with the seed on, and it alone gets gradient.
 
         Call it after `backward()`, on every batch or every second one. Does nothing when nobody is TRAINING.
+        The lesson joins the gradients of your own backward: scale or divide its loss as you do there.
         """
         if self.body.incubation != "shadow":
             raise ConfigError("grower.shadow needs Grower(..., incubation='shadow')")
@@ -279,49 +302,59 @@ class Grower:
             actions[0, head] = value
         if not is_legal(self.table, actions, self.rules)[0]:
             raise LifecycleError(self._why_not(op, slot, actions))
-        outcome = apply(self.table, actions, self.rules)
-        self.surgeon.carry_out(outcome.effects, self.table)
+        self._apply(actions)
+
+    def _apply(self, actions: Ints) -> list[Effect]:
+        before = self.table.clone()
+        effects = apply(self.table, actions, self.rules).effects
+        try:
+            self.surgeon.carry_out(effects, self.table)
+        except Exception:  # a user's blueprint that breaks a law, say: the table must not name a seed that is not there
+            if any(e.kind == EffectKind.BUILD and self._slot_of(e).seed is None for e in effects):
+                self.table.restore(before)
+            raise
+        return effects
+
+    def _slot_of(self, effect: Effect) -> Slot:
+        return self.body.slots[self.surgeon.names[effect.slot]]
 
     def _why_not(self, op: Op, slot: str, actions: Ints) -> str:
         """What stands in the way of an operation, and the way out."""
-        view, rules = self.slots[slot], self.rules
-        s = self.surgeon.names.index(slot)
+        view, rules, s = self.slots[slot], self.rules, self.surgeon.names.index(slot)
         said = f"cannot {op.name.lower().replace('_', ' ')} {slot!r}, which is {view.stage.name}: "
         if op == Op.GERMINATE and view.stage in (*COOLING, SeedStage.DORMANT):
-            busy = [v.name for v in self.slots.values() if v.stage in (SeedStage.GERMINATED, SeedStage.TRAINING)]
-            cooling = {n: int(self.table.cooldown[0, i]) for i, n in enumerate(self.slots)}
-            waiting = {n: c for n, c in cooling.items() if c}
-            if not self.table.takes[s, actions[0, Head.BLUEPRINT]]:
-                takes = ", ".join(blueprint_name(int(b)) for b in np.nonzero(self.table.takes[s])[0])
-                return (
-                    said + f"{blueprint_name(int(actions[0, Head.BLUEPRINT]))!r} does not fit there. It takes: {takes}"
-                )
-            if waiting and (rules.one_at_a_time or slot in waiting):
-                return (
-                    said
-                    + "cooling down after a prune, epochs left: "
-                    + ", ".join(f"{n} {c}" for n, c in waiting.items())
-                )
-            if busy and rules.one_at_a_time:
-                return said + f"{busy[0]!r} is still {self.slots[busy[0]].stage.name}. One seed learns at a time."
-            return said + f"there are {rules.max_seeds} seeds, the most that rules.max_seeds allows"
-        if op == Op.PRUNE and view.stage in (
-            SeedStage.GERMINATED,
-            SeedStage.TRAINING,
-            SeedStage.BLENDING,
-            SeedStage.HOLDING,
-        ):
-            if view.age_epochs < rules.min_prune_age:
-                return said + f"it is {view.age_epochs} epochs old; a seed is given {rules.min_prune_age}"
+            return said + self._why_not_germinate(slot, int(actions[0, Head.BLUEPRINT]))
+        if op == Op.PRUNE and view.stage in GROWING and view.age_epochs < rules.min_prune_age:
+            return said + (
+                f"it is {view.age_epochs} epochs old; a seed is given {rules.min_prune_age} (rules.min_prune_age)"
+            )
+        if op in (Op.PRUNE, Op.SET_ALPHA_TARGET) and self.table.moving[0, s]:
             return said + "its alpha is moving; wait until it rests"
-        if op == Op.SET_ALPHA_TARGET and bool(self.table.moving[0, s]):
-            return said + "its alpha is moving; wait until it rests"
-        if op in (Op.ADVANCE, Op.FOSSILIZE) and view.waits_for:
-            return said + view.waits_for
-        if op == Op.ADVANCE and SeedStage.GERMINATED <= view.stage <= SeedStage.BLENDING:
+        gated = (SeedStage.HOLDING,) if op == Op.FOSSILIZE else GROWING[:-1] if op == Op.ADVANCE else ()
+        if view.stage in gated and view.waits_for:
+            reasons = int(gates(self.table, rules)[1][0, s])
+            ways = dict.fromkeys(way for check, way in WAYS_OUT.items() if reasons >> check & 1)
+            return said + f"{view.waits_for}. Way out: {'; '.join(ways)}"
+        if view.stage in gated:
             return said + "it advances by itself at the next step (rules.auto_train, auto_blend, auto_hold)"
-        able = [v.name for i, v in enumerate(self.slots.values()) if legal(self.table, rules)[0, op, i]]
+        able = [n for i, n in enumerate(self.surgeon.names) if legal(self.table, rules)[0, op, i]]
         return said + f"this stage does not allow it. Slots that do: {', '.join(able) or 'none'}"
+
+    def _why_not_germinate(self, slot: str, blueprint: int) -> str:
+        table, rules, s = self.table, self.rules, self.surgeon.names.index(slot)
+        if not table.takes[s, blueprint]:
+            takes = ", ".join(blueprint_name(int(b)) for b in np.nonzero(table.takes[s])[0])
+            return f"{blueprint_name(blueprint)!r} does not fit there. It takes: {takes}"
+        cooling = {n: int(c) for n, c in zip(self.surgeon.names, table.cooldown[0], strict=True) if c}
+        if cooling and (rules.one_at_a_time or slot in cooling):
+            return "cooling down after a prune, epochs left: " + ", ".join(f"{n} {c}" for n, c in cooling.items())
+        learning = [v for v in self.slots.values() if v.stage in (SeedStage.GERMINATED, SeedStage.TRAINING)]
+        if learning and rules.one_at_a_time:
+            return (
+                f"{learning[0].name!r} is still {learning[0].stage.name}, and one seed learns at a time. "
+                "Wait until it blends, or set rules.one_at_a_time=False"
+            )
+        return f"there are {rules.max_seeds} seeds, the most that rules.max_seeds allows. Prune one, or raise it"
 
     def _measure(self, val_batches: Iterable[Any]) -> Measured:
         measured = measure(evaluate(self.body, (split_batch(b) for b in val_batches), self.quality))
@@ -339,24 +372,33 @@ class Grower:
         return measured
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before each optimiser step: now and then, how the seeds' gradients stand against the host's."""
+        """Before an optimiser step: now and then, how the seeds' gradients stand against the host's.
+
+        Every so many steps each growing seed is due, and is sampled as soon as it has a gradient: a TRAINING
+        seed has none on batches without its lesson.
+        """
+        if self.meter.due(self._batches):
+            self._unsampled = {n for n, s in self.body.slots.items() if s.stage in GROWING}
         self._batches += 1
-        if not self.meter.due(self._batches - 1):
+        if not self._unsampled:
             return
-        growing = {
-            n: list(s.parameters())
-            for n, s in self.body.slots.items()
-            if SeedStage.TRAINING <= s.stage < SeedStage.FOSSILIZED
-        }
-        if growing:
+        growing = {n: list(self.body.slots[n].parameters()) for n in self._unsampled}
+        norms = {n: gradient_norms(params) for n, params in growing.items()}
+        norms = {n: each for n, each in norms.items() if each.numel()}
+        if norms:
+            self._unsampled -= norms.keys()
             host = self.body.host_parameters()
-            scale = getattr(optimizer, "grad_scale", None)  # fused optimisers unscale within their step
-            norms = {n: gradient_norms(p) for n, p in growing.items()}
-            of_host = gradient_norms(host)
-            if isinstance(scale, Tensor):
+            of_host, scale = gradient_norms(host), getattr(optimizer, "grad_scale", None)
+            if isinstance(scale, Tensor):  # fused optimisers unscale within their step
                 norms, of_host = {n: v / scale for n, v in norms.items()}, of_host / scale
-            sizes = {n: sum(p.numel() for p in ps) for n, ps in growing.items()}
+            sizes = {n: sum(p.numel() for p in growing[n]) for n in norms}
             self.meter.take(of_host, norms, sum(p.numel() for p in host), sizes)
+
+    def _forget_gradients(self, effect: Effect, slot: Slot) -> None:
+        """What was sampled of one seed says nothing of the next in its slot."""
+        if effect.kind in (EffectKind.BUILD, EffectKind.DROP):
+            self.meter.forget(slot.name)
+            self._unsampled.discard(slot.name)
 
     def _read_gradients(self) -> None:
         for name, stats in self.meter.read(self.meter.pending().tolist()).items():  # sync: once per epoch
@@ -368,25 +410,27 @@ class Grower:
             )
 
     def _adopt_body(self) -> None:
-        """Take over a body that already has seeds, as after loading one from a file."""
+        """Take over a body that already has seeds, as after loading one from a file.
+
+        A state says where alpha stands, not where it was going: a ramp that was under way goes on to 1.
+        """
         self.surgeon.reload()
-        self.table.reset()
-        for s, (name, told) in enumerate((n, self.body.structure().get(n)) for n in self.surgeon.names):
-            if told is not None:
-                at = 0, s
-                t = self.table
-                t.stage[at], t.operator[at], t.blueprint[at] = (
-                    told["stage"],
-                    told["operator"],
-                    blueprint_index(told["blueprint"]),
-                )
-                t.alpha[at] = t.alpha_from[at] = t.alpha_to[at] = told["alpha"]
-                if told["stage"] <= SeedStage.TRAINING:
-                    t.alpha_to[at], t.ramp_len[at], t.tempo[at] = 1.0, TEMPO_EPOCHS[1], TEMPO_EPOCHS[1]
-                t.serial[at] = t.next_serial[0]
-                t.params[at] = sum(p.numel() for p in self.body.slots[name].parameters())
-                t.next_serial[0] += 1
-        self.body.sync(self.table)
+        t = self.table
+        t.reset()
+        for s, name in enumerate(self.surgeon.names):
+            slot, at = self.body.slots[name], (0, s)
+            if slot.seed is None:
+                continue
+            t.stage[at], t.operator[at], t.blueprint[at] = slot.stage, slot.operator, blueprint_index(slot.blueprint)
+            t.alpha[at] = t.alpha_from[at] = t.alpha_to[at] = slot.amplitude
+            rests = bool(np.isin(t.alpha[at], ALPHA_TARGETS))
+            if slot.stage <= SeedStage.BLENDING and not rests:
+                t.alpha_to[at], t.ramp_len[at], t.tempo[at] = 1.0, TEMPO_EPOCHS[1], TEMPO_EPOCHS[1]
+            t.serial[at] = t.next_serial[0]
+            t.params[at] = sum(p.numel() for p in slot.parameters())
+            t.next_serial[0] += 1
+        self.meter = GradientMeter(self.meter.stride)
+        self.body.sync(t)
 
 
 def option(head: Head, name: str) -> int:

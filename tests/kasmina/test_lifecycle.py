@@ -339,6 +339,7 @@ def test_expelling_a_seed_on_the_move_stops_it():
     assert table.moving[0, 0]
     expel(table, np.array([[True, False]]))
     assert not table.moving[0, 0]
+    assert table.ramp_len[0, 0] == table.ramp_pos[0, 0] == table.alpha_to[0, 0] == 0
     assert tick(table, QUICK) == []
     assert table.alpha[0, 0] == 0.0
 

@@ -250,8 +250,11 @@ def test_frozen_means_on_the_way_down_and_not_an_epoch_longer(rules, seed):
 def test_environments_stepped_together_or_apart_live_the_same_lives(rules, seed):
     rng = np.random.default_rng(seed)
     together = reached(3).rows(rng.integers(0, 512, 6))
+    together.reset([0, 1])  # newcomers, whom busy neighbours must not hold back
     apart = [together.rows([e]) for e in range(6)]
     for t in range(10):
+        may = legal(together, rules)
+        assert all((legal(alone, rules)[0] == may[e]).all() for e, alone in enumerate(apart))
         actions = mixed_actions(together, rules, rng)
         outcome = apply(together, actions, rules)
         dropped = tick(together, rules)

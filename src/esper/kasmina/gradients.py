@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -55,9 +56,10 @@ class GradientMeter:
         stats = {}
         for i, slot in enumerate(self.latest):
             norm, ratio, health = numbers[3 * i : 3 * i + 3]
-            before = self.smoothed.get(slot, ratio)
-            self.smoothed[slot] = RATIO_KEEP * before + (1 - RATIO_KEEP) * ratio
-            stats[slot] = GradientStats(norm, self.smoothed[slot], health)
+            if math.isfinite(ratio):  # else said once: a mean would never forget it
+                ratio = RATIO_KEEP * self.smoothed.get(slot, ratio) + (1 - RATIO_KEEP) * ratio
+                self.smoothed[slot] = ratio
+            stats[slot] = GradientStats(norm, ratio, health)
         self.latest = {}
         return stats
 

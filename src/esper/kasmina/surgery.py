@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.body import Body
@@ -22,10 +22,12 @@ from esper.leyline.actions import Operator
 from esper.leyline.errors import OptimizerError
 from esper.leyline.seeding import derive_seed
 from esper.leyline.slot_table import SlotTable
+from esper.leyline.stages import SeedStage
 
 SEED_GROUP = "esper_seeds"
 """The key that marks the seeds' group among `optimizer.param_groups`."""
 REFUSED = {
+    "LBFGS": "it keeps one flat history of all parameters. Use SGD or AdamW.",
     "Muon": "it updates matrices only, and seeds have biases and convolutions. Use AdamW or SGD.",
     "ZeroRedundancyOptimizer": "it shards its state when it is built. Use the plain optimiser with DDP.",
     "SparseAdam": "it takes sparse gradients only, and seeds have dense ones.",
@@ -40,23 +42,15 @@ class Surgeon:
         self.body, self.optimizer, self.seed = body, optimizer, seed
         self.on_change: list[Callable[[Effect, Slot], None]] = []
         self.names = list(body.slots)
-        first = optimizer.param_groups[0]
-        self.named = "param_names" in first
-        options = {"lr": first["lr"], **({"weight_decay": 0.0} if "weight_decay" in first else {}), **seed_options}
-        unknown = [k for k in options if k not in optimizer.defaults]
-        if unknown:
-            raise OptimizerError(
-                f"{type(optimizer).__name__} has no option {unknown[0]!r}; it has {', '.join(optimizer.defaults)}"
-            )
-        group: dict[str, Any] = {"params": [], SEED_GROUP: True, **options}
-        if self.named:
-            group["param_names"] = []
-        optimizer.add_param_group(group)
-        self.group = optimizer.param_groups[-1]
-        self.owner: dict[int, dict[str, Any]] = {id(p): g for g in optimizer.param_groups for p in g["params"]}
-        for slot in body.slots.values():
-            if slot.seed is not None:
-                self._adopt(slot)
+        self.ranks: dict[nn.Parameter, tuple[int, int]] = {}  # parameters of slots: slot, place within it
+        self.seeds = len(optimizer.param_groups)  # number of the seeds' group: loading a state replaces the dicts
+        optimizer.add_param_group(seed_group(optimizer, seed_options))
+        self.reload()
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """The seeds' group."""
+        return self.optimizer.param_groups[self.seeds]
 
     def carry_out(self, effects: list[Effect], table: SlotTable, env: int = 0) -> None:
         """Do what the rules ask of this environment, then let the slots follow the table."""
@@ -72,6 +66,14 @@ class Surgeon:
             for listener in self.on_change:
                 listener(effect, slot)
 
+    def reload(self) -> None:
+        """The body was built anew from a file: forget parameters that are gone, take in those that came."""
+        alive = set(self.body.parameters())
+        for p in [p for p in self.ranks if p not in alive]:
+            self._release(p)
+        for slot in self.body.slots.values():
+            self._settle(slot, committed=slot.stage == SeedStage.FOSSILIZED)
+
     # -- one method per effect
 
     def _build(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
@@ -83,7 +85,7 @@ class Surgeon:
             Operator(int(table.operator[at])),
             seed=derive_seed(self.seed, "seed", slot.name, serial),
         )
-        self._adopt(slot)
+        self._settle(slot)
 
     def _drop(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
         for p in slot.parameters():
@@ -92,73 +94,100 @@ class Surgeon:
         slot.uproot()
 
     def _commit(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
-        homes = self._host_groups(slot)
-        for name, p in slot.named_parameters():
-            state = self.optimizer.state.get(p)
-            self._release(p)
-            if state is not None:
-                self.optimizer.state[p] = state
-            self._join(homes[p.ndim > 1], f"esper.{slot.name}.{name}", p)
+        self._settle(slot, committed=True)
 
     def _set_operator(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
-        for p in slot.parameters():
-            if slot.gate is not None and any(p is q for q in slot.gate.parameters()):
+        if slot.gate is not None:
+            for p in slot.gate.parameters():
                 self._release(p)
         slot.set_operator(Operator(int(table.operator[effect.env, effect.slot])))
-        self._adopt(slot)
+        self._settle(slot)
 
     # -- the optimiser's books
 
-    def _adopt(self, slot: Slot) -> None:
-        """Give the seed group whatever of this slot it does not have yet."""
-        for name, p in slot.named_parameters():
-            if id(p) not in self.owner:
-                self._join(self.group, f"esper.{slot.name}.{name}", p)
+    def _settle(self, slot: Slot, *, committed: bool = False) -> None:
+        """Put a slot's parameters, with their state, where they belong: with the seeds or, once committed, the host."""
+        holder = self._holders()
+        homes = self._host_groups(slot, holder) if committed else {}
+        for place, (name, p) in enumerate(slot.named_parameters()):
+            home = homes[p.ndim > 1] if committed else self.seeds
+            rank = self.names.index(slot.name), place
+            if holder.get(p) == home or (committed and p in holder and p not in self.ranks):
+                self.ranks[p] = rank  # where it belongs, or where its owner put it
+                continue
+            state = self.optimizer.state.get(p)
+            self._release(p)
+            self._join(home, f"esper.{slot.name}.{name}", p, rank)
+            if state is not None:
+                self.optimizer.state[p] = state
+        for home in {self.seeds, *homes.values()}:
+            self._even_out(self.optimizer.param_groups[home])
 
-    def _join(self, group: dict[str, Any], name: str, p: nn.Parameter) -> None:
-        group["params"].append(p)
-        if self.named:
-            group["param_names"].append(name)
-        self.owner[id(p)] = group
-        if group.get("fused") and group.get("momentum"):  # fused SGD takes buffers for all of a group, or for none
-            self.optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+    def _join(self, home: int, name: str, p: nn.Parameter, rank: tuple[int, int]) -> None:
+        """Behind the host's own, in the order of slots whatever the order of events: a saved state fits again."""
+        group = self.optimizer.param_groups[home]
+        later = (i for i, q in enumerate(group["params"]) if self.ranks.get(q, ()) > rank)
+        index = next(later, len(group["params"]))
+        group["params"].insert(index, p)
+        if "param_names" in group:
+            group["param_names"].insert(index, name)
+        self.ranks[p] = rank
 
     def _release(self, p: nn.Parameter) -> None:
-        group = self.owner.pop(id(p), None)
-        if group is None:
-            return
-        index = next(i for i, q in enumerate(group["params"]) if q is p)
-        del group["params"][index]
-        if self.named:
-            del group["param_names"][index]
+        self.ranks.pop(p, None)
         self.optimizer.state.pop(p, None)
+        for group in self.optimizer.param_groups:
+            for index, q in enumerate(group["params"]):
+                if q is p:
+                    del group["params"][index]
+                    if "param_names" in group:
+                        del group["param_names"][index]
+                    return
 
-    def _host_groups(self, slot: Slot) -> dict[bool, dict[str, Any]]:
+    def _even_out(self, group: dict[str, Any]) -> None:
+        """Fused SGD takes momentum buffers for all of a group or for none: whoever has none gets zeros."""
+        if group.get("fused") and group.get("momentum"):
+            for p in group["params"]:
+                if p.requires_grad or p in self.ranks:
+                    self.optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
+
+    def _holders(self) -> dict[nn.Parameter, int]:
+        """The number of the group that holds each parameter."""
+        return {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
+
+    def _host_groups(self, slot: Slot, holder: dict[nn.Parameter, int]) -> dict[bool, int]:
         """Where a fossil's vectors (False) and matrices (True) belong: with those of the module it follows.
 
         So a user's decay and no-decay groups keep their meaning.
         """
-        homes: dict[bool, dict[str, Any]] = {}
+        homes: dict[bool, int] = {}
         names = slot.module_name.split(".")
         for depth in range(len(names), -1, -1):
             for p in self.body.model.get_submodule(".".join(names[:depth])).parameters():
-                group = self.owner.get(id(p))
-                if group is not None and group is not self.group:
-                    homes.setdefault(p.ndim > 1, group)
+                if holder.get(p, self.seeds) != self.seeds:
+                    homes.setdefault(p.ndim > 1, holder[p])
             if len(homes) == 2:
                 break
-        fallback = homes.get(True) or homes.get(False) or self.optimizer.param_groups[0]
+        fallback = next(iter(homes.values()), 0)
         return {kind: homes.get(kind, fallback) for kind in (False, True)}
 
-    def reload(self) -> None:
-        """The body was rebuilt from a file: forget parameters that are gone, take in those that came."""
-        alive = {id(p) for p in self.body.parameters()}
-        for group in self.optimizer.param_groups:
-            for p in [p for p in group["params"] if id(p) not in alive and id(p) in self.owner]:
-                if group is self.group:
-                    self._release(p)
-        for slot in self.body.slots.values():
-            self._adopt(slot)
+
+def seed_group(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
+    """An empty group for seeds: the learning rate of the first group, no decay, unless `options` say otherwise."""
+    first = optimizer.param_groups[0]
+    lr = first["lr"].clone() if isinstance(first["lr"], torch.Tensor) else first["lr"]
+    options = {"lr": lr, **({"weight_decay": 0.0} if "weight_decay" in first else {}), **options}
+    unknown = [k for k in options if k not in optimizer.defaults]
+    if unknown:
+        raise OptimizerError(
+            f"{type(optimizer).__name__} has no option {unknown[0]!r}; it has {', '.join(optimizer.defaults)}"
+        )
+    group = {"params": [], SEED_GROUP: True, **options}
+    if "param_names" in first:
+        group["param_names"] = []
+    if "initial_lr" in first:  # of a state loaded from a run with a scheduler: the next one asks all groups for it
+        group["initial_lr"] = options["lr"]
+    return group
 
 
 _ACTS: dict[EffectKind, Callable[[Surgeon, Slot, SlotTable, Effect], None]] = {
@@ -169,27 +198,28 @@ _ACTS: dict[EffectKind, Callable[[Surgeon, Slot, SlotTable, Effect], None]] = {
 }
 
 
-def refuse(body: Body, optimizer: Optimizer) -> None:
+def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     """Say clearly what cannot follow growth, before anything is changed."""
     kind = type(optimizer).__name__
     if not isinstance(body, Body):
-        raise OptimizerError(f"expected a body from esper.graft, got {type(body).__name__}")
+        inner = getattr(body, "module", None) or getattr(body, "_orig_mod", None)
+        way_out = "Give the grower the body within it." if isinstance(inner, Body) else "Graft the model first."
+        raise OptimizerError(f"expected a body from esper.graft, got {type(body).__name__}. {way_out}")
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(f"expected a torch.optim.Optimizer, got {kind}")
-    if isinstance(optimizer, LBFGS):
-        raise OptimizerError("LBFGS keeps one flat history of all parameters and cannot grow. Use SGD or AdamW.")
-    if kind in REFUSED:
-        raise OptimizerError(f"{kind} cannot follow growth: {REFUSED[kind]}")
-    if any(type(p).__name__ == "DTensor" for p in body.parameters()):
+    for ancestor in type(optimizer).__mro__:
+        if ancestor.__name__ in REFUSED:
+            raise OptimizerError(f"{kind} cannot follow growth: {REFUSED[ancestor.__name__]}")
+    if any(type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor" for p in body.parameters()):
         raise OptimizerError("the model's parameters are sharded (FSDP); seeds cannot join later. Use DDP.")
-    held = {id(p) for g in optimizer.param_groups for p in g["params"]}
-    if not any(id(p) in held for p in body.model.parameters()):
+    held = {p for g in optimizer.param_groups for p in g["params"]}
+    if not any(p in held for p in body.model.parameters()):
         raise OptimizerError(
             "this optimiser holds no parameter of the model. Build it from body.parameters() after grafting."
         )
     if any(g.get(SEED_GROUP) for g in optimizer.param_groups):
         raise OptimizerError("this optimiser has a seed group already: one optimiser serves one grower.")
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched") or any("initial_lr" in g for g in optimizer.param_groups):
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         raise OptimizerError(
             "a scheduler was built on this optimiser before the grower. Build the grower first: it adds the "
             "group for seeds, and most schedulers read the groups only once."

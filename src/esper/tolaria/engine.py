@@ -106,7 +106,6 @@ class Plot:
         self.meter = GradientMeter(config.gradient_telemetry_stride)
         self.forward = torch.compile(process_train_batch) if config.compile else process_train_batch
         self.host_size = sum(p.numel() for p in self.body.model.parameters())
-        self.seen: tuple[Tensor, Coalitions] | None = None
         self._regroup()
 
     @property
@@ -246,10 +245,10 @@ class Engine:
 
     def plant_fossils(self, env: int, structure: dict[str, tuple[str, Operator]]) -> None:
         """Begin this environment with these seeds already part of the host: the same structure from step 0."""
-        table, names = self.table, self.plots[env].surgeon.names
+        table, plot = self.table, self.plots[env]
         effects = []
         for name, (blueprint, operator) in structure.items():
-            at = env, names.index(name)
+            at = env, plot.surgeon.names.index(plot.body.slot(name).name)
             table.stage[at], table.alpha[at], table.alpha_to[at] = SeedStage.FOSSILIZED, 1.0, 1.0
             table.blueprint[at], table.operator[at] = blueprint_index(blueprint), operator
             table.serial[at] = table.next_serial[env]

@@ -87,6 +87,17 @@ class Task:
                 raise unknown_name(f"slot of task {self.name!r}", slot, host.sites())
         return host
 
+    def widened(self, params: int) -> Task:
+        """The same task with the narrowest host of at least so many parameters."""
+        heads = self.host_kwargs.get("heads", 1)
+        knob, pace = {"cnn": ("base", 1), "mlp": ("width", 1), "transformer": ("dim", heads)}[self.host]
+        kwargs = dict(self.host_kwargs)
+        while True:
+            with torch.device("meta"):
+                if sum(p.numel() for p in HOSTS[self.host](**kwargs).parameters()) >= params:
+                    return replace(self, host_kwargs=kwargs)
+            kwargs[knob] += pace
+
     def load_data(self, root: str | Path | None = None) -> Dataset:
         """The data, checked against the host, with at most `val_size` validation samples."""
         data = self.data or load(self.dataset, root)

@@ -1,0 +1,34 @@
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
+PICK := $(if $(SLOW),,-m "not slow")
+PYTEST := $(BIN)/python -m pytest -n 2
+
+.PHONY: run test lint check clean help
+
+help:  ## this list
+	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/'
+
+run: $(STAMP)  ## grow a host on embedded data and compare it with hosts that did not grow (about a minute)
+	$(BIN)/esper grow --task rescue
+
+test: $(STAMP)  ## the fast tests; SLOW=1 for every test
+	$(PYTEST) $(PICK)
+
+lint: $(STAMP)  ## ruff, format, types
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+check: lint test  ## what must hold before a commit
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch==2.13.0
+	$(PIP) -e ".[dev]"
+	touch $(STAMP)
+
+clean:  ## forget the environment and all caches
+	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis

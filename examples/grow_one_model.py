@@ -1,0 +1,34 @@
+"""Grow a small PyTorch model on embedded data, in a training loop of one's own, and take a plain model home."""
+
+import torch
+from torch import nn
+
+import esper
+from esper.tolaria.data import load
+
+torch.manual_seed(0)
+data = load("fashion")  # 14×14 images of clothes, embedded in the package
+model = nn.Sequential(
+    nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 1), nn.ReLU(),
+    nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10),
+)  # fmt: skip
+
+body = esper.graft(model, at=["1", "4"], probe=data.train.x[:8])  # slots after the two ReLUs
+optimizer = torch.optim.AdamW(body.parameters(), lr=3e-3)
+grower = esper.Grower(body, optimizer, controller="schedule", incubation="shadow")
+scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
+
+for epoch in range(30):
+    for batch in torch.randperm(len(data.train.x))[:640].split(64):
+        x, y = data.train.take(batch)
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(body(x), y).backward()
+        grower.shadow(lambda x=x, y=y: nn.functional.cross_entropy(body(x), y))  # a TRAINING seed's own lesson
+        optimizer.step()
+    scheduler.step()
+    report = grower.step([(data.val.x[:500], data.val.y[:500])])  # measure, decide, change
+    print(f"epoch {epoch:2}  accuracy {report.quality:.3f}  {' '.join(report.effects)}")
+
+print(grower)  # every slot: stage, blueprint, what the seed contributes ± standard error
+plain = esper.harden(body)  # a plain module: no Esper inside
+print(f"test accuracy {(plain.eval()(data.test.x).argmax(1) == data.test.y).float().mean():.3f}")

@@ -1,0 +1,1 @@
+"""What the commands do. Like `cli`, these modules may use every part; nothing imports them but `cli`."""

@@ -1,0 +1,240 @@
+"""`esper grow`: train and grow one host, then set it beside hosts that did not grow."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+from safetensors.torch import save_file
+
+from esper.kasmina.blueprints import blueprint_name
+from esper.kasmina.harden import harden
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.actions import Operator
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import SeedStage
+from esper.tamiyo.controllers import Controller, Wait, make_controller
+from esper.tolaria.data import Dataset
+from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.tasks import Task, get_task
+
+GROWN, NO_GROWTH, FROM_START, WIDER = "grown", "no growth", "same structure from step 0", "wider host of equal size"
+PLAIN_EVERY = 5
+"""Epochs between lines where the output is not a terminal."""
+
+
+@dataclass(slots=True)
+class Result:
+    """One host's training."""
+
+    name: str
+    accuracy: float = float("nan")
+    loss: float = float("nan")
+    params: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, float]] = field(default_factory=list)
+
+
+def run_grow(
+    task_name: str,
+    controller_name: str,
+    *,
+    epochs: int | None,
+    seed: int,
+    out: Path | None,
+    data_root: Path | None,
+    compare: bool,
+    incubation: str,
+    threads: int,
+) -> None:
+    torch.set_num_threads(threads)
+    console = Console()
+    task = get_task(task_name)
+    controller = make_controller(controller_name)
+    if epochs is not None:
+        task = dataclasses.replace(task, epochs=epochs)
+    config = EngineConfig(incubation=incubation)  # type: ignore[arg-type]
+    if out is not None and out.exists() and any(out.iterdir()):
+        raise ConfigError(f"the directory {out} is not empty. Name another one: nothing is overwritten.")
+    data = task.load_data(data_root)
+    console.print(
+        f"task [b]{task.name}[/b]: {task.question}  [dim]({task.host}, {len(data.train):,} training samples, "
+        f"{task.epochs} epochs of {task.batches_per_epoch} × {task.batch}, seed {seed})[/dim]"
+    )
+
+    engine = Engine(task, [seed], rules=Rules(), config=config, data=data)
+    results = [train(console, GROWN, engine, controller)]
+    if compare and controller_name != "none":
+        results += compared(console, task, data, seed, config, engine)
+    grown = engine.plots[0].body
+    console.print(summary(results))
+    console.print(seed_table(engine))
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        save(out, task, seed, controller_name, results, engine)
+        console.print(f"left in {out}: result.json, body.safetensors, plain.pt2 ({len(list(grown.slots))} slots)")
+
+
+def compared(
+    console: Console, task: Task, data: Dataset, seed: int, config: EngineConfig, grown: Engine
+) -> Iterator[Result]:
+    """The hosts to compare with, each with the same budget of epochs."""
+    yield train(console, NO_GROWTH, Engine(task, [seed], config=config, data=data), Wait())
+    structure = {
+        name: (slot.blueprint, Operator(slot.operator))
+        for name, slot in grown.plots[0].body.slots.items()
+        if slot.stage >= SeedStage.BLENDING and slot.seed is not None
+    }
+    if structure:
+        same = Engine(task, [seed], config=config, data=data)
+        same.plant_fossils(0, structure)
+        yield train(console, FROM_START, same, Wait())
+        wide = task.widened(grown.plots[0].params)
+        yield train(console, WIDER, Engine(wide, [seed], config=config, data=data), Wait())
+
+
+def train(console: Console, name: str, engine: Engine, controller: Controller) -> Result:
+    """Train one environment for the task's epochs, showing how it goes."""
+    result = Result(name)
+    start = time.perf_counter()
+    with progress(console, name, engine, result) as show:
+        for _ in range(engine.task.epochs):
+            engine.step(controller.act(engine.table, legal(engine.table, engine.rules)))
+            result.history.append(snapshot(engine))
+            show()
+    result.seconds = time.perf_counter() - start
+    result.accuracy, result.loss = engine.plots[0].test(engine.data.test)
+    result.params = engine.plots[0].params
+    return result
+
+
+def snapshot(engine: Engine) -> dict[str, Any]:
+    t = engine.table
+    return {
+        "epoch": int(t.step[0]),
+        "train_loss": float(t.train_loss[0]),
+        "val_loss": float(t.val_loss[0]),
+        "val_accuracy": float(t.quality[0]),
+        "params": engine.plots[0].params,
+        "stage": [SeedStage(int(s)).name for s in t.stage[0]],
+        "alpha": [round(float(a), 4) for a in t.alpha[0]],
+    }
+
+
+# -- what it shows
+
+
+@contextmanager
+def progress(console: Console, name: str, engine: Engine, result: Result) -> Iterator[Any]:
+    """A live picture in a terminal; a line now and then elsewhere."""
+    if not console.is_terminal:
+
+        def line() -> None:
+            last = result.history[-1]
+            if last["epoch"] % PLAIN_EVERY == 0 or last["epoch"] == engine.task.epochs:
+                print(f"{name}: {headline(engine, result)}  {slots_line(engine)}", flush=True)
+
+        yield line
+        return
+    with Live(console=console, refresh_per_second=8, transient=True) as live:
+
+        def draw() -> None:
+            live.update(Group(Text(f"{name}: {headline(engine, result)}"), live_table(engine)))
+
+        yield draw
+
+
+def headline(engine: Engine, result: Result) -> str:
+    last = result.history[-1]
+    return (
+        f"epoch {last['epoch']:>3}/{engine.task.epochs}  train loss {last['train_loss']:.3f}  "
+        f"val loss {last['val_loss']:.3f}  val accuracy {last['val_accuracy']:.1%}  {last['params']:,} parameters"
+    )
+
+
+def slots_line(engine: Engine) -> str:
+    t = engine.table
+    alive = [s for s in range(t.num_slots) if t.stage[0, s] != SeedStage.DORMANT]
+    return "  ".join(
+        f"{engine.task.slots[s]}:{SeedStage(int(t.stage[0, s])).name.lower()}"
+        + (f"({blueprint_name(int(t.blueprint[0, s]))} α{t.alpha[0, s]:.2f})" if t.blueprint[0, s] >= 0 else "")
+        for s in alive
+    )
+
+
+def worth(table: Any, s: int) -> str:
+    if np.isfinite(table.contribution[0, s]):
+        return f"{100 * table.contribution[0, s]:+.1f} ± {100 * table.contribution_se[0, s]:.1f} pp"
+    if np.isfinite(table.prospect[0, s]):
+        return f"({100 * table.prospect[0, s]:+.1f} if switched on)"
+    return ""
+
+
+def live_table(engine: Engine) -> Table:
+    t = engine.table
+    table = Table("slot", "stage", "blueprint", "alpha", "contribution", box=None)
+    for s, name in enumerate(engine.task.slots):
+        stage = SeedStage(int(t.stage[0, s]))
+        bar = "█" * round(10 * float(t.alpha[0, s]))
+        blueprint = blueprint_name(int(t.blueprint[0, s])) if t.blueprint[0, s] >= 0 else ""
+        table.add_row(name, stage.name.lower(), blueprint, f"{t.alpha[0, s]:.2f} {bar:<10}", worth(t, s))
+    return table
+
+
+def summary(results: list[Result]) -> Table:
+    table = Table("", "test accuracy", "test loss", "parameters", "seconds", title="Same data, same budget of epochs")
+    best = max(r.accuracy for r in results)
+    for r in results:
+        mark = "bold" if r.accuracy == best else ""
+        accuracy = f"{r.accuracy:.1%}"
+        table.add_row(r.name, accuracy, f"{r.loss:.3f}", f"{r.params:,}", f"{r.seconds:.1f}", style=mark)
+    return table
+
+
+def seed_table(engine: Engine) -> Table:
+    """What grew where. A fossil's contribution is what was measured before it was committed."""
+    t = engine.table
+    table = Table("slot", "stage", "blueprint", "operator", "parameters", "contribution", title="What grew where")
+    for s, name in enumerate(engine.task.slots):
+        stage = SeedStage(int(t.stage[0, s]))
+        if stage == SeedStage.DORMANT:
+            table.add_row(name, "empty", "", "", "", "")
+            continue
+        slot = engine.plots[0].body.slots[name]
+        operator = slot.operator.name.lower() if slot.seed is not None else ""
+        table.add_row(name, stage.name.lower(), slot.blueprint, operator, f"{t.params[0, s]:,}", worth(t, s))
+    return table
+
+
+def save(out: Path, task: Task, seed: int, controller: str, results: list[Result], engine: Engine) -> None:
+    """Figures as JSON, the body as tensors, and the plain model as a program that needs no Esper."""
+    plot = engine.plots[0]
+    record = {
+        "task": task.name,
+        "seed": seed,
+        "controller": controller,
+        "epochs": task.epochs,
+        "data_sha256": engine.data.sha256,
+        "structure": plot.body.structure(),
+        "results": [dataclasses.asdict(r) for r in results],
+    }
+    (out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
+    with plot.average.applied():
+        state = {k: v.contiguous() for k, v in plot.body.state_dict().items()}
+        save_file(state, out / "body.safetensors")
+        plain = harden(plot.body).eval()
+        example = engine.data.test.x[:4]
+        program = torch.export.export(plain, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
+        torch.export.save(program, out / "plain.pt2")

@@ -1,0 +1,55 @@
+"""`esper tasks` and `esper blueprints`."""
+
+from __future__ import annotations
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from esper.kasmina.blueprints import blueprints_for, cost
+from esper.kasmina.site import Layout, Site
+from esper.tolaria.engine import build_body
+from esper.tolaria.tasks import TASKS, get_task
+
+EXAMPLES = {
+    Layout.MAP: Site(Layout.MAP, 16, (16, 14, 14)),
+    Layout.SEQUENCE: Site(Layout.SEQUENCE, 64, (64, 64)),
+    Layout.VECTOR: Site(Layout.VECTOR, 64, (64,)),
+}
+EMBEDDED = ("digits", "fashion", "moby")
+
+
+def list_tasks() -> None:
+    table = Table("task", "host", "parameters", "data", "slots", "epochs", "question", box=None, pad_edge=False)
+    for task in TASKS.values():
+        with torch.device("meta"):
+            size = sum(p.numel() for p in task.build_host(0).parameters())
+        data = task.dataset if task.dataset in EMBEDDED else f"{task.dataset}*"
+        slots = str(len(task.slots))
+        table.add_row(task.name, task.host, f"{size:,}", data, slots, str(task.epochs), task.question)
+    console = Console()
+    console.print(table)
+    console.print("\n* from your own files: esper grow --task NAME --data DIR")
+
+
+def list_blueprints(task_name: str | None) -> None:
+    console = Console()
+    if task_name is None:
+        for layout, site in EXAMPLES.items():
+            shape = " × ".join(map(str, site.shape))
+            table = Table("blueprint", "parameters", "multiply-adds", title=f"{layout} features, here {shape}")
+            for name in blueprints_for(layout):
+                price = cost(name, site)
+                table.add_row(name, f"{price.params:,}", f"{price.macs:,}")
+            console.print(table)
+        console.print("Costs at a task's own slots: esper blueprints --task NAME")
+        return
+    task = get_task(task_name)
+    body = build_body(task, task.load_data(), world=0)
+    for slot, prices in body.costs().items():
+        site = body.slots[slot].site
+        shape = " × ".join(map(str, site.shape))
+        table = Table("blueprint", "parameters", "multiply-adds", title=f"{task.name} {slot}: {site.layout} {shape}")
+        for name, price in prices.items():
+            table.add_row(name, f"{price.params:,}", f"{price.macs:,}")
+        console.print(table)

@@ -1,0 +1,57 @@
+"""Imports point one way, quick things stay quick, and nothing unsafe creeps in."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+SRC = Path(__file__).parent.parent / "src" / "esper"
+PACKAGES = {"leyline", "kasmina", "tolaria", "tamiyo", "simic", "nissa", "karn"}
+MAY_IMPORT = {
+    "leyline": set(),
+    "kasmina": {"leyline"},
+    "tolaria": {"leyline", "kasmina"},
+    "tamiyo": {"leyline"},
+    "nissa": {"leyline"},
+    "karn": {"leyline", "nissa"},
+    "simic": {"leyline", "kasmina", "tolaria", "tamiyo"},
+}
+NO_TORCH = {"leyline", "nissa", "karn"}
+
+
+def imports_of(path):
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+FILES = [p for p in sorted(SRC.rglob("*.py")) if p.relative_to(SRC).parts[0] in PACKAGES]
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
+def test_imports_point_one_way(path):
+    package = path.relative_to(SRC).parts[0]
+    for name in imports_of(path):
+        parts = name.split(".")
+        if parts[0] == "esper" and len(parts) > 1:
+            assert parts[1] == package or parts[1] in MAY_IMPORT[package], f"{package} may not import {name}"
+        if package in NO_TORCH:
+            assert parts[0] != "torch", f"{package} imports no torch"
+
+
+def test_every_package_says_what_it_is():
+    for package in SRC.iterdir():
+        if (package / "__init__.py").exists():
+            assert ast.get_docstring(ast.parse((package / "__init__.py").read_text())), package.name
+
+
+@pytest.mark.parametrize("command", [["-c", "import esper"], ["-m", "esper.cli", "--help"]])
+def test_import_and_help_do_not_load_torch(command):
+    code = [sys.executable, "-X", "importtime", *command]
+    done = subprocess.run(code, capture_output=True, text=True, check=True)
+    loaded = {line.split("|")[-1].strip() for line in done.stderr.splitlines() if "|" in line}
+    assert not {m for m in loaded if m.split(".")[0] in ("torch", "numpy")}
