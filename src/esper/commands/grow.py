@@ -78,13 +78,12 @@ def run_grow(
     results = [train(console, GROWN, engine, controller)]
     if compare and controller_name != "none":
         results += compared(console, task, data, seed, config, engine)
-    grown = engine.plots[0].body
     console.print(summary(results))
     console.print(seed_table(engine))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
         save(out, task, seed, controller_name, results, engine)
-        console.print(f"left in {out}: result.json, body.safetensors, plain.pt2 ({len(list(grown.slots))} slots)")
+        console.print(f"left in {out}: result.json, body.safetensors (graft and load it), plain.pt2 (needs no Esper)")
 
 
 def compared(
@@ -234,7 +233,7 @@ def save(out: Path, task: Task, seed: int, controller: str, results: list[Result
     with plot.average.applied():
         state = {k: v.contiguous() for k, v in plot.body.state_dict().items()}
         save_file(state, out / "body.safetensors")
-        plain = harden(plot.body).eval()
+        plain = harden(plot.body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         example = engine.data.test.x[:4]
         program = torch.export.export(plain, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, out / "plain.pt2")

@@ -1,0 +1,37 @@
+"""What the documents show is run."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
+PAGES = [p for p in sorted(ROOT.glob("docs/*.md")) if BLOCK.search(p.read_text())]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+def test_the_blocks_of_a_page_run_one_after_the_other(page):
+    run("\n".join(BLOCK.findall(page.read_text())))
+
+
+def test_the_readme_shows_the_example_and_the_example_runs():
+    code = (ROOT / "examples" / "grow_one_model.py").read_text()
+    shown = BLOCK.search((ROOT / "README.md").read_text())
+    assert shown is not None
+    assert shown.group(1) == code.split('"""', 2)[2].lstrip("\n")
+
+    printed = run(code)
+
+    assert printed.count("FOSSILIZED") == 2
+    assert float(printed.split()[-1]) > 0.6
+
+
+def run(code: str) -> str:
+    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
