@@ -123,7 +123,7 @@ def write(envs: list[Env], table: SlotTable) -> None:
 def at_least(value: float, floor: float | None) -> bool:
     if floor is None:
         return True
-    if math.isnan(value):
+    if not math.isfinite(value):
         return False
     return np.float32(value) >= np.float32(floor)
 
@@ -146,7 +146,8 @@ def failed_checks(env: Env, slot: Slot, rules: Any) -> set[Check]:
         if slot.is_moving() or slot.alpha_to < 1 - 1e-6 or abs(slot.alpha - slot.alpha_to) > 1e-6:
             failed.add(Check.ALPHA_AT_FULL)
     elif slot.stage == S.HOLDING and not at_least(
-        slot.contribution - t.z * slot.contribution_se, t.fossil_contribution
+        slot.contribution - t.z * slot.contribution_se if 0 <= slot.contribution_age < slot.dwell else math.nan,
+        t.fossil_contribution,
     ):
         failed.add(Check.CONTRIBUTION)
     return failed
@@ -213,9 +214,21 @@ def may_happen(env: Env, action: dict[str, int], rules: Any) -> bool:
         "alpha_curve": 5,
         "op": 6,
     }
-    for head, size in sizes.items():
-        if not 0 <= action[head] < size:
+    reads = {
+        Op.WAIT: [],
+        Op.GERMINATE: ["slot", "blueprint", "style", "tempo", "alpha_target"],
+        Op.SET_ALPHA_TARGET: ["slot", "style", "alpha_target", "alpha_speed", "alpha_curve"],
+        Op.PRUNE: ["slot", "alpha_speed", "alpha_curve"],
+        Op.FOSSILIZE: ["slot"],
+        Op.ADVANCE: ["slot"],
+    }
+    if not 0 <= action["op"] < sizes["op"]:
+        return False
+    for head in reads[action["op"]]:
+        if not 0 <= action[head] < sizes[head]:
             return False
+    if action["op"] == Op.WAIT:
+        return True
     if action["op"] == Op.GERMINATE and not env.takes[action["slot"]][action["blueprint"]]:
         return False
     return is_legal(env, action["op"], action["slot"], rules)
@@ -279,6 +292,8 @@ def apply(env: Env, row: list[int], rules: Any) -> tuple[bool, list[tuple[str, i
         return False, []
     op, s = action["op"], action["slot"]
     env.last_op = op
+    if op == Op.WAIT:
+        return True, []
     slot = env.slots[s]
     if op == Op.GERMINATE:
         curve, operator = STYLES[action["style"]]

@@ -18,7 +18,10 @@ GATE_BIAS = 2.0
 """σ(2) ≈ 0.88: open enough that the seed learns at once, far enough from 1 that the gate can still move."""
 
 TINY = 1e-12
-"""Keeps 1/rms finite at Δ = 0; its power −1.5, met in backward, still fits float32."""
+"""Keeps 1/rms finite where Δ and h are 0."""
+
+MOST_PULL = 2.0
+"""How many times the gradient a leash pulls at most: a position where h = 0 must not drown all others."""
 
 
 def blend(h: Tensor, delta: Tensor, weight: Tensor, operator: Operator) -> Tensor:
@@ -64,30 +67,42 @@ class FeelNothing(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, host: Tensor, delta: Tensor) -> Tensor:
-        return host.view_as(host)
+        return host.clone()  # a view would forbid an in-place operation behind the slot
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         return grad, grad
 
 
-def bound(delta: Tensor, h: Tensor) -> Tensor:
-    """Δ scaled down where needed so that rms Δ ≤ rms h over the channels of each position.
+class Leash(torch.autograd.Function):
+    """Δ itself; backward adds a pull towards 0 that equals the gradient in strength where rms Δ = rms h.
 
-    Straight-through gives a seed no feedback on its own output, so without a bound Δ runs away
-    (measured: to 78–1567 times h). Growing Δ beyond the bound earns no gradient; h gets none.
+    Straight-through gives a seed no feedback on its own output, so without a pull Δ runs away (measured:
+    to 78–1567 times h). With it Δ settles at −rms h · E[g] / E[rms g], rms over the channels of a position
+    and g the gradient there: as large as h where g always says the same, 0 where it contradicts itself.
     """
-    channels = 1 if h.ndim == 4 else -1
-    wide = delta.to(torch.promote_types(delta.dtype, torch.float32))  # a square overflows float16
-    power = wide.square().mean(channels, keepdim=True)
-    limit = h.detach().to(wide.dtype).square().mean(channels, keepdim=True).sqrt()
-    scale = (limit * torch.rsqrt(power + TINY)).clamp(max=1.0)
-    return (wide * scale).to(delta.dtype)
+
+    @staticmethod
+    def forward(ctx: Any, delta: Tensor, h: Tensor) -> Tensor:
+        ctx.save_for_backward(delta, _rms(h))
+        return delta.view_as(delta)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        delta, reach = ctx.saved_tensors
+        reach = torch.maximum(reach, _rms(delta) / MOST_PULL).clamp(min=TINY)
+        return grad + (delta * (_rms(grad) / reach)).to(grad.dtype), None
+
+
+def _rms(t: Tensor) -> Tensor:
+    """Over the channels of each position; in float32 at least, for a square overflows float16."""
+    wide = t.to(torch.promote_types(t.dtype, torch.float32))
+    return wide.square().mean(1 if t.ndim == 4 else -1, keepdim=True).sqrt()
 
 
 def straight_through(h: Tensor, delta: Tensor) -> Tensor:
-    """Exactly h, while the seed behind Δ learns within bounds: isolation in a loop we do not own."""
-    return FeelNothing.apply(h, bound(delta, h))
+    """Exactly h, while the seed behind Δ learns on a leash: isolation in a loop we do not own."""
+    return FeelNothing.apply(h, Leash.apply(delta, h.detach()))
 
 
 def detached(h: Tensor) -> Tensor:

@@ -15,10 +15,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from esper.kasmina import blueprints
 from esper.kasmina.blueprints import Cost
-from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Norm, lent
+from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Known, Norm, batched_leaves, lent
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError, GraftError, unknown_name
@@ -26,6 +27,8 @@ from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 
 Incubation = Literal["shadow", "straight_through"]
+FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
+"""What a model may raise when shapes do not fit."""
 STRUCTURE = "esper.structure"
 """The key under which a grown body's state says which seeds it holds."""
 
@@ -51,19 +54,24 @@ class Body(nn.Module):
         if "esper" in dict(model.named_children()):
             raise GraftError("the model has a child named 'esper', the name a body keeps its slots under; rename it")
         self.model = model
-        self.esper = nn.ModuleDict({slot.name.replace(".", "/"): slot for slot in slots})
+        self.esper = nn.Module()  # not a ModuleDict: a module may be called `values`
+        for slot in slots:
+            self.esper.add_module(slot.name.replace(".", "/"), slot)
         self.slots: dict[str, Slot] = {slot.name: slot for slot in slots}  # plain dict: `esper` owns the modules
+        self.training = model.training
+        self.esper.train(model.training)
         self.probe = probe  # a few samples: `harden` compares on them
         self.incubation: Incubation = "shadow"
         self.forks: dict[str, ForkPoint | None] = {}  # None: this slot cannot fork
         self.fork_sequence: list[ForkPoint] = []
         self.cannot_fork = ""  # why, once that is known
-        self.fork_proven = False  # a real batch has shown that forked and single evaluation agree
+        self.proven_forks: set[ForkPoint] = set()  # where a real batch has shown forked and single passes to agree
+        self.batched: dict[str, Known] = {}  # which arguments of modules have samples, "" being the model
         self.on_load: list[Callable[[], None]] = []
         modules = dict(model.named_modules())
         for slot in slots:
             modules[slot.module_name].register_forward_hook(slot.after)
-        self.norms = [m for m in model.modules() if isinstance(m, Norm)]
+        self.norms = [m for m in model.modules() if isinstance(m, Norm) and m.running_mean is not None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.model(*args, **kwargs)
@@ -152,13 +160,17 @@ class Body(nn.Module):
 
     @contextmanager
     def shadowed(self, slot: Slot) -> Iterator[None]:
-        """Within: this seed is on at full strength on detached features, and no norm of the host learns.
+        """Within: this seed is on at full strength on detached features, and nothing else learns or remembers.
 
         A BatchNorm normalises this pass by its own batch and forgets it: behind a seed that is on its running
-        statistics are wrong, and a seed taught under them is worth less once they adapt. The random stream is
-        put back, so that dropout falls as if there had been no such pass.
+        statistics are wrong, and a seed taught under them is worth less once they adapt. Other buffers that the
+        pass writes, and the random stream, are put back, so that dropout falls as if there had been no such pass.
         """
-        norms = [n for n in self.norms if n.training and n.track_running_stats]
+        own = set(slot.modules())
+        others = [m for m in self.modules() if m not in own]
+        norms = [m for m in others if isinstance(m, Norm) and m.training and m.track_running_stats]
+        memories = [(b, b._version, b.clone()) for m in others if not isinstance(m, Norm) for b in m._buffers.values()
+                    if b is not None]  # fmt: skip
         device = slot.alpha.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
             slot.shadow = True
@@ -167,9 +179,13 @@ class Body(nn.Module):
             try:
                 yield
             finally:
-                slot.shadow = False
+                slot.shadow, slot.lesson = False, None
                 for n in norms:
                     n.track_running_stats = True
+                for buffer, version, before in memories:
+                    if buffer._version != version:
+                        with torch.no_grad():
+                            buffer.copy_(before)
 
     def shadow_backward(self, loss: Callable[[], Tensor]) -> None:
         """Give every TRAINING seed, and nothing else, the gradient of `loss()` with that seed switched on."""
@@ -177,11 +193,11 @@ class Body(nn.Module):
             params = [p for p in slot.parameters() if p.requires_grad]
             with self.shadowed(slot):
                 value = loss()
-            lesson, slot.lesson = slot.lesson, None
-            if lesson is None:
-                continue  # the slot was not reached on this batch
-            # the features' gradient is asked for too: GroupNorm's backward crashes torch 2.13 without it
-            *grads, _ = torch.autograd.grad(value, [*params, lesson], allow_unused=True)
+                if slot.lesson is None:
+                    continue  # the slot was not reached on this batch
+                # within the shadow: activation checkpointing runs the model again here
+                # the features' gradient is asked for too: GroupNorm's backward crashes torch 2.13 without it
+                *grads, _ = torch.autograd.grad(value, [*params, slot.lesson], allow_unused=True)
             for p, g in zip(params, grads, strict=True):
                 if g is not None:
                     p.grad = g if p.grad is None else p.grad + g
@@ -192,10 +208,15 @@ class Body(nn.Module):
     def run_rows(self, batch: Any, size: int, plan: ForkPlan) -> Any:
         """The output of one batch of `size` samples with every row of a plan, rows × size samples long."""
         plan.batch, plan.done = size, 0
-        with lent(plan, list(self.slots.values()), dict(self.model.named_modules()), self.norms):
+        with lent(plan, list(self.slots.values()), dict(self.model.named_modules())):
             args, kwargs = plan.at_input("", as_arguments(batch))
-            with torch.compiler.set_stance("force_eager"):
-                output = self.model(*args, **kwargs)
+            try:
+                with torch.compiler.set_stance("force_eager"):
+                    output = self.model(*args, **kwargs)
+            except FAILURES as error:
+                if not plan.done:
+                    raise
+                raise ForkError(f"the model does not take several configurations at once ({error})") from error
         plan.finish()
         return output
 
@@ -213,7 +234,15 @@ class Body(nn.Module):
             if point is None:
                 raise ForkError(f"slot {s!r} cannot fork: samples of a batch influence each other behind it")
             points[s] = point
-        return ForkPlan.build(configs, list(slots), points, self.fork_sequence, main)
+        plan = ForkPlan.build(configs, list(slots), points, self.fork_sequence, main)
+        plan.batched = self.batched
+        return plan
+
+    def cut(self, batch: Any, size: int, start: int, stop: int) -> Any:
+        """Some samples of a batch of `size`."""
+        leaves, form = pytree.tree_flatten(batch)
+        flags = batched_leaves(as_arguments(batch), size, self.batched.get(""))
+        return pytree.tree_unflatten([x[start:stop] if f else x for x, f in zip(leaves, flags, strict=True)], form)
 
     def give_up_forking(self, why: str) -> None:
         """From now on configurations are evaluated one by one; said once."""

@@ -29,6 +29,10 @@ class ForkPoint(NamedTuple):
     name: str
 
 
+Known = tuple[str, list[bool]]
+"""The form of a module's arguments, and which of their leaves the probe did not show to be without samples."""
+
+
 class ForkError(Exception):
     """The model mixes samples, or reached its slots in another way than when it was probed."""
 
@@ -68,6 +72,8 @@ class ForkPlan:
     """The configuration of each row at the end."""
     players: frozenset[str]
     """The slots that the configurations speak of; others do what their stage says."""
+    batched: dict[str, Known] = field(default_factory=dict)
+    """What the probe knows of the arguments of modules, by name."""
     batch: int = 0
     done: int = 0
     norms: RowNorms | None = None
@@ -87,8 +93,9 @@ class ForkPlan:
             columns = [slots.index(s) for s in decided]
             seen = {tuple(c[i] for i in columns) for c in configs}
             width = len(columns) - len(group)
-            born = sorted(seen, key=lambda p: (p[width:], prefixes.index(p[:width])))
-            if len(born) == len(prefixes) and not any(any(p[width:]) for p in born):
+            splits = len(seen) > len(prefixes)  # else rows keep their order, so that equal counts mean equal rows
+            born = sorted(seen, key=lambda p: (p[width:] if splits else (), prefixes.index(p[:width])))
+            if not splits and not any(any(p[width:]) for p in born):
                 decided = decided[:width]  # nobody is on here: nothing to decide
                 continue
             parents = [prefixes.index(p[:width]) for p in born]
@@ -106,6 +113,11 @@ class ForkPlan:
         return cls.build([config], list(slots), dict.fromkeys(slots, root), [root], config)
 
     @property
+    def alone(self) -> bool:
+        """One configuration: nothing forks, so samples may lie along any dimension and mix as they like."""
+        return len(self.order) == 1
+
+    @property
     def rows(self) -> int:
         return len(self.forks[self.done - 1].parents) if self.done else 1
 
@@ -118,6 +130,9 @@ class ForkPlan:
 
     def at_slot(self, name: str, h: Tensor, switched_on: Callable[[Tensor], Tensor]) -> Tensor:
         """The features of every row after this slot."""
+        if self.alone:
+            is_on = bool(self.forks) and self.forks[-1].on.get(name, [False])[0]
+            return switched_on(h) if is_on else h
         if h.shape[0] != self.rows * self.batch:
             raise ForkError(f"slot {name!r} met {h.shape[0]} samples, expected {self.rows} × {self.batch}")
         sources = list(range(self.rows))
@@ -143,25 +158,34 @@ class ForkPlan:
 
     def at_input(self, name: str, arguments: Any) -> Any:
         """Arguments of a module as the rows after its fork, if it forks here and now."""
-        if not self._next_is(ForkPoint(True, name)):
+        if self.alone or not self._next_is(ForkPoint(True, name)):
             return arguments
         before, parents = self.rows * self.batch, self.forks[self.done].parents
         self.done += 1
-
-        def expand(x: Any) -> Any:
-            return _pick(x, parents, self.batch) if is_batched(x, before) else x
-
-        return pytree.tree_map(expand, arguments)
+        leaves, form = pytree.tree_flatten(arguments)
+        flags = batched_leaves(arguments, before, self.batched.get(name))
+        pairs = zip(leaves, flags, strict=True)
+        return pytree.tree_unflatten([_pick(x, parents, self.batch) if yes else x for x, yes in pairs], form)
 
     def finish(self) -> None:
-        if self.done != len(self.forks):
+        if self.done != len(self.forks) and not self.alone:
             raise ForkError(f"the model met {self.done} of {len(self.forks)} forks")
 
     def split(self, output: Any) -> list[Any]:
-        """The output of each configuration, in the order they were given."""
+        """The output of each configuration, in the order they were given.
+
+        What parted from the features before the last fork (an early exit) is the same for every row that came of
+        it; what fits no fork (a scalar loss, say) is None, never a mixture.
+        """
+        if self.alone:
+            return [output]
         by_config: list[Any] = [None] * len(self.order)
         for row, config in enumerate(self.order):
-            by_config[config] = take_row(output, row, self.rows, self.batch)
+            rows = {}  # samples at a fork → which row there led here
+            for fork in reversed(self.forks):
+                rows[len(fork.parents) * self.batch] = row
+                row = fork.parents[row]
+            by_config[config] = take_row(output, {**rows, self.batch: 0}, self.batch)
         return by_config
 
 
@@ -177,13 +201,24 @@ def is_batched(x: Any, samples: int) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == samples
 
 
-def take_row(output: Any, row: int, rows: int, batch: int) -> Any:
-    """One row of every tensor in an output. What did not fork (a scalar loss, say) is None, never a mixture."""
+def batched_leaves(arguments: Any, samples: int, known: Known | None = None) -> list[bool]:
+    """Which leaves hold one entry per sample: those that fit, unless the probe showed that one does not.
+
+    A mask [T, T] would fit by accident whenever T samples come.
+    """
+    leaves, form = pytree.tree_flatten(arguments)
+    flags = known[1] if known is not None and known[0] == str(form) else [True] * len(leaves)
+    return [flag and is_batched(x, samples) for x, flag in zip(leaves, flags, strict=True)]
+
+
+def take_row(output: Any, rows: dict[int, int], batch: int) -> Any:
+    """One row of every tensor in an output, by how many samples the tensor has."""
 
     def cut(x: Any) -> Any:
         if not isinstance(x, Tensor):
             return x
-        return x[row * batch : (row + 1) * batch] if is_batched(x, rows * batch) else None
+        row = rows.get(x.shape[0]) if x.ndim else None
+        return None if row is None else x[row * batch : (row + 1) * batch]
 
     return pytree.tree_map(cut, output)
 
@@ -192,13 +227,16 @@ def take_row(output: Any, row: int, rows: int, batch: int) -> Any:
 class RowNorms:
     """BatchNorm statistics per row: what a norm behind a slot would have learnt without that seed.
 
-    Its running statistics belong to the main configuration. For another row they are moved by what a
-    fixed set of images says of the difference: mean + (m_row − m_main), var · (v_row / v_main). The same
-    images serve both, so their sampling noise cancels, and the main row keeps its statistics exactly.
+    Its running statistics belong to the main configuration. For another row they are moved by what a fixed
+    set of images says of the difference. With r = v_row / v_main: mean = m_row + √r · (mean − m_main), var = r · var.
+    The same images serve both, so a row that does not differ keeps its statistics exactly; what the running
+    statistics lag behind by is carried over in units of the row's own spread (unscaled it missed by twice as much).
     """
 
+    norms: list[Norm]
     calibrating: bool = True
-    calls: dict[Norm, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)  # scale, shift [R, C] per call
+    calls: dict[Norm, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
+    """Per call of a norm two tensors [R, C]: scale and shift, or mean and variance for a norm of the user's own."""
     reference: dict[Norm, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
     """Mean and variance of the main configuration per call, where rows are evaluated one by one."""
     position: dict[Norm, int] = field(default_factory=dict)
@@ -207,54 +245,75 @@ class RowNorms:
     def begin(self) -> None:
         self.position = dict.fromkeys(self.position, 0)
 
-    def __call__(self, norm: Norm, x: Tensor, plan: ForkPlan) -> Tensor:
-        rows, batch = plan.rows, plan.batch
+    def __call__(self, norm: Norm, x: Tensor, plan: ForkPlan, plain: Callable[[Tensor], Tensor]) -> Tensor:
+        if x.shape[0] % plan.rows:
+            raise ForkError(f"a BatchNorm met {x.shape[0]} samples, no multiple of {plan.rows} rows")
+        x5 = x.view(plan.rows, -1, *x.shape[1:])  # behind a flattened [B, T] a row has B · T samples
         call = self.position.setdefault(norm, 0)
         self.position[norm] = call + 1
-        x5 = x.view(rows, batch, x.shape[1], *x.shape[2:])
+        stock = plain.__func__ is Norm.forward if hasattr(plain, "__func__") else False
         if self.calibrating:
             known = self.calls.setdefault(norm, [])
             del known[call:]
-            known.append(self._statistics(norm, x5, call, plan.main_row))
-        scale, shift = self.calls[norm][call]
-        shape = (scale.shape[0], 1, x.shape[1], *[1] * (x.ndim - 2))
-        return torch.addcmul(shift.view(shape), x5, scale.view(shape)).view_as(x)
+            mean, var = self._statistics(norm, x5, call, plan.main_row)
+            known.append(_as_scale_and_shift(norm, mean, var) if stock else (mean, var))
+        a, b = self.calls[norm][call]
+        if not stock:
+            return torch.cat([_with_statistics(norm, plain, *each) for each in zip(x5, a, b, strict=True)])
+        shape = (plan.rows, 1, x.shape[1], *[1] * (x.ndim - 2))
+        return torch.addcmul(b.to(x.dtype).view(shape), x5, a.to(x.dtype).view(shape)).view_as(x)
 
     def _statistics(self, norm: Norm, x5: Tensor, call: int, main: int) -> tuple[Tensor, Tensor]:
+        """Mean and variance of every row, [R, C]."""
         dims = (1, *range(3, x5.ndim))
-        var, mean = torch.var_mean(x5.float(), dims, correction=0)  # [R, C]
+        var, mean = torch.var_mean(x5.float(), dims, correction=0)
         if self.referring:
             self.reference.setdefault(norm, []).append((mean, var))
         alone = norm in self.reference
         mean0, var0 = self.reference[norm][call] if alone else (mean[main : main + 1], var[main : main + 1])
         assert norm.running_mean is not None
         assert norm.running_var is not None
-        mean = norm.running_mean.float() + (mean - mean0)
         ratio = torch.where(var == var0, 1.0, (var + norm.eps) / (var0 + norm.eps))
-        var = norm.running_var.float() * ratio
-        weight = norm.weight if norm.weight is not None else torch.ones_like(mean[0])
-        bias = norm.bias if norm.bias is not None else torch.zeros_like(mean[0])
-        scale = weight / torch.sqrt(var + norm.eps)
-        return scale.to(x5.dtype), (bias - mean * scale).to(x5.dtype)
+        root = ratio.sqrt()
+        return norm.running_mean.float() * root + (mean - mean0 * root), norm.running_var.float() * ratio
+
+
+def _as_scale_and_shift(norm: Norm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    weight = norm.weight if norm.weight is not None else torch.ones_like(mean[0])
+    bias = norm.bias if norm.bias is not None else torch.zeros_like(mean[0])
+    scale = weight / torch.sqrt(var + norm.eps)
+    return scale, bias - mean * scale
+
+
+def _with_statistics(norm: Norm, plain: Callable[[Tensor], Tensor], x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
+    """A norm's own forward, whatever else it does, as if it had learnt other statistics."""
+    kept = norm.running_mean, norm.running_var
+    norm.running_mean, norm.running_var = mean, var
+    try:
+        return plain(x)
+    finally:
+        norm.running_mean, norm.running_var = kept
 
 
 class _NormForward:
     """Stands in for a norm's forward while a plan is lent."""
 
     def __init__(self, norm: Norm, plan: ForkPlan) -> None:
-        self.norm, self.plan = norm, plan
+        self.norm, self.plan, self.plain = norm, plan, norm.forward
 
     def __call__(self, x: Tensor) -> Tensor:
         norms = self.plan.norms
         if norms is None or (self.plan.rows == 1 and not norms.reference and not norms.referring):
-            return type(self.norm).forward(self.norm, x)
-        return norms(self.norm, x, self.plan)
+            return self.plain(x)
+        return norms(self.norm, x, self.plan, self.plain)
 
 
 @contextmanager
-def lent(plan: ForkPlan, slots: Sequence[Any], modules: dict[str, nn.Module], norms: Sequence[Norm]) -> Iterator[None]:
+def lent(plan: ForkPlan, slots: Sequence[Any], modules: dict[str, nn.Module]) -> Iterator[None]:
     """Lend the plan to the slots, the fork modules and the norms; take it back whatever happens."""
     handles = []
+    norms = plan.norms.norms if plan.norms is not None else []
+    forwards = [norm.__dict__.get("forward") for norm in norms]  # a library may have put one there
     try:
         for slot in slots:
             slot.fork = plan
@@ -272,7 +331,9 @@ def lent(plan: ForkPlan, slots: Sequence[Any], modules: dict[str, nn.Module], no
     finally:
         for handle in handles:
             handle.remove()
-        for norm in norms:
+        for norm, forward in zip(norms, forwards, strict=True):
             norm.__dict__.pop("forward", None)
+            if forward is not None:
+                norm.__dict__["forward"] = forward
         for slot in slots:
             slot.fork = None

@@ -9,6 +9,7 @@ place where the batch may fork for coalition evaluation is found by trying it (s
 
 from __future__ import annotations
 
+import dataclasses
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -17,8 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.body import Body, call
-from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, is_batched
+from esper.kasmina.body import FAILURES, Body, as_arguments, call
+from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Known, is_batched
 from esper.kasmina.site import Layout, Site
 from esper.kasmina.slot import Select, Slot
 from esper.leyline.errors import GraftError, unknown_name
@@ -52,16 +53,14 @@ def graft(
     select  for modules that return a tuple or mapping: where in it the features are, by module name
     """
     refuse_wrapped(model)
-    probe, size = few_samples(probe)
+    probe, known = few_samples(dict(probe) if isinstance(probe, Mapping) else probe)
     sites = find_sites(model, at, probe)
     handles: list[Any] = []
-    seen: dict[str, Any] = {}
-    calls: list[str] = []
+    seen: dict[str, list[Any]] = {}
 
     def watch(name: str) -> Any:
         def look(module: nn.Module, args: Any, output: Any) -> None:
-            seen.setdefault(name, output)
-            calls.append(name)
+            seen.setdefault(name, []).append(output)
 
         return look
 
@@ -77,15 +76,26 @@ def graft(
     slots = []
     for slot_id, name in sites.items():
         if name not in seen:
-            ran = ", ".join(dict.fromkeys(calls)) or "none of those named"
+            ran = ", ".join(seen) or "none of those named"
             raise GraftError(
                 f"module {name!r} was not called when the model ran on the probe, so a slot there would never "
                 f"be reached. Graft after a module that runs (of those named, these did: {ran})"
             )
-        chosen, features = find_features(name, seen[name], (select or {}).get(name))
-        slots.append(Slot(slot_id, name, site_of(name, features), chosen).to(features.device))
+        found = [find_features(name, output, (select or {}).get(name)) for output in seen[name]]
+        places = [site_of(name, features) for _, features in found]
+        if len({(p.layout, p.dim) for p in places}) > 1:
+            raise GraftError(
+                f"module {name!r} is called {len(found)} times with features of different kinds "
+                f"({', '.join(str(p.shape) for p in places)}); no seed fits them all. Graft after a neighbouring module."
+            )
+        chosen, features = found[0]
+        slots.append(Slot(slot_id, name, places[0], chosen).to(features.device))
+    for name in select or {}:
+        if name not in seen:
+            raise unknown_name("module with a slot", name, seen)
     body = Body(model, slots, probe)
-    find_forks(body, probe, size)
+    body.batched[""] = known
+    find_forks(body, probe)
     return body
 
 
@@ -96,12 +106,20 @@ def refuse_wrapped(model: nn.Module) -> None:
     for kind, way_out in WRAPPERS.items():
         if kind in kinds:
             raise GraftError(f"cannot graft a {type(model).__name__}. {way_out}")
-    if getattr(model, "_compiled_call_impl", None) is not None:
-        raise GraftError("cannot graft a model that was compiled in place. Graft it first, then compile the body.")
+    for name, module in model.named_modules():
+        if getattr(module, "_compiled_call_impl", None) is not None:
+            raise GraftError(
+                f"cannot graft a model compiled in place ({name or 'the model itself'}). Graft it first, then compile."
+            )
+        if any(isinstance(getattr(hook, "__self__", None), Slot) for hook in module._forward_hooks.values()):
+            raise GraftError(
+                f"this model has slots already (after {name!r}). Name all its slots in one call of esper.graft, "
+                "or graft a fresh copy of the model."
+            )
 
 
-def few_samples(probe: Any) -> tuple[Any, int]:
-    """The first few samples of a batch, and how many they are."""
+def few_samples(probe: Any) -> tuple[Any, Known]:
+    """The first few samples of a batch, and which of its tensors have samples."""
     tensors = [x for x in pytree.tree_leaves(probe) if isinstance(x, Tensor) and x.ndim > 0]
     if not tensors:
         raise GraftError(f"the probe holds no tensor with a batch dimension: {type(probe).__name__}")
@@ -112,7 +130,12 @@ def few_samples(probe: Any) -> tuple[Any, int]:
             "each other could not be told from samples that do not."
         )
     few = pytree.tree_map(lambda x: x[:PROBE_SAMPLES] if is_batched(x, size) else x, probe)
-    return few, PROBE_SAMPLES
+    return few, known_form(as_arguments(probe), size)
+
+
+def known_form(arguments: Any, samples: int) -> Known:
+    leaves, form = pytree.tree_flatten(arguments)
+    return str(form), [not isinstance(x, Tensor) or is_batched(x, samples) for x in leaves]
 
 
 @torch.no_grad()
@@ -123,8 +146,11 @@ def quietly(model: nn.Module, batch: Any) -> Any:
         model.eval()
         with torch.random.fork_rng(devices=[]):
             return call(model, batch)
-    except (TypeError, RuntimeError, ValueError) as error:
-        raise GraftError(f"the model does not run on the probe: {error}") from error
+    except Exception as error:
+        raise GraftError(
+            f"the model does not run on {PROBE_SAMPLES} samples of the probe: {type(error).__name__}: {error}. (Tensors "
+            "whose first size is the batch's were cut; if one has no samples, give a probe of another size.)"
+        ) from error
     finally:
         for module in training:
             module.training = True
@@ -184,15 +210,9 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
             continue
         if id(features) not in ends and not name.startswith("lm_head"):
             fit[name] = module
-    blocks = {n for n, m in fit.items() if any(True for _ in m.children()) and any(True for _ in m.parameters())}
-    for depth in range(4):
-        level = [n for n in fit if n in blocks and n.count(".") == depth]
-        if len(level) >= 2:
-            break
-    else:
-        level = [n for n, m in fit.items() if not any(True for _ in m.children())]
-        nonlinear = [n for n in level if not any(True for _ in fit[n].parameters())]
-        level = nonlinear or level
+    level = _siblings(fit) or [n for n, m in fit.items() if not any(True for _ in m.children())]
+    if any(not any(True for _ in fit[n].parameters()) for n in level):  # layers: after their activations
+        level = [n for n in level if not any(True for _ in fit[n].parameters())]
     if not level:
         raise GraftError(
             "found no place for a slot: no inner module returns a floating tensor [B, C, H, W], [B, T, D] or [B, D]. "
@@ -200,6 +220,16 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
         )
     n = min(AUTO_SLOTS, len(level))
     return [level[(i + 1) * len(level) // n - 1] for i in range(n)]
+
+
+def _siblings(fit: dict[str, nn.Module]) -> list[str]:
+    """The blocks of a model: modules with parts, of one class and under one parent, that hold the most parameters."""
+    families: dict[tuple[str, type], list[str]] = {}
+    for name, module in fit.items():
+        if any(True for _ in module.children()) and any(True for _ in module.parameters()):
+            families.setdefault((name.rpartition(".")[0], type(module)), []).append(name)
+    several = [names for names in families.values() if len(names) > 1]
+    return max(several, key=lambda names: sum(p.numel() for n in names for p in fit[n].parameters()), default=[])
 
 
 def find_features(name: str, output: Any, key: int | str | None) -> tuple[Select, Tensor]:
@@ -230,7 +260,8 @@ def find_features(name: str, output: Any, key: int | str | None) -> tuple[Select
     value = choices[key]
     if not isinstance(value, Tensor):
         raise GraftError(f"item {key!r} of {name!r}'s output is a {type(value).__name__}, not a tensor")
-    return Select(key, hasattr(output, "_fields")), _floating(name, value)
+    field = output._fields[key] if hasattr(output, "_fields") and isinstance(key, int) else ""
+    return Select(key, field, isinstance(output, list)), _floating(name, value)
 
 
 def _floating(name: str, features: Tensor) -> Tensor:
@@ -256,18 +287,16 @@ def site_of(name: str, features: Tensor) -> Site:
 
 
 class _Noise(nn.Module):
-    """A stand-in seed for the probe: a fixed change per sample, so that rows differ and mixing shows."""
-
-    def __init__(self, samples: int, scale: float) -> None:
-        super().__init__()
-        self.samples, self.scale = samples, scale
+    """A stand-in seed for the probe: a change per sample as large as the features, so that mixing shows."""
 
     def forward(self, h: Tensor) -> Tensor:
         generator = torch.Generator().manual_seed(h[0].numel())
-        noise = torch.randn(self.samples, *h.shape[1:], generator=generator).to(h.device, h.dtype) * self.scale
-        if h.shape[0] % self.samples:
+        noise = torch.randn(PROBE_SAMPLES, *h.shape[1:], generator=generator).to(h)
+        size = h.float().square().mean().sqrt()  # of the same features in a forked pass and in a single one
+        noise = noise * torch.where(size > 0, size, 1.0).to(h)
+        if h.shape[0] % PROBE_SAMPLES:
             raise ForkError("the leading dimension is not a multiple of the batch")
-        return noise.repeat(h.shape[0] // self.samples, *[1] * (h.ndim - 1))
+        return noise.repeat(h.shape[0] // PROBE_SAMPLES, *[1] * (h.ndim - 1))
 
 
 def _ancestors(name: str) -> Iterable[str]:
@@ -278,7 +307,7 @@ def _ancestors(name: str) -> Iterable[str]:
 
 
 @torch.no_grad()
-def find_forks(body: Body, probe: Any, size: int) -> None:
+def find_forks(body: Body, probe: Any) -> None:
     """For each slot the innermost place where the batch may fork, and the order in which they are met."""
     training = [m for m in body.modules() if m.training]
     body.eval()
@@ -286,7 +315,7 @@ def find_forks(body: Body, probe: Any, size: int) -> None:
         with torch.random.fork_rng(devices=[]):
             sequence = _meeting_order(body, probe)
             for slot in body.slots.values():
-                body.forks[slot.name] = _find_fork(body, slot, probe, size, sequence)
+                body.forks[slot.name] = _find_fork(body, slot, probe, sequence)
     finally:
         for module in training:
             module.training = True
@@ -295,19 +324,26 @@ def find_forks(body: Body, probe: Any, size: int) -> None:
 
 
 def _meeting_order(body: Body, probe: Any) -> list[ForkPoint]:
-    """Every possible fork point in the order of one plain run."""
+    """Every possible fork point in the order of one plain run; on the way, which arguments have samples."""
     met: list[ForkPoint] = [ForkPoint(True, "")]
     handles = []
     modules = dict(body.model.named_modules())
 
-    def note(point: ForkPoint) -> Any:
-        return lambda *_: met.append(point)
+    def enter(name: str) -> Any:
+        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
+            met.append(ForkPoint(True, name))
+            body.batched.setdefault(name, known_form((args, kwargs), PROBE_SAMPLES))
+
+        return note
+
+    def leave(name: str) -> Any:
+        return lambda *_: met.append(ForkPoint(False, name))
 
     try:
-        for name in {a for s in body.slots.values() for a in _ancestors(s.module_name) if a}:
-            handles.append(modules[name].register_forward_pre_hook(note(ForkPoint(True, name))))
+        for name in {a for s in body.slots.values() for a in (s.module_name, *_ancestors(s.module_name)) if a}:
+            handles.append(modules[name].register_forward_pre_hook(enter(name), with_kwargs=True))
         for slot in body.slots.values():
-            handles.append(modules[slot.module_name].register_forward_hook(note(ForkPoint(False, slot.name))))
+            handles.append(modules[slot.module_name].register_forward_hook(leave(slot.name)))
         call(body.model, probe)
     finally:
         for handle in handles:
@@ -315,27 +351,30 @@ def _meeting_order(body: Body, probe: Any) -> list[ForkPoint]:
     return list(dict.fromkeys(met))
 
 
-def _find_fork(body: Body, slot: Slot, probe: Any, size: int, sequence: list[ForkPoint]) -> ForkPoint | None:
-    slot.seed, slot.stage = _Noise(size, 1.0), SeedStage.TRAINING
+def _find_fork(body: Body, slot: Slot, probe: Any, sequence: list[ForkPoint]) -> ForkPoint | None:
+    slot.seed, slot.stage = _Noise(), SeedStage.TRAINING
+    own, size = slot.name, PROBE_SAMPLES
+    candidates = [
+        ForkPoint(False, own),
+        *(ForkPoint(True, a) for a in (slot.module_name, *_ancestors(slot.module_name))),
+    ]
     try:
-        expected = []
-        for on in (False, True):
-            expected.append(body.evaluate_rows(probe, size, ForkPlan.single([on], [slot.name]))[0])
-        candidates = [
-            ForkPoint(False, slot.name),
-            *(ForkPoint(True, a) for a in _ancestors(slot.module_name)),
-        ]
+        alone = [ForkPlan.single([on], [own]) for on in (False, True)]
+        expected = [body.evaluate_rows(probe, size, plan)[0] for plan in alone]
         for point in candidates:
-            plan = ForkPlan.build([[False], [True]], [slot.name], {slot.name: point}, [point], [True])
+            if point not in sequence:
+                continue  # a list of modules, say, is never called
+            plan = ForkPlan.build([[False], [True]], [own], {own: point}, [point], [True])
+            plan.batched = body.batched
             try:
                 got = body.evaluate_rows(probe, size, plan)
-            except (ForkError, RuntimeError, ValueError, IndexError, TypeError, AssertionError):
+            except ForkError:
                 continue  # shapes do not fit: something goes around this point
-            if point in sequence and all(same(a, b) for a, b in zip(got, expected, strict=True)):
+            if all(same(a, b) for a, b in zip(got, expected, strict=True)):
                 return point
         return None
-    except ForkError:
-        return None
+    except (ForkError, *FAILURES):
+        return None  # the model does not bear noise at all
     finally:
         slot.uproot()
         slot.stage = SeedStage.DORMANT
@@ -344,12 +383,19 @@ def _find_fork(body: Body, slot: Slot, probe: Any, size: int, sequence: list[For
 def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
     """Whether two outputs agree, up to the rounding that another batch size brings."""
     compared = 0
-    for x, y in zip(pytree.tree_leaves(a), pytree.tree_leaves(b), strict=True):
+    for x, y in zip(_leaves(a), _leaves(b), strict=True):
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
             if x.shape != y.shape:
                 return False
             scale = y.abs().amax().clamp(min=1e-6) if y.numel() else 1.0
-            if not bool(((x - y).abs() <= tolerance * scale).all()):  # sync: once, at graft
+            most = max(tolerance, 8 * torch.finfo(x.dtype).eps)  # half precision rounds more than that
+            if not bool(((x - y).abs() <= most * scale).all()):  # sync: once, at graft
                 return False
             compared += 1
     return compared > 0
+
+
+def _leaves(output: Any) -> list[Any]:
+    """Whatever an output holds, also in an object that torch does not know."""
+    leaves = pytree.tree_leaves(output)
+    return [y for x in leaves for y in (_leaves(vars(x)) if dataclasses.is_dataclass(x) else [x])]

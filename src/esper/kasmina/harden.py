@@ -2,8 +2,9 @@
 
 Each grown module is swapped for a `torch.fx.GraphModule` that calls the module it was grafted on
 (`host`) and then the seed (`grown`), traced into torch parts. A module whose signature a graph cannot
-repeat (`*args`, `**kwargs`), or whose output is a mapping, keeps its place and gets the traced seed as
-a child and a forward hook. Either way the result computes the same, trains, exports and loads alone.
+repeat (`*args`, `**kwargs`), or into which other code of the model reaches (`self.embed.weight`), keeps
+its place and gets the traced seed as a child and a forward hook. Either way the result computes the same,
+trains, exports and loads alone.
 """
 
 from __future__ import annotations
@@ -15,15 +16,18 @@ from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
 from esper.kasmina.graft import quietly, same
 from esper.kasmina.slot import Select, Slot
 from esper.leyline.actions import Operator
-from esper.leyline.errors import HardenError
+from esper.leyline.errors import GraftError, HardenError
 from esper.leyline.stages import SeedStage
 
 GROWN, HOST = "grown", "host"
+CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+"""A child added to one of these would become part of what it computes."""
 
 
 class _Blend(nn.Module):
@@ -53,6 +57,19 @@ def harden(body: Body, *, key_map: bool = False) -> nn.Module | tuple[nn.Module,
     Seeds that the host does not feel yet (GERMINATED, TRAINING) are left behind. With `key_map=True`
     also returns where each key of `body.state_dict()` went.
     """
+    problem = None
+    for swap in (True, False):
+        plain, keys = _rebuilt(body, swap)
+        problem = _differs(body, plain)
+        if not problem:
+            return (plain, keys) if key_map else plain
+    raise HardenError(
+        f"the hardened model {problem}. Other code of the model may reach into a grown module; graft after a "
+        "neighbouring module, or export the body with torch.export."
+    )
+
+
+def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
     twin = copy.deepcopy(body)
     plain = twin.model
     detach_hooks(twin)
@@ -61,12 +78,9 @@ def harden(body: Body, *, key_map: bool = False) -> nn.Module | tuple[nn.Module,
     for slot in sorted(felt, key=lambda s: -s.module_name.count(".")):  # inner modules first: names stay valid
         grown = _trace(slot)
         module = plain.get_submodule(slot.module_name)
-        if _signature_of(module) is None or isinstance(slot.select.key, str):
-            plain = _attach(plain, slot, module, grown, keys)
-        else:
-            plain = _swap(plain, slot, module, grown, keys)
-    _verify(body, plain)
-    return (plain, keys) if key_map else plain
+        swaps = _signature_of(module) is not None and (swap or isinstance(module, CONTAINERS))
+        (_swap if swaps else _attach)(plain, slot, module, grown, keys)
+    return plain, keys
 
 
 def detach_hooks(body: Body) -> None:
@@ -107,7 +121,7 @@ def _signature_of(module: nn.Module) -> list[inspect.Parameter] | None:
     return parameters
 
 
-def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> nn.Module:
+def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> None:
     """Put a graph in the module's place: first the module, then the seed."""
     graph = fx.Graph()
     args: list[fx.Node] = []
@@ -118,74 +132,72 @@ def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule
             kwargs[p.name] = node
         else:
             args.append(node)
-    output: Any = graph.call_module(HOST, tuple(args), kwargs)
-    graph.output(_put(graph, output, slot.select, grown))
-    parts = nn.ModuleDict({HOST: module, GROWN: grown})
-    swapped = fx.GraphModule(parts, graph, class_name="GrownModule")
+    output = graph.call_module(HOST, tuple(args), kwargs)
+    graph.output(_put(graph, output, slot.select))
+    swapped = fx.GraphModule(nn.ModuleDict({HOST: module, GROWN: grown}), graph, class_name="GrownModule")
     swapped.train(module.training)
     for name, value in vars(module).items():  # plain settings that other code may read (`layer.kind`)
         if isinstance(value, (int, float, str, bool)) and name not in vars(swapped):
             setattr(swapped, name, value)
-    _move_keys(keys, slot, {slot.module_name: f"{slot.module_name}.{HOST}"}, f"{slot.module_name}.{GROWN}", grown)
-    places = [n for n, m in plain.named_modules(remove_duplicate=False) if m is module]
-    for place in places:
+    for place in _places(plain, module):
+        _move_keys(keys, {f"{place}.": f"{place}.{HOST}."})
         parent, _, child = place.rpartition(".")
         setattr(plain.get_submodule(parent), child, swapped)
-    return plain
+    _add_keys(keys, slot, f"{slot.module_name}.{GROWN}", grown)
 
 
-def _put(graph: fx.Graph, output: Any, select: Select, grown: fx.GraphModule) -> Any:
+def _put(graph: fx.Graph, output: fx.Node, select: Select) -> Any:
+    """The output with its features grown: the same kind of tuple, list or mapping as before."""
     if select.key is None:
         return graph.call_module(GROWN, (output,))
-    assert isinstance(select.key, int)
-    item = graph.call_function(operator.getitem, (output, select.key))
-    changed = graph.call_module(GROWN, (item,))
+    changed = graph.call_module(GROWN, (graph.call_function(operator.getitem, (output, select.key)),))
+    if isinstance(select.key, str):
+        return graph.call_function(operator.or_, (output, {select.key: changed}))
+    if select.field:
+        return graph.call_method("_replace", (output,), {select.field: changed})
     before = graph.call_function(operator.getitem, (output, slice(None, select.key)))
     after = graph.call_function(operator.getitem, (output, slice(select.key + 1, None)))
-    first = graph.call_function(operator.add, (before, (changed,)))
-    return graph.call_function(operator.add, (first, after))
+    middle = [changed] if select.is_list else (changed,)
+    return graph.call_function(operator.add, (graph.call_function(operator.add, (before, middle)), after))
 
 
-def _attach(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> nn.Module:
+def _attach(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> None:
     """Leave the module in its place; the traced seed is its child and its forward hook."""
+    if isinstance(module, CONTAINERS) or hasattr(module, GROWN):
+        raise HardenError(f"module {slot.module_name!r} ({type(module).__name__}) can neither be swapped nor extended")
     graph = fx.Graph()
     for name in ("module", "args"):
         graph.placeholder(name)
-    output = graph.placeholder("output")
-    if isinstance(slot.select.key, str):
-        item = graph.call_function(operator.getitem, (output, slot.select.key))
-        changed = graph.call_module(GROWN, (item,))
-        copied = graph.call_function(copy.copy, (output,))
-        graph.call_function(operator.setitem, (copied, slot.select.key, changed))
-        graph.output(copied)
-    else:
-        graph.output(_put(graph, output, slot.select, grown))
+    graph.output(_put(graph, graph.placeholder("output"), slot.select))
     hook = fx.GraphModule(nn.ModuleDict({GROWN: grown}), graph, class_name="GrowAfter")
-    if isinstance(module, (nn.Sequential, nn.ModuleList, nn.ModuleDict)) or hasattr(module, GROWN):
-        raise HardenError(f"module {slot.module_name!r} ({type(module).__name__}) can neither be swapped nor extended")
     module.add_module(GROWN, hook)
     module.register_forward_hook(hook)
-    _move_keys(keys, slot, {}, f"{slot.module_name}.{GROWN}.{GROWN}", grown)
-    return plain
+    _add_keys(keys, slot, f"{slot.module_name}.{GROWN}.{GROWN}", grown)
 
 
-def _move_keys(keys: dict[str, str], slot: Slot, moved: dict[str, str], home: str, grown: nn.Module) -> None:
+def _places(plain: nn.Module, module: nn.Module) -> list[str]:
+    """Every name under which the model holds a module."""
+    return [n for n, m in plain.named_modules(remove_duplicate=False) if m is module]
+
+
+def _move_keys(keys: dict[str, str], moved: dict[str, str]) -> None:
     for old, new in list(keys.items()):
         for before, after in moved.items():
-            if new.startswith(before + "."):
+            if new.startswith(before):
                 keys[old] = after + new[len(before) :]
-    root = f"esper.{slot.name.replace('.', '/')}"
-    keys |= {f"{root}.{k}": f"{home}.{k}" for k in grown.state_dict()}
 
 
-def _verify(body: Body, plain: nn.Module) -> None:
-    """Compare on the probe the body was grafted with."""
+def _add_keys(keys: dict[str, str], slot: Slot, home: str, grown: nn.Module) -> None:
+    keys |= {f"esper.{slot.name.replace('.', '/')}.{k}": f"{home}.{k}" for k in grown.state_dict()}
+
+
+def _differs(body: Body, plain: nn.Module) -> str:
+    """What is wrong with the hardened model on the probe that the body was grafted with; "" if nothing."""
+    device = next((p.device for p in body.parameters()), torch.device("cpu"))
+    probe = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, body.probe)
+    expected = quietly(body, probe)
     try:
-        got = quietly(plain, body.probe)
-    except Exception as error:
-        raise HardenError(
-            f"the hardened model does not run on the probe: {error}. Other code of the model may reach into a "
-            "grown module; graft after a neighbouring module, or export the body with torch.export."
-        ) from error
-    if not same(got, quietly(body, body.probe), tolerance=1e-4):
-        raise HardenError("the hardened model does not compute what the body computes on the probe; please report this")
+        got = quietly(plain, probe)
+    except GraftError as error:
+        return f"does not run: {error.__cause__}"
+    return "" if same(got, expected, tolerance=1e-4) else "does not compute what the body computes on the probe"

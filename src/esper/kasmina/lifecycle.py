@@ -23,6 +23,7 @@ from esper.kasmina.alpha import alpha_at
 from esper.leyline.actions import (
     ALPHA_TARGETS,
     NUM_OPS,
+    RELEVANCE,
     SPEED_TICKS,
     STYLE_CURVE,
     STYLE_OPERATOR,
@@ -109,10 +110,10 @@ def _auto_by_stage(rules: Rules) -> Bools:
 
 
 def _at_least(value: Floats, floor: float | None) -> Bools:
-    """NaN never passes; no floor asks for nothing."""
+    """What is not a finite number never passes; no floor asks for nothing."""
     if floor is None:
         return np.ones(value.shape, dtype=bool)
-    return np.asarray(value >= floor)
+    return np.isfinite(value) & (value >= floor)
 
 
 def gates(table: SlotTable, rules: Rules) -> tuple[Bools, Ints]:
@@ -122,7 +123,9 @@ def gates(table: SlotTable, rules: Rules) -> tuple[Bools, Ints]:
     at_full = (table.alpha_to >= 1 - ALPHA_TOLERANCE) & ~table.moving
     at_full &= np.abs(table.alpha - table.alpha_to) <= ALPHA_TOLERANCE
     improvement = table.quality[:, None] - table.quality_stage
-    lower_bound = table.contribution - t.z * table.contribution_se
+    # worth counts as evidence for good if it was measured at full strength, in this stage
+    fresh = (table.contribution_age >= 0) & (table.contribution_age < table.dwell)
+    lower_bound = np.where(fresh, table.contribution - t.z * table.contribution_se, np.nan)
     shut = {
         Check.DWELL: (training & (table.dwell < t.blend_dwell)) | (blending & (table.dwell < t.hold_dwell)),
         Check.GRADIENT_HEALTH: training & ~_at_least(table.grad_health, t.blend_health),
@@ -215,12 +218,12 @@ def _effects(kind: EffectKind, where: Bools) -> list[Effect]:
 
 def is_legal(table: SlotTable, actions: Ints, rules: Rules) -> Bools:
     """[E] whether each environment's action may be taken, head choices included."""
-    slot, op = actions[:, Head.SLOT], actions[:, Head.OP]
     sizes = (table.num_slots, table.takes.shape[1], *_HEAD_SIZES)
-    sane = ((actions >= 0) & (actions < np.asarray(sizes))).all(axis=1)
-    slot, op = np.where(sane, slot, 0), np.where(sane, op, 0)
+    fits = (actions >= 0) & (actions < np.asarray(sizes))
+    op = np.where(fits[:, Head.OP], actions[:, Head.OP], 0)
+    sane = fits[:, Head.OP] & (fits | ~RELEVANCE[op]).all(axis=1)  # what an op does not read cannot spoil it
+    slot, blueprint = (np.where(fits[:, h], actions[:, h], 0) for h in (Head.SLOT, Head.BLUEPRINT))
     ok = sane & legal(table, rules)[np.arange(table.num_envs), op, slot]
-    blueprint = np.where(sane, actions[:, Head.BLUEPRINT], 0)
     return np.asarray(ok & ((op != Op.GERMINATE) | table.takes[slot, blueprint]))
 
 

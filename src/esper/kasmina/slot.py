@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina import blueprints
 from esper.kasmina.blending import Gate, blend, detached, straight_through
@@ -28,8 +30,9 @@ class Select:
     """Where in a module's output the features are: the output itself, or one item of a tuple or mapping."""
 
     key: int | str | None = None
-    named: bool = False
-    """The output is a named tuple."""
+    field: str = ""
+    """The item's name, if the output is a named tuple."""
+    is_list: bool = False
 
     def get(self, output: Any) -> Tensor:
         return output if self.key is None else output[self.key]
@@ -41,8 +44,9 @@ class Select:
             changed = copy.copy(output)
             changed[self.key] = features  # type: ignore[index]
             return changed
-        items = [features if i == self.key else item for i, item in enumerate(output)]
-        return type(output)(*items) if self.named else type(output)(items)
+        if self.field:
+            return output._replace(**{self.field: features})
+        return type(output)(features if i == self.key else item for i, item in enumerate(output))
 
 
 class Slot(nn.Module):
@@ -113,10 +117,23 @@ class Slot(nn.Module):
             self.lesson = detached(h)
             return self.switched_on(self.lesson)
         if self.incubating and training and torch.is_grad_enabled():
-            x = detached(h)
-            delta = self._seed_for(h)(x)
-            return straight_through(h, delta * self.gate(x) if self.gate is not None else delta)
+            with self._own_luck():
+                return straight_through(h, self.change(detached(h)))
         return h
+
+    def change(self, h: Tensor) -> Tensor:
+        """What the seed at full strength would add to the features."""
+        delta = self._seed_for(h)(h)
+        if self.operator == Operator.MULTIPLY:
+            return h * torch.tanh(delta)
+        return delta if self.gate is None else delta * self.gate(h)
+
+    def _own_luck(self) -> AbstractContextManager[None]:
+        """Within, a seed with dropout leaves the random stream of the host as it was."""
+        assert self.seed is not None
+        if torch.compiler.is_compiling() or not any(isinstance(m, _DropoutNd) for m in self.seed.modules()):
+            return nullcontext()
+        return torch.random.fork_rng(devices=[self.alpha.device] if self.alpha.is_cuda else [])
 
     def switched_on(self, h: Tensor) -> Tensor:
         """The features with the seed on: at its present alpha, or at 1 if it has not begun to blend."""

@@ -210,7 +210,7 @@ def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     for ancestor in type(optimizer).__mro__:
         if ancestor.__name__ in REFUSED:
             raise OptimizerError(f"{kind} cannot follow growth: {REFUSED[ancestor.__name__]}")
-    if any(type(p).__name__ == "DTensor" or type(p.data).__name__ == "DTensor" for p in body.parameters()):
+    if any(type(p).__name__ == "DTensor" for p in body.parameters()):
         raise OptimizerError("the model's parameters are sharded (FSDP); seeds cannot join later. Use DDP.")
     held = {p for g in optimizer.param_groups for p in g["params"]}
     if not any(p in held for p in body.model.parameters()):

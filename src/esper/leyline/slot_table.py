@@ -34,7 +34,7 @@ def _env(dtype: type, blank: float, axes: str = "E") -> Any:
     return field(metadata={"axes": axes, "dtype": dtype, "blank": blank, "seed": False})
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class SlotTable:
     """Every slot of every environment. Rules change it in place; modules never mirror it."""
 

@@ -80,7 +80,7 @@ CHECK_TEXT: dict[Check, str] = {
     Check.GRADIENT_RATIO: "seed/host gradient ratio unmeasured or too low",
     Check.IMPROVEMENT: "quality has not improved enough since the stage began",
     Check.ALPHA_AT_FULL: "alpha is not at rest at 1",
-    Check.CONTRIBUTION: "contribution unmeasured, or its lower bound is too low",
+    Check.CONTRIBUTION: "contribution not measured in this stage, or its lower bound is too low",
 }
 
 

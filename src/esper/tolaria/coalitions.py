@@ -10,7 +10,7 @@ Legend: K configurations, N samples, B samples of a chunk.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.forking import ForkError, ForkPlan, RowNorms, is_batched
+from esper.kasmina.forking import ForkError, ForkPlan, Norm, RowNorms, is_batched
 from esper.kasmina.graft import same
 from esper.leyline.errors import ConfigError
 
@@ -31,6 +31,8 @@ Config = tuple[bool, ...]
 MAX_ROWS = 512
 """Rows × samples behind the last fork: beyond, memory grows and speed does not."""
 CALIBRATION_SAMPLES = 128
+PLAIN_DIFFERENCE = 0.01
+"""Configurations whose answers differ by so much of their size would show it if rows influenced each other."""
 FULL_TABLE_PLAYERS = 3
 """Up to so many players every coalition is evaluated each epoch."""
 
@@ -108,11 +110,15 @@ def evaluate(
             raise ConfigError(f"a configuration speaks of {len(config)} slots; live and training are {slots}")
     main: Config = tuple(i < len(players) for i in range(len(slots)))
     rows = wanted if main in wanted else [*wanted, main]  # norms are moved relative to main
-    runner = _Runner(body, slots, rows, main, score)
+    # a norm in eval while the body trains was frozen by its owner: it would not adapt
+    norms = [n for n in body.norms if n.training or not body.training] if len(rows) > 1 else []
+    runner = _Runner(body, slots, rows, main, score, norms)
+    if calibration is not None:
+        runner.calibrate_on(plain(calibration), samples_in(None, calibration))
     was_training = [m for m in body.modules() if m.training]
     body.eval()
     try:
-        found = [runner.run(inputs, target, calibration, max_rows) for inputs, target in batches]
+        found = [runner.run(plain(inputs), target, max_rows) for inputs, target in batches]
     finally:
         for module in was_training:
             module.training = True
@@ -130,98 +136,116 @@ class _Runner:
     rows: list[Config]
     main: Config
     score: Score
+    norms: list[Norm]
+    calibration: tuple[Any, int] | None = None
     plan: ForkPlan | None = None
     singles: list[ForkPlan] | None = None
+    guarded: bool = False
 
-    def run(self, inputs: Any, target: Any, calibration: Any, max_rows: int) -> Tensor:
+    def calibrate_on(self, inputs: Any, size: int) -> None:
+        few = min(size, CALIBRATION_SAMPLES)
+        self.calibration = self.body.cut(inputs, size, 0, few), few
+
+    def run(self, inputs: Any, target: Any, max_rows: int) -> Tensor:
         size = samples_in(target, inputs)
-        if self.plan is None and self.singles is None:
-            self._prepare(inputs if calibration is None else calibration, size if calibration is None else 0)
-        if self.singles is not None:
-            return self._one_by_one(inputs, target, size)
-        parts = []
-        for x, y, n in chunks(inputs, target, size, max(1, max_rows // len(self.rows))):
+        if self.calibration is None:
+            self.calibrate_on(inputs, size)
+        if self.singles is None:
             try:
-                parts.append(self._forked(x, y, n))
-                self._guard(x, y, n, parts[0])
+                return self._forked(inputs, target, size, max(1, max_rows // len(self.rows)))
             except ForkError as error:
                 self.body.give_up_forking(str(error))
-                self._prepare(inputs if calibration is None else calibration, size if calibration is None else 0)
-                return self._one_by_one(inputs, target, size)
+                self.singles = self._alone(self.rows)
+        outputs = (self.body.evaluate_rows(inputs, size, plan)[0] for plan in self.singles)
+        return torch.stack([self._scored(output, target, size) for output in outputs])
+
+    def _forked(self, inputs: Any, target: Any, size: int, most: int) -> Tensor:
+        if self.plan is None:
+            self.plan = self.body.plan(self.rows, self.slots, self.main)
+            if self.norms:
+                assert self.calibration is not None
+                self.plan.norms = RowNorms(self.norms)
+                self.body.run_rows(*self.calibration, self.plan)
+                self.plan.norms.calibrating = False
+        parts = []
+        for start, stop in chunks(size, most):
+            x, y = self.body.cut(inputs, size, start, stop), cut(target, size, start, stop)
+            output = self.body.run_rows(x, stop - start, self.plan)
+            self._guard(x, stop - start, output)
+            parts.append(self._scores(output, y, stop - start))
         return torch.cat(parts, 1)
 
-    def _prepare(self, inputs: Any, size: int) -> None:
-        """Build the plan and, where norms lie behind slots, the statistics of its rows."""
-        size = size or samples_in(None, inputs)
-        few = min(size, CALIBRATION_SAMPLES)
-        inputs = cut(inputs, size, 0, few)
-        needs_norms = bool(self.body.norms) and len(self.rows) > 1
-        try:
-            self.plan = self.body.plan(self.rows, self.slots, self.main)
-            if needs_norms:
-                self.plan.norms = RowNorms()
-                self.body.run_rows(inputs, few, self.plan)
-                self.plan.norms.calibrating = False
-            self.singles = None
-        except ForkError as error:
-            self.plan = None
-            self.body.give_up_forking(str(error))
-            self.singles = [ForkPlan.single(c, self.slots) for c in self.rows]
-            if needs_norms:
-                self._calibrate_singles(inputs, few)
-
-    def _calibrate_singles(self, inputs: Any, size: int) -> None:
-        assert self.singles is not None
-        reference = RowNorms(referring=True)
-        main = ForkPlan.single(self.main, self.slots)
-        main.norms = reference
-        self.body.run_rows(inputs, size, main)
-        for plan in self.singles:
-            plan.norms = RowNorms(reference=reference.reference)
-            self.body.run_rows(inputs, size, plan)
-            plan.norms.calibrating = False
-
-    def _forked(self, inputs: Any, target: Any, size: int) -> Tensor:
+    def _scores(self, output: Any, target: Any, size: int) -> Tensor:
         assert self.plan is not None
-        output = self.body.run_rows(inputs, size, self.plan)
         k = len(self.rows)
-        if is_batched(output, k * size) and isinstance(target, Tensor):
-            scores = self.score(output, target.repeat(k, *[1] * (target.ndim - 1)))
-            scores = scores.view(k, size, *scores.shape[1:])
-            return scores[np.argsort(self.plan.order)] if self.plan.order != list(range(k)) else scores
-        return torch.stack([self.score(out, target) for out in self.plan.split(output)])
+        if not (is_batched(output, k * size) and isinstance(target, Tensor)):
+            return torch.stack([self._scored(out, target, size) for out in self.plan.split(output)])
+        scores = self._scored(output, target.repeat(k, *[1] * (target.ndim - 1)), k * size)
+        scores = scores.view(k, size, *scores.shape[1:])
+        return scores if self.plan.order == list(range(k)) else scores[np.argsort(self.plan.order)]
 
-    def _one_by_one(self, inputs: Any, target: Any, size: int) -> Tensor:
-        assert self.singles is not None
-        return torch.stack([self.score(self.body.evaluate_rows(inputs, size, p)[0], target) for p in self.singles])
+    def _scored(self, output: Any, target: Any, samples: int) -> Tensor:
+        scores = self.score(output, target)
+        if not is_batched(scores, samples):
+            found = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+            raise ConfigError(
+                f"a quality is one score per sample, [{samples}, …]; for {samples} samples it gave {found}"
+            )
+        return scores
 
-    def _guard(self, inputs: Any, target: Any, size: int, scores: Tensor) -> None:
-        """The first real chunk of a body's life: two configurations must score alone as they do together."""
-        if self.body.fork_proven or len(self.rows) == 1:
-            return
+    def _alone(self, configs: Sequence[Config]) -> list[ForkPlan]:
+        """Plans for configurations one by one, their norms moved as in the forked pass."""
+        plans = [ForkPlan.single(c, self.slots) for c in configs]
+        if self.norms:
+            assert self.calibration is not None
+            main = ForkPlan.single(self.main, self.slots)
+            main.norms = RowNorms(self.norms, referring=True)
+            self.body.run_rows(*self.calibration, main)
+            for plan in plans:
+                plan.norms = RowNorms(self.norms, reference=main.norms.reference)
+                self.body.run_rows(*self.calibration, plan)
+                plan.norms.calibrating = False
+        return plans
+
+    def _guard(self, inputs: Any, size: int, output: Any) -> None:
+        """The first real chunk after a fork that is new: configurations must answer alone as they do together.
+
+        A fork is proven only by rows that differ: while a seed does next to nothing, mixing would not show.
+        """
         assert self.plan is not None
-        keep, self.plan.norms = self.plan.norms, None  # norms are the same arithmetic either way
-        try:
-            together = self.plan.split(self.body.run_rows(inputs, size, self.plan))
-            for config in {self.main, self.rows[0]}:
-                alone = self.body.evaluate_rows(inputs, size, ForkPlan.single(config, self.slots))[0]
-                if not same(together[self.rows.index(config)], alone):
-                    raise ForkError("samples of a batch influence each other: a forked pass gave another result")
-        finally:
-            self.plan.norms = keep
-        self.body.fork_proven = True
+        unproven = {f.point for f in self.plan.forks} - self.body.proven_forks
+        if self.guarded or self.plan.alone or not unproven:
+            return
+        self.guarded = True
+        together = self.plan.split(output)
+        doubted = [i for i, s in enumerate(self.slots) if self.body.forks[s] in unproven]
+        others = [next((c for c in self.rows if c[i] != self.main[i]), self.main) for i in doubted]
+        configs = list(dict.fromkeys([self.main, *others]))
+        answers = {}
+        for config, plan in zip(configs, self._alone(configs), strict=True):
+            answers[config] = self.body.evaluate_rows(inputs, size, plan)[0]
+            if not same(together[self.rows.index(config)], answers[config]):
+                raise ForkError("samples of a batch influence each other: a forked pass gave another result")
+        for i, other in zip(doubted, others, strict=True):
+            point = self.body.forks[self.slots[i]]
+            if point is not None and not same(answers[other], answers[self.main], tolerance=PLAIN_DIFFERENCE):
+                self.body.proven_forks.add(point)
 
 
-def cut(batch: Any, size: int, start: int, stop: int) -> Any:
-    return pytree.tree_map(lambda x: x[start:stop] if is_batched(x, size) else x, batch)
+def plain(batch: Any) -> Any:
+    """A batch in a form whose parts can be cut: a tokenizer's mapping becomes a dict."""
+    return dict(batch) if isinstance(batch, Mapping) else batch
 
 
-def chunks(inputs: Any, target: Any, size: int, most: int) -> Iterator[tuple[Any, Any, int]]:
+def cut(target: Any, size: int, start: int, stop: int) -> Any:
+    return pytree.tree_map(lambda x: x[start:stop] if is_batched(x, size) else x, target)
+
+
+def chunks(size: int, most: int) -> Iterator[tuple[int, int]]:
     """Pieces of at most `most` samples, of nearly equal size."""
     pieces = -(-size // most)
     for i in range(pieces):
-        start, stop = i * size // pieces, (i + 1) * size // pieces
-        yield cut(inputs, size, start, stop), cut(target, size, start, stop), stop - start
+        yield i * size // pieces, (i + 1) * size // pieces
 
 
 @dataclass(frozen=True, slots=True)

@@ -136,10 +136,8 @@ def _kernel(n: int, sizes: npt.NDArray[np.int64]) -> Array:
 
 def estimate(n: int, masks: Sequence[int], scores: Array) -> Estimate:
     """Shapley values from coalition scores [K] or, per sample, [K, N]."""
-    if len(masks) == 2**n and n <= EXACT_PLAYERS:
-        weights = exact_weights(n)[:, list(masks)]
-    else:
-        weights = weights_for(n, masks)
+    whole = len(masks) == 2**n and n <= EXACT_PLAYERS
+    weights = exact_weights(n)[:, list(masks)] if whole else weights_for(n, masks)
     values = weights @ (scores if scores.ndim == 1 else scores.mean(1))
     se = np.full(n, np.nan)
     if scores.ndim == 2 and scores.shape[1] > 1:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from esper.leyline.actions import BLUEPRINTS, NUM_HEADS, STYLES, Head, Op
+from esper.leyline.errors import unknown_name
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 
 PREFERRED = ("conv_light", "mlp_small", "lora")
@@ -29,10 +30,16 @@ class Wait:
 
 
 class Schedule:
-    """Plants slot after slot, each as soon as the rules allow, and commits what has been measured."""
+    """Plants slot after slot, each as soon as the rules allow, and commits what has been measured.
 
-    def __init__(self, blueprints: Sequence[str] = PREFERRED, *, start: int = 1) -> None:
-        self.preferred = [BLUEPRINTS.index(b) for b in blueprints]
+    blueprints  what to plant, the most wanted first: built-in names, or numbers (`blueprint_index` of your own)
+    """
+
+    def __init__(self, blueprints: Sequence[str | int] = PREFERRED, *, start: int = 1) -> None:
+        for name in blueprints:
+            if isinstance(name, str) and name not in BLUEPRINTS:
+                raise unknown_name("blueprint", name, BLUEPRINTS)
+        self.preferred = [BLUEPRINTS.index(b) if isinstance(b, str) else b for b in blueprints]
         self.start = start
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
@@ -49,6 +56,6 @@ class Schedule:
     def _choice(self, table: SlotTable) -> Ints:
         """The blueprint for each slot, −1 where it takes none of the preferred."""
         choice = np.full(table.num_slots, -1)
-        for b in reversed(self.preferred):
+        for b in reversed([b for b in self.preferred if b < table.takes.shape[1]]):
             choice[table.takes[:, b]] = b
         return choice

@@ -1,0 +1,246 @@
+"""How should a seed learn before it is felt? `python scripts/incubation_study.py [--json FILE]`.
+
+One seed per host, germinated at epoch 1, ten epochs in TRAINING, a linear ramp of five, then HOLDING to the
+end; nothing else grows. Every way of incubation meets the same worlds: same host, same data order, same seed
+at birth, and, since TRAINING is isolated, the same host when the ramp begins. Prints one table per task and
+slot (what its columns mean: docs/incubation.md). One core, about a minute per table and world.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from types import MethodType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina import slot as slot_module
+from esper.kasmina.blending import FeelNothing, straight_through
+from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.body import Body, Incubation
+from esper.kasmina.lifecycle import Rules, apply, tick
+from esper.kasmina.slot import Slot
+from esper.leyline.actions import NUM_HEADS, Head, Op
+from esper.leyline.stages import SeedStage, Thresholds
+from esper.tolaria.coalitions import statistics
+from esper.tolaria.engine import Engine, EngineConfig, Plot
+from esper.tolaria.tasks import Task, get_task
+
+PLACES = (("rescue", "r0c0"), ("rescue", "r0c1"), ("rescue", "r0c2"), ("fashion", "r0c1"))
+GERMINATE = {Head.OP: Op.GERMINATE, Head.TEMPO: 1, Head.ALPHA_TARGET: 2}  # a ramp of 5 epochs to 1
+TRAINING_EPOCHS = 10
+TIMED_EPOCHS = 15
+Numbers = dict[str, list[float]]
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to incubate a seed."""
+
+    name: str
+    incubation: Incubation = "shadow"
+    every: int = 1
+    norms_in_eval: bool = False
+    leashed: bool = True
+
+
+WAYS = (
+    Way("shadow, every batch", every=1),
+    Way("shadow, every 2nd", every=2),
+    Way("shadow, every 4th", every=4),
+    Way("shadow, every batch, norms in eval", every=1, norms_in_eval=True),
+    Way("shadow, every 2nd, norms in eval", every=2, norms_in_eval=True),
+    Way("straight-through", incubation="straight_through"),
+    Way("straight-through, no leash", incubation="straight_through", leashed=False),
+)
+
+
+class Study:
+    """One task and slot: the worlds that every way meets."""
+
+    def __init__(self, task: Task, slot: str, worlds: list[int], blueprint: str, epochs: int) -> None:
+        self.task, self.slot, self.worlds, self.blueprint, self.epochs = task, slot, worlds, blueprint, epochs
+        self.data = task.load_data()
+
+    def engine(self, way: Way | None, worlds: list[int] | None = None) -> Engine:
+        """Engines whose gates ask for time alone, so that every seed blends at the same epoch."""
+        config = EngineConfig(incubation=way.incubation, shadow_every=way.every) if way else EngineConfig()
+        rules = Rules(thresholds=Thresholds(blend_dwell=TRAINING_EPOCHS, blend_health=None))
+        engine = Engine(self.task, worlds or self.worlds, rules=rules, config=config, data=self.data)
+        if way and way.norms_in_eval:
+            for plot in engine.plots:
+                plot.body.shadowed = MethodType(_shadowed_in_eval, plot.body)  # type: ignore[method-assign]
+        return engine
+
+    def germinate(self, engine: Engine) -> None:
+        place = {Head.SLOT: self.task.slots.index(self.slot), Head.BLUEPRINT: blueprint_index(self.blueprint)}
+        train(engine)
+        train(engine, GERMINATE | place)
+
+    def without_growth(self) -> Numbers:
+        engine = self.engine(None)
+        for _ in range(self.epochs):
+            train(engine)
+        return {"end": [plot.test(self.data.test)[0] for plot in engine.plots]}
+
+    def run(self, way: Way) -> Numbers:
+        engine, s = self.engine(way), self.task.slots.index(self.slot)
+        with leash(way.leashed):
+            self.germinate(engine)
+            for _ in range(TRAINING_EPOCHS - 1):
+                train(engine)
+            assert (engine.table.stage[:, s] == SeedStage.TRAINING).all()
+            judged = [read(engine, plot) for plot in engine.plots]
+            found = {
+                "ratio": [delta_ratio(plot, self.slot, self.data.val.x) for plot in engine.plots],
+                "host": [quality for quality, _ in judged],
+                "prospect": [prospect for _, prospect in judged],
+                "switched_on": [quality + prospect for quality, prospect in judged],
+            }
+        while (engine.table.stage[:, s] < SeedStage.HOLDING).all():
+            train(engine)
+        found["ramp"] = [read(engine, plot)[0] for plot in engine.plots]
+        while engine.table.step[0] < self.epochs:
+            train(engine)
+        return found | {"end": [plot.test(self.data.test)[0] for plot in engine.plots]}
+
+    def times(self) -> dict[str, float]:
+        """CPU time of a training epoch with a TRAINING seed over one without: the best of interleaved repeats."""
+        racers: dict[str, tuple[Way | None, Plot]] = {}
+        for way in (None, *WAYS):
+            engine = self.engine(way, self.worlds[:1])
+            if way is not None:
+                self.germinate(engine)
+            racers[way.name if way else ""] = (way, engine.plots[0])
+        best = dict.fromkeys(racers, float("inf"))
+        for step in range(TIMED_EPOCHS):
+            for name, (way, plot) in racers.items():
+                with leash(way is None or way.leashed):
+                    start = time.process_time()
+                    plot.train_epoch(step)
+                    best[name] = min(best[name], time.process_time() - start)
+        return {name: seconds / best[""] for name, seconds in best.items() if name}
+
+
+def train(engine: Engine, action: dict[Head, int] | None = None) -> None:
+    """One step of the engine without its validation: here only three epochs are looked at."""
+    rows = np.zeros((len(engine.plots), NUM_HEADS), dtype=np.int64)
+    for head, choice in (action or {}).items():
+        rows[:, head] = choice
+    outcome = apply(engine.table, rows, engine.rules)
+    assert outcome.happened.all()
+    engine.carry_out(outcome.effects)
+    engine.carry_out(tick(engine.table, engine.rules))
+    for plot, step in zip(engine.plots, engine.table.step, strict=True):
+        plot.train_epoch(int(step) - 1)
+
+
+def read(engine: Engine, plot: Plot) -> tuple[float, float]:
+    """Validation accuracy, and what the one seed adds to it (TRAINING: its prospect)."""
+    result = plot.validate(engine.data.val, engine.calibration)
+    quality, _, worth, *_ = statistics(result, result.scores[..., 0]).tolist()
+    return quality, worth
+
+
+@torch.no_grad()
+def delta_ratio(plot: Plot, name: str, x: Tensor) -> float:
+    """rms Δ / rms h over these images, on the averaged weights."""
+    body, slot, found = plot.body.eval(), plot.body.slots[name], []
+
+    def look(module: nn.Module, args: Any, h: Tensor) -> None:
+        assert slot.seed is not None
+        found.append((slot.seed(h).square().mean() / h.square().mean()).sqrt().item())
+
+    watch = body.model.get_submodule(slot.module_name).register_forward_hook(look, prepend=True)
+    with plot.average.applied():
+        body(x)
+    watch.remove()
+    return float(found[0])
+
+
+@contextmanager
+def _shadowed_in_eval(body: Body, slot: Slot) -> Iterator[None]:
+    """The shadow pass under the running statistics of the host's norms."""
+    norms = [n for n in body.norms if n.training]
+    for n in norms:
+        n.training = False
+    try:
+        with Body.shadowed(body, slot):
+            yield
+    finally:
+        for n in norms:
+            n.training = True
+
+
+@contextmanager
+def leash(on: bool) -> Iterator[None]:
+    slot_module.straight_through = straight_through if on else FeelNothing.apply
+    try:
+        yield
+    finally:
+        slot_module.straight_through = straight_through
+
+
+COLUMNS = (
+    ("rms Δ / rms h", "ratio", 1, "{:.2f} ± {:.2f}"),
+    ("switched on", "switched_on", 100, "{:.1f} ± {:.1f}"),
+    ("prospect", "prospect", 100, "{:+.1f} ± {:.1f}"),
+    ("after the ramp", "ramp", 100, "{:.1f} ± {:.1f}"),
+    ("at the end", "end", 100, "{:.1f} ± {:.1f}"),
+    ("gain", "gain", 100, "{:+.1f} ± {:.1f}"),
+)
+
+
+def summary(values: list[float], scale: float = 100, form: str = "{:.1f} ± {:.1f}") -> str:
+    return form.format(scale * np.mean(values), scale * np.std(values, ddof=1))
+
+
+def study(task_name: str, slot: str, worlds: list[int], blueprint: str, epochs: int) -> dict[str, Any]:
+    """Run one place; print its table in Markdown, a row as soon as it is known."""
+    here = Study(get_task(task_name), slot, worlds, blueprint, epochs)
+    times, twin = here.times(), here.without_growth()
+    ways: dict[str, Numbers] = {}
+    for way in WAYS:
+        found = here.run(way)
+        found["gain"] = [a - b for a, b in zip(found["end"], twin["end"], strict=True)]
+        if not ways:
+            host = f"host when the ramp begins {summary(found['host'])}, at the end without growth"
+            print(f"\n**{task_name}, {slot}, {blueprint}, {len(worlds)} worlds**: {host} {summary(twin['end'])}\n")
+            print("| incubation | " + " | ".join(c[0] for c in COLUMNS) + " | time |")
+            print("|---|" + "---:|" * (len(COLUMNS) + 1))
+        cells = [summary(found[key], scale, form) for _, key, scale, form in COLUMNS]
+        print(f"| {way.name} | " + " | ".join(cells) + f" | {times[way.name]:.2f}× |", flush=True)
+        ways[way.name] = found
+    return {"task": task_name, "slot": slot, "blueprint": blueprint, "worlds": worlds, "epochs": epochs,
+            "without_growth": twin, "ways": ways, "time_ratio": times}  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--at", nargs="+", default=[f"{t}:{s}" for t, s in PLACES], metavar="TASK:SLOT")
+    parser.add_argument("--worlds", type=int, default=5)
+    parser.add_argument("--epochs", type=int, default=40)
+    parser.add_argument("--blueprint", default="conv_light")
+    parser.add_argument("--json", type=Path, help="write every number here")
+    args = parser.parse_args()
+    if args.worlds < 2 or args.epochs < TRAINING_EPOCHS + 8:
+        parser.error(f"at least 2 worlds and {TRAINING_EPOCHS + 8} epochs are needed")
+    torch.set_num_threads(1)
+    places = [place.partition(":")[::2] for place in args.at]
+    start = time.perf_counter()
+    results = [study(*p, list(range(args.worlds)), args.blueprint, args.epochs) for p in places]
+    print(f"\n{time.perf_counter() - start:.0f} s")
+    if args.json:
+        args.json.write_text(json.dumps(results, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

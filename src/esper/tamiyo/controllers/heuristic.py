@@ -1,0 +1,136 @@
+"""A controller of rules of thumb: grow when learning stalls, keep what is measured to help, prune what is not.
+
+Rules, the first that fits, per environment:
+
+1. HOLDING: commit if the contribution is above zero by z standard errors; prune if it is below the threshold
+   by as much, if the network is worse off than when the seed was planted, or when patience runs out.
+2. TRAINING or BLENDING: prune if the network has lost more than two points since the stage began, or if a
+   seed cannot leave TRAINING.
+3. Otherwise, once the host's loss has settled and its quality has stalled: plant the next blueprint that has
+   not failed lately in the next free slot.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+from esper.leyline.actions import BLUEPRINTS, Head, Op
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.stages import SeedStage
+from esper.tamiyo.controllers.schedule import wait_everywhere
+
+S = SeedStage
+
+
+class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Thresholds; qualities are fractions (accuracy 0…1)."""
+
+    plateau_epochs: int = 3
+    """So many epochs in a row without `plateau_gain` count as a stall."""
+    plateau_gain: float = 0.005
+    settled_epochs: int = 3
+    """The loss has settled once it moved by less than `settled_band` for so many epochs in a row."""
+    settled_band: tuple[float, float] = (-0.05, 0.03)
+    first_epoch: int = 5
+    """Nothing is planted before."""
+    loss_of_quality: float = 0.02
+    """A growing seed is pruned if quality has fallen by so much since its stage began …"""
+    loss_epochs: int = 5
+    """… after so many epochs in it."""
+    training_patience: int = 20
+    """A seed that cannot pass its gate within so many epochs is pruned."""
+    least_contribution: float = 0.005
+    """A seed whose contribution lies below this by z standard errors is pruned."""
+    holding_patience: int = 5
+    """Epochs at full strength until an undecided seed is pruned."""
+    z: float = 2.5
+    penalty: float = 2.0
+    """Added to a blueprint when a seed of it is pruned; halves each epoch; at 3 it is skipped."""
+    blueprints: tuple[str, ...] = (
+        "conv_light", "conv_heavy", "attention", "norm", "depthwise",
+        "mlp_small", "mlp", "lora_large", "lora",
+    )  # fmt: skip
+    """What to try, in order; a slot takes those that fit its features."""
+
+
+class Heuristic:
+    """Keeps, per environment, whether the host has settled and which blueprints failed lately."""
+
+    def __init__(self, config: HeuristicConfig | None = None) -> None:
+        self.config = config or HeuristicConfig()
+        self.order = [BLUEPRINTS.index(b) for b in self.config.blueprints]
+        self.settled = np.zeros(0, dtype=bool)
+        self.penalties = np.zeros((0, len(BLUEPRINTS)))
+        self.tried = np.zeros(0, dtype=np.int64)
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        self._remember(table)
+        actions = wait_everywhere(table.num_envs)
+        free = np.ones(table.num_envs, dtype=bool)
+        for op, wish in self._wishes(table):
+            may = legal[:, op] & wish & free[:, None]
+            envs = may.any(axis=1)
+            actions[envs, Head.OP], actions[envs, Head.SLOT] = op, may.argmax(axis=1)[envs]
+            actions[envs, Head.ALPHA_SPEED] = 0  # what is to go goes at once
+            free &= ~envs
+        for e in np.nonzero(actions[:, Head.OP] == Op.GERMINATE)[0]:
+            actions[e, Head.BLUEPRINT] = self._choose(int(e), table.takes[actions[e, Head.SLOT]])
+        pruned = np.nonzero(actions[:, Head.OP] == Op.PRUNE)[0]
+        self.penalties[pruned, table.blueprint[pruned, actions[pruned, Head.SLOT]]] += self.config.penalty
+        return actions
+
+    def _wishes(self, table: SlotTable) -> list[tuple[Op, Bools]]:
+        """Operations in the order of the rules, with the slots [E, S] they are wished for."""
+        c, stage = self.config, table.stage
+        holding, growing = stage == S.HOLDING, (stage == S.TRAINING) | (stage == S.BLENDING)
+        quality = table.quality[:, None]
+        margin = c.z * table.contribution_se
+        worth_it = holding & (table.contribution - margin > 0)
+        worse_off = (quality < table.quality_birth - c.loss_of_quality) & (table.contribution > 0)
+        judged = table.contribution_age >= 0
+        useless = judged & (table.contribution + margin < c.least_contribution)
+        out_of_patience = judged & (table.dwell > c.holding_patience)
+        harmful = growing & (table.dwell >= c.loss_epochs) & (quality - table.quality_stage < -c.loss_of_quality)
+        stuck = (stage == S.TRAINING) & (table.dwell > c.training_patience)
+        prune = (holding & (useless | worse_off | out_of_patience)) | harmful | stuck
+        ready = self.settled & self._stalled(table) & (table.step >= c.first_epoch)
+        anywhere = np.ones_like(prune)
+        return [
+            (Op.FOSSILIZE, worth_it & ~worse_off),
+            (Op.PRUNE, prune),
+            (Op.ADVANCE, anywhere),
+            (Op.GERMINATE, anywhere & ready[:, None]),
+        ]
+
+    def _remember(self, table: SlotTable) -> None:
+        fresh = table.step == 0
+        if len(self.settled) != table.num_envs:
+            fresh = np.ones(table.num_envs, dtype=bool)
+            self.settled, self.tried = np.zeros(table.num_envs, dtype=bool), np.zeros(table.num_envs, dtype=np.int64)
+            self.penalties = np.zeros((table.num_envs, max(len(BLUEPRINTS), table.takes.shape[1])))
+        self.settled[fresh], self.penalties[fresh], self.tried[fresh] = False, 0.0, 0
+        self.penalties *= 0.5
+        self.penalties[self.penalties < 0.1] = 0.0
+        n = self.config.settled_epochs
+        loss = table.loss_history[:, -n - 1 :]
+        change = np.diff(loss) / np.abs(loss[:, :-1])
+        low, high = self.config.settled_band
+        unknown = np.isnan(table.val_loss)  # in a loop without losses, stalling alone decides
+        self.settled |= unknown | ((change > low) & (change < high)).all(axis=1)
+
+    def _stalled(self, table: SlotTable) -> Bools:
+        n = self.config.plateau_epochs
+        gains: Floats = np.diff(table.quality_history[:, -n - 1 :])
+        return np.asarray((gains < self.config.plateau_gain).all(axis=1))  # NaN: too early to say
+
+    def _choose(self, env: int, takes: Bools) -> int:
+        """The next blueprint that fits and has not failed lately; if all have, the one that failed least."""
+        fitting: Sequence[int] = [b for b in self.order if b < len(takes) and takes[b]] or np.nonzero(takes)[0].tolist()
+        turn = int(self.tried[env])
+        self.tried[env] += 1
+        ring = [fitting[(turn + k) % len(fitting)] for k in range(len(fitting))]
+        good = [b for b in ring if self.penalties[env, b] < 3.0]
+        return good[0] if good else min(ring, key=lambda b: float(self.penalties[env, b]))

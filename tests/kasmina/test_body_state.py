@@ -1,0 +1,303 @@
+"""The state of a body: it rebuilds what had grown, in a fresh process, in a copy, inside another module."""
+
+from __future__ import annotations
+
+import copy
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from models import ZOO, PlainCNN, call, grow, images, main_output, vectors
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import blueprint, blueprints_for, unregister
+from esper.kasmina.body import STRUCTURE, Body
+from esper.kasmina.graft import graft
+from esper.leyline.actions import Operator
+from esper.leyline.errors import ConfigError, GraftError, UnknownNameError
+from esper.leyline.slot_table import SlotTable
+from esper.leyline.stages import SeedStage
+
+ALIVE = [
+    (SeedStage.GERMINATED, 0.0), (SeedStage.TRAINING, 0.0), (SeedStage.BLENDING, 0.25), (SeedStage.HOLDING, 0.7),
+    (SeedStage.FOSSILIZED, 1.0),
+]  # fmt: skip
+
+
+def grown(name: str = "cnn") -> Body:
+    """Three seeds: every operator, three stages, three alphas."""
+    body = ZOO[name].body()
+    slots = list(body.slots)
+    for i, (stage, alpha) in enumerate(ALIVE[2:]):
+        choices = blueprints_for(body.slots[slots[i]].site.layout)
+        grow(body, slots[i], choices[-1 - i], operator=Operator(i), stage=stage, alpha=alpha, seed=i + 3)
+    return body
+
+
+def same_function(a: nn.Module, b: nn.Module, name: str = "cnn") -> bool:
+    x = ZOO[name].batch(4)
+    return torch.equal(main_output(call(a.eval(), x)), main_output(call(b.eval(), x)))
+
+
+REBUILD = """
+import sys
+sys.path.insert(0, {tests!r})
+import torch
+torch.set_num_threads(1)
+from models import ZOO, call, main_output
+from safetensors.torch import load_file
+for name, file in {files!r}.items():
+    case = ZOO[name]
+    state = load_file(file)
+    x, expected = case.batch(4), state.pop("expected")
+    body = case.body(seed=77)
+    body.load_state_dict(state)
+    found = main_output(call(body.eval(), x))
+    assert torch.equal(found, expected), name
+    told = [(s.stage.name, s.operator.name, round(s.amplitude, 3), s.blueprint, float(s.alpha)) for s in body.slots.values()]
+    print(name, told)
+"""
+
+
+def test_a_fresh_process_rebuilds_a_grown_body_from_a_file(tmp_path: Path):
+    files, told = {}, []
+    for name in ("cnn", "residual", "transformer_host"):
+        body = grown(name)
+        expected = main_output(call(body.eval(), ZOO[name].batch(4))).detach()
+        files[name] = str(tmp_path / f"{name}.safetensors")
+        save_file({**{k: v.contiguous() for k, v in body.state_dict().items()}, "expected": expected}, files[name])
+        slots = body.slots.values()
+        told.append(
+            f"{name} {[(s.stage.name, s.operator.name, round(s.amplitude, 3), s.blueprint, float(s.alpha)) for s in slots]}"
+        )
+    script = REBUILD.format(tests=str(Path(__file__).parents[1]), files=files)
+
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines() == told
+
+
+@pytest.mark.parametrize(("stage", "alpha"), ALIVE)
+@pytest.mark.parametrize("operator", Operator)
+def test_stage_alpha_operator_and_learning_come_back(stage: SeedStage, alpha: float, operator: Operator):
+    body, again = ZOO["cnn"].body(), ZOO["cnn"].body()
+    grow(body, "features.1", "conv_light", operator=operator, stage=stage, alpha=alpha)
+    grow(again, "features.0", "norm")  # something else had grown there
+
+    again.load_state_dict(body.state_dict())
+
+    slot, told = again.slots["features.1"], body.slots["features.1"]
+    assert (slot.stage, slot.amplitude, slot.operator, slot.blueprint) == (stage, alpha, operator, "conv_light")
+    assert float(slot.alpha) == pytest.approx(alpha)
+    assert [p.requires_grad for p in slot.parameters()] == [p.requires_grad for p in told.parameters()]
+    assert again.slots["features.0"].seed is None
+    assert again.structure() == body.structure()
+    assert same_function(again, body)
+
+
+def test_a_state_is_loaded_into_the_seeds_that_are_there_where_they_fit():
+    body = grown()
+    seeds = [id(p) for p in body.parameters()]
+    state = {k: v.clone() + 0.5 if v.is_floating_point() else v for k, v in body.state_dict().items()}
+
+    body.load_state_dict(state)
+
+    assert [id(p) for p in body.parameters()] == seeds  # an optimiser still holds them
+    assert all(torch.equal(v, state[k]) for k, v in body.state_dict().items())
+
+
+def test_a_state_of_a_model_without_growth_empties_the_slots():
+    body = grown()
+    body.load_state_dict(ZOO["cnn"].model().state_dict())
+    assert body.structure() == {}
+    assert same_function(body, ZOO["cnn"].model())
+
+
+def test_listeners_hear_that_a_state_was_loaded_and_a_copy_does_not_share_them():
+    body = grown()
+    heard: list[str] = []
+    body.on_load.append(lambda: heard.append("first"))
+    twin = copy.deepcopy(body)
+
+    twin.load_state_dict(body.state_dict())
+    assert heard == []
+    body.load_state_dict(twin.state_dict())
+    assert heard == ["first"]
+
+
+def test_a_deep_copy_is_a_body_of_its_own():
+    body = grown()
+    twin = copy.deepcopy(body)
+    assert same_function(twin, body)
+
+    twin.slots["features.0"].uproot()
+    with torch.no_grad():
+        for p in twin.parameters():
+            p.zero_()
+    assert not main_output(twin.eval()(images(4))).any()
+    assert same_function(body, grown())
+    assert {id(m) for m in twin.modules()}.isdisjoint(id(m) for m in body.modules())
+    hooks = [h.__self__ for m in twin.model.modules() for h in m._forward_hooks.values()]
+    assert {id(s) for s in hooks} == {id(s) for s in twin.slots.values()}
+
+
+class Ensemble(nn.Module):
+    def __init__(self, *bodies: nn.Module) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+        self.members = nn.ModuleList(bodies)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.scale * sum(member(x) for member in self.members)
+
+
+def test_bodies_inside_another_module_come_back_with_it():
+    one, other = Ensemble(grown(), ZOO["cnn"].body()), Ensemble(ZOO["cnn"].body(seed=1), ZOO["cnn"].body(seed=2))
+    state = one.state_dict()
+    assert f"members.0.{STRUCTURE}" in state
+    assert f"members.1.{STRUCTURE}" not in state
+
+    other.load_state_dict(state)
+
+    assert same_function(other, one)
+    assert other.members[0].structure() == one.members[0].structure()
+    assert list(other.state_dict()) == list(state)
+
+
+def test_assign_and_meta_devices_work():
+    body = grown()
+    fresh = ZOO["cnn"].body(seed=5)
+    fresh.load_state_dict(body.state_dict(), assign=True)
+    assert same_function(fresh, body)
+
+
+def test_the_state_can_be_kept_with_its_graph_and_a_prefix():
+    body = grown()
+    state = body.state_dict(prefix="x.", keep_vars=True)
+    assert all(k.startswith("x.") for k in state)
+    assert state["x.head.weight"] is body.model.head.weight
+    with pytest.raises(TypeError, match="keywords only"):
+        body.state_dict({})
+
+
+# -- states that do not fit
+
+
+def with_structure(body: Body, **changes: object) -> dict[str, Tensor]:
+    state = dict(body.state_dict())
+    told = json.loads(bytes(state[STRUCTURE].numpy()))
+    told["features.0"] |= changes
+    state[STRUCTURE] = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    return state
+
+
+def test_a_slot_that_is_not_there_is_named():
+    body = graft(PlainCNN(), ["features.0"], probe=images(3))
+    with pytest.raises(GraftError, match="slot 'features.1', which this body does not have .*Graft at the same places"):
+        body.load_state_dict(grown().state_dict())
+
+
+@pytest.mark.parametrize(
+    "changes", [{"stage": 99}, {"operator": "add"}, {"alpha": None}, {"alpha": [1]}, {"blueprint": 3}]
+)
+def test_an_unreadable_structure_is_refused_and_nothing_is_changed(changes: dict[str, object]):
+    body = grown()
+    before = body.structure()
+    with pytest.raises((ConfigError, UnknownNameError), match="not readable|no blueprint"):
+        body.load_state_dict(with_structure(body, **changes))
+    assert body.structure() == before
+
+
+def test_a_damaged_structure_is_refused():
+    body = grown()
+    state = dict(body.state_dict())
+    state[STRUCTURE] = state[STRUCTURE][:-3].clone()
+    with pytest.raises(ConfigError, match="not readable"):
+        body.load_state_dict(state)
+
+
+def test_a_blueprint_that_is_not_registered_is_named():
+    blueprint("mine", layouts="vector")(lambda dim: zero_linear(dim))
+    body = ZOO["mlp_host"].body()
+    grow(body, "layers.0", "mine")
+    state = body.state_dict()
+    fresh = ZOO["mlp_host"].body()
+    unregister("mine")
+
+    with pytest.raises(UnknownNameError, match="no blueprint named 'mine'"):
+        fresh.load_state_dict(state)
+
+    blueprint("mine", layouts="vector")(lambda dim: zero_linear(dim))
+    try:
+        fresh.load_state_dict(state)
+        assert torch.equal(fresh(vectors(3)), body(vectors(3)))
+    finally:
+        unregister("mine")
+
+
+def zero_linear(dim: int) -> nn.Module:
+    linear = nn.Linear(dim, dim)
+    nn.init.zeros_(linear.weight)
+    nn.init.zeros_(linear.bias)
+    return linear
+
+
+def test_missing_and_unexpected_keys_are_reported_as_torch_does():
+    body = grown()
+    state = dict(body.state_dict())
+    del state["head.bias"], state["esper.features/0.seed.0.weight"]
+    state["nonsense"] = torch.zeros(1)
+    with pytest.raises(RuntimeError, match=r"(?s)Missing.*head\.bias.*"):
+        body.load_state_dict(state)
+    found = body.load_state_dict(state, strict=False)
+    assert len(found.missing_keys) == 2
+    assert len(found.unexpected_keys) == 1
+
+
+def test_a_state_of_another_width_is_refused_by_name():
+    wide = graft(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2)), ["0"], probe=vectors(3))
+    narrow = graft(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), ["0"], probe=vectors(3))
+    grow(wide, "0")
+    with pytest.raises(RuntimeError, match=r"size mismatch for model\.0\.weight"):
+        narrow.load_state_dict(wide.state_dict())
+
+
+# -- the table's word
+
+
+def test_sync_makes_the_slots_do_what_the_table_says():
+    body = ZOO["cnn"].body()
+    table = SlotTable.empty(2, 3)
+    for s, name in enumerate(body.slots):
+        body.plant(name, "conv_light", Operator.GATE)
+        table.stage[1, s] = ALIVE[s + 1][0]
+        table.alpha[1, s] = ALIVE[s + 1][1]
+    table.alpha_from[1, 1], table.alpha_to[1, 1], table.ramp_len[1, 1] = 1.0, 0.0, 5  # on its way down: frozen
+
+    body.sync(table, env=1)
+
+    slots = list(body.slots.values())
+    assert [s.stage for s in slots] == [SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.HOLDING]
+    assert [float(s.alpha) for s in slots] == pytest.approx([0.0, 0.25, 0.7])
+    assert [all(p.requires_grad for p in s.parameters()) for s in slots] == [True, False, True]
+
+
+def test_alpha_is_no_part_of_the_state_and_follows_a_move_of_precision():
+    body = grown()
+    assert not any(k.endswith("alpha") for k in body.state_dict())
+    body.double()
+    assert body.eval()(images(3).double()).dtype == torch.float64
+
+
+def test_costs_are_known_before_anything_is_built():
+    body = ZOO["residual"].body()
+    costs = body.costs()
+    assert set(costs) == set(body.slots)
+    slot = grow(body, "stage1", "conv_heavy")
+    assert costs["stage1"]["conv_heavy"].params == sum(p.numel() for p in slot.parameters())
+    assert all(c.macs > 0 for c in costs["stage1"].values() if c.params > 100)

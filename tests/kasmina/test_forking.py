@@ -1,0 +1,237 @@
+"""Fork plans by themselves, and bodies that compile: one graph for seeds in every stage."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from models import ZOO, PlainCNN, Siamese, call, grow, grow_everywhere, images, images_last, main_output, vectors
+from torch import Tensor, nn
+
+from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, batched_leaves
+from esper.kasmina.graft import graft, known_form
+from esper.leyline.actions import Operator
+from esper.leyline.stages import SeedStage
+from esper.tolaria.coalitions import evaluate
+
+SLOTS = ["a", "b", "c"]
+POINTS = {s: ForkPoint(False, s) for s in SLOTS}
+ALL = list(product((False, True), repeat=3))
+WORTH = {"a": 1.0, "b": 10.0, "c": 100.0}
+
+
+def plan_of(configs: list[tuple[bool, ...]], main: tuple[bool, ...], points: dict[str, ForkPoint] | None = None) -> ForkPlan:
+    points = points or POINTS
+    sequence = list(dict.fromkeys(points[s] for s in SLOTS))
+    plan = ForkPlan.build(configs, SLOTS, points, sequence, main)
+    plan.batch = 2
+    return plan
+
+
+def walk(plan: ForkPlan, x: Tensor) -> list[Tensor]:
+    """A model of three slots in a row, each adding its worth; every level's features are an output."""
+    (x,) = plan.at_input("", (x,))
+    outputs = [x]
+    for slot in SLOTS:
+        x = plan.at_slot(slot, x, lambda h, slot=slot: h + WORTH[slot])
+        outputs.append(x)
+    plan.finish()
+    return outputs
+
+
+@given(
+    st.lists(st.sampled_from(ALL), min_size=1, max_size=8, unique=True),
+    st.lists(st.booleans(), min_size=3, max_size=3),
+    st.data(),
+)
+def test_every_configuration_gets_its_own_row_of_every_output(configs: Any, at_root: list[bool], data: Any):
+    """Also outputs that part from the features early, and for any mixture of fork points."""
+    points = {s: ForkPoint(True, "") if root else POINTS[s] for s, root in zip(SLOTS, at_root, strict=True)}
+    main = data.draw(st.sampled_from(configs))
+    plan = plan_of(configs, main, dict(sorted(points.items(), key=lambda item: not item[1].at_input)))
+    x = torch.tensor([[1.0], [2.0]])
+
+    rows = plan.split(walk(plan, x))
+
+    for config, outputs in zip(configs, rows, strict=True):
+        total = x
+        assert torch.equal(outputs[0], x)
+        for slot, on, out in zip(SLOTS, config, outputs[1:], strict=True):
+            total = total + WORTH[slot] * on
+            assert torch.equal(out, total), (config, slot)
+    if not plan.alone:
+        assert torch.equal(rows[configs.index(main)][-1], walk_main(plan, x))
+
+
+def walk_main(plan: ForkPlan, x: Tensor) -> Tensor:
+    plan.done = 0
+    last = walk(plan, x)[-1]
+    return last[plan.main_row * 2 : (plan.main_row + 1) * 2]
+
+
+def test_rows_are_born_only_where_configurations_part():
+    plan = plan_of([(False, False, False), (False, False, True)], (False, False, True))
+    assert [f.point.name for f in plan.forks] == ["c"]  # nobody is on before: nothing forks there
+    assert [len(f.parents) for f in plan_of(ALL, ALL[-1]).forks] == [2, 4, 8]
+    assert [len(f.parents) for f in plan_of([ALL[3], ALL[5]], ALL[5]).forks] == [2, 2, 2]
+
+
+def test_what_fits_no_fork_is_none_and_never_a_mixture():
+    plan = plan_of(ALL, ALL[-1])
+    features = walk(plan, torch.ones(2, 1))[-1]
+    row = plan.split({"loss": features.mean(), "odd": features[:5], "note": "text", "logits": features})[0]
+    assert row["loss"] is None
+    assert row["odd"] is None
+    assert row["note"] == "text"
+    assert row["logits"].shape == (2, 1)
+
+
+def test_a_wrong_number_of_samples_at_a_slot_is_an_error():
+    plan = plan_of(ALL, ALL[-1])
+    with pytest.raises(ForkError, match="slot 'a' met 3 samples, expected 1 × 2"):
+        plan.at_slot("a", torch.zeros(3, 1), lambda h: h)
+    plan.at_slot("a", torch.zeros(2, 1), lambda h: h)
+    with pytest.raises(ForkError, match="slot 'b' met 2 samples, expected 2 × 2"):
+        plan.at_slot("b", torch.zeros(2, 1), lambda h: h)
+    with pytest.raises(ForkError, match="met 1 of 3 forks"):
+        plan.finish()
+
+
+def test_one_configuration_alone_takes_samples_along_any_dimension():
+    plan = ForkPlan.single((True, False, True), SLOTS)
+    plan.batch = 2
+    out = walk(plan, torch.zeros(7, 2, 1))
+    assert torch.equal(out[-1], torch.full((7, 2, 1), 101.0))
+    assert plan.split(out) == [out]
+
+
+def test_a_tensor_that_fits_by_accident_is_not_taken_for_samples():
+    arguments = ((torch.zeros(5, 2), torch.zeros(3, 3)), {"mask": None, "flag": True})
+    known = known_form(arguments, 5)
+    now = ((torch.zeros(3, 2), torch.zeros(3, 3)), {"mask": torch.zeros(3), "flag": True})
+    assert batched_leaves(now, 3) == [True, True, True, False]
+    assert batched_leaves(now, 3, known) == [True, False, True, False]
+    assert batched_leaves(((torch.zeros(3, 3),), {}), 3, known) == [True]  # another form: by size
+
+
+@pytest.mark.parametrize("layout", [images, images_last])
+def test_rows_keep_their_memory_format(layout: Any):
+    model = PlainCNN().eval().to(memory_format=torch.channels_last if layout is images_last else torch.contiguous_format)
+    body = graft(model, ["features.0", "features.1"], probe=layout(3))
+    grow_everywhere(body)
+    seen: list[bool] = []
+    last = layout is images_last
+
+    def look(module: nn.Module, args: Any) -> None:
+        seen.append(args[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
+
+    for module in model.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_pre_hook(look)
+    evaluate(body, [(layout(6), torch.arange(6))], lambda out, y: main_output(out))
+    assert all(seen)
+
+
+def test_a_norm_whose_forward_a_library_replaced_keeps_that_forward():
+    body = graft(Siamese().eval(), ["tower.0"], probe=(images(3), images(3)))
+    grow(body, "tower.0")
+    norm = body.model.tower[1][1]
+    plain = norm.forward
+    calls: list[int] = []
+
+    def wrapped(x: Tensor) -> Tensor:
+        calls.append(x.shape[0])
+        return plain(x)
+
+    norm.forward = wrapped
+    evaluate(body, [((images(4), images(4)), torch.arange(4))], lambda out, y: main_output(out))
+    assert norm.forward is wrapped
+    assert calls
+
+
+# -- compile
+
+STAGES = [
+    (SeedStage.GERMINATED, 0.0), (SeedStage.TRAINING, 0.0), (SeedStage.BLENDING, 0.3), (SeedStage.HOLDING, 1.0),
+    (SeedStage.FOSSILIZED, 1.0),
+]  # fmt: skip
+
+
+def step(body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    return nn.functional.cross_entropy(body(x).flatten(0, -2), y)
+
+
+@pytest.mark.parametrize("operator", Operator)
+@pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
+@pytest.mark.parametrize("host", ["cnn_host", "mlp_host", "transformer_host"])
+def test_a_pass_through_seeds_of_every_stage_compiles_as_one_graph(host: str, incubation: Any, operator: Operator):
+    case = ZOO[host]
+    x = case.batch(6)
+    y = torch.zeros(6 * (6 if host == "transformer_host" else 1), dtype=torch.long)
+    for first in range(0, 5, 2):
+        body = case.body().train()
+        body.incubation = incubation
+        for i, name in enumerate(body.slots):
+            stage, alpha = STAGES[(first + i) % 5]
+            grow(body, name, operator=operator, stage=stage, alpha=alpha)
+        twin = copy.deepcopy(body)
+        torch._dynamo.reset()
+        compiled = torch.compile(step, fullgraph=True, backend="eager")
+
+        torch.manual_seed(0)
+        found = compiled(body, x, y)
+        found.backward()
+        torch.manual_seed(0)
+        expected = step(twin, x, y)
+        expected.backward()
+
+        assert torch.allclose(found, expected)
+        for (name, p), q in zip(body.named_parameters(), twin.parameters(), strict=True):
+            assert (p.grad is None) == (q.grad is None), name
+            assert p.grad is None or torch.allclose(p.grad, q.grad, atol=1e-6), name
+        with torch.no_grad():
+            assert torch.allclose(compiled(body.eval(), x, y), step(twin.eval(), x, y))
+
+
+def test_alpha_moves_without_a_new_graph():
+    body = ZOO["mlp_host"].body()
+    slot = grow(body, "layers.1", stage=SeedStage.BLENDING, alpha=0.1)
+    torch._dynamo.reset()
+    counter = torch._dynamo.testing.CompileCounter()
+    compiled = torch.compile(lambda x: body(x), fullgraph=True, backend=counter)
+    for alpha in (0.1, 0.5, 0.9, 1.0):
+        body.set_slot(slot, SeedStage.BLENDING, alpha)
+        assert torch.allclose(compiled(vectors(4)), body(vectors(4)))
+    assert counter.frame_count == 1
+
+
+def test_a_body_compiled_in_place_still_forks():
+    case = ZOO["mlp_host"]
+    body, twin = case.body(), case.body()
+    for each in (body, twin):
+        grow_everywhere(each)
+    torch._dynamo.reset()
+    body.compile(backend="eager")
+    body(vectors(4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        found, expected = (
+            evaluate(b, [(vectors(9), torch.arange(9))], lambda out, y: main_output(out)).scores for b in (body, twin)
+        )
+    assert torch.allclose(found, expected, atol=1e-6)
+
+
+@pytest.mark.slow
+def test_inductor_agrees():
+    body = ZOO["mlp_host"].body().train()
+    grow_everywhere(body)
+    torch._dynamo.reset()
+    found = torch.compile(step, fullgraph=True)(body, vectors(6), torch.zeros(6, dtype=torch.long))
+    assert torch.allclose(found, step(body, vectors(6), torch.zeros(6, dtype=torch.long)), atol=1e-5)
+    assert call(body, vectors(2)).shape == (2, 5)

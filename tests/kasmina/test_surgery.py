@@ -1,0 +1,590 @@
+"""One optimiser follows growth: parameters, names and state move, and the host never notices."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from torch import nn, optim
+from torch.optim import lr_scheduler as sched
+
+from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.body import Body
+from esper.kasmina.graft import graft
+from esper.kasmina.lifecycle import Effect, EffectKind, Rules, apply, tick
+from esper.kasmina.surgery import SEED_GROUP, Surgeon, clip_separately
+from esper.leyline.actions import Head, Op
+from esper.leyline.errors import BlueprintError, OptimizerError
+from esper.leyline.slot_table import SlotTable
+from esper.leyline.stages import SeedStage, Thresholds
+from esper.tamiyo.controllers import wait_everywhere
+from esper.testing import random_legal_actions
+from esper.tolaria.engine import takes_of
+
+FREE = Rules(
+    thresholds=Thresholds(blend_dwell=0, blend_health=None, fossil_contribution=None),
+    auto_train=False,
+    auto_blend=False,
+    auto_hold=False,
+    min_prune_age=0,
+    one_at_a_time=False,
+)
+"""Rules that let everything happen at once."""
+
+OPTIMISERS: dict[str, Callable[[Any], optim.Optimizer]] = {
+    "sgd": lambda p: optim.SGD(p, lr=0.02),
+    "sgd loop momentum": lambda p: optim.SGD(p, lr=0.02, momentum=0.9, foreach=False),
+    "sgd foreach nesterov": lambda p: optim.SGD(p, lr=0.02, momentum=0.9, nesterov=True, foreach=True),
+    "sgd dampening": lambda p: optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.5),
+    "sgd fused": lambda p: optim.SGD(p, lr=0.02, fused=True),
+    "sgd fused momentum": lambda p: optim.SGD(p, lr=0.02, momentum=0.9, weight_decay=0.01, fused=True),
+    "sgd fused dampening": lambda p: optim.SGD(p, lr=0.02, momentum=0.9, dampening=0.5, fused=True),
+    "adam": lambda p: optim.Adam(p, lr=0.01),
+    "adamw foreach amsgrad": lambda p: optim.AdamW(p, lr=0.01, amsgrad=True, foreach=True),
+    "adamw fused": lambda p: optim.AdamW(p, lr=0.01, fused=True),
+    "adamw fused amsgrad": lambda p: optim.AdamW(p, lr=0.01, amsgrad=True, fused=True),
+    "adamw tensor lr": lambda p: optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "adafactor": lambda p: optim.Adafactor(p, lr=0.01),
+    "rmsprop": lambda p: optim.RMSprop(p, lr=0.001, momentum=0.5, centered=True),
+}
+
+
+def make_body() -> Body:
+    """Two convolutions with a norm between, then two linear layers; slots after three of them."""
+    torch.manual_seed(0)
+    model = nn.Sequential()
+    model.add_module("stem", nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()))
+    model.add_module("middle", nn.Conv2d(4, 4, 3, padding=1))
+    model.add_module("flat", nn.Sequential(nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 8, bias=False)))
+    model.add_module("head", nn.Linear(8, 3))
+    return graft(model, at=["stem", "middle", "flat"], probe=torch.randn(3, 1, 5, 5))
+
+
+def batch(seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    noise = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 1, 5, 5, generator=noise), torch.randint(3, (8,), generator=noise)
+
+
+def loss_of(body: nn.Module, seed: int) -> torch.Tensor:
+    x, y = batch(seed)
+    return nn.functional.cross_entropy(body(x), y)
+
+
+def train_step(body: Body, optimizer: optim.Optimizer, seed: int) -> None:
+    optimizer.zero_grad()
+    loss_of(body, seed).backward()
+    optimizer.step()
+
+
+def decay_groups(body: nn.Module) -> list[dict[str, Any]]:
+    params = list(body.parameters())
+    return [
+        {"params": [p for p in params if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in params if p.ndim <= 1], "weight_decay": 0.0},
+    ]
+
+
+class Garden:
+    """A body, its optimiser and its table, driven by single operations."""
+
+    def __init__(self, make: Callable[[Any], optim.Optimizer], params: Callable[[Body], Any] | None = None) -> None:
+        self.body = make_body()
+        self.body.incubation = "straight_through"
+        self.optimizer = make(params(self.body) if params else self.body.parameters())
+        self.surgeon = Surgeon(self.body, self.optimizer)
+        self.table = SlotTable.empty(1, 3, takes=takes_of(self.body))
+
+    def act(self, actions: Any) -> list[Effect]:
+        outcome = apply(self.table, actions, FREE)
+        assert outcome.happened.all()
+        self.surgeon.carry_out(outcome.effects, self.table)
+        return outcome.effects
+
+    def do(self, op: Op, slot: str, blueprint: str = "norm", style: int = 0, target: int = 2, speed: int = 0) -> None:
+        actions = wait_everywhere(1)
+        heads = [Head.OP, Head.SLOT, Head.BLUEPRINT, Head.STYLE, Head.ALPHA_TARGET, Head.ALPHA_SPEED]
+        number = self.surgeon.names.index(slot)
+        actions[0, heads] = op, number, blueprint_index(blueprint), style, target, speed
+        self.act(actions)
+
+    def grow_to(self, stage: SeedStage, slot: str, blueprint: str, style: int = 0, train: bool = True) -> None:
+        """Germinate and advance until the seed has this stage, with a training step in each."""
+        self.do(Op.GERMINATE, slot, blueprint, style)
+        s = self.surgeon.names.index(slot)
+        while self.table.stage[0, s] < min(stage, SeedStage.HOLDING):
+            if train:
+                train_step(self.body, self.optimizer, int(self.table.stage[0, s]))
+            if self.table.moving[0, s]:
+                self.tick()
+            else:
+                self.do(Op.ADVANCE, slot)
+        if stage == SeedStage.FOSSILIZED:
+            self.do(Op.FOSSILIZE, slot)
+
+    def tick(self) -> None:
+        self.surgeon.carry_out(tick(self.table, FREE), self.table)
+
+    def states(self) -> dict[nn.Parameter, dict[str, Any]]:
+        return {p: copy.deepcopy(s) for p, s in self.optimizer.state.items()}
+
+    def group_of(self, p: nn.Parameter) -> int:
+        found = [i for i, g in enumerate(self.optimizer.param_groups) for q in g["params"] if q is p]
+        assert len(found) == 1
+        return found[0]
+
+    def check(self) -> None:
+        """The laws of the optimiser's books."""
+        held = [p for g in self.optimizer.param_groups for p in g["params"]]
+        assert len(held) == len(set(held))
+        assert set(held) == set(self.body.parameters())
+        assert set(self.optimizer.state) <= set(held)
+        seeds = {p for s in self.body.slots.values() if s.stage != SeedStage.FOSSILIZED for p in s.parameters()}
+        assert set(self.surgeon.group["params"]) == seeds
+        assert sum(SEED_GROUP in g for g in self.optimizer.param_groups) == 1
+        if "param_names" in self.optimizer.param_groups[0]:
+            names = [n for g in self.optimizer.param_groups for n in g["param_names"]]
+            assert len(set(names)) == len(names) == len(held)
+            true = {p: n for n, p in named(self.body)}
+            assert names == [true[p] for p in held]
+
+
+def named(body: Body) -> list[tuple[str, nn.Parameter]]:
+    """Every parameter with its name: the model's own as in the model, a slot's as esper.<slot>.<name>."""
+    own = [(f"model.{n}", p) for n, p in body.model.named_parameters()]
+    return own + [(f"esper.{s.name}.{n}", p) for s in body.slots.values() for n, p in s.named_parameters()]
+
+
+def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
+    equal = (torch.equal(a[k], b[k]) if isinstance(a[k], torch.Tensor) else a[k] == b[k] for k in a)
+    return a.keys() == b.keys() and all(equal)
+
+
+# -- the books
+
+
+@pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS.keys())
+def test_a_seed_lives_and_dies_in_one_optimiser_and_survivors_keep_their_state(make):
+    garden = Garden(make)
+    for seed in range(2):
+        train_step(garden.body, garden.optimizer, seed)
+    changes: list[Callable[[], None]] = [
+        lambda: garden.grow_to(SeedStage.TRAINING, "stem", "conv_light", train=False),
+        lambda: garden.grow_to(SeedStage.HOLDING, "middle", "conv_small", train=False),
+        lambda: garden.do(Op.SET_ALPHA_TARGET, "middle", style=3),
+        lambda: garden.do(Op.FOSSILIZE, "middle"),
+        lambda: garden.do(Op.PRUNE, "stem"),
+    ]
+    for i, change in enumerate(changes):
+        before = garden.states()
+        change()
+        garden.check()
+        for p, state in garden.optimizer.state.items():
+            if p in before:
+                assert same_state(state, before[p])
+        weights = [p.detach().clone() for p in garden.body.parameters()]
+        train_step(garden.body, garden.optimizer, 10 + i)
+        assert all(torch.isfinite(p).all() for p in garden.body.parameters())
+        assert any(not torch.equal(p, w) for p, w in zip(garden.body.parameters(), weights, strict=True))
+
+
+@pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS.keys())
+@pytest.mark.parametrize("seed", range(2))
+def test_any_sequence_of_operations_keeps_optimiser_and_body_in_step(make, seed):
+    garden = Garden(make, lambda body: body.named_parameters() if seed else decay_groups(body))
+    rng = np.random.default_rng(seed)
+    seen = set()
+    for i in range(25):
+        before = garden.states()
+        seen |= {e.kind for e in garden.act(random_legal_actions(garden.table, FREE, rng))}
+        if rng.random() < 0.5:
+            garden.tick()
+        garden.check()
+        alive = set(garden.body.parameters())
+        for p, state in before.items():
+            assert (p in alive) == (p in garden.optimizer.state)
+            assert p not in alive or same_state(state, garden.optimizer.state[p])
+        train_step(garden.body, garden.optimizer, i)
+    assert {EffectKind.BUILD, EffectKind.DROP} <= seen
+
+
+@pytest.mark.parametrize("groups", [lambda b: b.named_parameters(), decay_groups], ids=["named", "decay groups"])
+@pytest.mark.parametrize("load_first", [True, False], ids=["optimiser built after loading", "before"])
+def test_a_grown_optimiser_is_saved_and_loaded_whatever_the_order_of_events(groups, load_first):
+    garden = Garden(OPTIMISERS["adamw fused"], groups)
+    garden.grow_to(SeedStage.FOSSILIZED, "flat", "mlp_small")  # fossils in another order than slots
+    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
+    garden.grow_to(SeedStage.BLENDING, "stem", "conv_light", style=3)
+    train_step(garden.body, garden.optimizer, 5)
+    saved = copy.deepcopy(garden.body.state_dict()), copy.deepcopy(garden.optimizer.state_dict())
+
+    body = make_body()
+    if load_first:
+        body.load_state_dict(saved[0])
+        optimizer = OPTIMISERS["adamw fused"](groups(body))
+        surgeon = Surgeon(body, optimizer)
+    else:
+        optimizer = OPTIMISERS["adamw fused"](groups(body))
+        surgeon = Surgeon(body, optimizer)
+        body.load_state_dict(saved[0])
+        surgeon.reload()
+    optimizer.load_state_dict(saved[1])
+
+    for (name, p), (name2, q) in zip(named(garden.body), named(body), strict=True):
+        assert name == name2
+        assert torch.equal(p, q)
+        assert same_state(garden.optimizer.state[p], optimizer.state[q])
+    # and growth goes on after loading, which has replaced the group dicts
+    other = SlotTable.empty(1, 3)
+    other.restore(garden.table)
+    for one in (garden.surgeon, surgeon):
+        one.carry_out([Effect(EffectKind.COMMIT, 0, 0)], other)
+    for one in (garden.body, body):
+        train_step(one, garden.optimizer if one is garden.body else optimizer, 6)
+    for p, q in zip(garden.body.parameters(), body.parameters(), strict=True):
+        assert torch.equal(p, q)
+    held = [p for g in optimizer.param_groups for p in g["params"]]
+    assert len(held) == len(set(held))
+    assert set(held) == set(body.parameters())
+    assert optimizer.param_groups[-1]["params"] == []
+
+
+def test_loading_a_plain_state_into_a_grown_body_leaves_no_dead_parameter_in_the_optimiser():
+    garden = Garden(OPTIMISERS["adam"])
+    plain = copy.deepcopy(garden.body.state_dict())
+    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
+    garden.grow_to(SeedStage.TRAINING, "stem", "norm")
+
+    garden.body.load_state_dict(plain)
+    garden.surgeon.reload()
+
+    garden.check()
+    assert len(garden.surgeon.group["params"]) == 0
+
+
+def test_parameters_of_other_models_in_the_same_optimiser_are_left_alone():
+    other = nn.Linear(2, 2)
+    garden = Garden(OPTIMISERS["adam"], lambda body: [*body.parameters(), *other.parameters()])
+    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
+    garden.surgeon.reload()
+    held = {p for g in garden.optimizer.param_groups for p in g["params"]}
+    assert held == {*garden.body.parameters(), *other.parameters()}
+
+
+def test_a_fossil_joins_the_group_of_the_module_it_follows():
+    def layerwise(body: Body) -> list[dict[str, Any]]:
+        model = body.model
+        return [{"params": list(m.parameters()), "lr": 0.1 * i} for i, m in enumerate(model.children(), 1)]
+
+    garden = Garden(OPTIMISERS["sgd"], layerwise)
+    garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
+    slot = garden.body.slots["middle"]
+    assert {garden.group_of(p) for p in slot.parameters()} == {4}
+    garden.do(Op.FOSSILIZE, "middle")
+    assert {garden.group_of(p) for p in slot.parameters()} == {1}
+
+
+def test_decay_and_no_decay_groups_keep_their_meaning_for_fossils():
+    garden = Garden(OPTIMISERS["adamw fused"], decay_groups)
+    for slot, blueprint in (("stem", "conv_light"), ("flat", "mlp_small")):
+        garden.grow_to(SeedStage.FOSSILIZED, slot, blueprint, style=3)
+        params = list(garden.body.slots[slot].parameters())
+        assert {p.ndim > 1 for p in params} == {True, False}
+        for p in params:
+            assert garden.optimizer.param_groups[garden.group_of(p)]["weight_decay"] == (0.1 if p.ndim > 1 else 0.0)
+
+
+def test_a_fossil_of_a_frozen_module_joins_what_its_neighbours_have():
+    garden = Garden(OPTIMISERS["sgd"], lambda body: [{"params": list(body.model.head.parameters())}])
+    garden.grow_to(SeedStage.FOSSILIZED, "stem", "conv_light")
+    assert {garden.group_of(p) for p in garden.body.slots["stem"].parameters()} == {0}
+
+
+def test_a_group_added_later_by_its_owner_receives_fossils_too():
+    garden = Garden(OPTIMISERS["sgd"], lambda body: list(body.model.head.parameters()))
+    garden.optimizer.add_param_group({"params": list(garden.body.model.middle.parameters()), "lr": 0.5})
+    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
+    assert {garden.group_of(p) for p in garden.body.slots["middle"].parameters()} == {2}
+
+
+@pytest.mark.parametrize("name", ["sgd fused momentum", "sgd fused dampening", "adamw fused", "sgd dampening"])
+def test_a_seed_may_be_committed_before_the_first_step(name):
+    garden = Garden(OPTIMISERS[name])
+    twin = Garden(OPTIMISERS[name])
+    garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light", train=False)
+    garden.check()
+    train_step(garden.body, garden.optimizer, 0)
+    train_step(twin.body, twin.optimizer, 0)
+    if "dampening" not in name:  # Δ = 0 at birth: the host's first step is the same
+        for p, q in zip(garden.body.model.parameters(), twin.body.model.parameters(), strict=True):
+            assert torch.equal(p, q)
+
+
+def test_the_seed_group_has_the_first_groups_learning_rate_no_decay_and_the_options_given():
+    body = make_body()
+    optimizer = optim.AdamW(decay_groups(body), lr=0.3, weight_decay=0.2)
+    group = Surgeon(body, optimizer, betas=(0.5, 0.6)).group
+    assert (group["lr"], group["weight_decay"], group["betas"]) == (0.3, 0.0, (0.5, 0.6))
+
+    body = make_body()
+    with pytest.raises(OptimizerError, match=r"SGD has no option 'beta'; it has lr, momentum"):
+        Surgeon(body, optim.SGD(body.parameters(), lr=0.1), beta=1)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_the_host():
+    body = make_body()
+    optimizer = optim.SGD(body.parameters(), lr=torch.tensor(0.1))
+    Surgeon(body, optimizer).group["lr"].fill_(7.0)
+    assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1)
+
+
+def test_listeners_hear_each_change_after_it_has_happened():
+    garden = Garden(OPTIMISERS["sgd"])
+    heard: list[tuple[str, str, str, int]] = []
+
+    def listen(effect: Effect, slot: Any) -> None:
+        garden.check()
+        heard.append((effect.kind.name, slot.name, slot.stage.name, len(list(slot.parameters()))))
+
+    garden.surgeon.on_change.append(listen)
+    garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
+    garden.do(Op.SET_ALPHA_TARGET, "middle", style=3)
+    garden.do(Op.FOSSILIZE, "middle")
+    garden.do(Op.GERMINATE, "stem", "norm")
+    garden.do(Op.PRUNE, "stem")
+    assert heard == [
+        ("BUILD", "middle", "GERMINATED", 3),
+        ("SET_OPERATOR", "middle", "HOLDING", 7),
+        ("COMMIT", "middle", "FOSSILIZED", 7),
+        ("BUILD", "stem", "GERMINATED", 3),
+        ("DROP", "stem", "PRUNED", 0),
+    ]
+
+
+def test_the_table_counts_parameters_also_of_frozen_seeds():
+    garden = Garden(OPTIMISERS["sgd"])
+    garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
+    count = sum(p.numel() for p in garden.body.slots["middle"].parameters())
+    assert garden.table.params[0].tolist() == [0, count, 0]
+    garden.do(Op.PRUNE, "middle", speed=1)
+    assert not any(p.requires_grad for p in garden.body.slots["middle"].parameters())
+    assert garden.table.params[0].tolist() == [0, count, 0]
+
+
+def test_the_same_seed_is_drawn_again_and_another_serial_draws_another():
+    def weights(first: bool) -> torch.Tensor:
+        garden = Garden(OPTIMISERS["sgd"])
+        if not first:
+            garden.do(Op.GERMINATE, "stem", "conv_heavy")
+        torch.rand(3)  # other random numbers change nothing
+        garden.do(Op.GERMINATE, "middle", "conv_heavy")
+        return next(p for p in garden.body.slots["middle"].parameters() if p.ndim == 4).detach().clone()
+
+    assert torch.equal(weights(True), weights(True))
+    assert not torch.equal(weights(True), weights(False))
+
+
+def test_a_blueprint_that_does_not_fit_is_said_and_nothing_changes():
+    garden = Garden(OPTIMISERS["sgd"])
+    garden.table.takes[:] = True
+    with pytest.raises(BlueprintError, match="'lora'"):
+        garden.do(Op.GERMINATE, "middle", "lora")
+    assert garden.body.slots["middle"].seed is None
+    assert garden.surgeon.group["params"] == []
+
+
+# -- schedulers
+
+
+def plateau(optimizer: optim.Optimizer) -> sched.ReduceLROnPlateau:
+    return sched.ReduceLROnPlateau(optimizer, patience=1, factor=0.5)
+
+
+SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
+    "StepLR": lambda o: sched.StepLR(o, 3, gamma=0.5),
+    "MultiStepLR": lambda o: sched.MultiStepLR(o, [2, 5, 6]),
+    "ExponentialLR": lambda o: sched.ExponentialLR(o, 0.9),
+    "LinearLR": lambda o: sched.LinearLR(o, 0.1, total_iters=6),
+    "ConstantLR": lambda o: sched.ConstantLR(o, 0.1, total_iters=4),
+    "PolynomialLR": lambda o: sched.PolynomialLR(o, 10, power=2.0),
+    "LambdaLR": lambda o: sched.LambdaLR(o, lambda t: 1.0 / (1 + t)),
+    "MultiplicativeLR": lambda o: sched.MultiplicativeLR(o, lambda t: 0.9),
+    "CosineAnnealingLR": lambda o: sched.CosineAnnealingLR(o, 8),
+    "CosineAnnealingWarmRestarts": lambda o: sched.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
+    "OneCycleLR": lambda o: sched.OneCycleLR(o, max_lr=0.3, total_steps=14),
+    "CyclicLR": lambda o: sched.CyclicLR(o, 0.01, 0.2, step_size_up=3, cycle_momentum="momentum" in o.defaults),
+    "SequentialLR": lambda o: sched.SequentialLR(
+        o, [sched.LinearLR(o, 0.1, total_iters=3), sched.CosineAnnealingLR(o, 8)], milestones=[3]
+    ),
+    "ChainedScheduler": lambda o: sched.ChainedScheduler([sched.StepLR(o, 4), sched.ExponentialLR(o, 0.95)]),
+    "ReduceLROnPlateau": plateau,
+}
+CYCLED = ("lr", "momentum", "betas")
+
+
+def trajectory(make: Callable[[Any], optim.Optimizer], schedule: Callable[[Any], Any], grows: bool) -> list[Any]:
+    """What a scheduler does to each group over twelve epochs in which a seed is born, committed, another pruned."""
+    garden = Garden(make, decay_groups)
+    if not grows:
+        garden.body, garden.optimizer = make_body(), make(decay_groups(make_body()))
+    scheduler = schedule(garden.optimizer)
+    seen = []
+    for epoch in range(12):
+        if grows and epoch == 2:
+            garden.grow_to(SeedStage.HOLDING, "middle", "conv_light", train=False)
+        if grows and epoch == 4:
+            garden.do(Op.FOSSILIZE, "middle")
+            garden.do(Op.GERMINATE, "stem", "norm")
+        if grows and epoch == 7:
+            garden.do(Op.PRUNE, "stem")
+        if grows:
+            train_step(garden.body, garden.optimizer, epoch)
+        else:
+            garden.optimizer.step()
+        seen.append([tuple(g[k] for k in CYCLED if k in g) for g in garden.optimizer.param_groups])
+        scheduler.step(*([1.0] if isinstance(scheduler, sched.ReduceLROnPlateau) else []))
+    return seen
+
+
+@pytest.mark.parametrize("make", ["sgd fused momentum", "adamw foreach amsgrad"])
+@pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS.keys())
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_schedulers_treat_the_host_as_without_growth_and_the_seeds_too(make, schedule):
+    grown = trajectory(OPTIMISERS[make], schedule, grows=True)
+    plain = trajectory(OPTIMISERS[make], schedule, grows=False)
+    assert [groups[:2] for groups in grown] == plain
+    assert [groups[2] for groups in grown] == [groups[0] for groups in plain]  # same rate at first, same schedule
+    assert len({groups[2][0] for groups in grown}) > 1
+
+
+@pytest.mark.parametrize("name", [n for n in SCHEDULERS if n != "ReduceLROnPlateau"])
+def test_a_scheduler_built_before_the_grower_is_refused(name):
+    body = make_body()
+    optimizer = OPTIMISERS["sgd fused momentum"](body.parameters())
+    scheduler = SCHEDULERS[name](optimizer)
+    with pytest.raises(OptimizerError, match="before the grower"):
+        Surgeon(body, optimizer)
+    assert scheduler is not None
+    assert len(optimizer.param_groups) == 1
+
+
+def test_a_plateau_scheduler_leaves_no_mark_and_takes_in_the_seed_group_by_itself():
+    body = make_body()
+    optimizer = OPTIMISERS["sgd"](body.parameters())
+    scheduler = plateau(optimizer)
+    Surgeon(body, optimizer)
+    for _ in range(3):
+        scheduler.step(1.0)
+    assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.01]
+
+
+def test_a_state_from_a_run_with_a_scheduler_may_be_grown_on_and_scheduled_again():
+    body = make_body()
+    old = optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
+    scheduler = sched.StepLR(old, 1)
+    train_step(body, old, 0)
+    scheduler.step()
+
+    new = optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
+    new.load_state_dict(old.state_dict())
+    Surgeon(body, new, lr=0.03)
+    sched.StepLR(new, 1, last_epoch=3)
+    assert [g["initial_lr"] for g in new.param_groups] == [0.1, 0.03]
+
+
+# -- refusals
+
+
+class MyMuon(optim.Muon):
+    pass
+
+
+REFUSALS = {
+    "LBFGS": (lambda b: optim.LBFGS(b.parameters()), "LBFGS cannot follow growth: it keeps one flat history"),
+    "Muon": (lambda b: optim.Muon([b.model.head.weight]), "Muon cannot follow growth: it updates matrices only"),
+    "of Muon": (lambda b: MyMuon([b.model.head.weight]), "MyMuon cannot follow growth: it updates matrices only"),
+    "SparseAdam": (lambda b: optim.SparseAdam(list(b.parameters())), "it takes sparse gradients only"),
+    "another model": (lambda b: optim.SGD(nn.Linear(2, 2).parameters()), r"Build it from body.parameters\(\) after"),
+    "no optimiser": (lambda b: "adam", "expected a torch.optim.Optimizer, got str"),
+}
+
+
+@pytest.mark.parametrize(("make", "text"), REFUSALS.values(), ids=REFUSALS.keys())
+def test_what_cannot_follow_growth_is_refused_before_anything_changes(make, text):
+    body = make_body()
+    optimizer = make(body)
+    before = len(getattr(optimizer, "param_groups", []))
+    with pytest.raises(OptimizerError, match=text):
+        Surgeon(body, optimizer)
+    assert len(getattr(optimizer, "param_groups", [])) == before
+
+
+def test_two_growers_on_one_optimiser_are_refused():
+    garden = Garden(OPTIMISERS["sgd"])
+    with pytest.raises(OptimizerError, match="one optimiser serves one grower"):
+        Surgeon(garden.body, garden.optimizer)
+
+
+def test_a_wrapped_body_is_refused_with_the_way_out():
+    body = make_body()
+    optimizer = OPTIMISERS["sgd"](body.parameters())
+    for wrapped in (nn.DataParallel(body), torch.compile(body, backend="eager")):
+        with pytest.raises(OptimizerError, match=f"got {type(wrapped).__name__}. Give the grower the body within it"):
+            Surgeon(wrapped, optimizer)
+    with pytest.raises(OptimizerError, match=r"got Linear. Graft the model first."):
+        Surgeon(nn.Linear(2, 2), optimizer)
+
+
+def test_sharded_parameters_are_refused():
+    class DTensor(torch.Tensor):
+        """Stands for the class of that name, which needs a process group to be made."""
+
+    body = make_body()
+    body.model.head.weight = nn.Parameter(body.model.head.weight.detach().as_subclass(DTensor))
+    with pytest.raises(OptimizerError, match=r"sharded \(FSDP\)"):
+        Surgeon(body, OPTIMISERS["sgd"](body.parameters()))
+
+
+# -- clipping
+
+
+def with_gradients(lists: Iterable[Iterable[float | None]]) -> list[list[nn.Parameter]]:
+    groups = []
+    for values in lists:
+        group = []
+        for i, v in enumerate(values):
+            p = nn.Parameter(torch.zeros(i + 1))
+            p.grad = None if v is None else torch.full((i + 1,), v)
+            group.append(p)
+        groups.append(group)
+    return groups
+
+
+GRADIENTS = st.one_of(st.none(), st.floats(-1e6, 1e6, width=32))
+
+
+@given(st.lists(st.lists(GRADIENTS, max_size=4), min_size=1, max_size=4), st.sampled_from([0.1, 1.0, 100.0]))
+@settings(max_examples=60, deadline=None)
+def test_clipping_separately_is_clipping_each_list_alone(lists, max_norm):
+    groups, twins = with_gradients(lists), with_gradients(lists)
+    norms = clip_separately(groups, max_norm)
+    for group, twin, norm in zip(groups, twins, norms, strict=True):
+        total = nn.utils.clip_grad_norm_(twin, max_norm)
+        assert len(norm) == sum(p.grad is not None for p in group)
+        assert torch.equal(torch.linalg.vector_norm(norm), total)
+        for p, q in zip(group, twin, strict=True):
+            assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_broken_gradient_in_one_list_leaves_the_others_alone(bad):
+    groups = with_gradients([[3.0, 4.0], [1.0, bad], [0.5]])
+    clip_separately(groups, 1.0)
+    assert torch.isfinite(groups[0][0].grad).all()
+    assert torch.linalg.vector_norm(torch.cat([p.grad for p in groups[0]])) == pytest.approx(1.0)
+    assert groups[2][0].grad.item() == 0.5

@@ -1,0 +1,779 @@
+"""Growth inside a loop of one's own: by hand, by a controller, and never to the host's harm."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn, optim
+from torch.nn import functional as F
+
+import esper
+from esper.grower import Grower, accuracy, log_probability, split_batch
+from esper.kasmina.blueprints import unregister
+from esper.kasmina.gradients import GradientMeter
+from esper.leyline.actions import Head, Op
+from esper.leyline.errors import BlueprintError, ConfigError, LifecycleError, OptimizerError, UnknownNameError
+from esper.leyline.stages import SeedStage, Thresholds
+from esper.tamiyo.controllers import wait_everywhere
+
+BY_HAND = esper.Rules(
+    thresholds=Thresholds(blend_dwell=2), auto_train=False, auto_blend=False, auto_hold=False, min_prune_age=0
+)
+EASY = esper.Rules(
+    thresholds=Thresholds(blend_dwell=0, blend_health=None, fossil_contribution=None),
+    auto_train=False,
+    auto_blend=False,
+    auto_hold=False,
+    min_prune_age=0,
+    one_at_a_time=False,
+)
+
+
+def make_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
+        nn.Dropout(0.2),
+        nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 3),
+    )
+
+
+def make_body() -> esper.Body:
+    return esper.graft(make_model(), at={"first": "0", "second": "2"}, probe=torch.randn(3, 1, 6, 6))
+
+
+def make_grower(rules: esper.Rules = EASY, lr: float = 0.05, **options: Any) -> Grower:
+    body = make_body()
+    return Grower(body, optim.SGD(body.parameters(), lr=lr, momentum=0.9), rules=rules, **options)
+
+
+def batch(seed: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
+    """Images whose class is the place of a bright column."""
+    noise = torch.Generator().manual_seed(seed)
+    y = torch.randint(3, (size,), generator=noise)
+    x = torch.randn(size, 1, 6, 6, generator=noise)
+    x[torch.arange(size), 0, :, 2 * y] += 1.5
+    return x, y
+
+
+def train(grower: Grower, epoch: int = 0, batches: int = 4) -> None:
+    """An epoch of somebody's own loop."""
+    body, optimizer = grower.body.train(), grower.optimizer
+    for i in range(batches):
+        x, y = batch(1000 * epoch + i)
+        optimizer.zero_grad()
+        F.cross_entropy(body(x), y).backward()
+        if body.incubation == "shadow":
+            grower.shadow(lambda x=x, y=y: F.cross_entropy(body(x), y))
+        grower.clip_grad_norm_(1.0)
+        optimizer.step()
+
+
+VAL = [batch(99_991, 40), batch(99_992, 24)]
+
+
+def bring(grower: Grower, slot: str, stage: SeedStage, blueprint: str = "conv_light", **how: Any) -> None:
+    """Take a seed to a stage by hand, under EASY rules."""
+    grower.germinate(slot, blueprint, **how)
+    while grower.slots[slot].stage < min(stage, SeedStage.HOLDING):
+        if grower.table.moving[0, grower.surgeon.names.index(slot)]:
+            grower.step()
+        else:
+            grower.advance(slot)
+    if stage == SeedStage.FOSSILIZED:
+        grower.fossilize(slot)
+
+
+# -- a whole life by hand
+
+
+@pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
+def test_a_seed_lives_its_whole_life_by_hand(incubation):
+    grower = make_grower(BY_HAND, incubation=incubation, gradient_telemetry_stride=1)
+    heard: list[str] = []
+    grower.on_change(lambda effect, slot: heard.append(f"{effect.kind.name} {slot.name}"))
+
+    def epoch() -> SeedStage:
+        train(grower, int(grower.table.step[0]))
+        grower.step(VAL)
+        return grower.slots["second"].stage
+
+    epoch()
+    grower.germinate("second", "conv_light", tempo="fast", style="linear_add")
+    assert epoch() == SeedStage.GERMINATED
+    grower.advance("second")
+    assert epoch() == epoch() == SeedStage.TRAINING
+    assert math.isfinite(grower.slots["second"].prospect)
+    assert grower.table.grad_health[0, 1] == 1.0
+    grower.advance("second")
+    assert grower.slots["second"].alpha == 0.0
+    alphas = []
+    while grower.slots["second"].waits_for:
+        assert epoch() == SeedStage.BLENDING
+        alphas.append(grower.slots["second"].alpha)
+    assert alphas == pytest.approx([1 / 3, 2 / 3, 1.0])
+    grower.advance("second")
+    grower.set_alpha_target("second", 0.5, speed="instant")
+    assert (grower.slots["second"].stage, grower.slots["second"].alpha) == (SeedStage.BLENDING, 0.5)
+    grower.set_alpha_target("second", 1.0, speed="fast", curve="cosine", style="gated_gate")
+    for _ in range(3):
+        epoch()
+    grower.advance("second")
+    assert epoch() == epoch() == SeedStage.HOLDING
+    view = grower.slots["second"]
+    assert math.isfinite(view.contribution)
+    assert view.contribution_se >= 0
+    grower.fossilize("second")
+    assert epoch() == SeedStage.FOSSILIZED
+    assert heard == ["BUILD second", "SET_OPERATOR second", "COMMIT second"]
+    assert "second" in repr(grower)
+    assert "FOSSILIZED" in repr(grower)
+
+
+def test_a_printed_grower_has_a_line_per_slot_with_what_is_known():
+    grower = make_grower()
+    assert repr(grower).split() == ["first", "DORMANT", "second", "DORMANT"]
+    bring(grower, "second", SeedStage.TRAINING)
+    train(grower)
+    grower.step(VAL)
+    line = repr(grower).splitlines()[1]
+    for word in ("second", "TRAINING", "conv_light", "alpha 0.00", "336 params", "prospect"):
+        assert word in line
+    bring(grower, "first", SeedStage.HOLDING)
+    grower.step(VAL)
+    assert "contribution" in repr(grower).splitlines()[0]
+    assert " ± " in repr(grower)
+
+
+# -- a pruned seed leaves no trace
+
+
+def no_growth(kind: str, epochs: int, between: Callable[[Grower, int], None], incubation: str) -> Any:
+    """Weights, buffers and optimiser state of the host after a run with something between the epochs."""
+    body = make_body()
+    names = [n for n, _ in body.model.named_parameters()]
+    optimizer: optim.Optimizer
+    if kind == "sgd":
+        optimizer = optim.SGD(body.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01, fused=True)
+    elif kind == "adamw":
+        optimizer = optim.AdamW(body.parameters(), lr=0.01, foreach=True, amsgrad=True)
+    else:
+        optimizer = optim.Adafactor(body.parameters(), lr=0.01)
+    grower = Grower(body, optimizer, rules=EASY, incubation=incubation, lr=0.03)
+    scheduler = optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
+    torch.manual_seed(7)  # dropout
+    for epoch in range(epochs):
+        between(grower, epoch)
+        train(grower, epoch)
+        scheduler.step()
+    states = {n: optimizer.state[p] for n, p in zip(names, body.model.parameters(), strict=True)}
+    return body.model.state_dict(), states
+
+
+@pytest.mark.parametrize("kind", ["sgd", "adamw", "adafactor"])
+@pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
+def test_a_seed_pruned_while_training_leaves_the_host_as_if_it_had_never_been(kind, incubation):
+    learnt = []
+
+    def grow(grower: Grower, epoch: int) -> None:
+        if epoch == 1:
+            bring(grower, "first", SeedStage.TRAINING, style="GATED_GATE")
+            bring(grower, "second", SeedStage.TRAINING, "bottleneck")
+        if epoch == 4:
+            learnt.append(max(p.abs().max().item() for p in grower.body.slots["first"].seed[-1].parameters()))
+            grower.prune("first")
+            grower.prune("second")
+        grower.step(VAL)
+
+    grown, grown_states = no_growth(kind, 6, grow, incubation)
+    plain, plain_states = no_growth(kind, 6, lambda grower, epoch: None, incubation)
+
+    assert learnt[0] > 0  # its last projection left zero
+    for name, value in plain.items():
+        assert torch.equal(value, grown[name]), name
+    for name, state in plain_states.items():
+        for key, value in state.items():
+            assert torch.equal(torch.as_tensor(value), torch.as_tensor(grown_states[name][key])), (name, key)
+
+
+@pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
+def test_a_seed_gone_mad_does_not_touch_the_host(incubation):
+    def grow(grower: Grower, epoch: int) -> None:
+        if epoch == 1:
+            bring(grower, "first", SeedStage.TRAINING, "conv_heavy")
+            with torch.no_grad():
+                for p in grower.body.slots["first"].parameters():
+                    p.fill_(float("nan"))
+
+    grown, _ = no_growth("sgd", 3, grow, incubation)
+    plain, _ = no_growth("sgd", 3, lambda grower, epoch: None, incubation)
+    assert all(torch.equal(grown[n], plain[n]) for n in plain)
+
+
+def test_a_seed_on_its_way_out_is_frozen_and_the_host_still_learns_through_it():
+    grower = make_grower()
+    bring(grower, "first", SeedStage.HOLDING)
+    train(grower)
+    grower.prune("first", speed="fast")
+    params = list(grower.body.slots["first"].parameters())
+    before = [p.detach().clone() for p in params]
+    alphas = []
+    while grower.slots["first"].stage == SeedStage.BLENDING:
+        assert not any(p.requires_grad for p in params)
+        train(grower)
+        assert all(p.grad is None for p in params)
+        assert all(torch.equal(p, b) for p, b in zip(params, before, strict=True))
+        assert all(p.grad.abs().sum() > 0 for p in grower.body.model[0].parameters())
+        grower.step()
+        alphas.append(grower.slots["first"].alpha)
+    assert alphas == pytest.approx([2 / 3, 1 / 3, 0.0])
+    assert grower.slots["first"].stage == SeedStage.PRUNED
+    assert not list(grower.body.slots["first"].parameters())
+
+
+def test_a_seed_lowered_in_part_learns_again_as_soon_as_its_alpha_rests():
+    grower = make_grower()
+    bring(grower, "first", SeedStage.HOLDING)
+    grower.set_alpha_target("first", 0.5, speed="fast")
+    frozen = []
+    for _ in range(4):
+        frozen.append(not any(p.requires_grad for p in grower.body.slots["first"].parameters()))
+        grower.step()
+    assert frozen == [True, True, True, False]
+
+
+def test_a_gate_is_in_the_optimiser_from_birth_and_learns_while_blending():
+    grower = make_grower()
+    grower.germinate("first", "conv_light", style="GATED_GATE")
+    gate = grower.body.slots["first"].gate
+    held = {p for group in grower.optimizer.param_groups for p in group["params"]}
+    assert set(gate.parameters()) <= held
+    grower.advance("first")
+    train(grower)
+    grower.advance("first")
+    grower.step()
+    before = [p.detach().clone() for p in gate.parameters()]
+    train(grower)
+    assert grower.slots["first"].stage == SeedStage.BLENDING
+    assert all(not torch.equal(p, b) for p, b in zip(gate.parameters(), before, strict=True))
+
+
+# -- refusals that say why, and the way out
+
+
+def cooling(grower: Grower) -> None:
+    grower.germinate("first", "norm")
+    grower.prune("first")
+
+
+ONE = EASY.__class__(**{f: getattr(EASY, f) for f in EASY.__struct_fields__} | {"one_at_a_time": True})
+CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], str]] = {
+    "germinate, occupied": (
+        EASY,
+        lambda g: g.germinate("first", "norm"),
+        lambda g: g.germinate("first", "norm"),
+        "cannot germinate 'first', which is GERMINATED: this stage does not allow it. Slots that do: second",
+    ),
+    "germinate, unfit": (
+        EASY,
+        lambda g: None,
+        lambda g: g.germinate("first", "lora"),
+        "which is DORMANT: 'lora' does not fit there. It takes: conv_light, attention, norm",
+    ),
+    "germinate, noop": (EASY, lambda g: None, lambda g: g.germinate("first", "noop"), "'noop' does not fit there"),
+    "germinate, cooling": (
+        EASY,
+        cooling,
+        lambda g: g.germinate("first", "norm"),
+        "which is PRUNED: cooling down after a prune, epochs left: first 7",
+    ),
+    "germinate, another cools": (
+        ONE,
+        cooling,
+        lambda g: g.germinate("second", "norm"),
+        "which is DORMANT: cooling down after a prune, epochs left: first 7",
+    ),
+    "germinate, another learns": (
+        ONE,
+        lambda g: g.germinate("first", "norm"),
+        lambda g: g.germinate("second", "norm"),
+        "'first' is still GERMINATED, and one seed learns at a time. Wait until it blends",
+    ),
+    "germinate, full": (
+        EASY.__class__(max_seeds=1, one_at_a_time=False),
+        lambda g: g.germinate("first", "norm"),
+        lambda g: g.germinate("second", "norm"),
+        "there are 1 seeds, the most that rules.max_seeds allows. Prune one, or raise it",
+    ),
+    "advance, nothing": (EASY, lambda g: None, lambda g: g.advance("first"), "DORMANT: this stage does not allow it"),
+    "advance, too young": (
+        BY_HAND,
+        lambda g: (g.germinate("first", "norm"), g.advance("first")),
+        lambda g: g.advance("first"),
+        "TRAINING: too few epochs in this stage; gradient health unmeasured or too low. Way out: call grower.step()",
+    ),
+    "advance, not at full": (
+        EASY,
+        lambda g: bring(g, "first", SeedStage.BLENDING),
+        lambda g: g.advance("first"),
+        "BLENDING: alpha is not at rest at 1. Way out: wait until its ramp ends",
+    ),
+    "advance, by itself": (
+        esper.Rules(),
+        lambda g: g.germinate("first", "norm"),
+        lambda g: g.advance("first"),
+        "GERMINATED: it advances by itself at the next step",
+    ),
+    "advance, holding": (
+        EASY,
+        lambda g: bring(g, "first", SeedStage.HOLDING),
+        lambda g: g.advance("first"),
+        "HOLDING: this stage does not allow it",
+    ),
+    "fossilize, unmeasured": (
+        EASY.__class__(thresholds=Thresholds(blend_dwell=0, blend_health=None), auto_train=False, auto_blend=False,
+                       auto_hold=False),
+        lambda g: bring(g, "first", SeedStage.HOLDING),
+        lambda g: g.fossilize("first"),
+        "or its lower bound is too low. Way out: measure it with grower.step(val_batches)",
+    ),
+    "fossilize, too early": (
+        BY_HAND,
+        lambda g: (g.germinate("first", "norm"), g.advance("first")),
+        lambda g: g.fossilize("first"),
+        "TRAINING: this stage does not allow it. Slots that do: none",
+    ),
+    "retarget, moving": (
+        EASY,
+        lambda g: bring(g, "first", SeedStage.BLENDING),
+        lambda g: g.set_alpha_target("first", 0.5),
+        "cannot set alpha target 'first', which is BLENDING: its alpha is moving; wait until it rests",
+    ),
+    "retarget, empty": (
+        EASY,
+        lambda g: bring(g, "second", SeedStage.HOLDING),
+        lambda g: g.set_alpha_target("first", 0.5),
+        "DORMANT: this stage does not allow it. Slots that do: second",
+    ),
+    "prune, too young": (
+        esper.Rules(),
+        lambda g: g.germinate("first", "norm"),
+        lambda g: g.prune("first"),
+        "GERMINATED: it is 0 epochs old; a seed is given 5 (rules.min_prune_age)",
+    ),
+    "prune, moving": (
+        EASY,
+        lambda g: bring(g, "first", SeedStage.BLENDING),
+        lambda g: g.prune("first"),
+        "BLENDING: its alpha is moving; wait until it rests",
+    ),
+    "prune, fossil": (
+        EASY,
+        lambda g: bring(g, "first", SeedStage.FOSSILIZED),
+        lambda g: g.prune("first"),
+        "FOSSILIZED: this stage does not allow it. Slots that do: none",
+    ),
+    "prune, empty": (EASY, lambda g: None, lambda g: g.prune("first"), "DORMANT: this stage does not allow it"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("rules", "before", "act", "text"), CASES.values(), ids=CASES.keys())
+def test_what_the_rules_do_not_allow_is_said_with_the_reason(rules, before, act, text):
+    grower = make_grower(rules)
+    before(grower)
+    table = grower.table.clone()
+    with pytest.raises(LifecycleError) as error:
+        act(grower)
+    assert text in str(error.value)
+    assert not grower.table.diff(table)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda g: g.germinate("frist", "norm"), "no slot named 'frist'. Did you mean 'first'?"),
+        (lambda g: g.advance("frist"), "no slot named 'frist'. Did you mean 'first'?"),
+        (lambda g: g.germinate("first", "conv_lite"), "no blueprint named 'conv_lite'. Did you mean 'conv_light'?"),
+        (lambda g: g.germinate("first", "norm", style="SIGMOID"), "no style named 'SIGMOID'. Did you mean 'SIGMOID_AD"),
+        (lambda g: g.germinate("first", "norm", tempo="QUICK"), "no tempo named 'QUICK'"),
+        (lambda g: g.set_alpha_target("first", 1, speed="MEDUIM"), "no alpha speed named 'MEDUIM'. Did you mean 'MEDI"),
+        (lambda g: g.set_alpha_target("first", 1, curve="COSIN"), "no alpha curve named 'COSIN'. Did you mean 'COSINE"),
+        (lambda g: g.set_alpha_target("third", 1), "no slot named 'third'"),
+        (lambda g: g.prune("first", speed="FASTER"), "no alpha speed named 'FASTER'. Did you mean 'FAST'?"),
+        (lambda g: make_grower(quality="accurracy"), "no quality named 'accurracy'. Did you mean 'accuracy'?"),
+        (lambda g: make_grower(controller="scheduled"), "no controller named 'scheduled'. Did you mean 'schedule'?"),
+    ],
+)
+def test_a_wrong_name_is_answered_with_the_nearest(act, text):
+    with pytest.raises(UnknownNameError) as error:
+        act(make_grower())
+    assert text in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("act", "text"),
+    [
+        (lambda g: g.germinate("first", "norm", alpha_target=0.6), "an alpha target is one of 0.5, 0.7, 1.0, got 0.6"),
+        (lambda g: make_grower(incubation="shade"), "incubation must be 'straight_through' or 'shadow', got 'shade'"),
+        (lambda g: g.shadow(lambda: torch.zeros(())), "grower.shadow needs Grower(..., incubation='shadow')"),
+        (lambda g: g.step([]), "no validation batch was given"),
+        (
+            lambda g: g.step([torch.zeros(3)]),
+            "a validation batch is (inputs, target) or a mapping with 'labels', got T",
+        ),
+        (lambda g: g.step([(1, 2, 3)]), "got tuple of 3"),
+        (lambda g: g.step([{"x": 1}]), "needs a key 'labels', it has ['x']"),
+    ],
+)
+def test_a_setting_without_sense_is_refused(act, text):
+    with pytest.raises(ConfigError) as error:
+        act(make_grower())
+    assert text in str(error.value)
+
+
+def test_a_second_grower_on_the_optimiser_is_refused():
+    grower = make_grower()
+    with pytest.raises(OptimizerError, match="one optimiser serves one grower"):
+        Grower(grower.body, grower.optimizer)
+
+
+# -- measuring
+
+
+def test_without_validation_batches_nothing_is_measured():
+    grower = make_grower()
+    bring(grower, "first", SeedStage.HOLDING)
+    report = grower.step()
+    assert math.isnan(report.quality)
+    assert math.isnan(report.committed)
+    assert (report.op, report.slot, report.effects) == (Op.WAIT, "", ())
+    assert np.isnan(grower.table.contribution).all()
+    assert np.isnan(grower.table.quality).all()
+
+
+def test_quality_is_that_of_the_body_in_eval_and_committed_that_of_the_host():
+    grower = make_grower()
+    train(grower, batches=20)
+    bring(grower, "second", SeedStage.HOLDING)
+    train(grower, 1, batches=20)
+    report = grower.step(VAL)
+    body = grower.body.eval()
+    right = torch.cat([accuracy(body(x), y) for x, y in VAL])
+    assert report.quality == pytest.approx(right.mean().item())
+    assert grower.table.quality[0] == pytest.approx(report.quality)
+    assert grower.slots["second"].contribution == pytest.approx(report.quality - report.committed, abs=1e-6)
+    grower.body.train()
+    grower.step(VAL)
+    assert all(m.training for m in grower.body.modules())  # modes are put back
+
+
+class Pair(nn.Module):
+    """Answers in a mapping, takes two named inputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(4, 8), nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor, shift: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"logits": self.two(torch.relu(self.one(x + shift)))}
+
+
+@pytest.mark.parametrize("quality", ["accuracy", "log_probability"])
+def test_batches_may_be_mappings_with_labels_and_answers_too(quality):
+    torch.manual_seed(0)
+    x, shift, y = torch.randn(12, 4), torch.randn(12, 4), torch.randint(3, (12,))
+    body = esper.graft(Pair(), at="one", probe={"x": x, "shift": shift})
+    grower = Grower(body, optim.SGD(body.parameters(), lr=0.1), quality=quality, rules=EASY)
+    bring(grower, "one", SeedStage.HOLDING, "mlp_small")
+    report = grower.step([{"x": x, "shift": shift, "labels": y}])
+    score = {"accuracy": accuracy, "log_probability": log_probability}[quality]
+    assert report.quality == pytest.approx(score(body(x, shift), y).mean().item(), abs=1e-6)
+    assert math.isfinite(grower.slots["one"].contribution)
+
+
+def test_a_quality_of_ones_own_is_the_one_that_counts():
+    grower = make_grower(quality=lambda output, target: -(output - 1.0).square().mean(1))
+    bring(grower, "first", SeedStage.HOLDING)
+    train(grower)
+    report = grower.step(VAL)
+    body = grower.body.eval()
+    wanted = torch.cat([-(body(x) - 1.0).square().mean(1) for x, _ in VAL]).mean().item()
+    assert report.quality == pytest.approx(wanted, rel=1e-5)
+    assert grower.slots["first"].contribution != 0
+
+
+def test_a_batch_is_split_into_inputs_and_target():
+    assert split_batch(("x", "y")) == ("x", "y")
+    assert split_batch({"a": 1, "labels": 2}) == ({"a": 1}, 2)
+
+
+def test_gradients_are_sampled_by_the_stride_and_read_once_per_step(monkeypatch):
+    grower = make_grower(gradient_telemetry_stride=3)
+    bring(grower, "first", SeedStage.TRAINING)
+    taken: list[int] = []
+    take = GradientMeter.take
+    monkeypatch.setattr(GradientMeter, "take", lambda *args: (taken.append(grower._batches), take(*args)))
+    train(grower, batches=8)
+    assert taken == [1, 4, 7]
+    assert np.isnan(grower.table.grad_norm).all()
+    grower.step()
+    assert np.isfinite(grower.table.grad_norm[0, 0])
+    assert np.isnan(grower.table.grad_norm[0, 1])  # nobody there: unmeasured, not zero
+
+
+def test_a_seed_taught_on_odd_batches_only_is_measured_none_the_less():
+    grower = make_grower(incubation="shadow", gradient_telemetry_stride=2)
+    bring(grower, "first", SeedStage.HOLDING)  # has a gradient on every batch
+    bring(grower, "second", SeedStage.TRAINING)
+    for i in range(4):
+        x, y = batch(i)
+        grower.optimizer.zero_grad()
+        F.cross_entropy(grower.body(x), y).backward()
+        if i % 2 == 1:
+            grower.shadow(lambda x=x, y=y: F.cross_entropy(grower.body(x), y))
+        grower.optimizer.step()
+    grower.step()
+    assert np.isfinite(grower.table.grad_norm).all()
+
+
+def test_what_was_sampled_of_a_pruned_seed_is_not_told_of_the_next():
+    grower = make_grower(gradient_telemetry_stride=1)
+    bring(grower, "first", SeedStage.TRAINING)
+    train(grower)
+    grower.step()
+    train(grower)
+    grower.prune("first")
+    grower.step()
+    for _ in range(7):
+        grower.step()
+    assert grower.slots["first"].stage == SeedStage.DORMANT
+    grower.germinate("first", "norm")
+    assert np.isnan(grower.table.grad_norm[0, 0])
+    assert grower.meter.smoothed == grower.meter.latest == {}
+
+
+# -- controllers
+
+
+def test_the_schedule_grows_by_itself():
+    rules = esper.Rules(thresholds=Thresholds(blend_dwell=2))
+    grower = make_grower(rules, controller="schedule", gradient_telemetry_stride=1)
+    said = []
+    for epoch in range(22):
+        train(grower, epoch, batches=2)
+        report = grower.step(VAL)
+        said += [(report.op.name, report.slot)] if report.op else []
+        assert bool(report.effects) == bool(report.op)
+    assert said[0] == ("GERMINATE", "first")
+    assert ("FOSSILIZE", "first") in said
+    assert ("GERMINATE", "second") in said
+
+
+class Contrary:
+    """Asks for what is not allowed, then for a slot that does not exist."""
+
+    def __init__(self) -> None:
+        self.seen: list[Any] = []
+
+    def act(self, table: esper.SlotTable, legal: Any) -> Any:
+        self.seen.append(legal.shape)
+        actions = wait_everywhere(1)
+        actions[0, [Head.OP, Head.SLOT]] = Op.FOSSILIZE, 0 if len(self.seen) == 1 else 17
+        return actions
+
+
+def test_an_object_of_ones_own_decides_and_what_is_illegal_does_not_happen():
+    controller = Contrary()
+    grower = make_grower(controller=controller)
+    for _ in range(2):
+        report = grower.step()
+        assert (report.op, report.slot, report.effects) == (Op.WAIT, "", ())
+    assert controller.seen == [(1, len(Op), 2)] * 2
+
+
+# -- loops of many kinds
+
+
+def test_accumulated_gradients_grow_as_whole_batches_do():
+    def run(parts: int) -> torch.Tensor:
+        grower = make_grower(gradient_telemetry_stride=1)
+        grower.body.eval()  # no dropout, no batch statistics: parts and whole agree
+        bring(grower, "first", SeedStage.HOLDING)
+        for i in range(6):
+            x, y = batch(i, 16)
+            grower.optimizer.zero_grad()
+            for xs, ys in zip(x.chunk(parts), y.chunk(parts), strict=True):
+                (F.cross_entropy(grower.body(xs), ys) / parts).backward()
+            grower.optimizer.step()
+        grower.step()
+        weights = torch.cat([p.detach().flatten() for p in grower.body.parameters()])
+        return torch.cat([weights, torch.tensor([float(grower.table.grad_norm[0, 0])])])
+
+    assert torch.allclose(run(1), run(4), atol=1e-5)
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("unscale", [True, False])
+def test_with_a_gradient_scaler_the_run_and_its_gradient_statistics_are_in_true_units(fused, unscale):
+    def run(scaler: torch.amp.GradScaler) -> tuple[list[torch.Tensor], np.ndarray]:
+        body = make_body()
+        optimizer = optim.SGD(body.parameters(), lr=0.05, momentum=0.9, fused=fused)
+        grower = Grower(body, optimizer, rules=EASY, incubation="shadow", gradient_telemetry_stride=1)
+        bring(grower, "first", SeedStage.TRAINING)
+        torch.manual_seed(3)
+        for i in range(3):
+            x, y = batch(i)
+            optimizer.zero_grad()
+            scaler.scale(F.cross_entropy(body(x), y)).backward()
+            grower.shadow(lambda x=x, y=y: scaler.scale(F.cross_entropy(body(x), y)))
+            if unscale:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+        grower.step()
+        table = grower.table
+        return list(body.parameters()), np.stack([table.grad_norm, table.grad_ratio, table.grad_health])[:, 0, 0]
+
+    scaled, stats = run(torch.amp.GradScaler("cpu", init_scale=1024.0))
+    plain, true = run(torch.amp.GradScaler("cpu", enabled=False))
+    assert stats == pytest.approx(true, rel=1e-3)
+    for p, q in zip(scaled, plain, strict=True):
+        assert torch.allclose(p, q, atol=1e-5)
+
+
+def test_named_parameters_keep_their_names_through_growth():
+    body = make_body()
+    grower = Grower(body, optim.AdamW(body.named_parameters()), rules=EASY)
+    bring(grower, "first", SeedStage.FOSSILIZED)
+    bring(grower, "second", SeedStage.TRAINING, "norm")
+    host, seeds = (group["param_names"] for group in grower.optimizer.param_groups)
+    assert host[-3:] == ["esper.first.seed.0.weight", "esper.first.seed.0.bias", "esper.first.seed.2.weight"]
+    assert seeds == ["esper.second.seed.theta", "esper.second.seed.norm.weight", "esper.second.seed.norm.bias"]
+
+
+def test_options_for_seeds_are_those_of_their_group():
+    grower = make_grower(lr=0.1)
+    assert grower.optimizer.param_groups[-1]["lr"] == 0.1
+    body = make_body()
+    Grower(body, (optimizer := optim.SGD(body.parameters(), lr=0.1)), lr=0.01, momentum=0.5)
+    assert [(g["lr"], g["momentum"]) for g in optimizer.param_groups] == [(0.1, 0), (0.01, 0.5)]
+
+
+def test_host_and_seeds_are_clipped_apart_and_fossils_with_the_host():
+    grower = make_grower()
+    bring(grower, "first", SeedStage.FOSSILIZED)
+    bring(grower, "second", SeedStage.HOLDING)
+    train(grower)
+    for p in grower.body.parameters():
+        p.grad = torch.full_like(p, 2.0)
+    grower.clip_grad_norm_(1.0)
+    first, second = (list(grower.body.slots[n].parameters()) for n in ("first", "second"))
+    for together in (grower.body.host_parameters() + first, second):
+        norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in together]))
+        assert norm.item() == pytest.approx(1.0, rel=1e-4)
+
+
+# -- bodies that have grown already
+
+
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_a_grown_body_is_taken_over_whenever_it_is_loaded(when):
+    old = make_grower()
+    bring(old, "first", SeedStage.FOSSILIZED, style="GATED_GATE")
+    bring(old, "second", SeedStage.BLENDING, "bottleneck", style="LINEAR_MULTIPLY")
+    train(old)
+    old.step()
+    state = copy.deepcopy(old.body.state_dict())
+
+    if when == "before":
+        body = make_body()
+        body.load_state_dict(state)
+        grower = Grower(body, optim.SGD(body.parameters(), lr=0.05, momentum=0.9), rules=EASY, lr=0.01)
+    else:
+        grower = make_grower()
+        bring(grower, "second", SeedStage.TRAINING, "norm")  # replaced by what the state says
+        train(grower)
+        grower.body.load_state_dict(state)
+        body = grower.body
+
+    x = batch(5)[0]
+    assert torch.equal(body.eval()(x), old.body.eval()(x))
+    for name, view in grower.slots.items():
+        was = old.slots[name]
+        assert (view.stage, view.blueprint, view.params) == (was.stage, was.blueprint, was.params)
+        assert view.alpha == was.alpha
+    held = [p for group in grower.optimizer.param_groups for p in group["params"]]
+    assert len(held) == len(set(held))
+    assert set(held) == set(body.parameters())
+    assert set(grower.optimizer.param_groups[-1]["params"]) == set(body.slots["second"].parameters())
+    assert set(grower.optimizer.state) <= set(held)
+
+    for epoch in range(8):  # its ramp goes on to 1
+        train(grower, epoch)
+        grower.step(VAL)
+    assert grower.slots["second"].alpha == 1.0
+    grower.advance("second")
+    grower.fossilize("second")
+
+
+def test_a_seed_parked_below_full_strength_stays_there_after_loading():
+    old = make_grower()
+    bring(old, "first", SeedStage.HOLDING)
+    old.set_alpha_target("first", 0.7, speed="instant")
+    grower = make_grower()
+    grower.body.load_state_dict(old.body.state_dict())
+    grower.step()
+    assert grower.slots["first"].alpha == pytest.approx(0.7)
+    grower.set_alpha_target("first", 1.0)  # at rest, so it may be sent on
+
+
+# -- blueprints of one's own
+
+
+def test_a_blueprint_registered_after_the_grower_was_built_can_be_planted():
+    grower = make_grower()
+
+    @esper.blueprint("late", layouts="map")
+    def late(dim: int) -> nn.Module:
+        layer = nn.Conv2d(dim, dim, 1)
+        nn.init.zeros_(layer.weight)
+        nn.init.zeros_(layer.bias)
+        return layer
+
+    try:
+        grower.germinate("first", "late")
+        assert grower.slots["first"].blueprint == "late"
+    finally:
+        unregister("late")
+
+
+def test_a_blueprint_that_breaks_a_law_leaves_table_and_body_as_they_were():
+    @esper.blueprint("loud", layouts="map")
+    def loud(dim: int) -> nn.Module:
+        return nn.Conv2d(dim, dim, 1)
+
+    try:
+        grower = make_grower()
+        before = grower.table.clone()
+        with pytest.raises(BlueprintError, match="Δ is not zero at birth"):
+            grower.germinate("first", "loud")
+        assert not grower.table.diff(before)
+        assert grower.slots["first"].stage == SeedStage.DORMANT
+        grower.germinate("first", "norm")
+    finally:
+        unregister("loud")
+
+
+def test_what_every_blueprint_would_cost_is_known_before_anything_is_built():
+    costs = make_grower().costs()
+    assert costs["first"]["conv_light"].params == 336
+    assert costs["first"]["conv_light"].macs > 0

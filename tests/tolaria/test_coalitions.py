@@ -1,0 +1,546 @@
+"""Every configuration of the seeds, against a slow twin that sets alphas and statistics by hand."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from itertools import product
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from esper.kasmina.body import Body
+from esper.kasmina.forking import ForkPlan
+from esper.kasmina.graft import graft
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import SeedStage
+from esper.tolaria.coalitions import Coalitions, Config, evaluate, measure, statistics, step_configs
+from models import ZOO, Case, LateMixer, call, causal, grow, grow_everywhere, images, main_output, tokens, vectors
+
+UNFORKABLE = {"sequence_first", "batch_mixer", "batch_statistics", "dataclass"}
+CAUGHT_LATER = {"transposed_token_norm"}
+"""Their norms do not see rows as they lie; only the first real chunk tells."""
+
+
+def score(output: Any, target: Any) -> Tensor:
+    return main_output(output)
+
+
+# -- the twin: one configuration at a time, nothing but alphas, hooks and buffers
+
+
+class Statistics:
+    """Hooks that move each BatchNorm's statistics before every call, by the documented formula."""
+
+    def __init__(self, body: Body) -> None:
+        self.norms = [m for m in body.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
+        self.norms = [n for n in self.norms if n.running_mean is not None]
+        self.known = {n: (n.running_mean.clone(), n.running_var.clone()) for n in self.norms}
+        self.seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
+
+    def run(self, forward: Callable[[], Any], act: Callable[[nn.Module, int, Tensor], None]) -> Any:
+        count = dict.fromkeys(self.norms, 0)
+
+        def before(norm: nn.Module, args: tuple[Tensor]) -> None:
+            act(norm, count[norm], args[0])
+            count[norm] += 1
+
+        handles = [n.register_forward_pre_hook(before) for n in self.norms]
+        try:
+            return forward()
+        finally:
+            for handle in handles:
+                handle.remove()
+            for norm, (mean, var) in self.known.items():
+                norm.running_mean.copy_(mean)
+                norm.running_var.copy_(var)
+
+    def of(self, forward: Callable[[], Any], main: dict[nn.Module, list[tuple[Tensor, Tensor]]] | None) -> Any:
+        """Means and variances of this configuration; where `main` is known, under moved statistics."""
+        found: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {n: [] for n in self.norms}
+
+        def act(norm: nn.Module, call: int, x: Tensor) -> None:
+            dims = [d for d in range(x.ndim) if d != 1]
+            found[norm].append((x.mean(dims), x.var(dims, correction=0)))
+            if main is not None:
+                self.move(norm, found[norm][call], main[norm][call])
+
+        self.run(forward, act)
+        return found
+
+    def move(self, norm: nn.Module, now: tuple[Tensor, Tensor], main: tuple[Tensor, Tensor]) -> None:
+        mean, var = self.known[norm]
+        ratio = (now[1] + norm.eps) / (main[1] + norm.eps)
+        norm.running_mean.copy_(now[0] + ratio.sqrt() * (mean - main[0]))
+        norm.running_var.copy_(ratio * var)
+
+
+@torch.no_grad()
+def brute_force(body: Body, inputs: Any, configs: Sequence[Config], calibration: Any = None) -> Tensor:
+    """[K, N, Q]: one plain pass per configuration."""
+    slots = [*body.live, *body.training_slots]
+    told = [(s, s.stage, s.amplitude) for s in slots]
+    main = tuple(s.stage >= SeedStage.BLENDING for s in slots)
+    calibration = inputs if calibration is None else calibration
+    norms = Statistics(body)
+    modes = [(m, m.training) for m in body.modules()]
+    body.eval()
+
+    def configure(config: Config) -> None:
+        for (slot, stage, alpha), on in zip(told, config, strict=True):
+            body.set_slot(slot, SeedStage.BLENDING, (alpha if stage >= SeedStage.BLENDING else 1.0) if on else 0.0)
+
+    rows = []
+    try:
+        configure(main)
+        of_main = norms.of(lambda: call(body, calibration), None)
+        for config in configs:
+            configure(config)
+            now = norms.of(lambda: call(body, calibration), of_main)
+
+            def act(norm: nn.Module, i: int, x: Tensor, now: Any = now) -> None:
+                norms.move(norm, now[norm][i], of_main[norm][i])
+
+            rows.append(main_output(norms.run(lambda: call(body, inputs), act)))
+    finally:
+        for slot, stage, alpha in told:
+            body.set_slot(slot, stage, alpha)
+        for module, mode in modes:
+            module.training = mode
+    return torch.stack(rows)
+
+
+def agree(a: Tensor, b: Tensor) -> bool:
+    return bool((a - b).abs().max() <= 1e-4 * b.abs().max())
+
+
+def quiet_evaluate(*args: Any, **kwargs: Any) -> Coalitions:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return evaluate(*args, **kwargs)
+
+
+def all_configs(body: Body) -> list[Config]:
+    return list(product((False, True), repeat=len(body.live) + len(body.training_slots)))
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_every_configuration_scores_as_it_would_alone(name: str):
+    case = ZOO[name]
+    body, x = case.body(), case.batch(12)
+    grow_everywhere(body)
+
+    result = quiet_evaluate(body, [(x, torch.arange(12))], score, configs=all_configs(body))
+
+    assert agree(result.scores, brute_force(body, x, result.configs))
+    assert (result.scores[0] - result.row(result.main)).abs().max() > 1e-3  # the seeds do say something
+
+
+@pytest.mark.parametrize("name", ZOO)
+def test_a_training_seed_gets_a_prospect_row_at_full_strength(name: str):
+    case = ZOO[name]
+    body, x = case.body(), case.batch(12)
+    *live, learner = body.slots
+    grow_everywhere(body, {learner: SeedStage.TRAINING})
+
+    result = quiet_evaluate(body, [(x, torch.arange(12))], score)
+
+    assert result.slots == (*live, learner)
+    assert result.players == len(live)
+    assert result.configs == step_configs(len(live), 1)
+    assert agree(result.scores, brute_force(body, x, result.configs))
+
+
+@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+@given(
+    name=st.sampled_from(["residual", "mask", "early_exits", "cnn_channels_last", "two_inputs", "gpt2"]),
+    chosen=st.lists(st.integers(0, 7), min_size=1, max_size=9),
+    max_rows=st.integers(1, 100),
+    learns=st.booleans(),
+)
+def test_any_set_of_configurations_in_any_chunks_is_exact(name: str, chosen: list[int], max_rows: int, learns: bool):
+    case = ZOO[name]
+    body, x = case.body(), case.batch(11)
+    first = next(iter(body.slots))
+    grow_everywhere(body, {first: SeedStage.TRAINING} if learns else None)
+    configs = [all_configs(body)[i] for i in chosen]
+
+    result = evaluate(body, [(x, torch.arange(11))], score, configs=configs, max_rows=max_rows)
+
+    assert result.configs == list(dict.fromkeys(configs))
+    assert agree(result.scores, brute_force(body, x, result.configs))
+    assert not body.cannot_fork
+
+
+def test_evaluation_leaves_body_modes_statistics_and_random_stream_as_they_were():
+    body = ZOO["residual"].body().train()
+    body.model.stem[1].eval()
+    grow_everywhere(body)
+    before, modes = {k: v.clone() for k, v in body.state_dict().items()}, [m.training for m in body.modules()]
+    dice = torch.get_rng_state()
+
+    evaluate(body, [(images(8), torch.arange(8))], score)
+
+    assert [m.training for m in body.modules()] == modes
+    assert all(torch.equal(v, before[k]) for k, v in body.state_dict().items())
+    assert torch.equal(torch.get_rng_state(), dice)
+    assert all("forward" not in vars(m) and not m._forward_pre_hooks for m in body.modules())
+
+
+# -- what is computed, and how often
+
+
+class Counter:
+    """Samples that passed a module."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.sizes: list[int] = []
+        module.register_forward_hook(lambda m, args, out: self.sizes.append(args[0].shape[0]))
+
+
+def proven(case: Case) -> Body:
+    """A body whose forks a real batch has proven, so that the guard adds no passes."""
+    body = case.body()
+    grow_everywhere(body)
+    evaluate(body, [(case.batch(8), torch.arange(8))], score)
+    return body
+
+
+def test_what_lies_before_a_fork_is_computed_once_and_no_configuration_twice():
+    body = proven(ZOO["mlp_host"])
+    counters = [Counter(m) for m in (body.model.layers[0], body.model.layers[1], body.model.layers[2], body.model.head)]
+    seeds = [Counter(s.seed) for s in body.slots.values()]
+
+    evaluate(body, [(vectors(10), torch.arange(10))], score)
+
+    assert [c.sizes for c in counters] == [[10], [20], [40], [80]]
+    assert [sum(c.sizes) for c in seeds] == [10, 20, 40]  # a seed runs for the rows in which it is on, and no other
+
+
+def test_a_configuration_asked_for_twice_is_evaluated_once():
+    body = proven(ZOO["mlp_host"])
+    head = Counter(body.model.head)
+
+    result = evaluate(body, [(vectors(10), torch.arange(10))], score, configs=[(True,) * 3, (False,) * 3, (True,) * 3])
+
+    assert result.configs == [(True,) * 3, (False,) * 3]
+    assert head.sizes == [20]
+
+
+def test_a_slot_inside_a_branch_forks_at_its_block_and_nothing_earlier_is_repeated():
+    body = proven(ZOO["residual"])
+    stem, first, second = (
+        Counter(m) for m in (body.model.stem[0], body.model.stage1[0].conv1, body.model.stage2[0].conv1)
+    )
+
+    evaluate(body, [(images(6), torch.arange(6))], score, calibration=images(6))
+
+    assert stem.sizes == [6, 6]  # calibration, then evaluation
+    assert first.sizes == [12, 12]  # the block of the first slot runs for on and off
+    assert second.sizes == [24, 24]
+
+
+@pytest.mark.parametrize("limit", [8, 33, 64, 512])
+def test_chunks_keep_rows_within_the_limit_and_change_no_result(limit: int):
+    body = proven(ZOO["mlp_host"])
+    x = vectors(50)
+    whole = evaluate(body, [(x, torch.arange(50))], score, max_rows=10**6)
+    head = Counter(body.model.head)
+
+    result = evaluate(body, [(x, torch.arange(50))], score, max_rows=limit)
+
+    assert max(head.sizes) <= limit
+    assert sum(head.sizes) == 8 * 50
+    assert agree(result.scores, whole.scores)
+
+
+def test_several_batches_of_different_sizes_join_in_order():
+    body = proven(ZOO["transformer_host"])
+    x = tokens(20)
+    whole = evaluate(body, [(x, torch.arange(20))], score)
+
+    parts = evaluate(body, [(x[:7], torch.arange(7)), (x[7:8], torch.arange(1)), (x[8:], torch.arange(12))], score)
+
+    assert agree(parts.scores, whole.scores)
+
+
+def test_a_mask_without_samples_is_not_cut_when_its_size_is_that_of_the_batch():
+    case = ZOO["causal_mask"]
+    body = case.body()
+    grow_everywhere(body)
+    n = causal().shape[0]  # as many samples as tokens
+
+    result = evaluate(body, [((tokens(n), causal()), torch.arange(n))], score, max_rows=2 * n)
+
+    assert agree(result.scores, brute_force(body, (tokens(n), causal()), result.configs))
+    assert not body.cannot_fork
+
+
+def test_a_mapping_of_a_tokenizer_serves_as_a_batch():
+    from transformers import BatchEncoding
+
+    case = ZOO["bert"]
+    body = graft(case.model(), list(case.at), probe=BatchEncoding(case.batch(4)))
+    grow_everywhere(body)
+
+    result = evaluate(body, [(BatchEncoding(case.batch(9)), torch.arange(9))], score, max_rows=20)
+
+    assert agree(result.scores, brute_force(body, case.batch(9), result.configs))
+
+
+# -- models that cannot fork
+
+
+@pytest.mark.parametrize("name", sorted(UNFORKABLE))
+def test_a_model_that_mixes_samples_is_known_at_graft_and_said_so_once(name: str):
+    case = ZOO[name]
+    body, x = case.body(), case.batch(12)
+    assert None in body.forks.values()
+    grow_everywhere(body)
+
+    with pytest.warns(UserWarning, match="one by one") as said:
+        first = evaluate(body, [(x, torch.arange(12))], score)
+        again = evaluate(body, [(x, torch.arange(12))], score)
+
+    assert len(said) == 1
+    assert torch.equal(first.scores, again.scores)
+
+
+@pytest.mark.parametrize("case", [Case(LateMixer, vectors, ("layers.0", "layers.1")), ZOO["transposed_token_norm"]])
+def test_a_model_that_behaves_when_probed_and_mixes_later_is_caught_by_the_first_real_chunk(case: Case):
+    body, x = case.body(), case.batch(12)
+    assert None not in body.forks.values()
+    grow_everywhere(body)
+
+    with pytest.warns(UserWarning, match="influence each other"):
+        result = evaluate(body, [(x, torch.arange(12))], score)
+
+    assert agree(result.scores, brute_force(body, x, result.configs))
+
+
+def test_a_seed_that_says_nothing_yet_proves_nothing():
+    case = Case(LateMixer, vectors, ("layers.0", "layers.1"))
+    body, x = case.body(), case.batch(12)
+    grow(body, "layers.1", scale=0.0)
+    evaluate(body, [(x, torch.arange(12))], score)  # rows do not differ: no sample can be seen to mix
+    assert not body.proven_forks
+
+    grow(body, "layers.1")
+    with pytest.warns(UserWarning, match="influence each other"):
+        result = evaluate(body, [(x, torch.arange(12))], score)
+
+    assert agree(result.scores, brute_force(body, x, result.configs))
+
+
+def test_each_fork_is_proven_when_it_is_first_used():
+    class MixesEarly(LateMixer):
+        def forward(self, x: Tensor) -> Tensor:
+            x = self.layers[0](x)
+            x = x - x.mean(0) if x.shape[0] > 8 else x
+            return self.head(self.layers[1](x))
+
+    case = Case(MixesEarly, vectors, ("layers.0", "layers.1"))
+    body, x = case.body(), case.batch(12)
+    grow(body, "layers.1")
+    evaluate(body, [(x, torch.arange(12))], score)  # behind the mixing: exact
+    assert not body.cannot_fork
+
+    grow(body, "layers.0")
+    with pytest.warns(UserWarning, match="influence each other"):
+        result = evaluate(body, [(x, torch.arange(12))], score)
+
+    assert agree(result.scores, brute_force(body, x, result.configs))
+
+
+# -- who plays
+
+
+def test_fossils_stay_on_in_every_row_and_germinated_seeds_off():
+    case = ZOO["mlp_host"]
+    body, x = case.body(), case.batch(9)
+    grow(body, "layers.0", stage=SeedStage.FOSSILIZED, alpha=1.0)
+    grow(body, "layers.1", stage=SeedStage.HOLDING, alpha=0.5)
+    grow(body, "layers.2", stage=SeedStage.GERMINATED)
+
+    result = evaluate(body, [(x, torch.arange(9))], score)
+
+    assert result.slots == ("layers.1",)
+    assert agree(result.row((True,)), main_output(body(x)))
+    body.slots["layers.1"].uproot()
+    assert agree(result.row((False,)), main_output(body(x)))
+
+
+def test_a_body_without_seeds_has_one_configuration():
+    case = ZOO["cnn"]
+    body, x = case.body(), case.batch(9)
+
+    result = evaluate(body, [(x, torch.arange(9))], score)
+
+    assert result.configs == [()] == [result.main]
+    assert torch.equal(result.scores[0], main_output(body(x)))
+
+
+@pytest.mark.parametrize("players", range(8))
+@pytest.mark.parametrize("prospects", range(3))
+def test_an_epoch_evaluates_every_coalition_of_few_players_else_main_none_and_leave_one_out(
+    players: int, prospects: int
+):
+    rows = step_configs(players, prospects)
+    everyone, nobody = (True,) * players, (False,) * prospects
+
+    assert len(set(rows)) == len(rows)
+    assert everyone + nobody in rows
+    assert (False,) * (players + prospects) in rows
+    for i in range(players):
+        assert tuple(j != i for j in range(players)) + nobody in rows
+    for i in range(prospects):
+        assert everyone + tuple(j == i for j in range(prospects)) in rows
+    coalitions = 2**players if players <= 3 else players + 2
+    assert len(rows) == coalitions + prospects
+
+
+def test_a_plan_has_one_row_per_prefix_and_each_configuration_once():
+    configs = [(False, False, True), (True, False, True), (True, True, False)]
+    body = proven(ZOO["mlp_host"])
+
+    plan = body.plan(configs, list(body.slots), configs[2])
+
+    assert [len(f.parents) for f in plan.forks] == [2, 3, 3]
+    assert sorted(plan.order) == [0, 1, 2]
+
+
+# -- numbers
+
+
+def test_contributions_and_their_paired_errors_equal_a_slow_twin():
+    rng = np.random.default_rng(0)
+    configs = step_configs(2, 1)
+    hard = rng.normal(size=40)  # what all configurations find hard
+    scores = {c: hard + 0.1 * rng.normal(size=40) + sum(c) for c in configs}
+    result = Coalitions(("a", "b", "new"), 2, configs, torch.tensor(np.stack([scores[c] for c in configs])))
+
+    found = measure(result)
+
+    def paired(one: Config, other: Config) -> tuple[float, float]:
+        difference = [x - y for x, y in zip(scores[one], scores[other], strict=True)]
+        mean = sum(difference) / 40
+        return mean, (sum((d - mean) ** 2 for d in difference) / 39 / 40) ** 0.5
+
+    main = (True, True, False)
+    assert found.quality == pytest.approx(scores[main].mean())
+    assert found.committed == pytest.approx(scores[False, False, False].mean())
+    assert found.contribution["a"] == pytest.approx(paired(main, (False, True, False)))
+    assert found.contribution["b"] == pytest.approx(paired(main, (True, False, False)))
+    assert found.prospect == {"new": pytest.approx(paired((True, True, True), main))}
+    assert found.contribution["a"][1] < scores[main].std() / 40**0.5 / 3  # pairing takes the common difficulty out
+
+
+def test_one_sample_gives_a_contribution_without_an_error():
+    result = Coalitions(("a",), 1, [(False,), (True,)], torch.tensor([[0.0], [1.0]]))
+
+    assert measure(result).contribution["a"][0] == 1.0
+    assert np.isnan(measure(result).contribution["a"][1])
+    assert statistics(result).shape == (6,)
+
+
+# -- BatchNorm
+
+
+def test_a_norm_that_its_owner_froze_keeps_its_statistics():
+    body = ZOO["cnn"].body().train()
+    for norm in body.norms:
+        norm.eval()
+    grow_everywhere(body)
+    x = images(12)
+
+    result = evaluate(body, [(x, torch.arange(12))], score)
+
+    body.eval()
+    for slot in body.slots.values():
+        slot.uproot()
+    assert agree(result.row((False,) * 3), main_output(body(x)))
+
+
+def test_the_main_configuration_keeps_its_own_statistics():
+    case = ZOO["cnn_channels_last"]
+    body, x = case.body(), case.batch(12)
+    grow_everywhere(body)
+
+    result = evaluate(body, [(x, torch.arange(12))], score, calibration=case.batch(5))
+
+    assert agree(result.row(result.main), main_output(body(x)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", [0, 1])
+def test_where_old_statistics_are_wrong_by_tens_of_points_moved_ones_are_right_within_a_few(world: int):
+    """Truth: the network without the seed, once its BatchNorm has seen some batches without it."""
+    from esper.tolaria.ema import WeightAverage
+    from esper.tolaria.engine import build_body
+    from esper.tolaria.tasks import get_task, per_sample_correct
+
+    task = get_task("fashion")
+    data = task.load_data()
+    body = build_body(task, data, world=world)
+    slot = grow(body, "r0c0", "conv_heavy", stage=SeedStage.HOLDING, alpha=1.0, scale=0.0)
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9)
+    average = WeightAverage(body)
+    body.train()
+    for step in range(25):
+        for x, y in task.minibatches(data, world, step):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(body(x), y).backward()
+            nn.utils.clip_grad_norm_(body.parameters(), 1.0)
+            optimizer.step()
+            average.update()
+
+    with average.applied():
+        batch = [(data.val.x, data.val.y)]
+        moved = measure(evaluate(body, batch, per_sample_correct, calibration=data.train.x[:128]))
+        norms, body.norms = body.norms, []
+        stale = measure(evaluate(body, batch, per_sample_correct))
+        body.norms = norms
+        body.set_slot(slot, SeedStage.HOLDING, 0.0)
+        body.train()
+        with torch.no_grad():
+            for step in range(5):
+                for x, _ in task.minibatches(data, world, step):
+                    body(x)
+            truth = per_sample_correct(body.eval()(data.val.x), data.val.y).mean().item()
+    said = f"truth {truth:.3f}, moved {moved.committed:.3f}, stale {stale.committed:.3f}, with {moved.quality:.3f}"
+    assert truth - stale.committed > 0.2, said
+    assert abs(truth - moved.committed) < 0.04, said
+
+
+# -- errors
+
+
+def test_a_quality_that_is_not_per_sample_is_refused():
+    body = ZOO["mlp_host"].body()
+    with pytest.raises(ConfigError, match="one score per sample"):
+        evaluate(body, [(vectors(6), torch.arange(6))], lambda out, y: out.mean())
+
+
+def test_a_configuration_of_the_wrong_length_and_no_batches_are_refused():
+    body = proven(ZOO["mlp_host"])
+    with pytest.raises(ConfigError, match="speaks of 2 slots"):
+        evaluate(body, [(vectors(6), torch.arange(6))], score, configs=[(True, False)])
+    with pytest.raises(ConfigError, match="no validation batch"):
+        evaluate(body, [], score)
+
+
+def test_an_error_in_the_middle_takes_the_plan_back():
+    body = proven(ZOO["mlp_host"])
+
+    def fails(output: Any, target: Any) -> Tensor:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        evaluate(body, [(vectors(6), torch.arange(6))], fails)
+    assert all(s.fork is None for s in body.slots.values())
+    assert isinstance(ForkPlan.single((True,), ["a"]), ForkPlan)

@@ -1,0 +1,103 @@
+"""The weight average: a slow twin, and a swap that leaves no trace."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from esper.leyline.errors import ConfigError
+from esper.tolaria.ema import WeightAverage
+
+
+def make_module() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Conv2d(1, 3, 3), nn.BatchNorm2d(3)).to(memory_format=torch.channels_last)
+
+
+def jiggle(module: nn.Module, seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for p in module.parameters():
+            p.add_(torch.randn(p.shape, generator=noise))
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.98])
+def test_the_average_is_that_of_the_slow_formula_with_warm_up(decay):
+    module = make_module()
+    average = WeightAverage(module, decay)
+    slow = [p.detach().double() for p in module.parameters()]
+    for n in range(1, 40):
+        jiggle(module, n)
+        average.update()
+        d = min(decay, (1 + n) / (10 + n))
+        slow = [d * a + (1 - d) * p.detach().double() for a, p in zip(slow, module.parameters(), strict=True)]
+    for a, b in zip(average.average, slow, strict=True):
+        assert torch.allclose(a.double(), b, atol=1e-5)
+
+
+def test_survivors_keep_their_average_and_newcomers_begin_with_their_weights():
+    module = make_module()
+    average = WeightAverage(module)
+    jiggle(module, 1)
+    average.update()
+    kept = {p: a.clone() for p, a in zip(average.params, average.average, strict=True)}
+
+    module.append(nn.Linear(2, 2))
+    del module[0]
+    average.resync()
+
+    assert average.params == list(module.parameters())
+    for p, a in zip(average.params, average.average, strict=True):
+        assert torch.equal(a, kept.get(p, p))
+        assert a is not p
+    jiggle(module, 2)
+    average.update()
+    assert average.updates == 2
+
+
+def test_begun_again_the_average_is_the_weights_and_the_warm_up_is_new():
+    module = make_module()
+    average = WeightAverage(module)
+    for n in range(3):
+        jiggle(module, n)
+        average.update()
+    average.restart()
+    assert average.updates == 0
+    assert all(torch.equal(a, p) for a, p in zip(average.average, module.parameters(), strict=True))
+
+
+def test_within_the_module_has_the_average_and_after_its_own_weights_even_when_it_fails():
+    module = make_module()
+    average = WeightAverage(module)
+    jiggle(module, 1)
+    average.update()
+    params = list(module.parameters())
+    weights, mean = [p.detach().clone() for p in params], [a.clone() for a in average.average]
+
+    def fail() -> None:
+        with average.applied():
+            assert all(torch.equal(p, a) for p, a in zip(params, mean, strict=True))
+            raise RuntimeError("in the middle")
+
+    with pytest.raises(RuntimeError, match="in the middle"):
+        fail()
+    assert list(module.parameters()) == params  # the same objects: the optimiser's
+    assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
+    assert all(torch.equal(a, m) for a, m in zip(average.average, mean, strict=True))
+    assert module[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+
+def test_buffers_stay_live():
+    module = make_module()
+    average = WeightAverage(module)
+    module(torch.randn(4, 1, 5, 5))
+    live = module[1].running_mean.clone()
+    with average.applied():
+        assert torch.equal(module[1].running_mean, live)
+
+
+@pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
+def test_a_decay_outside_its_range_is_refused(decay):
+    with pytest.raises(ConfigError, match="decay of the weight average"):
+        WeightAverage(nn.Linear(1, 1), decay)

@@ -1,0 +1,469 @@
+"""The engine: the same seed gives the same run, environments know nothing of each other, and all is written down."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from esper.kasmina.body import Body
+from esper.kasmina.graft import graft
+from esper.kasmina.hosts import CNNHost, MLPHost
+from esper.kasmina.lifecycle import EffectKind, Rules, legal
+from esper.leyline.actions import Head, Op, Operator
+from esper.leyline.errors import ConfigError, UnknownNameError
+from esper.leyline.slot_table import SlotTable
+from esper.leyline.stages import SeedStage, Thresholds
+from esper.tamiyo.controllers import Schedule, Wait, wait_everywhere
+from esper.tolaria.engine import Engine, EngineConfig, process_train_batch, process_val_batch, takes_of
+from esper.tolaria.tasks import Task, get_task, per_sample_correct, per_sample_loss
+
+QUICK = Rules(thresholds=Thresholds(blend_dwell=2), min_prune_age=0)
+Growing = Callable[[SlotTable, Any], Any]
+
+
+@lru_cache
+def digits() -> Task:
+    return replace(get_task("digits"), batches_per_epoch=4, val_size=100)
+
+
+@lru_cache
+def images() -> Task:
+    """A small convolutional host with BatchNorm, on columns of light."""
+    noise = torch.Generator().manual_seed(0)
+    y = torch.randint(3, (300,), generator=noise)
+    x = torch.randn(300, 1, 8, 8, generator=noise)
+    x[torch.arange(300), 0, :, 2 * y] += 1.0
+    return Task.from_tensors(
+        "columns", x, y, host_kwargs={"base": 4, "blocks": 2}, slots=("r0c0", "r0c1"), batch=16, batches_per_epoch=4
+    )
+
+
+TASKS = {"digits": digits, "images": images}
+
+
+def run(task: Task, worlds: list[int], epochs: int, act: Growing | None = None, **config: Any) -> Engine:
+    engine = Engine(task, worlds, rules=QUICK, config=EngineConfig(**config))
+    act = act or Schedule().act
+    for _ in range(epochs):
+        engine.step(act(engine.table, legal(engine.table, QUICK)))
+    return engine
+
+
+def only_in(env: int) -> Growing:
+    """Grow by the schedule in one environment, wait in the others."""
+
+    def act(table: SlotTable, legal: Any) -> Any:
+        actions = wait_everywhere(table.num_envs)
+        actions[env] = Schedule().act(table, legal)[env]
+        return actions
+
+    return act
+
+
+def assert_same_env(a: Engine, i: int, b: Engine, j: int) -> None:
+    """Environment i of a is environment j of b, bit by bit: table, weights, buffers, optimiser, average."""
+    assert not a.table.rows([i]).diff(b.table.rows([j]))
+    one, two = a.plots[i], b.plots[j]
+    first, second = one.body.state_dict(), two.body.state_dict()
+    assert first.keys() == second.keys()
+    for name, value in first.items():
+        assert torch.equal(value, second[name]), name
+    for p, q in zip(one.body.parameters(), two.body.parameters(), strict=True):
+        for key, value in one.optimizer.state[p].items():
+            assert torch.equal(value, two.optimizer.state[q][key])
+    for x, y in zip(one.average.average, two.average.average, strict=True):
+        assert torch.equal(x, y)
+
+
+# -- the same run
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+def test_the_same_seed_gives_the_same_run_bit_by_bit(task):
+    one = run(task(), [3], 14)
+    torch.rand(5)  # whoever else draws random numbers changes nothing
+    two = run(task(), [3], 14)
+    assert SeedStage.FOSSILIZED in one.table.stage
+    assert_same_env(one, 0, two, 0)
+
+
+def test_another_world_is_another_run():
+    one, two = run(digits(), [0], 2), run(digits(), [1], 2)
+    assert one.table.diff(two.table)
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+def test_environments_side_by_side_are_as_each_alone_though_one_of_them_grows(task):
+    together = run(task(), [0, 5, 2], 8, only_in(1))
+    assert together.table.stage[1].any()
+    assert not together.table.stage[[0, 2]].any()
+    for env, (world, act) in enumerate([(0, Wait().act), (5, Schedule().act), (2, Wait().act)]):
+        assert_same_env(together, env, run(task(), [world], 8, act), 0)
+
+
+@pytest.mark.parametrize("envs", [1, 3])
+def test_what_an_environment_is_taught_does_not_depend_on_how_many_there_are(envs, monkeypatch):
+    seen: list[tuple[int, int, Tensor]] = []
+    minibatches = Task.minibatches
+
+    def spy(self: Task, data: Any, world: int, step: int) -> Any:
+        for x, y in minibatches(self, data, world, step):
+            seen.append((world, step, x))
+            yield x, y
+
+    monkeypatch.setattr(Task, "minibatches", spy)
+    engine = run(digits(), [7, 8, 9][:envs], 2, Wait().act)
+    mine = [(step, x) for world, step, x in seen if world == 7]
+    wanted = [engine.data.train.take(index)[0] for step in (0, 1) for index in digits().order(engine.data, 7, step)]
+    assert [step for step, _ in mine] == [0] * 4 + [1] * 4
+    assert all(torch.equal(x, w) for (_, x), w in zip(mine, wanted, strict=True))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+@pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
+@pytest.mark.filterwarnings("ignore:configurations of this model")
+def test_a_seed_gone_mad_while_training_touches_neither_host_nor_neighbours(task, incubation):
+    def live(sick: bool) -> Engine:
+        engine = Engine(task(), [0, 1], rules=QUICK, config=EngineConfig(incubation=incubation))
+        actions = wait_everywhere(2)
+        if sick:
+            actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
+        engine.step(actions)
+        if sick:
+            assert engine.plots[0].body.training_slots
+            with torch.no_grad():
+                for p in engine.plots[0].body.slots["r0c0"].parameters():
+                    p.fill_(float("nan"))
+        engine.step(wait_everywhere(2))
+        return engine
+
+    sick, sound = live(True), live(False)
+    assert sick.table.stage[0, 0] == SeedStage.TRAINING
+    assert sick.table.grad_health[0, 0] == 0.0
+    assert_same_env(sick, 1, sound, 1)
+    for name, value in sound.plots[0].body.model.state_dict().items():
+        assert torch.equal(value, sick.plots[0].body.model.state_dict()[name]), name
+    for column in ("quality", "val_loss", "train_loss", "committed_quality"):
+        assert getattr(sick.table, column)[0] == getattr(sound.table, column)[0], column
+
+
+# -- one step
+
+
+def test_a_life_under_the_usual_rules_has_the_usual_calendar():
+    engine = Engine(digits(), [0])
+    actions = wait_everywhere(1)
+    actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
+    stages, alphas = [], []
+    for _ in range(17):
+        engine.step(actions)
+        stages.append(SeedStage(int(engine.table.stage[0, 0])).name)
+        alphas.append(round(float(engine.table.alpha[0, 0]), 3))
+        slot = engine.plots[0].body.slots["r0c0"]
+        assert (slot.stage, slot.amplitude) == (engine.table.stage[0, 0], engine.table.alpha[0, 0])
+        actions = wait_everywhere(1)
+        actions[0, Head.OP] = Op.FOSSILIZE if engine.table.step[0] == 16 else Op.WAIT
+    assert stages == ["TRAINING"] * 10 + ["BLENDING"] * 5 + ["HOLDING"] + ["FOSSILIZED"]
+    assert alphas == [0.0] * 11 + [0.024, 0.23, 0.77, 0.976, 1.0, 1.0]
+
+
+def test_everything_measured_is_written_down():
+    rules = Rules(thresholds=Thresholds(blend_dwell=5))
+    engine = Engine(images(), [0], rules=rules)
+    history: dict[str, list[float]] = {}
+    seed = ("contribution", "contribution_se", "contribution_prev", "contribution_velocity", "prospect", "prospect_se")
+    seed += ("grad_norm", "grad_ratio", "grad_health", "quality_birth", "quality_stage", "quality_best")
+    env = ("quality", "val_loss", "train_loss", "quality_best_env", "committed_quality")
+    for _ in range(18):
+        engine.step(Schedule().act(engine.table, legal(engine.table, rules)))
+        for name in seed + env:
+            history.setdefault(name, []).append(float(getattr(engine.table, name)[0].flat[0]))
+    for name, values in history.items():
+        measured = [v for v in values if not np.isnan(v)]
+        assert measured, f"{name} was never measured"
+        assert np.isfinite(measured).all(), name
+        constant = name in ("quality_birth", "grad_health")
+        assert constant or len(set(measured)) > 1, f"{name} never moves"
+    assert all(0.0 <= v <= 1.0 for v in history["quality"])
+    assert engine.table.params[0, 0] == sum(p.numel() for p in engine.plots[0].body.slots["r0c0"].parameters())
+    assert np.isfinite(engine.table.quality_history[0]).all()
+    assert engine.table.quality_history[0, -1] == engine.table.quality[0]
+    assert engine.table.loss_history[0, -1] == engine.table.val_loss[0]
+
+
+def test_losses_and_qualities_are_those_of_the_averaged_weights_on_the_validation_split():
+    engine = run(images(), [0], 6)
+    plot, val = engine.plots[0], engine.data.val
+    with plot.average.applied(), torch.no_grad():
+        scores = process_val_batch(plot.body.eval(), val.x, val.y).double().mean(0)
+    assert engine.table.quality[0] == pytest.approx(scores[0].item(), abs=1e-6)
+    assert engine.table.val_loss[0] == pytest.approx(-scores[1].item(), rel=1e-4)
+
+
+def test_the_test_split_is_scored_as_the_network_stands():
+    for epochs in (2, 6, 14):  # TRAINING, BLENDING, FOSSILIZED
+        engine = run(images(), [0], epochs)
+        plot, test = engine.plots[0], engine.data.test
+        plot.body.train()
+        accuracy, loss = plot.test(test)
+        assert all(m.training for m in plot.body.modules())
+        with plot.average.applied(), torch.no_grad():
+            output = plot.body.eval()(test.x)
+        assert accuracy == pytest.approx(per_sample_correct(output, test.y).mean().item(), abs=1e-6)
+        assert loss == pytest.approx(per_sample_loss(output, test.y).mean().item(), rel=1e-4)
+
+
+def test_an_illegal_action_changes_nothing_and_is_said():
+    engine = Engine(digits(), [0, 1])
+    actions = wait_everywhere(2)
+    actions[0, Head.OP] = Op.FOSSILIZE
+    outcome = engine.step(actions)
+    assert outcome.happened.tolist() == [False, True]
+    assert outcome.effects == []
+    assert engine.table.step.tolist() == [1, 1]
+
+
+def test_effects_of_actions_and_of_time_are_both_told():
+    engine = Engine(digits(), [0], rules=QUICK)
+    told: Counter[str] = Counter()
+    actions = Schedule(start=0).act(engine.table, legal(engine.table, QUICK))
+    for _ in range(10):
+        told.update(e.kind.name for e in engine.step(actions).effects)
+        actions = wait_everywhere(1)
+    assert engine.table.stage[0, 0] == SeedStage.HOLDING
+    actions[0, [Head.OP, Head.ALPHA_SPEED]] = Op.PRUNE, 1
+    for _ in range(3):
+        told.update(e.kind.name for e in engine.step(actions).effects)
+        actions = wait_everywhere(1)
+    assert told == {"BUILD": 1, "DROP": 1}
+    assert engine.plots[0].params == engine.plots[0].host_size
+
+
+def test_seeds_have_their_own_learning_rate_and_fossils_the_hosts():
+    task = replace(digits(), seed_lr=0.007)
+    engine = run(task, [0], 3)
+    optimizer = engine.plots[0].optimizer
+    assert [g["lr"] for g in optimizer.param_groups] == [task.lr, 0.007]
+    assert len(optimizer.param_groups[1]["params"]) > 0
+
+
+def test_host_and_each_seed_are_clipped_apart_and_a_fossil_with_its_host():
+    engine = run(digits(), [0], 3)
+    plot = engine.plots[0]
+    host = list(plot.body.model.parameters())
+    seed = list(plot.body.slots["r0c0"].parameters())
+    assert plot.clip_groups == [host, seed]
+    engine = run(digits(), [0], 10)
+    assert engine.table.stage[0, 0] == SeedStage.FOSSILIZED
+    plot = engine.plots[0]
+    fossil = list(plot.body.slots["r0c0"].parameters())
+    assert plot.clip_groups[0] == [*plot.body.model.parameters(), *fossil]
+    assert plot.clip_groups[1:] == list(plot.growing.values())
+    assert list(plot.growing) == ["r0c1", "r0c2"]
+
+
+def test_the_average_follows_every_change_of_structure():
+    engine = run(digits(), [0], 12)
+    for plot in engine.plots:
+        assert plot.average.params == list(plot.body.parameters())
+        assert plot.average.updates == 12 * 4  # and does not begin anew
+        assert {p for g in plot.optimizer.param_groups for p in g["params"]} == set(plot.body.parameters())
+
+
+# -- what may be set
+
+
+@pytest.mark.parametrize(("every", "lessons"), [(1, 4), (2, 2), (3, 2), (9, 1)])
+def test_a_shadow_pass_comes_every_so_many_batches(every, lessons, monkeypatch):
+    count: Counter[int] = Counter()
+    shadow = Body.shadow_backward
+
+    def spy(self: Body, loss: Any) -> None:
+        count[engine.table.step[0]] += 1
+        shadow(self, loss)
+
+    monkeypatch.setattr(Body, "shadow_backward", spy)
+    engine = Engine(digits(), [0], rules=QUICK, config=EngineConfig(shadow_every=every))
+    actions = Schedule(start=0).act(engine.table, legal(engine.table, QUICK))
+    for _ in range(4):
+        engine.step(actions)
+        actions = wait_everywhere(1)
+    assert count == {1: lessons, 2: lessons}  # in TRAINING only
+
+
+@pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+def test_a_training_seed_learns_in_either_way(task, incubation):
+    engine = run(task(), [0], 3, incubation=incubation)
+    slot = engine.plots[0].body.slots["r0c0"]
+    assert slot.stage == SeedStage.TRAINING
+    assert slot.incubating == (incubation == "straight_through")
+    x, y = engine.data.val.x[:8], engine.data.val.y[:8]
+    off = process_val_batch(engine.plots[0].body.eval(), x, y)
+    engine.plots[0].body.set_slot(slot, SeedStage.HOLDING, 1.0)
+    assert not torch.equal(off, process_val_batch(engine.plots[0].body, x, y))
+    assert np.isfinite(engine.table.prospect[0, 0])
+
+
+@pytest.mark.parametrize(
+    ("config", "text"),
+    [
+        ({"shadow_every": 0}, "shadow_every and gradient_telemetry_stride must be ≥ 1"),
+        ({"gradient_telemetry_stride": 0}, "must be ≥ 1"),
+        ({"incubation": "shade"}, "incubation must be 'shadow' or 'straight_through', got 'shade'"),
+    ],
+)
+def test_a_setting_without_sense_is_refused(config, text):
+    with pytest.raises(ConfigError, match=text):
+        EngineConfig(**config)
+
+
+def test_a_language_model_grows_under_adamw():
+    task = replace(get_task("moby"), batches_per_epoch=3, batch=4, val_size=8)
+    engine = run(task, [0], 5)
+    assert engine.table.stage[0, 0] == SeedStage.BLENDING
+    assert np.isfinite(engine.table.quality[0])
+    assert engine.table.train_loss[0] < np.log(81) + 0.5
+    assert engine.table.grad_health[0, 0] > 0
+    assert isinstance(engine.plots[0].optimizer, torch.optim.AdamW)
+    assert 0 <= engine.plots[0].test(engine.data.val)[0] <= 1
+
+
+# -- the same structure from the start
+
+
+def test_fossils_may_be_planted_before_the_first_step():
+    for task, blueprint in ((digits(), "mlp_small"), (images(), "conv_light")):
+        engine = Engine(task, [0, 1], rules=QUICK)
+        x = engine.data.val.x[:8]
+        before = [p.body.eval()(x) for p in engine.plots]
+        engine.plant_fossils(1, {"r0c0": (blueprint, Operator.ADD), "r0c1": (blueprint, Operator.GATE)})
+        assert all(torch.equal(p.body.eval()(x), b) for p, b in zip(engine.plots, before, strict=True))
+        assert engine.table.stage[1, :2].tolist() == [SeedStage.FOSSILIZED] * 2
+        assert not engine.table.stage[0].any()
+        assert (engine.table.params[1, :2] > 0).all()
+        assert engine.plots[1].surgeon.group["params"] == []
+
+        fossils = [p for s in ("r0c0", "r0c1") for p in engine.plots[1].body.slots[s].parameters()]
+        weights = [p.detach().clone() for p in fossils]
+        for _ in range(2):
+            engine.step(wait_everywhere(2))
+        assert all(not torch.equal(p, w) for p, w in zip(fossils, weights, strict=True))
+        assert_same_env(engine, 0, run(task, [0], 2, Wait().act), 0)
+
+
+def test_an_unknown_slot_for_a_fossil_is_answered_with_those_there_are():
+    with pytest.raises(UnknownNameError, match=r"no slot named 'r0c9'. Did you mean 'r0c"):
+        Engine(digits(), [0]).plant_fossils(0, {"r0c9": ("mlp_small", Operator.ADD)})
+
+
+# -- the two hot functions
+
+
+def test_a_training_batch_gives_its_mean_loss_and_how_many_were_right():
+    engine = Engine(digits(), [0])
+    body, (x, y) = engine.plots[0].body, engine.data.train.take(torch.arange(20))
+    loss, correct = process_train_batch(body, x, y)
+    assert loss.item() == pytest.approx(F.cross_entropy(body(x), y).item())
+    assert correct.item() == (body(x).argmax(1) == y).sum().item()
+    assert loss.requires_grad
+    assert not correct.requires_grad
+
+
+def in_every_stage(host: nn.Module, x: Tensor, blueprint: str, incubation: Any) -> Body:
+    """A body with a seed in each stage of its life, gated ones among them, and two empty slots."""
+    body = graft(host, host.sites(), probe=x)  # type: ignore[arg-type,operator]
+    body.incubation = incubation
+    stages = [*list(SeedStage)[1:6], SeedStage.EMBARGOED]
+    for i, (name, stage) in enumerate(zip(body.slots, stages, strict=False)):
+        if stage <= SeedStage.FOSSILIZED:
+            body.plant(name, blueprint, Operator(i % 3), seed=i)
+            for p in body.slots[name].parameters():
+                nn.init.normal_(p, std=0.1)
+        alpha = {SeedStage.BLENDING: 0.3, SeedStage.HOLDING: 1.0, SeedStage.FOSSILIZED: 1.0}.get(stage, 0.0)
+        body.set_slot(body.slots[name], stage, alpha)
+    assert {s.stage for s in body.slots.values()} >= set(stages)
+    return body
+
+
+@pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
+@pytest.mark.parametrize("kind", ["mlp", "cnn"])
+def test_the_hot_functions_compile_into_one_graph_with_live_seeds_in_every_stage(kind, incubation):
+    torch.manual_seed(0)
+    torch._dynamo.reset()
+    if kind == "mlp":
+        x = torch.randn(6, 12)
+        body = in_every_stage(MLPHost(inputs=12, classes=3, width=8, layers=7), x, "mlp_small", incubation)
+    else:
+        x = torch.randn(6, 2, 16, 16).to(memory_format=torch.channels_last)
+        host = CNNHost(in_channels=2, classes=3, base=2, blocks=4, pools=3).to(memory_format=torch.channels_last)
+        body = in_every_stage(host, x, "conv_light", incubation)
+    y = torch.randint(3, (6,))
+
+    def gradients(train_batch: Any) -> list[Tensor | None]:
+        body.train().zero_grad()
+        train_batch(body, x, y)[0].backward()
+        return [p.grad for p in body.parameters()]
+
+    plain = gradients(process_train_batch)
+    compiled = gradients(torch.compile(process_train_batch, fullgraph=True, backend="eager"))
+    assert [g is None for g in plain] == [g is None for g in compiled]
+    assert all(g is None or torch.allclose(g, c, atol=1e-6) for g, c in zip(plain, compiled, strict=True))
+
+    body.eval()
+    scored = torch.compile(process_val_batch, fullgraph=True, backend="eager")(body, x, y)
+    assert torch.allclose(scored, process_val_batch(body, x, y), atol=1e-6)
+
+
+class Transfers(TorchDispatchMode):
+    """Counts the numbers that leave the device one by one: item(), bool(), float()."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._local_scalar_dense.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
+def test_numbers_leave_the_device_once_per_environment_and_epoch(task, monkeypatch):
+    monkeypatch.setattr("esper.tolaria.coalitions._Runner._guard", lambda *_: None)  # until a fork is proven
+    engine = run(task(), [0, 1], 4)
+    lists: list[int] = []
+    tolist = Tensor.tolist
+    monkeypatch.setattr(Tensor, "tolist", lambda self: (lists.append(self.numel()), tolist(self))[1])
+    for _ in range(6):
+        before = len(lists)
+        actions = Schedule().act(engine.table, legal(engine.table, QUICK))
+        with Transfers() as transfers:
+            outcome = engine.step(actions)
+        built = sum(e.kind == EffectKind.BUILD for e in outcome.effects)
+        assert len(lists) - before == 2
+        assert transfers.count <= built  # a newborn is held to the laws
+
+
+def test_which_blueprints_fit_is_asked_of_the_slots():
+    takes = takes_of(Engine(images(), [0]).plots[0].body)
+    assert takes.shape[0] == 2
+    assert not takes[:, 0].any()  # noop is nobody's choice
+    assert takes[0].any()
+
+
+def test_every_column_that_the_rules_read_is_written_by_the_engine_or_by_the_rules():
+    engine = run(images(), [0], 14)
+    blank = SlotTable.empty(1, 2, takes=takes_of(engine.plots[0].body))
+    changed = engine.table.diff(blank).keys()
+    elsewhere = {"cooldown", "alpha_from", "last_op", "enabled", "takes", "interaction"}  # by another op, or not yet
+    assert {f.name for f in fields(SlotTable)} - elsewhere == changed
