@@ -146,7 +146,7 @@ def failed_checks(env: Env, slot: Slot, rules: Any) -> set[Check]:
         if slot.is_moving() or slot.alpha_to < 1 - 1e-6 or abs(slot.alpha - slot.alpha_to) > 1e-6:
             failed.add(Check.ALPHA_AT_FULL)
     elif slot.stage == S.HOLDING and not at_least(
-        slot.contribution - t.z * slot.contribution_se if 0 <= slot.contribution_age < slot.dwell else math.nan,
+        slot.contribution - t.z * slot.contribution_se if slot.contribution_age >= 0 else math.nan,
         t.fossil_contribution,
     ):
         failed.add(Check.CONTRIBUTION)
@@ -241,6 +241,8 @@ def enter(env: Env, slot: Slot, stage: int) -> None:
     slot.prev_stage, slot.prev_dwell = slot.stage, slot.dwell
     slot.stage, slot.dwell = stage, 0
     slot.quality_stage = env.quality
+    if stage == S.HOLDING:
+        slot.contribution_age = -1
 
 
 def remove(env: Env, slot: Slot) -> None:

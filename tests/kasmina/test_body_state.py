@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from models import ZOO, PlainCNN, call, grow, images, main_output, vectors
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
@@ -18,9 +17,10 @@ from esper.kasmina.blueprints import blueprint, blueprints_for, unregister
 from esper.kasmina.body import STRUCTURE, Body
 from esper.kasmina.graft import graft
 from esper.leyline.actions import Operator
-from esper.leyline.errors import ConfigError, GraftError, UnknownNameError
+from esper.leyline.errors import BlueprintError, ConfigError, GraftError, UnknownNameError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
+from models import ZOO, PlainCNN, call, grow, images, main_output, vectors
 
 ALIVE = [
     (SeedStage.GERMINATED, 0.0), (SeedStage.TRAINING, 0.0), (SeedStage.BLENDING, 0.25), (SeedStage.HOLDING, 0.7),
@@ -191,7 +191,7 @@ def test_the_state_can_be_kept_with_its_graph_and_a_prefix():
 def with_structure(body: Body, **changes: object) -> dict[str, Tensor]:
     state = dict(body.state_dict())
     told = json.loads(bytes(state[STRUCTURE].numpy()))
-    told["features.0"] |= changes
+    told["features.2"] |= changes
     state[STRUCTURE] = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
     return state
 
@@ -203,13 +203,15 @@ def test_a_slot_that_is_not_there_is_named():
 
 
 @pytest.mark.parametrize(
-    "changes", [{"stage": 99}, {"operator": "add"}, {"alpha": None}, {"alpha": [1]}, {"blueprint": 3}]
+    "changes",
+    [{"stage": 99}, {"operator": "add"}, {"alpha": None}, {"alpha": [1]}, {"blueprint": 3}, {"blueprint": "lora"}],
 )
 def test_an_unreadable_structure_is_refused_and_nothing_is_changed(changes: dict[str, object]):
-    body = grown()
+    body = ZOO["cnn"].body()
+    grow(body, "features.0", "norm")
     before = body.structure()
-    with pytest.raises((ConfigError, UnknownNameError), match="not readable|no blueprint"):
-        body.load_state_dict(with_structure(body, **changes))
+    with pytest.raises((ConfigError, UnknownNameError, BlueprintError), match="not readable|no blueprint|serves"):
+        body.load_state_dict(with_structure(grown(), **changes))
     assert body.structure() == before
 
 

@@ -11,6 +11,15 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import blueprint, blueprints_for, unregister
+from esper.kasmina.body import Body
+from esper.kasmina.graft import graft
+from esper.kasmina.harden import harden
+from esper.leyline.actions import Operator
+from esper.leyline.errors import HardenError
+from esper.leyline.stages import SeedStage
 from models import (
     ZOO,
     PlainCNN,
@@ -25,15 +34,6 @@ from models import (
     tokens,
     vectors,
 )
-from torch import Tensor, nn
-
-from esper.kasmina.blueprints import blueprint, blueprints_for, unregister
-from esper.kasmina.body import Body
-from esper.kasmina.graft import graft
-from esper.kasmina.harden import harden
-from esper.leyline.actions import Operator
-from esper.leyline.errors import HardenError
-from esper.leyline.stages import SeedStage
 
 NOT_PICKLED = {"cnn_host", "mlp_host", "transformer_host"}
 """Our own hosts are classes of Esper: what is theirs stays theirs."""

@@ -278,8 +278,7 @@ class Body(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Rebuild the seeds that the state names, then let every module load its own part."""
         packed = state_dict.pop(prefix + STRUCTURE, None)
-        structure = {} if packed is None else json.loads(bytes(packed.cpu().numpy()))
-        self._rebuild(structure)
+        self._rebuild({} if packed is None else self._read(packed))
         for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(f"{prefix}esper.")]:
             state_dict[f"{prefix}model.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
@@ -290,27 +289,35 @@ class Body(nn.Module):
             listener()
         return result
 
-    def _rebuild(self, structure: dict[str, dict[str, Any]]) -> None:
-        for name in structure:
+    def _read(self, packed: Tensor) -> dict[str, tuple[str, Operator, SeedStage, float]]:
+        """What a state says of its seeds, checked whole before anything is changed."""
+        try:
+            told = json.loads(bytes(packed.cpu().numpy()))
+            seeds = {
+                name: (str(t["blueprint"]), Operator(t["operator"]), SeedStage(t["stage"]), float(t["alpha"]))
+                for name, t in told.items()
+            }
+        except (KeyError, ValueError, TypeError, AttributeError) as error:
+            raise ConfigError(f"the state's {STRUCTURE!r} is not readable: {error!r}") from error
+        for name, (blueprint, *_) in seeds.items():
             if name not in self.slots:
                 raise GraftError(
                     f"the state holds a seed in slot {name!r}, which this body does not have "
                     f"(it has {', '.join(self.slots)}). Graft at the same places as when it was saved."
                 )
+            blueprints.cost(blueprint, self.slots[name].site)  # raises if there is no such blueprint for such a slot
+        return seeds
+
+    def _rebuild(self, seeds: dict[str, tuple[str, Operator, SeedStage, float]]) -> None:
         for name, slot in self.slots.items():
-            told = structure.get(name)
-            if told is None:
+            if name not in seeds:
                 slot.uproot()
                 self.set_slot(slot, SeedStage.DORMANT, 0.0)
                 continue
-            try:
-                stage, operator = SeedStage(told["stage"]), Operator(told["operator"])
-                alpha = float(told["alpha"])
-            except (KeyError, ValueError, TypeError) as error:
-                raise ConfigError(f"the state's structure of slot {name!r} is not readable: {told}") from error
-            if slot.seed is None or slot.blueprint != told["blueprint"]:
+            blueprint, operator, stage, alpha = seeds[name]
+            if slot.seed is None or slot.blueprint != blueprint:
                 slot.uproot()
-                self.plant(name, told["blueprint"], operator)
+                self.plant(name, blueprint, operator)
             else:
                 slot.set_operator(operator)
             self.set_slot(slot, stage, alpha)

@@ -123,9 +123,7 @@ def gates(table: SlotTable, rules: Rules) -> tuple[Bools, Ints]:
     at_full = (table.alpha_to >= 1 - ALPHA_TOLERANCE) & ~table.moving
     at_full &= np.abs(table.alpha - table.alpha_to) <= ALPHA_TOLERANCE
     improvement = table.quality[:, None] - table.quality_stage
-    # worth counts as evidence for good if it was measured at full strength, in this stage
-    fresh = (table.contribution_age >= 0) & (table.contribution_age < table.dwell)
-    lower_bound = np.where(fresh, table.contribution - t.z * table.contribution_se, np.nan)
+    lower_bound = np.where(table.contribution_age >= 0, table.contribution - t.z * table.contribution_se, np.nan)
     shut = {
         Check.DWELL: (training & (table.dwell < t.blend_dwell)) | (blending & (table.dwell < t.hold_dwell)),
         Check.GRADIENT_HEALTH: training & ~_at_least(table.grad_health, t.blend_health),
@@ -183,6 +181,8 @@ def _enter(table: SlotTable, where: Bools, stage: Ints | int) -> None:
     table.prev_dwell[where] = table.dwell[where]
     table.stage[where] = stage if np.isscalar(stage) else np.asarray(stage)[where]
     table.dwell[where] = 0
+    # worth is evidence for good only if it was measured at full strength
+    table.contribution_age[where & (table.stage == S.HOLDING)] = -1
     table.quality_stage[where] = np.broadcast_to(table.quality[:, None], where.shape)[where]
 
 

@@ -66,7 +66,7 @@ class SlotTable:
     contribution_se: Floats = _slot(np.float32, NAN)
     contribution_prev: Floats = _slot(np.float32, NAN)
     contribution_velocity: Floats = _slot(np.float32, NAN)
-    contribution_age: Ints = _slot(np.int32, -1)  # epochs since it was measured
+    contribution_age: Ints = _slot(np.int32, -1)  # epochs since it was measured; −1 again on entering HOLDING
     prospect: Floats = _slot(np.float32, NAN)  # what a TRAINING seed would add at alpha = 1
     prospect_se: Floats = _slot(np.float32, NAN)
     interaction: Floats = _slot(np.float32, NAN)  # sum of pairwise interactions

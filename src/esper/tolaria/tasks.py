@@ -28,7 +28,7 @@ from esper.tolaria.data import (
 )
 
 CROP_PAD = 4  # pixels an augmented image may shift
-TRAINING_FIELDS = ("lr", "momentum", "weight_decay", "seed_lr", "clip")
+TRAINING_FIELDS = ("lr", "momentum", "weight_decay", "seed_lr")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,6 +73,8 @@ class Task:
             raise ConfigError(f"task {self.name!r}: batch, batches_per_epoch, epochs, val_size must be ≥ 1")
         if self.optimiser not in ("sgd", "adamw"):
             raise ConfigError(f"task {self.name!r}: optimiser must be 'sgd' or 'adamw', got {self.optimiser!r}")
+        if not self.clip > 0.0:
+            raise ConfigError(f"task {self.name!r}: clip must be above 0, got {self.clip}; inf does not clip")
         for name in TRAINING_FIELDS:
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"task {self.name!r}: {name} must be finite and ≥ 0, got {getattr(self, name)}")
