@@ -3,7 +3,7 @@
 One seed per host, germinated at epoch 1, ten epochs in TRAINING, a linear ramp of five, then HOLDING to the
 end; nothing else grows. Every way of incubation meets the same worlds: same host, same data order, same seed
 at birth, and, since TRAINING is isolated, the same host when the ramp begins. Prints one table per task and
-slot (what its columns mean: docs/incubation.md). One core, about a minute per table and world.
+slot (what its columns mean: docs/incubation.md). One core, about five minutes per table.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from esper.tolaria.coalitions import statistics
 from esper.tolaria.engine import Engine, EngineConfig, Plot
 from esper.tolaria.tasks import Task, get_task
 
-PLACES = (("rescue", "r0c0"), ("rescue", "r0c1"), ("rescue", "r0c2"), ("fashion", "r0c1"))
+PLACES = (("rescue", "r0c1"), ("rescue", "r0c2"), ("fashion", "r0c1"))
 GERMINATE = {Head.OP: Op.GERMINATE, Head.TEMPO: 1, Head.ALPHA_TARGET: 2}  # a ramp of 5 epochs to 1
 TRAINING_EPOCHS = 10
 TIMED_EPOCHS = 15
@@ -234,9 +234,11 @@ def main() -> None:
     if args.worlds < 2 or args.epochs < TRAINING_EPOCHS + 8:
         parser.error(f"at least 2 worlds and {TRAINING_EPOCHS + 8} epochs are needed")
     torch.set_num_threads(1)
-    places = [place.partition(":")[::2] for place in args.at]
     start = time.perf_counter()
-    results = [study(*p, list(range(args.worlds)), args.blueprint, args.epochs) for p in places]
+    results = []
+    for place in args.at:
+        task, _, slot = place.partition(":")
+        results.append(study(task, slot, list(range(args.worlds)), args.blueprint, args.epochs))
     print(f"\n{time.perf_counter() - start:.0f} s")
     if args.json:
         args.json.write_text(json.dumps(results, indent=1) + "\n")

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import blueprint, blueprints_for, unregister
 from esper.kasmina.body import STRUCTURE, Body
 from esper.kasmina.graft import graft
+from esper.kasmina.slot import Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import BlueprintError, ConfigError, GraftError, UnknownNameError
 from esper.leyline.slot_table import SlotTable
@@ -43,10 +44,15 @@ def same_function(a: nn.Module, b: nn.Module, name: str = "cnn") -> bool:
     return torch.equal(main_output(call(a.eval(), x)), main_output(call(b.eval(), x)))
 
 
+def told(slot: Slot) -> tuple[object, ...]:
+    return slot.stage.name, slot.operator.name, slot.amplitude, slot.blueprint, float(slot.alpha)
+
+
 REBUILD = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path[:0] = [{tests!r}, {tests!r} + "/kasmina"]
 import torch
+from test_body_state import told
 torch.set_num_threads(1)
 from models import ZOO, call, main_output
 from safetensors.torch import load_file
@@ -58,28 +64,24 @@ for name, file in {files!r}.items():
     body.load_state_dict(state)
     found = main_output(call(body.eval(), x))
     assert torch.equal(found, expected), name
-    told = [(s.stage.name, s.operator.name, round(s.amplitude, 3), s.blueprint, float(s.alpha)) for s in body.slots.values()]
-    print(name, told)
+    print(name, [told(s) for s in body.slots.values()])
 """
 
 
 def test_a_fresh_process_rebuilds_a_grown_body_from_a_file(tmp_path: Path):
-    files, told = {}, []
+    files, expect = {}, []
     for name in ("cnn", "residual", "transformer_host"):
         body = grown(name)
         expected = main_output(call(body.eval(), ZOO[name].batch(4))).detach()
         files[name] = str(tmp_path / f"{name}.safetensors")
         save_file({**{k: v.contiguous() for k, v in body.state_dict().items()}, "expected": expected}, files[name])
-        slots = body.slots.values()
-        told.append(
-            f"{name} {[(s.stage.name, s.operator.name, round(s.amplitude, 3), s.blueprint, float(s.alpha)) for s in slots]}"
-        )
+        expect.append(f"{name} {[told(s) for s in body.slots.values()]}")
     script = REBUILD.format(tests=str(Path(__file__).parents[1]), files=files)
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines() == told
+    assert done.stdout.splitlines() == expect
 
 
 @pytest.mark.parametrize(("stage", "alpha"), ALIVE)
@@ -198,7 +200,9 @@ def with_structure(body: Body, **changes: object) -> dict[str, Tensor]:
 
 def test_a_slot_that_is_not_there_is_named():
     body = graft(PlainCNN(), ["features.0"], probe=images(3))
-    with pytest.raises(GraftError, match="slot 'features.1', which this body does not have .*Graft at the same places"):
+    with pytest.raises(
+        GraftError, match=r"slot 'features.1', which this body does not have .*Graft at the same places"
+    ):
         body.load_state_dict(grown().state_dict())
 
 
@@ -210,7 +214,7 @@ def test_an_unreadable_structure_is_refused_and_nothing_is_changed(changes: dict
     body = ZOO["cnn"].body()
     grow(body, "features.0", "norm")
     before = body.structure()
-    with pytest.raises((ConfigError, UnknownNameError, BlueprintError), match="not readable|no blueprint|serves"):
+    with pytest.raises((ConfigError, UnknownNameError, BlueprintError), match=r"not readable|no blueprint|serves"):
         body.load_state_dict(with_structure(grown(), **changes))
     assert body.structure() == before
 

@@ -185,7 +185,8 @@ def step(body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
 
 
 FIVE_SLOTS = {
-    "mlp": Case(lambda: MLPHost(inputs=8, classes=5, width=8, layers=5), vectors, tuple(f"layers.{i}" for i in range(5))),
+    "mlp": Case(lambda: MLPHost(inputs=8, classes=5, width=8, layers=5), vectors,
+                tuple(f"layers.{i}" for i in range(5))),
     "cnn": Case(lambda: CNNHost(in_channels=3, classes=5, base=4, blocks=3, pools=2), images_last,
                 ("blocks.0", "pools.0", "blocks.1", "pools.1", "blocks.2")),
     "transformer": Case(lambda: TransformerHost(vocab=11, dim=8, heads=2, layers=5, segments=5, block_size=6), tokens,

@@ -89,7 +89,7 @@ def test_a_hardened_model_trains_and_follows_train_and_eval(name: str):
 
     plain.train()
     main_output(call(plain, x)).square().sum().backward()
-    used = [p for p in call_graph_parameters(body, case)]
+    used = call_graph_parameters(body, case)
     found = [p.grad is not None and bool(p.grad.abs().sum() > 0) for p in plain.parameters() if p.requires_grad]
     assert sum(found) == len(used)
 

@@ -303,11 +303,12 @@ def test_a_model_that_mixes_samples_is_known_at_graft_and_said_so_once(name: str
     assert None in body.forks.values()
     grow_everywhere(body)
 
-    with pytest.warns(UserWarning, match="one by one") as said:
+    with pytest.warns(UserWarning, match="one by one"):
         first = evaluate(body, [(x, torch.arange(12))], score)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
         again = evaluate(body, [(x, torch.arange(12))], score)
 
-    assert len(said) == 1
     assert torch.equal(first.scores, again.scores)
 
 
@@ -335,6 +336,32 @@ def test_a_seed_that_says_nothing_yet_proves_nothing():
         result = evaluate(body, [(x, torch.arange(12))], score)
 
     assert agree(result.scores, brute_force(body, x, result.configs))
+
+
+def test_a_host_of_nan_is_not_taken_for_one_that_mixes():
+    body = ZOO["cnn"].body()
+    grow_everywhere(body)
+    with torch.no_grad():
+        body.model.head.bias[0] = float("nan")
+
+    result = evaluate(body, [(images(6), torch.arange(6))], score)
+
+    assert result.scores.isnan().any()
+    assert not body.cannot_fork
+
+
+def test_a_seed_of_nan_spoils_its_own_rows_only():
+    case = ZOO["cnn_channels_last"]
+    body, x = case.body(), case.batch(12)
+    grow_everywhere(body, {"features.1": SeedStage.TRAINING})
+    clean = evaluate(body, [(x, torch.arange(12))], score)
+    with torch.no_grad():
+        next(body.slots["features.1"].parameters()).fill_(float("inf"))
+
+    found = evaluate(body, [(x, torch.arange(12))], score)
+
+    assert agree(found.scores[:-1], clean.scores[:-1])
+    assert not found.scores[-1].isfinite().all()
 
 
 def test_each_fork_is_proven_when_it_is_first_used():
@@ -449,6 +476,18 @@ def test_one_sample_gives_a_contribution_without_an_error():
 
 
 # -- BatchNorm
+
+
+def test_norms_are_moved_whichever_of_body_and_model_its_owner_puts_to_eval():
+    results = []
+    for mode in ("body", "model", "neither"):
+        body = ZOO["cnn"].body().train()
+        grow_everywhere(body)
+        if mode != "neither":
+            (body if mode == "body" else body.model).eval()
+        results.append(evaluate(body, [(images(12), torch.arange(12))], score).scores)
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
 
 
 def test_a_norm_that_its_owner_froze_keeps_its_statistics():

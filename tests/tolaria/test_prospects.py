@@ -26,7 +26,7 @@ from esper.tolaria.tasks import Task, get_task
 
 RESCUE = replace(get_task("rescue"), slots=("r0c2",))
 MOBY = get_task("moby")
-MOBY = replace(MOBY, slots=("r0c1",), batch=16, batches_per_epoch=40, lr=3e-3, seed_lr=3e-3,
+MOBY = replace(MOBY, slots=("r0c1",), batch=16, batches_per_epoch=30, lr=3e-3, seed_lr=3e-3,
                host_kwargs={**MOBY.host_kwargs, "dim": 32, "block_size": 32})  # fmt: skip
 ACCURACY, LOG_PROBABILITY = 0, 1
 WAIT = np.zeros((1, NUM_HEADS), dtype=np.int64)

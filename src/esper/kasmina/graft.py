@@ -86,7 +86,7 @@ def graft(
         if len({(p.layout, p.dim) for p in places}) > 1:
             raise GraftError(
                 f"module {name!r} is called {len(found)} times with features of different kinds "
-                f"({', '.join(str(p.shape) for p in places)}); no seed fits them all. Graft after a neighbouring module."
+                f"({', '.join(str(p.shape) for p in places)}); no seed fits them all. Graft after a neighbour of it."
             )
         chosen, features = found[0]
         slots.append(Slot(slot_id, name, places[0], chosen).to(features.device))
@@ -148,8 +148,8 @@ def quietly(model: nn.Module, batch: Any) -> Any:
             return call(model, batch)
     except Exception as error:
         raise GraftError(
-            f"the model does not run on {PROBE_SAMPLES} samples of the probe: {type(error).__name__}: {error}. (Tensors "
-            "whose first size is the batch's were cut; if one has no samples, give a probe of another size.)"
+            f"the model does not run on {PROBE_SAMPLES} samples of the probe: {type(error).__name__}: {error}. "
+            "(Tensors whose first size is the batch's were cut; if one has no samples, give a probe of another size.)"
         ) from error
     finally:
         for module in training:
@@ -381,12 +381,13 @@ def _find_fork(body: Body, slot: Slot, probe: Any, sequence: list[ForkPoint]) ->
 
 
 def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
-    """Whether two outputs agree, up to the rounding that another batch size brings."""
+    """Whether two outputs agree, up to the rounding that another batch size brings; NaN agrees with NaN."""
     compared = 0
     for x, y in zip(_leaves(a), _leaves(b), strict=True):
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
             if x.shape != y.shape:
                 return False
+            x, y = x.nan_to_num(), y.nan_to_num()
             scale = y.abs().amax().clamp(min=1e-6) if y.numel() else 1.0
             most = max(tolerance, 8 * torch.finfo(x.dtype).eps)  # half precision rounds more than that
             if not bool(((x - y).abs() <= most * scale).all()):  # sync: once, at graft

@@ -110,8 +110,8 @@ def evaluate(
             raise ConfigError(f"a configuration speaks of {len(config)} slots; live and training are {slots}")
     main: Config = tuple(i < len(players) for i in range(len(slots)))
     rows = wanted if main in wanted else [*wanted, main]  # norms are moved relative to main
-    # a norm in eval while the body trains was frozen by its owner: it would not adapt
-    norms = [n for n in body.norms if n.training or not body.training] if len(rows) > 1 else []
+    # a norm in eval while the model trains was frozen by its owner: it would not adapt
+    norms = [n for n in body.norms if n.training or not body.model.training] if len(rows) > 1 else []
     runner = _Runner(body, slots, rows, main, score, norms)
     if calibration is not None:
         runner.calibrate_on(plain(calibration), samples_in(None, calibration))

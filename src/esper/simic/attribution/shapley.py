@@ -135,38 +135,84 @@ def _kernel(n: int, sizes: npt.NDArray[np.int64]) -> Array:
 
 
 def estimate(n: int, masks: Sequence[int], scores: Array) -> Estimate:
-    """Shapley values from coalition scores [K] or, per sample, [K, N]."""
-    whole = len(masks) == 2**n and n <= EXACT_PLAYERS
-    weights = exact_weights(n)[:, list(masks)] if whole else weights_for(n, masks)
-    values = weights @ (scores if scores.ndim == 1 else scores.mean(1))
+    """Shapley values from coalition scores [K] or, per sample, [K, N].
+
+    From the whole table they are exact. From a part of it, the least squares find what is additive, and what
+    they leave over is interpolated between the evaluated coalitions (see `_rest`).
+    """
+    means = scores if scores.ndim == 1 else scores.mean(1)
+    if len(masks) == 2**n:
+        weights = exact_weights(n)[:, list(masks)] if n <= ENUMERABLE_PLAYERS else weights_for(n, masks)
+        design_se = np.zeros(n)
+    else:
+        weights = weights_for(n, masks)
+        correction, design_se = _rest(n, masks, weights, means)
+        weights = weights + correction
     se = np.full(n, np.nan)
     if scores.ndim == 2 and scores.shape[1] > 1:
         se = (weights @ scores).std(1, ddof=1) / np.sqrt(scores.shape[1])
-    means = scores if scores.ndim == 1 else scores.mean(1)
-    return Estimate(values, se, _design_se(n, masks, means, values), len(masks))
+    return Estimate(weights @ means, se, design_se, len(masks))
 
 
-def _design_se(n: int, masks: Sequence[int], means: Array, values: Array) -> Array:
-    """How far the fit may be off for want of the coalitions that were not evaluated.
+def _rest(n: int, masks: Sequence[int], weights: Array, means: Array) -> tuple[Array, Array]:
+    """What interactions add to an additive fit: an operator [n, K], and the error of not knowing the rest [n].
 
-    The residuals of the pairs, each the odd part that additive values do not explain, say how rough the game
-    is; the sandwich turns them into an error, shrunk by the share of the cube already seen.
+    The residuals are taken for a draw of a smooth random function on the cube of coalitions, with correlation
+    ρ^|S△T| between coalitions that differ in |S△T| players; ρ is the one under which they are likeliest. Its
+    posterior mean has Shapley values in closed form, and its posterior variance says how far they may be off.
     """
-    if len(masks) >= 2**n or n < 3:
-        return np.zeros(n)
-    full = 2**n - 1
-    of = dict(zip(masks, means.tolist(), strict=True))
-    pairs = [m for m in masks if m not in (0, full) and m < full ^ m and (full ^ m) in of]
-    if not pairs:
-        return np.full(n, np.nan)
-    sign = np.array([[1.0 if m >> i & 1 else -1.0 for i in range(n)] for m in pairs])
-    odd = np.array([of[m] - of[full ^ m] for m in pairs]) - sign @ values
-    sizes = np.array([m.bit_count() for m in pairs])
-    weight = _kernel(n, sizes)
-    gram = np.linalg.pinv(sign.T @ (weight[:, None] * sign) / 2, hermitian=True)
-    spread = gram @ ((sign * (weight * odd)[:, None]) / 2).T  # [n, pairs]
-    seen = len(masks) / 2**n
-    return np.sqrt((spread**2).sum(1) * max(0.0, 1.0 - seen))
+    member = np.array([[m >> i & 1 for i in range(n)] for m in masks], dtype=np.float64)  # [K, n]
+    size = member.sum(1).astype(int)
+    leave = np.eye(len(masks)) - member @ weights  # values → residuals of the additive fit
+    leave[:, list(masks).index(0)] -= 1.0
+    residual = leave @ means
+    apart = size[:, None] + size[None, :] - 2 * member @ member.T
+    scale = float(np.abs(residual).max())
+    if scale == 0.0:
+        return np.zeros_like(weights), np.zeros(n)
+    best = (-np.inf, 0.0, 0.0, np.zeros((0, 0)))
+    for rho in CORRELATIONS:
+        factor = np.linalg.cholesky(rho**apart + JITTER * np.eye(len(masks)))
+        whitened = np.linalg.solve(factor, residual / scale)
+        variance = max(float(whitened @ whitened) / len(masks), 1e-300)
+        likelihood = -0.5 * len(masks) * np.log(variance) - float(np.log(np.diag(factor)).sum())
+        if likelihood > best[0]:
+            best = (likelihood, rho, variance, factor)
+    _, rho, variance, factor = best
+    reach = _reach(n, rho)
+    inside, outside = (1 - rho) * reach[np.maximum(size - 1, 0)], (rho - 1) * reach[np.minimum(size, n - 1)]
+    smooth = np.where(member.T == 1, inside, outside)  # [n, K]: Shapley values of the kernel at each coalition
+    whitened = np.linalg.solve(factor, smooth.T)  # [K, n]
+    correction = np.linalg.solve(factor.T, whitened).T @ leave
+    correction -= correction.sum(0) / n  # the additive fit is efficient already
+    prior = 2 * (1 - rho) * sum(comb(n - 1, t) * _share(n, t) * reach[t] for t in range(n))
+    left = np.maximum(prior - (whitened**2).sum(0), 0.0)
+    return correction, scale * np.sqrt(variance * left)
+
+
+CORRELATIONS = (0.02, 0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
+JITTER = 1e-9
+
+
+def _share(n: int, size: int) -> float:
+    """The weight of a coalition of `size` others in a Shapley value of n players."""
+    return factorial(size) * factorial(n - 1 - size) / factorial(n)
+
+
+@lru_cache(maxsize=256)
+def _reach(n: int, rho: float) -> Array:
+    """[n]: Σ over coalitions S of the n−1 others of share(|S|)·ρ^|S△T|, for T of size 0…n−1."""
+    others = n - 1
+    return np.array(
+        [
+            sum(
+                comb(t, a) * comb(others - t, b) * _share(n, a + b) * rho ** (t - a + b)
+                for a in range(t + 1)
+                for b in range(others - t + 1)
+            )
+            for t in range(n)
+        ]
+    )
 
 
 def interactions(n: int, masks: Sequence[int], scores: Array) -> tuple[Array, Array]:
