@@ -41,6 +41,7 @@ from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, STYLES, TEMPO_EPO
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
+from esper.simic.attribution import Worth, report
 from esper.tamiyo.controllers import Controller, make_controller, wait_everywhere
 from esper.tolaria.coalitions import Measured, evaluate, measure
 from esper.tolaria.engine import takes_of
@@ -269,6 +270,14 @@ class Grower:
             slot="" if op == Op.WAIT else self.surgeon.names[int(actions[0, Head.SLOT])],
             effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in done + ticked),
         )
+
+    def worth(self, val_batches: Iterable[Any], *, budget: int | None = None) -> Worth:
+        """What every seed is worth now, with error bars: print it, `to_dict()` it, or draw it with `picture(path)`.
+
+        Committed seeds are included; of them it says *dependence*, what the network would lose now, which is
+        more than they brought. `budget` bounds the coalitions evaluated where there are more than six seeds.
+        """
+        return report(self.body, (split_batch(b) for b in val_batches), self.quality, budget=budget)
 
     # -- in the loop, if you like
 

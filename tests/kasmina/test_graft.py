@@ -524,6 +524,28 @@ def test_a_shadow_lesson_works_under_activation_checkpointing():
     assert all(torch.allclose(a, b, atol=1e-6) for a, b in zip(*grads, strict=True))
 
 
+@pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
+def test_a_seed_learns_on_a_frozen_host_too(incubation: Any):
+    """torch 2.13 crashes in GroupNorm's backward on channels_last features that ask for no gradient."""
+    body = ZOO["cnn_channels_last"].body().train()
+    for p in body.model.parameters():
+        p.requires_grad_(False)
+    body.incubation = incubation
+    x = ZOO["cnn_channels_last"].batch(4)
+    slot = grow(body, "features.1", "conv_heavy", stage=SeedStage.TRAINING)
+
+    if incubation == "shadow":
+        body.shadow_backward(lambda: body(x).square().sum())
+    else:
+        body(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in slot.parameters())
+
+    body.zero_grad()
+    body.set_slot(slot, SeedStage.FOSSILIZED, 1.0)
+    body(x).square().sum().backward()
+    assert all(p.grad is not None and p.grad.any() for p in slot.parameters())
+
+
 @pytest.mark.parametrize("operator", Operator)
 def test_straight_through_teaches_what_the_operator_will_do(operator: Operator):
     """A seed that says little yet gets the gradient of the change it will make, as felt by the untouched host."""

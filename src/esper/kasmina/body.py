@@ -140,7 +140,12 @@ class Body(nn.Module):
     @property
     def live(self) -> list[Slot]:
         """Slots whose seed is not committed and can be felt: the players of a coalition."""
-        return [s for s in self.slots.values() if SeedStage.BLENDING <= s.stage <= SeedStage.HOLDING]
+        return self.players()
+
+    def players(self, fossils: bool = False) -> list[Slot]:
+        """Slots whose seed can be felt, committed ones only if asked for."""
+        last = SeedStage.FOSSILIZED if fossils else SeedStage.HOLDING
+        return [s for s in self.slots.values() if SeedStage.BLENDING <= s.stage <= last and s.amplitude > 0]
 
     @property
     def training_slots(self) -> list[Slot]:

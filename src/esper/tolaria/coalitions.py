@@ -94,14 +94,15 @@ def evaluate(
     *,
     configs: Sequence[Config] | None = None,
     calibration: Any = None,
+    fossils: bool = False,
     max_rows: int = MAX_ROWS,
 ) -> Coalitions:
     """Score every configuration on every sample of `batches` of (inputs, target); no configuration twice.
 
     `calibration` holds inputs for the statistics of norms behind slots; by default the first samples of
-    the first batch serve (inputs only, no label).
+    the first batch serve (inputs only, no label). With `fossils` committed seeds are players too.
     """
-    players, prospects = body.live, body.training_slots
+    players, prospects = body.players(fossils), body.training_slots
     slots = tuple(s.name for s in (*players, *prospects))
     asked = step_configs(len(players), len(prospects)) if configs is None else configs
     wanted: list[Config] = list(dict.fromkeys(tuple(c) for c in asked))
@@ -278,7 +279,9 @@ def statistics(result: Coalitions, scores: Tensor | None = None) -> Tensor:
     main = result.main
     differences = [row[main], row.get(result.committed, row[main])]
     for i in range(len(result.slots)):
-        other = row[(*main[:i], not main[i], *main[i + 1 :])]
+        other = row.get((*main[:i], not main[i], *main[i + 1 :]))
+        if other is None:
+            other = torch.full_like(row[main], float("nan"))  # not evaluated
         differences.append(row[main] - other if main[i] else other - row[main])
     stacked = torch.stack(differences).double()
     n = stacked.shape[1]

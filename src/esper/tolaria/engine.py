@@ -45,7 +45,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     incubation: Incubation = "shadow"
     """How a TRAINING seed learns: by a pass of its own, or straight-through in the main pass."""
     shadow_every: int = 2
-    """A shadow pass every so many batches: half the lessons teach nearly as much (docs/performance.md)."""
+    """A shadow pass every so many batches: half the lessons teach nearly as much (docs/incubation.md)."""
     gradient_telemetry_stride: int = 10
     """Gradient statistics every so many batches."""
     ema_decay: float = 0.98
@@ -194,6 +194,7 @@ class Engine:
         self.table = SlotTable.empty(len(self.plots), len(task.slots), takes=takes_of(self.plots[0].body))
         # fixed inputs for norms behind slots: training images, the same for every epoch and environment
         self.calibration = self.data.train.x[:128]
+        self.judged: list[Coalitions] = []  # the last epoch's coalitions, one per environment
 
     def step(self, actions: Ints) -> Outcome:
         """One decision per environment: apply, tick, train an epoch, validate, record."""
@@ -202,8 +203,8 @@ class Engine:
         ticked = tick(self.table, self.rules)
         self.carry_out(ticked)
         trained = [plot.train_epoch(int(step) - 1) for plot, step in zip(self.plots, self.table.step, strict=True)]
-        judged = [plot.validate(self.data.val, self.calibration) for plot in self.plots]
-        self._record(trained, judged)
+        self.judged = [plot.validate(self.data.val, self.calibration) for plot in self.plots]
+        self._record(trained, self.judged)
         return Outcome(outcome.happened, outcome.effects + ticked)
 
     def carry_out(self, effects: list[Effect]) -> None:

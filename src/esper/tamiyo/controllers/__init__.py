@@ -7,9 +7,21 @@ from typing import Protocol
 
 from esper.leyline.errors import unknown_name
 from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.tamiyo.controllers.heuristic import Heuristic, HeuristicConfig
+from esper.tamiyo.controllers.random import Random
 from esper.tamiyo.controllers.schedule import Schedule, Wait, wait_everywhere
 
-__all__ = ["CONTROLLERS", "Controller", "Schedule", "Wait", "make_controller", "wait_everywhere"]
+__all__ = [
+    "CONTROLLERS",
+    "Controller",
+    "Heuristic",
+    "HeuristicConfig",
+    "Random",
+    "Schedule",
+    "Wait",
+    "make_controller",
+    "wait_everywhere",
+]
 
 
 class Controller(Protocol):
@@ -20,7 +32,12 @@ class Controller(Protocol):
         ...
 
 
-CONTROLLERS: dict[str, Callable[[], Controller]] = {"none": Wait, "schedule": Schedule}
+CONTROLLERS: dict[str, Callable[[], Controller]] = {
+    "none": Wait,
+    "schedule": Schedule,
+    "heuristic": Heuristic,
+    "random": Random,
+}
 
 
 def make_controller(name: str) -> Controller:

@@ -4,10 +4,10 @@ Rules, the first that fits, per environment:
 
 1. HOLDING: commit if the contribution is above zero by z standard errors; prune if it is below the threshold
    by as much, if the network is worse off than when the seed was planted, or when patience runs out.
-2. TRAINING or BLENDING: prune if the network has lost more than two points since the stage began, or if a
-   seed cannot leave TRAINING.
+2. BLENDING: prune if the network would be better off without the seed by more than two points and z errors.
+   TRAINING: prune only a seed that cannot pass its gate; whatever the host does meanwhile is not its doing.
 3. Otherwise, once the host's loss has settled and its quality has stalled: plant the next blueprint that has
-   not failed lately in the next free slot.
+   not failed lately in the free slot that was tried least.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from esper.leyline.actions import BLUEPRINTS, Head, Op
-from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.controllers.schedule import wait_everywhere
 
@@ -29,7 +29,7 @@ class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Thresholds; qualities are fractions (accuracy 0…1)."""
 
     plateau_epochs: int = 3
-    """So many epochs in a row without `plateau_gain` count as a stall."""
+    """Learning has stalled if the best of so many epochs is not `plateau_gain` above the best before."""
     plateau_gain: float = 0.005
     settled_epochs: int = 3
     """The loss has settled once it moved by less than `settled_band` for so many epochs in a row."""
@@ -37,9 +37,7 @@ class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     first_epoch: int = 5
     """Nothing is planted before."""
     loss_of_quality: float = 0.02
-    """A growing seed is pruned if quality has fallen by so much since its stage began …"""
-    loss_epochs: int = 5
-    """… after so many epochs in it."""
+    """A seed is pruned if the network is worse off by so much: without it while blending, than at its birth later."""
     training_patience: int = 20
     """A seed that cannot pass its gate within so many epochs is pruned."""
     least_contribution: float = 0.005
@@ -65,6 +63,7 @@ class Heuristic:
         self.settled = np.zeros(0, dtype=bool)
         self.penalties = np.zeros((0, len(BLUEPRINTS)))
         self.tried = np.zeros(0, dtype=np.int64)
+        self.slot_tries = np.zeros((0, 0), dtype=np.int64)
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         self._remember(table)
@@ -73,11 +72,13 @@ class Heuristic:
         for op, wish in self._wishes(table):
             may = legal[:, op] & wish & free[:, None]
             envs = may.any(axis=1)
-            actions[envs, Head.OP], actions[envs, Head.SLOT] = op, may.argmax(axis=1)[envs]
+            order = np.where(may, -self.slot_tries if op == Op.GERMINATE else 0, -1000)  # the least tried slot first
+            actions[envs, Head.OP], actions[envs, Head.SLOT] = op, order.argmax(axis=1)[envs]
             actions[envs, Head.ALPHA_SPEED] = 0  # what is to go goes at once
             free &= ~envs
         for e in np.nonzero(actions[:, Head.OP] == Op.GERMINATE)[0]:
             actions[e, Head.BLUEPRINT] = self._choose(int(e), table.takes[actions[e, Head.SLOT]])
+            self.slot_tries[e, actions[e, Head.SLOT]] += 1
         pruned = np.nonzero(actions[:, Head.OP] == Op.PRUNE)[0]
         self.penalties[pruned, table.blueprint[pruned, actions[pruned, Head.SLOT]]] += self.config.penalty
         return actions
@@ -85,7 +86,7 @@ class Heuristic:
     def _wishes(self, table: SlotTable) -> list[tuple[Op, Bools]]:
         """Operations in the order of the rules, with the slots [E, S] they are wished for."""
         c, stage = self.config, table.stage
-        holding, growing = stage == S.HOLDING, (stage == S.TRAINING) | (stage == S.BLENDING)
+        holding = stage == S.HOLDING
         quality = table.quality[:, None]
         margin = c.z * table.contribution_se
         worth_it = holding & (table.contribution - margin > 0)
@@ -93,7 +94,7 @@ class Heuristic:
         judged = table.contribution_age >= 0
         useless = judged & (table.contribution + margin < c.least_contribution)
         out_of_patience = judged & (table.dwell > c.holding_patience)
-        harmful = growing & (table.dwell >= c.loss_epochs) & (quality - table.quality_stage < -c.loss_of_quality)
+        harmful = (stage == S.BLENDING) & judged & (table.contribution + margin < -c.loss_of_quality)
         stuck = (stage == S.TRAINING) & (table.dwell > c.training_patience)
         prune = (holding & (useless | worse_off | out_of_patience)) | harmful | stuck
         ready = self.settled & self._stalled(table) & (table.step >= c.first_epoch)
@@ -111,7 +112,9 @@ class Heuristic:
             fresh = np.ones(table.num_envs, dtype=bool)
             self.settled, self.tried = np.zeros(table.num_envs, dtype=bool), np.zeros(table.num_envs, dtype=np.int64)
             self.penalties = np.zeros((table.num_envs, max(len(BLUEPRINTS), table.takes.shape[1])))
-        self.settled[fresh], self.penalties[fresh], self.tried[fresh] = False, 0.0, 0
+            self.slot_tries = np.zeros(table.stage.shape, dtype=np.int64)
+        self.settled[fresh], self.penalties[fresh] = False, 0.0
+        self.tried[fresh], self.slot_tries[fresh] = 0, 0
         self.penalties *= 0.5
         self.penalties[self.penalties < 0.1] = 0.0
         n = self.config.settled_epochs
@@ -122,9 +125,9 @@ class Heuristic:
         self.settled |= unknown | ((change > low) & (change < high)).all(axis=1)
 
     def _stalled(self, table: SlotTable) -> Bools:
-        n = self.config.plateau_epochs
-        gains: Floats = np.diff(table.quality_history[:, -n - 1 :])
-        return np.asarray((gains < self.config.plateau_gain).all(axis=1))  # NaN: too early to say
+        recent, before = np.split(table.quality_history, [-self.config.plateau_epochs], axis=1)
+        best = np.fmax.reduce(before, axis=1)  # NaN: too early to say
+        return np.asarray(recent.max(axis=1) < best + self.config.plateau_gain)
 
     def _choose(self, env: int, takes: Bools) -> int:
         """The next blueprint that fits and has not failed lately; if all have, the one that failed least."""

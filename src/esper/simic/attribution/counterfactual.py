@@ -1,0 +1,114 @@
+"""Counterfactuals: which coalitions to evaluate, what their values say, and one call per epoch for the loop.
+
+    CounterfactualEngine    coalitions(…) → configurations;  worth(result) → Worth
+    CounterfactualHelper    process_batch(engine) → one Worth per environment, each epoch
+    report                  one body, every seed, committed ones too: for people
+
+Every number comes from one table of per-sample scores keyed by bitmask, so differences are paired, and no
+configuration is evaluated twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from itertools import islice
+from typing import Any
+
+import numpy as np
+
+from esper.kasmina.body import Body
+from esper.leyline.stages import SeedStage
+from esper.simic.attribution.shapley import EXACT_PLAYERS, Array, coalition_order, estimate, interactions
+from esper.simic.attribution.worth import Worth
+from esper.tolaria.coalitions import Coalitions, Config, Measured, Score, evaluate, statistics
+from esper.tolaria.engine import Engine
+
+DEFAULT_BUDGET = 200
+"""Coalitions of a report with more players than an exact table serves."""
+
+
+class CounterfactualEngine:
+    """From players to coalitions, and from their scores to worth. Holds no state."""
+
+    @staticmethod
+    def coalitions(players: int, prospects: int = 0, *, budget: int | None = None, seed: int = 0) -> list[Config]:
+        """The full table of few players, else the most telling coalitions within a budget; no prospect on.
+
+        A budget below 2n + 2 cannot hold every player alone and every player off, and is raised to that.
+        """
+        most = 2**players if players <= EXACT_PLAYERS else DEFAULT_BUDGET
+        count = min(2**players, max(budget or most, 2 * players + 2))
+        masks = islice(coalition_order(players, seed), count)
+        return [tuple(bool(m >> i & 1) for i in range(players)) + (False,) * prospects for m in masks]
+
+    @staticmethod
+    def worth(result: Coalitions, fossils: tuple[str, ...] = ()) -> Worth:
+        """Everything the scores say; scores [K, N], or [K, N, Q] of which the first is the quality."""
+        scores = result.scores if result.scores.ndim == 2 else result.scores[..., 0]
+        basic = statistics(result, scores).tolist()
+        measured, half = Measured.read(result, basic), len(basic) // 2
+        values = scores.double().cpu().numpy()
+        n = result.players
+        inner = [k for k, config in enumerate(result.configs) if not any(config[n:])]
+        masks = [sum(1 << i for i in range(n) if result.configs[k][i]) for k in inner]
+        row = dict(zip(masks, values[inner], strict=True))
+        solo = np.array([_paired(row.get(1 << i), row.get(0)) for i in range(n)]).reshape(n, 2)
+        shapley = np.full((3, n), np.nan)
+        if n and len(masks) >= min(2**n, 2 * n + 2) and 0 in row:
+            found = estimate(n, masks, values[inner])
+            shapley[:] = found.values, found.se, found.design_se
+        interaction, interaction_se = interactions(n, masks, values[inner])
+        contribution = np.array(list(measured.contribution.values())).reshape(n, 2)
+        return Worth(
+            slots=result.slots[:n],
+            fossils=tuple(s in fossils for s in result.slots[:n]),
+            quality=measured.quality,
+            quality_se=basic[half],
+            committed=measured.committed,
+            contribution=contribution[:, 0],
+            contribution_se=contribution[:, 1],
+            solo=solo[:, 0],
+            solo_se=solo[:, 1],
+            shapley=shapley[0],
+            shapley_se=shapley[1],
+            shapley_design_se=shapley[2],
+            interaction=interaction,
+            interaction_se=interaction_se,
+            evaluations=len(result.configs),
+            prospect={k: v for k, v in measured.prospect.items() if np.isfinite(v[0])},
+        )
+
+
+def _paired(a: Array | None, b: Array | None) -> tuple[float, float]:
+    """Mean and standard error of a difference taken sample by sample; NaN if a side was not evaluated."""
+    if a is None or b is None:
+        return float("nan"), float("nan")
+    d = a - b
+    return float(d.mean()), float(d.std(ddof=1) / np.sqrt(len(d))) if len(d) > 1 else float("nan")
+
+
+class CounterfactualHelper:
+    """The training loop's one call: what this epoch's coalitions say of every environment."""
+
+    def process_batch(self, engine: Engine) -> list[Worth]:
+        """Worth per environment from the coalitions it was just validated with; interactions go to the table."""
+        found = [CounterfactualEngine.worth(result) for result in engine.judged]
+        for e, worth in enumerate(found):
+            for i, name in enumerate(worth.slots):
+                others = np.delete(worth.interaction[i], i)
+                if np.isfinite(others).any():
+                    engine.table.interaction[e, engine.task.slots.index(name)] = np.nansum(others)
+        return found
+
+
+def report(
+    body: Body, batches: Iterable[tuple[Any, Any]], score: Score, *, budget: int | None = None, calibration: Any = None
+) -> Worth:
+    """What every seed of a body is worth now, committed ones included: for people, not for gates."""
+    players, prospects = body.players(fossils=True), body.training_slots
+    configs = CounterfactualEngine.coalitions(len(players), len(prospects), budget=budget)
+    everyone, nobody = (True,) * len(players), (False,) * len(prospects)
+    configs += [everyone + nobody[:i] + (True,) + nobody[i + 1 :] for i in range(len(prospects))]
+    result = evaluate(body, batches, score, configs=configs, fossils=True, calibration=calibration)
+    committed = tuple(s.name for s in players if s.stage == SeedStage.FOSSILIZED)
+    return CounterfactualEngine.worth(result, committed)

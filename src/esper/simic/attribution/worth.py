@@ -1,0 +1,101 @@
+"""Worth: what coalitions say of each seed, with error bars, as a table, a dict and a picture.
+
+Two words are kept apart. *Gain* is what growth brought against a twin that did not grow. *Dependence* is what
+the network loses now if a part is switched off: of a fossil, which the host has learnt to lean on, it says
+little about what the seed brought. Contributions here are leave-one-out differences: evidence for seeds that
+are not committed, dependence for fossils.
+
+Legend: n players.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from esper.simic.attribution.shapley import Array
+
+
+@dataclass(frozen=True, slots=True)
+class Worth:
+    """Everything measured of one body at one time; NaN where it was not measured. Errors are standard errors."""
+
+    slots: tuple[str, ...]
+    """The players: live seeds, and fossils where they were asked for."""
+    fossils: tuple[bool, ...]
+    """Which of them are committed: their contribution is dependence."""
+    quality: float
+    """With everything on."""
+    quality_se: float
+    committed: float
+    """With every player off."""
+    contribution: Array  # [n]
+    contribution_se: Array
+    solo: Array  # [n] alone minus none
+    solo_se: Array
+    shapley: Array  # [n]
+    shapley_se: Array
+    shapley_design_se: Array  # [n] from coalitions not evaluated
+    interaction: Array  # [n, n]
+    interaction_se: Array
+    evaluations: int
+    prospect: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """TRAINING seed → what it would add at alpha = 1, and the error."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain numbers, one entry per slot; what was not measured is None."""
+        return {
+            "quality": _number(self.quality),
+            "quality_se": _number(self.quality_se),
+            "committed": _number(self.committed),
+            "evaluations": self.evaluations,
+            "slots": {
+                name: {
+                    "kind": "dependence" if self.fossils[i] else "contribution",
+                    "contribution": _number(self.contribution[i]),
+                    "contribution_se": _number(self.contribution_se[i]),
+                    "solo": _number(self.solo[i]),
+                    "shapley": _number(self.shapley[i]),
+                    "shapley_se": _number(self.shapley_se[i]),
+                    "shapley_design_se": _number(self.shapley_design_se[i]),
+                    "interaction": {
+                        other: _number(self.interaction[i, j]) for j, other in enumerate(self.slots) if j != i
+                    },
+                }
+                for i, name in enumerate(self.slots)
+            },
+            "prospects": {name: {"prospect": p, "prospect_se": se} for name, (p, se) in self.prospect.items()},
+        }
+
+    def __str__(self) -> str:
+        lines = [f"quality {self.quality:.4f} ± {self.quality_se:.4f}, without these seeds {self.committed:.4f}"]
+        if self.slots:
+            lines.append(f"{'slot':<20} {'':<12} {'without it':>18} {'Shapley':>18} {'interactions':>14}")
+        for i, name in enumerate(self.slots):
+            kind = "dependence" if self.fossils[i] else "contribution"
+            others = [self.interaction[i, j] for j in range(len(self.slots)) if j != i]
+            pairs = f"{np.nansum(others):+.4f}" if others and np.isfinite(others).any() else ""
+            lines.append(
+                f"{name:<20} {kind:<12} {_with_error(self.contribution[i], self.contribution_se[i]):>18} "
+                f"{_with_error(self.shapley[i], self.shapley_se[i]):>18} {pairs:>14}"
+            )
+        for name, (value, se) in self.prospect.items():
+            lines.append(f"{name:<20} {'prospect':<12} {_with_error(value, se):>18}")
+        return "\n".join(lines)
+
+    def picture(self, path: str | Path) -> Path:
+        """Write bars with error bars and the interactions as an SVG, or a PNG where Pillow is installed."""
+        from esper.simic.attribution.picture import draw
+
+        return draw(self, Path(path))
+
+
+def _number(value: float) -> float | None:
+    return float(value) if np.isfinite(value) else None
+
+
+def _with_error(value: float, se: float) -> str:
+    return "" if not np.isfinite(value) else f"{value:+.4f} ± {se:.4f}" if np.isfinite(se) else f"{value:+.4f}"
