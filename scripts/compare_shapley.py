@@ -82,7 +82,7 @@ def shap_kernel(values: Game, n: int, budget: int, seed: int) -> np.ndarray:
     def run(game: Counted, calls: int) -> np.ndarray:
         np.random.seed(seed)
         weights = 1 << np.arange(n)
-        explainer = shap.KernelExplainer(lambda x: game((x.round().astype(int) @ weights)), np.zeros((1, n)))
+        explainer = shap.KernelExplainer(lambda x: game(x.round().astype(int) @ weights), np.zeros((1, n)))
         return explainer.shap_values(np.ones((1, n)), nsamples=max(calls - 2, 1), silent=True, l1_reg=0)[0]
 
     return within(run, values, budget)

@@ -25,7 +25,7 @@ app.add_typer(bench_app, name="bench")
 @app.command()
 def grow(
     task: Annotated[str, typer.Option(help="What to train; `esper tasks` lists them.")] = "fashion",
-    controller: Annotated[str, typer.Option(help="Who decides: schedule, or none.")] = "schedule",
+    controller: Annotated[str, typer.Option(help="Who decides: heuristic, schedule, random or none.")] = "heuristic",
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to train; the task's own by default.")] = None,
     seed: Annotated[int, typer.Option(help="The world: initial weights and order of data.")] = 0,
     out: Annotated[Path | None, typer.Option(help="Leave results, the body and the plain model here.")] = None,
@@ -64,6 +64,22 @@ def blueprints(
     from esper.commands.listing import list_blueprints
 
     list_blueprints(task)
+
+
+@bench_app.command("worth")
+def bench_worth(
+    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 15,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    quick: Annotated[bool, typer.Option(help="Fewer repeats of smaller work: a check that it runs.")] = False,
+) -> None:
+    """Coalitions against one validation pass; Shapley values for 3 to 25 players, their time and error.
+
+    Also shows what judging costs as a share of a step: training an epoch, validating it with its coalitions, and
+    turning those into worth.
+    """
+    from esper.commands.bench_worth import run_bench
+
+    run_bench(repeats=repeats, as_json=json, quick=quick)
 
 
 @bench_app.command("body")

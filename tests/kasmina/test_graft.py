@@ -145,6 +145,12 @@ def test_a_body_answers_for_its_model_and_can_be_called_in_the_same_way():
     assert inspect.signature(body.model.forward) == inspect.signature(model.forward)
 
 
+def test_a_body_is_in_the_mode_of_its_model():
+    for training in (True, False):
+        body = graft(PlainCNN().train(training), ["features.0"], probe=images(3))
+        assert {m.training for m in body.modules()} == {training}
+
+
 def test_a_grown_body_pickles_with_its_hooks():
     body = ZOO["cnn"].body()
     grow(body, "features.1")

@@ -24,10 +24,12 @@ from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
+from esper.simic.attribution import Worth, report
 from esper.tamiyo.controllers import Controller, Wait, make_controller
 from esper.tolaria.data import Dataset
-from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.engine import Engine, EngineConfig, score
 from esper.tolaria.tasks import Task, get_task
 
 GROWN, NO_GROWTH, FROM_START, WIDER = "grown", "no growth", "same structure from step 0", "wider host of equal size"
@@ -78,12 +80,14 @@ def run_grow(
     results = [train(console, GROWN, engine, controller)]
     if compare and controller_name != "none":
         results += compared(console, task, data, seed, config, engine)
+    worth = judge(engine)
     console.print(summary(results))
-    console.print(seed_table(engine))
+    console.print(seed_table(engine, worth))
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-        save(out, task, seed, controller_name, results, engine)
-        console.print(f"left in {out}: result.json, body.safetensors (graft and load it), plain.pt2 (needs no Esper)")
+        save(out, task, seed, controller_name, results, engine, worth)
+        console.print(f"left in {out}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
+        console.print("plain.pt2 needs no Esper: torch.export.load(path).module()")
 
 
 def compared(
@@ -173,9 +177,10 @@ def slots_line(engine: Engine) -> str:
     )
 
 
-def worth(table: Any, s: int) -> str:
+def judged(table: SlotTable, s: int) -> str:
+    """The contribution as last measured; of a fossil, that was before it was committed."""
     if np.isfinite(table.contribution[0, s]):
-        return f"{100 * table.contribution[0, s]:+.1f} ± {100 * table.contribution_se[0, s]:.1f} pp"
+        return points(float(table.contribution[0, s]), float(table.contribution_se[0, s]))
     if np.isfinite(table.prospect[0, s]):
         return f"({100 * table.prospect[0, s]:+.1f} if switched on)"
     return ""
@@ -188,36 +193,70 @@ def live_table(engine: Engine) -> Table:
         stage = SeedStage(int(t.stage[0, s]))
         bar = "█" * round(10 * float(t.alpha[0, s]))
         blueprint = blueprint_name(int(t.blueprint[0, s])) if t.blueprint[0, s] >= 0 else ""
-        table.add_row(name, stage.name.lower(), blueprint, f"{t.alpha[0, s]:.2f} {bar:<10}", worth(t, s))
+        table.add_row(name, stage.name.lower(), blueprint, f"{t.alpha[0, s]:.2f} {bar:<10}", judged(t, s))
     return table
 
 
 def summary(results: list[Result]) -> Table:
-    table = Table("", "test accuracy", "test loss", "parameters", "seconds", title="Same data, same budget of epochs")
+    bare = next((r.accuracy for r in results if r.name == NO_GROWTH), float("nan"))
+    table = Table(
+        "",
+        "test accuracy",
+        "gain",
+        "test loss",
+        "parameters",
+        "seconds",
+        title="Same data, same budget of epochs",
+        box=None,
+    )
     best = max(r.accuracy for r in results)
     for r in results:
         mark = "bold" if r.accuracy == best else ""
         accuracy = f"{r.accuracy:.1%}"
-        table.add_row(r.name, accuracy, f"{r.loss:.3f}", f"{r.params:,}", f"{r.seconds:.1f}", style=mark)
+        gain = f"{100 * (r.accuracy - bare):+.1f}" if r.name != NO_GROWTH and np.isfinite(bare) else ""
+        table.add_row(r.name, accuracy, gain, f"{r.loss:.3f}", f"{r.params:,}", f"{r.seconds:.1f}", style=mark)
     return table
 
 
-def seed_table(engine: Engine) -> Table:
-    """What grew where. A fossil's contribution is what was measured before it was committed."""
+def judge(engine: Engine) -> Worth:
+    """What every seed is worth at the end, on the validation split and the averaged weights."""
+    plot, split = engine.plots[0], engine.data.val
+    with plot.average.applied():
+        return report(plot.body, [(split.x, split.y)], score, calibration=engine.calibration)
+
+
+def seed_table(engine: Engine, worth: Worth) -> Table:
+    """What grew where: its contribution when it was judged; and what the network would lose without it now.
+
+    Of a fossil the latter is *dependence*: the host has learnt to lean on it, so it is more than it brought.
+    """
     t = engine.table
-    table = Table("slot", "stage", "blueprint", "operator", "parameters", "contribution", title="What grew where")
+    table = Table("slot", "stage", "blueprint", "params", "contribution", "without it now", "Shapley now",
+                  title="What grew where (points of validation accuracy ± standard error)", box=None)  # fmt: skip
     for s, name in enumerate(engine.task.slots):
         stage = SeedStage(int(t.stage[0, s]))
         if stage == SeedStage.DORMANT:
-            table.add_row(name, "empty", "", "", "", "")
+            table.add_row(name, "empty")
             continue
-        slot = engine.plots[0].body.slots[name]
-        operator = slot.operator.name.lower() if slot.seed is not None else ""
-        table.add_row(name, stage.name.lower(), slot.blueprint, operator, f"{t.params[0, s]:,}", worth(t, s))
+        now = ["", ""]
+        if name in worth.slots:
+            i = worth.slots.index(name)
+            now = [
+                points(worth.contribution[i], worth.contribution_se[i]),
+                points(worth.shapley[i], worth.shapley_se[i]),
+            ]
+        blueprint = engine.plots[0].body.slots[name].blueprint
+        table.add_row(name, stage.name.lower(), blueprint, f"{t.params[0, s]:,}", judged(t, s), *now)
     return table
 
 
-def save(out: Path, task: Task, seed: int, controller: str, results: list[Result], engine: Engine) -> None:
+def points(value: float, se: float) -> str:
+    return f"{100 * value:+.1f} ± {100 * se:.1f}" if np.isfinite(value) else ""
+
+
+def save(
+    out: Path, task: Task, seed: int, controller: str, results: list[Result], engine: Engine, worth: Worth
+) -> None:
     """Figures as JSON, the body as tensors, and the plain model as a program that needs no Esper."""
     plot = engine.plots[0]
     record = {
@@ -227,8 +266,10 @@ def save(out: Path, task: Task, seed: int, controller: str, results: list[Result
         "epochs": task.epochs,
         "data_sha256": engine.data.sha256,
         "structure": plot.body.structure(),
+        "worth": worth.to_dict(),
         "results": [dataclasses.asdict(r) for r in results],
     }
+    worth.picture(out / "worth.svg")
     (out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
     with plot.average.applied():
         state = {k: v.contiguous() for k, v in plot.body.state_dict().items()}

@@ -16,6 +16,7 @@ from math import comb, factorial
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 Array = npt.NDArray[np.float64]
 EXACT_PLAYERS = 6
@@ -170,10 +171,10 @@ def _rest(n: int, masks: Sequence[int], weights: Array, means: Array) -> tuple[A
     scale = float(np.abs(residual).max())
     if scale == 0.0:
         return np.zeros_like(weights), np.zeros(n)
-    best = (-np.inf, 0.0, 0.0, np.zeros((0, 0)))
+    best = (-np.inf, 0.0, 0.0, apart)
     for rho in CORRELATIONS:
         factor = np.linalg.cholesky(rho**apart + JITTER * np.eye(len(masks)))
-        whitened = np.linalg.solve(factor, residual / scale)
+        whitened = _solve(factor, residual[:, None] / scale)[:, 0]
         variance = max(float(whitened @ whitened) / len(masks), 1e-300)
         likelihood = -0.5 * len(masks) * np.log(variance) - float(np.log(np.diag(factor)).sum())
         if likelihood > best[0]:
@@ -182,12 +183,18 @@ def _rest(n: int, masks: Sequence[int], weights: Array, means: Array) -> tuple[A
     reach = _reach(n, rho)
     inside, outside = (1 - rho) * reach[np.maximum(size - 1, 0)], (rho - 1) * reach[np.minimum(size, n - 1)]
     smooth = np.where(member.T == 1, inside, outside)  # [n, K]: Shapley values of the kernel at each coalition
-    whitened = np.linalg.solve(factor, smooth.T)  # [K, n]
-    correction = np.linalg.solve(factor.T, whitened).T @ leave
+    whitened = _solve(factor, smooth.T)  # [K, n]
+    correction = _solve(factor.T, whitened, upper=True).T @ leave
     correction -= correction.sum(0) / n  # the additive fit is efficient already
     prior = 2 * (1 - rho) * sum(comb(n - 1, t) * _share(n, t) * reach[t] for t in range(n))
     left = np.maximum(prior - (whitened**2).sum(0), 0.0)
     return correction, scale * np.sqrt(variance * left)
+
+
+def _solve(triangle: Array, right: Array, upper: bool = False) -> Array:
+    """A triangular system, which numpy would solve as a full one."""
+    left = torch.from_numpy(np.ascontiguousarray(triangle))
+    return torch.linalg.solve_triangular(left, torch.from_numpy(np.ascontiguousarray(right)), upper=upper).numpy()
 
 
 CORRELATIONS = (0.02, 0.1, 0.3, 0.5, 0.7, 0.85, 0.95)

@@ -1,0 +1,136 @@
+"""Does a seed's contribution at HOLDING tell what it brings? And coalition tables of real grown hosts.
+
+    python scripts/worth_study.py decisions [--task rescue] [--worlds 6]
+    python scripts/worth_study.py tables --out tables.json
+
+`decisions`: one seed per run, in each slot of each world, with blueprints in turn. Its contribution when it reaches
+HOLDING is set against its gain: test accuracy at the end over the same world's twin that never grew. Prints the
+pairs and their correlations. `tables` grows hosts with 6 and 7 seeds and records the accuracy of every coalition,
+for scripts/compare_shapley.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.actions import Head, Op
+from esper.leyline.stages import SeedStage, Thresholds
+from esper.simic.attribution import CounterfactualEngine
+from esper.tamiyo.controllers import wait_everywhere
+from esper.tolaria.coalitions import evaluate
+from esper.tolaria.data import load
+from esper.tolaria.engine import Engine, score
+from esper.tolaria.tasks import Task, get_task
+
+BLUEPRINTS = ("conv_light", "depthwise", "norm", "bottleneck", "attention", "conv_heavy")
+
+
+def one_decision(task: Task, data: object, world: int, slot: int, blueprint: str) -> dict[str, float]:
+    """Plant one seed at epoch 1, commit it two epochs after it reached HOLDING, train to the end."""
+    engine = Engine(task, [world], data=data)  # type: ignore[arg-type]
+    table, worth = engine.table, {}
+    for epoch in range(task.epochs):
+        actions = wait_everywhere(1)
+        if epoch == 1:
+            actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, slot, blueprint_index(blueprint)
+        elif table.stage[0, slot] == SeedStage.HOLDING:
+            if "holding" not in worth:
+                worth = {
+                    "holding": float(table.contribution[0, slot]),
+                    "se": float(table.contribution_se[0, slot]),
+                    "prospect": float(table.prospect[0, slot]),
+                }
+            if table.dwell[0, slot] >= 2 and legal(table, engine.rules)[0, Op.FOSSILIZE, slot]:
+                actions[0, [Head.OP, Head.SLOT]] = Op.FOSSILIZE, slot
+        engine.step(actions)
+    return {**worth, "accuracy": engine.plots[0].test(engine.data.test)[0]}
+
+
+def decisions(name: str, worlds: int) -> None:
+    task = get_task(name)
+    data = task.load_data()
+    rows = []
+    print("| world | slot | blueprint | prospect | contribution at HOLDING | gain |\n|---|---|---|---|---|---|")
+    for world in range(worlds):
+        twin = Engine(task, [world], data=data)
+        for _ in range(task.epochs):
+            twin.step(wait_everywhere(1))
+        bare = twin.plots[0].test(twin.data.test)[0]
+        for slot in range(len(task.slots)):
+            blueprint = BLUEPRINTS[(world + 2 * slot) % len(BLUEPRINTS)]
+            found = one_decision(task, data, world, slot, blueprint)
+            if "holding" not in found:
+                print(f"| {world} | {task.slots[slot]} | {blueprint} | never reached HOLDING | | |", flush=True)
+                continue
+            gain = found["accuracy"] - bare
+            rows.append((found["holding"], found["prospect"], gain))
+            print(
+                f"| {world} | {task.slots[slot]} | {blueprint} | {100 * found['prospect']:+.1f} | "
+                f"{100 * found['holding']:+.1f} ± {100 * found['se']:.1f} | {100 * gain:+.1f} |",
+                flush=True,
+            )
+    held, prospect, gain = np.array(rows).T
+    ranks = lambda x: np.argsort(np.argsort(x))  # noqa: E731
+    print(f"\n{len(rows)} decisions on {name}")
+    for label, values in (("contribution at HOLDING", held), ("prospect at the end of TRAINING", prospect)):
+        pearson = np.corrcoef(values, gain)[0, 1]
+        spearman = np.corrcoef(ranks(values), ranks(gain))[0, 1]
+        print(f"{label}: correlation with gain {pearson:.2f}, of ranks {spearman:.2f}")
+
+
+def tables(out: Path) -> None:
+    """Accuracy of every coalition of hosts with 6 and with 7 live seeds."""
+    fashion = load("fashion")
+    six = dataclasses.replace(
+        get_task("rescue"), slots=("r0c0", "r1c0", "r0c1", "r1c1", "r0c2", "r1c2"), epochs=14, data=fashion
+    )
+    seven = dataclasses.replace(
+        six, host_kwargs={**six.host_kwargs, "blocks": 4, "pools": 3}, slots=(*six.slots, "r0c3"), epochs=16
+    )
+    rules = Rules(one_at_a_time=False, thresholds=Thresholds(blend_dwell=1, blend_health=None))
+    found = []
+    for task, blueprint in ((six, "conv_light"), (seven, "conv_light")):
+        for world in range(4):
+            engine = Engine(task, [world], rules=rules)
+            for epoch in range(task.epochs):
+                actions = wait_everywhere(1)
+                if epoch < len(task.slots):
+                    actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, epoch, blueprint_index(blueprint)
+                engine.step(actions)
+            plot, n = engine.plots[0], len(task.slots)
+            every = CounterfactualEngine.coalitions(n, budget=2**n)
+            split = engine.data.test
+            with plot.average.applied():
+                result = evaluate(plot.body, [(split.x, split.y)], score, configs=every, calibration=engine.calibration)
+            masks = [sum(1 << i for i in range(n) if c[i]) for c in every]
+            values = np.zeros(2**n)
+            values[masks] = result.scores[..., 0].mean(1).numpy()
+            found.append(values.round(5).tolist())
+            print(f"{task.name} world {world}: {n} seeds, none {values[0]:.3f}, all {values[-1]:.3f}", flush=True)
+    out.write_text(json.dumps(found))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("what", choices=["decisions", "tables"])
+    parser.add_argument("--task", default="rescue")
+    parser.add_argument("--worlds", type=int, default=6)
+    parser.add_argument("--out", type=Path, default=Path("tables.json"))
+    arguments = parser.parse_args()
+    if arguments.what == "decisions":
+        decisions(arguments.task, arguments.worlds)
+    else:
+        tables(arguments.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,91 @@
+"""`esper bench worth`: what it costs to know what seeds are worth, and how exact the estimates are."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from esper.commands.bench_body import BLUEPRINTS, coalition_ratios, live_plot, reference_task, timed
+from esper.simic.attribution import CounterfactualEngine
+from esper.simic.attribution.shapley import coalition_order, estimate, exact_weights
+
+PLAYERS = (3, 5, 8, 10, 12, 25)
+BUDGET = 200
+
+
+def run_bench(*, repeats: int, as_json: bool, quick: bool) -> None:
+    torch.set_num_threads(1)
+    size = 64 if quick else 512
+    found: dict[str, Any] = {
+        "shapley": [shapley_row(n, 3 if quick else repeats) for n in PLAYERS],
+        "coalitions": coalition_ratios(reference_task(size, size), BLUEPRINTS, repeats),
+        "share of a step": step_shares(size, repeats),
+    }
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    console = Console()
+    table = Table("players", "evaluations", "ms", "relative error", title="Shapley values of games with interactions")
+    for row in found["shapley"]:
+        error = "exact" if row["error"] == 0 else f"{row['error']:.4f}" if row["error"] is not None else "not known"
+        table.add_row(str(row["players"]), str(row["evaluations"]), f"{row['ms']:.2f}", error)
+    console.print(table)
+    table = Table("what", "ratio", title="Coalitions of 3 live seeds, 512 images, one thread")
+    for key, value in found["coalitions"].items():
+        table.add_row(key, f"{value:.3f}")
+    console.print(table)
+    table = Table("phase", "share of a step", title="Where a step with 3 live seeds goes")
+    for key, value in found["share of a step"].items():
+        table.add_row(key, f"{value:.1%}")
+    console.print(table)
+
+
+def shapley_row(n: int, repeats: int) -> dict[str, Any]:
+    """Time of one estimate beyond the evaluations, and its error where the truth can be had."""
+    masks = list(islice(coalition_order(n), min(2**n, BUDGET)))
+    rng = np.random.default_rng(n)
+    seconds, errors = [], []
+    for _ in range(repeats):
+        values = game(n, rng) if n <= 12 else None
+        scores = values[masks] if values is not None else rng.normal(size=len(masks))
+        start = time.perf_counter()
+        found = estimate(n, masks, scores)
+        seconds.append(time.perf_counter() - start)
+        if values is not None:
+            truth = exact_weights(n) @ values
+            errors.append(float(np.abs(found.values - truth).mean() / np.abs(truth).mean()))
+    error = None if not errors else 0.0 if len(masks) == 2**n else statistics.mean(errors)
+    return {"players": n, "evaluations": len(masks), "ms": 1e3 * statistics.median(seconds), "error": error}
+
+
+def game(n: int, rng: np.random.Generator) -> Any:
+    """Values of all coalitions of a random game whose interactions fade with their order."""
+    value = rng.normal(size=2**n) * 0.4 ** np.maximum(np.array([m.bit_count() for m in range(2**n)]) - 1, 0)
+    value[0] = 0.0
+    for i in range(n):  # from interactions to values: sum over all subsets, one player at a time
+        cube = value.reshape(-1, 2, 2**i)
+        cube[:, 1] += cube[:, 0]
+    return value
+
+
+def step_shares(size: int, repeats: int) -> dict[str, float]:
+    task = reference_task(size, size)
+    plot = live_plot(task, BLUEPRINTS)
+    calibration = plot.data.train.x[:128]
+    result = plot.validate(plot.data.val, calibration)
+    phases = {
+        "train (5 batches)": lambda: plot.train_epoch(0),
+        "validate with 8 coalitions": lambda: plot.validate(plot.data.val, calibration),
+        "worth and exact Shapley": lambda: CounterfactualEngine.worth(result),
+    }
+    medians = {name: statistics.median(timed(work) for _ in range(repeats)) for name, work in phases.items()}
+    whole = sum(medians.values())
+    return {name: value / whole for name, value in medians.items()}
