@@ -64,7 +64,7 @@ class CounterfactualEngine:
             fossils=tuple(s in fossils for s in result.slots[:n]),
             quality=measured.quality,
             quality_se=basic[half],
-            committed=measured.committed,
+            committed=measured.committed if result.committed in result.configs else float("nan"),
             contribution=contribution[:, 0],
             contribution_se=contribution[:, 1],
             solo=solo[:, 0],
@@ -96,8 +96,8 @@ class CounterfactualHelper:
         for e, worth in enumerate(found):
             for i, name in enumerate(worth.slots):
                 others = np.delete(worth.interaction[i], i)
-                if np.isfinite(others).any():
-                    engine.table.interaction[e, engine.task.slots.index(name)] = np.nansum(others)
+                known = np.isfinite(others).any()  # else: no partner left, or pairs are not evaluated now
+                engine.table.interaction[e, engine.task.slots.index(name)] = np.nansum(others) if known else np.nan
         return found
 
 

@@ -58,16 +58,22 @@ class Worth:
                     "contribution": _number(self.contribution[i]),
                     "contribution_se": _number(self.contribution_se[i]),
                     "solo": _number(self.solo[i]),
+                    "solo_se": _number(self.solo_se[i]),
                     "shapley": _number(self.shapley[i]),
                     "shapley_se": _number(self.shapley_se[i]),
                     "shapley_design_se": _number(self.shapley_design_se[i]),
                     "interaction": {
                         other: _number(self.interaction[i, j]) for j, other in enumerate(self.slots) if j != i
                     },
+                    "interaction_se": {
+                        other: _number(self.interaction_se[i, j]) for j, other in enumerate(self.slots) if j != i
+                    },
                 }
                 for i, name in enumerate(self.slots)
             },
-            "prospects": {name: {"prospect": p, "prospect_se": se} for name, (p, se) in self.prospect.items()},
+            "prospects": {
+                name: {"prospect": _number(p), "prospect_se": _number(se)} for name, (p, se) in self.prospect.items()
+            },
         }
 
     def __str__(self) -> str:

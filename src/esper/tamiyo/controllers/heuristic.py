@@ -18,7 +18,8 @@ import msgspec
 import numpy as np
 
 from esper.leyline.actions import BLUEPRINTS, Head, Op
-from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.leyline.errors import ConfigError, unknown_name
+from esper.leyline.slot_table import HISTORY, Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.controllers.schedule import wait_everywhere
 
@@ -52,6 +53,16 @@ class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         "mlp_small", "mlp", "lora_large", "lora",
     )  # fmt: skip
     """What to try, in order; a slot takes those that fit its features."""
+
+    def __post_init__(self) -> None:
+        for name in ("plateau_epochs", "settled_epochs"):
+            if not 0 < getattr(self, name) < HISTORY:
+                raise ConfigError(f"{name} must lie in 1…{HISTORY - 1}, the history kept; got {getattr(self, name)}")
+        if not self.z >= 0:
+            raise ConfigError(f"z must be ≥ 0, got {self.z}")
+        for name in self.blueprints:
+            if name not in BLUEPRINTS:
+                raise unknown_name("blueprint", name, BLUEPRINTS)
 
 
 class Heuristic:
@@ -89,9 +100,9 @@ class Heuristic:
         holding = stage == S.HOLDING
         quality = table.quality[:, None]
         margin = c.z * table.contribution_se
-        worth_it = holding & (table.contribution - margin > 0)
-        worse_off = (quality < table.quality_birth - c.loss_of_quality) & (table.contribution > 0)
-        judged = table.contribution_age >= 0
+        judged = table.contribution_age >= 0  # in HOLDING: at full strength
+        worth_it = holding & judged & (table.contribution - margin > 0)
+        worse_off = judged & (quality < table.quality_birth - c.loss_of_quality) & (table.contribution > 0)
         useless = judged & (table.contribution + margin < c.least_contribution)
         out_of_patience = judged & (table.dwell > c.holding_patience)
         harmful = (stage == S.BLENDING) & judged & (table.contribution + margin < -c.loss_of_quality)
@@ -108,24 +119,27 @@ class Heuristic:
 
     def _remember(self, table: SlotTable) -> None:
         fresh = table.step == 0
-        if len(self.settled) != table.num_envs:
+        if self.slot_tries.shape != table.stage.shape:
             fresh = np.ones(table.num_envs, dtype=bool)
             self.settled, self.tried = np.zeros(table.num_envs, dtype=bool), np.zeros(table.num_envs, dtype=np.int64)
-            self.penalties = np.zeros((table.num_envs, max(len(BLUEPRINTS), table.takes.shape[1])))
+            self.penalties = np.zeros((table.num_envs, len(BLUEPRINTS)))
             self.slot_tries = np.zeros(table.stage.shape, dtype=np.int64)
+        unheard_of = table.takes.shape[1] - self.penalties.shape[1]  # users' own blueprints come while it runs
+        if unheard_of > 0:
+            self.penalties = np.pad(self.penalties, ((0, 0), (0, unheard_of)))
         self.settled[fresh], self.penalties[fresh] = False, 0.0
         self.tried[fresh], self.slot_tries[fresh] = 0, 0
         self.penalties *= 0.5
         self.penalties[self.penalties < 0.1] = 0.0
         n = self.config.settled_epochs
         loss = table.loss_history[:, -n - 1 :]
-        change = np.diff(loss) / np.abs(loss[:, :-1])
+        change = np.diff(loss) / np.maximum(np.abs(loss[:, :-1]), 1e-12)  # a loss may be 0
         low, high = self.config.settled_band
         unknown = np.isnan(table.val_loss)  # in a loop without losses, stalling alone decides
         self.settled |= unknown | ((change > low) & (change < high)).all(axis=1)
 
     def _stalled(self, table: SlotTable) -> Bools:
-        recent, before = np.split(table.quality_history, [-self.config.plateau_epochs], axis=1)
+        before, recent = np.split(table.quality_history, [-self.config.plateau_epochs], axis=1)
         best = np.fmax.reduce(before, axis=1)  # NaN: too early to say
         return np.asarray(recent.max(axis=1) < best + self.config.plateau_gain)
 
