@@ -44,8 +44,12 @@ def grow(
     """
     from esper.commands.grow import run_grow
 
-    run_grow(task, controller, epochs=epochs, seed=seed, out=out, data_root=data, compare=compare,
-             incubation=incubation, threads=threads)  # fmt: skip
+    try:
+        run_grow(task, controller, epochs=epochs, seed=seed, out=out, data_root=data, compare=compare,
+                 incubation=incubation, threads=threads)  # fmt: skip
+    except KeyboardInterrupt:
+        print("esper: interrupted; nothing was left behind", file=sys.stderr)
+        raise typer.Exit(130) from None
 
 
 @app.command()
@@ -102,9 +106,6 @@ def main() -> None:
     """Run the command line; what goes wrong on purpose is said in one line, not as a stack trace."""
     try:
         app()
-    except KeyboardInterrupt:
-        print("esper: interrupted", file=sys.stderr)
-        sys.exit(130)
     except Exception as error:
         from esper.leyline.errors import EsperError
 

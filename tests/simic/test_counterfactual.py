@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from itertools import product
 from typing import Any
@@ -24,6 +25,8 @@ from esper.tolaria.coalitions import Coalitions, Config, evaluate, step_configs
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task
 from models import ZOO, grow, main_output
+
+NAN = float("nan")
 
 
 def coalitions(configs: Sequence[Config], players: int, scores: Any) -> Coalitions:
@@ -66,7 +69,9 @@ def test_more_players_get_a_budget_and_no_prospect_is_on():
     assert len(CounterfactualEngine.coalitions(7)) == 128
 
 
-@pytest.mark.parametrize(("n", "budget", "count"), [(8, 3, 18), (8, 100, 100), (8, 1000, 256), (3, 2, 8), (5, 20, 20)])
+@pytest.mark.parametrize(
+    ("n", "budget", "count"), [(8, 0, 18), (8, 3, 18), (8, 100, 100), (8, 1000, 256), (3, 2, 8), (5, 20, 20)]
+)
 def test_a_budget_is_kept_but_holds_every_player_alone_and_off(n: int, budget: int, count: int):
     configs = CounterfactualEngine.coalitions(n, budget=budget)
     assert len(configs) == count
@@ -142,7 +147,14 @@ def test_five_players_of_an_ordinary_step_have_contributions_and_no_interactions
     assert np.isfinite(worth.contribution).all()
     assert np.isfinite(worth.contribution_se).all()
     assert np.isfinite(worth.committed)
-    for unknown in (worth.solo, worth.solo_se, worth.shapley, worth.shapley_se, worth.interaction, worth.interaction_se):
+    for unknown in (
+        worth.solo,
+        worth.solo_se,
+        worth.shapley,
+        worth.shapley_se,
+        worth.interaction,
+        worth.interaction_se,
+    ):
         assert np.isnan(unknown).all()
     assert list(worth.prospect) == ["slot5"]
 
@@ -167,6 +179,21 @@ def test_a_body_without_players_has_its_quality_and_prospects():
     worth = CounterfactualEngine.worth(coalitions([(False,), (True,)], 0, np.array([[0.0, 1.0], [1.0, 1.0]])))
     assert (worth.slots, worth.quality, worth.committed) == ((), 0.5, 0.5)
     assert worth.prospect == {"slot0": (0.5, 0.5)}
+
+
+@pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
+@pytest.mark.parametrize("n", [3, 7])
+def test_a_network_that_diverged_has_no_numbers_and_raises_nothing(n: int, bad: float):
+    configs = CounterfactualEngine.coalitions(n, budget=40)
+    scores = np.random.default_rng(0).normal(size=(len(configs), 10))
+    scores[1] = bad  # with all on
+    with np.errstate(all="ignore"):
+        worth = CounterfactualEngine.worth(coalitions(configs, n, scores))
+    assert not np.isfinite(worth.quality)
+    assert not np.isfinite(worth.shapley).any()
+    assert np.isfinite(worth.solo).all()
+    json.dumps(worth.to_dict(), allow_nan=False)
+    str(worth)
 
 
 def test_ten_players_within_a_budget_add_up():
@@ -277,6 +304,25 @@ def test_a_report_of_a_residual_net_equals_switching_by_hand(stage: SeedStage):
     pair = table[3] - table[1] - table[2] + table[0]
     assert worth.interaction[0, 1] == pytest.approx(pair.mean(), abs=1e-5)
     assert abs(worth.contribution).min() > 1e-4  # the seeds do say something
+
+
+@pytest.mark.parametrize("name", ["residual", "cnn_host", "transformer_host"])
+def test_a_fossil_is_switched_as_a_live_seed_is_norms_and_all(name: str):
+    """How live seeds are switched is proven configuration by configuration in test_coalitions."""
+    body, x = ZOO[name].body(), ZOO[name].batch(16)
+    for i, slot in enumerate(body.slots):
+        grow(body, slot, stage=SeedStage.HOLDING, alpha=1.0, seed=i)
+    calibration = ZOO[name].batch(16)
+    told = []
+    for stage in (SeedStage.HOLDING, SeedStage.FOSSILIZED):
+        for slot in body.slots.values():
+            body.set_slot(slot, stage, 1.0)
+        told.append(report(body, [(x, torch.zeros(16).long())], score, calibration=calibration))
+    live, fossil = (everything(w) for w in told)
+    assert live.pop("fossils") == (False,) * 3
+    assert fossil.pop("fossils") == (True,) * 3
+    np.testing.assert_equal(fossil, live)
+    assert np.abs(told[0].contribution).min() > 1e-4
 
 
 def test_on_keeps_a_seed_at_its_present_strength():

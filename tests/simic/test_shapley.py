@@ -240,11 +240,14 @@ def test_large_pools_of_small_sizes_run_out_and_the_rest_goes_on():
 
 def test_twenty_five_players_in_two_hundred_evaluations_cost_little_time_and_memory():
     n = 25
-    started = time.perf_counter()
-    masks = first(n, 200)
-    value = np.array([np.tanh(0.1 * m.bit_count()) for m in masks])
-    found = estimate(n, masks, value)
-    assert time.perf_counter() - started < 0.5  # 2²⁵ coalitions would take minutes
+    seconds = []
+    for _ in range(3):
+        started = time.perf_counter()
+        masks = first(n, 200)
+        value = np.array([np.tanh(0.1 * m.bit_count()) for m in masks])
+        found = estimate(n, masks, value)
+        seconds.append(time.perf_counter() - started)
+    assert min(seconds) < 0.5  # 30 ms on a quiet core; 2²⁵ coalitions would take minutes
     tracemalloc.start()
     estimate(n, first(n, 200, seed=1), value)
     _, peak = tracemalloc.get_traced_memory()
@@ -252,6 +255,14 @@ def test_twenty_five_players_in_two_hundred_evaluations_cost_little_time_and_mem
     assert peak < 20e6  # a few matrices of 200 × 200; a bit for each of 2²⁵ coalitions is 4 MB, a number 268
     assert found.values.sum() == pytest.approx(value[1] - value[0])
     assert found.values.tolist() == estimate(n, first(n, 200), value).values.tolist()
+
+
+def test_more_players_than_a_machine_word_has_bits_are_welcome():
+    n = 70
+    masks = first(n, 250)
+    own = np.random.default_rng(0).normal(size=n)
+    value = np.array([sum(own[i] for i in range(n) if m >> i & 1) for m in masks])
+    np.testing.assert_allclose(estimate(n, masks, value).values, own, atol=1e-7)
 
 
 def test_no_permutation_is_ever_listed():

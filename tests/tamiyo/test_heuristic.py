@@ -341,7 +341,9 @@ def test_nonsense_is_refused(nonsense: dict[str, Any], error: type[Exception]):
 
 def test_it_grows_a_body_in_a_loop_of_ones_own():
     torch.manual_seed(0)
-    model = nn.Sequential(nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2))
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2)
+    )
     body = esper.graft(model, at=["0", "1"], probe=torch.randn(3, 4))
     optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
     rules = esper.Rules(thresholds=Thresholds(blend_dwell=2), min_prune_age=2)

@@ -37,7 +37,7 @@ class CounterfactualEngine:
         A budget below 2n + 2 cannot hold every player alone and every player off, and is raised to that.
         """
         most = 2**players if players <= EXACT_PLAYERS else DEFAULT_BUDGET
-        count = min(2**players, max(budget or most, 2 * players + 2))
+        count = min(2**players, max(most if budget is None else budget, 2 * players + 2))
         masks = islice(coalition_order(players, seed), count)
         return [tuple(bool(m >> i & 1) for i in range(players)) + (False,) * prospects for m in masks]
 

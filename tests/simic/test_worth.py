@@ -1,0 +1,238 @@
+"""Worth as people meet it: a table, a dict, a picture; and whether it tells a good seed from a useless one."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from torch import nn
+from torch.nn import functional as F
+
+import esper
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import SeedStage
+from esper.simic.attribution import CounterfactualEngine, Worth
+from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.data import load
+from models import grow
+
+NAN = float("nan")
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def make(n: int = 3, fossils: tuple[str, ...] = (), seed: int = 0, samples: int = 40) -> Worth:
+    """A full table of n players named a, b, c… and a prospect."""
+    configs = [(*(bool(m >> i & 1) for i in range(n)), False) for m in range(2**n)] + [(*(True,) * n, True)]
+    scores = torch.randn(len(configs), samples, generator=torch.Generator().manual_seed(seed))
+    scores += torch.tensor([float(sum(c)) for c in configs])[:, None]
+    return CounterfactualEngine.worth(Coalitions((*"abcdefgh"[:n], "learner"), n, configs, scores), fossils)
+
+
+def unknown(n: int = 2) -> Worth:
+    """A body of which nothing but its quality was measured."""
+    none, pairs = np.full(n, NAN), np.full((n, n), NAN)
+    return Worth(
+        slots=tuple("ab"[:n]), fossils=(False,) * n, quality=0.5, quality_se=NAN, committed=NAN, contribution=none,
+        contribution_se=none, solo=none, solo_se=none, shapley=none, shapley_se=none, shapley_design_se=none,
+        interaction=pairs, interaction_se=pairs, evaluations=1, prospect={"learner": (0.1, NAN)},
+    )  # fmt: skip
+
+
+# -- as a dict
+
+
+def test_a_dict_holds_plain_numbers_that_json_takes():
+    worth = make(3, fossils=("b",))
+    told = json.loads(json.dumps(worth.to_dict(), allow_nan=False))
+    assert told == worth.to_dict()
+    assert list(told["slots"]) == ["a", "b", "c"]
+    assert [s["kind"] for s in told["slots"].values()] == ["contribution", "dependence", "contribution"]
+    assert told["evaluations"] == 9
+    for i, (name, slot) in enumerate(told["slots"].items()):
+        for what in ("contribution", "contribution_se", "solo", "solo_se", "shapley", "shapley_se"):
+            assert slot[what] == getattr(worth, what)[i]
+        assert slot["shapley_design_se"] == 0.0
+        for what in ("interaction", "interaction_se"):
+            others = {o: getattr(worth, what)[i, j] for j, o in enumerate("abc") if o != name}
+            assert slot[what] == others
+    assert told["prospects"] == {
+        "learner": dict(zip(("prospect", "prospect_se"), worth.prospect["learner"], strict=True))
+    }
+
+
+def test_what_was_not_measured_is_none():
+    told = unknown().to_dict()
+    json.dumps(told, allow_nan=False)
+    assert told["quality"] == 0.5
+    assert told["committed"] is told["quality_se"] is None
+    slot = told["slots"]["a"]
+    assert slot.pop("kind") == "contribution"
+    assert slot.pop("interaction") == slot.pop("interaction_se") == {"b": None}
+    assert set(slot.values()) == {None}
+    assert told["prospects"] == {"learner": {"prospect": 0.1, "prospect_se": None}}
+
+
+# -- in print
+
+
+def test_print_tells_contribution_from_dependence_with_errors():
+    worth = make(3, fossils=("b",))
+    head, columns, a, b, _, learner = str(worth).splitlines()
+    assert head == f"quality {worth.quality:.4f} ± {worth.quality_se:.4f}, without these seeds {worth.committed:.4f}"
+    assert "Shapley" in columns
+    assert a.startswith("a ")
+    assert "contribution" in a
+    assert "dependence" not in a
+    assert "dependence" in b
+    assert "contribution" not in b
+    assert f"{worth.contribution[1]:+.4f} ± {worth.contribution_se[1]:.4f}" in b
+    assert f"{worth.shapley[1]:+.4f} ± {worth.shapley_se[1]:.4f}" in b
+    assert f"{np.nansum(worth.interaction[1]):+.4f}" in b
+    assert "prospect" in learner
+
+
+def test_print_leaves_out_what_is_unknown():
+    assert "nan" not in str(unknown()).split("\n", 1)[1]
+    assert len(str(make(0)).splitlines()) == 2
+
+
+# -- as a picture
+
+WORTHS = {
+    "three": make(3, fossils=("b",)), "one": make(1), "nobody": make(0), "unknown": unknown(), "eight": make(8),
+    "one sample": make(2, samples=1),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WORTHS)
+def test_a_picture_is_valid_svg_and_png_and_nothing_leaves_it(name: str, tmp_path: Path):
+    worth = WORTHS[name]
+    path = worth.picture(tmp_path / "worth.svg")
+    root = ElementTree.parse(path).getroot()
+    width, height = float(root.get("width")), float(root.get("height"))
+    for bar in list(root.iter(f"{SVG}rect"))[1:]:
+        x, y, w, h = (float(bar.get(k)) for k in ("x", "y", "width", "height"))
+        assert 0 <= x <= x + w <= width
+        assert 0 <= y <= y + h <= height
+    for line in root.iter(f"{SVG}line"):
+        assert all(0 <= float(line.get(k)) <= width for k in ("x1", "x2"))
+    image = Image.open(worth.picture(str(tmp_path / "worth.PNG")))
+    assert image.size == (round(width), round(height))
+    assert len(image.getcolors(100_000)) > 1
+
+
+def test_a_picture_shows_every_seed_bar_and_pair(tmp_path: Path):
+    root = ElementTree.parse(WORTHS["three"].picture(tmp_path / "worth.svg")).getroot()
+    said = [t.text for t in root.iter(f"{SVG}text")]
+    assert {"a", "b (fossil)", "c", "interactions"} <= set(said)
+    assert len(list(root.iter(f"{SVG}rect"))) == 1 + 2 + 6 + 6  # paper, legend, two bars a seed, pairs both ways
+    assert f"{WORTHS['three'].contribution[0]:+.4f}" in said
+
+
+def test_negative_worth_goes_to_the_left_of_zero(tmp_path: Path):
+    scores = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
+    configs = [(False, False), (True, False), (False, True), (True, True)]
+    worth = CounterfactualEngine.worth(Coalitions(("bad", "good"), 2, configs, scores))
+    root = ElementTree.parse(worth.picture(tmp_path / "worth.svg")).getroot()
+    bad, good = [float(b.get("x")) for b in list(root.iter(f"{SVG}rect"))[3:7]][::2]
+    assert bad < good
+
+
+def test_names_with_signs_are_escaped(tmp_path: Path):
+    scores = torch.zeros(2, 4)
+    worth = CounterfactualEngine.worth(Coalitions(("<a & b>",), 1, [(False,), (True,)], scores))
+    said = [t.text for t in ElementTree.parse(worth.picture(tmp_path / "w.svg")).getroot().iter(f"{SVG}text")]
+    assert "<a & b>" in said
+
+
+def test_another_ending_is_refused_with_the_way_out(tmp_path: Path):
+    with pytest.raises(ConfigError, match=r"a picture is a \.svg or a \.png, got 'worth\.pdf'"):
+        make(2).picture(tmp_path / "worth.pdf")
+
+
+def test_without_pillow_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "PIL", None)
+    with pytest.raises(ConfigError, match=r"Pillow.*\.svg"):
+        make(2).picture(tmp_path / "worth.png")
+    assert make(2).picture(tmp_path / "worth.svg").exists()
+
+
+# -- does it tell a good seed from a useless one?
+
+
+@pytest.fixture(scope="module")
+def grown() -> tuple[esper.Grower, Any]:
+    """A narrow MLP on digits, trained; then one seed taught on the frozen host, one left with nothing to say."""
+    torch.manual_seed(0)
+    digits = load("digits")
+    x, y = digits.train.x.flatten(1), digits.train.y
+    model = nn.Sequential(
+        nn.Sequential(nn.Linear(64, 6), nn.ReLU()), nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Linear(6, 10)
+    )
+    body = esper.graft(model, at={"good": "0", "useless": "1"}, probe=x[:4])
+    train(body, x, y, model.parameters(), 60)
+    grow(body, "good", "mlp", stage=SeedStage.HOLDING, alpha=1.0, scale=0.1)
+    train(body, x, y, body.slots["good"].parameters(), 200)
+    grow(body, "useless", "mlp_small", stage=SeedStage.HOLDING, alpha=1.0, scale=0.0)
+    with torch.no_grad():
+        for p in body.slots["useless"].parameters():
+            p.add_(0.01 * torch.randn_like(p))
+    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1))
+    held = [(split.x.flatten(1), split.y) for split in (digits.val, digits.test)]
+    return grower, held
+
+
+def train(body: nn.Module, x: torch.Tensor, y: torch.Tensor, params: Any, steps: int) -> None:
+    optimizer = torch.optim.Adam(params, lr=0.01)
+    for i in range(steps):
+        pick = torch.randint(len(x), (128,), generator=torch.Generator().manual_seed(i))
+        optimizer.zero_grad()
+        F.cross_entropy(body(x[pick]), y[pick]).backward()
+        optimizer.step()
+
+
+def test_a_good_seed_is_worth_more_than_nothing_and_a_useless_one_is_not(grown):
+    grower, held = grown
+    worth = grower.worth(held)
+    good, useless = worth.contribution
+    of_good, of_useless = worth.contribution_se
+    assert worth.slots == ("good", "useless")
+    assert good > 2.5 * of_good > 0
+    assert abs(useless) <= max(2.5 * of_useless, 1e-9)
+    assert abs(useless) < 0.01
+    assert worth.shapley[0] > 2.5 * worth.shapley_se[0]
+    assert abs(worth.shapley[1]) <= max(2.5 * worth.shapley_se[1], 1e-9)
+    assert abs(worth.interaction[0, 1]) < 0.01
+    assert worth.quality - worth.committed == pytest.approx(worth.shapley.sum())
+
+
+def test_any_quality_serves(grown):
+    grower, held = grown
+    told = {}
+    for name in ("accuracy", "log_probability"):
+        grower = esper.Grower(grower.body, torch.optim.SGD(grower.body.parameters(), lr=0.1), quality=name)
+        told[name] = grower.worth(held)
+    assert 0 < told["accuracy"].quality <= 1
+    assert told["log_probability"].quality < 0
+    assert told["log_probability"].contribution[0] > 2.5 * told["log_probability"].contribution_se[0]
+
+
+def test_a_committed_seed_is_told_as_dependence_and_nobody_is_left_switched_off(grown):
+    grower, held = grown
+    body = grower.body
+    before = body(held[0][0])
+    body.set_slot(body.slots["good"], SeedStage.FOSSILIZED, 1.0)
+    try:
+        worth = grower.worth(held)
+    finally:
+        body.set_slot(body.slots["good"], SeedStage.HOLDING, 1.0)
+    assert worth.fossils == (True, False)
+    assert "dependence" in str(worth)
+    assert torch.equal(body(held[0][0]), before)

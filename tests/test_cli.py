@@ -1,0 +1,133 @@
+"""The commands, run as a user runs them: real processes, real files, a real terminal."""
+
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+
+ESPER = Path(sys.executable).parent / "esper"
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "xterm"}
+
+
+def esper(*args: str, **kwargs) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([str(ESPER), *args], capture_output=True, text=True, env=ENV, timeout=300, **kwargs)
+
+
+def test_grow_trains_compares_and_leaves_everything_behind(tmp_path):
+    out = tmp_path / "run"
+    done = esper("grow", "--task", "digits", "--controller", "schedule", "--epochs", "19", "--out", str(out))
+    assert done.returncode == 0, done.stderr
+
+    for row in ("grown", "no growth", "same structure from step 0", "wider host of equal size", "r0c0", "epoch  19/19"):
+        assert row in done.stdout, row
+
+    told = json.loads((out / "result.json").read_text())
+    assert [r["name"] for r in told["results"]][:2] == ["grown", "no growth"]
+    assert told["structure"]["r0c0"]["blueprint"] == "mlp_small"
+    assert told["results"][0]["params"] > told["results"][1]["params"]
+    assert len(told["results"][0]["history"]) == 19
+    assert "r0c0" in told["worth"]["slots"]
+    assert ET.parse(out / "worth.svg").getroot().tag.endswith("svg")
+
+    loads_without_esper = (
+        "import sys; sys.modules['esper'] = None\nimport torch\n"
+        f"m = torch.export.load({str(out / 'plain.pt2')!r}).module()\nprint(tuple(m(torch.randn(7, 1, 8, 8)).shape))"
+    )
+    answer = subprocess.run([sys.executable, "-c", loads_without_esper], capture_output=True, text=True, check=True)
+    assert answer.stdout.strip() == "(7, 10)"
+
+    again = esper("grow", "--task", "digits", "--out", str(out))
+    assert again.returncode == 2
+    assert "not empty" in again.stderr
+
+
+def test_the_same_seed_gives_the_same_figures(tmp_path):
+    figures = []
+    for name in ("a", "b"):
+        esper("grow", "--task", "digits", "--epochs", "3", "--no-compare", "--out", str(tmp_path / name), "--seed", "5")
+        told = json.loads((tmp_path / name / "result.json").read_text())["results"][0]
+        figures.append((told["accuracy"], told["loss"], told["history"]))
+    assert figures[0] == figures[1]
+
+
+def test_a_terminal_shows_the_life_of_every_slot_while_it_runs():
+    ours, theirs = pty.openpty()
+    command = [str(ESPER), "grow", "--task", "digits", "--controller", "schedule", "--epochs", "6", "--no-compare"]
+    process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=ENV)
+    os.close(theirs)
+    shown = b""
+    while True:
+        try:
+            piece = os.read(ours, 4096)
+        except OSError:
+            break
+        if not piece:
+            break
+        shown += piece
+    assert process.wait(60) == 0
+    text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
+    assert "epoch   6/6" in text
+    assert re.search(r"r0c0\s+training\s+mlp_small", text)
+    assert b"\x1b[" in shown  # it redraws in place
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["grow", "--task", "fashon"], "Did you mean 'fashion'?"),
+        (["grow", "--controller", "heuristics"], "Did you mean 'heuristic'?"),
+        (["grow", "--task", "cifar", "--data", "nowhere"], "nowhere"),
+        (["grow", "--incubation", "none"], "shadow"),
+        (["blueprints", "--task", "rescu"], "Did you mean 'rescue'?"),
+    ],
+)
+def test_what_goes_wrong_on_purpose_is_said_in_words(args, said):
+    done = esper(*args)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_an_interrupt_leaves_at_once_and_says_so():
+    process = subprocess.Popen(
+        [str(ESPER), "grow", "--task", "rescue"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    _, said = process.communicate(timeout=30)
+    assert process.returncode == 130
+    assert said.strip() == "esper: interrupted; nothing was left behind"
+
+
+def test_tasks_and_blueprints_are_listed_with_their_sizes():
+    tasks = esper("tasks").stdout
+    assert re.search(r"rescue\s+cnn\s+390", tasks)
+    assert "cifar10*" in tasks
+    costs = esper("blueprints", "--task", "rescue").stdout
+    assert re.search(r"conv_light\W+152\W+28,224", costs)  # 4 channels at 14×14
+
+
+def test_help_says_what_a_command_does():
+    for command in (["--help"], ["grow", "--help"], ["bench", "--help"], ["bench", "body", "--help"]):
+        done = esper(*command)
+        assert done.returncode == 0
+        assert "Usage" in done.stdout
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["body", "worth"])
+def test_a_bench_prints_ratios_as_json(which):
+    told = json.loads(esper("bench", which, "--quick", "--repeats", "3", "--json").stdout)
+    assert told
+    ratios = told["coalitions"] if which == "worth" else {k: v for k, v in told.items() if "/" in k}
+    assert all(value > 0 for value in ratios.values())
