@@ -106,7 +106,7 @@ def test_an_interrupt_leaves_at_once_and_says_so():
     process.send_signal(signal.SIGINT)
     _, said = process.communicate(timeout=30)
     assert process.returncode == 130
-    assert said.strip() == "esper: interrupted; nothing was left behind"
+    assert said.strip() == "esper: interrupted"
 
 
 def test_tasks_and_blueprints_are_listed_with_their_sizes():

@@ -48,7 +48,7 @@ def grow(
         run_grow(task, controller, epochs=epochs, seed=seed, out=out, data_root=data, compare=compare,
                  incubation=incubation, threads=threads)  # fmt: skip
     except KeyboardInterrupt:
-        print("esper: interrupted; nothing was left behind", file=sys.stderr)
+        print("esper: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
 
 

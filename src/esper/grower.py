@@ -11,11 +11,13 @@ Like the command line, this module wires the parts together: rules, body, optimi
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -76,7 +78,21 @@ def _logits(output: Any) -> Tensor:
     return getattr(output, "logits", output)
 
 
-QUALITIES: dict[str, Quality] = {"accuracy": accuracy, "log_probability": log_probability}
+def next_token_accuracy(output: Any, target: Tensor) -> Tensor:
+    """Of a causal language model whose labels are its inputs: each position is judged by the token after it."""
+    return per_sample_correct(_logits(output)[:, :-1], target[:, 1:])
+
+
+def next_token_log_probability(output: Any, target: Tensor) -> Tensor:
+    """As `next_token_accuracy`, the mean log-probability of the token after each position."""
+    return -per_sample_loss(_logits(output)[:, :-1], target[:, 1:])
+
+
+QUALITIES: dict[str, Quality] = {
+    f.__name__: f for f in (accuracy, log_probability, next_token_accuracy, next_token_log_probability)
+}
+SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
+"""Models of transformers that take their inputs as labels and shift them within."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +165,11 @@ class Grower:
             raise unknown_name("quality", quality, QUALITIES)
         if incubation not in ("straight_through", "shadow"):
             raise ConfigError(f"incubation must be 'straight_through' or 'shadow', got {incubation!r}")
+        if quality in ("accuracy", "log_probability") and type(body.model).__name__.endswith(SHIFTS_LABELS):
+            raise ConfigError(
+                f"{type(body.model).__name__} takes its inputs as labels and shifts them within: quality={quality!r} "
+                f"would judge each token by itself. Use quality='next_token_{quality}', or a function of your own."
+            )
         self.controller = make_controller(controller) if isinstance(controller, str) else controller
         self.surgeon = Surgeon(body, optimizer, seed=seed, **seed_options)
         self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
@@ -156,7 +177,7 @@ class Grower:
         body.incubation = incubation
         self.meter = GradientMeter(gradient_telemetry_stride)
         self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
-        self._batches = 0
+        self._batches = self._lessons = 0
         self._unsampled: set[str] = set()  # seeds whose gradients are due for a look
         self._adopt_body()
         body.on_load.append(self._adopt_body)
@@ -256,6 +277,7 @@ class Grower:
         A batch is (inputs, target), or a mapping with "labels". Without batches nothing is measured, and
         gates that ask for a measurement stay shut.
         """
+        self._warn_if_untaught()
         measured = self._measure(val_batches) if val_batches is not None else None
         self._read_gradients()
         actions = self.controller.act(self.table, legal(self.table, self.rules))
@@ -279,6 +301,31 @@ class Grower:
         """
         return report(self.body, (split_batch(b) for b in val_batches), self.quality, budget=budget)
 
+    def state_dict(self) -> dict[str, Tensor]:
+        """The table: ages, ramps, cooldowns and measurements. Save it beside the body's and the optimiser's state."""
+        return {name: torch.from_numpy(array.copy()) for name, array in self.table.arrays().items()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state_dict` stopped; load the body first, then the optimiser, then this."""
+        arrays = self.table.arrays()
+        for name, array in arrays.items():
+            if name not in state or tuple(state[name].shape) != array.shape:
+                found = tuple(state[name].shape) if name in state else "nothing"
+                raise ConfigError(
+                    f"the grower's state has {found} for {name!r}, expected {array.shape}: another graft?"
+                )
+        told = {
+            n for n, s in zip(self.surgeon.names, state["stage"][0].tolist(), strict=True) if 0 < s < SeedStage.PRUNED
+        }
+        grown = {n for n, s in self.body.slots.items() if s.seed is not None}
+        if told != grown:
+            raise ConfigError(
+                f"the grower's state has seeds in {sorted(told)}, the body in {sorted(grown)}: load it first"
+            )
+        for name, array in arrays.items():
+            array[...] = state[name].numpy()
+        self.body.sync(self.table)
+
     # -- in the loop, if you like
 
     def shadow(self, loss: Callable[[], Tensor]) -> None:
@@ -289,6 +336,7 @@ class Grower:
         """
         if self.body.incubation != "shadow":
             raise ConfigError("grower.shadow needs Grower(..., incubation='shadow')")
+        self._lessons += 1
         self.body.shadow_backward(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
@@ -356,7 +404,8 @@ class Grower:
             return f"{blueprint_name(blueprint)!r} does not fit there. It takes: {takes}"
         cooling = {n: int(c) for n, c in zip(self.surgeon.names, table.cooldown[0], strict=True) if c}
         if cooling and (rules.one_at_a_time or slot in cooling):
-            return "cooling down after a prune, epochs left: " + ", ".join(f"{n} {c}" for n, c in cooling.items())
+            left = ", ".join(f"{n!r} for {c} more epochs" for n, c in cooling.items())
+            return f"cooling down after a prune: {left}"
         learning = [v for v in self.slots.values() if v.stage in (SeedStage.GERMINATED, SeedStage.TRAINING)]
         if learning and rules.one_at_a_time:
             return (
@@ -365,8 +414,23 @@ class Grower:
             )
         return f"there are {rules.max_seeds} seeds, the most that rules.max_seeds allows. Prune one, or raise it"
 
+    def _warn_if_untaught(self) -> None:
+        """A seed whose lessons are forgotten waits in TRAINING for ever: say so once."""
+        if self.body.training_slots and self.body.incubation == "shadow" and not self._lessons and self._batches:
+            warnings.warn(
+                "a seed is TRAINING with incubation='shadow', but grower.shadow(closure) was not called: it learns "
+                "nothing. Call it after backward(), or use incubation='straight_through'.",
+                stacklevel=3,
+            )
+        self._lessons = 0
+
     def _measure(self, val_batches: Iterable[Any]) -> Measured:
-        measured = measure(evaluate(self.body, (split_batch(b) for b in val_batches), self.quality))
+        result = evaluate(self.body, (split_batch(b) for b in val_batches), self.quality)
+        if result.scores.ndim != 2:
+            raise ConfigError(
+                f"a quality is one score per sample, [B]; this one gave [B, {result.scores.shape[2]}]. Take their mean?"
+            )
+        measured = measure(result)
         table, nan = self.table, np.full((1, len(self.surgeon.names)), np.nan)
         worth, se = nan.copy(), nan.copy()
         for s, name in enumerate(self.surgeon.names):
@@ -445,6 +509,8 @@ class Grower:
 def option(head: Head, name: str) -> int:
     """The number of a head's option by its name, in any case."""
     names = HEAD_OPTIONS[head] or ()
+    if not isinstance(name, str):
+        raise ConfigError(f"{head.name.lower().replace('_', ' ')} is one of {', '.join(names)}, got {name!r}")
     if name.upper() not in names:
         raise unknown_name(head.name.lower().replace("_", " "), name, names)
     return names.index(name.upper())

@@ -68,8 +68,9 @@ def run_grow(
     if epochs is not None:
         task = dataclasses.replace(task, epochs=epochs)
     config = EngineConfig(incubation=incubation)  # type: ignore[arg-type]
-    if out is not None and out.exists() and any(out.iterdir()):
-        raise ConfigError(f"the directory {out} is not empty. Name another one: nothing is overwritten.")
+    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        what = "is not empty" if out.is_dir() else "is a file"
+        raise ConfigError(f"{out} {what}. Name another directory: nothing is overwritten.")
     data = task.load_data(data_root)
     console.print(
         f"task [b]{task.name}[/b]: {task.question}  [dim]({task.host}, {len(data.train):,} training samples, "
@@ -78,14 +79,17 @@ def run_grow(
 
     engine = Engine(task, [seed], rules=Rules(), config=config, data=data)
     results = [train(console, GROWN, engine, controller)]
+    worth = judge(engine)
+    if out is not None:  # at once: what was grown is not lost if the comparisons are interrupted
+        out.mkdir(parents=True, exist_ok=True)
+        save_models(out, engine, worth)
+        save_figures(out, task, seed, controller_name, results, engine, worth)
     if compare and controller_name != "none":
         results += compared(console, task, data, seed, config, engine)
-    worth = judge(engine)
     console.print(summary(results))
     console.print(seed_table(engine, worth))
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        save(out, task, seed, controller_name, results, engine, worth)
+        save_figures(out, task, seed, controller_name, results, engine, worth)
         console.print(f"left in {out}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
         console.print("plain.pt2 needs no Esper: torch.export.load(path).module()")
 
@@ -254,23 +258,26 @@ def points(value: float, se: float) -> str:
     return f"{100 * value:+.1f} ± {100 * se:.1f}" if np.isfinite(value) else ""
 
 
-def save(
+def save_figures(
     out: Path, task: Task, seed: int, controller: str, results: list[Result], engine: Engine, worth: Worth
 ) -> None:
-    """Figures as JSON, the body as tensors, and the plain model as a program that needs no Esper."""
-    plot = engine.plots[0]
+    """What was asked and what came out, as JSON."""
     record = {
         "task": task.name,
         "seed": seed,
         "controller": controller,
         "epochs": task.epochs,
         "data_sha256": engine.data.sha256,
-        "structure": plot.body.structure(),
+        "structure": engine.plots[0].body.structure(),
         "worth": worth.to_dict(),
         "results": [dataclasses.asdict(r) for r in results],
     }
-    worth.picture(out / "worth.svg")
     (out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
+
+
+def save_models(out: Path, engine: Engine, worth: Worth) -> None:
+    """The body as tensors, the plain model as a program that needs no Esper, and a picture of worth."""
+    plot = engine.plots[0]
     with plot.average.applied():
         state = {k: v.contiguous() for k, v in plot.body.state_dict().items()}
         save_file(state, out / "body.safetensors")
@@ -278,3 +285,4 @@ def save(
         example = engine.data.test.x[:4]
         program = torch.export.export(plain, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
         torch.export.save(program, out / "plain.pt2")
+    worth.picture(out / "worth.svg")

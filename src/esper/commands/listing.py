@@ -27,6 +27,8 @@ def list_tasks() -> None:
         data = task.dataset if task.dataset in EMBEDDED else f"{task.dataset}*"
         slots = str(len(task.slots))
         table.add_row(task.name, task.host, f"{size:,}", data, slots, str(task.epochs), task.question)
+    for column in table.columns[:-1]:
+        column.no_wrap = True  # names are there to be copied
     console = Console()
     console.print(table)
     console.print("\n* from your own files: esper grow --task NAME --data DIR")

@@ -283,7 +283,13 @@ class Body(nn.Module):
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
         """Rebuild the seeds that the state names, then let every module load its own part."""
         packed = state_dict.pop(prefix + STRUCTURE, None)
-        self._rebuild({} if packed is None else self._read(packed))
+        seeds = {} if packed is None else self._read(packed)
+        gone = [n for n, s in self.slots.items() if s.seed is not None and n not in seeds]
+        if gone:
+            warnings.warn(
+                f"the loaded state has no seed in {', '.join(gone)}: what grew there is dropped", stacklevel=3
+            )
+        self._rebuild(seeds)
         for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(f"{prefix}esper.")]:
             state_dict[f"{prefix}model.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)

@@ -82,7 +82,7 @@ def graft(
                 f"be reached. Graft after a module that runs (of those named, these did: {ran})"
             )
         found = [find_features(name, output, (select or {}).get(name)) for output in seen[name]]
-        places = [site_of(name, features) for _, features in found]
+        places = [site_of(name, features, modules[name]) for _, features in found]
         if len({(p.layout, p.dim) for p in places}) > 1:
             raise GraftError(
                 f"module {name!r} is called {len(found)} times with features of different kinds "
@@ -163,6 +163,11 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
         sites = propose_sites(model, probe)
         print("esper: slots proposed after " + ", ".join(sites))
         return {name: name for name in sites}
+    for one in at if not isinstance(at, str) else ():
+        if not isinstance(one, str):
+            raise GraftError(
+                f"`at` takes names of modules, got a {type(one).__name__}; model.named_modules() lists them"
+            )
     wanted = dict(at) if isinstance(at, Mapping) else {}
     for pattern in () if isinstance(at, Mapping) else ([at] if isinstance(at, str) else at):
         if pattern in names:
@@ -205,7 +210,7 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
     for name, module, out in order:
         try:
             _, features = find_features(name, out, None)
-            site_of(name, features)
+            site_of(name, features, module)
         except GraftError:
             continue
         if id(features) not in ends and not name.startswith("lm_head"):
@@ -265,13 +270,25 @@ def find_features(name: str, output: Any, key: int | str | None) -> tuple[Select
 
 
 def _floating(name: str, features: Tensor) -> Tensor:
+    if features.is_nested:
+        raise GraftError(
+            f"module {name!r} returns a nested tensor. nn.TransformerEncoder makes them from a padding mask: build it "
+            "with enable_nested_tensor=False, or graft after the whole encoder."
+        )
     if not features.is_floating_point():
         raise GraftError(f"module {name!r} returns {features.dtype}; a seed needs floating-point features")
     return features
 
 
-def site_of(name: str, features: Tensor) -> Site:
+def site_of(name: str, features: Tensor, module: nn.Module) -> Site:
     layout = LAYOUTS.get(features.ndim)
+    if layout == Layout.SEQUENCE and _channels_first(module, features):
+        raise GraftError(
+            f"module {name!r} returns {tuple(features.shape)}, channels before length (a Conv1d); seeds for sequences "
+            "take [B, T, D]. Graft after a module behind a transpose, or wrap it in one that transposes."
+        )
+    if layout == Layout.SEQUENCE and features.shape[0] != PROBE_SAMPLES:
+        layout = Layout.VECTOR  # time comes first: only seeds that look at one position fit
     if layout is None:
         raise GraftError(
             f"module {name!r} returns shape {tuple(features.shape)}; slots take [B, C, H, W], [B, T, D] or [B, D]. "
@@ -281,6 +298,15 @@ def site_of(name: str, features: Tensor) -> Site:
     strided = features.ndim == 4 and features.shape[1] > 1 and features.shape[2] * features.shape[3] > 1
     channels_last = strided and features.is_contiguous(memory_format=torch.channels_last)
     return Site(layout, dim, tuple(features.shape[1:]), channels_last)
+
+
+def _channels_first(module: nn.Module, features: Tensor) -> bool:
+    """Whether three-dimensional features are [B, C, L]: their middle is what a one-dimensional convolution makes."""
+    _, middle, last = features.shape
+    made = {m.out_channels for m in module.modules() if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))}
+    made |= {m.num_features for m in module.modules() if isinstance(m, nn.BatchNorm1d)}
+    pools = (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
+    return isinstance(module, pools) or (middle in made and last not in made)
 
 
 # -- fork points

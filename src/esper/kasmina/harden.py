@@ -70,6 +70,8 @@ def harden(body: Body, *, key_map: bool = False) -> nn.Module | tuple[nn.Module,
 
 
 def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
+    if not isinstance(body, Body):
+        raise HardenError(f"expected a body from esper.graft, got a {type(body).__name__}")
     twin = copy.deepcopy(body)
     plain = twin.model
     detach_hooks(twin)

@@ -64,9 +64,14 @@ class Coalitions:
 
 def samples_in(target: Any, inputs: Any) -> int:
     """How many samples a batch has."""
-    for x in pytree.tree_leaves((target, inputs)):
-        if isinstance(x, Tensor) and x.ndim:
-            return int(x.shape[0])
+    sizes = [x.shape for x in pytree.tree_leaves((target, inputs)) if isinstance(x, Tensor) and x.ndim]
+    if sizes:
+        samples = int(sizes[0][0])
+        if not any(samples in shape[:2] for shape in sizes[1:]) and len(sizes) > 1:  # [T, B] inputs have it second
+            raise ConfigError(
+                f"a batch has {samples} targets but inputs of shape {', '.join(str(tuple(s)) for s in sizes[1:])}"
+            )
+        return samples
     raise ConfigError("a validation batch must hold a tensor with a batch dimension")
 
 

@@ -27,6 +27,7 @@ from esper.tolaria.data import (
     window_starts,
 )
 
+IGNORED = -100  # the target of tokens that do not count, as in torch and Hugging Face
 CROP_PAD = 4  # pixels an augmented image may shift
 TRAINING_FIELDS = ("lr", "momentum", "weight_decay", "seed_lr")
 
@@ -213,14 +214,21 @@ def get_task(name: str) -> Task:
 
 def per_sample_loss(output: Tensor, target: Tensor) -> Tensor:
     """Cross-entropy of each sample, `[B]`; of a text, the mean over its tokens (−mean log-probability)."""
-    loss = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none")
-    return loss if target.dim() == 1 else loss.view_as(target).mean(1)
+    loss = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none", ignore_index=IGNORED)
+    return loss if target.dim() == 1 else _mean_over(loss.view_as(target), target)
+
+
+def _mean_over(values: Tensor, target: Tensor) -> Tensor:
+    """Mean over the tokens of each sample, but for those whose target says that they do not count."""
+    counts = target != IGNORED
+    return (values * counts).sum(1) / counts.sum(1)
 
 
 def per_sample_correct(output: Tensor, target: Tensor) -> Tensor:
     """How much of each sample is right, `[B]` float: 0 or 1; of a text, the share of its tokens."""
-    right = (output.argmax(-1) == target).to(torch.float32)
-    return right if target.dim() == 1 else right.mean(1)
+    top, answer = output.max(-1)
+    right = torch.where(top.isfinite(), (answer == target).float(), torch.nan)  # a broken answer is not a wrong one
+    return right if target.dim() == 1 else _mean_over(right, target)
 
 
 def _grid(rows: tuple[int, ...], columns: int) -> tuple[str, ...]:

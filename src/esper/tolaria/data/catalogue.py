@@ -83,7 +83,11 @@ def _root(name: str, root: str | Path | None) -> Path:
     given = root or (os.environ.get("ESPER_DATA") if name != "text" else None)
     if given:
         return Path(given).expanduser()
-    way_out = "Give the text file as root" if name == "text" else "Give its folder as root, or set $ESPER_DATA"
+    way_out = (
+        "Give the text file as root"
+        if name == "text"
+        else "Give its folder as root (--data on the command line), or set $ESPER_DATA"
+    )
     raise DataError(f"dataset {name!r} is read from your own files. {way_out}")
 
 

@@ -1,0 +1,196 @@
+"""What people meet when they try it on models of their own: each was once a trap."""
+
+import warnings
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import esper
+from esper.leyline.errors import ConfigError, GraftError
+from esper.tolaria.coalitions import evaluate
+from esper.tolaria.tasks import per_sample_correct, per_sample_loss
+
+
+def small_model() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+def grafted(**options) -> tuple[esper.Body, torch.optim.Optimizer, esper.Grower]:
+    body = esper.graft(small_model(), at=["1", "3"], probe=torch.randn(4, 6))
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9)
+    rules = esper.Rules(thresholds=esper.Thresholds(blend_dwell=2), min_prune_age=1)
+    return body, optimizer, esper.Grower(body, optimizer, rules=rules, gradient_telemetry_stride=1, **options)
+
+
+def epoch(body, optimizer, grower, seed: int) -> None:
+    noise = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(32, 6, generator=noise), torch.randint(0, 3, (32,), generator=noise)
+    for _ in range(3):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(body(x), y).backward()
+        optimizer.step()
+    grower.step([(x, y)])
+
+
+@pytest.mark.parametrize("stop", [1, 3, 5, 7, 9])
+def test_saving_body_optimiser_and_grower_and_going_on_equals_no_interruption(stop):
+    def act(grower, e):
+        if e == 0:
+            grower.germinate("1", "mlp_small")
+        if e == 8:
+            grower.prune("1", speed="INSTANT")
+
+    straight = grafted()
+    for e in range(12):
+        act(straight[2], e)
+        epoch(*straight, seed=e)
+
+    first = grafted()
+    for e in range(stop):
+        act(first[2], e)
+        epoch(*first, seed=e)
+    again = grafted()
+    again[0].load_state_dict(first[0].state_dict())
+    again[1].load_state_dict(first[1].state_dict())
+    again[2].load_state_dict(first[2].state_dict())
+    for e in range(stop, 12):
+        act(again[2], e)
+        epoch(*again, seed=e)
+
+    for (name, a), b in zip(straight[0].state_dict().items(), again[0].state_dict().values(), strict=True):
+        assert torch.equal(a, b), name
+    assert straight[2].table.diff(again[2].table).keys() <= {"grad_ratio"}  # its smoothing begins anew
+
+
+def test_a_growers_state_that_does_not_fit_is_refused():
+    body, _, grower = grafted()
+    state = grower.state_dict()
+    grower.germinate("1", "lora")
+    with pytest.raises(ConfigError, match="the body in \\['1'\\]"):
+        grower.load_state_dict(state)
+    with pytest.raises(ConfigError, match="another graft"):
+        grower.load_state_dict({**state, "stage": torch.zeros(1, 5)})
+    assert body.slots["1"].seed is not None
+
+
+def test_features_with_channels_before_length_are_refused():
+    audio = nn.Sequential(nn.Conv1d(2, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 3))
+    with pytest.raises(GraftError, match="channels before length"):
+        esper.graft(audio, at=["0"], probe=torch.randn(4, 2, 20))
+
+
+def test_where_time_comes_first_only_seeds_that_look_at_one_position_fit():
+    class TimeFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.norm, self.head = nn.LayerNorm(8), nn.Linear(8, 3)
+
+        def forward(self, x):
+            return self.head(self.norm(x).mean(0))
+
+    class BatchFirst(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = TimeFirst()
+
+        def forward(self, x):
+            return self.inner(x.transpose(0, 1))
+
+    body = esper.graft(BatchFirst(), at=["inner.norm"], probe=torch.randn(4, 7, 8))
+    assert "attention" not in body.costs()["inner.norm"]
+    assert "mlp_small" in body.costs()["inner.norm"]
+
+
+def test_nested_tensors_of_an_encoder_are_explained():
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                self.encoder = nn.TransformerEncoder(layer, 2)
+
+        def forward(self, x, mask):
+            return self.encoder(x, src_key_padding_mask=mask).mean(1)
+
+    mask = torch.zeros(4, 5, dtype=torch.bool)
+    mask[0, 3:] = True
+    with pytest.raises(GraftError, match="nested"):
+        esper.graft(Encoder(), at=["encoder.layers.0"], probe=(torch.randn(4, 5, 8), mask))
+
+
+def test_a_causal_language_model_is_not_judged_by_its_own_inputs():
+    class TinyForCausalLM(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embed, self.mix = nn.Embedding(10, 8), nn.Linear(8, 8)
+
+        def forward(self, input_ids):
+            return {"logits": self.mix(self.embed(input_ids)) @ self.embed.weight.T}
+
+    tokens = torch.randint(0, 10, (6, 5))
+    body = esper.graft(TinyForCausalLM(), at=["mix"], probe={"input_ids": tokens})
+    with pytest.raises(ConfigError, match="next_token_accuracy"):
+        esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1))
+    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), quality="next_token_accuracy")
+    report = grower.step([{"input_ids": tokens, "labels": tokens}])
+    answer = body(tokens)["logits"][:, :-1].argmax(-1)
+    assert report.quality == pytest.approx((answer == tokens[:, 1:]).float().mean().item())
+
+
+def test_tokens_that_do_not_count_are_left_out():
+    logits, target = torch.randn(2, 4, 5), torch.randint(0, 5, (2, 4))
+    target[0, 2:] = -100
+    loss = nn.functional.cross_entropy(logits[0, :2], target[0, :2])
+    assert per_sample_loss(logits, target)[0] == pytest.approx(loss.item())
+    right = (logits[0, :2].argmax(-1) == target[0, :2]).float().mean()
+    assert per_sample_correct(logits, target)[0] == pytest.approx(right.item())
+
+
+def test_a_broken_answer_is_not_measured_and_commits_nothing():
+    _, _, grower = grafted(controller="schedule")
+    x, y = torch.full((16, 6), float("nan")), torch.zeros(16, dtype=torch.long)
+    report = grower.step([(x, y)])
+    assert np.isnan(report.quality)
+
+
+def test_a_seed_whose_lessons_are_forgotten_is_noticed():
+    body, optimizer, grower = grafted(incubation="shadow")
+    grower.germinate("1", "lora")
+    grower.step()
+    with pytest.warns(UserWarning, match="it learns nothing"):
+        epoch(body, optimizer, grower, 0)
+
+
+def test_a_quality_must_be_one_score_per_sample():
+    body, _, _ = grafted()
+    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), quality=lambda out, y: out)
+    with pytest.raises(ConfigError, match="one score per sample"):
+        grower.step([(torch.randn(8, 6), torch.zeros(8))])
+
+
+def test_targets_and_inputs_must_be_as_many():
+    body, _, _ = grafted()
+    with pytest.raises(ConfigError, match="5 targets"):
+        evaluate(body, [(torch.randn(16, 6), torch.zeros(5))], lambda out, y: out[:, 0])
+
+
+def test_plain_mistakes_get_plain_words():
+    with pytest.raises(GraftError, match="names of modules"):
+        esper.graft(small_model(), at=[nn.ReLU()], probe=torch.randn(4, 6))
+    with pytest.raises(esper.EsperError, match=r"expected a body from esper\.graft"):
+        esper.harden(small_model())
+    _, _, grower = grafted()
+    with pytest.raises(ConfigError, match="tempo is one of FAST"):
+        grower.germinate("1", "lora", tempo=5)
+
+
+def test_a_state_without_growth_loaded_into_a_grown_body_says_what_it_drops():
+    body, _, grower = grafted()
+    plain = body.state_dict()
+    grower.germinate("1", "lora")
+    with pytest.warns(UserWarning, match="what grew there is dropped"):
+        body.load_state_dict(plain)
