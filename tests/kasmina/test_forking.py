@@ -54,7 +54,7 @@ def walk(plan: ForkPlan, x: Tensor) -> list[Tensor]:
     (x,) = plan.at_input("", (x,))
     outputs = [x]
     for slot in SLOTS:
-        x = plan.at_slot(slot, x, lambda h, slot=slot: h + WORTH[slot])
+        x = plan.at_slot(slot, x, lambda h, out, slot=slot: torch.add(h, WORTH[slot], out=out))
         outputs.append(x)
     plan.finish()
     return outputs
@@ -110,10 +110,10 @@ def test_what_fits_no_fork_is_none_and_never_a_mixture():
 def test_a_wrong_number_of_samples_at_a_slot_is_an_error():
     plan = plan_of(ALL, ALL[-1])
     with pytest.raises(ForkError, match="slot 'a' met 3 samples, expected 1 × 2"):
-        plan.at_slot("a", torch.zeros(3, 1), lambda h: h)
-    plan.at_slot("a", torch.zeros(2, 1), lambda h: h)
+        plan.at_slot("a", torch.zeros(3, 1), lambda h, out: h)
+    plan.at_slot("a", torch.zeros(2, 1), lambda h, out: h)
     with pytest.raises(ForkError, match="slot 'b' met 2 samples, expected 2 × 2"):
-        plan.at_slot("b", torch.zeros(2, 1), lambda h: h)
+        plan.at_slot("b", torch.zeros(2, 1), lambda h, out: h)
     with pytest.raises(ForkError, match="met 1 of 3 forks"):
         plan.finish()
 

@@ -24,15 +24,15 @@ MOST_PULL = 2.0
 """How many times the gradient a leash pulls at most: a position where h = 0 must not drown all others."""
 
 
-def blend(h: Tensor, delta: Tensor, weight: Tensor, operator: Operator) -> Tensor:
+def blend(h: Tensor, delta: Tensor, weight: Tensor, operator: Operator, out: Tensor | None = None) -> Tensor:
     """The features with the seed's change in them; h itself keeps its full gradient at any weight.
 
-    `weight` is alpha, a 0-dim tensor; for GATE it is alpha · gate(h).
+    `weight` is alpha, a 0-dim tensor; for GATE it is alpha · gate(h). Without gradients it can write into `out`.
     """
     delta, weight = delta.to(h.dtype), weight.to(h.dtype)  # under autocast they may differ
     if operator == Operator.MULTIPLY:
-        return torch.addcmul(h, h, weight * torch.tanh(delta))
-    return torch.addcmul(h, delta, weight)  # one pass over memory, where h + w·Δ takes two
+        return torch.addcmul(h, h, weight * torch.tanh(delta), out=out)
+    return torch.addcmul(h, delta, weight, out=out)  # one pass over memory, where h + w·Δ takes two
 
 
 class Gate(nn.Module):

@@ -128,11 +128,11 @@ class ForkPlan:
     def _next_is(self, point: ForkPoint) -> bool:
         return self.done < len(self.forks) and self.forks[self.done].point == point
 
-    def at_slot(self, name: str, h: Tensor, switched_on: Callable[[Tensor], Tensor]) -> Tensor:
+    def at_slot(self, name: str, h: Tensor, switched_on: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
         """The features of every row after this slot."""
         if self.alone:
             is_on = bool(self.forks) and self.forks[-1].on.get(name, [False])[0]
-            return switched_on(h) if is_on else h
+            return switched_on(h, None) if is_on else h
         if h.shape[0] != self.rows * self.batch:
             raise ForkError(f"slot {name!r} met {h.shape[0]} samples, expected {self.rows} × {self.batch}")
         sources = list(range(self.rows))
@@ -144,9 +144,17 @@ class ForkPlan:
         lit = [s for s, is_on in zip(sources, on, strict=True) if is_on]
         if not lit:
             return _pick(h, sources, self.batch)
-        changed = switched_on(_pick(h, lit, self.batch))
         if len(lit) == len(on):
-            return changed
+            return switched_on(_pick(h, lit, self.batch), None)
+        dark = len(on) - len(lit)
+        if not any(on[:dark]):  # rows that are off come first: the seed writes the others where they belong
+            rows = torch.empty_like(h[:1].expand(len(on) * self.batch, *h.shape[1:]), memory_format=_format(h))
+            torch.cat(
+                [h[a * self.batch : b * self.batch] for a, b in _runs(sources[:dark])], out=rows[: dark * self.batch]
+            )
+            switched_on(_pick(h, lit, self.batch), rows[dark * self.batch :])
+            return rows
+        changed = switched_on(_pick(h, lit, self.batch), None)
         pieces, next_lit = [], 0
         for is_on, first, last in _stretches(on):
             if is_on:
@@ -187,6 +195,11 @@ class ForkPlan:
                 row = fork.parents[row]
             by_config[config] = take_row(output, {**rows, self.batch: 0}, self.batch)
         return by_config
+
+
+def _format(x: Tensor) -> torch.memory_format:
+    last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
+    return torch.channels_last if last else torch.contiguous_format
 
 
 def _stretches(on: Sequence[bool]) -> Iterator[tuple[bool, int, int]]:

@@ -135,18 +135,18 @@ class Slot(nn.Module):
             return nullcontext()
         return torch.random.fork_rng(devices=[self.alpha.device] if self.alpha.is_cuda else [])
 
-    def switched_on(self, h: Tensor) -> Tensor:
+    def switched_on(self, h: Tensor, out: Tensor | None = None) -> Tensor:
         """The features with the seed on: at its present alpha, or at 1 if it has not begun to blend."""
-        return self.blended(h, self.alpha if self.stage >= SeedStage.BLENDING else torch.ones_like(self.alpha))
+        return self.blended(h, self.alpha if self.stage >= SeedStage.BLENDING else torch.ones_like(self.alpha), out)
 
-    def blended(self, h: Tensor, weight: Tensor) -> Tensor:
+    def blended(self, h: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
         if torch.is_grad_enabled() and not h.requires_grad:
             h = detached(h)  # before a frozen host: see there
         delta = self._seed_for(h)(h)
         weight = weight.to(h.dtype)
         if self.gate is not None:
             weight = weight * self.gate(h).to(h.dtype)
-        return blend(h, delta, weight, self.operator)
+        return blend(h, delta, weight, self.operator, out)
 
     def _seed_for(self, h: Tensor) -> nn.Module:
         assert self.seed is not None

@@ -28,7 +28,7 @@ from esper.leyline.errors import ConfigError
 Score = Callable[[Any, Any], Tensor]
 """(output, target) → a score per sample [B], or several [B, Q]; higher is better."""
 Config = tuple[bool, ...]
-MAX_ROWS = 512
+MAX_ROWS = 1024
 """Rows × samples behind the last fork: beyond, memory grows and speed does not."""
 CALIBRATION_SAMPLES = 128
 PLAIN_DIFFERENCE = 0.01
