@@ -10,6 +10,7 @@ Legend: K configurations, N samples, B samples of a chunk.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -28,8 +29,8 @@ from esper.leyline.errors import ConfigError
 Score = Callable[[Any, Any], Tensor]
 """(output, target) → a score per sample [B], or several [B, Q]; higher is better."""
 Config = tuple[bool, ...]
-MAX_ROWS = 1024
-"""Rows × samples behind the last fork: beyond, memory grows and speed does not."""
+ROWS, ROW_BYTES = (128, 2048), 64 * 2**20
+"""Rows × samples behind the last fork: few enough that the largest features at a slot stay within these bytes."""
 CALIBRATION_SAMPLES = 128
 PLAIN_DIFFERENCE = 0.01
 """Configurations whose answers differ by so much of their size would show it if rows influenced each other."""
@@ -75,6 +76,12 @@ def samples_in(target: Any, inputs: Any) -> int:
     raise ConfigError("a validation batch must hold a tensor with a batch dimension")
 
 
+def rows_that_fit(body: Body) -> int:
+    """So many rows that memory stays flat, whatever the model: small features go in large chunks."""
+    largest = max(4 * math.prod(slot.site.shape) for slot in body.slots.values())
+    return min(max(ROW_BYTES // largest, ROWS[0]), ROWS[1])
+
+
 def step_configs(players: int, prospects: int) -> list[Config]:
     """What is evaluated each epoch: all coalitions of few players, else main, none and leave-one-out; main last.
 
@@ -100,7 +107,7 @@ def evaluate(
     configs: Sequence[Config] | None = None,
     calibration: Any = None,
     fossils: bool = False,
-    max_rows: int = MAX_ROWS,
+    max_rows: int | None = None,
 ) -> Coalitions:
     """Score every configuration on every sample of `batches` of (inputs, target); no configuration twice.
 
@@ -124,7 +131,7 @@ def evaluate(
     was_training = [m for m in body.modules() if m.training]
     body.eval()
     try:
-        found = [runner.run(plain(inputs), target, max_rows) for inputs, target in batches]
+        found = [runner.run(plain(inputs), target, max_rows or rows_that_fit(body)) for inputs, target in batches]
     finally:
         for module in was_training:
             module.training = True
