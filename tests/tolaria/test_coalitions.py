@@ -583,3 +583,17 @@ def test_an_error_in_the_middle_takes_the_plan_back():
         evaluate(body, [(vectors(6), torch.arange(6))], fails)
     assert all(s.fork is None for s in body.slots.values())
     assert isinstance(ForkPlan.single((True,), ["a"]), ForkPlan)
+
+
+def test_before_a_verdict_the_whole_table_is_evaluated():
+    assert len(step_configs(5, 1)) == 1 + 5 + 1 + 1
+    assert len(step_configs(5, 1, verdict=True)) == 2**5 + 1
+    assert len(step_configs(7, 0, verdict=True)) == 1 + 7 + 1
+    body = graft(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), at=[*"01234"], probe=torch.randn(3, 4))
+    for slot in body.slots.values():
+        body.plant(slot.name, "lora")
+        body.set_slot(slot, SeedStage.BLENDING, 0.5)
+    batch = [(torch.randn(8, 4), torch.zeros(8))]
+    assert len(evaluate(body, batch, lambda out, y: out[:, 0]).configs) == 7
+    body.set_slot(body.slots["0"], SeedStage.HOLDING, 1.0)
+    assert len(evaluate(body, batch, lambda out, y: out[:, 0]).configs) == 32

@@ -26,7 +26,7 @@ from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
-from esper.simic.attribution import Worth, report
+from esper.simic.attribution import CounterfactualHelper, Worth, report
 from esper.tamiyo.controllers import Controller, Wait, make_controller
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine, EngineConfig, score
@@ -115,10 +115,11 @@ def compared(
 def train(console: Console, name: str, engine: Engine, controller: Controller) -> Result:
     """Train one environment for the task's epochs, showing how it goes."""
     result = Result(name)
-    start = time.perf_counter()
+    start, helper = time.perf_counter(), CounterfactualHelper()
     with progress(console, name, engine, result) as show:
         for _ in range(engine.task.epochs):
             engine.step(controller.act(engine.table, legal(engine.table, engine.rules)))
+            helper.process_batch(engine)
             result.history.append(snapshot(engine))
             show()
     result.seconds = time.perf_counter() - start
@@ -235,7 +236,7 @@ def seed_table(engine: Engine, worth: Worth) -> Table:
     Of a fossil the latter is *dependence*: the host has learnt to lean on it, so it is more than it brought.
     """
     t = engine.table
-    table = Table("slot", "stage", "blueprint", "params", "contribution", "without it now", "Shapley now",
+    table = Table("slot", "stage", "blueprint", "params", "contribution", "dependence", "Shapley",
                   title="What grew where (points of validation accuracy ± standard error)", box=None)  # fmt: skip
     for s, name in enumerate(engine.task.slots):
         stage = SeedStage(int(t.stage[0, s]))

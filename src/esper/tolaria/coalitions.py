@@ -25,6 +25,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.forking import ForkError, ForkPlan, Norm, RowNorms, is_batched
 from esper.kasmina.graft import same
 from esper.leyline.errors import ConfigError
+from esper.leyline.stages import SeedStage
 
 Score = Callable[[Any, Any], Tensor]
 """(output, target) → a score per sample [B], or several [B, Q]; higher is better."""
@@ -36,6 +37,8 @@ PLAIN_DIFFERENCE = 0.01
 """Configurations whose answers differ by so much of their size would show it if rows influenced each other."""
 FULL_TABLE_PLAYERS = 3
 """Up to so many players every coalition is evaluated each epoch."""
+VERDICT_PLAYERS = 6
+"""And up to so many while one of them waits for the verdict."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,13 +85,15 @@ def rows_that_fit(body: Body) -> int:
     return min(max(ROW_BYTES // largest, ROWS[0]), ROWS[1])
 
 
-def step_configs(players: int, prospects: int) -> list[Config]:
+def step_configs(players: int, prospects: int, *, verdict: bool = False) -> list[Config]:
     """What is evaluated each epoch: all coalitions of few players, else main, none and leave-one-out; main last.
+
+    Before a verdict, while some seed may be committed, more players are worth the whole table.
 
     Each TRAINING seed adds one row: main with that seed switched on.
     """
     everyone = (True,) * players
-    if players <= FULL_TABLE_PLAYERS:
+    if players <= (VERDICT_PLAYERS if verdict else FULL_TABLE_PLAYERS):
         coalitions = list(product((False, True), repeat=players))
     else:
         without = [(*everyone[:i], False, *everyone[i + 1 :]) for i in range(players)]
@@ -116,7 +121,8 @@ def evaluate(
     """
     players, prospects = body.players(fossils), body.training_slots
     slots = tuple(s.name for s in (*players, *prospects))
-    asked = step_configs(len(players), len(prospects)) if configs is None else configs
+    verdict = any(s.stage == SeedStage.HOLDING for s in players)
+    asked = step_configs(len(players), len(prospects), verdict=verdict) if configs is None else configs
     wanted: list[Config] = list(dict.fromkeys(tuple(c) for c in asked))
     for config in wanted:
         if len(config) != len(slots):
