@@ -98,7 +98,12 @@ def test_what_goes_wrong_on_purpose_is_said_in_words(args, said):
 
 def test_an_interrupt_leaves_at_once_and_says_so():
     process = subprocess.Popen(
-        [str(ESPER), "grow", "--task", "rescue"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+        [str(ESPER), "grow", "--task", "rescue"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=ENV,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
     )
     assert process.stdout is not None
     process.stdout.readline()
