@@ -138,71 +138,80 @@ def _kernel(n: int, sizes: npt.NDArray[np.int64]) -> Array:
 def estimate(n: int, masks: Sequence[int], scores: Array) -> Estimate:
     """Shapley values from coalition scores [K] or, per sample, [K, N].
 
-    From the whole table they are exact. From a part of it, the least squares find what is additive, and what
-    they leave over is interpolated between the evaluated coalitions (see `_rest`).
+    From the whole table they are exact. From a part of it, what was not evaluated is interpolated (`_interpolated`).
     """
     means = scores if scores.ndim == 1 else scores.mean(1)
     if len(masks) == 2**n:
         weights = exact_weights(n)[:, list(masks)] if n <= ENUMERABLE_PLAYERS else weights_for(n, masks)
         design_se = np.zeros(n)
     else:
-        weights = weights_for(n, masks)
-        correction, design_se = _rest(n, masks, weights, means)
-        weights = weights + correction
+        weights, design_se = _interpolated(n, masks, means)
     se = np.full(n, np.nan)
     if scores.ndim == 2 and scores.shape[1] > 1:
         se = (weights @ scores).std(1, ddof=1) / np.sqrt(scores.shape[1])
     return Estimate(weights @ means, se, design_se, len(masks))
 
 
-def _rest(n: int, masks: Sequence[int], weights: Array, means: Array) -> tuple[Array, Array]:
-    """What interactions add to an additive fit: an operator [n, K], and the error of not knowing the rest [n].
+def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Array]:
+    """Shapley values as an operator [n, K] on the values, and the error of not knowing the other coalitions [n].
 
-    The residuals are taken for a draw of a smooth random function on the cube of coalitions, with correlation
-    ρ^|S△T| between coalitions that differ in |S△T| players; ρ is the one under which they are likeliest. Its
-    posterior mean has Shapley values in closed form, and its posterior variance says how far they may be off.
+    The game is taken for a draw of a random function on the cube of coalitions: an additive part, of weight κ, and a
+    smooth one, with correlation ρ^|S△T| between coalitions that differ in |S△T| players; κ and ρ are those under
+    which the values are likeliest. The posterior mean passes through every value, its Shapley values have a closed
+    form, and its posterior variance says how far they may be off. A game without structure (ρ and κ near 0) is left
+    at its mean where nobody looked; one that is additive is a matter for least squares.
     """
+    if 0 not in masks or 2**n - 1 not in masks:
+        raise ValueError("the empty and the full coalition must be among those evaluated")
     member = np.array([[m >> i & 1 for i in range(n)] for m in masks], dtype=np.float64)  # [K, n]
-    size = member.sum(1).astype(int)
-    leave = np.eye(len(masks)) - member @ weights  # values → residuals of the additive fit
-    leave[:, list(masks).index(0)] -= 1.0
-    residual = leave @ means
+    size, count = member.sum(1).astype(int), len(masks)
     apart = size[:, None] + size[None, :] - 2 * member @ member.T
-    scale = float(np.abs(residual).max())
+    sides = member - 0.5
+    additive = sides @ sides.T
+    scale = float(np.abs(means - means.mean()).max())
     if scale == 0.0:
-        return np.zeros_like(weights), np.zeros(n)
-    best = (-np.inf, 0.0, 0.0, apart)
+        return weights_for(n, masks), np.zeros(n)
+    known = np.stack([means / scale, np.ones(count)], axis=1)  # the values, and the constant that is fitted beside
+    best = (-np.inf, 0.0, 0.0, 0.0, apart)
     for rho in CORRELATIONS:
-        factor = _cholesky(rho**apart + JITTER * np.eye(len(masks)))
-        whitened = _solve(factor, residual[:, None] / scale)[:, 0]
-        variance = max(float(whitened @ whitened) / len(masks), 1e-300)
-        likelihood = -0.5 * len(masks) * np.log(variance) - float(np.log(np.diag(factor)).sum())
-        if likelihood > best[0]:
-            best = (likelihood, rho, variance, factor)
-    _, rho, variance, factor = best
+        smooth = rho**apart + JITTER * np.eye(count)
+        for kappa in ADDITIVE:
+            factor = _cholesky(smooth + kappa * additive)
+            value, ones = _solve(factor, known).T
+            left = value - ones * (value @ ones) / (ones @ ones)
+            variance = max(float(left @ left) / count, 1e-300)
+            likelihood = -0.5 * count * np.log(variance) - float(np.log(np.diag(factor)).sum())
+            if likelihood > best[0]:
+                best = (likelihood, rho, kappa, variance, factor)
+    _, rho, kappa, variance, factor = best
     reach = _reach(n, rho)
     inside, outside = (1 - rho) * reach[np.maximum(size - 1, 0)], (rho - 1) * reach[np.minimum(size, n - 1)]
-    smooth = np.where(member.T == 1, inside, outside)  # [n, K]: Shapley values of the kernel at each coalition
-    whitened = _solve(factor, smooth.T)  # [K, n]
-    correction = _solve(factor.T, whitened, upper=True).T @ leave
-    correction -= correction.sum(0) / n  # the additive fit is efficient already
-    prior = 2 * (1 - rho) * sum(comb(n - 1, t) * _share(n, t) * reach[t] for t in range(n))
-    left = np.maximum(prior - (whitened**2).sum(0), 0.0)
-    return correction, scale * np.sqrt(variance * left)
+    at_values = np.where(member.T == 1, inside, outside) + kappa * sides.T  # [n, K] Shapley values of the kernel
+    whitened = _solve(factor, at_values.T)  # [K, n]
+    prior = 2 * (1 - rho) * sum(comb(n - 1, t) * _share(n, t) * reach[t] for t in range(n)) + kappa
+    design_se = scale * np.sqrt(variance * np.maximum(prior - (whitened**2).sum(0), 0.0))
+    if kappa == ADDITIVE[-1]:
+        return weights_for(n, masks), design_se
+    ones = _solve(factor, np.ones((count, 1)))
+    centred = whitened - ones * (ones.T @ whitened) / (ones**2).sum()
+    weights = _solve(factor.T, centred, upper=True).T
+    total = np.zeros(count)
+    total[list(masks).index(2**n - 1)], total[list(masks).index(0)] = 1.0, -1.0
+    return weights + (total - weights.sum(0)) / n, design_se
 
 
 def _cholesky(matrix: Array) -> Array:
-    """By torch, whose threads the run governs: numpy's own fight other processes for the cores, at 10 × the time."""
     return torch.linalg.cholesky(torch.from_numpy(matrix)).numpy()
 
 
 def _solve(triangle: Array, right: Array, upper: bool = False) -> Array:
-    """A triangular system, which numpy would solve as a full one."""
+    """A triangular system, which numpy would solve as a full one, and with threads of its own."""
     left = torch.from_numpy(np.ascontiguousarray(triangle))
     return torch.linalg.solve_triangular(left, torch.from_numpy(np.ascontiguousarray(right)), upper=upper).numpy()
 
 
-CORRELATIONS = (0.02, 0.1, 0.3, 0.5, 0.7, 0.85, 0.95)
+CORRELATIONS = (0.02, 0.3, 0.6, 0.85, 0.95)
+ADDITIVE = (0.0, 0.1, 1.0, 10.0, 1e3, 1e6)
 JITTER = 1e-9
 
 
