@@ -293,13 +293,15 @@ class Grower:
             effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in done + ticked),
         )
 
-    def worth(self, val_batches: Iterable[Any], *, budget: int | None = None) -> Worth:
+    def worth(self, val_batches: Iterable[Any], *, budget: int | None = None, tolerance: float | None = None) -> Worth:
         """What every seed is worth now, with error bars: print it, `to_dict()` it, or draw it with `picture(path)`.
 
         Committed seeds are included; of them it says *dependence*, what the network would lose now, which is
-        more than they brought. `budget` bounds the coalitions evaluated where there are more than six seeds.
+        more than they brought. Where there are more than six seeds `budget` bounds the coalitions
+        evaluated, and `tolerance` stops earlier, once the Shapley values are known that well.
         """
-        return report(self.body, (split_batch(b) for b in val_batches), self.quality, budget=budget)
+        batches = (split_batch(b) for b in val_batches)
+        return report(self.body, batches, self.quality, budget=budget, tolerance=tolerance)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The table: ages, ramps, cooldowns and measurements. Save it beside the body's and the optimiser's state."""

@@ -18,7 +18,7 @@ from torch.nn import functional as F
 import esper
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
-from esper.simic.attribution import CounterfactualEngine, Worth
+from esper.simic.attribution import CounterfactualEngine, Worth, report
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.data import load
 from models import grow
@@ -236,3 +236,25 @@ def test_a_committed_seed_is_told_as_dependence_and_nobody_is_left_switched_off(
     assert worth.fossils == (True, False)
     assert "dependence" in str(worth)
     assert torch.equal(body(held[0][0]), before)
+
+
+def test_a_tolerance_stops_as_soon_as_the_values_are_known_that_well():
+    torch.manual_seed(0)
+    names = [str(i) for i in range(8)]
+    body = esper.graft(nn.Sequential(*(nn.Linear(6, 6) for _ in range(9))), at=names, probe=torch.randn(3, 6))
+    for slot in body.slots.values():
+        body.plant(slot.name, "mlp_small")
+        nn.init.normal_(slot.seed[2].weight, std=0.3)
+        body.set_slot(slot, SeedStage.HOLDING, 1.0)
+    batch = [(torch.randn(64, 6), torch.zeros(64))]
+
+    def quality(out, y):
+        return torch.tanh(out[:, 0])
+
+    seen = [report(body, batch, quality, budget=256, tolerance=t) for t in (10.0, 1e-2, 0.0)]
+    assert [w.evaluations for w in seen] == sorted(w.evaluations for w in seen)
+    assert seen[0].evaluations == 18
+    assert seen[-1].evaluations == 256
+    whole = report(body, batch, quality, budget=256)
+    np.testing.assert_allclose(seen[-1].shapley, whole.shapley, atol=1e-6)
+    assert np.abs(seen[1].shapley - whole.shapley).max() < 5e-2

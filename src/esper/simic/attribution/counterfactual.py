@@ -15,6 +15,7 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
 
 from esper.kasmina.body import Body
 from esper.leyline.stages import SeedStage
@@ -102,13 +103,33 @@ class CounterfactualHelper:
 
 
 def report(
-    body: Body, batches: Iterable[tuple[Any, Any]], score: Score, *, budget: int | None = None, calibration: Any = None
+    body: Body,
+    batches: Iterable[tuple[Any, Any]],
+    score: Score,
+    *,
+    budget: int | None = None,
+    tolerance: float | None = None,
+    calibration: Any = None,
 ) -> Worth:
-    """What every seed of a body is worth now, committed ones included: for people, not for gates."""
+    """What every seed of a body is worth now, committed ones included: for people, not for gates.
+
+    Up to six seeds Shapley values are exact. With more, `budget` bounds the coalitions evaluated, and `tolerance`
+    stops earlier, as soon as the error for want of the others is below it.
+    """
     players, prospects = body.players(fossils=True), body.training_slots
-    configs = CounterfactualEngine.coalitions(len(players), len(prospects), budget=budget)
-    everyone, nobody = (True,) * len(players), (False,) * len(prospects)
-    configs += [everyone + nobody[:i] + (True,) + nobody[i + 1 :] for i in range(len(prospects))]
-    result = evaluate(body, batches, score, configs=configs, fossils=True, calibration=calibration)
+    n = len(players)
+    configs = CounterfactualEngine.coalitions(n, len(prospects), budget=budget)
+    nobody = (False,) * len(prospects)
+    rows = [(True,) * n + nobody[:i] + (True,) + nobody[i + 1 :] for i in range(len(prospects))]
+    batches = list(batches)  # they may be looked at more than once
     committed = tuple(s.name for s in players if s.stage == SeedStage.FOSSILIZED)
-    return CounterfactualEngine.worth(result, committed)
+    take = len(configs) if tolerance is None or n <= EXACT_PLAYERS else 2 * n + 2
+    done = evaluate(body, batches, score, configs=configs[:take] + rows, fossils=True, calibration=calibration)
+    while True:
+        worth = CounterfactualEngine.worth(done, committed)
+        if take >= len(configs) or tolerance is None or float(worth.shapley_design_se.max()) <= tolerance:
+            return worth
+        more = configs[take : 2 * take]
+        new = evaluate(body, batches, score, configs=more, fossils=True, calibration=calibration)
+        take += len(more)
+        done = Coalitions(done.slots, done.players, done.configs + new.configs, torch.cat([done.scores, new.scores]))
