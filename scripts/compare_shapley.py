@@ -147,9 +147,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tables", type=Path)
     parser.add_argument("--repeats", type=int, default=30)
+    parser.add_argument("--seed", type=int, default=0, help="of the random games")
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
-    rng = np.random.default_rng(0)
+    rng = np.random.default_rng(arguments.seed)
     games = [
         (kind, n, game_of(kind, n, rng))
         for n in (5, 8)
