@@ -28,17 +28,19 @@ def grow(
     controller: Annotated[str, typer.Option(help="Who decides: heuristic, schedule, random or none.")] = "heuristic",
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to train; the task's own by default.")] = None,
     seed: Annotated[int, typer.Option(help="The world: initial weights and order of data.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="Leave results, the body and the plain model here.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run directory; by default a new one in runs/.")] = None,
     data: Annotated[Path | None, typer.Option(help="Where the files of a task that is not embedded lie.")] = None,
     compare: Annotated[bool, typer.Option(help="Also train the hosts to compare with.")] = True,
     incubation: Annotated[str, typer.Option(help="How a seed learns apart: shadow or straight_through.")] = "shadow",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; small hosts gain nothing from more.")] = 1,
+    telemetry: Annotated[str, typer.Option(help="How much to record: off, minimal, normal or debug.")] = "normal",
 ) -> None:
     """Train and grow one host, then compare it with hosts that did not grow.
 
     Shows each epoch's loss and accuracy and the life of every slot while it runs. At the end: test accuracy,
     parameters and time, against the same host without growth, the same final structure trained from the start,
-    and a wider host of equal size, all with the same budget of epochs.
+    and a wider host of equal size, all with the same budget of epochs. Everything is recorded in a run directory:
+    `esper watch` looks on while it runs, `esper report` and `esper sql` look back.
 
     Example:  esper grow --task rescue --seed 1 --out runs/rescue
     """
@@ -46,10 +48,75 @@ def grow(
 
     try:
         run_grow(task, controller, epochs=epochs, seed=seed, out=out, data_root=data, compare=compare,
-                 incubation=incubation, threads=threads)  # fmt: skip
+                 incubation=incubation, threads=threads, telemetry=telemetry)  # fmt: skip
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+@app.command()
+def runs(
+    root: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path("runs"),
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+) -> None:
+    """List the runs: task, controller, how each ended, how long it took, how large it is."""
+    from esper.commands.runs import run_runs
+
+    run_runs(root, json)
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="One run directory, or several to compare.")],
+    out: Annotated[Path | None, typer.Option(help="Where to write; RUN/report.html by default.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+) -> None:
+    """Write a run, or several side by side, as one HTML file that needs nothing else, and a summary here.
+
+    Curves of accuracy and loss, the life of every slot, alpha, worth with error bars, parameters, decisions, where
+    the time went, and whether anything was lost. Works on a run that still goes on.
+    """
+    from esper.commands.report import run_report
+
+    run_report(runs, out, json, open_browser)
+
+
+@app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(help="A run directory, or a directory of runs for the newest.")] = Path("runs"),
+    once: Annotated[bool, typer.Option(help="Print one plain frame and leave.")] = False,
+) -> None:
+    """Look on while a run goes on, or look at one that has ended: environments, slots, events. ? is help, q leaves."""
+    from esper.commands.watch import run_watch
+
+    run_watch(run, once)
+
+
+@app.command()
+def sql(
+    arguments: Annotated[list[str], typer.Argument(metavar="RUN… [QUERY]", help="Run directories, then a query.")],
+    json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,
+    csv: Annotated[bool, typer.Option("--csv", help="Print rows as CSV.")] = False,
+    limit: Annotated[int | None, typer.Option(min=0, help="Rows to print; 0 for all. 200 on a terminal.")] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a query may take.")] = 60.0,
+) -> None:
+    """Ask a run in SQL. Without a query: the views there are, and what their columns mean.
+
+    Example:  esper sql runs/* "select blueprint, count(*) from lifecycle where now = 'FOSSILIZED' group by 1"
+    """
+    from esper.commands.sql import run_sql, split_arguments
+
+    paths, query = split_arguments(arguments)
+    run_sql(paths, query, as_json=json, as_csv=csv, limit=limit, timeout_s=timeout)
+
+
+@app.command()
+def features() -> None:
+    """List what a policy sees: the name, meaning, formula and range of every column of an observation."""
+    from esper.commands.features import run_features
+
+    run_features()
 
 
 @app.command()
@@ -100,6 +167,19 @@ def bench_body(
     from esper.commands.bench_body import run_bench
 
     run_bench(repeats=repeats, as_json=json, quick=quick)
+
+
+@bench_app.command("hub")
+def bench_hub(
+    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 15,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    quick: Annotated[bool, typer.Option(help="Fewer events: a check that it runs, not a measurement.")] = False,
+) -> None:
+    """What telemetry costs the training thread and a whole run, and what is lost when sinks are slow, raise or hang."""
+    from esper.commands.bench_hub import run_bench
+    from esper.commands.bench_run import train_recorded
+
+    run_bench(repeats=repeats, as_json=json, quick=quick, train=train_recorded(quick))
 
 
 def main() -> None:

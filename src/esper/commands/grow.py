@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.console import Console, Group
@@ -19,20 +20,27 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save_file
 
+from esper.karn import report as karn_report
+from esper.karn.summary import RunSummary
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import Operator
-from esper.leyline.errors import ConfigError
+from esper.leyline.events import Level, RunStarted
+from esper.leyline.events import level as level_by_name
+from esper.leyline.phases import Phases
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
+from esper.recording import Run, record
 from esper.simic.attribution import CounterfactualHelper, Worth, report
+from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, Wait, make_controller
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine, EngineConfig, score
 from esper.tolaria.tasks import Task, get_task
 
 GROWN, NO_GROWTH, FROM_START, WIDER = "grown", "no growth", "same structure from step 0", "wider host of equal size"
+HOSTS_COMPARED = (GROWN, NO_GROWTH, FROM_START, WIDER)
 PLAIN_EVERY = 5
 """Epochs between lines where the output is not a terminal."""
 
@@ -60,6 +68,7 @@ def run_grow(
     compare: bool,
     incubation: str,
     threads: int,
+    telemetry: str,
 ) -> None:
     torch.set_num_threads(threads)
     console = Console()
@@ -68,64 +77,124 @@ def run_grow(
     if epochs is not None:
         task = dataclasses.replace(task, epochs=epochs)
     config = EngineConfig(incubation=incubation)  # type: ignore[arg-type]
-    if out is not None and out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        what = "is not empty" if out.is_dir() else "is a file"
-        raise ConfigError(f"{out} {what}. Name another directory: nothing is overwritten.")
+    level = level_by_name(telemetry)
     data = task.load_data(data_root)
-    console.print(
-        f"task [b]{task.name}[/b]: {task.question}  [dim]({task.host}, {len(data.train):,} training samples, "
-        f"{task.epochs} epochs of {task.batches_per_epoch} × {task.batch}, seed {seed})[/dim]"
-    )
+    manifest = {
+        "controller": controller_name,
+        "seed": seed,
+        "threads": threads,
+        "config": {"task": settings_of(task), "engine": msgspec.to_builtins(config)},
+        "data": {data.name: data.sha256},
+    }
+    with record(task.name, out=out, level=level, manifest=manifest) as run:
+        console.print(
+            f"task [b]{task.name}[/b]: {task.question}  [dim]({task.host}, {len(data.train):,} training samples, "
+            f"{task.epochs} epochs of {task.batches_per_epoch} × {task.batch}, seed {seed})[/dim]"
+        )
+        console.print(f"[dim]run {run.path}  (esper watch {run.path} looks on)[/dim]", soft_wrap=True)
+        names = HOSTS_COMPARED if compare and controller_name != "none" else HOSTS_COMPARED[:1]
+        scene = Scene(console, run, task, data, seed, config, level, Phases())
+        engine = scene.engine()
+        run.say(
+            RunStarted(
+                run_id=run.path.name,
+                command="grow",
+                task=task.name,
+                controller=controller_name,
+                seed=seed,
+                env_names=names,
+                slots=task.slots,
+                steps=task.epochs,
+                host_params=engine.plots[0].host_size,
+                threads=threads,
+                telemetry=level.name.lower(),
+            )
+        )
+        results = [scene.train(GROWN, engine, controller)]
+        worth = judge(engine)
+        save_models(run.path, engine, worth)  # at once: not lost if the comparisons are interrupted
+        save_figures(run.path, task, seed, controller_name, results, engine, worth)
+        if len(names) > 1:
+            results += compared(scene, engine)
+            save_figures(run.path, task, seed, controller_name, results, engine, worth)
+        console.print(summary(results))
+        console.print(seed_table(engine, worth))
+    written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
+    console.print(f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2",
+                  soft_wrap=True)  # fmt: skip
+    console.print("plain.pt2 needs no Esper: torch.export.load(path).module()")
+    console.print(f"report: {written}", soft_wrap=True)
 
-    engine = Engine(task, [seed], rules=Rules(), config=config, data=data)
-    results = [train(console, GROWN, engine, controller)]
-    worth = judge(engine)
-    if out is not None:  # at once: what was grown is not lost if the comparisons are interrupted
-        out.mkdir(parents=True, exist_ok=True)
-        save_models(out, engine, worth)
-        save_figures(out, task, seed, controller_name, results, engine, worth)
-    if compare and controller_name != "none":
-        results += compared(console, task, data, seed, config, engine)
-    console.print(summary(results))
-    console.print(seed_table(engine, worth))
-    if out is not None:
-        save_figures(out, task, seed, controller_name, results, engine, worth)
-        console.print(f"left in {out}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
-        console.print("plain.pt2 needs no Esper: torch.export.load(path).module()")
+
+def settings_of(task: Task) -> dict[str, Any]:
+    """A task as a manifest keeps it: everything but the data itself."""
+    return {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.name != "data"}
 
 
-def compared(
-    console: Console, task: Task, data: Dataset, seed: int, config: EngineConfig, grown: Engine
-) -> Iterator[Result]:
+@dataclass(slots=True)
+class Scene:
+    """Where hosts are trained side by side: the same task, data, world and budget, recorded in one run."""
+
+    console: Console
+    run: Run
+    task: Task
+    data: Dataset
+    seed: int
+    config: EngineConfig
+    level: Level
+    phases: Phases
+
+    def engine(self, task: Task | None = None) -> Engine:
+        return Engine(
+            task or self.task, [self.seed], rules=Rules(), config=self.config, data=self.data, phases=self.phases
+        )
+
+    def train(self, name: str, engine: Engine, controller: Controller) -> Result:
+        """Train one environment for the task's epochs, showing and recording how it goes."""
+        result, helper = Result(name), CounterfactualHelper()
+        start, phases = time.perf_counter(), self.phases
+        emit = TelemetryEmitter(
+            self.run.hub, slots=self.task.slots, worlds=[self.seed], envs=[HOSTS_COMPARED.index(name)],
+            host_params=engine.plots[0].host_size, level=self.level,
+        )  # fmt: skip
+        emit.planted(engine.table)
+        with progress(self.console, name, engine, result) as show:
+            for _ in range(engine.task.epochs):
+                with phases("policy"):
+                    allowed = legal(engine.table, engine.rules)
+                    actions = controller.act(engine.table, allowed)
+                outcome = engine.step(actions)
+                with phases("worth"):
+                    worth = helper.process_batch(engine)
+                with phases("telemetry"):
+                    emit.step(engine.table, actions, outcome, allowed)
+                    emit.worth(engine.table, worth)
+                    emit.phases(phases)
+                    self.run.env_steps += 1
+                result.history.append(snapshot(engine))
+                show()
+        result.seconds = time.perf_counter() - start
+        result.accuracy, result.loss = engine.plots[0].test(engine.data.test)
+        result.params = engine.plots[0].params
+        emit.episode(engine.table, [name], test_quality=[result.accuracy], test_loss=[result.loss],
+                     wall_s=[result.seconds])  # fmt: skip
+        emit.phases(phases, last=True)
+        return result
+
+
+def compared(scene: Scene, grown: Engine) -> Iterator[Result]:
     """The hosts to compare with, each with the same budget of epochs."""
-    yield train(console, NO_GROWTH, Engine(task, [seed], config=config, data=data), Wait())
+    yield scene.train(NO_GROWTH, scene.engine(), Wait())
     structure = {
         name: (slot.blueprint, Operator(slot.operator))
         for name, slot in grown.plots[0].body.slots.items()
         if slot.stage >= SeedStage.BLENDING and slot.seed is not None
     }
     if structure:
-        same = Engine(task, [seed], config=config, data=data)
+        same = scene.engine()
         same.plant_fossils(0, structure)
-        yield train(console, FROM_START, same, Wait())
-        wide = task.widened(grown.plots[0].params)
-        yield train(console, WIDER, Engine(wide, [seed], config=config, data=data), Wait())
-
-
-def train(console: Console, name: str, engine: Engine, controller: Controller) -> Result:
-    """Train one environment for the task's epochs, showing how it goes."""
-    result = Result(name)
-    start, helper = time.perf_counter(), CounterfactualHelper()
-    with progress(console, name, engine, result) as show:
-        for _ in range(engine.task.epochs):
-            engine.step(controller.act(engine.table, legal(engine.table, engine.rules)))
-            helper.process_batch(engine)
-            result.history.append(snapshot(engine))
-            show()
-    result.seconds = time.perf_counter() - start
-    result.accuracy, result.loss = engine.plots[0].test(engine.data.test)
-    result.params = engine.plots[0].params
-    return result
+        yield scene.train(FROM_START, same, Wait())
+        yield scene.train(WIDER, scene.engine(scene.task.widened(grown.plots[0].params)), Wait())
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:

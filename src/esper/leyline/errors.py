@@ -8,7 +8,9 @@ EsperError
 ├── OptimizerError        an optimiser or a wrapper that cannot follow growth
 ├── HardenError           a body that cannot become a plain module
 ├── BlueprintError        a seed that breaks the laws (shape, identity at birth)
-└── DataError             a file or tensor that is missing, damaged or of the wrong kind
+├── DataError             a file or tensor that is missing, damaged or of the wrong kind
+├── RunError              a run directory that is missing, damaged or owned by another process
+└── TrainingError         learning that cannot go on: updates that are not finite, legs that disagree
 """
 
 from __future__ import annotations
@@ -54,6 +56,14 @@ class BlueprintError(EsperError):
 
 class DataError(EsperError):
     """A file or tensor that is missing, damaged or of the wrong kind."""
+
+
+class TrainingError(EsperError):
+    """Learning that cannot go on."""
+
+
+class RunError(EsperError):
+    """A run directory that is missing, damaged or owned by another process."""
 
 
 def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UnknownNameError:

@@ -318,7 +318,7 @@ def encode(event: Event) -> bytes:
     """One JSON object, without a line end."""
     if _all_finite(msgspec.structs.astuple(event)):
         return msgspec.json.encode(event)
-    return msgspec.json.encode(_spelled(msgspec.to_builtins(event)))
+    return msgspec.json.encode(spelled(msgspec.to_builtins(event)))
 
 
 def _all_finite(values: Iterable[Any]) -> bool:
@@ -327,17 +327,18 @@ def _all_finite(values: Iterable[Any]) -> bool:
         if kind is float:
             if not -math.inf < v < math.inf:
                 return False
-        elif (kind is tuple and not _all_finite(v)) or (kind is dict and not _all_finite(v.values())):
+        elif (kind in (tuple, list) and not _all_finite(v)) or (kind is dict and not _all_finite(v.values())):
             return False
     return True
 
 
-def _spelled(value: Any) -> Any:
+def spelled(value: Any) -> Any:
+    """Numbers that are not finite as the words that a file has for them."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
-        return {k: _spelled(v) for k, v in value.items()}
-    return [_spelled(v) for v in value] if isinstance(value, (list, tuple)) else value
+        return {k: spelled(v) for k, v in value.items()}
+    return [spelled(v) for v in value] if isinstance(value, (list, tuple)) else value
 
 
 def unspelled(value: Any) -> Any:

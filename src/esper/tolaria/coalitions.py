@@ -25,6 +25,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.forking import ForkError, ForkPlan, Norm, RowNorms, is_batched
 from esper.kasmina.graft import same
 from esper.leyline.errors import ConfigError
+from esper.leyline.phases import Phases
 from esper.leyline.stages import SeedStage
 
 Score = Callable[[Any, Any], Tensor]
@@ -113,6 +114,7 @@ def evaluate(
     calibration: Any = None,
     fossils: bool = False,
     max_rows: int | None = None,
+    phases: Phases | None = None,
 ) -> Coalitions:
     """Score every configuration on every sample of `batches` of (inputs, target); no configuration twice.
 
@@ -131,13 +133,15 @@ def evaluate(
     rows = wanted if main in wanted else [*wanted, main]  # norms are moved relative to main
     # a norm in eval while the model trains was frozen by its owner: it would not adapt
     norms = [n for n in body.norms if n.training or not body.model.training] if len(rows) > 1 else []
-    runner = _Runner(body, slots, rows, main, score, norms)
+    phases = phases or Phases()
+    runner = _Runner(body, slots, rows, main, score, norms, phases)
     if calibration is not None:
         runner.calibrate_on(plain(calibration), samples_in(None, calibration))
     was_training = [m for m in body.modules() if m.training]
     body.eval()
     try:
-        found = [runner.run(plain(inputs), target, max_rows or rows_that_fit(body)) for inputs, target in batches]
+        with phases("coalitions" if len(rows) > 1 else "validate"):
+            found = [runner.run(plain(inputs), target, max_rows or rows_that_fit(body)) for inputs, target in batches]
     finally:
         for module in was_training:
             module.training = True
@@ -156,6 +160,7 @@ class _Runner:
     main: Config
     score: Score
     norms: list[Norm]
+    phases: Phases
     calibration: tuple[Any, int] | None = None
     plan: ForkPlan | None = None
     singles: list[ForkPlan] | None = None
@@ -184,7 +189,8 @@ class _Runner:
             if self.norms:
                 assert self.calibration is not None
                 self.plan.norms = RowNorms(self.norms)
-                self.body.run_rows(*self.calibration, self.plan)
+                with self.phases("norms"):
+                    self.body.run_rows(*self.calibration, self.plan)
                 self.plan.norms.calibrating = False
         parts = []
         for start, stop in chunks(size, most):

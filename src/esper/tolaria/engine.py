@@ -28,6 +28,7 @@ from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules, apply, r
 from esper.kasmina.surgery import Surgeon, clip_separately
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
+from esper.leyline.phases import Phases
 from esper.leyline.seeding import derive_seed
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage
@@ -157,10 +158,10 @@ class Plot:
             total += torch.stack([loss.detach(), correct / len(y)])
         return total / self.task.batches_per_epoch
 
-    def validate(self, split: Split, calibration: Tensor) -> Coalitions:
+    def validate(self, split: Split, calibration: Tensor, phases: Phases | None = None) -> Coalitions:
         """Every configuration of this epoch on the averaged weights: scores [K, N, 2]."""
         with self.average.applied():
-            return evaluate(self.body, [(split.x, split.y)], score, calibration=calibration)
+            return evaluate(self.body, [(split.x, split.y)], score, calibration=calibration, phases=phases)
 
     def test(self, split: Split) -> tuple[float, float]:
         """Accuracy and loss on a split, as the network stands, on the averaged weights."""
@@ -186,8 +187,9 @@ class Engine:
         rules: Rules | None = None,
         config: EngineConfig | None = None,
         data: Dataset | None = None,
+        phases: Phases | None = None,
     ) -> None:
-        self.task, self.worlds = task, list(worlds)
+        self.task, self.worlds, self.phases = task, list(worlds), phases or Phases()
         self.rules, self.config = rules or Rules(), config or EngineConfig()
         self.data = (data or task.load_data()).to(self.config.device)
         self.plots = [Plot(task, self.data, world, self.config) for world in self.worlds]
@@ -198,13 +200,17 @@ class Engine:
 
     def step(self, actions: Ints) -> Outcome:
         """One decision per environment: apply, tick, train an epoch, validate, record."""
-        outcome = apply(self.table, actions, self.rules)
-        self.carry_out(outcome.effects)
-        ticked = tick(self.table, self.rules)
-        self.carry_out(ticked)
-        trained = [plot.train_epoch(int(step) - 1) for plot, step in zip(self.plots, self.table.step, strict=True)]
-        self.judged = [plot.validate(self.data.val, self.calibration) for plot in self.plots]
-        self._record(trained, self.judged)
+        phases = self.phases
+        with phases("apply"):
+            outcome = apply(self.table, actions, self.rules)
+            self.carry_out(outcome.effects)
+            ticked = tick(self.table, self.rules)
+            self.carry_out(ticked)
+        with phases("train"):
+            trained = [plot.train_epoch(int(step) - 1) for plot, step in zip(self.plots, self.table.step, strict=True)]
+        with phases("validate"):
+            self.judged = [plot.validate(self.data.val, self.calibration, phases) for plot in self.plots]
+            self._record(trained, self.judged)
         return Outcome(outcome.happened, outcome.effects + ticked)
 
     def carry_out(self, effects: list[Effect]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Protocol
 
 from esper.leyline.errors import unknown_name
@@ -41,6 +42,13 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
 
 
 def make_controller(name: str) -> Controller:
-    if name not in CONTROLLERS:
-        raise unknown_name("controller", name, CONTROLLERS)
-    return CONTROLLERS[name]()
+    """A controller by its name; `tamiyo` is the policy that comes with the package, a path is another's."""
+    if name in CONTROLLERS:
+        return CONTROLLERS[name]()
+    from esper.tamiyo.controllers.learned import SHIPPED, Learned  # torch is needed for nothing else here
+
+    if name == "tamiyo":
+        return Learned.load(SHIPPED)
+    if not Path(name).exists():
+        raise unknown_name("controller, nor run or policy file,", name, [*CONTROLLERS, "tamiyo"])
+    return Learned.load(Path(name))

@@ -1,0 +1,183 @@
+"""`esper bench hub`: what telemetry costs the training thread, and what it loses when sinks misbehave."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from esper.leyline.events import Level, Step
+from esper.nissa.hub import NissaHub
+from esper.nissa.journal import read
+from esper.nissa.record import Record
+from esper.nissa.sinks.jsonl import JsonlSink
+
+BURST = 50_000
+SLOW_S = 0.0002
+PACED = "emit a step, 100 every 5 ms"
+Train = Callable[[Level], None]
+"""Trains a fixed piece of work from the start, with a hub at this level."""
+
+
+def run_bench(*, repeats: int, as_json: bool, quick: bool, train: Train | None = None) -> None:
+    """`train` adds the slowdown of a whole run."""
+    found: dict[str, Any] = {
+        "emit": emit_costs(2_000 if quick else 20_000, 3 if quick else repeats),
+        "burst": burst(BURST // 10 if quick else BURST),
+    }
+    if train is not None:
+        found["whole run"] = whole_run(train, repeats)
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    console = Console()
+    table = Table("call", "median µs", "p99 µs", "max ms", title="emit at the caller, journal on disk")
+    for name, row in found["emit"].items():
+        table.add_row(name, f"{row['median_us']:.2f}", f"{row['p99_us']:.2f}", f"{row['max_ms']:.2f}")
+    console.print(table)
+    table = Table("what", "value", title="A burst beside a slow, a raising and a hanging sink")
+    for name, value in found["burst"].items():
+        table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
+    console.print(table)
+    if "whole run" in found:
+        table = Table("what", "value", title="A whole run, telemetry normal against off")
+        table.add_row("off, median s", f"{found['whole run']['off_s']:.3f}")
+        table.add_row("normal, median s", f"{found['whole run']['normal_s']:.3f}")
+        table.add_row("slowdown", f"{found['whole run']['slowdown']:+.2%}")
+        console.print(table)
+
+
+def emit_costs(count: int, repeats: int) -> dict[str, dict[str, float]]:
+    """Per call, over all repeats: an event that is there, one built for the call, and one nobody wants.
+
+    Without a pause the journal hardly gets to run beside the caller; with one, it writes all the while.
+    """
+    ready = [a_step(i) for i in range(count)]
+    calls: dict[str, tuple[Level, Callable[[NissaHub, int], None]]] = {
+        "emit a step": (Level.NORMAL, lambda hub, i: hub.emit(ready[i])),
+        PACED: (Level.NORMAL, lambda hub, i: hub.emit(ready[i])),
+        "ask, build a step, emit": (Level.NORMAL, lambda hub, i: hub.emit(a_step(i)) if hub.wants(Step) else None),
+        "ask, nobody wants it": (Level.MINIMAL, lambda hub, i: hub.emit(a_step(i)) if hub.wants(Step) else None),
+    }
+    spent: dict[str, list[int]] = {name: [] for name in calls}
+    clock = time.perf_counter_ns
+    for _ in range(repeats):
+        for name, (level, call) in calls.items():
+            with tempfile.TemporaryDirectory() as folder, NissaHub([JsonlSink(Path(folder))], level=level) as hub:
+                times = spent[name]
+                for i in range(count):
+                    if name == PACED and i % 100 == 0:
+                        time.sleep(0.005)
+                    start = clock()
+                    call(hub, i)
+                    times.append(clock() - start)
+                hub.flush()
+    return {name: _spread(times) for name, times in spent.items()}
+
+
+def _spread(times: list[int]) -> dict[str, float]:
+    times.sort()
+    return {
+        "median_us": times[len(times) // 2] / 1e3,
+        "p99_us": times[int(len(times) * 0.99)] / 1e3,
+        "max_ms": times[-1] / 1e6,
+    }
+
+
+def a_step(i: int) -> Step:
+    return Step(
+        env=i % 16,
+        episode=0,
+        step=i,
+        world=1,
+        op="wait",
+        quality=0.5123,
+        committed_quality=0.4987,
+        val_loss=1.234,
+        train_loss=1.1,
+        reward=0.01,
+        params=123_456,
+        stages=(0, 2, 3),
+        alphas=(0.0, 0.0, 0.5),
+        blueprints=("", "conv_light", "norm"),
+    )
+
+
+class _Slow:
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+
+    def write(self, records: Sequence[Record]) -> None:
+        time.sleep(SLOW_S * len(records))
+        self.steps += [record.event.step for record in records if isinstance(record.event, Step)]
+
+    def close(self) -> None: ...
+
+
+class _Raising:
+    def write(self, records: Sequence[Record]) -> None:
+        raise OSError("out of order")
+
+    def close(self) -> None: ...
+
+
+class _Hanging:
+    def __init__(self) -> None:
+        self.released = threading.Event()
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.released.wait()
+
+    def close(self) -> None: ...
+
+
+def burst(count: int) -> dict[str, Any]:
+    """All at once, as fast as one thread can emit them: who got them, and how long the caller took."""
+    events = [a_step(i) for i in range(count)]
+    everything = list(range(count))
+    slow, hanging = _Slow(), _Hanging()
+    with tempfile.TemporaryDirectory() as folder:
+        hub = NissaHub([_Raising(), hanging, JsonlSink(Path(folder) / "events"), slow])
+        start = time.perf_counter()
+        for event in events:
+            hub.emit(event)
+        emitted = time.perf_counter()
+        on_disk = hub.flush(60.0)
+        flushed = time.perf_counter()
+        hub.close(120.0)
+        closed = time.perf_counter()
+        journal = [entry.data["step"] for entry in read(Path(folder)) if entry.kind == "step"]
+    hanging.released.set()
+    health = hub.health()
+    return {
+        "events": count,
+        "caller s": emitted - start,
+        "caller waited s": health["wait_s"],
+        "on disk s": flushed - start if on_disk else None,
+        "all done s": closed - start,
+        "lost by the journal": count - len(journal),
+        "lost by the slow sink": count - len(slow.steps),
+        "in order": journal == everything[: len(journal)] and slow.steps == everything[: len(slow.steps)],
+        "retired": ", ".join(name.strip("_") for name, sink in health["sinks"].items() if sink["retired"]),
+    }
+
+
+def whole_run(train: Train, repeats: int) -> dict[str, float]:
+    """Medians of interleaved runs: the same work, with telemetry off and normal."""
+    spent: dict[Level, list[float]] = {Level.OFF: [], Level.NORMAL: []}
+    train(Level.NORMAL)  # warm up
+    for i in range(repeats):
+        for level in sorted(spent, reverse=bool(i % 2)):
+            start = time.perf_counter()
+            train(level)
+            spent[level].append(time.perf_counter() - start)
+    off, normal = statistics.median(spent[Level.OFF]), statistics.median(spent[Level.NORMAL])
+    return {"off_s": off, "normal_s": normal, "slowdown": normal / off - 1}

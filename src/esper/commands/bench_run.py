@@ -1,0 +1,44 @@
+"""A fixed piece of recorded training, for measuring what recording costs."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import torch
+
+from esper.kasmina.lifecycle import legal
+from esper.leyline.events import Level
+from esper.recording import record
+from esper.simic.attribution import CounterfactualHelper
+from esper.simic.telemetry.emitters import TelemetryEmitter
+from esper.tamiyo.controllers import Schedule
+from esper.tolaria.engine import Engine
+from esper.tolaria.tasks import get_task
+
+
+def train_recorded(quick: bool = False) -> Callable[[Level], None]:
+    """Four environments of `rescue` under the schedule, from the start, recorded at a level in a new run directory."""
+    torch.set_num_threads(1)
+    task, steps = get_task("rescue"), 2 if quick else 16
+    data = task.load_data()
+
+    def train(level: Level) -> None:
+        with tempfile.TemporaryDirectory() as place, redirect_stdout(StringIO()):
+            engine, helper, controller = Engine(task, range(4), data=data), CounterfactualHelper(), Schedule()
+            with record("bench", out=Path(place) / "run", level=level) as run:
+                emit = TelemetryEmitter(
+                    run.hub, slots=task.slots, worlds=engine.worlds, host_params=engine.plots[0].host_size, level=level
+                )
+                for _ in range(steps):
+                    allowed = legal(engine.table, engine.rules)
+                    actions = controller.act(engine.table, allowed)
+                    outcome = engine.step(actions)
+                    emit.step(engine.table, actions, outcome, allowed)
+                    emit.worth(engine.table, helper.process_batch(engine))
+                    emit.phases(engine.phases)
+
+    return train

@@ -1,0 +1,39 @@
+"""`esper bench sim`: how fast the simulator runs, whole episodes with a random controller and rewards, one thread."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from typing import Any
+
+from esper.simic.rewards import RewardConfig
+from esper.simic.simulated_plans import play
+from esper.simic.simulator import SimConfig, Simulator
+from esper.tamiyo.controllers import Random
+
+ENVS = (1, 16, 128, 1024)
+
+
+def rows(repeats: int, quick: bool = False) -> list[dict[str, Any]]:
+    """Env-steps per second by number of environments; `ratio` is against one environment at a time."""
+    config = SimConfig(horizon=10 if quick else 40)
+    sims = {envs: Simulator(config, range(envs)) for envs in ENVS}
+    speeds: dict[int, list[float]] = {envs: [] for envs in ENVS}
+    for repeat in range(repeats + 1):
+        for envs, sim in sims.items():
+            start = time.process_time()  # of this process: other work on the machine does not count
+            play(sim, Random(repeat), RewardConfig())
+            seconds = time.process_time() - start
+            if repeat:  # the first warms up
+                speeds[envs].append(envs * config.horizon / max(seconds, 1e-9))
+    alone = statistics.median(speeds[1])
+    return [
+        {
+            "envs": envs,
+            "slots": config.slots,
+            "threads": 1,
+            "env_steps_per_s": statistics.median(found),
+            "ratio": statistics.median(found) / alone,
+        }
+        for envs, found in speeds.items()
+    ]

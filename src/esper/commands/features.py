@@ -1,0 +1,24 @@
+"""`esper features`: what a policy sees, column by column."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from esper.tamiyo.policy.features import BASE, FEATURES, PER_SLOT
+
+
+def run_features() -> None:
+    table = Table("name", "scope", "meaning", "formula", "range", box=None, pad_edge=False)
+    for f in FEATURES:
+        table.add_row(f.name, f.scope, f.meaning, f.formula, f"{f.low:g} … {f.high:g}")
+    table.columns[0].no_wrap = table.columns[1].no_wrap = table.columns[4].no_wrap = (
+        True  # names are there to be copied
+    )
+    console = Console()
+    console.print(table)
+    console.print(
+        f"\n{BASE} columns per environment, then {PER_SLOT} per slot. soft s (x) = x / (|x| + s); "
+        "size (r) = log2(1 + r) / 8, at most 1; −1 in a column that is otherwise ≥ 0: never measured.",
+        highlight=False,
+    )

@@ -1,0 +1,128 @@
+"""`esper report`: a run, or several side by side, as one HTML file and a few lines in the terminal."""
+
+from __future__ import annotations
+
+import json
+import math
+import webbrowser
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group
+from rich.markup import escape
+from rich.table import Table
+
+from esper.karn import report, sections
+from esper.karn.charts import spoken
+from esper.karn.summary import RunSummary
+from esper.leyline.errors import ConfigError
+
+MOST_LINES = 20
+"""Environments listed in the terminal."""
+TOP_PHASES = 3
+
+
+def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: bool) -> None:
+    """Write the report (into the run, or `./report.html` for several) and say in short what is in it."""
+    if not runs:
+        raise ConfigError("which run? Name one run directory or several; `esper runs` lists them")
+    out = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
+    if out.is_dir():
+        out = out / "report.html"
+    summaries = [RunSummary.of(path) for path in runs]
+    try:
+        report.write(summaries, out)
+    except OSError as error:
+        raise ConfigError(f"cannot write {out}: {error.strerror}. Name another place with --out") from error
+    if as_json:
+        print(json.dumps({"report": str(out), "runs": [facts(s) for s in summaries]}, indent=1))
+    else:
+        console = Console()
+        for summary in summaries:
+            console.print(digest(summary))
+        console.print(f"report: {out}", markup=False, highlight=False, soft_wrap=True)
+    if open_browser:
+        webbrowser.open(out.absolute().as_uri())
+
+
+# -- in the terminal
+
+
+def digest(run: RunSummary) -> Group:
+    """Per environment what came out, then where time went and whether anything was amiss."""
+    parts: list[Any] = [f"[b]{escape(report.title_of(run))}[/b]  {headline(run)}"]
+    latest = [env.latest for _, env in sorted(run.envs.items()) if env.latest is not None]
+    if latest:
+        unit, _ = sections.units(run)
+        table = Table("", box=None, pad_edge=False)
+        for head in ("quality", "best", "params", "seeds", "fossils", "pruned", "time"):
+            table.add_column(head, justify="right")
+        for e in latest[:MOST_LINES]:
+            table.add_row(escape(sections.label(run, e)), said(e.quality, unit), said(e.quality_best, unit),
+                          said(e.params, "count"), str(e.germinated), str(e.fossilized), str(e.pruned),
+                          said(e.wall_s, "seconds"))  # fmt: skip
+        parts.append(table)
+        if len(latest) > MOST_LINES:
+            parts.append(f"[dim]and {len(latest) - MOST_LINES} more environments[/dim]")
+    if phases := run.phases:
+        whole = sum(p.wall_ms for p in phases) or 1.0
+        top = ", ".join(f"{escape(p.name)} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES])
+        parts.append(f"time: {top}")
+    found = report.troubles(run)
+    colour = {"error": "red", "warning": "yellow"}
+    parts += [f"[{colour.get(kind, 'yellow')}]{escape(kind)}[/]: {escape(text)}" for kind, text in found]
+    parts.append("" if found else f"[dim]nothing amiss: {sum(run.kinds.values())} events, none lost[/dim]")
+    return Group(*parts)
+
+
+def headline(run: RunSummary) -> str:
+    facts = [run.status, run.about("task"), run.about("controller")]
+    facts += [f"seed {run.about('seed')}"] if run.about("seed") is not None else []
+    facts += [spoken(run.wall_s, "seconds")] if run.wall_s is not None else []
+    return escape(", ".join(str(f) for f in facts if f))
+
+
+def said(value: float | None, unit: str) -> str:
+    return "[dim]not measured[/dim]" if value is None else spoken(value, unit)
+
+
+# -- for other programs
+
+
+def facts(run: RunSummary) -> dict[str, Any]:
+    """What the terminal says, as data; numbers that are not finite by name."""
+    return {
+        "run": report.title_of(run),
+        "path": str(run.path),
+        "status": run.status,
+        "task": run.about("task"),
+        "controller": run.about("controller"),
+        "seed": run.about("seed"),
+        "wall_s": named(run.wall_s),
+        "events": dict(run.kinds),
+        "environments": [
+            {
+                "env": e.env,
+                "name": e.name,
+                "episode": e.episode,
+                "steps": e.length,
+                "quality": named(e.quality),
+                "quality_best": named(e.quality_best),
+                "params": e.params,
+                "germinated": e.germinated,
+                "fossilized": e.fossilized,
+                "pruned": e.pruned,
+                "wall_s": named(e.wall_s),
+            }
+            for _, env in sorted(run.envs.items())
+            if (e := env.latest) is not None
+        ],
+        "phases": {p.name: {"wall_ms": p.wall_ms, "cpu_ms": p.cpu_ms, "calls": p.calls} for p in run.phases},
+        "health": [{"severity": severity, "text": text} for severity, text in report.troubles(run)],
+    }
+
+
+def named(value: float | None) -> float | str | None:
+    if value is None or math.isfinite(value):
+        return value
+    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"

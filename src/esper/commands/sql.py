@@ -1,0 +1,156 @@
+"""`esper sql RUN… "select …"`: ask runs anything, and print the answer as a table, JSON or CSV."""
+
+from __future__ import annotations
+
+import csv
+import json
+import math
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.measure import Measurement
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from esper.karn.sql import Answer, Runs
+from esper.karn.views import PLACE_NOTES, catalogue
+from esper.leyline.errors import ConfigError
+from esper.nissa.run import read_manifest
+
+SHOWN_ROWS = 200
+"""Rows of a table on the screen, unless asked otherwise. JSON and CSV have them all: half a file helps nobody."""
+NUMBERS = ("INT", "DOUBLE", "FLOAT", "DECIMAL")
+NOTHING = "–"
+
+
+def run_sql(
+    runs: list[Path],
+    query: str | None,
+    *,
+    as_json: bool = False,
+    as_csv: bool = False,
+    limit: int | None = None,
+    timeout_s: float | None = 60.0,
+    console: Console | None = None,
+) -> None:
+    """Print the answer; without a query, what can be asked. A limit of 0 is no limit, None is the default."""
+    if as_json and as_csv:
+        raise ConfigError("--json and --csv exclude each other: an answer has one form")
+    if limit is not None and limit < 0:
+        raise ConfigError(f"--limit must be ≥ 0 (0 shows everything), got {limit}")
+    console = console or Console()
+    if query is None:
+        for run in runs:
+            read_manifest(run)  # a misspelt run is told here too
+        show_catalogue(console)
+        return
+    rows = (None if as_json or as_csv else SHOWN_ROWS) if limit is None else limit or None
+    with Runs(runs) as opened:
+        answer = opened.ask(query, limit=rows, timeout_s=timeout_s)
+    if as_json:
+        print(json.dumps([dict(zip(answer.columns, map(jsonable, row), strict=True)) for row in answer.rows], indent=1))
+    elif as_csv:
+        writer = csv.writer(sys.stdout, lineterminator="\n")
+        writer.writerow(answer.columns)
+        writer.writerows([csv_cell(value) for value in row] for row in answer.rows)
+    else:
+        show_answer(answer, console)
+        return
+    if answer.more:
+        print(f"esper: {answer.more} more rows; --limit 0 gives all", file=sys.stderr)
+
+
+def split_arguments(arguments: list[str]) -> tuple[list[Path], str | None]:
+    """`RUN… [QUERY]`: the last argument is the query, unless it is a directory."""
+    if arguments and not Path(arguments[-1]).is_dir() and _reads_as_query(arguments[-1]):
+        return [Path(a) for a in arguments[:-1]], arguments[-1]
+    return [Path(a) for a in arguments], None
+
+
+def _reads_as_query(text: str) -> bool:
+    """A query has more than one word, a path to a run that is not there has seldom."""
+    return len(text.split()) > 1 or text.strip().lower() in ("describe", "show")
+
+
+def show_answer(answer: Answer, console: Console) -> None:
+    """A table as wide as it needs; on a terminal the columns that fit, and a line about what is left out."""
+    count = len(answer.columns)
+    table = as_table(answer, count)
+    if console.is_terminal:
+        while count > 1 and natural_width(table, console) > console.width:
+            count -= 1
+            table = as_table(answer, count)
+    else:
+        console.width = max(console.width, natural_width(table, console))
+    console.print(table)
+    if count < len(answer.columns):
+        left = ", ".join(answer.columns[count:])
+        console.print(Text(f"{len(answer.columns) - count} columns do not fit: {left}. Select the ones you want"))
+    if answer.more:
+        console.print(Text(f"{answer.more:,} more rows; --limit 0 shows all"))
+
+
+def natural_width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=100_000), table).maximum
+
+
+def as_table(answer: Answer, count: int) -> Table:
+    table = Table()
+    for name, kind in list(zip(answer.columns, answer.types, strict=True))[:count]:
+        is_number = any(word in kind for word in NUMBERS) and not kind.endswith("]") and "(VARCHAR" not in kind
+        table.add_column(Text(name), justify="right" if is_number else "left", no_wrap=True)
+    for row in answer.rows:
+        table.add_row(*(Text(cell(value)) for value in row[:count]))
+    return table
+
+
+def cell(value: Any) -> str:
+    """A value for people: nothing measured is a dash, floats have six digits, and text cannot move the cursor."""
+    if value is None:
+        return NOTHING
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, float):
+        return f"{value:.2f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
+    if isinstance(value, list):
+        return "[" + ", ".join(map(cell, value)) + "]"
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{cell(k)}: {cell(v)}" for k, v in value.items()) + "}"
+    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in str(value).splitlines())
+
+
+def jsonable(value: Any) -> Any:
+    """As in the journal: null is unmeasured, and a number that is not finite is a word."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, dict):
+        return {str(k): jsonable(v) for k, v in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [jsonable(v) for v in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
+
+
+def csv_cell(value: Any) -> Any:
+    """Null is empty; what is no plain value is JSON."""
+    value = jsonable(value)
+    return json.dumps(value) if isinstance(value, (dict, list)) else value
+
+
+def show_catalogue(console: Console) -> None:
+    """Every view and table with its columns and what they mean."""
+    shared = "; ".join(explained(PLACE_NOTES.items()))
+    console.print(Text(f"Every table has {shared}. Every view has run. Null is unmeasured, NaN is NaN.\n"))
+    for view in catalogue():
+        own = {name: note for name, note in view.columns.items() if view.sql or name not in PLACE_NOTES}
+        console.print(Text.assemble((view.name, "bold"), "  ", view.meaning))
+        console.print(Padding(Text("; ".join(explained(own.items()))), (0, 0, 0, 4)))
+    console.print(Text('\nesper sql RUN "select blueprint, count(*) from lifecycle group by all"   asks one of them.'))
+
+
+def explained(columns: Iterable[tuple[str, str]]) -> Iterable[str]:
+    for name, note in columns:
+        yield f"{name} ({note.rstrip('.')})" if note and name != "run" else name

@@ -1,0 +1,42 @@
+"""`esper watch`: see a run while it goes on, or afterwards."""
+
+from __future__ import annotations
+
+import importlib.util
+import shutil
+import sys
+import time
+from pathlib import Path
+
+from esper.leyline.errors import EsperError
+
+PLAIN_WIDTH = 100
+"""Of a frame that goes into a pipe or a file."""
+
+
+def run_watch(run: Path, once: bool) -> None:
+    """Open the live view, or print one plain frame if `once`, or if the output is no terminal."""
+    if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        _print_frame(run)
+        return
+    if importlib.util.find_spec("textual") is None:
+        raise EsperError(
+            "`esper watch` needs Textual, which is not installed. Install it with: pip install 'esper-lite[tui]'. "
+            "Or see one plain frame with: esper watch --once"
+        )
+    from esper.karn.watch.app import WatchApp
+
+    WatchApp(run).run()
+
+
+def _print_frame(run: Path) -> None:
+    from esper.karn.watch.plain import frame
+    from esper.karn.watch.source import Source
+
+    source = Source(run, time.time)
+    source.feed(source.poll())
+    source.caught_up()
+    width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH
+    said = frame(source.model, source.name, time.time(), max(60, width)) if source.model.events else source.nothing()
+    encoding = sys.stdout.encoding or "utf-8"
+    print(said.encode(encoding, "replace").decode(encoding))

@@ -1,0 +1,245 @@
+"""The report: one HTML file that needs nothing else, about one run or several side by side.
+
+Everything that comes from a run passes through `escape` or `data_script`: a name can be shown, never obeyed.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from esper.karn import sections
+from esper.karn.charts import Chart, Series, Value, legend, render, spoken
+from esper.karn.summary import EpisodeLife, RunSummary
+
+PILL = {"finished": "good", "running": "", "failed": "bad", "killed": "bad", "interrupted": "warn"}
+GROWN = "grown"
+"""The environment of `esper grow` that is not there to be compared with."""
+VIEWS_COMPARED = 4
+"""Episodes shown in detail of each run where there are several."""
+
+
+def write(runs: Sequence[RunSummary], out: Path) -> Path:
+    """Write the report, whole or not at all."""
+    out.parent.mkdir(parents=True, exist_ok=True)
+    draft = out.with_name(f".{out.name}.tmp")
+    draft.write_text(page(runs), encoding="utf-8")
+    draft.replace(out)
+    return out
+
+
+def page(runs: Sequence[RunSummary]) -> str:
+    template = files("esper.karn").joinpath("template.html").read_text(encoding="utf-8")
+    before, rest = template.split("<!--title-->")
+    between, after = rest.split("<!--body-->")
+    if len(runs) == 1:
+        title, body = title_of(runs[0]), header(runs[0]) + run_body(runs[0])
+    else:
+        title = f"{len(runs)} runs compared"
+        body = comparison(runs) + "".join(
+            f'<details class="run" id="run{i}"><summary>{escape(title_of(run))}</summary>{header(run, "h2")}'
+            f"{run_body(run, VIEWS_COMPARED)}</details>"
+            for i, run in enumerate(runs)
+        )
+    return before + escape(title) + between + body + footer(runs) + after
+
+
+def run_body(run: RunSummary, most: int = sections.MOST_VIEWS) -> str:
+    return "".join((
+        health(run), sections.results(run), sections.curves(run), sections.rounds(run), sections.lives(run, most),
+        sections.updates(run), sections.phase_times(run), sections.records(run),
+    ))  # fmt: skip
+
+
+def title_of(run: RunSummary) -> str:
+    return str(run.manifest.get("run_id") or run.started.get("run_id") or run.path.absolute().name)
+
+
+# -- header
+
+
+def header(run: RunSummary, tag: str = "h1") -> str:
+    config = run.manifest.get("config")
+    facts: dict[str, Any] = {name: run.about(name) for name in ("task", "controller", "seed")}
+    if facts["controller"] is None and isinstance(config, dict):
+        facts |= {
+            k: config.get(k) for k in ("controller", "seed") if facts[k] is None and not isinstance(config.get(k), dict)
+        }
+    facts["started"] = when(run.manifest.get("started"))
+    facts["took" if run.status != "running" else "so far"] = (
+        None if run.wall_s is None else spoken(run.wall_s, "seconds")
+    )
+    facts["environments"] = len(run.envs) or None
+    facts["rounds"] = run.about("rounds") if (run.about("rounds") or 1) > 1 else None
+    facts["epochs"] = run.about("steps")
+    host = run.about("host_params")
+    facts["host"] = None if host is None else f"{spoken(host, 'count')} parameters"
+    device, threads = run.about("device"), run.about("threads")
+    facts["on"] = None if device is None else f"{device}, {threads} thread{'s' if threads != 1 else ''}"
+    rows = "".join(
+        f"<div><dt>{escape(k)}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items() if v is not None
+    )
+    command = run.about("command")
+    said = f'<p class="soft" style="margin-top:6px"><code>{escape(str(command))}</code></p>' if command else ""
+    rest = {k: v for k, v in run.manifest.items() if k not in ("run_id", "status", "task", "command", "config")}
+    folds = "".join(
+        f"<details><summary>{name}</summary>{tree(value)}</details>"
+        for name, value in (("Configuration", config), ("Versions and everything else", rest))
+        if value
+    )
+    return (
+        f'<header><p class="brand">Esper run</p><div class="top"><{tag}>{escape(title_of(run))}</{tag}>'
+        f'<span class="pill {PILL.get(run.status, "")}">{escape(run.status)}</span></div>{said}'
+        f'<dl class="facts">{rows}</dl>{folds}</header>'
+    )
+
+
+def when(stamp: Any) -> str | None:
+    """2025-11-15T22:16:40.123+00:00 → 2025-11-15 22:16 UTC."""
+    if not isinstance(stamp, str):
+        return None
+    utc = stamp.endswith(("Z", "+00:00"))
+    return stamp[:16].replace("T", " ") + (" UTC" if utc else "") if stamp[10:11] == "T" else stamp
+
+
+def tree(value: Any) -> str:
+    """A nested value as a list that folds."""
+    if not isinstance(value, dict):
+        return f"<code>{escape(str(value))}</code>"
+    rows = "".join(
+        f"<li><details><summary>{escape(str(k))}</summary>{tree(v)}</details></li>"
+        if isinstance(v, dict) and v
+        else f"<li>{escape(str(k))}: <code>{escape(plain(v))}</code></li>"
+        for k, v in value.items()
+    )
+    return f'<ul class="tree">{rows}</ul>'
+
+
+def plain(value: Any) -> str:
+    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# -- trouble
+
+
+def troubles(run: RunSummary) -> list[tuple[str, str]]:
+    """What was not as it should be: (severity, text), worst first."""
+    found: list[tuple[str, str]] = []
+    error = run.manifest.get("error") or (run.finished or {}).get("error")
+    if run.status == "failed":
+        found.append(("error", f"The run failed: {error or 'no reason recorded'}"))
+    elif run.status == "killed":
+        found.append(("error", "The run was killed: it neither goes on nor ended by itself. What it wrote is shown."))
+    elif run.status == "interrupted":
+        found.append(("warning", "The run was interrupted before its end."))
+    found += [(str(h.get("severity")), f"{h.get('source')}: {h.get('text')}") for h in run.health
+              if h.get("severity") in ("warning", "error")]  # fmt: skip
+    if (holes := holes_unexplained(run)) > 0:
+        found.append(
+            ("warning", f"{holes} events never reached the journal: their numbers are missing from the sequence.")
+        )
+    if run.damage.lines or run.unreadable:
+        found.append(("warning", f"{run.damage.lines + run.unreadable} lines of the journal could not be read."))
+    if run.damage.torn and run.status not in ("running", "killed"):
+        found.append(("warning", "The journal ends within a line."))
+    for g in run.governor[:20]:
+        limit = f", limit {spoken(g['limit'])}" if g.get("limit") is not None else ""
+        back = f", back to epoch {g['restored_step']}" if g.get("restored_step") is not None else ""
+        name = run.envs[g["env"]].name if g.get("env") in run.envs else f"env {g.get('env')}"
+        found.append(("warning", f"Governor, {name}, epoch {g.get('step')}: {g.get('alarm')} "
+                                 f"({spoken(g.get('value'))}{limit}) → {g.get('action')}{back}"))  # fmt: skip
+    if len(run.governor) > 20:
+        found.append(("warning", f"Governor: {len(run.governor) - 20} more alarms"))
+    return sorted(found, key=lambda each: each[0] != "error")
+
+
+def holes_unexplained(run: RunSummary) -> int:
+    """Missing sequence numbers beyond the gauges that the hub says it replaced by newer ones."""
+    told = [(h.get("counters") or {}).get("coalesced") for h in run.health]
+    replaced = max((int(c) for c in told if isinstance(c, int | float) and math.isfinite(c)), default=0)
+    return max(0, sum(run.lost.values()) - replaced)
+
+
+def health(run: RunSummary) -> str:
+    found = troubles(run)
+    if not found:
+        events = spoken(sum(run.kinds.values()), "count")
+        return f'<p class="health">Nothing amiss: {events} events, none lost; no alarm.</p>'
+    return trouble("Not as it should be", found)
+
+
+def trouble(title: str, found: Sequence[tuple[str, str]]) -> str:
+    rows = "".join(f'<li><b class="{escape(s)}">{escape(s)}</b> {escape(text)}</li>' for s, text in found)
+    return f'<section class="trouble" role="alert"><h2>{escape(title)}</h2><ul>{rows}</ul></section>'
+
+
+# -- several runs
+
+
+def comparison(runs: Sequence[RunSummary]) -> str:
+    """Mean and range of quality over each run's environments, and what came out beside the first."""
+    percent = all(sections.units(r)[0] == "percent" for r in runs)
+    unit, points = ("percent", "points") if percent else ("number", "number")
+    groups = [compared(run) for run in runs]
+    first = average([e.quality for e in groups[0][0][1]])
+    quality, rows = [], []
+    for i, (run, group) in enumerate(zip(runs, groups, strict=True)):
+        mean, spread = sections.over_steps(group[0][1], "quality")
+        quality.append(Series(title_of(run), mean, i, spread if len(group[0][1]) > 1 else (), key=f"run{i}"))
+        for name, episodes in group:
+            own = not name or name == GROWN
+            final = average([e.quality for e in episodes])
+            gain = None if final is None or first is None else final - first
+            facts = [
+                str(run.about(k) if own and run.about(k) is not None else "") for k in ("task", "controller", "seed")
+            ]
+            pill = f'<span class="pill {PILL.get(run.status, "")}">{escape(run.status)}</span>'
+            link = f'<a href="#run{i}">{escape(title_of(run))}</a>'
+            rows.append((
+                link if own else f'<span class="soft">beside it: {escape(name)}</span>', *map(escape, facts),
+                pill if own else "", str(len(episodes)), sections.cell(final, unit),
+                "" if not rows else sections.cell(gain, points),
+                sections.cell(max((q for e in episodes if (q := e.quality_best) is not None), default=None), unit),
+                sections.cell(average([(e.result or {}).get("test_quality") for e in episodes]), unit),
+                sections.cell(average([e.params for e in episodes]), "count"),
+                sections.cell(run.wall_s, "seconds") if own else "",
+            ))  # fmt: skip
+    heads = ("run", "task", "controller", "seed", "status", "envs", "quality", "vs first", "best", "test",
+             "params", "time")  # fmt: skip
+    says = "Mean over a run's environments, latest episodes; the band spans the worst and the best."
+    chart = Chart("Quality after each epoch", quality, says, unit, height=320)
+    chart.x_range = (0.0, max((x for s in quality for x, _ in s.points), default=1.0))
+    body = sections.table(heads, rows, right=range(5, 12), caption="Runs")
+    body += legend([(f"run{i}", title_of(run), i, True) for i, run in enumerate(runs)]) + render(chart)
+    says = "Means over the latest episode of every environment" + ("; differences in points." if percent else ".")
+    return (
+        f'<header><p class="brand">Esper report</p><h1>{len(runs)} runs compared</h1></header>'
+        + sections.section("Side by side", says, body)
+        + "".join(trouble(title_of(run), found) for run in runs if (found := troubles(run)))
+    )
+
+
+def compared(run: RunSummary) -> list[tuple[str, list[EpisodeLife]]]:
+    """What stands for the run, then what it was trained beside; a run without such controls is one nameless group."""
+    latest = [env.latest for _, env in sorted(run.envs.items()) if env.latest is not None]
+    if not any(e.name == GROWN for e in latest):
+        return [("", latest)]
+    names = dict.fromkeys([GROWN, *(e.name for e in latest)])
+    return [(name, [e for e in latest if e.name == name]) for name in names]
+
+
+def average(values: Sequence[Value]) -> Value:
+    """Of what was measured; None if nothing was."""
+    known = [v for v in values if v is not None]
+    return sum(known) / len(known) if known else None
+
+
+def footer(runs: Sequence[RunSummary]) -> str:
+    versions = {str((r.manifest.get("versions") or {}).get("esper") or "") for r in runs}
+    made = "".join(f", Esper {escape(v)}" for v in sorted(versions) if v)
+    events = spoken(sum(sum(r.kinds.values()) for r in runs), "count")
+    return f"<footer>Made from {events} events{made}. This file needs no network.</footer>"

@@ -1,0 +1,307 @@
+"""SQL over run directories: DuckDB tables of every event, and nothing else within reach of the question.
+
+    Runs(paths) ─ reads every segment into memory, one table per kind, views on top
+      └ ask(query) ─ one question, in a read-only transaction, with files, settings and extensions shut off
+
+The fences are DuckDB's own (no external access, locked configuration, a read-only transaction); here stands only what
+may be asked. DuckDB reads the segments because it is ten times as fast as we are; a test holds it to `nissa.journal`.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from esper.karn.views import PLACE, VIEWS, column_types, table_name
+from esper.leyline.errors import ConfigError, DataError, EsperError
+from esper.leyline.events import KINDS
+from esper.nissa.journal import EVENTS, segments
+from esper.nissa.run import MANIFEST, read_manifest
+
+if TYPE_CHECKING:
+    from duckdb import DuckDBPyConnection
+
+BATCH_BYTES = 256 << 20
+"""Segments are read in batches of about this size: the text of more is never in memory at once."""
+FENCES = (
+    "SET autoinstall_known_extensions = false",
+    "SET autoload_known_extensions = false",
+    "SET python_enable_replacements = false",  # else a query could name our own variables
+    "SET temp_directory = ''",
+    "SET enable_external_access = false",
+    "SET lock_configuration = true",
+)
+PLACED = [name for name, kind in KINDS.items() if {"env", "episode", "step"} <= set(kind.__struct_fields__)]
+"""Kinds that happen at a step of an environment."""
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    columns: list[str]
+    types: list[str]
+    rows: list[tuple[Any, ...]]
+    more: int
+    """Rows beyond the limit."""
+
+
+class Runs:
+    """The events of some runs, in memory; a context manager."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        duckdb = _duckdb()
+        if not paths:
+            raise ConfigError("no run was given: name at least one run directory")
+        self._error, self._tokenize = duckdb.Error, duckdb.tokenize
+        self._allowed = {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI, duckdb.StatementType.EXPLAIN}
+        self._db: DuckDBPyConnection = duckdb.connect(":memory:")
+        self._create_tables()
+        for name, path in zip(run_names(paths), paths, strict=True):
+            self._load(name, Path(path))
+        for view in VIEWS:
+            self._db.execute(f"create view {view.name} as {view.sql}")
+        self._db.execute("drop table lines")
+        for fence in FENCES:
+            self._db.execute(fence)
+
+    def __enter__(self) -> Runs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._db.close()
+
+    def ask(self, query: str, *, limit: int | None = None, timeout_s: float | None = None) -> Answer:
+        """The answer to one question. None as a limit is no limit."""
+        query = self._single(query)
+        out_of_time = threading.Event()
+
+        def stop() -> None:
+            out_of_time.set()
+            self._db.interrupt()
+
+        alarm = threading.Timer(timeout_s or 0.0, stop)
+        self._db.execute("BEGIN TRANSACTION READ ONLY")
+        try:
+            if timeout_s:
+                alarm.start()
+            return self._fetch(query, limit)
+        except (self._error, RuntimeError) as error:  # an interrupt while rows are fetched is a RuntimeError
+            if "INTERRUPT" not in str(error).upper():
+                raise EsperError(_explain(str(error))) from None
+            if not out_of_time.is_set():
+                raise KeyboardInterrupt from None
+            raise EsperError(
+                f"the query was stopped after {timeout_s:g} s. Narrow it, or give it more time with --timeout"
+            ) from None
+        finally:
+            alarm.cancel()
+            self._db.execute("ROLLBACK")
+
+    def _single(self, query: str) -> str:
+        """The one statement that a query may be, without what follows it."""
+        try:
+            found = self._db.extract_statements(query)
+            kinds = [statement.type for statement in found]
+        except (self._error, ValueError) as error:
+            raise EsperError(_explain(str(error))) from None
+        if len(found) != 1:
+            raise EsperError(f"one question at a time: this has {len(found)} statements. Give a single SELECT")
+        if kinds[0] not in self._allowed:
+            raise EsperError(
+                f"{kinds[0].name} is not allowed here: a query may only read the run. "
+                "Use SELECT, WITH, FROM, VALUES, PIVOT, DESCRIBE, SHOW, SUMMARIZE or EXPLAIN"
+            )
+        text = query.encode()
+        ends = [at for at, _ in self._tokenize(query) if text[at : at + 1] == b";"]
+        return text[: ends[0]].decode() if ends else query
+
+    def _fetch(self, query: str, limit: int | None) -> Answer:
+        found = self._db.sql(query)
+        rows = (found if limit is None else found.limit(limit)).fetchall()
+        more = len(found) - limit if limit is not None and len(rows) == limit else 0
+        return Answer(found.columns, [str(each) for each in found.types], rows, more)
+
+    def _create_tables(self) -> None:
+        place = ", ".join(f"{name} {of}" for name, of in PLACE.items())
+        for name, kind in KINDS.items():
+            own = "".join(f'"{column}" {of}, ' for column, of in column_types(kind).items())
+            self._db.execute(f"create table {table_name(name)} (run VARCHAR, {own}{place}, extra JSON)")
+        self._db.execute(f"create table other_events (run VARCHAR, kind VARCHAR, {place}, event JSON)")
+        self._db.execute(f"create table places (run VARCHAR, {place}, kind VARCHAR)")
+        self._db.execute(
+            "create table manifests "
+            "(run VARCHAR, path VARCHAR, status VARCHAR, manifest JSON, events BIGINT, damaged BIGINT)"
+        )
+        self._db.execute(f"create temp table lines (line BIGINT, {place}, kind VARCHAR, json JSON)")
+
+    def _load(self, run: str, path: Path) -> None:
+        status, manifest = read_manifest(path)["status"], (path / MANIFEST).read_text()
+        good = damaged = 0
+        for rank, found in segments(path / EVENTS).items():
+            for batch in batches([each for _, each in found]):
+                wrong = self._read_lines(run, rank, batch)
+                good, damaged = good + self._keep_lines(run), damaged + wrong
+        self._forget_what_was_lived_again(run)
+        row = [run, str(path), status, manifest, good, damaged]
+        self._db.execute("insert into manifests values (?, ?, ?, ?, ?, ?)", row)
+
+    def _read_lines(self, run: str, rank: int, files: list[Path]) -> int:
+        """Fill `lines` with the entries of these segments, each place in the run once; how many lines are none."""
+        db = self._db
+        db.execute("truncate lines")
+        db.execute(
+            """
+            insert into lines
+            select line, place.seq, place.time_s, place.rank, place.kind, json
+            from (select row_number() over () as line, json, json_transform(json, ?) as place
+                  from read_ndjson_objects(?, ignore_errors = true))
+            """,
+            [json.dumps(PLACE | {"kind": "VARCHAR"}), [literal_path(file) for file in files]],
+        )
+        bad = "where coalesce(rank, -1) != ? or coalesce(seq, -1) < 0 or time_s is null or kind is null"
+        (damaged,) = db.execute(f"delete from lines {bad}", [rank]).fetchone() or (0,)
+        before = "select coalesce(max(seq), -1) from places where run = ? and rank = ?"
+        (last,) = db.execute(before, [run, rank]).fetchone() or (-1,)
+        (orderly,) = db.execute(
+            "select coalesce(bool_and(seq > before), true) "
+            "from (select seq, lag(seq, 1, ?) over (order by line) as before from lines)",
+            [last],
+        ).fetchone() or (True,)
+        return int(damaged) if orderly else int(damaged) + self._keep_each_place_once(run, rank, last)
+
+    def _keep_each_place_once(self, run: str, rank: int, last: int) -> int:
+        """As `nissa.journal` does: the first line of a place counts; one that leaps ahead of its next is damaged."""
+        (leapt,) = self._db.execute(
+            """
+            delete from lines where line in (
+                select line from (
+                    select line, seq, lead(seq) over (order by line) as next,
+                           max(seq) over (order by line rows between unbounded preceding and 1 preceding) as before
+                    from lines)
+                where next < seq and seq > greatest(coalesce(before, -1), $last) + 1)
+            """,
+            {"last": last},
+        ).fetchone() or (0,)
+        self._db.execute("delete from lines where line not in (select min(line) from lines group by seq)")
+        self._db.execute(
+            "delete from lines where seq in (select seq from places where run = ? and rank = ?)", [run, rank]
+        )
+        return int(leapt)
+
+    def _keep_lines(self, run: str) -> int:
+        """Move `lines` to the tables of their kinds; how many there were."""
+        db = self._db
+        present = {kind for (kind,) in db.execute("select distinct kind from lines").fetchall()}
+        for name in sorted(present & KINDS.keys()):
+            self._keep_kind(run, name)
+        known = ", ".join(f"'{name}'" for name in KINDS)
+        db.execute(
+            f"insert into other_events select ?, kind, seq, time_s, rank, json from lines where kind not in ({known})",
+            [run],
+        )
+        (kept,) = db.execute("insert into places select ?, seq, time_s, rank, kind from lines", [run]).fetchone() or (
+            0,
+        )
+        return int(kept)
+
+    def _keep_kind(self, run: str, name: str) -> None:
+        types = column_types(KINDS[name])
+        known = [*types, *PLACE, "kind"]
+        keys = self._db.execute("select distinct json_keys(json) from lines where kind = ?", [name]).fetchall()
+        is_newer = any(key not in known for (each,) in keys for key in each)
+        rest = json.dumps(dict.fromkeys(known))  # as a patch, it takes away what is known
+        extra = f"nullif(json_merge_patch(json, '{rest}')::varchar, '{{}}')" if is_newer else "null"
+        own = "".join(f'event."{column}", ' for column in types)
+        self._db.execute(
+            f"""
+            insert into {table_name(name)} select ?, {own}seq, time_s, rank, {extra}
+            from (select *, json_transform(json, '{json.dumps(types)}') as event from lines where kind = '{name}')
+            """,
+            [run],
+        )
+
+    def _forget_what_was_lived_again(self, run: str) -> None:
+        """A run that went on from a checkpoint lives some steps twice: the later life counts.
+
+        Each start of the process opens a session; whatever an earlier session did at or behind the first step of a
+        later one, in the same environment, was lived again.
+        """
+        starts = self._db.execute("select seq from run_started where run = ? order by seq", [run]).fetchall()
+        for (start,) in starts[1:]:
+            at = " union all ".join(f"select run, env, episode, step, seq from {table_name(name)}" for name in PLACED)
+            self._db.execute(
+                f"""
+                create or replace temp table again as select env, min({{e: episode, s: step}}) as since from ({at})
+                where run = ? and seq > ? group by env
+                """,
+                [run, start],
+            )
+            for table in [*map(table_name, PLACED), "episodes"]:
+                place = "{e: episode, s: steps}" if table == "episodes" else "{e: episode, s: step}"
+                self._db.execute(
+                    f"delete from {table} t using again where t.run = ? and t.seq < ? and t.env = again.env "
+                    f"and {place} >= again.since",
+                    [run, start],
+                )
+            self._db.execute(
+                "delete from updates where run = $run and seq < $start and "
+                "round >= (select min(round) from updates where run = $run and seq > $start)",
+                {"run": run, "start": start},
+            )
+
+
+def run_names(paths: Sequence[Path]) -> list[str]:
+    """What each run is called in the column `run`: its directory, with as many parents as tell it from the others."""
+    whole = [Path(path).resolve() for path in paths]
+    if len(set(whole)) < len(whole):
+        raise ConfigError(f"a run is given twice: {', '.join(str(p) for p in paths)}")
+    depth = 1
+    while len(names := {p.parts[-depth:] for p in whole}) < len(whole):
+        depth += 1
+    del names
+    return ["/".join(p.parts[-depth:]) for p in whole]
+
+
+def batches(files: Sequence[Path]) -> Iterator[list[Path]]:
+    """The files in order, as many at a time as `BATCH_BYTES` allow."""
+    batch: list[Path] = []
+    size = 0
+    for file in files:
+        bytes_ = file.stat().st_size
+        if batch and size + bytes_ > BATCH_BYTES:
+            yield batch
+            batch, size = [], 0
+        batch.append(file)
+        size += bytes_
+    if batch:
+        yield batch
+
+
+def literal_path(path: Path) -> str:
+    """A path of which DuckDB takes no character for a pattern."""
+    return "".join(f"[{c}]" if c in "*?[" else c for c in str(path))
+
+
+def _explain(message: str) -> str:
+    """DuckDB's message as one paragraph, with the way out."""
+    text = " ".join(message.split("\n\nLINE ")[0].split())
+    if "disabled by configuration" in text or "configuration has been locked" in text:
+        return f"the query reaches beyond the run, which is not allowed here. ({text})"
+    if "read-only mode" in text:
+        return f"the query would change something, and may only read. ({text})"
+    if "pytz" in text:
+        return (
+            "times with a zone cannot be shown here: write `make_timestamp((time_s * 1e6)::bigint)` for a time in UTC"
+        )
+    return f"the query does not run: {text}. `esper sql RUN` without a query lists the views and their columns"
+
+
+def _duckdb() -> Any:
+    try:
+        import duckdb
+    except ImportError:
+        raise DataError("`esper sql` needs DuckDB, which is not installed: pip install 'esper-lite[sql]'") from None
+    return duckdb

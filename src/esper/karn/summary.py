@@ -1,0 +1,467 @@
+"""What a run's journal says, in a form that every view shares: environments, their episodes, the lives in their slots.
+
+    RunSummary (manifest, envs, updates, phases, trouble)
+    └── EnvLife (name)
+        └── EpisodeLife (steps, decisions, lifecycle, result)
+            └── SlotLife (stage intervals, alpha, worth)
+
+It is built entry by entry (`add`), so a live view feeds it as the run goes on, and it keeps numbers rather than
+entries: a million steps are some tens of megabytes. Whatever it does not know it counts and passes over.
+"""
+
+from __future__ import annotations
+
+import gc
+import math
+import sys
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from operator import itemgetter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esper.leyline.stages import SeedStage
+from esper.nissa.journal import Damage, Entry, read
+from esper.nissa.run import read_manifest
+
+Data = dict[str, Any]
+Value = float | None
+"""None: not measured. NaN and the infinities: measured, and so they came out."""
+
+UNMEASURED = -sys.float_info.max
+"""How None stands in a table of floats; NaN is taken, it means that something was measured."""
+STEP_FIELDS = ("step", "quality", "committed_quality", "val_loss", "train_loss", "reward", "params")
+WORTH_FIELDS = ("step", "seed", "committed", "contribution", "contribution_se", "shapley", "shapley_se",
+                "prospect", "prospect_se", "interaction")  # fmt: skip
+
+
+class Table:
+    """Rows of numbers, ordered by their first field; of rows that share it the last one counts.
+
+    Rows are kept as they come and become an array when somebody asks: of a large run, most are never drawn.
+    """
+
+    def __init__(self, fields: Sequence[str]) -> None:
+        self.fields = tuple(fields)
+        self.pick = itemgetter(*fields)
+        self._flat: list[Any] = []
+
+    def add(self, d: Data) -> None:
+        try:
+            self._flat += self.pick(d)
+        except KeyError:  # written by a version that knew fewer fields
+            self._flat += map(d.get, self.fields)
+
+    def __len__(self) -> int:
+        return len(self._flat) // len(self.fields)
+
+    def array(self) -> npt.NDArray[np.float64]:
+        """[rows, fields], None as UNMEASURED; and so what is no number at all."""
+        numbers = [v if isinstance(v, float | int) else UNMEASURED for v in self._flat]
+        rows = np.array(numbers, np.float64).reshape(-1, len(self.fields))
+        if len(rows) > 1 and not (np.diff(rows[:, 0]) > 0).all():  # a resumed run goes over some steps again
+            _, newest = np.unique(rows[::-1, 0], return_index=True)
+            rows = rows[::-1][newest]
+        return rows
+
+    def column(self, name: str) -> list[Value]:
+        return [None if v == UNMEASURED else v for v in self.array()[:, self.fields.index(name)].tolist()]
+
+
+@dataclass(slots=True)
+class Interval:
+    """A slot stood in one stage from the beginning of epoch `start` to the end of epoch `end`."""
+
+    stage: SeedStage
+    blueprint: str
+    start: int
+    end: int
+
+
+@dataclass(slots=True)
+class SlotLife:
+    """What happened in one slot during one episode. Empty stretches have no interval; unknown ones neither."""
+
+    name: str
+    intervals: list[Interval] = field(default_factory=list)
+    alpha: list[tuple[int, Value]] = field(default_factory=list)
+    """Where alpha changed: (step, the value from there on)."""
+    worth: Table = field(default_factory=lambda: Table(WORTH_FIELDS))
+    blueprints: dict[int, str] = field(default_factory=dict)
+    """Seed → its blueprint, of the seeds whose worth was measured."""
+
+    def stands(self, step: int, stage: int, blueprint: str) -> None:
+        """During epoch `step` the slot showed `stage`. Epochs of which nobody told are left out, not bridged."""
+        while self.intervals and self.intervals[-1].start >= step and self.intervals[-1].stage != stage:
+            self.intervals.pop()  # gone over again by a resumed run, or passed through within one epoch
+        last = self.intervals[-1] if self.intervals else None
+        if last and last.stage == stage and last.blueprint in ("", blueprint) and step <= last.end + 1:
+            last.blueprint, last.start, last.end = blueprint, min(last.start, step), step
+            return
+        if last:
+            last.end = min(last.end, step - 1)
+        if stage != SeedStage.DORMANT:
+            self.intervals.append(Interval(SeedStage(stage), blueprint, step, step))
+
+    def still_stands(self, step: int, stage: int) -> None:
+        """Nothing changed up to `step`."""
+        if self.intervals and self.intervals[-1].stage == stage:
+            self.intervals[-1].end = max(self.intervals[-1].end, step)
+
+    def moved(self, step: int, was: SeedStage, now: SeedStage, dwell: int, blueprint: str) -> None:
+        """It left `was`, after `dwell` epochs there, for `now`: says what held between steps nobody recorded."""
+        last = self.intervals[-1] if self.intervals else None
+        if last is not None and last.stage == was:
+            last.end = max(last.end, step - 1)
+        elif was != SeedStage.DORMANT and dwell > 0 and (last is None or last.end < step - dwell):
+            self.intervals.append(Interval(was, blueprint, step - dwell, step - 1))
+        self.stands(step, now, blueprint)
+
+    def was_used(self) -> bool:
+        return bool(self.intervals) or len(self.worth) > 0
+
+
+@dataclass(slots=True)
+class EpisodeLife:
+    """One environment's training from its first step to its last, as far as it is recorded."""
+
+    env: int
+    episode: int
+    name: str
+    steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
+    slots: dict[str, SlotLife] = field(default_factory=dict)
+    decisions: list[Data] = field(default_factory=list)
+    lifecycle: list[Data] = field(default_factory=list)
+    result: Data | None = None
+    """The run's own `episode` event; None while it goes on, or where it was cut off."""
+    last_step: int = 0
+    first_s: float = math.nan
+    last_s: float = math.nan
+    _stages: Any = None
+    _alphas: Any = None
+    _blueprints: Any = None
+    _shown: list[tuple[SlotLife, int]] = field(default_factory=list)
+
+    def slot(self, name: str) -> SlotLife:
+        life = self.slots.get(name)
+        if life is None:
+            life = self.slots[name] = SlotLife(name)
+        return life
+
+    def add_step(self, d: Data, order: Sequence[str]) -> None:
+        """Slots are looked at only where something changed: most steps change nothing."""
+        step = d["step"]
+        self.steps.add(d)
+        if step != self.last_step + 1:
+            self._jump(step)
+        stages, alphas, blueprints = d["stages"], d["alphas"], d["blueprints"]
+        if stages != self._stages or blueprints != self._blueprints:
+            self.settle()
+            self._shown = [(self._at(s, order), stage) for s, stage in enumerate(stages)]
+            for (slot, stage), blueprint in zip(self._shown, blueprints, strict=True):
+                slot.stands(step, stage, blueprint)
+            self._stages, self._blueprints = stages, blueprints
+        if alphas != self._alphas:
+            before = self._alphas or [None] * len(alphas)
+            for s, alpha in enumerate(alphas):
+                if alpha != before[s]:
+                    self._at(s, order).alpha.append((step, alpha))
+            self._alphas = alphas
+        self.last_step = step
+
+    def settle(self) -> None:
+        """Lengthen what still stands to the last step."""
+        for slot, stage in self._shown:
+            slot.still_stands(self.last_step, stage)
+
+    def _at(self, s: int, order: Sequence[str]) -> SlotLife:
+        return self.slot(order[s] if s < len(order) else f"slot {s}")
+
+    def _jump(self, step: int) -> None:
+        """Steps are missing, or a resumed run goes over some again: what is known ends here."""
+        self.settle()
+        for slot in self.slots.values():
+            slot.alpha = [change for change in slot.alpha if change[0] < step]
+        self._stages = self._alphas = self._blueprints = None
+        self._shown = []
+
+    # -- what came of it
+
+    @property
+    def quality(self) -> Value:
+        """At the end, or as far as it got."""
+        if self.result and self.result.get("quality") is not None:
+            return float(self.result["quality"])
+        return next((v for v in reversed(self.steps.column("quality")) if v is not None), None)
+
+    @property
+    def quality_best(self) -> Value:
+        if self.result and self.result.get("quality_best") is not None:
+            return float(self.result["quality_best"])
+        return max((v for v in self.steps.column("quality") if v is not None and math.isfinite(v)), default=None)
+
+    @property
+    def params(self) -> int | None:
+        if self.result and self.result.get("params") is not None:
+            return int(self.result["params"])
+        last = next((v for v in reversed(self.steps.column("params")) if v is not None), None)
+        return None if last is None else int(last)
+
+    @property
+    def length(self) -> int:
+        return max(self.last_step, (self.result or {}).get("steps") or 0)
+
+    @property
+    def wall_s(self) -> Value:
+        """By its own account, else from its first sign of life to its last."""
+        if self.result and self.result.get("wall_s") is not None:
+            return float(self.result["wall_s"])
+        return self.last_s - self.first_s if self.last_s >= self.first_s else None
+
+    def count(self, stage: SeedStage, told: str) -> int:
+        """How many seeds entered a stage: as the result tells, else by the moves recorded."""
+        if self.result and self.result.get(told) is not None:
+            return int(self.result[told])
+        return sum(_stage(move.get("now")) == stage for move in self.lifecycle)
+
+    @property
+    def germinated(self) -> int:
+        return self.count(SeedStage.GERMINATED, "germinated")
+
+    @property
+    def fossilized(self) -> int:
+        return self.count(SeedStage.FOSSILIZED, "fossilized")
+
+    @property
+    def pruned(self) -> int:
+        return self.count(SeedStage.PRUNED, "pruned")
+
+
+@dataclass(slots=True)
+class EnvLife:
+    index: int
+    name: str
+    episodes: dict[int, EpisodeLife] = field(default_factory=dict)
+
+    @property
+    def latest(self) -> EpisodeLife | None:
+        return next(reversed(self.episodes.values()), None)
+
+
+@dataclass(slots=True)
+class Phase:
+    """Where time went: totals over all ranks."""
+
+    name: str
+    wall_ms: float
+    cpu_ms: float
+    calls: int
+
+
+class RunSummary:
+    """A run as its directory tells it, whether it goes on, has ended, or was killed."""
+
+    def __init__(self, path: Path, manifest: Data | None = None) -> None:
+        self.path = path
+        self.manifest: Data = manifest or {}
+        self.started: Data = {}
+        self.finished: Data | None = None
+        self.envs: dict[int, EnvLife] = {}
+        self.updates: list[Data] = []
+        self.governor: list[Data] = []
+        self.health: list[Data] = []
+        self.checkpoints: list[Data] = []
+        self.kinds: Counter[str] = Counter()
+        self.damage = Damage()
+        self.unreadable = 0
+        """Entries whose fields did not make sense."""
+        self.lost: Counter[int] = Counter()
+        """Rank → sequence numbers that never reached the journal."""
+        self.first_s = self.last_s = math.nan
+        self._next_seq: dict[int, int] = {}
+        self._phases: dict[tuple[int, str], Phase] = {}
+        self._order: tuple[str, ...] = ()
+        self._recent: EpisodeLife | None = None
+
+    @classmethod
+    def of(cls, path: Path) -> RunSummary:
+        """Read the whole of a run directory."""
+        summary = cls(path, read_manifest(path))
+        with no_garbage_collection():
+            summary.add(read(path, summary.damage))
+        return summary
+
+    def add(self, entries: Iterable[Entry]) -> None:
+        """Take the next entries in."""
+        known = {"step": self._step, "worth": self._worth, "decision": self._decision, "lifecycle": self._lifecycle,
+                 "run_started": self._run_started, "run_finished": self._run_finished, "episode": self._episode_end,
+                 "update": self._update, "phase_profile": self._phase, "governor": self._governor,
+                 "health": self._health, "checkpoint": self._checkpoint}  # fmt: skip
+        next_seq, count, time_s = self._next_seq, self.kinds, self.last_s
+        for seq, time_s, rank, kind, data in entries:  # the last one is the run's last sign of life
+            due = next_seq.get(rank, 0)
+            if seq == due:
+                next_seq[rank] = due + 1
+            else:  # above: a hole; below: it came late, and fills one
+                self.lost[rank] += seq - due if seq > due else -1
+                next_seq[rank] = max(due, seq + 1)
+            count[kind] += 1
+            handle = known.get(kind)
+            if handle is not None:
+                try:
+                    handle(data, time_s, rank)
+                except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+                    self.unreadable += 1
+            if self.first_s != self.first_s:
+                self.first_s = time_s
+        self.last_s = time_s
+        for env in self.envs.values():
+            if env.latest is not None:
+                env.latest.settle()
+
+    # -- where an entry belongs
+
+    def env(self, index: int) -> EnvLife:
+        life = self.envs.get(index)
+        if life is None:
+            names = self.started.get("env_names") or ()
+            name = str(names[index]) if 0 <= index < len(names) else f"env {index}"
+            life = self.envs[index] = EnvLife(index, name)
+        return life
+
+    def _episode(self, d: Data, time_s: float) -> EpisodeLife:
+        life = self._recent
+        if life is None or life.episode != d["episode"] or life.env != d["env"]:
+            life = self._recent = self._other_episode(d["env"], d["episode"], time_s)
+        life.last_s = time_s
+        return life
+
+    def _other_episode(self, index: int, number: int, time_s: float) -> EpisodeLife:
+        env = self.env(index)
+        life = env.episodes.get(number)
+        if life is None:
+            if env.latest is not None:
+                env.latest.settle()
+            life = env.episodes[number] = EpisodeLife(env.index, number, env.name, first_s=time_s)
+            for name in self._order:
+                life.slot(name)
+        return life
+
+    # -- one handler per kind
+
+    def _run_started(self, d: Data, time_s: float, rank: int) -> None:
+        if self.started:  # a resumed run says it again; the first word on when it began stays
+            return
+        self.started = d
+        self._order = tuple(str(s) for s in d.get("slots") or ())
+        for index in range(len(d.get("env_names") or ())):
+            self.env(index)
+
+    def _run_finished(self, d: Data, time_s: float, rank: int) -> None:
+        self.finished = d
+
+    def _step(self, d: Data, time_s: float, rank: int) -> None:
+        self._episode(d, time_s).add_step(d, self._order)
+
+    def _decision(self, d: Data, time_s: float, rank: int) -> None:
+        self._episode(d, time_s).decisions.append(d)
+
+    def _lifecycle(self, d: Data, time_s: float, rank: int) -> None:
+        life = self._episode(d, time_s)
+        life.lifecycle.append(d)
+        was, now = _stage(d["was"]), _stage(d["now"])
+        if was is not None and now is not None and d["step"] > life.last_step:  # a step says better how it ended
+            life.slot(d["slot"]).moved(d["step"], was, now, d.get("dwell_epochs") or 0, d.get("blueprint") or "")
+
+    def _worth(self, d: Data, time_s: float, rank: int) -> None:
+        slot = self._episode(d, time_s).slot(d["slot"])
+        slot.worth.add(d)
+        slot.blueprints[d["seed"]] = d["blueprint"]
+
+    def _episode_end(self, d: Data, time_s: float, rank: int) -> None:
+        life = self._episode(d, time_s)
+        life.result = d
+        if not len(life.steps):  # only the moves were recorded: what stood last stood until the end
+            for slot in life.slots.values():
+                if slot.intervals:
+                    slot.intervals[-1].end = max(slot.intervals[-1].end, d["steps"])
+
+    def _update(self, d: Data, time_s: float, rank: int) -> None:
+        self.updates.append(d)
+
+    def _phase(self, d: Data, time_s: float, rank: int) -> None:
+        totals = Phase(str(d["phase"]), float(d["wall_ms"]), float(d["cpu_ms"]), int(d["calls"]))
+        self._phases[rank, totals.name] = totals
+
+    def _governor(self, d: Data, time_s: float, rank: int) -> None:
+        self.governor.append(d)
+
+    def _health(self, d: Data, time_s: float, rank: int) -> None:
+        self.health.append(d)
+
+    def _checkpoint(self, d: Data, time_s: float, rank: int) -> None:
+        self.checkpoints.append(d)
+
+    # -- what views ask
+
+    @property
+    def episodes(self) -> list[EpisodeLife]:
+        return [e for env in sorted(self.envs) for _, e in sorted(self.envs[env].episodes.items())]
+
+    @property
+    def slots(self) -> list[str]:
+        """In the order of the run, then whatever else was seen."""
+        seen = dict.fromkeys(self._order)
+        for episode in self.episodes:
+            seen.update(dict.fromkeys(episode.slots))
+        return list(seen)
+
+    @property
+    def status(self) -> str:
+        if self.finished is not None and self.manifest.get("status") in (None, "running", "killed"):
+            return str(self.finished.get("status", "finished"))
+        return str(self.manifest.get("status") or "unknown")
+
+    @property
+    def wall_s(self) -> Value:
+        if self.finished is not None and self.finished.get("wall_s") is not None:
+            return float(self.finished["wall_s"])
+        return self.last_s - self.first_s if self.last_s >= self.first_s else None
+
+    @property
+    def phases(self) -> list[Phase]:
+        """Largest first, ranks added up."""
+        total: dict[str, Phase] = {}
+        for phase in self._phases.values():
+            sofar = total.setdefault(phase.name, Phase(phase.name, 0.0, 0.0, 0))
+            sofar.wall_ms += phase.wall_ms
+            sofar.cpu_ms += phase.cpu_ms
+            sofar.calls += phase.calls
+        return sorted(total.values(), key=lambda p: -p.wall_ms)
+
+    def about(self, name: str) -> Any:
+        """A fact of the run: from its first event, else from its manifest."""
+        if self.started.get(name) is not None:
+            return self.started[name]
+        return self.manifest.get(name)
+
+
+@contextmanager
+def no_garbage_collection() -> Iterator[None]:
+    """Millions of rows make no cycles; walking them again and again would cost a third of the reading."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _stage(name: object) -> SeedStage | None:
+    return SeedStage.__members__.get(str(name).upper())

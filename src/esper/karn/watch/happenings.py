@@ -1,0 +1,145 @@
+"""Events in a few words, the important ones first."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from rich.cells import cell_len
+
+from esper.karn.watch.lines import Line, Piece, fit, whole_words
+from esper.karn.watch.model import WatchModel
+from esper.karn.watch.states import Number, number, text, whole
+from esper.karn.watch.words import (
+    TONES,
+    count,
+    duration,
+    letter,
+    op_tone,
+    op_word,
+    points,
+    quality,
+    short,
+)
+from esper.leyline.stages import SeedStage
+from esper.nissa.journal import Entry
+
+
+class EventLines:
+    """Lines of events for one width. They do not change once made, so each is made once while it is in use."""
+
+    KEPT = 512
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[int, int], Line] = {}
+        self._for: tuple[object, ...] = ()
+
+    def line(self, model: WatchModel, entry: Entry, width: int) -> Line:
+        made_for = (id(model), width, model.is_percent, len(model.envs), model.first_s)
+        if made_for != self._for or len(self._made) > self.KEPT:
+            self._for, self._made = made_for, {}
+        key = (entry.rank, entry.seq)
+        if key not in self._made:
+            self._made[key] = event_line(model, entry, width)
+        return self._made[key]
+
+
+def event_line(model: WatchModel, entry: Entry, width: int, *, with_env: bool = True) -> Line:
+    """When, which environment, which step, what."""
+    d: Mapping[str, Any] = entry.data
+    first = model.first_s if model.first_s is not None else entry.time_s
+    said, tone = event_text(model, entry.kind, d)
+    out: list[Piece] = [(f"{duration(entry.time_s - first):>7} ", "dim")]
+    if with_env:
+        env = model.envs.get(whole(d.get("env"), -1)) if "env" in d else None
+        names = max((cell_len(e.name) for e in model.envs.values()), default=3)
+        out.append((fit(env.name if env else "run", min(max(3, names), 12 if width < 100 else 20)) + " ", "strong"))
+    out.append((fit(str(whole(d["step"])) if "step" in d else "", 4, right=True) + "  ", "dim"))
+    used = sum(cell_len(s) for s, _ in out)
+    return (*out, (whole_words(said, max(10, width - used)), tone))
+
+
+def event_text(model: WatchModel, kind: str, d: Mapping[str, Any]) -> tuple[str, str]:
+    """An event in a few words, the important ones first."""
+    return _TEXTS[kind](model, d) if kind in _TEXTS else (kind.replace("_", " "), "dim")
+
+
+def _run_started_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    return f"run began: {text(d.get('command'))} {text(d.get('task'))}, seed {whole(d.get('seed'))}", "strong"
+
+
+def _run_finished_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    status = text(d.get("status"))
+    error = f": {text(d.get('error'))}" if d.get("error") else ""
+    said = f"run {status} after {duration(number(d.get('wall_s')))}, {whole(d.get('env_steps'))} env-steps{error}"
+    return said, "good" if status == "finished" else "bad"
+
+
+def _lifecycle_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    now = text(d.get("now"))
+    said = f"{text(d.get('slot'))} {text(d.get('blueprint'))}: {text(d.get('was'))} → {now}"
+    if number(d.get("contribution")) is not None:
+        worth = points(number(d.get("contribution")), number(d.get("contribution_se")), model.is_percent)
+        said += f", {worth}"
+    by = text(d.get("cause"))
+    return said + (f" ({by})" if by else ""), TONES.get(_letter_of(now), "plain")
+
+
+def _letter_of(name: str) -> str:
+    return letter(int(SeedStage[name.upper()])) if name.upper() in SeedStage.__members__ else "?"
+
+
+def _decision_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    op = text(d.get("op"))
+    heads = [text(d.get(h)) for h in ("blueprint", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")]
+    said = " ".join([op_word(op), text(d.get("slot")), *(h for h in heads if h)])
+    if d.get("happened") is False:
+        return f"{said}: not legal, nothing happened", "warn"
+    return said, op_tone(op)
+
+
+def _episode_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    pc = model.is_percent
+    unit = " %" if pc else ""
+    said = f"episode ended: quality {quality(number(d.get('quality')), pc)}{unit}"
+    said += f", best {quality(number(d.get('quality_best')), pc)}{unit}"
+    if (gain := over_twin(d)) is not None:
+        said += f", {points(gain, None, pc)} over its twin"
+    return f"{said}, {whole(d.get('fossilized'))} fossilised, {whole(d.get('pruned'))} pruned", "accent"
+
+
+def _governor_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    said = f"governor: {text(d.get('alarm'))}, {text(d.get('action'))}"
+    if number(d.get("value")) is not None:
+        said += f", {short(number(d.get('value')))}"
+        said += f" against a limit of {short(number(d.get('limit')))}" if number(d.get("limit")) is not None else ""
+    return said + (f", back to step {whole(d['restored_step'])}" if d.get("restored_step") is not None else ""), "bad"
+
+
+def _health_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    tone = {"error": "bad", "warning": "warn"}.get(text(d.get("severity")), "dim")
+    return f"{text(d.get('source'))}: {text(d.get('text'))}", tone
+
+
+def _checkpoint_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    return f"checkpoint {text(d.get('path'))}, {count(number(d.get('size_bytes')))}B ({text(d.get('reason'))})", "dim"
+
+
+def _update_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+    said = f"PPO update {whole(d.get('round'))}: KL {short(number(d.get('kl')))}"
+    said += f", clip {short(number(d.get('clip_fraction')))}"
+    mean = number(d.get("return_mean"))
+    return said + (f", return {short(mean)}" if mean is not None else ""), "note"
+
+
+_TEXTS = {
+    "run_started": _run_started_text, "run_finished": _run_finished_text, "lifecycle": _lifecycle_text,
+    "decision": _decision_text, "episode": _episode_text, "governor": _governor_text, "health": _health_text,
+    "checkpoint": _checkpoint_text, "update": _update_text,
+}  # fmt: skip
+
+
+def over_twin(episode: Mapping[str, Any]) -> Number:
+    """What growth brought, against the same world without it; on the same split as the twin if that is known."""
+    mine, twin = number(episode.get("quality")), number(episode.get("twin_quality"))
+    return None if mine is None or twin is None else mine - twin

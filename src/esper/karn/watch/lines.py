@@ -1,0 +1,118 @@
+"""Lines of coloured text and tables of them, with no terminal in sight: the app and the plain summary share them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from rich.cells import cell_len, set_cell_size
+
+Piece = tuple[str, str]
+"""Some text and its tone."""
+Line = tuple[Piece, ...]
+Row = TypeVar("Row")
+
+
+def plain(line: Line) -> str:
+    return "".join(said for said, _ in line).rstrip()
+
+
+def fit(said: str, width: int, *, right: bool = False, keep_end: bool = False) -> str:
+    """Exactly `width` cells: padded, or cut with an ellipsis."""
+    size = cell_len(said)
+    if size > width:
+        if keep_end:
+            while cell_len(said) > max(0, width - 1):
+                said = said[1:]
+            said = "…" + said
+        else:
+            said = set_cell_size(said, max(0, width - 1)) + "…"
+        return set_cell_size(said, width)
+    return " " * (width - size) + said if right else said + " " * (width - size)
+
+
+def whole_words(said: str, width: int) -> str:
+    """Cut where a clause ends, or else a word, so that nothing is broken in the middle."""
+    if cell_len(said) <= width:
+        return said
+    cut = set_cell_size(said, max(0, width - 1)).rstrip()
+    ends = [at for mark in (", ", " (", " ") if (at := cut.rfind(mark)) >= width // 2]
+    return (cut[: ends[0]] if ends else cut).rstrip(" ,;:") + "…"
+
+
+def wrap(said: str, width: int, indent: str = "") -> list[str]:
+    """Lines of whole words."""
+    out: list[str] = []
+    line = ""
+    for word in said.split():
+        longer = f"{line} {word}" if line else word
+        if line and cell_len(longer) > width - len(indent) * bool(out):
+            out.append((indent if out else "") + line)
+            line = word
+        else:
+            line = longer
+    return [*out, (indent if out else "") + line]
+
+
+def joined(parts: Iterable[Sequence[Piece]], width: int, gap: str = "   ") -> Line:
+    """As many whole parts as fit, the first ones first."""
+    line: list[Piece] = []
+    used = 0
+    for part in parts:
+        size = sum(cell_len(said) for said, _ in part) + (len(gap) if line else 0)
+        if used + size > width:
+            continue
+        line += [(gap, "plain"), *part] if line else list(part)
+        used += size
+    return tuple(line)
+
+
+@dataclass(frozen=True, slots=True)
+class Column(Generic[Row]):
+    """One column: what it shows of a row in so many characters."""
+
+    title: str
+    width: int
+    cell: Callable[[Row, int], Line]
+    right: bool = False
+    drop: int = 0  # where the room is short, the highest goes first; 0 never goes
+    grow: int = 0  # up to so many more characters where there is room
+
+
+@dataclass(frozen=True, slots=True)
+class Table(Generic[Row]):
+    """Columns that have been given their widths."""
+
+    columns: tuple[tuple[Column[Row], int], ...]
+    width: int
+
+    def head(self) -> Line:
+        said = " ".join(fit(c.title, w, right=c.right) for c, w in self.columns)
+        return ((fit(said, self.width), "head"),)
+
+    def line(self, row: Row) -> Line:
+        out: list[Piece] = []
+        for column, width in self.columns:
+            pieces = column.cell(row, width)
+            size = sum(cell_len(said) for said, _ in pieces)
+            if size > width:
+                pieces = ((fit(plain(pieces), width), pieces[0][1]),)
+                size = width
+            pad = ((" " * (width - size), "plain"),)
+            out += [*((*pad, *pieces) if column.right else (*pieces, *pad)), (" ", "plain")]
+        return tuple(piece for piece in out[:-1] if piece[0])
+
+
+def table(columns: Sequence[Column[Row]], width: int) -> Table[Row]:
+    """The columns that fit, widened where there is room: the first ones first."""
+    kept = list(columns)
+    while sum(c.width + 1 for c in kept) - 1 > width and any(c.drop for c in kept):
+        kept.remove(max(kept, key=lambda c: c.drop))
+    room = width - sum(c.width + 1 for c in kept) + 1
+    widths = []
+    for column in kept:
+        more = max(0, min(column.grow, room))
+        widths.append(column.width + more)
+        room -= more
+    return Table(tuple(zip(kept, widths, strict=True)), width)

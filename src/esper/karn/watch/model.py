@@ -1,0 +1,351 @@
+"""What a screen shows of a run: a fold over its journal, one entry at a time. Pure: no clock, no files, no terminal.
+
+None means *not measured*; numbers that are not finite stay what they are. Unknown kinds and missing fields are no
+error: a view of a run must never be the thing that fails.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from esper.karn.watch.states import EnvState, Number, SlotState, items, number, numbers, stage_number, text, whole
+from esper.leyline.actions import Op
+from esper.leyline.stages import COOLING, SeedStage
+from esper.nissa.journal import Entry
+
+HAPPENINGS = 2000
+"""Events kept for the list of a run."""
+BEST = 20
+"""Episodes kept in the table of the best."""
+TROUBLES = 8
+"""Warnings and errors kept."""
+PAUSE_S = 0.2
+"""Events closer together than this are one burst: the silence between bursts tells how often a run speaks."""
+SHOWN = {
+    "run_started", "run_finished", "lifecycle", "decision", "episode", "governor", "health", "checkpoint", "update",
+}  # fmt: skip
+"""Kinds that stand in the list of events; decisions to wait do not."""
+
+
+@dataclass(slots=True)
+class Mark:
+    """How far a run had come at some time."""
+
+    time_s: float
+    env_steps: int
+    events: int
+
+
+class WatchModel:
+    """Everything a screen shows, folded from entries in the order of the journal."""
+
+    def __init__(self) -> None:
+        self.run: dict[str, Any] = {}  # of `run_started`
+        self.status: str | None = None  # what the manifest says; the reader sets it
+        self.damage = 0  # unreadable lines; the reader sets it
+        self.ending: dict[str, Any] | None = None  # of `run_finished`
+        self.envs: dict[int, EnvState] = {}
+        self.slot_names: list[str] = []
+        self.happenings: deque[Entry] = deque(maxlen=HAPPENINGS)
+        self.happened = 0  # in all, the forgotten ones too
+        self.best: list[dict[str, Any]] = []  # episodes, best first
+        self.episodes = 0
+        self.update: dict[str, Any] | None = None
+        self.updates = 0
+        self.ops: Counter[str] = Counter()  # over free steps
+        self.forced = 0
+        self.governor: Counter[str] = Counter()  # alarms by name
+        self.last_alarm: Entry | None = None
+        self.troubles: dict[str, Entry] = {}  # warnings and errors by their text, the last ones
+        self.counters: dict[str, Number] = {}  # of the run's own machinery
+        self.phases: dict[str, dict[str, Any]] = {}
+        self.is_percent = True  # qualities so far are fractions, so they are shown in points
+        self.version = 0  # rises with whatever changes what is shown
+        self.events = 0
+        self.env_steps = 0
+        self.first_s: float | None = None
+        self.last_s: float | None = None
+        self.fresh_at: float | None = None  # reader's clock when the last event was new
+        self.paused_s = 0.0  # between an end and a resumption
+        self.marks: deque[Mark] = deque(maxlen=2400)
+        self.pauses: deque[float] = deque(maxlen=32)
+        self._received: Counter[int] = Counter()
+        self._highest: dict[int, int] = {}
+        self._slot_index: dict[str, int] = {}
+        self._folds = {
+            "run_started": self._run_started, "run_finished": self._run_finished, "step": self._step,
+            "decision": self._decision, "lifecycle": self._lifecycle, "worth": self._worth,
+            "gradient": self._gradient, "update": self._update, "episode": self._episode,
+            "governor": self._governor, "health": self._health, "phase_profile": self._phase,
+        }  # fmt: skip
+
+    def feed(self, entries: Iterable[Entry], now: float | None = None) -> int:
+        """Take entries; how many there were. `now`: the reader's clock, if they have only just been written.
+
+        Without it, the times in the entries say how fresh they are, which is right for what was there before the
+        reader came; afterwards arrival is what counts, since two machines' clocks disagree.
+        """
+        count = 0
+        for entry in entries:
+            self._clock(entry)
+            fold = self._folds.get(entry.kind)
+            if fold is not None:
+                fold(entry)
+            if entry.kind in SHOWN and not (entry.kind == "decision" and entry.data.get("op") == Op.WAIT.name):
+                self._list(entry)
+            count += 1
+        if count:
+            self.version += 1
+            self.fresh_at = self.last_s if now is None else now
+        return count
+
+    # what follows from the fold
+
+    @property
+    def steps(self) -> int | None:
+        """Per episode, if the run said so."""
+        return whole(self.run.get("steps")) or None
+
+    @property
+    def rounds(self) -> int:
+        return max(1, whole(self.run.get("rounds"), 1))
+
+    @property
+    def round(self) -> int:
+        """The round that runs now, counted from 1; 0 before the first step."""
+        return max((e.episodes for e in self.envs.values()), default=0)
+
+    @property
+    def step(self) -> int:
+        """Of the environment that is furthest behind in the round that runs now."""
+        return min((e.step for e in self.envs.values() if e.episodes == self.round), default=0)
+
+    @property
+    def done(self) -> float | None:
+        """Share of all env-steps that are done, if the run said how many there will be."""
+        if self.steps is None or not self.envs:
+            return None
+        each = [min(self.rounds, (max(0, e.episodes - 1) + min(1.0, e.step / self.steps))) for e in self.envs.values()]
+        return min(1.0, sum(each) / (self.rounds * len(each)))
+
+    @property
+    def holes(self) -> int:
+        """Sequence numbers never seen: gauges that were merged, or events that were lost."""
+        return sum(max(0, top + 1 - self._received[rank]) for rank, top in self._highest.items())
+
+    @property
+    def usual_pause_s(self) -> float:
+        """The longest silence among the recent ones."""
+        return max(self.pauses, default=0.0)
+
+    def rate(self, window_s: float, now_s: float) -> tuple[float, float] | None:
+        """Env-steps and events per second over the window that ends now, in the run's own clock."""
+        if self.first_s is None or len(self.marks) < 2:
+            return None
+        begin = now_s - window_s
+        since = self.marks[0]
+        for mark in reversed(self.marks):
+            if mark.time_s < begin:
+                since = mark
+                break
+        span = now_s - max(since.time_s, begin)
+        if span <= 0:
+            return None
+        return (self.env_steps - since.env_steps) / span, (self.events - since.events) / span
+
+    # folds, one per kind
+
+    def _clock(self, entry: Entry) -> None:
+        self.events += 1
+        self._received[entry.rank] += 1
+        self._highest[entry.rank] = max(entry.seq, self._highest.get(entry.rank, -1))
+        if self.first_s is None or self.last_s is None:
+            self.first_s = self.last_s = entry.time_s
+        pause = entry.time_s - self.last_s
+        if entry.kind == "run_started":
+            self.paused_s += max(0.0, pause)
+            self.pauses.clear()
+            self.marks.clear()
+        elif pause > PAUSE_S:
+            self.pauses.append(pause)
+        self.last_s = max(self.last_s, entry.time_s)
+        if not self.marks or entry.time_s - self.marks[-1].time_s > PAUSE_S:
+            self.marks.append(Mark(entry.time_s, self.env_steps, self.events))
+
+    def _list(self, entry: Entry) -> None:
+        self.happenings.append(entry)
+        self.happened += 1
+        env = self.envs.get(whole(entry.data.get("env"), -1))
+        if env is not None:
+            env.happenings.append(entry)
+
+    def _env(self, data: Mapping[str, Any]) -> EnvState:
+        """The environment an event speaks of, in the episode it speaks of."""
+        index = whole(data.get("env"))
+        env = self.envs.get(index)
+        if env is None:
+            env = self.envs[index] = self._new_env(index)
+        if "episode" in data:
+            env.begin(whole(data["episode"]))
+        return env
+
+    def _new_env(self, index: int) -> EnvState:
+        names = items(self.run.get("env_names"))
+        name = text(names[index]) if 0 <= index < len(names) else ""
+        return EnvState(index, name or f"env {index}", [SlotState(s) for s in self.slot_names])
+
+    def _slot(self, env: EnvState, name: str) -> SlotState:
+        if name not in self._slot_index:
+            self._grow_slots([*self.slot_names, name])
+        return env.slots[self._slot_index[name]]
+
+    def _grow_slots(self, names: list[str]) -> None:
+        """Every environment has the same slots; a run that did not name them all shows them as they appear."""
+        fresh = names[len(self.slot_names) :]
+        self.slot_names = names
+        self._slot_index = {name: i for i, name in enumerate(names)}
+        for env in self.envs.values():
+            env.slots += [SlotState(name) for name in fresh]
+
+    def _run_started(self, entry: Entry) -> None:
+        """The first of a run, or its resumption: that changes nothing but the names."""
+        before, self.run, self.ending = self.run, entry.data, None
+        names = [text(n) for n in items(entry.data.get("slots"))]
+        if names and names != self.slot_names:
+            self.slot_names = []
+            for env in self.envs.values():
+                env.slots = []
+            self._grow_slots(names)
+        if before and before.get("env_names") != entry.data.get("env_names"):
+            self.envs.clear()
+        for index in range(len(items(entry.data.get("env_names")))):
+            if index not in self.envs:
+                self.envs[index] = self._new_env(index)
+
+    def _run_finished(self, entry: Entry) -> None:
+        self.ending = entry.data
+
+    def _step(self, entry: Entry) -> None:
+        d = entry.data
+        env = self._env(d)
+        stages = [whole(s) for s in items(d.get("stages"))]
+        self._count_op(env, text(d.get("op")))
+        env.step, env.op = whole(d.get("step")), text(d.get("op"))
+        if env.op and env.op != Op.WAIT.name and env.act_step != env.step:
+            env.act, env.act_slot, env.act_step = env.op, "", env.step
+        env.quality, env.committed_quality = number(d.get("quality")), number(d.get("committed_quality"))
+        env.train_loss, env.val_loss = number(d.get("train_loss")), number(d.get("val_loss"))
+        env.reward = number(d.get("reward"))
+        env.params = whole(d["params"]) if number(d.get("params")) is not None else None
+        env.qualities.append(env.quality)
+        self._note_quality(env)
+        if len(stages) > len(self.slot_names):
+            self._grow_slots(self.slot_names + [f"slot {i}" for i in range(len(self.slot_names), len(stages))])
+        env.stages.append(bytes(s & 0xFF for s in stages))
+        alphas, blueprints = items(d.get("alphas")), items(d.get("blueprints"))
+        for i, (slot, stage) in enumerate(zip(env.slots, stages, strict=False)):
+            slot.enter(stage, env.step)
+            slot.alpha = number(alphas[i]) if i < len(alphas) else None
+            slot.blueprint = text(blueprints[i]) if i < len(blueprints) else ""
+        self.env_steps += 1
+
+    def _note_quality(self, env: EnvState) -> None:
+        q = env.quality
+        if q is None or not math.isfinite(q):
+            return
+        self.is_percent = self.is_percent and 0.0 <= q <= 1.0
+        if env.best is None or q > env.best:
+            env.best, env.best_step = q, env.step
+
+    def _count_op(self, env: EnvState, op: str) -> None:
+        """Count what was chosen where there was a choice.
+
+        A journal at the normal level does not say which ops were legal on a step that waited. There was no choice
+        if before it every slot was fossilised or cooling down.
+        """
+        forced, env.is_forced = env.is_forced, None
+        if forced is None and op == Op.WAIT.name and env.slots:
+            forced = all(s.stage == SeedStage.FOSSILIZED or s.stage in COOLING for s in env.slots)
+        if forced:
+            self.forced += 1
+        elif op:
+            self.ops[op] += 1
+
+    def _decision(self, entry: Entry) -> None:
+        d = entry.data
+        env = self._env(d)
+        env.is_forced = len(items(d.get("legal_ops"))) == 1
+        if d.get("op") != Op.WAIT.name:
+            env.act, env.act_slot, env.act_step = text(d.get("op")), text(d.get("slot")), whole(d.get("step"))
+
+    def _lifecycle(self, entry: Entry) -> None:
+        d = entry.data
+        env = self._env(d)
+        slot = self._slot(env, text(d.get("slot")))
+        env.step = max(env.step, whole(d.get("step")))
+        slot.enter(stage_number(d.get("now")), whole(d.get("step")))
+        gone = not slot.is_growing and slot.stage != SeedStage.FOSSILIZED
+        slot.blueprint = "" if gone else text(d.get("blueprint"))
+        slot.alpha = number(d.get("alpha"))
+        if not gone and number(d.get("contribution")) is not None:
+            self._measured(slot, d, ("contribution", "contribution_se"))
+
+    def _worth(self, entry: Entry) -> None:
+        d = entry.data
+        env = self._env(d)
+        names = ("contribution", "contribution_se", "solo", "solo_se", "shapley", "shapley_se", "interaction",
+                 "prospect", "prospect_se")  # fmt: skip
+        self._measured(self._slot(env, text(d.get("slot"))), d, names)
+
+    def _measured(self, slot: SlotState, data: Mapping[str, Any], names: Iterable[str]) -> None:
+        slot.worth.update({n: number(data.get(n)) for n in names})
+        slot.worth_step = whole(data.get("step"))
+
+    def _gradient(self, entry: Entry) -> None:
+        slot = self._slot(self._env(entry.data), text(entry.data.get("slot")))
+        slot.health, slot.ratio = number(entry.data.get("health")), number(entry.data.get("ratio"))
+
+    def _update(self, entry: Entry) -> None:
+        self.update = entry.data
+        self.updates += 1
+
+    def _episode(self, entry: Entry) -> None:
+        d = entry.data
+        env = self._env(d)
+        env.has_ended = True
+        if not env.qualities:  # a journal without steps: the episode itself says how it went
+            self.env_steps += whole(d.get("steps"))
+        env.step = max(env.step, whole(d.get("steps")))
+        env.quality = number(d.get("quality")) if d.get("quality") is not None else env.quality
+        self._note_quality(env)
+        if number(d.get("quality_best")) is not None:
+            env.best = number(d.get("quality_best"))
+        env.params = whole(d.get("params")) or env.params
+        self.episodes += 1
+        self.best = sorted([*self.best, d], key=_rank)[:BEST]
+
+    def _governor(self, entry: Entry) -> None:
+        env = self._env(entry.data)
+        env.governed_step = whole(entry.data.get("step"))
+        self.governor[text(entry.data.get("alarm")) or "alarm"] += 1
+        self.last_alarm = entry
+
+    def _health(self, entry: Entry) -> None:
+        self.counters.update(numbers(entry.data.get("counters")))
+        if entry.data.get("severity") in ("warning", "error"):
+            self.troubles[text(entry.data.get("text"))] = entry
+            if len(self.troubles) > TROUBLES:
+                del self.troubles[next(iter(self.troubles))]
+
+    def _phase(self, entry: Entry) -> None:
+        self.phases[text(entry.data.get("phase"))] = entry.data
+
+
+def _rank(episode: Mapping[str, Any]) -> float:
+    """The best first; what was not measured, or is not finite, last."""
+    quality = number(episode.get("quality"))
+    return -quality if quality is not None and math.isfinite(quality) else math.inf

@@ -1,0 +1,93 @@
+"""Where entries come from: finds the run, follows its journal, asks its manifest how it stands."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+from esper.karn.watch import judge
+from esper.karn.watch.model import WatchModel
+from esper.karn.watch.places import find_run
+from esper.leyline.errors import EsperError
+from esper.nissa.journal import Entry, Follower
+from esper.nissa.run import read_manifest
+
+STATUS_EVERY_S = 2.0
+
+
+class Source:
+    """One run and the model of it. A run that is not there yet is waited for."""
+
+    def __init__(self, asked: Path, clock: Callable[[], float]) -> None:
+        self._asked, self._clock = asked, clock
+        self.run = find_run(asked)
+        self.model = WatchModel()
+        self._follower: Follower | None = None
+        self._is_caught_up = False
+        self._status_at: float | None = None
+        self._restarts = 0
+        self._changes = 0
+
+    @property
+    def name(self) -> str:
+        return self.run.resolve().name if self.run is not None else ""
+
+    @property
+    def version(self) -> int:
+        """Changes whenever what is shown may have changed, across re-reading too."""
+        return self.model.version + self._changes + 1_000_000_000 * self._restarts
+
+    def poll(self) -> list[Entry]:
+        """What is new in the journal. Safe in a thread of its own: it touches no model."""
+        if self.run is None:
+            self.run = find_run(self._asked)
+        if self.run is None:
+            return []
+        if self._follower is None:
+            self._follower = Follower(self.run)
+        return self._follower.poll()
+
+    def feed(self, entries: list[Entry]) -> None:
+        self.model.feed(entries, self._clock() if self._is_caught_up else None)
+
+    def caught_up(self) -> None:
+        """What was there is read; from now on what comes is fresh. Looks at the manifest now and then."""
+        if self.run is None:
+            return
+        now = self._clock()
+        self._is_caught_up = True
+        damage = self._follower.damage.lines if self._follower else 0
+        status = self.model.status
+        quiet = self._status_at is None or judge.silence_s(self.model, now) > STATUS_EVERY_S
+        if self.model.ending is None and quiet and (self._status_at is None or now - self._status_at > STATUS_EVERY_S):
+            self._status_at = now
+            status = self._read_status()
+        if (status, damage) != (self.model.status, self.model.damage):
+            self.model.status, self.model.damage = status, damage
+            self._changes += 1
+
+    def _read_status(self) -> str | None:
+        assert self.run is not None
+        try:
+            status = read_manifest(self.run).get("status")
+        except (EsperError, OSError):  # a journal without a manifest is still worth watching
+            return None
+        return status if isinstance(status, str) else None
+
+    def restart(self) -> None:
+        """Forget everything and read from the beginning; a directory of runs may have a newer one by now."""
+        self.run = find_run(self._asked)
+        self.model, self._follower = WatchModel(), None
+        self._is_caught_up, self._status_at = False, None
+        self._restarts += 1
+
+    def nothing(self, query: str = "") -> str:
+        """Why there is no environment to show."""
+        if query:
+            return f"no environment matches “{query}”: Esc clears the filter"
+        if self.run is None:
+            return f"waiting for a run to begin in {self._asked}"
+        if self.model.events == 0:
+            over = judge.is_over(judge.state(self.model, self._clock())[0])
+            return "the run ended before its first event" if over else "waiting for the first event"
+        return "no environment has begun yet"

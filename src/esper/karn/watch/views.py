@@ -1,0 +1,150 @@
+"""The lines above and below the tables: is it alive, is anything wrong, what does it choose, how does it learn."""
+
+from __future__ import annotations
+
+import math
+
+from rich.cells import cell_len
+
+from esper.karn.watch import judge
+from esper.karn.watch.happenings import over_twin
+from esper.karn.watch.lines import Line, Piece, joined, whole_words
+from esper.karn.watch.model import WatchModel
+from esper.karn.watch.states import Number, number, numbers, text, whole
+from esper.karn.watch.words import (
+    NONE,
+    bar,
+    duration,
+    op_tone,
+    op_word,
+    points,
+    quality,
+    short,
+)
+from esper.leyline.actions import Op
+
+
+def header(model: WatchModel, name: str, now: float, width: int) -> list[Line]:
+    """Two lines: what runs and is it alive; how far it is and how fast."""
+    word, tone = judge.state(model, now)
+    done = model.done
+    task, controller = text(model.run.get("task")), text(model.run.get("controller"))
+    what = [*([(task, "strong")] if task else []), *([(" by ", "dim"), (controller, "strong")] if controller else [])]
+    shape = f"{len(model.envs)} env{'s' * (len(model.envs) != 1)} × {len(model.slot_names)} slots" if model.envs else ""
+    size = max(8, min(40, width - 72))
+    progress = [] if done is None else [(bar(done, size), "bar"), (f" {share(done)}", "plain")]
+    first = [[(f" {word} ", f"badge-{tone}")], what, progress, [(shape, "dim")] if shape else [], [(name, "dim")]]
+    return [joined(filter(None, first), width), joined(_progress(model, now, width < 100), width, gap="  ")]
+
+
+def _progress(model: WatchModel, now: float, is_narrow: bool) -> list[list[Piece]]:
+    pace = judge.pace(model, now)
+    over = judge.is_over(judge.state(model, now)[0])
+    parts: list[list[Piece]] = []
+    if model.envs:
+        of = f"/{model.steps}" if model.steps else ""
+        parts.append([("step ", "dim"), (f"{model.step}{of}", "plain")])
+        if model.rounds > 1:
+            parts.append([("round ", "dim"), (f"{model.round}/{model.rounds}", "plain")])
+    parts.append([("ran " if is_narrow else "elapsed ", "dim"), (duration(pace.elapsed_s), "plain")])
+    if not over:
+        parts.append([("left ", "dim"), (duration(pace.eta_s), "plain")])
+    mean = " in the mean" if pace.is_mean and not is_narrow else ""
+    parts.append([(rate(pace.steps_per_s), "plain"), (" steps/s" if is_narrow else " env-steps/s", "dim")])
+    parts.append([(rate(pace.events_per_s), "plain"), (" ev/s" if is_narrow else f" events/s{mean}", "dim")])
+    return parts
+
+
+def rate(value: Number) -> str:
+    return NONE if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else short(value)
+
+
+def anomaly(model: WatchModel, now: float, width: int) -> Line:
+    """ALL CLEAR, or what is wrong, the worst first; what does not fit is counted."""
+    found = judge.alarms(model, now)
+    wrong = [a for a in found if a.tone != "note"]
+    notes = [a for a in found if a.tone == "note"]
+    if model.events == 0:
+        return (("no events yet", "dim"),)
+    line: list[Piece] = [] if wrong else [("ALL CLEAR", "good")]
+    shown = wrong or notes
+    used = 0 if wrong else 9
+    for i, alarm in enumerate(shown):
+        left = f"  +{len(shown) - i - 1} more" if i + 1 < len(shown) else ""
+        gap = "   " if line else ""
+        room = width - used - len(gap) - len(left)
+        if room < 16 or (i and cell_len(alarm.text) > room):
+            line.append((f"  +{len(shown) - i} more", "dim"))
+            break
+        said = whole_words(alarm.text, room)
+        line += [(gap, "plain"), (said, "dim" if alarm.tone == "note" else alarm.tone)]
+        used += len(gap) + cell_len(said)
+    return tuple(line)
+
+
+def ppo_line(model: WatchModel, width: int) -> Line:
+    """The last update, what tells most about its health first."""
+    u = model.update
+    if u is None:
+        return ()
+    flat = judge.collapsed(model)
+
+    def part(name: str, value: Number, limit: float = math.inf) -> list[Piece]:
+        odd = value is not None and not value <= limit
+        return [(f"{name} ", "dim"), (short(value), "warn" if odd else "plain")]
+
+    entropy: list[Piece] = [("entropy", "dim")]
+    for head, value in sorted(numbers(u.get("entropy")).items(), key=lambda kv: kv[0] != "op"):
+        entropy += [(f" {head} ", "dim"), (short(value, 2), "warn" if head in flat else "plain")]
+    spread = number(u.get("return_sd"))
+    around: list[Piece] = [] if spread is None else [(f" ± {short(spread, 2)}", "dim")]
+    parts: list[list[Piece]] = [
+        [(f"PPO {whole(u.get('round'))}", "strong")],
+        part("KL", number(u.get("kl")), judge.KL_LIMIT),
+        part("clip", number(u.get("clip_fraction")), judge.CLIP_LIMIT),
+        entropy if width >= 110 else entropy[:3],
+        [*part("return", number(u.get("return_mean"))), *around],
+        part("NRMSE", number(u.get("value_nrmse")), 1.0),
+        part("grad", number(u.get("grad_norm"))),
+        part("ratio max", number(u.get("ratio_max"))),
+        part("EV", number(u.get("explained_variance"))),
+        part("lr", number(u.get("lr"))),
+        [("epochs ", "dim"), (str(whole(u.get("epochs"))), "plain")],
+        [(f"{rate(number(u.get('wall_ms')))} ms", "dim")],
+    ]
+    return joined(parts, width, gap="  ")
+
+
+def mix_line(model: WatchModel, width: int) -> Line:
+    """What was chosen where there was a choice."""
+    total = sum(model.ops.values())
+    if not total:
+        return ()
+    order = [op.name for op in Op if model.ops[op.name]] + sorted(o for o in model.ops if o not in Op.__members__)
+    parts: list[list[Piece]] = [[(f"{op_word(o)} ", op_tone(o)), (share(model.ops[o] / total), "plain")] for o in order]
+    of = f"of {total} free steps"
+    ends = [[(of + f", {model.forced} forced", "dim")]] if model.forced else []
+    for end in [*ends, [(of, "dim")], [(f"of {total}", "dim")]]:
+        line = joined([[("OPS", "strong")], *parts, end], width, gap="  ")
+        if line[-1] == end[-1]:
+            break
+    return line
+
+
+def share(part: float) -> str:
+    """Whole percent, but what happened is never 0 %, and what is not over never 100 %."""
+    exact = 100 * part
+    return "<1%" if 0 < exact < 1 else ">99%" if 99 < exact < 100 else f"{exact:.0f}%"
+
+
+def best_line(model: WatchModel, width: int) -> Line:
+    """The best episodes in one line."""
+    if not model.best:
+        return ()
+    parts: list[list[Piece]] = [[("BEST", "strong")]]
+    for d in model.best[:6]:
+        gain = over_twin(d)
+        more = f" ({points(gain, None, model.is_percent)})" if gain is not None else ""
+        parts.append([(quality(number(d.get("quality")), model.is_percent), "good"), (more, "plain"),
+                      (f" {text(d.get('name'))} #{whole(d.get('episode'))}", "dim")])  # fmt: skip
+    return joined([*parts, [(f"of {model.episodes} episodes", "dim")]], width, gap="  ")

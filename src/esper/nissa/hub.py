@@ -1,0 +1,431 @@
+"""The hub: takes events from any thread in about a microsecond and carries them to sinks on threads of its own.
+
+    emit ──► log: one list, in order of seq ──► one lane per sink: take a chunk ─► write ─► flush when asked
+
+`emit` numbers an event and appends it; nobody is woken. Every lane looks at the log twenty times a second, at once when
+the log is half full or somebody waits, and remembers how far it has come. What every living lane has taken leaves the
+log. So a slow sink delays nobody until the log is full. Then **must-keep** events make their callers wait (counted and
+reported); **gauges** never wait: from half full on, the newest value per key replaces the one a lane has not taken yet
+(counted; the seq of the replaced one stays a hole).
+
+A sink that keeps raising, or stays in one call for `hang_s`, is retired: what it has not written is given up, and the
+other sinks hear of it as a `Health` event.
+
+One re-entrant lock guards everything, and whoever waits releases it wholly: a signal handler may close the hub while
+the thread it interrupted is inside `emit`.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import os
+import signal
+import threading
+import weakref
+from bisect import bisect_left
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from operator import itemgetter
+from time import monotonic, time
+from types import FrameType, TracebackType
+from typing import Any
+
+from esper.leyline.errors import ConfigError, DataError, EsperError
+from esper.leyline.events import Event, Health, Level, Number, encode
+from esper.nissa.lane import Lane, fault
+from esper.nissa.record import Record
+from esper.nissa.sinks import Sink
+
+TICK_S = 0.05
+"""How often lanes look: a hard kill loses this, and the time of one write."""
+GRACE_S = 0.5
+"""A sink that looks hung gets this much more: after a pause of the whole process every sink looks so."""
+ENDING_SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
+
+_log = logging.getLogger(__name__)
+_seq_of = itemgetter(0)
+Numbered = tuple[int, float, Event]  # seq, time, event
+_hubs: weakref.WeakSet[NissaHub] = weakref.WeakSet()  # only for what must happen in a forked child
+
+
+class NissaHub:
+    """Carries the events of one rank of one run. `level` decides what is recorded, never what is measured."""
+
+    def __init__(
+        self,
+        sinks: Sequence[Sink] = (),
+        *,
+        level: Level = Level.NORMAL,
+        rank: int = 0,
+        first_seq: int = 0,
+        capacity: int = 65_536,
+        strict: bool = False,
+        hang_s: float = 5.0,
+    ) -> None:
+        if capacity < 2:
+            raise ConfigError(f"a hub needs room for at least 2 events, got capacity={capacity}")
+        if hang_s <= 0:
+            raise ConfigError(f"hang_s must be positive, got {hang_s}")
+        self._level, self._rank, self._strict, self._hang_s = level, rank, strict, hang_s
+        self._capacity, self._half = capacity, capacity // 2
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._lanes: list[Lane] = []
+        self._listening = -1  # the level while somebody listens, else below every kind's
+        self._seq = self._first_seq = first_seq
+        self._log: list[Numbered] = []
+        self._dead: set[int] = set()  # seqs in the log that newer gauges replaced
+        self._newest: dict[tuple[Any, ...], int] = {}  # gauge key → seq of its newest value under pressure
+        self._waiting = 0  # threads that wait for lanes to move
+        self._held_up: list[int] = []  # those of them that wait within emit, by ident
+        self._closing = self._ending = False
+        self._counts = {"coalesced": 0, "waits": 0, "after_close": 0, "peak": 0}
+        self._wait_s = 0.0
+        self._blamed: set[type[Event]] = set()  # kinds whose unencodable events were reported
+        self._handlers: dict[int, tuple[Any, Any]] = {}  # signal → our handler, the one before
+        _hubs.add(self)
+        atexit.register(self.close)
+        for sink in sinks:
+            self.add_sink(sink)
+
+    # The caller's side ------------------------------------------------------------------------------------------
+
+    def wants(self, kind: type[Event]) -> bool:
+        """Whether somebody would read an event of this kind: ask before building one that costs something."""
+        return self._listening >= kind.LEVEL
+
+    def emit(self, event: Event) -> None:
+        """Number the event and leave it to the lanes. After close it is ignored, and counted."""
+        if self._listening < type(event).LEVEL:
+            if self._closing:
+                with self._lock:
+                    self._counts["after_close"] += 1
+            return
+        if self._strict:
+            _refuse_unencodable(event)
+        with self._lock:
+            if len(self._log) >= self._half and not self._admit(event):
+                return
+            now = time()
+            seq = self._seq  # from here to the append no signal handler can come between
+            self._seq = seq + 1
+            self._log.append((seq, now, event))
+
+    def add_sink(self, sink: Sink) -> None:
+        """From now on this sink receives what is emitted."""
+        with self._lock:
+            if self._closing:
+                raise EsperError(f"cannot add {type(sink).__name__}: the hub is closed. Make a new hub")
+            name = type(sink).__name__
+            same = sum(type(lane.sink).__name__ == name for lane in self._lanes)
+            lane = Lane(self, sink, f"{name}-{same + 1}" if same else name, self._seq)
+            lane.thread.start()
+            self._lanes.append(lane)
+            self._retune()
+
+    def flush(self, timeout: float = 10.0) -> bool:
+        """Wait until everything emitted before this call is on disk; whether it is.
+
+        Only durable sinks (those with `flush()`) are waited for: no console can hold up a checkpoint. A durable sink
+        that was retired makes it False. A hub without durable sinks waits until its sinks have written.
+        """
+        with self._lock:
+            target = self._seq
+            durable = [lane for lane in self._lanes if lane.durable]
+            lanes = durable or self._lanes
+            for lane in lanes:
+                lane.flush_asked = max(lane.flush_asked, target)
+            there = self._wait_until(lambda: all(lane.retired or lane.flushed >= target for lane in lanes), timeout)
+            return there and not any(lane.retired for lane in durable)
+
+    def close(self, timeout: float = 10.0) -> None:
+        """Write what is queued, then the counters as a last `Health` event, and close the sinks. Twice is once.
+
+        Sinks that have not caught up after `timeout` are given up, and that is reported; a further second is theirs
+        who have, to close.
+        """
+        start = monotonic()
+        with self._lock:
+            self._closing = True
+            self._retune()
+            target = self._seq
+            if not self._ending and not self._wait_until(self._is_drained, timeout):
+                for lane in self._lanes:
+                    if lane.written < target:
+                        self._retire(lane, f"it had not caught up {timeout:g} s after the end")
+            if not self._ending:  # while this thread waited, another may have come so far
+                self._say_last_words()
+                self._ending = True
+            left = max(1.0, timeout + start - monotonic())
+            if not self._wait_until(lambda: all(lane.retired or lane.finished for lane in self._lanes), left):
+                for lane in self._lanes:
+                    self._retire(lane, f"its close() took longer than {left:g} s")
+        atexit.unregister(self.close)
+        self._release_signals()
+
+    def _is_drained(self) -> bool:
+        """Everything is written, and nobody is left within emit, save the thread whose signal handler asks."""
+        me = threading.get_ident()
+        return all(ident == me for ident in self._held_up) and all(
+            lane.retired or lane.written == self._seq for lane in self._lanes
+        )
+
+    def __enter__(self) -> NissaHub:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    def health(self) -> dict[str, Any]:
+        """Counters of the hub and of every sink."""
+        with self._lock:
+            self._retire_hung()
+            return {
+                "emitted": self._seq - self._first_seq,
+                **self._counts,
+                "wait_s": self._wait_s,
+                "unencodable": max((lane.unencodable for lane in self._lanes), default=0),
+                "queued": len(self._log) - len(self._dead),
+                "sinks": {lane.name: lane.health() for lane in self._lanes},
+            }
+
+    # Exit by signal ---------------------------------------------------------------------------------------------
+
+    def close_on_signals(
+        self, *numbers: int, before: Callable[[int], None] | None = None, timeout: float = 5.0
+    ) -> None:
+        """Close when the process is told to end (SIGTERM; SIGHUP where it exists), then do what was done before.
+
+        `before` is called first, with the number: a place for a run's last event. The previous handler, or the default,
+        has the last word, so exit codes stay as they were; signals that are ignored stay ignored. Ctrl-C needs no
+        handler: `KeyboardInterrupt` leaves the `with` block. To be called from the main thread.
+        """
+
+        def handle(number: int, frame: FrameType | None) -> None:
+            with suppress(Exception):  # nobody could catch it, and the events must reach the disk
+                if before is not None:
+                    before(number)
+            previous = self._handlers[number][1]
+            self.close(timeout)
+            signal.signal(number, previous)
+            if callable(previous):
+                previous(number, frame)
+            else:
+                os.kill(os.getpid(), number)
+
+        for number in numbers or ENDING_SIGNALS:
+            previous = signal.getsignal(number)
+            if previous not in (signal.SIG_IGN, None) and number not in self._handlers:
+                self._handlers[number] = handle, previous
+                signal.signal(number, handle)
+
+    def _release_signals(self) -> None:
+        if threading.current_thread() is threading.main_thread():
+            for number, (ours, previous) in self._handlers.items():
+                if signal.getsignal(number) is ours:
+                    signal.signal(number, previous)
+
+    # Under pressure ---------------------------------------------------------------------------------------------
+
+    def _admit(self, event: Event) -> bool:
+        """Make room if it must be: the log is half full or more, or nobody listens any more. Whether to append."""
+        if self._listening < 0:
+            self._counts["after_close"] += self._closing
+            return False
+        if len(self._log) == self._half:
+            self._changed.notify_all()
+        if not event.KEEP:
+            self._supersede(event)
+        elif self._is_full:
+            self._wait_for_room()
+        return any(not lane.retired for lane in self._lanes)
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._log) - len(self._dead) >= self._capacity
+
+    def _supersede(self, event: Event) -> None:
+        """Let the newest value of this gauge take the place of the one before, for lanes that have not taken it."""
+        key = (type(event), *[getattr(event, name) for name in event.KEY])
+        try:
+            old, self._newest[key] = self._newest.get(key, -1), self._seq
+        except TypeError:  # a key that cannot be looked up: every value of it is kept
+            return
+        if behind := [lane for lane in self._lanes if not lane.retired and lane.taken <= old]:
+            self._dead.add(old)
+            self._counts["coalesced"] += 1
+            for lane in behind:
+                lane.coalesced += 1
+            if 2 * len(self._dead) > len(self._log):
+                self._log = [each for each in self._log if each[0] not in self._dead]
+                self._dead = set()
+
+    def _wait_for_room(self) -> None:
+        start = monotonic()
+        self._counts["waits"] += 1
+        if self._counts["waits"] == 1:
+            slowest = min((lane for lane in self._lanes if not lane.retired), key=lambda lane: lane.taken)
+            text = f"{slowest.name} is {self._seq - slowest.taken} events behind and the queue is full: callers wait"
+            self._report("warning", text)
+        self._held_up.append(me := threading.get_ident())
+        try:
+            self._wait_until(lambda: not self._is_full or self._closing, float("inf"))
+        finally:
+            self._held_up.remove(me)
+            self._wait_s += monotonic() - start
+
+    def _wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
+        """Wait for lanes to move. Whoever waits also watches for hung sinks."""
+        deadline = monotonic() + timeout
+        self._waiting += 1
+        self._changed.notify_all()
+        try:
+            while not done():
+                left = deadline - monotonic()
+                if left <= 0:
+                    return False
+                self._changed.wait(min(left, TICK_S))
+                self._retire_hung()
+            return True
+        finally:
+            self._waiting -= 1
+
+    # The lanes' side --------------------------------------------------------------------------------------------
+
+    def _take(self, lane: Lane) -> list[Numbered] | None:
+        """The lane's next events, when it is time for them; [] if only a flush is due; None at the end."""
+        with self._lock:
+            while True:
+                if lane.retired:
+                    return None
+                if lane.taken < lane.goal:
+                    return self._cut(lane)
+                if lane.flushed < lane.flush_asked <= lane.taken:
+                    return []
+                if lane.taken == self._seq:
+                    if self._ending:
+                        return None
+                    self._changed.wait(TICK_S)
+                elif not (self._closing or lane.flushed < lane.flush_asked or self._seq - lane.taken >= self._half):
+                    self._changed.wait(TICK_S)
+                lane.goal = self._seq
+                self._retire_hung()
+
+    def _cut(self, lane: Lane) -> list[Numbered]:
+        first = bisect_left(self._log, lane.taken, key=_seq_of)
+        found = self._log[first : first + lane.chunk]
+        lane.taken = self._seq if first + lane.chunk >= len(self._log) else found[-1][0] + 1
+        if self._dead:
+            found = [each for each in found if each[0] not in self._dead]
+        lane.in_hand = len(found)
+        self._trim()
+        return found
+
+    def _trim(self) -> None:
+        """Forget what every living lane has taken; a few at a time, for the sake of cost."""
+        self._counts["peak"] = max(self._counts["peak"], len(self._log))
+        low = min((lane.taken for lane in self._lanes if not lane.retired), default=self._seq)
+        free = bisect_left(self._log, low, key=_seq_of)
+        if free == len(self._log) or free > self._capacity // 64:
+            del self._log[:free]
+            if self._dead:
+                self._dead = {seq for seq in self._dead if seq >= low}
+            self._moved()
+
+    def _moved(self) -> None:
+        if self._waiting:
+            self._changed.notify_all()
+
+    def _report_unencodable(self, records: list[Record]) -> None:
+        """Name the first of each kind; the rest are only counted."""
+        with self._lock:
+            for record in records:
+                kind = type(record.event)
+                if kind not in self._blamed:
+                    self._blamed.add(kind)
+                    self._report("error", f"{kind.__name__} with seq {record.seq} cannot be recorded: {fault(record)}")
+
+    def _retire_hung(self) -> None:
+        now = monotonic()
+        for lane in self._lanes:
+            since = lane.busy_since
+            if since is None or lane.retired or now - since < self._hang_s:
+                continue
+            if lane.suspected != since:
+                lane.suspected, lane.suspected_at = since, now
+            elif now - lane.suspected_at >= min(GRACE_S, self._hang_s):
+                self._retire(lane, f"it did not return for {now - since:.1f} s")
+
+    def _retire(self, lane: Lane, why: str) -> None:
+        """Go on without this sink, and tell the others."""
+        with self._lock:
+            if lane.retired or lane.finished:
+                return
+            lane.retired = why
+            rest = self._log[bisect_left(self._log, lane.taken, key=_seq_of) :]
+            lane.given_up = lane.in_hand + sum(each[0] not in self._dead for each in rest)
+            self._retune()
+            self._trim()
+            missed = f". It misses {lane.given_up} queued events" if lane.given_up else ""
+            self._report("error", f"sink {lane.name} was retired: {why}{missed}")
+            self._changed.notify_all()
+
+    def _retune(self) -> None:
+        heard = not self._closing and any(not lane.retired for lane in self._lanes)
+        self._listening = int(self._level) if heard else -1
+        self._half = self._capacity // 2 if heard else 0  # 0: `emit` asks `_admit`
+
+    def _report(self, severity: str, text: str, counters: dict[str, Number] | None = None) -> None:
+        """Tell the sinks of the hub's own troubles, past all limits; whom else, if nobody is left?"""
+        if self._ending or self._level < Health.LEVEL or all(lane.retired for lane in self._lanes):
+            if severity != "info":
+                _log.warning("telemetry: %s", text)
+            return
+        event = Health(source="hub", severity=severity, text=text, counters=counters or {})
+        self._log.append((self._seq, time(), event))
+        self._seq += 1
+
+    def _say_last_words(self) -> None:
+        health = self.health()
+        sinks = health.pop("sinks")
+        lost = sum(each["given_up"] for each in sinks.values()) + health["unencodable"]
+        found = [
+            *([f"{lost} events lost"] if lost else []),
+            *([f"callers waited {health['waits']} times, {health['wait_s']:.2f} s"] if health["waits"] else []),
+            *([f"{health['coalesced']} gauges replaced by newer ones"] if health["coalesced"] else []),
+        ]
+        counters: dict[str, Number] = {name: float(value) for name, value in health.items()}
+        for name, each in sinks.items():
+            counters |= {f"{name}.{key}": float(value) for key, value in each.items() if key != "retired"}
+        text = f"{health['emitted']} events; " + ("; ".join(found) or "nothing lost, nobody waited")
+        self._report("warning" if lost else "info", text, counters)
+
+    def _forget(self) -> None:
+        """In a forked child: its threads are not here, its sinks are the parent's. Deaf from now on."""
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
+        self._closing = self._ending = True
+        self._listening, self._half = -1, 0
+        for lane in self._lanes:
+            lane.busy_since, lane.finished = None, True
+
+
+def _refuse_unencodable(event: Event) -> None:
+    try:
+        encode(event)
+    except Exception as error:
+        kind = type(event).__name__
+        raise DataError(
+            f"{kind} cannot be recorded: {error}. Events hold plain numbers, words and tuples: "
+            "use .item() or float() on what comes out of a tensor or an array"
+        ) from error
+
+
+def _forget_all() -> None:
+    for hub in list(_hubs):
+        hub._forget()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_all)

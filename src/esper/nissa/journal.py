@@ -1,0 +1,281 @@
+"""The journal's reader: the events of a run, live or afterwards, whatever happened to the files.
+
+A line that cannot be read is skipped and counted, never raised; kinds and fields that this version does not know are
+handed on as they are.
+"""
+
+from __future__ import annotations
+
+import heapq
+import os
+import re
+from bisect import bisect_right
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import msgspec
+
+from esper.leyline.events import KINDS, Event, unspelled
+
+EVENTS = "events"
+CHUNK_BYTES = 1 << 17  # short-lived and within the cache: larger ones read slower
+TAIL_BYTES = 1 << 16
+_SEGMENT = re.compile(r"rank(\d+)-(\d+)\.jsonl")
+_decode = msgspec.json.Decoder().decode
+_new = tuple.__new__
+
+
+class Entry(NamedTuple):
+    """One line: where it stands in the run, its kind, and the kind's own fields."""
+
+    seq: int
+    time_s: float
+    rank: int
+    kind: str
+    data: dict[str, Any]
+
+
+@dataclass(slots=True)
+class Damage:
+    """What a reader passed over."""
+
+    lines: int = 0
+    """Whole lines that are no entries."""
+    torn: int = 0
+    """Ends of segments that were cut within a line."""
+    duplicates: int = 0
+    """Lines whose place in the run was taken already: the run was resumed, or a batch was written again."""
+
+
+def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
+    """Every entry of a run: per rank in the order of seq, ranks merged by time. `damage` is counted up."""
+    damage = Damage() if damage is None else damage
+    folder = Path(run_dir) / EVENTS
+    found = segments(folder)
+    ranks = [_Rank(rank, damage) for rank in found]
+    yield from _merged(ranks, found)
+    damage.torn += sum(rank.rest > 0 for rank in ranks)
+
+
+class Follower:
+    """Reads on from where it stopped. Made for a run that is still being written; any other will do."""
+
+    def __init__(self, run_dir: Path) -> None:
+        self.damage = Damage()
+        self._folder = Path(run_dir) / EVENTS
+        self._ranks: dict[int, _Rank] = {}
+        self._unread: Iterator[Entry] | None = None  # what the last poll left
+
+    def poll(self, most: int | None = None) -> list[Entry]:
+        """What is new, merged by time; of a long log at most so many at once, the rest with the next polls.
+
+        Where nothing is new, it costs a look at the directory and one at the last segment of every rank.
+        """
+        if self._unread is None:
+            found = segments(self._folder)
+            for rank in found:
+                self._ranks.setdefault(rank, _Rank(rank, self.damage))
+            self._unread = _merged(list(self._ranks.values()), found)
+        entries = list(islice(self._unread, most))
+        if most is None or len(entries) < most:
+            self._unread = None
+        return entries
+
+
+def holes(entries: Iterable[Entry]) -> dict[int, list[range]]:
+    """The seqs that are missing, per rank that misses any: lost lines, or gauges replaced by newer ones."""
+    seen: dict[int, _Seen] = {}
+    for entry in entries:
+        seen.setdefault(entry.rank, _Seen()).add(entry.seq)
+    return {rank: [range(*gap) for gap in each.gaps] for rank, each in sorted(seen.items()) if each.gaps}
+
+
+def next_seq(run_dir: Path, rank: int = 0) -> int:
+    """The first seq that a resumed run may use: no entry of the journal has it or a higher one."""
+    for _, path in reversed(segments(Path(run_dir) / EVENTS).get(rank, [])):
+        with path.open("rb") as file:
+            seqs = [entry.seq for line in file if (entry := _entry(line, rank)) is not None]
+        if seqs:
+            return max(seqs) + 1
+    return 0
+
+
+def head(run_dir: Path) -> list[Entry]:
+    """A few entries at the beginning, by time, without reading the rest."""
+    found = segments(Path(run_dir) / EVENTS)
+    return sorted((entry for rank in found for entry in _some(rank, found[rank], 0)), key=_time)
+
+
+def tail(run_dir: Path) -> list[Entry]:
+    """A few entries at the end, by time, without reading the rest."""
+    found = segments(Path(run_dir) / EVENTS)
+    return sorted((entry for rank in found for entry in _some(rank, found[rank][::-1], TAIL_BYTES)), key=_time)
+
+
+def _some(rank: int, found: list[tuple[int, Path]], from_end: int) -> list[Entry]:
+    """Entries of the first of these segments that has any, at its beginning or this far from its end."""
+    for _, path in found:
+        with path.open("rb") as file:
+            if from_end:
+                file.seek(max(0, path.stat().st_size - from_end))
+            lines = file.read(TAIL_BYTES).split(b"\n")
+        if entries := [entry for line in lines if (entry := _entry(line, rank))]:
+            return entries
+    return []
+
+
+def segment_name(rank: int, number: int) -> str:
+    return f"rank{rank}-{number:05d}.jsonl"
+
+
+def segments(events_dir: Path) -> dict[int, list[tuple[int, Path]]]:
+    """Rank → its segments, as (number, path), in order. Empty where there is no such directory."""
+    found: dict[int, list[tuple[int, Path]]] = {}
+    try:
+        names = os.listdir(events_dir)
+    except (FileNotFoundError, NotADirectoryError):
+        return found
+    for name in names:
+        if match := _SEGMENT.fullmatch(name):
+            found.setdefault(int(match[1]), []).append((int(match[2]), events_dir / name))
+    return {rank: sorted(found[rank]) for rank in sorted(found)}
+
+
+class _Seen:
+    """Which seqs there were, as a watermark and the gaps below it: a long run costs no memory."""
+
+    def __init__(self) -> None:
+        self.next = 0
+        self.gaps: list[tuple[int, int]] = []
+
+    def add(self, seq: int) -> bool:
+        """Whether it is new."""
+        if seq >= self.next:
+            if seq > self.next:
+                self.gaps.append((self.next, seq))
+            self.next = seq + 1
+            return True
+        at = bisect_right(self.gaps, seq, key=lambda gap: gap[0]) - 1
+        if at < 0 or seq >= self.gaps[at][1]:
+            return False
+        start, stop = self.gaps[at]
+        self.gaps[at : at + 1] = [gap for gap in ((start, seq), (seq + 1, stop)) if gap[0] < gap[1]]
+        return True
+
+
+class _Rank:
+    """The segments of one rank, read forward."""
+
+    def __init__(self, rank: int, damage: Damage) -> None:
+        self.rank, self.damage, self.seen = rank, damage, _Seen()
+        self.number = -1  # of the segment that is being read
+        self.offset = 0  # in it: everything before is read
+        self.rest = 0  # bytes behind `offset` that are no whole line yet
+
+    def advance(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
+        """The entries that came since, of the segments that were there when `found` was listed."""
+        return self._once(self._entries(found))
+
+    def _entries(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
+        for number, path in found:
+            if number < self.number:
+                continue
+            if number > self.number:  # the one before is complete: what has no end will get none
+                self.damage.torn += self.rest > 0
+                self.number, self.offset, self.rest = number, 0, 0
+            yield from self._segment(path)
+
+    def _segment(self, path: Path) -> Iterator[Entry]:
+        """What can be read from `offset` on."""
+        try:
+            if path.stat().st_size <= self.offset + self.rest:
+                return
+            file = path.open("rb")
+        except FileNotFoundError:  # somebody tidied up while we read
+            return
+        with file:
+            file.seek(self.offset)
+            rest = b""
+            while chunk := file.read(CHUNK_BYTES):
+                lines = (rest + chunk).split(b"\n")
+                rest = lines.pop()
+                for line in lines:
+                    if entry := _entry(line, self.rank):
+                        yield entry
+                    elif line:
+                        self.damage.lines += 1
+            self.offset = file.tell() - len(rest)
+            if rest and (entry := _entry(rest, self.rank)):  # a whole object: only its line end is missing
+                yield entry
+                self.offset, rest = self.offset + len(rest), b""
+            self.rest = len(rest)
+
+    def _once(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+        """Each seq once, the first that says it.
+
+        A line that leaps ahead, while the next one goes on below it, has a damaged seq. It is dropped before it can
+        take the place of the line that has this seq by right.
+        """
+        seen, damage = self.seen, self.damage
+        leaper: Entry | None = None
+        for entry in entries:
+            seq = entry.seq
+            if leaper is not None:
+                if seq > leaper.seq:
+                    seen.add(leaper.seq)
+                    yield leaper
+                elif seq == leaper.seq:
+                    damage.duplicates += 1
+                else:
+                    damage.lines += 1
+                leaper = None
+            if seq == seen.next:
+                seen.next = seq + 1
+                yield entry
+            elif seq > seen.next:
+                leaper = entry
+            elif seen.add(seq):
+                yield entry
+            else:
+                damage.duplicates += 1
+        if leaper is not None:
+            seen.add(leaper.seq)
+            yield leaper
+
+
+def _time(entry: Entry) -> float:
+    return entry.time_s
+
+
+def _merged(ranks: list[_Rank], found: dict[int, list[tuple[int, Path]]]) -> Iterator[Entry]:
+    streams = [rank.advance(found.get(rank.rank, [])) for rank in ranks]
+    return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_time)
+
+
+def _entry(line: bytes, rank: int) -> Entry | None:
+    """A line as an entry of this rank, or None if it is none."""
+    try:
+        data = _decode(line)
+        seq, time_s, stated, kind = data.pop("seq"), data.pop("time_s"), data.pop("rank"), data.pop("kind")
+    except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
+        return None
+    if type(time_s) is int:
+        time_s = float(time_s)
+    if type(seq) is not int or seq < 0 or type(time_s) is not float or stated != rank or type(kind) is not str:
+        return None
+    if b'NaN"' in line or b'Infinity"' in line:
+        texts = _TEXTS.get(kind, ())
+        data = {name: value if name in texts else unspelled(value) for name, value in data.items()}
+    return _new(Entry, (seq, time_s, rank, kind, data))
+
+
+def _texts(kind: type[Event]) -> set[str]:
+    types = {field.name: str(field.type) for field in msgspec.structs.fields(kind)}
+    return {name for name, of in types.items() if "str" in of and "float" not in of}
+
+
+_TEXTS = {tag: _texts(kind) for tag, kind in KINDS.items()}
+"""Per kind: the fields that hold words, so that a thing named "NaN" keeps its name."""

@@ -1,0 +1,412 @@
+"""The run directory: one run, one place, one owner at a time.
+
+  manifest.json   what was run and how it ended: written first, finalised last
+  run.lock        locked while a process owns the run; the system frees it, however that process dies
+  events/         the journal (`journal.py`)
+  checkpoints/    what the run can go on from
+
+Nothing is overwritten: a new run gets a new directory.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import re
+import secrets
+import sys
+import time
+import weakref
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from types import TracebackType
+from typing import Any, ClassVar, Self
+
+import msgspec
+
+from esper.leyline.errors import ConfigError, RunError
+from esper.leyline.events import SCHEMA, spelled, unspelled
+from esper.nissa import journal
+
+MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
+ENDINGS = ("finished", "failed", "interrupted")
+VERSIONS_OF = ("torch", "numpy", "msgspec", "safetensors")
+TRIES = 30  # of the lock, a hundredth of a second apart
+SIGNALLED = {130, 143}  # the exit codes of a process that SIGINT or SIGTERM asked to stop
+
+
+class RunDirectory:
+    """A run of ours (`create`, `resume`) or somebody's to look at (`open`).
+
+    As a context it ends the run by how the block is left: finished, interrupted, or failed with the error.
+    """
+
+    def __init__(self, path: Path, manifest: dict[str, Any], lock: _Lock | None) -> None:
+        self.path, self.manifest, self._lock = path, manifest, lock
+
+    @classmethod
+    def create(cls, root: Path, task: str, *, name: str | None = None, manifest: dict[str, Any]) -> Self:
+        """A new run below `root`, owned by this process. Without a name it gets one of its time and task."""
+        _encoded(manifest)  # what cannot be written leaves no directory behind
+        path = _new_directory(Path(root), task) if name is None else _named_directory(Path(root) / name)
+        lock = _Lock(path)
+        try:
+            _must_be_empty(path)  # of two that chose one name, the second to get the lock sees the first
+            self = cls(path, {}, lock)
+            ours = {"schema": SCHEMA, "run_id": path.absolute().name, "task": task, "status": "running"}
+            ours |= {"started": _now(), "pid": os.getpid()}
+            self.manifest = ours | manifest | ours  # ours first, and ours count
+            self.events_dir.mkdir()
+            self._write()
+            sync_directory(path.parent)
+        except BaseException:
+            lock.release()
+            raise
+        return self
+
+    @classmethod
+    def resume(cls, path: Path) -> Self:
+        """An earlier run, owned by this process from now on. Its manifest keeps how it ended before."""
+        path = Path(path)
+        _read(path)  # what is no run gets no lock
+        lock = _Lock(path)
+        try:
+            before = _read(path)
+            status = "killed" if before["status"] == "running" else before["status"]
+            session = {"started": before.get("resumed", before.get("started")), "status": status}
+            session |= {key: before.pop(key) for key in ("finished", "error") if key in before}
+            now = {"status": "running", "pid": os.getpid(), "resumed": _now()}
+            self = cls(path, before | now | {"sessions": [*before.get("sessions", []), session]}, lock)
+            self._write()
+        except BaseException:
+            lock.release()
+            raise
+        return self
+
+    @classmethod
+    def open(cls, path: Path) -> Self:
+        """A run to look at, running or not. Takes nothing and writes nothing."""
+        return cls(Path(path), read_manifest(path), None)
+
+    @property
+    def events_dir(self) -> Path:
+        return self.path / journal.EVENTS
+
+    @property
+    def checkpoints_dir(self) -> Path:
+        return self.path / CHECKPOINTS
+
+    @property
+    def is_ours(self) -> bool:
+        return self._lock is not None and self._lock.is_held
+
+    def finish(self, status: str, error: str | None = None, **extra: Any) -> None:
+        """Write how the run ended and let go of it. Once it has ended, no second end changes it."""
+        if status not in ENDINGS:
+            raise ConfigError(f"a run ends as one of {', '.join(ENDINGS)}; not as {status!r}")
+        if self._lock is None:
+            raise RunError(f"{self.path} was opened to be read; only a run of create() or resume() can be finished")
+        if not self._lock.is_held:
+            return
+        self.manifest |= {"status": status, "finished": _now()} | ({"error": error} if error else {}) | extra
+        try:
+            self._write()
+        finally:
+            self._lock.release()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._lock is None:
+            return
+        try:
+            self.finish(*ending(error))
+        except OSError as trouble:
+            if error is None:
+                raise
+            error.add_note(f"and the manifest of {self.path} could not be finalised: {trouble}")
+
+    def _write(self) -> None:
+        write_atomically(self.path / MANIFEST, _encoded(self.manifest))
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """One row of a list of runs. None where the files do not tell."""
+
+    path: Path
+    id: str
+    task: str | None
+    controller: str | None
+    status: str
+    """finished, failed, interrupted, running, killed; or unreadable, of a run whose manifest is."""
+    started: str | None
+    seconds: float | None
+    """From the start to the end, or to the last sign of life."""
+    env_steps: int | None
+    size_bytes: int
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest of a run, live or not. "running" without a process that owns it reads as "killed"."""
+    manifest = _read(path)
+    if manifest["status"] == "running" and not is_owned(path):
+        manifest = _read(path)  # it may have ended since
+        if manifest["status"] == "running":
+            manifest["status"] = "killed"
+    return manifest
+
+
+def _read(path: Path) -> dict[str, Any]:
+    file = Path(path) / MANIFEST
+    try:
+        manifest = unspelled(msgspec.json.decode(file.read_bytes()))
+    except (FileNotFoundError, NotADirectoryError):
+        raise RunError(f"{path} is not a run: it has no {MANIFEST}. `esper runs` lists what there is") from None
+    except OSError as error:
+        raise RunError(f"cannot read {file}: {error.strerror or error}") from error
+    except (ValueError, RecursionError) as error:
+        raise RunError(f"{file} is damaged ({error}). The run's journal in {journal.EVENTS}/ may be whole") from error
+    if not isinstance(manifest, dict) or not isinstance(manifest.get("status"), str):
+        raise RunError(f"{file} is no manifest of a run: it is JSON without a status")
+    return manifest
+
+
+def manifest_base() -> dict[str, Any]:
+    """What every manifest says of the machine and the software. Imports none of the packages it names."""
+    versions = {"esper": _version("esper-lite"), "python": platform.python_version()}
+    versions |= {name: _version(name) for name in VERSIONS_OF}
+    return {
+        "command": " ".join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]),
+        "versions": versions,
+        "platform": platform.platform(),
+        "cpus": os.cpu_count(),
+    }
+
+
+def list_runs(root: Path) -> list[RunInfo]:
+    """The runs below `root`, newest first; those that tell no time come last."""
+    try:
+        found = [path for path in Path(root).iterdir() if any(os.path.exists(path / name) for name in (MANIFEST, LOCK))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    rows = sorted((_info(path) for path in found), key=lambda row: row.id, reverse=True)
+    return sorted(rows, key=lambda row: row.started or "", reverse=True)
+
+
+def _encoded(manifest: dict[str, Any]) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(spelled(msgspec.to_builtins(manifest))), indent=2) + b"\n"
+
+
+def write_atomically(path: Path, content: bytes) -> None:
+    """Replace a file at once: whoever reads it, and whatever happens, it is the old one or the new one."""
+    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        with draft.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(draft, path)
+    except BaseException:
+        draft.unlink(missing_ok=True)
+        raise
+    sync_directory(path.parent)
+
+
+def sync_directory(path: Path) -> None:
+    """Make the names in a directory durable, where the system knows how."""
+    if os.name != "nt":
+        fd = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+
+
+def is_owned(path: Path) -> bool:
+    """Whether a process owns the run. Of a copied run nobody does."""
+    try:
+        fd = os.open(Path(path) / LOCK, os.O_RDONLY)
+    except OSError:
+        return False
+    try:
+        return not _lock_file(fd, shared=True)
+    except OSError:  # a file system without locks cannot tell: trust the manifest
+        return True
+    finally:
+        os.close(fd)
+
+
+class _Lock:
+    """Ownership of a run directory, until `release` or the death of the process."""
+
+    HELD: ClassVar[weakref.WeakSet[_Lock]] = weakref.WeakSet()
+
+    def __init__(self, directory: Path) -> None:
+        self._fd = -1
+        try:
+            self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._take(directory)
+        except OSError as error:
+            self.release()
+            raise RunError(f"cannot lock {directory}: {error}. Choose a place where files can be locked") from error
+        except RunError:
+            self.release()
+            raise
+        _Lock.HELD.add(self)
+
+    def _take(self, directory: Path) -> None:
+        for _ in range(TRIES):  # somebody who only looks holds it for a moment
+            if _lock_file(self._fd):
+                break
+            time.sleep(0.01)
+        else:
+            os.lseek(self._fd, 0, os.SEEK_SET)
+            owner = os.read(self._fd, 32).decode("ascii", "replace").strip() or "unknown"
+            raise RunError(f"{directory} is owned by a running process (pid {owner}). Wait for it, or stop it first")
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        os.ftruncate(self._fd, 0)
+        os.write(self._fd, f"{os.getpid()}\n".encode())
+
+    @property
+    def is_held(self) -> bool:
+        return self._fd >= 0
+
+    def release(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _forget_locks() -> None:
+    """A forked worker owns nothing, and must not keep a dead parent's run locked."""
+    for lock in _Lock.HELD:
+        lock.release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_forget_locks)
+
+
+def _lock_file(fd: int, *, shared: bool = False) -> bool:
+    """Take the lock of an open file, if nobody has it; closing the file frees it."""
+    try:
+        import fcntl
+    except ImportError:
+        import msvcrt
+
+        os.lseek(fd, 1 << 30, os.SEEK_SET)  # far behind the content: there, locked bytes cannot be read
+        try:
+            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
+        except OSError:
+            return False
+        return True
+    try:
+        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
+def ending(error: BaseException | None) -> tuple[str, str | None]:
+    if isinstance(error, SystemExit):
+        if error.code in (None, 0):
+            return "finished", None
+        return "interrupted" if error.code in SIGNALLED else "failed", f"SystemExit: {error.code}"
+    if error is None or isinstance(error, KeyboardInterrupt):
+        return ("finished", None) if error is None else ("interrupted", None)
+    return "failed", f"{type(error).__name__}: {error}"
+
+
+def _new_directory(root: Path, task: str) -> Path:
+    root.mkdir(parents=True, exist_ok=True)
+    stem = f"{datetime.now(UTC):%Y%m%d-%H%M%S}-{re.sub(r'[^A-Za-z0-9._]+', '-', task).strip('-.') or 'run'}"
+    while True:
+        path = root / f"{stem}-{secrets.token_hex(2)}"
+        try:
+            path.mkdir()
+        except FileExistsError:
+            continue
+        return path
+
+
+def _named_directory(path: Path) -> Path:
+    if path.exists():
+        _must_be_empty(path)
+    path.mkdir(parents=True, exist_ok=True)
+    return path
+
+
+def _must_be_empty(path: Path) -> None:
+    if not path.is_dir() or any(each.name != LOCK for each in path.iterdir()):
+        raise ConfigError(
+            f"{path} exists and is not empty; nothing is overwritten. Choose another name, or resume that run"
+        )
+
+
+def _info(path: Path) -> RunInfo:
+    try:
+        manifest = read_manifest(path)
+    except RunError:
+        manifest = {"status": "unreadable"}
+    config = manifest.get("config")
+    said = (config if isinstance(config, dict) else {}) | manifest
+    try:
+        head, tail = journal.head(path), journal.tail(path)
+    except OSError:  # no right to read it, or removed while we looked
+        head = tail = []
+    env_steps = said.get("env_steps")
+    for entry in tail:
+        if entry.kind == "run_finished":
+            env_steps = entry.data.get("env_steps", env_steps)
+    seconds = _seconds(said.get("started"), said.get("finished"))
+    if seconds is None and head and tail:
+        seconds = tail[-1].time_s - head[0].time_s
+    return RunInfo(
+        path=path,
+        id=_text(said.get("run_id")) or path.name,
+        task=_text(said.get("task")),
+        controller=_text(said.get("controller")),
+        status=manifest["status"],
+        started=_text(said.get("started")),
+        seconds=seconds,
+        env_steps=env_steps if isinstance(env_steps, int) else None,
+        size_bytes=_size(path),
+    )
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _seconds(started: Any, finished: Any) -> float | None:
+    try:
+        return (datetime.fromisoformat(finished) - datetime.fromisoformat(started)).total_seconds()
+    except (TypeError, ValueError):
+        return None
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed while we looked
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="milliseconds")
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

@@ -1,0 +1,113 @@
+"""The TensorBoard sink: the run's numbers as scalars, written without torch or TensorFlow.
+
+One step axis per namespace, which only ever grows: `env3/…` counts that environment's steps over all its episodes,
+`update/…` counts PPO updates, `episode/…` counts finished episodes.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from esper.leyline.errors import EsperError
+from esper.leyline.events import Episode, Event, Gradient, Number, RunStarted, Step, Update, Worth
+from esper.nissa.record import Record
+
+STEP_FIELDS = ("quality", "committed_quality", "val_loss", "train_loss", "reward", "utility", "value", "params")
+WORTH_FIELDS = ("contribution", "solo", "shapley", "interaction", "prospect")
+EPISODE_FIELDS = ("quality", "test_quality", "twin_quality", "utility", "reward_sum", "params", "fossilized", "pruned")
+HEAD_FIELDS = ("entropy", "learnable")  # of an update: one value per head
+
+
+class TensorBoardSink:
+    """One event file in `directory`; whatever is written is handed to the system with every batch."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event as TbEvent  # type: ignore[import, unused-ignore]
+            from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import, unused-ignore]
+            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import, unused-ignore]
+        except ImportError as error:
+            raise EsperError(
+                f"the TensorBoard sink needs the package tensorboard ({error}). "
+                "Install it with: pip install 'esper-lite[tensorboard]'"
+            ) from error
+        self._event, self._summary = TbEvent, Summary
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}.esper"  # the reader looks for tfevents
+        self._file = path.open("wb")
+        self._writer = RecordWriter(self._file)
+        self._scalars = Scalars()
+        self._write(TbEvent(wall_time=time.time(), file_version="brain.Event:2"))
+        self._file.flush()
+
+    def write(self, records: Sequence[Record]) -> None:
+        for record in records:
+            step, scalars = self._scalars.of(record.event)
+            values = [
+                self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None
+            ]
+            if values:
+                self._write(self._event(wall_time=record.time_s, step=step, summary=self._summary(value=values)))
+        self._file.flush()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
+
+class Scalars:
+    """Events as scalars: the step they stand at, and their values by tag."""
+
+    def __init__(self) -> None:
+        self._slots: tuple[str, ...] = ()
+        self._lives: dict[int, tuple[int, int, int]] = {}  # env → episode, its furthest step, steps of those before
+        self._updates = self._episodes = 0
+
+    def of(self, event: Event) -> tuple[int, dict[str, Number]]:
+        match event:
+            case RunStarted():
+                self._slots = event.slots
+            case Step():
+                found = {name: getattr(event, name) for name in STEP_FIELDS}
+                seeds = zip(event.alphas, event.blueprints, strict=False)
+                found |= {f"alpha/{self._slot(i)}": alpha for i, (alpha, blueprint) in enumerate(seeds) if blueprint}
+                return self._of_env(event, found)
+            case Worth():
+                return self._of_env(event, {f"{name}/{event.slot}": getattr(event, name) for name in WORTH_FIELDS})
+            case Gradient():
+                gauges = ("norm", "ratio", "health")
+                return self._of_env(event, {f"gradient_{name}/{event.slot}": getattr(event, name) for name in gauges})
+            case Update():
+                self._updates += 1
+                found = {name: getattr(event, name) for name in event.__struct_fields__ if name not in HEAD_FIELDS}
+                for name in HEAD_FIELDS:
+                    found |= {f"{name}/{head}": value for head, value in getattr(event, name).items()}
+                return self._updates, {f"update/{name}": value for name, value in found.items()}
+            case Episode():
+                self._episodes += 1
+                return self._episodes, {f"episode/{name}": getattr(event, name) for name in EPISODE_FIELDS}
+        return 0, {}
+
+    def _of_env(self, event: Step | Worth | Gradient, found: dict[str, Number]) -> tuple[int, dict[str, Number]]:
+        step = self._axis(event.env, event.episode, event.step)
+        return step, {f"env{event.env}/{name}": value for name, value in found.items()}
+
+    def _slot(self, index: int) -> str:
+        return self._slots[index] if index < len(self._slots) else str(index)
+
+    def _axis(self, env: int, episode: int, step: int) -> int:
+        """The environment's age in steps over all its episodes; a late word from before does not turn it back."""
+        now, furthest, before = self._lives.get(env, (episode, 0, 0))
+        if episode > now:
+            now, furthest, before = episode, 0, before + furthest
+        furthest = max(furthest, step) if episode == now else furthest
+        self._lives[env] = now, furthest, before
+        return before + furthest

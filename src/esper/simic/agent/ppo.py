@@ -1,0 +1,303 @@
+"""PPO for Tamiyo: clipped updates from a rollout, head by head, with the recurrent core unrolled in chunks.
+
+    ppo = PPO(network, layout, PPOConfig())
+    report = ppo.update(buffer)
+
+Every head has a ratio and a clip of its own, and counts on the steps on which its op reads it and it had a choice.
+Sums over heads are divided by the number of steps that could be decided at all, so a head that rarely matters has as
+much weight as it has consequence. A step on which only WAIT was legal teaches the critic, not the actor.
+
+Legend: T steps, E environments, C steps of a chunk, N sequences of a minibatch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from esper.leyline.actions import RELEVANCE, Head
+from esper.leyline.errors import ConfigError, TrainingError
+from esper.leyline.events import Number, Update
+from esper.simic.agent.advantages import normalized_advantages
+from esper.simic.agent.rollout_buffer import Minibatch, TamiyoRolloutBuffer
+from esper.tamiyo.network import TamiyoNetwork
+from esper.tamiyo.policy.action_masks import MaskLayout, conditioned
+
+MAX_LOG_RATIO = 20.0
+FIRST_RATIO_TOLERANCE = 1e-4
+"""Before the first step the policy is the one that acted: a ratio away from 1 is a fault, not a difference."""
+MOST_BAD_UPDATES = 3
+_RELEVANCE = torch.tensor(RELEVANCE)
+
+
+class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How a policy learns from a rollout."""
+
+    lr: float = 1e-3
+    gamma: float = 0.99
+    """Discount per step."""
+    gae_lambda: float = 0.95
+    clip_ratio: float = 0.2
+    """How far one update may move an action's probability, as a ratio around 1."""
+    epochs: int = 4
+    """Passes over a rollout, unless the target KL stops them."""
+    groups: int = 4
+    """Minibatches per pass: groups of environments, each with its whole sequences."""
+    chunk: int = 64
+    """Steps that the recurrent core is unrolled and taught at once."""
+    target_kl: float = 0.02
+    """A pass begins only while the policy has moved less than 1.5 times this."""
+    value_coef: float = 0.5
+    entropy_coef: float = 0.01
+    """Weight of the entropy of every head that mattered, as a share of the largest possible."""
+    entropy_final: float = 0.002
+    """What it falls to, linearly over the run's rounds."""
+    max_grad_norm: float = 1.0
+    weight_decay: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("lr", "clip_ratio", "target_kl", "max_grad_norm"):
+            if not getattr(self, name) > 0.0:
+                raise ConfigError(f"ppo.{name} must be above 0, got {getattr(self, name)}")
+        for name in ("gamma", "gae_lambda"):
+            if not 0.0 <= getattr(self, name) <= 1.0:
+                raise ConfigError(f"ppo.{name} must lie between 0 and 1, got {getattr(self, name)}")
+        if not self.clip_ratio < 1.0:
+            raise ConfigError(f"ppo.clip_ratio must lie between 0 and 1, got {self.clip_ratio}")
+        if min(self.epochs, self.groups, self.chunk) < 1:
+            raise ConfigError("ppo.epochs, ppo.groups and ppo.chunk must be ≥ 1")
+        if min(self.value_coef, self.entropy_coef, self.entropy_final, self.weight_decay) < 0:
+            raise ConfigError("ppo.value_coef, entropy_coef, entropy_final and weight_decay must be ≥ 0")
+
+
+class ReturnScale:
+    """Mean and spread of the returns seen so far: the one normaliser there is."""
+
+    def __init__(self, keep: float = 0.9) -> None:
+        self.keep, self.mean, self.square, self.weight = keep, 0.0, 0.0, 0.0
+
+    def see(self, returns: Tensor) -> tuple[float, float]:
+        """Take in a rollout's returns; the mean and spread to read values by from now on."""
+        if not returns.numel():
+            return self.now()
+        new = returns.double()
+        self.mean = self.keep * self.mean + (1 - self.keep) * float(new.mean())
+        self.square = self.keep * self.square + (1 - self.keep) * float(new.square().mean())
+        self.weight = self.keep * self.weight + (1 - self.keep)
+        return self.now()
+
+    def now(self) -> tuple[float, float]:
+        if not self.weight:
+            return 0.0, 1.0
+        mean = self.mean / self.weight
+        return mean, max(math.sqrt(max(self.square / self.weight - mean * mean, 0.0)), 1e-3)
+
+    def state(self) -> dict[str, float]:
+        return {"mean": self.mean, "square": self.square, "weight": self.weight}
+
+    def load(self, state: dict[str, float]) -> None:
+        self.mean, self.square, self.weight = state["mean"], state["square"], state["weight"]
+
+
+class PPO:
+    """Updates a policy, and tells how healthy that was."""
+
+    def __init__(
+        self, network: TamiyoNetwork, layout: MaskLayout, config: PPOConfig | None = None, *, rounds: int = 1
+    ) -> None:
+        self.network, self.layout, self.config, self.rounds = network, layout, config or PPOConfig(), rounds
+        self.optimizer = torch.optim.AdamW(
+            network.parameters(), lr=self.config.lr, eps=1e-5, weight_decay=self.config.weight_decay
+        )
+        self.scale = ReturnScale()
+        self.round = 0
+        self.bad_in_a_row = 0
+
+    @property
+    def entropy_coef(self) -> float:
+        done = min(1.0, self.round / max(1, self.rounds - 1))
+        return self.config.entropy_coef + done * (self.config.entropy_final - self.config.entropy_coef)
+
+    def update(self, buffer: TamiyoRolloutBuffer, generator: torch.Generator) -> Update:
+        """Learn from one finished rollout."""
+        start, config = time.perf_counter(), self.config
+        buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
+        valid, returns = buffer.valid, buffer.returns
+        critic = critic_health(buffer.values[valid], returns[valid])
+        healthy = bool(torch.isfinite(returns[valid]).all())  # sync: once per update
+        tally = Tally()
+        passes = 0
+        if healthy:
+            buffer.advantages.copy_(normalized_advantages(buffer.advantages, valid & ~buffer.forced))
+            self.network.renormalise(*self.scale.see(returns[valid]))
+            for passes in range(1, config.epochs + 1):
+                first = passes == 1
+                for minibatch in buffer.minibatches(config.groups, config.chunk, generator):
+                    self._step(minibatch, tally, first)
+                    first = False
+                if tally.kl_of_pass() > 1.5 * config.target_kl:
+                    break
+        else:
+            tally.skipped += 1
+        self._judge(tally)
+        self.round += 1
+        return self._told(tally, critic, returns[valid], passes, (time.perf_counter() - start) * 1e3)
+
+    def _step(self, batch: Minibatch, tally: Tally, first: bool) -> None:
+        """One minibatch: losses, a clipped gradient step, and what they say. What is not finite is left out."""
+        loss, told = losses(self.network, self.layout, self.config, batch, self.entropy_coef)
+        if first and told["ratio_off"] > FIRST_RATIO_TOLERANCE:
+            raise TrainingError(
+                f"before the first step of an update some ratio differs from 1 by {told['ratio_off']:.2g}: the rollout "
+                "and the update do not see the same policy (hidden states, masks or precision differ)"
+            )
+        self.optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.config.max_grad_norm)
+        if not (math.isfinite(told["loss"]) and bool(torch.isfinite(norm))):  # sync: a bad step must not be taken
+            tally.skipped += 1
+            return
+        self.optimizer.step()
+        tally.add(told | {"grad_norm": float(norm)})
+
+    def _judge(self, tally: Tally) -> None:
+        self.bad_in_a_row = 0 if tally.count else self.bad_in_a_row + 1
+        if self.bad_in_a_row >= MOST_BAD_UPDATES:
+            raise TrainingError(
+                f"{self.bad_in_a_row} updates in a row had no finite step: rewards, returns or gradients are NaN or "
+                "infinite. The policy is as it was before them; look at the run's `step` events for rewards that are "
+                "not finite, or lower ppo.lr"
+            )
+
+    def _told(
+        self, tally: Tally, critic: tuple[Number, Number], returns: Tensor, passes: int, wall_ms: float
+    ) -> Update:
+        m = tally.mean
+        return Update(
+            round=self.round - 1,
+            epochs=passes,
+            minibatches=tally.count,
+            policy_loss=m("policy_loss"),
+            value_loss=m("value_loss"),
+            entropy_loss=m("entropy_loss"),
+            kl=m("kl"),
+            clip_fraction=m("clip_fraction"),
+            ratio_min=tally.least("ratio_min"),
+            ratio_max=tally.most("ratio_max"),
+            explained_variance=critic[0],
+            value_nrmse=critic[1],
+            grad_norm=m("grad_norm"),
+            lr=self.config.lr,
+            skipped=tally.skipped,
+            entropy={h.name.lower(): m(f"entropy_{h.name}") for h in Head},
+            learnable={h.name.lower(): m(f"learnable_{h.name}") for h in Head},
+            return_mean=float(returns.mean()) if returns.numel() else None,
+            return_sd=float(returns.std()) if returns.numel() > 1 else None,
+            wall_ms=wall_ms,
+        )
+
+
+def losses(
+    network: TamiyoNetwork, layout: MaskLayout, config: PPOConfig, batch: Minibatch, entropy_coef: float
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss of a minibatch, and in numbers what it is made of."""
+    valid = batch.valid
+    masks = batch.masks | ~valid[..., None]  # padding gets a distribution too, and no weight
+    judged = network.evaluate(batch.obs, masks, batch.actions, batch.hidden, batch.starts, layout)
+    counts = counted(masks, layout, batch.actions, valid & ~batch.forced)  # [C, N, 8]
+    decided = (valid & ~batch.forced).sum().clamp(min=1)
+
+    change = torch.where(counts, judged.log_probs - batch.log_probs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    ratio = change.exp()
+    gain = batch.advantages[..., None]
+    clipped = ratio.clamp(1 - config.clip_ratio, 1 + config.clip_ratio)
+    policy_loss = -(torch.minimum(ratio * gain, clipped * gain) * counts).sum() / decided
+
+    target = (batch.returns - network.mean) / network.std
+    value_loss = 0.5 * ((judged.raw_values - target).square() * valid).sum() / valid.sum().clamp(min=1)
+
+    per_head = (judged.entropy * counts).sum((0, 1)) / counts.sum((0, 1)).clamp(min=1)
+    entropy_loss = -(judged.entropy * counts).sum() / decided
+    loss = policy_loss + config.value_coef * value_loss + entropy_coef * entropy_loss
+
+    with torch.no_grad():
+        kl = ((ratio - 1 - change) * counts).sum() / decided
+        outside = ((ratio - 1).abs() > config.clip_ratio) & counts
+        used = counts.sum((0, 1))
+        numbers = torch.stack(
+            [
+                loss, policy_loss, value_loss, entropy_loss, kl, outside.sum() / counts.sum().clamp(min=1),
+                ratio.min(), ratio.max(), (ratio - 1).abs().max(), *per_head, *(used / decided), *used,
+            ]
+        ).tolist()  # sync: once per minibatch  # fmt: skip
+    names = (
+        "loss",
+        "policy_loss",
+        "value_loss",
+        "entropy_loss",
+        "kl",
+        "clip_fraction",
+        "ratio_min",
+        "ratio_max",
+        "ratio_off",
+    )
+    told = dict(zip(names, numbers, strict=False))
+    n = len(names)
+    for h in Head:
+        share, count = numbers[n + len(Head) + h], numbers[n + 2 * len(Head) + h]
+        told[f"entropy_{h.name}"] = numbers[n + h] if count else math.nan
+        told[f"learnable_{h.name}"] = share
+    return loss, told
+
+
+def counted(masks: Tensor, layout: MaskLayout, actions: Tensor, free: Tensor) -> Tensor:
+    """[C, N, 8] where a head learns: the step was free, the op reads the head, and it had more than one choice."""
+    op = actions[..., Head.OP]
+    relevant = _RELEVANCE.to(masks.device)[op]
+    several = conditioned(masks, layout, op, actions[..., Head.SLOT]).sum(-1) > 1
+    return relevant & several & free[..., None]
+
+
+def critic_health(values: Tensor, returns: Tensor) -> tuple[Number, Number]:
+    """Explained variance, and the error of values over the spread of returns (below 1 it knows something)."""
+    if returns.numel() < 2:
+        return None, None
+    spread = float(returns.var())
+    if not spread > 1e-12:
+        return None, None
+    return 1 - float((returns - values).var()) / spread, float((returns - values).square().mean()) ** 0.5 / spread**0.5
+
+
+class Tally:
+    """What the minibatches of one update said."""
+
+    def __init__(self) -> None:
+        self.told: list[dict[str, float]] = []
+        self.skipped = 0
+        self._pass = 0
+
+    @property
+    def count(self) -> int:
+        return len(self.told)
+
+    def add(self, told: dict[str, float]) -> None:
+        self.told.append(told)
+
+    def kl_of_pass(self) -> float:
+        """Mean KL of the minibatches since the last call."""
+        new, self._pass = self.told[self._pass :], len(self.told)
+        return sum(t["kl"] for t in new) / len(new) if new else 0.0
+
+    def mean(self, name: str) -> Number:
+        values = [t[name] for t in self.told if not math.isnan(t[name])]
+        return sum(values) / len(values) if values else None
+
+    def least(self, name: str) -> Number:
+        return min((t[name] for t in self.told), default=None)
+
+    def most(self, name: str) -> Number:
+        return max((t[name] for t in self.told), default=None)

@@ -1,0 +1,133 @@
+"""Ground: where seeds grow. Real hosts here; the simulator is another ground with the same face.
+
+    ground.reset(worlds)        new hosts, one per world
+    ground.step(actions)        apply, tick, train an epoch, validate, record → Outcome
+
+A ground owns the table and knows prices and twins; what is seen and paid is the environment's business (`env.py`).
+
+Legend: E environments, S slots, B blueprints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import log
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.body import Body, call
+from esper.kasmina.lifecycle import Outcome, Rules
+from esper.leyline.phases import Phases
+from esper.leyline.slot_table import Floats, Ints, SlotTable
+from esper.leyline.stages import Thresholds
+from esper.simic.attribution import CounterfactualHelper, Worth
+from esper.simic.twins import Twins
+from esper.tamiyo.policy.features import ObsContext
+from esper.tolaria.data import Dataset
+from esper.tolaria.engine import Engine, EngineConfig, takes_of
+from esper.tolaria.tasks import Task
+
+
+class Ground(Protocol):
+    """E environments that can be stepped side by side."""
+
+    table: SlotTable
+    rules: Rules
+    context: ObsContext
+    slots: tuple[str, ...]
+    worlds: list[int]
+    worth: list[Worth]
+    """What the last step's coalitions say of every environment; empty where nothing was measured."""
+
+    @property
+    def twin_quality(self) -> Floats:
+        """[E] of each world without growth, at the step its environment has reached."""
+        ...
+
+    def reset(self, worlds: Sequence[int]) -> None: ...
+    def step(self, actions: Ints) -> Outcome: ...
+
+
+class HostGround:
+    """Real hosts of one task. Each world's no-growth twin is trained once and kept in `twins`."""
+
+    def __init__(
+        self,
+        task: Task,
+        *,
+        rules: Rules | None = None,
+        config: EngineConfig | None = None,
+        data: Dataset | None = None,
+        twins: Path | None = None,
+        phases: Phases | None = None,
+    ) -> None:
+        self.task, self.rules, self.config = task, rules or Rules(), config or EngineConfig()
+        self.data = data or task.load_data()
+        self.phases = phases or Phases()
+        self.twins = Twins(task, self.data, self.config, twins)
+        self.slots = task.slots
+        self._helper = CounterfactualHelper()
+        self.reset([0])
+        self.context = context_of(self.engine.plots[0].body, task.epochs, self.rules.thresholds, self.data.classes)
+
+    def reset(self, worlds: Sequence[int]) -> None:
+        self.worlds = list(worlds)
+        self.worth: list[Worth] = []
+        self.engine = Engine(
+            self.task, self.worlds, rules=self.rules, config=self.config, data=self.data, phases=self.phases
+        )
+        self.table = self.engine.table
+
+    def step(self, actions: Ints) -> Outcome:
+        outcome = self.engine.step(actions)
+        with self.phases("worth"):
+            self.worth = self._helper.process_batch(self.engine)
+        return outcome
+
+    @property
+    def twin_quality(self) -> Floats:
+        with self.phases("twins"):
+            curves = self.twins.curves(self.worlds)  # [E, T]
+        step = self.table.step
+        now = curves[np.arange(len(step)), np.clip(step, 1, curves.shape[1]) - 1]
+        return np.where(step > 0, now, np.nan)
+
+
+def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | None = None) -> ObsContext:
+    """What a policy sees of a body besides the table: its sizes, and the price of whatever it may plant."""
+    slots = list(body.slots.values())
+    takes = takes_of(body)
+    params, macs = np.zeros((2, *takes.shape), dtype=np.int64)
+    for s, prices in enumerate(body.costs().values()):
+        for name, price in prices.items():
+            params[s, blueprint_index(name)], macs[s, blueprint_index(name)] = price.params, price.macs
+    return ObsContext(
+        horizon=horizon,
+        host_params=sum(p.numel() for p in body.model.parameters()),
+        host_macs=max(1, host_macs(body)),
+        slot_width=np.array([slot.site.dim for slot in slots]),
+        slot_params=params,
+        slot_macs=macs,
+        slot_depth=np.arange(len(slots)) / max(1, len(slots) - 1),
+        chance_loss=log(classes) if classes and classes > 1 else None,
+        thresholds=thresholds,
+    )
+
+
+def host_macs(body: Body) -> int:
+    """Multiply-adds of the host's forward pass over one sample, counted on the graft's probe."""
+    was_training = body.model.training
+    body.model.eval()
+    live = {slot: slot.amplitude for slot in body.slots.values() if slot.seed is not None}
+    if live:
+        raise ValueError("prices are counted before anything grows")
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        output = call(body.model, body.probe)
+    body.model.train(was_training)
+    samples = next(x.shape[0] for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
+    return int(counter.get_total_flops()) // 2 // max(1, samples)

@@ -1,0 +1,149 @@
+"""What a reward may look at, how it is configured, and the table of modes.
+
+Legend: E environments, S slots, B blueprints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+import numpy as np
+
+from esper.leyline.errors import ConfigError, unknown_name
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.stages import SeedStage
+
+S = SeedStage
+
+
+class Sizes(Protocol):
+    """The part of an observation's context that a reward needs."""
+
+    @property
+    def horizon(self) -> int: ...
+    @property
+    def host_params(self) -> Any: ...
+    @property
+    def host_macs(self) -> Any: ...
+    @property
+    def slot_macs(self) -> Any: ...  # [S, B] what a seed in this slot costs
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """Everything a reward may read of E environments at one moment. A copy: the table moves on."""
+
+    step: Ints  # [E]
+    quality: Floats  # [E]
+    twin_quality: Floats  # [E] of the no-growth twin at the same step
+    committed_quality: Floats  # [E] with every live seed off
+    params: Floats  # [E] host, fossils and growing seeds
+    macs: Floats
+    committed_params: Floats  # [E] host and fossils
+    committed_macs: Floats
+    stage: Ints  # [E, S]
+    contribution: Floats  # [E, S]
+    rolled_back: Bools  # [E] the governor undid this step; the frame shows what it restored
+    host_params: float
+    host_macs: float
+    horizon: int
+
+    @classmethod
+    def of(cls, table: SlotTable, sizes: Sizes, twin_quality: Floats, rolled_back: Bools | None = None) -> Frame:
+        stage, host_params, host_macs = table.stage.copy(), float(sizes.host_params), float(sizes.host_macs)
+        fossil = stage == S.FOSSILIZED
+        alive = fossil | ((stage >= S.GERMINATED) & (stage <= S.HOLDING))
+        slots = np.arange(table.num_slots)
+        seed_params = table.params.astype(np.float64)
+        seed_macs = np.asarray(sizes.slot_macs, np.float64)[slots, np.maximum(table.blueprint, 0)]  # [E, S]
+        return cls(
+            step=table.step.copy(),
+            quality=table.quality.astype(np.float64),
+            twin_quality=np.array(twin_quality, np.float64),
+            committed_quality=table.committed_quality.astype(np.float64),
+            params=host_params + np.where(alive, seed_params, 0.0).sum(axis=1),
+            macs=host_macs + np.where(alive, seed_macs, 0.0).sum(axis=1),
+            committed_params=host_params + np.where(fossil, seed_params, 0.0).sum(axis=1),
+            committed_macs=host_macs + np.where(fossil, seed_macs, 0.0).sum(axis=1),
+            stage=stage,
+            contribution=table.contribution.astype(np.float64),
+            rolled_back=np.zeros(len(stage), dtype=bool) if rolled_back is None else np.array(rolled_back, dtype=bool),
+            host_params=host_params,
+            host_macs=host_macs,
+            horizon=sizes.horizon,
+        )
+
+    @property
+    def crashed(self) -> Bools:
+        """[E] an epoch was trained and its quality is no number. Before the first epoch nothing is measured."""
+        return np.asarray((self.step > 0) & ~np.isfinite(self.quality))
+
+    @property
+    def ended(self) -> Bools:
+        """[E] the horizon is reached: a true end."""
+        return np.asarray(self.step >= self.horizon)
+
+
+class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How steps are paid. Qualities are fractions (accuracy 0…1), so 0.01 is a point."""
+
+    mode: str = "utility"
+    """Which function pays: a name in `REWARDS`."""
+    scale: float = 1.0
+    """Multiplies every reward."""
+    rent_params: float = 0.005
+    """Paid per doubling of the host's parameters."""
+    rent_macs: float = 0.005
+    """Paid per doubling of the host's multiply-adds."""
+    rollback_penalty: float = 0.1
+    """Paid when the governor had to undo a step."""
+    worst_quality: float = 0.0
+    """Stands in for a twin's quality that is no number."""
+    floor: float = -1.0
+    """The least utility. A crashed host has it and no sound one less, so a crash never pays, however bad the host
+    was before. Accuracies differ by at most 1; set it lower for a quality with a wider range."""
+    gamma: float = 0.995
+    """`shaped` only: the learner's discount, without which its potential would not cancel out."""
+    stage_bonus: float = 0.003
+    """`shaped` only: what one unit of a stage's potential is worth."""
+    terminal_weight: float = 0.05
+    """`shaped` only: of the final gain in quality."""
+
+    def __post_init__(self) -> None:
+        if self.mode not in REWARDS:
+            raise unknown_name("reward mode", self.mode, REWARDS)
+        for name in ("rent_params", "rent_macs", "rollback_penalty", "stage_bonus", "terminal_weight"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"reward.{name} must be ≥ 0, got {getattr(self, name)}")
+        if not self.scale > 0:
+            raise ConfigError(f"reward.scale must be > 0, got {self.scale}")
+        if not 0 < self.gamma <= 1:
+            raise ConfigError(f"reward.gamma must lie in (0, 1], got {self.gamma}")
+        if not -np.inf < self.floor <= 0:
+            raise ConfigError(f"reward.floor must be finite and ≤ 0, got {self.floor}")
+
+
+Mode = Callable[[Frame, Frame, RewardConfig], Floats]
+REWARDS: dict[str, Mode] = {}
+
+
+def reward_mode(name: str) -> Callable[[Mode], Mode]:
+    """Register a mode: a pure function (before, after, config) → rewards [E], never NaN, before `scale`."""
+
+    def register(mode: Mode) -> Mode:
+        REWARDS[name] = mode
+        return mode
+
+    return register
+
+
+def reward(before: Frame, after: Frame, config: RewardConfig) -> Floats:
+    """What the step from `before` to `after` pays in the configured mode, [E].
+
+    A step that the governor undid ends in the restored state, so it pays for coming to that state, minus the penalty.
+    """
+    paid = REWARDS[config.mode](before, after, config) - config.rollback_penalty * after.rolled_back
+    return np.asarray(config.scale * paid)

@@ -1,0 +1,217 @@
+"""The best that can be done in simulated worlds, and how controllers compare with it.
+
+A *plan* says what to plant where, in which order; each seed is planted as soon as the rules allow, committed as soon
+as they allow, never pruned. `best_schedule` is the one plan that is best on average over some worlds: the most that
+can be had without looking. `oracle` is the best plan of one world by itself: what could be had by knowing
+everything. Both run every plan of the class through the simulator without noise (`beam=None`: exact in the class),
+or extend only the best few at each length (for many slots).
+
+Legend: E environments, W worlds, P plans, N plantings of a plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.stages import SeedStage
+from esper.simic.rewards import Frame, RewardConfig, reward
+from esper.simic.simulated_worlds import GATED_HARM, MAP_BLUEPRINTS, OPERATOR_FIT, draw_worlds
+from esper.simic.simulator import SimConfig, Simulator
+from esper.tamiyo.controllers import Controller, Heuristic, Random, Schedule, Wait, wait_everywhere
+
+Planting = tuple[int, int, int]
+"""Slot, blueprint, style."""
+Plan = tuple[Planting, ...]
+ENVS_AT_ONCE = 4096
+TYPICAL_RENT = 0.004
+_STYLE_OF = {op: next(i for i, s in enumerate(STYLES) if s.operator == op) for op in Operator}
+
+
+class FollowPlans:
+    """A controller that carries out one plan per environment, or one plan everywhere.
+
+    watch  prune what the measurements say is not worth its rent: the least that looking at them brings
+    """
+
+    def __init__(self, plans: Sequence[Plan], *, watch: bool = False) -> None:
+        longest = max((len(p) for p in plans), default=0) + 1  # a last column of −1: nothing more to plant
+        self.plantings = np.full((len(plans), longest, 3), -1)
+        for i, plan in enumerate(plans):
+            if plan:
+                self.plantings[i, : len(plan)] = plan
+        self.watch = watch
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        envs = np.arange(table.num_envs)
+        plans = np.broadcast_to(self.plantings, (table.num_envs, *self.plantings.shape[1:]))
+        slot, blueprint, style = plans[envs, np.minimum(table.next_serial, plans.shape[1] - 1)].T
+        actions = wait_everywhere(table.num_envs)
+        self._do(actions, Op.FOSSILIZE, legal[:, Op.FOSSILIZE])
+        plant = (slot >= 0) & legal[envs, Op.GERMINATE, slot]
+        actions[plant, Head.OP] = Op.GERMINATE
+        for head, choice in ((Head.SLOT, slot), (Head.BLUEPRINT, blueprint), (Head.STYLE, style)):
+            actions[plant, head] = choice[plant]
+        if self.watch:
+            self._do(actions, Op.PRUNE, legal[:, Op.PRUNE] & _unpromising(table))
+        return actions
+
+    def _do(self, actions: Ints, op: Op, where: Bools) -> None:
+        envs = where.any(axis=1)
+        actions[envs, Head.OP], actions[envs, Head.SLOT] = op, where[envs].argmax(axis=1)
+        actions[envs, Head.ALPHA_SPEED] = 0  # what is to go goes at once
+
+
+def _unpromising(table: SlotTable) -> Bools:
+    """[E, S] seeds that have learnt for a while and seem to add less than a typical rent."""
+    training = (table.stage == SeedStage.TRAINING) & (table.dwell >= 4) & (table.prospect < TYPICAL_RENT)
+    holding = (table.stage == SeedStage.HOLDING) & (table.contribution < TYPICAL_RENT)
+    return np.asarray(training | holding)
+
+
+@dataclass(frozen=True, slots=True)
+class Episodes:
+    """What a controller earned in each environment."""
+
+    total: Floats  # [E] undiscounted return: in `utility` mode the final U
+    discounted: Floats  # [E]
+    quality: Floats  # [E] at the end
+
+
+def play(sim: Simulator, controller: Controller, config: RewardConfig, gamma: float = 0.995) -> Episodes:
+    """One episode in every environment, from the beginning."""
+    sim.reset()
+    total, discounted, weight = np.zeros(len(sim.worlds)), np.zeros(len(sim.worlds)), 1.0
+    before = Frame.of(sim.table, sim.context, sim.twin_quality)
+    for _ in range(sim.config.horizon):
+        sim.step(controller.act(sim.table, legal(sim.table, sim.rules)))
+        after = Frame.of(sim.table, sim.context, sim.twin_quality)
+        paid = reward(before, after, config)
+        total, discounted, weight, before = total + paid, discounted + weight * paid, weight * gamma, after
+    return Episodes(total, discounted, sim.table.quality.astype(np.float64))
+
+
+def values(
+    plans: Sequence[Plan],
+    worlds: Sequence[int],
+    sim: SimConfig,
+    rules: Rules | None = None,
+    config: RewardConfig | None = None,
+    gamma: float = 1.0,
+) -> Floats:
+    """[W, P] the noiseless return of every plan in every world."""
+    quiet, config = msgspec.structs.replace(sim, noise=0.0), config or RewardConfig()
+    pairs = [(world, plan) for world in worlds for plan in plans]
+    found = []
+    for i in range(0, len(pairs), ENVS_AT_ONCE):
+        some = pairs[i : i + ENVS_AT_ONCE]
+        env = Simulator(quiet, [world for world, _ in some], rules)
+        found.append(play(env, FollowPlans([plan for _, plan in some]), config, gamma).discounted)
+    return np.concatenate(found).reshape(len(worlds), len(plans))
+
+
+def plantings(worlds: Sequence[int], sim: SimConfig) -> list[Planting]:
+    """Every slot with every blueprint, each in the style that suits it best on average over these worlds.
+
+    More strength is never worse, so for one world this choice of style loses nothing.
+    """
+    potential = draw_worlds(worlds, sim).potential  # [W, S, B]
+    suits = np.stack([potential * OPERATOR_FIT[op] for op in Operator])  # [operators, W, S, B]
+    suits[Operator.GATE] = np.where(potential < 0, potential * GATED_HARM, suits[Operator.GATE])
+    best = suits.mean(axis=1).argmax(axis=0)  # [S, B]
+    numbers = [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS]
+    return [(s, b, _STYLE_OF[Operator(int(best[s, b]))]) for s in range(sim.slots) for b in numbers]
+
+
+def best_schedule(
+    sim: SimConfig,
+    worlds: Sequence[int],
+    rules: Rules | None = None,
+    config: RewardConfig | None = None,
+    *,
+    gamma: float = 1.0,
+    beam: int | None = None,
+    longest: int = 4,
+) -> tuple[Plan, float]:
+    """The plan with the highest mean return over these worlds, and that mean."""
+    options = plantings(worlds, sim)
+    best: tuple[Plan, float] = ((), float(values([()], worlds, sim, rules, config, gamma).mean()))
+    kept: list[Plan] = [()]
+    for _ in range(min(longest, sim.slots)):
+        kept = [(*plan, new) for plan in kept for new in options if new[0] not in {p[0] for p in plan}]
+        means = values(kept, worlds, sim, rules, config, gamma).mean(axis=0)
+        order = np.argsort(-means, kind="stable")
+        if means[order[0]] > best[1]:
+            best = kept[order[0]], float(means[order[0]])
+        kept = [kept[i] for i in (order if beam is None else order[:beam])]
+    return best
+
+
+def oracle(
+    sim: SimConfig,
+    world: int,
+    rules: Rules | None = None,
+    config: RewardConfig | None = None,
+    *,
+    gamma: float = 1.0,
+    beam: int | None = None,
+    longest: int = 4,
+) -> tuple[Plan, float]:
+    """The best plan of one world, and its noiseless return."""
+    return best_schedule(sim, [world], rules, config, gamma=gamma, beam=beam, longest=longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one controller earned over some worlds: means, with the standard error over worlds."""
+
+    name: str
+    total: float
+    total_se: float
+    discounted: float
+    discounted_se: float
+
+
+def scoreboard(
+    sim: SimConfig,
+    worlds: Sequence[int],
+    training_worlds: Sequence[int],
+    rules: Rules | None = None,
+    config: RewardConfig | None = None,
+    *,
+    gamma: float = 0.995,
+    beam: int | None = None,
+) -> list[Score]:
+    """Controllers in the same noisy worlds, from doing nothing to knowing everything.
+
+    `training_worlds` are those that the best fixed schedule may be fitted to.
+    """
+    config = config or RewardConfig()
+    plan, _ = best_schedule(sim, training_worlds, rules, config, beam=beam)
+    oracles = [oracle(sim, world, rules, config, beam=beam)[0] for world in worlds]
+    controllers: dict[str, Controller] = {
+        "none": Wait(),
+        "random": Random(),
+        "schedule": Schedule(),
+        "heuristic": Heuristic(),
+        "best fixed": FollowPlans([plan]),
+        "best fixed, watched": FollowPlans([plan], watch=True),
+        "oracle": FollowPlans(oracles),
+    }
+    env = Simulator(sim, worlds, rules)
+    scores = []
+    for name, controller in controllers.items():
+        played = play(env, controller, config, gamma)
+        mean_and_se = [f(x) for x in (played.total, played.discounted) for f in (np.mean, _standard_error)]
+        scores.append(Score(name, *map(float, mean_and_se)))
+    return scores
+
+
+def _standard_error(sample: Floats) -> float:
+    return float(sample.std(ddof=1) / np.sqrt(len(sample))) if len(sample) > 1 else float("nan")

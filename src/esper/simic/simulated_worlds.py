@@ -1,0 +1,240 @@
+"""Simulated worlds: how a host learns and what each seed could become in it, drawn from the world's number.
+
+A world has a *demand* for three kinds of help (mixing in space, mixing of channels, calibration), which depends on
+depth and on the world; a blueprint offers each kind to some degree. What a seed is worth at full skill:
+
+    potential = head-room · need of the slot · (offer · demand − what the host has itself) · surprise
+
+Some of it can be foreseen (depth, the blueprint), some can be read from the host (a slow start asks for space, a gap
+between training and validation loss for calibration, a low ceiling means head-room), the rest shows only when
+something is planted. Some seeds are bad: they harm, or are stillborn and never learn.
+
+Legend: E environments, S slots, B blueprints, K kinds of help.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from esper.leyline.actions import BLUEPRINTS, Operator
+from esper.leyline.errors import ConfigError
+from esper.leyline.seeding import derive_seed
+from esper.leyline.slot_table import Bools, Floats, Ints
+
+Bits = npt.NDArray[np.uint64]
+
+
+class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How simulated worlds differ and how well they can be seen."""
+
+    horizon: int = 40
+    """Steps of an episode."""
+    slots: int = 3
+    gain: float = 0.06
+    """What a fitting seed adds to quality in a typical slot."""
+    kind_spread: float = 1.6
+    """How much worlds differ in the kind of help they ask for: 0 makes one schedule fit all."""
+    slot_spread: float = 0.5
+    """How much slots of one world differ in need."""
+    surprise: float = 0.35
+    """How much of a potential neither kind nor need explain."""
+    bad_share: float = 0.12
+    """Seeds that learn to do harm."""
+    stillborn_share: float = 0.06
+    """Seeds that learn nothing and whose gradients show it: their gate stays shut."""
+    shock: float = 0.02
+    """What moving alpha by 1 in one step costs in quality, for a few steps."""
+    val_samples: int = 2000
+    """Size of the validation split that contributions seem to be measured on: it sets their standard errors."""
+    quality_noise: float = 0.0015
+    """Scatter of quality from epoch to epoch."""
+    noise: float = 1.0
+    """Multiplies all noise of measurement; 0 shows the truth."""
+
+    def __post_init__(self) -> None:
+        if self.horizon < 1 or self.slots < 1 or self.val_samples < 1:
+            raise ConfigError(
+                f"horizon, slots and val_samples must be ≥ 1, got {self.horizon}, {self.slots} and {self.val_samples}"
+            )
+        if not (self.bad_share >= 0 and self.stillborn_share >= 0 and self.bad_share + self.stillborn_share <= 1):
+            raise ConfigError(f"shares must lie in 0…1 together, got {self.bad_share} and {self.stillborn_share}")
+        for name in ("gain", "kind_spread", "slot_spread", "surprise", "shock", "quality_noise", "noise"):
+            if not getattr(self, name) >= 0:
+                raise ConfigError(f"{name} must be ≥ 0, got {getattr(self, name)}")
+
+
+# ---- randomness by name, for all environments at once -----------------------------------------------------------
+
+
+def _mix(bits: Bits) -> Bits:
+    """The finaliser of splitmix64: neighbouring numbers become unrelated ones."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))
+
+
+def world_keys(worlds: Sequence[int] | Ints) -> Bits:
+    """[E] a key for each world; everything random hangs on it, so it does not matter who stands beside it."""
+    return _mix(np.asarray([int(w) % 2**64 for w in worlds], dtype=np.uint64) + np.uint64(derive_seed("world")))
+
+
+def random_bits(keys: Bits, purpose: str, counters: int | Ints, step: Ints | None = None) -> Bits:
+    """[E, n] bits that belong to (world, purpose, step, counter); counters are 0…n−1 or given, [E, n]."""
+    address = keys ^ np.uint64(derive_seed(purpose))
+    if step is not None:
+        address = _mix(address + step.astype(np.uint64))
+    counter = np.asarray(np.arange(counters) if isinstance(counters, int) else counters, dtype=np.uint64)
+    return _mix(_mix(address)[:, None] + (counter + np.uint64(1)) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def uniform(bits: Bits) -> Floats:
+    """0…1, exactly the same on every machine."""
+    return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
+
+
+def bell(bits: Bits) -> Floats:
+    """Mean 0, deviation 1, at most ±3.5: four uniform quarters of the bits, summed. Close to normal, and exact."""
+    quarter = np.uint64(0xFFFF)
+    total = sum((bits >> np.uint64(shift)) & quarter for shift in (0, 16, 32, 48))
+    return (np.asarray(total, dtype=np.float64) / 65535.0 - 2.0) * np.sqrt(3.0)
+
+
+# ---- what never changes: blueprints, the host's shape ------------------------------------------------------------
+
+MAP_BLUEPRINTS = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
+"""The built-in blueprints for feature maps: what a simulated slot takes."""
+_OFFERS = {  # space, channels, calibration; share of what is missing that is learnt in an epoch
+    "conv_light": (0.75, 0.45, 0.05, 0.20),
+    "attention": (0.00, 0.40, 0.75, 0.26),
+    "norm": (0.00, 0.05, 0.85, 0.35),
+    "depthwise": (0.85, 0.20, 0.05, 0.20),
+    "bottleneck": (0.50, 0.65, 0.05, 0.17),
+    "conv_small": (0.00, 0.80, 0.10, 0.24),
+    "conv_heavy": (1.00, 0.90, 0.05, 0.11),
+}
+OFFER = np.zeros((len(BLUEPRINTS), 3))  # [B, K]
+LEARNING_RATE = np.zeros(len(BLUEPRINTS))  # [B]
+for _name, (*_offer, _rate) in _OFFERS.items():
+    OFFER[BLUEPRINTS.index(_name)], LEARNING_RATE[BLUEPRINTS.index(_name)] = _offer, _rate
+
+_NORM = np.maximum(np.sqrt((OFFER**2).sum(axis=1)), 1e-9)
+_ALIKE = (OFFER[:, None] * OFFER[None]).sum(axis=2) / (_NORM[:, None] * _NORM[None])
+INTERACTION = 0.35 - 0.85 * _ALIKE
+"""[B, B] of seeds in neighbouring slots, as a share of the weaker: what is alike is redundant, what is not, helps."""
+
+OPERATOR_FIT = np.ones((len(Operator), len(BLUEPRINTS)))
+"""How well an operator suits a blueprint: what turns channels up and down wants to multiply, the others to add."""
+OPERATOR_FIT[Operator.MULTIPLY] = 0.8
+OPERATOR_FIT[Operator.MULTIPLY, [BLUEPRINTS.index("attention"), BLUEPRINTS.index("norm")]] = 1.15
+OPERATOR_FIT[Operator.GATE] = 0.9
+GATED_HARM = 0.5
+"""A gate lets half of a seed's harm through."""
+
+BASE_WIDTH, LEVELS, IMAGE, CLASSES = 8, 3, 14, 10
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """The simulated host: one convolution before each slot, widths doubling twice from first to last."""
+
+    width: Ints  # [S] channels
+    depth: Floats  # [S] 0…1
+    params: Ints  # [S, B] of a seed
+    macs: Ints  # [S, B]
+    host_params: int
+    host_macs: int
+
+
+def host_shape(slots: int) -> Shape:
+    level = np.arange(slots) * LEVELS // slots
+    width = BASE_WIDTH * 2**level
+    pixels, behind = (IMAGE >> level) ** 2, (IMAGE >> level + 1) ** 2  # of the convolution, and behind its pool
+    before = np.concatenate([[1], width[:-1]])
+    params, macs = np.zeros((2, slots, len(BLUEPRINTS)), dtype=np.int64)
+    for name in MAP_BLUEPRINTS:
+        b = BLUEPRINTS.index(name)
+        weights, others = _weights(name, width)
+        params[:, b] = weights + others
+        macs[:, b] = weights * (1 if name == "attention" else behind)  # attention looks at one mean pixel
+    host_params = int((9 * before * width + 2 * width).sum() + (width[-1] + 1) * CLASSES)
+    host_macs = int((9 * before * width * pixels).sum() + width[-1] * CLASSES)
+    return Shape(width, (np.arange(slots) + 0.5) / slots, params, macs, host_params, host_macs)
+
+
+def _weights(name: str, c: Ints) -> tuple[Ints, Ints]:
+    """Parameters of a blueprint that multiply, and its others (norms, biases), by channels."""
+    quarter, neck = np.maximum(1, c // 4), np.maximum(8, c // 4)
+    return {
+        "conv_light": (9 * c * c, 2 * c),
+        "attention": (2 * c * quarter, c),
+        "norm": (0 * c, 2 * c + 1),
+        "depthwise": (9 * c + c * c, 2 * c),
+        "bottleneck": (2 * c * neck + 9 * neck * neck, 2 * c),
+        "conv_small": (c * c, 2 * c),
+        "conv_heavy": (18 * c * c, 4 * c),
+    }[name]
+
+
+# ---- what a world is ---------------------------------------------------------------------------------------------
+
+KINDS = OFFER.shape[1]
+HOST_HAS = 0.22
+"""Fit below which a seed offers no more than the host can do itself."""
+
+
+@dataclass(frozen=True, slots=True)
+class Worlds:
+    """The truth about E worlds."""
+
+    keys: Bits  # [E]
+    start: Floats  # [E] quality before the first epoch
+    ceiling: Floats  # [E] quality without growth, in the long run
+    pace: Floats  # [E] epochs in which the host learns most of it
+    overfit: Floats  # [E] share by which training loss lies below validation loss, in the end
+    room: Floats  # [E] most that growth can add
+    need: Floats  # [E, S] of each slot, around 1
+    potential: Floats  # [E, S, B] what a seed adds at full skill and strength
+    stillborn: Bools  # [E, S, B]
+
+    def host_quality(self, step: Ints) -> Floats:
+        """[E] what the host would have reached without growth."""
+        return self.ceiling - (self.ceiling - self.start) * np.exp(-step / self.pace)
+
+
+def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
+    keys, shape = world_keys(worlds), host_shape(config.slots)
+    size = len(keys), config.slots, len(BLUEPRINTS)
+
+    def normal(purpose: str, *axes: int) -> Floats:
+        return bell(random_bits(keys, purpose, int(np.prod(axes)))).reshape(size[0], *axes)
+
+    head_room, kind = normal("head-room", 1)[:, 0], normal("kind", KINDS)
+    usual = np.stack([1.0 - shape.depth, 0.3 + 0.6 * shape.depth, np.full(config.slots, 0.4)], axis=1)  # [S, K]
+    demand = np.exp(usual + config.kind_spread * kind[:, None])
+    demand /= demand.sum(axis=2, keepdims=True)  # [E, S, K]
+    fit = sum(demand[:, :, None, k] * OFFER[:, k] for k in range(KINDS))  # [E, S, B]
+    need = np.exp(config.slot_spread * normal("need", config.slots))
+    typical = config.gain * np.exp(0.35 * head_room)[:, None, None]
+    scale = typical * need[:, :, None]
+    potential = scale * (2.0 * (fit - HOST_HAS) + config.surprise * normal("surprise", *size[1:]))
+
+    fate = uniform(random_bits(keys, "fate", int(np.prod(size[1:])))).reshape(size)
+    bad = fate < config.bad_share
+    stillborn = ~bad & (fate < config.bad_share + config.stillborn_share)
+    potential = np.where(bad, -0.6 * scale - 0.3 * np.abs(potential), np.where(stillborn, 0.0, potential))
+    return Worlds(
+        keys=keys,
+        start=np.full(size[0], 1.0 / CLASSES),
+        ceiling=0.74 - 0.05 * head_room + 0.01 * normal("ceiling", 1)[:, 0],
+        pace=np.exp(np.log(4.0) + 0.2 * kind[:, 0] + 0.05 * normal("pace", 1)[:, 0]),
+        overfit=np.clip(0.15 + 0.07 * kind[:, 2] + 0.02 * normal("overfit", 1)[:, 0], 0.0, 0.5),
+        room=0.16 + 0.03 * head_room,
+        need=need,
+        potential=potential,
+        stillborn=stillborn,
+    )

@@ -1,0 +1,242 @@
+"""A simulator of growing hosts: the same table, rules and measurements as the engine, learning curves by formula.
+
+    sim = Simulator(SimConfig(), worlds=range(128))
+    sim.step(actions)             # apply, tick, learn, measure: every array over all environments at once
+
+It runs tens of thousands of steps a second, so a learner, a reward or a controller can be tried in seconds, and the
+best that can be done is known (`simulated_plans`). What it keeps of the real thing:
+
+    a seed learns with diminishing returns while TRAINING, the host feels it by alpha only; fossils go on learning
+    neighbours add to or repeat each other, and the head-room of a host is finite
+    moving alpha costs some quality for a while; pruning loses what the seed had learnt
+    contributions and prospects are the truth with noise of the stated standard error
+
+An environment is the same alone and among others: its noise is addressed by (world, purpose, step).
+
+Legend: E environments, S slots, B blueprints.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from esper.kasmina.lifecycle import Outcome, Rules, apply, record, record_contribution, tick
+from esper.leyline.actions import BLUEPRINTS, Operator
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.stages import NUM_STAGES, SeedStage
+from esper.simic.simulated_worlds import (
+    CLASSES,
+    GATED_HARM,
+    INTERACTION,
+    LEARNING_RATE,
+    MAP_BLUEPRINTS,
+    OPERATOR_FIT,
+    SimConfig,
+    Worlds,
+    bell,
+    draw_worlds,
+    host_shape,
+    random_bits,
+)
+from esper.tamiyo.policy.features import ObsContext
+
+__all__ = ["SimConfig", "Simulator"]
+
+S = SeedStage
+LESSONS = np.zeros(NUM_STAGES)
+LESSONS[[S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 0.7, 1.0, 1.0, 1.0
+"""Share of an epoch that a seed learns from: behind isolation only every other batch teaches it."""
+SHOCK_KEEP = 0.5
+"""Share of a disturbance that is left an epoch later."""
+SAME_SPLIT = 0.5
+"""Share of a measurement's variance that comes from which samples the split holds: it stays from epoch to epoch."""
+
+LOSS_NOISE, INTERACTION_NOISE = 0.003, 0.002
+
+
+class Simulator:
+    """E simulated environments and their table."""
+
+    def __init__(self, config: SimConfig, worlds: Sequence[int], rules: Rules | None = None) -> None:
+        self.config, self.rules = config, rules or Rules()
+        self.shape = host_shape(config.slots)
+        self.context = ObsContext(
+            horizon=config.horizon,
+            host_params=self.shape.host_params,
+            host_macs=self.shape.host_macs,
+            slot_width=self.shape.width,
+            slot_params=self.shape.params,
+            slot_macs=self.shape.macs,
+            slot_depth=self.shape.depth,
+            chance_loss=float(np.log(CLASSES)),
+            thresholds=self.rules.thresholds,
+        )
+        takes = np.zeros((config.slots, len(BLUEPRINTS)), dtype=bool)
+        takes[:, [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS]] = True
+        self.table = SlotTable.empty(len(worlds), config.slots, takes=takes)
+        self.reset(worlds)
+
+    def reset(self, worlds: Sequence[int] | None = None) -> None:
+        """Begin anew, in as many other worlds or in the same."""
+        if worlds is not None:
+            if len(worlds) != self.table.num_envs:
+                raise ConfigError(
+                    f"this simulator has {self.table.num_envs} environments, not the {len(worlds)} of these worlds; "
+                    "build another"
+                )
+            self.worlds = list(worlds)
+            self.truth: Worlds = draw_worlds(self.worlds, self.config)
+        self.table.reset()
+        envs, shape = self.table.num_envs, self.table.stage.shape
+        self.skill = np.zeros(shape)  # [E, S] share of its potential that a seed has learnt
+        self.felt = np.zeros(shape)  # [E, S] alpha after the last step
+        self.shock = np.zeros(envs)  # [E] quality lost to moving alphas
+        self.true_quality: Floats = np.full(envs, np.nan)  # [E] without noise
+        self.twin_quality: Floats = np.full(envs, np.nan, np.float32)  # [E] measured, of the world without growth
+
+    @property
+    def params(self) -> Ints:
+        """[E] of host and seeds."""
+        return np.asarray(self.shape.host_params + self.table.params.sum(axis=1))
+
+    @property
+    def macs(self) -> Ints:
+        """[E] multiply-adds of host and seeds on one sample."""
+        seeds = np.where(self._alive(), self._cost(self.shape.macs), 0)
+        return np.asarray(self.shape.host_macs + seeds.sum(axis=1))
+
+    def step(self, actions: Ints) -> Outcome:
+        """One decision per environment: apply, tick, learn for an epoch, measure, record."""
+        table = self.table
+        outcome = apply(table, actions, self.rules)
+        newborn = table.stage == S.GERMINATED
+        self.skill[newborn] = 0.0
+        table.params[newborn] = self._cost(self.shape.params)[newborn]
+        ticked = tick(table, self.rules)
+        self._learn()
+        self._measure()
+        return Outcome(outcome.happened, outcome.effects + ticked)
+
+    def _alive(self) -> Bools:
+        return np.asarray((self.table.stage >= S.GERMINATED) & (self.table.stage <= S.FOSSILIZED))
+
+    def _cost(self, of_seeds: Ints) -> Ints:
+        """[E, S] the entries of `of_seeds` [S, B] for the seeds that are there."""
+        return np.asarray(of_seeds[np.arange(self.table.num_slots), np.maximum(self.table.blueprint, 0)])
+
+    def _of_blueprint(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """[E, S] the entries of `values` [E, S, B] for the seeds that are there."""
+        chosen = np.maximum(self.table.blueprint, 0).astype(np.intp)
+        return np.take_along_axis(values, chosen[:, :, None], axis=2)[:, :, 0]
+
+    def _learn(self) -> None:
+        table = self.table
+        rate = LEARNING_RATE[table.blueprint] * LESSONS[table.stage] * ~table.frozen
+        self.skill += (1.0 - self.skill) * rate * ~self._of_blueprint(self.truth.stillborn)
+        moved = table.alpha.astype(np.float64) - self.felt
+        self.felt = table.alpha.astype(np.float64)
+        self.shock = SHOCK_KEEP * self.shock + self.config.shock * (moved**2).sum(axis=1)
+
+    def strength(self) -> Floats:
+        """[E, S] what each seed would add alone at alpha = 1, as it is now."""
+        table = self.table
+        operator, blueprint = np.maximum(table.operator, 0), np.maximum(table.blueprint, 0)
+        worth = self._of_blueprint(self.truth.potential)
+        fit = OPERATOR_FIT[operator, blueprint]
+        fit = np.where((operator == Operator.GATE) & (worth < 0), GATED_HARM, fit)
+        return np.where(self._alive(), worth * fit * self.skill, 0.0)
+
+    def _pairs(self, left: Floats, right: Floats) -> Floats:
+        """[E, S−1] what neighbours add by being together, from the strengths of each pair."""
+        blueprint = np.maximum(self.table.blueprint, 0)
+        both = INTERACTION[blueprint[:, :-1], blueprint[:, 1:]]
+        return both * np.maximum(np.minimum(left, right), 0.0)
+
+    def _touching(self, mine: Floats, others: Floats) -> Floats:
+        """[E, S] interactions of each slot, at strength `mine`, with its neighbours as they are."""
+        total = np.zeros(mine.shape)
+        total[:, :-1] += self._pairs(mine[:, :-1], others[:, 1:])
+        total[:, 1:] += self._pairs(others[:, :-1], mine[:, 1:])
+        return total
+
+    def _sum(self, strengths: Floats) -> Floats:
+        """[E] of seeds together, before the host's head-room sets a limit."""
+        return np.asarray(strengths.sum(axis=1) + self._pairs(strengths[:, :-1], strengths[:, 1:]).sum(axis=1))
+
+    def _value(self, raw: Floats, maturity: Floats) -> Floats:
+        """From summed strengths [E] or [E, S] to quality: the nearer to the head-room, the less is added.
+
+        What a seed adds rests on features that the host must have learnt first: it grows with the host's maturity.
+        """
+        room, maturity = (a if raw.ndim == 1 else a[:, None] for a in (self.truth.room, maturity))
+        return maturity * np.where(raw > 0, room * -np.expm1(-np.maximum(raw, 0.0) / room), raw)
+
+    def _measure(self) -> None:
+        """What a validation pass would show after this epoch."""
+        truth, (envs, slots) = self.truth, self.table.stage.shape
+        host = truth.host_quality(self.table.step)
+        maturity = (host - truth.start) / (truth.ceiling - truth.start)
+        draws = bell(random_bits(truth.keys, "measurements", 4 + 5 * slots, self.table.step))
+        self._record_quality(host, maturity, draws[:, :4].T)
+        self._record_seeds(maturity, draws[:, 4:].reshape(envs, 5, slots).transpose(1, 0, 2))
+
+    def _record_quality(self, host: Floats, maturity: Floats, draws: Floats) -> None:
+        config, table = self.config, self.table
+        luck, own, val_luck, train_luck = config.noise * draws
+        now = self.strength() * self.felt
+        value = self._value(self._sum(now), maturity)
+        committed = self._value(self._sum(np.where(table.stage == S.FOSSILIZED, now, 0.0)), maturity)
+        left_twin = np.minimum(self.felt.sum(axis=1), 1.0)  # a host that feels a seed leaves its twin's path
+
+        self.true_quality = np.clip(host + value - self.shock, 0.01, 0.99)
+        self.twin_quality = np.clip(host + config.quality_noise * luck, 0.0, 1.0).astype(np.float32)
+        quality = np.clip(self.true_quality + config.quality_noise * (luck + left_twin * own), 0.0, 1.0)
+        missing = np.log(CLASSES) * (1.0 - quality) / (1.0 - 1.0 / CLASSES)
+        val_loss = missing * (1.0 + LOSS_NOISE * val_luck)
+        train_loss = missing * (1.0 - self.truth.overfit * maturity) * (1.0 + LOSS_NOISE * train_luck)
+        record(table, quality=quality, val_loss=val_loss, train_loss=train_loss)
+        table.committed_quality[:] = np.clip(quality - value + committed, 0.0, 1.0)
+
+    def _record_seeds(self, maturity: Floats, draws: Floats) -> None:
+        table = self.table
+        live = (table.stage <= S.HOLDING) & (self.felt > 0)
+        training = table.stage == S.TRAINING
+        full = self.strength()
+        now = full * self.felt
+        raw = self._sum(now)[:, None]
+        value = self._value(raw, maturity)
+        without = self._value(raw - now - self._touching(now, now), maturity)
+        switched_on = self._value(raw + full + self._touching(full, now), maturity)
+
+        contribution, se = self._seen(value - without, draws[0], "contribution")
+        record_contribution(table, np.where(live, contribution, np.nan), np.where(live, se, np.nan))
+        prospect, se = self._seen(switched_on - value, draws[1], "prospect")
+        table.prospect[training], table.prospect_se[training] = prospect[training], se[training]
+        several = live & (live.sum(axis=1) > 1)[:, None]
+        among_live = self._touching(now, np.where(live, now, 0.0)) + self.config.noise * INTERACTION_NOISE * draws[2]
+        table.interaction[several] = among_live[several]
+        self._record_gradients(training | live, *(self.config.noise * draws[3:]))
+
+    def _seen(self, true: Floats, fresh: Floats, purpose: str) -> tuple[Floats, Floats]:
+        """A difference in quality as a split of finite size shows it, and its paired standard error."""
+        table, config = self.table, self.config
+        seed = np.maximum(table.serial, 0) * table.num_slots + np.arange(table.num_slots)
+        lasting = bell(random_bits(self.truth.keys, purpose, seed))
+        share = np.abs(true) + 0.01  # of samples whose verdict changes
+        se = config.noise * np.sqrt(share / config.val_samples)
+        return true + se * (np.sqrt(SAME_SPLIT) * lasting + np.sqrt(1.0 - SAME_SPLIT) * fresh), se
+
+    def _record_gradients(self, where: Bools, first: Floats, second: Floats) -> None:
+        """Norms fall as a seed learns; a needy slot pulls harder; a stillborn seed has dead tensors."""
+        table, dead = self.table, self._of_blueprint(self.truth.stillborn)
+        pull = self.truth.need * (1.0 - 0.9 * self.skill)
+        norm = np.where(dead, 1e-3, 0.5 * pull) * (1.0 + 0.1 * first)
+        ratio = np.where(dead, 0.02, pull) * (1.0 + 0.1 * second)
+        health = np.where(dead, 0.6, 0.95) + 0.02 * np.clip(second, -2.0, 2.0)
+        for column, value in ((table.grad_norm, norm), (table.grad_ratio, ratio), (table.grad_health, health)):
+            column[where] = value[where]

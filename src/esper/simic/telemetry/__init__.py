@@ -1,0 +1,1 @@
+"""From what the loop has at hand to events: `emitters.py`."""

@@ -1,0 +1,330 @@
+"""TelemetryEmitter: from tables and results to events, so that a loop says one line per place.
+
+    emit = TelemetryEmitter(hub, slots=task.slots, worlds=worlds, host_params=plot.host_size)
+    …
+    emit.step(engine.table, actions, outcome, legal)
+    emit.worth(engine.table, helper.process_batch(engine))
+
+Lives of seeds are read off the table: the difference between what it was and what it is. Whatever nobody wants is
+not built, and nothing here writes to what it reads: logging never changes learning.
+
+Legend: E environments, S slots, O operations.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from esper.kasmina.blueprints import blueprint_name
+from esper.kasmina.lifecycle import Outcome
+from esper.leyline import events
+from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
+from esper.leyline.errors import UnknownNameError
+from esper.leyline.events import Emits, Event, Level, Number
+from esper.leyline.phases import Phases
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.stages import COOLING, SeedStage
+from esper.simic.attribution.worth import Worth
+
+PHASE_EVERY_S = 1.0
+"""Seconds between two records of where the time went."""
+STAGE = [stage.name for stage in SeedStage]
+OPS = [op.name for op in Op]
+_NAMED_HEADS = [h for h in Head if h not in (Head.SLOT, Head.BLUEPRINT, Head.OP)]
+
+
+def known(value: Any) -> Number:
+    """A number of the table, where NaN says *never measured*."""
+    number = float(value)
+    return None if math.isnan(number) else number
+
+
+def _option(names: Sequence[str], number: int) -> str:
+    """A choice by its name; by its number where there is no such choice, which an action may still ask for."""
+    return names[number] if 0 <= number < len(names) else str(number)
+
+
+def _blueprint(number: int) -> str:
+    try:
+        return blueprint_name(number)
+    except UnknownNameError:
+        return str(number)
+
+
+@dataclass(slots=True)
+class Mind:
+    """What a learned controller thought, [E] each; None where it has no such thought."""
+
+    value: Floats | None = None
+    log_prob: Floats | None = None
+    entropy: Floats | None = None
+    reward: Floats | None = None
+    utility: Floats | None = None
+
+    def at(self, name: str, env: int) -> Number:
+        column = getattr(self, name)
+        return None if column is None else float(column[env])
+
+
+class TelemetryEmitter:
+    """Speaks for E environments that share a task.
+
+    envs         the numbers these environments go by in the run; 0 … E−1 unless said
+    worlds       the world each of them lives in
+    host_params  parameters of a host without seeds
+    """
+
+    def __init__(
+        self,
+        hub: Emits,
+        *,
+        slots: Sequence[str],
+        worlds: Sequence[int],
+        host_params: int,
+        envs: Sequence[int] | None = None,
+        level: Level = Level.NORMAL,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.hub, self.slots, self.worlds, self.host_params = hub, tuple(slots), list(worlds), host_params
+        self.envs = list(range(len(self.worlds))) if envs is None else list(envs)
+        self.level, self._clock, self._profiled = level, clock, -math.inf
+        self._episode = [0] * len(self.envs)
+        self._before: SlotTable | None = None
+        self._counts = np.zeros((len(self.envs), 3), dtype=np.int64)  # germinated, fossilised, pruned
+
+    # -- each step
+
+    def planted(self, table: SlotTable) -> None:
+        """What the table holds before the first step was not grown in this episode: no life begins with it."""
+        self._before = table.clone()
+
+    def step(
+        self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None = None, mind: Mind | None = None
+    ) -> None:
+        """After a step: what was decided, whose life moved on, and how every environment stands."""
+        mind = mind or Mind()
+        before = self._before if self._before is not None else SlotTable.empty(table.num_envs, table.num_slots)
+        self._decisions(table, actions, outcome, legal, mind)
+        self._lives(before, table, actions, outcome)
+        if self.hub.wants(events.Step):
+            self._steps(table, mind)
+        if self.hub.wants(events.Gradient):
+            self._gradients(table)
+        self._before = table.clone()
+
+    def _decisions(self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None, mind: Mind) -> None:
+        if not self.hub.wants(events.Decision):
+            return
+        ops = actions[:, Head.OP]
+        told = np.arange(len(ops)) if self.level >= Level.DEBUG else np.nonzero(ops != Op.WAIT)[0]
+        for e in told.tolist():
+            op, row = int(ops[e]), actions[e].tolist()
+            reads = RELEVANCE[op] if 0 <= op < NUM_OPS else RELEVANCE[Op.WAIT]
+            heads = {h.name.lower(): _option(HEAD_OPTIONS[h] or (), row[h]) for h in _NAMED_HEADS if reads[h]}
+            self.hub.emit(
+                events.Decision(
+                    env=self.envs[e],
+                    episode=self._episode[e],
+                    step=int(table.step[e]),
+                    op=_option(OPS, op),
+                    slot=_option(self.slots, row[Head.SLOT]) if reads[Head.SLOT] else "",
+                    blueprint=_blueprint(row[Head.BLUEPRINT]) if reads[Head.BLUEPRINT] else "",
+                    happened=bool(outcome.happened[e]),
+                    legal_ops=() if legal is None else tuple(OPS[o] for o in np.nonzero(legal[e].any(1))[0]),
+                    log_prob=mind.at("log_prob", e),
+                    entropy=mind.at("entropy", e),
+                    value=mind.at("value", e),
+                    **heads,
+                )
+            )
+
+    def _lives(self, before: SlotTable, table: SlotTable, actions: Ints, outcome: Outcome) -> None:
+        """One event per change of stage. A step holds at most two for a slot: the controller's, then the rules'."""
+        wanted = self.hub.wants(events.Lifecycle)
+        touched = np.zeros(table.stage.shape, dtype=bool)
+        acted = outcome.happened & (actions[:, Head.OP] != Op.WAIT)
+        touched[np.nonzero(acted)[0], actions[acted, Head.SLOT]] = True
+        reborn = table.serial != before.serial
+        changed = (table.stage != before.stage) | (reborn & (table.serial >= 0))
+        for e, s in np.argwhere(changed).tolist():
+            was, now = int(before.stage[e, s]), int(table.stage[e, s])
+            between = int(table.prev_stage[e, s])
+            moves = [(was, now)] if now == SeedStage.DORMANT or between == was else [(was, between), (between, now)]
+            for i, (a, b) in enumerate(moves):
+                self._count(e, b)
+                if wanted:
+                    self._life(before, table, (e, s), a, b, "controller" if touched[e, s] and i == 0 else "rules", i)
+
+    def _count(self, env: int, now: int) -> None:
+        which = (SeedStage.GERMINATED, SeedStage.FOSSILIZED, SeedStage.PRUNED)
+        if now in which:
+            self._counts[env, which.index(SeedStage(now))] += 1
+
+    def _life(
+        self, before: SlotTable, table: SlotTable, at: tuple[int, int], was: int, now: int, cause: str, nth: int
+    ) -> None:
+        source = table if table.serial[at] >= 0 else before  # an emptied slot no longer knows whose it was
+        self.hub.emit(
+            events.Lifecycle(
+                env=self.envs[at[0]],
+                episode=self._episode[at[0]],
+                step=int(table.step[at[0]]),
+                slot=self.slots[at[1]],
+                seed=int(source.serial[at]),
+                blueprint=blueprint_name(int(source.blueprint[at])),
+                was=STAGE[was],
+                now=STAGE[now],
+                cause=cause,
+                params=int((before if now in COOLING else source).params[at]),
+                alpha=float(source.alpha[at]),
+                dwell_epochs=0 if was == SeedStage.DORMANT or nth else int(before.dwell[at]),
+                contribution=known(source.contribution[at]),
+                contribution_se=known(source.contribution_se[at]),
+            )
+        )
+
+    def _steps(self, table: SlotTable, mind: Mind) -> None:
+        """One row per environment. Losses and qualities that are not finite were measured so, and are said."""
+        params = (self.host_params + table.params.sum(1)).tolist()
+        columns = [c.tolist() for c in (table.step, table.last_op, table.quality, table.val_loss, table.train_loss)]
+        stages, alphas, blueprints = table.stage.tolist(), table.alpha.tolist(), table.blueprint.tolist()
+        for e, (step, op, quality, val_loss, train_loss) in enumerate(zip(*columns, strict=True)):
+            self.hub.emit(
+                events.Step(
+                    env=self.envs[e],
+                    episode=self._episode[e],
+                    step=step,
+                    world=self.worlds[e],
+                    op=OPS[op],
+                    quality=quality,
+                    committed_quality=known(table.committed_quality[e]),
+                    val_loss=val_loss,
+                    train_loss=train_loss,
+                    reward=mind.at("reward", e),
+                    utility=mind.at("utility", e),
+                    value=mind.at("value", e),
+                    params=params[e],
+                    stages=tuple(stages[e]),
+                    alphas=tuple(alphas[e]),
+                    blueprints=tuple(blueprint_name(b) if b >= 0 else "" for b in blueprints[e]),
+                )
+            )
+
+    def _gradients(self, table: SlotTable) -> None:
+        growing = (table.stage >= SeedStage.TRAINING) & (table.stage <= SeedStage.HOLDING)
+        for e, s in np.argwhere(growing & ~np.isnan(table.grad_norm)).tolist():
+            self.hub.emit(
+                events.Gradient(
+                    env=self.envs[e],
+                    episode=self._episode[e],
+                    step=int(table.step[e]),
+                    slot=self.slots[s],
+                    norm=float(table.grad_norm[e, s]),
+                    ratio=known(table.grad_ratio[e, s]),
+                    health=known(table.grad_health[e, s]),
+                )
+            )
+
+    def worth(self, table: SlotTable, found: Sequence[Worth]) -> None:
+        """What the step's coalitions say of every environment's seeds."""
+        if not self.hub.wants(events.Worth):
+            return
+        for e, worth in enumerate(found):
+            for i, name in enumerate(worth.slots):
+                s = self.slots.index(name)
+                others = np.delete(worth.interaction[i], i)
+                self._worth(
+                    table, e, s,
+                    committed=worth.fossils[i],
+                    contribution=known(worth.contribution[i]), contribution_se=known(worth.contribution_se[i]),
+                    solo=known(worth.solo[i]), solo_se=known(worth.solo_se[i]),
+                    shapley=known(worth.shapley[i]), shapley_se=known(worth.shapley_se[i]),
+                    interaction=float(np.nansum(others)) if np.isfinite(others).any() else None,
+                )  # fmt: skip
+            for name, (value, se) in worth.prospect.items():
+                self._worth(table, e, self.slots.index(name), prospect=known(value), prospect_se=known(se))
+
+    def _worth(self, table: SlotTable, e: int, s: int, **numbers: Any) -> None:
+        self.hub.emit(
+            events.Worth(
+                env=self.envs[e],
+                episode=self._episode[e],
+                step=int(table.step[e]),
+                slot=self.slots[s],
+                seed=int(table.serial[e, s]),
+                blueprint=blueprint_name(int(table.blueprint[e, s])),
+                **numbers,
+            )
+        )
+
+    # -- each episode
+
+    def begin(self, worlds: Sequence[int] | None = None) -> None:
+        """New episodes begin in every environment, in these worlds."""
+        if self._before is not None:
+            self._episode = [n + 1 for n in self._episode]
+        self.worlds = self.worlds if worlds is None else list(worlds)
+        self._before = None
+        self._counts[:] = 0
+
+    def episode(
+        self,
+        table: SlotTable,
+        names: Sequence[str],
+        *,
+        rollbacks: Ints | None = None,
+        **columns: Sequence[Number] | None,
+    ) -> None:
+        """The end of every environment's episode; `columns` are further fields of the event, one value each."""
+        if not self.hub.wants(events.Episode):
+            return
+        alive = (table.stage >= SeedStage.BLENDING) & (table.stage <= SeedStage.FOSSILIZED)
+        for e in range(len(self.envs)):
+            germinated, fossilized, pruned = self._counts[e].tolist()
+            structure = {self.slots[s]: blueprint_name(int(table.blueprint[e, s])) for s in np.nonzero(alive[e])[0]}
+            more = {name: column[e] for name, column in columns.items() if column is not None}
+            self.hub.emit(
+                events.Episode(
+                    env=self.envs[e],
+                    episode=self._episode[e],
+                    world=self.worlds[e],
+                    name=names[e],
+                    steps=int(table.step[e]),
+                    quality=float(table.quality[e]),
+                    quality_best=known(table.quality_best_env[e]),
+                    params=int(self.host_params + table.params[e].sum()),
+                    host_params=self.host_params,
+                    germinated=germinated,
+                    fossilized=fossilized,
+                    pruned=pruned,
+                    rollbacks=0 if rollbacks is None else int(rollbacks[e]),
+                    structure=structure,
+                    **more,
+                )
+            )
+
+    # -- now and then
+
+    def say(self, event: Event) -> None:
+        """An event that somebody else has made whole."""
+        self.hub.emit(event)
+
+    def phases(self, phases: Phases, *, last: bool = False) -> None:
+        """Where the time went so far; at most once a second, and once more at the end."""
+        now = self._clock()
+        if (now - self._profiled < PHASE_EVERY_S and not last) or not self.hub.wants(events.PhaseProfile):
+            return
+        self._profiled = now
+        for name, total in phases.totals().items():
+            self.hub.emit(
+                events.PhaseProfile(phase=name, wall_ms=total.wall_ms, cpu_ms=total.cpu_ms, calls=total.calls)
+            )
+
+    def health(self, source: str, severity: str, text: str, counters: Mapping[str, Number] | None = None) -> None:
+        self.hub.emit(events.Health(source=source, severity=severity, text=text, counters=dict(counters or {})))

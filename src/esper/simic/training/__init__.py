@@ -1,0 +1,1 @@
+"""Training a policy: `config.py` says what can be set, `vectorized.py` is the loop."""

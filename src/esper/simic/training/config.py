@@ -1,0 +1,206 @@
+"""One tree of settings. Defaults < preset < TOML file < `--set a.b=c`; whatever is wrong is said with its path.
+
+config = load_config(preset="quick", file=Path("my.toml"), sets=["ppo.lr=3e-4"])
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import tomllib
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from esper.kasmina.lifecycle import Rules
+from esper.leyline.actions import HEAD_OPTIONS, Head
+from esper.leyline.errors import ConfigError, unknown_name
+from esper.leyline.events import level
+from esper.simic.agent.ppo import PPOConfig
+from esper.simic.rewards import RewardConfig
+from esper.simic.simulated_worlds import SimConfig
+from esper.tamiyo.network import NetworkConfig
+from esper.tolaria.engine import EngineConfig
+
+TRAIN_WORLDS, HELD_OUT_WORLDS = 64, 16
+HELD_OUT_FROM = 10_000
+"""Worlds for training are 0 … 63; those that only an evaluation sees begin here."""
+
+
+FIXED = {"tempo": "STANDARD", "alpha_speed": "MEDIUM", "alpha_curve": "LINEAR"}
+
+
+class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything that decides how a policy is trained."""
+
+    task: str = "rescue"
+    """What its hosts learn; `esper tasks` lists them."""
+    simulated: bool = False
+    """Train on simulated hosts (`sim`) instead of real ones: thousands of steps per second."""
+    seed: int = 0
+    """The root of all randomness of the run."""
+    rounds: int = 40
+    """Rounds: E episodes side by side, then one update."""
+    envs: int = 16
+    """Environments side by side."""
+    epochs: int | None = None
+    """Steps of an episode; the task's own by default."""
+    worlds: int = TRAIN_WORLDS
+    """Worlds to train in, each with one no-growth twin."""
+    start_from: str | None = None
+    """A run or policy file whose policy to begin with, instead of a new one."""
+    fixed: dict[str, str] = msgspec.field(default_factory=lambda: dict(FIXED))
+    """Heads that are not the policy's to choose, and what they say."""
+    telemetry: str = "normal"
+    """What is recorded: off, minimal, normal or debug. Never what is learnt."""
+    threads: int = 1
+    """CPU threads; small hosts gain nothing from more."""
+    engine: EngineConfig = EngineConfig()
+    rules: Rules = Rules()
+    reward: RewardConfig = RewardConfig()
+    network: NetworkConfig = NetworkConfig()
+    ppo: PPOConfig = PPOConfig()
+    sim: SimConfig = SimConfig()
+
+    def __post_init__(self) -> None:
+        for name in ("rounds", "envs", "worlds", "threads"):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name} must be ≥ 1, got {getattr(self, name)}")
+        if self.epochs is not None and self.epochs < 1:
+            raise ConfigError(f"epochs must be ≥ 1, got {self.epochs}")
+        if self.ppo.groups > self.envs:
+            raise ConfigError(
+                f"ppo.groups = {self.ppo.groups} minibatches cannot be made of envs = {self.envs} environments: "
+                "raise envs or lower ppo.groups"
+            )
+        level(self.telemetry)
+        self.fixed_heads()
+
+    def fixed_heads(self) -> dict[Head, int]:
+        """`fixed` in numbers."""
+        found: dict[Head, int] = {}
+        choosable = {h.name.lower(): h for h in Head if HEAD_OPTIONS[h] is not None}
+        for name, option in self.fixed.items():
+            if name.lower() not in choosable:
+                raise unknown_name("head to fix", name, choosable)
+            head = choosable[name.lower()]
+            options = HEAD_OPTIONS[head] or ()
+            same = [i for i, o in enumerate(options) if o.lower() == str(option).lower()]
+            if not same:
+                raise unknown_name(f"option of fixed.{name}", str(option), options)
+            found[head] = same[0]
+        return found
+
+
+PRESETS: dict[str, dict[str, Any]] = {
+    "quick": {"task": "rescue", "rounds": 6, "envs": 4, "epochs": 24, "worlds": 4, "ppo": {"groups": 2}},
+    "standard": {},
+    "sim": {"simulated": True, "rounds": 150, "envs": 64, "ppo": {"groups": 4}},
+}
+"""Beginnings: `quick` shows the whole in two minutes, `standard` learns, `sim` learns in minutes on the simulator."""
+
+
+def load_config(
+    *,
+    preset: str | None = None,
+    file: Path | None = None,
+    sets: Sequence[str] = (),
+    more: Mapping[str, Any] | None = None,
+) -> TrainConfig:
+    """The effective settings: defaults < preset < file < `sets` < `more`."""
+    tree: dict[str, Any] = {}
+    if preset is not None:
+        if preset not in PRESETS:
+            raise unknown_name("preset", preset, PRESETS)
+        tree = merged(tree, PRESETS[preset])
+    if file is not None:
+        tree = merged(tree, read_toml(file))
+    for text in sets:
+        tree = merged(tree, parse_set(text))
+    tree = merged(tree, {k: v for k, v in (more or {}).items() if v is not None})
+    return built(TrainConfig, tree)
+
+
+def read_toml(file: Path) -> dict[str, Any]:
+    try:
+        return tomllib.loads(file.read_text())
+    except FileNotFoundError:
+        raise ConfigError(f"there is no config file {file}") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read config file {file}: {error}") from None
+    except tomllib.TOMLDecodeError as error:
+        raise ConfigError(f"{file} is not TOML: {error}") from None
+
+
+def parse_set(text: str) -> dict[str, Any]:
+    """`a.b=c` as a tree; c is read as TOML, and as a word if it is none.
+
+    >>> parse_set("ppo.lr=3e-4")
+    {'ppo': {'lr': 0.0003}}
+    >>> parse_set("task=quick")
+    {'task': 'quick'}
+    """
+    path, equals, value = text.partition("=")
+    if not equals or not all(re.fullmatch(r"\w+", part) for part in path.strip().split(".")):
+        raise ConfigError(f"--set takes a.b=c, got {text!r}")
+    try:
+        parsed: Any = tomllib.loads(f"x = {value.strip()}")["x"]
+    except tomllib.TOMLDecodeError:
+        parsed = value.strip()
+    for part in reversed(path.strip().split(".")):
+        parsed = {part: parsed}
+    return parsed
+
+
+def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
+    """`tree` with what `over` says instead, key by key."""
+    out = dict(tree)
+    for key, value in over.items():
+        old = out.get(key)
+        out[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+    return out
+
+
+def built(kind: type[msgspec.Struct], tree: Mapping[str, Any], path: str = "") -> Any:
+    """The settings that a tree describes; its errors name the path, and of a wrong key the nearest right one."""
+    fields = {f.name: f for f in msgspec.structs.fields(kind)}
+    values: dict[str, Any] = {}
+    for key, value in tree.items():
+        where = f"{path}.{key}" if path else key
+        if key not in fields:
+            near = difflib.get_close_matches(key, fields, n=1, cutoff=0.5)
+            hint = f" Did you mean {near[0]!r}?" if near else ""
+            raise ConfigError(f"there is no setting {where!r}.{hint} There are: {', '.join(sorted(fields))}")
+        kind_of = fields[key].type
+        if isinstance(kind_of, type) and issubclass(kind_of, msgspec.Struct):
+            if not isinstance(value, Mapping):
+                raise ConfigError(f"{where} is a group of settings, got {value!r}; set {where}.… instead")
+            values[key] = built(kind_of, merged(defaults(fields[key]), value), where)
+            continue
+        try:
+            values[key] = msgspec.convert(value, kind_of)
+        except msgspec.ValidationError as error:
+            raise ConfigError(f"{where}: {str(error).split(' - at')[0]}, got {value!r}") from None
+    try:
+        return kind(**values)
+    except ConfigError as error:
+        text = str(error)
+        raise ConfigError(f"{path}: {text}" if path and not text.startswith(path) else text) from None
+
+
+def defaults(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
+    """A group's default as a tree, so that naming one setting keeps the others."""
+    value = field.default
+    return (
+        {f.name: getattr(value, f.name) for f in msgspec.structs.fields(value)}
+        if value is not msgspec.NODEFAULT
+        else {}
+    )
+
+
+def as_tree(config: msgspec.Struct) -> dict[str, Any]:
+    """Settings as plain data, for printing and for a manifest."""
+    tree: dict[str, Any] = msgspec.to_builtins(config)
+    return tree

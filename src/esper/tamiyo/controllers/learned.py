@@ -1,0 +1,65 @@
+"""A trained policy as a controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from esper.leyline.actions import NUM_HEADS, Head
+from esper.leyline.chance import random_bits, uniform, world_keys
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.tamiyo.network import TamiyoNetwork
+from esper.tamiyo.policy.action_masks import DEFAULT_FIXED, MaskLayout, compute_batch_masks
+from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features
+from esper.tamiyo.policy_file import load_policy
+
+SHIPPED = Path(__file__).parent.parent / "shipped" / "tamiyo.safetensors"
+"""The policy that comes with the package, trained on `rescue`."""
+
+
+class Learned:
+    """Chooses as a trained policy does, remembering each episode from its first step.
+
+    It must be told of the host first (`bind`): sizes and prices are part of what it sees. It draws its choices, by
+    numbers that depend on the world and step alone; `sample=False` takes what is likeliest.
+    """
+
+    def __init__(
+        self, network: TamiyoNetwork, *, fixed: Mapping[Head, int] | None = None, sample: bool = True, seed: int = 0
+    ) -> None:
+        self.network = network.eval()
+        self.fixed = dict(DEFAULT_FIXED if fixed is None else fixed)
+        self.sample, self.seed = sample, seed
+        self.context: ObsContext | None = None
+        self._hidden = network.initial(0)
+
+    @classmethod
+    def load(cls, path: Path, *, sample: bool = True) -> Learned:
+        return cls(load_policy(path), sample=sample)
+
+    def bind(self, context: ObsContext, worlds: Sequence[int] | None = None) -> None:
+        """Say which host this is for, and in which worlds its environments live."""
+        self.context, self.worlds = context, worlds
+        self._hidden = self.network.initial(0)
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        if self.context is None:
+            raise ConfigError("a trained policy must know its host: call controller.bind(context) first")
+        envs = table.num_envs
+        if len(self._hidden) != envs:
+            self._hidden = self.network.initial(envs)
+        self._hidden[torch.from_numpy(table.step == 0)] = 0.0  # a new episode remembers nothing
+        obs = torch.from_numpy(batch_obs_to_features(table, self.context, legal=legal))
+        masks = torch.from_numpy(compute_batch_masks(table, legal, fixed=self.fixed))
+        layout = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
+        chances = None
+        if self.sample:
+            keys = world_keys(range(envs) if self.worlds is None else self.worlds)
+            chances = torch.from_numpy(uniform(random_bits(keys, f"played {self.seed}", NUM_HEADS, table.step)))
+        choice = self.network.act(obs, masks, self._hidden, layout, chances)
+        self._hidden = choice.hidden
+        return np.asarray(choice.actions.numpy())

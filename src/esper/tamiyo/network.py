@@ -1,0 +1,219 @@
+"""Tamiyo: the network that looks at a host and its slots, remembers, and says what to do.
+
+    slots ──► one encoder for all ──► pooled ─┐
+    base  ──► encoder ────────────────────────┴─► recurrent core ──► value
+                                                     │
+                                                     ├─► op
+                                                     ├─► slot      given the op, scored slot by slot
+                                                     └─► the rest  given the op and the slot
+
+The same weights serve every slot, so a policy learnt with 3 slots works with 25, and exchanging two slots exchanges
+their scores. What an option means is fixed by leyline's tables; blueprints of a user's own are not chosen.
+
+Legend: E environments, N sequences, C steps of a chunk, S slots, D width of encodings, H hidden, W widest head.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import msgspec
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_HEADS, NUM_OPS, Head, Op
+from esper.leyline.errors import ConfigError
+from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, slot_given_op
+from esper.tamiyo.policy.distribution import entropy, likeliest, log_distribution, pick
+from esper.tamiyo.policy.features import BASE, PER_SLOT
+
+_GIVEN_SLOT = [h for h in Head if h not in (Head.SLOT, Head.OP)]
+_SIZES = {h: len(HEAD_OPTIONS[h] or ()) for h in _GIVEN_SLOT}
+
+
+class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The size of a policy. Small on purpose: a round has a few thousand decisions to learn from."""
+
+    width: int = 64
+    """Of the encodings of slots and base."""
+    hidden: int = 64
+    """Of the recurrent core: what it can remember of an episode."""
+    core: Literal["gru", "lstm"] = "gru"
+    epsilon: float = 0.02
+    """Share of the uniform over legal choices in every distribution: exploration that keeps its gradient."""
+    patience: float = 2.5
+    """Log-odds of waiting against any other op before anything is learnt. A beginner who acts as soon as he may prunes
+    every seed before it can show its worth, and learns that growing is useless."""
+
+    def __post_init__(self) -> None:
+        if self.width < 1 or self.hidden < 1:
+            raise ConfigError(f"network.width and network.hidden must be ≥ 1, got {self.width} and {self.hidden}")
+        if not 0.0 <= self.epsilon < 1.0:
+            raise ConfigError(f"network.epsilon must lie in [0, 1), got {self.epsilon}")
+
+
+@dataclass(slots=True)
+class Choice:
+    """What the policy chose for each environment, and what it thought."""
+
+    actions: Tensor  # [E, 8] int64
+    log_probs: Tensor  # [E, 8] per head; 0 where a head had nothing to choose
+    values: Tensor  # [E]
+    hidden: Tensor  # [E, H'] after the step
+    entropy: Tensor  # [E, 8] per head, 1 is undecided
+
+
+@dataclass(slots=True)
+class Judged:
+    """What the policy would say now of choices made before, [C, N, …]."""
+
+    log_probs: Tensor  # per head
+    entropy: Tensor  # per head
+    values: Tensor  # in units of return
+    raw_values: Tensor  # as the value head gives them: normalised
+
+
+class TamiyoNetwork(nn.Module):
+    """The policy. Knows tensors, never a host."""
+
+    mean: Tensor
+    std: Tensor
+
+    def __init__(self, config: NetworkConfig | None = None) -> None:
+        super().__init__()
+        self.config = config = config or NetworkConfig()
+        d, h = config.width, config.hidden
+        self.slot_encoder = nn.Sequential(_linear(PER_SLOT, d), nn.ReLU(), _linear(d, d), nn.ReLU())
+        self.base_encoder = nn.Sequential(_linear(BASE + 2 * d, d), nn.ReLU())
+        self.core: nn.GRUCell | nn.LSTMCell = nn.GRUCell(d, h) if config.core == "gru" else nn.LSTMCell(d, h)
+        self.op_head = nn.Sequential(_linear(h + d, d), nn.ReLU(), _linear(d, NUM_OPS, gain=0.01))
+        with torch.no_grad():
+            self.op_head[-1].bias[Op.WAIT] = config.patience  # type: ignore[index]
+        self.value_head = nn.Sequential(_linear(h + d, d), nn.ReLU(), _linear(d, 1, gain=0.1))
+        self.op_embedding = nn.Embedding(NUM_OPS, d)
+        self.from_core, self.from_slot = _linear(h + d, d), _linear(d, d)
+        self.slot_score = _linear(d, 1, gain=0.01)
+        self.choices = _linear(d, sum(_SIZES.values()), gain=0.01)
+        # of returns, so that the value head learns numbers near 1 whatever the reward's unit
+        self.register_buffer("mean", torch.zeros(()))
+        self.register_buffer("std", torch.ones(()))
+
+    @property
+    def hidden_size(self) -> int:
+        return self.config.hidden * (2 if self.config.core == "lstm" else 1)
+
+    def initial(self, envs: int, device: torch.device | str = "cpu") -> Tensor:
+        """What a policy remembers at the beginning of an episode: nothing."""
+        return torch.zeros(envs, self.hidden_size, device=device)
+
+    # -- the parts
+
+    def _look(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+        """Encodings of the whole [*, D] and of every slot [*, S, D]."""
+        base, slots = obs[..., :BASE], obs[..., BASE:].unflatten(-1, (-1, PER_SLOT))
+        slots = self.slot_encoder(slots)
+        return self.base_encoder(torch.cat([base, slots.mean(-2), slots.amax(-2)], -1)), slots
+
+    def _remember(self, seen: Tensor, hidden: Tensor) -> Tensor:
+        """One step of the core: the new hidden state [N, H'], its first H columns being what is read."""
+        if isinstance(self.core, nn.GRUCell):
+            return self.core(seen, hidden)
+        h, c = hidden.chunk(2, -1)
+        return torch.cat(self.core(seen, (h.contiguous(), c.contiguous())), -1)
+
+    def _logits(self, state: Tensor, slots: Tensor, op: Tensor, slot: Tensor, widest: int) -> Tensor:
+        """Logits of every head given op and slot, padded: [*, 8, W]."""
+        out = state.new_zeros(*state.shape[:-1], NUM_HEADS, widest)
+        out[..., Head.OP, :NUM_OPS] = self.op_head(state)
+        asked = self.from_core(state) + self.op_embedding(op)  # [*, D]
+        aware = F.relu(asked[..., None, :] + self.from_slot(slots))  # [*, S, D]
+        out[..., Head.SLOT, : slots.shape[-2]] = self.slot_score(aware).squeeze(-1)
+        index = slot[..., None, None].expand(*slot.shape, 1, aware.shape[-1])
+        chosen = self.choices(aware.gather(-2, index).squeeze(-2))
+        for head, part in zip(_SIZES, chosen.split(list(_SIZES.values()), -1), strict=True):
+            out[..., head, : part.shape[-1]] = part
+        return out
+
+    def _value(self, state: Tensor) -> Tensor:
+        return self.value_head(state).squeeze(-1)
+
+    # -- choosing, and judging what was chosen
+
+    @torch.no_grad()
+    def act(self, obs: Tensor, masks: Tensor, hidden: Tensor, layout: MaskLayout, uniform: Tensor | None) -> Choice:
+        """Choose for every environment: by chance if given numbers in [0, 1) [E, 8], else what is likeliest."""
+        masks = known_blueprints(masks, layout)
+        look, slots = self._look(obs)
+        hidden = self._remember(look, hidden)
+        state = torch.cat([hidden[..., : self.config.hidden], look], -1)
+        epsilon = self.config.epsilon
+
+        def draw(logits: Tensor, mask: Tensor, head: Head) -> Tensor:
+            log_probs = log_distribution(logits, mask, epsilon)
+            return likeliest(log_probs) if uniform is None else pick(log_probs, uniform[..., head])
+
+        op = draw(self.op_head(state), masks[..., layout.op], Head.OP)
+        zero = torch.zeros_like(op)
+        logits = self._logits(state, slots, op, zero, layout.widest)
+        slot = draw(logits[..., Head.SLOT, : layout.slots], slot_given_op(masks, layout, op), Head.SLOT)
+        logits = self._logits(state, slots, op, slot, layout.widest)
+        mask = conditioned(masks, layout, op, slot)
+        log_probs = log_distribution(logits, mask, epsilon)
+        rest = likeliest(log_probs) if uniform is None else pick(log_probs, uniform)
+        actions = rest.clone()
+        actions[..., Head.OP], actions[..., Head.SLOT] = op, slot
+        chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
+        values = self._value(state) * self.std + self.mean
+        return Choice(actions, chosen, values, hidden, entropy(log_probs, mask))
+
+    def evaluate(
+        self, obs: Tensor, masks: Tensor, actions: Tensor, hidden: Tensor, starts: Tensor, layout: MaskLayout
+    ) -> Judged:
+        """Judge the choices of chunks [C, N, …] that begin with `hidden` [N, H'], zeroed where an episode starts."""
+        masks = known_blueprints(masks, layout)
+        look, slots = self._look(obs)
+        states = []
+        for seen, start in zip(look, starts, strict=True):
+            hidden = self._remember(seen, hidden.masked_fill(start[:, None], 0.0))
+            states.append(hidden[..., : self.config.hidden])
+        state = torch.cat([torch.stack(states), look], -1)
+        op, slot = actions[..., Head.OP], actions[..., Head.SLOT]
+        mask = conditioned(masks, layout, op, slot)
+        log_probs = log_distribution(self._logits(state, slots, op, slot, layout.widest), mask, self.config.epsilon)
+        chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
+        raw = self._value(state)
+        return Judged(chosen, entropy(log_probs, mask), raw * self.std + self.mean, raw)
+
+    @torch.no_grad()
+    def renormalise(self, mean: float, std: float) -> None:
+        """Let returns be read in other units, without changing what the value head says now."""
+        last = self.value_head[-1]
+        assert isinstance(last, nn.Linear)
+        last.weight *= self.std / std
+        last.bias.copy_((self.std * last.bias + self.mean - mean) / std)
+        self.mean.fill_(mean)
+        self.std.fill_(std)
+
+
+def known_blueprints(masks: Tensor, layout: MaskLayout) -> Tensor:
+    """Masks without blueprints that the network has no output for, nor germination where only those would fit."""
+    extra = layout.blueprints - len(BLUEPRINTS)
+    if extra <= 0:
+        return masks
+    masks = masks.clone()
+    takes = masks[..., layout.blueprint_by_slot].unflatten(-1, (layout.slots, layout.blueprints))
+    takes[..., len(BLUEPRINTS) :] = False
+    by_op = masks[..., layout.slot_by_op].unflatten(-1, (NUM_OPS, layout.slots))
+    by_op[..., 1, :] &= takes.any(-1)
+    masks[..., 1] &= by_op[..., 1, :].any(-1)
+    return masks
+
+
+def _linear(inputs: int, outputs: int, gain: float = float(np.sqrt(2))) -> nn.Linear:
+    layer = nn.Linear(inputs, outputs)
+    nn.init.orthogonal_(layer.weight, gain)
+    nn.init.zeros_(layer.bias)
+    return layer

@@ -1,0 +1,185 @@
+"""Which choices are open, for all environments at once, as one packed bool array [E, M].
+
+    op · slot_by_op · blueprint_by_slot · style · tempo · alpha_target · alpha_speed · alpha_curve
+
+Choices are made in that order: the op, then the slot given the op, then the blueprint given the slot.
+`conditioned` turns a packed row and what was chosen into the mask of every head, so rollout and update
+see the same distribution. What is legal comes from the rules; nothing here decides it.
+
+Legend: E environments, S slots, O operations, B blueprints, M mask columns, W options of the widest head.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any, TypeVar
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from esper.leyline.actions import HEAD_OPTIONS, NUM_HEADS, NUM_OPS, RELEVANCE, Head, Op
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import Bools, SlotTable
+
+DEFAULT_FIXED: Mapping[Head, int] = {Head.TEMPO: 1, Head.ALPHA_SPEED: 2, Head.ALPHA_CURVE: 0}
+"""STANDARD, MEDIUM and LINEAR: a policy first learns what matters more than these."""
+
+CANONICAL = np.zeros(NUM_HEADS, dtype=np.int64)
+"""What a head says when the op does not read it: one choice, so its log-probability is 0."""
+CANONICAL[[Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET]] = 2, 1, 2  # SIGMOID_ADD, STANDARD, FULL
+
+_TAIL = (Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE)
+_TAIL_SIZES = tuple(len(HEAD_OPTIONS[head] or ()) for head in _TAIL)
+
+Array = TypeVar("Array", npt.NDArray[Any], Tensor)
+
+
+@dataclass(frozen=True)
+class MaskLayout:
+    """Where each part of a packed mask lies."""
+
+    slots: int
+    blueprints: int
+
+    @property
+    def op(self) -> slice:
+        return slice(0, NUM_OPS)
+
+    @cached_property
+    def slot_by_op(self) -> slice:
+        """[O, S] flattened."""
+        return slice(NUM_OPS, NUM_OPS * (1 + self.slots))
+
+    @cached_property
+    def blueprint_by_slot(self) -> slice:
+        """[S, B] flattened."""
+        start = self.slot_by_op.stop
+        return slice(start, start + self.slots * self.blueprints)
+
+    @cached_property
+    def tail(self) -> dict[Head, slice]:
+        """The heads whose options depend on nothing but the op."""
+        stops = self.blueprint_by_slot.stop + np.cumsum(_TAIL_SIZES)
+        return {
+            head: slice(int(stop) - size, int(stop)) for head, size, stop in zip(_TAIL, _TAIL_SIZES, stops, strict=True)
+        }
+
+    @cached_property
+    def size(self) -> int:
+        return int(self.tail[Head.ALPHA_CURVE].stop)
+
+    @cached_property
+    def head_sizes(self) -> tuple[int, ...]:
+        """How many options each head has, in the order of action columns."""
+        return (self.slots, self.blueprints, *_TAIL_SIZES, NUM_OPS)
+
+    @cached_property
+    def widest(self) -> int:
+        return max(self.head_sizes)
+
+
+@lru_cache(maxsize=64)
+def _layout(slots: int, blueprints: int) -> MaskLayout:
+    return MaskLayout(slots=slots, blueprints=blueprints)
+
+
+@lru_cache(maxsize=64)
+def _template(layout: MaskLayout, fixed: tuple[tuple[Head, int], ...]) -> Bools:
+    """[M] what no table changes: WAIT at the first slot, and all options of the tail heads or the fixed one."""
+    for head, choice in fixed:
+        if not 0 <= choice < layout.head_sizes[head]:
+            size = layout.head_sizes[head]
+            raise ConfigError(f"head {head.name} has {size} options, 0 to {size - 1}; it cannot be fixed at {choice}")
+    row = np.zeros(layout.size, dtype=bool)
+    chosen = dict(fixed)
+    for head, where in layout.tail.items():
+        row[where] = True if head not in chosen else np.arange(where.stop - where.start) == chosen[head]
+    row[layout.slot_by_op.start] = True
+    row.setflags(write=False)
+    return row
+
+
+def compute_batch_masks(table: SlotTable, legal: Bools, *, fixed: Mapping[Head, int] | None = None) -> Bools:
+    """The packed masks [E, M] of all environments, from what is legal [E, O, S].
+
+    `fixed` narrows heads to one option each. An op that this leaves without a slot is off, and WAIT stays
+    as the way out: whatever is fixed, a mask leaves a move.
+    """
+    return _pack(legal, table.takes, fixed or {})
+
+
+def compute_action_masks(table: SlotTable, legal: Bools, env: int, *, fixed: Mapping[Head, int] | None = None) -> Bools:
+    """The packed mask [M] of one environment."""
+    return np.asarray(_pack(legal[env][None], table.takes, fixed or {})[0])
+
+
+def _pack(legal: Bools, takes: Bools, fixed: Mapping[Head, int]) -> Bools:
+    envs, _, slots = legal.shape
+    layout = _layout(slots, takes.shape[1])
+    masks = np.empty((envs, layout.size), dtype=bool)
+    masks[:] = _template(layout, tuple(fixed.items()))
+
+    by_op = masks[:, layout.slot_by_op].reshape(envs, NUM_OPS, slots)  # a view
+    by_op[:, 1:] = legal[:, 1:]
+    if Head.BLUEPRINT in fixed:
+        takes = takes & (np.arange(layout.blueprints) == fixed[Head.BLUEPRINT])
+        by_op[:, Op.GERMINATE] &= takes.any(axis=1)
+    if Head.SLOT in fixed:
+        by_op[:, 1:] &= np.arange(slots) == fixed[Head.SLOT]
+    masks[:, layout.blueprint_by_slot] = takes.ravel()
+
+    ops = masks[:, layout.op]  # a view
+    np.any(by_op, axis=2, out=ops)
+    if Head.OP in fixed:
+        possible = ops[:, fixed[Head.OP]].copy()
+        ops[:] = False
+        ops[:, fixed[Head.OP]] = possible
+        ops[:, Op.WAIT] |= ~possible
+    return masks
+
+
+def forced(masks: Array, layout: MaskLayout) -> Array:
+    """[*] whether nothing but WAIT can be done, so that there is nothing to learn from the choice."""
+    return ~masks[..., layout.op][..., 1:].any(-1)  # type: ignore[return-value]  # numpy knows scalars too
+
+
+def slot_given_op(masks: Tensor, layout: MaskLayout, op: Tensor) -> Tensor:
+    """[*, S] the slots that admit this op [*]."""
+    return _pick_row(masks[..., layout.slot_by_op], (NUM_OPS, layout.slots), op)
+
+
+def blueprint_given_slot(masks: Tensor, layout: MaskLayout, slot: Tensor) -> Tensor:
+    """[*, B] the blueprints that this slot [*] takes."""
+    return _pick_row(masks[..., layout.blueprint_by_slot], (layout.slots, layout.blueprints), slot)
+
+
+def _pick_row(packed: Tensor, shape: tuple[int, int], row: Tensor) -> Tensor:
+    table = packed.unflatten(-1, shape)  # [*, R, C]
+    index = row[..., None, None].expand(*row.shape, 1, shape[1])
+    return table.gather(-2, index).squeeze(-2)
+
+
+def conditioned(masks: Tensor, layout: MaskLayout, op: Tensor, slot: Tensor) -> Tensor:
+    """[*, 8, W] the mask of every head given op [*] and slot [*], False beyond a head's options.
+
+    A head that the op does not read is left its canonical choice alone.
+    """
+    out = masks.new_zeros(*masks.shape[:-1], NUM_HEADS, layout.widest)
+    out[..., Head.OP, :NUM_OPS] = masks[..., layout.op]
+    out[..., Head.SLOT, : layout.slots] = slot_given_op(masks, layout, op)
+    out[..., Head.BLUEPRINT, : layout.blueprints] = blueprint_given_slot(masks, layout, slot)
+    for head, where in layout.tail.items():
+        out[..., head, : where.stop - where.start] = masks[..., where]
+    relevance, canonical = _tables(layout.widest, masks.device)
+    return torch.where(relevance[op][..., None], out, canonical)
+
+
+@lru_cache(maxsize=64)
+def _tables(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """RELEVANCE [O, 8] and the canonical choices [8, W] as tensors."""
+    canonical = np.arange(width) == CANONICAL[:, None]
+    return torch.tensor(RELEVANCE, device=device), torch.tensor(canonical, device=device)

@@ -1,0 +1,353 @@
+"""The report: the pure parts first, then the page as a real browser shows it."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from sample_runs import Journal, grow_run, started, step, train_run
+
+from esper.commands.report import run_report
+from esper.karn import report, sections
+from esper.karn.charts import Chart, Series, data_script, downsample, duration, render, spoken, tick_labels, ticks
+from esper.karn.summary import RunSummary
+from esper.leyline.errors import EsperError
+from esper.leyline.events import Health
+
+NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
+VOID = {"meta", "link", "img", "br"}
+
+
+class Structure(HTMLParser):
+    """Checks that every element is closed in order, and keeps what a hostile name could have made."""
+
+    def __init__(self):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], []
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+
+def parsed(html):
+    tree = Structure()
+    tree.feed(html)
+    assert tree.open == []
+    return tree
+
+
+# -- fewer points
+
+
+def obvious_downsample(points, most):
+    """The same, by the definition: buckets of almost equal size, and for each the first of its extremes."""
+    if len(points) <= most:
+        return list(points)
+    inner, buckets = list(points[1:-1]), max(1, (most - 2) // 3)
+    edges = [b * len(inner) // buckets for b in range(buckets + 1)]
+    out = [points[0]]
+    for a, b in pairwise(edges):
+        part = inner[a:b]
+        finite = [p for p in part if p[1] is not None and math.isfinite(p[1])]
+        odd = [p for p in part if p[1] is not None and not math.isfinite(p[1])]
+        chosen = odd[:1]
+        if finite:
+            chosen += [min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])]
+        if part:
+            out += sorted(set(chosen), key=lambda p: p[0]) or [(part[0][0], None)]
+    return [*out, points[-1]]
+
+
+VALUES = st.lists(st.none() | st.floats(-5, 5) | st.sampled_from([math.inf, -math.inf]), max_size=90)
+
+
+@given(VALUES, st.integers(5, 40))
+@settings(max_examples=200, deadline=None)
+def test_downsampling_keeps_what_its_slow_twin_keeps(values, most):
+    points = list(enumerate(values))
+    thin = downsample(points, most)
+    assert thin == obvious_downsample(points, most)
+    assert len(thin) <= max(most, 5)
+    finite = [y for y in values if y is not None and math.isfinite(y)]
+    left = [y for _, y in thin if y is not None and math.isfinite(y)]
+    assert (not finite) or (min(left), max(left)) == (min(finite), max(finite))
+
+
+def test_a_long_gap_stays_a_gap_and_a_nan_stays_visible():
+    points = [(x, None if 3_000 <= x < 4_000 else math.nan if x == 7_777 else 1.0) for x in range(10_000)]
+    thin = downsample(points)
+    assert any(y is None for _, y in thin)
+    assert [x for x, y in thin if y is not None and y != y] == [7_777]
+
+
+def test_a_gap_breaks_the_line_and_zero_is_not_drawn_in_it():
+    html = render(Chart("t", [Series("s", [(0, 0.5), (1, 0.6), (2, None), (3, 0.7), (4, 0.8)])]))
+    (line,) = re.findall(r'class="line" d="([^"]+)"', html)
+    assert line.count("M") == 2
+    data = json.loads(re.search(r"<script[^>]*>(.*?)</script>", html)[1])
+    assert data["series"][0]["y"] == [0.5, 0.6, None, 0.7, 0.8]
+
+
+def test_a_chart_of_nothing_says_so():
+    assert "Not measured." in render(Chart("t", [Series("s", [(0, None), (1, None)])]))
+    parsed(render(Chart("t", [])))
+
+
+def test_a_number_that_is_not_finite_is_marked_and_named():
+    html = render(Chart("t", [Series("s", [(0, 1.0), (1, math.nan)])]))
+    assert 'class="odd"' in html
+    assert '"NaN"' in html
+
+
+# -- numbers as text
+
+
+@pytest.mark.parametrize(
+    ("value", "unit", "text"),
+    [(None, "percent", "not measured"), (math.nan, "number", "NaN"), (-math.inf, "count", "−∞"),
+     (0.7764, "percent", "77.6 %"),
+     (0.014, "points", "+1.4"), (-0.014, "points", "−1.4"), (12_345, "count", "12\u2009345"), (0.0, "number", "0"),
+     (1e-5, "number", "1.00e−05"), (91.4, "seconds", "1 min 31 s")],
+)  # fmt: skip
+def test_values_are_spoken(value, unit, text):
+    assert spoken(value, unit) == text
+
+
+@given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
+def test_ticks_are_few_ordered_and_inside(low, width):
+    found = ticks(low, low + width)
+    assert len(found) <= 7
+    assert found == sorted(set(found))
+    assert all(low - width * 1e-6 <= t <= low + width * (1 + 1e-6) for t in found)
+
+
+def test_tick_labels_tell_neighbours_apart():
+    assert tick_labels([0.0, 0.25, 0.5], "number") == ["0.00", "0.25", "0.50"]
+    assert tick_labels([0.2, 0.4], "percent") == ["20 %", "40 %"]
+    assert duration(0.05) == "50 ms"
+
+
+# -- the page
+
+
+@pytest.fixture(scope="module")
+def places(tmp_path_factory):
+    """Reports of a grown host, a trained controller with trouble, hostile names, and two runs side by side."""
+    root = tmp_path_factory.mktemp("runs")
+    grown = grow_run(root / "grown")
+    train = train_run(root / "train", envs=12, rounds=5, clean=False)
+    hostile = grow_run(root / "hostile", names=(NASTY, "no growth"), controller=NASTY)
+    named = json.loads((hostile / "manifest.json").read_text())
+    named |= {"run_id": NASTY, "config": {NASTY: {NASTY: NASTY}}, "command": NASTY}
+    (hostile / "manifest.json").write_text(json.dumps(named))
+    found = {"grown": [grown], "train": [train], "hostile": [hostile], "both": [grown, train, hostile]}
+    return {name: report.write([RunSummary.of(p) for p in runs], root / f"{name}.html") for name, runs in found.items()}
+
+
+@pytest.mark.parametrize("name", ["grown", "train", "hostile", "both"])
+def test_every_page_is_well_formed_and_fetches_nothing(places, name):
+    tree = parsed(places[name].read_text())
+    for tag, attrs in tree.tags:
+        assert tag not in ("img", "iframe", "object"), attrs
+        assert not any(key.startswith("on") for key in attrs)
+        for key in ("src", "href"):
+            assert attrs.get(key, "#").startswith(("#", "data:,"))
+    assert places[name].stat().st_size < 3_000_000
+
+
+def test_names_are_shown_as_they_are(places):
+    tree = parsed(places["hostile"].read_text())
+    assert any(NASTY in text for text in tree.text)
+    scripts = re.findall(r'<script type="application/json">(.*?)</script>', places["hostile"].read_text(), re.S)
+    assert any(NASTY in [s["name"] for s in json.loads(text)["series"]] for text in scripts)
+
+
+@given(st.text())
+def test_no_text_can_leave_its_script(text):
+    html = data_script({"x": text})
+    inside = html.removeprefix('<script type="application/json">').removesuffix("</script>")
+    assert "<" not in inside
+    assert json.loads(inside) == {"x": text}
+
+
+def test_trouble_is_prominent_and_its_absence_quiet(places):
+    assert 'class="trouble"' in places["train"].read_text()
+    assert "sink retired" in places["train"].read_text()
+    clean = places["grown"].read_text()
+    assert 'class="trouble"' not in clean
+    assert "Nothing amiss" in clean
+
+
+def test_holes_that_the_hub_explains_are_no_trouble(tmp_path):
+    journal = Journal(tmp_path / "run")
+    journal.write(started(), lose=3)
+    journal.write(Health(source="hub", severity="info", text="3 gauges replaced", counters={"coalesced": 3.0}))
+    assert report.troubles(RunSummary.of(journal.close())) == []
+
+
+def test_an_unmeasured_quality_is_not_a_zero(tmp_path):
+    journal = Journal(tmp_path / "run")
+    journal.write(started())
+    for n in range(1, 5):
+        journal.write(step(n, quality=None, committed_quality=None))
+    html = report.page([RunSummary.of(journal.close())])
+    assert "Not measured." in html
+    assert "0.0 %" not in html
+
+
+@pytest.mark.parametrize("status", ["running", "finished", "failed"])
+def test_a_run_with_only_a_manifest_has_a_report(tmp_path, status):
+    (tmp_path / "manifest.json").write_text(json.dumps({"status": status}))
+    parsed(report.page([RunSummary.of(tmp_path)]))
+
+
+def test_of_many_episodes_some_are_shown_and_the_page_says_so(places, tmp_path):
+    run = RunSummary.of(places["train"].parent / "train")
+    shown = sections.views(run)
+    assert len(shown) == sections.MOST_VIEWS
+    assert shown[0].quality == max(e.quality for e in run.episodes)
+    assert "12 of 60 episodes" in places["train"].read_text()
+
+
+# -- the command
+
+
+def test_the_command_writes_into_the_run_and_says_what_is_in_it(tmp_path, capsys):
+    path = grow_run(tmp_path / "run")
+    run_report([path], None, False, False)
+    said = capsys.readouterr().out
+    assert (path / "report.html").exists()
+    assert "no growth" in said
+    assert "nothing amiss" in said
+
+
+def test_the_command_gives_json(tmp_path, capsys):
+    paths = [grow_run(tmp_path / name) for name in ("a", "b")]
+    run_report(paths, tmp_path / "out.html", True, False)
+    said = json.loads(capsys.readouterr().out)
+    assert [run["status"] for run in said["runs"]] == ["finished", "finished"]
+    assert said["runs"][0]["environments"][0]["germinated"] == 3
+
+
+def test_what_is_no_run_is_refused(tmp_path):
+    with pytest.raises(EsperError):
+        run_report([tmp_path], None, False, False)
+    with pytest.raises(EsperError):
+        run_report([], None, False, False)
+
+
+# -- in a browser
+
+CHROMIUM = Path("/usr/bin/chromium")
+
+
+@pytest.fixture(scope="module")
+def browser():
+    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pages are not looked at")
+    if not CHROMIUM.exists():
+        pytest.skip(f"there is no {CHROMIUM}: pages are not looked at")
+    with api.sync_playwright() as play:
+        chrome = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
+        yield chrome
+        chrome.close()
+
+
+@pytest.fixture
+def visit(browser):
+    """Opens a page; at the end, complains of whatever the page complained of or asked for."""
+    trouble, pages = [], []
+
+    def go(path, width=1280):
+        page = browser.new_page(viewport={"width": width, "height": 900})
+        page.on("console", lambda said: trouble.append(said.text))
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        page.on("dialog", lambda dialog: trouble.append("a name ran as a script"))
+        page.on(
+            "request", lambda asked: asked.url == path.as_uri() or asked.url == "data:," or trouble.append(asked.url)
+        )
+        page.goto(path.as_uri())
+        pages.append(page)
+        return page
+
+    yield go
+    for page in pages:
+        page.close()
+    assert trouble == []
+
+
+@pytest.mark.parametrize("name", ["grown", "train", "hostile", "both"])
+@pytest.mark.parametrize("width", [390, 1280])
+def test_no_page_is_wider_than_the_screen(places, visit, name, width):
+    page = visit(places[name], width)
+    for fold in page.query_selector_all("details"):
+        fold.evaluate("d => d.open = true")
+    assert page.evaluate("document.documentElement.scrollWidth") <= width
+
+
+def test_the_pointer_shows_values(places, visit):
+    page = visit(places["grown"])
+    page.locator(".area").first.hover(position={"x": 400, "y": 60})
+    tip = page.locator("#tip")
+    assert tip.is_visible()
+    assert re.search(r"epoch 1\d", tip.inner_text())
+    assert "no growth" in tip.inner_text()
+    assert " %" in tip.inner_text()
+    page.mouse.move(2, 2)
+    assert not tip.is_visible()
+
+
+def test_the_arrow_keys_do_the_same(places, visit):
+    page = visit(places["grown"])
+    page.locator(".area").first.focus()
+    page.keyboard.press("ArrowLeft")
+    assert "epoch 40" in page.locator("#tip").inner_text()
+    page.keyboard.press("ArrowLeft")
+    assert "epoch 39" in page.locator("#tip").inner_text()
+
+
+def test_a_stage_says_what_it_is(places, visit):
+    page = visit(places["grown"])
+    page.locator(".panel .bar.fossilized").first.hover()
+    assert "conv_light in r0c0" in page.locator("#tip").inner_text()
+
+
+def test_the_legend_switches_a_curve_everywhere(places, visit):
+    page = visit(places["grown"])
+    curves = page.locator('g[data-key="e1"]')
+    assert curves.count() == 4
+    page.get_by_role("button", name="no growth").click()
+    assert all(not curves.nth(i).is_visible() for i in range(4))
+    page.locator(".area").first.hover(position={"x": 400, "y": 60})
+    assert "no growth" not in page.locator("#tip").inner_text()
+    page.get_by_role("button", name="no growth").click()
+    assert curves.first.is_visible()
+
+
+def test_the_selector_shows_one_episode_at_a_time(places, visit):
+    page = visit(places["train"])
+    assert page.locator(".panel:visible").count() == 1
+    page.locator("select[data-panels]").select_option(index=3)
+    chosen = page.locator("select[data-panels] option:checked").inner_text()
+    assert page.locator(".panel:visible h4").inner_text() == chosen
+
+
+def test_a_link_opens_the_run_it_names(places, visit):
+    page = visit(places["both"])
+    page.get_by_role("link", name="train").click()
+    assert page.locator("#run1").evaluate("d => d.open")

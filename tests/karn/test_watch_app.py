@@ -1,0 +1,335 @@
+"""The terminal view with its keys, driven through Textual's pilot."""
+
+import asyncio
+import os
+import subprocess
+import sys
+
+import pytest
+
+pytest.importorskip("textual", reason="the terminal view needs the extra tui")
+
+from watch_run import lines_of, run_events, started, write_run
+
+from esper.karn.watch.app import DetailPage, EventsPage, HelpPage, MainPage, WatchApp
+from esper.karn.watch.widgets import Lines
+from esper.leyline.errors import EsperError
+
+SIZES = [(80, 24), (120, 40), (200, 60)]
+
+
+def shown(app):
+    """What stands on the screen, row by row."""
+    strips = app.screen._compositor.render_strips()
+    return ["".join(segment.text for segment in strip).rstrip() for strip in strips]
+
+
+def watch(run, drive, size=(80, 24), **options):
+    """Run the app on `run`, drive it, and give back what `drive` returns."""
+
+    async def session():
+        app = WatchApp(run, poll_s=60.0, **options)  # a test reads when it wants to
+        async with app.run_test(size=size) as pilot:
+            await pilot.pause()
+            await app.read()
+            await settle(pilot)
+            return await drive(app, pilot)
+
+    return asyncio.run(session())
+
+
+async def settle(pilot):
+    for _ in range(3):
+        await pilot.pause()
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "done", run_events(), status="finished")
+
+
+@pytest.fixture(scope="module")
+def large(tmp_path_factory):
+    events = run_events(envs=128, slots=25, steps=3, rounds=1, ends=False)
+    return write_run(tmp_path_factory.mktemp("runs") / "large", events, apart=0.001)
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_one_screen_shows_the_run_its_environments_slots_and_events(finished, size):
+    async def drive(app, pilot):
+        return shown(app)
+
+    rows = watch(finished, drive, size)
+    text = "\n".join(rows)
+
+    assert len(rows) == size[1]
+    assert rows[0].startswith(" FINISHED    digits by tamiyo")
+    assert rows[2] == "ALL CLEAR"
+    for word in ("ENV", "digits/3", "SLOT", "r0c2", "EVENTS", "run finished", "PPO 1", "OPS", "BEST"):
+        assert word in text, word
+    assert rows[-1].startswith("q quit")
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_a_run_of_128_environments_and_25_slots_scrolls(large, size):
+    async def drive(app, pilot):
+        first, envs = shown(app), app.screen.query_one("#envs", Lines)
+        await pilot.press("G")
+        await settle(pilot)
+        return first, shown(app), envs.scroll_offset.y, envs.max_scroll_y
+
+    first, last, at, end = watch(large, drive, size)
+
+    assert any(row.startswith("digits/0 ") for row in first)
+    assert any(row.startswith("digits/127  3/3") for row in last)
+    assert at == end > 0
+    assert any("more slots: Enter shows them all" in row for row in first)
+
+
+def test_only_lines_in_sight_are_made(large):
+    async def drive(app, pilot):
+        made = []
+        widget = app.screen.query_one("#envs", Lines)
+        widget.show(128, lambda i: made.append(i) or (("x", "plain"),))
+        await settle(pilot)
+        return made, widget.size.height
+
+    made, height = watch(large, drive)
+
+    assert len(set(made)) == height < 20
+
+
+def test_nothing_is_drawn_when_nothing_changed(finished):
+    async def drive(app, pilot):
+        drawn = []
+        app.screen.draw = lambda **how: drawn.append(how)
+        await app.read()
+        await app.read()
+        return drawn
+
+    assert watch(finished, drive) == []
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_an_empty_directory_is_waited_for_and_the_run_appears_when_it_begins(tmp_path, size):
+    async def drive(app, pilot):
+        before = shown(app)
+        write_run(tmp_path / "later", run_events(ends=False))
+        await app.read()
+        await settle(pilot)
+        return before, shown(app)
+
+    before, after = watch(tmp_path, drive, size)
+
+    assert before[0].startswith(" WAITING")
+    assert any("waiting for a run to begin" in row for row in before)
+    assert after[0].startswith(" LIVE")
+    assert any(row.startswith("digits/0") for row in after)
+
+
+def test_a_run_without_environments_says_so(tmp_path):
+    async def drive(app, pilot):
+        return shown(app)
+
+    rows = watch(write_run(tmp_path / "r", [started(envs=0, slots=0)]), drive)
+
+    assert "no environment has begun yet" in rows
+    assert "slots appear with the first environment" in rows
+
+
+def test_what_is_appended_appears_with_the_next_look(tmp_path):
+    events = list(run_events(envs=1, slots=1, steps=4, rounds=1, ends=False))
+    run = write_run(tmp_path / "r", [])
+    file = run / "events" / "rank0-00000.jsonl"
+    lines = lines_of(events)
+
+    async def drive(app, pilot):
+        seen = []
+        for count in (3, 6, len(lines)):
+            file.write_bytes(b"".join(lines[:count]) + b'{"seq":')  # the last line is still being written
+            await app.read()
+            await settle(pilot)
+            seen.append(app.source.model.events)
+        return seen, shown(app)
+
+    seen, rows = watch(run, drive)
+
+    assert seen == [3, 6, len(lines)]
+    assert any("episode ended" in row for row in rows)
+
+
+def test_j_and_k_choose_the_environment_whose_slots_are_shown(finished):
+    async def drive(app, pilot):
+        chosen = []
+        for key in ("j", "j", "k", "down", "end", "j", "home", "k"):
+            await pilot.press(key)
+            chosen.append(app.screen.selected)
+        return chosen
+
+    assert watch(finished, drive) == [1, 2, 1, 2, 3, 3, 0, 0]
+
+
+def test_enter_opens_the_environment_and_escape_comes_back(finished):
+    async def drive(app, pilot):
+        await pilot.press("j", "enter")
+        await settle(pilot)
+        inside, rows = app.screen, shown(app)
+        await pilot.press("escape")
+        await settle(pilot)
+        return inside, rows, app.screen
+
+    inside, rows, outside = watch(finished, drive, (100, 40))
+
+    assert isinstance(inside, DetailPage)
+    assert rows[0].startswith(" digits/1 ")
+    text = "\n".join(rows)
+    assert "LIVES, steps 1 to 30" in text
+    assert "·GGTTTTTBBBBHHHFFF" in text
+    assert "FOSSILIZE r0c2" in text
+    assert isinstance(outside, MainPage)
+
+
+def test_events_fill_the_screen_follow_the_newest_and_stay_where_they_are_scrolled(tmp_path):
+    events = list(run_events(ends=False))
+    lines = lines_of(events)
+    run = write_run(tmp_path / "r", events[:200])
+    file = run / "events" / "rank0-00000.jsonl"
+
+    async def drive(app, pilot):
+        await pilot.press("e")
+        await settle(pilot)
+        page, at_end = app.screen, app.screen.list.is_at_end
+        file.write_bytes(b"".join(lines[:300]))
+        await app.read()
+        await settle(pilot)
+        followed = app.screen.list.is_at_end
+        await pilot.press("k", "k")
+        file.write_bytes(b"".join(lines))
+        at = app.screen.list.scroll_offset.y
+        await app.read()
+        await settle(pilot)
+        return page, at_end, followed, at == app.screen.list.scroll_offset.y
+
+    page, at_end, followed, stayed = watch(run, drive)
+
+    assert isinstance(page, EventsPage)
+    assert (at_end, followed, stayed) == (True, True, True)
+
+
+def test_a_filter_takes_names_numbers_and_states(finished):
+    async def drive(app, pilot):
+        found = {}
+        for query in ("its/2", "3", "ended", "rising", "nothing"):
+            await pilot.press("slash", *query)
+            await settle(pilot)
+            found[query] = [e.index for e in app.screen.matching()]
+            await pilot.press("enter")
+            found["row", query] = shown(app)[4]
+            await pilot.press("escape")
+            await settle(pilot)
+        return found, [e.index for e in app.screen.matching()]
+
+    found, after = watch(finished, drive)
+
+    assert found["its/2"] == [2]
+    assert found["3"] == [3]
+    assert found["ended"] == [0, 1, 2, 3]
+    assert found["rising"] == found["nothing"] == []
+    assert "no environment matches “nothing”" in found["row", "nothing"]
+    assert after == [0, 1, 2, 3]
+
+
+def test_help_explains_keys_and_words(finished):
+    async def drive(app, pilot):
+        await pilot.press("question_mark")
+        await settle(pilot)
+        return app.screen, shown(app)
+
+    page, rows = watch(finished, drive, (100, 70))
+
+    assert isinstance(page, HelpPage)
+    for word in ("KEYS", "STAGES OF A SEED", "fossilised", "CONTRIB", "NRMSE"):
+        assert any(word in row for row in rows), word
+
+
+def test_r_reads_the_run_again(finished):
+    async def drive(app, pilot):
+        before = app.source.model
+        await pilot.press("r")
+        await settle(pilot)
+        return before, app.source.model
+
+    before, after = watch(finished, drive)
+
+    assert before is not after
+    assert after.events == before.events
+
+
+def test_q_quits(finished):
+    async def drive(app, pilot):
+        await pilot.press("q")
+        await settle(pilot)
+        return app._exit
+
+    assert watch(finished, drive)
+
+
+def test_a_terminal_that_changes_its_size_is_laid_out_anew(finished):
+    async def drive(app, pilot):
+        await pilot.resize_terminal(200, 60)
+        await settle(pilot)
+        wide = shown(app)
+        await pilot.resize_terminal(80, 24)
+        await settle(pilot)
+        return wide, shown(app)
+
+    wide, narrow = watch(finished, drive)
+
+    assert "EVENTS" in wide[3]
+    assert not wide[3].startswith("EVENTS")
+    assert any(row.startswith("EVENTS") for row in narrow)
+    assert narrow[-1].startswith("q quit")
+
+
+# the command
+
+
+def command(*args, **options):
+    code = "import sys; from pathlib import Path; from esper.commands.watch import run_watch; "
+    code += "run_watch(Path(sys.argv[1]), '--once' in sys.argv)"
+    return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, **options)
+
+
+def test_without_a_terminal_one_plain_frame_is_printed(finished):
+    done = command(finished)
+
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" FINISHED ")
+    assert "\x1b" not in done.stdout
+    assert "digits/3" in done.stdout
+    assert command(finished, "--once").stdout == done.stdout
+
+
+def test_a_plain_frame_needs_neither_textual_nor_a_terminal_that_knows_unicode(finished):
+    code = "import sys; sys.modules['textual'] = None; from pathlib import Path; "
+    code += f"from esper.commands.watch import run_watch; run_watch(Path({str(finished)!r}), True)"
+    env = {"PYTHONIOENCODING": "ascii", "PATH": os.environ["PATH"]}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env)
+
+    assert done.returncode == 0, done.stderr
+    assert b"FINISHED" in done.stdout
+
+
+def test_a_missing_textual_is_said_with_the_way_out(finished, monkeypatch):
+    from esper.commands import watch as command_watch
+
+    monkeypatch.setattr(sys, "stdout", type("Tty", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr(sys, "stdin", type("Tty", (), {"isatty": lambda self: True})())
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+
+    with pytest.raises(EsperError, match=r"esper-lite\[tui\]"):
+        command_watch.run_watch(finished, once=False)
+
+
+def test_once_on_a_run_that_has_not_begun_says_so(tmp_path):
+    assert "waiting for a run to begin" in command(tmp_path).stdout

@@ -1,0 +1,217 @@
+"""The console tells what a person wants to know, whatever the characters; TensorBoard's axes only grow."""
+
+import io
+import math
+import subprocess
+import sys
+
+import pytest
+from rich.console import Console
+
+from esper.leyline.errors import EsperError
+from esper.leyline.events import (
+    KINDS,
+    Checkpoint,
+    Decision,
+    Episode,
+    Governor,
+    Gradient,
+    Health,
+    Lifecycle,
+    PhaseProfile,
+    RunFinished,
+    RunStarted,
+    Step,
+    Update,
+    Worth,
+)
+from esper.nissa.hub import NissaHub
+from esper.nissa.record import Record
+from esper.nissa.sinks.console import ConsoleSink, printable
+from esper.nissa.sinks.tensorboard import Scalars, TensorBoardSink
+
+AT = {"env": 1, "episode": 0, "step": 4}
+
+
+def lifecycle(now, **fields):
+    plain = {"slot": "r0c1", "seed": 0, "blueprint": "conv_light", "was": "X", "cause": "controller", "params": 9}
+    return Lifecycle(**AT, **plain | {"now": now, "alpha": 0.0, "dwell_epochs": 3} | fields)
+
+
+def step(env=0, episode=0, step=1, **fields):
+    plain = {"world": 0, "op": "wait", "quality": 0.5, "committed_quality": 0.4, "val_loss": 1.0, "train_loss": None}
+    seeds = {"params": 10, "stages": (0, 3), "alphas": (0.0, 0.25), "blueprints": ("", "conv_light")}
+    return Step(env=env, episode=episode, step=step, **plain | seeds | fields)
+
+
+def update(round, **fields):
+    names = ("policy_loss", "value_loss", "entropy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
+    more = ("explained_variance", "value_nrmse", "grad_norm", "lr")
+    plain = dict.fromkeys(names + more, 0.5) | {"epochs": 2, "minibatches": 4}
+    return Update(round=round, **plain | fields)
+
+
+STARTED = RunStarted(
+    run_id="r1", command="train", task="t", controller="c", seed=1, env_names=("a", "b"), slots=("r0c0", "r0c1"),
+    steps=20, rounds=3, host_params=100,
+)  # fmt: skip
+EPISODE = Episode(
+    env=1, episode=0, world=0, name="a", steps=20, quality=math.nan, quality_best=None, twin_quality=0.25, params=120,
+    host_params=100, germinated=3, fossilized=1, pruned=2, structure={},
+)  # fmt: skip
+TOLD = {
+    "run r1: t, c, seed 1, 3 rounds of 2 x 20 steps": STARTED,
+    "run failed after 2.0 s, 40 steps: boom": RunFinished(status="failed", error="boom", wall_s=2.0, env_steps=40),
+    "env 1 episode 0 step 4 germinate conv_light in r0c1": lifecycle("GERMINATED"),
+    "env 1 episode 0 step 4 fossilize conv_light in r0c1, contribution +0.0125": lifecycle(
+        "FOSSILIZED", contribution=0.0125
+    ),
+    "env 1 episode 0 step 4 prune conv_light in r0c1 (by governor)": lifecycle("PRUNED", cause="governor"),
+    "env 1 episode 0 step 4 governor: loss (inf, limit 3), rollback": Governor(
+        **AT, alarm="loss", action="rollback", value=math.inf, limit=3.0
+    ),
+    "env 1 episode 0 done: quality nan, without growth 0.25, 120 parameters (host 100), "
+    "3 germinated, 1 kept, 2 pruned": EPISODE,
+    "update 2: policy 0.5 value 0.5 kl 0.5, return 1.5, 1 minibatches skipped": update(2, skipped=1, return_mean=1.5),
+    "checkpoint checkpoints/a (best, 1.0 MiB)": Checkpoint(
+        path="checkpoints/a", reason="best", size_bytes=2**20, write_ms=1.0
+    ),
+    "warning: hub: the queue is full": Health(source="hub", severity="warning", text="the queue is full"),
+}
+UNTOLD = [
+    lifecycle("TRAINING"),
+    step(),
+    Health(source="hub", severity="info", text="all well"),
+    Decision(**AT, op="wait", slot="", happened=True, legal_ops=()),
+    Worth(**AT, slot="a", seed=0, blueprint="b"),
+    Gradient(**AT, slot="a", norm=1.0, ratio=1.0, health=1.0),
+    PhaseProfile(phase="train", wall_ms=1.0, cpu_ms=1.0, calls=1),
+]
+
+
+def printed(*events, encoding="utf-8", terminal=False):
+    raw = io.BytesIO()
+    file = io.TextIOWrapper(raw, encoding=encoding, write_through=True)
+    console = Console(file=file, force_terminal=terminal, width=40)
+    with NissaHub([ConsoleSink(console)], strict=False) as hub:
+        for event in events:
+            hub.emit(event)
+        health = hub.health
+    assert not health()["sinks"]["ConsoleSink"]["failures"]
+    return raw.getvalue().decode(encoding)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(("text", "event"), TOLD.items())
+def test_what_matters_is_one_line(text, event, terminal):
+    line = printed(event, terminal=terminal)
+    assert line.endswith("\n")
+    assert line.count("\n") == 1
+    assert text in " ".join(line.split())
+    assert ("\x1b" in line) == terminal
+
+
+def test_the_rest_is_silence():
+    assert printed(*UNTOLD) == ""
+
+
+def test_every_kind_was_considered():
+    assert {type(event) for event in [*TOLD.values(), *UNTOLD]} == set(KINDS.values())
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii", "latin-1", "cp1252"])
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    "odd", ["a\nb\r\tc", "\x1b[2J", "\ud800", "\x00", "[bold]x[/", ":smile:", "→ λ 漢字", "\u202e"]
+)
+def test_odd_characters_do_no_harm(odd, encoding, terminal):
+    event = Health(source="a", severity="error", text=f"before {odd} after")
+    line = printed(event, encoding=encoding, terminal=terminal)
+    assert line.count("\n") == 1
+    assert "before" in line
+    assert "after" in line
+    assert "\x1b[2J" not in line
+    if odd in ("[bold]x[/", ":smile:"):
+        assert odd in line
+
+
+def test_printable_keeps_what_can_be_kept():
+    assert printable("a  b\nλ", "utf-8") == "a b λ"
+    assert printable("λ", "ascii") == "?"
+
+
+# TensorBoard ----------------------------------------------------------------------------------------------------
+
+
+def loaded(folder):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    found.Reload()
+    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+
+
+def test_tensorboard_reads_back_what_was_emitted(tmp_path):
+    with NissaHub([TensorBoardSink(tmp_path)]) as hub:
+        hub.emit(STARTED)
+        for i in range(1, 4):
+            hub.emit(step(step=i, quality=i / 4))
+        hub.emit(Worth(env=0, episode=0, step=3, slot="r0c1", seed=0, blueprint="b", contribution=0.5))
+        hub.emit(update(0, entropy={"op": 0.75, "slot": None}, learnable={"op": 0.25}))
+        hub.emit(EPISODE)
+    found = loaded(tmp_path)
+    assert found["env0/quality"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert found["env0/params"] == [(1, 10.0), (2, 10.0), (3, 10.0)]
+    assert found["env0/alpha/r0c1"] == [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert found["env0/contribution/r0c1"] == [(3, 0.5)]
+    assert found["update/kl"] == [(1, 0.5)]
+    assert found["update/entropy/op"] == [(1, 0.75)]
+    assert found["update/learnable/op"] == [(1, 0.25)]
+    assert math.isnan(found["episode/quality"][0][1])
+    assert found["episode/twin_quality"] == [(1, 0.25)]
+    absent = {"env0/train_loss", "env0/alpha/r0c0", "update/entropy/slot", "episode/test_quality"}
+    assert not absent & found.keys()
+
+
+def test_each_environment_has_an_axis_that_only_grows():
+    scalars = Scalars()
+    worth = {"slot": "a", "seed": 0, "blueprint": "b", "contribution": 1.0}
+    order = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (3, 1)]
+    assert [scalars.of(step(0, *at))[0] for at in order] == [1, 2, 3, 4, 5, 6]
+    assert scalars.of(Worth(env=0, episode=3, step=1, **worth))[0] == 6
+    assert scalars.of(Worth(env=0, episode=1, step=2, **worth))[0] == 6  # late: it does not turn the axis back
+    assert scalars.of(step(1, 0, 1))[0] == 1
+    assert [scalars.of(update(round))[0] for round in (0, 0, 5)] == [1, 2, 3]
+
+
+def test_what_is_written_can_be_read_while_the_run_goes_on(tmp_path):
+    hub = NissaHub([TensorBoardSink(tmp_path)])
+    hub.emit(step())
+    assert hub.flush()
+    assert loaded(tmp_path)["env0/quality"] == [(1, 0.5)]
+    hub.close()
+
+
+def test_without_the_package_the_way_out_is_named(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "tensorboard", None)
+    for name in [name for name in sys.modules if name.startswith("tensorboard.")]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(EsperError, match=r"esper-lite\[tensorboard\]"):
+        TensorBoardSink(tmp_path)
+
+
+def test_sinks_import_neither_torch_nor_tensorflow(tmp_path):
+    code = (
+        "import sys; from esper.nissa.sinks.tensorboard import TensorBoardSink; TensorBoardSink(sys.argv[1]).close();"
+        "from esper.nissa.sinks.console import ConsoleSink; ConsoleSink().close();"
+        "sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
+
+
+def test_closing_twice_is_closing_once(tmp_path):
+    sink = TensorBoardSink(tmp_path)
+    sink.write([Record(0, 0.0, 0, step())])
+    sink.close()
+    sink.close()
+    assert loaded(tmp_path)["env0/quality"] == [(1, 0.5)]

@@ -1,0 +1,572 @@
+"""The hub's laws: nothing that must be kept is lost, order is kept, no sink can harm another or the caller."""
+
+import logging
+import os
+import threading
+import time
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.leyline.errors import ConfigError, DataError, EsperError
+from esper.leyline.events import Governor, Gradient, Health, Level, PhaseProfile, RunFinished, Step
+from esper.nissa.hub import NissaHub
+from esper.nissa.journal import holes, read
+from esper.nissa.sinks.jsonl import JsonlSink
+
+PATIENCE = 60.0  # for waits that end by themselves: only a failing test reaches it
+
+
+def keep(step, env=0, value=None):
+    return Governor(env=env, episode=0, step=step, alarm="none", action="none", value=value)
+
+
+def gauge(calls, phase="train"):
+    return PhaseProfile(phase=phase, wall_ms=1.0, cpu_ms=1.0, calls=calls)
+
+
+class ListSink:
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.records, self.closed, self.threads = [], 0, set()
+
+    def write(self, records):
+        self.threads.add(threading.current_thread())
+        self.records += records
+
+    def close(self):
+        self.closed += 1
+
+    @property
+    def seqs(self):
+        return [record.seq for record in self.records]
+
+    def of(self, kind):
+        return [record.event for record in self.records if isinstance(record.event, kind)]
+
+
+class SlowSink(ListSink):
+    def write(self, records):
+        time.sleep(2e-5 * len(records))
+        super().write(records)
+
+
+class RaisingSink(ListSink):
+    def write(self, records):
+        raise OSError("no space left")
+
+
+class GatedSink(ListSink):
+    """Stays in `write` until the gate is opened."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.entered = threading.Event(), threading.Event()
+
+    def write(self, records):
+        self.entered.set()
+        self.gate.wait()
+        super().write(records)
+
+
+class DurableSink(ListSink):
+    def __init__(self):
+        super().__init__()
+        self.flushed = 0
+
+    def flush(self):
+        self.flushed = len(self.records)
+
+
+def blocked(sink, **settings):
+    """A hub whose only sink has taken one event and waits at its gate."""
+    hub = NissaHub([sink], hang_s=PATIENCE, **settings)
+    hub.emit(keep(0))
+    assert sink.entered.wait(PATIENCE)
+    return hub
+
+
+def wait_until(done):
+    deadline = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+# What arrives ---------------------------------------------------------------------------------------------------
+
+
+def test_events_arrive_in_order_numbered_from_the_first_seq_and_from_another_thread():
+    sink = ListSink()
+    with NissaHub([sink], rank=3, first_seq=40) as hub:
+        for step in range(500):
+            hub.emit(keep(step))
+    assert sink.seqs == list(range(40, 541))
+    assert [event.step for event in sink.of(Governor)] == list(range(500))
+    assert {record.rank for record in sink.records} == {3}
+    assert all(a.time_s <= b.time_s for a, b in pairwise(sink.records))
+    assert threading.current_thread() not in sink.threads
+    assert len(sink.threads) == 1
+    assert sink.closed == 1
+
+
+def test_nothing_is_formatted_encoded_or_written_by_the_caller():
+    me = threading.current_thread()
+
+    class Loud(str):
+        def __str__(self):
+            assert threading.current_thread() is not me
+            return super().__str__()
+
+    sink = ListSink()
+    with NissaHub([sink]) as hub:
+        hub.emit(RunFinished(status=Loud("finished"), wall_s=1.0, env_steps=1))
+        hub.emit(keep(np.float32(1)))  # cannot be encoded: who only appends does not notice
+        assert hub.flush()
+    assert me not in sink.threads
+
+
+def test_a_burst_beside_slow_raising_and_hanging_sinks_loses_nothing(tmp_path):
+    slow, raising, hanging = SlowSink(), RaisingSink(), GatedSink()
+    hub = NissaHub([hanging, JsonlSink(tmp_path / "events"), raising, slow], capacity=1_000, hang_s=0.3)
+    for step in range(5_000):
+        hub.emit(keep(step))
+    assert hub.flush(PATIENCE)
+    hub.close(PATIENCE)
+
+    entries = list(read(tmp_path))
+    journal = [entry.data["step"] for entry in entries if entry.kind == "governor"]
+    assert journal == list(range(5_000)) == [event.step for event in slow.of(Governor)]
+    assert not holes(entries)
+    assert slow.seqs == [entry.seq for entry in entries]
+
+    found = hub.health()
+    assert found["waits"] > 0
+    assert found["wait_s"] > 0
+    assert "3 failures in a row" in found["sinks"]["RaisingSink"]["retired"]
+    assert "did not return" in found["sinks"]["GatedSink"]["retired"]
+    assert found["sinks"]["GatedSink"]["given_up"] > 0
+    assert not found["sinks"]["SlowSink"]["retired"]
+    texts = [event.text for event in slow.of(Health)]
+    assert sum("RaisingSink was retired" in text for text in texts) == 1
+    assert sum("GatedSink was retired" in text for text in texts) == 1
+    assert sum("is full: callers wait" in text for text in texts) == 1
+    hanging.gate.set()
+
+
+def test_every_thread_keeps_its_order_and_the_numbers_have_no_holes():
+    sinks = [ListSink(), SlowSink()]
+
+    def work(env):
+        for step in range(1_000):
+            hub.emit(keep(step, env=env))
+
+    with NissaHub(sinks, capacity=256) as hub:
+        threads = [threading.Thread(target=work, args=(env,)) for env in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for sink in sinks:
+        assert sink.seqs == list(range(len(sink.seqs)))
+        for env in range(8):
+            assert [e.step for e in sink.of(Governor) if e.env == env] == list(range(1_000))
+
+
+# Interest -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("level", Level)
+def test_a_kind_is_wanted_from_its_level_on(level):
+    sink = ListSink()
+    with NissaHub([sink], level=level) as hub:
+        assert hub.wants(Governor) == (level >= Level.MINIMAL)
+        assert hub.wants(Step) == hub.wants(Gradient) == (level >= Level.NORMAL)
+        hub.emit(keep(0))
+        hub.emit(Gradient(env=0, episode=0, step=0, slot="a", norm=1.0, ratio=1.0, health=1.0))
+    assert len(sink.of(Governor)) == (level >= Level.MINIMAL)
+    assert len(sink.of(Gradient)) == (level >= Level.NORMAL)
+    assert len(sink.of(Health)) == (level >= Level.MINIMAL)
+
+
+def test_nothing_is_wanted_without_a_living_sink():
+    hub = NissaHub()
+    assert not hub.wants(Governor)
+    hub.emit(keep(0))
+    assert hub.health()["emitted"] == hub.health()["after_close"] == 0
+    hub.add_sink(RaisingSink())
+    assert hub.wants(Governor)
+    hub.emit(keep(1))
+    wait_until(lambda: not hub.wants(Governor))
+    hub.emit(keep(2))
+    assert hub.health()["queued"] == 0
+    hub.add_sink(late := ListSink())
+    hub.emit(keep(3))
+    hub.close()
+    assert [event.step for event in late.of(Governor)] == [3]
+
+
+def test_two_sinks_of_one_class_are_told_apart():
+    with NissaHub([ListSink(), ListSink(), ListSink()]) as hub:
+        assert list(hub.health()["sinks"]) == ["ListSink", "ListSink-2", "ListSink-3"]
+
+
+@pytest.mark.parametrize("nonsense", [{"capacity": 1}, {"hang_s": 0.0}])
+def test_a_hub_refuses_nonsense(nonsense):
+    with pytest.raises(ConfigError):
+        NissaHub(**nonsense)
+
+
+# Pressure -------------------------------------------------------------------------------------------------------
+
+
+def test_a_full_queue_makes_the_caller_wait_and_counts_it():
+    sink = GatedSink()
+    hub = blocked(sink, capacity=4)
+    done = threading.Event()
+
+    def work():
+        for step in range(1, 20):
+            hub.emit(keep(step))
+        done.set()
+
+    threading.Thread(target=work, daemon=True).start()
+    wait_until(lambda: hub.health()["waits"] > 0)
+    assert not done.wait(0.1)
+    assert hub.health()["emitted"] == 1 + 4 + 1  # taken, queued, and the word that callers wait
+    sink.gate.set()
+    assert done.wait(PATIENCE)
+    hub.close()
+    assert [event.step for event in sink.of(Governor)] == list(range(20))
+    last = sink.records[-1].event
+    assert last.counters["waits"] == hub.health()["waits"] >= 1
+    assert "callers waited" in last.text
+
+
+def test_under_pressure_the_newest_value_of_a_gauge_wins_and_each_replacement_is_counted():
+    sink = GatedSink()
+    hub = blocked(sink, capacity=8)
+    for calls in range(100):  # more than the queue holds: gauges never wait
+        hub.emit(gauge(calls))
+    hub.emit(gauge(-1, phase="validate"))
+    assert hub.health()["queued"] < 8
+    sink.gate.set()
+    hub.close()
+    assert [e.calls for e in sink.of(PhaseProfile) if e.phase == "train"] == [0, 1, 2, 3, 99]
+    assert [e.calls for e in sink.of(PhaseProfile) if e.phase == "validate"] == [-1]
+    assert hub.health()["coalesced"] == hub.health()["sinks"]["GatedSink"]["coalesced"] == 95
+    assert set(range(102)) - set(sink.seqs) == set(range(5, 100))  # holes where the replaced ones were
+    assert "95 gauges replaced" in sink.records[-1].event.text
+
+
+def test_a_gauge_is_replaced_only_for_the_sink_that_lags():
+    gated, quick = GatedSink(), ListSink()
+    hub = blocked(gated, capacity=8)
+    hub.add_sink(quick)
+    for calls in range(30):
+        hub.emit(gauge(calls))
+        wait_until(lambda: hub.health()["sinks"]["ListSink"]["written"] > calls)  # noqa: B023
+    gated.gate.set()
+    hub.close()
+    assert [event.calls for event in quick.of(PhaseProfile)] == list(range(30))
+    assert [event.calls for event in gated.of(PhaseProfile)] == [0, 1, 2, 3, 29]
+    found = hub.health()["sinks"]
+    assert (found["ListSink"]["coalesced"], found["GatedSink"]["coalesced"]) == (0, 25)
+
+
+def kept_by_the_plain_rule(events, half):
+    """Which of the events are delivered, if nobody takes any meanwhile."""
+    queue, newest = [], {}
+    for event in events:
+        if len(queue) >= half and not event.KEEP:
+            if event.phase in newest:
+                queue = [each for each in queue if each is not newest[event.phase]]
+            newest[event.phase] = event
+        queue.append(event)
+    return queue
+
+
+@settings(max_examples=25, deadline=None)
+@given(st.lists(st.sampled_from(["", "train", "validate", "worth"]), max_size=60), st.integers(0, 10))
+def test_coalescing_follows_the_plain_rule(phases, half):
+    events = [gauge(i, phase) if phase else keep(i) for i, phase in enumerate(phases)]
+    sink = GatedSink()
+    hub = blocked(sink, capacity=64)
+    hub._half = half
+    for event in events:
+        hub.emit(event)
+    sink.gate.set()
+    hub.close()
+    assert [record.event for record in sink.records[1:-1]] == kept_by_the_plain_rule(events, half)
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    st.lists(st.lists(st.sampled_from(["", "", "train", "validate"]), max_size=150), min_size=1, max_size=4),
+    st.integers(2, 40),
+)
+def test_whatever_the_schedule_the_laws_hold(schedules, capacity):
+    sinks = [ListSink(), SlowSink()]
+    hub = NissaHub(sinks, capacity=capacity)
+
+    def work(env, phases):
+        for i, phase in enumerate(phases):
+            hub.emit(gauge(i, f"{phase}{env}") if phase else keep(i, env=env))
+
+    threads = [threading.Thread(target=work, args=each) for each in enumerate(schedules)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    hub.close(PATIENCE)
+    found = hub.health()
+    for sink, name in zip(sinks, found["sinks"], strict=True):
+        assert sink.seqs == sorted(set(sink.seqs))
+        assert found["emitted"] == len(sink.seqs) + found["sinks"][name]["coalesced"]
+        for env, phases in enumerate(schedules):
+            kept = [event.step for event in sink.of(Governor) if event.env == env]
+            assert kept == [i for i, phase in enumerate(phases) if not phase]
+            for phase in {each for each in phases if each}:
+                newest = max(i for i, each in enumerate(phases) if each == phase)
+                assert [e.calls for e in sink.of(PhaseProfile) if e.phase == f"{phase}{env}"][-1] == newest
+    assert found["queued"] == 0
+
+
+# Sinks that fail ------------------------------------------------------------------------------------------------
+
+
+def test_a_moments_trouble_loses_nothing():
+    class Flaky(ListSink):
+        tries = 0
+
+        def write(self, records):
+            self.tries += 1
+            if self.tries % 3:
+                raise OSError("try again")
+            super().write(records)
+
+    with NissaHub([sink := Flaky()]) as hub:
+        for step in range(100):
+            hub.emit(keep(step))
+    assert [event.step for event in sink.of(Governor)] == list(range(100))
+    assert hub.health()["sinks"]["Flaky"]["failures"] == sink.tries * 2 // 3
+    assert not hub.health()["sinks"]["Flaky"]["retired"]
+
+
+def test_a_hanging_sink_is_retired_and_nobody_waits_for_it_longer():
+    hanging, healthy = GatedSink(), ListSink()
+    hub = NissaHub([hanging, healthy], capacity=16, hang_s=0.2)
+    for step in range(200):
+        hub.emit(keep(step))
+    hub.close()
+    assert [event.step for event in healthy.of(Governor)] == list(range(200))
+    assert hub.health()["sinks"]["GatedSink"]["retired"]
+    lost = hub.health()["sinks"]["GatedSink"]["given_up"]
+    assert any(f"misses {lost} queued events" in event.text for event in healthy.of(Health))
+    assert healthy.records[-1].event.severity == "warning"
+    hanging.gate.set()
+    wait_until(lambda: hanging.closed)  # when it comes back, it is closed by its own thread
+
+
+def test_a_slow_sink_is_not_taken_for_a_hung_one():
+    class Sluggish(ListSink):
+        def write(self, records):
+            time.sleep(0.01 * len(records))
+            super().write(records)
+
+    with NissaHub([sink := Sluggish()], hang_s=0.4) as hub:
+        for step in range(100):
+            hub.emit(keep(step))
+    assert len(sink.of(Governor)) == 100
+    assert not hub.health()["sinks"]["Sluggish"]["retired"]
+
+
+def test_when_the_last_sink_is_retired_the_log_says_so(caplog):
+    with caplog.at_level(logging.WARNING), NissaHub([RaisingSink()]) as hub:
+        hub.emit(keep(0))
+        assert hub.flush()
+    assert "RaisingSink was retired" in caplog.text
+    assert hub.health()["sinks"]["RaisingSink"]["failures"] == 3
+
+
+def test_a_sink_that_cannot_close_harms_nobody():
+    class Stubborn(ListSink):
+        def close(self):
+            raise OSError("still busy")
+
+    with NissaHub([stubborn := Stubborn(), other := ListSink()]) as hub:
+        hub.emit(keep(0))
+    assert stubborn.seqs == other.seqs == [0, 1]
+    assert other.closed == 1
+    assert "still busy" in hub.health()["sinks"]["Stubborn"]["retired"]
+
+
+# Events that cannot be written ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", [np.float64(1), np.zeros(2), object(), "\ud800"], ids=repr)
+def test_a_strict_hub_refuses_at_once_what_no_journal_can_hold(value):
+    with NissaHub([sink := ListSink()], strict=True) as hub:
+        with pytest.raises(DataError, match="Governor cannot be recorded"):
+            hub.emit(keep(0, value=value))
+        hub.emit(keep(1))
+    assert [event.step for event in sink.of(Governor)] == [1]
+    assert sink.seqs == [0, 1]  # what was refused took no number
+
+
+def test_a_lenient_hub_counts_and_reports_it_and_writes_the_rest(tmp_path):
+    hub = NissaHub([JsonlSink(tmp_path / "events")])
+    for step in range(50):
+        hub.emit(keep(step, value=np.float32(1) if step % 10 == 3 else 1.0))
+    assert hub.flush()
+    hub.close()
+    entries = list(read(tmp_path))
+    assert [e.data["step"] for e in entries if e.kind == "governor"] == [i for i in range(50) if i % 10 != 3]
+    told = [e.data["text"] for e in entries if e.kind == "health"]
+    assert sum("cannot be recorded" in text for text in told) == 1
+    assert hub.health()["unencodable"] == 5
+    assert hub.health()["sinks"]["JsonlSink"]["failures"] == 0
+
+
+def test_a_gauge_whose_key_cannot_be_looked_up_is_kept():
+    sink = GatedSink()
+    hub = blocked(sink, capacity=8)
+    for calls in range(20):
+        hub.emit(gauge(calls, phase=[]))
+    sink.gate.set()
+    hub.close()
+    assert [event.calls for event in sink.of(PhaseProfile)] == list(range(20))
+
+
+# Flush and close ------------------------------------------------------------------------------------------------
+
+
+def test_flush_means_that_durable_sinks_have_flushed_what_was_emitted_before():
+    with NissaHub([sink := DurableSink(), hanging := GatedSink()], hang_s=PATIENCE) as hub:
+        for step in range(300):
+            hub.emit(keep(step))
+        assert hub.flush()  # does not wait for the one that hangs
+        assert sink.flushed == 300
+        assert not hanging.records
+        hanging.gate.set()
+
+
+def test_flush_says_so_when_time_is_up():
+    sink = GatedSink()
+    hub = blocked(sink)
+    assert not hub.flush(timeout=0.05)
+    sink.gate.set()
+    assert hub.flush()
+    assert sink.seqs == [0]
+    hub.close()
+    assert hub.flush(timeout=0.0)
+
+
+def test_flush_is_false_once_a_durable_sink_is_retired():
+    class Broken(DurableSink):
+        def flush(self):
+            raise OSError("no such device")
+
+    with NissaHub([Broken(), ListSink()]) as hub:
+        hub.emit(keep(0))
+        assert not hub.flush()
+        assert not hub.flush()
+    assert "no such device" in hub.health()["sinks"]["Broken"]["retired"]
+
+
+def test_flush_without_events_or_sinks_is_true():
+    with NissaHub() as hub:
+        assert hub.flush()
+        hub.add_sink(DurableSink())
+        assert hub.flush()
+
+
+def test_close_is_idempotent_and_what_comes_after_is_ignored_and_counted():
+    hub = NissaHub([sink := ListSink()])
+    hub.emit(keep(0))
+    hub.close()
+    hub.close()
+    hub.emit(keep(1))
+    hub.emit(gauge(1))
+    assert not hub.wants(Governor)
+    assert sink.seqs == [0, 1]
+    assert sink.closed == 1
+    assert hub.health()["after_close"] == 2
+    with pytest.raises(EsperError, match="closed"):
+        hub.add_sink(ListSink())
+
+
+def test_many_threads_may_close_at_once():
+    hub = NissaHub([sink := SlowSink()])
+    for step in range(1_000):
+        hub.emit(keep(step))
+    threads = [threading.Thread(target=hub.close) for _ in range(5)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert sink.seqs == list(range(1_001))
+    assert sink.closed == 1
+
+
+def test_who_waits_for_room_when_the_hub_is_closed_is_still_let_in():
+    sink = GatedSink()
+    hub = blocked(sink, capacity=2)
+    threads = [threading.Thread(target=hub.emit, args=(keep(step),)) for step in range(1, 6)]
+    for thread in threads:
+        thread.start()
+    wait_until(lambda: hub.health()["waits"] == 3)
+    closer = threading.Thread(target=hub.close)
+    closer.start()
+    sink.gate.set()
+    closer.join()
+    assert sorted(event.step for event in sink.of(Governor)) == list(range(6))
+    assert sink.seqs == list(range(len(sink.seqs)))
+    assert isinstance(sink.records[-1].event, Health)  # the last word comes after theirs
+
+
+def test_close_gives_up_what_cannot_catch_up_and_the_others_hear_of_it():
+    hanging, healthy = GatedSink(), ListSink()
+    hub = NissaHub([hanging, healthy], hang_s=PATIENCE)
+    hub.emit(keep(0))
+    assert hanging.entered.wait(PATIENCE)
+    hub.close(timeout=0.1)
+    assert "not caught up" in hub.health()["sinks"]["GatedSink"]["retired"]
+    assert [event.severity for event in healthy.of(Health)] == ["error", "warning"]
+    assert healthy.closed == 1
+    hanging.gate.set()
+
+
+def test_the_last_record_holds_the_counters():
+    with NissaHub([sink := ListSink()]) as hub:
+        for step in range(7):
+            hub.emit(keep(step))
+    last = sink.records[-1].event
+    assert isinstance(last, Health)
+    assert (last.source, last.severity) == ("hub", "info")
+    assert last.counters["emitted"] == last.counters["ListSink.written"] == 7
+    assert last.counters["waits"] == last.counters["coalesced"] == last.counters["unencodable"] == 0
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_a_forked_child_is_deaf_and_the_parent_goes_on(tmp_path):
+    hub = NissaHub([JsonlSink(tmp_path / "events")])
+    hub.emit(keep(0))
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            hub.emit(keep(99))
+            hub.close()
+            status = 0 if not hub.wants(Governor) and hub.health()["after_close"] == 1 else 2
+        finally:
+            os._exit(status)
+    assert os.waitpid(child, 0)[1] == 0
+    hub.emit(keep(1))
+    hub.close()
+    assert [entry.data["step"] for entry in read(tmp_path) if entry.kind == "governor"] == [0, 1]

@@ -1,0 +1,303 @@
+"""The rollout buffer: what is written is read back, padding is never read, an epoch sees every step once."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.leyline.errors import ConfigError, DataError
+from esper.simic.agent import TamiyoRolloutBuffer
+from esper.simic.agent.advantages import gae_rows, gae_scan
+
+T, E, F, M, HIDDEN = 11, 5, 3, 7, (2, 4)
+FIELDS = (
+    "obs", "masks", "actions", "log_probs", "values", "rewards", "done", "truncated", "bootstrap", "starts", "hidden",
+    "forced",
+)  # fmt: skip
+
+
+def empty_buffer(steps=T, envs=E):
+    return TamiyoRolloutBuffer(steps=steps, envs=envs, features=F, masks=M, hidden=HIDDEN)
+
+
+def random_row(rng, envs=E):
+    flag = lambda *shape: rng.random((envs, *shape)) < 0.2  # noqa: E731
+    number = lambda *shape: rng.normal(size=(envs, *shape)).astype(np.float32)  # noqa: E731
+    return {
+        "obs": number(F), "masks": flag(M), "actions": rng.integers(0, 5, (envs, 8)), "log_probs": number(8),
+        "values": number(), "rewards": number(), "done": flag(), "truncated": flag(), "bootstrap": number(),
+        "starts": flag(), "hidden": number(*HIDDEN), "forced": flag(),
+    }  # fmt: skip
+
+
+def filled(counts, seed=0, steps=T):
+    """A buffer whose columns have these many valid steps, and the rows that were written."""
+    rng, counts = np.random.default_rng(seed), np.asarray(counts)
+    buffer, rows = empty_buffer(steps, len(counts)), []
+    for t in range(steps):
+        rows.append(random_row(rng, len(counts)))
+        buffer.add(**rows[-1], alive=t < counts)
+    return buffer, rows
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.from_numpy])
+def test_everything_written_is_read_back(kind):
+    rng, buffer = np.random.default_rng(0), empty_buffer()
+    rows = [random_row(rng) for _ in range(T)]
+    for row in rows:
+        buffer.add(**{name: kind(x) for name, x in row.items()})
+    for name in FIELDS:
+        np.testing.assert_array_equal(getattr(buffer, name).numpy(), np.stack([row[name] for row in rows]))
+    assert buffer.step_counts.tolist() == [T] * E
+    assert buffer.valid.all()
+
+
+def test_a_row_is_copied_and_keeps_no_tie_to_the_callers_arrays_or_graph():
+    buffer, row = empty_buffer(), random_row(np.random.default_rng(0))
+    before = {name: x.copy() for name, x in row.items()}
+    values = torch.from_numpy(row["values"].copy()).requires_grad_()
+    buffer.add(**{**row, "values": values * 1.0})
+    for x in row.values():
+        x[...] = 1
+    for name in FIELDS:
+        stored = getattr(buffer, name)
+        assert not stored.requires_grad
+        np.testing.assert_array_equal(stored[0].numpy(), before[name])
+
+
+def test_read_only_arrays_are_taken_as_well(recwarn):
+    row = random_row(np.random.default_rng(0))
+    row["masks"].setflags(write=False)
+    buffer = empty_buffer()
+    buffer.add(**row)
+    np.testing.assert_array_equal(buffer.masks[0].numpy(), row["masks"])
+    assert not recwarn.list
+
+
+def test_what_is_left_out_is_zero_even_where_an_older_round_wrote():
+    buffer, _ = filled([T] * E)
+    buffer.reset()
+    row = random_row(np.random.default_rng(5))
+    del row["bootstrap"], row["forced"]
+    buffer.add(**row)
+    assert not buffer.bootstrap[0].any()
+    assert not buffer.forced[0].any()
+
+
+def test_counts_follow_who_is_alive():
+    counts = [0, 3, T, 1, 7]
+    buffer, _ = filled(counts)
+    assert buffer.step_counts.dtype == torch.int64
+    assert buffer.step_counts.tolist() == counts
+    assert buffer.valid.sum(0).tolist() == counts
+    assert buffer.valid[:3, 1].all()
+
+
+def test_nobody_comes_back_to_life():
+    buffer, row = empty_buffer(), random_row(np.random.default_rng(0))
+    for alive in (True, False, True):
+        buffer.add(**row, alive=np.array([True, alive, True, True, True]))
+    with pytest.raises(DataError, match="alive again"):
+        buffer.finish()
+    buffer.reset()
+    buffer.add(**row)
+    assert buffer.finish() is buffer
+
+
+def test_a_reset_buffer_is_as_good_as_new():
+    used, _ = filled([T] * E, seed=1)
+    used.compute_advantages_and_returns(0.9, 0.9)
+    used.reset()
+    assert not used.valid.any()
+    fresh = empty_buffer()
+    rng = np.random.default_rng(2)
+    for _ in range(4):  # fewer steps than before: the rest still holds the old round
+        row = random_row(rng)
+        used.add(**row)
+        fresh.add(**row)
+    for found, expected in zip(
+        used.compute_advantages_and_returns(0.9, 0.9), fresh.compute_advantages_and_returns(0.9, 0.9), strict=True
+    ):
+        assert torch.equal(found, expected)
+    batches = [list(b.minibatches(2, 3, torch.Generator().manual_seed(0))) for b in (used, fresh)]
+    for a, b in zip(*batches, strict=True):
+        assert torch.equal(a.obs, b.obs)
+        assert torch.equal(a.valid, b.valid)
+
+
+@given(seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(0, T), min_size=1, max_size=6))
+@settings(max_examples=100, deadline=None)
+def test_advantages_are_those_of_the_stored_rows_by_either_way(seed, counts):
+    buffer, rows = filled(counts, seed)
+    advantages, returns = buffer.finish().compute_advantages_and_returns(0.97, 0.9)
+    assert advantages is buffer.advantages
+    assert returns is buffer.returns
+    fields = [np.stack([row[n] for row in rows]) for n in ("rewards", "values", "done", "truncated", "bootstrap")]
+    expected = gae_rows(*fields, np.asarray(counts), 0.97, 0.9)
+    scanned = gae_scan(*map(torch.from_numpy, fields), torch.tensor(counts), 0.97, 0.9)
+    for found, e, s in zip((advantages, returns), expected, scanned, strict=True):
+        np.testing.assert_array_equal(found.numpy(), e)
+        torch.testing.assert_close(found, s, rtol=1e-5, atol=1e-5)
+
+
+def test_a_buffer_on_another_device_fills_the_same_numbers_by_scan():
+    here, _ = filled([0, 3, 6, 1, 7], seed=1, steps=8)
+    there, _ = filled([0, 3, 6, 1, 7], seed=1, steps=8)
+    there.device = torch.device("cuda")  # the tensors stay: only the choice is under test
+    for found, expected in zip(
+        there.compute_advantages_and_returns(0.9, 0.8), here.compute_advantages_and_returns(0.9, 0.8), strict=True
+    ):
+        assert found.any()
+        torch.testing.assert_close(found, expected)
+
+
+def test_last_values_serve_columns_that_stop_without_an_end_and_no_others():
+    buffer, row = empty_buffer(), random_row(np.random.default_rng(0))
+    row["done"], row["truncated"] = np.arange(E) == 1, np.arange(E) == 2
+    row["starts"][:] = False
+    nothing = np.zeros(E, bool)
+    buffer.add(**{**row, "done": nothing, "truncated": nothing})
+    buffer.add(**row, alive=np.arange(E) != 4)
+    before = buffer.bootstrap.clone()
+    buffer.finish(np.arange(10.0, 10.0 + E))
+    assert buffer.bootstrap[1, [0, 3]].tolist() == [10.0, 13.0]
+    assert buffer.bootstrap[0, 4] == 14.0  # its last step was the first
+    assert torch.equal(buffer.bootstrap[1, [1, 2, 4]], before[1, [1, 2, 4]])
+    assert torch.equal(buffer.bootstrap[0, :4], before[0, :4])
+
+
+def test_an_empty_buffer_has_no_advantages_and_no_minibatch():
+    buffer = empty_buffer()
+    advantages, _ = buffer.finish(np.ones(E)).compute_advantages_and_returns(0.9, 0.9)
+    assert not advantages.any()
+    assert not list(buffer.minibatches(2, 4, torch.Generator()))
+
+
+columns = {
+    "seed": st.integers(0, 2**32 - 1),
+    "counts": st.lists(st.integers(0, T), min_size=1, max_size=6),
+    "groups": st.integers(1, 6),
+    "chunk": st.integers(1, T + 3),
+}
+
+
+@given(**columns)
+@settings(max_examples=200, deadline=None)
+def test_an_epoch_sees_every_valid_step_once_as_it_was_stored(seed, counts, groups, chunk):
+    buffer, _ = filled(counts, seed)
+    buffer.compute_advantages_and_returns(0.9, 0.9)
+    seen: list[tuple[int, int]] = []
+    batches = list(buffer.minibatches(min(groups, len(counts)), chunk, torch.Generator().manual_seed(seed)))
+    assert len(batches) <= groups
+    for batch in batches:
+        length, sequences = batch.valid.shape
+        assert length == min(chunk, T)
+        seen += zip(batch.steps[batch.valid].tolist(), batch.envs.expand(length, -1)[batch.valid].tolist(), strict=True)
+        for c in range(length):
+            for n in range(sequences):
+                t, e = int(batch.steps[c, n]), int(batch.envs[n])
+                assert t < counts[e]  # padding repeats valid steps, so it is legal and finite
+                for name in (
+                    "obs",
+                    "masks",
+                    "actions",
+                    "log_probs",
+                    "values",
+                    "advantages",
+                    "returns",
+                    "starts",
+                    "forced",
+                ):
+                    assert torch.equal(getattr(batch, name)[c, n], getattr(buffer, name)[t, e])
+    assert sorted(seen) == [(t, e) for t in range(T) for e in range(len(counts)) if t < counts[e]]
+
+
+@given(**columns)
+@settings(max_examples=100, deadline=None)
+def test_a_sequence_is_one_chunk_in_order_and_begins_with_the_stored_hidden_state(seed, counts, groups, chunk):
+    buffer, _ = filled(counts, seed)
+    buffer.compute_advantages_and_returns(0.9, 0.9)
+    home: dict[int, int] = {}
+    for i, batch in enumerate(buffer.minibatches(min(groups, len(counts)), chunk, torch.Generator().manual_seed(seed))):
+        assert batch.valid[0].all()
+        for n, e in enumerate(batch.envs.tolist()):
+            assert home.setdefault(e, i) == i  # all chunks of a column in one minibatch
+            first = int(batch.steps[0, n])
+            assert first % chunk == 0
+            assert torch.equal(batch.hidden[n], buffer.hidden[first, e])
+            length = min(chunk, counts[e] - first)
+            assert batch.valid[:, n].tolist() == [c < length for c in range(len(batch.valid))]
+            assert batch.steps[:length, n].tolist() == list(range(first, first + length))
+
+
+def test_the_unroll_of_chunks_equals_the_rollout():
+    """A recurrent sum stands for the network: stored hidden states and `starts` must bring back every state."""
+    rng, counts, buffer = np.random.default_rng(0), [T, 4, 9], empty_buffer(envs=3)
+    state = np.zeros((3, *HIDDEN), np.float32)
+    for t in range(T):
+        row = random_row(rng, 3)
+        state = np.where(row["starts"][:, None, None], 0.0, state).astype(np.float32)
+        row["hidden"] = state
+        state = state * 0.5 + row["obs"][:, :1, None]
+        row["values"] = state[:, 0, 0]
+        buffer.add(**row, alive=t < np.array(counts))
+    buffer.compute_advantages_and_returns(0.9, 0.9)
+    for batch in buffer.minibatches(2, 4, torch.Generator().manual_seed(0)):
+        hidden = batch.hidden
+        for c in range(len(batch.valid)):
+            hidden = torch.where(batch.starts[c][:, None, None], 0.0, hidden) * 0.5 + batch.obs[c][:, :1, None]
+            ours = batch.valid[c]
+            torch.testing.assert_close(hidden[ours, 0, 0], batch.values[c][ours])
+
+
+def test_garbage_in_padding_changes_nothing():
+    counts = [0, 3, T, 1, 7]
+    found = []
+    for garbage in (False, True):
+        buffer, _ = filled(counts)
+        if garbage:
+            padding = ~buffer.valid
+            for name in FIELDS:
+                field = getattr(buffer, name)
+                field[padding] = float("nan") if field.is_floating_point() else True
+        buffer.finish(np.ones(E)).compute_advantages_and_returns(0.99, 0.95)
+        found.append((buffer, list(buffer.minibatches(2, 4, torch.Generator().manual_seed(3)))))
+    (clean, batches), (dirty, others) = found
+    assert torch.equal(clean.advantages, dirty.advantages)
+    assert torch.equal(clean.returns, dirty.returns)
+    for a, b in zip(batches, others, strict=True):
+        assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in a.__slots__)
+
+
+def test_the_generator_alone_decides_the_groups():
+    buffer, _ = filled([T] * E)
+    buffer.compute_advantages_and_returns(0.9, 0.9)
+    generator = torch.Generator().manual_seed(0)
+    epochs = [[b.envs.tolist() for b in buffer.minibatches(2, 4, generator)] for _ in range(4)]
+    again = [b.envs.tolist() for b in buffer.minibatches(2, 4, torch.Generator().manual_seed(0))]
+    assert epochs[0] == again
+    assert any(epoch != epochs[0] for epoch in epochs)
+
+
+def test_what_makes_no_sense_is_refused_with_the_way_out():
+    buffer, row = empty_buffer(steps=1), random_row(np.random.default_rng(0))
+    with pytest.raises(DataError, match=r"obs of one step has shape \(5, 3\)"):
+        buffer.add(**{**row, "obs": row["obs"][0]})  # would broadcast
+    with pytest.raises(DataError, match="alive"):
+        buffer.add(**row, alive=np.array([True]))
+    buffer.reset()
+    buffer.add(**row)
+    with pytest.raises(DataError, match="reset"):
+        buffer.add(**row)
+    with pytest.raises(DataError, match="compute_advantages_and_returns"):
+        next(buffer.minibatches(1, 1, torch.Generator()))
+    buffer.compute_advantages_and_returns(0.9, 0.9)
+    with pytest.raises(ConfigError, match="1 to 5"):
+        next(buffer.minibatches(6, 1, torch.Generator()))
+    with pytest.raises(ConfigError, match="chunk"):
+        next(buffer.minibatches(1, 0, torch.Generator()))
+    with pytest.raises(ConfigError, match="at least one"):
+        empty_buffer(steps=0)

@@ -1,0 +1,193 @@
+"""What the emitter says is what happened: a reader of its events alone can tell every seed's life."""
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.kasmina.blueprints import blueprint_name
+from esper.kasmina.lifecycle import Outcome, Rules, apply, legal, tick
+from esper.leyline import events
+from esper.leyline.actions import Head, Op
+from esper.leyline.events import Event, Level, Silence
+from esper.leyline.phases import Phases
+from esper.leyline.slot_table import SlotTable
+from esper.leyline.stages import SeedStage
+from esper.simic.attribution import CounterfactualHelper
+from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
+from esper.tamiyo.controllers import Schedule
+from esper.testing import LIVELY, random_actions, random_legal_actions, random_measurements
+from esper.tolaria.engine import Engine
+from esper.tolaria.tasks import get_task
+
+SLOTS = ("r0c0", "r0c1", "r0c2")
+
+
+class Listener(list):
+    """A hub that keeps events in a list, and can encode each of them."""
+
+    def __init__(self, level: Level = Level.DEBUG) -> None:
+        self.level = level
+
+    def wants(self, kind: type[Event]) -> bool:
+        return self.level >= kind.LEVEL
+
+    def emit(self, event: Event) -> None:
+        events.encode(event)
+        self.append(event)
+
+    def of(self, kind: type[Event]) -> list:
+        return [e for e in self if type(e) is kind]
+
+
+def play(rules: Rules, envs: int, steps: int, seed: int, level: Level = Level.DEBUG, sane: float = 0.9):
+    """Random play, and after each step what the table says."""
+    rng, table, hub = np.random.default_rng(seed), SlotTable.empty(envs, len(SLOTS)), Listener(level)
+    emit = TelemetryEmitter(hub, slots=SLOTS, worlds=range(envs), host_params=1000, level=level)
+    seen = []
+    for _ in range(steps):
+        allowed = legal(table, rules)
+        asked = random_legal_actions(table, rules, rng) if rng.random() < sane else random_actions(table, rng)
+        done = apply(table, asked, rules)
+        ticked = tick(table, rules)
+        random_measurements(table, rng)
+        emit.step(table, asked, Outcome(done.happened, done.effects + ticked), allowed)
+        seen.append((table.clone(), asked, done.happened))
+    return hub, seen, emit
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**31), auto=st.booleans())
+def test_lives_told_by_events_are_the_lives_in_the_table(seed, auto):
+    rules = Rules() if auto else LIVELY
+    hub, seen, _ = play(rules, envs=4, steps=60, seed=seed)
+    stage = {(e, s): SeedStage.DORMANT for e in range(4) for s in SLOTS}
+    told = iter(hub.of(events.Lifecycle))
+    event = next(told, None)
+    for step, (table, asked, happened) in enumerate(seen, 1):
+        while event is not None and event.step == step:
+            at = event.env, event.slot
+            was, now = SeedStage[event.was], SeedStage[event.now]
+            assert was == stage[at]
+            assert was.can_become(now), (was, now)
+            s = SLOTS.index(event.slot)
+            if event.cause == "controller":
+                assert happened[event.env]
+                assert asked[event.env, Head.SLOT] == s
+                assert asked[event.env, Head.OP] != Op.WAIT
+            if now == SeedStage.GERMINATED:
+                assert event.seed == table.serial[event.env, s]
+                assert event.blueprint == blueprint_name(int(table.blueprint[event.env, s]))
+            stage[at] = now
+            event = next(told, None)
+        for (e, name), known in stage.items():
+            assert table.stage[e, SLOTS.index(name)] == known
+    assert event is None
+
+
+def test_every_act_of_the_controller_is_told_as_its_own():
+    hub, seen, _ = play(LIVELY, envs=8, steps=60, seed=3)
+    moved = {Op.GERMINATE, Op.FOSSILIZE, Op.ADVANCE}
+    acts = {
+        (step, e)
+        for step, (_, asked, happened) in enumerate(seen, 1)
+        for e in range(8)
+        if happened[e] and asked[e, Head.OP] in moved
+    }
+    told = {(x.step, x.env) for x in hub.of(events.Lifecycle) if x.cause == "controller"}
+    assert acts <= told
+    assert len(acts) > 50
+
+
+def test_a_step_says_how_each_environment_stands_and_null_is_what_was_not_measured():
+    hub, seen, _ = play(Rules(), envs=3, steps=30, seed=1)
+    steps = hub.of(events.Step)
+    assert len(steps) == 3 * 30
+    table = seen[-1][0]
+    for event in steps[-3:]:
+        e = event.env
+        assert event.step == 30
+        assert event.quality == pytest.approx(float(table.quality[e]))
+        assert event.stages == tuple(table.stage[e].tolist())
+        assert event.params == 1000 + table.params[e].sum()
+    assert any(x.committed_quality is None for x in steps)
+    assert all(x.reward is None and x.value is None for x in steps)
+
+
+def test_waiting_is_told_at_debug_only_and_what_was_refused_is_said():
+    loud, seen, _ = play(LIVELY, envs=4, steps=40, seed=2, sane=0.5)
+    quiet, _, _ = play(LIVELY, envs=4, steps=40, seed=2, level=Level.NORMAL, sane=0.5)
+    assert len(loud.of(events.Decision)) == 160
+    assert [d for d in loud.of(events.Decision) if d.op != "WAIT"] == quiet.of(events.Decision)
+    refused = sum(int((~happened).sum()) for _, _, happened in seen)
+    assert sum(not d.happened for d in loud.of(events.Decision)) == refused > 0
+
+
+def test_levels_leave_out_kinds_and_off_leaves_out_all():
+    minimal, _, _ = play(LIVELY, envs=2, steps=20, seed=0, level=Level.MINIMAL)
+    assert {type(e) for e in minimal} == {events.Lifecycle}
+    play_off, _, _ = play(LIVELY, envs=2, steps=20, seed=0, level=Level.OFF)
+    assert play_off == []
+
+
+def test_an_action_that_asks_for_what_there_is_not_is_told_by_number():
+    table, hub = SlotTable.empty(1, 3), Listener()
+    emit = TelemetryEmitter(hub, slots=SLOTS, worlds=[0], host_params=10, level=Level.DEBUG)
+    asked = np.array([[99, 99, 9, 9, 9, 9, 9, Op.GERMINATE]])
+    done = apply(table, asked, Rules())
+    emit.step(table, asked, done)
+    (told,) = hub.of(events.Decision)
+    assert (told.slot, told.blueprint, told.happened) == ("99", "99", False)
+
+
+def test_a_real_engine_tells_of_steps_worth_gradients_episodes_and_phases():
+    torch.manual_seed(0)
+    engine, hub = Engine(get_task("digits"), [0, 1]), Listener(Level.NORMAL)
+    emit = TelemetryEmitter(hub, slots=engine.task.slots, worlds=[0, 1], host_params=engine.plots[0].host_size)
+    controller, helper = Schedule(), CounterfactualHelper()
+    for _ in range(16):
+        allowed = legal(engine.table, engine.rules)
+        asked = controller.act(engine.table, allowed)
+        emit.step(engine.table, asked, engine.step(asked), allowed, Mind(reward=np.array([0.5, -0.5])))
+        with engine.phases("worth"):
+            found = helper.process_batch(engine)
+        emit.worth(engine.table, found)
+        emit.phases(engine.phases)
+    emit.episode(engine.table, ["a", "b"], test_quality=[0.5, 0.6])
+    emit.phases(engine.phases, last=True)
+
+    assert {type(e).__name__ for e in hub} == {
+        "Step", "Decision", "Lifecycle", "Gradient", "Worth", "Episode", "PhaseProfile",
+    }  # fmt: skip
+    assert [x.reward for x in hub.of(events.Step)[:2]] == [0.5, -0.5]
+    assert any(w.prospect is not None for w in hub.of(events.Worth))
+    judged = [w for w in hub.of(events.Worth) if w.contribution is not None]
+    assert judged
+    assert all(w.contribution_se is not None and w.shapley is not None for w in judged)
+    first, second = hub.of(events.Episode)
+    assert (first.name, second.name, second.test_quality) == ("a", "b", 0.6)
+    assert first.germinated == sum(x.now == "GERMINATED" and x.env == 0 for x in hub.of(events.Lifecycle)) > 0
+    assert first.structure == {"r0c0": "mlp_small"}
+    assert {p.phase for p in hub.of(events.PhaseProfile)} >= {"apply", "train", "validate", "coalitions", "worth"}
+
+
+def test_episodes_are_counted_and_begin_with_empty_slots():
+    hub, _, emit = play(LIVELY, envs=2, steps=20, seed=5)
+    emit.begin([7, 8])
+    fresh = SlotTable.empty(2, 3)
+    asked = np.zeros((2, 8), dtype=np.int64)
+    del hub[:]
+    emit.step(fresh, asked, apply(fresh, asked, LIVELY))
+    assert hub.of(events.Lifecycle) == []
+    assert [(s.episode, s.world) for s in hub.of(events.Step)] == [(1, 7), (1, 8)]
+
+
+def test_nobody_listening_costs_no_event():
+    table = SlotTable.empty(2, 3)
+    emit = TelemetryEmitter(Silence(), slots=SLOTS, worlds=[0, 1], host_params=10)
+    asked = np.zeros((2, 8), dtype=np.int64)
+    emit.step(table, asked, apply(table, asked, Rules()))
+    emit.worth(table, [])
+    emit.phases(Phases(), last=True)
+    emit.episode(table, ["a", "b"])

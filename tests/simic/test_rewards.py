@@ -1,0 +1,308 @@
+"""Rewards: the return is what it says, going round in circles and crashing never pay, scalar twins agree."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import fields, replace
+from itertools import pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.leyline.actions import Head, Op
+from esper.leyline.errors import ConfigError, UnknownNameError
+from esper.leyline.stages import SeedStage
+from esper.simic.rewards import REWARDS, Frame, RewardConfig, reward, reward_mode, utility
+from esper.simic.simulator import SimConfig, Simulator
+from esper.tamiyo.controllers import wait_everywhere
+from esper.testing import LIVELY, random_legal_actions
+
+quick = settings(max_examples=40, deadline=None)
+dice = st.integers(0, 2**32 - 1)
+discounts = st.sampled_from([1.0, 0.995, 0.9])
+CONFIGS = [RewardConfig(mode=mode) for mode in REWARDS]
+HORIZON, SLOTS = 30, 4
+
+
+def random_frame(rng: np.random.Generator, envs: int = 6, **given: object) -> Frame:
+    """Any state, sound or not, of networks good and bad, small and huge."""
+    stage = rng.integers(0, 9, (envs, SLOTS))
+    host_params, host_macs = 1000.0, 50_000.0
+    committed_params = host_params * 2 ** rng.uniform(0, 3, envs)
+    committed_macs = host_macs * 2 ** rng.uniform(0, 3, envs)
+    frame = Frame(
+        step=rng.integers(0, HORIZON + 1, envs),
+        quality=np.where(rng.random(envs) < 0.2, rng.choice([np.nan, np.inf, -np.inf]), rng.random(envs)),
+        twin_quality=np.where(rng.random(envs) < 0.1, np.nan, rng.random(envs)),
+        committed_quality=rng.random(envs),
+        params=committed_params * 2 ** rng.uniform(0, 2, envs),
+        macs=committed_macs * 2 ** rng.uniform(0, 2, envs),
+        committed_params=committed_params,
+        committed_macs=committed_macs,
+        stage=stage,
+        contribution=np.where(rng.random(stage.shape) < 0.3, np.nan, rng.normal(0, 0.3, stage.shape)),
+        rolled_back=rng.random(envs) < 0.2,
+        host_params=host_params,
+        host_macs=host_macs,
+        horizon=HORIZON,
+    )
+    return replace(frame, **given)
+
+
+# -- scalar twins: the same rewards, one environment and one plain number at a time
+
+
+def one(frame: Frame, e: int) -> dict:
+    """Environment e as plain numbers."""
+    values = {f.name: getattr(frame, f.name) for f in fields(frame)}
+    return {k: v if np.isscalar(v) else v[e].tolist() for k, v in values.items()}
+
+
+def crashed(f: dict) -> bool:
+    return f["step"] > 0 and not math.isfinite(f["quality"])
+
+
+def rent_of(f: dict, params: float, macs: float, c: RewardConfig) -> float:
+    return c.rent_params * math.log2(params / f["host_params"]) + c.rent_macs * math.log2(macs / f["host_macs"])
+
+
+def gain_of(f: dict, c: RewardConfig) -> float:
+    twin = f["twin_quality"] if math.isfinite(f["twin_quality"]) else c.worst_quality
+    return 0.0 if f["step"] == 0 else f["quality"] - twin
+
+
+def utility_of(f: dict, c: RewardConfig) -> float:
+    return c.floor if crashed(f) else max(c.floor, gain_of(f, c) - rent_of(f, f["params"], f["macs"], c))
+
+
+def credit_of(f: dict, c: RewardConfig) -> float:
+    if crashed(f):
+        return c.floor
+    felt = [w for s, w in zip(f["stage"], f["contribution"], strict=True) if s in (3, 4, 5) and math.isfinite(w)]
+    return max(c.floor, sum(felt) - rent_of(f, f["params"], f["macs"], c))
+
+
+def potential_of(f: dict, c: RewardConfig) -> float:
+    if crashed(f) or f["step"] >= f["horizon"]:
+        return 0.0
+    return c.stage_bonus * sum({1: 1.0, 2: 2.0, 3: 3.5, 4: 5.5, 5: 6.0}.get(s, 0.0) for s in f["stage"])
+
+
+def shaped_twin(a: dict, b: dict, c: RewardConfig) -> float:
+    paid = credit_of(b, c) - credit_of(a, c) + c.gamma * potential_of(b, c) - potential_of(a, c)
+    if b["step"] >= b["horizon"]:
+        paid += c.terminal_weight * (c.floor if crashed(b) else max(c.floor, gain_of(b, c)))
+    return paid
+
+
+def sparse_twin(a: dict, b: dict, c: RewardConfig) -> float:
+    if b["step"] < b["horizon"]:
+        return 0.0
+    if crashed(b) or not math.isfinite(b["committed_quality"]):
+        return c.floor
+    value = b["committed_quality"] - rent_of(b, b["committed_params"], b["committed_macs"], c)
+    return min(max(value, c.floor), 1.0)
+
+
+TWINS = {"utility": lambda a, b, c: utility_of(b, c) - utility_of(a, c), "shaped": shaped_twin, "sparse": sparse_twin}
+
+
+@pytest.mark.parametrize("mode", TWINS)
+@quick
+@given(seed=dice, scale=st.sampled_from([1.0, 10.0]))
+def test_every_mode_agrees_with_its_scalar_twin(mode, seed, scale):
+    rng = np.random.default_rng(seed)
+    config = RewardConfig(mode=mode, scale=scale, rollback_penalty=0.2, rent_params=0.01, rent_macs=0.03)
+    before, after = random_frame(rng), random_frame(rng)
+
+    paid = reward(before, after, config)
+
+    for e, found in enumerate(paid):
+        a, b = one(before, e), one(after, e)
+        expected = scale * (TWINS[mode](a, b, config) - config.rollback_penalty * b["rolled_back"])
+        assert found == pytest.approx(expected, abs=1e-9)
+
+
+def test_every_mode_has_a_twin_here():
+    assert set(TWINS) == set(REWARDS)
+
+
+# -- laws
+
+
+def played(seed: int, steps: int, envs: int = 4) -> list[Frame]:
+    """The frames of a random legal life in the simulator."""
+    rng = np.random.default_rng(seed)
+    sim = Simulator(SimConfig(horizon=steps), rng.integers(0, 2**40, envs), LIVELY)
+    frames = [Frame.of(sim.table, sim.context, sim.twin_quality)]
+    for _ in range(steps):
+        assert sim.step(random_legal_actions(sim.table, sim.rules, rng)).happened.all()
+        frames.append(Frame.of(sim.table, sim.context, sim.twin_quality))
+    return frames
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=dice, gamma=discounts)
+def test_the_utility_return_is_the_discounted_mean_of_utility_and_its_end(seed, gamma):
+    config, frames = RewardConfig(), played(seed, steps=30)
+    values = np.array([utility(f, config) for f in frames])  # [T + 1, E]
+    horizon = len(frames) - 1
+
+    rewards = [reward(a, b, config) for a, b in pairwise(frames)]
+
+    found = sum(gamma**t * r for t, r in enumerate(rewards))
+    enjoyed = (1 - gamma) * sum(gamma ** (t - 1) * values[t] for t in range(1, horizon))
+    np.testing.assert_allclose(found, enjoyed + gamma ** (horizon - 1) * values[-1] - values[0], atol=1e-12)
+    assert (values[0] == 0).all()
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=dice)
+def test_the_shaped_potential_cancels_out_over_an_episode(seed):
+    plain, config = RewardConfig(mode="shaped", stage_bonus=0.0), RewardConfig(mode="shaped", stage_bonus=0.05)
+    frames = played(seed, steps=30)
+    pairs = list(pairwise(frames))
+    assert any((f.stage > 0).any() for f in frames)
+
+    extra = sum(config.gamma**t * (reward(a, b, config) - reward(a, b, plain)) for t, (a, b) in enumerate(pairs))
+
+    np.testing.assert_allclose(extra, 0.0, atol=1e-12)
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
+@quick
+@given(seed=dice, length=st.integers(1, 6))
+def test_no_way_that_leads_back_to_the_same_state_earns_anything(config, seed, length):
+    rng = np.random.default_rng(seed)
+    calm = {"rolled_back": np.zeros(6, dtype=bool)}
+    way = [random_frame(rng, step=np.full(6, 3 + k), **calm) for k in range(length)]
+    back = replace(way[0], step=way[0].step + length)  # the same state, later
+
+    earned = sum(reward(a, b, config) for a, b in zip(way, [*way[1:], back], strict=True))
+
+    assert (earned <= 1e-12).all()
+
+
+def test_planting_and_pruning_again_and_again_earns_nothing():
+    sim = Simulator(SimConfig(horizon=60, noise=0.0), range(8))
+    start = Frame.of(sim.table, sim.context, sim.twin_quality)
+    total, before = {c.mode: np.zeros(8) for c in CONFIGS}, start
+    for t in range(45):
+        actions = wait_everywhere(8)
+        actions[:, Head.BLUEPRINT] = 1
+        actions[:, Head.OP] = {0: Op.GERMINATE, 7: Op.PRUNE}.get(t % 15, Op.WAIT)
+        assert sim.step(actions).happened.all()
+        after = Frame.of(sim.table, sim.context, sim.twin_quality)
+        for c in CONFIGS:
+            total[c.mode] += reward(before, after, c)
+        before = after
+    assert (sim.table.stage == SeedStage.DORMANT).all()
+    assert (sim.table.next_serial == 3).all()
+    assert all((earned <= 1e-9).all() for earned in total.values())
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
+@quick
+@given(seed=dice, broken=st.sampled_from([np.nan, np.inf, -np.inf]))
+def test_a_crash_pays_less_than_anything_else_and_is_never_nan(config, seed, broken):
+    rng = np.random.default_rng(seed)
+    before = random_frame(rng)
+    step = np.maximum(before.step + 1, 1)
+    sound = random_frame(rng, step=step, quality=rng.random(6), rolled_back=np.zeros(6, dtype=bool))
+    crash = replace(random_frame(rng, step=step), quality=np.full(6, broken), rolled_back=sound.rolled_back)
+
+    paid = reward(before, crash, config)
+
+    assert np.isfinite(paid).all()
+    assert (paid <= reward(before, sound, config) + 1e-12).all()
+    if config.mode != "sparse":
+        assert (paid <= 1e-12).all()  # not even out of a miserable state
+
+
+def test_crashing_does_not_pay_even_if_the_host_was_as_bad_as_can_be_and_the_rent_falls():
+    rng, config = np.random.default_rng(0), RewardConfig()
+    miserable = random_frame(
+        rng, step=np.full(6, 5), quality=np.zeros(6), twin_quality=np.full(6, 0.99), params=np.full(6, 1e9)
+    )
+    crash = replace(miserable, quality=np.full(6, np.nan), params=np.full(6, 1000.0), twin_quality=np.full(6, 0.1))
+    assert (reward(miserable, replace(crash, rolled_back=np.zeros(6, bool)), config) <= 0).all()
+
+
+@quick
+@given(seed=dice)
+def test_a_rollback_pays_for_the_restored_state_minus_the_penalty(seed):
+    rng, config = np.random.default_rng(seed), RewardConfig(rollback_penalty=0.25)
+    before, restored = random_frame(rng), random_frame(rng, rolled_back=np.ones(6, dtype=bool))
+    expected = utility(restored, config) - utility(before, config) - 0.25
+    np.testing.assert_allclose(reward(before, restored, config), expected)
+
+
+def test_crashing_and_being_rolled_back_costs_the_penalty():
+    rng, config = np.random.default_rng(1), RewardConfig()
+    good = random_frame(rng, step=np.full(6, 5), quality=np.full(6, 0.7), rolled_back=np.zeros(6, dtype=bool))
+    crash = replace(good, quality=np.full(6, np.nan))
+    restored = replace(good, rolled_back=np.ones(6, dtype=bool))
+    earned = reward(good, crash, config) + reward(crash, restored, config)
+    np.testing.assert_allclose(earned, -config.rollback_penalty)
+
+
+def test_a_doubling_of_parameters_costs_half_a_point_and_no_growth_nothing():
+    sim = Simulator(SimConfig(), [0, 1])
+    sim.step(wait_everywhere(2))
+    frame = Frame.of(sim.table, sim.context, sim.twin_quality)
+    assert (utility(frame, RewardConfig()) == 0).all()
+    assert utility(replace(frame, params=frame.params * 2), RewardConfig()) == pytest.approx(-0.005)
+    assert utility(replace(frame, macs=frame.macs * 4), RewardConfig()) == pytest.approx(-0.01)
+
+
+def test_a_frame_is_a_copy_and_counts_what_the_simulator_counts():
+    rng = np.random.default_rng(3)
+    sim = Simulator(SimConfig(slots=5), range(16), LIVELY)
+    for _ in range(25):
+        sim.step(random_legal_actions(sim.table, sim.rules, rng))
+    frame = Frame.of(sim.table, sim.context, sim.twin_quality)
+    np.testing.assert_array_equal(frame.params, sim.params)
+    np.testing.assert_array_equal(frame.macs, sim.macs)
+    assert (frame.committed_params <= frame.params).all()
+    assert (frame.committed_params < frame.params).any()
+    kept = frame.stage.copy(), frame.quality.copy(), frame.step.copy()
+    sim.reset()
+    for now, then in zip((frame.stage, frame.quality, frame.step), kept, strict=True):
+        np.testing.assert_array_equal(now, then)
+
+
+def test_sparse_pays_only_at_the_end_and_only_for_what_is_committed():
+    rng, config = np.random.default_rng(5), RewardConfig(mode="sparse")
+    frames = [random_frame(rng, step=np.full(6, k), rolled_back=np.zeros(6, bool)) for k in (HORIZON - 1, HORIZON)]
+    end = replace(frames[1], quality=rng.random(6))
+    assert (reward(frames[0], frames[0], config) == 0).all()
+    paid = reward(frames[0], end, config)
+    np.testing.assert_array_equal(
+        paid, reward(frames[0], replace(end, quality=rng.random(6), params=end.params * 9), config)
+    )
+    assert (paid != 0).any()
+
+
+def test_a_new_mode_is_one_function_and_a_wrong_name_is_told_the_right_one():
+    try:
+
+        @reward_mode("constant")
+        def constant(before, after, config):
+            return np.ones(len(after.step))
+
+        frame = random_frame(np.random.default_rng(0), rolled_back=np.zeros(6, dtype=bool))
+        assert (reward(frame, frame, RewardConfig(mode="constant", scale=2.0)) == 2.0).all()
+    finally:
+        REWARDS.pop("constant")
+    with pytest.raises(UnknownNameError, match="utility"):
+        RewardConfig(mode="utilty")
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"scale": 0.0}, {"rent_params": -1.0}, {"gamma": 1.5}, {"floor": 0.1}, {"floor": -math.inf}], ids=str
+)
+def test_a_config_refuses_nonsense(wrong):
+    with pytest.raises(ConfigError):
+        RewardConfig(**wrong)
