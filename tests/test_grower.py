@@ -20,6 +20,7 @@ from esper.kasmina.gradients import GradientMeter
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import BlueprintError, ConfigError, LifecycleError, OptimizerError, UnknownNameError
 from esper.leyline.stages import SeedStage, Thresholds
+from esper.nissa.journal import read
 from esper.tamiyo.controllers import wait_everywhere
 
 BY_HAND = esper.Rules(
@@ -777,3 +778,51 @@ def test_what_every_blueprint_would_cost_is_known_before_anything_is_built():
     costs = make_grower().costs()
     assert costs["first"]["conv_light"].params == 336
     assert costs["first"]["conv_light"].macs > 0
+
+
+def test_a_recorded_grower_tells_of_what_was_done_by_hand_and_by_itself(tmp_path):
+    with esper.record("mine", out=tmp_path / "run") as run:
+        grower = make_grower(esper.Rules(thresholds=Thresholds(blend_dwell=1)), telemetry=run.hub)
+        grower.step([batch(0)])
+        grower.germinate("first", "norm")
+        for i in range(12):
+            x, y = batch(i)
+            F.cross_entropy(grower.body(x), y).backward()
+            grower.optimizer.step()
+            grower.step([batch(99)] if i % 2 else None)
+        grower.worth([batch(99)])
+    entries = list(read(tmp_path / "run"))
+    lives = [(e.data["was"], e.data["now"], e.data["cause"]) for e in entries if e.kind == "lifecycle"]
+    assert lives[:3] == [
+        ("DORMANT", "GERMINATED", "controller"),
+        ("GERMINATED", "TRAINING", "rules"),
+        ("TRAINING", "BLENDING", "rules"),
+    ]
+    steps = [e.data for e in entries if e.kind == "step"]
+    assert len(steps) == 13
+    assert all(s["val_loss"] is None for s in steps)  # nobody measures it here: unmeasured, not NaN
+    assert steps[1]["quality"] is None
+    assert steps[2]["quality"] is not None
+    assert any(e.kind == "worth" and e.data["contribution"] is not None for e in entries)
+    assert {e.kind for e in entries} >= {"gradient", "decision", "run_finished"}
+
+
+class Listens(list):
+    def wants(self, kind: type) -> bool:
+        return True
+
+    emit = list.append
+
+
+def test_recording_a_grower_changes_nothing_it_learns():
+    grown = []
+    for hub in (None, Listens()):
+        grower = make_grower(esper.Rules(thresholds=Thresholds(blend_dwell=1)), controller="schedule", telemetry=hub)
+        for i in range(10):
+            x, y = batch(i)
+            F.cross_entropy(grower.body(x), y).backward()
+            grower.optimizer.step()
+            grower.step([batch(99)])
+        grown.append(torch.cat([p.detach().flatten() for p in grower.body.parameters()]))
+    assert torch.equal(*grown)
+    assert len(hub) > 10

@@ -22,6 +22,7 @@ _HOME = {
     "Rules": "esper.kasmina.lifecycle",
     "blueprint": "esper.kasmina.blueprints",
     "Grower": "esper.grower",
+    "record": "esper.recording",
     "Task": "esper.tolaria.tasks",
     "Engine": "esper.tolaria.engine",
     "EngineConfig": "esper.tolaria.engine",
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from esper.leyline.stages import STRICT as STRICT
     from esper.leyline.stages import SeedStage as SeedStage
     from esper.leyline.stages import Thresholds as Thresholds
+    from esper.recording import record as record
     from esper.tolaria.engine import Engine as Engine
     from esper.tolaria.engine import EngineConfig as EngineConfig
     from esper.tolaria.tasks import Task as Task

@@ -27,6 +27,7 @@ from esper.kasmina.gradients import GradientMeter, gradient_norms
 from esper.kasmina.lifecycle import (
     Effect,
     EffectKind,
+    Outcome,
     Rules,
     apply,
     explain,
@@ -41,10 +42,14 @@ from esper.kasmina.slot import Slot
 from esper.kasmina.surgery import Surgeon, clip_separately
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, STYLES, TEMPO_EPOCHS, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
+from esper.leyline.events import Emits, Silence
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
-from esper.simic.attribution import Worth, report
+from esper.simic.attribution import CounterfactualEngine, Worth, report
+from esper.simic.ground import context_of
+from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, make_controller, wait_everywhere
+from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.coalitions import Measured, evaluate, measure
 from esper.tolaria.engine import takes_of
 from esper.tolaria.tasks import per_sample_correct, per_sample_loss
@@ -138,12 +143,15 @@ class StepReport:
 class Grower:
     """Grows one body inside your loop.
 
-    controller  "none" (you call the operations yourself), "schedule", or your own object with `act`
+    controller  "none" (you call the operations yourself), "schedule", "heuristic", "tamiyo" (the trained policy that
+                comes with the package), a run or policy file of `esper train`, or your own object with `act`
     quality     a score per sample, higher is better: "accuracy", "log_probability", or (output, target) → [B]
     rules       thresholds, automatic advances, limits
     incubation  how a TRAINING seed learns: "straight_through" needs nothing of you; for "shadow" call
                 `grower.shadow(closure)` after backward, and the seed learns from its own effect
     seed        what the seeds' first weights are drawn from
+    horizon     epochs you mean to train: a trained policy plans by it
+    telemetry   where events go, such as the hub of `esper.record`
     Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…). It is the last of
     the optimiser's groups from now on: a scheduler that takes one value per group is given one more.
     """
@@ -159,6 +167,8 @@ class Grower:
         incubation: Incubation = "straight_through",
         seed: int = 0,
         gradient_telemetry_stride: int = 10,
+        horizon: int = 40,
+        telemetry: Emits | None = None,
         **seed_options: Any,
     ) -> None:
         if isinstance(quality, str) and quality not in QUALITIES:
@@ -171,6 +181,7 @@ class Grower:
                 f"would judge each token by itself. Use quality='next_token_{quality}', or a function of your own."
             )
         self.controller = make_controller(controller) if isinstance(controller, str) else controller
+        host_params = sum(p.numel() for p in body.model.parameters())
         self.surgeon = Surgeon(body, optimizer, seed=seed, **seed_options)
         self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
         self.quality = QUALITIES[quality] if isinstance(quality, str) else quality
@@ -180,6 +191,12 @@ class Grower:
         self._batches = self._lessons = 0
         self._unsampled: set[str] = set()  # seeds whose gradients are due for a look
         self._adopt_body()
+        if isinstance(self.controller, Learned):
+            self.controller.bind(context_of(body, horizon, self.rules.thresholds))
+        self.emit = TelemetryEmitter(
+            telemetry or Silence(), slots=self.surgeon.names, worlds=[seed], host_params=host_params
+        )
+        self.emit.planted(self.table)
         body.on_load.append(self._adopt_body)
         self.surgeon.on_change.append(self._forget_gradients)
         optimizer.register_step_pre_hook(self._before_step)
@@ -280,17 +297,22 @@ class Grower:
         self._warn_if_untaught()
         measured = self._measure(val_batches) if val_batches is not None else None
         self._read_gradients()
-        actions = self.controller.act(self.table, legal(self.table, self.rules))
+        allowed = legal(self.table, self.rules)
+        actions = self.controller.act(self.table, allowed)
         done = self._apply(actions)
         ticked = tick(self.table, self.rules)
         self.surgeon.carry_out(ticked, self.table)
+        unmeasured = ("val_loss", "train_loss") if measured else ("val_loss", "train_loss", "quality")
+        self.emit.step(
+            self.table, actions, Outcome(done.happened, done.effects + ticked), allowed, unmeasured=unmeasured
+        )
         nan, op = float("nan"), Op(int(self.table.last_op[0]))
         return StepReport(
             quality=measured.quality if measured else nan,
             committed=measured.committed if measured else nan,
             op=op,
             slot="" if op == Op.WAIT else self.surgeon.names[int(actions[0, Head.SLOT])],
-            effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in done + ticked),
+            effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in done.effects + ticked),
         )
 
     def worth(self, val_batches: Iterable[Any], *, budget: int | None = None, tolerance: float | None = None) -> Worth:
@@ -301,7 +323,9 @@ class Grower:
         evaluated, and `tolerance` stops earlier, once the Shapley values are known that well.
         """
         batches = (split_batch(b) for b in val_batches)
-        return report(self.body, batches, self.quality, budget=budget, tolerance=tolerance)
+        worth = report(self.body, batches, self.quality, budget=budget, tolerance=tolerance)
+        self.emit.worth(self.table, [worth])
+        return worth
 
     def state_dict(self) -> dict[str, Tensor]:
         """The table: ages, ramps, cooldowns and measurements. Save it beside the body's and the optimiser's state."""
@@ -361,18 +385,18 @@ class Grower:
             actions[0, head] = value
         if not is_legal(self.table, actions, self.rules)[0]:
             raise LifecycleError(self._why_not(op, slot, actions))
-        self._apply(actions)
+        self.emit.acted(self.table, actions, self._apply(actions))
 
-    def _apply(self, actions: Ints) -> list[Effect]:
+    def _apply(self, actions: Ints) -> Outcome:
         before = self.table.clone()
-        effects = apply(self.table, actions, self.rules).effects
+        outcome = apply(self.table, actions, self.rules)
         try:
-            self.surgeon.carry_out(effects, self.table)
+            self.surgeon.carry_out(outcome.effects, self.table)
         except Exception:  # a user's blueprint that breaks a law, say: the table must not name a seed that is not there
-            if any(e.kind == EffectKind.BUILD and self._slot_of(e).seed is None for e in effects):
+            if any(e.kind == EffectKind.BUILD and self._slot_of(e).seed is None for e in outcome.effects):
                 self.table.restore(before)
             raise
-        return effects
+        return outcome
 
     def _slot_of(self, effect: Effect) -> Slot:
         return self.body.slots[self.surgeon.names[effect.slot]]
@@ -433,6 +457,7 @@ class Grower:
                 f"a quality is one score per sample, [B]; this one gave [B, {result.scores.shape[2]}]. Take their mean?"
             )
         measured = measure(result)
+        self.emit.worth(self.table, [CounterfactualEngine.worth(result)])
         table, nan = self.table, np.full((1, len(self.surgeon.names)), np.nan)
         worth, se = nan.copy(), nan.copy()
         for s, name in enumerate(self.surgeon.names):

@@ -211,6 +211,15 @@ def test_an_unmeasured_quality_is_not_a_zero(tmp_path):
     assert "0.0 %" not in html
 
 
+def test_a_seed_whose_worth_was_never_measured_still_has_a_life(tmp_path):
+    journal = Journal(tmp_path / "run")
+    journal.write(started())
+    journal.write(step(1, stages=(2, 0, 0), blueprints=("norm", "", "")))
+    html = report.page([RunSummary.of(journal.close())])
+    assert 'class="bar training"' in html
+    parsed(html)
+
+
 @pytest.mark.parametrize("status", ["running", "finished", "failed"])
 def test_a_run_with_only_a_manifest_has_a_report(tmp_path, status):
     (tmp_path / "manifest.json").write_text(json.dumps({"status": status}))

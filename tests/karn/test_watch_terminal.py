@@ -18,7 +18,7 @@ if shutil.which("tmux") is None:
 pytestmark = pytest.mark.slow
 WRITER = Path(__file__).with_name("watch_run.py")
 CODE = "import sys, pathlib, esper.commands.watch as w; w.run_watch(pathlib.Path(sys.argv[1]), False)"
-PATIENCE_S = 12.0
+PATIENCE_S = 30.0
 
 
 class Terminal:
@@ -33,7 +33,9 @@ class Terminal:
     def _tmux(self, *args):
         # -f /dev/null: nobody's own settings
         base = ["tmux", "-L", self.name, "-f", "/dev/null"]
-        environment = {k: v for k, v in os.environ.items() if k not in ("TMUX", "NO_COLOR")} | {"LC_ALL": "C.UTF-8"}
+        environment = {k: v for k, v in os.environ.items() if k not in ("TMUX", "NO_COLOR", "COLUMNS", "LINES")} | {
+            "LC_ALL": "C.UTF-8"
+        }
         return subprocess.run([*base, *args], capture_output=True, text=True, check=True, env=environment).stdout
 
     def rows(self):
@@ -112,10 +114,12 @@ def test_keys_open_and_close_pages_and_quit(live, terminal):
     screen.press("j", "Enter")
     screen.wait(lambda rows: rows[0].startswith(" digits/1") and has("LIVES")(rows))
     screen.press("q")
+    screen.wait(has("EVENTS"))
     screen.press("e")
     screen.wait(lambda rows: not has("ENV")(rows) and has("Esc back")(rows))
     screen.press("q")
-    screen.press("/", "2")
+    screen.wait(has("EVENTS"))
+    screen.press("/", "2")  # at once: no key may get lost
     screen.wait(lambda rows: has("filter: 2")(rows) and rows[4].startswith("digits/2"))
     screen.press("Enter")
     screen.wait(has("Esc clear filter"))

@@ -257,6 +257,27 @@ def test_a_doubling_of_parameters_costs_half_a_point_and_no_growth_nothing():
     assert utility(replace(frame, macs=frame.macs * 4), RewardConfig()) == pytest.approx(-0.01)
 
 
+def test_rent_on_multiply_adds_is_owed_once_a_seed_has_a_say_and_on_parameters_from_its_birth():
+    sim = Simulator(SimConfig(horizon=60), range(16), LIVELY)
+    rng, seen = np.random.default_rng(8), set()
+    for _ in range(40):
+        sim.step(random_legal_actions(sim.table, sim.rules, rng))
+        frame, table = Frame.of(sim.table, sim.context, sim.twin_quality), sim.table
+        for e in range(16):
+            owed = {"params": 0, "macs": 0, "committed_params": 0, "committed_macs": 0}
+            for s, stage in enumerate(table.stage[e].tolist()):
+                seen.add(stage)
+                params, macs = (price[s, table.blueprint[e, s]] for price in (sim.shape.params, sim.shape.macs))
+                owed["params"] += params if SeedStage.GERMINATED <= stage <= SeedStage.FOSSILIZED else 0
+                owed["macs"] += macs if SeedStage.BLENDING <= stage <= SeedStage.FOSSILIZED else 0
+                owed["committed_params"] += params if stage == SeedStage.FOSSILIZED else 0
+                owed["committed_macs"] += macs if stage == SeedStage.FOSSILIZED else 0
+            for name, more in owed.items():
+                host = frame.host_macs if "macs" in name else frame.host_params
+                assert getattr(frame, name)[e] == host + more, name
+    assert len(seen) == 9
+
+
 def test_a_frame_is_a_copy_and_counts_what_the_simulator_counts():
     rng = np.random.default_rng(3)
     sim = Simulator(SimConfig(slots=5), range(16), LIVELY)
@@ -267,6 +288,8 @@ def test_a_frame_is_a_copy_and_counts_what_the_simulator_counts():
     np.testing.assert_array_equal(frame.macs, sim.macs)
     assert (frame.committed_params <= frame.params).all()
     assert (frame.committed_params < frame.params).any()
+    assert (frame.committed_macs <= frame.macs).all()
+    assert (frame.committed_macs < frame.macs).any()
     kept = frame.stage.copy(), frame.quality.copy(), frame.step.copy()
     sim.reset()
     for now, then in zip((frame.stage, frame.quality, frame.step), kept, strict=True):

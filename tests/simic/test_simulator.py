@@ -15,6 +15,7 @@ from esper.kasmina.blueprints import cost
 from esper.kasmina.lifecycle import Rules, legal
 from esper.kasmina.site import Layout, Site
 from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
+from esper.leyline.chance import bell, random_bits, uniform, world_keys
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import NEXT_STAGES, SeedStage
@@ -25,12 +26,8 @@ from esper.simic.simulated_worlds import (
     IMAGE,
     INTERACTION,
     MAP_BLUEPRINTS,
-    bell,
     draw_worlds,
     host_shape,
-    random_bits,
-    uniform,
-    world_keys,
 )
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import CONTROLLERS, Random, make_controller, wait_everywhere
@@ -198,6 +195,21 @@ def test_the_next_seed_of_a_slot_begins_with_nothing():
     np.testing.assert_array_equal(sim.skill[:, 0], first)
 
 
+def test_a_seed_on_its_way_down_does_not_learn():
+    sim = Simulator(msgspec.structs.replace(QUIET, stillborn_share=0.0), range(8))
+    sim.step(plant(sim, 0, CONV_LIGHT))
+    wait(sim, 16)
+    lower = wait_everywhere(8)
+    lower[:, Head.OP], lower[:, Head.ALPHA_TARGET] = Op.SET_ALPHA_TARGET, 0
+    assert sim.step(lower).happened.all()
+    before = sim.skill[:, 0].copy()
+    wait(sim, 2)
+    assert sim.table.frozen[:, 0].all()
+    np.testing.assert_array_equal(sim.skill[:, 0], before)
+    wait(sim, 5)
+    assert (sim.skill[:, 0] > before).all()
+
+
 def test_pruning_loses_the_seed_and_shakes_the_host_for_a_while():
     sim = Simulator(QUIET, range(64))
     sim.step(plant(sim, 0, CONV_LIGHT))
@@ -304,6 +316,7 @@ def test_quality_contributions_and_prospects_are_what_switching_seeds_on_and_off
                 assert table.prospect[e, s] == pytest.approx(brute_value(sim, e, {**on, s: 1.0}) - value, abs=1e-6)
 
 
+@pytest.mark.slow
 def test_costs_are_those_of_the_real_blueprints():
     shape = host_shape(3)
     for s in range(3):

@@ -33,8 +33,10 @@ from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.recording import Run, record
 from esper.simic.attribution import CounterfactualHelper, Worth, report
+from esper.simic.ground import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, Wait, make_controller
+from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine, EngineConfig, score
 from esper.tolaria.tasks import Task, get_task
@@ -95,6 +97,9 @@ def run_grow(
         names = HOSTS_COMPARED if compare and controller_name != "none" else HOSTS_COMPARED[:1]
         scene = Scene(console, run, task, data, seed, config, level, Phases())
         engine = scene.engine()
+        if isinstance(controller, Learned):
+            context = context_of(engine.plots[0].body, task.epochs, engine.rules.thresholds, data.classes)
+            controller.bind(context, [seed])
         run.say(
             RunStarted(
                 run_id=run.path.name,
@@ -112,6 +117,7 @@ def run_grow(
         )
         results = [scene.train(GROWN, engine, controller)]
         worth = judge(engine)
+        scene.emitter(GROWN, engine).worth(engine.table, [worth])
         save_models(run.path, engine, worth)  # at once: not lost if the comparisons are interrupted
         save_figures(run.path, task, seed, controller_name, results, engine, worth)
         if len(names) > 1:
@@ -149,14 +155,17 @@ class Scene:
             task or self.task, [self.seed], rules=Rules(), config=self.config, data=self.data, phases=self.phases
         )
 
+    def emitter(self, name: str, engine: Engine) -> TelemetryEmitter:
+        return TelemetryEmitter(
+            self.run.hub, slots=self.task.slots, worlds=[self.seed], envs=[HOSTS_COMPARED.index(name)],
+            host_params=engine.plots[0].host_size, level=self.level,
+        )  # fmt: skip
+
     def train(self, name: str, engine: Engine, controller: Controller) -> Result:
         """Train one environment for the task's epochs, showing and recording how it goes."""
         result, helper = Result(name), CounterfactualHelper()
         start, phases = time.perf_counter(), self.phases
-        emit = TelemetryEmitter(
-            self.run.hub, slots=self.task.slots, worlds=[self.seed], envs=[HOSTS_COMPARED.index(name)],
-            host_params=engine.plots[0].host_size, level=self.level,
-        )  # fmt: skip
+        emit = self.emitter(name, engine)
         emit.planted(engine.table)
         with progress(self.console, name, engine, result) as show:
             for _ in range(engine.task.epochs):

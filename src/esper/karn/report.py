@@ -83,7 +83,7 @@ def header(run: RunSummary, tag: str = "h1") -> str:
     rows = "".join(
         f"<div><dt>{escape(k)}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items() if v is not None
     )
-    command = run.about("command")
+    command = run.manifest.get("command") or run.started.get("command")  # the manifest has its options too
     said = f'<p class="soft" style="margin-top:6px"><code>{escape(str(command))}</code></p>' if command else ""
     rest = {k: v for k, v in run.manifest.items() if k not in ("run_id", "status", "task", "command", "config")}
     folds = "".join(
@@ -186,7 +186,8 @@ def comparison(runs: Sequence[RunSummary]) -> str:
     unit, points = ("percent", "points") if percent else ("number", "number")
     groups = [compared(run) for run in runs]
     first = average([e.quality for e in groups[0][0][1]])
-    quality, rows = [], []
+    quality: list[Series] = []
+    rows: list[tuple[str, ...]] = []
     for i, (run, group) in enumerate(zip(runs, groups, strict=True)):
         mean, spread = sections.over_steps(group[0][1], "quality")
         quality.append(Series(title_of(run), mean, i, spread if len(group[0][1]) > 1 else (), key=f"run{i}"))

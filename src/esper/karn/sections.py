@@ -309,7 +309,8 @@ def panel(run: RunSummary, e: EpisodeLife) -> str:
     alpha = [Series(s.name, alpha_points(s), colour[s.name], stairs=True) for s in used]
     worth = [line for s in used for line in worth_lines(s, colour[s.name])]
     charts = [
-        Chart("Alpha: how much of each seed reaches the host", alpha, x_range=span, zero=True, height=130),
+        Chart("Alpha: how much of each seed reaches the host", alpha, x_range=span, zero=True, height=130,
+              marks=[(1.0, "full strength")]),
         Chart("Worth: quality with the seed minus quality without it" + (", in points" if unit == "points" else ""),
               worth, "Band: ± 1 standard error. Dotted: what a seed still in training would add. Dashed: of a "
               "committed seed, what the network would lose without it now.", unit, x_range=span, zero=True, height=230),
@@ -393,7 +394,7 @@ def worth_lines(slot: SlotLife, colour: int) -> list[Series]:
         points: list[tuple[float, Value]] = []
         errors: list[tuple[float, Value, Value]] = []
         for (x, seed, done), y, se, before in zip(
-            rows, t.column(field), t.column(f"{field}_se"), [None, *rows[:-1]], strict=True
+            rows, t.column(field), t.column(f"{field}_se"), [None, *rows][: len(rows)], strict=True
         ):
             if y is None or bool(done) != committed or (before is not None and before[1] != seed):
                 points.append((x or 0.0, None))
@@ -533,6 +534,8 @@ def records(run: RunSummary) -> str:
     moves = [(e, d) for e in shown for d in e.lifecycle]
     name = {id(e): escape(label(run, e)) for e in shown}
     body = ""
+    rows: list[tuple[str, ...]]
+    heads: tuple[str, ...]
     if decided:
         rows = [
             (name[id(e)], escape(str(d.get("step"))), escape(str(d.get("op", ""))), escape(str(d.get("slot", ""))),

@@ -96,6 +96,10 @@ class Outcome(NamedTuple):
     effects: list[Effect]
 
 
+# plain ints: numpy compares them with small integers five times faster than members of an enum
+_DORMANT, _GERMINATED, _TRAINING, _BLENDING, _HOLDING = (
+    int(s) for s in (S.DORMANT, S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING)
+)
 _AUTO_STAGES = (S.GERMINATED, S.TRAINING, S.BLENDING)
 _NEXT = np.arange(1, NUM_STAGES + 1, dtype=np.int8)  # the stage a successful advance leads to
 _PRUNABLE = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING))
@@ -139,6 +143,26 @@ def gates(table: SlotTable, rules: Rules) -> tuple[Bools, Ints]:
     return has_gate & (reasons == 0), reasons
 
 
+def open_gates(table: SlotTable, rules: Rules) -> Bools:
+    """[E, S] whether each seed's next gate is open: what `gates` says, without the reasons and in half the time."""
+    t, stage = rules.thresholds, table.stage
+    shut = (stage < _GERMINATED) | (stage > _HOLDING)
+    shut |= (stage == _TRAINING) & (table.dwell < t.blend_dwell)
+    if t.hold_dwell:
+        shut |= (stage == _BLENDING) & (table.dwell < t.hold_dwell)
+    for value, floor in ((table.grad_health, t.blend_health), (table.grad_ratio, t.blend_ratio)):
+        if floor is not None:
+            shut |= (stage == _TRAINING) & ~_at_least(value, floor)
+    if t.blend_improvement is not None:
+        shut |= (stage == _TRAINING) & ~_at_least(table.quality[:, None] - table.quality_stage, t.blend_improvement)
+    at_full = (table.alpha_to >= 1 - ALPHA_TOLERANCE) & (np.abs(table.alpha - table.alpha_to) <= ALPHA_TOLERANCE)
+    shut |= (stage == _BLENDING) & ~(at_full & ~table.moving)
+    if t.fossil_contribution is not None:
+        lower_bound = np.where(table.contribution_age >= 0, table.contribution - t.z * table.contribution_se, np.nan)
+        shut |= (stage == _HOLDING) & ~_at_least(lower_bound, t.fossil_contribution)
+    return ~shut
+
+
 def explain(reasons: int) -> str:
     """A gate's reasons in words.
 
@@ -154,9 +178,10 @@ def legal(table: SlotTable, rules: Rules) -> Bools:
     GERMINATE here means that some blueprint may be planted; `table.takes` says which.
     """
     stage = table.stage
-    open_gate, _ = gates(table, rules)
+    open_gate = open_gates(table, rules)
     resting = ~table.moving
-    blended = (stage == S.BLENDING) | (stage == S.HOLDING)
+    holding = stage == _HOLDING
+    blended = (stage == _BLENDING) | holding
 
     room = np.ones(table.num_envs, dtype=bool)
     if rules.max_seeds:
@@ -165,11 +190,11 @@ def legal(table: SlotTable, rules: Rules) -> Bools:
         room &= ~(_BUSY[stage] & table.enabled).any(axis=1)
 
     ops = np.zeros((table.num_envs, NUM_OPS, table.num_slots), dtype=bool)
-    ops[:, Op.GERMINATE] = (stage == S.DORMANT) & room[:, None] & table.takes.any(axis=1)
+    ops[:, Op.GERMINATE] = (stage == _DORMANT) & room[:, None] & table.takes.any(axis=1)
     ops[:, Op.SET_ALPHA_TARGET] = blended & resting
     ops[:, Op.PRUNE] = _PRUNABLE[stage] & (table.age >= rules.min_prune_age) & resting
-    ops[:, Op.FOSSILIZE] = (stage == S.HOLDING) & open_gate
-    ops[:, Op.ADVANCE] = (stage <= S.BLENDING) & open_gate & ~_auto_by_stage(rules)[stage]
+    ops[:, Op.FOSSILIZE] = holding & open_gate
+    ops[:, Op.ADVANCE] = (stage <= _BLENDING) & open_gate & ~_auto_by_stage(rules)[stage]
     ops &= table.enabled[:, None, :]
     ops[:, Op.WAIT] = True
     return ops
@@ -322,7 +347,7 @@ def tick(table: SlotTable, rules: Rules) -> list[Effect]:
         table.blank(cooling & (table.cooldown == 0))
     _remove(table, gone)
 
-    open_gate, _ = gates(table, rules)
+    open_gate = open_gates(table, rules)
     _advance(table, open_gate & _auto_by_stage(rules)[table.stage] & table.enabled)
 
     alive = _OCCUPIED[table.stage]

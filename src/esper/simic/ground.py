@@ -16,12 +16,14 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.blueprints import blueprint_index
-from esper.kasmina.body import Body, call
+from esper.kasmina.body import Body
+from esper.kasmina.graft import PROBE_SAMPLES, quietly
 from esper.kasmina.lifecycle import Outcome, Rules
+from esper.leyline.errors import ConfigError
 from esper.leyline.phases import Phases
 from esper.leyline.slot_table import Floats, Ints, SlotTable
 from esper.leyline.stages import Thresholds
@@ -78,6 +80,7 @@ class HostGround:
     def reset(self, worlds: Sequence[int]) -> None:
         self.worlds = list(worlds)
         self.worth: list[Worth] = []
+        self._curves: Floats | None = None  # [E, T] of these worlds' twins, once they are asked for
         self.engine = Engine(
             self.task, self.worlds, rules=self.rules, config=self.config, data=self.data, phases=self.phases
         )
@@ -91,43 +94,56 @@ class HostGround:
 
     @property
     def twin_quality(self) -> Floats:
-        with self.phases("twins"):
-            curves = self.twins.curves(self.worlds)  # [E, T]
         step = self.table.step
-        now = curves[np.arange(len(step)), np.clip(step, 1, curves.shape[1]) - 1]
+        if not step.any():  # nobody has a past to compare yet
+            return np.full(len(step), np.nan)
+        if self._curves is None:
+            with self.phases("twins"):
+                self._curves = self.twins.curves(self.worlds)
+        now = self._curves[np.arange(len(step)), np.clip(step, 1, self._curves.shape[1]) - 1]
         return np.where(step > 0, now, np.nan)
 
 
 def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | None = None) -> ObsContext:
-    """What a policy sees of a body besides the table: its sizes, and the price of whatever it may plant."""
+    """What a policy sees of a body besides the table: its sizes, and the price of whatever it may plant.
+
+    Asked of a body in which nothing grows yet. `classes` is None where the loss has no level of guessing.
+    """
     slots = list(body.slots.values())
-    takes = takes_of(body)
-    params, macs = np.zeros((2, *takes.shape), dtype=np.int64)
+    params, macs = np.zeros((2, *takes_of(body).shape), dtype=np.int64)
     for s, prices in enumerate(body.costs().values()):
         for name, price in prices.items():
             params[s, blueprint_index(name)], macs[s, blueprint_index(name)] = price.params, price.macs
+    host_macs, reached = walk(body)
+    depth = [reached.index(slot.name) for slot in slots]
     return ObsContext(
         horizon=horizon,
         host_params=sum(p.numel() for p in body.model.parameters()),
-        host_macs=max(1, host_macs(body)),
+        host_macs=max(1, host_macs),
         slot_width=np.array([slot.site.dim for slot in slots]),
         slot_params=params,
         slot_macs=macs,
-        slot_depth=np.arange(len(slots)) / max(1, len(slots) - 1),
+        slot_depth=np.array(depth) / max(1, len(slots) - 1),
         chance_loss=log(classes) if classes and classes > 1 else None,
         thresholds=thresholds,
     )
 
 
-def host_macs(body: Body) -> int:
-    """Multiply-adds of the host's forward pass over one sample, counted on the graft's probe."""
-    was_training = body.model.training
-    body.model.eval()
-    live = {slot: slot.amplitude for slot in body.slots.values() if slot.seed is not None}
-    if live:
-        raise ValueError("prices are counted before anything grows")
-    with torch.no_grad(), FlopCounterMode(display=False) as counter:
-        output = call(body.model, body.probe)
-    body.model.train(was_training)
-    samples = next(x.shape[0] for x in torch.utils._pytree.tree_leaves(output) if isinstance(x, torch.Tensor))
-    return int(counter.get_total_flops()) // 2 // max(1, samples)
+def walk(body: Body) -> tuple[int, list[str]]:
+    """One pass over the graft's probe: multiply-adds of the host on one sample, and its slots as they are reached."""
+    grown = [slot.name for slot in body.slots.values() if slot.seed is not None]
+    if grown:
+        raise ConfigError(f"a host is priced before anything grows in it; there are seeds in {', '.join(grown)}")
+    modules = dict(body.model.named_modules())
+    reached: list[str] = []
+    handles = [
+        modules[slot.module_name].register_forward_hook(lambda *_, name=slot.name: reached.append(name))
+        for slot in body.slots.values()
+    ]
+    try:
+        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # fused attention goes uncounted
+            quietly(body.model, body.probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return int(counter.get_total_flops()) // 2 // PROBE_SAMPLES, list(dict.fromkeys(reached))

@@ -26,9 +26,12 @@ import numpy.typing as npt
 
 from esper.kasmina.lifecycle import Outcome, Rules, apply, record, record_contribution, tick
 from esper.leyline.actions import BLUEPRINTS, Operator
+from esper.leyline.chance import bell, random_bits
+from esper.leyline.costs import live_costs
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import NUM_STAGES, SeedStage
+from esper.simic.attribution import Worth
 from esper.simic.simulated_worlds import (
     CLASSES,
     GATED_HARM,
@@ -38,10 +41,8 @@ from esper.simic.simulated_worlds import (
     OPERATOR_FIT,
     SimConfig,
     Worlds,
-    bell,
     draw_worlds,
     host_shape,
-    random_bits,
 )
 from esper.tamiyo.policy.features import ObsContext
 
@@ -65,6 +66,8 @@ class Simulator:
     def __init__(self, config: SimConfig, worlds: Sequence[int], rules: Rules | None = None) -> None:
         self.config, self.rules = config, rules or Rules()
         self.shape = host_shape(config.slots)
+        self.slots = tuple(f"r0c{column}" for column in range(config.slots))
+        self.worth: list[Worth] = []  # no coalitions are evaluated here
         self.context = ObsContext(
             horizon=config.horizon,
             host_params=self.shape.host_params,
@@ -72,7 +75,7 @@ class Simulator:
             slot_width=self.shape.width,
             slot_params=self.shape.params,
             slot_macs=self.shape.macs,
-            slot_depth=self.shape.depth,
+            slot_depth=np.arange(config.slots) / max(1, config.slots - 1),  # as a real host shows it
             chance_loss=float(np.log(CLASSES)),
             thresholds=self.rules.thresholds,
         )
@@ -102,13 +105,12 @@ class Simulator:
     @property
     def params(self) -> Ints:
         """[E] of host and seeds."""
-        return np.asarray(self.shape.host_params + self.table.params.sum(axis=1))
+        return live_costs(self.table, self.context)[0]
 
     @property
     def macs(self) -> Ints:
-        """[E] multiply-adds of host and seeds on one sample."""
-        seeds = np.where(self._alive(), self._cost(self.shape.macs), 0)
-        return np.asarray(self.shape.host_macs + seeds.sum(axis=1))
+        """[E] multiply-adds on one sample of the host and all seeds that have a say."""
+        return live_costs(self.table, self.context)[1]
 
     def step(self, actions: Ints) -> Outcome:
         """One decision per environment: apply, tick, learn for an epoch, measure, record."""

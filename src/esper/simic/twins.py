@@ -1,7 +1,12 @@
 """Twins: what each world would have come to without growth. Trained once, kept for as long as nothing changes bits.
 
-The file's name is a hash of everything that could change a curve: the task, the data, the engine, torch, threads,
-processor. A curve that is found is the curve that would be computed.
+    twins = Twins(task, data, EngineConfig(), run_directory / "twins")
+    twins.curves([0, 1, 2])          # [3, T] quality after every step; trains what neither memory nor disk knows
+
+Curves lie in a directory whose name is a hash of everything that could change them: task, data, engine, our own code,
+torch and its settings, threads, processor. A curve that is found is the curve that would be computed. One file per
+world, so processes that share a directory never lose each other's work; each has a checksum, and one that does not
+hold is trained again.
 """
 
 from __future__ import annotations
@@ -10,56 +15,150 @@ import dataclasses
 import hashlib
 import json
 import os
+import platform
+import re
+import warnings
 from collections.abc import Callable, Sequence
+from functools import lru_cache
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import numpy as np
 import torch
 
+from esper import kasmina, tolaria
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine, EngineConfig
 from esper.tolaria.tasks import Task
 
+_NO_BITS = ("data", "question")  # fields of a task: the first is told by its hash, the second changes nothing
+
 
 class Twins:
-    """Quality per step of worlds without growth, in memory and, given a directory, in a file there."""
+    """Quality per step of worlds without growth, in memory and, given a directory, in files there."""
 
     def __init__(self, task: Task, data: Dataset, config: EngineConfig, directory: Path | None = None) -> None:
         self.task, self.data, self.config = task, data, config
-        self.file = None if directory is None else directory / f"{self.key()}.json"
+        self.directory = None if directory is None else directory / self.key()
         self.known: dict[int, list[float]] = {}
-        self.on_trained: Callable[[int], None] = lambda worlds: None
-        """Told how many worlds were trained, before they are: for a line of progress."""
-        if self.file is not None and self.file.exists():
-            self.known = {int(w): curve for w, curve in json.loads(self.file.read_text())["curves"].items()}
+        self.on_progress: Callable[[int, int], None] = lambda done, of: None
+        """Told how many of the worlds that must be trained now are trained: (0, n) … (n, n)."""
 
     def key(self) -> str:
         """A name for everything that changes bits."""
-        settings = {f.name: getattr(self.task, f.name) for f in dataclasses.fields(self.task) if f.name != "data"}
-        machine = [torch.__version__, torch.get_num_threads(), torch.backends.cpu.get_cpu_capability()]
-        told = [settings, self.data.sha256, len(self.data.val), self.config, machine]
-        return hashlib.sha256(msgspec.json.encode(told, order="deterministic")).hexdigest()[:16]
+        told = msgspec.json.encode(ingredients(self.task, self.data, self.config), order="deterministic")
+        return hashlib.sha256(told).hexdigest()[:16]
 
     def curves(self, worlds: Sequence[int]) -> Floats:
         """[E, T] quality after every step."""
+        for world in set(worlds) - self.known.keys():
+            curve = self._read(world)
+            if curve is not None:
+                self.known[world] = curve
         missing = sorted(set(worlds) - self.known.keys())
+        for done, world in enumerate(missing):
+            self.on_progress(done, len(missing))
+            self.known[world] = trained(self.task, self.data, self.config, world)
+            self._write(world)
         if missing:
-            self.on_trained(len(missing))
-            self._train(missing)
+            self.on_progress(len(missing), len(missing))
         return np.array([self.known[w] for w in worlds])
 
-    def _train(self, worlds: list[int]) -> None:
-        for world in worlds:  # one at a time: only one host is alive
-            engine, curve = Engine(self.task, [world], config=self.config, data=self.data), []
-            for _ in range(self.task.epochs):
-                engine.step(Wait().act(engine.table, np.zeros(0, dtype=bool)))
-                curve.append(float(engine.table.quality[0]))
-            self.known[world] = curve
-        if self.file is not None:
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            draft = self.file.with_suffix(f".{os.getpid()}.tmp")
-            draft.write_text(json.dumps({"task": self.task.name, "curves": self.known}))
-            draft.replace(self.file)
+    def _file(self, world: int) -> Path | None:
+        return None if self.directory is None else self.directory / f"{world}.json"
+
+    def _read(self, world: int) -> list[float] | None:
+        """A world's curve, if there is a file that says it and has not been damaged."""
+        file = self._file(world)
+        if file is None or not file.exists():
+            return None
+        try:
+            told = json.loads(file.read_bytes())
+            curve = [float(q) for q in told["quality"]]
+            if told["sha256"] == _checksum(world, curve) and len(curve) == self.task.epochs:
+                return curve
+            why = "its checksum does not hold"
+        except (OSError, ValueError, TypeError, KeyError) as error:
+            why = f"{type(error).__name__}: {error}"
+        warnings.warn(f"the twin of world {world} in {file} is damaged ({why}); it is trained again", stacklevel=3)
+        return None
+
+    def _write(self, world: int) -> None:
+        """Whole or not at all. Where it cannot be kept, it is kept in memory."""
+        file = self._file(world)
+        if file is None:
+            return
+        curve = self.known[world]
+        draft = file.with_suffix(f".{os.getpid()}.tmp")
+        try:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            draft.write_text(json.dumps({"world": world, "quality": curve, "sha256": _checksum(world, curve)}))
+            draft.replace(file)
+        except OSError as error:
+            warnings.warn(f"cannot keep the twin of world {world} in {file}: {error.strerror}", stacklevel=3)
+
+
+def trained(task: Task, data: Dataset, config: EngineConfig, world: int) -> list[float]:
+    """Quality after every epoch of a world in which nothing grows: an epoch costs its training and one validation."""
+    engine, curve = Engine(task, [world], config=config, data=data), []
+    for _ in range(task.epochs):
+        engine.step(Wait().act(engine.table, np.zeros(0, dtype=bool)))
+        curve.append(float(engine.table.quality[0]))
+    return curve
+
+
+def _checksum(world: int, curve: list[float]) -> str:
+    return hashlib.sha256(f"{world}:{','.join(map(float.hex, curve))}".encode()).hexdigest()
+
+
+def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, Any]:
+    """Everything that could change a curve."""
+    return {
+        "task": {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.name not in _NO_BITS},
+        "data": [data.sha256, *(list(part.shape) for part in (data.train.x, data.val.x))],
+        "engine": config,
+        "code": code_hash(),
+        "torch": [
+            str(torch.__version__),
+            torch.get_num_threads(),
+            str(torch.get_default_dtype()),
+            torch.get_float32_matmul_precision(),
+            torch.are_deterministic_algorithms_enabled(),
+            torch.backends.mkldnn.enabled,
+            torch.backends.mkldnn.deterministic,
+        ],
+        "processor": _processor(config.device),
+    }
+
+
+@lru_cache(maxsize=1)
+def code_hash() -> str:
+    """Of the source that trains hosts, so that a curve of yesterday's code is not taken for today's."""
+    digest = hashlib.sha256()
+    for package in (kasmina, tolaria):
+        root = Path(package.__path__[0])
+        for file in sorted(root.rglob("*.py")):
+            digest.update(f"{file.relative_to(root.parent).as_posix()}\n".encode() + file.read_bytes())
+    return digest.hexdigest()
+
+
+@lru_cache(maxsize=8)
+def _processor(device: str) -> list[str]:
+    """What computes: kernels, and so the last bits, are chosen by it."""
+    if device.startswith("cuda"):
+        cudnn = torch.backends.cudnn
+        return [
+            torch.cuda.get_device_name(device),
+            str(torch.version.cuda),
+            str(cudnn.version()),
+            str(cudnn.allow_tf32),
+        ]
+    try:
+        named = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
+    except OSError:
+        named = None
+    model = named[1] if named else platform.processor()
+    return [platform.machine(), model, torch.backends.cpu.get_cpu_capability()]

@@ -90,8 +90,9 @@ class TamiyoNetwork(nn.Module):
         self.base_encoder = nn.Sequential(_linear(BASE + 2 * d, d), nn.ReLU())
         self.core: nn.GRUCell | nn.LSTMCell = nn.GRUCell(d, h) if config.core == "gru" else nn.LSTMCell(d, h)
         self.op_head = nn.Sequential(_linear(h + d, d), nn.ReLU(), _linear(d, NUM_OPS, gain=0.01))
-        with torch.no_grad():
-            self.op_head[-1].bias[Op.WAIT] = config.patience  # type: ignore[index]
+        last = self.op_head[-1]
+        assert isinstance(last, nn.Linear)
+        nn.init.constant_(last.bias[Op.WAIT], config.patience)
         self.value_head = nn.Sequential(_linear(h + d, d), nn.ReLU(), _linear(d, 1, gain=0.1))
         self.op_embedding = nn.Embedding(NUM_OPS, d)
         self.from_core, self.from_slot = _linear(h + d, d), _linear(d, d)

@@ -71,7 +71,6 @@ class MainPage(Page):
         Binding("G,end", "move(1000000)", show=False),
         Binding("enter", "detail", show=False),
         Binding("e", "events", show=False),
-        Binding("slash", "filter", show=False),
         Binding("escape", "clear", show=False),
     ]
 
@@ -225,20 +224,21 @@ class MainPage(Page):
     def action_events(self) -> None:
         self.app.push_screen(EventsPage())
 
-    def action_filter(self) -> None:
-        self.is_filtering = True
-        self.draw(is_new=True)
-
     def action_clear(self) -> None:
         self.is_filtering, self.query_text = False, ""
         self.draw(is_new=True)
 
     def on_key(self, event: Key) -> None:
-        """While a filter is being typed, every key belongs to it, from the first one on."""
-        if not self.is_filtering or event.key == "escape":
+        """While a filter is being typed, every key belongs to it.
+
+        The key that begins it is no binding: bindings run later, when the next key has already gone elsewhere.
+        """
+        if event.key == "escape" or not (self.is_filtering or event.key == "slash"):
             return
         event.stop()
-        if event.key == "enter":
+        if not self.is_filtering:
+            self.is_filtering = True
+        elif event.key == "enter":
             self.is_filtering = False
         elif event.key == "backspace":
             self.query_text = self.query_text[:-1]

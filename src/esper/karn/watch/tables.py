@@ -36,6 +36,7 @@ def env_table(model: WatchModel, width: int) -> Table[EnvState]:
     step_width = max(4, len(f"{steps}/{steps}") if steps else 4)
     names = max((cell_len(e.name) for e in model.envs.values()), default=3)
     slots = max(5, len(model.slot_names))
+    least = min(slots, 12 if width < 110 else 25)  # letters where they fit, else counts
 
     def step_cell(e: EnvState, w: int) -> Line:
         if e.episode is None:
@@ -68,7 +69,7 @@ def env_table(model: WatchModel, width: int) -> Table[EnvState]:
         Column("LAST OP", 9, op_cell, drop=4, grow=9),
         Column("LIVE", 4, lambda e, w: ((str(e.growing) if e.episode is not None else NONE, "plain"),), right=True,
                drop=6),
-        Column("SLOTS", 5, slots_cell, grow=max(0, slots - 5)),
+        Column("SLOTS", least, slots_cell, grow=slots - least),
         Column("STATE", 7, lambda e, w: (judge.env_state(e),), drop=7),
         Column("COMMIT" + "%" * pc, 7, lambda e, w: (_quality(e.committed_quality, pc),), right=True, drop=9),
         Column("VAL LOSS", 8, lambda e, w: (_loss(e.val_loss),), right=True, drop=10),

@@ -73,7 +73,7 @@ def anomaly(model: WatchModel, now: float, width: int) -> Line:
         left = f"  +{len(shown) - i - 1} more" if i + 1 < len(shown) else ""
         gap = "   " if line else ""
         room = width - used - len(gap) - len(left)
-        if room < 16 or (i and cell_len(alarm.text) > room):
+        if room < 30 and i and cell_len(alarm.text) > room:
             line.append((f"  +{len(shown) - i} more", "dim"))
             break
         said = whole_words(alarm.text, room)

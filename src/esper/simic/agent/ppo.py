@@ -24,8 +24,8 @@ from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.events import Number, Update
 from esper.simic.agent.advantages import normalized_advantages
 from esper.simic.agent.rollout_buffer import Minibatch, TamiyoRolloutBuffer
-from esper.tamiyo.network import TamiyoNetwork
-from esper.tamiyo.policy.action_masks import MaskLayout, conditioned
+from esper.tamiyo.network import TamiyoNetwork, known_blueprints
+from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, forced
 
 MAX_LOG_RATIO = 20.0
 FIRST_RATIO_TOLERANCE = 1e-4
@@ -127,6 +127,8 @@ class PPO:
         start, config = time.perf_counter(), self.config
         buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
         valid, returns = buffer.valid, buffer.returns
+        # where only blueprints fit that the network cannot choose, it had nothing to decide
+        buffer.forced |= forced(known_blueprints(buffer.masks, self.layout), self.layout)
         critic = critic_health(buffer.values[valid], returns[valid])
         healthy = bool(torch.isfinite(returns[valid]).all())  # sync: once per update
         tally = Tally()
@@ -134,11 +136,10 @@ class PPO:
         if healthy:
             buffer.advantages.copy_(normalized_advantages(buffer.advantages, valid & ~buffer.forced))
             self.network.renormalise(*self.scale.see(returns[valid]))
-            for passes in range(1, config.epochs + 1):
-                first = passes == 1
+            for _ in range(config.epochs):
+                passes += 1
                 for minibatch in buffer.minibatches(config.groups, config.chunk, generator):
-                    self._step(minibatch, tally, first)
-                    first = False
+                    self._step(minibatch, tally)
                 if tally.kl_of_pass() > 1.5 * config.target_kl:
                     break
         else:
@@ -147,10 +148,10 @@ class PPO:
         self.round += 1
         return self._told(tally, critic, returns[valid], passes, (time.perf_counter() - start) * 1e3)
 
-    def _step(self, batch: Minibatch, tally: Tally, first: bool) -> None:
+    def _step(self, batch: Minibatch, tally: Tally) -> None:
         """One minibatch: losses, a clipped gradient step, and what they say. What is not finite is left out."""
         loss, told = losses(self.network, self.layout, self.config, batch, self.entropy_coef)
-        if first and told["ratio_off"] > FIRST_RATIO_TOLERANCE:
+        if not tally.count and told["ratio_off"] > FIRST_RATIO_TOLERANCE:
             raise TrainingError(
                 f"before the first step of an update some ratio differs from 1 by {told['ratio_off']:.2g}: the rollout "
                 "and the update do not see the same policy (hidden states, masks or precision differ)"
@@ -206,7 +207,7 @@ def losses(
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss of a minibatch, and in numbers what it is made of."""
     valid = batch.valid
-    masks = batch.masks | ~valid[..., None]  # padding gets a distribution too, and no weight
+    masks = known_blueprints(batch.masks | ~valid[..., None], layout)  # padding gets a distribution, and no weight
     judged = network.evaluate(batch.obs, masks, batch.actions, batch.hidden, batch.starts, layout)
     counts = counted(masks, layout, batch.actions, valid & ~batch.forced)  # [C, N, 8]
     decided = (valid & ~batch.forced).sum().clamp(min=1)
@@ -215,10 +216,11 @@ def losses(
     ratio = change.exp()
     gain = batch.advantages[..., None]
     clipped = ratio.clamp(1 - config.clip_ratio, 1 + config.clip_ratio)
-    policy_loss = -(torch.minimum(ratio * gain, clipped * gain) * counts).sum() / decided
+    policy_loss = -torch.where(counts, torch.minimum(ratio * gain, clipped * gain), 0.0).sum() / decided
 
     target = (batch.returns - network.mean) / network.std
-    value_loss = 0.5 * ((judged.raw_values - target).square() * valid).sum() / valid.sum().clamp(min=1)
+    error = torch.where(valid, judged.raw_values - target, 0.0)
+    value_loss = 0.5 * error.square().sum() / valid.sum().clamp(min=1)
 
     per_head = (judged.entropy * counts).sum((0, 1)) / counts.sum((0, 1)).clamp(min=1)
     entropy_loss = -(judged.entropy * counts).sum() / decided

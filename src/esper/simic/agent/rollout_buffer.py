@@ -182,10 +182,10 @@ class TamiyoRolloutBuffer:
         wanted = first + torch.arange(min(chunk, self.rows), device=self.device)[:, None]  # [C, N]
         counts = self.step_counts[envs]
         steps = torch.minimum(wanted, counts - 1)
-        flat = steps * self.envs + envs
+        flat = (steps * self.envs + envs).flatten()
 
         def take(field: Tensor) -> Tensor:
-            return field.flatten(0, 1)[flat]
+            return field.flatten(0, 1).index_select(0, flat).unflatten(0, steps.shape)
 
         return Minibatch(
             obs=take(self.obs), masks=take(self.masks), actions=take(self.actions), log_probs=take(self.log_probs),

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 import msgspec
 import numpy as np
 
+from esper.leyline.costs import Priced, live_costs, seed_macs
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
@@ -19,17 +20,11 @@ from esper.leyline.stages import SeedStage
 S = SeedStage
 
 
-class Sizes(Protocol):
+class Sizes(Priced, Protocol):
     """The part of an observation's context that a reward needs."""
 
     @property
     def horizon(self) -> int: ...
-    @property
-    def host_params(self) -> Any: ...
-    @property
-    def host_macs(self) -> Any: ...
-    @property
-    def slot_macs(self) -> Any: ...  # [S, B] what a seed in this slot costs
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class Frame:
     twin_quality: Floats  # [E] of the no-growth twin at the same step
     committed_quality: Floats  # [E] with every live seed off
     params: Floats  # [E] host, fossils and growing seeds
-    macs: Floats
+    macs: Floats  # [E] host and all seeds that have a say
     committed_params: Floats  # [E] host and fossils
     committed_macs: Floats
     stage: Ints  # [E, S]
@@ -53,26 +48,24 @@ class Frame:
 
     @classmethod
     def of(cls, table: SlotTable, sizes: Sizes, twin_quality: Floats, rolled_back: Bools | None = None) -> Frame:
-        stage, host_params, host_macs = table.stage.copy(), float(sizes.host_params), float(sizes.host_macs)
-        fossil = stage == S.FOSSILIZED
-        alive = fossil | ((stage >= S.GERMINATED) & (stage <= S.HOLDING))
-        slots = np.arange(table.num_slots)
-        seed_params = table.params.astype(np.float64)
-        seed_macs = np.asarray(sizes.slot_macs, np.float64)[slots, np.maximum(table.blueprint, 0)]  # [E, S]
+        fossil, nobody = table.stage == S.FOSSILIZED, np.zeros(table.num_envs, dtype=bool)
+        params, macs = live_costs(table, sizes)
+        committed_params = np.where(fossil, table.params, 0).sum(axis=1)
+        committed_macs = np.where(fossil, seed_macs(table, sizes.slot_macs), 0).sum(axis=1)
         return cls(
             step=table.step.copy(),
             quality=table.quality.astype(np.float64),
             twin_quality=np.array(twin_quality, np.float64),
             committed_quality=table.committed_quality.astype(np.float64),
-            params=host_params + np.where(alive, seed_params, 0.0).sum(axis=1),
-            macs=host_macs + np.where(alive, seed_macs, 0.0).sum(axis=1),
-            committed_params=host_params + np.where(fossil, seed_params, 0.0).sum(axis=1),
-            committed_macs=host_macs + np.where(fossil, seed_macs, 0.0).sum(axis=1),
-            stage=stage,
+            params=params.astype(np.float64),
+            macs=macs.astype(np.float64),
+            committed_params=(sizes.host_params + committed_params).astype(np.float64),
+            committed_macs=(sizes.host_macs + committed_macs).astype(np.float64),
+            stage=table.stage.copy(),
             contribution=table.contribution.astype(np.float64),
-            rolled_back=np.zeros(len(stage), dtype=bool) if rolled_back is None else np.array(rolled_back, dtype=bool),
-            host_params=host_params,
-            host_macs=host_macs,
+            rolled_back=nobody if rolled_back is None else np.array(rolled_back, dtype=bool),
+            host_params=float(sizes.host_params),
+            host_macs=float(sizes.host_macs),
             horizon=sizes.horizon,
         )
 

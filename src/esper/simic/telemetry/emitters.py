@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -105,17 +105,33 @@ class TelemetryEmitter:
         self._before = table.clone()
 
     def step(
-        self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None = None, mind: Mind | None = None
+        self,
+        table: SlotTable,
+        actions: Ints,
+        outcome: Outcome,
+        legal: Bools | None = None,
+        mind: Mind | None = None,
+        *,
+        unmeasured: Collection[str] = (),
     ) -> None:
-        """After a step: what was decided, whose life moved on, and how every environment stands."""
+        """After a step: what was decided, whose life moved on, and how every environment stands.
+
+        `unmeasured` names columns of the step that nobody measures here, so that their NaN is not said to be a result.
+        """
         mind = mind or Mind()
-        before = self._before if self._before is not None else SlotTable.empty(table.num_envs, table.num_slots)
-        self._decisions(table, actions, outcome, legal, mind)
-        self._lives(before, table, actions, outcome)
+        self.acted(table, actions, outcome, legal, mind)
         if self.hub.wants(events.Step):
-            self._steps(table, mind)
+            self._steps(table, mind, unmeasured)
         if self.hub.wants(events.Gradient):
             self._gradients(table)
+
+    def acted(
+        self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None = None, mind: Mind | None = None
+    ) -> None:
+        """What was decided, and whose life moved on."""
+        before = self._before if self._before is not None else SlotTable.empty(table.num_envs, table.num_slots)
+        self._decisions(table, actions, outcome, legal, mind or Mind())
+        self._lives(before, table, actions, outcome)
         self._before = table.clone()
 
     def _decisions(self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None, mind: Mind) -> None:
@@ -189,12 +205,14 @@ class TelemetryEmitter:
             )
         )
 
-    def _steps(self, table: SlotTable, mind: Mind) -> None:
+    def _steps(self, table: SlotTable, mind: Mind, unmeasured: Collection[str]) -> None:
         """One row per environment. Losses and qualities that are not finite were measured so, and are said."""
         params = (self.host_params + table.params.sum(1)).tolist()
         columns = [c.tolist() for c in (table.step, table.last_op, table.quality, table.val_loss, table.train_loss)]
         stages, alphas, blueprints = table.stage.tolist(), table.alpha.tolist(), table.blueprint.tolist()
-        for e, (step, op, quality, val_loss, train_loss) in enumerate(zip(*columns, strict=True)):
+        for e, (step, op, *numbers) in enumerate(zip(*columns, strict=True)):
+            measured = dict(zip(("quality", "val_loss", "train_loss"), numbers, strict=True))
+            measured.update(dict.fromkeys(unmeasured))
             self.hub.emit(
                 events.Step(
                     env=self.envs[e],
@@ -202,10 +220,8 @@ class TelemetryEmitter:
                     step=step,
                     world=self.worlds[e],
                     op=OPS[op],
-                    quality=quality,
                     committed_quality=known(table.committed_quality[e]),
-                    val_loss=val_loss,
-                    train_loss=train_loss,
+                    **measured,
                     reward=mind.at("reward", e),
                     utility=mind.at("utility", e),
                     value=mind.at("value", e),

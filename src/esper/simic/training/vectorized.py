@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS, Head
+from esper.leyline.chance import random_bits, uniform, world_keys
 from esper.leyline.events import Emits, Silence, Update, level
 from esper.leyline.phases import Phases
 from esper.leyline.seeding import derive_seed
@@ -27,7 +28,6 @@ from esper.simic.agent.ppo import PPO
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.ground import Ground, HostGround
-from esper.simic.simulated_worlds import random_bits, uniform, world_keys
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.simic.training.config import TrainConfig

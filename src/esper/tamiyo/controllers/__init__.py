@@ -50,5 +50,5 @@ def make_controller(name: str) -> Controller:
     if name == "tamiyo":
         return Learned.load(SHIPPED)
     if not Path(name).exists():
-        raise unknown_name("controller, nor run or policy file,", name, [*CONTROLLERS, "tamiyo"])
+        raise unknown_name("controller", name, [*CONTROLLERS, "tamiyo"])
     return Learned.load(Path(name))

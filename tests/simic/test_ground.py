@@ -1,0 +1,278 @@
+"""Ground: real hosts behind one face. Alone as among others, equal to the engine driven by hand, priced by leyline."""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import replace
+from functools import lru_cache
+from math import log
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import blueprint_index, cost
+from esper.kasmina.graft import graft
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.actions import Head, Op
+from esper.leyline.costs import live_costs
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import SlotTable
+from esper.leyline.stages import SeedStage, Thresholds
+from esper.simic.attribution import CounterfactualHelper
+from esper.simic.env import GrowthVectorEnv
+from esper.simic.ground import Ground, HostGround, context_of, walk
+from esper.simic.simulator import SimConfig, Simulator
+from esper.tamiyo.controllers import Random, wait_everywhere
+from esper.tolaria.engine import Engine, Plot
+from esper.tolaria.tasks import Task, get_task
+from models import ZOO, Case
+
+BRISK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=1)
+STEPS = 8
+
+
+@lru_cache
+def digits() -> Task:
+    return replace(get_task("digits"), epochs=STEPS, batches_per_epoch=3, val_size=60)
+
+
+@lru_cache
+def images() -> Task:
+    """A small convolutional host with BatchNorm, on columns of light."""
+    noise = torch.Generator().manual_seed(0)
+    y = torch.randint(3, (200,), generator=noise)
+    x = torch.randn(200, 1, 8, 8, generator=noise)
+    x[torch.arange(200), 0, :, 2 * y] += 1.0
+    return Task.from_tensors(
+        "columns", x, y, host_kwargs={"base": 4, "blocks": 2}, slots=("r0c0", "r0c1"), batch=16, batches_per_epoch=3,
+        epochs=STEPS,
+    )  # fmt: skip
+
+
+@lru_cache
+def text() -> Task:
+    small = {"vocab": 81, "dim": 16, "heads": 2, "layers": 3, "block_size": 16}
+    return replace(
+        get_task("moby"), host_kwargs=small, epochs=STEPS, batch=4, batches_per_epoch=2, val_size=8
+    )  # fmt: skip
+
+
+TASKS = {"digits": digits, "images": images, "text": text}
+
+
+def weights(plot: Plot) -> str:
+    """Of everything that a host and its seeds have learnt."""
+    digest = hashlib.sha256()
+    for name, value in sorted(plot.body.state_dict().items()):
+        digest.update(name.encode() + value.detach().contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def choices(task: Task, envs: int) -> list[np.ndarray]:
+    """Random legal actions, one row per environment and step, as played by a ground of their own."""
+    ground, chance, found = HostGround(task, rules=BRISK), Random(5), []
+    ground.reset(range(envs))
+    for _ in range(STEPS):
+        found.append(chance.act(ground.table, legal(ground.table, BRISK)))
+        ground.step(found[-1])
+    ops = np.stack(found)[..., Head.OP]
+    assert {Op.GERMINATE, Op.PRUNE} <= set(ops.ravel().tolist())
+    return found
+
+
+def same_rows(one: SlotTable, two: SlotTable) -> None:
+    for name, column in one.arrays().items():
+        np.testing.assert_array_equal(column, two.arrays()[name], err_msg=name)
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_a_ground_is_the_engine_driven_by_hand(name: str) -> None:
+    task = TASKS[name]()
+    actions = choices(task, 3)
+    ground, helper = HostGround(task, rules=BRISK), CounterfactualHelper()
+    ground.reset([0, 1, 2])
+    engine = Engine(task, [0, 1, 2], rules=BRISK)
+    for rows in actions:
+        told, outcome = ground.step(rows), engine.step(rows)
+        helper.process_batch(engine)
+        np.testing.assert_array_equal(told.happened, outcome.happened)
+        assert told.effects == outcome.effects
+        same_rows(ground.table, engine.table)
+    assert [weights(p) for p in ground.engine.plots] == [weights(p) for p in engine.plots]
+    assert any(slot.seed is not None for plot in engine.plots for slot in plot.body.slots.values())
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_an_environment_is_the_same_alone_as_among_others(name: str) -> None:
+    task = TASKS[name]()
+    actions = choices(task, 3)
+    crowd = GrowthVectorEnv(HostGround(task, rules=BRISK), [0, 1, 2])
+    seen = [crowd.reset()] + [crowd.step(rows) for rows in actions]
+    for e in (2, 0):
+        alone = GrowthVectorEnv(HostGround(task, rules=BRISK), [e])
+        for among, told in zip(seen, [alone.reset()] + [alone.step(rows[e : e + 1]) for rows in actions], strict=True):
+            for theirs, mine in zip(among[:-1], told[:-1], strict=True):
+                np.testing.assert_array_equal(theirs[e : e + 1], mine)
+            for key, value in told[-1].items():
+                np.testing.assert_array_equal(among[-1][key][e : e + 1], value, err_msg=key)
+        assert weights(crowd.ground.engine.plots[e]) == weights(alone.ground.engine.plots[0])
+        same_rows(crowd.ground.table.rows([e]), alone.ground.table)
+        same_worth(crowd.ground.worth[e], alone.ground.worth[0])
+
+
+def same_worth(one: Any, two: Any) -> None:
+    assert one.slots == two.slots
+    np.testing.assert_array_equal(one.contribution, two.contribution)
+    np.testing.assert_array_equal(one.shapley, two.shapley)
+
+
+def test_a_reset_begins_the_same_lives_again() -> None:
+    actions = choices(digits(), 2)
+    ground, ends = HostGround(digits(), rules=BRISK), []
+    for _ in range(2):
+        ground.reset([0, 1])
+        assert ground.worth == []
+        assert not ground.table.step.any()
+        for rows in actions:
+            ground.step(rows)
+        ends.append([weights(p) for p in ground.engine.plots])
+    assert ends[0] == ends[1]
+
+
+def test_twins_are_asked_for_only_when_there_is_something_to_compare() -> None:
+    ground = HostGround(digits())
+    ground.reset([0, 1])
+    assert np.isnan(ground.twin_quality).all()
+    assert ground.twins.known == {}
+    ground.step(wait_everywhere(2))
+    np.testing.assert_array_equal(ground.twin_quality, ground.table.quality)
+    assert ground.twins.known.keys() == {0, 1}
+
+
+def test_sizes_are_those_that_leyline_counts() -> None:
+    task = images()
+    env = GrowthVectorEnv(HostGround(task, rules=BRISK), [0, 1, 2])
+    env.reset()
+    with_a_say = (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
+    dearer = 0
+    for rows in choices(task, 3):
+        env.step(rows)
+        table, context = env.ground.table, env.ground.context
+        params, macs = live_costs(table, context)
+        np.testing.assert_array_equal(env.frame.params, params)
+        np.testing.assert_array_equal(env.frame.macs, macs)
+        for e, plot in enumerate(env.ground.engine.plots):
+            assert params[e] == plot.params
+            added = 0
+            for s, slot in enumerate(plot.body.slots.values()):
+                if table.stage[e, s] in with_a_say:
+                    assert slot.blueprint is not None
+                    added += cost(slot.blueprint, slot.site).macs
+            assert macs[e] == context.host_macs + added
+            dearer += added > 0
+    assert dearer > 0
+
+
+# ---- what a policy is told of a body
+
+
+def macs_by_hand(model: nn.Module, sample: Tensor) -> int:
+    """Multiply-adds of convolutions and linear layers: weights times the places where they are used."""
+    total = 0
+
+    def count(module: Any, args: Any, out: Tensor) -> None:
+        nonlocal total
+        places = out[0, 0].numel() if isinstance(module, nn.Conv2d) else out[0].numel() // module.out_features
+        total += module.weight.numel() * places
+
+    handles = [m.register_forward_hook(count) for m in model.modules() if isinstance(m, (nn.Conv2d, nn.Linear))]
+    with torch.no_grad():
+        model(sample)
+    for handle in handles:
+        handle.remove()
+    return total
+
+
+@pytest.mark.parametrize("name", TASKS)
+def test_the_context_of_our_own_hosts(name: str) -> None:
+    task = TASKS[name]()
+    ground = HostGround(task)
+    body, context = ground.engine.plots[0].body, ground.context
+    # scores and sums of 3 layers, tokens² · width each; and the head, which shares the embedding's weights
+    no_layer = 3 * 2 * 16 * 16 * 16 + 16 * 16 * 81 if name == "text" else 0
+    assert context.host_macs == macs_by_hand(task.build_host(0), ground.data.train.x[:1]) + no_layer
+    assert context.host_params == sum(p.numel() for p in task.build_host(0).parameters())
+    assert context.horizon == STEPS
+    assert context.chance_loss == log(ground.data.classes)
+    assert ground.slots == task.slots == tuple(body.slots)
+    np.testing.assert_array_equal(context.slot_depth, np.linspace(0, 1, len(task.slots)))
+    for s, (slot, prices) in enumerate(zip(body.slots.values(), body.costs().values(), strict=True)):
+        assert context.slot_width[s] == slot.site.dim
+        for blueprint, price in prices.items():
+            at = s, blueprint_index(blueprint)
+            assert ground.table.takes[at]
+            assert (context.slot_params[at], context.slot_macs[at]) == (price.params, price.macs)
+        assert not context.slot_params[s][~ground.table.takes[s]].any()
+
+
+GRAFTS = ("cnn", "residual", "tuple_blocks", "keyword_mask", "two_inputs", "dict_blocks", "shared", "early_exits")
+
+
+@pytest.mark.parametrize("case", [ZOO[name] for name in GRAFTS], ids=GRAFTS)
+def test_the_context_of_a_grafted_model(case: Case) -> None:
+    body = graft(case.model(0), list(case.at), probe=case.batch(4), select=case.select)
+    context = context_of(body, 12, Thresholds())
+    assert context.host_macs > 100
+    assert context.chance_loss is None
+    assert sorted(context.slot_depth) == pytest.approx(np.linspace(0, 1, len(case.at)))
+    assert (context.slot_params.max(axis=1) > 0).all()
+
+
+def test_depth_follows_the_forward_pass_whatever_order_slots_were_named_in() -> None:
+    case = ZOO["cnn"]
+    body = graft(case.model(0), ["features.2", "features.0", "features.1"], probe=case.batch(4))
+    np.testing.assert_array_equal(context_of(body, 12, Thresholds()).slot_depth, [1.0, 0.0, 0.5])
+
+
+def test_looking_at_a_body_leaves_no_trace() -> None:
+    case = ZOO["cnn"]
+    body = graft(case.model(0), list(case.at), probe=case.batch(4))
+    body.train()
+    body.model.features[0].eval()  # frozen by its owner
+    modes = [m.training for m in body.modules()]
+    hooks = [len(m._forward_hooks) for m in body.modules()]
+    chance, state = torch.get_rng_state(), {k: v.clone() for k, v in body.state_dict().items()}
+    walk(body)
+    assert [m.training for m in body.modules()] == modes
+    assert [len(m._forward_hooks) for m in body.modules()] == hooks
+    assert torch.equal(torch.get_rng_state(), chance)
+    assert all(torch.equal(v, state[k]) for k, v in body.state_dict().items())
+
+
+def test_a_body_with_seeds_is_not_priced() -> None:
+    case = ZOO["cnn"]
+    body = graft(case.model(0), list(case.at), probe=case.batch(4))
+    body.plant("features.1", "norm")
+    with pytest.raises(ConfigError, match=r"features\.1"):
+        walk(body)
+
+
+# ---- both grounds have one face
+
+
+@pytest.mark.parametrize("make", [lambda: HostGround(digits()), lambda: Simulator(SimConfig(horizon=STEPS), [0])])
+def test_every_ground_has_the_same_face(make: Any) -> None:
+    ground: Ground = make()
+    ground.reset([3])
+    assert ground.worlds == [3]
+    assert ground.slots == ("r0c0", "r0c1", "r0c2")
+    assert ground.worth == []
+    assert ground.context.horizon == STEPS
+    assert np.isnan(ground.twin_quality).all()
+    assert ground.step(wait_everywhere(1)).happened.all()
+    np.testing.assert_array_equal(ground.table.step, 1)
+    assert np.isfinite(ground.twin_quality).all()
+    assert all(worth.slots == () for worth in ground.worth)

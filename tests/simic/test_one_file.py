@@ -1,0 +1,136 @@
+"""`examples/ppo_one_file.py` is the package's algorithm in one view: it must give the same update, and learn."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from esper.simic.agent.ppo import PPO, PPOConfig
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.env import GrowthVectorEnv
+from esper.simic.simulator import SimConfig, Simulator
+from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
+from esper.tamiyo.policy.action_masks import forced
+from esper.tamiyo.policy.features import num_features
+
+FILE = Path(__file__).parents[2] / "examples" / "ppo_one_file.py"
+
+
+@pytest.fixture(scope="module")
+def one():
+    """The example as a module."""
+    spec = importlib.util.spec_from_file_location("ppo_one_file", FILE)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["ppo_one_file"] = module  # dataclasses look their module up
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules["ppo_one_file"]
+
+
+def package_config(settings):
+    return PPOConfig(
+        lr=settings.lr, gamma=settings.gamma, gae_lambda=settings.lam, clip_ratio=settings.clip,
+        epochs=settings.epochs, groups=settings.groups, target_kl=settings.target_kl, value_coef=settings.value_coef,
+        entropy_coef=settings.entropy_coef, entropy_final=settings.entropy_final, max_grad_norm=settings.max_grad_norm,
+    )  # fmt: skip
+
+
+def as_buffer(data, network, layout):
+    """The example's rollout as the package keeps it: whole episodes, so the first hidden state is all that is read."""
+    steps, envs = data["rewards"].shape
+    buffer = TamiyoRolloutBuffer(
+        steps=steps, envs=envs, features=num_features(layout.slots), masks=layout.size, hidden=(network.hidden_size,)
+    )
+    none = torch.zeros(envs, dtype=torch.bool)
+    for t in range(steps):
+        row = {name: x[t] for name, x in data.items()}
+        buffer.add(
+            **row, truncated=none, starts=none if t else ~none, hidden=network.initial(envs),
+            forced=forced(row["masks"], layout),
+        )  # fmt: skip
+    return buffer.finish()
+
+
+def test_its_settings_are_the_packages_defaults(one):
+    ours, theirs, settings = PPOConfig(), NetworkConfig(), one.Settings()
+    told = package_config(settings)
+    for name in ("lr", "gamma", "gae_lambda", "clip_ratio", "epochs", "groups", "target_kl", "value_coef"):
+        assert getattr(told, name) == getattr(ours, name), name
+    assert msgspec.structs.replace(told, chunk=ours.chunk) == ours
+    for name in ("width", "hidden", "patience", "epsilon"):
+        assert getattr(settings, name) == getattr(theirs, name), name
+
+
+def test_its_weights_have_the_packages_names_and_shapes(one):
+    settings = one.Settings()
+    ours, theirs = TamiyoNetwork().state_dict(), one.Policy(settings).state_dict()
+    assert {k: x.shape for k, x in ours.items()} == {k: x.shape for k, x in theirs.items()}
+
+
+@pytest.mark.parametrize("fixed", [None, {}], ids=["usual heads", "free heads"])
+def test_three_updates_give_the_weights_that_the_package_gives(one, fixed):
+    settings = one.Settings(envs=8, groups=3, width=24, hidden=20, patience=0.5, rounds=3, target_kl=1e-3)
+    torch.manual_seed(0)
+    network = TamiyoNetwork(NetworkConfig(width=24, hidden=20, patience=0.5))
+    policy = one.Policy(settings)
+    policy.load_state_dict(network.state_dict())
+    env = GrowthVectorEnv(Simulator(SimConfig(horizon=20), range(8)), lambda n: range(8 * n, 8 * n + 8), fixed=fixed)
+    optimizer = torch.optim.AdamW(policy.parameters(), lr=settings.lr, eps=1e-5, weight_decay=0.0)
+    ppo = PPO(network, env.layout, package_config(settings), rounds=3)
+    scale, chance = one.ReturnScale(), torch.Generator().manual_seed(1)
+    orders = [torch.Generator().manual_seed(2) for _ in range(2)]
+    passes = []
+
+    for _ in range(3):
+        data = one.rollout(env, policy, settings, chance)
+        buffer = as_buffer(data, network, env.layout)
+        coef = ppo.entropy_coef
+        told = ppo.update(buffer, orders[0])
+        theirs = one.update(policy, optimizer, env.layout, settings, scale, data, coef, orders[1])
+        passes.append(told.epochs)
+        torch.testing.assert_close(data["advantages"], buffer.advantages, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(data["returns"], buffer.returns, atol=1e-6, rtol=1e-5)
+        assert theirs["kl"] == pytest.approx(told.kl, rel=1e-2, abs=1e-6)
+        for name, x in network.state_dict().items():
+            torch.testing.assert_close(
+                policy.state_dict()[name], x, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}"
+            )
+        assert orders[0].get_state().equal(orders[1].get_state())  # as many passes
+    assert min(passes) < settings.epochs  # the target KL did stop some
+
+
+def test_it_takes_nothing_of_the_learner_from_the_package():
+    tree = ast.parse(FILE.read_text())
+    taken = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("esper")}
+    assert taken == {"esper.leyline.actions", "esper.simic.env", "esper.simic.simulator", "esper.tamiyo.policy"}
+    assert len(FILE.read_text().splitlines()) <= 300
+
+
+def run(*arguments):
+    """The returns that the example prints, run as a reader would run it."""
+    done = subprocess.run([sys.executable, FILE, *arguments], capture_output=True, text=True, check=True, timeout=600)
+    assert not done.stderr
+    return [float(number) for number in re.findall(r"return ([+-]\S+)", done.stdout)]
+
+
+def test_run_from_the_command_line_it_prints_a_finite_return_each_round():
+    returns = run("--rounds", "2", "--envs", "4")
+    assert len(returns) == 2
+    assert all(math.isfinite(r) for r in returns)
+
+
+@pytest.mark.slow
+def test_returns_rise_and_the_same_seed_gives_the_same_run():
+    returns = run("--rounds", "24", "--envs", "32")
+    assert run("--rounds", "1", "--envs", "32")[0] == returns[0]
+    first, last = returns[:8], returns[-8:]
+    assert sum(last) / 8 > sum(first) / 8 + 0.004

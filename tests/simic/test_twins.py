@@ -1,0 +1,218 @@
+"""Twins: found is what would be computed; whatever changes bits changes the name; damage is noticed."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from esper.simic import twins as module
+from esper.simic.ground import HostGround
+from esper.simic.twins import Twins, ingredients
+from esper.tamiyo.controllers import wait_everywhere
+from esper.tolaria.data import Split
+from esper.tolaria.engine import EngineConfig
+from esper.tolaria.tasks import get_task
+
+TASK = replace(get_task("digits"), epochs=3, batches_per_epoch=4)
+DATA = TASK.load_data()
+
+
+def twins(directory: Path | None = None, **changes: Any) -> Twins:
+    given = {"task": TASK, "data": DATA, "config": EngineConfig()} | changes
+    return Twins(given["task"], given["data"], given["config"], directory)
+
+
+def test_a_twin_is_its_world_with_nothing_but_waiting() -> None:
+    worlds = [4, 0, 9]
+    ground = HostGround(TASK, data=DATA)
+    ground.reset(worlds)
+    played = []
+    for _ in range(TASK.epochs):
+        ground.step(wait_everywhere(3))
+        played.append(ground.table.quality.copy())
+        np.testing.assert_array_equal(ground.twin_quality, ground.table.quality)
+    np.testing.assert_array_equal(twins().curves(worlds), np.stack(played, axis=1))
+
+
+def test_worlds_have_curves_of_their_own_in_the_order_asked() -> None:
+    found = twins()
+    curves = found.curves([2, 1, 2])
+    assert curves.shape == (3, TASK.epochs)
+    np.testing.assert_array_equal(curves[0], curves[2])
+    assert (curves[0] != curves[1]).any()
+    np.testing.assert_array_equal(found.curves([1])[0], curves[1])
+
+
+def test_a_curve_on_disk_is_the_curve_that_was_computed(tmp_path: Path) -> None:
+    computed = twins(tmp_path).curves([1, 0])
+    again = twins(tmp_path)
+    again.on_progress = lambda done, of: pytest.fail("nothing was to be trained")
+    np.testing.assert_array_equal(again.curves([1, 0]), computed)
+
+
+def test_a_curve_that_is_no_number_survives_the_disk(tmp_path: Path) -> None:
+    one = twins(tmp_path)
+    one.known[0] = [0.5, float("nan"), float("inf")]
+    one._write(0)
+    np.testing.assert_array_equal(twins(tmp_path).curves([0])[0], one.known[0])
+
+
+def test_progress_counts_only_what_must_be_trained(tmp_path: Path) -> None:
+    twins(tmp_path).curves([0])
+    told: list[tuple[int, int]] = []
+    one = twins(tmp_path)
+    one.on_progress = lambda done, of: told.append((done, of))
+    one.curves([0, 1, 2, 1])
+    assert told == [(0, 2), (1, 2), (2, 2)]
+    one.curves([2, 1])
+    assert len(told) == 3
+
+
+TASK_CHANGES = {
+    "lr": 0.04, "momentum": 0.8, "weight_decay": 0.01, "batch": 16, "batches_per_epoch": 5, "epochs": 4, "clip": 0.5,
+    "optimiser": "adamw", "host_kwargs": TASK.host_kwargs | {"width": 17}, "slots": ("r0c0",), "seed_lr": 0.01,
+    "augment": True, "dataset": "other", "host": "cnn", "name": "other", "val_size": 100,
+}  # fmt: skip
+ENGINE_CHANGES = {
+    "incubation": "straight_through", "shadow_every": 3, "gradient_telemetry_stride": 5, "ema_decay": 0.9,
+    "compile": True,
+}  # fmt: skip
+DATA_CHANGES = {
+    "sha256": "0" * 64,
+    "val": Split(DATA.val.x[:100], DATA.val.y[:100]),
+    "train": Split(DATA.train.x[:100], DATA.train.y[:100]),
+}
+
+
+def test_the_table_of_changes_below_knows_every_setting() -> None:
+    fields = set(type(TASK).__slots__) - set(module._NO_BITS)
+    assert fields == TASK_CHANGES.keys()
+    assert {f.name for f in msgspec.structs.fields(EngineConfig)} - {"device"} == ENGINE_CHANGES.keys()
+
+
+@pytest.mark.parametrize("name", TASK_CHANGES)
+def test_another_task_has_another_key(name: str) -> None:
+    assert twins(task=replace(TASK, **{name: TASK_CHANGES[name]})).key() != twins().key()
+
+
+@pytest.mark.parametrize("name", ENGINE_CHANGES)
+def test_another_engine_has_another_key(name: str) -> None:
+    assert twins(config=msgspec.structs.replace(EngineConfig(), **{name: ENGINE_CHANGES[name]})).key() != twins().key()
+
+
+@pytest.mark.parametrize("name", DATA_CHANGES)
+def test_other_data_have_another_key(name: str) -> None:
+    assert twins(data=replace(DATA, **{name: DATA_CHANGES[name]})).key() != twins().key()
+
+
+def test_threads_and_torch_settings_change_the_key() -> None:
+    key, threads, precision = twins().key(), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_num_threads(threads + 1)
+        assert twins().key() != key
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision("medium" if precision != "medium" else "high")
+        assert twins().key() != key
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+    assert twins().key() == key
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "value"),
+    [
+        (torch, "__version__", "9.9.9"),
+        (module, "code_hash", lambda: "other code"),
+        (module, "_processor", lambda device: ["another processor"]),
+    ],
+)
+def test_another_torch_code_or_processor_has_another_key(
+    owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = twins().key()
+    monkeypatch.setattr(owner, name, value)
+    assert twins().key() != key
+
+
+def test_the_code_that_trains_hosts_is_part_of_the_key() -> None:
+    assert ingredients(TASK, DATA, EngineConfig())["code"] == module.code_hash()
+    assert len(module.code_hash()) == 64
+
+
+def test_what_a_task_asks_in_words_does_not_change_its_key() -> None:
+    assert twins(task=replace(TASK, question="something else?")).key() == twins().key()
+
+
+def spoil(text: str) -> dict[str, str]:
+    told = json.loads(text)
+    other = dict(told, quality=[told["quality"][0] + 0.1, *told["quality"][1:]])
+    return {
+        "empty": "",
+        "truncated": text[: len(text) // 2],
+        "another number": json.dumps(other),
+        "a number left out": json.dumps(dict(told, quality=told["quality"][:-1])),
+        "not numbers": json.dumps(dict(told, quality=["a"])),
+        "no checksum": json.dumps({"quality": told["quality"]}),
+        "a list": "[1, 2]",
+        "null": "null",
+    }
+
+
+@pytest.mark.parametrize("damage", list(spoil('{"quality": [1.0, 2.0], "sha256": ""}')))
+def test_a_damaged_file_is_trained_again_with_a_warning(damage: str, tmp_path: Path) -> None:
+    first = twins(tmp_path)
+    curve = first.curves([0])
+    file = first._file(0)
+    assert file is not None
+    whole = file.read_text()
+    file.write_text(spoil(whole)[damage])
+    with pytest.warns(UserWarning, match=r"twin of world 0 .* is damaged"):
+        np.testing.assert_array_equal(twins(tmp_path).curves([0]), curve)
+    assert file.read_text() == whole
+
+
+def test_the_curve_of_another_world_is_not_taken_for_this_one(tmp_path: Path) -> None:
+    first = twins(tmp_path)
+    first.curves([0, 1])
+    zero, one = first._file(0), first._file(1)
+    assert zero is not None
+    assert one is not None
+    zero.write_bytes(one.read_bytes())
+    with pytest.warns(UserWarning, match="damaged"):
+        np.testing.assert_array_equal(twins(tmp_path).curves([0]), first.curves([0]))
+
+
+def test_a_directory_that_cannot_be_written_costs_no_more_than_memory(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    one = twins(tmp_path / "file")
+    with pytest.warns(UserWarning, match="cannot keep the twin"):
+        assert np.isfinite(one.curves([0])).all()
+
+
+def _train(directory: str, worlds: list[int]) -> None:
+    torch.set_num_threads(1)
+    twins(Path(directory)).curves(worlds)
+
+
+@pytest.mark.slow
+def test_two_processes_that_share_a_directory_lose_nothing(tmp_path: Path) -> None:
+    context = multiprocessing.get_context("spawn")
+    both = [context.Process(target=_train, args=(str(tmp_path), worlds)) for worlds in ([0, 1, 2, 3], [3, 2, 5, 4])]
+    for one in both:
+        one.start()
+    for one in both:
+        one.join()
+        assert one.exitcode == 0
+    found = twins(tmp_path)
+    found.on_progress = lambda done, of: pytest.fail("nothing was to be trained")
+    np.testing.assert_array_equal(found.curves(range(6)), twins().curves(range(6)))
+    assert not list(tmp_path.rglob("*.tmp"))

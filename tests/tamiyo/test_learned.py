@@ -1,0 +1,117 @@
+"""A trained policy as a controller: legal, repeatable by world, and without memory of an episode that is over."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from esper.kasmina.lifecycle import Rules, is_legal, legal
+from esper.leyline.actions import RELEVANCE, Head, Op
+from esper.leyline.errors import ConfigError, DataError
+from esper.simic.simulator import SimConfig, Simulator
+from esper.tamiyo.controllers.learned import Learned
+from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
+from esper.tamiyo.policy.action_masks import DEFAULT_FIXED
+from esper.tamiyo.policy_file import save_policy
+
+
+def some_network(core="gru"):
+    torch.manual_seed(3)
+    net = TamiyoNetwork(NetworkConfig(core=core, width=16, hidden=12, patience=-1.0))
+    with torch.no_grad():
+        for layer in (net.op_head[-1], net.slot_score, net.choices):
+            layer.weight.mul_(30.0)
+    return net
+
+
+def play(controller, worlds, steps=25, rules=None):
+    """The actions [T, E, 8] of one episode on simulated hosts, each checked to be legal."""
+    sim = Simulator(SimConfig(horizon=steps), worlds, rules)
+    controller.bind(sim.context, worlds)
+    told = []
+    for _ in range(steps):
+        actions = controller.act(sim.table, legal(sim.table, sim.rules))
+        assert is_legal(sim.table, actions, sim.rules).all()
+        assert sim.step(actions).happened.all()
+        told.append(actions)
+    return np.stack(told)
+
+
+@pytest.mark.parametrize("sample", [True, False])
+@pytest.mark.parametrize("core", ["gru", "lstm"])
+def test_a_whole_episode_is_legal_and_not_mere_waiting(core, sample):
+    actions = play(Learned(some_network(core), sample=sample), range(12))
+    assert len(np.unique(actions[..., Head.OP])) > (2 if sample else 1)
+    for head, option in DEFAULT_FIXED.items():
+        assert (actions[RELEVANCE[actions[..., Head.OP], head]][:, head] == option).all()
+
+
+def test_the_same_worlds_are_played_in_the_same_way_and_others_in_another():
+    controller = Learned(some_network())
+    once = play(controller, range(8))
+    np.testing.assert_array_equal(play(controller, range(8)), once)
+    assert (play(controller, range(100, 108)) != once).any()
+    assert (play(Learned(some_network(), seed=1), range(8)) != once).any()
+
+
+@pytest.mark.parametrize("sample", [True, False])
+def test_a_world_is_played_alone_as_it_is_among_others(sample):
+    together = play(Learned(some_network(), sample=sample), [5, 9, 2, 7])
+    for place, world in enumerate([5, 9, 2, 7]):
+        np.testing.assert_array_equal(play(Learned(some_network(), sample=sample), [world])[:, 0], together[:, place])
+
+
+def test_sampling_explores_and_the_likeliest_does_not_depend_on_the_seed():
+    greedy = [play(Learned(some_network(), sample=False, seed=s), range(6)) for s in (0, 1)]
+    np.testing.assert_array_equal(*greedy)
+    assert (play(Learned(some_network(), seed=0), range(6)) != greedy[0]).any()
+
+
+@pytest.mark.parametrize("core", ["gru", "lstm"])
+def test_an_environment_that_begins_anew_is_met_without_memories(core):
+    controller = Learned(some_network(core), sample=False)
+    sim = Simulator(SimConfig(horizon=30), range(4))
+    controller.bind(sim.context, range(4))
+    for _ in range(10):
+        sim.step(controller.act(sim.table, legal(sim.table, sim.rules)))
+    assert controller._hidden.abs().sum(1).min() > 0
+    kept = controller._hidden.clone()
+    sim.table.reset([1, 3])
+    now = legal(sim.table, sim.rules)
+    controller.act(sim.table, now)
+
+    fresh = Learned(some_network(core), sample=False)
+    fresh.bind(sim.context, range(4))
+    fresh._hidden = torch.where(torch.tensor([[False], [True], [False], [True]]), 0.0, kept)
+    fresh.act(sim.table, now)
+    torch.testing.assert_close(controller._hidden, fresh._hidden)
+
+
+def test_binding_to_another_host_forgets_the_last_one():
+    controller = Learned(some_network())
+    first = play(controller, range(3))
+    np.testing.assert_array_equal(play(controller, range(3)), first)
+    play(controller, range(5))  # another number of environments needs no new controller
+    np.testing.assert_array_equal(play(controller, range(3)), first)
+
+
+def test_heads_can_be_left_free_or_fixed_otherwise():
+    free = play(Learned(some_network(), fixed={}), range(16), rules=Rules(min_prune_age=1))
+    planted = free[free[..., Head.OP] == Op.GERMINATE]
+    assert len(np.unique(planted[:, Head.TEMPO])) > 1
+    fixed = play(Learned(some_network(), fixed={Head.TEMPO: 2}), range(16))
+    assert (fixed[fixed[..., Head.OP] == Op.GERMINATE][:, Head.TEMPO] == 2).all()
+
+
+def test_without_a_host_it_says_what_to_call():
+    sim = Simulator(SimConfig(), range(2))
+    with pytest.raises(ConfigError, match="bind"):
+        Learned(some_network()).act(sim.table, legal(sim.table, sim.rules))
+
+
+def test_it_is_loaded_from_a_file_and_plays_as_the_network_that_was_saved(tmp_path):
+    save_policy(some_network(), tmp_path / "policy.safetensors")
+    np.testing.assert_array_equal(play(Learned.load(tmp_path), range(4)), play(Learned(some_network()), range(4)))
+    with pytest.raises(DataError):
+        Learned.load(tmp_path / "nothing")

@@ -1,0 +1,394 @@
+"""The policy network: one set of weights for any number of slots, one distribution for acting and judging."""
+
+from __future__ import annotations
+
+from functools import cache
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.kasmina.lifecycle import is_legal, legal
+from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import SlotTable
+from esper.tamiyo.network import NetworkConfig, TamiyoNetwork, known_blueprints
+from esper.tamiyo.policy.action_masks import (
+    CANONICAL,
+    DEFAULT_FIXED,
+    MaskLayout,
+    compute_batch_masks,
+    conditioned,
+    slot_given_op,
+)
+from esper.tamiyo.policy.distribution import entropy, log_distribution
+from esper.tamiyo.policy.features import BASE, PER_SLOT, ObsContext, batch_obs_to_features, num_features
+from esper.testing import LIVELY, random_table
+
+CORES = ("gru", "lstm")
+BUILT_IN = len(BLUEPRINTS)
+EXTRA = 4  # blueprints of a user's own
+
+
+def network(core="gru", seed=0, lively=True, **settings):
+    """A small network; `lively` makes every head opinionated, as if it had learnt."""
+    torch.manual_seed(seed)
+    net = TamiyoNetwork(NetworkConfig(core=core, width=16, hidden=12, **settings))
+    if lively:
+        with torch.no_grad():
+            for layer in (net.op_head[-1], net.slot_score, net.choices):
+                layer.weight.mul_(60.0)
+            net.op_head[-1].bias.zero_()
+    return net
+
+
+@cache
+def scene(envs, slots, seed, blueprints=BUILT_IN, fixed=()):
+    """(table, obs, masks, layout) of random lives, in which slots differ in what they take. To be read only."""
+    rng = np.random.default_rng(seed)
+    arrays = random_table(envs, slots, seed, epochs=40).arrays()
+    arrays["takes"] = rng.random((slots, blueprints)) < 0.5
+    arrays["takes"][:, 0] = False
+    arrays["enabled"] = rng.random((envs, slots)) < 0.9
+    table = SlotTable(**arrays)
+    context = ObsContext(
+        horizon=60, host_params=5000, host_macs=90_000, slot_width=np.full(slots, 8),
+        slot_params=rng.integers(10, 900, (slots, blueprints)), slot_macs=rng.integers(10, 9000, (slots, blueprints)),
+        slot_depth=np.linspace(0, 1, slots), chance_loss=2.3,
+    )  # fmt: skip
+    allowed = legal(table, LIVELY)
+    obs = torch.from_numpy(batch_obs_to_features(table, context, legal=allowed))
+    masks = torch.from_numpy(compute_batch_masks(table, allowed, fixed=dict(fixed)))
+    return table, obs, masks, MaskLayout(slots=slots, blueprints=blueprints)
+
+
+def chances(*shape, seed=0):
+    return torch.rand(*shape, 8, generator=torch.Generator().manual_seed(seed), dtype=torch.double)
+
+
+def exchanged(obs, masks, layout, order):
+    """The same environments with their slots in another order."""
+    base, slots = obs[:, :BASE], obs[:, BASE:].unflatten(-1, (-1, PER_SLOT))
+    obs = torch.cat([base, slots[:, order].flatten(1)], -1)
+    masks = masks.clone()
+    for where, shape in ((layout.slot_by_op, (NUM_OPS, -1)), (layout.blueprint_by_slot, (1, layout.slots, -1))):
+        rows = masks[:, where].unflatten(-1, shape)
+        masks[:, where] = (rows[..., order] if where == layout.slot_by_op else rows[:, :, order]).flatten(1)
+    return obs, masks
+
+
+def opinions(net, obs, masks, layout, op, slot):
+    """Value [E] and log-probabilities [E, 8, W] given op and slot."""
+    look, slots = net._look(obs)
+    hidden = net._remember(look, net.initial(len(obs)))
+    state = torch.cat([hidden[:, : net.config.hidden], look], -1)
+    logits = net._logits(state, slots, op, slot, layout.widest)
+    return net._value(state), log_distribution(logits, conditioned(masks, layout, op, slot), net.config.epsilon)
+
+
+# --- one set of weights for every slot
+
+
+@pytest.mark.parametrize("core", CORES)
+@pytest.mark.parametrize("slots", [2, 5])
+def test_slots_that_change_places_change_their_scores_and_nothing_else(core, slots):
+    _, obs, masks, layout = scene(60, slots, seed=slots)
+    net = network(core)
+    order = torch.randperm(slots, generator=torch.Generator().manual_seed(1))
+    moved_obs, moved_masks = exchanged(obs, masks, layout, order)
+    place = torch.argsort(order)  # where each slot went
+    for op in (Op.GERMINATE, Op.PRUNE, Op.SET_ALPHA_TARGET):
+        possible = masks[:, op]
+        op_row = torch.full((len(obs),), int(op))
+        slot = slot_given_op(masks, layout, op_row).int().argmax(-1)
+        value, here = opinions(net, obs, masks, layout, op_row, slot)
+        moved_value, there = opinions(net, moved_obs, moved_masks, layout, op_row, place[slot])
+        torch.testing.assert_close(moved_value, value, atol=1e-5, rtol=1e-5)
+        assert possible.any()
+        here, there = here[possible].detach().exp(), there[possible].detach().exp()
+        torch.testing.assert_close(there[:, Head.SLOT, :slots], here[:, Head.SLOT, order], atol=1e-5, rtol=1e-4)
+        assert here[:, Head.SLOT].std() > 0.01
+        assert not torch.allclose(here[:, Head.SLOT], there[:, Head.SLOT])
+        others = [h for h in Head if h != Head.SLOT]
+        torch.testing.assert_close(there[:, others], here[:, others], atol=1e-5, rtol=1e-4)
+
+
+def test_the_same_weights_choose_among_3_9_and_25_slots():
+    net = network()
+    for slots in (3, 9, 25):
+        table, obs, masks, layout = scene(50, slots, seed=7)
+        choice = net.act(obs, masks, net.initial(50), layout, chances(50))
+        assert is_legal(table, choice.actions.numpy(), LIVELY).all()
+        assert choice.values.shape == (50,)
+        assert torch.isfinite(choice.log_probs).all()
+        if slots > 3:
+            assert choice.actions[:, Head.SLOT].max() > 3
+
+
+def test_sizes_are_as_configured_and_small_by_default():
+    assert sum(p.numel() for p in TamiyoNetwork().parameters()) < 80_000
+    for core, states in (("gru", 1), ("lstm", 2)):
+        net = TamiyoNetwork(NetworkConfig(core=core, width=8, hidden=5))
+        assert net.hidden_size == 5 * states
+        assert net.initial(3).shape == (3, 5 * states)
+        assert not net.initial(3).any()
+
+
+@pytest.mark.parametrize("wrong", [{"width": 0}, {"hidden": 0}, {"epsilon": 1.0}, {"epsilon": -0.1}])
+def test_sizes_that_make_no_sense_are_refused(wrong):
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        NetworkConfig(**wrong)
+
+
+def test_a_beginner_waits_more_often_than_it_acts_and_prefers_nothing_else():
+    _, obs, masks, layout = scene(80, 3, seed=3)
+    net = TamiyoNetwork(NetworkConfig(patience=2.5, epsilon=0.0))
+    zero = torch.zeros(80, dtype=torch.long)
+    _, log_probs = opinions(net, obs, masks, layout, zero, zero)
+    legal_ops, op = masks[:, layout.op], log_probs[:, Head.OP, :NUM_OPS].detach()
+    assert legal_ops[:, 1:].any()
+    odds = (op[:, :1] - op)[legal_ops & (torch.arange(NUM_OPS) > 0)]
+    torch.testing.assert_close(odds, torch.full_like(odds, 2.5), atol=0.4, rtol=0.0)
+
+
+# --- acting
+
+
+FIXES = ((), tuple(DEFAULT_FIXED.items()), ((Head.OP, int(Op.GERMINATE)), (Head.BLUEPRINT, 3)))
+
+
+@pytest.mark.parametrize("fixed", FIXES, ids=["free", "usual", "one op"])
+@pytest.mark.parametrize("blueprints", [BUILT_IN, BUILT_IN + EXTRA])
+@pytest.mark.parametrize("sampled", [True, False])
+def test_no_choice_is_illegal_over_thousands_of_tables(fixed, blueprints, sampled):
+    for seed, slots in ((0, 1), (1, 3), (2, 7)):
+        table, obs, masks, layout = scene(700, slots, seed, blueprints, fixed)
+        net = network(CORES[seed % 2], seed)
+        hidden = torch.randn(700, net.hidden_size, generator=torch.Generator().manual_seed(seed))
+        choice = net.act(obs, masks, hidden, layout, chances(700, seed=seed) if sampled else None)
+        actions = choice.actions.numpy()
+        assert is_legal(table, actions, LIVELY).all()
+        op = actions[:, Head.OP]
+        assert masks[torch.arange(700), choice.actions[:, Head.OP]].all()
+        assert (actions[op == Op.GERMINATE, Head.BLUEPRINT] < BUILT_IN).all()
+        for head in Head:
+            unread = ~RELEVANCE[op, head]
+            assert (actions[unread, head] == CANONICAL[head]).all()
+            assert not choice.log_probs[torch.from_numpy(unread), head].any()
+            if head in dict(fixed) and head != Head.OP:
+                assert (actions[~unread, head] == dict(fixed)[head]).all()
+
+
+def test_without_numbers_the_likeliest_is_chosen_head_after_head():
+    _, obs, masks, layout = scene(200, 3, seed=5)
+    net = network()
+    choice = net.act(obs, masks, net.initial(200), layout, None)
+    op, slot = choice.actions[:, Head.OP], choice.actions[:, Head.SLOT]
+    _, log_probs = opinions(net, obs, masks, layout, op, slot)
+    torch.testing.assert_close(choice.log_probs, log_probs.amax(-1).detach(), atol=1e-5, rtol=1e-5)
+
+
+def test_choices_come_as_often_as_their_log_probabilities_say():
+    """One environment asked 40 000 times: the joint choice of op, slot and blueprint is the product of its parts."""
+    _, obs, masks, layout = scene(200, 3, seed=5)
+    net, asked = network(patience=0.0), 40_000
+    row = int(masks[:, layout.op].sum(-1).argmax())
+    many = lambda x: x[row].expand(asked, -1)  # noqa: E731
+    choice = net.act(many(obs), many(masks), net.initial(asked), layout, chances(asked, seed=9))
+    joint, seen, count = torch.unique(choice.actions, dim=0, return_inverse=True, return_counts=True)
+    chance = torch.zeros(len(joint), dtype=torch.double)
+    chance[seen] = choice.log_probs.double().sum(-1).exp()
+    error = (torch.bincount(seen).double() / asked - chance) / (chance * (1 - chance) / asked).sqrt()
+    assert len(joint) > 20
+    assert error[count > 30].abs().max() < 4.5
+
+
+# --- judging is acting, seen again
+
+
+def played(net, steps, envs, slots, *, blueprints=BUILT_IN, seed=0, end_share=0.2):
+    """A rollout over unrelated tables, with episodes that end anywhere: fields [T, E, …]."""
+    rng = np.random.default_rng(seed)
+    rows, hidden = [], net.initial(envs)
+    start = np.ones(envs, dtype=bool)
+    _, obs, masks, layout = scene(steps * envs, slots, 11, blueprints)
+    for t in range(steps):
+        now = slice(t * envs, (t + 1) * envs)
+        starts = torch.from_numpy(start)
+        hidden = hidden.masked_fill(starts[:, None], 0.0)
+        choice = net.act(obs[now], masks[now], hidden, layout, chances(envs, seed=seed * 1000 + t))
+        rows.append((obs[now], masks[now], choice, hidden, starts))
+        hidden, start = choice.hidden, rng.random(envs) < end_share
+    fields = {
+        "obs": torch.stack([r[0] for r in rows]),
+        "masks": torch.stack([r[1] for r in rows]),
+        "actions": torch.stack([r[2].actions for r in rows]),
+        "log_probs": torch.stack([r[2].log_probs for r in rows]),
+        "entropy": torch.stack([r[2].entropy for r in rows]),
+        "values": torch.stack([r[2].values for r in rows]),
+        "hidden": torch.stack([r[3] for r in rows]),
+        "starts": torch.stack([r[4] for r in rows]),
+    }
+    return fields, layout
+
+
+def judge(net, fields, layout, first, stop):
+    part = {name: x[first:stop] for name, x in fields.items()}
+    return net.evaluate(part["obs"], part["masks"], part["actions"], part["hidden"][0], part["starts"], layout), part
+
+
+@pytest.mark.parametrize("blueprints", [BUILT_IN, BUILT_IN + EXTRA])
+@pytest.mark.parametrize("core", CORES)
+def test_judging_a_rollout_gives_what_was_thought_while_acting(core, blueprints):
+    net = network(core)
+    net.renormalise(0.7, 2.5)
+    fields, layout = played(net, 20, 12, 3, blueprints=blueprints)
+    assert fields["starts"][1:].any(0).sum() > 6  # most columns hold several episodes
+    judged, _ = judge(net, fields, layout, 0, 20)
+    torch.testing.assert_close(judged.log_probs, fields["log_probs"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(judged.entropy, fields["entropy"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(judged.values, fields["values"], atol=1e-5, rtol=1e-5)
+    torch.testing.assert_close(judged.raw_values * 2.5 + 0.7, judged.values)
+
+
+@settings(max_examples=30, deadline=None)
+@given(core=st.sampled_from(CORES), cuts=st.sets(st.integers(1, 15), max_size=6), seed=st.integers(0, 3))
+def test_it_does_not_matter_where_a_rollout_is_cut_into_chunks(core, cuts, seed):
+    net = network(core)
+    fields, layout = played(net, 16, 5, 3, seed=seed)
+    bounds = [0, *sorted(cuts), 16]
+    for first, stop in pairwise(bounds):
+        judged, part = judge(net, fields, layout, first, stop)
+        torch.testing.assert_close(judged.log_probs, part["log_probs"], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(judged.values, part["values"], atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_a_new_episode_remembers_nothing_not_even_a_nan(core):
+    net = network(core)
+    fields, layout = played(net, 10, 6, 3)
+    fields["starts"][4] = True
+    clean, _ = judge(net, fields, layout, 4, 10)
+    judged, _ = judge(net, fields, layout, 0, 10)
+    torch.testing.assert_close(judged.values[4:], clean.values, atol=1e-6, rtol=1e-6)
+    fields["hidden"][4] = torch.nan
+    again, _ = judge(net, fields, layout, 4, 10)
+    assert torch.equal(again.values, clean.values)
+
+
+@pytest.mark.parametrize("core", CORES)
+def test_what_came_before_is_remembered_within_an_episode_and_taught_through_it(core):
+    net = network(core)
+    fields, layout = played(net, 8, 4, 3, end_share=0.0)
+    fields["obs"].requires_grad_()
+    judged, _ = judge(net, fields, layout, 0, 8)
+    judged.values[7].sum().backward()
+    reach = fields["obs"].grad.abs().sum((1, 2))
+    assert (reach > 0).all()  # the first observation has a part in the last value
+    fields["obs"].grad = None
+    fields["starts"][5] = True
+    judged, _ = judge(net, fields, layout, 0, 8)
+    judged.values[7].sum().backward()
+    reach = fields["obs"].grad.abs().sum((1, 2))
+    assert not reach[:5].any()
+    assert (reach[5:] > 0).all()
+
+
+def test_heads_are_conditioned_on_the_op_and_the_rest_on_the_slot_too():
+    _, obs, _, layout = scene(100, 3, seed=5)
+    net = network()
+    look, slots = net._look(obs)
+    state = torch.cat([net._remember(look, net.initial(100)), look], -1)
+    ask = lambda op, slot: net._logits(  # noqa: E731
+        state, slots, torch.full((100,), op), torch.full((100,), slot), layout.widest
+    ).detach()
+    one, other_op, other_slot = ask(1, 0), ask(2, 0), ask(1, 2)
+    assert torch.equal(one[:, Head.OP], other_op[:, Head.OP])
+    for head in (h for h in Head if h != Head.OP):
+        assert not torch.allclose(one[:, head], other_op[:, head])
+    assert torch.equal(one[:, Head.SLOT], other_slot[:, Head.SLOT])
+    for head in (h for h in Head if h not in (Head.OP, Head.SLOT)):
+        assert not torch.allclose(one[:, head], other_slot[:, head])
+
+
+def test_each_head_has_a_place_of_its_own_among_the_outputs():
+    net = network()
+    sizes = {h: len(HEAD_OPTIONS[h] or ()) for h in Head if h not in (Head.OP, Head.SLOT)}
+    assert net.choices.out_features == sum(sizes.values())
+    _, obs, _, layout = scene(10, 3, seed=5)
+    look, slots = net._look(obs)
+    state = torch.cat([net._remember(look, net.initial(10)), look], -1)
+    zero = torch.zeros(10, dtype=torch.long)
+    row = 0
+    for head, size in sizes.items():
+        for option in range(size):
+            with torch.no_grad():
+                before = net._logits(state, slots, zero, zero, layout.widest)
+                net.choices.bias[row] += 1.0
+                changed = net._logits(state, slots, zero, zero, layout.widest) - before
+            expected = torch.zeros(8, layout.widest)
+            expected[head, option] = 1.0
+            torch.testing.assert_close(changed, expected.expand(10, -1, -1), atol=1e-4, rtol=0.0)
+            row += 1
+
+
+# --- values, and blueprints that the network does not know
+
+
+@pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (3.0, 0.1), (-200.0, 50.0)])
+def test_other_units_of_return_leave_what_the_value_head_says(mean, std):
+    _, obs, masks, layout = scene(50, 3, seed=5)
+    net = network()
+    net.renormalise(0.4, 3.0)
+    before = net.act(obs, masks, net.initial(50), layout, None)
+    net.renormalise(mean, std)
+    after = net.act(obs, masks, net.initial(50), layout, None)
+    torch.testing.assert_close(after.values, before.values, atol=1e-4, rtol=1e-4)
+    assert torch.equal(after.log_probs, before.log_probs)
+    assert (float(net.mean), float(net.std)) == pytest.approx((mean, std))
+
+
+def test_blueprints_without_an_output_are_not_chosen_nor_slots_that_take_nothing_else():
+    blueprints = BUILT_IN + 2
+    takes = np.zeros((3, blueprints), dtype=bool)
+    takes[0, [4, blueprints - 1]] = takes[1, blueprints - 1] = True
+    table = SlotTable.empty(2, 3, takes=takes)
+    table.enabled[1, 0] = False
+    layout = MaskLayout(slots=3, blueprints=blueprints)
+    packed = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY)))
+    before = packed.clone()
+    known = known_blueprints(packed, layout)
+    assert torch.equal(packed, before)  # a copy: the buffer keeps what the rules said
+    by_op = known[:, layout.slot_by_op].unflatten(-1, (NUM_OPS, 3))
+    assert known[:, Op.GERMINATE].tolist() == [True, False]
+    assert by_op[:, Op.GERMINATE].tolist() == [[True, False, False], [False] * 3]
+    assert known[:, layout.blueprint_by_slot].unflatten(-1, (3, blueprints)).nonzero()[:, 1:].tolist() == [[0, 4]] * 2
+    assert known[:, Op.WAIT].all()
+    assert torch.equal(known_blueprints(known, layout), known)
+
+
+def test_masks_of_built_in_blueprints_are_left_as_they_are():
+    _, _, masks, layout = scene(20, 3, seed=5)
+    assert known_blueprints(masks, layout) is masks
+
+
+def test_a_network_sees_as_many_features_as_there_are():
+    net = network()
+    for slots in (1, 4):
+        look, encoded = net._look(torch.zeros(2, num_features(slots)))
+        assert look.shape == (2, 16)
+        assert encoded.shape == (2, slots, 16)
+
+
+def test_entropy_of_a_choice_is_of_the_heads_that_it_reads():
+    _, obs, masks, layout = scene(200, 3, seed=5)
+    net = network()
+    choice = net.act(obs, masks, net.initial(200), layout, chances(200))
+    op, slot = choice.actions[:, Head.OP], choice.actions[:, Head.SLOT]
+    _, log_probs = opinions(net, obs, masks, layout, op, slot)
+    expected = entropy(log_probs, conditioned(masks, layout, op, slot)).detach()
+    torch.testing.assert_close(choice.entropy, expected, atol=1e-5, rtol=1e-5)
+    assert not choice.entropy[torch.from_numpy(~RELEVANCE[op.numpy()])].any()

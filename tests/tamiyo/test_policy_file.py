@@ -1,0 +1,138 @@
+"""A policy as a file: it comes back as it was, and whatever is not one is refused with its reason."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+
+from esper.leyline.errors import DataError
+from esper.tamiyo import policy_file
+from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
+from esper.tamiyo.policy_file import POLICY, load_policy, save_policy, view
+
+CONFIGS = [NetworkConfig(), NetworkConfig(core="lstm", width=8, hidden=6, epsilon=0.1, patience=0.0)]
+
+
+def header(path):
+    with safe_open(path, "pt") as opened:
+        return opened.metadata()
+
+
+def rewritten(path, **changed):
+    """The same weights under a header of which something was changed, or taken out with None."""
+    new = {k: v for k, v in (header(path) | changed).items() if v is not None}
+    save_file(load_file(path), path, new)
+
+
+@pytest.fixture
+def saved(tmp_path):
+    path = tmp_path / POLICY
+    save_policy(TamiyoNetwork(NetworkConfig(width=8, hidden=6)), path, trained_on="sim", round=7)
+    return path
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=["gru", "lstm"])
+def test_a_policy_comes_back_bit_by_bit_with_its_settings_and_units_of_return(config, tmp_path):
+    network = TamiyoNetwork(config)
+    network.renormalise(0.3, 2.0)
+    save_policy(network, tmp_path / "mine.safetensors")
+    again = load_policy(tmp_path / "mine.safetensors")
+    assert again.config == config
+    assert again.state_dict().keys() == network.state_dict().keys()
+    assert all(torch.equal(again.state_dict()[name], x) for name, x in network.state_dict().items())
+    assert float(again.std) == 2.0
+
+
+def test_a_run_directory_stands_for_the_policy_in_it(saved):
+    assert load_policy(saved.parent).config == load_policy(saved).config
+
+
+def test_the_header_tells_where_a_policy_comes_from_and_can_be_read_without_us(saved):
+    assert json.loads(header(saved)["about"]) == {"trained_on": "sim", "round": 7}
+    assert json.loads(header(saved)["network"])["width"] == 8
+
+
+def test_writing_leaves_one_file_and_replaces_an_older_one(saved):
+    other = TamiyoNetwork(NetworkConfig(width=4, hidden=3))
+    save_policy(other, saved)
+    assert [p.name for p in saved.parent.iterdir()] == [POLICY]
+    assert load_policy(saved).config.width == 4
+
+
+def test_a_policy_that_cannot_be_written_leaves_the_older_one_alone(saved):
+    before = saved.read_bytes()
+    with pytest.raises(TypeError):
+        save_policy(TamiyoNetwork(), saved, about_what=object())
+    assert saved.read_bytes() == before
+    assert [p.name for p in saved.parent.iterdir()] == [POLICY]
+
+
+def test_where_there_is_none_it_says_how_to_get_one(tmp_path):
+    for path in (tmp_path, tmp_path / "nowhere.safetensors"):
+        with pytest.raises(DataError, match=r"no policy in .* `esper train`"):
+            load_policy(path)
+
+
+def test_a_file_of_tensors_that_is_no_policy_is_named_as_such(tmp_path):
+    path = tmp_path / "weights.safetensors"
+    save_file({"x": torch.zeros(2)}, path)
+    with pytest.raises(DataError, match="is not a policy"):
+        load_policy(path)
+
+
+def test_a_policy_that_saw_other_columns_is_refused_rather_than_misread(saved, monkeypatch):
+    monkeypatch.setattr(policy_file, "feature_names", lambda slots: ["another"])
+    with pytest.raises(DataError, match=r"other observations or choices .* Train it anew"):
+        load_policy(saved)
+
+
+def test_the_view_changes_with_the_features_and_with_the_options_of_any_head(monkeypatch):
+    seen = {view()}
+    assert view() in seen
+    with monkeypatch.context() as patch:
+        patch.setattr(policy_file, "feature_names", lambda slots: ["another"])
+        seen.add(view())
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            policy_file, "HEAD_OPTIONS", {**policy_file.HEAD_OPTIONS, next(iter(policy_file.HEAD_OPTIONS)): ()}
+        )
+        seen.add(view())
+    assert len(seen) == 3
+
+
+@pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999])
+def test_a_truncated_file_is_said_to_be_damaged(saved, share):
+    whole = saved.read_bytes()
+    saved.write_bytes(whole[: int(len(whole) * share)])
+    with pytest.raises(DataError, match="damaged or not a policy"):
+        load_policy(saved)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"network": None},
+        {"network": "{"},
+        {"network": '{"width": "wide"}'},
+        {"network": '{"width": 0}'},
+        {"network": '{"depth": 3}'},
+        {"network": '{"width": 9, "hidden": 6}'},
+    ],
+    ids=str,
+)
+def test_settings_that_do_not_fit_the_weights_are_said_to_be_damage(saved, changed):
+    rewritten(saved, **changed)
+    with pytest.raises(DataError, match="damaged or not a policy"):
+        load_policy(saved)
+
+
+def test_weights_that_are_missing_are_said_to_be_damage(saved):
+    about, weights = header(saved), load_file(saved)
+    del weights["choices.bias"]
+    save_file(weights, saved, about)
+    with pytest.raises(DataError, match=r"choices\.bias"):
+        load_policy(saved)

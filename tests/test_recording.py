@@ -1,0 +1,176 @@
+"""Recording: every run tells how it ended, and none learns otherwise for being watched."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from esper.kasmina.lifecycle import legal
+from esper.leyline.events import Level, Silence, Step
+from esper.nissa.hub import NissaHub
+from esper.nissa.journal import holes, read
+from esper.nissa.run import read_manifest
+from esper.recording import record
+from esper.simic.attribution import CounterfactualHelper
+from esper.simic.telemetry.emitters import TelemetryEmitter
+from esper.tamiyo.controllers import Schedule
+from esper.tolaria.engine import Engine
+from esper.tolaria.tasks import get_task
+
+
+class Raises:
+    def write(self, records):
+        raise RuntimeError("full")
+
+    def close(self):
+        pass
+
+
+class Hangs:
+    def __init__(self):
+        self.let_go = threading.Event()
+
+    def write(self, records):
+        self.let_go.wait(60)
+
+    def close(self):
+        self.let_go.set()
+
+
+class Keeps:
+    def __init__(self):
+        self.kinds = set()
+
+    def write(self, records):
+        self.kinds |= {type(r.event).__name__ for r in records}
+
+    def close(self):
+        pass
+
+
+def trained(hub, level=Level.NORMAL) -> str:
+    """The hash of every weight and of the table after a short life under a schedule, told to `hub`."""
+    torch.manual_seed(0)
+    engine = Engine(get_task("digits"), [0, 1])
+    emit = TelemetryEmitter(hub, slots=engine.task.slots, worlds=[0, 1], host_params=1, level=level)
+    controller, helper = Schedule(), CounterfactualHelper()
+    for _ in range(14):
+        allowed = legal(engine.table, engine.rules)
+        actions = controller.act(engine.table, allowed)
+        emit.step(engine.table, actions, engine.step(actions), allowed)
+        emit.worth(engine.table, helper.process_batch(engine))
+        emit.phases(engine.phases)
+    digest = hashlib.sha256()
+    for plot in engine.plots:
+        for name, tensor in plot.body.state_dict().items():
+            digest.update(name.encode() + tensor.numpy().tobytes())
+    for array in engine.table.arrays().values():
+        digest.update(array.tobytes())
+    return digest.hexdigest()
+
+
+def test_what_is_recorded_never_changes_what_is_learnt():
+    alone = trained(Silence())
+    for level in Level:
+        keeps = Keeps()
+        with NissaHub([keeps], level=level, strict=True) as hub:
+            assert trained(hub, level) == alone, level
+        assert ("Step" in keeps.kinds) == (level >= Level.NORMAL)
+    with NissaHub([Raises()], strict=True) as hub:
+        assert trained(hub) == alone
+    hangs = Hangs()
+    hub = NissaHub([hangs, Keeps()], hang_s=0.2, strict=True)
+    try:
+        assert trained(hub) == alone
+        assert hub.health()["sinks"]["Hangs"]["retired"]
+    finally:
+        hangs.let_go.set()
+        hub.close()
+
+
+def step(i: int) -> Step:
+    return Step(env=0, episode=0, step=i, world=0, op="WAIT", quality=0.5, committed_quality=None, val_loss=1.0,
+                train_loss=1.0, params=1, stages=(), alphas=(), blueprints=())  # fmt: skip
+
+
+def test_a_run_that_ends_says_so_in_its_manifest_and_in_its_journal(tmp_path):
+    with record("mine", root=tmp_path, manifest={"seed": 3}) as run:
+        for i in range(100):
+            run.say(step(i))
+        run.env_steps = 100
+    told = read_manifest(run.path)
+    assert (told["status"], told["seed"], told["env_steps"]) == ("finished", 3, 100)
+    entries = list(read(run.path))
+    assert [e.kind for e in entries[-2:]] == ["run_finished", "health"]
+    assert entries[-2].data["status"] == "finished"
+    assert not any(holes(entries).values())
+    assert len(entries) == 102
+
+
+@pytest.mark.parametrize(
+    ("error", "status"), [(ValueError("no"), "failed"), (KeyboardInterrupt(), "interrupted"), (SystemExit(3), "failed")]
+)
+def test_a_run_that_breaks_says_how(tmp_path, error, status):
+    def breaks() -> None:
+        with record("mine", out=tmp_path / "run") as run:
+            run.say(step(0))
+            raise error
+
+    with pytest.raises(type(error)):
+        breaks()
+    assert read_manifest(tmp_path / "run")["status"] == status
+    (finished,) = [e for e in read(tmp_path / "run") if e.kind == "run_finished"]
+    assert finished.data["status"] == status
+    assert (finished.data["error"] is None) == (status == "interrupted")
+
+
+ESPER = Path(sys.executable).parent / "esper"
+
+
+def start_growing(place: Path) -> tuple[subprocess.Popen, Path]:
+    command = [str(ESPER), "grow", "--task", "digits", "--epochs", "4000", "--no-compare", "--out", "run"]
+    process = subprocess.Popen(
+        command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )  # fmt: skip
+    journal = place / "run" / "events" / "rank0-00000.jsonl"
+    end = time.monotonic() + 60
+    while not (journal.exists() and journal.read_bytes().count(b'"kind":"step"') > 5):
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    return process, place / "run"
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_growing_that_is_stopped_leaves_a_whole_journal(tmp_path, number, code):
+    process, run = start_growing(tmp_path)
+    process.send_signal(number)
+    assert process.wait(30) == code
+    assert "Traceback" not in process.stderr.read()
+    assert read_manifest(run)["status"] == "interrupted"
+    entries = list(read(run))
+    assert [e.kind for e in entries[-2:]] == ["run_finished", "health"]
+    assert not any(holes(entries).values())
+
+
+def test_growing_that_is_killed_leaves_all_but_the_last_moment(tmp_path):
+    process, run = start_growing(tmp_path)
+    time.sleep(1.0)
+    killed = time.time()
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait(30)
+    assert read_manifest(run)["status"] == "killed"
+    entries = list(read(run))
+    assert not any(holes(entries).values())
+    spacing = max(b.time_s - a.time_s for a, b in zip(entries[-20:], entries[-19:], strict=False))
+    assert killed - entries[-1].time_s < 0.2 + spacing
+    json.loads((run / "manifest.json").read_text())
