@@ -25,7 +25,7 @@ app.add_typer(bench_app, name="bench")
 @app.command()
 def grow(
     task: Annotated[str, typer.Option(help="What to train; `esper tasks` lists them.")] = "fashion",
-    controller: Annotated[str, typer.Option(help="Who decides: heuristic, schedule, random or none.")] = "heuristic",
+    controller: Annotated[str, typer.Option(help="heuristic, schedule, tamiyo, random, none, or a run.")] = "heuristic",
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to train; the task's own by default.")] = None,
     seed: Annotated[int, typer.Option(help="The world: initial weights and order of data.")] = 0,
     out: Annotated[Path | None, typer.Option(help="The run directory; by default a new one in runs/.")] = None,
@@ -52,6 +52,74 @@ def grow(
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
+
+
+@app.command()
+def train(
+    task: Annotated[str | None, typer.Option(help="What the hosts learn; `esper tasks` lists them.")] = None,
+    sim: Annotated[bool, typer.Option("--sim", help="Simulated hosts: thousands of steps per second.")] = False,
+    preset: Annotated[str | None, typer.Option(help="Where settings begin: quick, standard or sim.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds: episodes side by side, then an update.")] = None,
+    envs: Annotated[int | None, typer.Option(min=1, help="Hosts side by side.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Steps of an episode; the task's own by default.")] = None,
+    seed: Annotated[int | None, typer.Option(help="The root of all randomness.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
+    sets: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting; repeat it.")] = None,
+    start_from: Annotated[str | None, typer.Option(help="A run or policy file to begin with.")] = None,
+    out: Annotated[Path | None, typer.Option(help="The run directory; by default a new one in runs/.")] = None,
+    data: Annotated[Path | None, typer.Option(help="Where the files of a task that is not embedded lie.")] = None,
+    telemetry: Annotated[str | None, typer.Option(help="How much to record: off, minimal, normal, debug.")] = None,
+    show: Annotated[bool, typer.Option("--show", help="Print the settings and leave.")] = False,
+    compare: Annotated[bool, typer.Option(help="At the end, a first look at other controllers.")] = True,
+) -> None:
+    """Train a policy that decides when, where and what to grow.
+
+    Many hosts grow side by side; after each round of episodes the policy learns from what its decisions led to,
+    against the same hosts without growth. The run directory keeps the policy, everything that happened, and the
+    no-growth twins. Settings: defaults < --preset < --config < --set < the other options.
+
+    Example:  esper train --sim --preset sim        a policy in minutes
+    Example:  esper train --task rescue --rounds 60 --set ppo.lr=5e-4
+    """
+    from esper.commands.train import run_train
+
+    more = {"task": task, "simulated": sim or None, "rounds": rounds, "envs": envs, "epochs": epochs, "seed": seed,
+            "start_from": start_from, "telemetry": telemetry}  # fmt: skip
+    try:
+        run_train(preset=preset, config_file=config, sets=sets or [], more=more, out=out, data_root=data, show=show,
+                  compare=compare)  # fmt: skip
+    except KeyboardInterrupt:
+        print("esper: interrupted; the run directory keeps the policy of the last whole round", file=sys.stderr)
+        raise typer.Exit(130) from None
+
+
+@app.command("eval")
+def evaluate(
+    controllers: Annotated[
+        list[str],
+        typer.Argument(
+            help="Runs, policy files, tamiyo, heuristic, schedule, best-schedule, random, none; and, sized by what the "
+            "first one grew: from-start, wider, deeper. One alone is compared with all the others."
+        ),
+    ],
+    task: Annotated[str | None, typer.Option(help="The task; that of the first run by default.")] = None,
+    sim: Annotated[bool, typer.Option("--sim", help="Compare on simulated hosts.")] = False,
+    seeds: Annotated[int, typer.Option(min=2, help="Held-out worlds, the same for all.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="Leave eval.json and eval.svg here.")] = None,
+    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    data: Annotated[Path | None, typer.Option(help="Where the files of a task that is not embedded lie.")] = None,
+    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+) -> None:
+    """Compare controllers in worlds that no policy was trained in.
+
+    The same worlds for all; differences are taken world by world, with a bootstrap 95 % interval. U is the utility a
+    policy is trained for: validation quality above the no-growth twin, minus rent on parameters and multiply-adds.
+
+    Example:  esper eval runs/mine --seeds 16 --out runs/mine/eval
+    """
+    from esper.commands.evaluate import run_eval
+
+    run_eval(controllers, task=task, simulated=sim, seeds=seeds, out=out, as_json=json, data_root=data, threads=threads)
 
 
 @app.command()
@@ -165,6 +233,22 @@ def bench_body(
     ordinary module, with the same optimiser and clipping. Coalitions: all 8 of 3 live seeds on 512 images.
     """
     from esper.commands.bench_body import run_bench
+
+    run_bench(repeats=repeats, as_json=json, quick=quick)
+
+
+@bench_app.command("hot-paths")
+def bench_hot_paths(
+    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 9,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    quick: Annotated[bool, typer.Option(help="Smaller shapes: a check that it runs, not a measurement.")] = False,
+) -> None:
+    """Features, masks, advantages and the simulator, each against its slow twin; and the loop's own overhead.
+
+    The twin is the sequential implementation: Python loops over environments, slots and steps. Advantages are also
+    set beside those of Stable-Baselines3, CleanRL's form and TorchRL, where installed.
+    """
+    from esper.commands.bench_hot_paths import run_bench
 
     run_bench(repeats=repeats, as_json=json, quick=quick)
 

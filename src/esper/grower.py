@@ -193,9 +193,8 @@ class Grower:
         self._adopt_body()
         if isinstance(self.controller, Learned):
             self.controller.bind(context_of(body, horizon, self.rules.thresholds))
-        self.emit = TelemetryEmitter(
-            telemetry or Silence(), slots=self.surgeon.names, worlds=[seed], host_params=host_params
-        )
+        hub = Silence() if telemetry is None else telemetry
+        self.emit = TelemetryEmitter(hub, slots=self.surgeon.names, worlds=[seed], host_params=host_params)
         self.emit.planted(self.table)
         body.on_load.append(self._adopt_body)
         self.surgeon.on_change.append(self._forget_gradients)

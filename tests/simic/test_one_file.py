@@ -11,10 +11,12 @@ import sys
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
-from esper.simic.agent.ppo import PPO, PPOConfig
+from esper.simic.agent.advantages import gae_rows
+from esper.simic.agent.ppo import PPO, PPOConfig, losses
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulator import SimConfig, Simulator
@@ -106,6 +108,42 @@ def test_three_updates_give_the_weights_that_the_package_gives(one, fixed):
             )
         assert orders[0].get_state().equal(orders[1].get_state())  # as many passes
     assert min(passes) < settings.epochs  # the target KL did stop some
+
+
+def test_its_loss_and_gradients_are_the_packages_where_ratios_are_clipped(one):
+    torch.manual_seed(0)
+    settings = one.Settings(envs=6, width=24, hidden=20, patience=0.5)
+    policy, network = one.Policy(settings), TamiyoNetwork(NetworkConfig(width=24, hidden=20, patience=0.5))
+    network.load_state_dict(policy.state_dict())
+    env = GrowthVectorEnv(Simulator(SimConfig(horizon=20), range(6)), range(6), fixed={})
+    data = one.rollout(env, policy, settings, torch.Generator().manual_seed(1))
+    buffer, config = as_buffer(data, network, env.layout), package_config(settings)
+    _, data["returns"] = buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
+    buffer.advantages.normal_(generator=torch.Generator().manual_seed(4))
+    data["advantages"], data["free"] = buffer.advantages, ~buffer.forced
+    data["log_probs"] += 0.5 * torch.randn(data["log_probs"].shape, generator=torch.Generator().manual_seed(2))
+    buffer.log_probs.copy_(data["log_probs"])
+
+    batch = next(iter(buffer.minibatches(1, 64, torch.Generator().manual_seed(3))))
+    ours, told = losses(network, env.layout, config, batch, 0.03)
+    theirs, numbers = one.loss_of(policy, env.layout, settings, data, 0.03)
+    ours.backward()
+    theirs.backward()
+    assert told["clip_fraction"] > 0.3
+    assert theirs.item() == pytest.approx(ours.item(), rel=1e-5)
+    assert numbers["kl"] == pytest.approx(told["kl"], rel=1e-4)
+    for (name, p), q in zip(policy.named_parameters(), network.parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+def test_its_advantages_are_the_packages_with_ends_anywhere(one):
+    rng = np.random.default_rng(0)
+    rewards, values = rng.normal(size=(2, 30, 7)).astype(np.float32)
+    done = rng.random((30, 7)) < 0.2
+    done[-1] = True
+    expected, _ = gae_rows(rewards, values, done, np.zeros_like(done), np.zeros_like(rewards), np.full(7, 30), 0.9, 0.8)
+    told = one.advantages_of(*map(torch.from_numpy, (rewards, values, done)), 0.9, 0.8)
+    np.testing.assert_allclose(told.numpy(), expected, atol=1e-5)
 
 
 def test_it_takes_nothing_of_the_learner_from_the_package():

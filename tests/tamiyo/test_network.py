@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import nn
 
 from esper.kasmina.lifecycle import is_legal, legal
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
@@ -295,6 +296,21 @@ def test_what_came_before_is_remembered_within_an_episode_and_taught_through_it(
     reach = fields["obs"].grad.abs().sum((1, 2))
     assert not reach[:5].any()
     assert (reach[5:] > 0).all()
+
+
+@pytest.mark.parametrize(("core", "layer"), [("gru", nn.GRU), ("lstm", nn.LSTM)])
+def test_the_core_remembers_as_torchs_own_layer_does(core, layer):
+    net = network(core)
+    reference = layer(16, 12)
+    reference.load_state_dict({f"{name}_l0": x for name, x in net.core.state_dict().items()})
+    seen = torch.randn(7, 3, 16, generator=torch.Generator().manual_seed(0))
+    expected, last = reference(seen)
+    hidden = net.initial(3)
+    for now, wanted in zip(seen, expected, strict=True):
+        hidden = net._remember(now, hidden)
+        torch.testing.assert_close(hidden[:, :12], wanted, atol=1e-5, rtol=1e-5)
+    if core == "lstm":
+        torch.testing.assert_close(hidden[:, 12:], last[1][0], atol=1e-5, rtol=1e-5)
 
 
 def test_heads_are_conditioned_on_the_op_and_the_rest_on_the_slot_too():

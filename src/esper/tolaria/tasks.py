@@ -94,6 +94,16 @@ class Task:
         """The same task with the narrowest host of at least so many parameters."""
         heads = self.host_kwargs.get("heads", 1)
         knob, pace = {"cnn": ("base", 1), "mlp": ("width", 1), "transformer": ("dim", heads)}[self.host]
+        return self._enlarged(params, knob, pace)
+
+    def deepened(self, params: int) -> Task:
+        """The same task with the shallowest host of at least so many parameters; a CNN keeps its pools."""
+        blocks = self.host_kwargs.get("blocks")
+        pools = {"pools": self.host_kwargs.get("pools", blocks)} if self.host == "cnn" else {}
+        task = replace(self, host_kwargs={**self.host_kwargs, **pools})
+        return task._enlarged(params, "blocks" if self.host == "cnn" else "layers", 1)
+
+    def _enlarged(self, params: int, knob: str, pace: int) -> Task:
         kwargs = dict(self.host_kwargs)
         while True:
             with torch.device("meta"):

@@ -6,7 +6,7 @@ Legend: E environments, S slots, B blueprints.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import msgspec
@@ -68,6 +68,10 @@ class Frame:
             host_macs=float(sizes.host_macs),
             horizon=sizes.horizon,
         )
+
+    def measured(self, quality: Floats, params: Floats, macs: Floats) -> Frame:
+        """The same moment with another network's quality and size."""
+        return replace(self, quality=quality, params=params, macs=macs)
 
     @property
     def crashed(self) -> Bools:

@@ -10,13 +10,13 @@ import re
 import tomllib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import HEAD_OPTIONS, Head
-from esper.leyline.errors import ConfigError, unknown_name
+from esper.leyline.errors import ConfigError, UnknownNameError, unknown_name
 from esper.leyline.events import level
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.rewards import RewardConfig
@@ -52,7 +52,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     start_from: str | None = None
     """A run or policy file whose policy to begin with, instead of a new one."""
     fixed: dict[str, str] = msgspec.field(default_factory=lambda: dict(FIXED))
-    """Heads that are not the policy's to choose, and what they say."""
+    """Heads that are not the policy's to choose, and what they say. A table given here replaces this one: `{}` leaves
+    every head to the policy."""
     telemetry: str = "normal"
     """What is recorded: off, minimal, normal or debug. Never what is learnt."""
     threads: int = 1
@@ -155,11 +156,11 @@ def parse_set(text: str) -> dict[str, Any]:
 
 
 def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree` with what `over` says instead, key by key."""
+    """`tree` with what `over` says instead, key by key; an empty table empties."""
     out = dict(tree)
     for key, value in over.items():
         old = out.get(key)
-        out[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) else value
+        out[key] = merged(old, value) if isinstance(old, Mapping) and isinstance(value, Mapping) and value else value
     return out
 
 
@@ -179,25 +180,38 @@ def built(kind: type[msgspec.Struct], tree: Mapping[str, Any], path: str = "") -
                 raise ConfigError(f"{where} is a group of settings, got {value!r}; set {where}.… instead")
             values[key] = built(kind_of, merged(defaults(fields[key]), value), where)
             continue
-        try:
-            values[key] = msgspec.convert(value, kind_of)
-        except msgspec.ValidationError as error:
-            raise ConfigError(f"{where}: {str(error).split(' - at')[0]}, got {value!r}") from None
+        values[key] = _value(where, value, kind_of)
     try:
         return kind(**values)
-    except ConfigError as error:
+    except (ConfigError, UnknownNameError) as error:
         text = str(error)
-        raise ConfigError(f"{path}: {text}" if path and not text.startswith(path) else text) from None
+        raise type(error)(f"{path}: {text}" if path and not text.startswith(path) else text) from None
+
+
+def _value(where: str, value: Any, kind: Any) -> Any:
+    """A setting of this type; TOML has no word for None, so `none` stands for it where None is allowed."""
+    kinds = get_args(kind)
+    if type(None) in kinds and value in ("none", "None"):
+        return None
+    try:
+        return msgspec.convert(value, kind)
+    except msgspec.ValidationError as error:
+        if get_origin(kind) is Literal:
+            asked = f"one of {', '.join(map(repr, kinds))}"
+        else:
+            found = re.match("Expected `(.+?)`", str(error))
+            asked = found[1].replace(" | null", " or none") if found else str(error)
+        raise ConfigError(f"{where} must be {asked}, got {value!r}") from None
 
 
 def defaults(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
     """A group's default as a tree, so that naming one setting keeps the others."""
-    value = field.default
-    return (
-        {f.name: getattr(value, f.name) for f in msgspec.structs.fields(value)}
-        if value is not msgspec.NODEFAULT
-        else {}
-    )
+    return {} if field.default is msgspec.NODEFAULT else _tree(field.default)
+
+
+def _tree(group: msgspec.Struct) -> dict[str, Any]:
+    values = {f.name: getattr(group, f.name) for f in msgspec.structs.fields(group)}
+    return {name: _tree(v) if isinstance(v, msgspec.Struct) else v for name, v in values.items()}
 
 
 def as_tree(config: msgspec.Struct) -> dict[str, Any]:

@@ -67,7 +67,7 @@ def train_ppo_vectorized(
     on_round: Callable[[Round], None] = lambda told: None,
 ) -> Trained:
     """Train a policy. `directory` keeps it after every round, with the twins; `on_round` is told how each went."""
-    phases, hub = Phases(), hub or Silence()
+    phases, hub = Phases(), Silence() if hub is None else hub
     env = make_env(config, phases, directory, data_root)
     network = new_network(config)
     ppo = PPO(network, env.layout, config.ppo, rounds=config.rounds)
@@ -141,7 +141,7 @@ def make_env(
         ground = HostGround(
             task, rules=config.rules, config=config.engine, data=task.load_data(data_root), twins=twins, phases=phases
         )
-    return GrowthVectorEnv(ground, worlds, reward=config.reward, fixed=config.fixed_heads())
+    return GrowthVectorEnv(ground, worlds, reward=config.reward, fixed=config.fixed_heads(), phases=phases)
 
 
 def pool_world(config: TrainConfig, number: int) -> int:

@@ -33,14 +33,18 @@ class Schedule:
     """Plants slot after slot, each as soon as the rules allow, and commits what has been measured.
 
     blueprints  what to plant, the most wanted first: built-in names, or numbers (`blueprint_index` of your own)
+    start       the first step at which to plant
+    slots       how many slots to use, from the first; all of them unless said
     """
 
-    def __init__(self, blueprints: Sequence[str | int] = PREFERRED, *, start: int = 1) -> None:
+    def __init__(
+        self, blueprints: Sequence[str | int] = PREFERRED, *, start: int = 1, slots: int | None = None
+    ) -> None:
         for name in blueprints:
             if isinstance(name, str) and name not in BLUEPRINTS:
                 raise unknown_name("blueprint", name, BLUEPRINTS)
         self.preferred = [BLUEPRINTS.index(b) if isinstance(b, str) else b for b in blueprints]
-        self.start = start
+        self.start, self.slots = start, slots
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         actions = wait_everywhere(table.num_envs)
@@ -58,4 +62,6 @@ class Schedule:
         choice = np.full(table.num_slots, -1)
         for b in reversed([b for b in self.preferred if b < table.takes.shape[1]]):
             choice[table.takes[:, b]] = b
+        if self.slots is not None:
+            choice[self.slots :] = -1
         return choice

@@ -1,0 +1,76 @@
+"""`esper bench hot-paths`: what a decision costs besides training hosts, each part against its slow twin."""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from esper.commands import bench_gae, bench_obs, bench_sim
+from esper.leyline.events import Level
+from esper.nissa.hub import NissaHub
+from esper.simic.env import GrowthVectorEnv
+from esper.simic.simulated_worlds import SimConfig
+from esper.simic.simulator import Simulator
+from esper.simic.telemetry.emitters import TelemetryEmitter
+from esper.tamiyo.network import TamiyoNetwork
+
+LOOPS = ((16, 3), (128, 3), (128, 25))
+
+
+def run_bench(*, repeats: int, as_json: bool, quick: bool) -> None:
+    torch.set_num_threads(1)
+    found = {
+        "features and masks": bench_obs.rows(repeats, quick),
+        "advantages": bench_gae.rows(repeats, quick),
+        "simulator": bench_sim.rows(repeats, quick),
+        "loop": [overhead(e, s, 3 if quick else 2 * repeats) for e, s in (LOOPS[:1] if quick else LOOPS)],
+    }
+    if as_json:
+        print(json.dumps(found, indent=1))
+        return
+    console = Console()
+    for title, rows in found.items():
+        table = Table(*[str(k) for k in rows[0]], title=title, box=None)
+        for row in rows:
+            table.add_row(*[shown(v) for v in row.values()])
+        console.print(table)
+
+
+def shown(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return "–" if value is None else str(value)
+
+
+def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
+    """Milliseconds of one step of the loop without host arithmetic: choose, apply, tick, see, pay, tell.
+
+    The simulator stands for the hosts; its own learning curves are in the figure, so it is an upper bound.
+    """
+    env = GrowthVectorEnv(Simulator(SimConfig(slots=slots, horizon=10_000), range(envs)), range(envs))
+    network = TamiyoNetwork()
+    with NissaHub([_Nowhere()], level=Level.NORMAL) as hub:
+        emit = TelemetryEmitter(hub, slots=env.ground.slots, worlds=range(envs), host_params=1)
+        obs, info = env.reset()
+        hidden, chance = network.initial(envs), torch.rand(envs, 8, dtype=torch.float64)
+        spent = []
+        for _ in range(repeats + 20):
+            start = time.perf_counter()
+            choice = network.act(torch.from_numpy(obs), torch.from_numpy(info["masks"]), hidden, env.layout, chance)
+            hidden = choice.hidden
+            actions, allowed = choice.actions.numpy(), env.legal
+            obs, _, _, _, info = env.step(actions)
+            emit.step(env.ground.table, actions, env.outcome, allowed)
+            spent.append(1e3 * (time.perf_counter() - start))
+    return {"envs": envs, "slots": slots, "step_ms": statistics.median(spent[20:])}
+
+
+class _Nowhere:
+    def write(self, records: Any) -> None: ...
+    def close(self) -> None: ...

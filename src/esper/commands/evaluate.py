@@ -1,0 +1,205 @@
+"""`esper eval`: controllers in the same held-out worlds, differences world by world, a table and a picture."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from esper.karn.dots import dots
+from esper.leyline.errors import ConfigError
+from esper.nissa.run import read_manifest
+from esper.simic.evaluation import Played, best_schedule_on, compare, from_start, play, static
+from esper.simic.ground import Ground, HostGround
+from esper.simic.simulated_plans import FollowPlans
+from esper.simic.simulated_plans import best_schedule as best_plan
+from esper.simic.simulator import Simulator
+from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, built, load_config
+from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
+from esper.tolaria.tasks import get_task
+
+BEST_SCHEDULE, FROM_START, WIDER, DEEPER = "best-schedule", "from-start", "wider", "deeper"
+STATIC = {
+    FROM_START: "same structure from step 0",
+    WIDER: "wider host of equal size",
+    DEEPER: "deeper host of equal size",
+}
+EVERYTHING = ("heuristic", "random", "schedule", BEST_SCHEDULE, "none", FROM_START, WIDER, DEEPER)
+SEARCH_WORLDS = 2
+"""Training worlds that the best fixed schedule is searched in: 21 schedules take 42 episodes of a task of 3 slots."""
+
+
+class Arena:
+    """Where controllers are compared: the ground, rules and reward of one config."""
+
+    def __init__(self, config: TrainConfig, *, data_root: Path | None = None, twins: Path | None = None) -> None:
+        self.config = config
+        self.ground: Ground
+        if config.simulated:
+            self.ground = Simulator(config.sim, [0], config.rules)
+        else:
+            task = get_task(config.task)
+            task = task if config.epochs is None else dataclasses.replace(task, epochs=config.epochs)
+            self.ground = HostGround(
+                task, rules=config.rules, config=config.engine, data=task.load_data(data_root), twins=twins
+            )
+
+    def play_all(self, names: Sequence[str], worlds: Sequence[int], console: Console) -> list[Played]:
+        """Every contender in the same worlds; static hosts are sized by what the first one grew."""
+        played: list[Played] = []
+        columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            task = progress.add_task("", total=len(names))
+            for name in names:
+                progress.update(task, description=f"{name} in {len(worlds)} worlds")
+                if not console.is_terminal:
+                    print(f"{name} in {len(worlds)} worlds", flush=True)
+                played.append(self.play_one(name, list(worlds), played))
+                progress.advance(task)
+        return played
+
+    def play_one(self, name: str, worlds: list[int], before: list[Played]) -> Played:
+        reward = self.config.reward
+        if name in STATIC:
+            return self.play_static(name, worlds, before)
+        if name == BEST_SCHEDULE:
+            controller, told = self.best_schedule()
+            return play(self.ground, controller, worlds, reward, f"best schedule ({told})")
+        label = name if name in CONTROLLERS or name == "tamiyo" else f"learned ({Path(name).name})"
+        controller = make_controller(name)
+        if hasattr(controller, "fixed"):
+            controller.fixed = self.config.fixed_heads()
+        return play(self.ground, controller, worlds, reward, label)
+
+    def play_static(self, name: str, worlds: list[int], before: list[Played]) -> Played:
+        if not isinstance(self.ground, HostGround) or not before:
+            raise ConfigError(f"{name!r} compares real hosts with what grew: name a controller before it, and no --sim")
+        grown, reward, label = before[0], self.config.reward, STATIC[name]
+        if name == FROM_START:
+            return from_start(self.ground, grown, reward, label)
+        size = round(float(grown.params.mean()))
+        task = self.ground.task
+        other = task.widened(size) if name == WIDER else task.deepened(size)
+        return static(self.ground, other, worlds, reward, label)
+
+    def best_schedule(self) -> tuple[Controller, str]:
+        """The best fixed schedule, found in worlds for training."""
+        config = self.config
+        if isinstance(self.ground, HostGround):
+            return best_schedule_on(self.ground, range(SEARCH_WORLDS), config.reward)
+        plan, _ = best_plan(config.sim, range(64), config.rules, config.reward, beam=48)
+        return FollowPlans([plan]), f"{len(plan)} seeds"
+
+
+def run_eval(
+    names: list[str],
+    *,
+    task: str | None,
+    simulated: bool,
+    seeds: int,
+    out: Path | None,
+    as_json: bool,
+    data_root: Path | None,
+    threads: int,
+) -> None:
+    torch.set_num_threads(threads)
+    names = complete(names, simulated)
+    config = config_of(names[0], task, simulated)
+    runs = [Path(n) for n in names if (Path(n) / "twins").is_dir()]
+    arena = Arena(config, data_root=data_root, twins=runs[0] / "twins" if runs else None)
+    worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
+    console = Console(stderr=as_json)
+    played = arena.play_all(names, worlds, console)
+    facts = figures(played)
+    if out is not None:
+        out.mkdir(parents=True, exist_ok=True)
+        (out / "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
+        (out / "eval.svg").write_text(picture(played))
+    if as_json:
+        print(json.dumps(facts, indent=1))
+        return
+    console.print(results_table(played, config.simulated))
+    if out is not None:
+        console.print(f"left in {out}: eval.json, eval.svg", soft_wrap=True)
+
+
+def complete(names: list[str], simulated: bool) -> list[str]:
+    """One name alone is compared with everything there is to compare with."""
+    if len(names) > 1:
+        return names
+    others = [n for n in EVERYTHING if n not in names and not (simulated and n in STATIC)]
+    return [*names, *others]
+
+
+def config_of(name: str, task: str | None, simulated: bool) -> TrainConfig:
+    """The settings to compare under: those of the run that is named first, if it is one."""
+    more: dict[str, Any] = {"task": task, "simulated": simulated or None}
+    if (Path(name) / "manifest.json").exists():
+        tree = read_manifest(Path(name)).get("config")
+        if isinstance(tree, dict) and "ppo" in tree:
+            return built(TrainConfig, tree | {k: v for k, v in more.items() if v is not None})
+    return load_config(more=more)
+
+
+def figures(played: Sequence[Played]) -> dict[str, Any]:
+    """Everything that was found, as plain data; differences are the first one's lead."""
+    first = played[0]
+    rows = []
+    for p in played:
+        row: dict[str, Any] = {"name": p.name, "structures": [{s: b for s, (b, _) in x.items()} for x in p.structures]}
+        for column in ("test", "quality", "params", "macs", "utility"):
+            values = getattr(p, column)
+            whole = bool(np.isfinite(values).all())
+            row[column] = (
+                {"mean": float(values.mean()), "sd": spread(values), "worlds": values.tolist()} if whole else None
+            )
+        if p is not first:
+            for column in ("test", "utility"):
+                ours, theirs = getattr(first, column), getattr(p, column)
+                if np.isfinite(ours).all() and np.isfinite(theirs).all():
+                    row[f"{column}_lead"] = compare(ours, theirs)._asdict()
+        rows.append(row)
+    return {"worlds": first.worlds, "rows": rows}
+
+
+def spread(values: Any) -> float:
+    """The standard deviation over worlds."""
+    return float(np.std(values, ddof=1))
+
+
+def results_table(played: Sequence[Played], simulated: bool) -> Table:
+    """One row per contender; `lead` is how far the first is ahead of it, paired, with its 95 % interval."""
+    first = played[0]
+    table = Table(title=f"{len(first.worlds)} held-out worlds, the same for all; lead of the first row, paired, 95 %",
+                  box=None)  # fmt: skip
+    table.add_column("")
+    for name in (*([] if simulated else ["test accuracy", "lead"]), "U", "lead", "parameters", "multiply-adds"):
+        table.add_column(name, justify="right")
+    for p in played:
+        cells = [p.name]
+        if not simulated:
+            cells += [f"{p.test.mean():.1%} ± {100 * spread(p.test):.1f}", lead(first.test, p.test, p is first, 100, 1)]
+        cells += [f"{p.utility.mean():+.4f}", lead(first.utility, p.utility, p is first, 1, 4)]
+        table.add_row(*cells, f"{p.params.mean():,.0f}", f"{p.macs.mean():,.0f}")
+    return table
+
+
+def lead(ours: Any, theirs: Any, is_first: bool, scale: float, digits: int) -> str:
+    if is_first:
+        return ""
+    d = compare(ours, theirs)
+    text = f"{scale * d.mean:+.{digits}f} [{scale * d.low:+.{digits}f}, {scale * d.high:+.{digits}f}]"
+    return f"[b]{text}[/b]" if d.is_sure else text
+
+
+def picture(played: Sequence[Played]) -> str:
+    """Every world's utility as a dot, one line per contender, with means and intervals."""
+    return dots([(p.name, p.utility.tolist()) for p in played], "Utility in held-out worlds")

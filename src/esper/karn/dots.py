@@ -1,0 +1,54 @@
+"""A dot for every world, a row for every contender: the picture of a comparison, as SVG."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from html import escape
+from math import sqrt
+
+from esper.karn.charts import spoken, ticks
+
+LEFT, WIDTH, ROW, TOP = 250, 560, 34, 56
+COLOURS = ("#0072b2", "#777777")  # the first row, and those it is compared with
+
+
+def dots(rows: Sequence[tuple[str, Sequence[float]]], title: str) -> str:
+    """Rows of values; a bar marks the mean, a line its 95 % interval by the standard error."""
+    values = [v for _, row in rows for v in row]
+    low, high = min(values), max(values)
+    pad = 0.05 * (high - low or 1.0)
+    low, high = low - pad, high + pad
+    height = TOP + ROW * len(rows) + 30
+
+    def x(value: float) -> float:
+        return LEFT + WIDTH * (value - low) / (high - low)
+
+    parts = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{LEFT + WIDTH + 20}" height="{height}" '
+        f'font-family="sans-serif" font-size="12" role="img"><title>{escape(title)}</title>'
+        '<rect width="100%" height="100%" fill="white"/>'
+        f'<text x="12" y="22" font-size="15" font-weight="bold">{escape(title)}</text>'
+        '<text x="12" y="40" fill="#555">a dot is a world; the bar is the mean, the line its 95 % interval</text>'
+    ]
+    for tick in ticks(low, high):
+        if low <= tick <= high:
+            parts.append(
+                f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{TOP - 6}" y2="{height - 26}" stroke="#e4e4e4"/>'
+                f'<text x="{x(tick):.1f}" y="{height - 10}" text-anchor="middle" fill="#555">{spoken(tick)}</text>'
+            )
+    for i, (name, row) in enumerate(rows):
+        y, colour = TOP + ROW * (i + 0.5), COLOURS[min(i, 1)]
+        parts.append(f'<text x="{LEFT - 10}" y="{y + 4}" text-anchor="end">{escape(name)}</text>')
+        parts += [
+            f'<circle cx="{x(v):.1f}" cy="{y + 5 * (k % 3 - 1):.1f}" r="3" fill="{colour}" fill-opacity="0.45"/>'
+            for k, v in enumerate(row)
+        ]
+        mean = sum(row) / len(row)
+        parts.append(f'<rect x="{x(mean) - 1.5:.1f}" y="{y - 11}" width="3" height="22" fill="{colour}"/>')
+        if len(row) > 1:
+            error = 1.96 * sqrt(sum((v - mean) ** 2 for v in row) / (len(row) - 1) / len(row))
+            parts.append(
+                f'<line x1="{x(mean - error):.1f}" x2="{x(mean + error):.1f}" y1="{y}" y2="{y}" stroke="{colour}" '
+                'stroke-width="2"/>'
+            )
+    return "".join(parts) + "</svg>\n"

@@ -1,0 +1,293 @@
+"""The training loop as a whole: repeatable, blind to telemetry and to company, wired throughout, and it learns."""
+
+from __future__ import annotations
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from esper.leyline import events
+from esper.leyline.actions import BLUEPRINTS, Head
+from esper.leyline.events import Event
+from esper.nissa.journal import Damage, read
+from esper.recording import record
+from esper.simic.agent.ppo import PPOConfig, losses
+from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.simulated_worlds import MAP_BLUEPRINTS
+from esper.simic.training import vectorized
+from esper.simic.training.config import TrainConfig, load_config
+from esper.simic.training.vectorized import Trained, chances, make_env, new_network, pool_world, train_ppo_vectorized
+from esper.tamiyo.network import TamiyoNetwork
+from esper.tamiyo.policy.features import BASE, ENV_FEATURES, PER_SLOT, SLOT_FEATURES
+from esper.tamiyo.policy_file import load_policy
+
+SMALL = ["simulated=true", "rounds=2", "envs=4", "worlds=8", "epochs=15", "ppo.groups=2", "network.width=16",
+         "network.hidden=16", "network.patience=0.5"]  # fmt: skip
+EVENTFUL = ["fixed={}", "network.patience=0.0", "rules.auto_train=false", "rules.auto_blend=false",
+            "rules.one_at_a_time=false", "rules.thresholds.blend_dwell=2", "rules.thresholds.blend_health=0.0",
+            "rules.thresholds.z=0.5", "rules.min_prune_age=6", "ppo.groups=2"]  # fmt: skip
+"""Rules under which a short run sees every op and stage, and every head is the policy's."""
+DIGITS = ["task=digits", "rounds=2", "envs=4", "worlds=4", "epochs=24"]
+
+
+def config(*sets: str) -> TrainConfig:
+    return load_config(sets=[*SMALL, *sets])
+
+
+def weights(network: TamiyoNetwork) -> str:
+    digest = hashlib.sha256()
+    for name, value in network.state_dict().items():
+        digest.update(name.encode() + value.numpy().tobytes())
+    return digest.hexdigest()
+
+
+class Everything:
+    """A hub that wants and keeps every event."""
+
+    def __init__(self) -> None:
+        self.heard: list[Event] = []
+
+    def wants(self, kind: type[Event]) -> bool:
+        return True
+
+    def emit(self, event: Event) -> None:
+        self.heard.append(event)
+
+
+# ---- the same seed, the same run
+
+
+def same(one: Trained, two: Trained) -> bool:
+    rounds = zip(one.rounds, two.rounds, strict=True)
+    alike = all(np.array_equal(a.returns, b.returns) and np.array_equal(a.quality, b.quality) for a, b in rounds)
+    return alike and weights(one.network) == weights(two.network)
+
+
+def test_the_same_seed_gives_the_same_run_bit_for_bit() -> None:
+    first = train_ppo_vectorized(config())
+    torch.manual_seed(99)  # nobody's business
+    np.random.seed(99)
+    assert same(first, train_ppo_vectorized(config()))
+    assert not same(first, train_ppo_vectorized(config("seed=1")))
+
+
+@pytest.mark.parametrize("level", ["off", "minimal", "normal", "debug"])
+def test_telemetry_never_changes_what_is_learnt(level: str) -> None:
+    hub = Everything()
+    assert same(train_ppo_vectorized(config(f"telemetry={level}"), hub), train_ppo_vectorized(config()))
+    assert hub.heard
+
+
+def test_training_leaves_the_callers_random_numbers_alone() -> None:
+    before = torch.get_rng_state(), np.random.get_state()[1]
+    train_ppo_vectorized(config("rounds=1"))
+    assert torch.equal(torch.get_rng_state(), before[0])
+    np.testing.assert_array_equal(np.random.get_state()[1], before[1])
+
+
+def test_a_real_run_is_repeatable_too() -> None:
+    real = ["simulated=false", "task=digits", "rounds=1", "envs=2", "worlds=2", "epochs=5", *EVENTFUL]
+    assert same(*(train_ppo_vectorized(config(*real)) for _ in range(2)))
+
+
+# ---- company does not matter
+
+
+def rollout(env: Any, network: TamiyoNetwork, number: int, seed: int) -> list[tuple[np.ndarray, ...]]:
+    """A round under a policy: observations, actions, rewards and values of every step."""
+    obs, info = env.reset()
+    hidden, told = network.initial(env.num_envs), []
+    for _ in range(env.horizon):
+        choice = network.act(
+            torch.from_numpy(obs), torch.from_numpy(info["masks"]), hidden, env.layout, chances(seed, number, env)
+        )
+        after, paid, _, _, info = env.step(choice.actions.numpy())
+        told.append((obs, choice.actions.numpy(), paid, choice.values.numpy()))
+        obs, hidden = after, choice.hidden
+    return told
+
+
+@pytest.mark.parametrize("ground", [[], ["simulated=false", "task=digits", "epochs=6"]], ids=["simulator", "digits"])
+def test_an_environment_among_eight_is_the_same_world_alone(ground: list[str]) -> None:
+    eight = config("envs=8", *EVENTFUL, *ground)
+    network = new_network(eight)
+    crowd = rollout(make_env(eight), network, 0, eight.seed)
+    acted = 0
+    for e in (0, 5):
+        alone = make_env(config("envs=1", "ppo.groups=1", *EVENTFUL[:-1], *ground))
+        alone._worlds = lambda _, e=e: [pool_world(eight, e)]
+        for among, lone in zip(crowd, rollout(alone, network, 0, eight.seed), strict=True):
+            for theirs, mine in zip(among[:3], lone[:3], strict=True):
+                np.testing.assert_array_equal(theirs[e : e + 1], mine)
+            np.testing.assert_allclose(among[3][e : e + 1], lone[3], atol=1e-5)
+            acted += int(lone[1][0, Head.OP] != 0)
+    assert acted > 3
+
+
+def test_a_run_visits_every_world_of_its_pool_equally_often() -> None:
+    setting = config("worlds=8")
+    for turn in range(3):
+        assert sorted(pool_world(setting, 8 * turn + i) for i in range(8)) == list(range(8))
+    orders = [[pool_world(setting, 8 * turn + i) for i in range(8)] for turn in range(3)]
+    assert orders[0] != orders[1] != orders[2]
+
+
+def test_choices_fall_by_seed_round_world_and_step_alone() -> None:
+    one, two = make_env(config("envs=4")), make_env(config("envs=4"))
+    one.reset(options={"worlds": [0, 1, 2, 3]})
+    two.reset(options={"worlds": [3, 9, 1, 7]})
+    a, b = chances(0, 0, one), chances(0, 0, two)
+    assert torch.equal(a[[3, 1]], b[[0, 2]])
+    assert len(torch.unique(torch.cat([a, b[[1, 3]]]))) == 6 * 8
+    assert not torch.isclose(a, chances(1, 0, one)).any()
+    assert not torch.isclose(a, chances(0, 1, one)).any()
+    one.step(one.action_space.sample())
+    assert not torch.isclose(a, chances(0, 0, one)).any()
+
+
+# ---- everything is wired
+
+
+class Kept(TamiyoRolloutBuffer):
+    """A buffer that keeps what went through it."""
+
+    seen: list[np.ndarray]
+    last: TamiyoRolloutBuffer
+
+    def finish(self) -> TamiyoRolloutBuffer:
+        Kept.seen.append(self.obs.numpy().copy())
+        Kept.last = self
+        return super().finish()
+
+
+def watched(monkeypatch: pytest.MonkeyPatch, *sets: str) -> Trained:
+    Kept.seen = []
+    monkeypatch.setattr(vectorized, "TamiyoRolloutBuffer", Kept)
+    return train_ppo_vectorized(load_config(sets=sets))
+
+
+def still() -> tuple[set[str], set[str]]:
+    """Features that had one value throughout: of environments, and of slots (taken together)."""
+    rows = np.concatenate([o.reshape(-1, o.shape[-1]) for o in Kept.seen])
+    env, slot = rows[:, :BASE], rows[:, BASE:].reshape(-1, PER_SLOT)
+    names = zip((ENV_FEATURES, SLOT_FEATURES), (env, slot), strict=True)
+    return tuple({f.name for i, f in enumerate(fs) if np.ptp(x[:, i]) == 0} for fs, x in names)  # type: ignore
+
+
+ONE_HOST = {"host_params", "host_macs"}  # a run has one host, whose size does not change
+NO_BUDGET = {"budget_left", "has_budget"}  # none can be set yet
+
+
+def columns_of(blueprints: Any) -> set[str]:
+    return {f"{kind}_{b}" for kind in ("blueprint", "price_params", "price_macs") for b in blueprints}
+
+
+@pytest.mark.slow
+def test_every_feature_that_can_vary_does_on_the_simulator(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(monkeypatch, "simulated=true", "rounds=2", "envs=8", "worlds=8", *EVENTFUL)
+    env, slot = still()
+    assert env == ONE_HOST | NO_BUDGET
+    not_for_maps = set(BLUEPRINTS[1:]) - set(MAP_BLUEPRINTS)
+    assert slot == columns_of(not_for_maps) | {"enabled", "price_macs_norm"}  # a norm multiplies nothing anywhere
+
+
+@pytest.mark.slow
+def test_every_feature_that_can_vary_does_on_real_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    watched(monkeypatch, *DIGITS, *EVENTFUL)
+    env, slot = still()
+    assert env == ONE_HOST | NO_BUDGET
+    for_vectors = {"norm", "lora", "lora_large", "mlp_small", "mlp"}
+    alike = {"width"} | {name for name in columns_of(for_vectors) if name.startswith("price")}  # all layers are as wide
+    assert slot == columns_of(set(BLUEPRINTS[1:]) - for_vectors) | alike | {"enabled"}
+
+
+def test_every_head_is_learnt_from_and_every_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+    sets = ["simulated=true", "rounds=2", "envs=8", "worlds=8", *EVENTFUL]
+    before = {k: v.clone() for k, v in new_network(load_config(sets=sets)).state_dict().items()}
+    trained = watched(monkeypatch, *sets)
+    for told in (r.update for r in trained.rounds):
+        assert told.skipped == 0
+        for head in Head:
+            assert told.learnable[head.name.lower()] > 0, head
+            assert told.entropy[head.name.lower()] is not None, head
+    for name, value in trained.network.state_dict().items():
+        assert not torch.equal(value, before[name]), name
+
+
+def test_every_term_of_the_loss_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    trained = watched(monkeypatch, "simulated=true", "rounds=1", "envs=8", "worlds=8", *EVENTFUL)
+    layout = make_env(load_config(sets=["simulated=true"])).layout
+    batch = next(iter(Kept.last.minibatches(1, 64, torch.Generator().manual_seed(0))))
+
+    def gradient(*, policy: bool = False, value: float = 0.0, entropy: float = 0.0) -> float:
+        batch.advantages.copy_(advantages if policy else torch.zeros_like(advantages))
+        trained.network.zero_grad()
+        loss, _ = losses(trained.network, layout, PPOConfig(value_coef=value), batch, entropy)
+        loss.backward()
+        return sum(float(p.grad.abs().sum()) for p in trained.network.parameters() if p.grad is not None)
+
+    advantages = batch.advantages.clone()
+    assert gradient() == 0.0
+    assert gradient(policy=True) > 0.0
+    assert gradient(value=1.0) > 0.0
+    assert gradient(entropy=1.0) > 0.0
+
+
+# ---- what a run leaves
+
+OF_A_LOOP = {events.Step, events.Decision, events.Lifecycle, events.Worth, events.Gradient, events.Update,
+             events.Episode, events.PhaseProfile}  # fmt: skip
+OF_OTHERS = {events.RunStarted, events.RunFinished, events.Checkpoint, events.Governor, events.Health}
+"""Said by whoever records the run, by its governor, or by the hub."""
+
+
+@pytest.mark.slow
+def test_every_kind_of_event_is_said_and_can_be_read_again(tmp_path: Path) -> None:
+    assert set(events.KINDS.values()) == OF_A_LOOP | OF_OTHERS
+    setting = load_config(sets=[*DIGITS, *EVENTFUL, "telemetry=debug"])
+    with record("digits", out=tmp_path / "run", level="debug") as run:
+        trained = train_ppo_vectorized(setting, run.hub, directory=run.path)
+    damage = Damage()
+    entries = list(read(tmp_path / "run", damage))
+    assert damage == Damage()
+    found = [msgspec.convert(events.unspelled(e.data) | {"kind": e.kind}, events.KINDS[e.kind]) for e in entries]
+    kinds = {type(event) for event in found}
+    assert kinds - OF_OTHERS == OF_A_LOOP
+    steps = [e for e in found if isinstance(e, events.Step)]
+    assert len(steps) == trained.env_steps == 2 * 4 * 24
+    assert {e.episode for e in steps} == {0, 1}
+    assert len([e for e in found if isinstance(e, events.Decision)]) == len(steps)  # at debug: waiting too
+    ends = [e for e in found if isinstance(e, events.Episode)]
+    told = np.concatenate([r.returns for r in trained.rounds])
+    assert [e.reward_sum for e in ends] == pytest.approx(told)
+    for end in ends:
+        paid = [s.reward for s in steps if (s.env, s.episode) == (end.env, end.episode)]
+        assert sum(p for p in paid if p is not None) == pytest.approx(end.reward_sum, abs=1e-5)
+        assert end.twin_quality is not None
+    assert {e.phase for e in found if isinstance(e, events.PhaseProfile)} >= {
+        "train", "validate", "coalitions", "worth", "twins", "features", "policy", "update", "telemetry"
+    }  # fmt: skip
+    kept = load_policy(tmp_path / "run" / "policy.safetensors")
+    assert weights(kept) == weights(trained.network)
+    assert len(list((tmp_path / "run" / "twins").rglob("*.json"))) == 4
+
+
+# ---- and it learns
+
+LEARNING = ["simulated=true", "rounds=20", "envs=32", "worlds=64", "ppo.lr=3e-3", "network.width=32",
+            "network.hidden=32"]  # fmt: skip
+FIRST, LAST, AT_LEAST = 4, 4, 0.012
+"""Measured, seeds 0 to 5: AS_MEASURED"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", [0, 1, 2])
+def test_a_policy_learns_on_the_simulator(seed: int) -> None:
+    trained = train_ppo_vectorized(load_config(sets=[*LEARNING, f"seed={seed}"]))
+    returns = np.array([r.returns.mean() for r in trained.rounds])
+    assert returns[-LAST:].mean() > returns[:FIRST].mean() + AT_LEAST
