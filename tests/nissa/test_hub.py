@@ -408,7 +408,9 @@ def test_a_sink_that_cannot_close_harms_nobody():
 # Events that cannot be written ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("value", [np.float64(1), np.zeros(2), object(), "\ud800"], ids=["numpy", "array", "object", "surrogate"])
+@pytest.mark.parametrize(
+    "value", [np.float64(1), np.zeros(2), object(), "\ud800"], ids=["numpy", "array", "object", "surrogate"]
+)
 def test_a_strict_hub_refuses_at_once_what_no_journal_can_hold(value):
     with NissaHub([sink := ListSink()], strict=True) as hub:
         with pytest.raises(DataError, match="Governor cannot be recorded"):

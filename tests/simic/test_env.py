@@ -150,6 +150,7 @@ def test_single_environments_stand_side_by_side_in_gymnasium_as_in_ours() -> Non
         a, b = theirs.step(actions), ours.step(actions)
         for x, y in zip(a[:-1], b[:-1], strict=True):
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
+        assert a[-1].keys() == b[-1].keys()
         for key, value in b[-1].items():
             np.testing.assert_array_equal(a[-1][key], value, err_msg=key)
 

@@ -272,17 +272,18 @@ def test_every_kind_of_event_is_said_and_can_be_read_again(tmp_path: Path) -> No
     assert {e.phase for e in found if isinstance(e, events.PhaseProfile)} >= {
         "train", "validate", "coalitions", "worth", "twins", "features", "policy", "update", "telemetry"
     }  # fmt: skip
-    kept = load_policy(tmp_path / "run" / "policy.safetensors")
+    kept, _ = load_policy(tmp_path / "run" / "policy.safetensors")
     assert weights(kept) == weights(trained.network)
     assert len(list((tmp_path / "run" / "twins").rglob("*.json"))) == 4
 
 
 # ---- and it learns
 
-LEARNING = ["simulated=true", "rounds=20", "envs=32", "worlds=64", "ppo.lr=3e-3", "network.width=32",
+LEARNING = ["simulated=true", "rounds=24", "envs=32", "worlds=64", "ppo.lr=3e-3", "network.width=32",
             "network.hidden=32"]  # fmt: skip
-FIRST, LAST, AT_LEAST = 4, 4, 0.012
-"""Measured, seeds 0 to 5: AS_MEASURED"""
+AT_LEAST = 0.008
+"""By how much the mean return of the last four rounds is above that of the first four, in quality less rent. Measured
+with seeds 0 to 5: 0.038, 0.039, 0.043, 0.030, 0.016 and 0.026, in 17 to 21 s of a busy core each."""
 
 
 @pytest.mark.slow
@@ -290,4 +291,4 @@ FIRST, LAST, AT_LEAST = 4, 4, 0.012
 def test_a_policy_learns_on_the_simulator(seed: int) -> None:
     trained = train_ppo_vectorized(load_config(sets=[*LEARNING, f"seed={seed}"]))
     returns = np.array([r.returns.mean() for r in trained.rounds])
-    assert returns[-LAST:].mean() > returns[:FIRST].mean() + AT_LEAST
+    assert returns[-4:].mean() > returns[:4].mean() + AT_LEAST

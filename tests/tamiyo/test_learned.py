@@ -111,7 +111,7 @@ def test_without_a_host_it_says_what_to_call():
 
 
 def test_it_is_loaded_from_a_file_and_plays_as_the_network_that_was_saved(tmp_path):
-    save_policy(some_network(), tmp_path / "policy.safetensors")
+    save_policy(some_network(), tmp_path / "policy.safetensors", fixed=DEFAULT_FIXED)
     np.testing.assert_array_equal(play(Learned.load(tmp_path), range(4)), play(Learned(some_network()), range(4)))
     with pytest.raises(DataError):
         Learned.load(tmp_path / "nothing")

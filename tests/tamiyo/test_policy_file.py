@@ -9,9 +9,11 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
+from esper.leyline.actions import Head
 from esper.leyline.errors import DataError
 from esper.tamiyo import policy_file
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
+from esper.tamiyo.policy.action_masks import DEFAULT_FIXED
 from esper.tamiyo.policy_file import POLICY, load_policy, save_policy, view
 
 CONFIGS = [NetworkConfig(), NetworkConfig(core="lstm", width=8, hidden=6, epsilon=0.1, patience=0.0)]
@@ -31,7 +33,7 @@ def rewritten(path, **changed):
 @pytest.fixture
 def saved(tmp_path):
     path = tmp_path / POLICY
-    save_policy(TamiyoNetwork(NetworkConfig(width=8, hidden=6)), path, trained_on="sim", round=7)
+    save_policy(TamiyoNetwork(NetworkConfig(width=8, hidden=6)), path, fixed=DEFAULT_FIXED, trained_on="sim", round=7)
     return path
 
 
@@ -39,8 +41,9 @@ def saved(tmp_path):
 def test_a_policy_comes_back_bit_by_bit_with_its_settings_and_units_of_return(config, tmp_path):
     network = TamiyoNetwork(config)
     network.renormalise(0.3, 2.0)
-    save_policy(network, tmp_path / "mine.safetensors")
-    again = load_policy(tmp_path / "mine.safetensors")
+    save_policy(network, tmp_path / "mine.safetensors", fixed={Head.TEMPO: 2})
+    again, fixed = load_policy(tmp_path / "mine.safetensors")
+    assert fixed == {Head.TEMPO: 2}
     assert again.config == config
     assert again.state_dict().keys() == network.state_dict().keys()
     assert all(torch.equal(again.state_dict()[name], x) for name, x in network.state_dict().items())
@@ -48,7 +51,7 @@ def test_a_policy_comes_back_bit_by_bit_with_its_settings_and_units_of_return(co
 
 
 def test_a_run_directory_stands_for_the_policy_in_it(saved):
-    assert load_policy(saved.parent).config == load_policy(saved).config
+    assert load_policy(saved.parent)[0].config == load_policy(saved)[0].config
 
 
 def test_the_header_tells_where_a_policy_comes_from_and_can_be_read_without_us(saved):
@@ -58,15 +61,15 @@ def test_the_header_tells_where_a_policy_comes_from_and_can_be_read_without_us(s
 
 def test_writing_leaves_one_file_and_replaces_an_older_one(saved):
     other = TamiyoNetwork(NetworkConfig(width=4, hidden=3))
-    save_policy(other, saved)
+    save_policy(other, saved, fixed={})
     assert [p.name for p in saved.parent.iterdir()] == [POLICY]
-    assert load_policy(saved).config.width == 4
+    assert load_policy(saved)[0].config.width == 4
 
 
 def test_a_policy_that_cannot_be_written_leaves_the_older_one_alone(saved):
     before = saved.read_bytes()
     with pytest.raises(TypeError):
-        save_policy(TamiyoNetwork(), saved, about_what=object())
+        save_policy(TamiyoNetwork(), saved, fixed={}, about_what=object())
     assert saved.read_bytes() == before
     assert [p.name for p in saved.parent.iterdir()] == [POLICY]
 

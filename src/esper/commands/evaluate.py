@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.console import Console
@@ -44,7 +45,8 @@ class Arena:
         self.config = config
         self.ground: Ground
         if config.simulated:
-            self.ground = Simulator(config.sim, [0], config.rules)
+            horizon = config.sim.horizon if config.epochs is None else config.epochs
+            self.ground = Simulator(msgspec.structs.replace(config.sim, horizon=horizon), [0], config.rules)
         else:
             task = get_task(config.task)
             task = task if config.epochs is None else dataclasses.replace(task, epochs=config.epochs)
@@ -61,7 +63,7 @@ class Arena:
             for name in names:
                 progress.update(task, description=f"{name} in {len(worlds)} worlds")
                 if not console.is_terminal:
-                    print(f"{name} in {len(worlds)} worlds", flush=True)
+                    console.print(f"{name} in {len(worlds)} worlds", markup=False, highlight=False, soft_wrap=True)
                 played.append(self.play_one(name, list(worlds), played))
                 progress.advance(task)
         return played
@@ -74,10 +76,7 @@ class Arena:
             controller, told = self.best_schedule()
             return play(self.ground, controller, worlds, reward, f"best schedule ({told})")
         label = name if name in CONTROLLERS or name == "tamiyo" else f"learned ({Path(name).name})"
-        controller = make_controller(name)
-        if hasattr(controller, "fixed"):
-            controller.fixed = self.config.fixed_heads()
-        return play(self.ground, controller, worlds, reward, label)
+        return play(self.ground, make_controller(name), worlds, reward, label)
 
     def play_static(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         if not isinstance(self.ground, HostGround) or not before:

@@ -14,10 +14,13 @@ from contextlib import AbstractContextManager
 from time import perf_counter_ns, thread_time_ns
 from typing import NamedTuple
 
-PHASES = ("apply", "train", "validate", "coalitions", "norms", "worth", "features", "policy", "update", "telemetry")
+PHASES = (
+    "apply", "train", "validate", "coalitions", "norms", "worth", "features", "policy", "update", "telemetry", "twins",
+)  # fmt: skip
 """The phases of a run. An epoch's validation pass is `validate` if it asks for the network as it stands, and
 `coalitions` if it asks for other configurations too, which are evaluated in the same pass; `norms` is the part of
-it that re-estimates the statistics of norms behind slots; `worth` turns the scores into numbers."""
+it that re-estimates the statistics of norms behind slots; `worth` turns the scores into numbers. `twins` trains worlds
+without growth, once each."""
 
 
 class Total(NamedTuple):

@@ -53,6 +53,8 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise ConfigError(f"network.width and network.hidden must be ≥ 1, got {self.width} and {self.hidden}")
         if not 0.0 <= self.epsilon < 1.0:
             raise ConfigError(f"network.epsilon must lie in [0, 1), got {self.epsilon}")
+        if not -50.0 <= self.patience <= 50.0:
+            raise ConfigError(f"network.patience is a log-odds between −50 and 50, got {self.patience}")
 
 
 @dataclass(slots=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,7 @@ import msgspec
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file, save_file
 
-from esper.leyline.actions import HEAD_OPTIONS
+from esper.leyline.actions import HEAD_OPTIONS, Head
 from esper.leyline.errors import DataError
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.features import feature_names
@@ -27,12 +28,13 @@ def view() -> str:
     return hashlib.sha256(json.dumps([feature_names(1), heads]).encode()).hexdigest()[:16]
 
 
-def save_policy(network: TamiyoNetwork, path: Path, **about: Any) -> None:
-    """Write a policy, whole or not at all. `about` says where it comes from."""
+def save_policy(network: TamiyoNetwork, path: Path, *, fixed: Mapping[Head, int], **about: Any) -> None:
+    """Write a policy, whole or not at all, with the heads it never had to choose. `about` says where it comes from."""
     header = {
         "format": FORMAT,
         "view": view(),
         "network": msgspec.json.encode(network.config).decode(),
+        "fixed": json.dumps({head.name: option for head, option in fixed.items()}),
         "about": json.dumps(about),
     }
     draft = path.with_suffix(f".{os.getpid()}.tmp")
@@ -40,8 +42,8 @@ def save_policy(network: TamiyoNetwork, path: Path, **about: Any) -> None:
     draft.replace(path)
 
 
-def load_policy(path: Path) -> TamiyoNetwork:
-    """A policy from its file, or from a run directory that holds one."""
+def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
+    """A policy and the heads fixed for it, from its file, or from a run directory that holds one."""
     file = path / POLICY if path.is_dir() else path
     if not file.exists():
         raise DataError(f"there is no policy in {path}. `esper train` leaves one in its run directory")
@@ -57,6 +59,7 @@ def load_policy(path: Path) -> TamiyoNetwork:
             )
         network = TamiyoNetwork(msgspec.json.decode(header["network"], type=NetworkConfig))
         network.load_state_dict(load_file(file))
-    except (SafetensorError, msgspec.MsgspecError, RuntimeError, KeyError, OSError) as error:
+        fixed = {Head[name]: int(option) for name, option in json.loads(header["fixed"]).items()}
+    except (SafetensorError, msgspec.MsgspecError, RuntimeError, KeyError, ValueError, OSError) as error:
         raise DataError(f"{file} is damaged or not a policy: {error}") from error
-    return network
+    return network, fixed

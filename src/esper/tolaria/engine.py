@@ -58,6 +58,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if self.shadow_every < 1 or self.gradient_telemetry_stride < 1:
             raise ConfigError("shadow_every and gradient_telemetry_stride must be ≥ 1")
+        if not 0.0 <= self.ema_decay < 1.0:
+            raise ConfigError(f"ema_decay must lie in [0, 1), got {self.ema_decay}")
+        try:
+            torch.device(self.device)
+        except RuntimeError:
+            raise ConfigError(f"device is one that torch knows, such as cpu or cuda:0, got {self.device!r}") from None
         if self.incubation not in ("shadow", "straight_through"):
             raise ConfigError(f"incubation must be 'shadow' or 'straight_through', got {self.incubation!r}")
 

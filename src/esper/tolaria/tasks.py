@@ -101,7 +101,9 @@ class Task:
         blocks = self.host_kwargs.get("blocks")
         pools = {"pools": self.host_kwargs.get("pools", blocks)} if self.host == "cnn" else {}
         task = replace(self, host_kwargs={**self.host_kwargs, **pools})
-        return task._enlarged(params, "blocks" if self.host == "cnn" else "layers", 1)
+        segments = self.host_kwargs.get("segments", 3)  # a transformer's layers come in that many equal parts
+        knob, pace = {"cnn": ("blocks", 1), "mlp": ("layers", 1), "transformer": ("layers", segments)}[self.host]
+        return task._enlarged(params, knob, pace)
 
     def _enlarged(self, params: int, knob: str, pace: int) -> Task:
         kwargs = dict(self.host_kwargs)

@@ -61,8 +61,8 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip_ratio", "target_kl", "max_grad_norm"):
-            if not getattr(self, name) > 0.0:
-                raise ConfigError(f"ppo.{name} must be above 0, got {getattr(self, name)}")
+            if not 0.0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"ppo.{name} must be above 0 and finite, got {getattr(self, name)}")
         for name in ("gamma", "gae_lambda"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"ppo.{name} must lie between 0 and 1, got {getattr(self, name)}")

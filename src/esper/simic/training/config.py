@@ -23,6 +23,7 @@ from esper.simic.rewards import RewardConfig
 from esper.simic.simulated_worlds import SimConfig
 from esper.tamiyo.network import NetworkConfig
 from esper.tolaria.engine import EngineConfig
+from esper.tolaria.tasks import get_task
 
 TRAIN_WORLDS, HELD_OUT_WORLDS = 64, 16
 HELD_OUT_FROM = 10_000
@@ -76,6 +77,12 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"ppo.groups = {self.ppo.groups} minibatches cannot be made of envs = {self.envs} environments: "
                 "raise envs or lower ppo.groups"
             )
+        if self.reward.mode == "shaped" and self.reward.gamma != self.ppo.gamma:
+            raise ConfigError(
+                f"reward.mode = shaped needs reward.gamma = ppo.gamma, or its potential pays for going in circles; "
+                f"got {self.reward.gamma} and {self.ppo.gamma}"
+            )
+        get_task(self.task)
         level(self.telemetry)
         self.fixed_heads()
 

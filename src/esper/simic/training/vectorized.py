@@ -34,7 +34,7 @@ from esper.simic.training.config import TrainConfig
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import forced
 from esper.tamiyo.policy.features import num_features
-from esper.tamiyo.policy_file import load_policy, save_policy
+from esper.tamiyo.policy_file import POLICY, load_policy, save_policy
 from esper.tolaria.tasks import get_task
 
 
@@ -67,6 +67,7 @@ def train_ppo_vectorized(
     on_round: Callable[[Round], None] = lambda told: None,
 ) -> Trained:
     """Train a policy. `directory` keeps it after every round, with the twins; `on_round` is told how each went."""
+    torch.set_num_threads(config.threads)  # results depend on it
     phases, hub = Phases(), Silence() if hub is None else hub
     env = make_env(config, phases, directory, data_root)
     network = new_network(config)
@@ -114,10 +115,10 @@ def train_ppo_vectorized(
                 twin_quality=env.frame.twin_quality.tolist(), multiply_adds=env.frame.macs.tolist(),
             )  # fmt: skip
             emit.phases(phases, last=True)
-        if directory is not None:
-            save_policy(network, directory / "policy.safetensors", trained_on=config.task, round=number + 1)
         trained.rounds.append(Round(number, earned, info["utility"], info["quality"], told))
         trained.env_steps += env.num_envs * env.horizon
+        if directory is not None:
+            keep_policy(trained, config, directory)
         on_round(trained.rounds[-1])
     return trained
 
@@ -144,6 +145,14 @@ def make_env(
     return GrowthVectorEnv(ground, worlds, reward=config.reward, fixed=config.fixed_heads(), phases=phases)
 
 
+def keep_policy(trained: Trained, config: TrainConfig, directory: Path) -> None:
+    """The policy as it is now, in place of the one before."""
+    where = "sim" if config.simulated else config.task
+    save_policy(
+        trained.network, directory / POLICY, fixed=config.fixed_heads(), trained_on=where, env_steps=trained.env_steps
+    )
+
+
 def pool_world(config: TrainConfig, number: int) -> int:
     """The world of the run's n-th episode: the pool is gone through in a new order each time."""
     turn, place = divmod(number, config.worlds)
@@ -154,16 +163,21 @@ def pool_world(config: TrainConfig, number: int) -> int:
 def new_network(config: TrainConfig) -> TamiyoNetwork:
     """A policy to begin with: a new one, or another run's."""
     if config.start_from is not None:
-        return load_policy(Path(config.start_from))
+        return load_policy(Path(config.start_from))[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(config.seed, "policy"))
         return TamiyoNetwork(config.network)
 
 
 def chances(seed: int, number: int, env: GrowthVectorEnv) -> Tensor:
-    """[E, 8] the numbers that choices fall by: of the run, round, world, step and head, and of nothing else."""
-    keys = world_keys(env.ground.worlds)
-    bits = random_bits(keys, f"choices {seed} {number}", NUM_HEADS, env.ground.table.step)
+    """[E, 8] the numbers that choices fall by: of the run, round, world, step and head, and of nothing else.
+
+    A world that appears twice in a round is told apart by its turn.
+    """
+    worlds = env.ground.worlds
+    turn = np.array([worlds[:e].count(world) for e, world in enumerate(worlds)])
+    counters = turn[:, None] * NUM_HEADS + np.arange(NUM_HEADS)
+    bits = random_bits(world_keys(worlds), f"choices {seed} {number}", counters, env.ground.table.step)
     return torch.from_numpy(uniform(bits))
 
 

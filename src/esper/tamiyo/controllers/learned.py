@@ -39,7 +39,8 @@ class Learned:
 
     @classmethod
     def load(cls, path: Path, *, sample: bool = True) -> Learned:
-        return cls(load_policy(path), sample=sample)
+        network, fixed = load_policy(path)
+        return cls(network, fixed=fixed, sample=sample)
 
     def bind(self, context: ObsContext, worlds: Sequence[int] | None = None) -> None:
         """Say which host this is for, and in which worlds its environments live."""

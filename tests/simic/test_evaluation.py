@@ -1,0 +1,116 @@
+"""Comparing controllers: the same worlds for all, and intervals that mean what they say."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from esper.leyline.actions import Operator
+from esper.simic.evaluation import AT_ONCE, best_schedule_on, compare, from_start, play, static
+from esper.simic.ground import HostGround
+from esper.simic.rewards import RewardConfig
+from esper.simic.simulator import SimConfig, Simulator
+from esper.tamiyo.controllers import Random, Schedule, Wait
+from esper.tamiyo.controllers.learned import Learned
+from esper.tamiyo.network import TamiyoNetwork
+from esper.tolaria.tasks import get_task
+
+REWARD = RewardConfig()
+
+
+@pytest.fixture(scope="module")
+def ground():
+    return HostGround(dataclasses.replace(get_task("digits"), epochs=18))
+
+
+def test_the_interval_covers_the_true_difference_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    covered = 0
+    for i in range(300):
+        world = rng.normal(0, 5, 20)  # what is common to both cancels out
+        ours, theirs = world + rng.normal(0.3, 0.5, 20), world + rng.normal(0, 0.5, 20)
+        low, high = compare(ours, theirs, repeats=500, seed=i)[1:]
+        covered += low <= 0.3 <= high
+    assert 0.88 <= covered / 300 <= 0.98
+
+
+def test_a_difference_is_sure_only_if_its_interval_lies_on_one_side():
+    assert compare(np.arange(20) + 1.0, np.arange(20)).is_sure
+    assert not compare(np.array([1.0, -1.0] * 10), np.zeros(20)).is_sure
+    assert compare(np.zeros(5), np.ones(5)) == (-1.0, -1.0, -1.0)
+
+
+def test_simulated_worlds_are_the_same_for_everybody_and_in_any_company():
+    sim = Simulator(SimConfig(), [0])
+    many = play(sim, Schedule(), range(100, 132), REWARD, "schedule")
+    few = play(sim, Schedule(), range(110, 114), REWARD)
+    assert np.array_equal(many.utility[10:14], few.utility)
+    nothing = play(sim, Wait(), range(100, 132), REWARD)
+    assert np.array_equal(nothing.utility, np.zeros(32))
+    assert (many.params > nothing.params).all()
+    assert np.isnan(many.test).all()  # a simulated host has no test split
+
+
+def test_a_trained_policy_plays_the_same_worlds_the_same_way_every_time():
+    sim = Simulator(SimConfig(), [0])
+    learned = Learned(TamiyoNetwork())
+    first = play(sim, learned, range(16), REWARD)
+    again = play(sim, learned, range(16), REWARD)
+    assert np.array_equal(first.utility, again.utility)
+    alone = play(sim, learned, [7], REWARD)
+    assert alone.utility[0] == pytest.approx(first.utility[7], abs=1e-6)
+
+
+def test_real_hosts_are_measured_on_test_data_and_against_their_twins(ground):
+    worlds = list(range(20, 20 + AT_ONCE + 1))  # more than live side by side
+    nothing = play(ground, Wait(), worlds, REWARD, "none")
+    assert nothing.worlds == worlds
+    assert np.allclose(nothing.utility, 0.0)  # no growth is its own twin, and pays no rent
+    assert ((nothing.test > 0.1) & (nothing.test < 1.0)).all()
+    grown = play(ground, Schedule(), worlds[:2], REWARD, "schedule")
+    assert (grown.params > nothing.params[:2]).all()
+    assert (grown.macs > nothing.macs[:2]).all()
+    assert grown.structures[0]["r0c0"] == ("mlp_small", Operator.ADD)
+
+    same = from_start(ground, grown, REWARD, "from start")
+    assert np.array_equal(same.params[0], ground.context.host_params + sum(
+        ground.engine.plots[0].body.slots[s].seed is not None and ground.table.params[0, i]
+        for i, s in enumerate(ground.slots)
+    ))  # fmt: skip
+    assert [set(s) for s in same.structures] == [set(s) for s in grown.structures]
+
+
+def test_static_hosts_are_charged_for_their_size_against_the_same_twin(ground):
+    size = 3 * ground.context.host_params
+    wide = static(ground, ground.task.widened(size), [20, 21], REWARD, "wider")
+    assert (wide.params >= size).all()
+    twin = ground.twins.curves([20, 21])[:, -1]
+    doublings = np.log2(wide.params / ground.context.host_params), np.log2(wide.macs / ground.context.host_macs)
+    rent = REWARD.rent_params * doublings[0] + REWARD.rent_macs * doublings[1]
+    assert np.allclose(wide.utility, wide.quality - twin - rent, atol=1e-6)
+    same_host = static(ground, ground.task, [20], REWARD, "same")
+    assert np.allclose(same_host.utility, 0.0, atol=1e-6)
+
+
+def test_the_best_schedule_is_the_best_of_those_tried():
+    ground, tried = HostGround(dataclasses.replace(get_task("digits"), epochs=2, batches_per_epoch=2)), []
+    schedule, told = best_schedule_on(ground, [0], REWARD, tried.append)
+    values = {text.split(":")[0]: float(text.split(":")[1]) for text in tried}
+    assert len(tried) == ground.table.takes.any(0).sum() * 3
+    assert values[told] == max(values.values())
+    assert isinstance(schedule, Schedule)
+
+
+def test_a_deeper_host_keeps_its_pools_and_a_wider_one_its_depth():
+    task = get_task("rescue")
+    deep = task.deepened(3000)
+    assert deep.host_kwargs["blocks"] > task.host_kwargs["blocks"]
+    assert deep.host_kwargs["pools"] == 3
+    assert sum(p.numel() for p in deep.build_host(0).parameters()) >= 3000
+    assert get_task("moby").deepened(200_000).host_kwargs["layers"] > 3
+
+
+def test_random_play_is_no_better_than_nothing_in_the_simulator():
+    sim = Simulator(SimConfig(), [0])
+    lucky = play(sim, Random(), range(256), REWARD)
+    assert abs(lucky.utility.mean()) < 0.01

@@ -1,0 +1,117 @@
+"""Training and comparing policies, as a user does it: real processes, real files."""
+
+import json
+import os
+import subprocess
+import sys
+import xml.etree.ElementTree as ET
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from esper.nissa.journal import read
+from esper.nissa.run import read_manifest
+
+ESPER = Path(sys.executable).parent / "esper"
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
+SMALL = ["--rounds", "2", "--envs", "4", "--epochs", "14", "--set", "ppo.groups=2", "--set", "worlds=4"]
+
+
+def esper(*args, **kwargs):
+    return subprocess.run([str(ESPER), *map(str, args)], capture_output=True, text=True, env=ENV, timeout=300, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A policy trained, very shortly, on real hosts."""
+    out = tmp_path_factory.mktemp("runs") / "mine"
+    done = esper("train", "--task", "digits", *SMALL, "--out", out)
+    assert done.returncode == 0, done.stderr
+    return out, done.stdout
+
+
+def test_training_leaves_a_policy_a_record_and_a_report_and_ends_with_a_table(run):
+    out, said = run
+    assert {p.name for p in out.iterdir()} >= {"manifest.json", "events", "policy.safetensors", "report.html", "twins"}
+    told = read_manifest(out)
+    assert (told["status"], told["controller"], told["env_steps"]) == ("finished", "tamiyo", 2 * 4 * 14)
+    assert told["config"]["ppo"]["groups"] == 2
+    kinds = [e.kind for e in read(out)]
+    assert kinds.count("update") == 2
+    assert kinds.count("episode") == 8
+    assert kinds.count("step") == 2 * 4 * 14
+    for row in ("Learning", "learned (mine)", "heuristic", "none", "test accuracy", "report:"):
+        assert row in said, row
+    assert "<svg" in (out / "report.html").read_text()
+
+
+def test_a_trained_policy_is_compared_world_by_world(run, tmp_path):
+    out, _ = run
+    done = esper("eval", out, "none", "from-start", "--seeds", "2", "--out", tmp_path / "eval", "--json")
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout)
+    assert [r["name"] for r in told["rows"]] == ["learned (mine)", "none", "same structure from step 0"]
+    assert len(told["worlds"]) == 2
+    assert told["rows"][1]["utility"]["mean"] == pytest.approx(0.0, abs=1e-6)
+    lead = told["rows"][1]["utility_lead"]
+    assert lead["low"] <= lead["mean"] <= lead["high"]
+    assert json.loads((tmp_path / "eval" / "eval.json").read_text()) == told
+    assert ET.parse(tmp_path / "eval" / "eval.svg").getroot().tag.endswith("svg")
+
+
+def test_a_trained_policy_grows_another_host(run, tmp_path):
+    out, _ = run
+    done = esper(
+        "grow", "--task", "rescue", "--epochs", "2", "--no-compare", "--controller", out, "--out", tmp_path / "g"
+    )
+    assert done.returncode == 0, done.stderr
+    assert read_manifest(tmp_path / "g")["status"] == "finished"
+
+
+def test_simulated_training_is_the_same_every_time_and_other_seeds_differ(tmp_path):
+    weights = []
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        done = esper("train", "--sim", *SMALL, "--seed", seed, "--no-compare", "--out", tmp_path / name)
+        assert done.returncode == 0, done.stderr
+        weights.append(load_file(tmp_path / name / "policy.safetensors"))
+    assert all(torch.equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
+    assert any(not torch.equal(tensor, weights[2][key]) for key, tensor in weights[0].items())
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        (["--set", "ppo.lrr=1"], "Did you mean 'lr'?"),
+        (["--set", "ppo.lr=fast"], "ppo.lr"),
+        (["--set", "ppo.clip_ratio=3"], "clip_ratio must lie between 0 and 1"),
+        (["--set", "nonsense"], "--set takes a.b=c"),
+        (["--preset", "quik"], "Did you mean 'quick'?"),
+        (["--task", "resque"], "Did you mean 'rescue'?"),
+        (["--envs", "2"], "ppo.groups"),
+        (["--config", "missing.toml"], "no config file"),
+        (["--start-from", "nowhere"], "no policy"),
+        (["--telemetry", "loud"], "telemetry level"),
+    ],
+    ids=lambda v: v[-1] if isinstance(v, list) else "",
+)
+def test_what_makes_no_sense_is_said_in_one_paragraph(asked, said, tmp_path):
+    done = esper("train", "--sim", *asked, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout
+    assert said in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_the_settings_can_be_shown_and_read_back(tmp_path):
+    shown = json.loads(esper("train", "--preset", "quick", "--set", "ppo.lr=0.5", "--show").stdout)
+    assert shown["ppo"]["lr"] == 0.5
+    (tmp_path / "mine.toml").write_text('task = "quick"\n[ppo]\nlr = 0.25\n')
+    shown = json.loads(esper("train", "--config", tmp_path / "mine.toml", "--set", "ppo.epochs=2", "--show").stdout)
+    assert (shown["task"], shown["ppo"]["lr"], shown["ppo"]["epochs"]) == ("quick", 0.25, 2)
+
+
+def test_what_a_policy_sees_is_listed():
+    said = esper("features").stdout
+    assert "contribution" in said
+    assert "val_loss" in said
