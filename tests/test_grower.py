@@ -21,6 +21,7 @@ from esper.leyline.actions import Head, Op
 from esper.leyline.errors import BlueprintError, ConfigError, LifecycleError, OptimizerError, UnknownNameError
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.nissa.journal import read
+from esper.nissa.run import read_manifest
 from esper.tamiyo.controllers import wait_everywhere
 
 BY_HAND = esper.Rules(
@@ -805,6 +806,9 @@ def test_a_recorded_grower_tells_of_what_was_done_by_hand_and_by_itself(tmp_path
     assert steps[2]["quality"] is not None
     assert any(e.kind == "worth" and e.data["contribution"] is not None for e in entries)
     assert {e.kind for e in entries} >= {"gradient", "decision", "run_finished"}
+    assert entries[0].kind == "run_started"
+    assert entries[0].data["slots"] == ["first", "second"]
+    assert read_manifest(tmp_path / "run")["env_steps"] == 13
 
 
 class Listens(list):

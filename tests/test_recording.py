@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import pytest
 import torch
 
 from esper.kasmina.lifecycle import legal
+from esper.leyline.errors import ConfigError
 from esper.leyline.events import Level, Silence, Step
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal import holes, read
@@ -150,7 +152,7 @@ def start_growing(place: Path) -> tuple[subprocess.Popen, Path]:
     return process, place / "run"
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_growing_that_is_stopped_leaves_a_whole_journal(tmp_path, number, code):
     process, run = start_growing(tmp_path)
     process.send_signal(number)
@@ -174,3 +176,41 @@ def test_growing_that_is_killed_leaves_all_but_the_last_moment(tmp_path):
     spacing = max(b.time_s - a.time_s for a, b in zip(entries[-20:], entries[-19:], strict=False))
     assert killed - entries[-1].time_s < 0.2 + spacing
     json.loads((run / "manifest.json").read_text())
+
+
+@pytest.mark.parametrize("place", ["afile/x", "dangling", "x" * 300, "bad\udcff"])
+def test_a_place_where_no_run_can_be_is_one_line_and_exit_code_2(tmp_path, place):
+    (tmp_path / "afile").write_text("")
+    (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at" / "all")
+    command = [str(ESPER), "grow", "--task", "digits", "--epochs", "1", "--no-compare", "--out", place]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, errors="replace", check=False)
+    assert done.returncode == 2, done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stderr.startswith("esper: ")
+
+
+@pytest.mark.parametrize("name", ["[/b]x", "a*b?[c]", "ü ö"])
+def test_odd_names_are_said_as_they_are_also_where_only_ascii_can_be_shown(tmp_path, name):
+    command = [str(ESPER), "grow", "--task", "digits", "--epochs", "1", "--no-compare", "--out", name]
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"report: {name}/report.html".encode("ascii", "replace").decode() in done.stdout
+
+
+def test_a_directory_that_goes_away_while_a_run_lasts_is_said(tmp_path, capsys):
+    def loses() -> None:
+        with record("mine", out=tmp_path / "run") as run:
+            shutil.rmtree(run.path)
+
+    loses()
+    assert "cannot write how the run ended" in capsys.readouterr().err
+
+
+def test_a_sink_without_its_two_methods_is_refused(tmp_path):
+    def refused() -> None:
+        with record("mine", out=tmp_path / "run", sinks=[object()]):
+            pass
+
+    with pytest.raises(ConfigError, match=r"write\(records\) and close\(\)"):
+        refused()

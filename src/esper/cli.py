@@ -267,13 +267,19 @@ def bench_hub(
 
 
 def main() -> None:
-    """Run the command line; what goes wrong on purpose is said in one line, not as a stack trace."""
+    """Run the command line; what goes wrong outside the program is said in one line, not as a stack trace."""
+    for stream in (sys.stdout, sys.stderr):
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="replace")  # a terminal that cannot show × still shows the rest
     try:
         app()
+    except BrokenPipeError:  # whoever read our output has left
+        sys.stderr.close()
+        sys.exit(141)
     except Exception as error:
         from esper.leyline.errors import EsperError
 
-        if not isinstance(error, EsperError):
+        if not isinstance(error, (EsperError, OSError)):
             raise
         print(f"esper: {error}", file=sys.stderr)
         sys.exit(2)

@@ -42,7 +42,7 @@ from esper.kasmina.slot import Slot
 from esper.kasmina.surgery import Surgeon, clip_separately
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, STYLES, TEMPO_EPOCHS, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
-from esper.leyline.events import Emits, Silence
+from esper.leyline.events import Emits, RunStarted, Silence
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
 from esper.simic.attribution import CounterfactualEngine, Worth, report
@@ -196,6 +196,13 @@ class Grower:
         hub = Silence() if telemetry is None else telemetry
         self.emit = TelemetryEmitter(hub, slots=self.surgeon.names, worlds=[seed], host_params=host_params)
         self.emit.planted(self.table)
+        hub.emit(
+            RunStarted(
+                command="loop", controller=type(self.controller).__name__.lower(), seed=seed, env_names=("model",),
+                slots=tuple(self.surgeon.names), steps=horizon, host_params=host_params,
+                threads=torch.get_num_threads(), device=str(next(body.model.parameters()).device),
+            )
+        )  # fmt: skip
         body.on_load.append(self._adopt_body)
         self.surgeon.on_change.append(self._forget_gradients)
         optimizer.register_step_pre_hook(self._before_step)

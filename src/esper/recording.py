@@ -9,6 +9,7 @@ with esper.record("my-model") as run:
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -18,15 +19,18 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from esper.leyline.events import Event, Level, RunFinished
+from esper.leyline.errors import RunError
+from esper.leyline.events import Event, Level, RunFinished, Step
 from esper.leyline.events import level as level_by_name
 from esper.nissa.hub import NissaHub
+from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory, ending, manifest_base
 from esper.nissa.sinks import Sink
 from esper.nissa.sinks.jsonl import JsonlSink
 
 RUNS = Path("runs")
 """Where runs go that were not given a place."""
+ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @dataclass(slots=True)
@@ -36,7 +40,7 @@ class Run:
     directory: RunDirectory
     hub: NissaHub
     env_steps: int = 0
-    """Steps of all environments so far; whoever runs the loop counts them."""
+    """Steps of all environments; where nobody counts them, those that were recorded."""
 
     @property
     def path(self) -> Path:
@@ -65,9 +69,17 @@ def record(
     level = level_by_name(level) if isinstance(level, str) else level
     where, name = (Path(root), None) if out is None else (Path(out).parent, Path(out).name)
     said = manifest_base() | {"telemetry": level.name.lower()} | (manifest or {})
-    directory = RunDirectory.create(where, task, name=name, manifest=said)
+    try:
+        directory = RunDirectory.create(where, task, name=name, manifest=said)
+    except (OSError, UnicodeError) as e:
+        raise RunError(f"cannot make a run directory in {where}: {e}. Name another place for it") from e
     started, status, error = time.monotonic(), "finished", None
-    hub = NissaHub([JsonlSink(directory.events_dir), *sinks], level=level)
+    counter = _Counter()
+    try:
+        hub = NissaHub([JsonlSink(directory.events_dir), counter, *sinks], level=level)
+    except BaseException as e:
+        directory.finish(*ending(e))
+        raise
     run = Run(directory, hub)
     try:
         with terminable():
@@ -77,14 +89,32 @@ def record(
         raise
     finally:
         wall_s = time.monotonic() - started
+        hub.flush()
+        run.env_steps = run.env_steps or counter.steps
         hub.emit(RunFinished(status=status, error=error, wall_s=wall_s, env_steps=run.env_steps))
         hub.close()
-        directory.finish(status, error, env_steps=run.env_steps)
+        try:
+            directory.finish(status, error, env_steps=run.env_steps)
+        except OSError as e:  # a full disk, or a directory that is gone: whatever ended the run is the news
+            print(f"esper: cannot write how the run ended into {directory.path}: {e}", file=sys.stderr)
+
+
+class _Counter:
+    """A sink that counts steps. It says to be durable so that a flush waits for it."""
+
+    def __init__(self) -> None:
+        self.steps = 0
+
+    def write(self, records: Sequence[Record]) -> None:
+        self.steps += sum(type(record.event) is Step for record in records)
+
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
 
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within: SIGTERM unwinds the program as Ctrl-C does, so that a run can say how it ended."""
+    """Within: SIGTERM, and a terminal that goes away, unwind the program as Ctrl-C does: a run can say how it ended."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -92,8 +122,9 @@ def terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = signal.signal(signal.SIGTERM, leave)
+    before = {number: signal.signal(number, leave) for number in ENDING}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)

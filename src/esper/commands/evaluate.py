@@ -12,6 +12,7 @@ import msgspec
 import numpy as np
 import torch
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
@@ -127,7 +128,7 @@ def run_eval(
         return
     console.print(results_table(played, config.simulated))
     if out is not None:
-        console.print(f"left in {out}: eval.json, eval.svg", soft_wrap=True)
+        console.print(f"left in {out}: eval.json, eval.svg", markup=False, highlight=False, soft_wrap=True)
 
 
 def complete(names: list[str], simulated: bool) -> list[str]:
@@ -183,7 +184,7 @@ def results_table(played: Sequence[Played], simulated: bool) -> Table:
     for name in (*([] if simulated else ["test accuracy", "lead"]), "U", "lead", "parameters", "multiply-adds"):
         table.add_column(name, justify="right")
     for p in played:
-        cells = [p.name]
+        cells = [escape(p.name)]
         if not simulated:
             cells += [f"{p.test.mean():.1%} ± {100 * spread(p.test):.1f}", lead(first.test, p.test, p is first, 100, 1)]
         cells += [f"{p.utility.mean():+.4f}", lead(first.utility, p.utility, p is first, 1, 4)]

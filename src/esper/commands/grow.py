@@ -18,6 +18,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 
 from esper.karn import report as karn_report
@@ -26,6 +27,7 @@ from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import Operator
+from esper.leyline.errors import DataError
 from esper.leyline.events import Level, RunStarted
 from esper.leyline.events import level as level_by_name
 from esper.leyline.phases import Phases
@@ -93,7 +95,7 @@ def run_grow(
             f"task [b]{task.name}[/b]: {task.question}  [dim]({task.host}, {len(data.train):,} training samples, "
             f"{task.epochs} epochs of {task.batches_per_epoch} × {task.batch}, seed {seed})[/dim]"
         )
-        console.print(f"[dim]run {run.path}  (esper watch {run.path} looks on)[/dim]", soft_wrap=True)
+        said(console, f"run {run.path}  (esper watch {run.path} looks on)")
         names = HOSTS_COMPARED if compare and controller_name != "none" else HOSTS_COMPARED[:1]
         scene = Scene(console, run, task, data, seed, config, level, Phases())
         engine = scene.engine()
@@ -126,10 +128,14 @@ def run_grow(
         console.print(summary(results))
         console.print(seed_table(engine, worth))
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
-    console.print(f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2",
-                  soft_wrap=True)  # fmt: skip
-    console.print("plain.pt2 needs no Esper: torch.export.load(path).module()")
-    console.print(f"report: {written}", soft_wrap=True)
+    said(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
+    said(console, "plain.pt2 needs no Esper: torch.export.load(path).module()")
+    said(console, f"report: {written}")
+
+
+def said(console: Console, text: str) -> None:
+    """Words with a path in them: as they are, on one line."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def settings_of(task: Task) -> dict[str, Any]:
@@ -359,7 +365,10 @@ def save_models(out: Path, engine: Engine, worth: Worth) -> None:
     plot = engine.plots[0]
     with plot.average.applied():
         state = {k: v.contiguous() for k, v in plot.body.state_dict().items()}
-        save_file(state, out / "body.safetensors")
+        try:
+            save_file(state, out / "body.safetensors")
+        except SafetensorError as error:
+            raise DataError(f"cannot write {out / 'body.safetensors'}: {error}") from error
         plain = harden(plot.body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         example = engine.data.test.x[:4]
         program = torch.export.export(plain, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))

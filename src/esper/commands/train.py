@@ -45,8 +45,8 @@ def run_train(
     console, label = Console(), "sim" if config.simulated else config.task
     manifest = {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
     with record(label, out=out, level=config.telemetry, manifest=manifest) as run:
-        console.print(f"run {run.path}  [dim](esper watch {run.path} looks on)[/dim]", soft_wrap=True)
-        console.print(f"[dim]{what_is_set(config)}[/dim]")
+        plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
+        plainly(console, what_is_set(config))
         env = make_env(config, data_root=data_root)
         run.say(
             RunStarted(
@@ -69,8 +69,13 @@ def run_train(
         played = arena.play_all([str(run.path), "heuristic", "schedule", "random", "none"], worlds, console)
         console.print(results_table(played, config.simulated))
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
-    console.print(f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)", soft_wrap=True)
-    console.print(f"report: {written}", soft_wrap=True)
+    plainly(console, f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)")
+    plainly(console, f"report: {written}")
+
+
+def plainly(console: Console, text: str) -> None:
+    """Words with a path in them: as they are, on one line."""
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def what_is_set(config: TrainConfig) -> str:

@@ -60,9 +60,10 @@ class RunStarted(Event, frozen=True, kw_only=True):
     """First of a run. The manifest has the rest: config, versions, hashes of the data."""
 
     schema: int = SCHEMA
-    run_id: str
+    run_id: str = ""
+    """"" where only the manifest knows; so for the task."""
     command: str
-    task: str
+    task: str = ""
     controller: str
     seed: int
     env_names: tuple[str, ...]

@@ -114,6 +114,8 @@ class NissaHub:
 
     def add_sink(self, sink: Sink) -> None:
         """From now on this sink receives what is emitted."""
+        if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
+            raise ConfigError(f"a sink has write(records) and close(); {type(sink).__name__} has not")
         with self._lock:
             if self._closing:
                 raise EsperError(f"cannot add {type(sink).__name__}: the hub is closed. Make a new hub")

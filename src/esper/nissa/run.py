@@ -35,7 +35,8 @@ MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
 ENDINGS = ("finished", "failed", "interrupted")
 VERSIONS_OF = ("torch", "numpy", "msgspec", "safetensors")
 TRIES = 30  # of the lock, a hundredth of a second apart
-SIGNALLED = {130, 143}  # the exit codes of a process that SIGINT or SIGTERM asked to stop
+SIGNALLED = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
+"""The exit codes of a process that a signal asked to stop."""
 
 
 class RunDirectory:
@@ -315,10 +316,13 @@ def _lock_file(fd: int, *, shared: bool = False) -> bool:
 
 
 def ending(error: BaseException | None) -> tuple[str, str | None]:
+    """How a run ended that was left with this error, and what to say of it."""
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return "finished", None
-        return "interrupted" if error.code in SIGNALLED else "failed", f"SystemExit: {error.code}"
+        if error.code in SIGNALLED:
+            return "interrupted", SIGNALLED[int(error.code)]
+        return "failed", f"SystemExit: {error.code}"
     if error is None or isinstance(error, KeyboardInterrupt):
         return ("finished", None) if error is None else ("interrupted", None)
     return "failed", f"{type(error).__name__}: {error}"

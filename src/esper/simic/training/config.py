@@ -105,8 +105,13 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"task": "rescue", "rounds": 6, "envs": 4, "epochs": 24, "worlds": 4, "ppo": {"groups": 2}},
     "standard": {},
-    "sim": {"simulated": True, "rounds": 150, "envs": 64, "ppo": {"groups": 4}},
-}
+    "sim": {
+        "simulated": True, "rounds": 120, "envs": 128, "worlds": 4096,
+        "ppo": {
+            "lr": 2e-3, "gamma": 1.0, "gae_lambda": 0.98, "epochs": 6, "entropy_coef": 0.03, "entropy_final": 0.005,
+        },
+    },
+}  # fmt: skip
 """Beginnings: `quick` shows the whole in two minutes, `standard` learns, `sim` learns in minutes on the simulator."""
 
 
