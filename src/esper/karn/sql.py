@@ -12,15 +12,17 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from esper.karn.outside import manifest_of
 from esper.karn.views import PLACE, VIEWS, column_types, table_name
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import KINDS
 from esper.nissa.journal import EVENTS, segments
-from esper.nissa.run import MANIFEST, read_manifest
+from esper.nissa.run import MANIFEST
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -35,6 +37,8 @@ FENCES = (
     "SET enable_external_access = false",
     "SET lock_configuration = true",
 )
+CHUNK_ROWS = 10_000
+"""Rows are fetched so many at a time: between them a query can be stopped."""
 PLACED = [name for name, kind in KINDS.items() if {"env", "episode", "step"} <= set(kind.__struct_fields__)]
 """Kinds that happen at a step of an environment."""
 
@@ -58,11 +62,18 @@ class Runs:
         self._error, self._tokenize = duckdb.Error, duckdb.tokenize
         self._allowed = {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI, duckdb.StatementType.EXPLAIN}
         self._db: DuckDBPyConnection = duckdb.connect(":memory:")
-        self._create_tables()
-        for name, path in zip(run_names(paths), paths, strict=True):
-            self._load(name, Path(path))
-        for view in VIEWS:
-            self._db.execute(f"create view {view.name} as {view.sql}")
+        self.troubles: list[str] = []
+        """What could not be read, for people."""
+        try:
+            self._create_tables()
+            for name, path in zip(run_names(paths), paths, strict=True):
+                self._load(name, Path(path))
+            for view in VIEWS:
+                self._db.execute(f"create view {view.name} as {view.sql}")
+        except RuntimeError as error:  # as DuckDB says that it saw Ctrl-C
+            if "INTERRUPT" in str(error).upper():
+                raise KeyboardInterrupt from None
+            raise
         self._db.execute("drop table lines")
         for fence in FENCES:
             self._db.execute(fence)
@@ -76,28 +87,26 @@ class Runs:
     def ask(self, query: str, *, limit: int | None = None, timeout_s: float | None = None) -> Answer:
         """The answer to one question. None as a limit is no limit."""
         query = self._single(query)
-        out_of_time = threading.Event()
-
-        def stop() -> None:
-            out_of_time.set()
-            self._db.interrupt()
-
-        alarm = threading.Timer(timeout_s or 0.0, stop)
+        stop = threading.Event()
         self._db.execute("BEGIN TRANSACTION READ ONLY")
         try:
-            if timeout_s:
-                alarm.start()
-            return self._fetch(query, limit)
-        except (self._error, RuntimeError) as error:  # an interrupt while rows are fetched is a RuntimeError
-            if "INTERRUPT" not in str(error).upper():
-                raise EsperError(_explain(str(error))) from None
-            if not out_of_time.is_set():
-                raise KeyboardInterrupt from None
+            with ThreadPoolExecutor(1) as other:  # DuckDB does not always hear Ctrl-C; whoever only waits does
+                answer = other.submit(self._fetch, query, limit, stop)
+                try:
+                    return answer.result(timeout_s)
+                except BaseException:
+                    stop.set()
+                    while not answer.done():
+                        self._db.interrupt()
+                        wait([answer], 0.05)
+                    raise
+        except TimeoutError:
             raise EsperError(
                 f"the query was stopped after {timeout_s:g} s. Narrow it, or give it more time with --timeout"
             ) from None
+        except (self._error, RuntimeError) as error:
+            raise EsperError(_explain(str(error))) from None
         finally:
-            alarm.cancel()
             self._db.execute("ROLLBACK")
 
     def _single(self, query: str) -> str:
@@ -118,11 +127,25 @@ class Runs:
         ends = [at for at, _ in self._tokenize(query) if text[at : at + 1] == b";"]
         return text[: ends[0]].decode() if ends else query
 
-    def _fetch(self, query: str, limit: int | None) -> Answer:
-        found = self._db.sql(query)
-        rows = (found if limit is None else found.limit(limit)).fetchall()
-        more = len(found) - limit if limit is not None and len(rows) == limit else 0
-        return Answer(found.columns, [str(each) for each in found.types], rows, more)
+    def _fetch(self, query: str, limit: int | None, stop: threading.Event) -> Answer:
+        found = self._db.execute(query)
+        columns, types = [each[0] for each in found.description], [str(each[1]) for each in found.description]
+        rows: list[tuple[Any, ...]] = []
+        while not stop.is_set() and (limit is None or len(rows) <= limit):
+            rows += (some := found.fetchmany(CHUNK_ROWS if limit is None else min(CHUNK_ROWS, limit + 1 - len(rows))))
+            if not some:
+                break
+        more = 0
+        if limit is not None and len(rows) > limit and not stop.is_set():
+            more = max(self._count(query), len(rows)) - limit
+        return Answer(columns, types, rows[:limit], more)
+
+    def _count(self, query: str) -> int:
+        """How many rows there are; 0 for what cannot be nested, which is only EXPLAIN."""
+        if query.split(None, 1)[0].upper().startswith("EXPLAIN"):
+            return 0
+        (count,) = self._db.execute(f"select count(*) from ({query}\n)").fetchone() or (0,)
+        return int(count)
 
     def _create_tables(self) -> None:
         place = ", ".join(f"{name} {of}" for name, of in PLACE.items())
@@ -132,21 +155,24 @@ class Runs:
         self._db.execute(f"create table other_events (run VARCHAR, kind VARCHAR, {place}, event JSON)")
         self._db.execute(f"create table places (run VARCHAR, {place}, kind VARCHAR)")
         self._db.execute(
-            "create table manifests "
-            "(run VARCHAR, path VARCHAR, status VARCHAR, manifest JSON, events BIGINT, damaged BIGINT)"
+            "create table directories (run VARCHAR, path VARCHAR, status VARCHAR, manifest JSON, damage VARCHAR, "
+            "events BIGINT, damaged BIGINT)"
         )
         self._db.execute(f"create temp table lines (line BIGINT, {place}, kind VARCHAR, json JSON)")
 
     def _load(self, run: str, path: Path) -> None:
-        status, manifest = read_manifest(path)["status"], (path / MANIFEST).read_text()
+        manifest, damage = manifest_of(path)
+        if damage:
+            self.troubles.append(f"{damage}. What the journal tells is read")
+        said = None if damage else (path / MANIFEST).read_text()
         good = damaged = 0
         for rank, found in segments(path / EVENTS).items():
             for batch in batches([each for _, each in found]):
                 wrong = self._read_lines(run, rank, batch)
                 good, damaged = good + self._keep_lines(run), damaged + wrong
         self._forget_what_was_lived_again(run)
-        row = [run, str(path), status, manifest, good, damaged]
-        self._db.execute("insert into manifests values (?, ?, ?, ?, ?, ?)", row)
+        row = [run, str(path), manifest.get("status", "unreadable"), said, damage, good, damaged]
+        self._db.execute("insert into directories values (?, ?, ?, ?, ?, ?, ?)", row)
 
     def _read_lines(self, run: str, rank: int, files: list[Path]) -> int:
         """Fill `lines` with the entries of these segments, each place in the run once; how many lines are none."""

@@ -104,7 +104,8 @@ VIEWS = (
         "One row per run: what its manifest says, and how it ended.",
         {
             "run": PLACE_NOTES["run"],
-            "status": "running, finished, failed, interrupted, or killed (it says running, and nobody holds its lock).",
+            "status": "running, finished, failed, interrupted, killed (it says running, and nobody holds its lock), "
+            "or unreadable.",
             "task": "", "controller": "", "seed": "", "command": "",
             "envs": "Environments.",
             "slots": "Names of the slots, in the order of the arrays in `steps`.",
@@ -116,18 +117,28 @@ VIEWS = (
             "events": "Lines that could be read.",
             "damaged": "Lines that could not; one, the last, is usual after a hard kill.",
             "path": "Where it lies.",
-            "manifest": "All of it, as JSON: `manifest->>'config'` and so on.",
         },
         """
-        select m.run, m.status, s.task, s.controller, s.seed, s.command, len(s.env_names) as envs,
-               s.slots, s.steps, s.rounds, s.host_params, s.device, s.threads, s.telemetry, f.wall_s, f.env_steps,
-               coalesce(f.error, m.manifest->>'error') as error, m.events, m.damaged, m.path, m.manifest
-        from manifests m
+        select m.run, m.status, coalesce(s.task, m.manifest->>'task') as task, s.controller, s.seed, s.command,
+               len(s.env_names) as envs, coalesce(s.slots, try_cast(m.manifest->'slots' as varchar[])) as slots,
+               s.steps, s.rounds, s.host_params, s.device, s.threads, s.telemetry, f.wall_s, f.env_steps,
+               coalesce(f.error, m.manifest->>'error') as error, m.events, m.damaged, m.path
+        from directories m
         left join (select * from run_started qualify row_number() over (partition by run order by time_s desc) = 1) s
           using (run)
         left join (select * from run_finished qualify row_number() over (partition by run order by time_s desc) = 1) f
           using (run)
         """,
+    ),
+    View(
+        "manifests",
+        "One row per run: its whole manifest.",
+        {
+            "run": PLACE_NOTES["run"],
+            "manifest": "As JSON: `manifest->>'config'` and so on; null where it cannot be read.",
+            "damage": "Why it cannot be read.",
+        },
+        "select run, manifest, damage from directories",
     ),
     View(
         "slots",
@@ -212,7 +223,7 @@ VIEWS = (
     View(
         "outcomes",
         "Episodes against the same world without growth: its twin, or else episodes of any loaded run of the same "
-        "task, world and length in which nothing was planted.",
+        "task, world, length and host that ended as the bare host, with nothing planted.",
         {
             "run": PLACE_NOTES["run"], "env": "Environment.", "episode": "Its episode.", "world": "", "name": "",
             "quality": "", "peer_quality": "Of the same world without growth.",
@@ -225,8 +236,10 @@ VIEWS = (
         },
         """
         with peers as (
-            select r.task, e.world, e.steps, avg(e.quality) as quality, avg(e.test_quality) as test_quality
-            from episodes e join runs r using (run) where e.germinated = 0 group by all
+            select r.task, e.world, e.steps, e.host_params, avg(e.quality) as quality,
+                   avg(e.test_quality) as test_quality
+            from episodes e join runs r using (run)
+            where e.germinated = 0 and e.params = e.host_params and cardinality(e.structure) = 0 group by all
         )
         select e.run, e.env, e.episode, e.world, e.name, e.quality, coalesce(e.twin_quality, p.quality) as peer_quality,
                case when e.twin_quality is not null then 'twin' when p.quality is not null then 'episode' end as peer,
@@ -235,7 +248,8 @@ VIEWS = (
                gain / nullif(e.params - e.host_params, 0) as gain_per_added_param,
                e.germinated, e.fossilized, e.pruned, e.structure
         from episodes e left join runs r using (run)
-        left join peers p on p.task = r.task and p.world = e.world and p.steps = e.steps and e.germinated > 0
+        left join peers p on p.task = r.task and p.world = e.world and p.steps = e.steps
+                         and p.host_params = e.host_params and e.germinated > 0
         """,
     ),
     View(

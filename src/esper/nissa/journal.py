@@ -135,7 +135,8 @@ def segments(events_dir: Path) -> dict[int, list[tuple[int, Path]]]:
     """Rank → its segments, as (number, path), in order. Empty where there is no such directory."""
     found: dict[int, list[tuple[int, Path]]] = {}
     try:
-        names = os.listdir(events_dir)
+        with os.scandir(events_dir) as listing:
+            names = [each.name for each in listing if _SEGMENT.fullmatch(each.name) and each.is_file()]
     except (FileNotFoundError, NotADirectoryError):
         return found
     for name in names:
