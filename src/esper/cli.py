@@ -273,6 +273,8 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that cannot show × still shows the rest
     try:
         app()
+    except KeyboardInterrupt:
+        sys.exit(130)
     except BrokenPipeError:  # whoever read our output has left
         sys.stderr.close()
         sys.exit(141)

@@ -10,14 +10,14 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_runs import Journal, grow_run, started, step, train_run
+from sample_runs import Journal, grow_like, grow_run, started, step, train_run
 
-from esper.commands.report import run_report
+from esper.commands.report import digest, facts, run_report
 from esper.karn import report, sections
 from esper.karn.charts import Chart, Series, data_script, downsample, duration, render, spoken, tick_labels, ticks
 from esper.karn.summary import RunSummary
 from esper.leyline.errors import EsperError
-from esper.leyline.events import Health
+from esper.leyline.events import Episode, Health
 
 NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
 VOID = {"meta", "link", "img", "br"}
@@ -232,6 +232,145 @@ def test_of_many_episodes_some_are_shown_and_the_page_says_so(places, tmp_path):
     assert len(shown) == sections.MOST_VIEWS
     assert shown[0].quality == max(e.quality for e in run.episodes)
     assert "12 of 60 episodes" in places["train"].read_text()
+
+
+# -- files that are damaged
+
+
+ODD = (None, "text", -1, 10**30, 1.5, True, [], {}, ["x"], {"a": None}, "NaN", "Infinity")
+
+
+def one_of_each(path):
+    """A short run with one event of every kind that a report reads, as lines."""
+    journal = Journal(path)
+    journal.write(started(env_names=("grown", "no growth"), steps=6))
+    for env, name in enumerate(("grown", "no growth")):
+        grow_like(journal, env, name, epochs=6, grows=env == 0)
+    rest = train_run(path.with_name("other"), envs=1, rounds=1, epochs=1, clean=False)
+    journal.close()
+    lines = [json.loads(each) for each in (path / "events/rank0-00000.jsonl").read_text().splitlines()]
+    more = [json.loads(each) for each in (rest / "events/rank0-00000.jsonl").read_text().splitlines()]
+    known = {each["kind"] for each in lines}
+    lines += [each | {"seq": 1000 + i} for i, each in enumerate(more) if each["kind"] not in known]
+    return lines
+
+
+def test_a_value_of_the_wrong_type_anywhere_in_the_journal_spoils_no_report(tmp_path):
+    path = tmp_path / "run"
+    lines = one_of_each(path)
+    places = {(each["kind"], name): i for i, each in enumerate(lines) for name in each}
+    assert len({kind for kind, _ in places}) > 8
+    for odd in ODD:
+        spoilt = [dict(each) for each in lines]
+        for (_, name), i in places.items():
+            if name not in ("seq", "time_s", "rank", "kind"):
+                spoilt.append(lines[i] | {name: odd, "seq": 2000 + len(spoilt)})
+        (path / "events/rank0-00000.jsonl").write_text("".join(json.dumps(each) + "\n" for each in spoilt))
+        run = RunSummary.of(path)
+        parsed(report.page([run]))
+        digest(run)
+        json.dumps(facts(run))
+        assert run.unreadable > 0, odd
+
+
+def test_a_value_of_the_wrong_type_anywhere_in_the_manifest_spoils_no_report(tmp_path):
+    path = tmp_path / "run"
+    one_of_each(path)
+    manifest = json.loads((path / "manifest.json").read_text())
+    for name in (*manifest, "task", "controller", "seed", "slots", "rounds", "steps", "host_params", "device", "error"):
+        for odd in (*ODD, [[[]]], {"a": {"b": [1]}}):
+            if name != "status" or isinstance(odd, str):
+                (path / "manifest.json").write_text(json.dumps(manifest | {name: odd}))
+                run = RunSummary.of(path)
+                for page in ([run], [run, RunSummary.of(path)]) if odd == "text" else ([run],):
+                    parsed(report.page(page))
+                digest(run)
+    deep = json.loads('{"a":' * 300 + "1" + "}" * 300)
+    (path / "manifest.json").write_text(json.dumps(manifest | {"config": deep, "versions": [deep]}))
+    parsed(report.page([RunSummary.of(path)]))
+
+
+def test_facts_that_the_journal_lacks_come_from_the_manifest_unless_they_make_no_sense(tmp_path):
+    journal = Journal(tmp_path / "run", task="rescue", rounds="many", threads=3)
+    journal.write(step(1))
+    run = RunSummary.of(journal.close())
+    assert [run.about(name) for name in ("task", "rounds", "threads")] == ["rescue", None, 3]
+
+
+@pytest.mark.parametrize("content", ["{", "[1]", '{"task": "x"}', None])
+def test_a_damaged_manifest_hides_no_journal(tmp_path, content):
+    path = grow_run(tmp_path / "run")
+    (path / "manifest.json").unlink() if content is None else (path / "manifest.json").write_text(content)
+    run = RunSummary.of(path)
+    assert (run.status, len(run.episodes)) == ("finished", 4)
+    ((severity, text),) = report.troubles(run)
+    assert severity == "warning"
+    assert "manifest" in text
+    parsed(report.page([run]))
+
+
+def test_a_directory_named_as_a_segment_spoils_no_report(tmp_path):
+    path = grow_run(tmp_path / "run")
+    (path / "events" / "rank0-00007.jsonl").mkdir()
+    assert RunSummary.of(path).status == "finished"
+
+
+def test_a_text_of_any_length_is_cut(tmp_path):
+    journal = Journal(tmp_path / "run", error="e" * 9_000_000, status="failed", command="c" * 9_000_000)
+    journal.write(started())
+    journal.write(Health(source="x", severity="error", text="y" * 22_000_000))
+    run = RunSummary.of(journal.close())
+    assert len(report.page([run])) < 1_000_000
+    assert "(21,998,003 more characters)" in report.troubles(run)[1][1]
+
+
+def test_what_a_retired_sink_missed_is_not_called_lost(tmp_path):
+    journal = Journal(tmp_path / "run")
+    counters = {"emitted": 107.0, "coalesced": 0.0, "Board.given_up": 10.0, "JsonlSink.given_up": 0.0}
+    journal.write(Health(source="hub", severity="warning", text="107 events; 10 events lost", counters=counters))
+    run = RunSummary.of(journal.close())
+    assert report.troubles(run) == [("warning", "hub: of 107 events sink Board missed 10")]
+
+
+# -- names, and what growth brought
+
+
+def test_a_copy_is_called_as_its_directory(tmp_path):
+    path = grow_run(tmp_path / "run")
+    copy = tmp_path / "a copy"
+    path.rename(copy)
+    run = RunSummary.of(copy)
+    assert report.title_of(run) == "a copy"
+    assert "<dt>run id</dt><dd>run</dd>" in report.page([run])
+    (tmp_path / "else").mkdir()
+    other = RunSummary.of(grow_run(tmp_path / "else" / "a copy"))
+    html = report.page([run, other])
+    assert "else/a copy" in html
+    assert f"{tmp_path.name}/a copy" in html
+
+
+def test_of_a_grow_run_the_gain_is_shown_over_the_bare_host_of_its_world(tmp_path):
+    journal = Journal(tmp_path / "run")
+    names = ("grown", "no growth", "same structure", "wider")
+    journal.write(started(env_names=names))
+    ends = ((0.9, 1834, 1234, 1, {"r0c0": "norm"}), (0.8, 1234, 1234, 0, {}), (0.7, 1834, 1234, 0, {"r0c0": "norm"}),
+            (0.85, 1834, 1834, 0, {}))  # fmt: skip
+    for env, (quality, params, host, germinated, structure) in enumerate(ends):
+        journal.write(Episode(env=env, episode=0, world=1, name=names[env], steps=4, quality=quality,
+                              quality_best=quality, params=params, host_params=host, germinated=germinated,
+                              fossilized=germinated, pruned=0, structure=structure))  # fmt: skip
+    html = sections.results(RunSummary.of(journal.close()))
+    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in html.split("<tr>")[2:]]
+    assert [row[3] for row in rows] == ["+10.0", "", "−10.0", "+5.0"]
+    assert "over no growth: against the same world without growth, in points." in html
+    assert "over twin" not in html
+
+
+def test_where_no_gain_is_known_none_is_explained(tmp_path):
+    journal = Journal(tmp_path / "run")
+    journal.write(started())
+    journal.write(step(1))
+    assert "without growth" not in sections.results(RunSummary.of(journal.close()))
 
 
 # -- the command

@@ -4,12 +4,16 @@ import io
 import json
 import math
 import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
+from subprocess import PIPE
 
 import pytest
 
-from esper.commands.sql import cell, run_sql, split_arguments
+from esper.commands.sql import cell, distinct, run_sql, split_arguments
 from esper.karn import sql, views
 from esper.karn.sql import Runs
 from esper.leyline.errors import ConfigError, EsperError, RunError
@@ -50,11 +54,12 @@ def moved(n, was, now, *, slot="r0c1", dwell=2, blueprint="norm", env=0):
                      cause="controller", params=20, alpha=0.5, dwell_epochs=dwell)  # fmt: skip
 
 
-def episode(env, quality, *, world=0, germinated=1, twin=None, params=150):
+def episode(env, quality, *, world=0, germinated=1, twin=None, params=150, host_params=100, structure=None):
+    structure = {"r0c1": "norm"} if structure is None and germinated else structure or {}
     return Episode(env=env, episode=0, world=world, name=f"env {env}", steps=3, quality=quality, quality_best=quality,
-                   test_quality=quality - 0.01, twin_quality=twin, params=params, host_params=100,
-                   germinated=germinated, fossilized=min(germinated, 1), pruned=0,
-                   structure={"r0c1": "norm"})  # fmt: skip
+                   test_quality=quality - 0.01, twin_quality=twin, params=params,
+                   host_params=host_params, germinated=germinated, fossilized=min(germinated, 1), pruned=0,
+                   structure=structure)  # fmt: skip
 
 
 def started(**fields):
@@ -219,9 +224,10 @@ def test_the_views_answer(runs):
     def ask(query):
         return runs.ask(query).rows
 
-    assert ask("select status, task, controller, seed, envs, wall_s, manifest->'config'->>'lr' from runs") == [
-        ("finished", "rescue", "heuristic", 7, 2, 2.5, "0.1")
-    ]
+    assert ask(
+        "select status, task, controller, seed, envs, wall_s, manifest->'config'->>'lr' "
+        "from runs join manifests using (run)"
+    ) == [("finished", "rescue", "heuristic", 7, 2, 2.5, "0.1")]
     assert ask("select slot, stage, alpha, blueprint from slots where step = 3 order by slot") == [
         ("r0c0", "PRUNED", 0.0, None), ("r0c1", "FOSSILIZED", 0.5, "norm")
     ]  # fmt: skip
@@ -268,9 +274,27 @@ def test_several_runs_stand_side_by_side_and_one_is_the_others_peer(tmp_path):
         Runs([grown, grown])
 
 
+def test_only_the_bare_host_of_the_same_world_is_a_peer(tmp_path):
+    """As `esper grow` leaves it: what grew, no growth, the same structure from step 0, a wider host; and strangers."""
+    events = [
+        started(env_names=tuple("abcdef")),
+        episode(0, 0.9),
+        episode(1, 0.6, germinated=0, params=100),
+        episode(2, 0.95, germinated=0, params=150, structure={"r0c1": "norm"}),
+        episode(3, 0.85, germinated=0, params=151, host_params=151),
+        episode(4, 0.1, germinated=0, params=100, world=8),
+        episode(5, 0.8, twin=0.7),
+    ]
+    with Runs([make_run(tmp_path, events)]) as opened:
+        rows = opened.ask("select env, peer, round(peer_quality, 6), round(gain, 6), round(test_gain, 6) "
+                          "from outcomes order by env").rows  # fmt: skip
+    assert rows == [(0, "episode", 0.6, 0.3, 0.3), *((env, None, None, None, None) for env in range(1, 5)),
+                    (5, "twin", 0.7, 0.1, 0.2)]  # fmt: skip
+
+
 def test_the_catalogue_names_every_view_with_its_columns_in_order(runs):
     shown = {view.name: list(view.columns) for view in views.catalogue()}
-    existing = {name for (name,) in runs.ask("show tables").rows} - {"places", "manifests"}
+    existing = {name for (name,) in runs.ask("show tables").rows} - {"places", "directories"}
     assert set(shown) == existing
     for name, columns in shown.items():
         assert [row[0] for row in runs.ask(f"describe {name}").rows] == columns, name
@@ -350,6 +374,59 @@ def test_a_query_that_takes_too_long_is_stopped_and_the_next_one_runs(runs):
     assert runs.ask("select 1", timeout_s=30).rows == [(1,)]
 
 
+SLOW = "select sum(a.range * b.range) from range(10000000) a, range(10000000) b"
+
+
+def test_ctrl_c_stops_a_query_and_is_said_in_one_line(run):
+    code = "import sys; from pathlib import Path; from esper.commands.sql import run_sql; print('asked', flush=True); "
+    code += "run_sql([Path(sys.argv[1])], sys.argv[2], timeout_s=60)"
+    asking = subprocess.Popen([sys.executable, "-c", code, str(run), SLOW], stdout=PIPE, stderr=PIPE, text=True)
+    try:
+        assert asking.stdout.readline() == "asked\n"
+        time.sleep(1.5)  # it loads, then it counts
+        asking.send_signal(signal.SIGINT)
+        _, said = asking.communicate(timeout=30)
+    finally:
+        asking.kill()
+    assert (asking.returncode, said) == (130, "esper: interrupted\n")
+
+
+def test_rows_beyond_the_limit_are_counted_whatever_the_form_of_the_question(runs):
+    for query, more in (("from range(25)", 20), ("select * from range(25) -- all of them", 20), ("values (1), (2)", 0),
+                        ("explain from steps", 0)):  # fmt: skip
+        assert runs.ask(query, limit=5).more == more, query
+    assert runs.ask("describe steps", limit=5).more == len(runs.ask("describe steps").rows) - 5
+    assert runs.ask("from range(30000)", limit=12_000).rows == [(i,) for i in range(12_000)]
+
+
+def test_a_damaged_manifest_hides_no_journal(tmp_path, capsys):
+    path = make_run(tmp_path)
+    (path / "manifest.json").write_text('{"status": "fin')
+    run_sql([path], "select status, events, task from runs", as_csv=True)
+    printed = capsys.readouterr()
+    assert printed.out == f"status,events,task\nunreadable,{len(EVENTS)},rescue\n"
+    assert "damaged" in printed.err
+    (path / "manifest.json").write_text("[1]")
+    with Runs([path]) as opened:
+        assert "no manifest" in opened.ask("select damage from manifests where manifest is null").rows[0][0]
+
+
+def test_a_directory_named_as_a_segment_is_none(tmp_path):
+    path = make_run(tmp_path)
+    (path / "events" / "rank0-00900.jsonl").mkdir()
+    (path / "events" / "rank7-00000.jsonl").mkdir()
+    with Runs([path]) as opened:
+        assert opened.ask("select count(*) from events").rows == [(len(EVENTS),)]
+
+
+def test_slots_are_named_by_the_manifest_where_the_run_did_not_say_them(tmp_path):
+    with RunDirectory.create(tmp_path, "rescue", name="own", manifest={"slots": ["left", "right"]}) as run:
+        write(run.path, [step(1), episode(0, 0.9)])
+    with Runs([run.path]) as opened:
+        assert opened.ask("select slot from slots order by slot").rows == [("left",), ("right",)]
+        assert opened.ask("select task from runs").rows == [("rescue",)]
+
+
 def test_without_duckdb_the_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(EsperError, match=r"pip install 'esper-lite\[sql\]'"):
@@ -400,6 +477,20 @@ def test_text_of_a_run_cannot_move_the_cursor(runs):
     ((text,),) = runs.ask("select text from health").rows
     assert "\x1b" in text
     assert "\x1b" not in cell(text)
+
+
+def test_long_cells_are_cut_and_say_by_how_much():
+    assert cell("x" * 500) == "x" * 500
+    assert cell("x" * 10_000_500) == "x" * 500 + "… (10,000,000 more characters)"
+    assert cell([1] * 150).endswith(", … 50 more]")
+    assert len(cell({str(i): "y" * 100 for i in range(300)})) < 600
+    assert cell([[["z" * 600] * 101] * 101]).endswith("more characters)")
+
+
+def test_json_keeps_columns_of_one_name_apart(run, capsys):
+    run_sql([run], "select 1 a, 2 a, 3 a_1, 4 a", as_json=True)
+    assert json.loads(capsys.readouterr().out) == [{"a": 1, "a_2": 2, "a_1": 3, "a_3": 4}]
+    assert distinct(["a", "a", "b"]) == ["a", "a_1", "b"]
 
 
 def test_json_and_csv_have_all_rows_and_say_what_is_not_finite(run, capsys):

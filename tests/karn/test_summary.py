@@ -203,6 +203,30 @@ def test_what_is_unknown_or_makes_no_sense_is_counted_and_passed_over():
     assert (run.unreadable, run.kinds["from_the_future"], run.episodes) == (2, 1, [])
 
 
+# -- slots that the run did not name
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_slot_has_two_names_where_only_moves_name_it(order):
+    first = [moved(2, "left", S.DORMANT, S.TRAINING, dwell=0), row(2, S.TRAINING)][::order]
+    run = told(row(1, S.DORMANT), *first, row(3, S.TRAINING), moved(4, "left", S.TRAINING, S.BLENDING, dwell=2))
+    assert [s.name for s in run.episodes[0].slots.values()] == ["left"]
+    assert [(i.stage, i.start, i.end) for i in run.episodes[0].slots["left"].intervals] == [
+        (S.TRAINING, 2, 3), (S.BLENDING, 4, 4)
+    ]  # fmt: skip
+
+
+def test_without_any_names_slots_are_places():
+    assert stages(told(row(1, S.TRAINING)), "slot 0") == [(S.TRAINING, "norm", 1, 1)]
+
+
+def test_the_manifest_names_slots_where_the_run_does_not():
+    run = RunSummary(None, {"slots": ["left", "right", "middle"]})
+    run.add(entries([moved(1, "left", S.DORMANT, S.TRAINING), row(1, S.TRAINING), row(2, S.TRAINING)]))
+    assert list(run.episodes[0].slots) == ["left", "right", "middle"]
+    assert stages(run, "left") == [(S.TRAINING, "norm", 1, 2)]
+
+
 # -- runs in every state
 
 

@@ -2,8 +2,11 @@
 
 import asyncio
 import os
+import shutil
 import subprocess
 import sys
+import time
+from pathlib import Path
 
 import pytest
 
@@ -14,6 +17,9 @@ from watch_run import lines_of, run_events, started, write_run
 from esper.karn.watch.app import DetailPage, EventsPage, HelpPage, MainPage, WatchApp
 from esper.karn.watch.widgets import Lines
 from esper.leyline.errors import EsperError
+from esper.nissa.record import Record
+from esper.nissa.run import RunDirectory, list_runs
+from esper.nissa.sinks.jsonl import JsonlSink
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -333,3 +339,38 @@ def test_a_missing_textual_is_said_with_the_way_out(finished, monkeypatch):
 
 def test_once_on_a_run_that_has_not_begun_says_so(tmp_path):
     assert "waiting for a run to begin" in command(tmp_path).stdout
+
+
+def test_a_copy_of_a_run_that_was_just_alive_is_killed_as_the_list_of_runs_says(tmp_path):
+    with RunDirectory.create(tmp_path, "digits", name="it", manifest={}) as run:
+        sink = JsonlSink(run.events_dir)
+        sink.write([Record(0, time.time(), 0, started())])
+        assert command(run.path, "--once").stdout.startswith(" LIVE ")
+        shutil.copytree(run.path, tmp_path / "copy")
+        sink.close()
+    said = command(tmp_path / "copy", "--once").stdout
+    assert said.startswith(" KILLED ")
+    assert {row.path.name: row.status for row in list_runs(tmp_path)} == {"it": "finished", "copy": "killed"}
+
+
+def test_a_damaged_manifest_and_a_directory_in_the_journal_stop_no_frame(tmp_path):
+    run = write_run(tmp_path / "run", run_events(envs=1, slots=1, steps=3, rounds=1))
+    (run / "manifest.json").write_text("{")
+    (run / "events" / "rank0-00007.jsonl").mkdir()
+    done = command(run, "--once")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith(" FINISHED ")
+    assert "the manifest is damaged" in done.stdout
+
+
+def test_ctrl_c_leaves_quietly(monkeypatch, capsys):
+    from esper.commands import watch as command_watch
+
+    def stop(run):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(command_watch, "_print_frame", stop)
+    with pytest.raises(SystemExit) as left:
+        command_watch.run_watch(Path("x"), once=True)
+    assert left.value.code == 130
+    assert capsys.readouterr().err == "esper: interrupted\n"

@@ -243,9 +243,12 @@ def test_the_run_says_how_it_ended(status):
 def test_a_run_without_owner_is_killed_unless_events_still_arrive():
     model = model_of(small_run(), step())
     model.status = "killed"
+    assert judge.state(model, model.fresh_at + 1)[0] == "KILLED"  # what it wrote is young, but nobody goes on writing
 
-    assert judge.state(model, model.fresh_at + 60)[0] == "KILLED"
-    assert judge.state(model, model.fresh_at + 1)[0] == "LIVE"
+    model = model_of(small_run(), step(), now=500.0)
+    model.status = "killed"
+    assert judge.state(model, 501.0)[0] == "LIVE"
+    assert judge.state(model, 560.0)[0] == "KILLED"
 
 
 def test_a_resumed_run_is_alive_again_and_its_pause_is_not_counted():
@@ -290,7 +293,11 @@ def test_all_is_clear_when_nothing_is_wrong():
         (step(quality=-math.inf), "quality not finite in digits/0"),
         (Governor(env=0, episode=0, step=3, alarm="loss_spike", action="rollback"), "loss_spike (rollback)"),
         (Health(source="hub", severity="error", text="sink jsonl was retired"), "hub: sink jsonl was retired"),
-        (Health(source="hub", severity="info", text="-", counters={"jsonl.given_up": 4.0}), "jsonl.given_up 4"),
+        (
+            Health(source="hub", severity="info", text="-", counters={"Board.given_up": 4.0}),
+            "sink Board missed 4 events",
+        ),
+        (Health(source="x", severity="info", text="-", counters={"dropped": 4.0}), "events lost: dropped 4"),
         (update(0, kl=0.2), "KL 0.200"),
         (update(0, kl=math.nan), "KL NaN"),
         (update(0, policy_loss=math.nan), "policy loss not finite"),
@@ -303,6 +310,63 @@ def test_what_is_wrong_is_said(event, said):
 
     assert said in line
     assert "ALL CLEAR" not in line
+
+
+def test_what_a_sink_missed_is_not_called_lost():
+    counters = {"emitted": 107.0, "unencodable": 0.0, "Board.given_up": 10.0, "JsonlSink.given_up": 0.0}
+    last = Health(source="hub", severity="warning", text="107 events; 10 events lost", counters=counters)
+    model = model_of(small_run(), step(), last)
+    assert anomaly(step(), last) == "sink Board missed 10 events"
+    assert "lost" not in frame(model, "x", model.last_s, 100)
+
+
+def test_a_text_of_any_length_costs_no_time():
+    model = model_of(small_run(), Health(source="x", severity="error", text="y" * 30_000_000))
+    assert "yyy" in frame(model, "x", model.last_s, 80)
+
+
+@pytest.mark.parametrize("width", [60, 80, 100, 200])
+def test_where_words_are_cut_the_worth_of_a_seed_stays(width):
+    move = Lifecycle(env=0, episode=0, step=10, slot="r0c1", seed=0, blueprint="conv_light", was="BLENDING",
+                     now="HOLDING", cause="rules", params=1, alpha=1.0, dwell_epochs=3, contribution=0.012,
+                     contribution_se=0.004)  # fmt: skip
+    model = model_of(started(envs=1, slots=2, names=["same structure from step 0"]), move)
+    line = plain(event_line(model, model.happenings[-1], width))
+    assert line.endswith("HOLDING, +1.2 ± 0.4" + " (rules)" * (width >= 100))
+    assert cell_len(line) <= width
+
+
+# slots that the run did not name
+
+
+def nameless(*events):
+    """What is shown of a run without `run_started`."""
+    model = model_of(*events)
+    return model, [[(s.name, s.stage) for s in env.slots] for env in model.envs.values()]
+
+
+def named_move(t=1, slot="left"):
+    return Lifecycle(env=0, episode=0, step=t, slot=slot, seed=0, blueprint="norm", was="DORMANT", now="TRAINING",
+                     cause="rules", params=1, alpha=0.0, dwell_epochs=0)  # fmt: skip
+
+
+def test_without_names_slots_are_places():
+    assert nameless(step(stages=(0, T)))[1] == [[("slot 0", D), ("slot 1", T)]]
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_no_slot_is_shown_under_two_names(order):
+    events = [named_move(), step(stages=(0, T))][::order]
+    assert nameless(*events, step(t=2, stages=(0, T)))[1] == [[("left", T)]]
+
+
+def test_the_manifest_names_slots_and_the_run_has_the_last_word():
+    model = WatchModel()
+    model.name_slots(["right", "left"])
+    model.feed(entries_of([named_move(), step(stages=(0, T))]))
+    assert [(s.name, s.stage) for s in model.envs[0].slots] == [("right", D), ("left", T)]
+    model.feed(entries_of([small_run()]))
+    assert model.slot_names == ["r0c0", "r0c1"]
 
 
 @pytest.mark.parametrize("learnable", [{}, {"op": 0.0}, {"op": None}])

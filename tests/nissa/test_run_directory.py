@@ -1,5 +1,6 @@
 """The run directory: one owner, nothing overwritten, and a manifest that tells how it ended."""
 
+import io
 import json
 import math
 import os
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 
 from esper.commands.runs import run_runs
 from esper.leyline.errors import ConfigError, EsperError, RunError
@@ -155,8 +157,8 @@ def test_a_manifest_that_cannot_be_written_leaves_no_directory_behind(tmp_path, 
         (SystemExit(0), "finished", None),
         (SystemExit(1), "failed", "SystemExit: 1"),
         (SystemExit("no data"), "failed", "SystemExit: no data"),
-        (SystemExit(130), "interrupted", "SystemExit: 130"),
-        (SystemExit(143), "interrupted", "SystemExit: 143"),
+        (SystemExit(130), "interrupted", "SIGINT"),
+        (SystemExit(143), "interrupted", "SIGTERM"),
     ],
 )
 def test_how_the_block_is_left_is_how_the_run_ended(tmp_path, error, status, said):
@@ -436,18 +438,47 @@ def test_where_nothing_is_nothing_is_listed(tmp_path, root):
     assert list_runs(tmp_path / root) == []
 
 
-@pytest.mark.parametrize("width", [80, 160])
-def test_the_command_shows_a_table_with_whole_names(tmp_path, capsys, monkeypatch, width):
-    monkeypatch.setenv("COLUMNS", str(width))
+def shown_by_the_command(root, width=None):
+    """On a terminal of this width; without one, in a pipe."""
+    out = io.StringIO()
+    terminal = {} if width is None else {"force_terminal": True, "no_color": True, "width": width}
+    run_runs(root, as_json=False, console=Console(file=out, **terminal))
+    return re.sub(r"\x1b\[[0-9;]*m", "", out.getvalue())
+
+
+@pytest.mark.parametrize("width", [80, 160, None])
+def test_the_command_shows_a_table_with_whole_names(tmp_path, width):
     three_runs(tmp_path).finish("interrupted")
     create(tmp_path, task="tinystories").finish("finished")
-    run_runs(tmp_path, as_json=False)
-    shown = capsys.readouterr().out
-    names = [line.split()[0] for line in shown.splitlines()[1:]]
+    shown = shown_by_the_command(tmp_path, width)
+    names = [line.split()[0] for line in shown.splitlines()[1:5]]
     assert names == [row.id for row in list_runs(tmp_path)]
     assert "interrupted" in shown
     assert "1,234" in shown
-    assert ("started" in shown) == (width > 100)
+    assert ("started" in shown.splitlines()[0]) == ("size" in shown.splitlines()[0]) == (width != 80)
+    assert ("left out, for want of width: started (UTC), size" in shown) == (width == 80)
+
+
+def test_where_there_is_room_for_the_size_it_is_shown(tmp_path):
+    three_runs(tmp_path).finish("finished")
+    assert "size" in shown_by_the_command(tmp_path, 80).splitlines()[0]
+
+
+def test_the_command_tells_copies_apart_and_no_name_breaks_the_table(tmp_path):
+    three_runs(tmp_path).finish("finished")
+    shutil.copytree(tmp_path / "first", tmp_path / "a copy")
+    shutil.copytree(tmp_path / "first", tmp_path / "two\nlines")
+    lines = shown_by_the_command(tmp_path).splitlines()
+    assert len(lines) == 6
+    assert sum(line.startswith(("first ", "a copy ", "two\\nlines ")) for line in lines) == 3
+
+
+@pytest.mark.parametrize("root", ["nosuch", "file"])
+def test_the_command_refuses_a_place_that_is_not_there(tmp_path, root):
+    (tmp_path / "file").touch()
+    for as_json in (False, True):
+        with pytest.raises(ConfigError, match="no runs at"):
+            run_runs(tmp_path / root, as_json)
 
 
 def test_the_command_gives_json(tmp_path, capsys):
@@ -458,8 +489,9 @@ def test_the_command_gives_json(tmp_path, capsys):
     assert Path(rows[0]["path"]) == tmp_path / "third"
 
 
-def test_the_command_says_what_to_do_where_there_are_no_runs(tmp_path, capsys):
-    run_runs(tmp_path / "runs", as_json=False)
+def test_the_command_says_what_to_do_where_there_are_no_runs(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_runs(Path("runs"), as_json=False)  # the usual place, before the first run
     assert "esper grow" in " ".join(capsys.readouterr().out.split())
-    run_runs(tmp_path / "runs", as_json=True)
+    run_runs(Path("runs"), as_json=True)
     assert json.loads(capsys.readouterr().out) == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import sys
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from rich.table import Table
 from esper.karn import report, sections
 from esper.karn.charts import spoken
 from esper.karn.summary import RunSummary
+from esper.karn.texts import cut
 from esper.leyline.errors import ConfigError
 
 MOST_LINES = 20
@@ -29,6 +31,16 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
     out = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if out.is_dir():
         out = out / "report.html"
+    try:
+        _write(runs, out, as_json)
+    except KeyboardInterrupt:
+        print("esper: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+    if open_browser:
+        webbrowser.open(out.absolute().as_uri())
+
+
+def _write(runs: list[Path], out: Path, as_json: bool) -> None:
     summaries = [RunSummary.of(path) for path in runs]
     try:
         report.write(summaries, out)
@@ -41,8 +53,6 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
         for summary in summaries:
             console.print(digest(summary))
         console.print(f"report: {out}", markup=False, highlight=False, soft_wrap=True)
-    if open_browser:
-        webbrowser.open(out.absolute().as_uri())
 
 
 # -- in the terminal
@@ -58,7 +68,7 @@ def digest(run: RunSummary) -> Group:
         for head in ("quality", "best", "params", "seeds", "fossils", "pruned", "time"):
             table.add_column(head, justify="right")
         for e in latest[:MOST_LINES]:
-            table.add_row(escape(sections.label(run, e)), said(e.quality, unit), said(e.quality_best, unit),
+            table.add_row(escape(cut(sections.label(run, e), 100)), said(e.quality, unit), said(e.quality_best, unit),
                           said(e.params, "count"), str(e.germinated), str(e.fossilized), str(e.pruned),
                           said(e.wall_s, "seconds"))  # fmt: skip
         parts.append(table)
@@ -66,7 +76,7 @@ def digest(run: RunSummary) -> Group:
             parts.append(f"[dim]and {len(latest) - MOST_LINES} more environments[/dim]")
     if phases := run.phases:
         whole = sum(p.wall_ms for p in phases) or 1.0
-        top = ", ".join(f"{escape(p.name)} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES])
+        top = ", ".join(f"{escape(cut(p.name, 50))} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES])
         parts.append(f"time: {top}")
     found = report.troubles(run)
     colour = {"error": "red", "warning": "yellow"}
@@ -79,7 +89,7 @@ def headline(run: RunSummary) -> str:
     facts = [run.status, run.about("task"), run.about("controller")]
     facts += [f"seed {run.about('seed')}"] if run.about("seed") is not None else []
     facts += [spoken(run.wall_s, "seconds")] if run.wall_s is not None else []
-    return escape(", ".join(str(f) for f in facts if f))
+    return escape(", ".join(cut(str(f), 200) for f in facts if f))
 
 
 def said(value: float | None, unit: str) -> str:
@@ -93,6 +103,7 @@ def facts(run: RunSummary) -> dict[str, Any]:
     """What the terminal says, as data; numbers that are not finite by name."""
     return {
         "run": report.title_of(run),
+        "run_id": run.manifest.get("run_id"),
         "path": str(run.path),
         "status": run.status,
         "task": run.about("task"),

@@ -8,37 +8,63 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
+from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from esper.karn.texts import printable
+from esper.leyline.errors import ConfigError
 from esper.nissa.run import RunInfo, list_runs
 
 STYLES = {"running": "green", "failed": "red", "killed": "red", "unreadable": "red", "interrupted": "yellow"}
-ROOMY = 110
-"""From this width on there is room for every column."""
+DROPPED = ("started (UTC)", "size")
+"""Columns that go first where the terminal is narrow."""
+DEFAULT_ROOT = Path("runs")
 
 
-def run_runs(root: Path, as_json: bool) -> None:
+def run_runs(root: Path, as_json: bool, console: Console | None = None) -> None:
+    """List the runs below `root`. The usual place need not exist yet; any other that is named must."""
+    if not root.is_dir() and (root != DEFAULT_ROOT or root.exists()):
+        found = "it is a file" if root.exists() else "there is nothing"
+        raise ConfigError(
+            f"no runs at {root}: {found}. Name the directory in which runs lie; {DEFAULT_ROOT} by default"
+        )
     rows = list_runs(root)
     if as_json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows], indent=2))
         return
-    console = Console()
+    console = console or Console()
     if not rows:
         console.print(f"No runs in {root}. Start one, for instance: esper grow --task rescue", soft_wrap=True)
         return
-    names = [name for name in COLUMNS if console.width >= ROOMY or name not in ("started (UTC)", "size")]
+    names = list(COLUMNS)
+    if console.is_terminal:
+        for name in DROPPED:
+            if natural_width(as_table(rows, names), console) > console.width:
+                names.remove(name)
+    else:
+        console.width = max(console.width, natural_width(as_table(rows, names), console))
+    console.print(as_table(rows, names))
+    if left := [name for name in DROPPED if name not in names]:
+        console.print(Text(f"left out, for want of width: {', '.join(left)}; --json has them", "dim"))
+
+
+def as_table(rows: list[RunInfo], names: list[str]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in names:
         numeric, shrinks = name in ("time", "steps", "size"), name in ("task", "controller")
         table.add_column(name, justify="right" if numeric else "left", no_wrap=not shrinks)
     for row in rows:
         table.add_row(*(COLUMNS[name](row) for name in names))
-    console.print(table)
+    return table
+
+
+def natural_width(table: Table, console: Console) -> int:
+    return Measurement.get(console, console.options.update(max_width=100_000), table).maximum
 
 
 def _started(row: RunInfo) -> str:
-    return (row.started or "–")[:16].replace("T", " ")
+    return printable((row.started or "–")[:16].replace("T", " "))
 
 
 def _time(row: RunInfo) -> str:
@@ -59,11 +85,11 @@ def _size(row: RunInfo) -> str:
 
 
 COLUMNS: dict[str, Callable[[RunInfo], str | Text]] = {
-    "run": lambda row: Text(row.id),
-    "task": lambda row: Text(row.task or "–"),
-    "controller": lambda row: Text(row.controller or "–"),
-    "status": lambda row: Text(row.status, STYLES.get(row.status, "")),
-    "started (UTC)": _started,
+    "run": lambda row: Text(printable(row.path.absolute().name, 200)),  # copies share an id
+    "task": lambda row: Text(printable(row.task or "–", 100)),
+    "controller": lambda row: Text(printable(row.controller or "–", 100)),
+    "status": lambda row: Text(printable(row.status, 100), STYLES.get(row.status, "")),
+    "started (UTC)": lambda row: Text(_started(row)),
     "time": _time,
     "steps": lambda row: "–" if row.env_steps is None else f"{row.env_steps:,}",
     "size": _size,

@@ -7,6 +7,7 @@ import json
 import math
 import sys
 from collections.abc import Iterable
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,16 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from esper.karn.outside import manifest_of
 from esper.karn.sql import Answer, Runs
+from esper.karn.texts import cut
 from esper.karn.views import PLACE_NOTES, catalogue
 from esper.leyline.errors import ConfigError
-from esper.nissa.run import read_manifest
 
 SHOWN_ROWS = 200
 """Rows of a table on the screen, unless asked otherwise. JSON and CSV have them all: half a file helps nobody."""
+LONGEST_CELL, MOST_ITEMS = 500, 100
+"""Of a table: characters of a cell, and values of a list in it. JSON and CSV have them all."""
 NUMBERS = ("INT", "DOUBLE", "FLOAT", "DECIMAL")
 NOTHING = "–"
 
@@ -45,14 +49,24 @@ def run_sql(
     console = console or Console()
     if query is None:
         for run in runs:
-            read_manifest(run)  # a misspelt run is told here too
+            manifest_of(run)  # a misspelt run is told here too
         show_catalogue(console)
         return
     rows = (None if as_json or as_csv else SHOWN_ROWS) if limit is None else limit or None
-    with Runs(runs) as opened:
-        answer = opened.ask(query, limit=rows, timeout_s=timeout_s)
+    try:
+        with Runs(runs) as opened:
+            for trouble in opened.troubles:
+                print(f"esper: {trouble}", file=sys.stderr)
+            show(opened.ask(query, limit=rows, timeout_s=timeout_s), as_json, as_csv, console)
+    except KeyboardInterrupt:
+        print("esper: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def show(answer: Answer, as_json: bool, as_csv: bool, console: Console) -> None:
     if as_json:
-        print(json.dumps([dict(zip(answer.columns, map(jsonable, row), strict=True)) for row in answer.rows], indent=1))
+        names = distinct(answer.columns)
+        print(json.dumps([dict(zip(names, map(jsonable, row), strict=True)) for row in answer.rows], indent=1))
     elif as_csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow(answer.columns)
@@ -62,6 +76,18 @@ def run_sql(
         return
     if answer.more:
         print(f"esper: {answer.more} more rows; --limit 0 gives all", file=sys.stderr)
+
+
+def distinct(columns: list[str]) -> list[str]:
+    """Names for JSON, where two columns of one name would be one: a, a becomes a, a_1."""
+    out: list[str] = []
+    for name in columns:
+        other, count = name, 0
+        while other in out or (count and other in columns):
+            count += 1
+            other = f"{name}_{count}"
+        out.append(other)
+    return out
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], str | None]:
@@ -117,10 +143,17 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
     if isinstance(value, list):
-        return "[" + ", ".join(map(cell, value)) + "]"
+        return cut("[" + ", ".join([*map(cell, value[:MOST_ITEMS]), *_left(value)]) + "]", LONGEST_CELL)
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{cell(k)}: {cell(v)}" for k, v in value.items()) + "}"
-    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in str(value).splitlines())
+        pairs = [f"{cell(k)}: {cell(v)}" for k, v in islice(value.items(), MOST_ITEMS)]
+        return cut("{" + ", ".join([*pairs, *_left(value)]) + "}", LONGEST_CELL)
+    text = value if isinstance(value, str) else str(value)
+    lines = cut(text, LONGEST_CELL).splitlines()
+    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
+
+
+def _left(values: list[Any] | dict[Any, Any]) -> list[str]:
+    return [f"… {len(values) - MOST_ITEMS:,} more"] if len(values) > MOST_ITEMS else []
 
 
 def jsonable(value: Any) -> Any:

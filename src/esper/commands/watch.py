@@ -16,9 +16,17 @@ PLAIN_WIDTH = 100
 
 def run_watch(run: Path, once: bool) -> None:
     """Open the live view, or print one plain frame if `once`, or if the output is no terminal."""
-    if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-        _print_frame(run)
-        return
+    try:
+        if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+            _print_frame(run)
+        else:
+            _open(run)
+    except KeyboardInterrupt:
+        print("esper: interrupted", file=sys.stderr)
+        raise SystemExit(130) from None
+
+
+def _open(run: Path) -> None:
     if importlib.util.find_spec("textual") is None:
         raise EsperError(
             "`esper watch` needs Textual, which is not installed. Install it with: pip install 'esper-lite[tui]'. "

@@ -1,4 +1,4 @@
-"""What is taken from files that may be damaged: the manifest as far as it can be read, entries as far as they make sense."""
+"""What comes from files that may be damaged: the manifest if it can be read, entries if they make sense."""
 
 from __future__ import annotations
 

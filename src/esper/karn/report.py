@@ -6,7 +6,7 @@ Everything that comes from a run passes through `escape` or `data_script`: a nam
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
 from pathlib import Path
@@ -14,11 +14,16 @@ from typing import Any
 
 from esper.karn import sections
 from esper.karn.charts import Chart, Series, Value, legend, render, spoken
+from esper.karn.losses import missed_by_sinks
+from esper.karn.sql import run_names
 from esper.karn.summary import EpisodeLife, RunSummary
+from esper.karn.texts import cut, printable
 
 PILL = {"finished": "good", "running": "", "failed": "bad", "killed": "bad", "interrupted": "warn"}
 GROWN = "grown"
 """The environment of `esper grow` that is not there to be compared with."""
+DEEPEST = 20
+"""Levels of a nested value that are shown."""
 VIEWS_COMPARED = 4
 """Episodes shown in detail of each run where there are several."""
 
@@ -27,7 +32,7 @@ def write(runs: Sequence[RunSummary], out: Path) -> Path:
     """Write the report, whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
     draft = out.with_name(f".{out.name}.tmp")
-    draft.write_text(page(runs), encoding="utf-8")
+    draft.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
     draft.replace(out)
     return out
 
@@ -36,6 +41,9 @@ def page(runs: Sequence[RunSummary]) -> str:
     template = files("esper.karn").joinpath("template.html").read_text(encoding="utf-8")
     before, rest = template.split("<!--title-->")
     between, after = rest.split("<!--body-->")
+    if len({run.path.resolve() for run in runs}) == len(runs):
+        for run, name in zip(runs, run_names([run.path for run in runs]), strict=True):
+            run.name = name
     if len(runs) == 1:
         title, body = title_of(runs[0]), header(runs[0]) + run_body(runs[0])
     else:
@@ -56,7 +64,8 @@ def run_body(run: RunSummary, most: int = sections.MOST_VIEWS) -> str:
 
 
 def title_of(run: RunSummary) -> str:
-    return str(run.manifest.get("run_id") or run.started.get("run_id") or run.path.absolute().name)
+    """Its directory: a copy keeps the id of what it was copied from, and must be told from it."""
+    return printable(run.name or run.path.resolve().name)
 
 
 # -- header
@@ -69,6 +78,8 @@ def header(run: RunSummary, tag: str = "h1") -> str:
         facts |= {
             k: config.get(k) for k in ("controller", "seed") if facts[k] is None and not isinstance(config.get(k), dict)
         }
+    first_name = run.manifest.get("run_id")
+    facts["run id"] = first_name if first_name != run.path.resolve().name else None
     facts["started"] = when(run.manifest.get("started"))
     facts["took" if run.status != "running" else "so far"] = (
         None if run.wall_s is None else spoken(run.wall_s, "seconds")
@@ -81,10 +92,10 @@ def header(run: RunSummary, tag: str = "h1") -> str:
     device, threads = run.about("device"), run.about("threads")
     facts["on"] = None if device is None else f"{device}, {threads} thread{'s' if threads != 1 else ''}"
     rows = "".join(
-        f"<div><dt>{escape(k)}</dt><dd>{escape(str(v))}</dd></div>" for k, v in facts.items() if v is not None
+        f"<div><dt>{escape(k)}</dt><dd>{escape(cut(str(v)))}</dd></div>" for k, v in facts.items() if v is not None
     )
     command = run.manifest.get("command") or run.started.get("command")  # the manifest has its options too
-    said = f'<p class="soft" style="margin-top:6px"><code>{escape(str(command))}</code></p>' if command else ""
+    said = f'<p class="soft" style="margin-top:6px"><code>{escape(cut(str(command)))}</code></p>' if command else ""
     rest = {k: v for k, v in run.manifest.items() if k not in ("run_id", "status", "task", "command", "config")}
     folds = "".join(
         f"<details><summary>{name}</summary>{tree(value)}</details>"
@@ -106,21 +117,28 @@ def when(stamp: Any) -> str | None:
     return stamp[:16].replace("T", " ") + (" UTC" if utc else "") if stamp[10:11] == "T" else stamp
 
 
-def tree(value: Any) -> str:
+def tree(value: Any, depth: int = 0) -> str:
     """A nested value as a list that folds."""
     if not isinstance(value, dict):
-        return f"<code>{escape(str(value))}</code>"
+        return f"<code>{escape(plain(value))}</code>"
+    if depth == DEEPEST:
+        return "<code>…</code>"
     rows = "".join(
-        f"<li><details><summary>{escape(str(k))}</summary>{tree(v)}</details></li>"
+        f"<li><details><summary>{escape(cut(str(k)))}</summary>{tree(v, depth + 1)}</details></li>"
         if isinstance(v, dict) and v
-        else f"<li>{escape(str(k))}: <code>{escape(plain(v))}</code></li>"
+        else f"<li>{escape(cut(str(k)))}: <code>{escape(plain(v))}</code></li>"
         for k, v in value.items()
     )
     return f'<ul class="tree">{rows}</ul>'
 
 
 def plain(value: Any) -> str:
-    return "none" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if isinstance(value, str):
+        return cut(value)
+    try:
+        return "none" if value is None else str(value).lower() if isinstance(value, bool) else cut(str(value))
+    except RecursionError:
+        return "…"
 
 
 # -- trouble
@@ -136,12 +154,12 @@ def troubles(run: RunSummary) -> list[tuple[str, str]]:
         found.append(("error", "The run was killed: it neither goes on nor ended by itself. What it wrote is shown."))
     elif run.status == "interrupted":
         found.append(("warning", "The run was interrupted before its end."))
-    found += [(str(h.get("severity")), f"{h.get('source')}: {h.get('text')}") for h in run.health
+    if run.manifest_damage:
+        found.append(("warning", f"{run.manifest_damage}. What is shown comes from the journal."))
+    found += [(str(h.get("severity")), f"{h.get('source')}: {words(h)}") for h in run.health
               if h.get("severity") in ("warning", "error")]  # fmt: skip
     if (holes := holes_unexplained(run)) > 0:
-        found.append(
-            ("warning", f"{holes} events never reached the journal: their numbers are missing from the sequence.")
-        )
+        found.append(("warning", f"{holes} events lost: their numbers are missing from the journal."))
     if run.damage.lines or run.unreadable:
         found.append(("warning", f"{run.damage.lines + run.unreadable} lines of the journal could not be read."))
     if run.damage.torn and run.status not in ("running", "killed"):
@@ -154,7 +172,16 @@ def troubles(run: RunSummary) -> list[tuple[str, str]]:
                                  f"({spoken(g.get('value'))}{limit}) → {g.get('action')}{back}"))  # fmt: skip
     if len(run.governor) > 20:
         found.append(("warning", f"Governor: {len(run.governor) - 20} more alarms"))
-    return sorted(found, key=lambda each: each[0] != "error")
+    return sorted(((severity, cut(text)) for severity, text in found), key=lambda each: each[0] != "error")
+
+
+def words(health: Mapping[str, Any]) -> str:
+    """What a `health` event says; of the hub's last one, which sink missed what: the journal has its own account."""
+    missed = missed_by_sinks(health.get("counters"))
+    if not missed or "emitted" not in (health.get("counters") or {}):
+        return str(health.get("text"))
+    each = "; ".join(f"sink {name} missed {count:,.0f}" for name, count in missed.items())
+    return f"of {health['counters']['emitted']:,.0f} events {each}"
 
 
 def holes_unexplained(run: RunSummary) -> int:
@@ -240,7 +267,7 @@ def average(values: Sequence[Value]) -> Value:
 
 
 def footer(runs: Sequence[RunSummary]) -> str:
-    versions = {str((r.manifest.get("versions") or {}).get("esper") or "") for r in runs}
-    made = "".join(f", Esper {escape(v)}" for v in sorted(versions) if v)
+    told = [versions for r in runs if isinstance(versions := r.manifest.get("versions"), dict)]
+    made = "".join(f", Esper {escape(cut(v))}" for v in sorted({str(each.get("esper") or "") for each in told}) if v)
     events = spoken(sum(sum(r.kinds.values()) for r in runs), "count")
     return f"<footer>Made from {events} events{made}. This file needs no network.</footer>"

@@ -132,6 +132,7 @@ def results(run: RunSummary) -> str:
     def put(head: str, text: str) -> None:
         columns.setdefault(head, []).append(text)
 
+    bare = next((e for e in latest if any(other.grew_from(e) for other in latest)), None)
     measured = {k for e in latest for k, v in (e.result or {}).items() if v is not None}
     for e in latest:
         told = e.result or {}
@@ -143,6 +144,9 @@ def results(run: RunSummary) -> str:
             put("test", cell(told.get("test_quality"), unit))
         if "twin_quality" in measured:
             put("over twin", cell(final - twin if final is not None and twin is not None else None, points))
+        elif bare is not None and (base := bare.quality) is not None:
+            gain = final - base if final is not None and e is not bare else None
+            put("over no growth", "" if e is bare else cell(gain, points))
         host = told.get("host_params") or run.about("host_params")
         times = f' <span class="soft">{e.params / host:.2f}× host</span>' if e.params is not None and host else ""
         put("parameters", cell(e.params, "count") + times)
@@ -154,7 +158,9 @@ def results(run: RunSummary) -> str:
     right = [i for i, head in enumerate(columns) if head not in ("environment", "alive at the end")]
     rows = zip(*columns.values(), strict=True)
     says = "Quality is measured on the validation split, test on data that had no part in any decision"
-    says += "; over twin: against the same world without growth" + (", in points." if points == "points" else ".")
+    against = next((head for head in ("over twin", "over no growth") if head in columns), None)
+    unit_said = ", in points" if points == "points" else ""
+    says += f"; {against}: against the same world without growth{unit_said}." if against else "."
     says += " Seeds: germinated / committed / pruned."
     if len(run.episodes) > len(latest):
         says += f" The latest of {len(run.episodes)} episodes of each environment."

@@ -25,9 +25,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esper.karn.outside import CHECKS, fact, manifest_of, slot_names
 from esper.leyline.stages import SeedStage
 from esper.nissa.journal import Damage, Entry, read
-from esper.nissa.run import read_manifest
 
 Data = dict[str, Any]
 Value = float | None
@@ -146,6 +146,16 @@ class EpisodeLife:
     _alphas: Any = None
     _blueprints: Any = None
     _shown: list[tuple[SlotLife, int]] = field(default_factory=list)
+    has_own_names: bool = False
+    """The run did not say which slot stands where in a step, and other events name slots: only those count."""
+
+    def named_slot(self, name: str, order: Sequence[str]) -> SlotLife:
+        """A slot by the name an event gives it. What steps said of unnamed places would show it a second time."""
+        if not order and not self.has_own_names:
+            self.has_own_names = True
+            self.slots.clear()
+            self._shown = []
+        return self.slot(name)
 
     def slot(self, name: str) -> SlotLife:
         life = self.slots.get(name)
@@ -159,6 +169,9 @@ class EpisodeLife:
         self.steps.add(d)
         if step != self.last_step + 1:
             self._jump(step)
+        if self.has_own_names:
+            self.last_step = step
+            return
         stages, alphas, blueprints = d["stages"], d["alphas"], d["blueprints"]
         if stages != self._stages or blueprints != self._blueprints:
             self.settle()
@@ -191,6 +204,18 @@ class EpisodeLife:
         self._shown = []
 
     # -- what came of it
+
+    @property
+    def is_bare(self) -> bool:
+        """Whether it ended as the bare host: nothing was planted, and nothing stood there from the beginning."""
+        d = self.result or {}
+        return d.get("germinated") == 0 and d.get("params") == d.get("host_params") and not d.get("structure")
+
+    def grew_from(self, bare: EpisodeLife) -> bool:
+        """Whether the other is this one without growth: the same world, length and host."""
+        mine, other = self.result or {}, bare.result or {}
+        same = all(mine.get(k) == other.get(k) for k in ("world", "steps", "host_params"))
+        return bare.is_bare and same and bool(mine.get("germinated"))
 
     @property
     def quality(self) -> Value:
@@ -268,7 +293,10 @@ class RunSummary:
 
     def __init__(self, path: Path, manifest: Data | None = None) -> None:
         self.path = path
+        self.name = ""
+        """What it is called beside other runs; empty: as its directory."""
         self.manifest: Data = manifest or {}
+        self.manifest_damage: str | None = None
         self.started: Data = {}
         self.finished: Data | None = None
         self.envs: dict[int, EnvLife] = {}
@@ -285,13 +313,15 @@ class RunSummary:
         self.first_s = self.last_s = math.nan
         self._next_seq: dict[int, int] = {}
         self._phases: dict[tuple[int, str], Phase] = {}
-        self._order: tuple[str, ...] = ()
+        self._order = slot_names(self.manifest)  # until the run itself says it
         self._recent: EpisodeLife | None = None
 
     @classmethod
     def of(cls, path: Path) -> RunSummary:
         """Read the whole of a run directory."""
-        summary = cls(path, read_manifest(path))
+        manifest, damage = manifest_of(path)
+        summary = cls(path, manifest)
+        summary.manifest_damage = damage
         with no_garbage_collection():
             summary.add(read(path, summary.damage))
         return summary
@@ -314,8 +344,9 @@ class RunSummary:
             handle = known.get(kind)
             if handle is not None:
                 try:
+                    CHECKS[kind](data)
                     handle(data, time_s, rank)
-                except (KeyError, TypeError, ValueError, AttributeError, IndexError):
+                except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
                     self.unreadable += 1
             if self.first_s != self.first_s:
                 self.first_s = time_s
@@ -358,7 +389,7 @@ class RunSummary:
         if self.started:  # a resumed run says it again; the first word on when it began stays
             return
         self.started = d
-        self._order = tuple(str(s) for s in d.get("slots") or ())
+        self._order = tuple(d.get("slots") or ()) or self._order
         for index in range(len(d.get("env_names") or ())):
             self.env(index)
 
@@ -375,18 +406,22 @@ class RunSummary:
         life = self._episode(d, time_s)
         life.lifecycle.append(d)
         was, now = _stage(d["was"]), _stage(d["now"])
-        if was is not None and now is not None and d["step"] > life.last_step:  # a step says better how it ended
-            life.slot(d["slot"]).moved(d["step"], was, now, d.get("dwell_epochs") or 0, d.get("blueprint") or "")
+        slot = life.named_slot(d["slot"], self._order)
+        told_better = d["step"] <= life.last_step and not life.has_own_names  # a step says better how it ended
+        if was is not None and now is not None and not told_better:
+            slot.moved(d["step"], was, now, d.get("dwell_epochs") or 0, d.get("blueprint") or "")
 
     def _worth(self, d: Data, time_s: float, rank: int) -> None:
-        slot = self._episode(d, time_s).slot(d["slot"])
+        slot = self._episode(d, time_s).named_slot(d["slot"], self._order)
         slot.worth.add(d)
         slot.blueprints[d["seed"]] = d["blueprint"]
 
     def _episode_end(self, d: Data, time_s: float, rank: int) -> None:
         life = self._episode(d, time_s)
         life.result = d
-        if not len(life.steps):  # only the moves were recorded: what stood last stood until the end
+        if (
+            not len(life.steps) or life.has_own_names
+        ):  # only the moves were recorded: what stood last stood until the end
             for slot in life.slots.values():
                 if slot.intervals:
                     slot.intervals[-1].end = max(slot.intervals[-1].end, d["steps"])
@@ -446,9 +481,9 @@ class RunSummary:
 
     def about(self, name: str) -> Any:
         """A fact of the run: from its first event, else from its manifest."""
-        if self.started.get(name) is not None:
+        if self.started.get(name) not in (None, ""):
             return self.started[name]
-        return self.manifest.get(name)
+        return fact(self.manifest, name)
 
 
 @contextmanager

@@ -119,8 +119,9 @@ VIEWS = (
             "path": "Where it lies.",
         },
         """
-        select m.run, m.status, coalesce(s.task, m.manifest->>'task') as task, s.controller, s.seed, s.command,
-               len(s.env_names) as envs, coalesce(s.slots, try_cast(m.manifest->'slots' as varchar[])) as slots,
+        select m.run, m.status, coalesce(nullif(s.task, ''), m.manifest->>'task') as task, s.controller, s.seed,
+               s.command, len(s.env_names) as envs,
+               coalesce(s.slots, try_cast(m.manifest->'slots' as varchar[])) as slots,
                s.steps, s.rounds, s.host_params, s.device, s.threads, s.telemetry, f.wall_s, f.env_steps,
                coalesce(f.error, m.manifest->>'error') as error, m.events, m.damaged, m.path
         from directories m

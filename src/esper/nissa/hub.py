@@ -393,7 +393,7 @@ class NissaHub:
         sinks = health.pop("sinks")
         lost = sum(each["given_up"] for each in sinks.values()) + health["unencodable"]
         found = [
-            *([f"{lost} events lost"] if lost else []),
+            *([f"{lost} not written by sinks that failed"] if lost else []),
             *([f"callers waited {health['waits']} times, {health['wait_s']:.2f} s"] if health["waits"] else []),
             *([f"{health['coalesced']} gauges replaced by newer ones"] if health["coalesced"] else []),
         ]

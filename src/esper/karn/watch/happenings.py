@@ -7,9 +7,10 @@ from typing import Any
 
 from rich.cells import cell_len
 
+from esper.karn.losses import missed_by_sinks
 from esper.karn.watch.lines import Line, Piece, fit, whole_words
 from esper.karn.watch.model import WatchModel
-from esper.karn.watch.states import Number, number, text, whole
+from esper.karn.watch.states import Number, number, numbers, text, whole
 from esper.karn.watch.words import (
     TONES,
     count,
@@ -48,7 +49,6 @@ def event_line(model: WatchModel, entry: Entry, width: int, *, with_env: bool = 
     """When, which environment, which step, what."""
     d: Mapping[str, Any] = entry.data
     first = model.first_s if model.first_s is not None else entry.time_s
-    said, tone = event_text(model, entry.kind, d)
     out: list[Piece] = [(f"{duration(entry.time_s - first):>7} ", "dim")]
     if with_env:
         env = model.envs.get(whole(d.get("env"), -1)) if "env" in d else None
@@ -56,11 +56,17 @@ def event_line(model: WatchModel, entry: Entry, width: int, *, with_env: bool = 
         out.append((fit(env.name if env else "run", min(max(3, names), 12 if width < 100 else 20)) + " ", "strong"))
     out.append((fit(str(whole(d["step"])) if "step" in d else "", 4, right=True) + "  ", "dim"))
     used = sum(cell_len(s) for s, _ in out)
-    return (*out, (whole_words(said, max(10, width - used)), tone))
+    room = max(10, width - used)
+    said, tone = event_text(model, entry.kind, d, room)
+    return (*out, (whole_words(said, room), tone))
 
 
-def event_text(model: WatchModel, kind: str, d: Mapping[str, Any]) -> tuple[str, str]:
+def event_text(model: WatchModel, kind: str, d: Mapping[str, Any], width: int = 1000) -> tuple[str, str]:
     """An event in a few words, the important ones first."""
+    if kind == "lifecycle":
+        forms = _lifecycle_forms(model, d)
+        said = next((form for form in forms if cell_len(form) <= width), forms[-1])
+        return said, TONES.get(_letter_of(text(d.get("now"))), "plain")
     return _TEXTS[kind](model, d) if kind in _TEXTS else (kind.replace("_", " "), "dim")
 
 
@@ -75,14 +81,20 @@ def _run_finished_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, st
     return said, "good" if status == "finished" else "bad"
 
 
-def _lifecycle_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
-    now = text(d.get("now"))
-    said = f"{text(d.get('slot'))} {text(d.get('blueprint'))}: {text(d.get('was'))} → {now}"
+def _lifecycle_forms(model: WatchModel, d: Mapping[str, Any]) -> list[str]:
+    """A move and what the seed was worth, from the longest words to the shortest: the worth goes last."""
+    slot, blueprint, was, now, by = (text(d.get(k)) for k in ("slot", "blueprint", "was", "now", "cause"))
+    worth = ""
     if number(d.get("contribution")) is not None:
-        worth = points(number(d.get("contribution")), number(d.get("contribution_se")), model.is_percent)
-        said += f", {worth}"
-    by = text(d.get("cause"))
-    return said + (f" ({by})" if by else ""), TONES.get(_letter_of(now), "plain")
+        worth = ", " + points(number(d.get("contribution")), number(d.get("contribution_se")), model.is_percent)
+    move = f"{was} → {now}{worth}"
+    return [
+        *([f"{slot} {blueprint}: {move} ({by})"] if by else []),
+        f"{slot} {blueprint}: {move}",
+        f"{slot} {blueprint} → {now}{worth}",
+        f"{slot} → {now}{worth}",
+        f"→ {now}{worth}",
+    ]
 
 
 def _letter_of(name: str) -> str:
@@ -118,6 +130,9 @@ def _governor_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
 
 def _health_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
     tone = {"error": "bad", "warning": "warn"}.get(text(d.get("severity")), "dim")
+    missed = missed_by_sinks(d.get("counters"))
+    if missed and "emitted" in numbers(d.get("counters")):
+        return "hub: " + ", ".join(f"sink {name} missed {n:g} events" for name, n in missed.items()), tone
     return f"{text(d.get('source'))}: {text(d.get('text'))}", tone
 
 
@@ -133,7 +148,7 @@ def _update_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
 
 
 _TEXTS = {
-    "run_started": _run_started_text, "run_finished": _run_finished_text, "lifecycle": _lifecycle_text,
+    "run_started": _run_started_text, "run_finished": _run_finished_text,
     "decision": _decision_text, "episode": _episode_text, "governor": _governor_text, "health": _health_text,
     "checkpoint": _checkpoint_text, "update": _update_text,
 }  # fmt: skip

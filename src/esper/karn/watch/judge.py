@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from esper.karn.losses import missed_by_sinks
 from esper.karn.watch.model import WatchModel
 from esper.karn.watch.states import EnvState, number, numbers, text, whole
 from esper.karn.watch.words import NONE, duration, short
@@ -19,7 +20,7 @@ FLAT_STEPS = 10
 """Steps without a new best after which an environment is called flat."""
 WORSE = 0.01
 """Below its best by more than this an environment is called worse; a share of the best where that is larger."""
-LOSS_WORDS = ("lost", "dropped", "given_up", "unencodable")
+LOSS_WORDS = ("lost", "dropped", "unencodable")
 """Counters so named count events that no longer exist."""
 
 
@@ -46,14 +47,17 @@ def silence_s(model: WatchModel, now: float) -> float:
 
 
 def state(model: WatchModel, now: float) -> tuple[str, str]:
-    """One word and its tone. The run's own last word counts before the manifest's, and fresh events before both."""
+    """One word and its tone. The run's own last word counts before the manifest's.
+
+    A run without an owner is killed, unless events arrive before our eyes: a lock cannot be seen from everywhere.
+    """
     ended = text(model.ending.get("status")) if model.ending is not None else model.status
     quiet = silence_s(model, now)
     if model.events == 0 and ended not in ("finished", "failed", "interrupted", "killed"):
         return "WAITING", "note"
     if ended in ("finished", "failed", "interrupted"):
         return ended.upper(), {"finished": "good", "failed": "bad", "interrupted": "warn"}[ended]
-    if ended == "killed" and (quiet > LIVE_S or model.events == 0):
+    if ended == "killed" and (model.arrived_at is None or now - model.arrived_at > LIVE_S):
         return "KILLED", "bad"
     if quiet <= max(LIVE_S, 2 * model.usual_pause_s):
         return "LIVE", "good"
@@ -145,10 +149,15 @@ def _governor(model: WatchModel, now: float) -> list[Alarm]:
 
 
 def _machinery(model: WatchModel) -> list[Alarm]:
-    found = [
+    missed = missed_by_sinks(model.counters)
+    found = [Alarm("bad", f"sink {name} missed {count:g} events") for name, count in missed.items()]
+    found += [
         Alarm("bad" if e.data.get("severity") == "error" else "warn", f"{text(e.data.get('source'))}: {said}")
         for said, e in model.troubles.items()
+        if not (missed and "emitted" in numbers(e.data.get("counters")))  # the hub's last words: said above
     ]
+    if model.manifest_damage:
+        found.append(Alarm("warn", "the manifest is damaged; this is what the journal tells"))
     lost = {k: v for k, v in model.counters.items() if v and any(w in k for w in LOSS_WORDS)}
     if lost:
         found.append(Alarm("bad", "events lost: " + ", ".join(f"{k} {v:g}" for k, v in lost.items())))

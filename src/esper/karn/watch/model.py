@@ -46,6 +46,7 @@ class WatchModel:
     def __init__(self) -> None:
         self.run: dict[str, Any] = {}  # of `run_started`
         self.status: str | None = None  # what the manifest says; the reader sets it
+        self.manifest_damage: str | None = None  # why it cannot be read; the reader sets it
         self.damage = 0  # unreadable lines; the reader sets it
         self.ending: dict[str, Any] | None = None  # of `run_finished`
         self.envs: dict[int, EnvState] = {}
@@ -70,12 +71,14 @@ class WatchModel:
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.fresh_at: float | None = None  # reader's clock when the last event was new
+        self.arrived_at: float | None = None  # the same, of an event that was written while the reader looked on
         self.paused_s = 0.0  # between an end and a resumption
         self.marks: deque[Mark] = deque(maxlen=2400)
         self.pauses: deque[float] = deque(maxlen=32)
         self._received: Counter[int] = Counter()
         self._highest: dict[int, int] = {}
         self._slot_index: dict[str, int] = {}
+        self._slots_from = ""  # run: it named them in order; steps: only their places are known; events: only names
         self._folds = {
             "run_started": self._run_started, "run_finished": self._run_finished, "step": self._step,
             "decision": self._decision, "lifecycle": self._lifecycle, "worth": self._worth,
@@ -101,7 +104,15 @@ class WatchModel:
         if count:
             self.version += 1
             self.fresh_at = self.last_s if now is None else now
+            self.arrived_at = now
         return count
+
+    def name_slots(self, names: list[str]) -> None:
+        """The slots' names in the order of a step's arrays. The run says them first; a manifest may know them too."""
+        self._slots_from = "run"
+        if names != self.slot_names:
+            self._forget_slots()
+            self._grow_slots(names)
 
     # what follows from the fold
 
@@ -200,8 +211,16 @@ class WatchModel:
 
     def _slot(self, env: EnvState, name: str) -> SlotState:
         if name not in self._slot_index:
+            if self._slots_from == "steps":  # which of those places it is, nobody tells: show each slot once
+                self._forget_slots()
+            self._slots_from = self._slots_from if self._slots_from == "run" else "events"
             self._grow_slots([*self.slot_names, name])
         return env.slots[self._slot_index[name]]
+
+    def _forget_slots(self) -> None:
+        self.slot_names, self._slot_index = [], {}
+        for env in self.envs.values():
+            env.slots = []
 
     def _grow_slots(self, names: list[str]) -> None:
         """Every environment has the same slots; a run that did not name them all shows them as they appear."""
@@ -215,11 +234,8 @@ class WatchModel:
         """The first of a run, or its resumption: that changes nothing but the names."""
         before, self.run, self.ending = self.run, entry.data, None
         names = [text(n) for n in items(entry.data.get("slots"))]
-        if names and names != self.slot_names:
-            self.slot_names = []
-            for env in self.envs.values():
-                env.slots = []
-            self._grow_slots(names)
+        if names:
+            self.name_slots(names)
         if before and before.get("env_names") != entry.data.get("env_names"):
             self.envs.clear()
         for index in range(len(items(entry.data.get("env_names")))):
@@ -243,15 +259,18 @@ class WatchModel:
         env.params = whole(d["params"]) if number(d.get("params")) is not None else None
         env.qualities.append(env.quality)
         self._note_quality(env)
-        if len(stages) > len(self.slot_names):
-            self._grow_slots(self.slot_names + [f"slot {i}" for i in range(len(self.slot_names), len(stages))])
         env.stages.append(bytes(s & 0xFF for s in stages))
+        self.env_steps += 1
+        if self._slots_from == "events":
+            return
+        if len(stages) > len(self.slot_names):
+            self._slots_from = self._slots_from or "steps"
+            self._grow_slots(self.slot_names + [f"slot {i}" for i in range(len(self.slot_names), len(stages))])
         alphas, blueprints = items(d.get("alphas")), items(d.get("blueprints"))
         for i, (slot, stage) in enumerate(zip(env.slots, stages, strict=False)):
             slot.enter(stage, env.step)
             slot.alpha = number(alphas[i]) if i < len(alphas) else None
             slot.blueprint = text(blueprints[i]) if i < len(blueprints) else ""
-        self.env_steps += 1
 
     def _note_quality(self, env: EnvState) -> None:
         q = env.quality

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from esper.karn.outside import manifest_of, slot_names
 from esper.karn.watch import judge
 from esper.karn.watch.model import WatchModel
-from esper.karn.watch.places import find_run
+from esper.karn.watch.places import MANIFEST, find_run
 from esper.leyline.errors import EsperError
 from esper.nissa.journal import Entry, Follower
-from esper.nissa.run import read_manifest
 
 STATUS_EVERY_S = 2.0
 
@@ -23,6 +24,7 @@ class Source:
         self.run = find_run(asked)
         self.model = WatchModel()
         self._follower: Follower | None = None
+        self._has_named_slots = False
         self._is_caught_up = False
         self._status_at: float | None = None
         self._restarts = 0
@@ -48,6 +50,10 @@ class Source:
         return self._follower.poll()
 
     def feed(self, entries: list[Entry]) -> None:
+        if entries and not self._has_named_slots:  # for a run that did not say its slots itself
+            self._has_named_slots = True
+            if names := list(slot_names(self._read_manifest())):
+                self.model.name_slots(names)
         self.model.feed(entries, self._clock() if self._is_caught_up else None)
 
     def caught_up(self) -> None:
@@ -67,17 +73,23 @@ class Source:
             self._changes += 1
 
     def _read_status(self) -> str | None:
+        status = self._read_manifest().get("status")
+        return status if isinstance(status, str) else None
+
+    def _read_manifest(self) -> dict[str, Any]:
+        """Empty where there is none, or a damaged one: its journal is still worth watching."""
         assert self.run is not None
         try:
-            status = read_manifest(self.run).get("status")
-        except (EsperError, OSError):  # a journal without a manifest is still worth watching
-            return None
-        return status if isinstance(status, str) else None
+            manifest, damage = manifest_of(self.run)
+        except (EsperError, OSError):
+            return {}
+        self.model.manifest_damage = damage if (self.run / MANIFEST).exists() else None
+        return manifest
 
     def restart(self) -> None:
         """Forget everything and read from the beginning; a directory of runs may have a newer one by now."""
         self.run = find_run(self._asked)
-        self.model, self._follower = WatchModel(), None
+        self.model, self._follower, self._has_named_slots = WatchModel(), None, False
         self._is_caught_up, self._status_at = False, None
         self._restarts += 1
 

@@ -10,6 +10,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from esper.karn.texts import cut
 from esper.leyline.stages import COOLING, GROWING, SeedStage
 from esper.nissa.journal import Entry
 
@@ -32,7 +33,7 @@ def whole(value: object, default: int = 0) -> int:
 
 
 def text(value: object) -> str:
-    return value if isinstance(value, str) else ""
+    return cut(value) if isinstance(value, str) else ""
 
 
 def items(value: object) -> list[Any]:

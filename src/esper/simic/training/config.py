@@ -70,6 +70,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         for name in ("rounds", "envs", "worlds", "threads"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be ≥ 1, got {getattr(self, name)}")
+        if self.worlds > HELD_OUT_FROM:
+            raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs must be ≥ 1, got {self.epochs}")
         if self.ppo.groups > self.envs:
