@@ -11,8 +11,10 @@ import threading
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper.kasmina.lifecycle import legal
 from esper.leyline.errors import ConfigError
@@ -24,7 +26,7 @@ from esper.recording import record
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
-from esper.tolaria.engine import Engine
+from esper.tolaria.engine import Engine, EngineConfig
 from esper.tolaria.tasks import get_task
 
 
@@ -96,6 +98,29 @@ def test_what_is_recorded_never_changes_what_is_learnt():
     finally:
         hangs.let_go.set()
         hub.close()
+
+
+@pytest.mark.parametrize("stride", [1, 3, 50])
+def test_how_often_gradients_are_sampled_never_changes_what_is_learnt(stride):
+    """The table's gradient columns are what was sampled; the weights are the same."""
+
+    def weights(every: int) -> torch.Tensor:
+        engine = Engine(get_task("digits"), [0], config=EngineConfig(gradient_telemetry_stride=every))
+        controller = Schedule()
+        for _ in range(14):
+            engine.step(controller.act(engine.table, legal(engine.table, engine.rules)))
+        assert np.isfinite(engine.table.grad_norm[0, 0])
+        return torch.cat([p.detach().flatten() for p in engine.plots[0].body.parameters()])
+
+    assert torch.equal(weights(10), weights(stride))
+
+
+def test_tensorboard_reads_what_it_is_given(tmp_path):
+    with record("mine", out=tmp_path / "run", tensorboard=True) as run:
+        run.say(step(1))
+    accumulator = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
+    accumulator.Reload()
+    assert any("quality" in tag for tag in accumulator.Tags()["scalars"])
 
 
 def step(i: int) -> Step:

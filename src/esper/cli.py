@@ -34,6 +34,7 @@ def grow(
     incubation: Annotated[str, typer.Option(help="How a seed learns apart: shadow or straight_through.")] = "shadow",
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; small hosts gain nothing from more.")] = 1,
     telemetry: Annotated[str, typer.Option(help="How much to record: off, minimal, normal or debug.")] = "normal",
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write scalars for TensorBoard.")] = False,
 ) -> None:
     """Train and grow one host, then compare it with hosts that did not grow.
 
@@ -48,7 +49,7 @@ def grow(
 
     try:
         run_grow(task, controller, epochs=epochs, seed=seed, out=out, data_root=data, compare=compare,
-                 incubation=incubation, threads=threads, telemetry=telemetry)  # fmt: skip
+                 incubation=incubation, threads=threads, telemetry=telemetry, tensorboard=tensorboard)  # fmt: skip
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None
@@ -69,6 +70,7 @@ def train(
     out: Annotated[Path | None, typer.Option(help="The run directory; by default a new one in runs/.")] = None,
     data: Annotated[Path | None, typer.Option(help="Where the files of a task that is not embedded lie.")] = None,
     telemetry: Annotated[str | None, typer.Option(help="How much to record: off, minimal, normal, debug.")] = None,
+    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write scalars for TensorBoard.")] = False,
     show: Annotated[bool, typer.Option("--show", help="Print the settings and leave.")] = False,
     compare: Annotated[bool, typer.Option(help="At the end, a first look at other controllers.")] = True,
 ) -> None:
@@ -87,7 +89,7 @@ def train(
             "start_from": start_from, "telemetry": telemetry}  # fmt: skip
     try:
         run_train(preset=preset, config_file=config, sets=sets or [], more=more, out=out, data_root=data, show=show,
-                  compare=compare)  # fmt: skip
+                  compare=compare, tensorboard=tensorboard)  # fmt: skip
     except KeyboardInterrupt:
         print("esper: interrupted; the run directory keeps the policy of the last whole round", file=sys.stderr)
         raise typer.Exit(130) from None

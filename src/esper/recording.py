@@ -27,6 +27,7 @@ from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory, ending, manifest_base
 from esper.nissa.sinks import Sink
 from esper.nissa.sinks.jsonl import JsonlSink
+from esper.nissa.sinks.tensorboard import TensorBoardSink
 
 RUNS = Path("runs")
 """Where runs go that were not given a place."""
@@ -59,12 +60,14 @@ def record(
     level: Level | str = Level.NORMAL,
     manifest: dict[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
+    tensorboard: bool = False,
 ) -> Iterator[Run]:
     """Record a run: below `root` under a name of its own, or at `out`. Nothing that exists is overwritten.
 
     level     off, minimal, normal or debug: what is recorded, never what is learnt
     manifest  what else the manifest shall say: config, seed, hashes of data
     sinks     further places for events, besides the journal
+    tensorboard  also write scalars for TensorBoard into the run directory
     """
     level = level_by_name(level) if isinstance(level, str) else level
     where, name = (Path(root), None) if out is None else (Path(out).parent, Path(out).name)
@@ -76,7 +79,8 @@ def record(
     started, status, error = time.monotonic(), "finished", None
     counter = _Counter()
     try:
-        hub = NissaHub([JsonlSink(directory.events_dir), counter, *sinks], level=level)
+        more = [TensorBoardSink(directory.path / "tensorboard")] if tensorboard else []
+        hub = NissaHub([JsonlSink(directory.events_dir), counter, *more, *sinks], level=level)
     except BaseException as e:
         directory.finish(*ending(e))
         raise

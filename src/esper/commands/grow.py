@@ -73,6 +73,7 @@ def run_grow(
     incubation: str,
     threads: int,
     telemetry: str,
+    tensorboard: bool,
 ) -> None:
     torch.set_num_threads(threads)
     console = Console()
@@ -90,7 +91,7 @@ def run_grow(
         "config": {"task": settings_of(task), "engine": msgspec.to_builtins(config)},
         "data": {data.name: data.sha256},
     }
-    with record(task.name, out=out, level=level, manifest=manifest) as run:
+    with record(task.name, out=out, level=level, manifest=manifest, tensorboard=tensorboard) as run:
         console.print(
             f"task [b]{task.name}[/b]: {task.question}  [dim]({task.host}, {len(data.train):,} training samples, "
             f"{task.epochs} epochs of {task.batches_per_epoch} × {task.batch}, seed {seed})[/dim]"

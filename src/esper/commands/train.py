@@ -36,6 +36,7 @@ def run_train(
     data_root: Path | None,
     show: bool,
     compare: bool,
+    tensorboard: bool,
 ) -> None:
     config = load_config(preset=preset, file=config_file, sets=sets, more=more)
     if show:
@@ -44,7 +45,7 @@ def run_train(
     torch.set_num_threads(config.threads)
     console, label = Console(), "sim" if config.simulated else config.task
     manifest = {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
-    with record(label, out=out, level=config.telemetry, manifest=manifest) as run:
+    with record(label, out=out, level=config.telemetry, manifest=manifest, tensorboard=tensorboard) as run:
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
         plainly(console, what_is_set(config))
         env = make_env(config, data_root=data_root)
