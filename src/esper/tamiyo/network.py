@@ -129,11 +129,19 @@ class TamiyoNetwork(nn.Module):
 
     def _logits(self, state: Tensor, slots: Tensor, op: Tensor, slot: Tensor, widest: int) -> Tensor:
         """Logits of every head given op and slot, padded: [*, 8, W]."""
-        out = state.new_zeros(*state.shape[:-1], NUM_HEADS, widest)
-        out[..., Head.OP, :NUM_OPS] = self.op_head(state)
+        aware = self._aware(state, slots, op)
+        return self._padded(self.op_head(state), self.slot_score(aware).squeeze(-1), aware, slot, widest)
+
+    def _aware(self, state: Tensor, slots: Tensor, op: Tensor) -> Tensor:
+        """Every slot in the light of the whole and of the op: [*, S, D]."""
         asked = self.from_core(state) + self.op_embedding(op)  # [*, D]
-        aware = F.relu(asked[..., None, :] + self.from_slot(slots))  # [*, S, D]
-        out[..., Head.SLOT, : slots.shape[-2]] = self.slot_score(aware).squeeze(-1)
+        return F.relu(asked[..., None, :] + self.from_slot(slots))
+
+    def _padded(self, ops: Tensor, scores: Tensor, aware: Tensor, slot: Tensor, widest: int) -> Tensor:
+        """The logits of all heads in one tensor, those behind the slot from the slot that was chosen."""
+        out = ops.new_zeros(*ops.shape[:-1], NUM_HEADS, widest)
+        out[..., Head.OP, :NUM_OPS] = ops
+        out[..., Head.SLOT, : scores.shape[-1]] = scores
         index = slot[..., None, None].expand(*slot.shape, 1, aware.shape[-1])
         chosen = self.choices(aware.gather(-2, index).squeeze(-2))
         for head, part in zip(_SIZES, chosen.split(list(_SIZES.values()), -1), strict=True):
@@ -158,11 +166,12 @@ class TamiyoNetwork(nn.Module):
             log_probs = log_distribution(logits, mask, epsilon)
             return likeliest(log_probs) if uniform is None else pick(log_probs, uniform[..., head])
 
-        op = draw(self.op_head(state), masks[..., layout.op], Head.OP)
-        zero = torch.zeros_like(op)
-        logits = self._logits(state, slots, op, zero, layout.widest)
-        slot = draw(logits[..., Head.SLOT, : layout.slots], slot_given_op(masks, layout, op), Head.SLOT)
-        logits = self._logits(state, slots, op, slot, layout.widest)
+        ops = self.op_head(state)
+        op = draw(ops, masks[..., layout.op], Head.OP)
+        aware = self._aware(state, slots, op)
+        scores = self.slot_score(aware).squeeze(-1)
+        slot = draw(scores, slot_given_op(masks, layout, op), Head.SLOT)
+        logits = self._padded(ops, scores, aware, slot, layout.widest)
         mask = conditioned(masks, layout, op, slot)
         log_probs = log_distribution(logits, mask, epsilon)
         rest = likeliest(log_probs) if uniform is None else pick(log_probs, uniform)
