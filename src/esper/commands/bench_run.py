@@ -7,6 +7,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from time import process_time, thread_time
 
 import torch
 
@@ -20,13 +21,18 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task
 
 
-def train_recorded(quick: bool = False) -> Callable[[Level], None]:
-    """Four environments of `rescue` under the schedule, from the start, recorded at a level in a new run directory."""
+def train_recorded(quick: bool = False) -> Callable[[Level], float]:
+    """Four environments of `rescue` under the schedule, from the start, recorded at a level in a new run directory.
+
+    What comes back is telemetry's own share of the CPU time: the emitter in the training thread, and all other
+    threads, which are the hub's.
+    """
     torch.set_num_threads(1)
     task, steps = get_task("rescue"), 2 if quick else 16
     data = task.load_data()
 
-    def train(level: Level) -> None:
+    def train(level: Level) -> float:
+        whole, main = process_time(), thread_time()
         with tempfile.TemporaryDirectory() as place, redirect_stdout(StringIO()):
             engine, helper, controller = Engine(task, range(4), data=data), CounterfactualHelper(), Schedule()
             with record("bench", out=Path(place) / "run", level=level) as run:
@@ -37,8 +43,12 @@ def train_recorded(quick: bool = False) -> Callable[[Level], None]:
                     allowed = legal(engine.table, engine.rules)
                     actions = controller.act(engine.table, allowed)
                     outcome = engine.step(actions)
-                    emit.step(engine.table, actions, outcome, allowed)
-                    emit.worth(engine.table, helper.process_batch(engine))
-                    emit.phases(engine.phases)
+                    worth = helper.process_batch(engine)
+                    with engine.phases("telemetry"):
+                        emit.step(engine.table, actions, outcome, allowed)
+                        emit.worth(engine.table, worth)
+                        emit.phases(engine.phases)
+            whole, main = process_time() - whole, thread_time() - main
+            return (engine.phases.totals()["telemetry"].cpu_ms / 1e3 + whole - main) / whole
 
     return train
