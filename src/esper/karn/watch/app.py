@@ -23,7 +23,7 @@ from esper.karn.watch.source import Source
 from esper.karn.watch.states import EnvState, SlotState
 from esper.karn.watch.widgets import Lines
 
-POLL_S = 0.7
+POLL_S = 1.0
 KEYS = [
     ("q", "quit"), ("?", "help"), ("j/k", "move"), ("Enter", "detail"), ("e", "events"), ("/", "filter"),
     ("r", "re-read"),
