@@ -16,6 +16,7 @@ from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from esper.commands import plainly
 from esper.karn.dots import dots
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
@@ -64,7 +65,7 @@ class Arena:
             for name in names:
                 progress.update(task, description=f"{name} in {len(worlds)} worlds")
                 if not console.is_terminal:
-                    console.print(f"{name} in {len(worlds)} worlds", markup=False, highlight=False, soft_wrap=True)
+                    plainly(console, f"{name} in {len(worlds)} worlds")
                 played.append(self.play_one(name, list(worlds), played))
                 progress.advance(task)
         return played
@@ -128,7 +129,7 @@ def run_eval(
         return
     console.print(results_table(played, config.simulated))
     if out is not None:
-        console.print(f"left in {out}: eval.json, eval.svg", markup=False, highlight=False, soft_wrap=True)
+        plainly(console, f"left in {out}: eval.json, eval.svg")
 
 
 def complete(names: list[str], simulated: bool) -> list[str]:

@@ -21,12 +21,12 @@ from rich.text import Text
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
+from esper.commands import plainly
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules, legal
-from esper.leyline.actions import Operator
 from esper.leyline.errors import DataError
 from esper.leyline.events import Level, RunStarted
 from esper.leyline.events import level as level_by_name
@@ -35,6 +35,7 @@ from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.recording import Run, record
 from esper.simic.attribution import CounterfactualHelper, Worth, report
+from esper.simic.evaluation import structure_of
 from esper.simic.ground import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, Wait, make_controller
@@ -96,7 +97,7 @@ def run_grow(
             f"task [b]{task.name}[/b]: {task.question}  [dim]({task.host}, {len(data.train):,} training samples, "
             f"{task.epochs} epochs of {task.batches_per_epoch} × {task.batch}, seed {seed})[/dim]"
         )
-        said(console, f"run {run.path}  (esper watch {run.path} looks on)")
+        plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
         names = HOSTS_COMPARED if compare and controller_name != "none" else HOSTS_COMPARED[:1]
         scene = Scene(console, run, task, data, seed, config, level, Phases())
         engine = scene.engine()
@@ -129,14 +130,9 @@ def run_grow(
         console.print(summary(results))
         console.print(seed_table(engine, worth))
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
-    said(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
-    said(console, "plain.pt2 needs no Esper: torch.export.load(path).module()")
-    said(console, f"report: {written}")
-
-
-def said(console: Console, text: str) -> None:
-    """Words with a path in them: as they are, on one line."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
+    plainly(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
+    plainly(console, "plain.pt2 needs no Esper: torch.export.load(path).module()")
+    plainly(console, f"report: {written}")
 
 
 def settings_of(task: Task) -> dict[str, Any]:
@@ -201,11 +197,7 @@ class Scene:
 def compared(scene: Scene, grown: Engine) -> Iterator[Result]:
     """The hosts to compare with, each with the same budget of epochs."""
     yield scene.train(NO_GROWTH, scene.engine(), Wait())
-    structure = {
-        name: (slot.blueprint, Operator(slot.operator))
-        for name, slot in grown.plots[0].body.slots.items()
-        if slot.stage >= SeedStage.BLENDING and slot.seed is not None
-    }
+    structure = structure_of(grown, 0)
     if structure:
         same = scene.engine()
         same.plant_fossils(0, structure)

@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from esper.commands import plainly
 from esper.commands.evaluate import Arena, results_table
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
@@ -72,11 +73,6 @@ def run_train(
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
     plainly(console, f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)")
     plainly(console, f"report: {written}")
-
-
-def plainly(console: Console, text: str) -> None:
-    """Words with a path in them: as they are, on one line."""
-    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def what_is_set(config: TrainConfig) -> str:

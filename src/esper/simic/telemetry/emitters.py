@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -341,6 +341,3 @@ class TelemetryEmitter:
             self.hub.emit(
                 events.PhaseProfile(phase=name, wall_ms=total.wall_ms, cpu_ms=total.cpu_ms, calls=total.calls)
             )
-
-    def health(self, source: str, severity: str, text: str, counters: Mapping[str, Number] | None = None) -> None:
-        self.hub.emit(events.Health(source=source, severity=severity, text=text, counters=dict(counters or {})))
