@@ -8,6 +8,8 @@ with esper.record("my-model") as run:
 
 from __future__ import annotations
 
+import contextlib
+import os
 import signal
 import sys
 import threading
@@ -23,6 +25,7 @@ from esper.leyline.errors import RunError
 from esper.leyline.events import Event, Level, RunFinished, Step
 from esper.leyline.events import level as level_by_name
 from esper.nissa.hub import NissaHub
+from esper.nissa.journal import EVENTS, rewind, segments
 from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory, ending, manifest_base
 from esper.nissa.sinks import Sink
@@ -76,11 +79,53 @@ def record(
         directory = RunDirectory.create(where, task, name=name, manifest=said)
     except (OSError, UnicodeError) as e:
         raise RunError(f"cannot make a run directory in {where}: {e}. Name another place for it") from e
+    with _recorded(directory, 0, level, sinks, tensorboard) as run:
+        yield run
+
+
+@contextmanager
+def record_on(
+    path: Path | str,
+    next_seq: Sequence[int],
+    *,
+    level: Level | str = Level.NORMAL,
+    sinks: Sequence[Sink] = (),
+    tensorboard: bool = False,
+) -> Iterator[Run]:
+    """Go on recording a run that ended early, from the event that each rank would have said next.
+
+    What was recorded behind that is said again, so it is forgotten first.
+    """
+    level = level_by_name(level) if isinstance(level, str) else level
+    directory = RunDirectory.resume(Path(path))
+    try:
+        for rank in {*range(len(next_seq)), *segments(directory.events_dir)}:
+            rewind(directory.path, rank, next_seq[rank] if rank < len(next_seq) else 0)
+    except BaseException as e:
+        directory.finish(*ending(e))
+        raise
+    with _recorded(directory, next_seq[0], level, sinks, tensorboard) as run:
+        yield run
+
+
+@contextmanager
+def record_beside(path: Path | str, rank: int, first_seq: int, level: Level | str = Level.NORMAL) -> Iterator[NissaHub]:
+    """A hub that writes the journal of one more rank of a run that another process owns."""
+    level = level_by_name(level) if isinstance(level, str) else level
+    sink = JsonlSink(Path(path) / EVENTS, rank=rank)
+    with terminable(), NissaHub([sink], level=level, rank=rank, first_seq=first_seq) as hub:
+        yield hub
+
+
+@contextmanager
+def _recorded(
+    directory: RunDirectory, first_seq: int, level: Level, sinks: Sequence[Sink], tensorboard: bool
+) -> Iterator[Run]:
     started, status, error = time.monotonic(), "finished", None
     counter = _Counter()
     try:
         more = [TensorBoardSink(directory.path / "tensorboard")] if tensorboard else []
-        hub = NissaHub([JsonlSink(directory.events_dir), counter, *more, *sinks], level=level)
+        hub = NissaHub([JsonlSink(directory.events_dir), counter, *more, *sinks], level=level, first_seq=first_seq)
     except BaseException as e:
         directory.finish(*ending(e))
         raise
@@ -129,6 +174,40 @@ def terminable() -> Iterator[None]:
     before = {number: signal.signal(number, leave) for number in ENDING}
     try:
         yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class Stop:
+    """Whether a signal has asked this process to end. Called at a good moment, it does."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    def __call__(self) -> None:
+        if self.asked:
+            raise SystemExit(128 + self.asked)
+
+
+@contextmanager
+def stoppable(say: str) -> Iterator[Stop]:
+    """Within: Ctrl-C, SIGTERM and SIGHUP ask for an end at the next good moment, and `say` so; the second does not ask."""
+    stop = Stop()
+
+    def asked(number: int, frame: FrameType | None) -> None:
+        if stop.asked:
+            os._exit(128 + number)
+        stop.asked = number
+        with contextlib.suppress(OSError):
+            os.write(2, f"\nesper: {say}\n".encode())
+
+    if threading.current_thread() is not threading.main_thread():
+        yield stop
+        return
+    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, *ENDING)}
+    try:
+        yield stop
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

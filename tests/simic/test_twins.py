@@ -19,6 +19,7 @@ from esper.simic.twins import Twins, ingredients
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.data import Split
 from esper.tolaria.engine import EngineConfig
+from esper.tolaria.governor import GovernorConfig
 from esper.tolaria.tasks import get_task
 
 TASK = replace(get_task("digits"), epochs=3, batches_per_epoch=4)
@@ -83,7 +84,7 @@ TASK_CHANGES = {
 }  # fmt: skip
 ENGINE_CHANGES = {
     "incubation": "straight_through", "shadow_every": 3, "gradient_telemetry_stride": 5, "ema_decay": 0.9,
-    "compile": True,
+    "compile": True, "governor": GovernorConfig(patience=2),
 }  # fmt: skip
 DATA_CHANGES = {
     "sha256": "0" * 64,
@@ -132,7 +133,7 @@ def test_threads_and_torch_settings_change_the_key() -> None:
     [
         (torch, "__version__", "9.9.9"),
         (module, "code_hash", lambda: "other code"),
-        (module, "_processor", lambda device: ["another processor"]),
+        (module, "processor", lambda device: ["another processor"]),
     ],
 )
 def test_another_torch_code_or_processor_has_another_key(

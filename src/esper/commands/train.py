@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 import time
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,41 +19,99 @@ from rich.table import Table
 
 from esper.commands import plainly
 from esper.commands.evaluate import Arena, results_table
+from esper.commands.workers import Parent, Workers
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
+from esper.leyline.errors import ConfigError, RunError, TrainingError
 from esper.leyline.events import RunStarted
-from esper.recording import record
-from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, load_config
-from esper.simic.training.vectorized import Round, Trained, make_env, train_ppo_vectorized
+from esper.nissa.run import read_manifest
+from esper.recording import Run, record, record_beside, record_on, stoppable
+from esper.simic.training import memory
+from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
+from esper.simic.training.learner import CHECKPOINTS, Round, Trained, about, differences, must_be_exact, new_network
+from esper.simic.training.team import MEETING, Deserted, Team
+from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.policy_file import POLICY
+from esper.tolaria.checkpoint import Checkpoints, Saved
 
 SHOWN_WORLDS = 4
 """Held-out worlds of the table at the end: a first look, not a result. `esper eval` gives one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line asks for besides the settings of the run."""
+
+    resume: Path | None = None
+    allow_inexact: bool = False
+    workers: int = 1
+    out: Path | None = None
+    data_root: Path | None = None
+    compare: bool = True
+    tensorboard: bool = False
+
+
 def run_train(
-    *,
-    preset: str | None,
-    config_file: Path | None,
-    sets: list[str],
-    more: dict[str, Any],
-    out: Path | None,
-    data_root: Path | None,
-    show: bool,
-    compare: bool,
-    tensorboard: bool,
+    asked: Asked, *, preset: str | None, config_file: Path | None, sets: list[str], more: dict[str, Any], show: bool
 ) -> None:
-    config = load_config(preset=preset, file=config_file, sets=sets, more=more)
+    if asked.resume is not None:
+        settings = {"preset": preset, "config": config_file, "set": sets or None} | more
+        given = [f"--{name.replace('_', '-')}" for name, v in settings.items() if v is not None and name != "rounds"]
+        saved, config = last_checkpoint(asked.resume, more.get("rounds"), given, asked)
+    else:
+        saved, config = None, load_config(preset=preset, file=config_file, sets=sets, more=more)
     if show:
         print(json.dumps(as_tree(config), indent=1))
         return
     torch.set_num_threads(config.threads)
+    with Workers(asked.workers) as workers:
+        team = Team.join()
+        try:
+            team.share(config.envs)
+            if team.leads:
+                lead(config, saved, asked, team, workers)
+            else:
+                follow(config, saved, asked, team)
+        finally:
+            team.leave()
+
+
+def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Asked) -> tuple[Saved, TrainConfig]:
+    """What a run goes on from, and its settings: its own, but for a larger number of rounds."""
+    if given or asked.out is not None:
+        raise ConfigError(
+            f"a run goes on with its own settings: {', '.join(given or ['--out'])} cannot be given with --resume "
+            "(--rounds, --workers, --data, --tensorboard and --allow-inexact can)"
+        )
+    manifest = read_manifest(path)
+    if manifest["status"] == "running" and MEETING not in os.environ:  # else it is our own team that runs it
+        raise RunError(f"{path} is still running (pid {manifest.get('pid')}). Wait for it, or stop it first")
+    saved = Checkpoints(path / CHECKPOINTS).newest()
+    if saved is None:
+        raise RunError(f"{path} has no checkpoint to go on from: runs of `esper train` have, once they have begun")
+    told = about(saved)
+    config = built(TrainConfig, told["config"] | ({} if rounds is None else {"rounds": rounds}))
+    done = told["done"]
+    if config.rounds <= done:
+        raise ConfigError(f"{path} has done {done} of {config.rounds} rounds. `--rounds N` lets it go on to more")
+    if not asked.allow_inexact:
+        must_be_exact(saved, config)
+    elif changed := differences(saved, config):
+        print(f"esper: going on, but not bit for bit: {'; '.join(changed)}", file=sys.stderr)
+    return saved, config
+
+
+def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, workers: Workers) -> None:
+    """The whole command, as the rank that owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
-    manifest = {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
-    with record(label, out=out, level=config.telemetry, manifest=manifest, tensorboard=tensorboard) as run:
+    with recording(config, saved, asked, label) as run:
+        seqs = [0] * team.size if saved is None else about(saved)["next_seq"]
+        team.told({"path": str(run.path.absolute()), "next_seq": seqs})
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
         plainly(console, what_is_set(config))
-        env = make_env(config, data_root=data_root)
+        env = make_env(config, data_root=asked.data_root)
+        hidden = new_network(config).hidden_size
+        plainly(console, memory.told(memory.needed(config, env, hidden, team.size), memory.available(), team.size))
         run.say(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
@@ -59,20 +121,65 @@ def run_train(
             )
         )  # fmt: skip
         progress = Shown(console, config)
-        with progress:
-            trained = train_ppo_vectorized(
-                config, run.hub, directory=run.path, data_root=data_root, on_round=progress.round
-            )
+        again = f"esper train --resume {run.path}"
+        try:
+            with progress, stoppable("ending after this step; once more leaves at once") as stop:
+
+                def look_up() -> None:
+                    stop()
+                    workers.look_up()
+
+                trained = train_ppo_vectorized(
+                    config, run.hub, directory=run.path, data_root=asked.data_root, resume=saved, team=team,
+                    look_up=look_up, on_round=progress.round,
+                )  # fmt: skip
+        except SystemExit:
+            plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Go on with: {again}")
+            raise
+        except TrainingError as error:
+            raise TrainingError(f"{error}. The last whole round is kept: {again}") from error
         run.env_steps = trained.env_steps
     console.print(learning_table(trained))
-    if compare:
-        arena = Arena(config, data_root=data_root, twins=run.path / "twins")
+    if asked.compare:
+        arena = Arena(config, data_root=asked.data_root, twins=run.path / "twins")
         worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
         played = arena.play_all([str(run.path), "heuristic", "schedule", "random", "none"], worlds, console)
         console.print(results_table(played, config.simulated))
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
     plainly(console, f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)")
     plainly(console, f"report: {written}")
+
+
+def recording(config: TrainConfig, saved: Saved | None, asked: Asked, label: str) -> AbstractContextManager[Run]:
+    """A new run, or an earlier one that goes on."""
+    if saved is not None and asked.resume is not None:
+        next_seq = about(saved)["next_seq"]
+        return record_on(asked.resume, next_seq, level=config.telemetry, tensorboard=asked.tensorboard)
+    manifest = {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
+    return record(label, out=asked.out, level=config.telemetry, manifest=manifest, tensorboard=asked.tensorboard)
+
+
+def follow(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team) -> None:
+    """A further rank: it trains its share of the environments and keeps a journal of its own. It says nothing."""
+    parent = Parent()
+    try:
+        told = team.told()
+        first = told["next_seq"][team.rank] if team.rank < len(told["next_seq"]) else 0
+        path = Path(told["path"])
+        with (
+            record_beside(path, team.rank, first, config.telemetry) as hub,
+            stoppable(f"rank {team.rank} ends after this step") as stop,
+        ):
+
+            def look_up() -> None:
+                stop()
+                parent.look_up()
+
+            train_ppo_vectorized(
+                config, hub, directory=path, data_root=asked.data_root, resume=saved, team=team, look_up=look_up
+            )
+    except Deserted:
+        raise SystemExit(3) from None  # whoever has gone says why
 
 
 def what_is_set(config: TrainConfig) -> str:
@@ -92,7 +199,7 @@ class Shown:
     """Progress: a bar in a terminal, a line now and then elsewhere."""
 
     def __init__(self, console: Console, config: TrainConfig) -> None:
-        self.console, self.rounds, self.start = console, config.rounds, time.monotonic()
+        self.console, self.rounds, self.done, self.start = console, config.rounds, 0, time.monotonic()
         self.every = max(1, config.rounds // 12)
         self.bar = Progress(
             TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
@@ -112,7 +219,8 @@ class Shown:
             f"return {told.returns.mean():+.4f} ± {told.returns.std():.4f}  quality {told.quality.mean():.1%}  "
             f"KL {said(told.update.kl, '.4f')}  value NRMSE {said(told.update.value_nrmse, '.2f')}"
         )
-        self.bar.update(self.task, advance=1, description=text)
+        self.done = told.number + 1
+        self.bar.update(self.task, completed=self.done, description=text)
         if not self.console.is_terminal and (told.number % self.every == 0 or told.number == self.rounds - 1):
             spent = time.monotonic() - self.start
             print(f"round {told.number + 1}/{self.rounds}  {text}  {spent:.0f} s", flush=True)

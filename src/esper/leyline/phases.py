@@ -15,7 +15,8 @@ from time import perf_counter_ns, thread_time_ns
 from typing import NamedTuple
 
 PHASES = (
-    "apply", "train", "validate", "coalitions", "norms", "worth", "features", "policy", "update", "telemetry", "twins",
+    "apply", "train", "validate", "coalitions", "norms", "worth", "features", "policy", "gather", "update", "telemetry",
+    "checkpoint", "twins",
 )  # fmt: skip
 """The phases of a run. An epoch's validation pass is `validate` if it asks for the network as it stands, and
 `coalitions` if it asks for other configurations too, which are evaluated in the same pass; `norms` is the part of

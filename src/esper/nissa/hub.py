@@ -112,6 +112,11 @@ class NissaHub:
             self._seq = seq + 1
             self._log.append((seq, now, event))
 
+    @property
+    def next_seq(self) -> int:
+        """The number that the next event will have."""
+        return self._seq
+
     def add_sink(self, sink: Sink) -> None:
         """From now on this sink receives what is emitted."""
         if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):

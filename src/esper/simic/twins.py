@@ -27,7 +27,7 @@ import msgspec
 import numpy as np
 import torch
 
-from esper import kasmina, tolaria
+import esper
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
@@ -130,23 +130,26 @@ def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, An
             torch.backends.mkldnn.enabled,
             torch.backends.mkldnn.deterministic,
         ],
-        "processor": _processor(config.device),
+        "processor": processor(config.device),
     }
 
 
-@lru_cache(maxsize=1)
-def code_hash() -> str:
-    """Of the source that trains hosts, so that a curve of yesterday's code is not taken for today's."""
+@lru_cache(maxsize=8)
+def code_hash(*packages: str) -> str:
+    """Of the source of some of our packages; unless named, of those that train hosts.
+
+    So that a curve of yesterday's code is not taken for today's.
+    """
     digest = hashlib.sha256()
-    for package in (kasmina, tolaria):
-        root = Path(package.__path__[0])
-        for file in sorted(root.rglob("*.py")):
-            digest.update(f"{file.relative_to(root.parent).as_posix()}\n".encode() + file.read_bytes())
+    home = Path(esper.__path__[0])
+    for package in packages or ("kasmina", "tolaria"):
+        for file in sorted((home / package).rglob("*.py")):
+            digest.update(f"{file.relative_to(home).as_posix()}\n".encode() + file.read_bytes())
     return digest.hexdigest()
 
 
 @lru_cache(maxsize=8)
-def _processor(device: str) -> list[str]:
+def processor(device: str) -> list[str]:
     """What computes: kernels, and so the last bits, are chosen by it."""
     if device.startswith("cuda"):
         cudnn = torch.backends.cudnn

@@ -89,6 +89,13 @@ class TamiyoRolloutBuffer:
         self._revived = torch.zeros((), dtype=torch.bool, device=self.device)
         self._has_advantages = False
 
+    def fields(self) -> list[Tensor]:
+        """What the steps left behind, [T, E, …] each: what one rank has of a round and another has not."""
+        return [
+            self.obs, self.masks, self.actions, self.log_probs, self.values, self.rewards, self.done, self.truncated,
+            self.bootstrap, self.starts, self.hidden, self.forced,
+        ]  # fmt: skip
+
     @property
     def valid(self) -> Tensor:
         """Which steps were really taken: [T, E] bool."""

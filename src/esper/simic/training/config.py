@@ -59,6 +59,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """What is recorded: off, minimal, normal or debug. Never what is learnt."""
     threads: int = 1
     """CPU threads; small hosts gain nothing from more."""
+    keep: int = 3
+    """Checkpoints to keep: the last so many, and the best."""
+    checkpoint_share: float = 0.01
+    """Of the time that checkpoints may cost. Rounds longer than a few seconds all get one; with 1, every round does."""
     engine: EngineConfig = EngineConfig()
     rules: Rules = Rules()
     reward: RewardConfig = RewardConfig()
@@ -67,9 +71,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     sim: SimConfig = SimConfig()
 
     def __post_init__(self) -> None:
-        for name in ("rounds", "envs", "worlds", "threads"):
+        for name in ("rounds", "envs", "worlds", "threads", "keep"):
             if getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be ≥ 1, got {getattr(self, name)}")
+        if not 0 < self.checkpoint_share <= 1:
+            raise ConfigError(f"checkpoint_share must be above 0 and at most 1, got {self.checkpoint_share}")
         if self.worlds > HELD_OUT_FROM:
             raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:

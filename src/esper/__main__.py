@@ -1,0 +1,6 @@
+"""`python -m esper`, and so `torchrun … -m esper train`."""
+
+from esper.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""Workers: `esper train --workers N` is this process and N − 1 like it, started with the same command line."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+
+from esper.leyline.errors import ConfigError, TrainingError
+from esper.simic.training.team import MEETING
+
+GRACE_S = 10.0
+"""Seconds that workers have to leave when they are told to."""
+
+
+class Workers:
+    """The other ranks of this machine, for as long as the context lasts. They meet over a file of their own."""
+
+    def __init__(self, count: int) -> None:
+        if count > 1 and "RANK" in os.environ:
+            raise ConfigError("torchrun has started the ranks already: leave out --workers, or start without torchrun")
+        self.count, self.processes, self.place = count, [], None  # type: tuple[int, list[subprocess.Popen[bytes]], Path | None]
+        self.leads = MEETING not in os.environ
+
+    def __enter__(self) -> Workers:
+        if self.count > 1 and self.leads:
+            self.place = Path(tempfile.mkdtemp(prefix="esper-"))
+            for rank in range(1, self.count):
+                known = os.environ | {MEETING: self._meeting(rank)}
+                self.processes.append(
+                    subprocess.Popen(
+                        [sys.executable, "-m", "esper", *sys.argv[1:]], env=known, stdin=subprocess.DEVNULL,
+                        stdout=subprocess.DEVNULL,
+                    )
+                )  # fmt: skip
+            os.environ[MEETING] = self._meeting(0)
+        return self
+
+    def _meeting(self, rank: int) -> str:
+        return f"{rank}/{self.count}/{self.place}/meeting"
+
+    def look_up(self) -> None:
+        """All are there, or this rank must not wait for them."""
+        for rank, process in enumerate(self.processes, 1):
+            if process.poll() is not None:
+                how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
+                raise TrainingError(
+                    f"worker {rank} of {self.count} has ended ({how}), and the run cannot go on without it"
+                )
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self.place is None:
+            return
+        del os.environ[MEETING]
+        for process in self.processes:
+            if kind is not None:
+                process.terminate()
+        for process in self.processes:
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        shutil.rmtree(self.place, ignore_errors=True)
+
+
+class Parent:
+    """The process that started this rank: when it is gone, so is the run."""
+
+    def __init__(self) -> None:
+        self.pid = os.getppid()
+
+    def look_up(self) -> None:
+        if os.getppid() != self.pid:
+            raise TrainingError("the process that started this rank is gone")

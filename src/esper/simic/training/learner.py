@@ -1,0 +1,250 @@
+"""All that a run knows between two rounds: the policy, how it learns, and how it went. Enough to go on from.
+
+    learner = Learner.new(config, layout)
+    learner.load(saved)                          # of an earlier process
+    keeper.keep(learner)                         # flush the journal, then write a checkpoint
+
+Between rounds no host is alive, so this is little: what a round repeats is a function of its number.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import platform
+import sys
+import time
+import warnings
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.events import Checkpoint, Emits, Update, spelled, unspelled
+from esper.leyline.seeding import derive_seed
+from esper.leyline.slot_table import Floats
+from esper.simic.agent.ppo import PPO
+from esper.simic.ground import Ground
+from esper.simic.training.config import TrainConfig, as_tree
+from esper.simic.training.team import Team
+from esper.simic.twins import code_hash, processor
+from esper.tamiyo.network import TamiyoNetwork
+from esper.tamiyo.policy.action_masks import MaskLayout
+from esper.tamiyo.policy_file import POLICY, load_policy, save_policy
+from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
+
+CHECKPOINTS = "checkpoints"
+LEARNER, RUN = "learner", "run"
+_OF_A_ROUND = ("returns", "utility", "quality")
+
+
+@dataclass(slots=True)
+class Round:
+    """How one round went, for whoever looks on."""
+
+    number: int
+    returns: Floats  # [E] sums of rewards
+    utility: Floats  # [E] at the end
+    quality: Floats  # [E] at the end
+    update: Update
+
+
+@dataclass(slots=True)
+class Trained:
+    """A policy, and how it came to be."""
+
+    network: TamiyoNetwork
+    rounds: list[Round]
+    env_steps: int
+
+
+@dataclass(slots=True)
+class Learner:
+    """A policy that is being trained, between two rounds."""
+
+    ppo: PPO
+    shuffle: torch.Generator
+    """Which environments learn side by side: the one stream of random numbers that goes on from round to round. All
+    others are drawn by name, of a world, a round, a step."""
+    trained: Trained
+
+    @classmethod
+    def new(cls, config: TrainConfig, layout: MaskLayout) -> Learner:
+        network = new_network(config)
+        shuffle = torch.Generator().manual_seed(derive_seed(config.seed, "minibatches"))
+        return cls(PPO(network, layout, config.ppo, rounds=config.rounds), shuffle, Trained(network, [], 0))
+
+    @property
+    def network(self) -> TamiyoNetwork:
+        return self.trained.network
+
+    @property
+    def done(self) -> int:
+        """Rounds that lie behind."""
+        return len(self.trained.rounds)
+
+    def state(self) -> dict[str, Any]:
+        rounds, ppo = self.trained.rounds, self.ppo
+        columns = {name: [getattr(r, name) for r in rounds] for name in _OF_A_ROUND}
+        return {
+            "network": self.network.state_dict(),
+            "optimizer": ppo.optimizer.state_dict(),
+            "return_scale": ppo.scale.state(),
+            "updates": ppo.round,
+            "bad_in_a_row": ppo.bad_in_a_row,
+            "shuffle": self.shuffle.get_state(),
+            "rounds": {name: torch.from_numpy(np.array(column)) for name, column in columns.items()},
+            "told": [msgspec.to_builtins(r.update) for r in rounds],
+            "env_steps": self.trained.env_steps,
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Go on where `state` was taken."""
+        self.network.load_state_dict(state["network"])
+        self.ppo.optimizer.load_state_dict(state["optimizer"])
+        self.ppo.scale.load(state["return_scale"])
+        self.ppo.round, self.ppo.bad_in_a_row = state["updates"], state["bad_in_a_row"]
+        self.shuffle.set_state(state["shuffle"])
+        columns = {name: state["rounds"][name].numpy() for name in _OF_A_ROUND}
+        self.trained.rounds[:] = [
+            Round(number=n, update=msgspec.convert(told, Update), **{name: c[n] for name, c in columns.items()})
+            for n, told in enumerate(state["told"])
+        ]
+        self.trained.env_steps = state["env_steps"]
+
+    def digest(self) -> bytes:
+        """Of every bit that the next round depends on."""
+        digest = hashlib.sha256()
+        for tensor in _tensors(self.state()):
+            digest.update(tensor.cpu().contiguous().numpy().tobytes())
+        return digest.digest()
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    if isinstance(tree, Tensor):
+        yield tree
+    elif isinstance(tree, Mapping):
+        for value in tree.values():
+            yield from _tensors(value)
+
+
+def new_network(config: TrainConfig) -> TamiyoNetwork:
+    """A policy to begin with: a new one, or another run's."""
+    if config.start_from is not None:
+        return load_policy(Path(config.start_from))[0]
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(derive_seed(config.seed, "policy"))
+        return TamiyoNetwork(config.network)
+
+
+class Keeper:
+    """Writes a run's checkpoints. What cannot be written is said, and the run goes on from the last that could."""
+
+    def __init__(self, config: TrainConfig, directory: Path | None, hub: Emits, team: Team) -> None:
+        self.config, self.hub, self.team, self.directory = config, hub, team, directory
+        self.checkpoints = None if directory is None else Checkpoints(directory / CHECKPOINTS, keep=config.keep)
+        self._ended, self._cost_s = -math.inf, 0.0  # when the last one was written, and how long that took
+
+    def keep(self, learner: Learner, ground: Ground) -> None:
+        """A checkpoint of this moment, and the policy as it is now; its number is that of the rounds that lie behind.
+
+        The journal is flushed first: a run that goes on from here has no hole in it.
+        """
+        if self.checkpoints is None or self.directory is None:
+            return
+        start = time.monotonic()
+        last = learner.done == self.config.rounds
+        due = last or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
+        if not due and self.team.size == 1:
+            return
+        flush = getattr(self.hub, "flush", None)
+        if flush is not None:
+            flush()
+        seqs = self.team.each(getattr(self.hub, "next_seq", 0))
+        if not self.team.leads or not due:
+            return
+        document, tensors = packed(learner.state() | {"twins": ground.twin_curves()})
+        run = {"config": as_tree(self.config), "done": learner.done, "next_seq": seqs}
+        run["exact"] = fingerprint(self.config)
+        recent = learner.trained.rounds[-1:]
+        score = float(np.mean(recent[0].returns)) if recent else None
+        try:
+            self._keep_policy(learner.trained)
+            written = self.checkpoints.write(
+                f"round-{learner.done:06d}", tensors={LEARNER: tensors}, score=score,
+                documents={LEARNER: document, RUN: spelled(run)},
+            )  # fmt: skip
+        except (CheckpointError, OSError) as error:
+            warnings.warn(
+                f"{error}. The run goes on; what it can go on from later is its last checkpoint", stacklevel=2
+            )
+            return
+        self._ended = time.monotonic()
+        self._cost_s = self._ended - start
+        path = written.path.relative_to(self.directory).as_posix()
+        self.hub.emit(
+            Checkpoint(
+                path=path, reason="round" if learner.done else "start", round=learner.done,
+                size_bytes=written.size_bytes, write_ms=written.write_ms,
+            )
+        )  # fmt: skip
+
+    def _keep_policy(self, trained: Trained) -> None:
+        assert self.directory is not None
+        where = "sim" if self.config.simulated else self.config.task
+        save_policy(
+            trained.network, self.directory / POLICY, fixed=self.config.fixed_heads(), trained_on=where,
+            env_steps=trained.env_steps,
+        )  # fmt: skip
+
+
+def about(saved: Saved) -> dict[str, Any]:
+    """What a checkpoint says of its run: settings, rounds done, each rank's next event, and what computed it."""
+    told: dict[str, Any] = unspelled(saved.document(RUN))
+    return told
+
+
+def restore(saved: Saved, config: TrainConfig, learner: Learner, ground: Ground) -> None:
+    """Go on from a checkpoint. Twins that were trained otherwise than they would be now are trained again."""
+    try:
+        state = unpacked(saved.document(LEARNER), saved.tensors(LEARNER))
+        learner.load(state)
+        if not differences(saved, config):
+            ground.know_twins(state["twins"])
+    except (KeyError, TypeError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
+        raise CheckpointError(f"the checkpoint {saved.path} does not fit this run: {error!r}") from error
+
+
+def fingerprint(config: TrainConfig) -> dict[str, str]:
+    """What must be the same for a run to go on bit for bit."""
+    versions = {name: metadata.version(name) for name in ("torch", "numpy")}
+    return versions | {
+        "python": platform.python_version(),
+        "threads": str(config.threads),
+        "processor": " ".join(processor(config.engine.device)),
+        "platform": sys.platform,
+        "esper's code": code_hash("leyline", "kasmina", "tolaria", "tamiyo", "simic")[:16],
+    }
+
+
+def differences(saved: Saved, config: TrainConfig) -> list[str]:
+    """What has changed since a checkpoint that could change bits, in words."""
+    then, now = about(saved)["exact"], fingerprint(config)
+    changed = [name for name in then | now if then.get(name) != now.get(name)]
+    return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in changed]
+
+
+def must_be_exact(saved: Saved, config: TrainConfig) -> None:
+    """Refuse to go on in another way than the run would have."""
+    changed = differences(saved, config)
+    if changed:
+        raise ConfigError(
+            f"the run cannot go on bit for bit: {'; '.join(changed)}. Restore these, or add --allow-inexact"
+        )

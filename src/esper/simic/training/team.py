@@ -1,0 +1,152 @@
+"""A team: the processes that train one policy together. Most runs are a team of one.
+
+    team = Team.join()
+    mine = team.share(config.envs)              # my environments, a slice of all
+    …                                           # step them; act on a batch padded to [E]
+    team.gather(buffer.fields(), mine)          # once per round: everybody has every rollout
+    team.agree(learner.digest, "…")             # that everybody made the same update
+
+The batch that a policy acts on has the same shape in every team, so a row's bits do not depend on who computes it.
+Ranks of one machine meet over a file and speak over loopback; `torchrun` brings ranks of many machines together.
+
+Legend: E environments of the run, R of them this rank's, T steps.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError, TrainingError
+
+MEETING = "ESPER_TEAM"
+"""The environment variable that tells a spawned rank who it is and where the others are met: rank/size/file."""
+PATIENCE = timedelta(hours=2)
+"""How long a rank waits for another that is alive; one that dies is noticed at once."""
+_BITS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
+"""Integers as wide as an element: sums with zeros are exact in them, the sign of a zero and NaN included."""
+
+
+class Deserted(TrainingError):
+    """Another process of the run has gone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Team:
+    """Which of how many ranks this is. A team of one speaks to nobody."""
+
+    rank: int = 0
+    size: int = 1
+
+    @classmethod
+    def join(cls) -> Team:
+        """The team that this process was started into: by `--workers`, by torchrun, or none."""
+        if MEETING in os.environ:
+            rank, size, file = os.environ[MEETING].split("/", 2)
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
+            return cls._meet(int(rank), int(size), f"file://{file}")
+        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+            return cls._meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
+        return cls()
+
+    @classmethod
+    def _meet(cls, rank: int, size: int, where: str) -> Team:
+        try:
+            dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
+        except (RuntimeError, ValueError) as error:
+            raise TrainingError(f"rank {rank} of {size} could not meet the others ({where}): {error}") from error
+        return cls(rank, size)
+
+    def leave(self) -> None:
+        if self.size > 1 and dist.is_initialized():
+            dist.destroy_process_group()
+
+    @property
+    def leads(self) -> bool:
+        """Whether this rank owns the run directory, its checkpoints and what is printed."""
+        return self.rank == 0
+
+    def share(self, envs: int) -> slice:
+        """This rank's environments: as even as it goes, the first ranks one more."""
+        if envs < self.size:
+            raise ConfigError(f"{self.size} processes cannot share {envs} environments: ask for fewer, or raise envs")
+        least, more = divmod(envs, self.size)
+        start = self.rank * least + min(self.rank, more)
+        return slice(start, start + least + (self.rank < more))
+
+    def placed(self, rows: NDArray[Any], envs: int, blank: Any = 0) -> Tensor:
+        """[R, …] rows of this rank at their places among all [E, …]; `blank` elsewhere."""
+        if self.size == 1:
+            return torch.from_numpy(rows)
+        whole = np.full((envs, *rows.shape[1:]), blank, dtype=rows.dtype)
+        whole[self.share(envs)] = rows
+        return torch.from_numpy(whole)
+
+    def gather(self, fields: Iterable[Tensor], axis: int = 1) -> None:
+        """Fill every rank's part of each tensor in, where each rank has its own part along `axis`. In place."""
+        if self.size == 1:
+            return
+        for field in fields:
+            bits = field.view(_BITS[field.element_size()])
+            mine = self.share(field.shape[axis])
+            bits.narrow(axis, 0, mine.start).zero_()
+            bits.narrow(axis, mine.stop, field.shape[axis] - mine.stop).zero_()
+            self._spoken(dist.all_reduce, bits)
+
+    def whole(self, rows: NDArray[np.float64], envs: int) -> NDArray[np.float64]:
+        """[E] numbers of all environments, from those of this rank's [R]."""
+        numbers = self.placed(np.asarray(rows, np.float64), envs)
+        self.gather([numbers], axis=0)
+        return numbers.numpy()
+
+    def each(self, number: int) -> list[int]:
+        """One number per rank."""
+        numbers = torch.zeros(self.size, dtype=torch.int64)
+        numbers[self.rank] = number
+        self.gather([numbers], axis=0)
+        return [int(n) for n in numbers]
+
+    def told(self, message: Any = None) -> Any:
+        """What the leading rank says, as JSON; the others' own message is ignored."""
+        if self.size == 1:
+            return message
+        text = json.dumps(message).encode() if self.leads else b""
+        size = torch.tensor([len(text)])
+        self._spoken(dist.broadcast, size, src=0)
+        content = torch.zeros(int(size), dtype=torch.uint8)
+        if self.leads:
+            content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
+        self._spoken(dist.broadcast, content, src=0)
+        return json.loads(bytes(content.numpy()))
+
+    def agree(self, digested: Callable[[], bytes], what: str) -> None:
+        """All ranks have the same bytes, or the run ends here, before it goes two ways."""
+        if self.size == 1:
+            return
+        digest = digested()
+        all_of_them = torch.zeros(self.size, len(digest), dtype=torch.uint8)
+        all_of_them[self.rank] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
+        self._spoken(dist.all_reduce, all_of_them)
+        others = [r for r in range(self.size) if not torch.equal(all_of_them[r], all_of_them[0])]
+        if others:
+            raise TrainingError(
+                f"{what} differ between rank 0 and rank {', '.join(map(str, others))}: the ranks do not compute the "
+                "same bits. Use one kind of processor, the same versions and threads on all of them"
+            )
+
+    def _spoken(self, how: Any, *args: Any, **kwargs: Any) -> None:
+        try:
+            how(*args, **kwargs)
+        except RuntimeError as error:
+            raise Deserted(f"another process of this run has gone (noticed by rank {self.rank})") from error

@@ -1,0 +1,125 @@
+"""What became of a run, as far as it must be the same however often it was interrupted and by how many it was run."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from esper.leyline.events import KINDS
+from esper.nissa.journal import Damage, holes, read
+from esper.simic.training.learner import CHECKPOINTS, LEARNER
+from esper.tolaria.checkpoint import Checkpoints, unpacked
+
+OF_THE_PROCESS = {"run_started", "run_finished", "checkpoint", "health"}
+"""Kinds that tell of processes, not of the run."""
+OF_THE_CLOCK = {"wall_ms"}
+TINY = [
+    "--sim", "--envs", "6", "--epochs", "20", "--set", "worlds=16", "--set", "network.width=16",
+    "--set", "network.hidden=16", "--set", "ppo.groups=3", "--set", "ppo.entropy_final=0.01",
+    "--set", "checkpoint_share=1.0", "--no-compare",
+]  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Fate:
+    """How a run ended: everything learnt, and everything that happened, in order, per environment."""
+
+    learnt: str
+    happened: str
+
+
+def fate(run: Path) -> Fate:
+    saved = Checkpoints(run / CHECKPOINTS).newest()
+    assert saved is not None
+    digest = hashlib.sha256(saved.name.encode())
+    for name, tensor in sorted(saved.tensors(LEARNER).items()):
+        digest.update(name.encode() + tensor.numpy().tobytes())
+    document = unpacked(saved.document(LEARNER), saved.tensors(LEARNER))
+    numbers = {
+        k: v for k, v in document.items() if k in ("return_scale", "updates", "bad_in_a_row", "told", "env_steps")
+    }
+    digest.update(repr(timeless(numbers)).encode())
+    happened = hashlib.sha256(repr(events(run)).encode())
+    return Fate(digest.hexdigest(), happened.hexdigest())
+
+
+def events(run: Path) -> list[tuple[int, str, Any]]:
+    """The must-keep events of a run without clocks, those of the run first, then environment by environment."""
+    told = [
+        (int(e.data.get("env", -1)), e.kind, timeless(e.data))
+        for e in read(run)
+        if e.kind not in OF_THE_PROCESS and KINDS[e.kind].KEEP
+    ]
+    return sorted(told, key=lambda row: row[0])  # stable: in the order in which they happened
+
+
+def timeless(tree: Any) -> Any:
+    if isinstance(tree, dict):
+        return {key: timeless(value) for key, value in tree.items() if key not in OF_THE_CLOCK}
+    return [timeless(value) for value in tree] if isinstance(tree, list) else tree
+
+
+def is_whole(run: Path) -> bool:
+    """Every number of the journal is there once; only gauges may have been replaced by newer ones."""
+    damage = Damage()
+    entries = list(read(run, damage))
+    return not (damage.lines or damage.torn or damage.duplicates or holes(entries))
+
+
+def esper(*args: str | Path, **kwargs: Any) -> subprocess.Popen[bytes]:
+    """A real process of its own session, so that its whole family can be killed."""
+    command = [sys.executable, "-m", "esper", *map(str, args)]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **kwargs)
+
+
+def finished(process: subprocess.Popen[bytes], code: int = 0, timeout: float = 300) -> str:
+    said = process.communicate(timeout=timeout)[0].decode()
+    assert process.returncode == code, f"exit code {process.returncode}\n{said}"
+    return said
+
+
+def survive(run: Path, args: list[str], kills: int, seed: int, say: Any = lambda text: None) -> int:
+    """Start a run, kill it -9 at random moments and resume it, `kills` times, then let it end; the kills it took."""
+    rng, done = random.Random(seed), 0
+    while True:
+        begun = (run / CHECKPOINTS).is_dir() and any((run / CHECKPOINTS).iterdir())
+        process = esper("train", *(["--resume", run, "--no-compare"] if begun else ["--out", run, *args]))
+        if done == kills:
+            finished(process)
+            return done
+        wait_for_life(run, process, begun)
+        time.sleep(rng.uniform(0.0, 2.5) ** 2 / 2.5)  # more often soon than late: most of the dangers lie at the start
+        if process.poll() is not None:
+            finished(process)
+            return done
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        done += 1
+        say(f"kill {done}: {newest(run)}")
+        if not begun and not ((run / CHECKPOINTS).is_dir() and newest(run)):  # nothing to go on from yet: start anew
+            subprocess.run(["rm", "-rf", str(run)], check=True)
+
+
+def newest(run: Path) -> str:
+    saved = Checkpoints(run / CHECKPOINTS).newest() if (run / CHECKPOINTS).is_dir() else None
+    return "" if saved is None else saved.name
+
+
+def wait_for_life(run: Path, process: subprocess.Popen[bytes], begun: bool) -> None:
+    """Until the process writes into the run: a kill before that tests nothing but Python's start."""
+
+    def seen() -> int:
+        folder = run / "events"
+        return sum(f.stat().st_mtime_ns for f in folder.iterdir()) if folder.is_dir() else 0
+
+    before = seen() if begun else 0
+    while process.poll() is None and seen() == before:
+        time.sleep(0.01)

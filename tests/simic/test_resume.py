@@ -1,0 +1,233 @@
+"""A run that was interrupted goes on as if it had not been: the same weights, optimiser, luck and events."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esper.leyline.errors import CheckpointError, ConfigError
+from esper.recording import record, record_on
+from esper.simic.agent.ppo import PPO
+from esper.simic.training import learner as learning
+from esper.simic.training.config import TrainConfig, load_config
+from esper.simic.training.learner import CHECKPOINTS, Keeper, Learner, differences, must_be_exact
+from esper.simic.training.vectorized import make_env, train_ppo_vectorized
+from esper.simic.twins import Twins
+from esper.tolaria.checkpoint import Checkpoints, Saved
+from fates import Fate, fate, is_whole
+
+SIM = load_config(
+    sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.groups=2", "network.width=16",
+          "network.hidden=16", "network.patience=0.5", "network.core=lstm", "checkpoint_share=1"]
+)  # fmt: skip
+HOSTS = load_config(
+    sets=["task=digits", "rounds=3", "envs=2", "worlds=3", "epochs=12", "ppo.groups=2", "network.width=16",
+          "network.hidden=16", "network.patience=0.5", "checkpoint_share=1"]
+)  # fmt: skip
+
+
+class Interrupted(Exception):
+    """Stands for whatever ends a process."""
+
+
+class Countdown:
+    """Raises at its n-th call."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def __call__(self, *_: Any, **__: Any) -> None:
+        self.calls -= 1
+        if self.calls == 0:
+            raise Interrupted
+
+
+def start(config: TrainConfig, run: Path, **kwargs: Any) -> None:
+    with record("test", out=run, level="debug") as recorded:
+        train_ppo_vectorized(config, recorded.hub, directory=run, **kwargs)
+
+
+def newest(run: Path) -> Saved:
+    saved = Checkpoints(run / CHECKPOINTS).newest()
+    assert saved is not None
+    return saved
+
+
+def go_on(config: TrainConfig, run: Path, **kwargs: Any) -> None:
+    saved = newest(run)
+    with record_on(run, learning.about(saved)["next_seq"], level="debug") as recorded:
+        train_ppo_vectorized(config, recorded.hub, directory=run, resume=saved, **kwargs)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fate]:
+    """How the runs end that nobody interrupts."""
+    home = tmp_path_factory.mktemp("calm")
+    for name, config in (("sim", SIM), ("hosts", HOSTS)):
+        start(config, home / name)
+        assert is_whole(home / name)
+    return {name: fate(home / name) for name in ("sim", "hosts")}
+
+
+@pytest.mark.parametrize("calls", [1, 2, 15, 16, 17, 31, 44, 60])
+def test_a_run_interrupted_at_any_step_ends_as_if_it_had_not_been(
+    calls: int, calm: dict[str, Fate], tmp_path: Path
+) -> None:
+    with pytest.raises(Interrupted):
+        start(SIM, tmp_path / "run", look_up=Countdown(calls))
+    go_on(SIM, tmp_path / "run")
+    assert fate(tmp_path / "run") == calm["sim"]
+    assert is_whole(tmp_path / "run")
+
+
+@pytest.mark.parametrize(
+    ("where", "name", "calls"),
+    [(PPO, "_step", 3), (PPO, "_judge", 2), (Keeper, "_keep_policy", 3), (Checkpoints, "write", 2),
+     (Checkpoints, "write", 4), (Learner, "state", 3)],
+)  # fmt: skip
+def test_an_interruption_in_an_update_or_a_checkpoint_changes_nothing(
+    where: type, name: str, calls: int, calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, countdown = getattr(where, name), Countdown(calls)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        countdown()
+        return real(*args, **kwargs)
+
+    monkeypatch.setattr(where, name, counted)
+    with pytest.raises(Interrupted):
+        start(SIM, tmp_path / "run")
+    monkeypatch.undo()
+    go_on(SIM, tmp_path / "run")
+    assert fate(tmp_path / "run") == calm["sim"]
+    assert is_whole(tmp_path / "run")
+
+
+def test_a_run_interrupted_in_every_round_ends_as_if_it_had_not_been(calm: dict[str, Fate], tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        start(SIM, tmp_path / "run", look_up=Countdown(9))
+    for calls in (3, 18, 30, 22):
+        with pytest.raises(Interrupted):
+            go_on(SIM, tmp_path / "run", look_up=Countdown(calls))
+    go_on(SIM, tmp_path / "run")
+    assert fate(tmp_path / "run") == calm["sim"]
+    assert is_whole(tmp_path / "run")
+
+
+def test_a_run_of_real_hosts_goes_on_bit_for_bit_from_a_step_and_from_a_twin(
+    calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Twins, "_write", Countdown(2))
+    with pytest.raises(Interrupted):
+        start(HOSTS, tmp_path / "run")
+    monkeypatch.undo()
+    with pytest.raises(Interrupted):
+        go_on(HOSTS, tmp_path / "run", look_up=Countdown(20))
+    go_on(HOSTS, tmp_path / "run")
+    assert fate(tmp_path / "run") == calm["hosts"]
+    assert is_whole(tmp_path / "run")
+
+
+SMALLER = ["simulated=true", "envs=4", "worlds=8", "epochs=8", "network.width=16", "checkpoint_share=1"]
+
+
+def test_a_run_can_go_on_to_more_rounds(tmp_path: Path) -> None:
+    less, more = (
+        load_config(sets=[*SMALLER, "ppo.entropy_final=0.01", f"rounds={rounds}"]) for rounds in (2, 3)
+    )  # the weight of the entropy does not fall, so nothing depends on how many rounds were planned
+    start(more, tmp_path / "more")
+    start(less, tmp_path / "less")
+    go_on(more, tmp_path / "less")
+    assert fate(tmp_path / "less") == fate(tmp_path / "more")
+
+
+def damaged(saved: Saved) -> None:
+    for file in saved.path.iterdir():
+        file.write_bytes(file.read_bytes()[:-1] + b"?")
+
+
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(calm: dict[str, Fate], tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        start(SIM, tmp_path / "run", look_up=Countdown(50))
+    last = newest(tmp_path / "run")
+    damaged(last)
+    with pytest.warns(UserWarning, match=last.name):
+        go_on(SIM, tmp_path / "run")
+    assert fate(tmp_path / "run") == calm["sim"]
+    assert is_whole(tmp_path / "run")
+
+
+def test_a_disk_that_is_full_costs_checkpoints_and_not_the_run(
+    calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, writes = Checkpoints.write, iter([False, True, True, False, False])
+
+    def full(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+        if next(writes):
+            raise CheckpointError("cannot write a checkpoint: No space left on device")
+        return real(self, *args, **kwargs)
+
+    monkeypatch.setattr(Checkpoints, "write", full)
+    with pytest.warns(UserWarning, match="No space left") as told:
+        start(SIM, tmp_path / "run")
+    assert len([w for w in told if "No space left" in str(w.message)]) == 2
+    assert fate(tmp_path / "run") == calm["sim"]
+    assert Checkpoints(tmp_path / "run" / CHECKPOINTS).names() == ["round-000000", "round-000003", "round-000004"]
+
+
+@pytest.mark.parametrize("changed", ["torch", "python", "processor", "esper's code"])
+def test_what_would_change_bits_is_named_and_refused(
+    changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Interrupted):
+        start(SIM, tmp_path / "run", look_up=Countdown(16))
+    saved = newest(tmp_path / "run")
+    must_be_exact(saved, SIM)
+    real: Callable[[TrainConfig], dict[str, str]] = learning.fingerprint
+    monkeypatch.setattr(learning, "fingerprint", lambda config: real(config) | {changed: "another"})
+    assert len(differences(saved, SIM)) == 1
+    with pytest.raises(ConfigError, match=rf"{changed}: .* then, another now.*--allow-inexact"):
+        must_be_exact(saved, SIM)
+
+
+def test_twins_of_another_code_are_not_taken_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Interrupted):
+        start(HOSTS, tmp_path / "run", look_up=Countdown(20))
+    saved, env = newest(tmp_path / "run"), make_env(HOSTS)
+    learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.ground)
+    assert env.ground.twin_curves()
+    monkeypatch.setattr(learning, "differences", lambda saved, config: ["torch: 1 then, 2 now"])
+    env = make_env(HOSTS)
+    learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.ground)
+    assert not env.ground.twin_curves()
+
+
+def test_the_best_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+    config = load_config(sets=[*SMALLER, "rounds=9", "keep=2"])
+    scores: list[float] = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train_ppo_vectorized(
+            config, directory=tmp_path, on_round=lambda told: scores.append(float(told.returns.mean()))
+        )
+    best = max(range(9), key=lambda i: scores[i]) + 1
+    checkpoints = Checkpoints(tmp_path / CHECKPOINTS)
+    assert set(checkpoints.names()) == {f"round-{n:06d}" for n in (best, 8, 9)}
+    found = checkpoints.best()
+    assert found is not None
+    assert found.name == f"round-{best:06d}"
+
+
+def test_checkpoints_are_told_in_the_journal(tmp_path: Path) -> None:
+    from esper.nissa.journal import read
+
+    start(SIM, tmp_path / "run")
+    told = [e.data for e in read(tmp_path / "run") if e.kind == "checkpoint"]
+    assert [t["round"] for t in told] == [0, 1, 2, 3, 4]
+    assert told[-1]["path"] == f"{CHECKPOINTS}/round-000004"
+    assert (tmp_path / "run" / told[-1]["path"]).is_dir()
+    assert told[-1]["size_bytes"] > 1000

@@ -1,0 +1,160 @@
+"""One run by several processes is the run by one: the same weights, rewards and events."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from esper.leyline.errors import ConfigError
+from esper.nissa.run import read_manifest
+from esper.simic.training.team import Team
+from fates import TINY, esper, events, fate, finished, is_whole, newest
+
+HOSTS = [
+    "--task", "digits", "--rounds", "2", "--envs", "5", "--epochs", "12", "--set", "worlds=4",
+    "--set", "network.width=16", "--set", "network.hidden=16", "--set", "ppo.groups=2", "--no-compare",
+]  # fmt: skip
+ROUNDS = ["--rounds", "3"]
+
+
+@given(st.integers(1, 40), st.data())
+def test_shares_are_all_environments_once_and_as_even_as_it_goes(envs: int, data: st.DataObject) -> None:
+    size = data.draw(st.integers(1, envs))
+    shares = [range(envs)[Team(rank, size).share(envs)] for rank in range(size)]
+    assert [e for share in shares for e in share] == list(range(envs))
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
+
+
+def test_more_processes_than_environments_are_refused() -> None:
+    with pytest.raises(ConfigError, match="3 processes cannot share 2"):
+        Team(0, 3).share(2)
+
+
+def test_rows_are_placed_where_they_belong() -> None:
+    rows = np.arange(4, dtype=np.float32).reshape(2, 2)
+    placed = Team(1, 3).placed(rows, 5, blank=9)
+    assert placed.tolist() == [[9, 9], [9, 9], [0, 1], [2, 3], [9, 9]]
+    assert torch.equal(Team().placed(rows, 2), torch.from_numpy(rows))
+
+
+def talk(rank: int, file: str, out: str) -> None:
+    """What each rank of three says and hears; run in a process of its own."""
+    os.environ["ESPER_TEAM"] = f"{rank}/3/{file}"
+    team = Team.join()
+    field = torch.full((2, 7), float("nan"))
+    field[:, team.share(7)] = torch.tensor([[-0.0], [float("inf")]]) if rank == 1 else float(rank + 1)
+    flags = torch.zeros(2, 7, dtype=torch.bool)
+    flags[1, team.share(7)] = True
+    team.gather([field, flags])
+    told = team.told({"path": "ä", "n": [1, 2]} if team.leads else None)
+    same = same_or_not(team, b"x" * 32)
+    other = same_or_not(team, bytes([rank]) * 32)
+    said = [field.view(torch.int32).tolist(), flags.tolist(), told, team.each(rank * 10), same, other]
+    Path(out).write_text(repr(said))
+    team.leave()
+
+
+def same_or_not(team: Team, digest: bytes) -> str:
+    try:
+        team.agree(lambda: digest, "these bytes")
+    except Exception as error:
+        return str(error)
+    return "agreed"
+
+
+def test_ranks_hear_every_bit_of_each_other(tmp_path: Path) -> None:
+    here = Path(__file__).parent
+    code = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]; from test_team import talk; talk"
+    meet = str(tmp_path / "meet")
+    calls = [f"{code}({rank}, {meet!r}, {str(tmp_path / str(rank))!r})" for rank in range(3)]
+    started = [subprocess.Popen([sys.executable, "-c", call]) for call in calls]
+    assert [p.wait(120) for p in started] == [0, 0, 0]
+    field, flags, told, each, same, other = eval((tmp_path / "0").read_text(), {})
+    assert all((tmp_path / str(rank)).read_text() == (tmp_path / "0").read_text() for rank in (1, 2))
+    bits = torch.tensor([[1.0] * 3 + [-0.0] * 2 + [3.0] * 2, [1.0] * 3 + [float("inf")] * 2 + [3.0] * 2])
+    assert field == bits.view(torch.int32).tolist()
+    assert flags == [[False] * 7, [True] * 7]
+    assert told == {"path": "ä", "n": [1, 2]}
+    assert each == [0, 10, 20]
+    assert same == "agreed"
+    assert re.search("these bytes differ between rank 0 and rank 1, 2", other)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("alone") / "run"
+    finished(esper("train", "--out", run, *TINY, *ROUNDS))
+    return run
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("workers", [2, 4])
+def test_the_run_is_the_same_for_any_number_of_workers(workers: int, alone: Path, tmp_path: Path) -> None:
+    said = finished(esper("train", "--out", tmp_path / "run", "--workers", str(workers), *TINY, *ROUNDS))
+    assert "Learning" in said
+    assert "Traceback" not in said
+    assert fate(tmp_path / "run") == fate(alone)
+    assert {p.name[:5] for p in (tmp_path / "run" / "events").iterdir()} == {f"rank{r}" for r in range(workers)}
+    assert is_whole(tmp_path / "run")
+
+
+@pytest.mark.slow
+def test_real_hosts_are_the_same_for_three_ranks_under_torchrun(tmp_path: Path) -> None:
+    finished(esper("train", "--out", tmp_path / "one", *HOSTS))
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "esper",
+               "train", "--out", str(tmp_path / "three"), *HOSTS]  # fmt: skip
+    subprocess.run(command, check=True, timeout=300, capture_output=True)
+    assert events(tmp_path / "three") == events(tmp_path / "one")
+    assert fate(tmp_path / "three") == fate(tmp_path / "one")
+
+
+@pytest.mark.slow
+def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
+    process = esper("train", "--out", tmp_path / "run", "--workers", "2", *TINY, "--rounds", "400")
+    try:
+        until(lambda: newest(tmp_path / "run") >= "round-000002")
+        family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
+        assert len(family) == 2
+        doors = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
+        assert doors, "they must meet somewhere"
+        assert set(doors) <= {"127.0.0.1", "::1"}
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_run_cleanly_and_it_can_go_on_with_another_number(alone: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = esper("train", "--out", run, "--workers", "3", *TINY, "--rounds", "40")
+    until(lambda: newest(run) >= "round-000002")
+    victim = psutil.Process(process.pid).children()[1]
+    victim.kill()
+    said = finished(process, code=2)
+    assert re.search(r"esper: (worker 2 of 3 has ended \(signal 9\)|another process).*--resume", said, re.S), said
+    assert "Traceback" not in said
+    assert not psutil.pid_exists(victim.pid)
+    assert read_manifest(run)["status"] == "failed"
+    done = int(newest(run)[-6:])
+    finished(esper("train", "--resume", run, "--rounds", str(done + 2), "--workers", "2", "--no-compare"))
+    finished(esper("train", "--out", tmp_path / "calm", *TINY, "--rounds", str(done + 2)))
+    assert [e for e in events(run) if e[1] == "episode"] == [e for e in events(tmp_path / "calm") if e[1] == "episode"]
+
+
+def until(true: object, timeout: float = 120) -> None:
+    end = time.monotonic() + timeout
+    while not true():  # type: ignore[operator]
+        assert time.monotonic() < end
+        time.sleep(0.02)

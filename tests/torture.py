@@ -1,0 +1,24 @@
+"""`make torture`: kill -9 a real training run again and again; it must end as if nothing had happened.
+
+python tests/torture.py 100 [seed]
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from fates import TINY, esper, fate, finished, is_whole, survive
+
+if __name__ == "__main__":
+    kills, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
+    with tempfile.TemporaryDirectory() as place:
+        home, rounds = Path(place), ["--rounds", str(kills * 3 + 20)]
+        finished(esper("train", "--out", home / "calm", *TINY, *rounds), timeout=3600)
+        taken = survive(home / "killed", [*TINY, *rounds], kills, seed, print)
+        same, whole = fate(home / "calm") == fate(home / "killed"), is_whole(home / "killed")
+        print(f"{taken} kills survived; the same end: {same}; the journal whole: {whole}")
+        sys.exit(0 if same and whole else 1)
