@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 PICK := $(if $(SLOW),,-m "not slow")
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: run test lint check clean help
+.PHONY: run test torture lint check clean help
 
 help:  ## this list
 	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/'
@@ -16,6 +16,9 @@ run: $(STAMP)  ## train a policy on embedded data for two minutes, compare it, a
 
 test: $(STAMP)  ## the fast tests; SLOW=1 for every test
 	$(PYTEST) $(PICK)
+
+torture: $(STAMP)  ## kill a training run 100 times; it must end as if nothing had happened
+	$(BIN)/python tests/torture.py 100
 
 lint: $(STAMP)  ## ruff, format, types
 	$(BIN)/ruff check .

@@ -22,10 +22,11 @@ from rich.console import Console
 from esper.commands.runs import run_runs
 from esper.leyline.errors import ConfigError, EsperError, RunError
 from esper.leyline.events import PhaseProfile, RunFinished
+from esper.leyline.files import lock_file, write_atomically
 from esper.nissa import run as run_module
 from esper.nissa.journal import next_seq, read
 from esper.nissa.record import Record
-from esper.nissa.run import RunDirectory, is_owned, list_runs, manifest_base, read_manifest, write_atomically
+from esper.nissa.run import RunDirectory, is_owned, list_runs, manifest_base, read_manifest
 from esper.nissa.sinks.jsonl import JsonlSink
 
 OWNER = """
@@ -297,7 +298,7 @@ def test_only_looking_disturbs_nobody(tmp_path):
     """Readers ask for the lock for a moment; an owner who comes just then tries again."""
     create(tmp_path, name="it").finish("finished")
     looking = os.open(tmp_path / "it" / "run.lock", os.O_RDONLY)
-    assert run_module._lock_file(looking, shared=True)
+    assert lock_file(looking, shared=True)
     assert not is_owned(tmp_path / "it")  # two may look at once
     timer = threading.Timer(0.05, os.close, [looking])
     timer.start()

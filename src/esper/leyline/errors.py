@@ -10,6 +10,7 @@ EsperError
 ├── BlueprintError        a seed that breaks the laws (shape, identity at birth)
 ├── DataError             a file or tensor that is missing, damaged or of the wrong kind
 ├── RunError              a run directory that is missing, damaged or owned by another process
+├── CheckpointError       a checkpoint that cannot be written, or is damaged
 └── TrainingError         learning that cannot go on: updates that are not finite, legs that disagree
 """
 
@@ -64,6 +65,10 @@ class TrainingError(EsperError):
 
 class RunError(EsperError):
     """A run directory that is missing, damaged or owned by another process."""
+
+
+class CheckpointError(EsperError):
+    """A checkpoint that cannot be written, or is damaged."""
 
 
 def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UnknownNameError:

@@ -18,7 +18,9 @@ from typing import Any, NamedTuple
 
 import msgspec
 
+from esper.leyline.errors import RunError
 from esper.leyline.events import KINDS, Event, unspelled
+from esper.leyline.files import sync_directory, write_atomically
 
 EVENTS = "events"
 CHUNK_BYTES = 1 << 17  # short-lived and within the cache: larger ones read slower
@@ -101,6 +103,58 @@ def next_seq(run_dir: Path, rank: int = 0) -> int:
         if seqs:
             return max(seqs) + 1
     return 0
+
+
+def rewind(run_dir: Path, rank: int, seq: int) -> int:
+    """Forget what this rank said from `seq` on, and how many entries that were. Whoever calls owns the run.
+
+    A resumed run says it again. Torn ends go too, and what cannot be read behind the last entry that stays; a damaged
+    line before it stays, as the reason of a hole. The run goes on in a new segment, so that whoever follows it need
+    not know: no segment that was read grows again. Each one is replaced at once or removed, and what stays is told by
+    the entries alone: killed in between, a second call ends the same.
+    """
+    folder = Path(run_dir) / EVENTS
+    found = segments(folder).get(rank, [])
+    forgotten, is_end, is_ready = 0, True, False
+    try:
+        for draft in folder.glob(f".rank{rank}-*.tmp"):  # of a rewind that was killed
+            draft.unlink(missing_ok=True)
+        for number, path in reversed(found):
+            content = path.read_bytes()
+            if not content and number == found[-1][0]:
+                is_ready = True
+                continue
+            kept, dropped = _before(content, rank, seq, is_end)
+            forgotten, is_end = forgotten + dropped, is_end and not kept
+            if kept and kept == content:
+                continue
+            if not is_ready:
+                (folder / segment_name(rank, found[-1][0] + 1)).touch()
+                sync_directory(folder)
+                is_ready = True
+            if kept:
+                write_atomically(path, kept)
+            else:
+                path.unlink()
+                sync_directory(folder)
+    except OSError as error:
+        raise RunError(
+            f"cannot rewind the journal in {folder}: {error.strerror or error}. "
+            "Nothing that stays is lost; see to it that the directory is writable, and resume again"
+        ) from error
+    return forgotten
+
+
+def _before(content: bytes, rank: int, seq: int, is_end: bool) -> tuple[bytes, int]:
+    """What stays of a segment, and how many entries do not. Where the journal ends, it ends with an entry."""
+    lines = content.split(b"\n")
+    entries = [_entry(line, rank) for line in lines]
+    stays = [entry.seq < seq if entry else i < len(lines) - 1 for i, entry in enumerate(entries)]
+    if is_end:
+        last = max((i for i, entry in enumerate(entries) if entry and stays[i]), default=-1)
+        stays[last + 1 :] = [False] * (len(lines) - last - 1)
+    forgotten = sum(entry is not None and entry.seq >= seq for entry in entries)
+    return b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay), forgotten
 
 
 def head(run_dir: Path) -> list[Entry]:

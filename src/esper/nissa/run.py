@@ -29,6 +29,7 @@ import msgspec
 
 from esper.leyline.errors import ConfigError, RunError
 from esper.leyline.events import SCHEMA, spelled, unspelled
+from esper.leyline.files import lock_file, sync_directory, write_atomically
 from esper.nissa import journal
 
 MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
@@ -53,7 +54,7 @@ class RunDirectory:
         """A new run below `root`, owned by this process. Without a name it gets one of its time and task."""
         _encoded(manifest)  # what cannot be written leaves no directory behind
         path = _new_directory(Path(root), task) if name is None else _named_directory(Path(root) / name)
-        lock = _Lock(path)
+        lock, self = _Lock(path), None
         try:
             _must_be_empty(path)  # of two that chose one name, the second to get the lock sees the first
             self = cls(path, {}, lock)
@@ -64,6 +65,12 @@ class RunDirectory:
             self._write()
             sync_directory(path.parent)
         except BaseException:
+            if self is not None:  # it is ours, and nothing is in it yet: a run that cannot begin leaves nothing
+                with contextlib.suppress(OSError):
+                    (path / MANIFEST).unlink(missing_ok=True)
+                    self.events_dir.rmdir()
+                    (path / LOCK).unlink()
+                    path.rmdir()
             lock.release()
             raise
         return self
@@ -205,31 +212,6 @@ def _encoded(manifest: dict[str, Any]) -> bytes:
     return msgspec.json.format(msgspec.json.encode(spelled(msgspec.to_builtins(manifest))), indent=2) + b"\n"
 
 
-def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file at once: whoever reads it, and whatever happens, it is the old one or the new one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        with draft.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(draft, path)
-    except BaseException:
-        draft.unlink(missing_ok=True)
-        raise
-    sync_directory(path.parent)
-
-
-def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where the system knows how."""
-    if os.name != "nt":
-        fd = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(fd)
-        finally:
-            os.close(fd)
-
-
 def is_owned(path: Path) -> bool:
     """Whether a process owns the run. Of a copied run nobody does."""
     try:
@@ -237,7 +219,7 @@ def is_owned(path: Path) -> bool:
     except OSError:
         return False
     try:
-        return not _lock_file(fd, shared=True)
+        return not lock_file(fd, shared=True)
     except OSError:  # a file system without locks cannot tell: trust the manifest
         return True
     finally:
@@ -264,7 +246,7 @@ class _Lock:
 
     def _take(self, directory: Path) -> None:
         for _ in range(TRIES):  # somebody who only looks holds it for a moment
-            if _lock_file(self._fd):
+            if lock_file(self._fd):
                 break
             time.sleep(0.01)
         else:
@@ -293,26 +275,6 @@ def _forget_locks() -> None:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_forget_locks)
-
-
-def _lock_file(fd: int, *, shared: bool = False) -> bool:
-    """Take the lock of an open file, if nobody has it; closing the file frees it."""
-    try:
-        import fcntl
-    except ImportError:
-        import msvcrt
-
-        os.lseek(fd, 1 << 30, os.SEEK_SET)  # far behind the content: there, locked bytes cannot be read
-        try:
-            msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
-        except OSError:
-            return False
-        return True
-    try:
-        fcntl.flock(fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def ending(error: BaseException | None) -> tuple[str, str | None]:

@@ -13,9 +13,9 @@ from pathlib import Path
 import msgspec
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.files import sync_directory
 from esper.nissa.journal import segment_name, segments
 from esper.nissa.record import Record, line
-from esper.nissa.run import sync_directory
 
 SEGMENT_BYTES = 32 << 20
 """Small enough to load or ship one alone, large enough that a day's run has few."""

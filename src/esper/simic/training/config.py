@@ -28,7 +28,7 @@ from esper.tolaria.tasks import get_task
 TRAIN_WORLDS, HELD_OUT_WORLDS = 64, 16
 HELD_OUT_FROM = 10_000
 """Worlds for training are 0 … 63; those that only an evaluation sees begin here."""
-
+MOST_THREADS = 1024
 
 FIXED = {"tempo": "STANDARD", "alpha_speed": "MEDIUM", "alpha_curve": "LINEAR"}
 
@@ -76,6 +76,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{name} must be ≥ 1, got {getattr(self, name)}")
         if not 0 < self.checkpoint_share <= 1:
             raise ConfigError(f"checkpoint_share must be above 0 and at most 1, got {self.checkpoint_share}")
+        if self.threads > MOST_THREADS:
+            raise ConfigError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
         if self.worlds > HELD_OUT_FROM:
             raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:
@@ -137,7 +139,11 @@ def load_config(
             raise unknown_name("preset", preset, PRESETS)
         tree = merged(tree, PRESETS[preset])
     if file is not None:
-        tree = merged(tree, read_toml(file))
+        told = read_toml(file)
+        for field in msgspec.structs.fields(TrainConfig):  # now: a later setting of a group would hide it
+            if isinstance(field.default, msgspec.Struct) and not isinstance(told.get(field.name, {}), Mapping):
+                raise ConfigError(f"{field.name} is a group of settings, got {told[field.name]!r} in {file}")
+        tree = merged(tree, told)
     for text in sets:
         tree = merged(tree, parse_set(text))
     tree = merged(tree, {k: v for k, v in (more or {}).items() if v is not None})
@@ -151,7 +157,7 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"there is no config file {file}") from None
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read config file {file}: {error}") from None
-    except tomllib.TOMLDecodeError as error:
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
         raise ConfigError(f"{file} is not TOML: {error}") from None
 
 
@@ -168,7 +174,7 @@ def parse_set(text: str) -> dict[str, Any]:
         raise ConfigError(f"--set takes a.b=c, got {text!r}")
     try:
         parsed: Any = tomllib.loads(f"x = {value.strip()}")["x"]
-    except tomllib.TOMLDecodeError:
+    except (tomllib.TOMLDecodeError, RecursionError):
         parsed = value.strip()
     for part in reversed(path.strip().split(".")):
         parsed = {part: parsed}

@@ -31,7 +31,8 @@ from esper.leyline.events import Checkpoint, Emits, Update, spelled, unspelled
 from esper.leyline.seeding import derive_seed
 from esper.leyline.slot_table import Floats
 from esper.simic.agent.ppo import PPO
-from esper.simic.ground import Ground
+from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
+from esper.simic.ground import Ground, HostGround
 from esper.simic.training.config import TrainConfig, as_tree
 from esper.simic.training.team import Team
 from esper.simic.twins import code_hash, processor
@@ -145,11 +146,12 @@ def new_network(config: TrainConfig) -> TamiyoNetwork:
 
 
 class Keeper:
-    """Writes a run's checkpoints. What cannot be written is said, and the run goes on from the last that could."""
+    """Writes a run's checkpoints and its best host. What cannot be written is said, and the run goes on without it."""
 
     def __init__(self, config: TrainConfig, directory: Path | None, hub: Emits, team: Team) -> None:
         self.config, self.hub, self.team, self.directory = config, hub, team, directory
         self.checkpoints = None if directory is None else Checkpoints(directory / CHECKPOINTS, keep=config.keep)
+        self.best_utility = -math.inf  # of all hosts so far
         self._ended, self._cost_s = -math.inf, 0.0  # when the last one was written, and how long that took
 
     def keep(self, learner: Learner, ground: Ground) -> None:
@@ -171,7 +173,12 @@ class Keeper:
         if not self.team.leads or not due:
             return
         document, tensors = packed(learner.state() | {"twins": ground.twin_curves()})
-        run = {"config": as_tree(self.config), "done": learner.done, "next_seq": seqs}
+        run = {
+            "config": as_tree(self.config),
+            "done": learner.done,
+            "next_seq": seqs,
+            "best_utility": self.best_utility,
+        }
         run["exact"] = fingerprint(self.config)
         recent = learner.trained.rounds[-1:]
         score = float(np.mean(recent[0].returns)) if recent else None
@@ -196,6 +203,20 @@ class Keeper:
             )
         )  # fmt: skip
 
+    def offer(self, ground: Ground, utility: Floats, number: int) -> None:
+        """Keep the best host that a round [E] has grown, if no round before had a better one. Its rank writes it."""
+        champion = int(np.argmax(utility))
+        if self.directory is None or not isinstance(ground, HostGround) or not utility[champion] > self.best_utility:
+            return
+        self.best_utility = float(utility[champion])
+        mine = range(len(utility))[self.team.share(len(utility))]
+        if champion in mine:
+            host = GrownHost.of(ground.engine, mine.index(champion), utility=self.best_utility, round=number)
+            try:
+                BestHost(host).save(self.directory / BEST_HOST)
+            except CheckpointError as error:
+                warnings.warn(f"{error}. The run goes on; its best host is not kept", stacklevel=2)
+
     def _keep_policy(self, trained: Trained) -> None:
         assert self.directory is not None
         where = "sim" if self.config.simulated else self.config.task
@@ -207,7 +228,12 @@ class Keeper:
 
 def about(saved: Saved) -> dict[str, Any]:
     """What a checkpoint says of its run: settings, rounds done, each rank's next event, and what computed it."""
-    told: dict[str, Any] = unspelled(saved.document(RUN))
+    told = unspelled(saved.document(RUN))
+    kinds: dict[str, Any] = {"config": dict, "done": int, "next_seq": list, "best_utility": (float, int), "exact": dict}
+    if not isinstance(told, dict) or not all(isinstance(told.get(key), kind) for key, kind in kinds.items()):
+        raise CheckpointError(
+            f"the checkpoint {saved.path} is not one of `esper train`: it does not say {', '.join(kinds)}"
+        )
     return told
 
 

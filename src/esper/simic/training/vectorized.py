@@ -9,7 +9,7 @@ Legend: E environments, R of them this rank's, T steps, F features, M mask colum
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -31,7 +31,7 @@ from esper.simic.ground import Ground, HostGround
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.learner import Keeper, Learner, Round, Trained, restore
+from esper.simic.training.learner import Keeper, Learner, Round, Trained, about, restore
 from esper.simic.training.team import Team
 from esper.tamiyo.network import Choice
 from esper.tamiyo.policy.action_masks import forced
@@ -78,13 +78,15 @@ def train_ppo_vectorized(
         keeper.keep(learner, env.ground)
     else:
         restore(resume, config, learner, env.ground)
+        keeper.best_utility = about(resume)["best_utility"]
         env.round = learner.done - 1
 
     for number in range(learner.done, config.rounds):
         obs, info = env.reset()
         emit.begin(env.ground.worlds, episode=number)
         buffer.reset()
-        hidden, luck = network.initial(E), chances(config, number, env.horizon)
+        hidden = network.initial(E)
+        luck = chances(config.seed, number, round_worlds(config, number), env.horizon)
         starts, earned = torch.ones(E, dtype=torch.bool), np.zeros(env.num_envs)
         for step in range(env.horizon):
             look_up()
@@ -124,6 +126,7 @@ def train_ppo_vectorized(
         trained.rounds.append(Round(number=number, update=told, **ends))
         trained.env_steps += E * env.horizon
         with phases("checkpoint"):
+            keeper.offer(env.ground, ends["utility"], number)
             team.agree(learner.digest, "what the ranks learnt")
             keeper.keep(learner, env.ground)
         on_round(trained.rounds[-1])
@@ -175,15 +178,14 @@ def round_worlds(config: TrainConfig, number: int) -> list[int]:
     return [pool_world(config, number * config.envs + e) for e in range(config.envs)]
 
 
-def chances(config: TrainConfig, number: int, steps: int) -> Tensor:
+def chances(seed: int, number: int, worlds: Sequence[int], steps: int) -> Tensor:
     """[T, E, 8] the numbers that a round's choices fall by: of the run, round, world, step and head, and nothing else.
 
     A world that appears twice in a round is told apart by its turn.
     """
-    worlds = round_worlds(config, number)
-    turn = np.array([worlds[:e].count(world) for e, world in enumerate(worlds)])
+    turn = np.array([list(worlds[:e]).count(world) for e, world in enumerate(worlds)])
     counters = turn[:, None] * NUM_HEADS + np.arange(NUM_HEADS)
-    keys, purpose = world_keys(worlds), f"choices {config.seed} {number}"
+    keys, purpose = world_keys(worlds), f"choices {seed} {number}"
     bits = [random_bits(keys, purpose, counters, np.full(len(worlds), step)) for step in range(steps)]
     return torch.from_numpy(uniform(np.array(bits)))
 

@@ -1,0 +1,545 @@
+"""Checkpoints: directories that are whole or not there, in formats that run no code.
+
+  <root>/<name>/*.safetensors, *.json   the content
+  <root>/<name>/index.json              written last: size and sha256 of every file, and a checksum of itself
+  <root>/.draft-*                       being written or removed; the next writer clears away what a dead one left
+  <root>/.lock                          held by the one process that writes
+
+A directory gets its name when everything in it is on disk. Readers take no lock: what they see is complete, or
+it is damaged, and then it is named and the one before is used.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import functools
+import hashlib
+import json
+import math
+import os
+import re
+import secrets
+import shutil
+import stat
+import time
+import warnings
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from io import BufferedReader
+from pathlib import Path
+from typing import Annotated, Any
+
+import msgspec
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load, save
+from torch import Tensor, nn
+
+from esper.leyline.errors import CheckpointError, ConfigError, unknown_name
+from esper.leyline.files import locked, sync_directory, write_durably
+
+INDEX, LOCK, DRAFT = "index.json", ".lock", ".draft-"
+FORMAT = "esper-checkpoint-1"
+MOST_INDEX_BYTES = 1 << 20
+"""An index says some 150 bytes per file; a longer one is no index of ours."""
+WAIT_S = 60.0  # for another writer: a large checkpoint on a slow disk takes its time
+METADATA = "__metadata__"
+"""The one name in a safetensors file that is no tensor's."""
+_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
+_FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","index":(.*)\}\n', re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class Written:
+    """What a write left, and what it cost."""
+
+    path: Path
+    size_bytes: int
+    write_ms: float
+
+
+_Count = Annotated[int, msgspec.Meta(ge=0, le=1 << 60)]
+
+
+class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    size: _Count
+    sha256: str
+
+
+class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What stands in index.json. `number` is the order of writing."""
+
+    format: str
+    number: _Count
+    name: str
+    kind: str
+    score: float | None
+    files: dict[str, _File]
+
+
+class Checkpoints:
+    """The checkpoints below one root: the last `keep` written, and the best."""
+
+    def __init__(self, root: Path, *, keep: int = 3) -> None:
+        if keep < 1:
+            raise ConfigError(f"at least one checkpoint must be kept, got keep={keep}")
+        self.root, self.keep = Path(root), keep
+        self._damaged: set[Path] = set()  # found so when opened: they keep nothing else from being kept
+
+    def write(
+        self,
+        name: str,
+        *,
+        tensors: Mapping[str, Mapping[str, Tensor]] = {},
+        documents: Mapping[str, Any] = {},
+        files: Mapping[str, bytes] = {},
+        kind: str = "run",
+        score: float | None = None,
+    ) -> Written:
+        """Write one, wait until it is on disk, then let go of those that are no longer kept.
+
+        A name may come again: both stay, and the later one counts as newer. A score that is not finite is none.
+        Whatever fails, all earlier ones stay as they were and no draft is left; the error is a CheckpointError.
+        """
+        started = time.perf_counter()
+        contents = _contents(name, tensors, documents, files)
+        try:
+            _make_root(self.root)
+            with locked(self.root / LOCK, wait_s=WAIT_S) as alone:
+                if alone:
+                    self._clear_drafts()
+                number = 1 + max((index.number for _, index in self._found()), default=0)
+                score = score if score is not None and math.isfinite(score) else None
+                path, size = self._write(_Index(FORMAT, number, name, kind, score, {}), contents)
+                self._damaged.discard(path)  # one of this name may have been there, and be gone
+                self._let_go()
+        except OSError as error:
+            raise CheckpointError(
+                f"cannot write checkpoint {name!r} in {self.root}: {error.strerror or error}. "
+                f"Earlier ones are as they were. {_WAY_OUT.get(error.errno or 0, _OTHERWISE)}"
+            ) from error
+        return Written(path, size, 1e3 * (time.perf_counter() - started))
+
+    def newest(self) -> Saved | None:
+        """The last one written that is complete. Damaged ones are named by a warning and passed over."""
+        return self._first(lambda found: (found[1].number,))
+
+    def best(self) -> Saved | None:
+        """The complete one with the highest score, of equals the newest. None if none has a score."""
+        return self._first(
+            lambda found: (-math.inf if found[1].score is None else found[1].score, found[1].number),
+            lambda index: index.score is not None,
+        )
+
+    def names(self) -> list[str]:
+        """Their names in the order of writing. Nothing but the index is looked at."""
+        return [index.name for _, index in self._found()]
+
+    def _first(
+        self, order: Callable[[_Found], tuple[float, ...]], fits: Callable[[_Index], bool] = lambda _: True
+    ) -> Saved | None:
+        told: set[Path] = set()
+        while True:
+            found = [each for each in self._found(told) if fits(each[1])]
+            for path, index in sorted(found, key=order, reverse=True):
+                try:
+                    return Saved(path, index)
+                except CheckpointError as error:
+                    if not os.path.lexists(path):
+                        break  # a writer let go of it while we looked: look again
+                    self._damaged.add(path)
+                    _tell(told, path, error)
+            else:
+                return None
+
+    def _found(self, told: set[Path] | None = None) -> list[_Found]:
+        """What has a sound index, in the order of writing. With `told`, the others are named."""
+        found: list[_Found] = []
+        for path in _directories(self.root):
+            try:
+                found.append((path, _read_index(path / INDEX)))
+            except CheckpointError as error:
+                if told is not None and os.path.lexists(path):
+                    _tell(told, path, error)
+        return sorted(found, key=lambda each: each[1].number)
+
+    def _write(self, index: _Index, contents: Mapping[str, Callable[[], bytes]]) -> tuple[Path, int]:
+        draft = self.root / f"{DRAFT}{os.getpid()}-{secrets.token_hex(4)}"
+        os.mkdir(draft)
+        try:
+            size = 0
+            for name, encode in contents.items():  # tensors are encoded file by file: only one is in memory
+                content = encode()
+                write_durably(draft / name, content)
+                index.files[name] = _File(len(content), hashlib.sha256(content).hexdigest())
+                size += len(content)
+            encoded = _encoded_index(index)
+            write_durably(draft / INDEX, encoded)
+            sync_directory(draft)
+            path = _free(self.root, index.name)
+            os.rename(draft, path)
+        except BaseException:
+            shutil.rmtree(draft, ignore_errors=True)
+            raise
+        sync_directory(self.root)
+        return path, size + len(encoded)
+
+    def _clear_drafts(self) -> None:
+        """Remove what dead writers left. Those alive hold the lock, which is ours now."""
+        for path in _directories(self.root, drafts=True):
+            shutil.rmtree(path, ignore_errors=True)
+
+    def _let_go(self) -> None:
+        """Keep the last and the best of those that look whole; remove what is older."""
+        found = self._found()
+        whole = [each for each in found if each[0] not in self._damaged and _looks_whole(*each)]
+        last = whole[-self.keep :]
+        scored = [each for each in whole if each[1].score is not None]
+        best = max(scored, key=lambda each: (each[1].score, each[1].number), default=None)
+        for each in found:
+            path, index = each
+            named_by_us = re.fullmatch(rf"{re.escape(index.name)}(~\d+)?", path.name)  # others are somebody's copies
+            if last and index.number < last[0][1].number and each != best and named_by_us:
+                self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        """Take its name away first, so that no reader meets a half of it."""
+        draft = self.root / f"{DRAFT}{os.getpid()}-{secrets.token_hex(4)}"
+        try:
+            os.rename(path, draft)
+        except OSError as error:
+            warnings.warn(f"cannot remove the old checkpoint {path}: {error.strerror or error}", stacklevel=4)
+        shutil.rmtree(draft, ignore_errors=True)
+
+
+_Found = tuple[Path, _Index]
+
+
+class Saved:
+    """One complete checkpoint. Every file was verified when it was opened, and is again when it is read."""
+
+    def __init__(self, path: Path, index: _Index) -> None:
+        self.path, self.name, self.kind, self.score = path, index.name, index.kind, index.score
+        self._files = index.files
+        for name, promised in self._files.items():
+            with _opened(path / name, promised.size) as file:
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != promised.sha256:
+                raise _damage(path / name, "its content is not what was written")
+
+    def document(self, key: str) -> Any:
+        content = self.file(f"{key}.json")
+        try:
+            return json.loads(content)
+        except (ValueError, RecursionError) as error:
+            raise _damage(self.path / f"{key}.json", f"it is no JSON document ({error})") from error
+
+    def tensors(self, key: str) -> dict[str, Tensor]:
+        content = self.file(f"{key}.safetensors")
+        try:
+            return load(content)
+        except (SafetensorError, ValueError, RuntimeError, KeyError, OverflowError) as error:
+            raise _damage(self.path / f"{key}.safetensors", f"it holds no tensors ({error})") from error
+
+    def file(self, name: str) -> bytes:
+        promised = self._files.get(name)
+        if promised is None:
+            raise unknown_name(f"file of checkpoint {self.name!r}", name, self._files)
+        with _opened(self.path / name, promised.size) as file:
+            content = file.read(promised.size + 1)
+        if hashlib.sha256(content).hexdigest() != promised.sha256:
+            raise _damage(self.path / name, "its content is not what was written")
+        return content
+
+
+# Files ------------------------------------------------------------------------------------------------------------
+
+
+_OTHERWISE = "Look after the disk; the next checkpoint is tried anew"
+_WAY_OUT = {
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space there; the next checkpoint is tried anew"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Make it writable, or choose another place"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "Choose a place that is a directory, or can become one"),
+    errno.ETIMEDOUT: "Give every run a directory of its own, or end the other process",
+}
+
+
+def _contents(
+    name: str,
+    tensors: Mapping[str, Mapping[str, Tensor]],
+    documents: Mapping[str, Any],
+    files: Mapping[str, bytes],
+) -> dict[str, Callable[[], bytes]]:
+    """File name → what encodes it. What cannot be kept is refused here, before anything is written."""
+    named: list[tuple[str, Callable[[], bytes]]] = []
+    for key, document in documents.items():
+        named.append((f"{key}.json", functools.partial(bytes, _encoded_document(key, document))))
+    for key, content in files.items():
+        named.append((key, functools.partial(bytes, content)))
+    for key, group in tensors.items():
+        for each, tensor in group.items():
+            _must_be_plain(tensor, f"{key}[{each!r}]")
+            if each == METADATA:
+                raise CheckpointError(f"no tensor of {key!r} can be called {METADATA!r}: the format needs that name")
+        named.append((f"{key}.safetensors", functools.partial(_encoded_tensors, key, group)))
+    for each in (name, *(each for each, _ in named)):
+        if not _NAME.fullmatch(each):
+            raise CheckpointError(
+                f"{each!r} cannot be a name in a checkpoint: use letters, digits, '_', '.', '+' and '-', "
+                "not first '.', '+' or '-', at most 128"
+            )
+    contents = dict(named)
+    if len(contents) < len(named) or INDEX in contents:
+        twice = [each for each, count in Counter([INDEX, *(each for each, _ in named)]).items() if count > 1]
+        raise CheckpointError(f"two files of checkpoint {name!r} would be called {twice[0]!r}. Name one otherwise")
+    return contents
+
+
+def _encoded_document(key: str, document: Any) -> bytes:
+    """As JSON; refused if it would not come back equal."""
+    try:
+        encoded = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
+        same = json.loads(encoded) == document
+    except (TypeError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"the document {key!r} is no plain JSON ({error}). Give it to packed() first") from error
+    if not same:
+        raise CheckpointError(
+            f"the document {key!r} would not come back the same: JSON has no tuples and no keys but strings. "
+            "Give it to packed() first"
+        )
+    return encoded
+
+
+def _must_be_plain(tensor: Any, where: str) -> None:
+    """Refuse what would come back as something else."""
+    if type(tensor) not in (Tensor, nn.Parameter):
+        raise CheckpointError(f"{where} is a {type(tensor).__name__}; a checkpoint holds plain tensors there")
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype == torch.complex128:
+        raise CheckpointError(
+            f"{where} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}; "
+            "a checkpoint holds dense ones that have data"
+        )
+
+
+def _encoded_tensors(key: str, group: Mapping[str, Tensor]) -> bytes:
+    try:
+        return save({name: _copied(tensor) for name, tensor in group.items()})
+    except (SafetensorError, RuntimeError, ValueError, TypeError, KeyError) as error:  # also out of memory
+        raise CheckpointError(f"cannot encode the tensors {key!r}: {error}") from error
+
+
+def _copied(tensor: Tensor) -> Tensor:
+    """On the CPU, in memory of its own, in plain order: two names may share a tensor, but not in a file."""
+    return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
+
+
+def _encoded_index(index: _Index) -> bytes:
+    body = msgspec.json.format(msgspec.json.encode(index), indent=1)
+    encoded = b'{"sha256":"%s","index":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
+    if len(encoded) > MOST_INDEX_BYTES:
+        raise CheckpointError(f"checkpoint {index.name!r} has {len(index.files)} files; put more into fewer")
+    return encoded
+
+
+def _read_index(path: Path) -> _Index:
+    with _opened(path) as file:
+        content = file.read(MOST_INDEX_BYTES + 1)
+    frame = _FRAME.fullmatch(content) if len(content) <= MOST_INDEX_BYTES else None
+    if frame is None or hashlib.sha256(frame[2]).hexdigest().encode() != frame[1]:
+        raise _damage(path, "it is not as it was written")
+    try:
+        index = msgspec.json.decode(frame[2], type=_Index)
+    except (ValueError, RecursionError) as error:
+        raise _damage(path, f"it is no index of this version ({error})") from error
+    if index.format != FORMAT or not all(map(_NAME.fullmatch, (index.name, *index.files))):
+        raise _damage(path, "it is no index of this version")
+    return index
+
+
+@contextlib.contextmanager
+def _opened(path: Path, size: int | None = None) -> Iterator[BufferedReader]:
+    """A regular file of this size, open; what cannot be read is damage too."""
+    try:
+        found = os.lstat(path)
+        if not stat.S_ISREG(found.st_mode):
+            raise _damage(path, "it is no regular file")
+        if size is not None and found.st_size != size:
+            raise _damage(path, f"it has {found.st_size} bytes of {size}")
+        with path.open("rb") as file:
+            yield file
+    except FileNotFoundError as error:
+        if not path.parent.exists():
+            raise CheckpointError(f"{path.parent} is gone: a writer let go of it. Look for the newest again") from error
+        raise _damage(path, "it is missing") from error
+    except OSError as error:
+        raise _damage(path, f"it cannot be read ({error.strerror or error})") from error
+
+
+def _damage(path: Path, what: str) -> CheckpointError:
+    return CheckpointError(f"checkpoint {path.parent.name!r} is damaged: {path}: {what}")
+
+
+def _tell(told: set[Path], path: Path, error: CheckpointError) -> None:
+    if path not in told:
+        told.add(path)
+        warnings.warn(f"{error}. It is passed over, and the one before is used if there is one", stacklevel=4)
+
+
+def _looks_whole(path: Path, index: _Index) -> bool:
+    """Whether all files are there in their size. Hashing them all at every write would cost more than it is worth."""
+    try:
+        return all(os.lstat(path / name).st_size == promised.size for name, promised in index.files.items())
+    except OSError:
+        return False
+
+
+def _directories(root: Path, *, drafts: bool = False) -> list[Path]:
+    try:
+        with os.scandir(root) as listing:
+            names = sorted(each.name for each in listing if each.is_dir())
+    except FileNotFoundError:
+        return []
+    except OSError as error:
+        raise CheckpointError(f"cannot look for checkpoints in {root}: {error.strerror or error}") from error
+    return [root / name for name in names if (name.startswith(DRAFT) if drafts else not name.startswith("."))]
+
+
+def _make_root(root: Path) -> None:
+    if not root.is_dir():
+        root.mkdir(parents=True, exist_ok=True)
+        sync_directory(root.parent)
+
+
+def _free(root: Path, name: str) -> Path:
+    """A name that nothing has: itself, or with a number behind `~`, which no given name holds."""
+    path, count = root / name, 1
+    while os.path.lexists(path):
+        count += 1
+        path = root / f"{name}~{count}"
+    return path
+
+
+# Trees ------------------------------------------------------------------------------------------------------------
+
+TAG = "~"
+_MAPPINGS: dict[str, Callable[[Iterable[tuple[Any, Any]]], Any]] = {
+    "dict": dict,
+    "ordered": OrderedDict,
+    "counter": lambda items: Counter(dict(items)),
+}
+_TAG_OF = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
+_SPELLED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+
+
+def packed(tree: Any) -> tuple[Any, dict[str, Tensor]]:
+    """A tree of dicts, lists, tuples, numbers, strings, None, tensors and numpy arrays as a JSON document and tensors.
+
+    `unpacked` gives it back with the same types: tuples, keys that are no strings, True beside 1, NaN. Tensors are
+    handed on, not copied: write them before they change. They come back as plain tensors on the CPU. What would
+    come back as something else is refused with the path to it.
+
+    >>> packed({"lr": 0.1, "betas": (0.9, 0.99)})
+    ({'lr': 0.1, 'betas': {'~': 'tuple', 'items': [0.9, 0.99]}}, {})
+    """
+    tensors: dict[str, Tensor] = {}
+    try:
+        return _pack(tree, "", tensors), tensors
+    except RecursionError:
+        raise CheckpointError("cannot pack this tree: it is nested too deeply, or holds itself") from None
+
+
+def unpacked(document: Any, tensors: Mapping[str, Tensor]) -> Any:
+    """The tree that `packed` took apart."""
+    try:
+        return _unpack(document, tensors)
+    except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        raise CheckpointError(f"this document is not what packed() made, or its tensors are others: {error}") from error
+
+
+def _pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    kind = type(tree)
+    if tree is None or kind in (bool, str):
+        return tree
+    if kind is int:
+        if abs(tree).bit_length() > 4096:  # Python itself reads and writes no long numbers as text
+            raise _unpackable(path, "an int of more than 4096 bits")
+        return tree
+    if kind is float:
+        return tree if math.isfinite(tree) else {TAG: "float", "value": str(tree)}
+    if kind is list:
+        return [_pack(each, f"{path}[{i}]", tensors) for i, each in enumerate(tree)]
+    if kind is tuple:
+        return {TAG: "tuple", "items": [_pack(each, f"{path}[{i}]", tensors) for i, each in enumerate(tree)]}
+    if kind in _TAG_OF:
+        return _pack_mapping(tree, path, tensors)
+    if isinstance(tree, Tensor):
+        _must_be_plain(tree, path or "the tree")
+        return {TAG: "tensor", "name": _kept(tree, path, tensors)}
+    if isinstance(tree, (np.ndarray, np.generic)):
+        return _pack_array(tree, path, tensors)
+    raise _unpackable(path, f"a {kind.__module__}.{kind.__qualname__}")
+
+
+def _pack_mapping(tree: dict[Any, Any], path: str, tensors: dict[str, Tensor]) -> Any:
+    if type(tree) is dict and all(type(key) is str for key in tree) and TAG not in tree:
+        return {key: _pack(value, f"{path}.{key}" if path else key, tensors) for key, value in tree.items()}
+    items = []
+    for key, value in tree.items():
+        if isinstance(key, (Tensor, np.generic)):
+            raise _unpackable(path, f"a {type(key).__name__} as a key")
+        items.append([_pack(key, f"{path} (a key)", {}), _pack(value, f"{path}.{key}" if path else str(key), tensors)])
+    return {TAG: _TAG_OF[type(tree)], "items": items}
+
+
+def _pack_array(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
+    try:
+        if type(tree) is not np.ndarray and not isinstance(tree, np.generic):
+            raise TypeError
+        tensor = torch.from_numpy(np.array(tree, order="C"))
+    except (TypeError, ValueError):
+        raise _unpackable(path, f"a {type(tree).__name__} of {tree.dtype}") from None
+    _must_be_plain(tensor, path or "the tree")
+    kind = "array" if isinstance(tree, np.ndarray) else "scalar"
+    return {TAG: kind, "name": _kept(tensor, path, tensors)}
+
+
+def _kept(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+    """Give the tensor a name that shows where it belongs."""
+    stem, count = path.encode("utf-8", "backslashreplace").decode() or "tensor", 1
+    name = stem
+    while name in tensors or name == METADATA:
+        count += 1
+        name = f"{stem}~{count}"
+    tensors[name] = tensor
+    return name
+
+
+def _unpackable(path: str, what: str) -> CheckpointError:
+    return CheckpointError(
+        f"cannot pack {path or 'the tree'}: it is {what}. A checkpoint holds dicts, lists, tuples, numbers, strings, "
+        "None, tensors and numpy arrays; turn it into these"
+    )
+
+
+def _unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
+    if isinstance(document, list):
+        return [_unpack(each, tensors) for each in document]
+    if not isinstance(document, dict):
+        return document
+    tag = document.get(TAG)
+    if tag is None:
+        return {key: _unpack(value, tensors) for key, value in document.items()}
+    if tag == "float":
+        return _SPELLED[document["value"]]
+    if tag == "tuple":
+        return tuple(_unpack(each, tensors) for each in document["items"])
+    if tag in _MAPPINGS:
+        return _MAPPINGS[tag]([(_unpack(key, tensors), _unpack(value, tensors)) for key, value in document["items"]])
+    tensor = tensors[document["name"]]
+    if tag == "tensor":
+        return tensor
+    array = {"array": tensor.numpy, "scalar": tensor.numpy}[tag]()
+    return array if tag == "array" else array[()]

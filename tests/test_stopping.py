@@ -1,0 +1,71 @@
+"""Real processes that are told to stop, or killed: what is lost is at most the round under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+
+from esper.nissa.run import read_manifest
+from fates import TINY, esper, fate, finished, is_whole, newest, survive
+
+pytestmark = pytest.mark.slow
+ROUNDS = ["--rounds", "60"]
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("calm") / "run"
+    finished(esper("train", "--out", run, *TINY, *ROUNDS))
+    return run
+
+
+def started(run: Path, *more: str) -> subprocess.Popen[bytes]:
+    """A run that has two rounds behind it."""
+    process = esper("train", "--out", run, *TINY, *(more or ROUNDS))
+    end = time.monotonic() + 120
+    while newest(run) < "round-000002":
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    return process
+
+
+@pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_ends_the_run_at_a_good_moment_and_says_how_to_go_on(
+    number: int, word: int, calm: Path, tmp_path: Path
+) -> None:
+    process = started(tmp_path / "run")
+    process.send_signal(number)
+    said = finished(process, code=word)
+    assert "ending after this step" in said
+    assert f"Go on with: esper train --resume {tmp_path / 'run'}" in said.replace("\n", "")
+    assert "Traceback" not in said
+    assert read_manifest(tmp_path / "run")["status"] == "interrupted"
+    finished(esper("train", "--resume", tmp_path / "run", "--no-compare"))
+    assert fate(tmp_path / "run") == fate(calm)
+    assert is_whole(tmp_path / "run")
+    assert read_manifest(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
+    slow = ["--task", "rescue", "--envs", "16", "--rounds", "2", "--set", "worlds=16"]  # seconds per step
+    process = esper("train", "--out", tmp_path / "run", *slow)
+    while not (tmp_path / "run" / "checkpoints").is_dir():
+        time.sleep(0.05)
+    time.sleep(1.0)
+    process.send_signal(signal.SIGINT)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    finished(process, code=130, timeout=60)
+    assert read_manifest(tmp_path / "run")["status"] in ("killed", "interrupted")
+
+
+def test_a_run_killed_five_times_ends_as_if_nothing_had_happened(calm: Path, tmp_path: Path) -> None:
+    assert survive(tmp_path / "run", [*TINY, *ROUNDS], kills=5, seed=os.getpid()) == 5
+    assert fate(tmp_path / "run") == fate(calm)
+    assert is_whole(tmp_path / "run")
