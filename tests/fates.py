@@ -20,6 +20,7 @@ from esper.tolaria.checkpoint import Checkpoints, unpacked
 
 OF_THE_PROCESS = {"run_started", "run_finished", "checkpoint", "health"}
 """Kinds that tell of processes, not of the run."""
+SMALL_NUMBERS = ("return_scale", "updates", "bad_in_a_row", "told", "env_steps")
 OF_THE_CLOCK = {"wall_ms"}
 TINY = [
     "--sim", "--envs", "6", "--epochs", "20", "--set", "worlds=16", "--set", "network.width=16",

@@ -67,6 +67,13 @@ def train(
     config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
     sets: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting; repeat it.")] = None,
     start_from: Annotated[str | None, typer.Option(help="A run or policy file to begin with.")] = None,
+    resume: Annotated[
+        Path | None, typer.Option(help="Go on with a run that was stopped or killed, as it would have gone on.")
+    ] = None,
+    allow_inexact: Annotated[
+        bool, typer.Option("--allow-inexact", help="Go on although versions, threads or processor differ.")
+    ] = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share the hosts; the run stays the same.")] = 1,
     out: Annotated[Path | None, typer.Option(help="The run directory; by default a new one in runs/.")] = None,
     data: Annotated[Path | None, typer.Option(help="Where the files of a task that is not embedded lie.")] = None,
     telemetry: Annotated[str | None, typer.Option(help="How much to record: off, minimal, normal, debug.")] = None,
@@ -78,21 +85,19 @@ def train(
 
     Many hosts grow side by side; after each round of episodes the policy learns from what its decisions led to,
     against the same hosts without growth. The run directory keeps the policy, everything that happened, and the
-    no-growth twins. Settings: defaults < --preset < --config < --set < the other options.
+    no-growth twins. Settings: defaults < --preset < --config < --set < the other options. After every round a
+    checkpoint is written: Ctrl-C, a kill or a power cut costs at most the round that was under way.
 
     Example:  esper train --sim --preset sim        a policy in minutes
-    Example:  esper train --task rescue --rounds 60 --set ppo.lr=5e-4
+    Example:  esper train --task rescue --rounds 60 --workers 2 --set ppo.lr=5e-4
+    Example:  esper train --resume runs/mine
     """
-    from esper.commands.train import run_train
+    from esper.commands.train import Asked, run_train
 
     more = {"task": task, "simulated": sim or None, "rounds": rounds, "envs": envs, "epochs": epochs, "seed": seed,
             "start_from": start_from, "telemetry": telemetry}  # fmt: skip
-    try:
-        run_train(preset=preset, config_file=config, sets=sets or [], more=more, out=out, data_root=data, show=show,
-                  compare=compare, tensorboard=tensorboard)  # fmt: skip
-    except KeyboardInterrupt:
-        print("esper: interrupted; the run directory keeps the policy of the last whole round", file=sys.stderr)
-        raise typer.Exit(130) from None
+    asked = Asked(resume, allow_inexact, workers, out, data, compare, tensorboard)
+    run_train(asked, preset=preset, config_file=config, sets=sets or [], more=more, show=show)
 
 
 @app.command("eval")
@@ -122,6 +127,26 @@ def evaluate(
     from esper.commands.evaluate import run_eval
 
     run_eval(controllers, task=task, simulated=sim, seeds=seeds, out=out, as_json=json, data_root=data, threads=threads)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(help="A run directory of `esper grow` or `esper train`.")],
+    format: Annotated[str, typer.Option(help="torch, torch-export, onnx or safetensors.")] = "torch",
+    out: Annotated[Path | None, typer.Option(help="The file to write; below RUN/export by default.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+) -> None:
+    """Write the best host that a run has grown as a plain model, which loads where Esper is not installed.
+
+    torch: readable Python source with its weights beside it, which trains on; torch-export: one .pt2 file; onnx: for
+    other runtimes; safetensors: the weights alone. Each is asked what the host was asked when it was measured, and
+    written only if it answers the same.
+
+    Example:  esper export runs/mine --format onnx --out grown.onnx
+    """
+    from esper.commands.export import run_export
+
+    run_export(run, format, out=out, force=force)
 
 
 @app.command()
@@ -281,12 +306,26 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(141)
     except Exception as error:
-        from esper.leyline.errors import EsperError
-
-        if not isinstance(error, (EsperError, OSError)):
-            raise
-        print(f"esper: {error}", file=sys.stderr)
+        print(f"esper: {in_words(error)}", file=sys.stderr)
         sys.exit(2)
+
+
+def in_words(error: Exception) -> str:
+    """What went wrong outside the program, and the way out. An error inside it is raised again: a bug has a trace."""
+    import errno
+
+    from esper.leyline.errors import EsperError
+
+    text = " ".join(line.strip() for line in str(error).splitlines())
+    if isinstance(error, EsperError):
+        return text
+    if isinstance(error, OSError):
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            return f"{text}. Make room there, or choose another place"
+        return text
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text:
+        return f"there is not enough memory: {text[-200:] or 'no more was given'}. Ask for less: envs, batch or sizes"
+    raise error
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@
     grower = esper.Grower(body, optimizer, controller="schedule")
     ... train an epoch as usual, calling body(x) ...
     grower.step(val_batches)            # once per epoch: measure, decide, change
+    grower.save("checkpoints")          # whenever you like; grower.load("checkpoints") goes on from there
 
 Like the command line, this module wires the parts together: rules, body, optimiser, controller, coalitions.
 """
@@ -14,6 +15,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,6 +23,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from esper import grower_file
 from esper.kasmina.blueprints import Cost, blueprint_index, blueprint_name
 from esper.kasmina.body import Body, Incubation
 from esper.kasmina.gradients import GradientMeter, gradient_norms
@@ -42,7 +45,7 @@ from esper.kasmina.slot import Slot
 from esper.kasmina.surgery import Surgeon, clip_separately
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, STYLES, TEMPO_EPOCHS, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
-from esper.leyline.events import Emits, RunStarted, Silence
+from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
 from esper.simic.attribution import CounterfactualEngine, Worth, report
@@ -185,6 +188,7 @@ class Grower:
         self.surgeon = Surgeon(body, optimizer, seed=seed, **seed_options)
         self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
         self.quality = QUALITIES[quality] if isinstance(quality, str) else quality
+        self.horizon = horizon
         body.incubation = incubation
         self.meter = GradientMeter(gradient_telemetry_stride)
         self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
@@ -357,6 +361,32 @@ class Grower:
         for name, array in arrays.items():
             array[...] = state[name].numpy()
         self.body.sync(self.table)
+
+    def save(self, directory: str | Path, *, keep: int = 2, extra: Any = None) -> Path:
+        """Write a checkpoint below `directory`, and let go of all but the last `keep`; the new one's path.
+
+        Body, optimiser, table, controller and the random streams of torch, numpy and Python are in it, so `load` goes
+        on bit for bit from any point between two batches. `extra` is yours: a scheduler's state, the epoch, where
+        your data stands; dicts, lists, tuples, numbers, strings, tensors and arrays. Events told so far reach the
+        disk first.
+        """
+        flush = getattr(self.emit.hub, "flush", None)
+        if flush is not None:
+            flush()
+        done = grower_file.save(self, Path(directory), keep=keep, extra=extra)
+        self.emit.say(
+            Checkpoint(path=str(done.path), reason="asked", size_bytes=done.size_bytes, write_ms=done.write_ms)
+        )
+        return done.path
+
+    def load(self, directory: str | Path) -> Any:
+        """Go on from the newest sound checkpoint below `directory`; its `extra`.
+
+        Model, graft, optimiser, grower and schedulers are built first, as they were for the run that saved. What
+        does not fit is refused with CheckpointError, and nothing is changed; a damaged checkpoint is named by a
+        warning and the one before is used. Rules and settings are those given now; a warning says what differs.
+        """
+        return grower_file.load(self, Path(directory))
 
     # -- in the loop, if you like
 

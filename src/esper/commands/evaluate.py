@@ -19,6 +19,7 @@ from rich.table import Table
 from esper.commands import plainly
 from esper.karn.dots import dots
 from esper.leyline.errors import ConfigError
+from esper.leyline.files import write_atomically
 from esper.nissa.run import read_manifest
 from esper.simic.evaluation import Played, best_schedule_on, compare, from_start, play, static
 from esper.simic.ground import Ground, HostGround
@@ -112,6 +113,13 @@ def run_eval(
     threads: int,
 ) -> None:
     torch.set_num_threads(threads)
+    if out is not None:
+        try:
+            out.mkdir(parents=True, exist_ok=True)  # now: not after an hour of playing
+        except OSError as error:
+            raise ConfigError(
+                f"cannot write into {out}: {error.strerror or error}. Name another place with --out"
+            ) from error
     names = complete(names, simulated)
     config = config_of(names[0], task, simulated)
     runs = [Path(n) for n in names if (Path(n) / "twins").is_dir()]
@@ -121,9 +129,8 @@ def run_eval(
     played = arena.play_all(names, worlds, console)
     facts = figures(played)
     if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-        (out / "eval.json").write_text(json.dumps(facts, indent=1) + "\n")
-        (out / "eval.svg").write_text(picture(played))
+        write_atomically(out / "eval.json", (json.dumps(facts, indent=1) + "\n").encode())
+        write_atomically(out / "eval.svg", picture(played).encode())
     if as_json:
         print(json.dumps(facts, indent=1))
         return

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import time
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -18,23 +19,24 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
-from safetensors import SafetensorError
-from safetensors.torch import save_file
+from safetensors.torch import save as save_tensors
 
 from esper.commands import plainly
+from esper.commands.export import exported_program
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules, legal
-from esper.leyline.errors import DataError
 from esper.leyline.events import Level, RunStarted
 from esper.leyline.events import level as level_by_name
+from esper.leyline.files import write_atomically
 from esper.leyline.phases import Phases
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.recording import Run, record
 from esper.simic.attribution import CounterfactualHelper, Worth, report
+from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
 from esper.simic.evaluation import structure_of
 from esper.simic.ground import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
@@ -131,7 +133,7 @@ def run_grow(
         console.print(seed_table(engine, worth))
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
     plainly(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
-    plainly(console, "plain.pt2 needs no Esper: torch.export.load(path).module()")
+    plainly(console, f"take it home without Esper: esper export {run.path} --format torch  (or onnx, torch-export)")
     plainly(console, f"report: {written}")
 
 
@@ -350,20 +352,22 @@ def save_figures(
         "worth": worth.to_dict(),
         "results": [dataclasses.asdict(r) for r in results],
     }
-    (out / "result.json").write_text(json.dumps(record, indent=1) + "\n")
+    write_atomically(out / "result.json", (json.dumps(record, indent=1) + "\n").encode())
 
 
 def save_models(out: Path, engine: Engine, worth: Worth) -> None:
-    """The body as tensors, the plain model as a program that needs no Esper, and a picture of worth."""
+    """The host for `esper export`, the body as tensors, the plain model as a program, and a picture of worth."""
     plot = engine.plots[0]
+    host = GrownHost.of(engine, 0)
+    if host.is_finite:
+        BestHost(host).save(out / BEST_HOST)
+    else:
+        warnings.warn("the grown host is not finite: none is kept for `esper export`", stacklevel=2)
     with plot.average.applied():
         state = {k: v.contiguous() for k, v in plot.body.state_dict().items()}
-        try:
-            save_file(state, out / "body.safetensors")
-        except SafetensorError as error:
-            raise DataError(f"cannot write {out / 'body.safetensors'}: {error}") from error
         plain = harden(plot.body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         example = engine.data.test.x[:4]
-        program = torch.export.export(plain, (example,), dynamic_shapes=({0: torch.export.Dim("batch")},))
-        torch.export.save(program, out / "plain.pt2")
+        program = exported_program(plain, example, ({0: torch.export.Dim("batch")},))
+    for name, content in (("body.safetensors", save_tensors(state)), ("plain.pt2", program)):
+        write_atomically(out / name, content)
     worth.picture(out / "worth.svg")

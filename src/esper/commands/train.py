@@ -104,14 +104,15 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
 def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, workers: Workers) -> None:
     """The whole command, as the rank that owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
+    env = make_env(config, data_root=asked.data_root)  # what is wrong with data, device or policy leaves no run behind
+    need = memory.needed(config, env, new_network(config).hidden_size, team.size)
+    room = memory.told(need, memory.available(), team.size)
     with recording(config, saved, asked, label) as run:
         seqs = [0] * team.size if saved is None else about(saved)["next_seq"]
         team.told({"path": str(run.path.absolute()), "next_seq": seqs})
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
         plainly(console, what_is_set(config))
-        env = make_env(config, data_root=asked.data_root)
-        hidden = new_network(config).hidden_size
-        plainly(console, memory.told(memory.needed(config, env, hidden, team.size), memory.available(), team.size))
+        plainly(console, room)
         run.say(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,

@@ -25,6 +25,8 @@ from esper.leyline.chance import Bits, bell, random_bits, uniform, world_keys
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Bools, Floats, Ints
 
+MOST_SLOTS = 1000
+
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How simulated worlds differ and how well they can be seen."""
@@ -54,6 +56,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Multiplies all noise of measurement; 0 shows the truth."""
 
     def __post_init__(self) -> None:
+        if self.slots > MOST_SLOTS:
+            raise ConfigError(f"slots must be at most {MOST_SLOTS}, got {self.slots}: every table is that wide")
         if self.horizon < 1 or self.slots < 1 or self.val_samples < 1:
             raise ConfigError(
                 f"horizon, slots and val_samples must be ≥ 1, got {self.horizon}, {self.slots} and {self.val_samples}"

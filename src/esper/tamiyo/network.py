@@ -30,6 +30,8 @@ from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, slot_given
 from esper.tamiyo.policy.distribution import entropy, likeliest, log_distribution, pick
 from esper.tamiyo.policy.features import BASE, PER_SLOT
 
+MOST_WIDTH = 8192
+"""Of a policy's layers. At this width one layer takes half a gigabyte; a typing error asks for more."""
 _GIVEN_SLOT = [h for h in Head if h not in (Head.SLOT, Head.OP)]
 _SIZES = {h: len(HEAD_OPTIONS[h] or ()) for h in _GIVEN_SLOT}
 
@@ -49,8 +51,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     every seed before it can show its worth, and learns that growing is useless."""
 
     def __post_init__(self) -> None:
-        if self.width < 1 or self.hidden < 1:
-            raise ConfigError(f"network.width and network.hidden must be ≥ 1, got {self.width} and {self.hidden}")
+        if not (1 <= self.width <= MOST_WIDTH and 1 <= self.hidden <= MOST_WIDTH):
+            found = f"{self.width} and {self.hidden}"
+            raise ConfigError(f"network.width and network.hidden must be ≥ 1 and at most {MOST_WIDTH}, got {found}")
         if not 0.0 <= self.epsilon < 1.0:
             raise ConfigError(f"network.epsilon must lie in [0, 1), got {self.epsilon}")
         if not -50.0 <= self.patience <= 50.0:

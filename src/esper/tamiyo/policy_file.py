@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
+from torch import Tensor
 
 from esper.leyline.actions import HEAD_OPTIONS, Head
 from esper.leyline.errors import DataError
+from esper.leyline.files import write_atomically
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.features import feature_names
 
@@ -37,15 +39,13 @@ def save_policy(network: TamiyoNetwork, path: Path, *, fixed: Mapping[Head, int]
         "fixed": json.dumps({head.name: option for head, option in fixed.items()}),
         "about": json.dumps(about),
     }
-    draft = path.with_suffix(f".{os.getpid()}.tmp")
-    save_file({name: t.detach().cpu().contiguous() for name, t in network.state_dict().items()}, draft, header)
-    draft.replace(path)
+    write_atomically(path, save({n: t.detach().cpu().contiguous() for n, t in network.state_dict().items()}, header))
 
 
 def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
     """A policy and the heads fixed for it, from its file, or from a run directory that holds one."""
     file = path / POLICY if path.is_dir() else path
-    if not file.exists():
+    if not file.is_file():
         raise DataError(f"there is no policy in {path}. `esper train` leaves one in its run directory")
     try:
         with safe_open(file, "pt") as opened:
@@ -57,9 +57,36 @@ def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
                 f"the policy in {file} was trained with other observations or choices than this version has. "
                 "Train it anew, or use the version that trained it"
             )
-        network = TamiyoNetwork(msgspec.json.decode(header["network"], type=NetworkConfig))
-        network.load_state_dict(load_file(file))
-        fixed = {Head[name]: int(option) for name, option in json.loads(header["fixed"]).items()}
+        config = msgspec.json.decode(header["network"], type=NetworkConfig)
+        weights = load_file(file)
+        must_fit(config, weights)
+        network = TamiyoNetwork(config)
+        network.load_state_dict(weights)
+        fixed = read_fixed(header["fixed"])
     except (SafetensorError, msgspec.MsgspecError, RuntimeError, KeyError, ValueError, OSError) as error:
-        raise DataError(f"{file} is damaged or not a policy: {error}") from error
+        raise DataError(f"{file} is damaged or not a policy: {error}. Fetch it again, or train one") from error
     return network, fixed
+
+
+def must_fit(config: NetworkConfig, weights: Mapping[str, Tensor]) -> None:
+    """Refuse weights of another network, before memory is taken for the one that a stranger's settings describe."""
+    with torch.device("meta"):
+        asked = {name: (tuple(t.shape), t.dtype) for name, t in TamiyoNetwork(config).state_dict().items()}
+    found = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
+    if wrong := sorted({name for name, _ in asked.items() ^ found.items()}):
+        name = wrong[0]
+        raise ValueError(
+            f"tensor {name!r} is {found.get(name, 'missing')}, its settings ask for {asked.get(name, 'none')}"
+        )
+    if sick := [name for name, t in weights.items() if not bool(t.isfinite().all())]:
+        raise ValueError(f"tensor {sick[0]!r} has weights that are NaN or infinite")
+
+
+def read_fixed(text: str) -> dict[Head, int]:
+    """The heads that are not the policy's to choose, and their options."""
+    fixed = {Head[name]: option for name, option in msgspec.json.decode(text, type=dict[str, int]).items()}
+    for head, option in fixed.items():
+        options = HEAD_OPTIONS[head]
+        if options is None or not 0 <= option < len(options):
+            raise ValueError(f"head {head.name} is fixed at {option}, which is none of {options or 'its slots'}")
+    return fixed

@@ -205,7 +205,7 @@ class Keeper:
 
     def offer(self, ground: Ground, utility: Floats, number: int) -> None:
         """Keep the best host that a round [E] has grown, if no round before had a better one. Its rank writes it."""
-        champion = int(np.argmax(utility))
+        champion = int(np.argmax(np.nan_to_num(utility, nan=-math.inf)))
         if self.directory is None or not isinstance(ground, HostGround) or not utility[champion] > self.best_utility:
             return
         self.best_utility = float(utility[champion])
@@ -213,7 +213,8 @@ class Keeper:
         if champion in mine:
             host = GrownHost.of(ground.engine, mine.index(champion), utility=self.best_utility, round=number)
             try:
-                BestHost(host).save(self.directory / BEST_HOST)
+                if host.is_finite:
+                    BestHost(host).save(self.directory / BEST_HOST)
             except CheckpointError as error:
                 warnings.warn(f"{error}. The run goes on; its best host is not kept", stacklevel=2)
 

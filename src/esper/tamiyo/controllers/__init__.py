@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from esper.leyline.errors import unknown_name
 from esper.leyline.slot_table import Bools, Ints, SlotTable
@@ -18,6 +18,7 @@ __all__ = [
     "Heuristic",
     "HeuristicConfig",
     "Random",
+    "Remembers",
     "Schedule",
     "Wait",
     "make_controller",
@@ -30,6 +31,19 @@ class Controller(Protocol):
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """From the table and what is legal [E, O, S] to actions [E, 8]."""
+        ...
+
+
+@runtime_checkable
+class Remembers(Protocol):
+    """What a controller that keeps something from act to act has besides: a checkpoint asks for it."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Dicts, lists, tuples, numbers, strings, None, tensors and arrays."""
+        ...
+
+    def load_state_dict(self, state: Any) -> None:
+        """Go on where `state_dict` stood, or raise with nothing changed."""
         ...
 
 

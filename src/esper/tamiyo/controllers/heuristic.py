@@ -12,7 +12,8 @@ Rules, the first that fits, per environment:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -65,6 +66,9 @@ class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise unknown_name("blueprint", name, BLUEPRINTS)
 
 
+MEMORIES = ("settled", "penalties", "tried", "slot_tries")
+
+
 class Heuristic:
     """Keeps, per environment, whether the host has settled and which blueprints failed lately."""
 
@@ -93,6 +97,18 @@ class Heuristic:
         pruned = np.nonzero(actions[:, Head.OP] == Op.PRUNE)[0]
         self.penalties[pruned, table.blueprint[pruned, actions[pruned, Head.SLOT]]] += self.config.penalty
         return actions
+
+    def state_dict(self) -> dict[str, Any]:
+        return {name: getattr(self, name).copy() for name in MEMORIES}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """From `state_dict` of a heuristic that has met as many environments and slots."""
+        found = {name: np.asarray(state[name]) for name in MEMORIES if name in state}
+        for name, blank in Heuristic().state_dict().items():
+            if name not in found or found[name].dtype != blank.dtype or found[name].ndim != blank.ndim:
+                raise ConfigError(f"this is no heuristic's state: it has {found.get(name)!r} for {name!r}")
+        for name, memory in found.items():
+            setattr(self, name, memory.copy())
 
     def _wishes(self, table: SlotTable) -> list[tuple[Op, Bools]]:
         """Operations in the order of the rules, with the slots [E, S] they are wished for."""

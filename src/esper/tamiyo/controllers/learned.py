@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
@@ -46,6 +47,17 @@ class Learned:
         """Say which host this is for, and in which worlds its environments live."""
         self.context, self.worlds = context, worlds
         self._hidden = self.network.initial(0)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What it remembers of its episodes. The policy itself is a file of its own."""
+        return {"hidden": self._hidden.clone()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        hidden, width = state.get("hidden"), self._hidden.shape[1:]
+        if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != width or hidden.dtype != self._hidden.dtype:
+            found = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else hidden
+            raise ConfigError(f"these are another policy's memories: {found}, expected (environments, {width[0]})")
+        self._hidden = hidden.clone()
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         if self.context is None:

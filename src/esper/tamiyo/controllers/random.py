@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import numpy as np
 
 from esper.leyline.actions import HEAD_OPTIONS, Head
+from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.tamiyo.controllers.schedule import wait_everywhere
 
@@ -25,6 +29,17 @@ class Random:
         for head in (Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE):
             actions[:, head] = self.rng.integers(0, len(HEAD_OPTIONS[head] or ()), envs)
         return actions
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"rng": self.rng.bit_generator.state}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        rng = np.random.default_rng()
+        try:
+            rng.bit_generator.state = state["rng"]
+        except (KeyError, TypeError, ValueError) as error:
+            raise ConfigError(f"this is no state of a random controller: {error!r}") from error
+        self.rng = rng
 
 
 def _pick(allowed: Bools, rng: np.random.Generator) -> Ints:

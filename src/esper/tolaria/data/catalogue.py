@@ -84,7 +84,7 @@ def _root(name: str, root: str | Path | None) -> Path:
     if given:
         return Path(given).expanduser()
     way_out = (
-        "Give the text file as root"
+        "Give the text file as root (--data on the command line)"
         if name == "text"
         else "Give its folder as root (--data on the command line), or set $ESPER_DATA"
     )

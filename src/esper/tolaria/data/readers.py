@@ -8,7 +8,9 @@ What a file is, is decided by its content, not by its name.
 from __future__ import annotations
 
 import gzip
+import io
 import json
+import math
 import pickle
 import zlib
 from pathlib import Path
@@ -32,6 +34,9 @@ IDX_STEMS = (
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
 )
+MOST_DIMENSIONS = 4
+MOST_BYTES = 1 << 29
+"""Of an unpacked IDX file: ten times the largest published one."""
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
 # name → (folders below root that are looked into, the complete sets of files that will do, where to get them)
@@ -68,7 +73,7 @@ def find_files(name: str, root: Path) -> list[Path]:
             if len(missing) < len(paths) and (not nearest or len(missing) < len(nearest)):
                 nearest = missing
     if nearest:
-        lost = ", ".join(str(path) for path in nearest)
+        lost = ", ".join(path.name for path in nearest)
         raise DataError(f"{name!r} in {str(root)!r} is incomplete, missing: {lost}. Get it from {source}")
     choices = "; or ".join(f"{form[0]} … {form[-1]} ({len(form)} files)" for form in forms)
     raise DataError(f"no {name!r} in {str(root)!r}. Expected {choices}. Get it from {source}")
@@ -116,17 +121,22 @@ def read_idx(path: Path) -> NDArray[Any]:
     content = _content(path)
     if content.startswith(b"\x1f\x8b"):
         try:
-            content = gzip.decompress(content)
+            with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
+                content = file.read(MOST_BYTES + 1)
         except (OSError, EOFError, zlib.error) as error:
             raise _damaged(path, f"its compression breaks off ({error})") from error
+        if len(content) > MOST_BYTES:
+            raise _damaged(path, f"it unpacks to more than {MOST_BYTES >> 20} MB, which no published file does")
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in IDX_TYPES:
         raise _damaged(path, "it does not begin like an IDX file")
     dtype, rank = np.dtype(IDX_TYPES[content[2]]), content[3]
+    if rank > MOST_DIMENSIONS:
+        raise _damaged(path, f"it has {rank} dimensions")
     start = 4 + 4 * rank
     if len(content) < start:
         raise _damaged(path, "it ends within its header")
     shape = tuple(int(n) for n in np.frombuffer(content, ">u4", rank, offset=4))
-    expected = start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))
+    expected = start + dtype.itemsize * math.prod(shape)
     if len(content) != expected:
         raise _damaged(path, f"shape {shape} needs {expected} bytes, it has {len(content)}")
     return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
@@ -206,7 +216,7 @@ def _read_sheet(path: Path) -> NDArray[np.uint8]:
     try:
         with Image.open(path) as image:
             pixels = np.asarray(image.convert("RGB"))
-    except (OSError, SyntaxError, ValueError) as error:
+    except (OSError, SyntaxError, ValueError, MemoryError, Image.DecompressionBombError) as error:
         raise _damaged(path, f"it cannot be decoded ({error})") from error
     if pixels.shape[1] != 32 * 32:
         raise DataError(f"{path} is {pixels.shape[1]} pixels wide; a sheet has 1024, one image per row")
@@ -216,7 +226,7 @@ def _read_sheet(path: Path) -> NDArray[np.uint8]:
 def _read_labels(path: Path) -> NDArray[np.uint8]:
     try:
         labels = np.asarray(json.loads(_content(path)))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise _damaged(path, f"it is not JSON ({error})") from error
     if labels.ndim != 1 or labels.dtype.kind not in "iu" or labels.min() < 0 or labels.max() > 255:
         raise DataError(f"{path} must hold one flat list of class numbers")

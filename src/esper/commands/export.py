@@ -1,0 +1,328 @@
+"""`esper export`: a run's best host as a plain model, in a form that loads where Esper is not installed.
+
+Every form is made in memory, read back, and asked the validation samples that the host answered when it was measured.
+Only what answers the same is written, whole or not at all.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import json
+import logging
+import os
+import pprint
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from safetensors.torch import load as load_tensors
+from safetensors.torch import save as save_tensors
+from torch import Tensor, nn
+
+from esper.commands import plainly
+from esper.kasmina.body import Body
+from esper.kasmina.harden import harden
+from esper.kasmina.plain_source import source_of
+from esper.leyline.actions import Operator
+from esper.leyline.errors import ConfigError, DataError, RunError, unknown_name
+from esper.leyline.files import sync_directory, write_durably
+from esper.leyline.stages import SeedStage
+from esper.nissa.run import read_manifest
+from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
+from esper.tolaria.data.catalogue import SOURCES
+
+FORMATS = {"torch": ".py", "torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
+"""How each form's file name ends."""
+HOW = {
+    "torch": "from {stem} import load; model = load()",
+    "torch-export": "torch.export.load({path!r}).module()",
+    "onnx": "onnxruntime.InferenceSession({path!r})",
+    "safetensors": "safetensors.torch.load_file({path!r}): the weights alone, under the names of --format torch",
+}
+SOURCE = '''"""A network that grew while it trained, as plain PyTorch: nothing but torch and safetensors is needed.
+
+    from {stem} import load
+
+    model = load()            # in eval, as it was measured; model.train() goes on training
+    logits = model(x)         # what x is, says ABOUT["input"]
+
+The weights lie beside this file, under the same name with .safetensors.
+"""
+
+from pathlib import Path
+
+{code}
+
+ABOUT = {about}
+
+
+def load(weights=None):
+    """The trained model. Without a path, its weights are those beside this file."""
+    from safetensors.torch import load_file
+
+    model = Model()
+    model.load_state_dict(load_file(weights or Path(__file__).with_suffix(".safetensors")))
+    return model.eval()
+'''
+
+
+def run_export(run: Path, format: str, *, out: Path | None, force: bool) -> None:
+    if format not in FORMATS:
+        raise unknown_name("format", format, FORMATS)
+    target = place_for(run, format, out)
+    host = kept_host(run)
+    files = list(names_of(format, target))
+    there = [str(file) for file in files if os.path.lexists(file)]
+    if there and not force:
+        raise ConfigError(
+            f"{', '.join(there)} exists; nothing is overwritten. Say --force, or another place with --out"
+        )
+    model = Plain.of(host)
+    written = dict(zip(files, MAKERS[format](model, target.stem), strict=True))
+    write_all(written)
+    console = Console()
+    plainly(console, f"{' and '.join(map(str, written))}: {model.said()}")
+    plainly(console, f"load it without Esper: {HOW[format].format(stem=target.stem, path=str(target))}")
+
+
+def kept_host(run: Path) -> GrownHost:
+    """The best host of a run; if it has none, why."""
+    manifest = read_manifest(run)
+    if not (run / BEST_HOST).is_dir():
+        config = manifest.get("config")
+        if isinstance(config, dict) and config.get("simulated"):
+            raise RunError(f"{run} trained on simulated hosts: there is no network to export. Train on a task instead")
+        raise RunError(
+            f"{run} has kept no grown host (no {BEST_HOST}/ in it): it ended before its first round, or was recorded "
+            "by something else. `esper grow` and `esper train` keep one; harden and torch.export serve your own model"
+        )
+    host = BestHost.load(run / BEST_HOST).host
+    assert host is not None
+    return host
+
+
+def place_for(run: Path, format: str, out: Path | None) -> Path:
+    """The file to write: below the run, in the directory given, or as it was named."""
+    ending = FORMATS[format]
+    if out is None:
+        return run / "export" / format / f"model{ending}"
+    if out.is_dir():
+        return out / f"model{ending}"
+    if out.suffix != ending:
+        raise ConfigError(f"a file of format {format} ends in {ending}, got {out}. Name it {out.with_suffix(ending)}")
+    if format == "torch" and not out.stem.isidentifier():
+        raise ConfigError(f"{out.name} could not be imported: {out.stem!r} is no Python name. Choose another")
+    return out
+
+
+def names_of(format: str, target: Path) -> Iterator[Path]:
+    if format == "torch":
+        yield target.with_suffix(".safetensors")
+    yield target
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """The hardened model, with what is known of it."""
+
+    host: GrownHost
+    body: Body
+    model: nn.Module
+
+    @classmethod
+    def of(cls, host: GrownHost) -> Plain:
+        body = host.body()
+        model = harden(body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+        return cls(host, body, model)
+
+    @property
+    def params(self) -> int:
+        return sum(p.numel() for p in self.model.parameters())
+
+    @property
+    def grown(self) -> list[dict[str, Any]]:
+        """The seeds inside, in the words of people."""
+        return [
+            {"slot": name, "after": slot.module_name, "blueprint": slot.blueprint,
+             "operator": Operator(slot.operator).name.lower(), "alpha": round(slot.amplitude, 6),
+             "committed": slot.stage == SeedStage.FOSSILIZED}
+            for name, slot in self.body.slots.items()
+            if slot.seed is not None and slot.stage >= SeedStage.BLENDING
+        ]  # fmt: skip
+
+    def about(self) -> dict[str, Any]:
+        """What goes with the model in every form."""
+        host = self.host
+        return {
+            "task": host.task.name, "data": host.data["name"], "data_sha256": host.data["sha256"],
+            "validation_quality": host.quality, "utility": host.utility, "round": host.round, "world": host.world,
+            "parameters": self.params, "grown": self.grown, "input": self.input(),
+        }  # fmt: skip
+
+    def input(self) -> dict[str, Any]:
+        """What the model takes: shape, type, and how pixels or characters become it."""
+        host, x = self.host, self.host.inputs
+        told: dict[str, Any] = {"shape": ["batch", *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")}
+        source = SOURCES.get(host.data["name"])
+        if source is not None and source.mean:
+            told |= {"pixels": "(pixel / white - mean) / std, per channel", "white": source.white,
+                     "mean": list(source.mean), "std": list(source.std)}  # fmt: skip
+        if host.data["vocabulary"]:
+            told |= {"characters": host.data["vocabulary"]}
+        return told
+
+    def said(self) -> str:
+        grown = ", ".join(
+            f"{g['slot']} {g['blueprint']}" + ("" if g["committed"] else f" at alpha {g['alpha']:g}")
+            for g in self.grown
+        )
+        host = self.host
+        return (
+            f"task {host.task.name}, world {host.world}, validation quality {host.quality:.1%}, "
+            f"{self.params:,} parameters; grown: {grown or 'nothing'}"
+        )
+
+    def check(self, model: Callable[[Tensor], Tensor], what: str) -> None:
+        with torch.no_grad():
+            self.host.compare(model(self.host.inputs), what)
+
+    def weights(self) -> dict[str, Tensor]:
+        return {name: value.contiguous() for name, value in self.model.state_dict().items()}
+
+    def example(self) -> Tensor:
+        """A few samples to trace with: a batch of one would be taken for a constant."""
+        x = self.host.inputs[:4]
+        return x if len(x) > 1 else x.repeat(2, *[1] * (x.dim() - 1))
+
+    def free_sizes(self) -> tuple[dict[int, Any]]:
+        """Which sizes of the input may vary: the batch, and the length of a text."""
+        sizes = {0: torch.export.Dim("batch")}
+        if self.host.inputs.dim() == 2 and self.host.data["kind"] == "text":
+            sizes[1] = torch.export.Dim("tokens", min=2, max=self.host.inputs.shape[1])
+        return (sizes,)
+
+
+# -- the forms: each gives the content of its files, proven
+
+
+def as_safetensors(model: Plain, stem: str) -> list[bytes]:
+    content = save_tensors(model.weights(), {"about": json.dumps(model.about())})
+    again = source_of(model.model)
+    model.check(_built(again, load_tensors(content)), "the model of the weights written")
+    return [content]
+
+
+def as_torch(model: Plain, stem: str) -> list[bytes]:
+    """Source and weights: readable, changeable, trainable, with no pickle of anybody's class."""
+    about = pprint.pformat(model.about(), width=100, sort_dicts=False)  # as literals: no text of a run becomes code
+    source = SOURCE.format(stem=stem, code=source_of(model.model).rstrip(), about=about)
+    weights = save_tensors(model.weights(), {"about": json.dumps(model.about())})
+    model.check(_built(source, load_tensors(weights)), "the model written as source")
+    return [weights, source.encode()]
+
+
+def _built(source: str, weights: dict[str, Tensor]) -> nn.Module:
+    names: dict[str, Any] = {"__name__": "exported"}
+    exec(compile(source, "<exported>", "exec"), names)
+    model: nn.Module = names["Model"]()
+    model.load_state_dict(weights)
+    return model.eval()
+
+
+def as_program(model: Plain, stem: str) -> list[bytes]:
+    content = exported_program(
+        model.model, model.example(), model.free_sizes(), {"about.json": json.dumps(model.about())}
+    )
+    with quiet():
+        model.check(torch.export.load(io.BytesIO(content)).module(), "the exported program")
+    return [content]
+
+
+def exported_program(
+    plain: nn.Module, example: Tensor, sizes: tuple[dict[int, Any]], extra: dict[str, Any] | None = None
+) -> bytes:
+    """The content of a .pt2 file."""
+    file = io.BytesIO()
+    with quiet():
+        program = torch.export.export(plain, (example,), dynamic_shapes=sizes)
+        torch.export.save(program, file, extra_files=extra)
+    return file.getvalue()
+
+
+def as_onnx(model: Plain, stem: str) -> list[bytes]:
+    missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ConfigError(
+            f"--format onnx needs {' and '.join(missing)}: pip install 'esper-lite[onnx]'. "
+            "The other formats need nothing more"
+        )
+    with quiet():
+        program = torch.onnx.export(
+            model.model, (model.example(),), dynamo=True, dynamic_shapes=model.free_sizes(), verbose=False,
+            input_names=["input"], output_names=["logits"],
+        )  # fmt: skip
+        assert program is not None
+        proto = program.model_proto
+    entry = proto.metadata_props.add()
+    entry.key, entry.value = "about", json.dumps(model.about())
+    content: bytes = proto.SerializeToString()
+    if importlib.util.find_spec("onnxruntime") is None:
+        warnings.warn("onnxruntime is not installed: the ONNX file was written, but not run", stacklevel=2)
+        return [content]
+    import onnxruntime
+
+    session = onnxruntime.InferenceSession(content, providers=["CPUExecutionProvider"])
+    model.check(lambda x: torch.from_numpy(session.run(None, {"input": x.numpy()})[0]), "the ONNX model")
+    return [content]
+
+
+MAKERS: dict[str, Callable[[Plain, str], list[bytes]]] = {
+    "torch": as_torch,
+    "torch-export": as_program,
+    "onnx": as_onnx,
+    "safetensors": as_safetensors,
+}
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Within: torch's exporters keep their remarks to themselves. What they raise is raised."""
+    log = logging.getLogger("torch.onnx")
+    before = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(before)
+
+
+def write_all(files: dict[Path, bytes]) -> None:
+    """Write files, all of them or none; what stood in their place is replaced at the end."""
+    folder = next(iter(files)).parent
+    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    drafts = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path, content in files.items():
+            write_durably(drafts[path], content)
+        for path, draft in drafts.items():
+            os.replace(draft, path)
+        sync_directory(folder)
+    except BaseException as error:
+        for undo in (*(draft.unlink for draft in drafts.values()), *(directory.rmdir for directory in made)):
+            with suppress(OSError):
+                undo()
+        if not isinstance(error, OSError):
+            raise
+        raise DataError(
+            f"cannot write {' and '.join(map(str, files))}: {error.strerror or error}. "
+            "Make room there, or name another place with --out"
+        ) from error

@@ -1,0 +1,254 @@
+"""A plain module as Python source: what a hardened model is, written so that an engineer can read and change it.
+
+    text = source_of(harden(body))     # classes of torch parts; the root is `Model`
+
+Each module with a forward of its own becomes a class, its forward traced one level deep; torch's own layers become
+calls of their constructors. Names stay, so a state of the module fits the written one. What cannot be written is
+refused by name, never guessed: whoever writes a file still runs it and compares.
+"""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+import keyword
+import operator
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import fx, nn
+
+from esper.leyline.errors import HardenError
+
+WIDTH = 72
+"""What is longer than this is not put inside another line."""
+IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
+RESERVED = {"torch", "nn", "F", "self", "super"}
+INFIX: dict[Any, str] = {
+    operator.add: "+", operator.sub: "-", operator.mul: "*", operator.truediv: "/", operator.floordiv: "//",
+    operator.mod: "%", operator.pow: "**", operator.matmul: "@", operator.or_: "|", operator.and_: "&",
+    operator.lt: "<", operator.le: "<=", operator.gt: ">", operator.ge: ">=", operator.eq: "==", operator.ne: "!=",
+}  # fmt: skip
+
+
+def source_of(plain: nn.Module, name: str = "Model") -> str:
+    """Imports and classes, the last of which is `name`: the module itself."""
+    hooked = [n for n, m in plain.named_modules() if m._forward_hooks or m._forward_pre_hooks]
+    if hooked:
+        raise HardenError(
+            f"{hooked[0]!r} has a hook, which source cannot say. Export as torch-export, which follows it"
+        )
+    writer = _Writer()
+    writer.class_of(plain, name)
+    return IMPORTS + "".join(f"\n\n{text}" for text in writer.texts)
+
+
+class _Writer:
+    """Collects classes; modules that are written alike share one."""
+
+    def __init__(self) -> None:
+        self.texts: list[str] = []
+        self.names: dict[tuple[str, str], str] = {}  # (wished name, body) → class
+
+    def class_of(self, module: nn.Module, wished: str) -> str:
+        lines = ["    def __init__(self):", "        super().__init__()"]
+        for key, p in module._parameters.items():
+            if p is not None:
+                lines.append(f"        self.{key} = nn.Parameter(torch.zeros({tuple(p.shape)}))")
+        for key, buffer in module._buffers.items():
+            if buffer is None or key in module._non_persistent_buffers_set:
+                raise HardenError(f"buffer {key!r} of a {type(module).__name__} is not kept with the weights")
+            lines.append(
+                f"        self.register_buffer({key!r}, torch.zeros({tuple(buffer.shape)}, dtype={buffer.dtype}))"
+            )
+        lines += [f"        self.{key} = {self.expression(child, key)}" for key, child in module.named_children()]
+        if type(module) is not nn.Module:
+            lines += ["", *_forward(module)]
+        body = "\n".join(lines) + "\n"
+        if (wished, body) not in self.names:
+            taken = set(self.names.values())
+            free = next(n for n in (wished, *(f"{wished}{i}" for i in range(2, 10_000))) if n not in taken)
+            self.names[wished, body] = free
+            self.texts.append(f"class {free}(nn.Module):\n{body}")
+        return self.names[wished, body]
+
+    def expression(self, module: nn.Module, key: str) -> str:
+        """What makes a child: a torch layer's constructor, or one of our classes."""
+        if type(module) in (nn.Sequential, nn.ModuleList, nn.Module) and _numbered(module):
+            last = max(map(int, module._modules))  # fx leaves out what a graph does not call
+            children = [module._modules.get(str(i)) or nn.Identity() for i in range(last + 1)]
+            parts = _laid_out([self.expression(child, key) for child in children])
+            return f"nn.Sequential({parts})" if type(module) is nn.Sequential else f"nn.ModuleList([{parts}])"
+        if type(module).__module__.startswith("torch.nn.modules.") and type(module) is not nn.Module:
+            return constructor(module)
+        wished = type(module).__name__ if type(module) is not nn.Module else key.title().replace("_", "")
+        return f"{self.class_of(module, wished)}()"
+
+
+def _laid_out(parts: list[str]) -> str:
+    """Arguments on one line, or each on its own where that would be long."""
+    line = ", ".join(parts)
+    if len(line) <= WIDTH and "\n" not in line:
+        return line
+    deeper = [part.replace("\n", "\n    ") for part in parts]
+    return "".join(f"\n            {part}," for part in deeper) + "\n        "
+
+
+def _numbered(module: nn.Module) -> bool:
+    """Whether a module is a list: children with numbers for names, and nothing else."""
+    named = any(not key.isdigit() for key in module._modules)
+    return bool(module._modules) and not (named or module._parameters or module._buffers)
+
+
+def constructor(layer: nn.Module) -> str:
+    """The call that makes such a layer of torch anew; proven by making it.
+
+    >>> constructor(nn.Conv2d(3, 8, 3, padding=1, bias=False))
+    'nn.Conv2d(3, 8, 3, padding=1, bias=False)'
+    """
+    said = []
+    for p in inspect.signature(type(layer).__init__).parameters.values():
+        if p.name in ("self", "device", "dtype") or p.name.startswith("_") or not hasattr(layer, p.name):
+            continue
+        value = getattr(layer, p.name)
+        value = value is not None if p.name == "bias" else _short(value)
+        if p.default is p.empty:
+            said.append(repr(value))
+        elif value != p.default:
+            said.append(f"{p.name}={value!r}")
+    text = f"nn.{type(layer).__name__}({', '.join(said)})"
+    try:
+        with torch.device("meta"):
+            again = eval(text, {"nn": nn})
+    except Exception as error:
+        raise HardenError(f"a {type(layer).__name__} cannot be written as source: {text} fails with {error}") from error
+    shapes = [{k: v.shape for k, v in m.state_dict().items()} for m in (again, layer)]
+    if repr(again) != repr(layer) or shapes[0] != shapes[1]:
+        raise HardenError(f"a layer cannot be written as source: {text} makes {again}, not {layer}")
+    return text
+
+
+def _short(value: Any) -> Any:
+    """(3, 3) as 3, as people write it."""
+    same = isinstance(value, tuple) and len(set(value)) == 1 and isinstance(value[0], int)
+    return value[0] if same else value
+
+
+class _Shallow(fx.Tracer):
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        return True
+
+
+def _forward(module: nn.Module) -> list[str]:
+    """The lines of a module's forward: steps that follow each other at once share a line."""
+    try:
+        graph = module.graph if isinstance(module, fx.GraphModule) else _Shallow().trace(module)
+    except Exception as error:
+        raise HardenError(f"the forward of {type(module).__name__} cannot be traced: {error}") from error
+    nodes = list(graph.nodes)
+    following = dict(pairwise(nodes))
+    said: dict[fx.Node, tuple[str, bool]] = {}  # the text of a value, and whether it needs brackets
+    inputs, lines = ["self"], []
+    for node in nodes:
+        if node.op == "placeholder":
+            inputs.append(str(node.target) + (f"={node.args[0]!r}" if node.args else ""))
+            said[node] = str(node.target), False
+            continue
+        text, compound = _step(node, lambda n: said[n])
+        if node.op == "output":
+            lines.append(f"return {text}")
+        elif node.op == "get_attr" or _joins(node, following[node], text):
+            said[node] = text, compound
+        else:
+            name = f"{node.name}_" if node.name in RESERVED or keyword.iskeyword(node.name) else node.name
+            said[node] = name, False
+            lines.append(f"{name} = {text}")
+    return [f"    def forward({', '.join(inputs)}):", *(f"        {line}" for line in lines)]
+
+
+def _joins(node: fx.Node, user: fx.Node, text: str) -> bool:
+    """Whether a step can be written inside the next one: used there, once, with nothing in between."""
+    uses: list[fx.Node] = []
+    fx.node.map_arg((user.args, user.kwargs), uses.append)
+    return list(node.users) == [user] and uses.count(node) == 1 and len(text) < WIDTH
+
+
+Said = Callable[[fx.Node], tuple[str, bool]]
+
+
+def _step(node: fx.Node, said: Said) -> tuple[str, bool]:
+    """One step as an expression, and whether it needs brackets inside another."""
+    args = [_value(a, said) for a in node.args]
+    call = ", ".join([text for text, _ in args] + [f"{k}={_value(v, said)[0]}" for k, v in node.kwargs.items()])
+    if node.op == "output":
+        return args[0]
+    if node.op == "get_attr":
+        return _path(str(node.target)), False
+    if node.op == "call_module":
+        return f"{_path(str(node.target))}({call})", False
+    if node.op == "call_method":
+        rest = ", ".join([text for text, _ in args[1:]] + [f"{k}={_value(v, said)[0]}" for k, v in node.kwargs.items()])
+        return f"{_bracketed(args[0])}.{node.target}({rest})", False
+    if node.target in INFIX and len(args) == 2 and not node.kwargs:
+        return f"{_bracketed(args[0])} {INFIX[node.target]} {_bracketed(args[1])}", True
+    if node.target is operator.neg:
+        return f"-{_bracketed(args[0])}", True
+    if node.target is operator.getitem:
+        return f"{_bracketed(args[0])}[{_index(node.args[1], said)}]", False
+    if node.target is builtins.getattr:
+        return f"{_bracketed(args[0])}.{node.args[1]}", False
+    return f"{_function(node.target)}({call})", False
+
+
+def _path(target: str) -> str:
+    """`blocks.0.host` as `self.blocks[0].host`."""
+    return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in target.split("."))
+
+
+def _function(target: Any) -> str:
+    name = getattr(target, "__name__", str(target))
+    for space, label in ((F, "F"), (torch, "torch"), (torch.Tensor, "torch.Tensor")):
+        if getattr(space, name, None) is target:
+            return f"{label}.{name}"
+    raise HardenError(f"the function {name} is not torch's own and cannot be written as source. Export as torch-export")
+
+
+def _bracketed(said: tuple[str, bool]) -> str:
+    text, compound = said
+    return f"({text})" if compound else text
+
+
+def _value(value: Any, said: Said) -> tuple[str, bool]:
+    if isinstance(value, fx.Node):
+        return said(value)
+    if isinstance(value, (tuple, list)):
+        inner = ", ".join(_value(v, said)[0] for v in value)
+        if isinstance(value, list):
+            return f"[{inner}]", False
+        return f"({inner},)" if len(value) == 1 else f"({inner})", False
+    if isinstance(value, dict):
+        return "{" + ", ".join(f"{k!r}: {_value(v, said)[0]}" for k, v in value.items()) + "}", False
+    if isinstance(value, slice):
+        return f"slice({', '.join(_value(v, said)[0] for v in (value.start, value.stop, value.step))})", False
+    if isinstance(value, float):
+        return (repr(value) if abs(value) < float("inf") else f"float({str(value)!r})"), value < 0
+    if isinstance(value, int) and not isinstance(value, bool):
+        return repr(value), value < 0
+    if isinstance(value, torch.device):
+        return f"torch.device({str(value)!r})", False
+    if value is None or value is ... or isinstance(value, (bool, str, torch.dtype)):
+        return ("..." if value is ... else repr(value)), False
+    raise HardenError(f"a {type(value).__name__} inside a forward cannot be written as source. Export as torch-export")
+
+
+def _index(index: Any, said: Said) -> str:
+    """What stands in square brackets: slices with colons."""
+    if isinstance(index, tuple) and index:
+        return ", ".join(_index(i, said) for i in index) + ("," if len(index) == 1 else "")
+    if isinstance(index, slice):
+        start, stop, step = ("" if v is None else _value(v, said)[0] for v in (index.start, index.stop, index.step))
+        return f"{start}:{stop}" + (f":{step}" if step else "")
+    return _value(index, said)[0]

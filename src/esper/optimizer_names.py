@@ -1,0 +1,149 @@
+"""An optimiser's state by the names of parameters: it finds its way into another process's optimiser, whatever grew.
+
+torch numbers parameters by their place in the groups. Names do not move when a seed comes or goes, and tell two models
+apart before anything is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import msgspec
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from esper.kasmina.body import Body
+from esper.kasmina.surgery import SEED_GROUP
+from esper.leyline.errors import CheckpointError
+
+SEEDS = "esper."
+"""What the names of seeds' parameters begin with; the host's begin with "model."."""
+OUTSIDE = "outside."
+"""And those of parameters that are not the body's, which go by their place in the group."""
+
+
+class GroupState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of the optimiser's groups."""
+
+    params: tuple[str, ...]
+    options: dict[str, Any]
+
+
+class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What an optimiser knows, nothing by number."""
+
+    kind: str
+    groups: tuple[GroupState, ...]
+    shapes: dict[str, tuple[int, ...]]
+    state: dict[str, dict[str, Any]]
+    others: dict[str, Any]
+    """State that belongs to no parameter."""
+    rest: dict[str, Any]
+    """What a kind of its own keeps besides."""
+
+
+def names_of(optimizer: Optimizer, body: Body) -> list[list[str]]:
+    """The name of every parameter that the optimiser holds, group by group."""
+    known = {p: name for name, p in body.named_parameters()}
+    groups = []
+    for g, group in enumerate(optimizer.param_groups):
+        places = {p: f"{OUTSIDE}{g}.{i}" for i, p in enumerate(p for p in group["params"] if p not in known)}
+        groups.append([known.get(p) or places[p] for p in group["params"]])
+    return groups
+
+
+def optimizer_state(optimizer: Optimizer, body: Body) -> OptimizerState:
+    names, told = names_of(optimizer, body), optimizer.state_dict()
+    by_number = {
+        number: name
+        for group, own in zip(told["param_groups"], names, strict=True)
+        for number, name in zip(group["params"], own, strict=True)
+    }
+    held = {
+        n: p
+        for g, own in zip(optimizer.param_groups, names, strict=True)
+        for n, p in zip(own, g["params"], strict=True)
+    }
+    return OptimizerState(
+        kind=type(optimizer).__name__,
+        groups=tuple(
+            GroupState(params=tuple(own), options={k: v for k, v in group.items() if k != "params"})
+            for group, own in zip(told["param_groups"], names, strict=True)
+        ),
+        shapes={name: tuple(p.shape) for name, p in held.items()},
+        state={by_number[k]: v for k, v in told["state"].items() if k in by_number},
+        others={k: v for k, v in told["state"].items() if k not in by_number},
+        rest={k: v for k, v in told.items() if k not in ("state", "param_groups")},
+    )
+
+
+def check_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body, seeds: Mapping[str, Tensor]) -> None:
+    """Raise CheckpointError if this optimiser cannot take the state; `seeds` are the parameters seeds will have."""
+    kind = type(optimizer).__name__
+    if kind != told.kind:
+        raise CheckpointError(f"it was saved with {told.kind}, this optimiser is {kind}. Build the same kind.")
+    names = names_of(optimizer, body)
+    if len(names) != len(told.groups):
+        raise CheckpointError(
+            f"its optimiser had {len(told.groups)} groups of parameters, the seeds' included; this one has "
+            f"{len(names)}. Build the same groups."
+        )
+    for g, (group, own, now) in enumerate(zip(told.groups, names, optimizer.param_groups, strict=True)):
+        if bool(group.options.get(SEED_GROUP)) != bool(now.get(SEED_GROUP)):
+            raise CheckpointError(
+                f"group {g} of its optimiser has another purpose here. Build the grower at the same point."
+            )
+        there, here = ({n for n in each if not n.startswith(SEEDS)} for each in (group.params, own))
+        if odd := sorted(there ^ here):
+            where = "in the checkpoint only" if odd[0] in there else "here only"
+            raise CheckpointError(
+                f"group {g} of the optimiser holds {odd[0]!r} {where}"
+                + (f" ({len(odd)} such differences)" if len(odd) > 1 else "")
+                + ". Build the optimiser from the same parameters, in the same groups."
+            )
+    shapes = {
+        n: tuple(p.shape)
+        for own, now in zip(names, optimizer.param_groups, strict=True)
+        for n, p in zip(own, now["params"], strict=True)
+    }
+    shapes |= {n: tuple(t.shape) for n, t in seeds.items()}
+    for name, shape in told.shapes.items():
+        if shapes.get(name) != shape:
+            raise CheckpointError(
+                f"its optimiser held {name!r} of shape {shape}, here it is {shapes.get(name, 'missing')}."
+            )
+
+
+@torch.no_grad()
+def load_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body) -> None:
+    """Into an optimiser that passed the check, of a body that has its seeds already."""
+    params = dict(body.named_parameters())
+    for own, now in zip(names_of(optimizer, body), optimizer.param_groups, strict=True):
+        params |= zip(own, now["params"], strict=True)
+    numbers = {name: i for i, name in enumerate(n for group in told.groups for n in group.params)}
+    for group, now in zip(told.groups, optimizer.param_groups, strict=True):
+        now["params"][:] = [params[name] for name in group.params]
+    optimizer.load_state_dict(
+        {
+            **told.rest,
+            "state": {**{numbers[n]: s for n, s in told.state.items()}, **told.others},
+            "param_groups": [{**group.options, "params": [numbers[n] for n in group.params]} for group in told.groups],
+        }
+    )
+    for name, state in told.state.items():
+        p = params[name]
+        optimizer.state[p] = pytree.tree_map(lambda was, now, p=p: _as_it_was(was, now, p), state, optimizer.state[p])
+
+
+def _as_it_was(was: Any, now: Any, p: Tensor) -> Any:
+    """A piece of state on the device that torch found for it, in the precision it had, laid out as its parameter.
+
+    torch casts state to the parameter's precision, which is not what an optimiser that keeps more of it had.
+    """
+    if not isinstance(was, Tensor):
+        return now
+    like = p if was.shape == p.shape else was
+    return torch.empty_like(like, dtype=was.dtype, device=now.device).copy_(was)

@@ -1,0 +1,653 @@
+"""Bad input, one table: exit code 2, one paragraph with what was found and the way out, nothing half-written left.
+
+The commands run through `esper.cli.main`, in this process: what a user sees, at the speed of a function call.
+"""
+
+import contextlib
+import gzip
+import hashlib
+import io
+import json
+import math
+import os
+import pickle
+import resource
+import struct
+import subprocess
+import sys
+import warnings
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from esper import cli
+from esper.kasmina.blueprints import blueprint, unregister
+from esper.kasmina.graft import graft
+from esper.leyline.errors import BlueprintError, DataError, EsperError
+from esper.nissa.run import RunDirectory, _Lock, read_manifest
+from esper.simic.best_host import BEST_HOST, BestHost
+from esper.tamiyo.controllers.learned import SHIPPED
+from esper.tolaria.checkpoint import Checkpoints
+from esper.tolaria.data import load
+from esper.tolaria.engine import Engine
+from esper.tolaria.tasks import Task, get_task
+
+MOST = 600
+"""Characters of a paragraph."""
+SIM = ["train", "--sim", "--rounds", "1", "--envs", "2", "--epochs", "2", "--no-compare", "--set", "ppo.groups=1"]
+HOSTS = ["train", "--task", "digits", *SIM[2:]]
+GROW = ["grow", "--task", "digits", "--epochs", "1", "--no-compare"]
+CIFAR = ["grow", "--task", "cifar", "--epochs", "1", "--no-compare", "--data"]
+TEXT = ["grow", "--task", "tinystories", "--epochs", "1", "--no-compare", "--data"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A command line, made where it will run, and words of what it must say."""
+
+    name: str
+    args: list[str] | Callable[[], list[object]]
+    said: tuple[str, ...]
+    begun: bool = False
+    """The run had begun when it failed: it leaves a run directory that says so."""
+    usage: bool = False
+    """The parser's own error: it shows the usage instead of a paragraph."""
+    warned: bool = False
+    """Warnings name what was damaged, before the error says the rest."""
+
+
+def esper(*args: object) -> tuple[int, str]:
+    """Run the command line; its exit code and what it said on stderr, warnings included."""
+    said, before = io.StringIO(), sys.argv
+    sys.argv = ["esper", *map(str, args)]
+    try:
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said), warnings.catch_warnings():
+            warnings.simplefilter("always")
+            warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=said)
+            cli.main()
+    except SystemExit as leaving:
+        return int(leaving.code or 0), said.getvalue()
+    finally:
+        sys.argv = before
+    return 0, said.getvalue()
+
+
+def tree(root: Path) -> dict[str, str]:
+    """Every file below a directory, with its content's hash."""
+    files = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in root.rglob("*")}
+    return {str(p.relative_to(root)): h for p, h in files.items()}
+
+
+def check(case: Case, place: Path) -> None:
+    args = case.args() if callable(case.args) else case.args
+    before = tree(place)
+    code, said = esper(*args)
+    new = {name for name, content in tree(place).items() if before.get(name) != content}
+
+    assert code == 2, said
+    assert "Traceback" not in said
+    lines = said.strip().splitlines()
+    if case.usage:
+        assert lines[0].startswith("Usage")
+        assert len(said) < 2 * MOST
+    else:
+        told = [line for line in lines if not (case.warned and line.startswith("warning:"))]
+        assert len(told) == 1, said  # one paragraph
+        assert told[0].startswith("esper: ")
+        assert len(told[0]) <= MOST, len(told[0])
+    flat = " ".join(said.replace("│", " ").split())
+    for word in case.said:
+        assert word in flat, f"{word!r} is not in: {flat}"
+    assert set(before) <= set(tree(place))
+    if case.begun and new:
+        for run in {place / "runs" / Path(name).parts[1] for name in new if len(Path(name).parts) > 1}:
+            assert read_manifest(run)["status"] == "failed"
+    else:
+        assert not new, new
+
+
+@pytest.fixture
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    cache = tmp_path.parent / f"{tmp_path.name}-cache"
+    monkeypatch.setenv("ESPER_CACHE", str(cache))
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("ESPER_DATA", raising=False)
+    return tmp_path
+
+
+# -- settings
+
+
+def toml(text: str | bytes) -> Callable[[], list[object]]:
+    def args() -> list[object]:
+        Path("my.toml").write_bytes(text if isinstance(text, bytes) else text.encode())
+        return [*SIM, "--config", "my.toml"]
+
+    return args
+
+
+def setting(text: str, *said: str, command: list[str] = SIM, begun: bool = False) -> Case:
+    return Case(f"set {text[:30]}", [*command, "--set", text], said, begun)
+
+
+SETTINGS = [
+    setting("ppo.lr=fast", "ppo.lr must be float", "'fast'"),
+    setting("seed=1.5", "seed must be int", "1.5"),
+    setting("rounds=true", "rounds must be int", command=["train", "--sim"]),
+    setting("ppo.lrr=1", "no setting 'ppo.lrr'", "Did you mean 'lr'?"),
+    setting("nonsense", "--set takes a.b=c"),
+    setting("ppo.clip_ratio=3", "between 0 and 1", "3.0"),
+    setting("ppo.lr=nan", "above 0 and finite", "nan"),
+    setting("rounds=-1", "rounds must be ≥ 1", command=["train", "--sim"]),
+    setting("threads=100000000", "threads must be at most 1024"),
+    setting("worlds=0", "worlds must be ≥ 1"),
+    setting("network.hidden=100000000", "at most 8192"),
+    setting("sim.slots=1000000000", "slots must be at most 1000"),
+    setting("network=3", "group of settings", "network.…"),
+    setting("reward.mode=bogus", "no reward mode named 'bogus'", "utility"),
+    setting("reward.mode=shaped", "reward.gamma = ppo.gamma"),
+    setting("ppo.groups=9", "envs = 2", "raise envs or lower ppo.groups"),
+    setting("fixed.tempo=WARP", "'WARP'", "STANDARD"),
+    setting("telemetry=loud", "no telemetry level named 'loud'"),
+    setting("task=resque", "Did you mean 'rescue'?"),
+    setting("engine.device=quux", "cpu or cuda:0", "'quux'"),
+    setting("engine.device=meta", "'meta'", "engine.device=cpu", command=HOSTS, begun=True),
+    Case("config missing", [*SIM, "--config", "no.toml"], ("no config file", "no.toml")),
+    Case("config is a directory", [*SIM, "--config", "."], ("cannot read config file",)),
+    Case("config not TOML", toml("a = = b"), ("my.toml is not TOML", "line 1")),
+    Case("config not text", toml(b"\xff\xfe\0"), ("cannot read config file my.toml", "utf-8")),
+    Case("config nested without end", toml("a = " + "[" * 5000), ("my.toml is not TOML",)),
+    Case("config hides a group", toml("ppo = 1"), ("ppo is a group of settings", "got 1")),
+    Case("config wrong type", toml("[ppo]\nlr = 'x'"), ("ppo.lr must be float",)),
+    Case("config unknown key", toml("[ppoo]\nlr = 1"), ("no setting 'ppoo'", "Did you mean 'ppo'?")),
+    Case("unknown preset", [*SIM, "--preset", "quik"], ("Did you mean 'quick'?",)),
+    Case("unknown task", ["grow", "--task", "fashon"], ("Did you mean 'fashion'?",)),
+    Case("unknown controller", [*GROW, "--controller", "heuristics"], ("Did you mean 'heuristic'?",)),
+    Case("unknown incubation", [*GROW, "--incubation", "egg"], ("'shadow' or 'straight_through'", "'egg'")),
+    Case("epochs are no number", ["grow", "--epochs", "abc"], ("--epochs", "integer"), usage=True),
+    Case("epochs below 1", ["grow", "--epochs", "0"], ("--epochs", "greater than or equal to 1"), usage=True),
+    Case("no such option", ["grow", "--bogus"], ("--bogus",), usage=True),
+    Case("no such command", ["growl"], ("growl",), usage=True),
+]  # fmt: skip
+
+
+# -- data files
+
+
+class Evil:
+    """What runs a command when it is unpickled."""
+
+    def __reduce__(self):
+        return os.system, ("touch canary",)
+
+
+def batches(content: bytes, ending: str = "", *labels: str) -> Callable[[], list[object]]:
+    """CIFAR-10 files, all with the same content."""
+
+    def args() -> list[object]:
+        folder = Path("data")
+        folder.mkdir()
+        for name in (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"):
+            (folder / f"{name}{ending}").write_bytes(content)
+        for name, text in zip(("train_lables.json", "test_lables.json"), labels, strict=False):
+            (folder / name).write_text(text)
+        return [*CIFAR, folder]
+
+    return args
+
+
+def batch(width: int = 3072, records: int = 4, dtype: type = np.uint8) -> bytes:
+    return pickle.dumps({b"data": np.zeros((records, width), dtype), b"labels": [0] * records})
+
+
+def png(width: int, height: int) -> bytes:
+    file = io.BytesIO()
+    Image.new("RGB", (width, height)).save(file, "PNG")
+    return file.getvalue()
+
+
+def chunk(kind: bytes, data: bytes) -> bytes:
+    return struct.pack(">I", len(data)) + kind + data + struct.pack(">I", zlib.crc32(kind + data))
+
+
+BOMB = b"".join([b"\x89PNG\r\n\x1a\n", chunk(b"IHDR", struct.pack(">IIBBBBB", 10**5, 10**5, 8, 2, 0, 0, 0)),
+                 chunk(b"IDAT", b"x\x9c"), chunk(b"IEND", b"")])  # fmt: skip
+SHEET = png(1024, 4)
+
+
+def text(content: bytes) -> Callable[[], list[object]]:
+    def args() -> list[object]:
+        Path("my.txt").write_bytes(content)
+        return [*TEXT, "my.txt"]
+
+    return args
+
+
+def incomplete() -> list[object]:
+    args = batches(b"\0", ".bin")()
+    (Path("data") / "data_batch_3.bin").unlink()
+    return args
+
+
+DATA = [
+    Case("no folder", [*CIFAR, "nowhere"], ("no folder 'nowhere'", "https://")),
+    Case("no folder named", CIFAR[:-1], ("your own files", "--data")),
+    Case("no data for training", [*HOSTS, "--task", "cifar", "--data", "nowhere"], ("no folder",), begun=True),
+    Case("empty folder", [*CIFAR, "."], ("Expected data_batch_1.bin", "https://")),
+    Case("a file is missing", incomplete, ("incomplete", "data_batch_3.bin", "https://")),
+    Case("binary cut short", batches(b"\3" * 5000, ".bin"), ("data_batch_1.bin", "no whole number", "Fetch it again")),
+    Case("binary too few", batches(b"\3" * 3073 * 4, ".bin"), ("expected 10000 images", "found 4")),
+    Case("binary empty", batches(b"", ".bin"), ("found 0 images",)),
+    Case("pickle runs a command", batches(pickle.dumps(Evil())), ("asks for", "system", "no CIFAR-10 batch needs")),
+    Case("pickle cut short", batches(batch()[:90]), ("no readable CIFAR-10 batch", "Fetch it again")),
+    Case("pickle asks for a terabyte", batches(b"\x80\x04\x8e" + struct.pack("<Q", 1 << 40)), ("Fetch it again",)),
+    Case("pickle of another shape", batches(batch(width=10)), ("shape (4, 10)", "[N, 3072]")),
+    Case("pickle of another type", batches(batch(dtype=float)), ("float64", "expected bytes")),
+    Case("pickle without data", batches(pickle.dumps({b"labels": [1]})), ("no readable CIFAR-10 batch",)),
+    Case("sheet cut short", batches(SHEET[: len(SHEET) // 2], ".png", "[0]", "[0]"), ("cannot be decoded",)),
+    Case("sheet too narrow", batches(png(10, 4), ".png", str([0] * 50_000), "[0]"), ("10 pixels wide", "1024")),
+    Case("sheet that unpacks to terabytes", batches(BOMB, ".png", str([0] * 50_000), "[0]"), ("cannot be decoded",)),
+    Case("labels not JSON", batches(SHEET, ".png", "{oops", "[0]"), ("train_lables.json", "not JSON")),
+    Case("labels of another kind", batches(SHEET, ".png", '["cat"]', "[0]"), ("flat list of class numbers",)),
+    Case("labels nested without end", batches(SHEET, ".png", "[" * 10**5, "[0]"), ("train_lables.json", "not JSON")),
+    Case("no text named", TEXT[:-1], ("your own files", "--data")),
+    Case("no such text", [*TEXT, "no.txt"], ("no file 'no.txt'", "UTF-8 text file")),
+    Case("text is a directory", [*TEXT, "."], ("no file '.'",)),
+    Case("text empty", text(b""), ("my.txt is empty",)),
+    Case("text is no text", text(b"\xff\xfe\xfd" * 100), ("not UTF-8", "byte 0")),
+    Case("text too short", text(b"abc" * 20), ("53 characters", "longer text")),
+]
+
+
+# -- policies from strangers
+
+
+def policy(
+    name: str, *said: str, raw: bytes | None = None, change: dict[str, object] | None = None, **header: str
+) -> Case:
+    def args() -> list[object]:
+        file = Path("theirs.safetensors")
+        if raw is not None:
+            file.write_bytes(raw)
+        else:
+            with safe_open(SHIPPED, "pt") as opened:
+                told = dict(opened.metadata())
+            weights = load_file(SHIPPED)
+            first = next(iter(weights))
+            for key, make in (change or {}).items():
+                weights[first if key == "first" else key] = make(weights[first])
+            save_file(weights, file, told | header)
+        return [*GROW, "--controller", file]
+
+    return Case(f"policy {name}", args, ("theirs.safetensors", *said))
+
+
+def sized(length: int, rest: bytes) -> bytes:
+    return struct.pack("<Q", length) + rest
+
+
+HUGE = b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'
+
+
+def own_pickle() -> bytes:
+    file = io.BytesIO()
+    torch.save({"weights": Evil()}, file)
+    return file.getvalue()
+
+
+def directory_named_as_policy() -> list[object]:
+    (Path("run") / "policy.safetensors").mkdir(parents=True)
+    return [*GROW, "--controller", "run"]
+
+
+POLICIES = [
+    policy("is a pickle", "Fetch it again", raw=pickle.dumps(Evil())),
+    policy("is torch's own pickle", "Fetch it again", raw=own_pickle()),
+    policy("empty", "header too small", raw=b""),
+    policy("header larger than any memory", "header too large", raw=sized(1 << 60, b"{}")),
+    policy("header larger than the file", "invalid header length", raw=sized(90_000_000, b"{" * 100)),
+    policy("header not JSON", "invalid JSON", raw=sized(4, b"{{{{")),
+    policy("tensor larger than the file", "not fully covered", raw=sized(len(HUGE), HUGE)),
+    policy("not one of ours", "not written by `esper train`", format="other"),
+    policy("of another view", "other observations", "Train it anew", view="0" * 16),
+    policy("NaN", "NaN or infinite", "train one", change={"first": lambda t: t * math.nan}),
+    policy("infinite", "NaN or infinite", change={"first": lambda t: t + math.inf}),
+    policy("wrong shape", "settings ask for", "(3, 3)", change={"first": lambda t: torch.zeros(3, 3)}),
+    policy("wrong type", "settings ask for", "int32", change={"first": lambda t: t.int()}),
+    policy("one tensor more", "'more'", change={"more": lambda t: t.clone()}),
+    policy("settings not JSON", "Fetch it again", network="{"),
+    policy("settings without end", "at most 8192", network='{"hidden": 100000000}'),
+    policy("settings of another network", "settings ask for", network='{"hidden": 4096}'),
+    policy("fixed heads not JSON", "Fetch it again", fixed="["),
+    policy("fixed heads of another kind", "Expected", fixed='{"TEMPO": null}'),
+    policy("fixed heads out of range", "TEMPO is fixed at 99", fixed='{"TEMPO": 99}'),
+    policy("fixed heads unknown", "NOPE", fixed='{"NOPE": 0}'),
+    policy("fixed slot", "SLOT is fixed at 7", fixed='{"SLOT": 7}'),
+    Case("policy is a directory", directory_named_as_policy, ("no policy in run", "esper train")),
+    Case("policy is a device", [*GROW, "--controller", "/dev/null"], ("no policy in /dev/null",)),
+    Case("no policy to begin with", [*SIM, "--start-from", "no"], ("no policy in no", "esper train"), begun=True),
+    Case("no controller to compare", ["eval", "no", "--sim"], ("no controller named 'no'",)),
+]
+
+
+# -- places, runs and models
+
+
+def in_a_file(*args: object) -> Callable[[], list[object]]:
+    def made() -> list[object]:
+        Path("file").write_text("mine")
+        return list(args)
+
+    return made
+
+
+def full_directory() -> list[object]:
+    Path("mine").mkdir()
+    Path("mine/thesis.txt").write_text("years")
+    return [*GROW, "--out", "mine"]
+
+
+def a_run(name: str = "run", **manifest: object) -> Path:
+    with RunDirectory.create(Path("."), "digits", name=name, manifest=manifest) as run:
+        pass
+    return run.path
+
+
+def with_manifest(text: str, *args: str) -> Callable[[], list[object]]:
+    def made() -> list[object]:
+        Path("run").mkdir()
+        Path("run/manifest.json").write_text(text)
+        return list(args)
+
+    return made
+
+
+def of_a_run(*args: str, **manifest: object) -> Callable[[], list[object]]:
+    def made() -> list[object]:
+        a_run(**manifest)
+        return list(args)
+
+    return made
+
+
+def a_host(change: Callable[[dict, dict], None] = lambda document, tensors: None) -> list[object]:
+    """A run whose kept host a stranger changed, checksums and all."""
+    path = a_run()
+    engine = Engine(get_task("digits"), [0])
+    engine.table.quality[:] = 0.5
+    best = BestHost()
+    best.offer(engine, [0.1], 0)
+    document, tensors = json.loads(json.dumps(best.document())), best.tensors()
+    change(document, tensors)
+    kept = {"tensors": {BEST_HOST: tensors}, "documents": {BEST_HOST: document}, "kind": "host"}
+    Checkpoints(path / BEST_HOST, keep=1).write("host", **kept)
+    return ["export", path]
+
+
+def huge_host(document, tensors):
+    document["task"]["host_kwargs"]["width"] = 10**9
+
+
+def sick_host(document, tensors):
+    tensors["state/head.weight"] = tensors["state/head.weight"] * math.nan
+
+
+def other_host(document, tensors):
+    tensors["state/head.weight"] = tensors["state/head.weight"] + 1
+
+
+def no_host(document, tensors):
+    document.clear()
+    document["format"] = "mine"
+
+
+def cut_host() -> list[object]:
+    args = a_host()
+    file = next(Path("run").rglob("best_host.safetensors"))
+    file.write_bytes(file.read_bytes()[:-10])
+    return args
+
+
+def strange_checkpoint(**documents: object) -> Callable[[], list[object]]:
+    def made() -> list[object]:
+        Checkpoints(a_run() / "checkpoints").write("round-000001", documents=documents)
+        return ["train", "--resume", "run"]
+
+    return made
+
+
+def cut_checkpoint() -> list[object]:
+    args = strange_checkpoint(run={})()
+    next(Path("run").rglob("run.json")).write_text("{")
+    return args
+
+
+PLACES = [
+    Case("out below a file", in_a_file(*GROW, "--out", "file/a/b"), ("file/a", "Not a directory", "another place")),
+    Case("out is a file", in_a_file(*SIM, "--out", "file"), ("file exists", "nothing is overwritten")),
+    Case("out is not empty", full_directory, ("mine exists and is not empty", "Choose another name")),
+    Case("out too long", [*SIM, "--out", "x" * 300], ("too long", "another place")),
+    Case("report below a file", in_a_file("report", "file"), ("file is not a run", "esper runs")),
+    Case("eval out below a file", in_a_file("eval", "none", "random", "--sim", "--out", "file/x"), ("file/x", "--out")),
+    Case("export out below a file", lambda: [*a_host(), "--out", "run/manifest.json/x.py"], ("cannot write", "--out")),
+    Case("no run to export", ["export", "nowhere"], ("nowhere is not a run", "esper runs")),
+    Case("no run to report", ["report", "nowhere"], ("nowhere is not a run",)),
+    Case("no run to query", ["sql", "nowhere", "select 1"], ("nowhere is not a run",)),
+    Case("no run to watch", ["watch", "nowhere", "--once"], ("no run at 'nowhere'",)),
+    Case("no runs to list", ["runs", "nowhere"], ("no runs at nowhere",)),
+    Case("manifest not JSON", with_manifest("{", "export", "run"), ("manifest.json is damaged",)),
+    Case("manifest of another kind", with_manifest("[]", "export", "run"), ("no manifest of a run",)),
+    Case("manifest nested without end", with_manifest("[" * 10**5, "export", "run"), ("manifest.json is damaged",)),
+    Case("manifest with nonsense", with_manifest('{"status": "finished", "config": {"ppo": 3}}', "eval", "run", "none"),
+         ("ppo is a group of settings",)),
+    Case("run without a host", of_a_run("export", "run"), ("kept no grown host", "esper grow")),
+    Case("run on simulated hosts", of_a_run("export", "run", config={"simulated": True}), ("simulated hosts",)),
+    Case("unknown format", of_a_run("export", "run", "--format", "pickle"), ("no format named 'pickle'", "onnx")),
+    Case("format and name differ", of_a_run("export", "run", "--out", "x.onnx"), ("ends in .py", "x.py")),
+    Case("host of a stranger, huge", lambda: a_host(huge_host), ("larger than all its weights",)),
+    Case("host of a stranger, NaN", lambda: a_host(sick_host), ("NaN or infinite",)),
+    Case("host of a stranger, changed", lambda: a_host(other_host), ("does not answer as the host did",)),
+    Case("host of a stranger, nonsense", lambda: a_host(no_host), ("not a host that Esper kept",)),
+    Case("host cut short", cut_host, ("no grown host",), warned=True),
+    Case("resume nothing", ["train", "--resume", "nowhere"], ("nowhere is not a run",)),
+    Case("resume a file", in_a_file("train", "--resume", "file"), ("file is not a run",)),
+    Case("resume without a checkpoint", of_a_run("train", "--resume", "run"), ("no checkpoint to go on from",)),
+    Case("resume with other settings", of_a_run("train", "--resume", "run", "--seed", "3"), ("--seed", "own settings")),
+    Case("resume a damaged checkpoint", cut_checkpoint, ("no checkpoint to go on from",), warned=True),
+    Case("resume a strange checkpoint", strange_checkpoint(run={}), ("checkpoint",)),
+    Case("resume an empty checkpoint", strange_checkpoint(), ("checkpoint",)),
+    Case("resume a checkpoint of another kind", strange_checkpoint(run=[1]), ("checkpoint",)),
+]  # fmt: skip
+
+CASES = [*SETTINGS, *DATA, *POLICIES, *PLACES]
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
+def test_bad_input_is_said_in_one_paragraph_and_leaves_nothing(case, place):
+    check(case, place)
+    assert not (place / "canary").exists()  # no stranger's code ran
+
+
+def test_no_case_is_there_twice():
+    names = [case.name for case in CASES]
+    assert len(set(names)) == len(names)
+
+
+# -- two runs on one directory
+
+
+def test_of_two_runs_on_one_directory_the_second_is_told_of_the_first(place):
+    run = RunDirectory.create(place, "digits", name="run", manifest={})
+    for args, said in (
+        ([*GROW, "--out", "run"], "not empty"),
+        (["train", "--resume", "run"], f"still running (pid {os.getpid()})"),
+    ):
+        check(Case("", args, (said,)), place)
+    run.finish("finished")
+    (place / "empty").mkdir()
+    lock = _Lock(place / "empty")
+    check(Case("", [*GROW, "--out", "empty"], (f"owned by a running process (pid {os.getpid()})",)), place)
+    lock.release()
+
+
+# -- disk full
+
+
+@contextlib.contextmanager
+def files_of_at_most(size: int):
+    """Within: no file of this process can grow beyond so many bytes, as on a full disk."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def test_a_run_that_cannot_write_its_manifest_does_not_begin(place):
+    with files_of_at_most(200):
+        check(Case("", [*GROW, "--out", "run"], ("cannot make a run directory", "another place")), place)
+
+
+@pytest.mark.parametrize("size", [3_000, 12_000])
+def test_a_full_disk_ends_a_run_in_words_and_leaves_no_half_of_a_file(place, size):
+    with files_of_at_most(size):
+        code, said = esper(*GROW, "--out", "run")
+    assert code == 2, said
+    assert "Traceback" not in said
+    assert "too large" in said
+    assert len(said.strip().splitlines()[-1]) <= MOST
+    left = {p.name for p in (place / "run").rglob("*")}
+    assert not [name for name in left if name.endswith(".tmp") or name.startswith(".draft")]
+    assert read_manifest(place / "run")["status"] == "failed"
+
+
+def test_a_full_disk_keeps_an_export_whole_or_away(place):
+    args = a_host()
+    with files_of_at_most(2_000):
+        check(Case("", args, ("cannot write", "too large", "--out")), place)
+
+
+def test_a_disk_without_room_is_told_apart_from_a_damaged_one(place):
+    """The same with a real file system that is full, where we may mount one."""
+    full = place / "full"
+    full.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=8k", "tmpfs", str(full)], capture_output=True, text=True
+    )
+    if mounted.returncode:
+        pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
+    try:
+        code, said = esper(*a_host(), "--out", full / "model.py")
+        left = list(full.iterdir())
+    finally:
+        subprocess.run(["umount", str(full)], check=True)
+    assert (code, left) == (2, [])
+    assert "No space left on device" in said
+    assert "--out" in said
+
+
+# -- in Python: tensors, IDX files and blueprints that break the laws
+
+
+def idx(shape: tuple[int, ...], body: bytes, kind: int = 8) -> bytes:
+    return struct.pack(">BBBB", 0, 0, kind, len(shape)) + struct.pack(f">{len(shape)}I", *shape) + body
+
+
+IDX = {
+    "empty": (b"", "does not begin like an IDX file"),
+    "ends within its header": (idx((2, 28, 28), b"")[:9], "within its header"),
+    "cut short": (idx((2, 28, 28), b"\0" * 100), "needs 1584 bytes"),
+    "larger than any memory": (idx((2**32 - 1,) * 3, b"\0"), "needs"),
+    "of forty dimensions": (idx((2**32 - 1,) * 40, b"\0"), "40 dimensions"),
+    "of unknown numbers": (idx((1,), b"\0", kind=7), "does not begin like"),
+    "of other images": (idx((2, 5, 5), b"\0" * 50), r"\[N, 28, 28\]"),
+    "compressed and cut short": (gzip.compress(idx((2, 28, 28), b"\0" * 1568))[:-9], "compression breaks off"),
+    "a label too many": (idx((2, 28, 28), b"\0" * 1568), "expected 2 images with labels"),
+}
+
+
+@pytest.mark.parametrize("name", IDX)
+def test_an_idx_file_that_is_damaged_is_named(place, name):
+    content, said = IDX[name]
+    for stem in ("train", "t10k"):
+        (place / f"{stem}-images-idx3-ubyte").write_bytes(content)
+        (place / f"{stem}-labels-idx1-ubyte").write_bytes(idx((3,), b"\0\1\2"))
+    with pytest.raises(DataError, match=said) as caught:
+        load("fashion-mnist", place)
+    assert len(str(caught.value)) <= MOST
+
+
+X, Y = torch.randn(40, 6), torch.arange(40) % 4
+TENSORS = {
+    "NaN": ((X * math.nan, Y), "NaN or infinite"),
+    "other lengths": ((X, Y[:-1]), "40 samples and 39 targets"),
+    "targets of another type": ((X, Y.float()), "cannot tell what"),
+    "another shape": ((X[:, :, None], Y), "cannot tell what"),
+    "negative classes": ((X, Y - 1), "from -1"),
+    "nothing": ((X[:0], Y[:0]), "not 0"),
+}
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_tensors_that_cannot_be_learnt_from_are_refused(name):
+    given, said = TENSORS[name]
+    with pytest.raises(DataError, match=said):
+        Task.from_tensors("mine", *given)
+
+
+class Bad(nn.Module):
+    def __init__(self, dim: int, change: Callable[[nn.Linear, torch.Tensor], object]) -> None:
+        super().__init__()
+        self.last, self.change = nn.Linear(dim, dim), change
+
+    def forward(self, h):
+        return self.change(self.last, h)
+
+
+LAWLESS = {
+    "not zero at birth": (lambda last, h: last(h), "not zero at birth"),
+    "another shape": (lambda last, h: h[..., :1] * 0, "shape and dtype"),
+    "another type": (lambda last, h: (h * 0).double(), "shape and dtype"),
+    "two outputs": (lambda last, h: (h, h), "returns tuple"),
+    "writes into its input": (lambda last, h: h.mul_(0), "writes into its input"),
+    "raises": (lambda last, h: h @ h @ h, "forward fails"),
+    "NaN": (lambda last, h: h * math.nan, "not zero at birth"),
+}
+
+
+@pytest.mark.parametrize("name", LAWLESS)
+def test_a_blueprint_that_breaks_a_law_is_not_planted(name):
+    change, said = LAWLESS[name]
+    blueprint("lawless", layouts="vector")(lambda dim: Bad(dim, change))
+    try:
+        body = graft(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), ["0"], probe=X[:4])
+        before = body(X)
+        with pytest.raises(BlueprintError, match=said) as caught:
+            body.plant("0", "lawless")
+        assert len(str(caught.value)) <= MOST
+        assert body.slots["0"].seed is None
+        assert torch.equal(body(X), before)
+    finally:
+        unregister("lawless")
+
+
+def test_a_blueprint_that_gives_no_module_or_learns_nothing_is_refused():
+    for make in (lambda dim: "conv", lambda dim: nn.Identity(), lambda dim: None):
+        blueprint("lawless", layouts="vector")(make)
+        try:
+            body = graft(nn.Sequential(nn.Linear(6, 6)), ["0"], probe=X[:4])
+            with pytest.raises(EsperError):
+                body.plant("0", "lawless")
+        finally:
+            unregister("lawless")

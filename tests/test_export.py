@@ -1,0 +1,324 @@
+"""A run's best host leaves as a plain model: it loads without Esper, answers as it was measured, and trains on."""
+
+import ast
+import dataclasses
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import nn
+
+from esper.commands.export import FORMATS, Plain, as_program, run_export, write_all
+from esper.kasmina.blueprints import blueprints_for
+from esper.kasmina.harden import harden
+from esper.kasmina.plain_source import constructor, source_of
+from esper.leyline.actions import Operator
+from esper.leyline.errors import ConfigError, DataError, EsperError, HardenError, RunError
+from esper.leyline.stages import SeedStage
+from esper.nissa.run import RunDirectory
+from esper.simic.best_host import BEST_HOST, BestHost
+from esper.tamiyo.controllers.schedule import wait_everywhere
+from esper.tolaria.engine import Engine
+from esper.tolaria.tasks import get_task
+from models import ZOO, PlainCNN, awaken, grow, grow_everywhere
+
+TASKS = {
+    "cnn": dataclasses.replace(get_task("rescue"), batches_per_epoch=2, val_size=40),
+    "mlp": dataclasses.replace(get_task("digits"), batches_per_epoch=2, val_size=40),
+    "transformer": dataclasses.replace(get_task("moby"), batches_per_epoch=1, batch=4, val_size=12),
+}
+SEEDS = {"cnn": ("conv_light", "attention"), "mlp": ("lora", "norm"), "transformer": ("attention", "mlp_small")}
+
+
+def grown(host: str) -> Engine:
+    """A trained host with a gated fossil, a live seed at alpha 0.7, and one that it does not feel yet."""
+    engine = Engine(TASKS[host], [5])
+    engine.plant_fossils(0, {"r0c0": (SEEDS[host][0], Operator.GATE)})
+    plot = engine.plots[0]
+    awaken(plot.body.slots["r0c0"])
+    engine.step(wait_everywhere(1))
+    for slot, stage, alpha in (("r0c1", SeedStage.BLENDING, 0.7), ("r0c2", SeedStage.TRAINING, 0.0)):
+        operator = Operator.MULTIPLY if slot == "r0c1" else Operator.ADD
+        awaken(plot.body.plant(slot, SEEDS[host][1], operator, seed=8))
+        plot.body.set_slot(plot.body.slots[slot], stage, alpha)
+    plot.average.resync()
+    return engine
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of each host, with validation samples and what the averaged body says to them."""
+    made = {}
+    for host in TASKS:
+        root = tmp_path_factory.mktemp(host)
+        with RunDirectory.create(root, host, name="run", manifest={}) as run:
+            engine = grown(host)
+            best = BestHost()
+            assert best.offer(engine, [0.25], 3)
+            best.save(run.path / BEST_HOST)
+        plot, x = engine.plots[0], engine.data.val.x.contiguous()
+        with plot.average.applied(), torch.no_grad():
+            expected = plot.body.eval()(x).contiguous()
+        save_file({"x": x, "expected": expected}, root / "asked.safetensors")
+        made[host] = run.path
+    return made
+
+
+ALONE = """
+import sys
+sys.modules["esper"] = None
+import pathlib
+import torch
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+root, formats = pathlib.Path(sys.argv[1]), sys.argv[2:]
+asked = load_file(root / "asked.safetensors")
+x, expected = asked["x"], asked["expected"]
+
+def close(found):
+    assert found.shape == expected.shape
+    away = (found - expected).abs().max().item()
+    assert away <= 1e-5 * max(1.0, expected.abs().max().item()), away
+
+for form in formats:
+    place = root / "run" / "export" / form
+    if form in ("torch", "safetensors"):
+        sys.path.insert(0, str(root / "run" / "export" / "torch"))
+        import model as home
+        model = home.load() if form == "torch" else home.load(place / "model.safetensors")
+        close(model(x))
+        assert home.ABOUT["grown"][1]["alpha"] == 0.7
+        y = expected.argmax(-1).roll(1, 0)
+        loss = lambda: torch.nn.functional.cross_entropy(model(x).flatten(0, -2), y.flatten())
+        model.train()
+        optimizer = torch.optim.Adam(model.parameters(), 1e-3)
+        first = loss()
+        first.backward()
+        assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        for _ in range(5):
+            optimizer.step(), optimizer.zero_grad()
+            last = loss()
+            last.backward()
+        assert last < first
+    elif form == "torch-export":
+        program = torch.export.load(place / "model.pt2").module()
+        close(program(x))
+        assert torch.allclose(program(x[:1]), expected[:1], atol=1e-5)
+    else:
+        import onnxruntime
+        session = onnxruntime.InferenceSession(str(place / "model.onnx"))
+        close(torch.from_numpy(session.run(None, {"input": x.numpy()})[0]))
+        assert "alpha" in session.get_modelmeta().custom_metadata_map["about"]
+try:
+    import esper
+except ImportError:
+    print("alone")
+"""
+
+QUICK = [("cnn", ("torch", "safetensors")), ("mlp", ("torch-export",))]
+ALL = [(host, tuple(FORMATS)) for host in TASKS]
+
+
+@pytest.mark.parametrize(("host", "formats"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL)])
+def test_every_form_loads_without_esper_and_answers_as_the_averaged_body(runs, host, formats):
+    run = runs[host]
+    for format in formats:
+        run_export(run, format, out=None, force=True)
+
+    alone = [sys.executable, "-I", "-c", ALONE, str(run.parent), *formats]
+    done = subprocess.run(alone, capture_output=True, text=True, cwd=run.parent)
+
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.strip() == "alone"
+
+
+def test_a_text_may_be_shorter_than_those_it_was_exported_with(runs):
+    model = Plain.of(BestHost.load(runs["transformer"] / BEST_HOST).host)
+    program = torch.export.load(io.BytesIO(as_program(model, "model")[0])).module()
+    x = model.host.inputs[:3, :17]
+    assert torch.allclose(program(x), model.body(x), atol=1e-5)
+
+
+@pytest.mark.parametrize("operator", Operator)
+@pytest.mark.parametrize(
+    ("host", "layout"), [("cnn_host", "map"), ("mlp_host", "vector"), ("transformer_host", "sequence")]
+)
+def test_every_blueprint_becomes_source_that_computes_the_same(host, layout, operator):
+    case = ZOO[host]
+    for blueprint in blueprints_for(layout):
+        body = case.body()
+        grow(body, case.at[1], blueprint, operator=operator, stage=SeedStage.BLENDING, alpha=0.7)
+        grow(body, case.at[0], blueprint, stage=SeedStage.FOSSILIZED)
+        plain, names = harden(body), {}
+
+        exec(source_of(plain), names)
+        model = names["Model"]()
+        model.load_state_dict(plain.state_dict())
+
+        for training in (False, True):
+            model.train(training), body.train(training)
+            torch.manual_seed(0)
+            expected = body(case.batch(7))
+            torch.manual_seed(0)
+            assert torch.allclose(model(case.batch(7)), expected, atol=1e-5, rtol=1e-5), blueprint
+
+
+def test_the_source_of_other_peoples_networks_computes_the_same_too():
+    for name in ("cnn", "residual"):
+        case = ZOO[name]
+        body = case.body()
+        grow_everywhere(body)
+        plain, names = harden(body).eval(), {}
+        exec(source_of(plain), names)
+        model = names["Model"]().eval()
+        model.load_state_dict(plain.state_dict())
+        assert torch.allclose(model(case.batch(5)), body.eval()(case.batch(5)), atol=1e-5)
+
+
+def test_layers_alike_share_a_class_and_what_is_long_is_laid_out():
+    text = source_of(ZOO["transformer_host"].model())
+    tree = ast.parse(text)
+    assert [n.name for n in tree.body if isinstance(n, ast.ClassDef)] == ["CausalAttention", "Block", "Model"]
+    assert max(map(len, text.splitlines())) <= 130
+
+
+def test_what_cannot_be_written_is_refused_by_name():
+    hooked = PlainCNN()
+    hooked.features[0].register_forward_hook(lambda *_: None)
+    with pytest.raises(HardenError, match=r"features\.0.*hook.*torch-export"):
+        source_of(hooked)
+
+    class Branching(nn.Module):
+        def forward(self, x):
+            return x if x.sum() > 0 else -x
+
+    with pytest.raises(HardenError, match="Branching cannot be traced"):
+        source_of(Branching())
+
+    class Foreign(nn.Module):
+        def forward(self, x):
+            return torch.fft.fft(x)
+
+    with pytest.raises(HardenError, match="fft"):
+        source_of(Foreign())
+    with pytest.raises(HardenError, match="MultiheadAttention"):
+        constructor(nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=4))
+
+
+def test_a_step_used_twice_or_later_gets_a_name_of_its_own():
+    class Twice(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.drop = nn.Dropout(0.5)
+
+        def forward(self, x, scale=2.0):
+            y = self.drop(x.exp())  # drawn once, whoever uses it
+            z = y * y
+            late = x.sin()
+            return (z - scale) * -late[:, None, 1:2], [late.float(), {"a": x**-1}]
+
+    names = {}
+    exec(source_of(Twice()), names)
+    x = torch.rand(3, 4)
+    torch.manual_seed(0)
+    expected = Twice()(x)[0]
+    torch.manual_seed(0)
+    assert torch.equal(names["Model"]()(x)[0], expected)
+    assert torch.equal(names["Model"]()(x, 3.0)[1][1]["a"], Twice()(x)[1][1]["a"])
+
+
+def test_nothing_is_overwritten_unless_that_is_asked_for(runs, tmp_path):
+    out = tmp_path / "mine" / "net.py"
+    run_export(runs["mlp"], "torch", out=out, force=False)
+    assert sorted(p.name for p in out.parent.iterdir()) == ["net.py", "net.safetensors"]
+    before = out.read_text()
+    out.write_text("# changed")
+    with pytest.raises(ConfigError, match=r"net\.py exists.*--force"):
+        run_export(runs["mlp"], "torch", out=out, force=False)
+    assert out.read_text() == "# changed"
+    run_export(runs["mlp"], "torch", out=out, force=True)
+    assert out.read_text() == before
+    run_export(runs["mlp"], "safetensors", out=tmp_path, force=False)  # a directory: into it
+    weights = load_file(tmp_path / "model.safetensors")
+    assert all(torch.equal(v, weights[k]) for k, v in load_file(out.with_suffix(".safetensors")).items())
+
+
+@pytest.mark.parametrize(
+    ("format", "name", "said"),
+    [("torch", "net.pt", r"ends in \.py"), ("onnx", "net", r"net\.onnx"), ("torch", "my-net.py", "no Python name"),
+     ("pickle", "net.pkl", "no format named 'pickle'")],
+)  # fmt: skip
+def test_a_name_that_does_not_suit_is_refused(runs, tmp_path, format, name, said):
+    with pytest.raises(EsperError, match=said):
+        run_export(runs["mlp"], format, out=tmp_path / name, force=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_texts_of_a_run_never_become_code(runs, tmp_path):
+    best = BestHost.load(runs["mlp"] / BEST_HOST)
+    evil = '"""\nraise SystemExit("ran")\n{__import__}'
+    task = dataclasses.replace(best.host.task, name=evil)
+    best.host = dataclasses.replace(best.host, task=task, data=best.host.data | {"name": evil, "vocabulary": evil})
+    with RunDirectory.create(tmp_path, "mlp", name="run", manifest={}) as run:
+        best.save(run.path / BEST_HOST)
+    run_export(run.path, "torch", out=None, force=False)
+    spec = importlib.util.spec_from_file_location("home", run.path / "export" / "torch" / "model.py")
+    home = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(home)
+    assert home.ABOUT["task"] == evil
+
+
+def test_without_onnx_the_way_out_is_said(runs, tmp_path, monkeypatch):
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name))
+    with pytest.raises(ConfigError, match=r"onnx and onnxscript.*esper-lite\[onnx\]"):
+        run_export(runs["mlp"], "onnx", out=tmp_path / "x.onnx", force=False)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_run_without_a_host_says_why(tmp_path):
+    for name, manifest, said in (("sim", {"config": {"simulated": True}}, "simulated"), ("early", {}, "no grown host")):
+        with RunDirectory.create(tmp_path, "x", name=name, manifest=manifest) as run:
+            pass
+        with pytest.raises(RunError, match=said):
+            run_export(run.path, "torch", out=None, force=False)
+    with pytest.raises(RunError, match="not a run"):
+        run_export(tmp_path / "nowhere", "torch", out=None, force=False)
+
+
+def test_a_write_that_fails_leaves_nothing_new_and_nothing_changed(tmp_path, monkeypatch):
+    deep = tmp_path / "a" / "b"
+    files = {deep / "one": b"1", deep / "two": b"2"}
+    replace = os.replace
+
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("esper.commands.export.write_durably", full)
+    with pytest.raises(DataError, match=r"No space left.*--out"):
+        write_all(files)
+    assert not list(tmp_path.iterdir())
+    monkeypatch.undo()
+    write_all(files)
+    monkeypatch.setattr(os, "replace", full)
+    with pytest.raises(DataError):
+        write_all({deep / "one": b"new"})
+    monkeypatch.setattr(os, "replace", replace)
+    assert sorted((p.name, p.read_bytes()) for p in deep.iterdir()) == [("one", b"1"), ("two", b"2")]
+
+
+def test_images_come_in_any_batch_and_about_says_how_pixels_become_input(runs):
+    model = Plain.of(BestHost.load(runs["cnn"] / BEST_HOST).host)
+    about = model.about()
+    assert about["input"]["shape"] == ["batch", 1, 14, 14]
+    assert (about["input"]["mean"], about["input"]["white"]) == ([0.2854], 255)
+    assert [(g["slot"], g["operator"], g["committed"]) for g in about["grown"]] == [
+        ("r0c0", "gate", True), ("r0c1", "multiply", False),
+    ]  # fmt: skip
+    assert about["parameters"] == model.params < sum(p.numel() for p in model.body.parameters())
+    assert model.model(torch.randn(1, 1, 14, 14)).shape == (1, 10)
