@@ -280,6 +280,35 @@ def bench_hot_paths(
     run_bench(repeats=repeats, as_json=json, quick=quick)
 
 
+@bench_app.command("train")
+def bench_train(
+    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 9,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
+    quick: Annotated[bool, typer.Option(help="Smaller sizes: a check that it runs, not a measurement.")] = False,
+) -> None:
+    """The whole training loop against the bare PyTorch loop that does the same host work.
+
+    Policy, features, masks, rules, coalitions, Shapley values, governor, snapshots, reward, telemetry to a run
+    directory: what all of it costs beyond forward, backward, step and one validation pass, host by host.
+    """
+    from esper.commands.bench_train import run_bench
+
+    run_bench(repeats=repeats, as_json=json, quick=quick)
+
+
+@bench_app.command("workers")
+def bench_workers(
+    workers: Annotated[int, typer.Option(min=2, help="Processes to compare with one.")] = 2,
+    repeats: Annotated[int, typer.Option(min=1, help="Repeats, in turn; medians are reported.")] = 3,
+    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
+    quick: Annotated[bool, typer.Option(help="Smaller sizes: a check that it runs, not a measurement.")] = False,
+) -> None:
+    """One training run by one process and by several: how much faster several are. It needs idle cores."""
+    from esper.commands.bench_workers import run_bench
+
+    run_bench(workers=workers, repeats=repeats, as_json=json, quick=quick)
+
+
 @bench_app.command("hub")
 def bench_hub(
     repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 15,
