@@ -205,6 +205,8 @@ class Body(nn.Module):
                 *grads, _ = torch.autograd.grad(value, [*params, slot.lesson], allow_unused=True)
             for p, g in zip(params, grads, strict=True):
                 if g is not None:
+                    if g.stride() != p.stride():  # fused optimisers pair elements by their place in memory
+                        g = torch.empty_like(p).copy_(g)
                     p.grad = g if p.grad is None else p.grad + g
 
     # -- evaluation of configurations: see tolaria.coalitions
