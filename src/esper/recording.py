@@ -192,7 +192,7 @@ class Stop:
 
 @contextmanager
 def stoppable(say: str) -> Iterator[Stop]:
-    """Within: Ctrl-C, SIGTERM and SIGHUP ask for an end at the next good moment, and `say` so; the second does not ask."""
+    """Within: Ctrl-C, SIGTERM and SIGHUP ask for an end at the next good moment, and `say` so; a second is obeyed."""
     stop = Stop()
 
     def asked(number: int, frame: FrameType | None) -> None:

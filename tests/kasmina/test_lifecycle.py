@@ -324,6 +324,13 @@ def test_a_fossil_cannot_be_touched():
     assert table.diff(before) == {}
 
 
+def test_the_governor_may_expel_a_fossil_if_it_says_so():
+    table = grown(S.FOSSILIZED)
+    assert expel(table, np.array([[True, False]]), fossils=True) == [Effect(EffectKind.DROP, 0, 0)]
+    assert (table.stage[0, 0], table.alpha[0, 0], table.cooldown[0, 0]) == (S.PRUNED, 0.0, 7)
+    assert expel(table, np.array([[True, False]]), fossils=True) == []  # whoever cools down is gone already
+
+
 def test_expelling_spares_nobody_but_fossils():
     for stage in (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING):
         table = SlotTable.empty(1, 1) if stage == S.GERMINATED else grown(stage, slots=1)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import lru_cache
 from math import log
 from typing import Any
@@ -18,7 +18,6 @@ from esper.kasmina.graft import graft
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import Head, Op
 from esper.leyline.costs import live_costs
-from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
@@ -28,7 +27,7 @@ from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, wait_everywhere
 from esper.tolaria.engine import Engine, Plot
 from esper.tolaria.tasks import Task, get_task
-from models import ZOO, Case
+from models import ZOO, Case, grow_everywhere
 
 BRISK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=1)
 STEPS = 8
@@ -252,12 +251,17 @@ def test_looking_at_a_body_leaves_no_trace() -> None:
     assert all(torch.equal(v, state[k]) for k, v in body.state_dict().items())
 
 
-def test_a_body_with_seeds_is_not_priced() -> None:
-    case = ZOO["cnn"]
+@pytest.mark.parametrize("name", ["cnn", "transformer_host", "two_inputs", "batch_mixer"])
+def test_a_grown_body_has_the_context_of_the_bare_host(name: str) -> None:
+    case = ZOO[name]
     body = graft(case.model(0), list(case.at), probe=case.batch(4))
-    body.plant("features.1", "norm")
-    with pytest.raises(ConfigError, match=r"features\.1"):
-        walk(body)
+    bare = context_of(body, 12, Thresholds())
+    stages = (SeedStage.HOLDING, SeedStage.FOSSILIZED, SeedStage.TRAINING)
+    grow_everywhere(body, dict(zip(body.slots, stages, strict=False)))
+    grown = context_of(body, 12, Thresholds())
+    for f in fields(bare):
+        np.testing.assert_array_equal(getattr(grown, f.name), getattr(bare, f.name), err_msg=f.name)
+    assert all(slot.fork is None for slot in body.slots.values())
 
 
 # ---- both grounds have one face

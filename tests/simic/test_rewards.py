@@ -43,7 +43,7 @@ def random_frame(rng: np.random.Generator, envs: int = 6, **given: object) -> Fr
         committed_macs=committed_macs,
         stage=stage,
         contribution=np.where(rng.random(stage.shape) < 0.3, np.nan, rng.normal(0, 0.3, stage.shape)),
-        rolled_back=rng.random(envs) < 0.2,
+        rollbacks=rng.integers(0, 3, envs),
         host_params=host_params,
         host_macs=host_macs,
         horizon=HORIZON,
@@ -121,7 +121,7 @@ def test_every_mode_agrees_with_its_scalar_twin(mode, seed, scale):
 
     for e, found in enumerate(paid):
         a, b = one(before, e), one(after, e)
-        expected = scale * (TWINS[mode](a, b, config) - config.rollback_penalty * b["rolled_back"])
+        expected = scale * (TWINS[mode](a, b, config) - config.rollback_penalty * (b["rollbacks"] > a["rollbacks"]))
         assert found == pytest.approx(expected, abs=1e-9)
 
 
@@ -176,13 +176,30 @@ def test_the_shaped_potential_cancels_out_over_an_episode(seed):
 @given(seed=dice, length=st.integers(1, 6))
 def test_no_way_that_leads_back_to_the_same_state_earns_anything(config, seed, length):
     rng = np.random.default_rng(seed)
-    calm = {"rolled_back": np.zeros(6, dtype=bool)}
+    calm = {"rollbacks": np.zeros(6, dtype=int)}
     way = [random_frame(rng, step=np.full(6, 3 + k), **calm) for k in range(length)]
     back = replace(way[0], step=way[0].step + length)  # the same state, later
 
     earned = sum(reward(a, b, config) for a, b in zip(way, [*way[1:], back], strict=True))
 
     assert (earned <= 1e-12).all()
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
+@quick
+@given(seed=dice, length=st.integers(1, 6), crashes=st.integers(1, 3))
+def test_no_way_that_a_crash_leads_back_earns_anything_and_every_crash_costs_the_penalty(config, seed, length, crashes):
+    rng = np.random.default_rng(seed)
+    count = np.zeros(6, dtype=int)
+    here = random_frame(rng, step=np.full(6, 3), rollbacks=count)
+    earned = np.zeros(6)
+    for k in range(1, crashes + 1):
+        way = [here]
+        way += [random_frame(rng, step=here.step + i, rollbacks=here.rollbacks) for i in range(1, length)]
+        back = replace(here, step=here.step + length, rollbacks=count + k)  # what the snapshot held
+        earned += sum(reward(a, b, config) for a, b in pairwise([*way, back]))
+        here = back
+    assert (earned <= -crashes * config.rollback_penalty * config.scale + 1e-12).all()
 
 
 def test_planting_and_pruning_again_and_again_earns_nothing():
@@ -210,8 +227,8 @@ def test_a_crash_pays_less_than_anything_else_and_is_never_nan(config, seed, bro
     rng = np.random.default_rng(seed)
     before = random_frame(rng)
     step = np.maximum(before.step + 1, 1)
-    sound = random_frame(rng, step=step, quality=rng.random(6), rolled_back=np.zeros(6, dtype=bool))
-    crash = replace(random_frame(rng, step=step), quality=np.full(6, broken), rolled_back=sound.rolled_back)
+    sound = random_frame(rng, step=step, quality=rng.random(6), rollbacks=np.zeros(6, dtype=int))
+    crash = replace(random_frame(rng, step=step), quality=np.full(6, broken), rollbacks=sound.rollbacks)
 
     paid = reward(before, crash, config)
 
@@ -227,23 +244,24 @@ def test_crashing_does_not_pay_even_if_the_host_was_as_bad_as_can_be_and_the_ren
         rng, step=np.full(6, 5), quality=np.zeros(6), twin_quality=np.full(6, 0.99), params=np.full(6, 1e9)
     )
     crash = replace(miserable, quality=np.full(6, np.nan), params=np.full(6, 1000.0), twin_quality=np.full(6, 0.1))
-    assert (reward(miserable, replace(crash, rolled_back=np.zeros(6, bool)), config) <= 0).all()
+    assert (reward(miserable, replace(crash, rollbacks=np.zeros(6, dtype=int)), config) <= 0).all()
 
 
 @quick
 @given(seed=dice)
 def test_a_rollback_pays_for_the_restored_state_minus_the_penalty(seed):
     rng, config = np.random.default_rng(seed), RewardConfig(rollback_penalty=0.25)
-    before, restored = random_frame(rng), random_frame(rng, rolled_back=np.ones(6, dtype=bool))
+    before = random_frame(rng)
+    restored = random_frame(rng, rollbacks=before.rollbacks + rng.integers(1, 3))
     expected = utility(restored, config) - utility(before, config) - 0.25
     np.testing.assert_allclose(reward(before, restored, config), expected)
 
 
 def test_crashing_and_being_rolled_back_costs_the_penalty():
     rng, config = np.random.default_rng(1), RewardConfig()
-    good = random_frame(rng, step=np.full(6, 5), quality=np.full(6, 0.7), rolled_back=np.zeros(6, dtype=bool))
+    good = random_frame(rng, step=np.full(6, 5), quality=np.full(6, 0.7), rollbacks=np.zeros(6, dtype=int))
     crash = replace(good, quality=np.full(6, np.nan))
-    restored = replace(good, rolled_back=np.ones(6, dtype=bool))
+    restored = replace(good, rollbacks=np.ones(6, dtype=int))
     earned = reward(good, crash, config) + reward(crash, restored, config)
     np.testing.assert_allclose(earned, -config.rollback_penalty)
 
@@ -298,7 +316,7 @@ def test_a_frame_is_a_copy_and_counts_what_the_simulator_counts():
 
 def test_sparse_pays_only_at_the_end_and_only_for_what_is_committed():
     rng, config = np.random.default_rng(5), RewardConfig(mode="sparse")
-    frames = [random_frame(rng, step=np.full(6, k), rolled_back=np.zeros(6, bool)) for k in (HORIZON - 1, HORIZON)]
+    frames = [random_frame(rng, step=np.full(6, k), rollbacks=np.zeros(6, dtype=int)) for k in (HORIZON - 1, HORIZON)]
     end = replace(frames[1], quality=rng.random(6))
     assert (reward(frames[0], frames[0], config) == 0).all()
     paid = reward(frames[0], end, config)
@@ -315,7 +333,7 @@ def test_a_new_mode_is_one_function_and_a_wrong_name_is_told_the_right_one():
         def constant(before, after, config):
             return np.ones(len(after.step))
 
-        frame = random_frame(np.random.default_rng(0), rolled_back=np.zeros(6, dtype=bool))
+        frame = random_frame(np.random.default_rng(0), rollbacks=np.zeros(6, dtype=int))
         assert (reward(frame, frame, RewardConfig(mode="constant", scale=2.0)) == 2.0).all()
     finally:
         REWARDS.pop("constant")

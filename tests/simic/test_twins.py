@@ -96,7 +96,7 @@ DATA_CHANGES = {
 def test_the_table_of_changes_below_knows_every_setting() -> None:
     fields = set(type(TASK).__slots__) - set(module._NO_BITS)
     assert fields == TASK_CHANGES.keys()
-    assert {f.name for f in msgspec.structs.fields(EngineConfig)} - {"device"} == ENGINE_CHANGES.keys()
+    assert {f.name for f in msgspec.structs.fields(EngineConfig)} - {"device", "strategy"} == ENGINE_CHANGES.keys()
 
 
 @pytest.mark.parametrize("name", TASK_CHANGES)

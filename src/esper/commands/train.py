@@ -68,6 +68,11 @@ def run_train(
         team = Team.join()
         try:
             team.share(config.envs)
+            if team.size > 1 and config.engine.strategy != "loop":
+                raise ConfigError(
+                    f"engine.strategy = {config.engine.strategy!r} computes other bits for other numbers of "
+                    "environments, and several processes must agree: use engine.strategy=loop, or one process"
+                )
             if team.leads:
                 lead(config, saved, asked, team, workers)
             else:

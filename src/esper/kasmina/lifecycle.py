@@ -386,8 +386,8 @@ def record_contribution(table: SlotTable, contribution: Floats, se: Floats) -> N
     table.contribution_age[where] = 0
 
 
-def expel(table: SlotTable, where: Bools) -> list[Effect]:
-    """Remove growing seeds at once, whatever their age: the governor's right, not a policy's."""
-    gone = where & _PRUNABLE[table.stage]
+def expel(table: SlotTable, where: Bools, *, fossils: bool = False) -> list[Effect]:
+    """Remove growing seeds at once, whatever their age, and fossils if asked: the governor's right, not a policy's."""
+    gone = where & (_OCCUPIED if fossils else _PRUNABLE)[table.stage]
     _remove(table, gone)
     return _effects(EffectKind.DROP, gone)

@@ -78,6 +78,7 @@ class SlotTable:
     step: Ints = _env(np.int32, 0)
     next_serial: Ints = _env(np.int32, 0)
     last_op: Ints = _env(np.int8, 0)
+    rollbacks: Ints = _env(np.int32, 0)  # times the governor took it back to a snapshot
     train_loss: Floats = _env(np.float32, NAN)
     val_loss: Floats = _env(np.float32, NAN)
     quality: Floats = _env(np.float32, NAN)

@@ -10,7 +10,7 @@ Legend: E environments, S slots, B blueprints.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import log
 from pathlib import Path
 from typing import Protocol
@@ -21,9 +21,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
+from esper.kasmina.forking import ForkPlan, lent
 from esper.kasmina.graft import PROBE_SAMPLES, quietly
 from esper.kasmina.lifecycle import Outcome, Rules
-from esper.leyline.errors import ConfigError
 from esper.leyline.phases import Phases
 from esper.leyline.slot_table import Floats, Ints, SlotTable
 from esper.leyline.stages import Thresholds
@@ -32,6 +32,7 @@ from esper.simic.twins import Twins
 from esper.tamiyo.policy.features import ObsContext
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine, EngineConfig, takes_of
+from esper.tolaria.governor import Alarm
 from esper.tolaria.tasks import Task
 
 
@@ -47,10 +48,20 @@ class Ground(Protocol):
     """What the last step's coalitions say of every environment; empty where nothing was measured."""
 
     @property
+    def alarms(self) -> list[Alarm]:
+        """What the governor saw in the last step."""
+        ...
+
+    @property
     def twin_quality(self) -> Floats:
         """[E] of each world without growth, at the step its environment has reached."""
         ...
 
+    def twin_curves(self) -> dict[int, list[float]]:
+        """The twins that are known, by their worlds."""
+        ...
+
+    def know_twins(self, curves: Mapping[int, list[float]]) -> None: ...
     def reset(self, worlds: Sequence[int]) -> None: ...
     def step(self, actions: Ints) -> Outcome: ...
 
@@ -93,6 +104,10 @@ class HostGround:
         return outcome
 
     @property
+    def alarms(self) -> list[Alarm]:
+        return self.engine.alarms
+
+    @property
     def twin_quality(self) -> Floats:
         step = self.table.step
         if not step.any():  # nobody has a past to compare yet
@@ -103,11 +118,17 @@ class HostGround:
         now = self._curves[np.arange(len(step)), np.clip(step, 1, self._curves.shape[1]) - 1]
         return np.where(step > 0, now, np.nan)
 
+    def twin_curves(self) -> dict[int, list[float]]:
+        return dict(self.twins.known)
+
+    def know_twins(self, curves: Mapping[int, list[float]]) -> None:
+        self.twins.known.update(curves)
+
 
 def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | None = None) -> ObsContext:
     """What a policy sees of a body besides the table: its sizes, and the price of whatever it may plant.
 
-    Asked of a body in which nothing grows yet. `classes` is None where the loss has no level of guessing.
+    Host means without seeds, whatever has grown. `classes` is None where the loss has no level of guessing.
     """
     slots = list(body.slots.values())
     params, macs = np.zeros((2, *takes_of(body).shape), dtype=np.int64)
@@ -130,18 +151,23 @@ def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | 
 
 
 def walk(body: Body) -> tuple[int, list[str]]:
-    """One pass over the graft's probe: multiply-adds of the host on one sample, and its slots as they are reached."""
-    grown = [slot.name for slot in body.slots.values() if slot.seed is not None]
-    if grown:
-        raise ConfigError(f"a host is priced before anything grows in it; there are seeds in {', '.join(grown)}")
-    modules = dict(body.model.named_modules())
+    """One pass over the graft's probe: multiply-adds of the host on one sample, and its slots as they are reached.
+
+    Whatever has grown is switched off meanwhile: a host costs the same on every day of its life.
+    """
+    modules, slots = dict(body.model.named_modules()), list(body.slots.values())
     reached: list[str] = []
     handles = [
         modules[slot.module_name].register_forward_hook(lambda *_, name=slot.name: reached.append(name))
-        for slot in body.slots.values()
+        for slot in slots
     ]
+    everything_off = ForkPlan.single([False] * len(slots), [slot.name for slot in slots])
     try:
-        with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:  # fused attention goes uncounted
+        with (
+            lent(everything_off, slots, modules),
+            sdpa_kernel(SDPBackend.MATH),  # fused attention goes uncounted
+            FlopCounterMode(display=False) as counter,
+        ):
             quietly(body.model, body.probe)
     finally:
         for handle in handles:

@@ -18,7 +18,7 @@ Legend: E environments, S slots, B blueprints.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -45,6 +45,7 @@ from esper.simic.simulated_worlds import (
     host_shape,
 )
 from esper.tamiyo.policy.features import ObsContext
+from esper.tolaria.governor import Alarm
 
 __all__ = ["SimConfig", "Simulator"]
 
@@ -68,6 +69,7 @@ class Simulator:
         self.shape = host_shape(config.slots)
         self.slots = tuple(f"r0c{column}" for column in range(config.slots))
         self.worth: list[Worth] = []  # no coalitions are evaluated here
+        self.alarms: list[Alarm] = []  # and no host falls ill
         self.context = ObsContext(
             horizon=config.horizon,
             host_params=self.shape.host_params,
@@ -83,6 +85,12 @@ class Simulator:
         takes[:, [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS]] = True
         self.table = SlotTable.empty(len(worlds), config.slots, takes=takes)
         self.reset(worlds)
+
+    def twin_curves(self) -> dict[int, list[float]]:
+        """None to keep: a world's twin is a formula."""
+        return {}
+
+    def know_twins(self, curves: Mapping[int, list[float]]) -> None: ...
 
     def reset(self, worlds: Sequence[int] | None = None) -> None:
         """Begin anew, in as many other worlds or in the same."""

@@ -119,7 +119,7 @@ def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, An
     return {
         "task": {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.name not in _NO_BITS},
         "data": [data.sha256, *(list(part.shape) for part in (data.train.x, data.val.x))],
-        "engine": config,
+        "engine": msgspec.structs.replace(config, strategy="loop"),  # a twin is trained by itself
         "code": code_hash(),
         "torch": [
             str(torch.__version__),

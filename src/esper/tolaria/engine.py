@@ -1,16 +1,19 @@
 """The engine: train each of E bodies for an epoch, validate them with their coalitions, write it down.
 
     engine = Engine(task, worlds=[0, 1, 2, 3])
-    engine.step(actions)      # apply, tick, train an epoch, validate, record
+    engine.step(actions)      # apply, tick, train an epoch, validate, roll back who is sick, record
 
-Bodies are independent: a plain loop over them is the reference for anything faster.
+Bodies are independent: a plain loop over them is the reference for anything faster. Whatever goes wrong in one of them
+is the governor's business (`governor.py`) and no other body's.
 
 Legend: E environments, K configurations, N validation samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -20,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints import blueprint_index, blueprints_for, registered
+from esper.kasmina.blueprints import blueprint_index, blueprints_for, registered, seeded
 from esper.kasmina.body import Body, Incubation
 from esper.kasmina.gradients import GradientMeter, GradientStats
 from esper.kasmina.graft import graft
@@ -30,11 +33,13 @@ from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.phases import Phases
 from esper.leyline.seeding import derive_seed
-from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions, Measured, evaluate, statistics
 from esper.tolaria.data import Dataset, Split
 from esper.tolaria.ema import WeightAverage
+from esper.tolaria.governor import Alarm, Governor, GovernorConfig, vital_tensors
+from esper.tolaria.stacked import Stack, Strategy, choose
 from esper.tolaria.tasks import Task, per_sample_correct, per_sample_loss
 
 Score = Callable[[Tensor, Tensor], Tensor]
@@ -54,6 +59,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str = "cpu"
     compile: bool = False
     """Compile the forward passes. Off: on a CPU it loses."""
+    governor: GovernorConfig = GovernorConfig()
+    """When a host counts as sick."""
+    strategy: Strategy = "loop"
+    """Train environments one by one (`loop`), small ones as one stack (`stacked`), or as a short measurement at the
+    start finds faster (`auto`). A stack's last bits depend on how many it holds, a measurement on the machine's mood: only
+    `loop` gives the same run bit for bit in any company."""
 
     def __post_init__(self) -> None:
         if self.shadow_every < 1 or self.gradient_telemetry_stride < 1:
@@ -64,6 +75,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             torch.device(self.device)
         except RuntimeError:
             raise ConfigError(f"device is one that torch knows, such as cpu or cuda:0, got {self.device!r}") from None
+        if self.strategy not in ("loop", "stacked", "auto"):
+            raise ConfigError(f"strategy must be 'loop', 'stacked' or 'auto', got {self.strategy!r}")
         if self.incubation not in ("shadow", "straight_through"):
             raise ConfigError(f"incubation must be 'shadow' or 'straight_through', got {self.incubation!r}")
 
@@ -128,10 +141,12 @@ class Plot:
                 self.meter.forget(self.surgeon.names[effect.slot])
         if changed:
             self.average.resync()
-        self._regroup()
+        if changed or self._stages != [slot.stage for slot in self.body.slots.values()]:
+            self._regroup()
 
     def _regroup(self) -> None:
-        """Who is clipped with whom: the host with its fossils, and each growing seed alone."""
+        """Who is clipped with whom: the host with its fossils, and each growing seed alone. And what must be finite."""
+        self._stages = [slot.stage for slot in self.body.slots.values()]
         host = list(self.body.model.parameters())
         self.growing: dict[str, list[nn.Parameter]] = {}
         for name, slot in self.body.slots.items():
@@ -143,9 +158,23 @@ class Plot:
         self.clip_groups = [host, *self.growing.values()]
         self.sizes = {name: sum(p.numel() for p in params) for name, params in self.growing.items()}
         self.has_learner = bool(self.body.training_slots) and self.config.incubation == "shadow"
+        felt = [slot for slot in self.body.slots.values() if slot.stage >= SeedStage.BLENDING]
+        self._vital = vital_tensors([self.body.model, *felt], self.average)
+
+    @property
+    def vital(self) -> Tensor:
+        """One number that is finite as long as everything is that the host feels; on the device."""
+        return torch.stack(torch._foreach_norm(self._vital)).sum()
 
     def train_epoch(self, step: int) -> Tensor:
-        """Train on this step's minibatches; mean loss and accuracy, still on the device."""
+        """Train on this step's minibatches; mean loss and accuracy, still on the device.
+
+        Dropout falls by (world, step), so that no environment's luck hangs on another's.
+        """
+        with own_luck(derive_seed(self.world, "dropout", step), self.config.device):
+            return self._train_epoch(step)
+
+    def _train_epoch(self, step: int) -> Tensor:
         body, optimizer, config = self.body, self.optimizer, self.config
         body.train()
         total = torch.zeros(2, device=config.device)
@@ -178,8 +207,42 @@ class Plot:
         return accuracy, -log_prob
 
 
+@contextmanager
+def own_luck(seed: int, device: str) -> Iterator[None]:
+    """Within, the random numbers of the processor and of this device come from `seed`; after, all is as it was."""
+    if torch.device(device).type != "cuda":
+        with seeded(seed):
+            yield
+        return
+    with torch.random.fork_rng(devices=[device]), seeded(seed), torch.cuda.device(device):
+        torch.cuda.manual_seed(seed)
+        yield
+
+
 def _loss(body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
     return process_train_batch(body, x, y)[0]
+
+
+NOTHING = Coalitions((), 0, [()], torch.full((1, 1, 2), torch.nan))
+"""Stands for the coalitions of an environment that could not be validated."""
+
+
+@dataclass(slots=True)
+class Found:
+    """What an epoch's validation found; NaN where it found nothing."""
+
+    envs: int
+    slots: int
+    judged: list[Coalitions] = field(default_factory=list)  # one per environment
+    quality: Floats = field(init=False)  # [E], as the next three
+    val_loss: Floats = field(init=False)
+    train_loss: Floats = field(init=False)
+    vital: Floats = field(init=False)
+    worth: Floats = field(init=False)  # [2, E, S] contributions and their standard errors
+
+    def __post_init__(self) -> None:
+        self.quality, self.val_loss, self.train_loss, self.vital = np.full((4, self.envs), np.nan)
+        self.worth = np.full((2, self.envs, self.slots), np.nan)
 
 
 class Engine:
@@ -200,46 +263,96 @@ class Engine:
         self.data = (data or task.load_data()).to(self.config.device)
         self.plots = [Plot(task, self.data, world, self.config) for world in self.worlds]
         self.table = SlotTable.empty(len(self.plots), len(task.slots), takes=takes_of(self.plots[0].body))
+        wanted = self.config.strategy if len(self.plots) > 1 else "loop"
+        self.strategy = choose(self.plots) if wanted == "auto" else wanted
+        self.stack = Stack(self.plots) if self.strategy == "stacked" else None
         # fixed inputs for norms behind slots: training images, the same for every epoch and environment
         self.calibration = self.data.train.x[:128]
         self.judged: list[Coalitions] = []  # the last epoch's coalitions, one per environment
+        self.governor = Governor(self.plots, self.table, self.config.governor, self.data.classes)
 
     def step(self, actions: Ints) -> Outcome:
-        """One decision per environment: apply, tick, train an epoch, validate, record."""
-        phases = self.phases
+        """One decision per environment: apply, tick, train an epoch, validate, roll back who is sick, record."""
+        table, governor, phases = self.table, self.governor, self.phases
         with phases("apply"):
-            outcome = apply(self.table, actions, self.rules)
-            self.carry_out(outcome.effects)
-            ticked = tick(self.table, self.rules)
-            self.carry_out(ticked)
+            governor.begin(table)
+            outcome = apply(table, actions, self.rules)
+            self._operate(outcome.effects)
+            ticked = tick(table, self.rules)
+            self._operate(ticked)
         with phases("train"):
-            trained = [plot.train_epoch(int(step) - 1) for plot, step in zip(self.plots, self.table.step, strict=True)]
+            trained = self._train()
         with phases("validate"):
-            self.judged = [plot.validate(self.data.val, self.calibration, phases) for plot in self.plots]
-            self._record(trained, self.judged)
-        return Outcome(outcome.happened, outcome.effects + ticked)
+            found = self._validate(trained)
+            sick = governor.judge(table, found.val_loss, found.train_loss, found.vital)
+            undone = [effect for e in sick for effect in self._roll_back(e, found)]
+            record(table, quality=found.quality, val_loss=found.val_loss, train_loss=found.train_loss)
+            record_contribution(table, found.worth[0], found.worth[1])
+            self.judged = found.judged
+            governor.end(table)
+        return Outcome(outcome.happened, outcome.effects + ticked + undone)
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        """What the governor saw in the last step."""
+        return self.governor.alarms
 
     def carry_out(self, effects: list[Effect]) -> None:
         for env, plot in enumerate(self.plots):
             plot.carry_out(effects, self.table, env)
 
-    def _record(self, trained: list[Tensor], judged: list[Coalitions]) -> None:
-        """One transfer per environment: everything measured this epoch, into the table."""
-        envs, slots = self.table.stage.shape
-        numbers = np.full((3, envs), np.nan)  # quality, validation loss, training loss
-        worth = np.full((2, envs, slots), np.nan)
-        for e, (plot, train, result) in enumerate(zip(self.plots, trained, judged, strict=True)):
-            main = result.configs.index(result.main)
-            parts = [train, -result.scores[main, :, 1].mean()[None], statistics(result, result.scores[..., 0])]
-            pieces = [p.double() for p in (*parts, plot.meter.pending())]
-            flat = torch.cat(pieces).tolist()  # sync: once per environment and epoch
-            ends = np.cumsum([p.numel() for p in pieces])
-            measured = Measured.read(result, flat[ends[1] : ends[2]])
-            numbers[:, e] = measured.quality, flat[2], flat[0]
-            self.table.committed_quality[e] = measured.committed
-            self._note_seeds(e, plot, measured, plot.meter.read(flat[ends[2] :]), worth[:, e])
-        record(self.table, quality=numbers[0], val_loss=numbers[1], train_loss=numbers[2])
-        record_contribution(self.table, worth[0], worth[1])
+    def _operate(self, effects: list[Effect]) -> None:
+        """Surgery under guard; what was committed is part of the next snapshot at once."""
+        for env, plot in enumerate(self.plots):
+            self.governor.guard(env, plot.carry_out, effects, self.table, env)
+        for env in {effect.env for effect in effects if effect.kind == EffectKind.COMMIT}:
+            self.governor.guard(env, self.governor.keep, env, self.table)
+
+    def _train(self) -> list[Tensor | None]:
+        """An epoch of every environment: mean loss and accuracy, or None of one that failed."""
+        guard, steps = self.governor.guard, [int(step) - 1 for step in self.table.step]
+        if self.stack is None:
+            return [guard(e, plot.train_epoch, steps[e]) for e, plot in enumerate(self.plots)]
+        self.stack.train_epoch(steps)
+        return [guard(e, self.stack.result, e) for e in range(len(self.plots))]
+
+    def _validate(self, trained: list[Tensor | None]) -> Found:
+        found = Found(*self.table.stage.shape)
+        for e, plot in enumerate(self.plots):
+            result = self.governor.guard(e, plot.validate, self.data.val, self.calibration, self.phases)
+            found.judged.append(NOTHING if result is None else result)
+        for e, train in enumerate(trained):
+            if train is not None:
+                self.governor.guard(e, self._read, e, train, found)
+        return found
+
+    def _read(self, e: int, train: Tensor, found: Found) -> None:
+        """One transfer: everything measured of an environment this epoch."""
+        plot, result = self.plots[e], found.judged[e]
+        main = result.configs.index(result.main)
+        parts = [train, torch.stack([-result.scores[main, :, 1].mean(), plot.vital])]
+        parts += [statistics(result, result.scores[..., 0]), plot.meter.pending()]
+        pieces = [p.double() for p in parts]
+        flat = torch.cat(pieces).tolist()  # sync: once per environment and epoch
+        ends = np.cumsum([p.numel() for p in pieces])
+        measured = Measured.read(result, flat[ends[1] : ends[2]])
+        found.quality[e], found.train_loss[e] = measured.quality, flat[0]
+        found.val_loss[e], found.vital[e] = flat[2:4]
+        self.table.committed_quality[e] = measured.committed
+        self._note_seeds(e, plot, measured, plot.meter.read(flat[ends[2] :]), found.worth[:, e])
+
+    def _roll_back(self, e: int, found: Found) -> list[Effect]:
+        """Restore an environment, then measure what was restored: the step is paid by that."""
+        governor, table, plot = self.governor, self.table, self.plots[e]
+        undone = governor.roll_back(e, table)
+        remembered = float(table.train_loss[e])
+        found.quality[e], found.val_loss[e], found.train_loss[e] = table.quality[e], table.val_loss[e], remembered
+        found.worth[:, e] = np.nan
+        result = governor.guard(e, plot.validate, self.data.val, self.calibration, self.phases)
+        found.judged[e] = NOTHING if result is None else result
+        if result is not None:  # else it stands as the snapshot remembers it
+            governor.guard(e, self._read, e, torch.full((2,), remembered, device=self.config.device), found)
+        return undone
 
     def _note_seeds(self, e: int, plot: Plot, measured: Measured, grads: dict[str, GradientStats], worth: Any) -> None:
         table = self.table

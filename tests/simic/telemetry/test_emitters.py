@@ -7,13 +7,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.kasmina.blueprints import blueprint_name
-from esper.kasmina.lifecycle import Outcome, Rules, apply, legal, tick
+from esper.kasmina.lifecycle import Outcome, Rules, apply, expel, legal, tick
 from esper.leyline import events
 from esper.leyline.actions import Head, Op
 from esper.leyline.events import Event, Level, Silence
 from esper.leyline.phases import Phases
 from esper.leyline.slot_table import SlotTable
-from esper.leyline.stages import SeedStage
+from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
@@ -84,6 +84,37 @@ def test_lives_told_by_events_are_the_lives_in_the_table(seed, auto):
         for (e, name), known in stage.items():
             assert table.stage[e, SLOTS.index(name)] == known
     assert event is None
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**31), auto=st.booleans())
+def test_lives_that_the_governor_ends_are_told_to_the_end(seed, auto):
+    rules = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None)) if auto else LIVELY
+    rng, table, hub = np.random.default_rng(seed), SlotTable.empty(4, len(SLOTS)), Listener()
+    emit = TelemetryEmitter(hub, slots=SLOTS, worlds=range(4), host_params=1000)
+    stage = {(e, s): SeedStage.DORMANT for e in range(4) for s in SLOTS}
+    expelled = 0
+    for _ in range(50):
+        asked = random_legal_actions(table, rules, rng)
+        done = apply(table, asked, rules)
+        ticked = tick(table, rules)
+        random_measurements(table, rng)
+        undone = rng.random(4) < 0.15
+        gone = expel(table, undone[:, None] & (rng.random(table.stage.shape) < 0.8), fossils=True)
+        table.rollbacks[undone] += 1
+        hub.clear()
+        emit.step(table, asked, Outcome(done.happened, done.effects + ticked + gone))
+        for event in hub.of(events.Lifecycle):
+            was, now = SeedStage[event.was], SeedStage[event.now]
+            assert was == stage[event.env, event.slot]
+            assert was.can_become(now) or event.cause == "governor"
+            stage[event.env, event.slot] = now
+        told = {(x.env, SLOTS.index(x.slot)) for x in hub.of(events.Lifecycle) if x.cause == "governor"}
+        assert {(e, s) for _, e, s in gone} <= told
+        assert all(undone[e] and table.stage[e, s] == SeedStage.PRUNED for e, s in told)
+        expelled += len(gone)
+        assert all(table.stage[e, SLOTS.index(name)] == known for (e, name), known in stage.items())
+    assert expelled > 3
 
 
 def test_every_act_of_the_controller_is_told_as_its_own():

@@ -41,14 +41,14 @@ class Frame:
     committed_macs: Floats
     stage: Ints  # [E, S]
     contribution: Floats  # [E, S]
-    rolled_back: Bools  # [E] the governor undid this step; the frame shows what it restored
+    rollbacks: Ints  # [E] so far; after one more, the frame shows what the governor restored
     host_params: float
     host_macs: float
     horizon: int
 
     @classmethod
-    def of(cls, table: SlotTable, sizes: Sizes, twin_quality: Floats, rolled_back: Bools | None = None) -> Frame:
-        fossil, nobody = table.stage == S.FOSSILIZED, np.zeros(table.num_envs, dtype=bool)
+    def of(cls, table: SlotTable, sizes: Sizes, twin_quality: Floats) -> Frame:
+        fossil = table.stage == S.FOSSILIZED
         params, macs = live_costs(table, sizes)
         committed_params = np.where(fossil, table.params, 0).sum(axis=1)
         committed_macs = np.where(fossil, seed_macs(table, sizes.slot_macs), 0).sum(axis=1)
@@ -63,7 +63,7 @@ class Frame:
             committed_macs=(sizes.host_macs + committed_macs).astype(np.float64),
             stage=table.stage.copy(),
             contribution=table.contribution.astype(np.float64),
-            rolled_back=nobody if rolled_back is None else np.array(rolled_back, dtype=bool),
+            rollbacks=table.rollbacks.copy(),
             host_params=float(sizes.host_params),
             host_macs=float(sizes.host_macs),
             horizon=sizes.horizon,
@@ -142,5 +142,5 @@ def reward(before: Frame, after: Frame, config: RewardConfig) -> Floats:
 
     A step that the governor undid ends in the restored state, so it pays for coming to that state, minus the penalty.
     """
-    paid = REWARDS[config.mode](before, after, config) - config.rollback_penalty * after.rolled_back
-    return np.asarray(config.scale * paid)
+    undone = after.rollbacks > before.rollbacks
+    return np.asarray(config.scale * (REWARDS[config.mode](before, after, config) - config.rollback_penalty * undone))

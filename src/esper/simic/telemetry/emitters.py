@@ -3,6 +3,7 @@
     emit = TelemetryEmitter(hub, slots=task.slots, worlds=worlds, host_params=plot.host_size)
     …
     emit.step(engine.table, actions, outcome, legal)
+    emit.governed(engine.alarms)
     emit.worth(engine.table, helper.process_batch(engine))
 
 Lives of seeds are read off the table: the difference between what it was and what it is. Whatever nobody wants is
@@ -17,6 +18,7 @@ import math
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -29,8 +31,9 @@ from esper.leyline.errors import UnknownNameError
 from esper.leyline.events import Emits, Event, Level, Number
 from esper.leyline.phases import Phases
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
-from esper.leyline.stages import COOLING, SeedStage
+from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NEXT_STAGES, SeedStage
 from esper.simic.attribution.worth import Worth
+from esper.tolaria.governor import Alarm
 
 PHASE_EVERY_S = 1.0
 """Seconds between two records of where the time went."""
@@ -57,6 +60,15 @@ def _blueprint(number: int) -> str:
         return str(number)
 
 
+def _path(was: int, between: int, now: int, expelled: bool) -> list[int]:
+    """The stages that a seed went through in one step, from the one before to the last two."""
+    if now == SeedStage.DORMANT or between == was:
+        return [was, now]
+    # only who is expelled can have moved three times; where it was in between follows from where it was then
+    via = [int(x) for x in NEXT_STAGES[SeedStage(was)] if expelled and between in NEXT_STAGES[x]]
+    return [was, *(via if between not in NEXT_STAGES[SeedStage(was)] else []), between, now]
+
+
 @dataclass(slots=True)
 class Mind:
     """What a learned controller thought, [E] each; None where it has no such thought."""
@@ -78,6 +90,7 @@ class TelemetryEmitter:
     envs         the numbers these environments go by in the run; 0 … E−1 unless said
     worlds       the world each of them lives in
     host_params  parameters of a host without seeds
+    leads        whether it speaks for the run as a whole too
     """
 
     def __init__(
@@ -89,11 +102,12 @@ class TelemetryEmitter:
         host_params: int,
         envs: Sequence[int] | None = None,
         level: Level = Level.NORMAL,
+        leads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hub, self.slots, self.worlds, self.host_params = hub, tuple(slots), list(worlds), host_params
         self.envs = list(range(len(self.worlds))) if envs is None else list(envs)
-        self.level, self._clock, self._profiled = level, clock, -math.inf
+        self.level, self.leads, self._clock, self._profiled = level, leads, clock, -math.inf
         self._episode = [0] * len(self.envs)
         self._before: SlotTable | None = None
         self._counts = np.zeros((len(self.envs), 3), dtype=np.int64)  # germinated, fossilised, pruned
@@ -161,21 +175,46 @@ class TelemetryEmitter:
             )
 
     def _lives(self, before: SlotTable, table: SlotTable, actions: Ints, outcome: Outcome) -> None:
-        """One event per change of stage. A step holds at most two for a slot: the controller's, then the rules'."""
+        """One event per change of stage. A step holds at most three for a slot: the controller's, the rules', and
+        the governor's, which ends in PRUNED."""
         wanted = self.hub.wants(events.Lifecycle)
         touched = np.zeros(table.stage.shape, dtype=bool)
         acted = outcome.happened & (actions[:, Head.OP] != Op.WAIT)
         touched[np.nonzero(acted)[0], actions[acted, Head.SLOT]] = True
+        undone = table.rollbacks > before.rollbacks
         reborn = table.serial != before.serial
         changed = (table.stage != before.stage) | (reborn & (table.serial >= 0))
         for e, s in np.argwhere(changed).tolist():
             was, now = int(before.stage[e, s]), int(table.stage[e, s])
-            between = int(table.prev_stage[e, s])
-            moves = [(was, now)] if now == SeedStage.DORMANT or between == was else [(was, between), (between, now)]
-            for i, (a, b) in enumerate(moves):
+            expelled = undone[e] and table.cooldown[e, s] == COOLDOWN_TICKS
+            path = _path(was, int(table.prev_stage[e, s]), now, expelled)
+            for i, (a, b) in enumerate(pairwise(path)):
+                cause = "controller" if touched[e, s] and i == 0 else "rules"
+                if expelled and i == len(path) - 2:
+                    cause = "governor"
                 self._count(e, b)
                 if wanted:
-                    self._life(before, table, (e, s), a, b, "controller" if touched[e, s] and i == 0 else "rules", i)
+                    self._life(before, table, (e, s), a, b, cause, i)
+
+    def governed(self, alarms: Sequence[Alarm]) -> None:
+        """What the governor saw in this step. An error that is new is told in words, too."""
+        for alarm in alarms:
+            env = self.envs[alarm.env]
+            self.hub.emit(
+                events.Governor(
+                    env=env,
+                    episode=self._episode[alarm.env],
+                    step=alarm.step,
+                    alarm=alarm.alarm,
+                    action=alarm.action,
+                    value=alarm.value,
+                    limit=alarm.limit,
+                    restored_step=alarm.restored_step,
+                )
+            )
+            if alarm.text:
+                told = f"env {env} step {alarm.step}: {alarm.text}"
+                self.hub.emit(events.Health(source="governor", severity="warning", text=told))
 
     def _count(self, env: int, now: int) -> None:
         which = (SeedStage.GERMINATED, SeedStage.FOSSILIZED, SeedStage.PRUNED)
@@ -281,9 +320,11 @@ class TelemetryEmitter:
 
     # -- each episode
 
-    def begin(self, worlds: Sequence[int] | None = None) -> None:
-        """New episodes begin in every environment, in these worlds."""
-        if self._before is not None:
+    def begin(self, worlds: Sequence[int] | None = None, episode: int | None = None) -> None:
+        """New episodes begin in every environment, in these worlds; `episode` is their number, if not the next."""
+        if episode is not None:
+            self._episode = [episode] * len(self.envs)
+        elif self._before is not None:
             self._episode = [n + 1 for n in self._episode]
         self.worlds = self.worlds if worlds is None else list(worlds)
         self._before = None
@@ -293,8 +334,6 @@ class TelemetryEmitter:
         self,
         table: SlotTable,
         names: Sequence[str],
-        *,
-        rollbacks: Ints | None = None,
         **columns: Sequence[Number] | None,
     ) -> None:
         """The end of every environment's episode; `columns` are further fields of the event, one value each."""
@@ -319,7 +358,7 @@ class TelemetryEmitter:
                     germinated=germinated,
                     fossilized=fossilized,
                     pruned=pruned,
-                    rollbacks=0 if rollbacks is None else int(rollbacks[e]),
+                    rollbacks=int(table.rollbacks[e]),
                     structure=structure,
                     **more,
                 )
@@ -328,13 +367,18 @@ class TelemetryEmitter:
     # -- now and then
 
     def say(self, event: Event) -> None:
-        """An event that somebody else has made whole."""
-        self.hub.emit(event)
+        """An event of the run as a whole, that somebody else has made."""
+        if self.leads:
+            self.hub.emit(event)
 
     def phases(self, phases: Phases, *, last: bool = False) -> None:
         """Where the time went so far; at most once a second, and once more at the end."""
         now = self._clock()
-        if (now - self._profiled < PHASE_EVERY_S and not last) or not self.hub.wants(events.PhaseProfile):
+        if (
+            not self.leads
+            or (now - self._profiled < PHASE_EVERY_S and not last)
+            or not self.hub.wants(events.PhaseProfile)
+        ):
             return
         self._profiled = now
         for name, total in phases.totals().items():

@@ -1,0 +1,310 @@
+"""The governor's judgement: what it calls sick, what it lets pass, and what it remembers."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import SlotTable
+from esper.leyline.stages import Thresholds
+from esper.tamiyo.controllers import Random, Schedule, wait_everywhere
+from esper.testing import LIVELY, random_legal_actions
+from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.governor import ALARMS, Alarm, Governor, GovernorConfig, judge, typical
+from esper.tolaria.tasks import Task, get_task
+
+CHANCE = math.log(10)
+CONFIG = GovernorConfig()
+QUICK = Rules(thresholds=Thresholds(blend_dwell=2), min_prune_age=0)
+numbers = st.one_of(st.floats(0.0, 12.0), st.sampled_from([math.nan, math.inf, -math.inf, 2.3, CHANCE]))
+histories = st.lists(st.floats(0.0, 4.0), max_size=20)
+
+
+@lru_cache
+def digits() -> Task:
+    return replace(get_task("digits"), batches_per_epoch=4, val_size=100)
+
+
+def judged(history: list[float], val: float, train: float = 1.0, vital: float = 1.0, failed: bool = False) -> str:
+    """What one environment is said to have, after these sound losses."""
+    losses = np.full((1, CONFIG.window), np.nan)
+    losses[0, CONFIG.window - len(history) :] = history
+    one = (np.array([x]) for x in (val, train, vital))
+    return ALARMS[judge(losses, *one, np.array([failed]), chance=CHANCE, config=CONFIG).alarm[0]]
+
+
+# -- the scalar twin
+
+
+def twin(history: list[float], val: float, train: float, vital: float, failed: bool) -> tuple[str, float]:
+    """One environment and one plain number at a time: the alarm, and its limit (NaN if it has none)."""
+    c = CONFIG
+    if failed:
+        return "exception", math.nan
+    if not (math.isfinite(val) and math.isfinite(train)):
+        return "nonfinite_loss", math.nan
+    if not math.isfinite(vital):
+        return "nonfinite_weights", math.nan
+    if len(history) < c.enough:
+        return ("divergence", c.early * CHANCE) if val > c.early * CHANCE else ("", math.nan)
+    median = statistics.median(history)
+    spread = 1.4826 * statistics.median(abs(x - median) for x in history)
+    limit = max(c.above_chance * CHANCE, median + c.spreads * spread)
+    if val > limit:
+        return "divergence", limit
+    lead = CHANCE - median
+    clearly = lead > min(c.lead_spreads * spread, c.clear_lead * CHANCE) and lead > c.least_lead * CHANCE
+    if clearly and val >= CHANCE - c.lead_left * lead:
+        return "collapse", CHANCE - c.lead_left * lead
+    return "", math.nan
+
+
+@settings(max_examples=400, deadline=None)
+@given(st.lists(st.tuples(histories, numbers, numbers, numbers, st.booleans()), min_size=1, max_size=6))
+def test_all_environments_at_once_are_judged_as_one_by_one(cases: list[tuple[Any, ...]]) -> None:
+    losses = np.full((len(cases), CONFIG.window), np.nan)
+    for e, (history, *_) in enumerate(cases):
+        losses[e, CONFIG.window - len(history) :] = history
+    val, train, vital = (np.array([c[i] for c in cases]) for i in (1, 2, 3))
+    failed = np.array([c[4] for c in cases])
+    found = judge(losses, val, train, vital, failed, chance=CHANCE, config=CONFIG)
+    for e, case in enumerate(cases):
+        alarm, limit = twin(*case)
+        assert ALARMS[found.alarm[e]] == alarm
+        np.testing.assert_allclose(found.limit[e], limit)
+        if alarm == "nonfinite_loss":
+            assert not math.isfinite(found.value[e])
+        if alarm in ("divergence", "collapse"):
+            assert found.value[e] == case[1]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.lists(histories, min_size=1, max_size=5))
+def test_the_typical_loss_and_its_spread_are_those_of_the_statistics_library(rows: list[list[float]]) -> None:
+    losses = np.full((len(rows), 20), np.nan)
+    for e, row in enumerate(rows):
+        losses[e, 20 - len(row) :] = row
+    counts, median, spread = typical(losses)
+    for e, row in enumerate(rows):
+        assert counts[e] == len(row)
+        if row:
+            assert median[e] == pytest.approx(statistics.median(row))
+            mad = statistics.median(abs(x - statistics.median(row)) for x in row)
+            assert spread[e] == pytest.approx(1.4826 * mad, abs=1e-12)
+
+
+# -- what is sick
+
+
+WEAK = [2.21, 2.2, 2.19, 2.2, 2.18, 2.19, 2.17, 2.18, 2.16, 2.17]  # a host that is hardly better than guessing
+
+
+@pytest.mark.parametrize(
+    ("history", "loss", "alarm"),
+    [
+        ([], 9.0, ""),  # a first epoch may be bad
+        ([], 9.3, "divergence"),  # but not that bad
+        ([0.5] * 4, 3.0, ""),  # too little is known
+        ([0.5] * 5, 3.0, "divergence"),
+        ([0.5] * 5, 1.5, ""),  # worse, yet better than guessing
+        ([0.5, 0.6, 0.4, 0.5, 0.6, 0.4], 2.2, "collapse"),
+        ([2.2, 1.8, 1.4, 1.1, 0.9, 0.7], 2.25, "collapse"),  # it was learning fast
+        ([2.2, 1.7, 2.1, 1.6, 1.9, 2.2], 2.28, ""),  # hardly better than guessing, now and then
+        (WEAK, 2.2, ""),
+        (WEAK, 2.3, "collapse"),  # the weak are guarded, too
+        (WEAK, 2.5, "collapse"),
+        (WEAK, 3.0, "divergence"),
+        ([2.0, 2.01] * 10, 2.28, "collapse"),
+        ([2.0, 2.01] * 10, 2.2, ""),
+        ([2.29, 2.3, 2.31] * 4, 2.31, ""),  # never better than guessing: nothing to lose
+        ([2.3, 2.299, 2.298, 2.297, 2.296, 2.295], 2.3, ""),  # still finding its way
+        ([3.0, 3.2, 2.9, 3.1, 3.3, 2.8], 3.4, ""),  # an overconfident host, as ever
+        ([3.0, 3.2, 2.9, 3.1, 3.3, 2.8], 6.0, "divergence"),
+    ],
+)
+def test_losses_are_judged_by_the_hosts_own_past_and_by_what_guessing_costs(
+    history: list[float], loss: float, alarm: str
+) -> None:
+    assert judged(history, loss) == alarm
+
+
+@pytest.mark.parametrize("slope", [-0.1, -0.02, 0.0, 0.01, 0.05])
+def test_a_steady_trend_is_no_sickness(slope: float) -> None:
+    losses = [2.2 + slope * i for i in range(60) if 2.2 + slope * i > 0]
+    for i in range(6, len(losses)):
+        assert judged(losses[max(0, i - 20) : i], losses[i]) == ""
+
+
+def test_a_loss_that_is_no_number_comes_before_weights_and_an_error_before_both() -> None:
+    assert judged([], math.nan, vital=math.inf) == "nonfinite_loss"
+    assert judged([], 1.0, train=math.inf, vital=math.inf) == "nonfinite_loss"
+    assert judged([], 1.0, vital=math.nan) == "nonfinite_weights"
+    assert judged([], math.nan, vital=math.nan, failed=True) == "exception"
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"window": 0}, "governor.window must be ≥ 1, got 0"),
+        ({"enough": 21}, r"governor.enough must be ≤ window \(20\), got 21"),
+        ({"patience": 0}, "governor.patience must be ≥ 1"),
+        ({"least_lead": 0.5}, r"governor.least_lead must be ≤ clear_lead \(0.4\), got 0.5"),
+        ({"spreads": -1.0}, "governor.spreads must be ≥ 0"),
+        ({"above_chance": 0.5}, "governor.above_chance must be ≥ 1"),
+        ({"early": math.nan}, "governor.early must be ≥ 1"),
+        ({"lead_left": 1.0}, r"governor.lead_left must lie in \[0, 1\), got 1.0"),
+    ],
+)
+def test_a_config_without_sense_is_refused(wrong: dict[str, Any], text: str) -> None:
+    with pytest.raises(ConfigError, match=text):
+        GovernorConfig(**wrong)
+
+
+# -- what is counted and remembered
+
+
+class Judged:
+    """A governor of real plots that is told made-up losses."""
+
+    def __init__(self, **config: Any) -> None:
+        self.engine = Engine(digits(), [0, 1], config=EngineConfig(governor=GovernorConfig(**config)))
+        self.governor: Governor = self.engine.governor
+        self.table: SlotTable = self.engine.table
+
+    def step(self, *losses: float, train: float | None = None) -> list[int]:
+        self.governor.begin(self.table)
+        self.table.step[:] += 1
+        trained = np.array(losses) if train is None else np.full(2, train)
+        sick = self.governor.judge(self.table, np.array(losses), trained, np.ones(2))
+        for env in sick:
+            self.governor.roll_back(env, self.table)
+        self.governor.end(self.table)
+        return sick
+
+    @property
+    def alarms(self) -> list[Alarm]:
+        return self.governor.alarms
+
+
+def test_divergence_and_collapse_are_undone_only_when_they_last() -> None:
+    judged = Judged()
+    for _ in range(6):
+        assert judged.step(1.0, 2.1) == []
+        assert judged.alarms == []
+    assert judged.step(5.0, 2.2) == []
+    assert [(a.env, a.alarm, a.action, a.restored_step) for a in judged.alarms] == [(0, "divergence", "counted", None)]
+    assert judged.alarms[0].value == 5.0
+    assert judged.alarms[0].limit == pytest.approx(1.25 * CHANCE)
+    assert judged.step(5.0, 2.3) == []
+    assert [a.alarm for a in judged.alarms] == ["divergence", "collapse"]
+    assert judged.step(5.0, 2.0) == [0]  # the other is well again
+    assert [(a.action, a.restored_step) for a in judged.alarms] == [("rolled back", 5)]
+    assert judged.governor.counted.tolist() == [0, 0]
+    assert judged.table.rollbacks.tolist() == [1, 0]
+    assert judged.step(1.0, 2.0) == judged.alarms == []
+
+
+def test_a_host_that_validates_badly_but_trains_well_is_seen_and_left_alone() -> None:
+    judged = Judged()
+    for _ in range(6):
+        judged.step(1.0, 1.0)
+    for _ in range(6):
+        assert judged.step(5.0, 2.3, train=0.9) == []
+        assert [(a.alarm, a.action) for a in judged.alarms] == [("divergence", "seen"), ("collapse", "seen")]
+    assert judged.governor._rows.step.tolist() == [5, 5]  # yet nobody should go back to that
+    assert np.nanmax(judged.governor.losses) == 1.0
+    assert judged.step(5.0, 5.0) == judged.step(5.0, 5.0) == []
+    assert judged.step(5.0, 5.0, train=0.9) == []  # not in a row
+    assert judged.governor.counted.tolist() == [0, 0]
+
+
+def test_different_anomalies_in_a_row_add_up_and_a_sound_loss_starts_anew() -> None:
+    judged = Judged()
+    for _ in range(6):
+        judged.step(1.0, 1.0)
+    assert judged.step(5.0, 5.0) == judged.step(2.3, 5.0) == []
+    assert judged.step(5.0, 1.0) == [0]
+    assert judged.step(5.0, 5.0) == judged.step(5.0, 5.0) == []
+    assert judged.governor.counted.tolist() == [2, 2]
+
+
+def test_sick_losses_never_enter_the_history_and_a_rollback_takes_it_back() -> None:
+    judged = Judged()
+    for loss in (1.0, 1.1, 1.2, 1.3, 1.4):
+        judged.step(loss, loss)
+    known = judged.governor.losses.copy()
+    assert judged.table.step[0] == 5  # a snapshot is taken
+    judged.step(1.5, 1.5)
+    for _ in range(2):
+        judged.step(9.0, 1.5)
+        assert (judged.governor.losses[0, -1], judged.governor.losses[0, -2]) == (1.5, 1.4)
+    assert judged.step(9.0, 1.5) == [0]
+    np.testing.assert_array_equal(judged.governor.losses[0], known[0])
+    assert judged.governor.losses[1, -1] == 1.5
+
+
+def test_the_history_holds_the_last_twenty() -> None:
+    judged = Judged()
+    for i in range(30):
+        judged.step(1.0 + i / 100, 1.0)
+    np.testing.assert_allclose(judged.governor.losses[0], 1.0 + np.arange(10, 30) / 100)
+
+
+def test_snapshots_are_taken_at_the_start_and_at_every_fifth_sound_step() -> None:
+    judged = Judged()
+    taken = []
+    for i in range(1, 14):
+        judged.step(9.0 if i == 10 else 1.0, 1.0)
+        taken.append(judged.governor._rows.step.tolist())
+    assert [t[1] for t in taken] == [0] * 4 + [5] * 5 + [10] * 4
+    assert [t[0] for t in taken] == [0] * 4 + [5] * 9  # not while it looks sick
+
+
+# -- real training is let alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("task", "epochs"), [("digits", 24), ("rescue", 20), ("quick", 20)])
+@pytest.mark.parametrize("controller", ["schedule", "random", "reckless"])
+def test_sound_training_is_never_rolled_back(task: str, epochs: int, controller: str) -> None:
+    rules, rng = LIVELY if controller == "reckless" else Rules(), np.random.default_rng(3)
+    worlds = [11, 12, 13] if task == "digits" else [11]
+    engine = Engine(get_task(task), worlds, rules=rules)
+    chosen = {"schedule": Schedule, "random": Random}.get(controller)
+    acting = chosen() if chosen else None
+    for _ in range(epochs):
+        allowed = legal(engine.table, rules)
+        engine.step(acting.act(engine.table, allowed) if acting else random_legal_actions(engine.table, rules, rng))
+        assert all(alarm.action != "rolled back" for alarm in engine.alarms), engine.alarms
+    assert not engine.table.rollbacks.any()
+
+
+def test_a_sound_run_is_the_same_whatever_the_governor_is_told() -> None:
+    def run(**config: Any) -> Engine:
+        engine = Engine(digits(), [3], rules=QUICK, config=EngineConfig(governor=GovernorConfig(**config)))
+        for _ in range(12):
+            engine.step(Schedule().act(engine.table, legal(engine.table, QUICK)))
+        return engine
+
+    one, two = run(), run(snapshot_every=1, patience=1)
+    assert not one.table.diff(two.table)
+    for name, value in one.plots[0].body.state_dict().items():
+        assert torch.equal(value, two.plots[0].body.state_dict()[name])
+
+
+def test_waiting_raises_no_alarm() -> None:
+    engine = Engine(digits(), [0])
+    for _ in range(8):
+        engine.step(wait_everywhere(1))
+        assert engine.alarms == []

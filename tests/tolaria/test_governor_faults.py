@@ -1,0 +1,831 @@
+"""Faults injected into one environment: the others do not notice, and the sick one is as its snapshot was."""
+
+from __future__ import annotations
+
+import gc
+import math
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import lru_cache
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.blueprints import blueprint, blueprint_index, unregister
+from esper.kasmina.lifecycle import Rules
+from esper.leyline import events
+from esper.leyline.actions import Head, Op
+from esper.leyline.errors import TrainingError
+from esper.leyline.events import Event
+from esper.leyline.slot_table import Floats, Ints, SlotTable
+from esper.leyline.stages import SeedStage, Thresholds
+from esper.simic.attribution import CounterfactualHelper
+from esper.simic.env import GrowthVectorEnv
+from esper.simic.ground import HostGround
+from esper.simic.rewards import RewardConfig, utility
+from esper.simic.telemetry.emitters import TelemetryEmitter
+from esper.tamiyo.controllers import wait_everywhere
+from esper.testing import LIVELY, random_legal_actions
+from esper.tolaria.coalitions import Coalitions
+from esper.tolaria.engine import Engine, EngineConfig, Plot, process_train_batch
+from esper.tolaria.governor import GovernorConfig
+from esper.tolaria.tasks import Task, get_task
+
+S = SeedStage
+SICK, OTHERS = 1, (0, 2)
+BY_HAND = Rules(
+    thresholds=Thresholds(blend_dwell=1, blend_health=None),
+    auto_train=False, auto_blend=False, auto_hold=False, min_prune_age=0,
+)  # fmt: skip
+STAGES = (S.DORMANT, S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED, S.EMBARGOED)
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:an error in environment", "ignore:configurations of this model", "ignore:overflow encountered"
+)
+
+
+@lru_cache
+def digits() -> Task:
+    return replace(get_task("digits"), batch=16, batches_per_epoch=3, val_size=60, epochs=12)
+
+
+@lru_cache
+def images() -> Task:
+    """A small convolutional host with BatchNorm."""
+    noise = torch.Generator().manual_seed(0)
+    y = torch.randint(3, (120,), generator=noise)
+    x = torch.randn(120, 1, 8, 8, generator=noise)
+    x[torch.arange(120), 0, :, 2 * y] += 1.0
+    return Task.from_tensors(
+        "columns", x, y, host_kwargs={"base": 4, "blocks": 2}, slots=("r0c0", "r0c1"), batch=16, batches_per_epoch=3
+    )
+
+
+@lru_cache
+def words() -> Task:
+    """A small transformer with dropout, under AdamW."""
+    noise = torch.Generator().manual_seed(0)
+    x = torch.randint(7, (60, 9), generator=noise)
+    host = {"vocab": 7, "block_size": 8, "dim": 8, "heads": 2, "layers": 3, "dropout": 0.3}
+    return Task.from_tensors(
+        "words", x[:, :-1], x[:, 1:], host_kwargs=host, optimiser="adamw", lr=0.01, seed_lr=0.01, batch=8,
+        batches_per_epoch=2,
+    )  # fmt: skip
+
+
+TASKS = {"digits": digits, "images": images, "words": words}
+
+
+# -- how a stage is reached, and what is compared
+
+
+def towards(target: SeedStage, stage: SeedStage) -> Op:
+    """The operation that leads a seed on; nothing where time does."""
+    if stage == target or (target == S.DORMANT and stage == S.DORMANT):
+        return Op.WAIT
+    if stage == S.DORMANT:
+        return Op.GERMINATE
+    if target == S.EMBARGOED and stage >= S.TRAINING:
+        return Op.PRUNE
+    return Op.FOSSILIZE if stage == S.HOLDING else Op.ADVANCE
+
+
+def decide(engine: Engine, target: SeedStage) -> Ints:
+    actions = wait_everywhere(engine.table.num_envs)
+    actions[SICK, Head.OP] = towards(target, SeedStage(int(engine.table.stage[SICK, 0])))
+    actions[SICK, Head.BLUEPRINT] = int(np.nonzero(engine.table.takes[0])[0][0])
+    actions[SICK, Head.ALPHA_TARGET] = 2  # full strength
+    return actions
+
+
+def kept(plot: Plot) -> dict[int, list[Tensor]]:
+    """Everything that belongs to each parameter, copied: weights, optimiser's state, average."""
+    averages = dict(zip(plot.average.params, plot.average.average, strict=True))
+    found = {}
+    for p in plot.body.parameters():
+        state = [v for _, v in sorted(plot.optimizer.state.get(p, {}).items()) if isinstance(v, Tensor)]
+        found[id(p)] = [t.detach().clone() for t in (p, averages[p], *state)]
+    return found
+
+
+class Life:
+    """Three environments, of which one grows by hand; after every step all of it is written down."""
+
+    def __init__(self, task: Task, target: SeedStage, steps: int = 0, **config: Any) -> None:
+        torch.manual_seed(5)
+        self.engine = Engine(task, [4, 5, 6], rules=BY_HAND, config=EngineConfig(**config))
+        self.target = target
+        self.past: list[dict[str, Any]] = []
+        self.write_down()
+        while not self.arrived and len(self.past) < 40:
+            self.step()
+        assert self.arrived
+        for _ in range(steps):
+            self.step()
+
+    @property
+    def arrived(self) -> bool:
+        return bool(self.engine.table.stage[SICK, 0] == self.target) and len(self.past) > 2
+
+    def step(self) -> None:
+        self.engine.step(decide(self.engine, self.target))
+        self.write_down()
+
+    def write_down(self) -> None:
+        plot, table = self.engine.plots[SICK], self.engine.table
+        self.past.append(
+            {
+                "params": kept(plot),
+                "buffers": {id(b): b.clone() for b in plot.body.buffers()},
+                "updates": plot.average.updates,
+                "lr": [g["lr"] for g in plot.optimizer.param_groups],
+                "losses": self.engine.governor.losses[SICK].copy(),
+                "table": table.rows([SICK]),
+            }
+        )
+
+
+def fingerprint(engine: Engine, env: int) -> tuple[Any, ...]:
+    """Table row, weights, buffers, optimiser and average of an environment, bit by bit."""
+    plot = engine.plots[env]
+    tensors = [*plot.body.state_dict().values(), *plot.average.average]
+    tensors += [v for p in plot.body.parameters() for v in plot.optimizer.state[p].values()]
+    row = {name: column.tobytes() for name, column in engine.table.rows([env]).arrays().items()}
+    return row, [t.detach().numpy().tobytes() for t in tensors], plot.average.updates
+
+
+@lru_cache
+def undisturbed(task: str, target: SeedStage, steps: int) -> list[Any]:
+    life = Life(TASKS[task](), target, steps)
+    assert not life.engine.table.rollbacks.any()
+    return [fingerprint(life.engine, env) for env in OTHERS]
+
+
+def assert_restored(life: Life, step: int) -> None:
+    """The sick environment is what it was after `step`, without live seeds."""
+    engine, then = life.engine, life.past[step]
+    plot, table = engine.plots[SICK], engine.table
+    now = kept(plot)
+    fossils = [name for name, slot in plot.body.slots.items() if slot.stage == S.FOSSILIZED]
+    assert {name for name, slot in plot.body.slots.items() if slot.seed is not None} == set(fossils)
+    for p in plot.body.parameters():
+        assert [t.numpy().tobytes() for t in now[id(p)]] == [t.numpy().tobytes() for t in then["params"][id(p)]]
+    for b in plot.body.model.buffers():
+        assert torch.equal(b, then["buffers"][id(b)])
+    assert plot.average.updates == then["updates"]
+    assert [g["lr"] for g in plot.optimizer.param_groups] == then["lr"]
+    assert {p for g in plot.optimizer.param_groups for p in g["params"]} == set(plot.body.parameters())
+    assert set(plot.optimizer.state) <= set(plot.body.parameters())
+    assert all(p.requires_grad for p in plot.body.parameters())
+    np.testing.assert_array_equal(engine.governor.losses[SICK], then["losses"])
+    assert table.step[SICK] == table.step[0]  # time goes on
+    assert set(np.unique(table.stage[SICK])) <= {S.DORMANT, S.FOSSILIZED, S.PRUNED, S.EMBARGOED, S.RESETTING}
+    measured = plot.validate(engine.data.val, engine.calibration)
+    assert table.quality[SICK] == pytest.approx(measured.scores[0, :, 0].mean().item(), abs=1e-6)
+    assert table.val_loss[SICK] == pytest.approx(-measured.scores[0, :, 1].mean().item(), rel=1e-5)
+
+
+# -- the faults
+
+
+def once(plot: Plot, act: Callable[[Tensor], Tensor]) -> None:
+    """On the second batch from now something happens to the inputs, and then never again."""
+    seen = []
+
+    def forward(body: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+        seen.append(1)
+        if len(seen) == 2:
+            if x.is_floating_point():
+                x = act(x.clone())
+            else:  # tokens cannot be spoilt, what they are turned into can
+                loss, correct = process_train_batch(body, x, y)
+                return loss * act(torch.ones(3, 3)).sum(), correct
+        return process_train_batch(body, x, y)
+
+    plot.forward = forward
+
+
+def spoil(value: float) -> Callable[[Plot], None]:
+    def act(x: Tensor) -> Tensor:
+        x[0] = value
+        return x
+
+    return lambda plot: once(plot, act)
+
+
+def fail(error: Exception) -> Callable[[Plot], None]:
+    def act(x: Tensor) -> Tensor:
+        raise error
+
+    return lambda plot: once(plot, act)
+
+
+def explode(plot: Plot) -> None:
+    for group in plot.optimizer.param_groups:
+        group["lr"] = 1e30
+
+
+def fail_validation(error: Exception) -> Callable[[Plot], None]:
+    def inject(plot: Plot) -> None:
+        validate, left = plot.validate, [error]
+
+        def validated(*args: Any) -> Coalitions:
+            if left:
+                raise left.pop()
+            return validate(*args)
+
+        plot.validate = validated  # type: ignore[method-assign]
+
+    return inject
+
+
+def spoil_validation(value: float) -> Callable[[Plot], None]:
+    def inject(plot: Plot) -> None:
+        validate, left = plot.validate, [value]
+
+        def validated(*args: Any) -> Coalitions:
+            found = validate(*args)
+            if left:
+                found.scores[:, 0] = left.pop()
+            return found
+
+        plot.validate = validated  # type: ignore[method-assign]
+
+    return inject
+
+
+FAULTS: dict[str, tuple[Callable[[Plot], None], str]] = {
+    "nan": (spoil(math.nan), "nonfinite_loss"),
+    "inf": (spoil(math.inf), "nonfinite_loss"),
+    "learning rate": (explode, "nonfinite_loss"),
+    "error": (fail(ValueError("a bad batch")), "exception"),
+    "out of memory": (fail(torch.OutOfMemoryError("out of memory")), "exception"),
+    "no memory": (fail(MemoryError("out of memory")), "exception"),
+    "error in validation": (fail_validation(RuntimeError("a bad split")), "exception"),
+    "out of memory in validation": (fail_validation(torch.OutOfMemoryError("out of memory")), "exception"),
+    "no memory in validation": (fail_validation(MemoryError("out of memory")), "exception"),
+    "nan in validation": (spoil_validation(math.nan), "nonfinite_loss"),
+    "inf in validation": (spoil_validation(-math.inf), "nonfinite_loss"),
+}
+
+
+def disturbed(task: str, target: SeedStage, fault: str) -> Life:
+    """A life with a fault after the seed has come so far; then the step in which it shows."""
+    life = Life(TASKS[task](), target)
+    inject, alarm = FAULTS[fault]
+    inject(life.engine.plots[SICK])
+    life.step()
+    assert [(a.env, a.alarm, a.action) for a in life.engine.alarms] == [(SICK, alarm, "rolled back")]
+    assert life.engine.table.rollbacks.tolist() == [0, 1, 0]
+    return life
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+@pytest.mark.parametrize("target", STAGES, ids=lambda s: s.name)
+def test_a_fault_in_one_environment_is_undone_there_and_unknown_to_the_others(target: SeedStage, fault: str) -> None:
+    life = disturbed("digits", target, fault)
+    (alarm,) = life.engine.alarms
+    assert_restored(life, alarm.restored_step)
+    for _ in range(2):
+        life.step()
+        assert life.engine.alarms == []  # once is enough
+    assert [fingerprint(life.engine, env) for env in OTHERS] == undisturbed("digits", target, 3)
+    assert np.isfinite(life.engine.table.quality).all()
+
+
+@pytest.mark.parametrize("fault", ["nan", "out of memory", "no memory in validation"])
+@pytest.mark.parametrize("target", [S.TRAINING, S.HOLDING, S.FOSSILIZED], ids=lambda s: s.name)
+@pytest.mark.parametrize("task", ["images", "words"])
+def test_so_it_is_with_norms_with_dropout_and_with_adam(task: str, target: SeedStage, fault: str) -> None:
+    life = disturbed(task, target, fault)
+    (alarm,) = life.engine.alarms
+    assert_restored(life, alarm.restored_step)
+    life.step()
+    assert life.engine.alarms == []
+    assert [fingerprint(life.engine, env) for env in OTHERS] == undisturbed(task, target, 2)
+
+
+@pytest.fixture
+def bomb() -> Iterator[list[Exception]]:
+    """A blueprint that can be priced, but raises what the list holds when it is built."""
+    armed: list[Exception] = []
+
+    @blueprint("bomb", layouts=("vector", "map"))
+    def make(dim: int) -> nn.Module:
+        if armed:
+            raise armed.pop()
+        return nn.Sequential(nn.Linear(dim, dim))
+
+    yield armed
+    unregister("bomb")
+
+
+@pytest.mark.parametrize("error", [ValueError("no"), torch.OutOfMemoryError("no"), MemoryError("no")], ids=repr)
+@pytest.mark.parametrize("other", [S.DORMANT, S.TRAINING, S.BLENDING, S.FOSSILIZED], ids=lambda s: s.name)
+def test_a_seed_that_cannot_be_built_is_undone(bomb: list[Exception], error: Exception, other: SeedStage) -> None:
+    side_by_side = msgspec.structs.replace(BY_HAND, one_at_a_time=False)
+
+    def run(armed: bool) -> Life:
+        life = Life(digits(), other)
+        life.engine.rules = side_by_side
+        actions = wait_everywhere(3)
+        actions[SICK, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, 2, blueprint_index("bomb")
+        bomb[:] = [error] if armed else []
+        if armed:
+            assert life.engine.step(actions).happened.all()
+        else:
+            life.engine.step(wait_everywhere(3))
+        return life
+
+    sick, sound = run(True), run(False)
+    (alarm,) = sick.engine.alarms
+    assert (alarm.env, alarm.alarm, alarm.action) == (SICK, "exception", "rolled back")
+    assert_restored(sick, alarm.restored_step)
+    assert sick.engine.table.stage[SICK, 2] == S.PRUNED
+    assert sick.engine.table.cooldown[SICK, 2] == 7
+    for env in OTHERS:
+        assert fingerprint(sick.engine, env) == fingerprint(sound.engine, env)
+    sick.engine.step(wait_everywhere(3))
+    assert sick.engine.alarms == []
+
+
+def test_surgery_that_fails_half_way_leaves_no_seed_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed is in its slot, but the optimiser could not take it in."""
+    life = Life(digits(), S.DORMANT)
+    surgeon = life.engine.plots[SICK].surgeon
+    monkeypatch.setattr(surgeon, "_settle", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
+    life.target = S.GERMINATED
+    life.step()
+    monkeypatch.undo()
+    (alarm,) = life.engine.alarms
+    assert_restored(life, alarm.restored_step)
+    life.target = S.TRAINING
+    for _ in range(12):
+        life.step()
+    assert life.engine.table.stage[SICK, 0] == S.TRAINING  # what failed may be tried again
+
+
+# -- what a rollback is
+
+
+def poison(plot: Plot) -> None:
+    with torch.no_grad():
+        for p in plot.body.parameters():
+            p.fill_(math.nan)
+
+
+def test_a_fossil_newer_than_the_snapshot_is_removed_and_nothing_goes_round_in_circles() -> None:
+    life = Life(digits(), S.HOLDING)
+    engine = life.engine
+    engine.governor._sound[SICK] = False  # something looked wrong, so the commit is not part of a snapshot
+    life.target = S.FOSSILIZED
+    life.step()
+    assert engine.table.stage[SICK, 0] == S.FOSSILIZED
+    assert engine.governor._rows.stage[SICK, 0] != S.FOSSILIZED
+    poison(engine.plots[SICK])
+    life.step()
+    (alarm,) = engine.alarms
+    assert alarm.action == "rolled back"
+    assert_restored(life, alarm.restored_step)
+    table = engine.table
+    assert (table.stage[SICK, 0], table.cooldown[SICK, 0], table.params[SICK, 0]) == (S.PRUNED, 7, 0)
+    for _ in range(10):
+        engine.step(wait_everywhere(3))
+        assert engine.alarms == []
+    assert engine.table.rollbacks[SICK] == 1
+
+
+def test_a_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
+    life = Life(digits(), S.FOSSILIZED)
+    fossil = list(life.engine.plots[SICK].body.slots["r0c0"].parameters())
+    committed = len(life.past) - 1
+    poison(life.engine.plots[SICK])
+    life.step()
+    (alarm,) = life.engine.alarms
+    assert alarm.restored_step == committed - 1  # at once, on its commit
+    assert_restored(life, alarm.restored_step)
+    assert list(life.engine.plots[SICK].body.slots["r0c0"].parameters()) == fossil
+    assert life.engine.table.stage[SICK, 0] == S.FOSSILIZED
+    assert life.engine.table.serial[SICK, 0] == 0
+    assert all(torch.isfinite(p).all() for p in fossil)
+
+
+def test_fossils_planted_before_the_first_step_are_part_of_the_first_snapshot() -> None:
+    engine = Engine(digits(), [0])
+    engine.plant_fossils(0, {"r0c1": ("lora", 0)})  # type: ignore[dict-item]
+    poison_at_once = engine.plots[0]
+    weights = kept(poison_at_once)
+    spoil(math.nan)(poison_at_once)
+    engine.step(wait_everywhere(1))
+    assert engine.table.stage[0].tolist() == [S.DORMANT, S.FOSSILIZED, S.DORMANT]
+    for p in poison_at_once.body.parameters():
+        assert torch.equal(kept(poison_at_once)[id(p)][0], weights[id(p)][0])
+
+
+def test_the_optimisers_state_is_restored_even_if_it_was_lost() -> None:
+    life = Life(digits(), S.FOSSILIZED, 5)
+    life.engine.plots[SICK].optimizer.state.clear()
+    spoil(math.nan)(life.engine.plots[SICK])
+    life.step()
+    assert_restored(life, life.engine.alarms[0].restored_step)
+
+
+def test_cooldown_starts_at_once_and_runs_as_after_any_prune() -> None:
+    life = disturbed("digits", S.BLENDING, "nan")
+    table, labels = life.engine.table, []
+    for _ in range(8):
+        labels.append(S(int(table.stage[SICK, 0])))
+        life.engine.step(wait_everywhere(3))
+    assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
+
+
+def test_a_cooldown_that_was_running_runs_on() -> None:
+    life = Life(digits(), S.EMBARGOED)
+    left = int(life.engine.table.cooldown[SICK, 0])
+    spoil(math.nan)(life.engine.plots[SICK])
+    life.step()
+    assert life.engine.alarms[0].action == "rolled back"
+    assert life.engine.table.cooldown[SICK, 0] == left - 1
+
+
+def test_the_table_goes_back_but_for_time() -> None:
+    life = Life(digits(), S.TRAINING, 6)
+    before = life.engine.table.rows([SICK])
+    spoil(math.nan)(life.engine.plots[SICK])
+    life.engine.step(decide(life.engine, S.TRAINING))
+    (alarm,) = life.engine.alarms
+    now, then = life.engine.table.rows([SICK]), life.past[alarm.restored_step]["table"]
+    assert alarm.restored_step < before.step[0]
+    assert now.step[0] == before.step[0] + 1
+    assert now.next_serial[0] == before.next_serial[0] == 1
+    assert now.rollbacks[0] == 1
+    np.testing.assert_array_equal(now.loss_history[0, :-1], then.loss_history[0, 1:])
+    assert now.loss_history[0, -1] == now.val_loss[0] == pytest.approx(float(then.val_loss[0]), rel=1e-6)
+    assert now.train_loss[0] == then.train_loss[0]
+    assert now.quality_best_env[0] == then.quality_best_env[0]
+
+
+def test_what_cannot_be_validated_even_then_stands_as_it_is_remembered() -> None:
+    life = Life(digits(), S.TRAINING, 4)
+    plot = life.engine.plots[SICK]
+    plot.validate = lambda *_: (_ for _ in ()).throw(RuntimeError("never"))  # type: ignore[method-assign]
+    life.step()
+    (alarm,) = life.engine.alarms
+    then = life.past[alarm.restored_step]["table"]
+    assert life.engine.table.quality[SICK] == then.quality[0]
+    assert life.engine.table.val_loss[SICK] == then.val_loss[0]
+    worth = CounterfactualHelper().process_batch(life.engine)
+    assert worth[SICK].slots == ()
+    assert math.isnan(worth[SICK].quality)
+
+
+def test_weights_that_are_not_finite_are_seen_though_no_loss_shows_them() -> None:
+    """The embedding of a position that no text reaches."""
+    task = replace(words(), host_kwargs={**words().host_kwargs, "block_size": 9})
+    engine = Engine(task, [0])
+    engine.step(wait_everywhere(1))
+    with torch.no_grad():
+        engine.plots[0].body.model.positions.weight[8, 0] = math.nan
+    engine.step(wait_everywhere(1))
+    assert [(a.alarm, a.action) for a in engine.alarms] == [("nonfinite_weights", "rolled back")]
+    assert all(torch.isfinite(p).all() for p in engine.plots[0].body.parameters())
+    engine.step(wait_everywhere(1))
+    assert engine.alarms == []
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_everything_that_the_host_feels_is_looked_at_and_an_isolated_seed_is_not(task: str) -> None:
+    for target in (S.TRAINING, S.BLENDING, S.FOSSILIZED):
+        plot = Life(TASKS[task](), target).engine.plots[SICK]
+        averages = dict(zip(plot.average.params, plot.average.average, strict=True))
+        seed = [averages[p] for p in plot.body.slots["r0c0"].parameters()]
+        felt = [averages[p] for p in plot.body.model.parameters()] + (seed if target != S.TRAINING else [])
+        felt += [b for name, b in plot.body.model.named_buffers() if "running" in name]
+        assert math.isfinite(plot.vital)
+        for tensor in felt:
+            first = (0,) * tensor.dim()
+            old = tensor[first].item()
+            tensor[first] = math.nan
+            assert not math.isfinite(plot.vital)
+            tensor[first] = old
+        if target == S.TRAINING:
+            for tensor in seed:
+                tensor.fill_(math.nan)
+        assert math.isfinite(plot.vital)
+
+
+# -- trouble that does not go away
+
+
+def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suffers() -> None:
+    life = Life(digits(), S.FOSSILIZED, 3)
+    engine = life.engine
+    engine.plots[SICK].forward = lambda body, x, y: process_train_batch(body, x * math.nan, y)
+
+    def tensors() -> int:
+        gc.collect()
+        return sum(issubclass(type(o), Tensor) for o in gc.get_objects())
+
+    engine.step(wait_everywhere(3))
+    engine.step(wait_everywhere(3))
+    weights = kept(engine.plots[SICK])
+    held = tensors()
+    for n in range(8):
+        engine.step(wait_everywhere(3))
+        assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(SICK, "nonfinite_loss", "rolled back")]
+        assert engine.table.rollbacks[SICK] == n + 3
+    assert tensors() == held
+    assert engine.table.step[SICK] == engine.table.step[0]
+    assert np.isfinite(engine.table.quality).all()
+    for p in engine.plots[SICK].body.parameters():
+        assert all(torch.equal(a, b) for a, b in zip(kept(engine.plots[SICK])[id(p)], weights[id(p)], strict=True))
+    engine.plots[SICK].forward = process_train_batch
+    engine.step(wait_everywhere(3))
+    assert engine.alarms == []
+
+
+def test_a_host_that_falls_back_to_guessing_is_restored_on_the_third_step_in_a_row() -> None:
+    life = Life(images(), S.DORMANT, 20)
+    engine = life.engine
+    plot, before = engine.plots[SICK], engine.table.val_loss[SICK]
+    assert before < 0.7 < math.log(3)
+    plot.optimizer.param_groups[0]["lr"] = 0.0
+    with torch.no_grad():
+        for tensor in (*plot.body.model.head.parameters(), *plot.average.average[-2:]):
+            tensor.zero_()
+    actions = []
+    for _ in range(3):
+        life.step()
+        actions += [(a.env, a.alarm, a.action) for a in engine.alarms]
+    assert actions == [(SICK, "collapse", "counted"), (SICK, "collapse", "counted"), (SICK, "collapse", "rolled back")]
+    assert_restored(life, engine.alarms[0].restored_step)
+    assert engine.table.val_loss[SICK] < 0.75  # measured anew
+
+
+def test_an_exploding_but_finite_host_is_restored_with_its_learning_rate() -> None:
+    life = Life(digits(), S.DORMANT, 9)
+    for group in life.engine.plots[SICK].optimizer.param_groups:
+        group["lr"] = 300.0
+    seen = []
+    for _ in range(3):
+        life.step()
+        seen += [(a.alarm, a.action) for a in life.engine.alarms]
+    assert seen == [("divergence", "counted")] * 2 + [("divergence", "rolled back")]
+    assert_restored(life, life.engine.alarms[0].restored_step)
+
+
+def test_an_error_in_every_environment_three_steps_in_a_row_ends_the_run() -> None:
+    engine = Engine(digits(), [0, 1])
+
+    def broken(*_: Any) -> Any:
+        raise KeyError("a bug")
+
+    for plot in engine.plots:
+        plot.forward = broken
+    for _ in range(2):
+        engine.step(wait_everywhere(2))
+        assert [a.alarm for a in engine.alarms] == ["exception"] * 2
+    engine.plots[0].forward = process_train_batch
+    engine.step(wait_everywhere(2))  # somebody is well: it was no fault of the program
+    engine.plots[0].forward = broken
+    for _ in range(2):
+        engine.step(wait_everywhere(2))
+    with pytest.raises(TrainingError, match=r"every environment failed, 3 steps in a row.*KeyError: 'a bug'") as told:
+        engine.step(wait_everywhere(2))
+    assert isinstance(told.value.__cause__, KeyError)
+
+
+def test_an_interruption_is_no_sickness() -> None:
+    engine = Engine(digits(), [0, 1])
+
+    def interrupted(*_: Any) -> Any:
+        raise KeyboardInterrupt
+
+    engine.plots[1].forward = interrupted
+    with pytest.raises(KeyboardInterrupt):
+        engine.step(wait_everywhere(2))
+
+
+def test_an_error_is_told_once_with_its_place_and_lets_go_of_what_it_held() -> None:
+    engine = Engine(digits(), [0, 1])
+    held: list[weakref.ref[Tensor]] = []
+
+    def greedy(body: nn.Module, x: Tensor, y: Tensor) -> Any:
+        much = torch.zeros(1000)
+        held.append(weakref.ref(much))
+        try:
+            raise ValueError("inner")
+        except ValueError as error:
+            raise torch.OutOfMemoryError(f"tried to\nallocate {much.numel()}") from error
+
+    def restore(env: int, table: SlotTable) -> Any:
+        assert held[-1]() is None  # memory may be short just now
+        return roll_back(env, table)
+
+    roll_back, engine.governor.roll_back = engine.governor.roll_back, restore  # type: ignore[method-assign]
+    engine.plots[1].forward = greedy
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        engine.step(wait_everywhere(2))
+        first = engine.alarms[0].text
+        engine.step(wait_everywhere(2))
+        assert engine.alarms[0].text == ""
+    assert len(held) == 2
+    assert first.startswith("OutOfMemoryError: tried to allocate 1000 (engine.py:")
+    assert "test_governor_faults.py" in first
+    assert "/" not in first
+    assert [str(w.message) for w in told] == [f"an error in environment 1, step 1; the others go on: {first}"]
+
+
+def test_a_snapshot_that_cannot_be_taken_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = Engine(digits(), [0, 1])
+    for _ in range(4):
+        engine.step(wait_everywhere(2))
+    monkeypatch.setattr(engine.governor.snapshots[1], "take", lambda: (_ for _ in ()).throw(MemoryError("full")))
+    engine.step(wait_everywhere(2))
+    assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(1, "exception", "seen")]
+    assert engine.governor._rows.step.tolist() == [5, 0]
+    monkeypatch.undo()
+    spoil(math.nan)(engine.plots[1])
+    engine.step(wait_everywhere(2))
+    assert engine.alarms[0].restored_step == 0
+
+
+# -- no environment's luck hangs on another's
+
+
+def test_dropout_falls_the_same_alone_and_among_others_whoever_else_draws() -> None:
+    def run(worlds: list[int], noise: bool) -> Engine:
+        engine = Engine(words(), worlds)
+        for _ in range(3):
+            engine.step(wait_everywhere(len(worlds)))
+            if noise:
+                torch.rand(7)
+        return engine
+
+    torch.manual_seed(1)
+    together = run([3, 4], noise=True)
+    torch.manual_seed(2)
+    state = torch.get_rng_state()
+    alone = run([4], noise=False)
+    assert torch.equal(torch.get_rng_state(), state)  # and nobody else's luck hangs on it
+    assert fingerprint(together, 1) == fingerprint(alone, 0)
+    plot = together.plots[0]
+    assert not torch.equal(plot.train_epoch(9), plot.train_epoch(10))
+
+
+# -- what it costs
+
+
+def grounded(worlds: list[int], epochs: int = 8, **reward: Any) -> GrowthVectorEnv:
+    ground = HostGround(replace(digits(), epochs=epochs), rules=LIVELY)
+    return GrowthVectorEnv(ground, worlds, reward=RewardConfig(**reward))
+
+
+def test_a_rollback_is_paid_in_its_own_step_and_is_no_end() -> None:
+    env = grounded([0, 1])
+    env.reset()
+    for _ in range(4):
+        env.step(wait_everywhere(2))
+    before = env.utility
+    spoil(math.nan)(env.ground.engine.plots[1])  # type: ignore[attr-defined]
+    _, paid, ended, cut, info = env.step(wait_everywhere(2))
+    assert env.ground.alarms[0].action == "rolled back"
+    np.testing.assert_allclose(paid, env.utility - before - [0.0, 0.1], atol=1e-6)
+    assert not ended.any()
+    assert not cut.any()
+    assert info["quality"][1] == env.ground.table.quality[1]
+    assert np.isfinite(info["quality"]).all()
+    _, paid, *_ = env.step(wait_everywhere(2))
+    assert abs(paid).max() < 0.1 + 1e-6
+    np.testing.assert_allclose(env.frame.rollbacks, [0, 1])
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_nobody_gains_by_crashing_a_host(seed: int) -> None:
+    """Whatever is done before and after, a crash pays what its restored host is worth, minus the penalty.
+
+    So the return of a path with crashes is what the path's end is worth above its beginning, minus all penalties, and
+    coming back to a snapshot of the bare host earns nothing but the penalty.
+    """
+    rng, penalty, epochs = np.random.default_rng(seed), 0.1, 7
+    env = grounded([0, 1, 2], epochs)
+    env.reset()
+    engine: Engine = env.ground.engine  # type: ignore[attr-defined]
+    crashes = rng.random((epochs, 3)) < 0.3
+    crashes[-1, 0] = True  # at the very end, too
+    worth = [env.utility]
+    quality: list[Floats] = [env.ground.table.quality.copy()]
+    total, grown = np.zeros(3), np.zeros(3, dtype=bool)
+    for t in range(epochs):
+        for e in np.nonzero(crashes[t])[0]:
+            FAULTS[str(rng.choice(["nan", "error", "nan in validation"]))][0](engine.plots[e])
+        actions = random_legal_actions(engine.table, LIVELY, rng)
+        obs, paid, ended, _, _ = env.step(actions)
+        total += paid
+        assert np.isfinite(obs).all()
+        worth.append(env.utility)
+        quality.append(env.ground.table.quality.copy())
+        assert ended.all() == (t == epochs - 1)
+        hit = {a.env: a for a in engine.alarms if a.action == "rolled back"}
+        assert set(hit) == set(np.nonzero(crashes[t])[0].tolist())
+        np.testing.assert_allclose(paid, worth[-1] - worth[-2] - penalty * crashes[t], atol=1e-6)
+        for e, alarm in hit.items():
+            live = (env.ground.table.stage[e] >= 1) & (env.ground.table.stage[e] <= 4)
+            assert not live.any()
+            if not grown[e] and alarm.restored_step:  # nothing had grown by then: the same host, the same quality
+                then = quality[alarm.restored_step][e]
+                assert env.ground.table.quality[e] == pytest.approx(then, abs=1e-6)
+        grown |= (env.ground.table.stage >= S.BLENDING).any(1)
+        np.testing.assert_array_equal(env.utility, utility(env.frame, env.config))
+    n = crashes.sum(0)
+    np.testing.assert_array_equal(env.ground.table.rollbacks, n)
+    np.testing.assert_allclose(total, worth[-1] - worth[0] - penalty * n, atol=1e-5)
+
+
+# -- what is told
+
+
+class Listener(list[Event]):
+    def wants(self, kind: type[Event]) -> bool:
+        return True
+
+    def emit(self, event: Event) -> None:
+        events.encode(event)
+        self.append(event)
+
+    def of(self, kind: type[Any]) -> list[Any]:
+        return [e for e in self if type(e) is kind]
+
+
+def told(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, Engine]:
+    """The events of a life with a fault in the step that leads from one stage on."""
+    engine, hub = Engine(digits(), [4, 5, 6], rules=BY_HAND), Listener()
+    emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[4, 5, 6], host_params=1000, envs=[10, 11, 12])
+    for t in range(40):
+        arrived = engine.table.stage[SICK, 0] == target and t >= 2
+        if arrived:
+            FAULTS[fault][0](engine.plots[SICK])
+            hub.clear()
+        actions = decide(engine, then if arrived else target)
+        emit.step(engine.table, actions, engine.step(actions))
+        emit.governed(engine.alarms)
+        if arrived:
+            break
+    emit.episode(engine.table, ["a", "b", "c"])
+    return hub, engine
+
+
+@pytest.mark.parametrize(
+    ("target", "then", "lives"),
+    [
+        (S.TRAINING, S.TRAINING, [("TRAINING", "PRUNED", "governor")]),
+        (S.DORMANT, S.GERMINATED, [("DORMANT", "GERMINATED", "controller"), ("GERMINATED", "PRUNED", "governor")]),
+        (S.TRAINING, S.BLENDING, [("TRAINING", "BLENDING", "controller"), ("BLENDING", "PRUNED", "governor")]),
+        (S.HOLDING, S.FOSSILIZED, [("HOLDING", "FOSSILIZED", "controller")]),  # kept: its commit is a snapshot
+        (S.DORMANT, S.DORMANT, []),
+    ],
+)
+@pytest.mark.parametrize("fault", ["nan", "error"])
+def test_a_rollback_is_told_with_the_lives_it_ended(
+    target: SeedStage, then: SeedStage, lives: list[Any], fault: str
+) -> None:
+    hub, engine = told(target, then, fault)
+    assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == lives
+    (event,) = hub.of(events.Governor)
+    (alarm,) = engine.alarms
+    assert (event.env, event.episode, event.step) == (11, 0, engine.table.step[SICK])
+    assert (event.alarm, event.action, event.restored_step) == (FAULTS[fault][1], "rolled back", alarm.restored_step)
+    assert (event.value is None) == (fault == "error")
+    assert [x.rollbacks for x in hub.of(events.Episode)] == [0, 1, 0]
+    health = hub.of(events.Health)
+    assert [x.text.startswith("env 11 step") and "a bad batch" in x.text for x in health] == [True] * (fault == "error")
+
+
+def test_a_seed_that_germinated_trained_and_was_expelled_in_one_step_is_told_so() -> None:
+    rules = Rules(thresholds=Thresholds(blend_dwell=1))  # GERMINATED → TRAINING by itself
+    engine, hub = Engine(digits(), [0], rules=rules), Listener()
+    emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[0], host_params=1000)
+    spoil(math.nan)(engine.plots[0])
+    actions = wait_everywhere(1)
+    actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
+    emit.step(engine.table, actions, engine.step(actions))
+    assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == [
+        ("DORMANT", "GERMINATED", "controller"),
+        ("GERMINATED", "TRAINING", "rules"),
+        ("TRAINING", "PRUNED", "governor"),
+    ]
+
+
+def test_patience_and_the_rest_are_settings_of_the_engine() -> None:
+    life = Life(digits(), S.DORMANT, 9, governor=GovernorConfig(patience=1, snapshot_every=2))
+    for group in life.engine.plots[SICK].optimizer.param_groups:
+        group["lr"] = 300.0
+    life.step()
+    assert [(a.alarm, a.action) for a in life.engine.alarms] == [("divergence", "rolled back")]
+    assert life.engine.alarms[0].restored_step % 2 == 0

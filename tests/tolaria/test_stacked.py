@@ -1,0 +1,277 @@
+"""Stacked training: the same as the loop over environments, row by row, whatever happens to single rows."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.actions import Head, Op, Operator
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import Ints, SlotTable
+from esper.leyline.stages import SeedStage, Thresholds
+from esper.tolaria.engine import Engine, EngineConfig, Plot
+from esper.tolaria.stacked import Stack, cannot, choose
+from esper.tolaria.tasks import Task
+
+QUICK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=0)
+HOSTS = {
+    "mlp": {"width": 8, "layers": 3},
+    "pixels": {"base": 2, "blocks": 3, "kernel": 1},
+    "shapes": {"base": 4, "blocks": 2, "kernel": 3},
+}
+
+
+@pytest.fixture
+def double() -> Iterator[None]:
+    """Where rounding is far below what a mistake would make."""
+    torch.set_default_dtype(torch.float64)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@lru_cache
+def task(host: str, dtype: torch.dtype = torch.float32) -> Task:
+    noise = torch.Generator().manual_seed(0)
+    y = torch.randint(4, (240,), generator=noise)
+    shape = (12,) if host == "mlp" else (2, 8, 8)
+    x = torch.randn(240, *shape, generator=noise, dtype=torch.float32)
+    x.flatten(1)[torch.arange(240), 2 * y] += 2.0
+    settings = {"batch": 16, "batches_per_epoch": 4, "lr": 0.05, "seed_lr": 0.03, "weight_decay": 1e-3, "val_size": 20}
+    return Task.from_tensors(host, x.to(dtype), y, host_kwargs=HOSTS[host], **settings)
+
+
+def plots(task: Task, worlds: int = 3, **config: object) -> list[Plot]:
+    data = task.load_data()
+    return [Plot(task, data, world, EngineConfig(**config)) for world in range(worlds)]
+
+
+def engine(task: Task, worlds: int, *, stacked: bool, **config: object) -> Engine:
+    strategy = "stacked" if stacked else "loop"
+    return Engine(task, list(range(worlds)), rules=QUICK, config=EngineConfig(strategy=strategy, **config))
+
+
+def wander(table: SlotTable, luck: np.random.Generator, envs: list[int] | None = None) -> Ints:
+    """Some legal act for each environment (of `envs`); the others wait. Every draw is made whatever is legal."""
+    may = legal(table, QUICK)  # [E, O, S]
+    actions = np.zeros((len(may), len(Head)), dtype=np.int64)
+    for e, ops in enumerate(may):
+        draws = luck.integers(1 << 20, size=4)
+        may_end = draws[3] % 8 == 0  # else nothing would ever grow old
+        able = [(o, s) for o, s in zip(*np.nonzero(ops), strict=True) if o != Op.WAIT and (may_end or o != Op.PRUNE)]
+        if not able or (envs is not None and e not in envs):
+            continue
+        op, slot = able[draws[0] % len(able)]
+        takes = np.nonzero(table.takes[slot])[0]
+        actions[e, Head.OP], actions[e, Head.SLOT] = op, slot
+        actions[e, Head.BLUEPRINT] = takes[draws[1] % len(takes)] if op == Op.GERMINATE else 0
+        actions[e, Head.STYLE] = draws[2] % 3
+    return actions
+
+
+def state(plot: Plot) -> list[Tensor]:
+    momenta = [plot.optimizer.state[p]["momentum_buffer"] for p in plot.body.parameters() if p in plot.optimizer.state]
+    kept = [*plot.body.parameters(), *plot.body.buffers(), *plot.average.average, *momenta]
+    return [t.detach().clone() for t in kept]
+
+
+def assert_close(one: Plot, other: Plot, tolerance: float) -> None:
+    for a, b in zip(state(one), state(other), strict=True):
+        torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
+
+
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
+@pytest.mark.parametrize("host", HOSTS)
+def test_the_stack_comes_to_what_the_loop_comes_to_while_seeds_come_and_go(host: str, incubation: str, double: None):
+    loop, stack = (
+        engine(task(host, torch.float64), 3, stacked=s, incubation=incubation, gradient_telemetry_stride=2)
+        for s in (False, True)
+    )
+    luck, stages = np.random.default_rng(1), set()
+    for each in (loop, stack):
+        each.plant_fossils(0, {"r0c0": ("norm", Operator.ADD)})
+    for step in range(12):
+        actions = wander(loop.table, luck)
+        for each in (loop, stack):
+            each.step(actions)
+            if step == 7:
+                each.governor.roll_back(1, each.table)
+        assert not loop.alarms + stack.alarms
+        np.testing.assert_allclose(stack.table.train_loss, loop.table.train_loss, rtol=1e-9)
+        np.testing.assert_allclose(stack.table.grad_norm, loop.table.grad_norm, rtol=1e-5)
+        np.testing.assert_allclose(stack.table.grad_health, loop.table.grad_health)
+        for one, other in zip(loop.plots, stack.plots, strict=True):
+            assert_close(one, other, 1e-8)
+            assert one.average.updates == other.average.updates
+        stages |= set(loop.table.stage.flatten().tolist())
+    assert {SeedStage.TRAINING, SeedStage.BLENDING, SeedStage.FOSSILIZED, SeedStage.PRUNED} <= stages
+    assert loop.table.rollbacks.tolist() == [0, 1, 0]
+
+
+def test_in_single_precision_the_two_part_only_by_rounding():
+    one, other = plots(task("mlp")), plots(task("mlp"))
+    stack = Stack(other)
+    for step in range(5):
+        expected = [plot.train_epoch(step) for plot in one]
+        stack.train_epoch([step] * 3)
+        torch.testing.assert_close(torch.stack([stack.result(e) for e in range(3)]), torch.stack(expected))
+    for a, b in zip(one, other, strict=True):
+        assert_close(a, b, 1e-5)
+
+
+def test_fossils_share_the_clip_of_their_host_and_each_growing_seed_has_its_own(double: None):
+    strict = replace(task("mlp", torch.float64), clip=0.01)
+    loop, stack = plots(strict), plots(strict)
+    for made in (loop, stack):
+        for plot in made:
+            for name, stage in zip(plot.body.slots, (SeedStage.FOSSILIZED, SeedStage.BLENDING), strict=False):
+                slot = plot.body.plant(name, "mlp_small", seed=plot.world)
+                plot.body.set_slot(slot, stage, 0.7)
+                plot.surgeon._settle(slot, committed=stage == SeedStage.FOSSILIZED)
+            plot.average.resync()
+            plot._regroup()
+    together = Stack(stack)
+    for step in range(3):
+        for plot in loop:
+            plot.train_epoch(step)
+        together.train_epoch([step] * 3)
+    for a, b in zip(loop, stack, strict=True):
+        assert_close(a, b, 1e-12)
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_what_lives_in_one_row_changes_no_bit_of_another(host: str):
+    quiet, lively = (engine(task(host), 4, stacked=True) for _ in range(2))
+    luck, other_luck = np.random.default_rng(2), np.random.default_rng(2)
+    for step in range(10):
+        quiet.step(wander(quiet.table, luck, [0, 3]))
+        lively.step(wander(lively.table, other_luck, [0, 1, 3]))
+        if step == 6:
+            lively.governor.roll_back(1, lively.table)
+    assert not is_same(state(quiet.plots[1]), state(lively.plots[1])[: len(state(quiet.plots[1]))])
+    for e in (0, 2, 3):
+        assert is_same(state(quiet.plots[e]), state(lively.plots[e]))
+
+
+class Stumbling(nn.Module):
+    def __init__(self, seed: nn.Module) -> None:
+        super().__init__()
+        self.seed, self.calls = seed, 0
+
+    def forward(self, h: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 3:
+            raise ArithmeticError("this seed stumbles")
+        return self.seed(h)
+
+
+def test_an_error_or_a_nan_stays_in_its_row():
+    sound, sick = plots(task("mlp"), 4), plots(task("mlp"), 4)
+    slot = sick[1].body.plant("r0c1", "mlp_small")
+    sick[1].body.set_slot(slot, SeedStage.BLENDING, 1.0)
+    sick[1].surgeon._settle(slot)
+    sick[1].average.resync()
+    sick[1]._regroup()
+    one, other = Stack(sound), Stack(sick)
+    slot.seed = Stumbling(slot.seed)
+    with torch.no_grad():
+        sick[2].body.model.head.bias[0] = torch.nan
+    one.train_epoch([0] * 4)
+    other.train_epoch([0] * 4)
+
+    with pytest.raises(ArithmeticError, match="stumbles"):
+        other.result(1)
+    assert other.result(2)[0].isnan()
+    for e in (0, 3):
+        assert torch.equal(one.result(e), other.result(e))
+        assert is_same(state(sound[e]), state(sick[e]))
+
+
+def test_whoever_holds_a_tensor_of_a_plot_sees_it_learn():
+    made = plots(task("pixels"))
+    stack = Stack(made)
+    held = [t for plot in made for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
+    before = [t.detach().clone() for t in held]
+    stack.train_epoch([0] * 3)
+    now = [t for plot in made for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
+    assert all(a is b for a, b in zip(held, now, strict=True))
+    changed = [not torch.equal(a, b) for a, b in zip(before, held, strict=True)]
+    assert sum(changed) > 0.8 * len(changed)  # alpha does not
+
+
+def test_augmented_images_are_those_of_the_loop():
+    base = task("pixels")
+    augmented = replace(base, augment=True, data=replace(base.data, black=(0.0, 0.0)))
+    one, other = plots(augmented), plots(augmented)
+    stack = Stack(other)
+    stack.train_epoch([3] * 3)
+    for e, plot in enumerate(one):
+        torch.testing.assert_close(stack.result(e), plot.train_epoch(3))
+
+
+def test_the_callers_luck_is_left_alone():
+    stack = Stack(plots(task("mlp")))
+    before = torch.get_rng_state()
+    stack.train_epoch([0] * 3)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+class Mixing(nn.Module):
+    """Looks across channels without a weight of its own: nothing tells it to keep rows apart."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h - h.mean(1, keepdim=True)
+
+
+def test_a_host_that_cannot_be_widened_is_left_to_the_loop():
+    mixing, unknown = plots(task("pixels")), plots(task("pixels"))
+    for made, odd in ((mixing, Mixing()), (unknown, nn.GroupNorm(1, 2))):
+        for plot in made:
+            plot.body.model.pools[0] = odd
+    with pytest.raises(ConfigError, match="do not answer as they do one by one"):
+        Stack(mixing)
+    with pytest.raises(ConfigError, match="GroupNorm"):
+        Stack(unknown)
+
+
+def test_what_a_stack_cannot_do_is_said():
+    frozen = plots(task("mlp"))
+    frozen[2].body.model.head.bias.requires_grad_(False)
+    cases = {
+        "only one": plots(task("mlp"), 1),
+        "AdamW": plots(replace(task("mlp"), optimiser="adamw")),
+        "frozen": frozen,
+    }
+    for why, made in cases.items():
+        assert why in cannot(made)
+        assert choose(made) == "loop"
+        with pytest.raises(ConfigError, match=why):
+            Stack(made)
+
+
+def test_choosing_leaves_the_plots_as_they_are():
+    made = plots(task("mlp"))
+    before, luck = [state(plot) for plot in made], torch.get_rng_state()
+    assert choose(made) in ("loop", "stacked")
+    assert all(is_same(a, state(plot)) for a, plot in zip(before, made, strict=True))
+    assert all(not plot.optimizer.state for plot in made)
+    assert torch.equal(luck, torch.get_rng_state())
+
+
+def test_an_engine_takes_the_strategy_it_is_told_and_a_lone_host_needs_none() -> None:
+    for strategy in ("loop", "stacked"):
+        assert Engine(task("mlp"), [0, 1], config=EngineConfig(strategy=strategy)).strategy == strategy
+    assert Engine(task("mlp"), [0, 1], config=EngineConfig(strategy="auto")).strategy in ("loop", "stacked")
+    assert Engine(task("mlp"), [0], config=EngineConfig(strategy="stacked")).strategy == "loop"
+    with pytest.raises(ConfigError, match="'loop', 'stacked' or 'auto'"):
+        EngineConfig(strategy="fast")
