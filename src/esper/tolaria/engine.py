@@ -63,8 +63,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """When a host counts as sick."""
     strategy: Strategy = "loop"
     """Train environments one by one (`loop`), small ones as one stack (`stacked`), or as a short measurement at the
-    start finds faster (`auto`). A stack's last bits depend on how many it holds, a measurement on the machine's mood: only
-    `loop` gives the same run bit for bit in any company."""
+    start finds faster (`auto`). The last bits of a stack depend on how many it holds, and a measurement on the mood of
+    the machine: only `loop` gives the same run bit for bit in any company."""
 
     def __post_init__(self) -> None:
         if self.shadow_every < 1 or self.gradient_telemetry_stride < 1:
