@@ -6,10 +6,10 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 PICK := $(if $(SLOW),,-m "not slow")
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: run test torture lint check clean help
+.PHONY: run test torture bench-check lint check clean help
 
 help:  ## this list
-	@grep -E '^[a-z]+:.*##' Makefile | sed -E 's/:.*##/\t/'
+	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/'
 
 run: $(STAMP)  ## train a policy on embedded data for two minutes, compare it, and write a report
 	$(BIN)/esper train --preset quick
@@ -19,6 +19,9 @@ test: $(STAMP)  ## the fast tests; SLOW=1 for every test
 
 torture: $(STAMP)  ## kill a training run 100 times; it must end as if nothing had happened
 	$(BIN)/python tests/torture.py 100
+
+bench-check: $(STAMP)  ## compare speed ratios with the stored ones; fails on a loss of more than 15 %
+	$(BIN)/esper bench check
 
 lint: $(STAMP)  ## ruff, format, types
 	$(BIN)/ruff check .

@@ -309,6 +309,19 @@ def bench_workers(
     run_bench(workers=workers, repeats=repeats, as_json=json, quick=quick)
 
 
+@bench_app.command("check")
+def bench_check(
+    against: Annotated[Path, typer.Option(help="The stored ratios.")] = Path("benchmarks/ratios.json"),
+    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are compared.")] = 9,
+    update: Annotated[bool, typer.Option("--update", help="Store what is measured now.")] = False,
+) -> None:
+    """Compare this machine's ratios with stored ones: a loss of more than 15 % is an error (exit code 1)."""
+    from esper.commands.bench_check import run_check
+
+    if not run_check(against, repeats=repeats, update=update):
+        raise typer.Exit(1)
+
+
 @bench_app.command("hub")
 def bench_hub(
     repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 15,

@@ -195,7 +195,7 @@ def train_run(path, *, envs=8, rounds=30, epochs=40, status="finished", clean=Tr
                              grad_norm=0.8, lr=3e-4, entropy=entropy, learnable=dict.fromkeys(HEADS, 0.3),
                              return_mean=0.05 + 0.2 * r / rounds, return_sd=0.05, wall_ms=410.0))  # fmt: skip
     if not clean:
-        journal.write(Governor(env=1, episode=rounds - 1, step=12, alarm="loss_not_finite", action="rollback",
+        journal.write(Governor(env=1, episode=rounds - 1, step=12, alarm="loss_not_finite", action="rolled back",
                                value=math.nan, limit=4.2, restored_step=10))  # fmt: skip
         journal.write(Health(source="tensorboard", severity="error", text="sink retired after 3 failures: disk full",
                              counters={"dropped": 412}), lose=5)  # fmt: skip

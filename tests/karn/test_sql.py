@@ -80,7 +80,7 @@ EVENTS = (
     moved(3, "TRAINING", "PRUNED", slot="r0c0", dwell=6, blueprint="attention"),
     step(3, params=150, stages=(6, 5)),
     Worth(**AT, step=3, slot="r0c1", seed=0, blueprint="norm", contribution=0.02, contribution_se=0.01),
-    Governor(**AT, step=3, alarm="divergence", action="rollback", value=9.0, limit=5.0, restored_step=1),
+    Governor(**AT, step=3, alarm="divergence", action="rolled back", value=9.0, limit=5.0, restored_step=1),
     PhaseProfile(phase="train", wall_ms=10.0, cpu_ms=9.0, calls=1),
     PhaseProfile(phase="train", wall_ms=3000.0, cpu_ms=2500.0, calls=3),
     PhaseProfile(phase="validate", wall_ms=1000.0, cpu_ms=900.0, calls=3),

@@ -291,7 +291,7 @@ def test_all_is_clear_when_nothing_is_wrong():
     [
         (step(env=1, train_loss=math.nan), "train loss not finite in digits/1"),
         (step(quality=-math.inf), "quality not finite in digits/0"),
-        (Governor(env=0, episode=0, step=3, alarm="loss_spike", action="rollback"), "loss_spike (rollback)"),
+        (Governor(env=0, episode=0, step=3, alarm="loss_spike", action="rolled back"), "loss_spike (rolled back)"),
         (Health(source="hub", severity="error", text="sink jsonl was retired"), "hub: sink jsonl was retired"),
         (
             Health(source="hub", severity="info", text="-", counters={"Board.given_up": 4.0}),
@@ -383,7 +383,7 @@ def test_the_worst_comes_first_and_what_does_not_fit_is_counted():
 
 
 def test_an_alarm_long_past_is_a_note_beside_the_all_clear():
-    alarm = Governor(env=0, episode=0, step=3, alarm="loss_spike", action="rollback")
+    alarm = Governor(env=0, episode=0, step=3, alarm="loss_spike", action="rolled back")
     model = model_of(small_run(), alarm, *(step(t=t) for t in range(4, 200)), apart=1.0)
 
     assert plain(views.anomaly(model, model.last_s, 100)).startswith("ALL CLEAR   governor: 1 alarm")

@@ -46,6 +46,7 @@ def train_recorded(quick: bool = False) -> Callable[[Level], float]:
                     worth = helper.process_batch(engine)
                     with engine.phases("telemetry"):
                         emit.step(engine.table, actions, outcome, allowed)
+                        emit.governed(engine.alarms)
                         emit.worth(engine.table, worth)
                         emit.phases(engine.phases)
             whole, main = process_time() - whole, thread_time() - main

@@ -182,6 +182,7 @@ class Scene:
                     worth = helper.process_batch(engine)
                 with phases("telemetry"):
                     emit.step(engine.table, actions, outcome, allowed)
+                    emit.governed(engine.alarms)
                     emit.worth(engine.table, worth)
                     emit.phases(phases)
                     self.run.env_steps += 1

@@ -349,7 +349,8 @@ class WatchModel:
 
     def _governor(self, entry: Entry) -> None:
         env = self._env(entry.data)
-        env.governed_step = whole(entry.data.get("step"))
+        if entry.data.get("action") == "rolled back":
+            env.governed_step = whole(entry.data.get("step"))
         self.governor[text(entry.data.get("alarm")) or "alarm"] += 1
         self.last_alarm = entry
 

@@ -1,0 +1,35 @@
+"""The gate of speed: it passes what is as fast as before, and fails what is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from esper.commands.bench_check import run_check
+from esper.leyline.errors import DataError
+
+
+def test_a_loss_beyond_the_limit_fails_and_one_within_it_does_not(tmp_path: Path) -> None:
+    file = tmp_path / "ratios.json"
+    assert run_check(file, repeats=3, update=True, measure=lambda n: {"a": 1.0, "b": 0.002})
+    assert json.loads(file.read_text()) == {"a": 1.0, "b": 0.002}
+    assert run_check(file, repeats=3, update=False, measure=lambda n: {"a": 1.14, "b": 0.0001})
+    assert not run_check(file, repeats=3, update=False, measure=lambda n: {"a": 1.16, "b": 0.002})
+
+
+def test_one_bad_moment_is_no_loss(tmp_path: Path) -> None:
+    file = tmp_path / "ratios.json"
+    run_check(file, repeats=3, update=True, measure=lambda n: {"a": 1.0})
+    moments = iter([1.5, 1.0, 1.05])
+    assert run_check(file, repeats=3, update=False, measure=lambda n: {"a": next(moments)})
+
+
+@pytest.mark.parametrize("content", [None, "{", "[1]", '{"a": "x"}'])
+def test_what_is_no_list_of_ratios_is_said(content: str | None, tmp_path: Path) -> None:
+    file = tmp_path / "ratios.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(DataError, match=r"ratios\.json"):
+        run_check(file, repeats=3, update=False, measure=lambda n: {"a": 1.0})
