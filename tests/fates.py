@@ -87,8 +87,10 @@ def finished(process: subprocess.Popen[bytes], code: int = 0, timeout: float = 3
     return said
 
 
-def survive(run: Path, args: list[str], kills: int, seed: int, say: Any = lambda text: None) -> int:
-    """Start a run, kill it -9 at random moments and resume it, `kills` times, then let it end; the kills it took."""
+def survive(
+    run: Path, args: list[str], kills: int, seed: int, round_s: float = 1.0, say: Any = lambda text: None
+) -> int:
+    """Start a run, kill it -9 at random moments of two rounds and resume it, `kills` times; the kills it took."""
     rng, done = random.Random(seed), 0
     while True:
         begun = (run / CHECKPOINTS).is_dir() and any((run / CHECKPOINTS).iterdir())
@@ -97,7 +99,7 @@ def survive(run: Path, args: list[str], kills: int, seed: int, say: Any = lambda
             finished(process)
             return done
         wait_for_life(run, process, begun)
-        time.sleep(rng.uniform(0.0, 2.5) ** 2 / 2.5)  # more often soon than late: most of the dangers lie at the start
+        time.sleep(rng.uniform(0.0, 2.0 * round_s))
         if process.poll() is not None:
             finished(process)
             return done
@@ -112,6 +114,12 @@ def survive(run: Path, args: list[str], kills: int, seed: int, say: Any = lambda
 def newest(run: Path) -> str:
     saved = Checkpoints(run / CHECKPOINTS).newest() if (run / CHECKPOINTS).is_dir() else None
     return "" if saved is None else saved.name
+
+
+def seconds_per_round(run: Path) -> float:
+    """Of a run that nobody interrupted, as its checkpoints tell."""
+    told = [e.time_s for e in read(run) if e.kind == "checkpoint"]
+    return (told[-1] - told[0]) / (len(told) - 1)
 
 
 def wait_for_life(run: Path, process: subprocess.Popen[bytes], begun: bool) -> None:

@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 
 from esper.nissa.run import read_manifest
-from fates import TINY, esper, fate, finished, is_whole, newest, survive
+from fates import TINY, esper, fate, finished, is_whole, newest, seconds_per_round, survive
 
 pytestmark = pytest.mark.slow
-ROUNDS = ["--rounds", "60"]
+ROUNDS = ["--rounds", "30"]
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +66,7 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
 
 
 def test_a_run_killed_five_times_ends_as_if_nothing_had_happened(calm: Path, tmp_path: Path) -> None:
-    assert survive(tmp_path / "run", [*TINY, *ROUNDS], kills=5, seed=os.getpid()) == 5
+    pace = seconds_per_round(calm)
+    assert survive(tmp_path / "run", [*TINY, *ROUNDS], kills=5, seed=os.getpid(), round_s=pace) == 5
     assert fate(tmp_path / "run") == fate(calm)
     assert is_whole(tmp_path / "run")

@@ -11,14 +11,15 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from fates import TINY, esper, fate, finished, is_whole, survive
+from fates import TINY, esper, fate, finished, is_whole, seconds_per_round, survive
 
 if __name__ == "__main__":
     kills, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
     with tempfile.TemporaryDirectory() as place:
-        home, rounds = Path(place), ["--rounds", str(kills * 3 + 20)]
+        home, rounds = Path(place), ["--rounds", str(2 * kills + 20)]
         finished(esper("train", "--out", home / "calm", *TINY, *rounds), timeout=3600)
-        taken = survive(home / "killed", [*TINY, *rounds], kills, seed, print)
+        pace = seconds_per_round(home / "calm")
+        taken = survive(home / "killed", [*TINY, *rounds], kills, seed, pace, lambda text: print(text, flush=True))
         same, whole = fate(home / "calm") == fate(home / "killed"), is_whole(home / "killed")
         print(f"{taken} kills survived; the same end: {same}; the journal whole: {whole}")
         sys.exit(0 if same and whole else 1)
