@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated
 
@@ -86,7 +87,7 @@ def train(
     Many hosts grow side by side; after each round of episodes the policy learns from what its decisions led to,
     against the same hosts without growth. The run directory keeps the policy, everything that happened, and the
     no-growth twins. Settings: defaults < --preset < --config < --set < the other options. After every round a
-    checkpoint is written: Ctrl-C, a kill or a power cut costs at most the round that was under way.
+    checkpoint is written (short rounds share one): a kill or a power cut costs the round that was under way.
 
     Example:  esper train --sim --preset sim        a policy in minutes
     Example:  esper train --task rescue --rounds 60 --workers 2 --set ppo.lr=5e-4
@@ -340,6 +341,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × still shows the rest
+    warnings.showwarning = lambda message, *_: print(f"esper: {message}", file=sys.stderr)
     try:
         app()
     except KeyboardInterrupt:

@@ -14,6 +14,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -25,7 +26,7 @@ from esper.leyline.errors import RunError
 from esper.leyline.events import Event, Level, RunFinished, Step
 from esper.leyline.events import level as level_by_name
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import EVENTS, rewind, segments
+from esper.nissa.journal import EVENTS, read, rewind, segments
 from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory, ending, manifest_base
 from esper.nissa.sinks import Sink
@@ -89,6 +90,7 @@ def record_on(
     next_seq: Sequence[int],
     *,
     level: Level | str = Level.NORMAL,
+    manifest: dict[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
     tensorboard: bool = False,
 ) -> Iterator[Run]:
@@ -97,10 +99,17 @@ def record_on(
     What was recorded behind that is said again, so it is forgotten first.
     """
     level = level_by_name(level) if isinstance(level, str) else level
-    directory = RunDirectory.resume(Path(path))
+    directory = RunDirectory.resume(Path(path), manifest or {})
     try:
         for rank in {*range(len(next_seq)), *segments(directory.events_dir)}:
             rewind(directory.path, rank, next_seq[rank] if rank < len(next_seq) else 0)
+        missing = sum(next_seq) - sum(1 for _ in read(directory.path))
+        if missing:
+            warnings.warn(
+                f"{missing} of the {sum(next_seq)} events before this point are not in the journal of {path}: it was "
+                "damaged, or gauges were replaced by newer ones. The run goes on; views of it lack them",
+                stacklevel=3,
+            )
     except BaseException as e:
         directory.finish(*ending(e))
         raise
@@ -171,12 +180,17 @@ def terminable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, leave) for number in ENDING}
+    before = {number: signal.signal(number, leave) for number in heeded(ENDING)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def heeded(numbers: Sequence[int]) -> list[int]:
+    """Those signals that this process was not told to ignore, as `nohup` tells it."""
+    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Stop:
@@ -205,7 +219,7 @@ def stoppable(say: str) -> Iterator[Stop]:
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, asked) for number in (signal.SIGINT, *ENDING)}
+    before = {number: signal.signal(number, asked) for number in heeded([signal.SIGINT, *ENDING])}
     try:
         yield stop
     finally:

@@ -23,7 +23,6 @@ from esper.leyline.errors import DataError
 from esper.leyline.files import write_atomically
 
 MOST_LOSS = 0.15
-STACKED = ("tiny 1×1 CNN", "MLP 64-64")
 
 
 def figures(repeats: int) -> dict[str, float]:

@@ -251,6 +251,10 @@ def exported_program(
     file = io.BytesIO()
     with quiet():
         program = torch.export.export(plain, (example,), dynamic_shapes=sizes)
+        for module in program.graph_module.modules():  # where the code lay that was traced is nobody's business
+            for node in getattr(getattr(module, "graph", None), "nodes", ()):
+                for trace in ("stack_trace", "nn_module_stack", "source_fn_stack"):
+                    node.meta.pop(trace, None)
         torch.export.save(program, file, extra_files=extra)
     return file.getvalue()
 
@@ -269,6 +273,10 @@ def as_onnx(model: Plain, stem: str) -> list[bytes]:
         )  # fmt: skip
         assert program is not None
         proto = program.model_proto
+    graphs = [proto.graph, *proto.functions]
+    for part in [*graphs, *(node for graph in graphs for node in graph.node)]:
+        part.ClearField("metadata_props")  # where the code lay that was traced is nobody's business
+        part.ClearField("doc_string")
     entry = proto.metadata_props.add()
     entry.key, entry.value = "about", json.dumps(model.about())
     content: bytes = proto.SerializeToString()

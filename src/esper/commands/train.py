@@ -6,11 +6,13 @@ import json
 import os
 import sys
 import time
+import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from rich.console import Console
@@ -23,8 +25,9 @@ from esper.commands.workers import Parent, Workers
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.leyline.errors import ConfigError, RunError, TrainingError
-from esper.leyline.events import RunStarted
-from esper.nissa.run import read_manifest
+from esper.leyline.events import RunStarted, spelled
+from esper.leyline.files import write_atomically
+from esper.nissa.run import MANIFEST, read_manifest
 from esper.recording import Run, record, record_beside, record_on, stoppable
 from esper.simic.training import memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
@@ -34,6 +37,8 @@ from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.policy_file import POLICY
 from esper.tolaria.checkpoint import Checkpoints, Saved
 
+OPTION = {"simulated": "--sim"}
+"""Options whose name is not that of their setting."""
 SHOWN_WORLDS = 4
 """Held-out worlds of the table at the end: a first look, not a result. `esper eval` gives one."""
 
@@ -56,7 +61,9 @@ def run_train(
 ) -> None:
     if asked.resume is not None:
         settings = {"preset": preset, "config": config_file, "set": sets or None} | more
-        given = [f"--{name.replace('_', '-')}" for name, v in settings.items() if v is not None and name != "rounds"]
+        given = [
+            OPTION.get(n, f"--{n.replace('_', '-')}") for n, v in settings.items() if v is not None and n != "rounds"
+        ]
         saved, config = last_checkpoint(asked.resume, more.get("rounds"), given, asked)
     else:
         saved, config = None, load_config(preset=preset, file=config_file, sets=sets, more=more)
@@ -66,6 +73,7 @@ def run_train(
     torch.set_num_threads(config.threads)
     with Workers(asked.workers) as workers:
         team = Team.join()
+        workers.met()
         try:
             team.share(config.envs)
             if team.size > 1 and config.engine.strategy != "loop":
@@ -83,27 +91,51 @@ def run_train(
 
 def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Asked) -> tuple[Saved, TrainConfig]:
     """What a run goes on from, and its settings: its own, but for a larger number of rounds."""
-    if given or asked.out is not None:
+    given += ["--out"] if asked.out is not None else []
+    if given:
         raise ConfigError(
-            f"a run goes on with its own settings: {', '.join(given or ['--out'])} cannot be given with --resume "
-            "(--rounds, --workers, --data, --tensorboard and --allow-inexact can)"
+            f"a run goes on with its own settings: {', '.join(given)} cannot be given with --resume "
+            "(--rounds, --workers, --data, --tensorboard, --no-compare and --allow-inexact can)"
         )
-    manifest = read_manifest(path)
-    if manifest["status"] == "running" and MEETING not in os.environ:  # else it is our own team that runs it
-        raise RunError(f"{path} is still running (pid {manifest.get('pid')}). Wait for it, or stop it first")
-    saved = Checkpoints(path / CHECKPOINTS).newest()
+    saved = Checkpoints(path / CHECKPOINTS).newest() if path.is_dir() else None
+    status = read_status(path, saved)
+    if status == "running" and MEETING not in os.environ:  # else it is our own team that runs it
+        raise RunError(f"{path} is still running. Wait for it, or stop it first")
     if saved is None:
-        raise RunError(f"{path} has no checkpoint to go on from: runs of `esper train` have, once they have begun")
+        raise RunError(
+            f"{path} has no whole checkpoint to go on from. Runs of `esper train` have, once they have begun"
+        )
     told = about(saved)
+    planned, done = int(told["config"].get("rounds", 0)), told["done"]
+    if rounds is not None and rounds < planned:
+        raise ConfigError(f"--rounds can let a run go on for longer, not for less: {path} is one of {planned}")
     config = built(TrainConfig, told["config"] | ({} if rounds is None else {"rounds": rounds}))
-    done = told["done"]
     if config.rounds <= done:
-        raise ConfigError(f"{path} has done {done} of {config.rounds} rounds. `--rounds N` lets it go on to more")
+        raise ConfigError(f"{path} has done all its {done} rounds. `--rounds N` lets it go on to more")
     if not asked.allow_inexact:
         must_be_exact(saved, config)
     elif changed := differences(saved, config):
         print(f"esper: going on, but not bit for bit: {'; '.join(changed)}", file=sys.stderr)
     return saved, config
+
+
+def read_status(path: Path, saved: Saved | None) -> str:
+    """How a run stands. A manifest that is lost or damaged is written anew from what the checkpoint knows."""
+    try:
+        return str(read_manifest(path)["status"])
+    except RunError:
+        if saved is None:
+            raise
+    config = built(TrainConfig, about(saved)["config"])
+    task = "sim" if config.simulated else config.task
+    warnings.warn(f"the manifest of {path} is lost or damaged; it is written anew from {saved.path.name}", stacklevel=2)
+    rebuilt = {"run_id": path.absolute().name, "task": task, "status": "killed"} | manifest_of(config)
+    write_atomically(path / MANIFEST, msgspec.json.encode(spelled(rebuilt)))
+    return "killed"
+
+
+def manifest_of(config: TrainConfig) -> dict[str, Any]:
+    return {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
 
 
 def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, workers: Workers) -> None:
@@ -118,6 +150,8 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
         plainly(console, what_is_set(config))
         plainly(console, room)
+        if saved is not None:
+            plainly(console, f"going on from {saved.path.name}: round {about(saved)['done'] + 1} comes next")
         run.say(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
@@ -127,7 +161,7 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
             )
         )  # fmt: skip
         progress = Shown(console, config)
-        again = f"esper train --resume {run.path}"
+        again = f"esper train --resume {run.path}" + ("" if asked.compare else " --no-compare")
         try:
             with progress, stoppable("ending after this step; once more leaves at once") as stop:
 
@@ -143,8 +177,15 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
             plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Go on with: {again}")
             raise
         except TrainingError as error:
-            raise TrainingError(f"{error}. The last whole round is kept: {again}") from error
+            raise TrainingError(f"{named(error, workers)}. The last whole round is kept: {again}") from error
         run.env_steps = trained.env_steps
+    kept = Checkpoints(run.path / CHECKPOINTS).newest()
+    if kept is None or about(kept)["done"] < config.rounds:
+        print(
+            f"esper: the end of this run could not be kept as a checkpoint; --resume would go on from "
+            f"{'nothing' if kept is None else kept.path.name}. Its policy and journal are in {run.path}",
+            file=sys.stderr,
+        )
     console.print(learning_table(trained))
     if asked.compare:
         arena = Arena(config, data_root=asked.data_root, twins=run.path / "twins")
@@ -156,12 +197,27 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
     plainly(console, f"report: {written}")
 
 
+def named(error: TrainingError, workers: Workers) -> str:
+    """What ended the team: of a process that has gone, which one and how, if it was ours."""
+    if isinstance(error, Deserted):
+        end = time.monotonic() + 2.0
+        while time.monotonic() < end:
+            try:
+                workers.look_up()
+            except TrainingError as known:
+                return str(known)
+            time.sleep(0.05)
+    return str(error)
+
+
 def recording(config: TrainConfig, saved: Saved | None, asked: Asked, label: str) -> AbstractContextManager[Run]:
     """A new run, or an earlier one that goes on."""
     if saved is not None and asked.resume is not None:
-        next_seq = about(saved)["next_seq"]
-        return record_on(asked.resume, next_seq, level=config.telemetry, tensorboard=asked.tensorboard)
-    manifest = {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
+        next_seq, changes = about(saved)["next_seq"], {"config": as_tree(config)}
+        return record_on(
+            asked.resume, next_seq, level=config.telemetry, manifest=changes, tensorboard=asked.tensorboard
+        )
+    manifest = manifest_of(config)
     return record(label, out=asked.out, level=config.telemetry, manifest=manifest, tensorboard=asked.tensorboard)
 
 

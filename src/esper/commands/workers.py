@@ -43,6 +43,11 @@ class Workers:
     def _meeting(self, rank: int) -> str:
         return f"{rank}/{self.count}/{self.place}/meeting"
 
+    def met(self) -> None:
+        """All have met: the meeting place is needed no more, and is not left behind whatever happens."""
+        if self.place is not None:
+            shutil.rmtree(self.place, ignore_errors=True)
+
     def look_up(self) -> None:
         """All are there, or this rank must not wait for them."""
         for rank, process in enumerate(self.processes, 1):

@@ -18,6 +18,7 @@ from esper.karn.losses import missed_by_sinks
 from esper.karn.sql import run_names
 from esper.karn.summary import EpisodeLife, RunSummary
 from esper.karn.texts import cut, printable
+from esper.leyline.files import write_atomically
 
 PILL = {"finished": "good", "running": "", "failed": "bad", "killed": "bad", "interrupted": "warn"}
 GROWN = "grown"
@@ -31,9 +32,7 @@ VIEWS_COMPARED = 4
 def write(runs: Sequence[RunSummary], out: Path) -> Path:
     """Write the report, whole or not at all."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    draft = out.with_name(f".{out.name}.tmp")
-    draft.write_text(page(runs), encoding="utf-8", errors="backslashreplace")
-    draft.replace(out)
+    write_atomically(out, page(runs).encode("utf-8", errors="backslashreplace"))
     return out
 
 

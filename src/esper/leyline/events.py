@@ -284,7 +284,8 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     reason: str
     round: int | None = None
     size_bytes: int
-    write_ms: float
+    write_ms: Number = None
+    """Null where a run went on from it and did not write it."""
 
 
 class PhaseProfile(Event, frozen=True, kw_only=True):

@@ -76,8 +76,11 @@ class RunDirectory:
         return self
 
     @classmethod
-    def resume(cls, path: Path) -> Self:
-        """An earlier run, owned by this process from now on. Its manifest keeps how it ended before."""
+    def resume(cls, path: Path, changes: dict[str, Any] | None = None) -> Self:
+        """An earlier run, owned by this process from now on. Its manifest keeps how it ended before.
+
+        `changes` are what it says otherwise from now on.
+        """
         path = Path(path)
         _read(path)  # what is no run gets no lock
         lock = _Lock(path)
@@ -87,7 +90,9 @@ class RunDirectory:
             session = {"started": before.get("resumed", before.get("started")), "status": status}
             session |= {key: before.pop(key) for key in ("finished", "error") if key in before}
             now = {"status": "running", "pid": os.getpid(), "resumed": _now()}
-            self = cls(path, before | now | {"sessions": [*before.get("sessions", []), session]}, lock)
+            self = cls(
+                path, before | (changes or {}) | now | {"sessions": [*before.get("sessions", []), session]}, lock
+            )
             self._write()
         except BaseException:
             lock.release()

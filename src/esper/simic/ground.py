@@ -10,7 +10,7 @@ Legend: E environments, S slots, B blueprints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from math import log
 from pathlib import Path
 from typing import Protocol
@@ -46,6 +46,8 @@ class Ground(Protocol):
     worlds: list[int]
     worth: list[Worth]
     """What the last step's coalitions say of every environment; empty where nothing was measured."""
+    on_pause: Callable[[], None]
+    """Called within long work, where it can be left off: it may raise."""
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -83,6 +85,8 @@ class HostGround:
         self.data = data or task.load_data()
         self.phases = phases or Phases()
         self.twins = Twins(task, self.data, self.config, twins)
+        self.on_pause: Callable[[], None] = lambda: None
+        self.twins.on_progress = lambda done, of: self.on_pause()
         self.slots = task.slots
         self._helper = CounterfactualHelper()
         self.reset([0])

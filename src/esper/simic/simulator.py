@@ -18,7 +18,7 @@ Legend: E environments, S slots, B blueprints.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -69,6 +69,7 @@ class Simulator:
         self.shape = host_shape(config.slots)
         self.slots = tuple(f"r0c{column}" for column in range(config.slots))
         self.worth: list[Worth] = []  # no coalitions are evaluated here
+        self.on_pause: Callable[[], None] = lambda: None  # it never pauses
         self.alarms: list[Alarm] = []  # and no host falls ill
         self.context = ObsContext(
             horizon=config.horizon,

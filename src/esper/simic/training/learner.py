@@ -15,7 +15,7 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -153,33 +153,57 @@ class Keeper:
         self.checkpoints = None if directory is None else Checkpoints(directory / CHECKPOINTS, keep=config.keep)
         self.best_utility = -math.inf  # of all hosts so far
         self._ended, self._cost_s = -math.inf, 0.0  # when the last one was written, and how long that took
+        self._next_seq = [0] * team.size  # of every rank's journal, when the last round ended
+        self._kept = -1  # rounds that lay behind the last checkpoint
 
     def keep(self, learner: Learner, ground: Ground) -> None:
-        """A checkpoint of this moment, and the policy as it is now; its number is that of the rounds that lie behind.
+        """The end of a round, or the beginning of all: a checkpoint of it, if one is due.
 
         The journal is flushed first: a run that goes on from here has no hole in it.
         """
-        if self.checkpoints is None or self.directory is None:
+        if self.directory is None:
             return
         start = time.monotonic()
         last = learner.done == self.config.rounds
         due = last or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
-        if not due and self.team.size == 1:
-            return
-        flush = getattr(self.hub, "flush", None)
-        if flush is not None:
+        if due or self.team.size > 1:
+            self._flush()
+        self._next_seq = self.team.each(getattr(self.hub, "next_seq", 0))
+        if due:
+            self._write(learner, ground)
+            self._ended = time.monotonic()
+            self._cost_s = self._ended - start
+
+    def _flush(self) -> None:
+        if (flush := getattr(self.hub, "flush", None)) is not None:
             flush()
-        seqs = self.team.each(getattr(self.hub, "next_seq", 0))
-        if not self.team.leads or not due:
+
+    def went_on(self, saved: Saved) -> None:
+        """This run goes on from a checkpoint: say so, and know what it knew."""
+        told = about(saved)
+        self.best_utility, self._next_seq, self._kept = told["best_utility"], told["next_seq"], told["done"]
+        if self.team.leads:
+            size = sum(file.stat().st_size for file in saved.path.iterdir())
+            path = f"{CHECKPOINTS}/{saved.path.name}"
+            self.hub.emit(Checkpoint(path=path, reason="resumed", round=told["done"], size_bytes=size))
+
+    def look(self, look_up: Callable[[], None], learner: Learner, ground: Ground) -> None:
+        """Look up between two steps; if that ends the run, the last whole round is kept first."""
+        try:
+            look_up()
+        except BaseException:
+            if self._kept < learner.done and self.directory is not None:
+                self._flush()
+                self._write(learner, ground)
+            raise
+
+    def _write(self, learner: Learner, ground: Ground) -> None:
+        """A checkpoint, and the policy as it is now; its number is that of the rounds that lie behind."""
+        if not self.team.leads or self.checkpoints is None or self.directory is None:
             return
         document, tensors = packed(learner.state() | {"twins": ground.twin_curves()})
-        run = {
-            "config": as_tree(self.config),
-            "done": learner.done,
-            "next_seq": seqs,
-            "best_utility": self.best_utility,
-        }
-        run["exact"] = fingerprint(self.config)
+        run = {"config": as_tree(self.config), "done": learner.done, "best_utility": self.best_utility}
+        run |= {"next_seq": self._next_seq, "exact": fingerprint(self.config)}
         recent = learner.trained.rounds[-1:]
         score = float(np.mean(recent[0].returns)) if recent else None
         try:
@@ -189,17 +213,13 @@ class Keeper:
                 documents={LEARNER: document, RUN: spelled(run)},
             )  # fmt: skip
         except (CheckpointError, OSError) as error:
-            warnings.warn(
-                f"{error}. The run goes on; what it can go on from later is its last checkpoint", stacklevel=2
-            )
+            warnings.warn(f"{error}. The run goes on; its last checkpoint is an earlier one", stacklevel=2)
             return
-        self._ended = time.monotonic()
-        self._cost_s = self._ended - start
-        path = written.path.relative_to(self.directory).as_posix()
+        self._kept = learner.done
         self.hub.emit(
             Checkpoint(
-                path=path, reason="round" if learner.done else "start", round=learner.done,
-                size_bytes=written.size_bytes, write_ms=written.write_ms,
+                path=written.path.relative_to(self.directory).as_posix(), reason="round" if learner.done else "start",
+                round=learner.done, size_bytes=written.size_bytes, write_ms=written.write_ms,
             )
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,7 @@ from esper.simic.ground import Ground, HostGround
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.learner import Keeper, Learner, Round, Trained, about, restore
+from esper.simic.training.learner import Keeper, Learner, Round, Trained, restore
 from esper.simic.training.team import Team
 from esper.tamiyo.network import Choice
 from esper.tamiyo.policy.action_masks import forced
@@ -62,7 +62,7 @@ def train_ppo_vectorized(
     torch.set_num_threads(config.threads)  # results depend on it
     phases, hub, team = Phases(), Silence() if hub is None else hub, team or Team()
     E, mine = config.envs, team.share(config.envs)
-    env = make_env(config, phases, directory, data_root, team, look_up)
+    env = make_env(config, phases, directory, data_root, team)
     learner = Learner.new(config, env.layout)
     network, trained = learner.network, learner.trained
     keeper = Keeper(config, directory, hub, team)
@@ -78,8 +78,10 @@ def train_ppo_vectorized(
         keeper.keep(learner, env.ground)
     else:
         restore(resume, config, learner, env.ground)
-        keeper.best_utility = about(resume)["best_utility"]
+        keeper.went_on(resume)
         env.round = learner.done - 1
+    look = partial(keeper.look, look_up, learner, env.ground)
+    env.ground.on_pause = look
 
     for number in range(learner.done, config.rounds):
         obs, info = env.reset()
@@ -89,7 +91,7 @@ def train_ppo_vectorized(
         luck = chances(config.seed, number, round_worlds(config, number), env.horizon)
         starts, earned = torch.ones(E, dtype=torch.bool), np.zeros(env.num_envs)
         for step in range(env.horizon):
-            look_up()
+            look()
             seen, masks = team.placed(obs, E), team.placed(info["masks"], E, True)
             with phases("policy"):
                 choice = network.act(seen, masks, hidden, env.layout, luck[step])
@@ -139,7 +141,6 @@ def make_env(
     directory: Path | None = None,
     data_root: Path | None = None,
     team: Team | None = None,
-    look_up: Callable[[], None] = lambda: None,
 ) -> GrowthVectorEnv:
     """The environments of a config, or this rank's of them: simulated hosts or real ones, in each round's worlds."""
     mine = (team or Team()).share(config.envs)
@@ -158,7 +159,6 @@ def make_env(
         ground = HostGround(
             task, rules=config.rules, config=config.engine, data=task.load_data(data_root), twins=twins, phases=phases
         )
-        ground.twins.on_progress = lambda done, of: look_up()
     return GrowthVectorEnv(ground, worlds, reward=config.reward, fixed=config.fixed_heads(), phases=phases)
 
 
