@@ -100,7 +100,7 @@ def check(case: Case, place: Path) -> None:
         assert lines[0].startswith("Usage")
         assert len(said) < 2 * MOST
     else:
-        told = [line for line in lines if not (case.warned and line.startswith("warning:"))]
+        told = [line for line in lines if not (case.warned and line.startswith("esper: warning: "))]
         assert len(told) == 1, said  # one paragraph
         assert told[0].startswith("esper: ")
         assert len(told[0]) <= MOST, len(told[0])
@@ -461,9 +461,9 @@ PLACES = [
     Case("host cut short", cut_host, ("no grown host",), warned=True),
     Case("resume nothing", ["train", "--resume", "nowhere"], ("nowhere is not a run",)),
     Case("resume a file", in_a_file("train", "--resume", "file"), ("file is not a run",)),
-    Case("resume without a checkpoint", of_a_run("train", "--resume", "run"), ("no checkpoint to go on from",)),
+    Case("resume without a checkpoint", of_a_run("train", "--resume", "run"), ("no whole checkpoint to go on from",)),
     Case("resume with other settings", of_a_run("train", "--resume", "run", "--seed", "3"), ("--seed", "own settings")),
-    Case("resume a damaged checkpoint", cut_checkpoint, ("no checkpoint to go on from",), warned=True),
+    Case("resume a damaged checkpoint", cut_checkpoint, ("no whole checkpoint to go on from",), warned=True),
     Case("resume a strange checkpoint", strange_checkpoint(run={}), ("checkpoint",)),
     Case("resume an empty checkpoint", strange_checkpoint(), ("checkpoint",)),
     Case("resume a checkpoint of another kind", strange_checkpoint(run=[1]), ("checkpoint",)),

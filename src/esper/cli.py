@@ -341,7 +341,7 @@ def main() -> None:
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × still shows the rest
-    warnings.showwarning = lambda message, *_: print(f"esper: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: print(f"esper: warning: {message}", file=sys.stderr)
     try:
         app()
     except KeyboardInterrupt:

@@ -231,3 +231,24 @@ def test_checkpoints_are_told_in_the_journal(tmp_path: Path) -> None:
     assert told[-1]["path"] == f"{CHECKPOINTS}/round-000004"
     assert (tmp_path / "run" / told[-1]["path"]).is_dir()
     assert told[-1]["size_bytes"] > 1000
+
+
+def test_a_stop_keeps_the_last_whole_round_although_no_checkpoint_was_due(tmp_path: Path) -> None:
+    rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9", "ppo.entropy_final=0.01"])
+    with pytest.raises(Interrupted):
+        start(rare, tmp_path / "run", look_up=Countdown(8 * 5 + 3))
+    assert learning.about(newest(tmp_path / "run"))["done"] == 5
+    start(rare, tmp_path / "calm")
+    go_on(rare, tmp_path / "run")
+    assert fate(tmp_path / "run") == fate(tmp_path / "calm")
+    assert is_whole(tmp_path / "run")
+
+
+def test_a_journal_that_lacks_events_is_said_when_the_run_goes_on(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        start(SIM, tmp_path / "run", look_up=Countdown(40))
+    journal = next((tmp_path / "run" / "events").iterdir())
+    lines = journal.read_bytes().splitlines(keepends=True)
+    journal.write_bytes(b"".join(lines[:5] + lines[8:]))
+    with pytest.warns(UserWarning, match=r"^3 of the \d+ events before this point are not in the journal"):
+        go_on(SIM, tmp_path / "run")

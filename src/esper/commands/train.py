@@ -98,9 +98,9 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
             "(--rounds, --workers, --data, --tensorboard, --no-compare and --allow-inexact can)"
         )
     saved = Checkpoints(path / CHECKPOINTS).newest() if path.is_dir() else None
-    status = read_status(path, saved)
-    if status == "running" and MEETING not in os.environ:  # else it is our own team that runs it
-        raise RunError(f"{path} is still running. Wait for it, or stop it first")
+    manifest = read_or_rebuild(path, saved)
+    if manifest["status"] == "running" and MEETING not in os.environ:  # else it is our own team that runs it
+        raise RunError(f"{path} is still running (pid {manifest.get('pid')}). Wait for it, or stop it first")
     if saved is None:
         raise RunError(
             f"{path} has no whole checkpoint to go on from. Runs of `esper train` have, once they have begun"
@@ -119,10 +119,10 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
     return saved, config
 
 
-def read_status(path: Path, saved: Saved | None) -> str:
-    """How a run stands. A manifest that is lost or damaged is written anew from what the checkpoint knows."""
+def read_or_rebuild(path: Path, saved: Saved | None) -> dict[str, Any]:
+    """The manifest of a run. One that is lost or damaged is written anew from what the checkpoint knows."""
     try:
-        return str(read_manifest(path)["status"])
+        return read_manifest(path)
     except RunError:
         if saved is None:
             raise
@@ -131,7 +131,7 @@ def read_status(path: Path, saved: Saved | None) -> str:
     warnings.warn(f"the manifest of {path} is lost or damaged; it is written anew from {saved.path.name}", stacklevel=2)
     rebuilt = {"run_id": path.absolute().name, "task": task, "status": "killed"} | manifest_of(config)
     write_atomically(path / MANIFEST, msgspec.json.encode(spelled(rebuilt)))
-    return "killed"
+    return rebuilt
 
 
 def manifest_of(config: TrainConfig) -> dict[str, Any]:
