@@ -78,7 +78,14 @@ def is_whole(run: Path) -> bool:
 def esper(*args: str | Path, **kwargs: Any) -> subprocess.Popen[bytes]:
     """A real process of its own session, so that its whole family can be killed."""
     command = [sys.executable, "-m", "esper", *map(str, args)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True, **kwargs)
+    options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
+    return subprocess.Popen(command, **options | {"preexec_fn": heed_signals} | kwargs)
+
+
+def heed_signals(ignored: tuple[int, ...] = ()) -> None:
+    """Whoever started these tests may have been told to ignore signals; what they start is not, but for these."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
 
 def finished(process: subprocess.Popen[bytes], code: int = 0, timeout: float = 300) -> str:

@@ -772,7 +772,7 @@ def test_a_seed_of_ones_own_comes_back_and_is_asked_for_if_it_is_not_known(regis
     assert everything(stranger) == before
 
     register("mine", lambda dim: nn.Sequential(nn.Conv2d(dim, dim, 1), zero_conv(dim)))
-    with pytest.raises(CheckpointError, match=r"'esper.second.seed.weight' is only in the checkpoint"):
+    with pytest.raises(CheckpointError, match=r"'esper\.second\.seed\.\w+' is only in the checkpoint"):
         stranger.load(tmp_path)
     register.forget("mine")
     register("mine", lambda dim: nn.Conv2d(dim, dim, 1))

@@ -162,11 +162,17 @@ def test_a_run_that_breaks_says_how(tmp_path, error, status):
 ESPER = Path(sys.executable).parent / "esper"
 
 
+def heed_signals() -> None:
+    """Whoever started these tests may have been told to ignore signals; what they start is not."""
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_DFL)
+
+
 def start_growing(place: Path) -> tuple[subprocess.Popen, Path]:
     command = [str(ESPER), "grow", "--task", "digits", "--epochs", "4000", "--no-compare", "--out", "run"]
     process = subprocess.Popen(
         command, cwd=place, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+        preexec_fn=heed_signals,
     )  # fmt: skip
     journal = place / "run" / "events" / "rank0-00000.jsonl"
     end = time.monotonic() + 60

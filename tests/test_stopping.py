@@ -6,12 +6,13 @@ import os
 import signal
 import subprocess
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from esper.nissa.run import read_manifest
-from fates import TINY, esper, fate, finished, is_whole, newest, seconds_per_round, survive
+from fates import TINY, esper, fate, finished, heed_signals, is_whole, newest, seconds_per_round, survive
 
 pytestmark = pytest.mark.slow
 ROUNDS = ["--rounds", "30"]
@@ -49,6 +50,17 @@ def test_a_signal_ends_the_run_at_a_good_moment_and_says_how_to_go_on(
     finished(esper("train", "--resume", tmp_path / "run", "--no-compare"))
     assert fate(tmp_path / "run") == fate(calm)
     assert is_whole(tmp_path / "run")
+    assert read_manifest(tmp_path / "run")["status"] == "finished"
+
+
+def test_a_signal_that_the_process_was_told_to_ignore_is_ignored(tmp_path: Path) -> None:
+    nohup = partial(heed_signals, (signal.SIGHUP,))
+    process = esper("train", "--out", tmp_path / "run", *TINY, "--rounds", "8", preexec_fn=nohup)
+    while newest(tmp_path / "run") < "round-000002":
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.02)
+    process.send_signal(signal.SIGHUP)
+    finished(process)
     assert read_manifest(tmp_path / "run")["status"] == "finished"
 
 

@@ -370,7 +370,7 @@ def test_every_column_that_is_measured_varies():
         for name, column in sim.table.arrays().items():
             seen.setdefault(name, []).append(column[np.isfinite(column)].astype(float))
     for name, columns in seen.items():
-        if name != "enabled":
+        if name not in ("enabled", "rollbacks"):  # there is no governor: no simulated host falls ill
             assert np.unique(np.concatenate(columns)).size > 1, name
 
 

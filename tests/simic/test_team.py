@@ -136,21 +136,21 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_run_cleanly_and_it_can_go_on_with_another_number(alone: Path, tmp_path: Path) -> None:
-    run = tmp_path / "run"
-    process = esper("train", "--out", run, "--workers", "3", *TINY, "--rounds", "40")
+def test_a_killed_rank_ends_the_run_cleanly_and_it_can_go_on_with_another_number(tmp_path: Path) -> None:
+    run, rounds = tmp_path / "run", ["--rounds", "25"]
+    process = esper("train", "--out", run, "--workers", "3", *TINY, *rounds)
     until(lambda: newest(run) >= "round-000002")
     victim = psutil.Process(process.pid).children()[1]
     victim.kill()
     said = finished(process, code=2)
-    assert re.search(r"esper: (worker 2 of 3 has ended \(signal 9\)|another process).*--resume", said, re.S), said
+    assert re.search(r"esper: worker [12] of 3 has ended \(.*--resume", said, re.S), said
     assert "Traceback" not in said
     assert not psutil.pid_exists(victim.pid)
     assert read_manifest(run)["status"] == "failed"
-    done = int(newest(run)[-6:])
-    finished(esper("train", "--resume", run, "--rounds", str(done + 2), "--workers", "2", "--no-compare"))
-    finished(esper("train", "--out", tmp_path / "calm", *TINY, "--rounds", str(done + 2)))
-    assert [e for e in events(run) if e[1] == "episode"] == [e for e in events(tmp_path / "calm") if e[1] == "episode"]
+    finished(esper("train", "--resume", run, "--workers", "2", "--no-compare"))
+    finished(esper("train", "--out", tmp_path / "calm", *TINY, *rounds))
+    assert fate(run) == fate(tmp_path / "calm")
+    assert is_whole(run)
 
 
 def until(true: object, timeout: float = 120) -> None:
