@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from esper.commands.train import Asked, last_checkpoint
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.recording import record, record_on
 from esper.simic.agent.ppo import PPO
@@ -252,3 +253,20 @@ def test_a_journal_that_lacks_events_is_said_when_the_run_goes_on(tmp_path: Path
     journal.write_bytes(b"".join(lines[:5] + lines[8:]))
     with pytest.warns(UserWarning, match=r"^3 of the \d+ events before this point are not in the journal"):
         go_on(SIM, tmp_path / "run")
+
+
+@pytest.mark.parametrize("content", [None, b'{"status":'])
+def test_a_manifest_that_is_lost_or_damaged_is_written_anew_from_the_checkpoint(
+    content: bytes | None, calm: dict[str, Fate], tmp_path: Path
+) -> None:
+    with pytest.raises(Interrupted):
+        start(SIM, tmp_path / "run", look_up=Countdown(20))
+    manifest = tmp_path / "run" / "manifest.json"
+    manifest.unlink()
+    if content is not None:
+        manifest.write_bytes(content)
+    with pytest.warns(UserWarning, match="written anew from round-000001"):
+        saved, config = last_checkpoint(tmp_path / "run", None, [], Asked(resume=tmp_path / "run"))
+    assert (config, saved.name) == (SIM, "round-000001")
+    go_on(SIM, tmp_path / "run")
+    assert fate(tmp_path / "run") == calm["sim"]
