@@ -92,6 +92,32 @@ def test_ranks_hear_every_bit_of_each_other(tmp_path: Path) -> None:
     assert re.search("these bytes differ between rank 0 and rank 1, 2", other)
 
 
+def arrive(rank: int, file: str, through: str) -> None:
+    """Rank 1 lingers in the door; the leading rank says whether it waited for it."""
+    enter = torch.distributed.init_process_group
+
+    def linger(*args: object, **kwargs: object) -> None:
+        enter(*args, **kwargs)
+        time.sleep(1.0)
+        Path(through).touch()
+
+    if rank == 1:
+        torch.distributed.init_process_group = linger
+    os.environ["ESPER_TEAM"] = f"{rank}/2/{file}"
+    team = Team.join()
+    assert Path(through).exists()
+    team.leave()
+
+
+def test_nobody_goes_on_before_all_are_through_the_door(tmp_path: Path) -> None:
+    """The leading rank removes the meeting place, and one who still looks for it would wait for hours."""
+    here = Path(__file__).parent
+    code = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]; from test_team import arrive; arrive"
+    places = f"{str(tmp_path / 'meet')!r}, {str(tmp_path / 'through')!r}"
+    started = [subprocess.Popen([sys.executable, "-c", f"{code}({rank}, {places})"]) for rank in range(2)]
+    assert [p.wait(120) for p in started] == [0, 0]
+
+
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
@@ -124,7 +150,7 @@ def test_real_hosts_are_the_same_for_three_ranks_under_torchrun(tmp_path: Path) 
 def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
     process = esper("train", "--out", tmp_path / "run", "--workers", "2", *TINY, "--rounds", "400")
     try:
-        until(lambda: newest(tmp_path / "run") >= "round-000002")
+        until(process, lambda: newest(tmp_path / "run") >= "round-000002")
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
         assert len(family) == 2
         doors = [c.laddr.ip for p in family for c in p.net_connections("inet") if c.status == psutil.CONN_LISTEN]
@@ -139,7 +165,7 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_run_cleanly_and_it_can_go_on_with_another_number(tmp_path: Path) -> None:
     run, rounds = tmp_path / "run", ["--rounds", "25"]
     process = esper("train", "--out", run, "--workers", "3", *TINY, *rounds)
-    until(lambda: newest(run) >= "round-000002")
+    until(process, lambda: newest(run) >= "round-000002")
     victim = psutil.Process(process.pid).children()[1]
     victim.kill()
     said = finished(process, code=2)
@@ -153,8 +179,10 @@ def test_a_killed_rank_ends_the_run_cleanly_and_it_can_go_on_with_another_number
     assert is_whole(run)
 
 
-def until(true: object, timeout: float = 120) -> None:
+def until(process: subprocess.Popen[bytes], true: object, timeout: float = 240) -> None:
     end = time.monotonic() + timeout
     while not true():  # type: ignore[operator]
-        assert time.monotonic() < end
+        if process.poll() is not None or time.monotonic() > end:
+            os.killpg(process.pid, signal.SIGKILL) if process.poll() is None else None
+            raise AssertionError(f"exit code {process.poll()}: {process.communicate()}")
         time.sleep(0.02)

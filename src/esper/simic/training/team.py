@@ -66,7 +66,9 @@ class Team:
             dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
         except (RuntimeError, ValueError) as error:
             raise TrainingError(f"rank {rank} of {size} could not meet the others ({where}): {error}") from error
-        return cls(rank, size)
+        team = cls(rank, size)
+        team.each(0)  # when it is heard, every rank is through the door, and the meeting place can go
+        return team
 
     def leave(self) -> None:
         if self.size > 1 and dist.is_initialized():
