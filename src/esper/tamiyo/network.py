@@ -91,14 +91,16 @@ class TamiyoNetwork(nn.Module):
         super().__init__()
         self.config = config = config or NetworkConfig()
         d, h = config.width, config.hidden
-        self.slot_encoder = nn.Sequential(_linear(PER_SLOT, d), nn.ReLU(), _linear(d, d), nn.ReLU())
-        self.base_encoder = nn.Sequential(_linear(BASE + 2 * d, d), nn.ReLU())
+        self.slot_encoder = nn.Sequential(
+            _linear(PER_SLOT, d), nn.ReLU(inplace=True), _linear(d, d), nn.ReLU(inplace=True)
+        )
+        self.base_encoder = nn.Sequential(_linear(BASE + 2 * d, d), nn.ReLU(inplace=True))
         self.core: nn.GRUCell | nn.LSTMCell = nn.GRUCell(d, h) if config.core == "gru" else nn.LSTMCell(d, h)
-        self.op_head = nn.Sequential(_linear(h + d, d), nn.ReLU(), _linear(d, NUM_OPS, gain=0.01))
+        self.op_head = nn.Sequential(_linear(h + d, d), nn.ReLU(inplace=True), _linear(d, NUM_OPS, gain=0.01))
         last = self.op_head[-1]
         assert isinstance(last, nn.Linear)
         nn.init.constant_(last.bias[Op.WAIT], config.patience)
-        self.value_head = nn.Sequential(_linear(h + d, d), nn.ReLU(), _linear(d, 1, gain=0.1))
+        self.value_head = nn.Sequential(_linear(h + d, d), nn.ReLU(inplace=True), _linear(d, 1, gain=0.1))
         self.op_embedding = nn.Embedding(NUM_OPS, d)
         self.from_core, self.from_slot = _linear(h + d, d), _linear(d, d)
         self.slot_score = _linear(d, 1, gain=0.01)
@@ -119,7 +121,7 @@ class TamiyoNetwork(nn.Module):
 
     def _look(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Encodings of the whole [*, D] and of every slot [*, S, D]."""
-        base, slots = obs[..., :BASE], obs[..., BASE:].unflatten(-1, (-1, PER_SLOT))
+        base, slots = obs[..., :BASE], obs[..., BASE:].contiguous().unflatten(-1, (-1, PER_SLOT))
         slots = self.slot_encoder(slots)
         return self.base_encoder(torch.cat([base, slots.mean(-2), slots.amax(-2)], -1)), slots
 
@@ -138,7 +140,7 @@ class TamiyoNetwork(nn.Module):
     def _aware(self, state: Tensor, slots: Tensor, op: Tensor) -> Tensor:
         """Every slot in the light of the whole and of the op: [*, S, D]."""
         asked = self.from_core(state) + self.op_embedding(op)  # [*, D]
-        return F.relu(asked[..., None, :] + self.from_slot(slots))
+        return F.relu(asked[..., None, :] + self.from_slot(slots), inplace=True)
 
     def _padded(self, ops: Tensor, scores: Tensor, aware: Tensor, slot: Tensor, widest: int) -> Tensor:
         """The logits of all heads in one tensor, those behind the slot from the slot that was chosen."""

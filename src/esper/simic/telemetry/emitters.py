@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
@@ -246,30 +246,25 @@ class TelemetryEmitter:
 
     def _steps(self, table: SlotTable, mind: Mind, unmeasured: Collection[str]) -> None:
         """One row per environment. Losses and qualities that are not finite were measured so, and are said."""
-        params = (self.host_params + table.params.sum(1)).tolist()
-        columns = [c.tolist() for c in (table.step, table.last_op, table.quality, table.val_loss, table.train_loss)]
-        stages, alphas, blueprints = table.stage.tolist(), table.alpha.tolist(), table.blueprint.tolist()
-        for e, (step, op, *numbers) in enumerate(zip(*columns, strict=True)):
-            measured = dict(zip(("quality", "val_loss", "train_loss"), numbers, strict=True))
-            measured.update(dict.fromkeys(unmeasured))
-            self.hub.emit(
-                events.Step(
-                    env=self.envs[e],
-                    episode=self._episode[e],
-                    step=step,
-                    world=self.worlds[e],
-                    op=OPS[op],
-                    committed_quality=known(table.committed_quality[e]),
-                    **measured,
-                    reward=mind.at("reward", e),
-                    utility=mind.at("utility", e),
-                    value=mind.at("value", e),
-                    params=params[e],
-                    stages=tuple(stages[e]),
-                    alphas=tuple(alphas[e]),
-                    blueprints=tuple(blueprint_name(b) if b >= 0 else "" for b in blueprints[e]),
-                )
-            )
+        envs, used = range(table.num_envs), np.unique(table.blueprint).tolist()
+        name = {b: blueprint_name(b) if b >= 0 else "" for b in used}
+        told: dict[str, Iterable[Any]] = {
+            "env": self.envs,
+            "episode": self._episode,
+            "step": table.step.tolist(),
+            "world": self.worlds,
+            "op": [OPS[op] for op in table.last_op.tolist()],
+            "committed_quality": map(known, table.committed_quality.tolist()),
+            "params": (self.host_params + table.params.sum(1)).tolist(),
+            "stages": map(tuple, table.stage.tolist()),
+            "alphas": map(tuple, table.alpha.tolist()),
+            "blueprints": [tuple([name[b] for b in row]) for row in table.blueprint.tolist()],
+        }
+        told |= {c: getattr(table, c).tolist() for c in ("quality", "val_loss", "train_loss") if c not in unmeasured}
+        told |= {c: [mind.at(c, e) for e in envs] for c in ("reward", "utility", "value")}
+        told |= {c: [None] * len(envs) for c in unmeasured}
+        for row in zip(*told.values(), strict=True):
+            self.hub.emit(events.Step(**dict(zip(told, row, strict=True))))
 
     def _gradients(self, table: SlotTable) -> None:
         growing = (table.stage >= SeedStage.TRAINING) & (table.stage <= SeedStage.HOLDING)

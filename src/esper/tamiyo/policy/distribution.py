@@ -15,25 +15,24 @@ from torch import Tensor
 def log_distribution(logits: Tensor, mask: Tensor, epsilon: float) -> Tensor:
     """log((1 − ε)·softmax + ε·uniform) over the legal options [*, W]; −inf elsewhere. Float32 whatever comes in."""
     masked = logits.float().masked_fill(~mask, -torch.inf)
-    log_soft = torch.log_softmax(masked, dim=-1)
     if not epsilon:
-        return log_soft
+        return torch.log_softmax(masked, dim=-1)
     count = mask.sum(-1, keepdim=True)
-    mixed = (1 - epsilon) * log_soft.exp() + epsilon / count  # no log of 0: every legal option has its share
+    mixed = (1 - epsilon) * torch.softmax(masked, dim=-1) + epsilon / count  # no log of 0: all legal have their share
     return torch.where(mask, mixed, 1.0).log().masked_fill(~mask, -torch.inf)
 
 
 def entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
     """[*] entropy over the largest possible: 1 is undecided, 0 decided or without a choice."""
     safe = log_probs.masked_fill(~mask, 0.0)
-    h = -(safe.exp() * safe * mask).sum(-1)
+    h = -(safe.exp() * safe).sum(-1)  # what is not legal counts 1·0
     count = mask.sum(-1)
     return torch.where(count > 1, h / count.clamp(min=2).log(), 0.0)
 
 
 def pick(log_probs: Tensor, uniform: Tensor) -> Tensor:
     """[*] the option that a number in [0, 1) falls on, [*]; an option of chance 0 is never picked."""
-    cdf = log_probs.double().exp().cumsum(-1)
+    cdf = log_probs.exp().cumsum(-1, dtype=torch.float64)
     return (cdf <= (uniform * cdf[..., -1])[..., None]).sum(-1)
 
 
