@@ -509,9 +509,9 @@ def test_a_place_without_a_save_is_said_to_have_none(tmp_path):
     path = grower.save(tmp_path)
     with pytest.raises(CheckpointError, match=r"Give the directory above it"):
         grower.load(path)
-    Checkpoints(tmp_path).write("run", kind="run")
+    Checkpoints(tmp_path / "run").write("run", kind="run")
     with pytest.raises(CheckpointError, match="of kind 'run'; a grower's is of kind 'body'"):
-        grower.load(tmp_path)
+        grower.load(tmp_path / "run")
 
 
 def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path):

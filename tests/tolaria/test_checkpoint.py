@@ -235,6 +235,19 @@ def test_a_name_may_come_again_and_the_later_is_the_newer(tmp_path):
 
 
 @quick
+def test_another_kind_of_checkpoint_is_not_pushed_out(tmp_path):
+    checkpoints = Checkpoints(tmp_path, keep=1)
+    write(checkpoints, 1, kind="run")
+    before = snapshot(tmp_path)
+    with pytest.raises(CheckpointError, match="checkpoints of kind 'run'.*a directory of their own"):
+        write(checkpoints, 2, kind="body")
+    assert snapshot(tmp_path) == before
+
+
+def snapshot(root):
+    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
 def test_what_others_put_there_is_left_alone(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     first = write(checkpoints, 0).path

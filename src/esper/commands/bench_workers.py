@@ -1,7 +1,7 @@
 """`esper bench workers`: one training run by one process and by several, in turn; how much faster several are.
 
-Wall time of whole rounds on the reference CNN: episodes of all environments, the exchange of rollouts, the update. The
-first round, which trains the twins, is left out. It needs as many idle cores as processes.
+Wall time of whole rounds on the reference CNN, 16 environments: their episodes, the exchange of rollouts, the update,
+the checkpoint. The first round, which trains the twins, is left out. It needs as many idle cores as processes.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import sys
 import tempfile
 import time
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -56,7 +57,7 @@ def run_bench(*, workers: int, repeats: int, as_json: bool, quick: bool) -> None
 def round_s(size: int, quick: bool) -> float:
     """Median wall seconds of a round by a team of this size."""
     with tempfile.TemporaryDirectory() as place:
-        command = [sys.executable, "-m", __spec__.name, "quick" if quick else "full"]
+        command = [sys.executable, "-m", __spec__.name, "quick" if quick else "full", place]
         known = [os.environ | {MEETING: f"{rank}/{size}/{place}/meeting"} for rank in range(size)]
         ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in known]
         said = [rank.communicate()[0] for rank in ranks]
@@ -65,16 +66,15 @@ def round_s(size: int, quick: bool) -> float:
     return float(json.loads(said[0]))
 
 
-def _rank(quick: bool) -> None:
-    """One rank's part; the leading one says how long its rounds took."""
-    size = 64 if quick else 512
+def _rank(quick: bool, place: Path) -> None:
+    """One rank's part; the leading one says how long its rounds took. Ranks share the twins of the run directory."""
+    size, envs = (64, 4) if quick else (512, 16)
     TASKS["reference"] = reference_task(size, size)
-    steps, rounds = (2, 2) if quick else (6, 4)
-    config = load_config(
-        sets=["task=reference", "envs=4", "worlds=4", f"epochs={steps}", f"rounds={rounds}", "ppo.groups=2"]
-    )
+    steps, rounds = (2, 2) if quick else (6, 3)
+    shape = [f"envs={envs}", f"worlds={envs}", f"epochs={steps}", f"rounds={rounds}", "ppo.groups=2"]
+    config = load_config(sets=["task=reference", *shape])
     team, ends = Team.join(), [time.perf_counter()]
-    train_ppo_vectorized(config, team=team, on_round=lambda told: ends.append(time.perf_counter()))
+    train_ppo_vectorized(config, directory=place, team=team, on_round=lambda told: ends.append(time.perf_counter()))
     team.leave()
     if team.leads:
         print(json.dumps(statistics.median(b - a for a, b in pairwise(ends[1:]))))
@@ -82,4 +82,4 @@ def _rank(quick: bool) -> None:
 
 if __name__ == "__main__":
     torch.set_num_threads(1)
-    _rank(sys.argv[1] == "quick")
+    _rank(sys.argv[1] == "quick", Path(sys.argv[2]))

@@ -111,7 +111,9 @@ class Checkpoints:
             with locked(self.root / LOCK, wait_s=WAIT_S) as alone:
                 if alone:
                     self._clear_drafts()
-                number = 1 + max((index.number for _, index in self._found()), default=0)
+                found = self._found()
+                self._must_be_of(kind, found)
+                number = 1 + max((index.number for _, index in found), default=0)
                 score = score if score is not None and math.isfinite(score) else None
                 path, size = self._write(_Index(FORMAT, number, name, kind, score, {}), contents)
                 self._damaged.discard(path)  # one of this name may have been there, and be gone
@@ -165,6 +167,15 @@ class Checkpoints:
                 if told is not None and os.path.lexists(path):
                     _tell(told, path, error)
         return sorted(found, key=lambda each: each[1].number)
+
+    def _must_be_of(self, kind: str, found: list[_Found]) -> None:
+        """Checkpoints of another kind lie here for somebody else: they must not be let go of."""
+        others = [index for _, index in found if index.kind != kind]
+        if others:
+            raise CheckpointError(
+                f"{self.root} holds checkpoints of kind {others[-1].kind!r} ({others[-1].name}), and the last few of "
+                f"one kind would push out the other. Write those of kind {kind!r} into a directory of their own"
+            )
 
     def _write(self, index: _Index, contents: Mapping[str, Callable[[], bytes]]) -> tuple[Path, int]:
         draft = self.root / f"{DRAFT}{os.getpid()}-{secrets.token_hex(4)}"
