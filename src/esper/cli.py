@@ -286,6 +286,7 @@ def bench_train(
     repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 9,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
     quick: Annotated[bool, typer.Option(help="Smaller sizes: a check that it runs, not a measurement.")] = False,
+    chart: Annotated[Path | None, typer.Option(help="Draw what a step is made of into this SVG file.")] = None,
 ) -> None:
     """The whole training loop against the bare PyTorch loop that does the same host work.
 
@@ -294,7 +295,7 @@ def bench_train(
     """
     from esper.commands.bench_train import run_bench
 
-    run_bench(repeats=repeats, as_json=json, quick=quick)
+    run_bench(repeats=repeats, as_json=json, quick=quick, chart=chart)
 
 
 @bench_app.command("workers")

@@ -146,7 +146,7 @@ def _recorded(
         status, error = ending(e)
         raise
     finally:
-        wall_s = time.monotonic() - started
+        wall_s = directory.earlier_s + time.monotonic() - started
         hub.flush()
         run.env_steps = run.env_steps or counter.steps
         hub.emit(RunFinished(status=status, error=error, wall_s=wall_s, env_steps=run.env_steps))

@@ -496,3 +496,18 @@ def test_the_command_says_what_to_do_where_there_are_no_runs(tmp_path, capsys, m
     assert "esper grow" in " ".join(capsys.readouterr().out.split())
     run_runs(Path("runs"), as_json=True)
     assert json.loads(capsys.readouterr().out) == []
+
+
+def test_a_resumed_run_worked_as_long_as_its_sessions_together(tmp_path, monkeypatch):
+    from esper.nissa import run as module
+
+    clock = iter(f"2026-01-01T00:00:{second:02d}+00:00" for second in (0, 4, 30, 35, 50, 56))
+    monkeypatch.setattr(module, "_now", lambda: next(clock))
+    with RunDirectory.create(tmp_path, "digits", name="run", manifest={}):
+        pass  # 0 to 4
+    with RunDirectory.resume(tmp_path / "run") as directory:
+        assert directory.earlier_s == 4  # 30 to 35
+    with RunDirectory.resume(tmp_path / "run") as directory:
+        assert directory.earlier_s == 9  # 50 to 56
+    (row,) = list_runs(tmp_path)
+    assert row.seconds == 15

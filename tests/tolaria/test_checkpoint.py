@@ -239,7 +239,7 @@ def test_another_kind_of_checkpoint_is_not_pushed_out(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1, kind="run")
     before = snapshot(tmp_path)
-    with pytest.raises(CheckpointError, match="checkpoints of kind 'run'.*a directory of their own"):
+    with pytest.raises(CheckpointError, match=r"checkpoints of kind 'run'.*a directory of their own"):
         write(checkpoints, 2, kind="body")
     assert snapshot(tmp_path) == before
 

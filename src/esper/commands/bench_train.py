@@ -33,11 +33,12 @@ from rich.table import Table
 from torch import nn
 
 from esper.commands.bench_body import BLUEPRINTS, reference_task, stir, timed
+from esper.karn.bars import Bar, bars
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.leyline.actions import Operator
-from esper.leyline.errors import TrainingError
+from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.phases import Phases
 from esper.leyline.stages import SeedStage
 from esper.recording import record
@@ -285,8 +286,10 @@ def peak_mb(which: str, label: str, quick: bool) -> float:
     return float(subprocess.run(asked, check=True, capture_output=True, text=True).stdout.split()[-1])
 
 
-def run_bench(*, repeats: int, as_json: bool, quick: bool) -> None:
+def run_bench(*, repeats: int, as_json: bool, quick: bool, chart: Path | None = None) -> None:
     torch.set_num_threads(1)
+    if chart is not None and not chart.parent.is_dir():
+        raise ConfigError(f"--chart {chart}: there is no directory {chart.parent}. Make it first")
     console = Console(stderr=as_json)
     rows = []
     for case in cases(quick):
@@ -295,6 +298,9 @@ def run_bench(*, repeats: int, as_json: bool, quick: bool) -> None:
         rows.append(row)
         if not as_json:
             console.print(f"[dim]{case.label}: {row['ratio']:.2f}× bare[/dim]")
+    if chart is not None:
+        chart.write_text(drawn(rows, repeats))
+        console.print(f"[dim]drawn: {chart}[/dim]")
     small = [case for case in cases(quick) if case.name in STACKABLE]
     stacked = {case.label: stacked_factor(case, repeats) for case in small}
     reference = cases(quick)[0]
@@ -321,6 +327,17 @@ def run_bench(*, repeats: int, as_json: bool, quick: bool) -> None:
             console.print(f"{name}: {value:.2f}")
 
 
+def drawn(rows: list[dict[str, Any]], repeats: int) -> str:
+    """What each case's step is made of, against the bare loop. What no phase holds is the loop's own."""
+    told = []
+    for row in rows:
+        phases = dict(row["phases_ms"])
+        phases["loop"] = max(0.0, row["ratio"] * row["bare_ms"] - sum(phases.values()))
+        parts = {name: ms / row["bare_ms"] for name, ms in phases.items()}
+        told.append(Bar(row["case"], parts, (row["bare_ms"] + row["table_ms"]) / row["bare_ms"]))
+    return bars(told, f"The whole loop against the bare loop, medians of {repeats} repeats, one thread")
+
+
 def shown(console: Console, rows: list[dict[str, Any]], repeats: int) -> None:
     title = f"the whole loop / the bare loop: medians of {repeats} interleaved repeats, one thread"
     table = Table(
@@ -333,9 +350,10 @@ def shown(console: Console, rows: list[dict[str, Any]], repeats: int) -> None:
             f"{row['peak_memory_ratio']:.2f}",
         )  # fmt: skip
     console.print(table)
-    where = Table("case", *rows[0]["phases_ms"], title="CPU milliseconds per step, by phase")
+    names = list(dict.fromkeys(name for row in rows for name in row["phases_ms"]))
+    where = Table("case", *names, title="CPU milliseconds per step, by phase")
     for row in rows:
-        where.add_row(row["case"], *[f"{row['phases_ms'].get(n, 0.0):.1f}" for n in rows[0]["phases_ms"]])
+        where.add_row(row["case"], *[f"{row['phases_ms'].get(name, 0.0):.1f}" for name in names])
     console.print(where)
 
 

@@ -85,6 +85,7 @@ class RunFinished(Event, frozen=True, kw_only=True):
     """finished, failed or interrupted."""
     error: str | None = None
     wall_s: float
+    """Seconds that the run worked, all sessions of a resumed one together."""
     env_steps: int
 
 

@@ -89,6 +89,7 @@ class RunDirectory:
             status = "killed" if before["status"] == "running" else before["status"]
             session = {"started": before.get("resumed", before.get("started")), "status": status}
             session |= {key: before.pop(key) for key in ("finished", "error") if key in before}
+            session["seconds"] = _session_s(path, session)
             now = {"status": "running", "pid": os.getpid(), "resumed": _now()}
             self = cls(
                 path, before | (changes or {}) | now | {"sessions": [*before.get("sessions", []), session]}, lock
@@ -115,6 +116,11 @@ class RunDirectory:
     @property
     def is_ours(self) -> bool:
         return self._lock is not None and self._lock.is_held
+
+    @property
+    def earlier_s(self) -> float:
+        """Seconds that earlier sessions of the run worked."""
+        return _earlier_s(self.manifest)
 
     def finish(self, status: str, error: str | None = None, **extra: Any) -> None:
         """Write how the run ended and let go of it. Once it has ended, no second end changes it."""
@@ -336,9 +342,10 @@ def _info(path: Path) -> RunInfo:
     for entry in tail:
         if entry.kind == "run_finished":
             env_steps = entry.data.get("env_steps", env_steps)
-    seconds = _seconds(said.get("started"), said.get("finished"))
+    begun = said.get("resumed", said.get("started"))
+    seconds = _seconds(begun, said.get("finished"))
     if seconds is None and head and tail:
-        seconds = tail[-1].time_s - head[0].time_s
+        seconds = tail[-1].time_s - (_epoch_s(said.get("resumed")) or head[0].time_s)
     return RunInfo(
         path=path,
         id=_text(said.get("run_id")) or path.name,
@@ -346,7 +353,7 @@ def _info(path: Path) -> RunInfo:
         controller=_text(said.get("controller")),
         status=manifest["status"],
         started=_text(said.get("started")),
-        seconds=seconds,
+        seconds=None if seconds is None else max(0.0, seconds) + _earlier_s(manifest),
         env_steps=env_steps if isinstance(env_steps, int) else None,
         size_bytes=_size(path),
     )
@@ -357,10 +364,30 @@ def _text(value: Any) -> str | None:
 
 
 def _seconds(started: Any, finished: Any) -> float | None:
+    begun, ended = _epoch_s(started), _epoch_s(finished)
+    return None if begun is None or ended is None else ended - begun
+
+
+def _epoch_s(told: Any) -> float | None:
     try:
-        return (datetime.fromisoformat(finished) - datetime.fromisoformat(started)).total_seconds()
-    except (TypeError, ValueError):
+        return datetime.fromisoformat(told).timestamp()
+    except (TypeError, ValueError, OverflowError):
         return None
+
+
+def _session_s(path: Path, session: dict[str, Any]) -> float:
+    """How long a session of a run worked: until it said its end or, if it was killed, its last event."""
+    seconds = _seconds(session.get("started"), session.get("finished"))
+    if seconds is None:
+        last, begun = journal.tail(path), _epoch_s(session.get("started"))
+        seconds = last[-1].time_s - begun if last and begun is not None else 0.0
+    return max(0.0, seconds)
+
+
+def _earlier_s(manifest: dict[str, Any]) -> float:
+    sessions = manifest.get("sessions")
+    told = [s.get("seconds") for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
+    return float(sum(s for s in told if isinstance(s, int | float)))
 
 
 def _size(path: Path) -> int:

@@ -113,7 +113,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"task": "rescue", "rounds": 6, "envs": 4, "epochs": 24, "worlds": 4, "ppo": {"groups": 2}},
+    "quick": {"task": "rescue", "rounds": 5, "envs": 4, "epochs": 20, "worlds": 4, "ppo": {"groups": 2}},
     "standard": {},
     "sim": {
         "simulated": True, "rounds": 120, "envs": 128, "worlds": 4096,
