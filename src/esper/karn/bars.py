@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from html import escape
 
-LEFT, WIDTH, ROW, TOP = 220, 560, 34, 84
+LEFT, WIDTH, ROW, TOP = 240, 560, 34, 84
 COLOURS = {"train": "#0072b2", "validate": "#56b4e9", "coalitions": "#e69f00", "norms": "#f0e442"}
 REST, BARE, ASKED = "#d55e00", "#111111", "#777777"
 
