@@ -97,25 +97,35 @@ def finished(process: subprocess.Popen[bytes], code: int = 0, timeout: float = 3
 def survive(
     run: Path, args: list[str], kills: int, seed: int, round_s: float = 1.0, say: Any = lambda text: None
 ) -> int:
-    """Start a run, kill it -9 at random moments of two rounds and resume it, `kills` times; the kills it took."""
+    """Start a run, kill it -9 at random moments and resume it, `kills` times; the kills it took.
+
+    Each life lasts none, one or two rounds and a part of one more.
+    """
     rng, done = random.Random(seed), 0
     while True:
-        begun = (run / CHECKPOINTS).is_dir() and any((run / CHECKPOINTS).iterdir())
+        begun = newest(run) != ""
         process = esper("train", *(["--resume", run, "--no-compare"] if begun else ["--out", run, *args]))
         if done == kills:
             finished(process)
             return done
         wait_for_life(run, process, begun)
-        time.sleep(rng.uniform(0.0, 2.0 * round_s))
+        goal = rounds_done(run) + rng.choice((0, 1, 2))
+        while process.poll() is None and rounds_done(run) < goal:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0.0, round_s))
         if process.poll() is not None:
             finished(process)
             return done
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
         done += 1
-        say(f"kill {done}: {newest(run)}")
-        if not begun and not ((run / CHECKPOINTS).is_dir() and newest(run)):  # nothing to go on from yet: start anew
+        say(f"kill {done}: {newest(run) or 'before its first checkpoint'}")
+        if not newest(run):  # nothing to go on from yet: start anew
             subprocess.run(["rm", "-rf", str(run)], check=True)
+
+
+def rounds_done(run: Path) -> int:
+    return int(newest(run).removeprefix("round-") or 0)
 
 
 def newest(run: Path) -> str:
