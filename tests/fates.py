@@ -143,8 +143,7 @@ def wait_for_life(run: Path, process: subprocess.Popen[bytes], begun: bool) -> N
     """Until the process writes into the run: a kill before that tests nothing but Python's start."""
 
     def seen() -> int:
-        folder = run / "events"
-        return sum(f.stat().st_mtime_ns for f in folder.iterdir()) if folder.is_dir() else 0
+        return sum(f.stat().st_mtime_ns for f in (run / "events").glob("*.jsonl") if f.exists())
 
     before = seen() if begun else 0
     while process.poll() is None and seen() == before:
