@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import random
@@ -143,7 +144,11 @@ def wait_for_life(run: Path, process: subprocess.Popen[bytes], begun: bool) -> N
     """Until the process writes into the run: a kill before that tests nothing but Python's start."""
 
     def seen() -> int:
-        return sum(f.stat().st_mtime_ns for f in (run / "events").glob("*.jsonl") if f.exists())
+        total = 0
+        for file in (run / "events").glob("*.jsonl"):
+            with contextlib.suppress(FileNotFoundError):  # resuming removes and replaces some
+                total += file.stat().st_mtime_ns
+        return total
 
     before = seen() if begun else 0
     while process.poll() is None and seen() == before:
