@@ -17,7 +17,7 @@ from esper.karn import report, sections
 from esper.karn.charts import Chart, Series, data_script, downsample, duration, render, spoken, tick_labels, ticks
 from esper.karn.summary import RunSummary
 from esper.leyline.errors import EsperError
-from esper.leyline.events import Episode, Health
+from esper.leyline.events import Episode, Governor, Health
 
 NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
 VOID = {"meta", "link", "img", "br"}
@@ -199,6 +199,18 @@ def test_holes_that_the_hub_explains_are_no_trouble(tmp_path):
     journal.write(started(), lose=3)
     journal.write(Health(source="hub", severity="info", text="3 gauges replaced", counters={"coalesced": 3.0}))
     assert report.troubles(RunSummary.of(journal.close())) == []
+
+
+def test_alarms_that_needed_no_rollback_are_one_line(tmp_path):
+    journal = Journal(tmp_path / "run")
+    journal.write(started())
+    for step_, alarm, action in ((1, "divergence", "counted"), (2, "divergence", "counted"), (3, "collapse", "seen"),
+                                 (4, "divergence", "rolled back")):  # fmt: skip
+        journal.write(Governor(env=0, episode=0, step=step_, alarm=alarm, action=action, value=9.0))
+    told = [text for _, text in report.troubles(RunSummary.of(journal.close())) if "Governor" in text]
+    assert len(told) == 2
+    assert re.search(r"epoch 4: divergence .* rolled back", told[0])
+    assert "3 alarms that needed no rollback (divergence 2 times, collapse)" in told[1]
 
 
 def test_an_unmeasured_quality_is_not_a_zero(tmp_path):

@@ -6,6 +6,7 @@ Everything that comes from a run passes through `escape` or `data_script`: a nam
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from importlib.resources import files
@@ -163,14 +164,19 @@ def troubles(run: RunSummary) -> list[tuple[str, str]]:
         found.append(("warning", f"{run.damage.lines + run.unreadable} lines of the journal could not be read."))
     if run.damage.torn and run.status not in ("running", "killed"):
         found.append(("warning", "The journal ends within a line."))
-    for g in run.governor[:20]:
+    undone = [g for g in run.governor if g.get("action") == "rolled back"]
+    for g in undone[:20]:
         limit = f", limit {spoken(g['limit'])}" if g.get("limit") is not None else ""
         back = f", back to epoch {g['restored_step']}" if g.get("restored_step") is not None else ""
         name = run.envs[g["env"]].name if g.get("env") in run.envs else f"env {g.get('env')}"
         found.append(("warning", f"Governor, {name}, epoch {g.get('step')}: {g.get('alarm')} "
                                  f"({spoken(g.get('value'))}{limit}) → {g.get('action')}{back}"))  # fmt: skip
-    if len(run.governor) > 20:
-        found.append(("warning", f"Governor: {len(run.governor) - 20} more alarms"))
+    if len(undone) > 20:
+        found.append(("warning", f"Governor: {len(undone) - 20} more rollbacks"))
+    watched = Counter(str(g.get("alarm")) for g in run.governor if g.get("action") != "rolled back")
+    if watched:
+        each = ", ".join(f"{alarm} {count} times" if count > 1 else alarm for alarm, count in watched.most_common(5))
+        found.append(("warning", f"Governor: {sum(watched.values())} alarms that needed no rollback ({each})"))
     return sorted(((severity, cut(text)) for severity, text in found), key=lambda each: each[0] != "error")
 
 

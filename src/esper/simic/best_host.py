@@ -208,7 +208,10 @@ class BestHost:
         """The host that was saved last; DataError if there is none that is whole."""
         saved = Checkpoints(directory, keep=1).newest() if directory.is_dir() else None
         if saved is None or saved.kind != "host":
-            raise DataError(f"there is no grown host in {directory}")
+            raise DataError(
+                f"there is no grown host in {directory} that is whole: it was removed or damaged. A run that has not "
+                "ended keeps its next best one when it is resumed; otherwise train or grow again"
+            )
         return cls.restored(saved.document(BEST_HOST), saved.tensors(BEST_HOST))
 
 
