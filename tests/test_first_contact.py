@@ -35,47 +35,6 @@ def epoch(body, optimizer, grower, seed: int) -> None:
     grower.step([(x, y)])
 
 
-@pytest.mark.parametrize("stop", [1, 3, 5, 7, 9])
-def test_saving_body_optimiser_and_grower_and_going_on_equals_no_interruption(stop):
-    def act(grower, e):
-        if e == 0:
-            grower.germinate("1", "mlp_small")
-        if e == 8:
-            grower.prune("1", speed="INSTANT")
-
-    straight = grafted()
-    for e in range(12):
-        act(straight[2], e)
-        epoch(*straight, seed=e)
-
-    first = grafted()
-    for e in range(stop):
-        act(first[2], e)
-        epoch(*first, seed=e)
-    again = grafted()
-    again[0].load_state_dict(first[0].state_dict())
-    again[1].load_state_dict(first[1].state_dict())
-    again[2].load_state_dict(first[2].state_dict())
-    for e in range(stop, 12):
-        act(again[2], e)
-        epoch(*again, seed=e)
-
-    for (name, a), b in zip(straight[0].state_dict().items(), again[0].state_dict().values(), strict=True):
-        assert torch.equal(a, b), name
-    assert straight[2].table.diff(again[2].table).keys() <= {"grad_ratio"}  # its smoothing begins anew
-
-
-def test_a_growers_state_that_does_not_fit_is_refused():
-    body, _, grower = grafted()
-    state = grower.state_dict()
-    grower.germinate("1", "lora")
-    with pytest.raises(ConfigError, match="the body in \\['1'\\]"):
-        grower.load_state_dict(state)
-    with pytest.raises(ConfigError, match="another graft"):
-        grower.load_state_dict({**state, "stage": torch.zeros(1, 5)})
-    assert body.slots["1"].seed is not None
-
-
 def test_features_with_channels_before_length_are_refused():
     audio = nn.Sequential(nn.Conv1d(2, 8, 5), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 3))
     with pytest.raises(GraftError, match="channels before length"):

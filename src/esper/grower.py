@@ -337,31 +337,6 @@ class Grower:
         self.emit.worth(self.table, [worth])
         return worth
 
-    def state_dict(self) -> dict[str, Tensor]:
-        """The table: ages, ramps, cooldowns and measurements. Save it beside the body's and the optimiser's state."""
-        return {name: torch.from_numpy(array.copy()) for name, array in self.table.arrays().items()}
-
-    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
-        """Go on where `state_dict` stopped; load the body first, then the optimiser, then this."""
-        arrays = self.table.arrays()
-        for name, array in arrays.items():
-            if name not in state or tuple(state[name].shape) != array.shape:
-                found = tuple(state[name].shape) if name in state else "nothing"
-                raise ConfigError(
-                    f"the grower's state has {found} for {name!r}, expected {array.shape}: another graft?"
-                )
-        told = {
-            n for n, s in zip(self.surgeon.names, state["stage"][0].tolist(), strict=True) if 0 < s < SeedStage.PRUNED
-        }
-        grown = {n for n, s in self.body.slots.items() if s.seed is not None}
-        if told != grown:
-            raise ConfigError(
-                f"the grower's state has seeds in {sorted(told)}, the body in {sorted(grown)}: load it first"
-            )
-        for name, array in arrays.items():
-            array[...] = state[name].numpy()
-        self.body.sync(self.table)
-
     def save(self, directory: str | Path, *, keep: int = 2, extra: Any = None) -> Path:
         """Write a checkpoint below `directory`, and let go of all but the last `keep`; the new one's path.
 
