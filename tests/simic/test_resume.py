@@ -5,17 +5,22 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 from esper.commands.train import Asked, last_checkpoint
 from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.events import Silence
 from esper.recording import record, record_on
 from esper.simic.agent.ppo import PPO
+from esper.simic.best_host import BestHost
 from esper.simic.training import learner as learning
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.learner import CHECKPOINTS, Keeper, Learner, differences, must_be_exact
+from esper.simic.training.team import Team
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.simic.twins import Twins
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -29,6 +34,9 @@ HOSTS = load_config(
     sets=["task=digits", "rounds=3", "envs=2", "worlds=3", "epochs=12", "ppo.groups=2", "network.width=16",
           "network.hidden=16", "network.patience=0.5", "checkpoint_share=1"]
 )  # fmt: skip
+
+
+SIMULATED: Any = SimpleNamespace(data_hash="simulated")
 
 
 class Interrupted(Exception):
@@ -187,12 +195,60 @@ def test_what_would_change_bits_is_named_and_refused(
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", look_up=Countdown(16))
     saved = newest(tmp_path / "run")
-    must_be_exact(saved, SIM)
-    real: Callable[[TrainConfig], dict[str, str]] = learning.fingerprint
-    monkeypatch.setattr(learning, "fingerprint", lambda config: real(config) | {changed: "another"})
-    assert len(differences(saved, SIM)) == 1
+    must_be_exact(saved, SIM, SIMULATED)
+    real: Callable[[TrainConfig, Any], dict[str, str]] = learning.fingerprint
+    monkeypatch.setattr(learning, "fingerprint", lambda config, ground: real(config, ground) | {changed: "another"})
+    assert len(differences(saved, SIM, SIMULATED)) == 1
     with pytest.raises(ConfigError, match=rf"{changed}: .* then, another now.*--allow-inexact"):
-        must_be_exact(saved, SIM)
+        must_be_exact(saved, SIM, SIMULATED)
+
+
+def test_the_policy_that_a_run_began_with_is_not_needed_to_go_on(tmp_path: Path) -> None:
+    start(SIM, tmp_path / "first")
+    policy = tmp_path / "policy.safetensors"
+    policy.write_bytes((tmp_path / "first" / "policy.safetensors").read_bytes())
+    config = load_config(
+        sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.groups=2", "checkpoint_share=1"],
+        more={"start_from": str(policy)},
+    )  # of another shape than a new policy would have
+    start(config, tmp_path / "calm")
+    with pytest.raises(Interrupted):
+        start(config, tmp_path / "run", look_up=Countdown(31))
+    policy.unlink()
+    _, told = last_checkpoint(tmp_path / "run", None, [], Asked())
+    go_on(told, tmp_path / "run")
+    assert fate(tmp_path / "run") == fate(tmp_path / "calm")
+
+
+def test_other_data_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        start(HOSTS, tmp_path / "run", look_up=Countdown(20))
+    saved, ground = newest(tmp_path / "run"), make_env(HOSTS).ground
+    must_be_exact(saved, HOSTS, ground)
+    ground.data_hash = "0" * 64
+    with pytest.raises(ConfigError, match=r"data: \w+ then, 0{16} now.*--allow-inexact"):
+        must_be_exact(saved, HOSTS, ground)
+
+
+def test_a_best_host_that_could_not_be_written_does_not_keep_out_the_next(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    env = make_env(HOSTS)
+    env.reset()
+    env.step(np.zeros((2, 8), dtype=np.int64))
+    keeper = Keeper(HOSTS, tmp_path, Silence(), Team())
+
+    def full(*_: Any) -> None:
+        raise CheckpointError("No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(BestHost, "save", full)
+        with pytest.warns(UserWarning, match="this best host is not kept"):
+            keeper.offer(env.ground, np.array([0.5, 0.1]), 0)
+    keeper.offer(env.ground, np.array([0.2, 0.3]), 1)
+    host = BestHost.load(tmp_path / "best_host").host
+    assert host is not None
+    assert (host.utility, host.round) == (0.3, 1)
 
 
 def test_twins_of_another_code_are_not_taken_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

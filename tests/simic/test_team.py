@@ -146,6 +146,36 @@ def test_real_hosts_are_the_same_for_three_ranks_under_torchrun(tmp_path: Path) 
     assert fate(tmp_path / "three") == fate(tmp_path / "one")
 
 
+def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
+    end = time.monotonic() + 60
+    while not (family := psutil.Process(process.pid).children()):
+        assert time.monotonic() < end
+        time.sleep(0.01)
+    return family
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("ends", "code"), [("ctrl-c", 130), ("worker", 2), ("leader", -9), ("term", 143)])
+def test_a_team_that_has_not_met_yet_ends_when_one_of_it_does(ends: str, code: int, tmp_path: Path) -> None:
+    process = esper(
+        "train", "--out", tmp_path / "run", "--workers", "2", *TINY, env=os.environ | {"TMPDIR": str(tmp_path)}
+    )
+    (worker,) = workers_of(process)
+    if ends == "ctrl-c":
+        os.killpg(process.pid, signal.SIGINT)
+    elif ends == "worker":
+        worker.kill()
+    else:
+        process.send_signal(signal.SIGKILL if ends == "leader" else signal.SIGTERM)
+    said = finished(process, code, timeout=60)
+    if ends == "worker":
+        assert "worker 1 of 2 has ended (signal 9)" in said
+    assert psutil.wait_procs([worker], timeout=30)[1] == []
+    assert not (tmp_path / "run").exists()
+    if ends != "leader":
+        assert not list(tmp_path.glob("esper-*"))
+
+
 @pytest.mark.slow
 def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
     process = esper("train", "--out", tmp_path / "run", "--workers", "2", *TINY, "--rounds", "400")

@@ -9,6 +9,7 @@ import time
 import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -27,8 +28,10 @@ from esper.karn.summary import RunSummary
 from esper.leyline.errors import ConfigError, RunError, TrainingError
 from esper.leyline.events import RunStarted, spelled
 from esper.leyline.files import write_atomically
+from esper.nissa.journal import head
 from esper.nissa.run import MANIFEST, read_manifest
-from esper.recording import Run, record, record_beside, record_on, stoppable
+from esper.recording import Run, record, record_beside, record_on, stoppable, terminable
+from esper.simic.ground import Ground
 from esper.simic.training import memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
 from esper.simic.training.learner import CHECKPOINTS, Round, Trained, about, differences, must_be_exact, new_network
@@ -55,6 +58,12 @@ class Asked:
     compare: bool = True
     tensorboard: bool = False
 
+    def as_before(self) -> str:
+        """Options with which a run that is resumed goes on as it was begun."""
+        said = "" if self.data_root is None else f" --data {self.data_root}"
+        said += "" if self.workers == 1 else f" --workers {self.workers}"
+        return said + ("" if self.compare else " --no-compare")
+
 
 def run_train(
     asked: Asked, *, preset: str | None, config_file: Path | None, sets: list[str], more: dict[str, Any], show: bool
@@ -71,8 +80,8 @@ def run_train(
         print(json.dumps(as_tree(config), indent=1))
         return
     torch.set_num_threads(config.threads)
-    with Workers(asked.workers) as workers:
-        team = Team.join()
+    with terminable(), Workers(asked.workers) as workers:
+        team = Team.join(workers.look_up if workers.leads else Parent().look_up)
         workers.met()
         try:
             team.share(config.envs)
@@ -97,9 +106,13 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
             f"a run goes on with its own settings: {', '.join(given)} cannot be given with --resume "
             "(--rounds, --workers, --data, --tensorboard, --no-compare and --allow-inexact can)"
         )
-    saved = Checkpoints(path / CHECKPOINTS).newest() if path.is_dir() else None
-    manifest = read_or_rebuild(path, saved)
-    if manifest["status"] == "running" and MEETING not in os.environ:  # else it is our own team that runs it
+    is_ours = MEETING in os.environ  # the team that runs it, whose leader has said what there is to say
+    with warnings.catch_warnings():
+        if is_ours:
+            warnings.simplefilter("ignore")
+        saved = Checkpoints(path / CHECKPOINTS).newest() if path.is_dir() else None
+        manifest = read_or_rebuild(path, saved)
+    if manifest["status"] == "running" and not is_ours:
         raise RunError(f"{path} is still running (pid {manifest.get('pid')}). Wait for it, or stop it first")
     if saved is None:
         raise RunError(
@@ -112,11 +125,15 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
     config = built(TrainConfig, told["config"] | ({} if rounds is None else {"rounds": rounds}))
     if config.rounds <= done:
         raise ConfigError(f"{path} has done all its {done} rounds. `--rounds N` lets it go on to more")
-    if not asked.allow_inexact:
-        must_be_exact(saved, config)
-    elif changed := differences(saved, config):
-        print(f"esper: going on, but not bit for bit: {'; '.join(changed)}", file=sys.stderr)
     return saved, config
+
+
+def must_fit(saved: Saved, config: TrainConfig, ground: Ground, asked: Asked) -> None:
+    """The run goes on bit for bit, or as the user allowed."""
+    if not asked.allow_inexact:
+        must_be_exact(saved, config, ground)
+    elif changed := differences(saved, config, ground):
+        print(f"esper: going on, but not bit for bit: {'; '.join(changed)}", file=sys.stderr)
 
 
 def read_or_rebuild(path: Path, saved: Saved | None) -> dict[str, Any]:
@@ -130,6 +147,8 @@ def read_or_rebuild(path: Path, saved: Saved | None) -> dict[str, Any]:
     task = "sim" if config.simulated else config.task
     warnings.warn(f"the manifest of {path} is lost or damaged; it is written anew from {saved.path.name}", stacklevel=2)
     rebuilt = {"run_id": path.absolute().name, "task": task, "status": "killed"} | manifest_of(config)
+    if begun := head(path):
+        rebuilt["started"] = datetime.fromtimestamp(begun[0].time_s, UTC).isoformat(timespec="milliseconds")
     write_atomically(path / MANIFEST, msgspec.json.encode(spelled(rebuilt)))
     return rebuilt
 
@@ -142,7 +161,9 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
     """The whole command, as the rank that owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
     env = make_env(config, data_root=asked.data_root)  # what is wrong with data, device or policy leaves no run behind
-    need = memory.needed(config, env, new_network(config).hidden_size, team.size)
+    if saved is not None:
+        must_fit(saved, config, env.ground, asked)
+    need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, team.size)
     room = memory.told(need, memory.available(), team.size)
     with recording(config, saved, asked, label) as run:
         seqs = [0] * team.size if saved is None else about(saved)["next_seq"]
@@ -160,8 +181,8 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
                 telemetry=config.telemetry,
             )
         )  # fmt: skip
-        progress = Shown(console, config)
-        again = f"esper train --resume {run.path}" + ("" if asked.compare else " --no-compare")
+        progress = Shown(console, config, 0 if saved is None else about(saved)["done"])
+        again = f"esper train --resume {run.path}{asked.as_before()}"
         try:
             with progress, stoppable("ending after this step; once more leaves at once") as stop:
 
@@ -183,7 +204,7 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
     if kept is None or about(kept)["done"] < config.rounds:
         print(
             f"esper: the end of this run could not be kept as a checkpoint; --resume would go on from "
-            f"{'nothing' if kept is None else kept.path.name}. Its policy and journal are in {run.path}",
+            f"{'nothing' if kept is None else kept.path.name}. What could be written is in {run.path}",
             file=sys.stderr,
         )
     console.print(learning_table(trained))
@@ -260,14 +281,14 @@ def what_is_set(config: TrainConfig) -> str:
 class Shown:
     """Progress: a bar in a terminal, a line now and then elsewhere."""
 
-    def __init__(self, console: Console, config: TrainConfig) -> None:
-        self.console, self.rounds, self.done, self.start = console, config.rounds, 0, time.monotonic()
+    def __init__(self, console: Console, config: TrainConfig, done: int = 0) -> None:
+        self.console, self.rounds, self.done, self.start = console, config.rounds, done, time.monotonic()
         self.every = max(1, config.rounds // 12)
         self.bar = Progress(
             TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
             TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("first round: twins are trained too", total=config.rounds)
+        self.task = self.bar.add_task("first round: twins are trained too", total=config.rounds, completed=done)
 
     def __enter__(self) -> Shown:
         self.bar.start()

@@ -13,8 +13,11 @@ from types import TracebackType
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.simic.training.team import MEETING
 
-GRACE_S = 10.0
-"""Seconds that workers have to leave when they are told to."""
+GRACE_S = 3.0
+"""Seconds that workers have to leave when they are told to. One that waits for another rank cannot hear it, and has
+nothing to lose: what it said since the last checkpoint will be said again."""
+LEADER = "ESPER_LEADER"
+"""The environment variable that tells a spawned rank who started it."""
 
 
 class Workers:
@@ -30,7 +33,7 @@ class Workers:
         if self.count > 1 and self.leads:
             self.place = Path(tempfile.mkdtemp(prefix="esper-"))
             for rank in range(1, self.count):
-                known = os.environ | {MEETING: self._meeting(rank)}
+                known = os.environ | {MEETING: self._meeting(rank), LEADER: str(os.getpid())}
                 self.processes.append(
                     subprocess.Popen(
                         [sys.executable, "-m", "esper", *sys.argv[1:]], env=known, stdin=subprocess.DEVNULL,
@@ -79,7 +82,7 @@ class Parent:
     """The process that started this rank: when it is gone, so is the run."""
 
     def __init__(self) -> None:
-        self.pid = os.getppid()
+        self.pid = int(os.environ.get(LEADER, os.getppid()))
 
     def look_up(self) -> None:
         if os.getppid() != self.pid:

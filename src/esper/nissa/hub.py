@@ -375,7 +375,7 @@ class NissaHub:
             self._retune()
             self._trim()
             missed = f". It misses {lane.given_up} queued events" if lane.given_up else ""
-            self._report("error", f"sink {lane.name} was retired: {why}{missed}")
+            self._report("error", f"sink {lane.name} was retired: {why}{missed}", aloud=lane.durable)
             self._changed.notify_all()
 
     def _retune(self) -> None:
@@ -383,11 +383,14 @@ class NissaHub:
         self._listening = int(self._level) if heard else -1
         self._half = self._capacity // 2 if heard else 0  # 0: `emit` asks `_admit`
 
-    def _report(self, severity: str, text: str, counters: dict[str, Number] | None = None) -> None:
-        """Tell the sinks of the hub's own troubles, past all limits; whom else, if nobody is left?"""
-        if self._ending or self._level < Health.LEVEL or all(lane.retired for lane in self._lanes):
-            if severity != "info":
-                _log.warning("telemetry: %s", text)
+    def _report(
+        self, severity: str, text: str, counters: dict[str, Number] | None = None, *, aloud: bool = False
+    ) -> None:
+        """Tell the sinks of the hub's own troubles, past all limits; aloud, or if nobody is left, the user too."""
+        alone = self._ending or self._level < Health.LEVEL or all(lane.retired for lane in self._lanes)
+        if (alone and severity != "info") or aloud:
+            _log.warning("telemetry: %s", text)
+        if alone:
             return
         event = Health(source="hub", severity=severity, text=text, counters=counters or {})
         self._log.append((self._seq, time(), event))

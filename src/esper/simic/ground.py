@@ -44,6 +44,8 @@ class Ground(Protocol):
     context: ObsContext
     slots: tuple[str, ...]
     worlds: list[int]
+    data_hash: str
+    """Of what the hosts learn from."""
     worth: list[Worth]
     """What the last step's coalitions say of every environment; empty where nothing was measured."""
     on_pause: Callable[[], None]
@@ -87,7 +89,7 @@ class HostGround:
         self.twins = Twins(task, self.data, self.config, twins)
         self.on_pause: Callable[[], None] = lambda: None
         self.twins.on_progress = lambda done, of: self.on_pause()
-        self.slots = task.slots
+        self.slots, self.data_hash = task.slots, self.data.sha256
         self._helper = CounterfactualHelper()
         self.reset([0])
         self.context = context_of(self.engine.plots[0].body, task.epochs, self.rules.thresholds, self.data.classes)

@@ -68,6 +68,7 @@ class Simulator:
         self.config, self.rules = config, rules or Rules()
         self.shape = host_shape(config.slots)
         self.slots = tuple(f"r0c{column}" for column in range(config.slots))
+        self.data_hash = "simulated"
         self.worth: list[Worth] = []  # no coalitions are evaluated here
         self.on_pause: Callable[[], None] = lambda: None  # it never pauses
         self.alarms: list[Alarm] = []  # and no host falls ill

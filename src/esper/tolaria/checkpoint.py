@@ -396,7 +396,7 @@ def _damage(path: Path, what: str) -> CheckpointError:
 def _tell(told: set[Path], path: Path, error: CheckpointError) -> None:
     if path not in told:
         told.add(path)
-        warnings.warn(f"{error}. It is passed over, and the one before is used if there is one", stacklevel=4)
+        warnings.warn(f"{error}. It is passed over; the newest whole one is used, if there is one", stacklevel=4)
 
 
 def _looks_whole(path: Path, index: _Index) -> bool:

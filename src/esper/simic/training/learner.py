@@ -77,8 +77,8 @@ class Learner:
     trained: Trained
 
     @classmethod
-    def new(cls, config: TrainConfig, layout: MaskLayout) -> Learner:
-        network = new_network(config)
+    def new(cls, config: TrainConfig, layout: MaskLayout, *, resumed: bool = False) -> Learner:
+        network = new_network(config, resumed=resumed)
         shuffle = torch.Generator().manual_seed(derive_seed(config.seed, "minibatches"))
         return cls(PPO(network, layout, config.ppo, rounds=config.rounds), shuffle, Trained(network, [], 0))
 
@@ -136,9 +136,9 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
             yield from _tensors(value)
 
 
-def new_network(config: TrainConfig) -> TamiyoNetwork:
-    """A policy to begin with: a new one, or another run's."""
-    if config.start_from is not None:
+def new_network(config: TrainConfig, *, resumed: bool = False) -> TamiyoNetwork:
+    """A policy to begin with: a new one, or another run's. Where a checkpoint follows, only its shape counts."""
+    if config.start_from is not None and not resumed:
         return load_policy(Path(config.start_from))[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(config.seed, "policy"))
@@ -202,8 +202,9 @@ class Keeper:
         if not self.team.leads or self.checkpoints is None or self.directory is None:
             return
         document, tensors = packed(learner.state() | {"twins": ground.twin_curves()})
-        run = {"config": as_tree(self.config), "done": learner.done, "best_utility": self.best_utility}
-        run |= {"next_seq": self._next_seq, "exact": fingerprint(self.config)}
+        config = msgspec.structs.replace(self.config, network=learner.network.config)  # that of `start_from`, if given
+        run = {"config": as_tree(config), "done": learner.done, "best_utility": self.best_utility}
+        run |= {"next_seq": self._next_seq, "exact": fingerprint(self.config, ground)}
         recent = learner.trained.rounds[-1:]
         score = float(np.mean(recent[0].returns)) if recent else None
         try:
@@ -228,15 +229,17 @@ class Keeper:
         champion = int(np.argmax(np.nan_to_num(utility, nan=-math.inf)))
         if self.directory is None or not isinstance(ground, HostGround) or not utility[champion] > self.best_utility:
             return
-        self.best_utility = float(utility[champion])
+        best = float(utility[champion])
         mine = range(len(utility))[self.team.share(len(utility))]
         if champion in mine:
-            host = GrownHost.of(ground.engine, mine.index(champion), utility=self.best_utility, round=number)
+            host = GrownHost.of(ground.engine, mine.index(champion), utility=best, round=number)
             try:
                 if host.is_finite:
                     BestHost(host).save(self.directory / BEST_HOST)
             except CheckpointError as error:
-                warnings.warn(f"{error}. The run goes on; its best host is not kept", stacklevel=2)
+                warnings.warn(f"{error}. The run goes on; this best host is not kept", stacklevel=2)
+                return  # the next good one is offered again, even if it is less good
+        self.best_utility = best
 
     def _keep_policy(self, trained: Trained) -> None:
         assert self.directory is not None
@@ -263,13 +266,13 @@ def restore(saved: Saved, config: TrainConfig, learner: Learner, ground: Ground)
     try:
         state = unpacked(saved.document(LEARNER), saved.tensors(LEARNER))
         learner.load(state)
-        if not differences(saved, config):
+        if not differences(saved, config, ground):
             ground.know_twins(state["twins"])
     except (KeyError, TypeError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"the checkpoint {saved.path} does not fit this run: {error!r}") from error
 
 
-def fingerprint(config: TrainConfig) -> dict[str, str]:
+def fingerprint(config: TrainConfig, ground: Ground) -> dict[str, str]:
     """What must be the same for a run to go on bit for bit."""
     versions = {name: metadata.version(name) for name in ("torch", "numpy")}
     return versions | {
@@ -277,20 +280,21 @@ def fingerprint(config: TrainConfig) -> dict[str, str]:
         "threads": str(config.threads),
         "processor": " ".join(processor(config.engine.device)),
         "platform": sys.platform,
+        "data": ground.data_hash[:16],
         "esper's code": code_hash("leyline", "kasmina", "tolaria", "tamiyo", "simic")[:16],
     }
 
 
-def differences(saved: Saved, config: TrainConfig) -> list[str]:
+def differences(saved: Saved, config: TrainConfig, ground: Ground) -> list[str]:
     """What has changed since a checkpoint that could change bits, in words."""
-    then, now = about(saved)["exact"], fingerprint(config)
+    then, now = about(saved)["exact"], fingerprint(config, ground)
     changed = [name for name in then | now if then.get(name) != now.get(name)]
     return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in changed]
 
 
-def must_be_exact(saved: Saved, config: TrainConfig) -> None:
+def must_be_exact(saved: Saved, config: TrainConfig, ground: Ground) -> None:
     """Refuse to go on in another way than the run would have."""
-    changed = differences(saved, config)
+    changed = differences(saved, config, ground)
     if changed:
         raise ConfigError(
             f"the run cannot go on bit for bit: {'; '.join(changed)}. Restore these, or add --allow-inexact"

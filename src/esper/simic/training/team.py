@@ -17,6 +17,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -50,24 +51,38 @@ class Team:
     size: int = 1
 
     @classmethod
-    def join(cls) -> Team:
-        """The team that this process was started into: by `--workers`, by torchrun, or none."""
+    def join(cls, look_up: Callable[[], None] = lambda: None) -> Team:
+        """The team that this process was started into: by `--workers`, by torchrun, or none.
+
+        `look_up` is called while it waits for the others: it may raise.
+        """
         if MEETING in os.environ:
             rank, size, file = os.environ[MEETING].split("/", 2)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-            return cls._meet(int(rank), int(size), f"file://{file}")
+            return cls._meet(int(rank), int(size), f"file://{file}", look_up)
         if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return cls._meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
+            return cls._meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", look_up)
         return cls()
 
     @classmethod
-    def _meet(cls, rank: int, size: int, where: str) -> Team:
-        try:
-            dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
-        except (RuntimeError, ValueError) as error:
+    def _meet(cls, rank: int, size: int, where: str, look_up: Callable[[], None]) -> Team:
+        """Wait for the others in a thread of its own, so that this one can hear signals and see who has gone."""
+        team, failed = cls(rank, size), []  # type: tuple[Team, list[Exception]]
+
+        def meet() -> None:
+            try:
+                dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
+                team.each(0)  # when it is heard, every rank is through the door, and the meeting place can go
+            except Exception as error:
+                failed.append(error)
+
+        thread = threading.Thread(target=meet, name="esper-meeting", daemon=True)
+        thread.start()
+        while thread.is_alive():
+            thread.join(0.1)
+            look_up()
+        for error in failed:
             raise TrainingError(f"rank {rank} of {size} could not meet the others ({where}): {error}") from error
-        team = cls(rank, size)
-        team.each(0)  # when it is heard, every rank is through the door, and the meeting place can go
         return team
 
     def leave(self) -> None:

@@ -63,7 +63,7 @@ def train_ppo_vectorized(
     phases, hub, team = Phases(), Silence() if hub is None else hub, team or Team()
     E, mine = config.envs, team.share(config.envs)
     env = make_env(config, phases, directory, data_root, team)
-    learner = Learner.new(config, env.layout)
+    learner = Learner.new(config, env.layout, resumed=resume is not None)
     network, trained = learner.network, learner.trained
     keeper = Keeper(config, directory, hub, team)
     buffer = TamiyoRolloutBuffer(
