@@ -34,7 +34,7 @@ from esper.leyline.events import (
     Worth,
 )  # fmt: skip
 from esper.nissa import journal
-from esper.nissa.record import Record, line
+from esper.nissa.record import Record, line, sealed
 from esper.nissa.run import RunDirectory
 from esper.nissa.sinks.jsonl import JsonlSink
 
@@ -195,9 +195,13 @@ def test_segments_are_read_in_batches_with_the_same_result(run, runs, monkeypatc
 
 def test_fields_and_kinds_of_a_newer_version_are_kept(tmp_path):
     path = make_run(tmp_path)
-    newer = json.loads(line(Record(100, 2e9, 0, step(4)))) | {"mood": "calm", "deep": {"a": [1]}, "nothing": None}
+    newer = json.loads(line(Record(100, 2e9, 0, step(4))))
+    del newer["crc"]
+    newer |= {"mood": "calm", "deep": {"a": [1]}, "nothing": None}
     other = {"seq": 101, "time_s": 2e9, "rank": 0, "kind": "weather", "rain_mm": 3}
-    (path / "events" / "rank0-00099.jsonl").write_text(json.dumps(newer) + "\n" + json.dumps(other) + "\n")
+    (path / "events" / "rank0-00099.jsonl").write_bytes(
+        b"".join(sealed(json.dumps(each).encode()[:-1]) for each in (newer, other))
+    )
 
     with Runs([path]) as opened:
         (extra,) = opened.ask("select extra from steps where seq = 100").rows[0]

@@ -257,7 +257,7 @@ def test_twins_of_another_code_are_not_taken_from_a_checkpoint(tmp_path: Path, m
     saved, env = newest(tmp_path / "run"), make_env(HOSTS)
     learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.ground)
     assert env.ground.twin_curves()
-    monkeypatch.setattr(learning, "differences", lambda saved, config: ["torch: 1 then, 2 now"])
+    monkeypatch.setattr(learning, "differences", lambda saved, config, ground: ["torch: 1 then, 2 now"])
     env = make_env(HOSTS)
     learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.ground)
     assert not env.ground.twin_curves()

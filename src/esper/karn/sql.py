@@ -13,8 +13,10 @@ import json
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from esper.karn.outside import manifest_of
@@ -22,6 +24,7 @@ from esper.karn.views import PLACE, VIEWS, column_types, table_name
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import KINDS
 from esper.nissa.journal import EVENTS, segments
+from esper.nissa.record import is_whole
 from esper.nissa.run import MANIFEST
 
 if TYPE_CHECKING:
@@ -168,7 +171,8 @@ class Runs:
         good = damaged = 0
         for rank, found in segments(path / EVENTS).items():
             for batch in batches([each for _, each in found]):
-                wrong = self._read_lines(run, rank, batch)
+                with whole_lines(batch) as (files, broken):
+                    wrong = broken + self._read_lines(run, rank, files)
                 good, damaged = good + self._keep_lines(run), damaged + wrong
         self._forget_what_was_lived_again(run)
         row = [run, str(path), manifest.get("status", "unreadable"), said, damage, good, damaged]
@@ -225,8 +229,9 @@ class Runs:
             self._keep_kind(run, name)
         known = ", ".join(f"'{name}'" for name in KINDS)
         db.execute(
-            f"insert into other_events select ?, kind, seq, time_s, rank, json from lines where kind not in ({known})",
-            [run],
+            "insert into other_events select ?, kind, seq, time_s, rank, json_merge_patch(json, ?) from lines "
+            f"where kind not in ({known})",
+            [run, '{"crc": null}'],
         )
         (kept,) = db.execute("insert into places select ?, seq, time_s, rank, kind from lines", [run]).fetchone() or (
             0,
@@ -235,7 +240,7 @@ class Runs:
 
     def _keep_kind(self, run: str, name: str) -> None:
         types = column_types(KINDS[name])
-        known = [*types, *PLACE, "kind"]
+        known = [*types, *PLACE, "kind", "crc"]
         keys = self._db.execute("select distinct json_keys(json) from lines where kind = ?", [name]).fetchall()
         is_newer = any(key not in known for (each,) in keys for key in each)
         rest = json.dumps(dict.fromkeys(known))  # as a patch, it takes away what is known
@@ -304,6 +309,22 @@ def batches(files: Sequence[Path]) -> Iterator[list[Path]]:
         size += bytes_
     if batch:
         yield batch
+
+
+@contextmanager
+def whole_lines(files: Sequence[Path]) -> Iterator[tuple[list[Path], int]]:
+    """These files, but where a line is not as it was written, a copy without it; and how many such lines there are."""
+    with TemporaryDirectory() as place:
+        found, broken = [], 0
+        for i, file in enumerate(files):
+            lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
+            whole = [line for line in lines if is_whole(line)]
+            broken += len(lines) - len(whole)
+            copy = Path(place) / f"{i}.jsonl"
+            if len(whole) < len(lines):
+                copy.write_bytes(b"\n".join(whole))
+            found.append(copy if len(whole) < len(lines) else file)
+        yield found, broken
 
 
 def literal_path(path: Path) -> str:

@@ -21,6 +21,7 @@ import msgspec
 from esper.leyline.errors import RunError
 from esper.leyline.events import KINDS, Event, unspelled
 from esper.leyline.files import sync_directory, write_atomically
+from esper.nissa.record import is_whole
 
 EVENTS = "events"
 CHUNK_BYTES = 1 << 17  # short-lived and within the cache: larger ones read slower
@@ -311,10 +312,13 @@ def _merged(ranks: list[_Rank], found: dict[int, list[tuple[int, Path]]]) -> Ite
 
 
 def _entry(line: bytes, rank: int) -> Entry | None:
-    """A line as an entry of this rank, or None if it is none."""
+    """A line as an entry of this rank, or None if it is none, or not as it was written."""
+    if not is_whole(line):
+        return None
     try:
         data = _decode(line)
         seq, time_s, stated, kind = data.pop("seq"), data.pop("time_s"), data.pop("rank"), data.pop("kind")
+        del data["crc"]
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
         return None
     if type(time_s) is int:

@@ -164,8 +164,8 @@ class Keeper:
         if self.directory is None:
             return
         start = time.monotonic()
-        last = learner.done == self.config.rounds
-        due = last or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
+        always = learner.done == self.config.rounds or self.config.checkpoint_share == 1
+        due = always or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
         if due or self.team.size > 1:
             self._flush()
         self._next_seq = self.team.each(getattr(self.hub, "next_seq", 0))
