@@ -336,7 +336,7 @@ POLICIES = [
     Case("policy is a directory", directory_named_as_policy, ("no policy in run", "esper train")),
     Case("policy is a device", [*GROW, "--controller", "/dev/null"], ("no policy in /dev/null",)),
     Case("no policy to begin with", [*SIM, "--start-from", "no"], ("no policy in no", "esper train"), begun=True),
-    Case("no controller to compare", ["eval", "no", "--sim"], ("no controller named 'no'",)),
+    Case("no controller to compare", ["eval", "no", "--sim"], ("no controller or run named 'no'",)),
 ]
 
 

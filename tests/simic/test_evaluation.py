@@ -42,9 +42,11 @@ def test_a_difference_is_sure_only_if_its_interval_lies_on_one_side():
 
 def test_simulated_worlds_are_the_same_for_everybody_and_in_any_company():
     sim = Simulator(SimConfig(), [0])
-    many = play(sim, Schedule(), range(100, 132), REWARD, "schedule")
-    few = play(sim, Schedule(), range(110, 114), REWARD)
-    assert np.array_equal(many.utility[10:14], few.utility)
+    for controller in (Random, Schedule):
+        many = play(sim, controller(), range(100, 132), REWARD, "schedule")
+        few = play(sim, controller(), range(110, 114), REWARD)
+        assert np.array_equal(many.utility[10:14], few.utility)
+        assert np.array_equal(many.params[10:14], few.params)
     nothing = play(sim, Wait(), range(100, 132), REWARD)
     assert np.array_equal(nothing.utility, np.zeros(32))
     assert (many.params > nothing.params).all()

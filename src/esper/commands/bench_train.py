@@ -257,13 +257,16 @@ def compared(case: Case, repeats: int) -> dict[str, Any]:
     }
 
 
-def per_env_step(task: Task, blueprints: tuple[str, ...], envs: int, repeats: int) -> float:
-    """CPU milliseconds of one environment's step among so many."""
-    loop = Ours(Case("many", task, envs, blueprints))
-    loop.step()
-    spent = [timed(loop.step) for _ in range(repeats)]
-    loop.close()
-    return 1e3 * min(spent) / envs
+def per_env_step(task: Task, few: int, many: int, repeats: int) -> float:
+    """CPU time of one environment's step among many, against one among few; taken in turn."""
+    loops = {envs: Ours(Case("", task, envs)) for envs in (few, many)}
+    spent: dict[int, list[float]] = {few: [], many: []}
+    for i in range(repeats + 1):
+        for envs in (few, many) if i % 2 else (many, few):
+            spent[envs].append(min(timed(loops[envs].step) for _ in range(2 if envs == few else 1)) / envs)
+    for loop in loops.values():
+        loop.close()
+    return statistics.median(b / a for a, b in zip(spent[few][1:], spent[many][1:], strict=True))
 
 
 def stacked_factor(case: Case, repeats: int) -> float:
@@ -316,7 +319,7 @@ def run_bench(*, repeats: int, as_json: bool, quick: bool, chart: Path | None = 
     stacked = {case.label: stacked_factor(case, repeats) for case in small}
     reference = cases(quick)[0]
     few, many = reference.envs, 8 if quick else MANY
-    growth = per_env_step(reference.task, (), many, 2) / per_env_step(reference.task, (), few, 4)
+    growth = per_env_step(reference.task, few, many, 3)
     with_three = next(r for r in rows if r["case"] == "reference CNN, 3 live seeds")
     found = {
         "torch": torch.__version__,
@@ -339,13 +342,12 @@ def run_bench(*, repeats: int, as_json: bool, quick: bool, chart: Path | None = 
 
 
 def drawn(rows: list[dict[str, Any]], repeats: int) -> str:
-    """What each case's step is made of, against the bare loop. What no phase holds is the loop's own."""
+    """What each case's step is made of, against the bare loop."""
     told = []
     for row in rows:
-        phases = dict(row["phases_ms"])
-        phases["loop"] = max(0.0, row["ratio"] * row["bare_ms"] - sum(phases.values()))
-        parts = {name: ms / row["bare_ms"] for name, ms in phases.items()}
-        told.append(Bar(row["case"], parts, (row["bare_ms"] + row["table_ms"]) / row["bare_ms"]))
+        whole = sum(row["phases_ms"].values())
+        parts = {name: row["ratio"] * ms / whole for name, ms in row["phases_ms"].items()}
+        told.append(Bar(row["case"], parts, row["ratio"] / row["over the table"]))
     return bars(told, f"The whole loop against the bare loop, medians of {repeats} repeats, one thread")
 
 

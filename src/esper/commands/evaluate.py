@@ -18,7 +18,7 @@ from rich.table import Table
 
 from esper.commands import plainly
 from esper.karn.dots import dots
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.files import write_atomically
 from esper.nissa.run import read_manifest
 from esper.simic.evaluation import Played, best_schedule_on, compare, from_start, play, static
@@ -59,6 +59,7 @@ class Arena:
 
     def play_all(self, names: Sequence[str], worlds: Sequence[int], console: Console) -> list[Played]:
         """Every contender in the same worlds; static hosts are sized by what the first one grew."""
+        self.must_know(names)
         played: list[Played] = []
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
@@ -71,6 +72,20 @@ class Arena:
                 progress.advance(task)
         return played
 
+    def must_know(self, names: Sequence[str]) -> None:
+        """All of them, before the first is played: not after an hour."""
+        for i, name in enumerate(names):
+            if name in STATIC:
+                if i == 0 or not isinstance(self.ground, HostGround):
+                    raise ConfigError(
+                        f"{name!r} compares real hosts with what grew: name a controller before it, and no --sim"
+                    )
+            elif name in EVERYTHING or name == "tamiyo" or Path(name).exists():
+                if name != BEST_SCHEDULE:
+                    make_controller(name)
+            else:
+                raise unknown_name("controller or run", name, ["tamiyo", *EVERYTHING])
+
     def play_one(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         reward = self.config.reward
         if name in STATIC:
@@ -82,8 +97,7 @@ class Arena:
         return play(self.ground, make_controller(name), worlds, reward, label)
 
     def play_static(self, name: str, worlds: list[int], before: list[Played]) -> Played:
-        if not isinstance(self.ground, HostGround) or not before:
-            raise ConfigError(f"{name!r} compares real hosts with what grew: name a controller before it, and no --sim")
+        assert isinstance(self.ground, HostGround)
         grown, reward, label = before[0], self.config.reward, STATIC[name]
         if name == FROM_START:
             return from_start(self.ground, grown, reward, label)
@@ -97,7 +111,8 @@ class Arena:
         config = self.config
         if isinstance(self.ground, HostGround):
             return best_schedule_on(self.ground, range(SEARCH_WORLDS), config.reward)
-        plan, _ = best_plan(config.sim, range(64), config.rules, config.reward, beam=48)
+        assert isinstance(self.ground, Simulator)
+        plan, _ = best_plan(self.ground.config, range(64), config.rules, config.reward, beam=48)
         return FollowPlans([plan]), f"{len(plan)} seeds"
 
 
@@ -121,7 +136,7 @@ def run_eval(
                 f"cannot write into {out}: {error.strerror or error}. Name another place with --out"
             ) from error
     names = complete(names, simulated)
-    config = config_of(names[0], task, simulated)
+    config = config_of(names, task, simulated)
     runs = [Path(n) for n in names if (Path(n) / "twins").is_dir()]
     arena = Arena(config, data_root=data_root, twins=runs[0] / "twins" if runs else None)
     worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
@@ -147,11 +162,11 @@ def complete(names: list[str], simulated: bool) -> list[str]:
     return [*names, *others]
 
 
-def config_of(name: str, task: str | None, simulated: bool) -> TrainConfig:
-    """The settings to compare under: those of the run that is named first, if it is one."""
+def config_of(names: Sequence[str], task: str | None, simulated: bool) -> TrainConfig:
+    """The settings to compare under: those of the first run among these names, if there is one."""
     more: dict[str, Any] = {"task": task, "simulated": simulated or None}
-    if (Path(name) / "manifest.json").exists():
-        tree = read_manifest(Path(name)).get("config")
+    for run in [Path(name) for name in names if (Path(name) / "manifest.json").exists()][:1]:
+        tree = read_manifest(run).get("config")
         if isinstance(tree, dict) and "ppo" in tree:
             return built(TrainConfig, tree | {k: v for k, v in more.items() if v is not None})
     return load_config(more=more)

@@ -34,7 +34,16 @@ from esper.recording import Run, record, record_beside, record_on, stoppable, te
 from esper.simic.ground import Ground
 from esper.simic.training import memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
-from esper.simic.training.learner import CHECKPOINTS, Round, Trained, about, differences, must_be_exact, new_network
+from esper.simic.training.learner import (
+    CHECKPOINTS,
+    Round,
+    Trained,
+    about,
+    differences,
+    must_be_exact,
+    new_network,
+    with_its_network,
+)  # fmt: skip
 from esper.simic.training.team import MEETING, Deserted, Team
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.policy_file import POLICY
@@ -75,7 +84,8 @@ def run_train(
         ]
         saved, config = last_checkpoint(asked.resume, more.get("rounds"), given, asked)
     else:
-        saved, config = None, load_config(preset=preset, file=config_file, sets=sets, more=more)
+        saved = None
+        config = with_its_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
     if show:
         print(json.dumps(as_tree(config), indent=1))
         return

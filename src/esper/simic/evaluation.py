@@ -27,7 +27,7 @@ from esper.leyline.stages import SeedStage
 from esper.simic.ground import Ground, HostGround
 from esper.simic.rewards import Frame, RewardConfig, utility
 from esper.simic.simulator import Simulator
-from esper.tamiyo.controllers import Controller, Schedule, Wait
+from esper.tamiyo.controllers import Controller, Random, Schedule, Wait
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task
@@ -97,6 +97,8 @@ def play(
         ground.reset(some)
         if isinstance(controller, Learned):
             controller.bind(ground.context, some)
+        elif isinstance(controller, Random):
+            controller.bind(some)
         for _ in range(ground.context.horizon):
             ground.step(controller.act(ground.table, legal(ground.table, ground.rules)))
             on_step()

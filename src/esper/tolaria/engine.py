@@ -196,13 +196,13 @@ class Plot:
     def validate(self, split: Split, calibration: Tensor, phases: Phases | None = None) -> Coalitions:
         """Every configuration of this epoch on the averaged weights: scores [K, N, 2]."""
         with self.average.applied():
-            return evaluate(self.body, [(split.x, split.y)], score, calibration=calibration, phases=phases)
+            return evaluate(self.body, split.portions(), score, calibration=calibration, phases=phases)
 
     def test(self, split: Split) -> tuple[float, float]:
         """Accuracy and loss on a split, as the network stands, on the averaged weights."""
         with self.average.applied():
             live = tuple(True for _ in self.body.live) + tuple(False for _ in self.body.training_slots)
-            result = evaluate(self.body, [(split.x, split.y)], score, configs=[live])
+            result = evaluate(self.body, split.portions(), score, configs=[live])
         accuracy, log_prob = result.scores[0].double().mean(0).tolist()  # sync: only for reports
         return accuracy, -log_prob
 

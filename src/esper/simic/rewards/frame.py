@@ -112,6 +112,9 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if self.mode not in REWARDS:
             raise unknown_name("reward mode", self.mode, REWARDS)
+        for name, value in msgspec.structs.asdict(self).items():
+            if isinstance(value, float) and not np.isfinite(value):
+                raise ConfigError(f"reward.{name} must be a finite number, got {value}")
         for name in ("rent_params", "rent_macs", "rollback_penalty", "stage_bonus", "terminal_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"reward.{name} must be ≥ 0, got {getattr(self, name)}")

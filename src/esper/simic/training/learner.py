@@ -36,7 +36,8 @@ from esper.simic.ground import Ground, HostGround
 from esper.simic.training.config import TrainConfig, as_tree
 from esper.simic.training.team import Team
 from esper.simic.twins import code_hash, processor
-from esper.tamiyo.network import TamiyoNetwork
+from esper.tamiyo.controllers.learned import SHIPPED
+from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tamiyo.policy_file import POLICY, load_policy, save_policy
 from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
@@ -139,10 +140,28 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 def new_network(config: TrainConfig, *, resumed: bool = False) -> TamiyoNetwork:
     """A policy to begin with: a new one, or another run's. Where a checkpoint follows, only its shape counts."""
     if config.start_from is not None and not resumed:
-        return load_policy(Path(config.start_from))[0]
+        return load_policy(policy_path(config.start_from))[0]
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(derive_seed(config.seed, "policy"))
         return TamiyoNetwork(config.network)
+
+
+def policy_path(name: str) -> Path:
+    """A run or policy file by its path; the policy that comes with the package by its name."""
+    return SHIPPED if name == "tamiyo" else Path(name)
+
+
+def with_its_network(config: TrainConfig) -> TrainConfig:
+    """The settings as they are in effect: of a policy to start from, its own shape."""
+    if config.start_from is None:
+        return config
+    found = load_policy(policy_path(config.start_from))[0].config
+    if config.network not in (NetworkConfig(), found):
+        raise ConfigError(
+            f"the policy to start from ({config.start_from}) has the shape {msgspec.to_builtins(found)}: network.* "
+            "cannot be set otherwise. Leave it out, or train a new policy"
+        )
+    return msgspec.structs.replace(config, network=found)
 
 
 class Keeper:
@@ -164,7 +183,8 @@ class Keeper:
         if self.directory is None:
             return
         start = time.monotonic()
-        always = learner.done == self.config.rounds or self.config.checkpoint_share == 1
+        sick = learner.ppo.bad_in_a_row > 0  # it may have to stop soon, and then its last whole round counts
+        always = sick or learner.done == self.config.rounds or self.config.checkpoint_share == 1
         due = always or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
         if due or self.team.size > 1:
             self._flush()

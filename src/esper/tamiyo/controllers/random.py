@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from esper.leyline.actions import HEAD_OPTIONS, Head
 from esper.leyline.errors import ConfigError
-from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.tamiyo.controllers.schedule import wait_everywhere
 
 
@@ -17,18 +17,33 @@ class Random:
     """An operation uniformly among those that are legal, then a slot, then the other heads."""
 
     def __init__(self, seed: int = 0) -> None:
-        self.rng = np.random.default_rng(seed)
+        self.seed, self.rng = seed, np.random.default_rng(seed)
+        self.rngs: list[np.random.Generator] | None = None  # of every environment, once their worlds are known
+
+    def bind(self, worlds: Sequence[int]) -> None:
+        """Be in every world as one would be there in any company."""
+        self.rngs = [np.random.default_rng([self.seed, world]) for world in worlds]
+
+    def _chance(self, envs: int, count: int) -> Floats:
+        """[E, count] numbers in [0, 1)."""
+        if self.rngs is None:
+            return self.rng.random((envs, count))
+        return np.stack([rng.random(count) for rng in self.rngs])
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         envs = table.num_envs
         actions = wait_everywhere(envs)
-        op = _pick(np.asarray(legal.any(axis=2)), self.rng)
-        slot = _pick(legal[np.arange(envs), op], self.rng)
+        op = self._pick(np.asarray(legal.any(axis=2)))
+        slot = self._pick(legal[np.arange(envs), op])
         actions[:, Head.OP], actions[:, Head.SLOT] = op, slot
-        actions[:, Head.BLUEPRINT] = _pick(table.takes[slot], self.rng)
-        for head in (Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE):
-            actions[:, head] = self.rng.integers(0, len(HEAD_OPTIONS[head] or ()), envs)
+        actions[:, Head.BLUEPRINT] = self._pick(table.takes[slot])
+        rest = [Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE]
+        actions[:, rest] = self._chance(envs, len(rest)) * [len(HEAD_OPTIONS[head] or ()) for head in rest]
         return actions
+
+    def _pick(self, allowed: Bools) -> Ints:
+        """One allowed column per row, uniformly; 0 where none is."""
+        return np.asarray(np.where(allowed, self._chance(*allowed.shape), -1.0).argmax(axis=1))
 
     def state_dict(self) -> dict[str, Any]:
         return {"rng": self.rng.bit_generator.state}
@@ -40,9 +55,3 @@ class Random:
         except (KeyError, TypeError, ValueError) as error:
             raise ConfigError(f"this is no state of a random controller: {error!r}") from error
         self.rng = rng
-
-
-def _pick(allowed: Bools, rng: np.random.Generator) -> Ints:
-    """One allowed column per row, uniformly; 0 where none is."""
-    draw = np.where(allowed, rng.random(allowed.shape), -1.0)
-    return np.asarray(draw.argmax(axis=1))

@@ -19,6 +19,9 @@ from esper.leyline.seeding import derive_seed
 Kind = Literal["image", "text", "vector"]
 
 
+TEXTS_AT_A_TIME = 64
+
+
 @dataclass(frozen=True, slots=True)
 class Split:
     """Samples `x [N, …]` and their targets `y [N]` (text: `[N, T]`)."""
@@ -28,6 +31,12 @@ class Split:
 
     def __len__(self) -> int:
         return len(self.x)
+
+    def portions(self) -> list[tuple[Tensor, Tensor]]:
+        """All samples, as many at a time as a pass with all coalitions takes well: a text is as many rows of every
+        layer as it has tokens."""
+        most = TEXTS_AT_A_TIME if self.y.dim() > 1 else len(self.x)
+        return list(zip(self.x.split(most), self.y.split(most), strict=True))
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
         """The samples at `index`; images come in `channels_last`, as they are stored.

@@ -1,0 +1,57 @@
+"""What `esper eval` compares: whose settings, which opponents, and what it refuses before the first is played."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+from rich.console import Console
+
+from esper.commands.evaluate import Arena, config_of
+from esper.leyline.errors import ConfigError, UnknownNameError
+from esper.leyline.events import spelled
+from esper.simic.training.config import as_tree, load_config
+from esper.simic.training.learner import new_network, with_its_network
+from esper.tamiyo.network import NetworkConfig
+
+
+def test_the_settings_are_those_of_the_first_run_wherever_it_stands(tmp_path):
+    config = load_config(more={"task": "digits", "epochs": 7})
+    manifest = {"status": "finished", "config": as_tree(config)}
+    (tmp_path / "manifest.json").write_text(json.dumps(spelled(manifest)))
+    for names in ([str(tmp_path), "random"], ["random", str(tmp_path)]):
+        found = config_of(names, None, simulated=False)
+        assert (found.task, found.epochs) == ("digits", 7)
+    assert config_of(["random"], "quick", simulated=False).task == "quick"
+
+
+@pytest.mark.parametrize("names", [["none", "randm"], ["none", "wider"], ["wider", "none"], ["none", "no/such/run"]])
+def test_a_name_that_cannot_be_played_is_said_before_anybody_plays(names, monkeypatch):
+    arena = Arena(load_config(more={"simulated": True}))
+    monkeypatch.setattr(Arena, "play_one", lambda *_: pytest.fail("somebody played"))
+    with pytest.raises((ConfigError, UnknownNameError)):
+        arena.play_all(names, range(2), Console(quiet=True))
+
+
+def test_the_best_schedule_is_fitted_to_the_episodes_that_are_played():
+    arena = Arena(load_config(more={"simulated": True, "epochs": 12}))
+    best, nothing = arena.play_all(["best-schedule", "none"], range(40_000, 40_020), Console(quiet=True))
+    assert best.utility.mean() > nothing.utility.mean()
+
+
+def test_a_policy_to_start_from_brings_its_own_shape():
+    shipped = load_config(more={"start_from": "tamiyo"})
+    assert new_network(shipped).config == with_its_network(shipped).network
+    other = load_config(sets=["network.hidden=32"], more={"start_from": "tamiyo"})
+    with pytest.raises(ConfigError, match=r"has the shape .*network\.\* cannot be set otherwise"):
+        with_its_network(other)
+    assert with_its_network(load_config()).network == NetworkConfig()
+
+
+@pytest.mark.parametrize("name", ["scale", "rent_params", "worst_quality", "rollback_penalty"])
+def test_rewards_that_are_no_numbers_are_refused(name):
+    for value in ("inf", "nan"):
+        with pytest.raises(ConfigError, match=rf"reward\.{name} must be"):
+            load_config(sets=[f"reward.{name}={value}"])
+    assert np.isfinite(load_config().reward.scale)
