@@ -539,7 +539,7 @@ def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suff
         engine.step(wait_everywhere(3))
         assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(SICK, "nonfinite_loss", "rolled back")]
         assert engine.table.rollbacks[SICK] == n + 3
-    assert tensors() == held
+    assert tensors() <= held  # of other tests some may go meanwhile
     assert engine.table.step[SICK] == engine.table.step[0]
     assert np.isfinite(engine.table.quality).all()
     for p in engine.plots[SICK].body.parameters():

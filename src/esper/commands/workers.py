@@ -31,17 +31,24 @@ class Workers:
 
     def __enter__(self) -> Workers:
         if self.count > 1 and self.leads:
-            self.place = Path(tempfile.mkdtemp(prefix="esper-"))
-            for rank in range(1, self.count):
-                known = os.environ | {MEETING: self._meeting(rank), LEADER: str(os.getpid())}
-                self.processes.append(
-                    subprocess.Popen(
-                        [sys.executable, "-m", "esper", *sys.argv[1:]], env=known, stdin=subprocess.DEVNULL,
-                        stdout=subprocess.DEVNULL,
-                    )
-                )  # fmt: skip
-            os.environ[MEETING] = self._meeting(0)
+            try:
+                self._start()
+            except BaseException as error:  # a signal, for one
+                self.__exit__(type(error), error, None)
+                raise
         return self
+
+    def _start(self) -> None:
+        self.place = Path(tempfile.mkdtemp(prefix="esper-"))
+        for rank in range(1, self.count):
+            known = os.environ | {MEETING: self._meeting(rank), LEADER: str(os.getpid())}
+            self.processes.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "esper", *sys.argv[1:]], env=known, stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                )
+            )  # fmt: skip
+        os.environ[MEETING] = self._meeting(0)
 
     def _meeting(self, rank: int) -> str:
         return f"{rank}/{self.count}/{self.place}/meeting"
@@ -65,7 +72,7 @@ class Workers:
     ) -> None:
         if self.place is None:
             return
-        del os.environ[MEETING]
+        os.environ.pop(MEETING, None)
         for process in self.processes:
             if kind is not None:
                 process.terminate()
