@@ -188,6 +188,20 @@ def terminable() -> Iterator[None]:
             signal.signal(number, handler)
 
 
+@contextmanager
+def unhurried() -> Iterator[None]:
+    """Within: signals that end the program wait until it is left, for work that must not be torn."""
+    came: list[int] = []
+    before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in heeded([signal.SIGINT, *ENDING])}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    for number in came[:1]:
+        signal.raise_signal(number)
+
+
 def heeded(numbers: Sequence[int]) -> list[int]:
     """Those signals that this process was not told to ignore, as `nohup` tells it."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import TracebackType
 
 from esper.leyline.errors import ConfigError, TrainingError
+from esper.recording import unhurried
 from esper.simic.training.team import MEETING
 
 GRACE_S = 3.0
@@ -32,7 +33,8 @@ class Workers:
     def __enter__(self) -> Workers:
         if self.count > 1 and self.leads:
             try:
-                self._start()
+                with unhurried():  # a worker that nobody knows of could not be told to end
+                    self._start()
             except BaseException as error:  # a signal, for one
                 self.__exit__(type(error), error, None)
                 raise
