@@ -122,7 +122,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""Beginnings: `quick` shows the whole in two minutes, `standard` learns, `sim` learns in minutes on the simulator."""
+"""Beginnings: `quick` shows the whole in a few minutes, `standard` learns, `sim` learns in minutes on the simulator."""
 
 
 def load_config(
