@@ -572,3 +572,22 @@ def test_a_forked_child_is_deaf_and_the_parent_goes_on(tmp_path):
     hub.emit(keep(1))
     hub.close()
     assert [entry.data["step"] for entry in read(tmp_path) if entry.kind == "governor"] == [0, 1]
+
+
+def test_a_journal_that_is_lost_is_said_to_the_user_although_others_listen(caplog):
+    class Full:
+        def write(self, records):
+            raise OSError(28, "No space left on device")
+
+        def flush(self): ...
+        def close(self): ...
+
+    class Listens:
+        def write(self, records): ...
+        def close(self): ...
+
+    with NissaHub([Full(), Listens()]) as hub:
+        hub.emit(RunFinished(status="finished", wall_s=1.0, env_steps=1))
+        hub.flush()
+    assert "sink Full was retired" in caplog.text
+    assert "No space left" in caplog.text

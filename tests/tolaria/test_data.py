@@ -12,6 +12,7 @@ from esper.leyline.errors import ConfigError, DataError, UnknownNameError
 from esper.leyline.seeding import derive_seed
 from esper.tolaria.data import SOURCES, catalogue, crop_and_flip, load, minibatch_indices, window_starts
 from esper.tolaria.data.dataset import balanced_order, from_tensors
+from esper.tolaria.tasks import get_task
 
 EMBEDDED = {"digits": (1197, 300, 300), "fashion": (8000, 2000, 2000)}
 
@@ -258,3 +259,13 @@ def test_the_making_script_reproduces_the_digits(tmp_path, monkeypatch):
         made = module.digits()
         assert set(made) == set(stored)
         assert all(np.array_equal(made[key], stored[key]) for key in made)
+
+
+def test_texts_are_validated_in_portions_that_are_all_of_them_once():
+    data = get_task("moby").load_data()
+    portions = data.val.portions()
+    assert len(portions) > 1
+    assert torch.equal(torch.cat([x for x, _ in portions]), data.val.x)
+    assert torch.equal(torch.cat([y for _, y in portions]), data.val.y)
+    images = get_task("digits").load_data().val
+    assert [len(x) for x, _ in images.portions()] == [len(images)]
