@@ -326,3 +326,15 @@ def test_a_manifest_that_is_lost_or_damaged_is_written_anew_from_the_checkpoint(
     assert (config, saved.name) == (SIM, "round-000001")
     go_on(SIM, tmp_path / "run")
     assert fate(tmp_path / "run") == calm["sim"]
+
+
+def test_a_run_whose_updates_go_wrong_keeps_every_round_it_still_ends(tmp_path: Path) -> None:
+    rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9"])
+    env, keeper = make_env(rare), Keeper(rare, tmp_path, Silence(), Team())
+    learner = Learner.new(rare, env.layout)
+    keeper.keep(learner, env.ground)
+    keeper.keep(learner, env.ground)
+    assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000"]
+    learner.ppo.bad_in_a_row = 1
+    keeper.keep(learner, env.ground)
+    assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000", "round-000000"]
