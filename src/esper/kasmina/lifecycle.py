@@ -202,6 +202,8 @@ def legal(table: SlotTable, rules: Rules) -> Bools:
 
 def _enter(table: SlotTable, where: Bools, stage: Ints | int) -> None:
     """Move the seeds at `where` to a stage: remember the one before, start its clock and its baseline."""
+    if not where.any():
+        return
     table.prev_stage[where] = table.stage[where]
     table.prev_dwell[where] = table.dwell[where]
     table.stage[where] = stage if np.isscalar(stage) else np.asarray(stage)[where]
@@ -212,6 +214,8 @@ def _enter(table: SlotTable, where: Bools, stage: Ints | int) -> None:
 
 
 def _remove(table: SlotTable, where: Bools) -> None:
+    if not where.any():
+        return
     _enter(table, where, S.PRUNED)
     table.cooldown[where] = COOLDOWN_TICKS
     for column in (

@@ -48,8 +48,8 @@ def _tag(name: str) -> str:
     return re.sub(r"(?<!^)(?=[A-Z])", "_", name).lower()
 
 
-class Event(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind", tag=_tag):
-    """The root of all kinds."""
+class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag=_tag):
+    """The root of all kinds. None holds another, so none is ever part of a cycle."""
 
     KEEP: ClassVar[bool] = True
     KEY: ClassVar[tuple[str, ...]] = ()

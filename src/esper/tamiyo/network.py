@@ -24,16 +24,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_HEADS, NUM_OPS, Head, Op
+from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, Head, Op
 from esper.leyline.errors import ConfigError
-from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, slot_given_op
+from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, padded, slot_given_op
 from esper.tamiyo.policy.distribution import entropy, likeliest, log_distribution, pick
 from esper.tamiyo.policy.features import BASE, PER_SLOT
 
 MOST_WIDTH = 8192
 """Of a policy's layers. At this width one layer takes half a gigabyte; a typing error asks for more."""
-_GIVEN_SLOT = [h for h in Head if h not in (Head.SLOT, Head.OP)]
-_SIZES = {h: len(HEAD_OPTIONS[h] or ()) for h in _GIVEN_SLOT}
+_GIVEN_SLOT = slice(Head.BLUEPRINT, Head.OP)
+_SIZES = tuple(len(HEAD_OPTIONS[h] or ()) for h in list(Head)[_GIVEN_SLOT])
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -68,7 +68,7 @@ class Choice:
     log_probs: Tensor  # [E, 8] per head; 0 where a head had nothing to choose
     values: Tensor  # [E]
     hidden: Tensor  # [E, H'] after the step
-    entropy: Tensor  # [E, 8] per head, 1 is undecided
+    entropy: Tensor  # [E] of the op, 1 is undecided
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class TamiyoNetwork(nn.Module):
         self.op_embedding = nn.Embedding(NUM_OPS, d)
         self.from_core, self.from_slot = _linear(h + d, d), _linear(d, d)
         self.slot_score = _linear(d, 1, gain=0.01)
-        self.choices = _linear(d, sum(_SIZES.values()), gain=0.01)
+        self.choices = _linear(d, sum(_SIZES), gain=0.01)
         # of returns, so that the value head learns numbers near 1 whatever the reward's unit
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
@@ -140,18 +140,14 @@ class TamiyoNetwork(nn.Module):
     def _aware(self, state: Tensor, slots: Tensor, op: Tensor) -> Tensor:
         """Every slot in the light of the whole and of the op: [*, S, D]."""
         asked = self.from_core(state) + self.op_embedding(op)  # [*, D]
-        return F.relu(asked[..., None, :] + self.from_slot(slots), inplace=True)
+        return F.relu(self.from_slot(slots).add_(asked[..., None, :]), inplace=True)
 
     def _padded(self, ops: Tensor, scores: Tensor, aware: Tensor, slot: Tensor, widest: int) -> Tensor:
         """The logits of all heads in one tensor, those behind the slot from the slot that was chosen."""
-        out = ops.new_zeros(*ops.shape[:-1], NUM_HEADS, widest)
-        out[..., Head.OP, :NUM_OPS] = ops
-        out[..., Head.SLOT, : scores.shape[-1]] = scores
         index = slot[..., None, None].expand(*slot.shape, 1, aware.shape[-1])
         chosen = self.choices(aware.gather(-2, index).squeeze(-2))
-        for head, part in zip(_SIZES, chosen.split(list(_SIZES.values()), -1), strict=True):
-            out[..., head, : part.shape[-1]] = part
-        return out
+        sizes = (scores.shape[-1], *_SIZES, NUM_OPS)
+        return padded(torch.cat([scores, chosen, ops], -1), sizes, widest)
 
     def _value(self, state: Tensor) -> Tensor:
         return self.value_head(state).squeeze(-1)
@@ -167,24 +163,23 @@ class TamiyoNetwork(nn.Module):
         state = torch.cat([hidden[..., : self.config.hidden], look], -1)
         epsilon = self.config.epsilon
 
-        def draw(logits: Tensor, mask: Tensor, head: Head) -> Tensor:
-            log_probs = log_distribution(logits, mask, epsilon)
+        def draw(log_probs: Tensor, head: Head | slice) -> Tensor:
             return likeliest(log_probs) if uniform is None else pick(log_probs, uniform[..., head])
 
         ops = self.op_head(state)
-        op = draw(ops, masks[..., layout.op], Head.OP)
+        op = draw(log_distribution(ops, masks[..., layout.op], epsilon), Head.OP)
         aware = self._aware(state, slots, op)
         scores = self.slot_score(aware).squeeze(-1)
-        slot = draw(scores, slot_given_op(masks, layout, op), Head.SLOT)
+        slot = draw(log_distribution(scores, slot_given_op(masks, layout, op), epsilon), Head.SLOT)
         logits = self._padded(ops, scores, aware, slot, layout.widest)
         mask = conditioned(masks, layout, op, slot)
         log_probs = log_distribution(logits, mask, epsilon)
-        rest = likeliest(log_probs) if uniform is None else pick(log_probs, uniform)
-        actions = rest.clone()
-        actions[..., Head.OP], actions[..., Head.SLOT] = op, slot
+        rest = draw(log_probs[..., _GIVEN_SLOT, : layout.widest_given_slot], _GIVEN_SLOT)
+        actions = torch.cat([slot[..., None], rest, op[..., None]], -1)
         chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
         values = self._value(state) * self.std + self.mean
-        return Choice(actions, chosen, values, hidden, entropy(log_probs, mask))
+        undecided = entropy(log_probs[..., Head.OP, :NUM_OPS], mask[..., Head.OP, :NUM_OPS])
+        return Choice(actions, chosen, values, hidden, undecided)
 
     def evaluate(
         self, obs: Tensor, masks: Tensor, actions: Tensor, hidden: Tensor, starts: Tensor, layout: MaskLayout

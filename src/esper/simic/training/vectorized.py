@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.leyline.actions import NUM_HEADS, Head
+from esper.leyline.actions import NUM_HEADS
 from esper.leyline.chance import random_bits, uniform, world_keys
 from esper.leyline.events import Emits, Silence, level
 from esper.leyline.phases import Phases
@@ -193,4 +193,4 @@ def chances(seed: int, number: int, worlds: Sequence[int], steps: int) -> Tensor
 def thoughts(choice: Choice, mine: slice, paid: Floats, worth: Floats) -> Mind:
     """What the policy thought of this rank's environments and what came of it, as telemetry has it."""
     value, log_prob = choice.values.numpy()[mine], choice.log_probs.sum(-1).numpy()[mine]
-    return Mind(value, log_prob, choice.entropy[:, Head.OP].numpy()[mine], paid, worth)
+    return Mind(value, log_prob, choice.entropy.numpy()[mine], paid, worth)

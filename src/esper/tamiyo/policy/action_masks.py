@@ -11,7 +11,7 @@ Legend: E environments, S slots, O operations, B blueprints, M mask columns, W o
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import Any, TypeVar
@@ -80,6 +80,11 @@ class MaskLayout:
     @cached_property
     def widest(self) -> int:
         return max(self.head_sizes)
+
+    @cached_property
+    def widest_given_slot(self) -> int:
+        """Of the heads that are chosen after op and slot."""
+        return max(self.head_sizes[Head.BLUEPRINT : Head.OP])
 
 
 @lru_cache(maxsize=64)
@@ -168,18 +173,31 @@ def conditioned(masks: Tensor, layout: MaskLayout, op: Tensor, slot: Tensor) -> 
 
     A head that the op does not read is left its canonical choice alone.
     """
-    out = masks.new_zeros(*masks.shape[:-1], NUM_HEADS, layout.widest)
-    out[..., Head.OP, :NUM_OPS] = masks[..., layout.op]
-    out[..., Head.SLOT, : layout.slots] = slot_given_op(masks, layout, op)
-    out[..., Head.BLUEPRINT, : layout.blueprints] = blueprint_given_slot(masks, layout, slot)
-    for head, where in layout.tail.items():
-        out[..., head, : where.stop - where.start] = masks[..., where]
-    relevance, canonical = _tables(layout.widest, masks.device)
-    return torch.where(relevance[op][..., None], out, canonical)
+    tail = slice(layout.tail[Head.STYLE].start, layout.tail[Head.ALPHA_CURVE].stop)
+    by_slot, by_op = blueprint_given_slot(masks, layout, slot), slot_given_op(masks, layout, op)
+    heads = torch.cat([by_op, by_slot, masks[..., tail], masks[..., layout.op]], -1)
+    reads, canonical = _tables(layout, masks.device)
+    open_ = padded(heads.float(), layout.head_sizes, layout.widest).bool()  # selecting bools is slow
+    return (open_ & reads[op]) | canonical[op]
+
+
+def padded(side_by_side: Tensor, sizes: Sequence[int], width: int) -> Tensor:
+    """[*, 8, W] from the options of all heads one after another, [*, Σ sizes]; beyond a head's options anything."""
+    index = _places(tuple(sizes), width, side_by_side.device)
+    return side_by_side.index_select(-1, index).unflatten(-1, (len(sizes), width))
 
 
 @lru_cache(maxsize=64)
-def _tables(width: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """RELEVANCE [O, 8] and the canonical choices [8, W] as tensors."""
-    canonical = np.arange(width) == CANONICAL[:, None]
-    return torch.tensor(RELEVANCE, device=device), torch.tensor(canonical, device=device)
+def _places(sizes: tuple[int, ...], width: int, device: torch.device) -> Tensor:
+    """[8·W] which of the options side by side stands at each place."""
+    first = np.cumsum((0, *sizes[:-1]))
+    index = first[:, None] + np.minimum(np.arange(width), np.array(sizes)[:, None] - 1)
+    return torch.tensor(index.ravel(), device=device)
+
+
+@lru_cache(maxsize=64)
+def _tables(layout: MaskLayout, device: torch.device) -> tuple[Tensor, Tensor]:
+    """[O, 8, W] the options that an op reads, and the canonical ones of heads that it does not."""
+    option, read = np.arange(layout.widest), RELEVANCE[..., None]
+    reads, canonical = read & (option < np.array(layout.head_sizes)[:, None]), ~read & (option == CANONICAL[:, None])
+    return torch.tensor(reads, device=device), torch.tensor(canonical, device=device)

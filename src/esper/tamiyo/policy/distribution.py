@@ -14,17 +14,17 @@ from torch import Tensor
 
 def log_distribution(logits: Tensor, mask: Tensor, epsilon: float) -> Tensor:
     """log((1 − ε)·softmax + ε·uniform) over the legal options [*, W]; −inf elsewhere. Float32 whatever comes in."""
-    masked = logits.float().masked_fill(~mask, -torch.inf)
+    masked = torch.where(mask, logits.float(), -torch.inf)
     if not epsilon:
         return torch.log_softmax(masked, dim=-1)
-    count = mask.sum(-1, keepdim=True)
-    mixed = (1 - epsilon) * torch.softmax(masked, dim=-1) + epsilon / count  # no log of 0: all legal have their share
-    return torch.where(mask, mixed, 1.0).log().masked_fill(~mask, -torch.inf)
+    share = epsilon / mask.sum(-1, keepdim=True)  # of everything, so that there is no log of 0
+    mixed = torch.add(share, torch.softmax(masked, dim=-1), alpha=1 - epsilon)
+    return torch.where(mask, mixed.log(), -torch.inf)
 
 
 def entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
     """[*] entropy over the largest possible: 1 is undecided, 0 decided or without a choice."""
-    safe = log_probs.masked_fill(~mask, 0.0)
+    safe = torch.where(mask, log_probs, 0.0)
     h = -(safe.exp() * safe).sum(-1)  # what is not legal counts 1·0
     count = mask.sum(-1)
     return torch.where(count > 1, h / count.clamp(min=2).log(), 0.0)
