@@ -24,6 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
+from torch.optim.sgd import sgd
 
 from esper.kasmina.blueprints import seeded
 from esper.kasmina.slot import Slot
@@ -127,11 +128,10 @@ class _Epoch:
         groups: dict[tuple[Any, ...], list[Tensor]] = {options[hosts[0]]: [self.weights]}
         for p in self.seeds:
             groups.setdefault(options[p], []).append(p)
-        told = [{"params": params, **dict(zip(OPTIONS, key, strict=True))} for key, params in groups.items()]
-        self.optimizer = torch.optim.SGD(told, lr=0.0, fused=True)
+        self.groups = [(dict(zip(OPTIONS, key, strict=True)), params) for key, params in groups.items()]
+        self.momenta: dict[Tensor, Tensor] = {}
         if state:  # the very buffers that the seeds' own optimisers hold
-            self.optimizer.state.update({p: state[p] for p in self.seeds})
-            self.optimizer.state[self.weights]["momentum_buffer"] = self.matrices[2]
+            self.momenta = {self.weights: self.matrices[2]} | {p: state[p]["momentum_buffer"] for p in self.seeds}
 
     def _list_seeds(self) -> None:
         self.seeds: list[nn.Parameter] = []
@@ -177,9 +177,11 @@ class _Epoch:
         """Mean losses and accuracies [E, 2]."""
         config, meter = self.stack.config, self.plots[0].meter
         total = self.weights.new_zeros(len(self.plots), 2)
-        rates = self._average_rates(batches)
+        self.told_rates = self._average_rates(batches)
+        self.rates = self.weights.new_tensor(self.told_rates)  # [batches, E]
         for i, (x, y) in enumerate(self._minibatches()):
-            self.optimizer.zero_grad(set_to_none=True)
+            for p in (self.weights, *self.seeds):
+                p.grad = None
             output = self.stack.wide(self.tensors(), self.felt, x)
             losses = mean_losses(output, y)
             losses.sum().backward()
@@ -189,8 +191,8 @@ class _Epoch:
             norms = self._clip(self.stack.task.clip)
             if meter.due(i):
                 self._meter(norms)
-            self.optimizer.step()
-            self._update_average(rates[i])
+            self._descend()
+            self._update_average(i)
             right = per_sample_correct(output.detach().flatten(0, 1), y.flatten(0, 1)).view(len(y), -1).mean(1)
             total += torch.stack([losses.detach(), right], 1)
         return total / batches
@@ -248,6 +250,14 @@ class _Epoch:
             torch._foreach_mul_(grads, list(scale.index_select(0, group).unbind(0)))
         return total[: len(self.plots)], dict(zip(with_grad, each, strict=True))
 
+    @torch.no_grad()
+    def _descend(self) -> None:
+        """A step of SGD, with the momenta of the plots' own optimisers."""
+        for options, params in self.groups:
+            moved = {p: p.grad for p in params if p.grad is not None}
+            momenta = [self.momenta.get(p) for p in moved]
+            sgd([*moved], [*moved.values()], momenta, has_sparse_grad=False, fused=True, **options)
+
     def _meter(self, norms: tuple[Tensor, dict[nn.Parameter, Tensor]]) -> None:
         hosts, each = norms
         for e, name, params in self.growing:
@@ -263,11 +273,12 @@ class _Epoch:
         return [[1.0 - min(decay, (1 + u) / (10 + u)) for u in row] for row in updates]
 
     @torch.no_grad()
-    def _update_average(self, rates: list[float]) -> None:
-        weight = self.weights.new_tensor(rates)[:, None]
-        self.average.addcmul_(self.weights - self.average, weight)  # lerp with a tensor of weights is slower
+    def _update_average(self, batch: int) -> None:
+        weight = self.rates[batch, :, None]
+        self.average.mul_(1.0 - weight).addcmul_(self.weights, weight)
         if self.seeds:
-            torch._foreach_lerp_(self.seed_averages, [*self.seeds], [rates[e] for e in self.seed_rows])
+            each = self.told_rates[batch]
+            torch._foreach_lerp_(self.seed_averages, [*self.seeds], [each[e] for e in self.seed_rows])
 
 
 @contextmanager

@@ -55,17 +55,18 @@ class Wide:
         """Send each row that holds a seed through it; an error is that row's alone."""
         if name not in self.felt:
             return h
-        is_map = h.dim() == 4
-        rows = list(self.apart(h).unbind(1))
+        if h.dim() == 4:
+            rows = [r.transpose(0, 1) for r in self.apart(h).unbind(1)]  # [C, B, H, W]
+        else:
+            rows = list(self.apart(h).permute(1, 2, 0).unbind(0))  # [D, B]
         for row, slot in self.felt[name].items():
-            seen = rows[row].contiguous(memory_format=torch.channels_last) if is_map else rows[row]
+            seen = rows[row].transpose(0, 1)
+            seen = seen.contiguous(memory_format=torch.channels_last) if h.dim() == 4 else seen
             try:
-                rows[row] = slot.forward(seen, True)
+                rows[row] = slot.forward(seen, True).transpose(0, 1)
             except Exception as error:
                 self.errors.setdefault(slot, error)
-        if is_map:
-            return torch.cat([r.transpose(0, 1) for r in rows]).transpose(0, 1)
-        return torch.stack(rows).transpose(0, 1)
+        return torch.cat(rows).transpose(0, 1) if h.dim() == 4 else torch.stack(rows).permute(2, 0, 1)
 
     def apart(self, h: Tensor) -> Tensor:
         """[B, R, C, …]: vectors come so from a linear layer, and side by side from elsewhere."""
@@ -76,9 +77,11 @@ class Wide:
 
 
 def _linear(wide: Wide, name: str, m: nn.Linear, x: Tensor) -> Tensor:
-    x, weight = wide.apart(x).transpose(0, 1), wide.tensors[name + "weight"].transpose(1, 2)
+    """Features before samples, [R, O, B]: so the gradient of the weights comes out as they lie."""
+    x, weight = wide.apart(x).permute(1, 2, 0), wide.tensors[name + "weight"]
     bias = wide.tensors.get(name + "bias")
-    return (torch.bmm(x, weight) if bias is None else torch.baddbmm(bias[:, None], x, weight)).transpose(0, 1)
+    y = torch.bmm(weight, x) if bias is None else torch.baddbmm(bias[..., None], weight, x)
+    return y.permute(2, 0, 1)
 
 
 def _convolve(wide: Wide, name: str, m: nn.Conv2d, x: Tensor) -> Tensor:
