@@ -260,13 +260,15 @@ def compared(case: Case, repeats: int) -> dict[str, Any]:
 def per_env_step(task: Task, few: int, many: int, repeats: int) -> float:
     """CPU time of one environment's step among many, against one among few; taken in turn."""
     loops = {envs: Ours(Case("", task, envs)) for envs in (few, many)}
-    spent: dict[int, list[float]] = {few: [], many: []}
+    ratios = []
     for i in range(repeats + 1):
+        spent = {few: 0.0, many: 0.0}
         for envs in (few, many) if i % 2 else (many, few):
-            spent[envs].append(min(timed(loops[envs].step) for _ in range(2 if envs == few else 1)) / envs)
+            spent[envs] = sum(timed(loops[envs].step) for _ in range(many // envs))  # as many env-steps of each
+        ratios.append(spent[many] / spent[few])
     for loop in loops.values():
         loop.close()
-    return statistics.median(b / a for a, b in zip(spent[few][1:], spent[many][1:], strict=True))
+    return statistics.median(ratios[1:])
 
 
 def stacked_factor(case: Case, repeats: int) -> float:
@@ -319,7 +321,7 @@ def run_bench(*, repeats: int, as_json: bool, quick: bool, chart: Path | None = 
     stacked = {case.label: stacked_factor(case, repeats) for case in small}
     reference = cases(quick)[0]
     few, many = reference.envs, 8 if quick else MANY
-    growth = per_env_step(reference.task, few, many, 3)
+    growth = per_env_step(reference.task, few, many, 2)
     with_three = next(r for r in rows if r["case"] == "reference CNN, 3 live seeds")
     found = {
         "torch": torch.__version__,
