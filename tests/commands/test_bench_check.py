@@ -21,9 +21,13 @@ def test_a_loss_beyond_the_limit_fails_and_one_within_it_does_not(tmp_path: Path
 
 def test_one_bad_moment_is_no_loss(tmp_path: Path) -> None:
     file = tmp_path / "ratios.json"
-    run_check(file, repeats=3, update=True, measure=lambda n: {"a": 1.0})
-    moments = iter([1.5, 1.0, 1.05])
+    stored = iter([0.8, 1.0, 1.3])
+    run_check(file, repeats=3, update=True, measure=lambda n: {"a": next(stored)})
+    assert json.loads(file.read_text()) == {"a": 1.0}
+    moments = iter([1.5, 1.0, 1.05, 1.5])
     assert run_check(file, repeats=3, update=False, measure=lambda n: {"a": next(moments)})
+    lasting = iter([1.5, 1.5, 1.5, 1.0])
+    assert not run_check(file, repeats=3, update=False, measure=lambda n: {"a": next(lasting)})
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]", '{"a": "x"}'])
