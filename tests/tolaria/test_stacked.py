@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from functools import lru_cache
 
@@ -11,7 +11,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.blueprints import seeded
 from esper.kasmina.lifecycle import Rules, legal
+from esper.kasmina.slot import Slot
 from esper.leyline.actions import Head, Op, Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Ints, SlotTable
@@ -19,6 +21,7 @@ from esper.leyline.stages import SeedStage, Thresholds
 from esper.tolaria.engine import Engine, EngineConfig, Plot
 from esper.tolaria.stacked import Stack, cannot, choose
 from esper.tolaria.tasks import Task
+from esper.tolaria.wide import WideSeed
 
 QUICK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=0)
 HOSTS = {
@@ -26,6 +29,7 @@ HOSTS = {
     "pixels": {"base": 2, "blocks": 3, "kernel": 1},
     "shapes": {"base": 4, "blocks": 2, "kernel": 3},
 }
+DOTS = {"base": 1, "blocks": 2, "kernel": 1}
 
 
 @pytest.fixture
@@ -44,7 +48,7 @@ def task(host: str, dtype: torch.dtype = torch.float32) -> Task:
     x = torch.randn(240, *shape, generator=noise, dtype=torch.float32)
     x.flatten(1)[torch.arange(240), 2 * y] += 2.0
     settings = {"batch": 16, "batches_per_epoch": 4, "lr": 0.05, "seed_lr": 0.03, "weight_decay": 1e-3, "val_size": 20}
-    return Task.from_tensors(host, x.to(dtype), y, host_kwargs=HOSTS[host], **settings)
+    return Task.from_tensors(host, x.to(dtype), y, host_kwargs=HOSTS.get(host, DOTS), **settings)
 
 
 def plots(task: Task, worlds: int = 3, **config: object) -> list[Plot]:
@@ -163,6 +167,71 @@ def test_what_lives_in_one_row_changes_no_bit_of_another(host: str):
         assert is_same(state(quiet.plots[e]), state(lively.plots[e]))
 
 
+MAPS = ["conv_small", "conv_light", "conv_heavy", "depthwise", "bottleneck"]
+VECTORS = ["lora", "lora_large", "mlp_small", "mlp"]
+
+
+def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[Plot]:
+    """Four plots with this seed, no newborn any more, in the first slot of some."""
+    made = plots(task(host), 4)
+    for row in rows:
+        body = made[row].body
+        slot = body.plant(next(iter(body.slots)), blueprint, seed=row)
+        with torch.no_grad(), seeded(row):
+            for p in slot.parameters():
+                p.add_(0.1 * torch.randn_like(p))
+        body.set_slot(slot, stage, 0.7 if stage == SeedStage.BLENDING else 0.0)
+        made[row].surgeon._settle(slot)
+        made[row].average.resync()
+        made[row]._regroup()
+    return made
+
+
+@pytest.mark.parametrize("stage", [SeedStage.TRAINING, SeedStage.BLENDING])
+@pytest.mark.parametrize(
+    ("host", "blueprint"),
+    [*((host, b) for host in ("shapes", "pixels", "dots") for b in MAPS), *(("mlp", b) for b in VECTORS)],
+)
+def test_equal_seeds_run_as_one_and_a_seed_learns_the_same_alone_and_among_its_like(
+    host: str, blueprint: str, stage: SeedStage, monkeypatch: pytest.MonkeyPatch
+):
+    company = []
+
+    def counted(self: WideSeed, slots: list[Slot], seen: list[Tensor]) -> Iterable[Tensor]:
+        company.append(len(slots))
+        return together(self, slots, seen)
+
+    together = WideSeed.__call__
+    monkeypatch.setattr(WideSeed, "__call__", counted)
+    found = {}
+    for rows in ([1], [0, 1], [0, 1, 2, 3]):
+        made = grown(host, blueprint, rows, stage)
+        Stack(made).train_epoch([0] * 4)
+        assert set(company) == {len(rows)}
+        company.clear()
+        found[len(rows)] = state(made[1])
+    assert is_same(found[1], found[2])
+    assert is_same(found[1], found[4])
+    loop = grown(host, blueprint, [1], stage)[1]
+    loop.train_epoch(0)
+    for a, b in zip(state(loop), found[1], strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
+
+
+def test_a_seed_of_the_users_own_making_runs_as_the_module_it_is():
+    made = grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING)
+    for plot in made:
+        slot = next(iter(plot.body.slots.values()))
+        assert slot.seed is not None
+        assert WideSeed.of(slot) is not None
+        slot.seed = Stumbling(slot.seed)
+        assert WideSeed.of(slot) is None
+    hooked = grown("mlp", "mlp_small", [0], SeedStage.BLENDING)[0].body.slots["r0c0"]
+    assert hooked.seed is not None
+    hooked.seed[0].register_forward_hook(lambda *_: None)
+    assert WideSeed.of(hooked) is None
+
+
 class Stumbling(nn.Module):
     def __init__(self, seed: nn.Module) -> None:
         super().__init__()
@@ -235,12 +304,12 @@ class Mixing(nn.Module):
 
 def test_a_host_that_cannot_be_widened_is_left_to_the_loop():
     mixing, unknown = plots(task("pixels")), plots(task("pixels"))
-    for made, odd in ((mixing, Mixing()), (unknown, nn.GroupNorm(1, 2))):
+    for made, odd in ((mixing, Mixing()), (unknown, nn.PReLU(2))):
         for plot in made:
             plot.body.model.pools[0] = odd
     with pytest.raises(ConfigError, match="do not answer as they do one by one"):
         Stack(mixing)
-    with pytest.raises(ConfigError, match="GroupNorm"):
+    with pytest.raises(ConfigError, match="PReLU"):
         Stack(unknown)
 
 

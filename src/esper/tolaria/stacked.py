@@ -69,17 +69,18 @@ class Stack:
         epoch = _Epoch(self, [0] * rows)
         x = samples[torch.arange(3 * rows) % len(samples)].unflatten(0, (rows, 3))
         bodies = [plot.body.eval() for plot in self.plots]
-        self.wide.code.eval()
+        self.wide.module.eval()
         together = self.wide(epoch.tensors(), epoch.felt, x)
         alone = torch.stack([body(each) for body, each in zip(bodies, x, strict=True)])
-        for module in (self.wide.code, *bodies):
+        for module in (self.wide.module, *bodies):
             module.train()
         if together.shape != alone.shape or not torch.allclose(together, alone, rtol=1e-3, atol=1e-4):
             raise ConfigError("widened, they do not answer as they do one by one")
 
     def train_epoch(self, steps: Sequence[int]) -> None:
         """One epoch of every plot; whatever goes wrong is said by `result`."""
-        self.errors, self.wide.errors = {}, {}
+        self.errors = {}
+        self.wide.begin()
         try:
             with seeded(derive_seed(self.plots[0].world, "stack", steps[0])):  # leaves the caller's luck as it was
                 epoch = _Epoch(self, steps)

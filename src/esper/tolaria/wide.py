@@ -1,29 +1,53 @@
-"""A host's code, widened: called with the weights of R hosts, it answers as all of them.
+"""A module's code, widened: called with the weights of R such modules, it answers as all of them.
 
 The code runs once for all, on features that lie side by side: maps [B, R·C, H, W], vectors [B, R, D]. Only the modules
-with weights are told to keep the rows apart (`RULES`). At a slot the rows part, and each live seed runs by itself, as
-the very module it is: seeds differ from row to row, so most groups of equal ones would have one member.
+with weights are told to keep the rows apart (`RULES`). At a slot of a host the rows part: seeds of one kind go through
+the widened code of their kind, any other through the very module it is.
 
-Legend: R rows (hosts in one pass), B samples, C channels, D features.
+Legend: R rows (hosts or seeds in one pass), B samples, C channels, D features.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 
+from esper.kasmina.blending import blend, detached
 from esper.kasmina.body import Body
 from esper.kasmina.slot import Slot
 from esper.leyline.errors import ConfigError
+from esper.leyline.stages import SeedStage
+
+Member = tuple[int, Slot]
+"""A row and the slot that lives there."""
 
 
-class Wide:
-    """A host's code, widened: called with the weights of R hosts, it answers as all of them."""
+class Code:
+    """A module of which the layers with weights keep R rows apart; the rest runs as it is."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        for name, part in module.named_modules():
+            if (rule := RULES.get(type(part))) is not None:
+                part.forward = partial(rule, self, f"{name}." if name else "", part)
+            elif next(part.parameters(recurse=False), None) is not None:
+                raise ConfigError(f"no rule for the weights of {name or 'the model itself'}, {type(part).__name__}")
+        self.tensors: dict[str, Tensor] = {}  # [R, …] parameters and buffers of this pass
+        self.rows = 0
+
+    def apart(self, h: Tensor) -> Tensor:
+        """[B, R, C, …]: vectors come so from a linear layer, and side by side from elsewhere."""
+        return h if h.dim() == 3 else h.unflatten(1, (self.rows, -1))
+
+
+class Wide(Code):
+    """A host's code, widened."""
 
     def __init__(self, host: Body) -> None:
         body = copy.deepcopy(host)
@@ -31,60 +55,176 @@ class Wide:
             slot.uproot()
             slot.seed = nn.Identity()  # its hook asks `forward` only if something lives here
             slot.forward = partial(self._at_slot, name)  # type: ignore[method-assign]
-        self.code = body.model
-        for name, module in self.code.named_modules():
-            if (rule := RULES.get(type(module))) is not None:
-                module.forward = partial(rule, self, f"{name}.", module)
-            elif next(module.parameters(recurse=False), None) is not None:
-                raise ConfigError(f"no rule for the weights of {name or 'the model itself'}, {type(module).__name__}")
-        self.tensors: dict[str, Tensor] = {}  # [R, …] parameters and buffers of this pass
-        self.felt: dict[str, dict[int, Slot]] = {}  # slot → row → what lives there
+        super().__init__(body.model)
+        self.felt: dict[str, list[list[Member]]] = {}  # slot → groups of what lives there
+        self.kinds: dict[Slot, Hashable] = {}
+        self.seeds: dict[Hashable, WideSeed | None] = {}
         self.errors: dict[Slot, Exception] = {}
-        self.rows = 0
 
-    def __call__(self, tensors: dict[str, Tensor], felt: Iterable[tuple[int, Slot]], x: Tensor) -> Tensor:
+    def begin(self) -> None:
+        """An epoch: seeds may be others than before, and no error is known."""
+        self.kinds, self.errors = {}, {}
+
+    def __call__(self, tensors: dict[str, Tensor], felt: Iterable[Member], x: Tensor) -> Tensor:
         """Outputs [R, B, V] of inputs [R, B, …]; `felt` are the seeds on the way, by row."""
         self.tensors, self.rows, self.felt = tensors, len(x), {}
+        groups: dict[Hashable, list[Member]] = {}
         for row, slot in felt:
-            self.felt.setdefault(slot.name, {})[row] = slot
+            groups.setdefault((slot.name, slot.shadow, self._kind(slot)), []).append((row, slot))
+        for group in groups.values():
+            self.felt.setdefault(group[0][1].name, []).append(group)
         wide = x.transpose(1, 2).flatten(0, 1).contiguous() if x.dim() == 5 else x  # [R·C, B, H, W]
-        output: Tensor = self.code(wide.transpose(0, 1))
+        output: Tensor = self.module(wide.transpose(0, 1))
         return output.transpose(0, 1)
+
+    def _kind(self, slot: Slot) -> Hashable:
+        """What seeds must have in common to go through a slot together; one of its own for a seed that goes alone."""
+        if slot not in self.kinds:
+            kind = kind_of(slot)
+            if kind not in self.seeds:
+                self.seeds[kind] = WideSeed.of(slot)
+            self.kinds[slot] = slot if self.seeds[kind] is None else kind
+        return self.kinds[slot]
 
     def _at_slot(self, name: str, h: Tensor, training: bool = False) -> Tensor:
         """Send each row that holds a seed through it; an error is that row's alone."""
         if name not in self.felt:
             return h
-        if h.dim() == 4:
-            rows = [r.transpose(0, 1) for r in self.apart(h).unbind(1)]  # [C, B, H, W]
-        else:
-            rows = list(self.apart(h).permute(1, 2, 0).unbind(0))  # [D, B]
-        for row, slot in self.felt[name].items():
-            seen = rows[row].transpose(0, 1)
-            seen = seen.contiguous(memory_format=torch.channels_last) if h.dim() == 4 else seen
-            try:
-                rows[row] = slot.forward(seen, True).transpose(0, 1)
-            except Exception as error:
-                self.errors.setdefault(slot, error)
-        return torch.cat(rows).transpose(0, 1) if h.dim() == 4 else torch.stack(rows).permute(2, 0, 1)
+        is_map = h.dim() == 4
+        rows = [r.transpose(0, 1) for r in self.apart(h).unbind(1)] if is_map else [*self.apart(h).permute(1, 2, 0)]
+        for group in self.felt[name]:  # rows are [C, B, H, W] or [D, B]
+            seen = [rows[row].transpose(0, 1) for row, _ in group]
+            for (row, slot), out in zip(group, self._through(group, seen), strict=True):
+                if isinstance(out, Exception):
+                    self.errors.setdefault(slot, out)
+                else:
+                    rows[row] = out.transpose(0, 1)
+        return torch.cat(rows).transpose(0, 1) if is_map else torch.stack(rows).permute(2, 0, 1)
 
-    def apart(self, h: Tensor) -> Tensor:
-        """[B, R, C, …]: vectors come so from a linear layer, and side by side from elsewhere."""
-        return h if h.dim() == 3 else h.unflatten(1, (self.rows, -1))
+    def _through(self, group: list[Member], seen: list[Tensor]) -> Iterable[Tensor | Exception]:
+        seeds = self.seeds.get(self._kind(group[0][1]))
+        if seeds is not None:
+            try:
+                return seeds([slot for _, slot in group], seen)
+            except Exception:  # whose it is shows when each goes alone
+                pass
+        return [_alone(slot, h) for (_, slot), h in zip(group, seen, strict=True)]
+
+
+def _alone(slot: Slot, h: Tensor) -> Tensor | Exception:
+    try:
+        return slot.forward(h.contiguous(memory_format=torch.channels_last) if h.dim() == 4 else h, True)
+    except Exception as error:
+        return error
+
+
+# -- seeds of one kind
+
+
+class WideSeed(Code):
+    """Seeds of one kind as one. At least two rows: with one, some kernels round otherwise than with several."""
+
+    @classmethod
+    def of(cls, slot: Slot) -> WideSeed | None:
+        """The widened code of this slot's seed, if it can be widened: tried on weights by chance.
+
+        Only of torch's own modules, without hooks, buffers or dropout: what any other does, and how it rounds among
+        others, is not known.
+        """
+        seed = slot.seed
+        assert seed is not None
+        is_plain = not any(
+            isinstance(m, _DropoutNd) or m._buffers or m._forward_hooks or m._forward_pre_hooks
+            or not type(m).__module__.startswith("torch.nn.")
+            for m in seed.modules()
+        )  # fmt: skip
+        if not is_plain or is_straight(slot) or slot.gate is not None or not list(seed.parameters()):
+            return None
+        try:
+            found = cls(copy.deepcopy(seed))
+            return found if found._answers_as(seed, slot) else None
+        except Exception:
+            return None
+
+    @torch.no_grad()
+    def _answers_as(self, seed: nn.Module, slot: Slot) -> bool:
+        luck = torch.Generator().manual_seed(0)
+
+        def some(like: Tensor, *shape: int) -> Tensor:
+            return torch.randn(*shape, generator=luck, dtype=like.dtype).to(like.device)
+
+        pair, first = [copy.deepcopy(seed) for _ in range(2)], next(seed.parameters())
+        for each in pair:
+            for p in each.parameters():
+                p.copy_(some(p, *p.shape))
+        seen = [some(first, 3, *slot.site.shape) for _ in pair]
+        tensors = {n: torch.stack([dict(e.named_parameters())[n] for e in pair]) for n, _ in seed.named_parameters()}
+        together = self._change(tensors, self._joined(seen))
+        alone = self._joined([each(h) for each, h in zip(pair, seen, strict=True)])
+        return together.shape == alone.shape and torch.allclose(together, alone, rtol=1e-3, atol=1e-4)
+
+    def __call__(self, slots: Sequence[Slot], seen: list[Tensor]) -> Iterable[Tensor]:
+        """What the slots make of their features [B, …] each, as each would by itself."""
+        count, first = len(slots), slots[0]
+        each: list[list[Tensor]] = [list(slot.seed.parameters()) for slot in slots if slot.seed is not None]
+        if count == 1:
+            seen, each = seen * 2, [*each, [p.detach() for p in each[0]]]
+        tensors = {n: torch.stack(p) for (n, _), *p in zip(self.module.named_parameters(), *each, strict=True)}
+        h = self._joined(seen)
+        if first.shadow or not h.requires_grad:
+            h = detached(h)
+        if first.shadow:
+            first.lesson = h
+            weight = h.new_ones(len(seen))
+        else:
+            weight = torch.stack([slot.alpha for slot in slots]).expand(len(seen)).to(h.dtype)
+        weight = weight.repeat_interleave(h.shape[1] // len(seen)) if h.dim() == 4 else weight
+        delta = self._change(tensors, h)
+        out = blend(h, delta, weight.view(1, -1, *[1] * (h.dim() - 2)), first.operator)
+        if h.dim() == 4:
+            return out.unflatten(1, (len(seen), -1)).unbind(1)[:count]
+        return [each.transpose(0, 1) for each in out.permute(1, 2, 0)[:count]]
+
+    def _change(self, tensors: dict[str, Tensor], h: Tensor) -> Tensor:
+        self.tensors, self.rows = tensors, len(next(iter(tensors.values())))
+        delta: Tensor = self.module(h)
+        return delta
+
+    def _joined(self, seen: Sequence[Tensor]) -> Tensor:
+        if seen[0].dim() == 4:
+            return torch.cat(list(seen), 1).contiguous(memory_format=torch.channels_last)
+        return torch.stack([h.transpose(0, 1) for h in seen]).permute(2, 0, 1)
+
+
+def kind_of(slot: Slot) -> Hashable:
+    """Seeds that share it differ in their weights alone."""
+    assert slot.seed is not None
+    code = tuple((type(m), m.extra_repr()) for m in slot.seed.modules())
+    shapes = tuple(p.shape for p in slot.seed.parameters())
+    return slot.blueprint, slot.operator, slot.gate is None, is_straight(slot), code, shapes
+
+
+def is_straight(slot: Slot) -> bool:
+    """Whether it learns in the main pass, which another formula does."""
+    return slot.stage < SeedStage.BLENDING and slot.incubating
 
 
 # -- rules: one module, R hosts. Maps are best kept as planes, [R·C, B, H, W] in memory.
 
 
-def _linear(wide: Wide, name: str, m: nn.Linear, x: Tensor) -> Tensor:
+def _linear(wide: Code, name: str, m: nn.Linear, x: Tensor) -> Tensor:
     """Features before samples, [R, O, B]: so the gradient of the weights comes out as they lie."""
     x, weight = wide.apart(x).permute(1, 2, 0), wide.tensors[name + "weight"]
     bias = wide.tensors.get(name + "bias")
-    y = torch.bmm(weight, x) if bias is None else torch.baddbmm(bias[..., None], weight, x)
+    if bias is None:
+        return torch.bmm(weight, x).permute(2, 0, 1)
+    y = torch.baddbmm(bias[..., None], weight, x)
+    if y.requires_grad:  # summed over samples, a gradient that lies otherwise rounds by how many rows there are
+        y.register_hook(Tensor.contiguous)
     return y.permute(2, 0, 1)
 
 
-def _convolve(wide: Wide, name: str, m: nn.Conv2d, x: Tensor) -> Tensor:
+def _convolve(wide: Code, name: str, m: nn.Conv2d, x: Tensor) -> Tensor:
     weight = wide.tensors[name + "weight"]  # [R, O, C, h, w]
     bias = wide.tensors.get(name + "bias")
     if m.kernel_size == m.stride == (1, 1) and m.padding == (0, 0) and m.groups == 1 and bias is None:
@@ -96,7 +236,7 @@ def _convolve(wide: Wide, name: str, m: nn.Conv2d, x: Tensor) -> Tensor:
     return F.conv2d(x, weight.flatten(0, 1), bias, m.stride, m.padding, m.dilation, wide.rows * m.groups)
 
 
-def _normalise(wide: Wide, name: str, m: nn.BatchNorm2d, x: Tensor) -> Tensor:
+def _normalise(wide: Code, name: str, m: nn.BatchNorm2d, x: Tensor) -> Tensor:
     if m.training:
         wide.tensors[name + "num_batches_tracked"] += 1
     each = [wide.tensors[name + n].flatten() for n in ("running_mean", "running_var", "weight", "bias")]
@@ -107,13 +247,21 @@ def _normalise(wide: Wide, name: str, m: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return act(planes.view(1, len(planes), -1), *each).view(planes.shape).transpose(0, 1)
 
 
-def _pool(wide: Wide, name: str, m: nn.MaxPool2d, x: Tensor) -> Tensor:
+def _pool(wide: Code, name: str, m: nn.MaxPool2d, x: Tensor) -> Tensor:
     """Channels and samples are all one to a pool."""
     planes = x.transpose(0, 1)
     return type(m).forward(m, planes).transpose(0, 1) if planes.is_contiguous() else type(m).forward(m, x)
 
 
+def _group_norm(wide: Code, name: str, m: nn.GroupNorm, x: Tensor) -> Tensor:
+    weight, bias = (wide.tensors.get(name + n) for n in ("weight", "bias"))
+    if weight is not None and bias is not None:
+        weight, bias = weight.flatten(), bias.flatten()
+    return F.group_norm(x, wide.rows * m.num_groups, weight, bias, m.eps)
+
+
 RULES: dict[type[nn.Module], Callable[..., Tensor]] = {
+    nn.GroupNorm: _group_norm,
     nn.Linear: _linear,
     nn.Conv2d: _convolve,
     nn.BatchNorm2d: _normalise,
