@@ -89,7 +89,7 @@ def test_simulated_training_is_the_same_every_time_and_other_seeds_differ(tmp_pa
         (["--set", "nonsense"], "--set takes a.b=c"),
         (["--preset", "quik"], "Did you mean 'quick'?"),
         (["--task", "resque"], "Did you mean 'rescue'?"),
-        (["--envs", "2"], "ppo.groups"),
+        (["--set", "fixed.op=WAIT"], "nothing to decide"),
         (["--config", "missing.toml"], "no config file"),
         (["--start-from", "nowhere"], "no policy"),
         (["--telemetry", "loud"], "telemetry level"),

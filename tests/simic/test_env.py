@@ -274,6 +274,17 @@ def test_actions_of_another_shape_are_refused() -> None:
             env.step(np.zeros(shape, np.int64))
 
 
+@pytest.mark.parametrize("odd", [np.nan, np.inf, 0.5])
+def test_actions_that_are_no_whole_numbers_are_refused(odd: float) -> None:
+    env = sim_env(2)
+    env.reset()
+    actions = np.zeros((2, 8))
+    env.step(actions)  # floats that are whole numbers will do
+    actions[1, 3] = odd
+    with pytest.raises(ConfigError, match="whole and finite"):
+        env.step(actions)
+
+
 @pytest.mark.parametrize("mode", ["utility", "shaped", "sparse"])
 def test_a_step_pays_for_what_it_led_to(mode: str) -> None:
     config = RewardConfig(mode=mode, scale=2.0)

@@ -84,6 +84,14 @@ def test_telemetry_never_changes_what_is_learnt(level: str) -> None:
     assert hub.heard
 
 
+@pytest.mark.parametrize("envs", [1, 2])
+def test_fewer_environments_than_groups_are_a_group_each(envs: int) -> None:
+    assert TrainConfig().ppo.groups > envs
+    asked = [s for s in SMALL if "groups" not in s and "envs" not in s]
+    trained = train_ppo_vectorized(load_config(sets=[*asked, f"envs={envs}"]))
+    assert all(not r.update.skipped for r in trained.rounds)
+
+
 def test_training_leaves_the_callers_random_numbers_alone() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1]
     train_ppo_vectorized(config("rounds=1"))

@@ -153,8 +153,10 @@ def test_an_empty_table_frees_what_a_file_fixed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("head", [h for h in Head if HEAD_OPTIONS[h] is not None])
-def test_any_head_can_be_fixed_at_any_option_by_name(head: Head) -> None:
+def test_any_head_can_be_fixed_at_any_option_by_name_but_not_the_op_at_waiting(head: Head) -> None:
     for number, option in enumerate(HEAD_OPTIONS[head] or ()):
+        if option == "WAIT":
+            continue
         for word in (option, option.lower()):
             assert load_config(sets=[f"fixed.{head.name.lower()}={word}"]).fixed_heads() == {head: number}
 
@@ -181,7 +183,8 @@ def test_any_head_can_be_fixed_at_any_option_by_name(head: Head) -> None:
         ("envs=0", ["envs", "0"]),
         ("rounds=0", ["rounds", "0"]),
         ("epochs=0", ["epochs", "0"]),
-        ("ppo.groups=17", ["ppo.groups", "17", "16"]),
+        ("ppo.groups=0", ["ppo.groups", "1"]),
+        ("fixed.op=wait", ["fixed.op", "WAIT"]),
         ("rules.thresholds.z=-1", ["rules.thresholds", "z", "-1"]),
         ("rules.max_seeds=-1", ["rules", "max_seeds", "-1"]),
         ("sim.horizon=0", ["sim", "horizon", "0"]),

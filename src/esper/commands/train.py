@@ -312,6 +312,8 @@ class Shown:
             f"return {told.returns.mean():+.4f} ± {told.returns.std():.4f}  quality {told.quality.mean():.1%}  "
             f"KL {said(told.update.kl, '.4f')}  value NRMSE {said(told.update.value_nrmse, '.2f')}"
         )
+        if told.update.skipped:
+            text += f"  {told.update.skipped} updates were not finite and skipped"
         self.done = told.number + 1
         self.bar.update(self.task, completed=self.done, description=text)
         if not self.console.is_terminal and (told.number % self.every == 0 or told.number == self.rounds - 1):

@@ -111,9 +111,13 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         if self.over:
             obs, info = self.reset()
             return obs, np.zeros(self.num_envs, dtype=np.float32), never, never.copy(), info
-        rows = np.asarray(actions, dtype=np.int64)
+        asked = np.asarray(actions)
+        with np.errstate(invalid="ignore"):
+            rows = asked.astype(np.int64)
         if rows.shape != (self.num_envs, NUM_HEADS):
             raise ConfigError(f"actions must have shape {(self.num_envs, NUM_HEADS)}, got {rows.shape}")
+        if (rows != asked).any():
+            raise ConfigError(f"actions are numbers of options, whole and finite, got {asked[rows != asked][0]}")
         self.outcome = self.ground.step(rows)
         before, self._frame = self._frame, self._framed()
         paid = reward(before, self._frame, self.config)

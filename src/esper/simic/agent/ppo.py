@@ -46,7 +46,7 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     epochs: int = 4
     """Passes over a rollout, unless the target KL stops them."""
     groups: int = 4
-    """Minibatches per pass: groups of environments, each with its whole sequences."""
+    """Minibatches per pass: groups of environments, each with its whole sequences; at most one per environment."""
     chunk: int = 64
     """Steps that the recurrent core is unrolled and taught at once."""
     target_kl: float = 0.02
@@ -138,7 +138,7 @@ class PPO:
             self.network.renormalise(*self.scale.see(returns[valid]))
             for _ in range(config.epochs):
                 passes += 1
-                for minibatch in buffer.minibatches(config.groups, config.chunk, generator):
+                for minibatch in buffer.minibatches(min(config.groups, buffer.envs), config.chunk, generator):
                     self._step(minibatch, tally)
                 if tally.kl_of_pass() > 1.5 * config.target_kl:
                     break

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args, get_origin
 import msgspec
 
 from esper.kasmina.lifecycle import Rules
-from esper.leyline.actions import HEAD_OPTIONS, Head
+from esper.leyline.actions import HEAD_OPTIONS, Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError, unknown_name
 from esper.leyline.events import level
 from esper.simic.agent.ppo import PPOConfig
@@ -82,11 +82,6 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs must be ≥ 1, got {self.epochs}")
-        if self.ppo.groups > self.envs:
-            raise ConfigError(
-                f"ppo.groups = {self.ppo.groups} minibatches cannot be made of envs = {self.envs} environments: "
-                "raise envs or lower ppo.groups"
-            )
         if self.reward.mode == "shaped" and self.reward.gamma != self.ppo.gamma:
             raise ConfigError(
                 f"reward.mode = shaped needs reward.gamma = ppo.gamma, or its potential pays for going in circles; "
@@ -109,6 +104,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             if not same:
                 raise unknown_name(f"option of fixed.{name}", str(option), options)
             found[head] = same[0]
+        if found.get(Head.OP) == Op.WAIT:
+            raise ConfigError("fixed.op = WAIT leaves nothing to decide, so nothing to learn. Fix another op, or none")
         return found
 
 

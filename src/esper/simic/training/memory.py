@@ -41,7 +41,8 @@ def needed(config: TrainConfig, env: GrowthVectorEnv, hidden: int, ranks: int = 
             hidden=(hidden,), device="meta",
         )  # fmt: skip
     rollouts = 2 * sum(t.nbytes for t in (*buffer.fields(), buffer.advantages, buffer.returns))
-    taught = env.horizon * -(-config.envs // config.ppo.groups) * (env.layout.slots + 2)  # rows of one minibatch
+    group = -(-config.envs // min(config.ppo.groups, config.envs))  # environments of one minibatch
+    taught = env.horizon * group * (env.layout.slots + 2)  # rows
     found = {"the program": _now(), "rollouts": rollouts, "updates": LAYERS * 4 * taught * config.network.width}
     if isinstance(env.ground, HostGround):
         ground, mine = env.ground, -(-config.envs // ranks)
