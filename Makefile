@@ -11,7 +11,7 @@ PYTEST := $(BIN)/python -m pytest -n 2
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/'
 
-run: $(STAMP)  ## train a policy on embedded data for a few minutes, compare it, and write a report
+run: $(STAMP)  ## train a policy on embedded data for about two minutes, compare it, and write a report
 	$(BIN)/esper train --preset quick
 
 test: $(STAMP)  ## the fast tests; SLOW=1 for every test

@@ -51,7 +51,7 @@ from esper.tolaria.checkpoint import Checkpoints, Saved
 
 OPTION = {"simulated": "--sim"}
 """Options whose name is not that of their setting."""
-SHOWN_WORLDS = 4
+SHOWN_WORLDS = 3
 """Held-out worlds of the table at the end: a first look, not a result. `esper eval` gives one."""
 
 

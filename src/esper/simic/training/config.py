@@ -110,7 +110,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 PRESETS: dict[str, dict[str, Any]] = {
-    "quick": {"task": "rescue", "rounds": 5, "envs": 4, "epochs": 20, "worlds": 4, "ppo": {"groups": 2}},
+    "quick": {"task": "rescue", "rounds": 4, "envs": 4, "epochs": 20, "worlds": 4, "ppo": {"groups": 2}},
     "standard": {},
     "sim": {
         "simulated": True, "rounds": 120, "envs": 128, "worlds": 4096,
@@ -119,7 +119,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""Beginnings: `quick` shows the whole in a few minutes, `standard` learns, `sim` learns in minutes on the simulator."""
+"""Beginnings: `quick` shows the whole in about two minutes, `standard` learns, `sim` learns in minutes on the simulator."""
 
 
 def load_config(
