@@ -119,7 +119,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""Beginnings: `quick` shows the whole in about two minutes, `standard` learns, `sim` learns in minutes on the simulator."""
+"""Beginnings: `quick` shows all in about two minutes, `standard` learns, `sim` learns in minutes on the simulator."""
 
 
 def load_config(
