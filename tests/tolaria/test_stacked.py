@@ -29,7 +29,8 @@ HOSTS = {
     "pixels": {"base": 2, "blocks": 3, "kernel": 1},
     "shapes": {"base": 4, "blocks": 2, "kernel": 3},
 }
-DOTS = {"base": 1, "blocks": 2, "kernel": 1}
+ODD = {"dots": {"base": 1, "blocks": 2, "kernel": 1}, "vectors": {"width": 37, "layers": 2}}
+"""Sizes at which kernels were seen to round one row otherwise than several."""
 
 
 @pytest.fixture
@@ -44,11 +45,18 @@ def double() -> Iterator[None]:
 def task(host: str, dtype: torch.dtype = torch.float32) -> Task:
     noise = torch.Generator().manual_seed(0)
     y = torch.randint(4, (240,), generator=noise)
-    shape = (12,) if host == "mlp" else (2, 8, 8)
+    shape = (12,) if host in ("mlp", "vectors") else (2, 8, 8)
     x = torch.randn(240, *shape, generator=noise, dtype=torch.float32)
     x.flatten(1)[torch.arange(240), 2 * y] += 2.0
-    settings = {"batch": 16, "batches_per_epoch": 4, "lr": 0.05, "seed_lr": 0.03, "weight_decay": 1e-3, "val_size": 20}
-    return Task.from_tensors(host, x.to(dtype), y, host_kwargs=HOSTS.get(host, DOTS), **settings)
+    settings = {
+        "batch": 20 if host == "vectors" else 16,
+        "batches_per_epoch": 4,
+        "lr": 0.05,
+        "seed_lr": 0.03,
+        "weight_decay": 1e-3,
+        "val_size": 20,
+    }
+    return Task.from_tensors(host, x.to(dtype), y, host_kwargs=(HOSTS | ODD)[host], **settings)
 
 
 def plots(task: Task, worlds: int = 3, **config: object) -> list[Plot]:
@@ -172,11 +180,11 @@ VECTORS = ["lora", "lora_large", "mlp_small", "mlp"]
 
 
 def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[Plot]:
-    """Four plots with this seed, no newborn any more, in the first slot of some."""
+    """Four plots with this seed, no newborn any more, in the first slot of some; every other one multiplies."""
     made = plots(task(host), 4)
     for row in rows:
         body = made[row].body
-        slot = body.plant(next(iter(body.slots)), blueprint, seed=row)
+        slot = body.plant(next(iter(body.slots)), blueprint, operator=Operator(1 - row % 2), seed=row)
         with torch.no_grad(), seeded(row):
             for p in slot.parameters():
                 p.add_(0.1 * torch.randn_like(p))
@@ -190,7 +198,10 @@ def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[
 @pytest.mark.parametrize("stage", [SeedStage.TRAINING, SeedStage.BLENDING])
 @pytest.mark.parametrize(
     ("host", "blueprint"),
-    [*((host, b) for host in ("shapes", "pixels", "dots") for b in MAPS), *(("mlp", b) for b in VECTORS)],
+    [
+        *((host, b) for host in ("shapes", "pixels", "dots") for b in MAPS),
+        *((host, b) for host in ("mlp", "vectors") for b in VECTORS),
+    ],
 )
 def test_equal_seeds_run_as_one_and_a_seed_learns_the_same_alone_and_among_its_like(
     host: str, blueprint: str, stage: SeedStage, monkeypatch: pytest.MonkeyPatch
@@ -209,12 +220,13 @@ def test_equal_seeds_run_as_one_and_a_seed_learns_the_same_alone_and_among_its_l
         Stack(made).train_epoch([0] * 4)
         assert set(company) == {len(rows)}
         company.clear()
-        found[len(rows)] = state(made[1])
-    assert is_same(found[1], found[2])
-    assert is_same(found[1], found[4])
+        found[len(rows)] = [state(made[row]) for row in rows]
+    assert is_same(found[1][0], found[2][1])
+    assert is_same(found[1][0], found[4][1])
+    assert is_same(found[2][0], found[4][0])  # one that multiplies
     loop = grown(host, blueprint, [1], stage)[1]
     loop.train_epoch(0)
-    for a, b in zip(state(loop), found[1], strict=True):
+    for a, b in zip(state(loop), found[1][0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 

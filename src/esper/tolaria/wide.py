@@ -18,9 +18,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.modules.dropout import _DropoutNd
 
-from esper.kasmina.blending import blend, detached
+from esper.kasmina.blending import detached
 from esper.kasmina.body import Body
 from esper.kasmina.slot import Slot
+from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
 
@@ -180,7 +181,12 @@ class WideSeed(Code):
             weight = torch.stack([slot.alpha for slot in slots]).expand(len(seen)).to(h.dtype)
         weight = weight.repeat_interleave(h.shape[1] // len(seen)) if h.dim() == 4 else weight
         delta = self._change(tensors, h)
-        out = blend(h, delta, weight.view(1, -1, *[1] * (h.dim() - 2)), first.operator)
+        multiplies = [slot.operator == Operator.MULTIPLY for slot in slots]
+        if any(multiplies):
+            scaled = h * torch.tanh(delta)
+            which = torch.tensor(multiplies).expand(len(seen)).repeat_interleave(len(weight) // len(seen))
+            delta = scaled if all(multiplies) else torch.where(across(which.to(h.device), h), scaled, delta)
+        out = torch.addcmul(h, delta, across(weight, h))
         if h.dim() == 4:
             return out.unflatten(1, (len(seen), -1)).unbind(1)[:count]
         return [each.transpose(0, 1) for each in out.permute(1, 2, 0)[:count]]
@@ -196,12 +202,17 @@ class WideSeed(Code):
         return torch.stack([h.transpose(0, 1) for h in seen]).permute(2, 0, 1)
 
 
+def across(each: Tensor, h: Tensor) -> Tensor:
+    """One number per row or channel, as features [B, …] take it."""
+    return each.view(1, -1, *[1] * (h.dim() - 2))
+
+
 def kind_of(slot: Slot) -> Hashable:
     """Seeds that share it differ in their weights alone."""
     assert slot.seed is not None
     code = tuple((type(m), m.extra_repr()) for m in slot.seed.modules())
     shapes = tuple(p.shape for p in slot.seed.parameters())
-    return slot.blueprint, slot.operator, slot.gate is None, is_straight(slot), code, shapes
+    return slot.blueprint, slot.gate is None, is_straight(slot), code, shapes
 
 
 def is_straight(slot: Slot) -> bool:
