@@ -156,7 +156,7 @@ SETTINGS = [
     setting("network=3", "group of settings", "network.…"),
     setting("reward.mode=bogus", "no reward mode named 'bogus'", "utility"),
     setting("reward.mode=shaped", "reward.gamma = ppo.gamma"),
-    setting("ppo.groups=9", "envs = 2", "raise envs or lower ppo.groups"),
+    setting("fixed.op=WAIT", "nothing to decide", "Fix another op"),
     setting("fixed.tempo=WARP", "'WARP'", "STANDARD"),
     setting("telemetry=loud", "no telemetry level named 'loud'"),
     setting("task=resque", "Did you mean 'rescue'?"),

@@ -193,7 +193,7 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_a_killed_rank_ends_the_run_cleanly_and_it_can_go_on_with_another_number(tmp_path: Path) -> None:
-    run, rounds = tmp_path / "run", ["--rounds", "14"]
+    run, rounds = tmp_path / "run", ["--rounds", "9"]
     process = esper("train", "--out", run, "--workers", "3", *TINY, *rounds)
     until(process, lambda: newest(run) >= "round-000002")
     victim = psutil.Process(process.pid).children()[1]

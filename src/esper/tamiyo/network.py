@@ -221,6 +221,7 @@ def known_blueprints(masks: Tensor, layout: MaskLayout) -> Tensor:
     by_op = masks[..., layout.slot_by_op].unflatten(-1, (NUM_OPS, layout.slots))
     by_op[..., 1, :] &= takes.any(-1)
     masks[..., 1] &= by_op[..., 1, :].any(-1)
+    masks[..., Op.WAIT] |= ~masks[..., layout.op].any(-1)  # a mask leaves a move
     return masks
 
 

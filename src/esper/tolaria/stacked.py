@@ -74,7 +74,8 @@ class Stack:
         alone = torch.stack([body(each) for body, each in zip(bodies, x, strict=True)])
         for module in (self.wide.module, *bodies):
             module.train()
-        if together.shape != alone.shape or not torch.allclose(together, alone, rtol=1e-3, atol=1e-4):
+        known = [e for e, plot in enumerate(self.plots) if is_known(plot)]
+        if together.shape != alone.shape or not torch.allclose(together[known], alone[known], rtol=1e-3, atol=1e-4):
             raise ConfigError("widened, they do not answer as they do one by one")
 
     def train_epoch(self, steps: Sequence[int]) -> None:
@@ -88,8 +89,19 @@ class Stack:
                 epoch.write_back()
         except Exception as error:
             self.errors = dict.fromkeys(range(len(self.plots)), error)
+        for e, plot in enumerate(self.plots):
+            if not is_known(plot):
+                self._train_alone(e, plot, steps[e])
         owner = {slot: e for e, plot in enumerate(self.plots) for slot in plot.body.slots.values()}
         self.errors.update({owner[slot]: error for slot, error in self.wide.errors.items()})
+
+    def _train_alone(self, e: int, plot: Plot, step: int) -> None:
+        """A plot whose seeds may do anything, by the loop; in the stack its row ran as if it were without them."""
+        self.errors.pop(e, None)
+        try:
+            self.results[e] = plot.train_epoch(step)
+        except Exception as error:
+            self.errors[e] = error
 
     def result(self, env: int) -> Tensor:
         """Mean loss and accuracy of one environment's epoch, still on the device."""
@@ -143,7 +155,7 @@ class _Epoch:
         self.learners: dict[str, list[tuple[int, Slot]]] = {}
         for e, plot in enumerate(self.plots):
             plot.body.train()
-            for name, slot in plot.body.slots.items():
+            for name, slot in plot.body.slots.items() if is_known(plot) else ():
                 params = list(slot.parameters())
                 self.seeds += params
                 self.seed_rows += [e] * len(params)
@@ -160,13 +172,16 @@ class _Epoch:
     @torch.no_grad()
     def write_back(self) -> None:
         """Into the plots' own tensors: whoever refers to them sees what was learnt."""
+        known = [e for e, plot in enumerate(self.plots) if is_known(plot)]
+        many = len(self.sizes)
         for own, matrix in zip(self.own, self.matrices, strict=True):
-            rows = [row.split(self.sizes) for row in matrix.unbind(0)]
-            torch._foreach_copy_(own, [c.view(s) for row in rows for c, s in zip(row, self.shapes, strict=True)])
+            to = [t for e in known for t in own[e * many : (e + 1) * many]]
+            rows = [matrix[e].split(self.sizes) for e in known]
+            torch._foreach_copy_(to, [c.view(s) for row in rows for c, s in zip(row, self.shapes, strict=True)])
         for each, stacked in zip(self.own_buffers, self.buffers.values(), strict=True):
-            torch._foreach_copy_(each, stacked.unbind(0))
-        for plot in self.plots:
-            plot.average.updates += self.stack.task.batches_per_epoch
+            torch._foreach_copy_([each[e] for e in known], [stacked[e] for e in known])
+        for e in known:
+            self.plots[e].average.updates += self.stack.task.batches_per_epoch
 
     def tensors(self, *, forgetful: bool = False) -> dict[str, Tensor]:
         """Parameters and buffers of the hosts, rows first; a pass with copies of the buffers leaves no trace."""
@@ -217,8 +232,8 @@ class _Epoch:
         All rows take part, learners or not: a kernel's rounding may hang on how many there are.
         """
         with ExitStack() as shadows:
-            for e, slot in learners:
-                shadows.enter_context(_shadowed(self.plots[e], slot))
+            for _, slot in learners:
+                shadows.enter_context(_shadowed(slot))
             output = self.stack.wide(self.tensors(forgetful=True), (*self.felt, *learners), x)
             params = [p for _, slot in learners for p in slot.parameters() if p.requires_grad]
             lessons = [slot.lesson for _, slot in learners if slot.lesson is not None]
@@ -282,14 +297,19 @@ class _Epoch:
             torch._foreach_lerp_(self.seed_averages, [*self.seeds], [each[e] for e in self.seed_rows])
 
 
+def is_known(plot: Plot) -> bool:
+    """Whether all its seeds are of modules that do nothing but answer: of torch or ours, without memory or chance."""
+    return not any(
+        isinstance(m, _DropoutNd) or m._buffers or m._forward_hooks or m._forward_pre_hooks or m._backward_hooks
+        or not type(m).__module__.startswith(("torch.nn.", "esper."))
+        for slot in plot.body.slots.values() if slot.seed is not None
+        for m in slot.seed.modules()
+    )  # fmt: skip
+
+
 @contextmanager
-def _shadowed(plot: Plot, slot: Slot) -> Iterator[None]:
-    """`Body.shadowed`, without its care for what other seeds remember where they remember nothing."""
-    seeds = [s.seed for s in plot.body.slots.values() if s.seed is not None]
-    if any(isinstance(m, _DropoutNd) or m._buffers for seed in seeds for m in seed.modules()):
-        with plot.body.shadowed(slot):
-            yield
-        return
+def _shadowed(slot: Slot) -> Iterator[None]:
+    """`Body.shadowed`, without its care for what seeds remember: these remember nothing."""
     slot.shadow = True
     try:
         yield
@@ -308,6 +328,8 @@ def cannot(plots: Sequence[Plot]) -> str:
     first = plots[0]
     if len(plots) < 2:
         return "there is only one"
+    if first.task.batch < 2:
+        return "their batches are single samples"
     if first.config.compile:
         return "their forward pass is compiled"
     if type(first.optimizer) is not torch.optim.SGD:

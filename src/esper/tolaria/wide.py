@@ -10,13 +10,13 @@ Legend: R rows (hosts or seeds in one pass), B samples, C channels, D features.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina.blending import detached
 from esper.kasmina.body import Body
@@ -37,7 +37,7 @@ class Code:
         for name, part in module.named_modules():
             if (rule := RULES.get(type(part))) is not None:
                 part.forward = partial(rule, self, f"{name}." if name else "", part)
-            elif next(part.parameters(recurse=False), None) is not None:
+            elif next(part.parameters(recurse=False), None) is not None or part._buffers:
                 raise ConfigError(f"no rule for the weights of {name or 'the model itself'}, {type(part).__name__}")
         self.tensors: dict[str, Tensor] = {}  # [R, …] parameters and buffers of this pass
         self.rows = 0
@@ -71,19 +71,19 @@ class Wide(Code):
         self.tensors, self.rows, self.felt = tensors, len(x), {}
         groups: dict[Hashable, list[Member]] = {}
         for row, slot in felt:
-            groups.setdefault((slot.name, slot.shadow, self._kind(slot)), []).append((row, slot))
+            groups.setdefault((slot.name, slot.shadow, self._kind(slot, x.shape[1])), []).append((row, slot))
         for group in groups.values():
             self.felt.setdefault(group[0][1].name, []).append(group)
         wide = x.transpose(1, 2).flatten(0, 1).contiguous() if x.dim() == 5 else x  # [R·C, B, H, W]
         output: Tensor = self.module(wide.transpose(0, 1))
         return output.transpose(0, 1)
 
-    def _kind(self, slot: Slot) -> Hashable:
+    def _kind(self, slot: Slot, batch: int) -> Hashable:
         """What seeds must have in common to go through a slot together; one of its own for a seed that goes alone."""
         if slot not in self.kinds:
-            kind = kind_of(slot)
+            kind = batch, kind_of(slot)
             if kind not in self.seeds:
-                self.seeds[kind] = WideSeed.of(slot)
+                self.seeds[kind] = WideSeed.of(slot, batch)
             self.kinds[slot] = slot if self.seeds[kind] is None else kind
         return self.kinds[slot]
 
@@ -100,10 +100,14 @@ class Wide(Code):
                     self.errors.setdefault(slot, out)
                 else:
                     rows[row] = out.transpose(0, 1)
-        return torch.cat(rows).transpose(0, 1) if is_map else torch.stack(rows).permute(2, 0, 1)
+        if not is_map:
+            return torch.stack(rows).permute(2, 0, 1)
+        y = torch.cat(rows).transpose(0, 1)
+        as_planes = h.transpose(0, 1).is_contiguous()
+        return y if as_planes else y.contiguous(memory_format=torch.channels_last)  # a sum rounds by how its terms lie
 
     def _through(self, group: list[Member], seen: list[Tensor]) -> Iterable[Tensor | Exception]:
-        seeds = self.seeds.get(self._kind(group[0][1]))
+        seeds = self.seeds.get(self.kinds[group[0][1]])
         if seeds is not None:
             try:
                 return seeds([slot for _, slot in group], seen)
@@ -126,20 +130,16 @@ class WideSeed(Code):
     """Seeds of one kind as one. At least two rows: with one, some kernels round otherwise than with several."""
 
     @classmethod
-    def of(cls, slot: Slot) -> WideSeed | None:
+    def of(cls, slot: Slot, batch: int) -> WideSeed | None:
         """The widened code of this slot's seed, if it can be widened: tried on weights by chance.
 
-        Only of torch's own modules, without hooks, buffers or dropout: what any other does, and how it rounds among
-        others, is not known.
+        Only of modules that are known to keep rows apart to the last bit, at sizes where they do.
         """
         seed = slot.seed
         assert seed is not None
-        is_plain = not any(
-            isinstance(m, _DropoutNd) or m._buffers or m._forward_hooks or m._forward_pre_hooks
-            or not type(m).__module__.startswith("torch.nn.")
-            for m in seed.modules()
-        )  # fmt: skip
-        if not is_plain or is_straight(slot) or slot.gate is not None or not list(seed.parameters()):
+        is_known = all(type(m) in RULES or type(m) in APART for m in seed.modules())
+        is_plain = slot.gate is None and not is_straight(slot) and any(True for _ in seed.parameters())
+        if not is_known or not is_plain or not rounds_alike(seed, slot.site.shape, batch):
             return None
         try:
             found = cls(copy.deepcopy(seed))
@@ -202,6 +202,20 @@ class WideSeed(Code):
         return torch.stack([h.transpose(0, 1) for h in seen]).permute(2, 0, 1)
 
 
+APART = (nn.Sequential, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
+"""Modules without weights that treat every number by itself."""
+ALIGNED = 16
+"""Bytes. A product of matrices that begin elsewhere rounds by where they begin, so by a row's place among others."""
+
+
+def rounds_alike(seed: nn.Module, shape: Sequence[int], batch: int) -> bool:
+    """Whether a row of this seed rounds the same in any place."""
+    samples = batch * math.prod(shape[1:])
+    products = [m for m in seed.modules() if isinstance(m, nn.Linear) or _is_product(m)]
+    weights = [p for m in products for n, p in m.named_parameters() if n == "weight"]
+    return all(n * w.element_size() % ALIGNED == 0 for w in weights for n in (w.numel(), samples))
+
+
 def across(each: Tensor, h: Tensor) -> Tensor:
     """One number per row or channel, as features [B, …] take it."""
     return each.view(1, -1, *[1] * (h.dim() - 2))
@@ -238,7 +252,7 @@ def _linear(wide: Code, name: str, m: nn.Linear, x: Tensor) -> Tensor:
 def _convolve(wide: Code, name: str, m: nn.Conv2d, x: Tensor) -> Tensor:
     weight = wide.tensors[name + "weight"]  # [R, O, C, h, w]
     bias = wide.tensors.get(name + "bias")
-    if m.kernel_size == m.stride == (1, 1) and m.padding == (0, 0) and m.groups == 1 and bias is None:
+    if _is_product(m):
         planes = x.transpose(0, 1)
         y = torch.bmm(weight.flatten(2), planes.reshape(wide.rows, weight.shape[2], -1))
         return y.view(-1, *planes.shape[1:]).transpose(0, 1)
@@ -247,10 +261,18 @@ def _convolve(wide: Code, name: str, m: nn.Conv2d, x: Tensor) -> Tensor:
     return F.conv2d(x, weight.flatten(0, 1), bias, m.stride, m.padding, m.dilation, wide.rows * m.groups)
 
 
+def _is_product(m: nn.Module) -> bool:
+    """A convolution that is a product of matrices."""
+    if not isinstance(m, nn.Conv2d) or m.bias is not None:
+        return False
+    return m.kernel_size == m.stride == (1, 1) and m.padding == (0, 0) and m.groups == 1
+
+
 def _normalise(wide: Code, name: str, m: nn.BatchNorm2d, x: Tensor) -> Tensor:
     if m.training:
         wide.tensors[name + "num_batches_tracked"] += 1
-    each = [wide.tensors[name + n].flatten() for n in ("running_mean", "running_var", "weight", "bias")]
+    # contiguous: torch's gradient reads the weight of one channel each as if it were
+    each = [wide.tensors[name + n].flatten().contiguous() for n in ("running_mean", "running_var", "weight", "bias")]
     act = partial(F.batch_norm, training=m.training, momentum=m.momentum or 0.0, eps=m.eps)
     planes = x.transpose(0, 1)
     if not planes.is_contiguous():
