@@ -387,6 +387,19 @@ def test_blueprints_without_an_output_are_not_chosen_nor_slots_that_take_nothing
     assert torch.equal(known_blueprints(known, layout), known)
 
 
+def test_where_only_unknown_blueprints_fit_and_nothing_else_may_be_done_waiting_is_left():
+    _, _, masks, layout = scene(20, 3, seed=5, blueprints=BUILT_IN + EXTRA)
+    masks = masks.clone()
+    masks[:, layout.op] = False
+    masks[:, Op.GERMINATE] = True  # as if the op were fixed
+    takes = masks[:, layout.blueprint_by_slot].unflatten(-1, (layout.slots, layout.blueprints))
+    takes[..., :BUILT_IN] = False
+    masks[:, layout.blueprint_by_slot] = takes.flatten(1)
+    known = known_blueprints(masks, layout)
+    assert known[:, Op.WAIT].all()
+    assert not known[:, Op.GERMINATE].any()
+
+
 def test_masks_of_built_in_blueprints_are_left_as_they_are():
     _, _, masks, layout = scene(20, 3, seed=5)
     assert known_blueprints(masks, layout) is masks

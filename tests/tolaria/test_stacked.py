@@ -306,7 +306,7 @@ def test_whatever_the_shape_of_a_host_rows_learn_as_in_the_loop_and_do_not_feel_
     for slot in range(kwargs["blocks"]):
         for blueprint in ("conv_small", "norm", "depthwise"):
             found = {}
-            for rows in ([2], [1, 2], [0, 1, 2]):
+            for rows in ([], [2], [1, 2], [0, 1, 2]):
                 made = plots(odd)
                 for row in rows:
                     place = made[row].body.plant(list(made[row].body.slots)[slot], blueprint, seed=row)
@@ -322,7 +322,8 @@ def test_whatever_the_shape_of_a_host_rows_learn_as_in_the_loop_and_do_not_feel_
                 found[len(rows)] = [state(plot) for plot in made]
             assert is_same(found[1][2], found[2][2])
             assert is_same(found[1][2], found[3][2])
-            assert is_same(found[1][0], found[2][0])
+            assert is_same(found[0][0], found[1][0])
+            assert is_same(found[0][0], found[2][0])
             for plot, row in zip(alone, found[1], strict=False):
                 for a, b in zip(state(plot), row, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
@@ -407,6 +408,15 @@ def test_a_host_that_cannot_be_widened_is_left_to_the_loop():
         Stack(mixing)
     with pytest.raises(ConfigError, match="PReLU"):
         Stack(unknown)
+
+
+def test_a_host_whose_output_hides_that_it_mixes_is_found_out():
+    made = plots(task("pixels"))
+    for plot in made:
+        plot.body.model.pools[0] = Mixing()
+        nn.init.zeros_(plot.body.model.head.weight)
+    with pytest.raises(ConfigError, match="some feel what others see"):
+        Stack(made)
 
 
 def test_what_a_stack_cannot_do_is_said():

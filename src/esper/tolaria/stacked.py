@@ -64,19 +64,24 @@ class Stack:
 
     @torch.no_grad()
     def _try(self) -> None:
-        """Widened, the hosts must answer as they do one by one."""
+        """Widened, the hosts must answer as they do one by one, and none feel what another sees."""
         rows, samples = len(self.plots), self.data.train.x
         epoch = _Epoch(self, [0] * rows)
         x = samples[torch.arange(3 * rows) % len(samples)].unflatten(0, (rows, 3))
         bodies = [plot.body.eval() for plot in self.plots]
         self.wide.module.eval()
         together = self.wide(epoch.tensors(), epoch.felt, x)
+        blinded = x.clone()
+        blinded[0] = torch.nan if x.is_floating_point() else 0
+        beside = self.wide(epoch.tensors(), epoch.felt, blinded)
         alone = torch.stack([body(each) for body, each in zip(bodies, x, strict=True)])
         for module in (self.wide.module, *bodies):
             module.train()
         known = [e for e, plot in enumerate(self.plots) if is_known(plot)]
         if together.shape != alone.shape or not torch.allclose(together[known], alone[known], rtol=1e-3, atol=1e-4):
             raise ConfigError("widened, they do not answer as they do one by one")
+        if not torch.equal(together[1:], beside[1:]):
+            raise ConfigError("widened, some feel what others see")
 
     def train_epoch(self, steps: Sequence[int]) -> None:
         """One epoch of every plot; whatever goes wrong is said by `result`."""
