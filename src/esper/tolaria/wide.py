@@ -226,7 +226,7 @@ def kind_of(slot: Slot) -> Hashable:
     assert slot.seed is not None
     code = tuple((type(m), m.extra_repr()) for m in slot.seed.modules())
     shapes = tuple(p.shape for p in slot.seed.parameters())
-    return slot.blueprint, slot.gate is None, is_straight(slot), code, shapes
+    return slot.blueprint, slot.site.shape, slot.gate is None, is_straight(slot), code, shapes
 
 
 def is_straight(slot: Slot) -> bool:
@@ -289,7 +289,7 @@ def _pool(wide: Code, name: str, m: nn.MaxPool2d, x: Tensor) -> Tensor:
 def _group_norm(wide: Code, name: str, m: nn.GroupNorm, x: Tensor) -> Tensor:
     weight, bias = (wide.tensors.get(name + n) for n in ("weight", "bias"))
     if weight is not None and bias is not None:
-        weight, bias = weight.flatten(), bias.flatten()
+        weight, bias = weight.flatten().contiguous(), bias.flatten().contiguous()
     return F.group_norm(x, wide.rows * m.num_groups, weight, bias, m.eps)
 
 
