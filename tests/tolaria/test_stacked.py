@@ -293,6 +293,18 @@ def test_seeds_that_may_do_anything_learn_as_in_the_loop_and_nobody_beside_them_
     assert is_same(state(made["odd"][3]), state(made["plain"][3]))
 
 
+def test_a_seed_of_another_precision_fails_alone():
+    made = {way: grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING) for way in ("sound", "odd")}
+    stacks = {way: Stack(each) for way, each in made.items()}
+    made["odd"][1].body.slots["r0c0"].seed.double()
+    for stack in stacks.values():
+        stack.train_epoch([0] * 4)
+    with pytest.raises(RuntimeError, match="dtype"):
+        stacks["odd"].result(1)
+    for row in (0, 2, 3):
+        assert is_same(state(made["sound"][row]), state(made["odd"][row]))
+
+
 SHAPES = {"fashion": (14, {"base": 8, "blocks": 2}), "one channel": (8, {"base": 1, "blocks": 2}),
           "one block": (16, {"base": 4, "blocks": 1}), "five": (8, {"base": 5, "blocks": 2})}  # fmt: skip
 

@@ -77,7 +77,7 @@ class Stack:
         alone = torch.stack([body(each) for body, each in zip(bodies, x, strict=True)])
         for module in (self.wide.module, *bodies):
             module.train()
-        known = [e for e, plot in enumerate(self.plots) if is_known(plot)]
+        known = epoch.known
         if together.shape != alone.shape or not torch.allclose(together[known], alone[known], rtol=1e-3, atol=1e-4):
             raise ConfigError("widened, they do not answer as they do one by one")
         if not torch.equal(together[1:], beside[1:]):
@@ -85,7 +85,7 @@ class Stack:
 
     def train_epoch(self, steps: Sequence[int]) -> None:
         """One epoch of every plot; whatever goes wrong is said by `result`."""
-        self.errors = {}
+        self.errors, self.results = {}, torch.zeros(len(self.plots), 2, device=self.config.device)
         self.wide.begin()
         try:
             with seeded(derive_seed(self.plots[0].world, "stack", steps[0])):  # leaves the caller's luck as it was
@@ -120,6 +120,7 @@ class _Epoch:
 
     def __init__(self, stack: Stack, steps: Sequence[int]) -> None:
         self.stack, self.plots, self.steps = stack, stack.plots, steps
+        self.known = [e for e, plot in enumerate(self.plots) if is_known(plot)]
         models = [plot.body.model for plot in self.plots]
         self.names, first = zip(*models[0].named_parameters(), strict=True)
         self.shapes = [p.shape for p in first]
@@ -160,7 +161,7 @@ class _Epoch:
         self.learners: dict[str, list[tuple[int, Slot]]] = {}
         for e, plot in enumerate(self.plots):
             plot.body.train()
-            for name, slot in plot.body.slots.items() if is_known(plot) else ():
+            for name, slot in plot.body.slots.items() if e in self.known else ():
                 params = list(slot.parameters())
                 self.seeds += params
                 self.seed_rows += [e] * len(params)
@@ -177,8 +178,7 @@ class _Epoch:
     @torch.no_grad()
     def write_back(self) -> None:
         """Into the plots' own tensors: whoever refers to them sees what was learnt."""
-        known = [e for e, plot in enumerate(self.plots) if is_known(plot)]
-        many = len(self.sizes)
+        known, many = self.known, len(self.sizes)
         for own, matrix in zip(self.own, self.matrices, strict=True):
             to = [t for e in known for t in own[e * many : (e + 1) * many]]
             rows = [matrix[e].split(self.sizes) for e in known]
@@ -303,10 +303,13 @@ class _Epoch:
 
 
 def is_known(plot: Plot) -> bool:
-    """Whether all its seeds are of modules that do nothing but answer: of torch or ours, without memory or chance."""
+    """Whether all its seeds do nothing but answer, in the host's precision: modules of torch or ours, without memory,
+    chance or hooks."""
+    host = next(plot.body.model.parameters())
     return not any(
         isinstance(m, _DropoutNd) or m._buffers or m._forward_hooks or m._forward_pre_hooks or m._backward_hooks
         or not type(m).__module__.startswith(("torch.nn.", "esper."))
+        or any((p.dtype, p.device) != (host.dtype, host.device) for p in m.parameters(recurse=False))
         for slot in plot.body.slots.values() if slot.seed is not None
         for m in slot.seed.modules()
     )  # fmt: skip

@@ -109,10 +109,7 @@ class Wide(Code):
     def _through(self, group: list[Member], seen: list[Tensor]) -> Iterable[Tensor | Exception]:
         seeds = self.seeds.get(self.kinds[group[0][1]])
         if seeds is not None:
-            try:
-                return seeds([slot for _, slot in group], seen)
-            except Exception:  # whose it is shows when each goes alone
-                pass
+            return seeds([slot for _, slot in group], seen)
         return [_alone(slot, h) for (_, slot), h in zip(group, seen, strict=True)]
 
 
