@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import msgspec
 import numpy as np
 import pytest
 import torch
+from rich.console import Console
 
+from esper.commands.train import Shown
 from esper.leyline import events
 from esper.leyline.actions import BLUEPRINTS, Head
 from esper.leyline.events import Event
@@ -90,6 +93,16 @@ def test_fewer_environments_than_groups_are_a_group_each(envs: int) -> None:
     asked = [s for s in SMALL if "groups" not in s and "envs" not in s]
     trained = train_ppo_vectorized(load_config(sets=[*asked, f"envs={envs}"]))
     assert all(not r.update.skipped for r in trained.rounds)
+
+
+def test_updates_that_were_skipped_are_said_in_whatever_round(capsys: pytest.CaptureFixture[str]) -> None:
+    small = load_config(sets=SMALL)
+    told = train_ppo_vectorized(small).rounds[1]
+    shown = Shown(Console(force_terminal=False), msgspec.structs.replace(small, rounds=100))
+    shown.round(told)
+    assert capsys.readouterr().out == ""  # not every round is
+    shown.round(replace(told, update=msgspec.structs.replace(told.update, skipped=3)))
+    assert "3 updates were not finite and skipped" in capsys.readouterr().out
 
 
 def test_training_leaves_the_callers_random_numbers_alone() -> None:

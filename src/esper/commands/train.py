@@ -316,7 +316,8 @@ class Shown:
             text += f"  {told.update.skipped} updates were not finite and skipped"
         self.done = told.number + 1
         self.bar.update(self.task, completed=self.done, description=text)
-        if not self.console.is_terminal and (told.number % self.every == 0 or told.number == self.rounds - 1):
+        due = told.number % self.every == 0 or told.number == self.rounds - 1 or told.update.skipped
+        if not self.console.is_terminal and due:
             spent = time.monotonic() - self.start
             print(f"round {told.number + 1}/{self.rounds}  {text}  {spent:.0f} s", flush=True)
 
