@@ -18,7 +18,7 @@ test: $(STAMP)  ## the fast tests; SLOW=1 for every test
 	$(PYTEST) $(PICK)
 
 torture: $(STAMP)  ## kill a training run 100 times; it must end as if nothing had happened
-	$(BIN)/python tests/torture.py 100
+	$(BIN)/python -m tests.support.torture 100
 
 bench-check: $(STAMP)  ## compare speed ratios with the stored ones; fails on a loss of more than 15 %
 	$(BIN)/esper bench check

@@ -1,4 +1,4 @@
-"""Makes `tests/` importable (for `models`), and keeps torch to one thread so that results are repeatable."""
+"""Keep torch to one thread, so that results are repeatable."""
 
 import torch
 

@@ -25,7 +25,7 @@ from esper.simic.best_host import BEST_HOST, BestHost
 from esper.tamiyo.controllers.schedule import wait_everywhere
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task
-from models import ZOO, PlainCNN, awaken, grow, grow_everywhere
+from tests.support.models import ZOO, PlainCNN, awaken, grow, grow_everywhere
 
 TASKS = {
     "cnn": dataclasses.replace(get_task("rescue"), batches_per_epoch=2, val_size=40),

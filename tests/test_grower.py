@@ -23,48 +23,16 @@ from esper.leyline.stages import SeedStage, Thresholds
 from esper.nissa.journal import read
 from esper.nissa.run import read_manifest
 from esper.tamiyo.controllers import wait_everywhere
+from tests.support.grower import EASY, EventList, batch, make_body
 
 BY_HAND = esper.Rules(
     thresholds=Thresholds(blend_dwell=2), auto_train=False, auto_blend=False, auto_hold=False, min_prune_age=0
 )
-EASY = esper.Rules(
-    thresholds=Thresholds(blend_dwell=0, blend_health=None, fossil_contribution=None),
-    auto_train=False,
-    auto_blend=False,
-    auto_hold=False,
-    min_prune_age=0,
-    one_at_a_time=False,
-)
-
-
-def make_model() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(
-        nn.Sequential(nn.Conv2d(1, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
-        nn.Dropout(0.2),
-        nn.Sequential(nn.Conv2d(6, 6, 3, padding=1), nn.BatchNorm2d(6), nn.ReLU()),
-        nn.AdaptiveAvgPool2d(1),
-        nn.Flatten(),
-        nn.Linear(6, 3),
-    )
-
-
-def make_body() -> esper.Body:
-    return esper.graft(make_model(), at={"first": "0", "second": "2"}, probe=torch.randn(3, 1, 6, 6))
 
 
 def make_grower(rules: esper.Rules = EASY, lr: float = 0.05, **options: Any) -> Grower:
     body = make_body()
     return Grower(body, optim.SGD(body.parameters(), lr=lr, momentum=0.9), rules=rules, **options)
-
-
-def batch(seed: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images whose class is the place of a bright column."""
-    noise = torch.Generator().manual_seed(seed)
-    y = torch.randint(3, (size,), generator=noise)
-    x = torch.randn(size, 1, 6, 6, generator=noise)
-    x[torch.arange(size), 0, :, 2 * y] += 1.5
-    return x, y
 
 
 def train(grower: Grower, epoch: int = 0, batches: int = 4) -> None:
@@ -811,16 +779,9 @@ def test_a_recorded_grower_tells_of_what_was_done_by_hand_and_by_itself(tmp_path
     assert read_manifest(tmp_path / "run")["env_steps"] == 13
 
 
-class Listens(list):
-    def wants(self, kind: type) -> bool:
-        return True
-
-    emit = list.append
-
-
 def test_recording_a_grower_changes_nothing_it_learns():
     grown = []
-    for hub in (None, Listens()):
+    for hub in (None, EventList()):
         grower = make_grower(esper.Rules(thresholds=Thresholds(blend_dwell=1)), controller="schedule", telemetry=hub)
         for i in range(10):
             x, y = batch(i)

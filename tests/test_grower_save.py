@@ -34,7 +34,8 @@ from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random, wait_ev
 from esper.tamiyo.controllers.learned import Learned
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tolaria.checkpoint import Checkpoints, packed, unpacked
-from test_grower import EASY, Listens, batch, make_body
+from tests.support import ROOT
+from tests.support.grower import EASY, EventList, batch, make_body
 
 EPOCHS, BATCHES = 25, 2
 Data = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
@@ -273,7 +274,7 @@ def maker(kind: str = "sgd", host: str = "cnn", **options: Any) -> Make:
     def make() -> tuple[Grower, Any, Data]:
         body, data = HOSTS[host]()
         optimizer = optimizer_of(kind, body)
-        given = {"rules": EASY, "gradient_telemetry_stride": 3, "telemetry": Listens(), **options}
+        given = {"rules": EASY, "gradient_telemetry_stride": 3, "telemetry": EventList(), **options}
         grower = Grower(body, optimizer, **given)
         return grower, optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS), data
 
@@ -379,11 +380,11 @@ def test_a_run_goes_on_bit_for_bit_under_every_controller(controller, tmp_path):
 
 PROCESS = """
 import sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from test_grower_save import *
+from tests.test_grower_save import *
 loop, where, until = Loop(maker("adamw", "odd", incubation="shadow"), life()), Path(sys.argv[1]), int(sys.argv[2])
 sow()
 if where.exists():
@@ -396,7 +397,7 @@ print(loop.at, everything(loop.grower))
 
 
 def python(script: str, *args: object) -> str:
-    script = script.format(tests=str(Path(__file__).parent))
+    script = script.format(root=str(ROOT))
     done = subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
@@ -412,11 +413,11 @@ def test_a_run_of_three_processes_is_the_run_of_one(tmp_path):
 
 KILLED = """
 import os, signal, sys
-sys.path.insert(0, {tests!r})
+sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from test_grower_save import *
+from tests.test_grower_save import *
 loop, where = Loop(maker(), life()), Path(sys.argv[1])
 sow()
 for at in loop.run(AT["HOLDING"]):
@@ -904,7 +905,7 @@ def test_extra_comes_back_as_it_was(tmp_path):
 # -- telemetry
 
 
-class Flushed(Listens):
+class Flushed(EventList):
     """Notes when it is asked to write, as the hub does."""
 
     def flush(self) -> bool:

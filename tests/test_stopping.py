@@ -12,7 +12,17 @@ from pathlib import Path
 import pytest
 
 from esper.nissa.run import read_manifest
-from fates import TINY, esper, fate, finished, heed_signals, is_whole, newest, seconds_per_round, survive
+from tests.support.run_outcomes import (
+    TINY,
+    esper,
+    fate,
+    finished,
+    heed_signals,
+    is_whole,
+    newest,
+    seconds_per_round,
+    survive,
+)
 
 pytestmark = pytest.mark.slow
 ROUNDS = ["--rounds", "30"]

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_runs import Journal, grow_like, grow_run, started, step, train_run
 
 from esper.commands.report import digest, facts, run_report
 from esper.karn import report, sections
@@ -19,6 +18,7 @@ from esper.karn.summary import RunSummary
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Episode, Governor, Health
 from esper.nissa.record import sealed
+from tests.support.sample_runs import Journal, grow_like, grow_run, started, step, train_run
 
 NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
 VOID = {"meta", "link", "img", "br"}

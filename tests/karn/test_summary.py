@@ -6,12 +6,12 @@ import math
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from sample_runs import Journal, grow_run, moved, started, step, train_run
 
 from esper.karn.summary import RunSummary, SlotLife, Table
 from esper.leyline.events import Episode, Health, PhaseProfile, RunFinished, Worth
 from esper.leyline.stages import SeedStage as S
 from esper.nissa.journal import Entry
+from tests.support.sample_runs import Journal, grow_run, moved, started, step, train_run
 
 
 def told(*events):

@@ -12,14 +12,13 @@ import pytest
 
 pytest.importorskip("textual", reason="the terminal view needs the extra tui")
 
-from watch_run import lines_of, run_events, started, write_run
-
 from esper.karn.watch.app import DetailPage, EventsPage, HelpPage, MainPage, WatchApp
 from esper.karn.watch.widgets import Lines
 from esper.leyline.errors import EsperError
 from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory, list_runs
 from esper.nissa.sinks.jsonl import JsonlSink
+from tests.support.live_run import lines_of, run_events, started, write_run
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 

@@ -11,7 +11,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
-from watch_run import entries_of, run_events, started, update, write_run
 
 from esper.karn.watch import judge, layout, tables, views
 from esper.karn.watch.happenings import event_line
@@ -24,6 +23,7 @@ from esper.leyline.errors import EsperError
 from esper.leyline.events import Decision, Episode, Governor, Health, Lifecycle, RunFinished, Step, Worth
 from esper.leyline.stages import SeedStage
 from esper.nissa.journal import Entry
+from tests.support.live_run import entries_of, run_events, started, update, write_run
 
 D, T, B, F, P = (int(SeedStage[n]) for n in ("DORMANT", "TRAINING", "BLENDING", "FOSSILIZED", "PRUNED"))
 

@@ -7,16 +7,16 @@ import subprocess
 import sys
 import time
 import uuid
-from pathlib import Path
 
 import pytest
+
+from tests.support import ROOT
 
 pytest.importorskip("textual", reason="the terminal view needs the extra tui")
 if shutil.which("tmux") is None:
     pytest.skip("tmux is not installed: no terminal to test in", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
-WRITER = Path(__file__).with_name("watch_run.py")
 CODE = "import sys, pathlib, esper.commands.watch as w; w.run_watch(pathlib.Path(sys.argv[1]), False)"
 PATIENCE_S = 30.0
 
@@ -64,7 +64,9 @@ class Terminal:
 @pytest.fixture(scope="module")
 def live(tmp_path_factory):
     run = tmp_path_factory.mktemp("runs") / "live"
-    writer = subprocess.Popen([sys.executable, str(WRITER), str(run), "--events-per-s", "40"])
+    writer = subprocess.Popen(
+        [sys.executable, "-m", "tests.support.live_run", str(run), "--events-per-s", "40"], cwd=ROOT
+    )
     while not (run / "events" / "rank0-00000.jsonl").exists():
         time.sleep(0.05)
     yield run

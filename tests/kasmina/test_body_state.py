@@ -21,7 +21,8 @@ from esper.leyline.actions import Operator
 from esper.leyline.errors import BlueprintError, ConfigError, GraftError, UnknownNameError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
-from models import ZOO, PlainCNN, call, grow, images, main_output, vectors
+from tests.support import ROOT
+from tests.support.models import ZOO, PlainCNN, call, grow, images, main_output, vectors
 
 ALIVE = [
     (SeedStage.GERMINATED, 0.0), (SeedStage.TRAINING, 0.0), (SeedStage.BLENDING, 0.25), (SeedStage.HOLDING, 0.7),
@@ -50,11 +51,11 @@ def told(slot: Slot) -> tuple[object, ...]:
 
 REBUILD = """
 import sys
-sys.path[:0] = [{tests!r}, {tests!r} + "/kasmina"]
+sys.path.insert(0, {root!r})
 import torch
-from test_body_state import told
+from tests.kasmina.test_body_state import told
 torch.set_num_threads(1)
-from models import ZOO, call, main_output
+from tests.support.models import ZOO, call, main_output
 from safetensors.torch import load_file
 for name, file in {files!r}.items():
     case = ZOO[name]
@@ -76,7 +77,7 @@ def test_a_fresh_process_rebuilds_a_grown_body_from_a_file(tmp_path: Path):
         files[name] = str(tmp_path / f"{name}.safetensors")
         save_file({**{k: v.contiguous() for k, v in body.state_dict().items()}, "expected": expected}, files[name])
         expect.append(f"{name} {[told(s) for s in body.slots.values()]}")
-    script = REBUILD.format(tests=str(Path(__file__).parents[1]), files=files)
+    script = REBUILD.format(root=str(ROOT), files=files)
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
 

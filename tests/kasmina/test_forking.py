@@ -19,7 +19,7 @@ from esper.kasmina.hosts import CNNHost, MLPHost, TransformerHost
 from esper.leyline.actions import Operator
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import evaluate
-from models import (
+from tests.support.models import (
     ZOO,
     Case,
     PlainCNN,

@@ -17,7 +17,7 @@ from esper.kasmina.graft import graft
 from esper.leyline.actions import Operator
 from esper.leyline.errors import EsperError, GraftError, UnknownNameError
 from esper.leyline.stages import SeedStage
-from models import (
+from tests.support.models import (
     ZOO,
     DictNet,
     PlainCNN,

@@ -20,7 +20,8 @@ from esper.kasmina.harden import harden
 from esper.leyline.actions import Operator
 from esper.leyline.errors import HardenError
 from esper.leyline.stages import SeedStage
-from models import (
+from tests.support import ROOT
+from tests.support.models import (
     ZOO,
     PlainCNN,
     SharedNet,
@@ -328,7 +329,7 @@ LONELY = ("cnn", "residual", "tuple_blocks", "named_tuple", "dict_blocks", "list
 @pytest.mark.parametrize("names", [LONELY, pytest.param(("gpt2", "vit"), marks=pytest.mark.slow)])
 def test_hardened_models_load_and_train_where_esper_cannot_be_imported(tmp_path: Path, names: tuple[str, ...]):
     """Plain nets, tuples, named tuples, mappings, lists; and Hugging Face models."""
-    source = (Path(__file__).parents[1] / "models.py").read_text()
+    source = (ROOT / "tests" / "support" / "models.py").read_text()
     ours = [line for line in source.splitlines() if line.startswith("from esper")]
     alone = source[: source.index("# -- batches of n samples")] + source[source.index("def main_output") :]
     for line in ours:

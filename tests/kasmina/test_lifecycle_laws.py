@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
-from test_lifecycle_twin import any_rules, mixed_actions, reached
 
 from esper.kasmina.lifecycle import (
     EffectKind,
@@ -30,6 +29,7 @@ from esper.leyline import HEAD_OPTIONS, NEXT_STAGES, Head, Op, SeedStage, SlotTa
 from esper.leyline.actions import ALPHA_TARGETS, NUM_HEADS, STYLE_OPERATOR
 from esper.leyline.stages import COOLING, STRICT
 from esper.testing import LIVELY, random_actions, random_legal_actions, random_measurements, random_table
+from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
 
 S = SeedStage
 seeds = st.integers(0, 2**32 - 1)

@@ -24,7 +24,7 @@ from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.coalitions import Coalitions, Config, evaluate, step_configs
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task
-from models import ZOO, grow, main_output
+from tests.support.models import ZOO, grow, main_output
 
 NAN = float("nan")
 

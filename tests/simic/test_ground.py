@@ -27,7 +27,7 @@ from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, wait_everywhere
 from esper.tolaria.engine import Engine, Plot
 from esper.tolaria.tasks import Task, get_task
-from models import ZOO, Case, grow_everywhere
+from tests.support.models import ZOO, Case, grow_everywhere
 
 BRISK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=1)
 STEPS = 8

@@ -24,7 +24,7 @@ from esper.simic.training.team import Team
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.simic.twins import Twins
 from esper.tolaria.checkpoint import Checkpoints, Saved
-from fates import Fate, fate, is_whole
+from tests.support.run_outcomes import Fate, fate, is_whole
 
 SIM = load_config(
     sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.groups=2", "network.width=16",

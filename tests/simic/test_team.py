@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
 from esper.simic.training.team import Team
-from fates import TINY, esper, events, fate, finished, is_whole, newest
+from tests.support import ROOT
+from tests.support.run_outcomes import TINY, esper, events, fate, finished, is_whole, newest
 
 HOSTS = [
     "--task", "digits", "--rounds", "2", "--envs", "5", "--epochs", "12", "--set", "worlds=4",
@@ -75,8 +76,7 @@ def same_or_not(team: Team, digest: bytes) -> str:
 
 
 def test_ranks_hear_every_bit_of_each_other(tmp_path: Path) -> None:
-    here = Path(__file__).parent
-    code = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]; from test_team import talk; talk"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.simic.test_team import talk; talk"
     meet = str(tmp_path / "meet")
     calls = [f"{code}({rank}, {meet!r}, {str(tmp_path / str(rank))!r})" for rank in range(3)]
     started = [subprocess.Popen([sys.executable, "-c", call]) for call in calls]
@@ -111,8 +111,7 @@ def arrive(rank: int, file: str, through: str) -> None:
 
 def test_nobody_goes_on_before_all_are_through_the_door(tmp_path: Path) -> None:
     """The leading rank removes the meeting place, and one who still looks for it would wait for hours."""
-    here = Path(__file__).parent
-    code = f"import sys; sys.path[:0] = [{str(here)!r}, {str(here.parent)!r}]; from test_team import arrive; arrive"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.simic.test_team import arrive; arrive"
     places = f"{str(tmp_path / 'meet')!r}, {str(tmp_path / 'through')!r}"
     started = [subprocess.Popen([sys.executable, "-c", f"{code}({rank}, {places})"]) for rank in range(2)]
     assert [p.wait(120) for p in started] == [0, 0]

@@ -21,7 +21,7 @@ from esper.leyline.stages import SeedStage
 from esper.simic.attribution import CounterfactualEngine, Worth, report
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.data import load
-from models import grow
+from tests.support.models import grow
 
 NAN = float("nan")
 SVG = "{http://www.w3.org/2000/svg}"

@@ -26,6 +26,7 @@ from torch import nn
 from esper.leyline.errors import CheckpointError, ConfigError, UnknownNameError
 from esper.tolaria import checkpoint
 from esper.tolaria.checkpoint import Checkpoints, packed, unpacked
+from tests.support import ROOT
 
 SYSTEM = {name: getattr(os, name) for name in ("open", "write", "fsync", "mkdir", "rename", "rmdir", "unlink")}
 
@@ -742,7 +743,7 @@ import os, sys
 from pathlib import Path
 import torch
 sys.path.insert(0, sys.argv[2])
-from test_checkpoint import Checkpoints, write
+from tests.tolaria.test_checkpoint import Checkpoints, write
 torch.set_num_threads(1)
 print("ready", flush=True)
 for line in sys.stdin:
@@ -769,9 +770,8 @@ for _ in range(99):
 @pytest.fixture
 def writers(tmp_path):
     root = tmp_path / "root"
-    here = os.path.dirname(__file__)
     parent = subprocess.Popen(
-        [sys.executable, "-c", WRITER, str(root), here], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", WRITER, str(root), str(ROOT)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     assert parent.stdout.readline() == "ready\n"
     yield root, parent

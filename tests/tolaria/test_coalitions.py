@@ -20,7 +20,19 @@ from esper.kasmina.graft import graft
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions, Config, evaluate, measure, statistics, step_configs
-from models import ZOO, Case, LateMixer, call, causal, grow, grow_everywhere, images, main_output, tokens, vectors
+from tests.support.models import (
+    ZOO,
+    Case,
+    LateMixer,
+    call,
+    causal,
+    grow,
+    grow_everywhere,
+    images,
+    main_output,
+    tokens,
+    vectors,
+)
 
 UNFORKABLE = {"sequence_first", "batch_mixer", "batch_statistics", "dataclass"}
 CAUGHT_LATER = {"transposed_token_norm"}

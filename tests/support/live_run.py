@@ -1,6 +1,6 @@
 """A pretended run for the tests of the terminal view: real events of growth that never happened.
 
-python watch_run.py DIRECTORY --events-per-s 10      keeps appending, as a hub's sink would
+python -m tests.support.live_run DIRECTORY --events-per-s 10      keeps appending, as a hub's sink would
 """
 
 import argparse

@@ -1,6 +1,6 @@
 """`make torture`: kill -9 a real training run again and again; it must end as if nothing had happened.
 
-python tests/torture.py 100 [seed]
+python -m tests.support.torture 100 [rng_seed]
 """
 
 from __future__ import annotations
@@ -9,9 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-
-from fates import TINY, esper, fate, finished, is_whole, seconds_per_round, survive
+from tests.support.run_outcomes import TINY, esper, fate, finished, is_whole, seconds_per_round, survive
 
 if __name__ == "__main__":
     kills, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0

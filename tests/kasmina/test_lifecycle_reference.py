@@ -1,10 +1,7 @@
-"""The vectorised rules and their scalar twin agree on every column, for any table, action and rules."""
+"""The vectorised rules and their scalar reference agree on every column, for any table, action and rules."""
 
 from __future__ import annotations
 
-from functools import cache
-
-import lifecycle_twin as twin
 import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -12,31 +9,11 @@ from hypothesis import strategies as st
 
 from esper.kasmina import lifecycle
 from esper.kasmina.lifecycle import Rules
-from esper.leyline import PERMISSIVE, STRICT, Head, Op, SeedStage, SlotTable, Thresholds
+from esper.leyline import Op, SeedStage, SlotTable
 from esper.leyline.actions import NUM_OPS
-from esper.testing import random_actions, random_legal_actions, random_measurements, random_table
-
-floors = st.sampled_from([None, float("-inf"), -0.02, 0.0, 0.01, 0.5])
-thresholds = st.builds(
-    Thresholds,
-    blend_dwell=st.integers(0, 4),
-    blend_health=floors,
-    blend_ratio=floors,
-    blend_improvement=floors,
-    hold_dwell=st.integers(0, 4),
-    fossil_contribution=floors,
-    z=st.sampled_from([0.0, 0.5, 2.5]),
-)
-any_rules = st.builds(
-    Rules,
-    thresholds=st.sampled_from([PERMISSIVE, STRICT]) | thresholds,
-    auto_train=st.booleans(),
-    auto_blend=st.booleans(),
-    auto_hold=st.booleans(),
-    max_seeds=st.integers(0, 4),
-    min_prune_age=st.integers(0, 6),
-    one_at_a_time=st.booleans(),
-)
+from esper.testing import random_measurements
+from tests.reference import lifecycle as twin
+from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
 
 
 def assert_same(ours: SlotTable, theirs: SlotTable) -> None:
@@ -46,12 +23,6 @@ def assert_same(ours: SlotTable, theirs: SlotTable) -> None:
             np.testing.assert_allclose(mine, other, rtol=0, atol=2e-7, err_msg=name)
         else:
             np.testing.assert_array_equal(mine, other, err_msg=name)
-
-
-@cache
-def reached(slots: int) -> SlotTable:
-    """Many lives to draw from, built once."""
-    return random_table(512, slots, seed=slots)
 
 
 def harder(table: SlotTable, rng: np.random.Generator) -> None:
@@ -65,16 +36,6 @@ def harder(table: SlotTable, rng: np.random.Generator) -> None:
     table.quality[rng.random(table.num_envs) < 0.1] = np.nan
 
 
-def mixed_actions(table: SlotTable, rules: Rules, rng: np.random.Generator) -> np.ndarray:
-    """Half legal, the rest anything; a tenth of the rows has a head out of range."""
-    anything = random_actions(table, rng)
-    sensible = rng.random((table.num_envs, 1)) < 0.5
-    actions = np.where(sensible, random_legal_actions(table, rules, rng), anything)
-    silly = np.nonzero(rng.random(table.num_envs) < 0.1)[0]
-    actions[silly, rng.integers(0, len(Head), silly.size)] = rng.choice([-9, -1, 13, 99], silly.size)
-    return actions
-
-
 def effects_of(effects: list[lifecycle.Effect], env: int) -> set[tuple[str, int]]:
     return {(effect.kind.name, effect.slot) for effect in effects if effect.env == env}
 
@@ -82,7 +43,7 @@ def effects_of(effects: list[lifecycle.Effect], env: int) -> set[tuple[str, int]
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(rules=any_rules, seed=st.integers(0, 2**32 - 1))
-def test_legal_gates_apply_and_tick_agree_with_the_scalar_twin(slots, rules, seed):
+def test_legal_gates_apply_and_tick_agree_with_the_scalar_reference(slots, rules, seed):
     rng = np.random.default_rng(seed)
     table = reached(slots).rows(rng.integers(0, 512, 24))
     harder(table, rng)
@@ -122,7 +83,7 @@ def agree_on_what_may_happen(table: SlotTable, envs: list[twin.Env], rules: Rule
 
 @settings(max_examples=6, deadline=None)
 @given(rules=any_rules, seed=st.integers(0, 2**32 - 1))
-def test_whole_lives_agree_with_the_scalar_twin(rules, seed):
+def test_whole_lives_agree_with_the_scalar_reference(rules, seed):
     rng = np.random.default_rng(seed)
     table = SlotTable.empty(8, 3)
     envs = twin.read(table)

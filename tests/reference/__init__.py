@@ -1,0 +1,1 @@
+"""Slow, plain implementations that tests compare the fast ones with."""
