@@ -24,8 +24,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper import grower_file
-from esper.kasmina.blueprints import Cost, blueprint_index, blueprint_name
+from esper.growth_note import why_nothing_was_planted
+from esper.kasmina.blueprints import Cost, blueprint_index
 from esper.kasmina.body import Body, Incubation
+from esper.kasmina.gate_reasons import gate_reasons, germination_reason
 from esper.kasmina.gradients import GradientMeter, gradient_norms
 from esper.kasmina.lifecycle import (
     Effect,
@@ -33,8 +35,6 @@ from esper.kasmina.lifecycle import (
     Outcome,
     Rules,
     apply,
-    explain,
-    gates,
     is_legal,
     legal,
     record,
@@ -127,6 +127,8 @@ class SlotView:
             parts.append(f"contribution {self.contribution:+.4f} ± {self.contribution_se:.4f}")
         elif np.isfinite(self.prospect):
             parts.append(f"prospect {self.prospect:+.4f}")
+        if self.waits_for:
+            parts.append(f"waits: {self.waits_for}")
         return "  ".join(parts)
 
 
@@ -216,7 +218,6 @@ class Grower:
     @property
     def slots(self) -> dict[str, SlotView]:
         """Every slot and the seed in it."""
-        _, reasons = gates(self.table, self.rules)
         views = {}
         for s, (name, slot) in enumerate(self.body.slots.items()):
             t = self.table
@@ -230,7 +231,7 @@ class Grower:
                 contribution=float(t.contribution[0, s]),
                 contribution_se=float(t.contribution_se[0, s]),
                 prospect=float(t.prospect[0, s]),
-                waits_for=explain(int(reasons[0, s])),
+                waits_for="; ".join(gate_reasons(t, self.rules, s).values()),
             )
         return views
 
@@ -239,7 +240,10 @@ class Grower:
         return self.body.costs()
 
     def __repr__(self) -> str:
-        return "\n".join(str(view) for view in self.slots.values())
+        lines = [str(view) for view in self.slots.values()]
+        if self.table.step[0] > 0:
+            lines.append(why_nothing_was_planted(self.controller, self.table, self.rules, self.surgeon.names))
+        return "\n".join(line for line in lines if line)
 
     # -- operations by hand; each raises LifecycleError with the reason if the rules do not allow it now
 
@@ -417,7 +421,8 @@ class Grower:
         view, rules, s = self.slots[slot], self.rules, self.surgeon.names.index(slot)
         said = f"cannot {op.name.lower().replace('_', ' ')} {slot!r}, which is {view.stage.name}: "
         if op == Op.GERMINATE and view.stage in (*COOLING, SeedStage.DORMANT):
-            return said + self._why_not_germinate(slot, int(actions[0, Head.BLUEPRINT]))
+            blueprint = int(actions[0, Head.BLUEPRINT])
+            return said + germination_reason(self.table, rules, self.surgeon.names, s, blueprint)
         if op == Op.PRUNE and view.stage in GROWING and view.age_epochs < rules.min_prune_age:
             return said + (
                 f"it is {view.age_epochs} epochs old; a seed is given {rules.min_prune_age} (rules.min_prune_age)"
@@ -426,30 +431,12 @@ class Grower:
             return said + "its alpha is moving; wait until it rests"
         gated = (SeedStage.HOLDING,) if op == Op.FOSSILIZE else GROWING[:-1] if op == Op.ADVANCE else ()
         if view.stage in gated and view.waits_for:
-            reasons = int(gates(self.table, rules)[1][0, s])
-            ways = dict.fromkeys(way for check, way in WAYS_OUT.items() if reasons >> check & 1)
+            ways = dict.fromkeys(WAYS_OUT[check] for check in gate_reasons(self.table, rules, s))
             return said + f"{view.waits_for}. Way out: {'; '.join(ways)}"
         if view.stage in gated:
             return said + "it advances by itself at the next step (rules.auto_train, auto_blend, auto_hold)"
         able = [n for i, n in enumerate(self.surgeon.names) if legal(self.table, rules)[0, op, i]]
         return said + f"this stage does not allow it. Slots that do: {', '.join(able) or 'none'}"
-
-    def _why_not_germinate(self, slot: str, blueprint: int) -> str:
-        table, rules, s = self.table, self.rules, self.surgeon.names.index(slot)
-        if not table.takes[s, blueprint]:
-            takes = ", ".join(blueprint_name(int(b)) for b in np.nonzero(table.takes[s])[0])
-            return f"{blueprint_name(blueprint)!r} does not fit there. It takes: {takes}"
-        cooling = {n: int(c) for n, c in zip(self.surgeon.names, table.cooldown[0], strict=True) if c}
-        if cooling and (rules.one_at_a_time or slot in cooling):
-            left = ", ".join(f"{n!r} for {c} more epochs" for n, c in cooling.items())
-            return f"cooling down after a prune: {left}"
-        learning = [v for v in self.slots.values() if v.stage in (SeedStage.GERMINATED, SeedStage.TRAINING)]
-        if learning and rules.one_at_a_time:
-            return (
-                f"{learning[0].name!r} is still {learning[0].stage.name}, and one seed learns at a time. "
-                "Wait until it blends, or set rules.one_at_a_time=False"
-            )
-        return f"there are {rules.max_seeds} seeds, the most that rules.max_seeds allows. Prune one, or raise it"
 
     def _warn_if_untaught(self) -> None:
         """A seed whose lessons are forgotten waits in TRAINING for ever: say so once."""

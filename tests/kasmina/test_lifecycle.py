@@ -12,7 +12,6 @@ from esper.kasmina.lifecycle import (
     Rules,
     apply,
     expel,
-    explain,
     gates,
     is_legal,
     legal,
@@ -521,15 +520,6 @@ def test_what_goes_by_itself_cannot_be_asked_for():
     table = grown(S.GERMINATED)
     assert may(table, QUICK, Op.ADVANCE)
     assert not may(table, AUTO, Op.ADVANCE)
-
-
-def test_explain_says_every_reason_in_words():
-    table = SlotTable.empty(1, 1)
-    act(table, AUTO, Op.GERMINATE)
-    tick(table, AUTO)
-    _, reasons = gates(table, AUTO)
-    assert explain(int(reasons[0, 0])) == "too few epochs in this stage; gradient health unmeasured or too low"
-    assert explain(0) == ""
 
 
 # --- what was measured

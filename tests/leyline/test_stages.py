@@ -16,7 +16,7 @@ from esper.leyline.actions import (
     Curve,
     Operator,
 )
-from esper.leyline.stages import CHECK_TEXT, COOLDOWN_LABEL, COOLDOWN_TICKS, Check
+from esper.leyline.stages import COOLDOWN_LABEL, COOLDOWN_TICKS
 
 S = SeedStage
 ARROWS = {(0, 1), (1, 2), (1, 6), (2, 3), (2, 6), (3, 4), (3, 6), (4, 5), (4, 3), (4, 6), (6, 7), (7, 8), (8, 0)}
@@ -41,10 +41,6 @@ def test_the_cooldown_label_counts_down_from_pruned_to_dormant():
     assert COOLDOWN_TICKS == 7
     labels = [S(x) for x in COOLDOWN_LABEL[::-1]]
     assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
-
-
-def test_every_check_has_its_words():
-    assert set(CHECK_TEXT) == set(Check)
 
 
 def test_heads_stand_in_the_order_they_are_stored():

@@ -23,6 +23,7 @@ from safetensors.torch import save as save_tensors
 
 from esper.commands import plainly
 from esper.commands.export import exported_program
+from esper.growth_note import why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.kasmina.blueprints import blueprint_name
@@ -131,6 +132,8 @@ def run_grow(
             save_figures(run.path, task, seed, controller_name, results, engine, worth)
         console.print(summary(results))
         console.print(seed_table(engine, worth))
+        if note := why_nothing_was_planted(controller, engine.table, engine.rules, task.slots):
+            plainly(console, note)
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
     plainly(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
     plainly(console, f"take it home without Esper: esper export {run.path} --format torch  (or onnx, torch-export)")

@@ -35,7 +35,6 @@ from esper.leyline.actions import (
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import (
-    CHECK_TEXT,
     COOLDOWN_LABEL,
     COOLDOWN_TICKS,
     NUM_STAGES,
@@ -161,15 +160,6 @@ def open_gates(table: SlotTable, rules: Rules) -> Bools:
         lower_bound = np.where(table.contribution_age >= 0, table.contribution - t.z * table.contribution_se, np.nan)
         shut |= (stage == _HOLDING) & ~_at_least(lower_bound, t.fossil_contribution)
     return ~shut
-
-
-def explain(reasons: int) -> str:
-    """A gate's reasons in words.
-
-    >>> explain(1)
-    'too few epochs in this stage'
-    """
-    return "; ".join(text for check, text in CHECK_TEXT.items() if reasons >> check & 1)
 
 
 def legal(table: SlotTable, rules: Rules) -> Bools:

@@ -64,7 +64,10 @@ class Gate(IntEnum):
 
 
 class Check(IntEnum):
-    """Why a gate stays shut: one bit each in the `reasons` of `kasmina.lifecycle.gates`."""
+    """Why a gate stays shut: one bit each in the `reasons` of `kasmina.lifecycle.gates`.
+
+    `kasmina.gate_reasons` has the words.
+    """
 
     DWELL = 0
     GRADIENT_HEALTH = 1
@@ -72,16 +75,6 @@ class Check(IntEnum):
     IMPROVEMENT = 3
     ALPHA_AT_FULL = 4
     CONTRIBUTION = 5
-
-
-CHECK_TEXT: dict[Check, str] = {
-    Check.DWELL: "too few epochs in this stage",
-    Check.GRADIENT_HEALTH: "gradient health unmeasured or too low",
-    Check.GRADIENT_RATIO: "seed/host gradient ratio unmeasured or too low",
-    Check.IMPROVEMENT: "quality has not improved enough since the stage began",
-    Check.ALPHA_AT_FULL: "alpha is not at rest at 1",
-    Check.CONTRIBUTION: "contribution not measured in this stage, or its lower bound is too low",
-}
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

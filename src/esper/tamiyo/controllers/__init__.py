@@ -15,6 +15,7 @@ from esper.tamiyo.controllers.schedule import Schedule, Wait, wait_everywhere
 __all__ = [
     "CONTROLLERS",
     "Controller",
+    "ExplainsWaiting",
     "Heuristic",
     "HeuristicConfig",
     "Random",
@@ -44,6 +45,15 @@ class Remembers(Protocol):
 
     def load_state_dict(self, state: Any) -> None:
         """Go on where `state_dict` stood, or raise with nothing changed."""
+        ...
+
+
+@runtime_checkable
+class ExplainsWaiting(Protocol):
+    """What a controller has that can say why it plants nothing."""
+
+    def why_waiting(self, table: SlotTable) -> str:
+        """Name the condition of environment 0 that is not met, with its value and its threshold; empty if none."""
         ...
 
 

@@ -20,7 +20,7 @@ import numpy as np
 
 from esper.leyline.actions import BLUEPRINTS, Head, Op
 from esper.leyline.errors import ConfigError, unknown_name
-from esper.leyline.slot_table import HISTORY, Bools, Ints, SlotTable
+from esper.leyline.slot_table import HISTORY, Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.controllers.schedule import wait_everywhere
 
@@ -147,17 +147,49 @@ class Heuristic:
         self.tried[fresh], self.slot_tries[fresh] = 0, 0
         self.penalties *= 0.5
         self.penalties[self.penalties < 0.1] = 0.0
-        n = self.config.settled_epochs
-        loss = table.loss_history[:, -n - 1 :]
-        change = np.diff(loss) / np.maximum(np.abs(loss[:, :-1]), 1e-12)  # a loss may be 0
+        change = self._loss_changes(table)
         low, high = self.config.settled_band
         unknown = np.isnan(table.val_loss)  # in a loop without losses, stalling alone decides
         self.settled |= unknown | ((change > low) & (change < high)).all(axis=1)
 
+    def _loss_changes(self, table: SlotTable) -> Floats:
+        """[E, settled_epochs] by which share the validation loss changed in each of the last epochs."""
+        loss = table.loss_history[:, -self.config.settled_epochs - 1 :]
+        return np.asarray(np.diff(loss) / np.maximum(np.abs(loss[:, :-1]), 1e-12))  # a loss may be 0
+
     def _stalled(self, table: SlotTable) -> Bools:
+        before, recent = self._bests(table)
+        return np.asarray(recent < before + self.config.plateau_gain)  # NaN: too early to say
+
+    def _bests(self, table: SlotTable) -> tuple[Floats, Floats]:
+        """[E] the best quality before the last epochs that are watched for a plateau, and within them."""
         before, recent = np.split(table.quality_history, [-self.config.plateau_epochs], axis=1)
-        best = np.fmax.reduce(before, axis=1)  # NaN: too early to say
-        return np.asarray(recent.max(axis=1) < best + self.config.plateau_gain)
+        return np.fmax.reduce(before, axis=1), recent.max(axis=1)
+
+    def why_waiting(self, table: SlotTable) -> str:
+        c = self.config
+        if table.step[0] < c.first_epoch:
+            return f"the heuristic plants from epoch {c.first_epoch} on (first_epoch)"
+        if not self.settled[:1].all():
+            low, high = c.settled_band
+            latest = float(self._loss_changes(table)[0, -1])
+            return (
+                f"the heuristic waits until the validation loss changes by {low:+.0%} to {high:+.0%} (settled_band) in "
+                f"{c.settled_epochs} epochs in a row (settled_epochs); the latest change was {latest:+.1%}"
+            )
+        if self._stalled(table)[0]:
+            return ""
+        before, recent = (float(best[0]) for best in self._bests(table))
+        if np.isnan(recent - before):
+            return (
+                f"the heuristic compares the last {c.plateau_epochs} measured epochs with those before, and too few "
+                "were measured: give grower.step() validation batches"
+            )
+        return (
+            f"quality still improves: the best of the last {c.plateau_epochs} epochs, {recent:.4g}, is "
+            f"{recent - before:.4g} above the best before, {before:.4g}; the heuristic plants once that is below "
+            f"{c.plateau_gain:g} (plateau_gain)"
+        )
 
     def _choose(self, env: int, takes: Bools) -> int:
         """The next blueprint that fits and has not failed lately; if all have, the one that failed least."""

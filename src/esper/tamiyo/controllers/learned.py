@@ -76,3 +76,6 @@ class Learned:
         choice = self.network.act(obs, masks, self._hidden, layout, chances)
         self._hidden = choice.hidden
         return np.asarray(choice.actions.numpy())
+
+    def why_waiting(self, table: SlotTable) -> str:
+        return "the trained policy chose another operation at every epoch; it has no threshold. Try 'schedule'"

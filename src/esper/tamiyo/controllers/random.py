@@ -41,6 +41,9 @@ class Random:
         actions[:, rest] = self._chance(envs, len(rest)) * [len(HEAD_OPTIONS[head] or ()) for head in rest]
         return actions
 
+    def why_waiting(self, table: SlotTable) -> str:
+        return "the random controller has not drawn GERMINATE yet; it draws one of the legal operations per epoch"
+
     def _pick(self, allowed: Bools) -> Ints:
         """One allowed column per row, uniformly; 0 where none is."""
         return np.asarray(np.where(allowed, self._chance(*allowed.shape), -1.0).argmax(axis=1))

@@ -28,6 +28,9 @@ class Wait:
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         return wait_everywhere(table.num_envs)
 
+    def why_waiting(self, table: SlotTable) -> str:
+        return "the controller 'none' never plants. Plant by hand, or choose another controller"
+
 
 class Schedule:
     """Plants slot after slot, each as soon as the rules allow, and commits what has been measured.
@@ -56,6 +59,14 @@ class Schedule:
             actions[envs, Head.SLOT] = may.argmax(axis=1)[envs]
         actions[:, Head.BLUEPRINT] = np.maximum(choice[actions[:, Head.SLOT]], 0)
         return actions
+
+    def why_waiting(self, table: SlotTable) -> str:
+        if table.step[0] < self.start:
+            return f"the schedule plants from epoch {self.start} on (start)"
+        if not (self._choice(table) >= 0).any():
+            count = "all" if self.slots is None else str(self.slots)
+            return f"none of the schedule's blueprints fits a slot that it uses ({count} of {table.num_slots})"
+        return ""
 
     def _choice(self, table: SlotTable) -> Ints:
         """The blueprint for each slot, −1 where it takes none of the preferred."""
