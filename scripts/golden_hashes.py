@@ -1,0 +1,155 @@
+"""Record and compare hashes of short runs of every kind, to prove that a refactoring changes no result.
+
+    python scripts/golden_hashes.py record golden.json      # on the commit before
+    python scripts/golden_hashes.py check golden.json       # on each commit after
+
+A hash covers weights, rewards and the journal without times. Results depend on the processor, so the file is only
+valid on the machine that recorded it and is not committed. The runs use the command line and the public API alone,
+so the same script runs before and after a change of structure.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+from torch import nn
+
+import esper
+
+GROW = {
+    f"grow {controller}": ["--task", "digits", "--controller", controller, "--epochs", "14", "--no-compare"]
+    for controller in ("none", "schedule", "heuristic", "random", "tamiyo")
+} | {
+    "grow rescue": ["--task", "rescue", "--controller", "schedule", "--epochs", "16", "--seed", "3"],
+    "grow straight-through": ["--task", "digits", "--controller", "schedule", "--epochs", "14", "--no-compare",
+                              "--incubation", "straight_through"],
+}  # fmt: skip
+SMALL = ["--envs", "4", "--no-compare", "--set", "ppo.groups=2", "--set", "checkpoint_share=1"]
+REAL = ["--task", "digits", "--epochs", "12", *SMALL]
+TRAIN = {
+    "train simulated": ["--sim", "--rounds", "3", *SMALL],
+    "train real": [*REAL, "--rounds", "3"],
+    "train real, 2 workers": [*REAL, "--rounds", "3", "--workers", "2"],
+    "train stacked": [*REAL, "--rounds", "2", "--set", "engine.strategy=stacked"],
+}
+UNSTABLE_KINDS = {"phase_profile", "health", "checkpoint"}
+UNSTABLE_FIELDS = {
+    "time_s",
+    "time",
+    "t",
+    "wall_s",
+    "wall_ms",
+    "run_id",
+    "sum",
+    "crc",
+    "seq",
+    "rank",
+    "path",
+    "size_bytes",
+}
+
+
+def run(*args: str) -> None:
+    subprocess.run([sys.executable, "-m", "esper", *args], check=True, capture_output=True, text=True)
+
+
+def tensors_digest(path: Path) -> str:
+    """Hash the tensors of a safetensors file by name, whatever their order in the file."""
+    digest = hashlib.sha256()
+    with safe_open(path, framework="pt") as file:
+        for name in sorted(file.keys()):
+            digest.update(
+                name.encode() + file.get_tensor(name).contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+            )
+    return digest.hexdigest()[:16]
+
+
+def journal_digest(directory: Path) -> str:
+    """Hash the events of a run that do not depend on time, in an order that does not depend on ranks."""
+    lines = []
+    for path in sorted((directory / "events").glob("*.jsonl")):
+        for text in path.read_text().splitlines():
+            record = json.loads(text)
+            event = {**record, **record.pop("event", {})} if isinstance(record.get("event"), dict) else record
+            if event.get("kind") not in UNSTABLE_KINDS:
+                lines.append(json.dumps({k: v for k, v in event.items() if k not in UNSTABLE_FIELDS}, sort_keys=True))
+    return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16] + f"/{len(lines)}"
+
+
+def grower_digest(incubation: str) -> str:
+    """Hash the weights of a model grown in a hand-written loop."""
+    torch.manual_seed(0)
+    x, y = torch.randn(256, 12), torch.randint(0, 4, (256,))
+    model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
+    body = esper.graft(model, at=["1", "3"], probe=x[:3])
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
+    grower = esper.Grower(body, optimizer, controller="schedule", incubation=incubation)
+    reports = []
+    for _ in range(30):
+        for i in range(0, 256, 32):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(body(x[i : i + 32]), y[i : i + 32]).backward()
+            if incubation == "shadow":
+                grower.shadow(lambda i=i: nn.functional.cross_entropy(body(x[i : i + 32]), y[i : i + 32]))
+            grower.clip_grad_norm_(1.0)
+            optimizer.step()
+        report = grower.step([(x, y)])
+        reports.append((report.quality, report.op.name, report.effects))
+    digest = hashlib.sha256(repr(reports).encode())
+    for name, value in sorted(body.state_dict().items()):
+        digest.update(name.encode() + value.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def digests() -> dict[str, str]:
+    found: dict[str, str] = {}
+    torch.set_num_threads(1)
+    for incubation in ("shadow", "straight_through"):
+        found[f"Grower {incubation}"] = grower_digest(incubation)
+    with tempfile.TemporaryDirectory() as place:
+        for name, options in GROW.items():
+            out = Path(place) / name.replace(" ", "-")
+            run("grow", *options, "--out", str(out))
+            found[f"{name}: weights"] = tensors_digest(out / "body.safetensors")
+            found[f"{name}: journal"] = journal_digest(out)
+            print(name, found[f"{name}: weights"], found[f"{name}: journal"], flush=True)
+        for name, options in TRAIN.items():
+            out = Path(place) / name.replace(" ", "-").replace(",", "")
+            run("train", *options, "--out", str(out))
+            found[f"{name}: weights"] = tensors_digest(out / "policy.safetensors")
+            found[f"{name}: journal"] = journal_digest(out)
+            print(name, found[f"{name}: weights"], found[f"{name}: journal"], flush=True)
+        out = Path(place) / "resumed"
+        run("train", *REAL, "--rounds", "2", "--out", str(out))
+        run("train", "--resume", str(out), "--rounds", "3", "--no-compare")
+        found["train resumed: weights"] = tensors_digest(out / "policy.safetensors")
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("action", choices=["record", "check"])
+    parser.add_argument("file", type=Path)
+    options = parser.parse_args()
+    found = digests()
+    if options.action == "record":
+        options.file.write_text(json.dumps(found, indent=1) + "\n")
+        return 0
+    expected = json.loads(options.file.read_text())
+    differing = [name for name in expected if found.get(name) != expected[name]]
+    for name in differing:
+        print(f"differs: {name}: {expected[name]} before, {found.get(name)} now")
+    print(f"{len(expected) - len(differing)} of {len(expected)} equal")
+    return int(bool(differing))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
