@@ -6,7 +6,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 PICK := $(if $(SLOW),,-m "not slow")
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: run test torture bench-check lint check clean help
+.PHONY: run test torture bench bench-check lint check clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/'
@@ -20,8 +20,11 @@ test: $(STAMP)  ## the fast tests; SLOW=1 for every test
 torture: $(STAMP)  ## kill a training run 100 times; it must end as if nothing had happened
 	$(BIN)/python -m tests.support.torture 100
 
+bench: $(STAMP)  ## measure speed against references: the body, worth, hot paths, telemetry, training
+	for name in body worth hot_paths hub train; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+
 bench-check: $(STAMP)  ## compare speed ratios with the stored ones; fails on a loss of more than 15 %
-	$(BIN)/esper bench check
+	$(BIN)/python -m benchmarks.check
 
 lint: $(STAMP)  ## ruff, format, types
 	$(BIN)/ruff check .

@@ -123,16 +123,7 @@ def test_tasks_and_blueprints_are_listed_with_their_sizes():
 
 
 def test_help_says_what_a_command_does():
-    for command in (["--help"], ["grow", "--help"], ["bench", "--help"], ["bench", "body", "--help"]):
+    for command in (["--help"], ["grow", "--help"], ["train", "--help"]):
         done = esper(*command)
         assert done.returncode == 0
         assert "Usage" in done.stdout
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("which", ["body", "worth"])
-def test_a_bench_prints_ratios_as_json(which):
-    told = json.loads(esper("bench", which, "--quick", "--repeats", "3", "--json").stdout)
-    assert told
-    ratios = told["coalitions"] if which == "worth" else {k: v for k, v in told.items() if "/" in k}
-    assert all(value > 0 for value in ratios.values())

@@ -17,10 +17,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-bench_app = typer.Typer(
-    help="Measure speed, as ratios against a named reference in the same process.", no_args_is_help=True
-)
-app.add_typer(bench_app, name="bench")
 
 
 @app.command()
@@ -231,110 +227,6 @@ def blueprints(
     from esper.commands.listing import list_blueprints
 
     list_blueprints(task)
-
-
-@bench_app.command("worth")
-def bench_worth(
-    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 15,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    quick: Annotated[bool, typer.Option(help="Fewer repeats of smaller work: a check that it runs.")] = False,
-) -> None:
-    """Coalitions against one validation pass; Shapley values for 3 to 25 players, their time and error.
-
-    Also shows what judging costs as a share of a step: training an epoch, validating it with its coalitions, and
-    turning those into worth.
-    """
-    from esper.commands.bench_worth import run_bench
-
-    run_bench(repeats=repeats, as_json=json, quick=quick)
-
-
-@bench_app.command("body")
-def bench_body(
-    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 15,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    quick: Annotated[bool, typer.Option(help="Smaller batches: a check that it runs, not a measurement.")] = False,
-) -> None:
-    """Train step with live seeds against the bare PyTorch loop; coalitions against one validation pass.
-
-    Everything runs interleaved in one process on one thread. Bare loop: the same host and the same seeds as an
-    ordinary module, with the same optimiser and clipping. Coalitions: all 8 of 3 live seeds on 512 images.
-    """
-    from esper.commands.bench_body import run_bench
-
-    run_bench(repeats=repeats, as_json=json, quick=quick)
-
-
-@bench_app.command("hot-paths")
-def bench_hot_paths(
-    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 9,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    quick: Annotated[bool, typer.Option(help="Smaller shapes: a check that it runs, not a measurement.")] = False,
-) -> None:
-    """Features, masks, advantages and the simulator, each against its slow twin; and the loop's own overhead.
-
-    The twin is the sequential implementation: Python loops over environments, slots and steps. Advantages are also
-    set beside those of Stable-Baselines3, CleanRL's form and TorchRL, where installed.
-    """
-    from esper.commands.bench_hot_paths import run_bench
-
-    run_bench(repeats=repeats, as_json=json, quick=quick)
-
-
-@bench_app.command("train")
-def bench_train(
-    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 9,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    quick: Annotated[bool, typer.Option(help="Smaller sizes: a check that it runs, not a measurement.")] = False,
-    chart: Annotated[Path | None, typer.Option(help="Draw what a step is made of into this SVG file.")] = None,
-) -> None:
-    """The whole training loop against the bare PyTorch loop that does the same host work.
-
-    Policy, features, masks, rules, coalitions, Shapley values, governor, snapshots, reward, telemetry to a run
-    directory: what all of it costs beyond forward, backward, step and one validation pass, host by host.
-    """
-    from esper.commands.bench_train import run_bench
-
-    run_bench(repeats=repeats, as_json=json, quick=quick, chart=chart)
-
-
-@bench_app.command("workers")
-def bench_workers(
-    workers: Annotated[int, typer.Option(min=2, help="Processes to compare with one.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Repeats, in turn; medians are reported.")] = 3,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of a table.")] = False,
-    quick: Annotated[bool, typer.Option(help="Smaller sizes: a check that it runs, not a measurement.")] = False,
-) -> None:
-    """One training run by one process and by several: how much faster several are. It needs idle cores."""
-    from esper.commands.bench_workers import run_bench
-
-    run_bench(workers=workers, repeats=repeats, as_json=json, quick=quick)
-
-
-@bench_app.command("check")
-def bench_check(
-    against: Annotated[Path, typer.Option(help="The stored ratios.")] = Path("benchmarks/ratios.json"),
-    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are compared.")] = 9,
-    update: Annotated[bool, typer.Option("--update", help="Store what is measured now.")] = False,
-) -> None:
-    """Compare this machine's ratios with stored ones: a loss of more than 15 % is an error (exit code 1)."""
-    from esper.commands.bench_check import run_check
-
-    if not run_check(against, repeats=repeats, update=update):
-        raise typer.Exit(1)
-
-
-@bench_app.command("hub")
-def bench_hub(
-    repeats: Annotated[int, typer.Option(min=3, help="Interleaved repeats; medians are reported.")] = 15,
-    json: Annotated[bool, typer.Option("--json", help="Print one JSON object instead of tables.")] = False,
-    quick: Annotated[bool, typer.Option(help="Fewer events: a check that it runs, not a measurement.")] = False,
-) -> None:
-    """What telemetry costs the training thread and a whole run, and what is lost when sinks are slow, raise or hang."""
-    from esper.commands.bench_hub import run_bench
-    from esper.commands.bench_run import train_recorded
-
-    run_bench(repeats=repeats, as_json=json, quick=quick, train=train_recorded(quick))
 
 
 def main() -> None:

@@ -28,8 +28,8 @@ from esper.kasmina.lifecycle import (
 from esper.leyline import HEAD_OPTIONS, NEXT_STAGES, Head, Op, SeedStage, SlotTable
 from esper.leyline.actions import ALPHA_TARGETS, NUM_HEADS, STYLE_OPERATOR
 from esper.leyline.stages import COOLING, STRICT
-from esper.testing import LIVELY, random_actions, random_legal_actions, random_measurements, random_table
 from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
+from tests.support.random_tables import LIVELY, random_actions, random_legal_actions, random_measurements, random_table
 
 S = SeedStage
 seeds = st.integers(0, 2**32 - 1)

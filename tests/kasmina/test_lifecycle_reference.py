@@ -11,9 +11,9 @@ from esper.kasmina import lifecycle
 from esper.kasmina.lifecycle import Rules
 from esper.leyline import Op, SeedStage, SlotTable
 from esper.leyline.actions import NUM_OPS
-from esper.testing import random_measurements
 from tests.reference import lifecycle as twin
 from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
+from tests.support.random_tables import random_measurements
 
 
 def assert_same(ours: SlotTable, theirs: SlotTable) -> None:

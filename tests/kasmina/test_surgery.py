@@ -24,8 +24,8 @@ from esper.leyline.errors import BlueprintError, OptimizerError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import wait_everywhere
-from esper.testing import random_legal_actions
 from esper.tolaria.engine import takes_of
+from tests.support.random_tables import random_legal_actions
 
 FREE = Rules(
     thresholds=Thresholds(blend_dwell=0, blend_health=None, fossil_contribution=None),

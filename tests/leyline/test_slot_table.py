@@ -8,7 +8,7 @@ import pytest
 from esper.kasmina.lifecycle import is_legal
 from esper.leyline import BLUEPRINTS, SeedStage, SlotTable
 from esper.leyline.slot_table import HISTORY, SEED_COLUMNS
-from esper.testing import LIVELY, random_legal_actions, random_measurements, random_table
+from tests.support.random_tables import LIVELY, random_legal_actions, random_measurements, random_table
 
 PICKS = [slice(None), slice(1, 4), [0], [5, 2], np.array([3, 1, 7])]
 

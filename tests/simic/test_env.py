@@ -26,8 +26,8 @@ from esper.simic.rewards import Frame, RewardConfig, reward, utility
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tamiyo.policy.action_masks import CANONICAL, DEFAULT_FIXED
-from esper.testing import LIVELY, random_actions, random_legal_actions
 from esper.tolaria.tasks import get_task
+from tests.support.random_tables import LIVELY, random_actions, random_legal_actions
 
 HORIZON = 12
 SIM = SimConfig(horizon=HORIZON)

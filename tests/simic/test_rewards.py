@@ -17,7 +17,7 @@ from esper.leyline.stages import SeedStage
 from esper.simic.rewards import REWARDS, Frame, RewardConfig, reward, reward_mode, utility
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import wait_everywhere
-from esper.testing import LIVELY, random_legal_actions
+from tests.support.random_tables import LIVELY, random_legal_actions
 
 quick = settings(max_examples=40, deadline=None)
 dice = st.integers(0, 2**32 - 1)

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.commands import bench_sim
 from esper.kasmina.blueprints import cost
 from esper.kasmina.lifecycle import Rules, legal
 from esper.kasmina.site import Layout, Site
@@ -31,7 +30,7 @@ from esper.simic.simulated_worlds import (
 )
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import CONTROLLERS, Random, make_controller, wait_everywhere
-from esper.testing import LIVELY, random_legal_actions
+from tests.support.random_tables import LIVELY, random_legal_actions
 
 S = SeedStage
 QUIET = SimConfig(noise=0.0)
@@ -473,10 +472,3 @@ def test_knowing_beats_looking_beats_a_fixed_schedule_beats_rules_of_thumb_beats
         assert scores[better].total > scores[worse].total + 0.005, (worse, better)
     assert scores["none"].total == 0
     assert scores["oracle"].total > 1.5 * scores["best fixed"].total
-
-
-def test_the_bench_says_steps_per_second_for_every_number_of_environments():
-    rows = bench_sim.rows(repeats=1, quick=True)
-    assert [r["envs"] for r in rows] == [1, 16, 128, 1024]
-    assert all(r["env_steps_per_s"] > 0 for r in rows)
-    assert rows[0]["ratio"] == 1

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from esper.kasmina.lifecycle import Rules
 from esper.leyline import PERMISSIVE, STRICT, Head, SlotTable, Thresholds
-from esper.testing import random_actions, random_legal_actions, random_table
+from tests.support.random_tables import random_actions, random_legal_actions, random_table
 
 floors = st.sampled_from([None, float("-inf"), -0.02, 0.0, 0.01, 0.5])
 thresholds = st.builds(

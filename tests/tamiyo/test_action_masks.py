@@ -8,7 +8,6 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.commands.bench_obs import reports, slow_masks
 from esper.kasmina.lifecycle import is_legal, legal
 from esper.leyline.actions import HEAD_OPTIONS, NUM_HEADS, RELEVANCE, Head, Op
 from esper.leyline.errors import ConfigError
@@ -25,7 +24,8 @@ from esper.tamiyo.policy.action_masks import (
     forced,
     slot_given_op,
 )
-from esper.testing import LIVELY, random_table
+from tests.reference.observations import reports, slow_masks
+from tests.support.random_tables import LIVELY, random_table
 
 FIXES = (
     {},

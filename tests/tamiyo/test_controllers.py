@@ -11,7 +11,7 @@ from esper.leyline.errors import UnknownNameError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import STRICT, SeedStage
 from esper.tamiyo.controllers import CONTROLLERS, Schedule, Wait, make_controller, wait_everywhere
-from esper.testing import LIVELY, random_table
+from tests.support.random_tables import LIVELY, random_table
 
 CONV, NORM = BLUEPRINTS.index("conv_light"), BLUEPRINTS.index("norm")
 

@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.commands.bench_obs import example_context, reports, rows, slow_features, slow_prices
 from esper.commands.features import run_features
 from esper.kasmina.lifecycle import legal
 from esper.leyline.actions import BLUEPRINTS
@@ -30,7 +29,9 @@ from esper.tamiyo.policy.features import (
     feature_names,
     num_features,
 )
-from esper.testing import LIVELY, random_table
+from tests.reference.observations import reports, slow_features, slow_prices
+from tests.support.observation_context import example_context
+from tests.support.random_tables import LIVELY, random_table
 
 INF, NAN = float("inf"), float("nan")
 
@@ -371,14 +372,6 @@ def test_an_empty_table_costs_what_its_host_costs():
     assert (params == context.host_params).all()
     assert (macs == context.host_macs).all()
     assert not seed_macs(SlotTable.empty(3, 2), context.slot_macs).any()
-
-
-def test_the_bench_reports_each_function_at_each_size():
-    found = rows(repeats=1, quick=True)
-    assert {(row["what"], row["envs"], row["slots"]) for row in found} == {
-        (what, *size) for what in ("features", "masks", "legal") for size in ((4, 3), (128, 25))
-    }
-    assert all(row["us"] > 0 and (row["what"] == "legal" or row["ratio"] > 0) for row in found)
 
 
 def test_a_context_needs_no_budget_and_no_chance_loss():

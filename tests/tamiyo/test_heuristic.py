@@ -18,7 +18,7 @@ from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.slot_table import HISTORY, SlotTable
 from esper.leyline.stages import STRICT, SeedStage, Thresholds
 from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random
-from esper.testing import LIVELY, random_measurements, random_table
+from tests.support.random_tables import LIVELY, random_measurements, random_table
 
 S = SeedStage
 RULES = {

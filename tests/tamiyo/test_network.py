@@ -27,7 +27,7 @@ from esper.tamiyo.policy.action_masks import (
 )
 from esper.tamiyo.policy.distribution import entropy, log_distribution
 from esper.tamiyo.policy.features import BASE, PER_SLOT, ObsContext, batch_obs_to_features, num_features
-from esper.testing import LIVELY, random_table
+from tests.support.random_tables import LIVELY, random_table
 
 CORES = ("gru", "lstm")
 BUILT_IN = len(BLUEPRINTS)

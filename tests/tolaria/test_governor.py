@@ -19,10 +19,10 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import Thresholds
 from esper.tamiyo.controllers import Random, Schedule, wait_everywhere
-from esper.testing import LIVELY, random_legal_actions
 from esper.tolaria.engine import Engine, EngineConfig
 from esper.tolaria.governor import ALARMS, Alarm, Governor, GovernorConfig, judge, typical
 from esper.tolaria.tasks import Task, get_task
+from tests.support.random_tables import LIVELY, random_legal_actions
 
 CHANCE = math.log(10)
 CONFIG = GovernorConfig()

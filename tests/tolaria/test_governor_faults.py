@@ -31,11 +31,11 @@ from esper.simic.ground import HostGround
 from esper.simic.rewards import RewardConfig, utility
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import wait_everywhere
-from esper.testing import LIVELY, random_legal_actions
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.engine import Engine, EngineConfig, Plot, process_train_batch
 from esper.tolaria.governor import GovernorConfig
 from esper.tolaria.tasks import Task, get_task
+from tests.support.random_tables import LIVELY, random_legal_actions
 
 S = SeedStage
 SICK, OTHERS = 1, (0, 2)

@@ -21,7 +21,7 @@ from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork, known_blueprints
 from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, forced
 from esper.tamiyo.policy.features import BASE, num_features
-from esper.testing import LIVELY
+from tests.support.random_tables import LIVELY
 
 BUILT_IN = len(BLUEPRINTS)
 CONFIG = PPOConfig(groups=2, chunk=5, epochs=2)

@@ -17,9 +17,9 @@ from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
-from esper.testing import LIVELY, random_actions, random_legal_actions, random_measurements
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task
+from tests.support.random_tables import LIVELY, random_actions, random_legal_actions, random_measurements
 
 SLOTS = ("r0c0", "r0c1", "r0c2")
 

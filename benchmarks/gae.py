@@ -1,6 +1,6 @@
-"""`esper bench hot-paths`, advantages: our GAE against a scalar loop and the forms other libraries use.
+"""Our GAE against a scalar loop and the forms that other libraries use.
 
-    scalar      a Python loop over environments and time of 0-dim torch tensors: what esper-lite's ticket describes
+    scalar      a Python loop over environments and time of 0-dim torch tensors: the slowest form in use
     SB3         stable_baselines3's RolloutBuffer.compute_returns_and_advantage
     CleanRL     the loop over time on [T, E] tensors that CleanRL's scripts share
     TorchRL     the faster of its two functions, fed in its own layout
@@ -14,7 +14,6 @@ be missing.
 from __future__ import annotations
 
 import importlib
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
+from benchmarks.measure import add_output_options, make_parser, print_json
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 
 SHAPES = ((4, 25), (16, 150), (128, 150), (256, 512), (1024, 1024))
@@ -38,21 +38,22 @@ SCALAR_STEPS = 2500
 Work = Callable[[], tuple[Tensor, Tensor] | None]
 
 
-def run(*, repeats: int, as_json: bool, quick: bool) -> None:
-    found = rows(repeats, quick)
-    if as_json:
-        print(json.dumps(found, indent=1))
+def main() -> None:
+    parser = make_parser(__doc__, repeats=9)
+    add_output_options(parser)
+    options = parser.parse_args()
+    results = rows(options.repeats, options.quick)
+    if options.json:
+        print_json(results)
         return
-    table = Table(
-        "E × T", "ours, µs", title=f"GAE: times as fast, medians of {repeats} interleaved repeats, one thread"
-    )
+    title = f"GAE: times as fast, medians of {options.repeats} interleaved repeats, one thread"
+    table = Table("E × T", "ours, µs", title=title)
     for name in RIVALS:
         table.add_column(f"vs {name}", justify="right")
-    for row in found:
+    for row in results:
         cells = (row[f"vs {name}"] for name in RIVALS)
-        table.add_row(
-            row["shape"], f"{row['ours_us']:.0f}", *(c if isinstance(c, str) else f"{c:,.1f}×" for c in cells)
-        )
+        ratios = (cell if isinstance(cell, str) else f"{cell:,.1f}×" for cell in cells)
+        table.add_row(row["shape"], f"{row['ours_us']:.0f}", *ratios)
     Console().print(table)
 
 
@@ -204,3 +205,7 @@ RIVALS: dict[str, Callable[[TamiyoRolloutBuffer], list[Work]]] = {
     "CleanRL": cleanrl_form,
     "TorchRL": torchrl_form,
 }
+
+
+if __name__ == "__main__":
+    main()

@@ -1,4 +1,4 @@
-"""`esper bench sim`: how fast the simulator runs, whole episodes with a random controller and rewards, one thread."""
+"""How fast the simulator runs: whole episodes with a random controller and rewards, one thread."""
 
 from __future__ import annotations
 
@@ -6,12 +6,30 @@ import statistics
 import time
 from typing import Any
 
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.measure import add_output_options, make_parser, print_json
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulated_plans import play
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random
 
 ENVS = (1, 16, 128, 1024)
+
+
+def main() -> None:
+    parser = make_parser(__doc__, repeats=9)
+    add_output_options(parser)
+    options = parser.parse_args()
+    results = rows(options.repeats, options.quick)
+    if options.json:
+        print_json(results)
+        return
+    table = Table("envs", "env-steps/s", "against one environment", title=f"medians of {options.repeats} repeats")
+    for row in results:
+        table.add_row(str(row["envs"]), f"{row['env_steps_per_s']:,.0f}", f"{row['ratio']:.1f}×")
+    Console().print(table)
 
 
 def rows(repeats: int, quick: bool = False) -> list[dict[str, Any]]:
@@ -37,3 +55,7 @@ def rows(repeats: int, quick: bool = False) -> list[dict[str, Any]]:
         }
         for envs, found in speeds.items()
     ]
+
+
+if __name__ == "__main__":
+    main()

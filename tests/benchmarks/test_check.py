@@ -1,4 +1,4 @@
-"""The gate of speed: it passes what is as fast as before, and fails what is not."""
+"""`benchmarks.check` passes what is as fast as before, and fails what is not."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.commands.bench_check import run_check
+from benchmarks.check import run_check
 from esper.leyline.errors import DataError
 
 

@@ -1,8 +1,7 @@
-"""`esper bench hub`: what telemetry costs the training thread, and what it loses when sinks misbehave."""
+"""What telemetry costs the training thread and a whole run, and what is lost when sinks are slow, raise or hang."""
 
 from __future__ import annotations
 
-import json
 import statistics
 import tempfile
 import threading
@@ -14,6 +13,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks.measure import add_output_options, make_parser, print_json
+from benchmarks.recorded_run import train_recorded
 from esper.leyline.events import Level, Step
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal import read
@@ -27,33 +28,39 @@ Train = Callable[[Level], float]
 """Trains a fixed piece of work from the start, with a hub at this level; telemetry's own share of its CPU time."""
 
 
-def run_bench(*, repeats: int, as_json: bool, quick: bool, train: Train | None = None) -> None:
-    """`train` adds the slowdown of a whole run."""
-    found: dict[str, Any] = {
+def main() -> None:
+    parser = make_parser(__doc__, repeats=15)
+    add_output_options(parser)
+    options = parser.parse_args()
+    repeats, quick = options.repeats, options.quick
+    results: dict[str, Any] = {
         "emit": emit_costs(2_000 if quick else 20_000, 3 if quick else repeats),
         "burst": burst(BURST // 10 if quick else BURST),
+        "whole run": whole_run(train_recorded(quick), repeats),
     }
-    if train is not None:
-        found["whole run"] = whole_run(train, repeats)
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
+    if options.json:
+        print_json(results)
+    else:
+        print_tables(results)
+
+
+def print_tables(results: dict[str, Any]) -> None:
     console = Console()
     table = Table("call", "median µs", "p99 µs", "max ms", title="emit at the caller, journal on disk")
-    for name, row in found["emit"].items():
+    for name, row in results["emit"].items():
         table.add_row(name, f"{row['median_us']:.2f}", f"{row['p99_us']:.2f}", f"{row['max_ms']:.2f}")
     console.print(table)
     table = Table("what", "value", title="A burst beside a slow, a raising and a hanging sink")
-    for name, value in found["burst"].items():
+    for name, value in results["burst"].items():
         table.add_row(name, f"{value:.3f}" if isinstance(value, float) else str(value))
     console.print(table)
-    if "whole run" in found:
-        table = Table("what", "value", title="A whole run, telemetry normal against off")
-        table.add_row("off, median CPU s", f"{found['whole run']['off_s']:.3f}")
-        table.add_row("normal, median CPU s", f"{found['whole run']['normal_s']:.3f}")
-        table.add_row("slowdown, noise of the machine included", f"{found['whole run']['slowdown']:+.2%}")
-        table.add_row("telemetry's own CPU time, of the whole", f"{found['whole run']['share']:.2%}")
-        console.print(table)
+    whole = results["whole run"]
+    table = Table("what", "value", title="A whole run, telemetry normal against off")
+    table.add_row("off, median CPU s", f"{whole['off_s']:.3f}")
+    table.add_row("normal, median CPU s", f"{whole['normal_s']:.3f}")
+    table.add_row("slowdown, noise of the machine included", f"{whole['slowdown']:+.2%}")
+    table.add_row("telemetry's own CPU time, of the whole", f"{whole['share']:.2%}")
+    console.print(table)
 
 
 def emit_costs(count: int, repeats: int) -> dict[str, dict[str, float]]:
@@ -188,3 +195,7 @@ def whole_run(train: Train, repeats: int) -> dict[str, float]:
     off, normal = statistics.median(spent[Level.OFF]), statistics.median(spent[Level.NORMAL])
     share = statistics.median(shares[Level.NORMAL])
     return {"off_s": off, "normal_s": normal, "slowdown": normal / off - 1, "share": share}
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,11 @@
-"""`esper bench hot-paths`: what a decision costs besides training hosts, each part against its slow twin."""
+"""What a decision costs besides training hosts: features, masks, advantages and the simulator, each against a
+sequential reference, and the loop's own overhead.
+
+Advantages are also compared with those of Stable-Baselines3, CleanRL's form and TorchRL, where installed.
+"""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from typing import Any
@@ -11,7 +14,8 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from esper.commands import bench_gae, bench_obs, bench_sim
+from benchmarks import gae, observations, simulator
+from benchmarks.measure import add_output_options, make_parser, print_json
 from esper.leyline.events import Level
 from esper.nissa.hub import NissaHub
 from esper.simic.env import GrowthVectorEnv
@@ -25,23 +29,30 @@ WARM_UP, BLOCK = 20, 20
 """Steps before the loop's overhead is measured, and steps of which the median is taken."""
 
 
-def run_bench(*, repeats: int, as_json: bool, quick: bool) -> None:
-    torch.set_num_threads(1)
-    found = {
-        "features and masks": bench_obs.rows(repeats, quick),
-        "advantages": bench_gae.rows(repeats, quick),
-        "simulator": bench_sim.rows(repeats, quick),
-        "loop": [overhead(e, s, 1 if quick else 2 * repeats) for e, s in (LOOPS[:1] if quick else LOOPS)],
-    }
-    if as_json:
-        print(json.dumps(found, indent=1))
+def main() -> None:
+    parser = make_parser(__doc__, repeats=9)
+    add_output_options(parser)
+    options = parser.parse_args()
+    results = measure(options.repeats, options.quick)
+    if options.json:
+        print_json(results)
         return
     console = Console()
-    for title, rows in found.items():
+    for title, rows in results.items():
         table = Table(*[str(k) for k in rows[0]], title=title, box=None)
         for row in rows:
             table.add_row(*[shown(v) for v in row.values()])
         console.print(table)
+
+
+def measure(repeats: int, quick: bool) -> dict[str, list[dict[str, Any]]]:
+    torch.set_num_threads(1)
+    return {
+        "features and masks": observations.rows(repeats, quick),
+        "advantages": gae.rows(repeats, quick),
+        "simulator": simulator.rows(repeats, quick),
+        "loop": [overhead(e, s, 1 if quick else 2 * repeats) for e, s in (LOOPS[:1] if quick else LOOPS)],
+    }
 
 
 def shown(value: Any) -> str:
@@ -97,3 +108,7 @@ class _Timed(Simulator):
 class _Nowhere:
     def write(self, records: Any) -> None: ...
     def close(self) -> None: ...
+
+
+if __name__ == "__main__":
+    main()

@@ -1,8 +1,11 @@
-"""`esper bench worth`: what it costs to know what seeds are worth, and how exact the estimates are."""
+"""What it costs to know what seeds are worth, and how exact the estimates are.
+
+Coalitions against one validation pass; Shapley values for 3 to 25 players, their time and error; and what judging
+costs as a share of a step: training an epoch, validating it with its coalitions, turning those into worth.
+"""
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from itertools import islice
@@ -13,37 +16,51 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from esper.commands.bench_body import BLUEPRINTS, coalition_ratios, live_plot, reference_task, timed
+from benchmarks.body import coalition_ratios, planted_plot
+from benchmarks.hosts import BLUEPRINTS, reference_task
+from benchmarks.measure import add_output_options, make_parser, print_json, timed
 from esper.simic.attribution import CounterfactualEngine
 from esper.simic.attribution.shapley import coalition_order, estimate, exact_weights
 
 PLAYERS = (3, 5, 8, 10, 12, 25)
 BUDGET = 200
+"""Coalitions that are evaluated where there are more."""
 
 
-def run_bench(*, repeats: int, as_json: bool, quick: bool) -> None:
+def main() -> None:
+    parser = make_parser(__doc__, repeats=15)
+    add_output_options(parser)
+    options = parser.parse_args()
+    results = measure(options.repeats, options.quick)
+    if options.json:
+        print_json(results)
+    else:
+        print_tables(results)
+
+
+def measure(repeats: int, quick: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
     size = 64 if quick else 512
-    found: dict[str, Any] = {
+    return {
         "shapley": [shapley_row(n, 3 if quick else repeats) for n in PLAYERS],
         "coalitions": coalition_ratios(reference_task(size, size), BLUEPRINTS, repeats),
         "share of a step": step_shares(size, repeats),
     }
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
+
+
+def print_tables(results: dict[str, Any]) -> None:
     console = Console()
     table = Table("players", "evaluations", "ms", "relative error", title="Shapley values of games with interactions")
-    for row in found["shapley"]:
+    for row in results["shapley"]:
         error = "exact" if row["error"] == 0 else f"{row['error']:.4f}" if row["error"] is not None else "not known"
         table.add_row(str(row["players"]), str(row["evaluations"]), f"{row['ms']:.2f}", error)
     console.print(table)
     table = Table("what", "ratio", title="Coalitions of 3 live seeds, 512 images, one thread")
-    for key, value in found["coalitions"].items():
+    for key, value in results["coalitions"].items():
         table.add_row(key, f"{value:.3f}")
     console.print(table)
     table = Table("phase", "share of a step", title="Where a step with 3 live seeds goes")
-    for key, value in found["share of a step"].items():
+    for key, value in results["share of a step"].items():
         table.add_row(key, f"{value:.1%}")
     console.print(table)
 
@@ -78,7 +95,7 @@ def game(n: int, rng: np.random.Generator) -> Any:
 
 def step_shares(size: int, repeats: int) -> dict[str, float]:
     task = reference_task(size, size)
-    plot = live_plot(task, BLUEPRINTS)
+    plot = planted_plot(task, BLUEPRINTS)
     calibration = plot.data.train.x[:128]
     result = plot.validate(plot.data.val, calibration)
     phases = {
@@ -89,3 +106,7 @@ def step_shares(size: int, repeats: int) -> dict[str, float]:
     medians = {name: statistics.median(timed(work) for _ in range(repeats)) for name, work in phases.items()}
     whole = sum(medians.values())
     return {name: value / whole for name, value in medians.items()}
+
+
+if __name__ == "__main__":
+    main()

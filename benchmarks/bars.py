@@ -1,4 +1,4 @@
-"""What a step is made of, a bar for every host, against the bare loop: the picture of `esper bench train`, as SVG."""
+"""The chart of `benchmarks.train` as SVG: what a step is made of, a bar for every host, against the bare loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The picture of `esper bench train`: parts that add up, on one scale, with the marks where they belong."""
+"""The chart of `benchmarks.train`: parts that add up, on one scale, with the marks where they belong."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from esper.karn.bars import COLOURS, REST, Bar, bars
+from benchmarks.bars import COLOURS, REST, Bar, bars
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROWS = [

@@ -1,46 +1,28 @@
-"""Features and masks against their slow twins: the same numbers, one environment and one slot at a time.
+"""Features and masks, one environment and one slot at a time: the reference for `batch_obs_to_features` and
+`compute_batch_masks`.
 
-The twins are how observation was built before there was a table: a report object per slot, a Python loop over
-environments and slots, single elements written into tensors, and a handful of small mask tensors per environment
-that are stacked at the end. Tests hold both to the same answers; the bench times them side by side.
+One report object per environment, a Python loop over environments and slots, single elements written into tensors,
+and a handful of small mask tensors per environment that are stacked at the end.
 
-The twins are spared what would be unfair: reading the table into reports is not timed, columns that stay 0 are not
+`benchmarks.observations` times these functions too. What would be unfair is left out: columns that stay 0 are not
 written for an empty slot, one-hots are one write, and prices that never change are copied in one go.
 """
 
 from __future__ import annotations
 
-import json
 import math
-import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-import numpy as np
 import torch
-from rich.console import Console
-from rich.table import Table
 from torch import Tensor
 
-from esper.commands.bench_body import timed
-from esper.kasmina.lifecycle import legal
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, Head, Op, Operator
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import COOLING, SeedStage
-from esper.tamiyo.policy.action_masks import DEFAULT_FIXED, compute_batch_masks
-from esper.tamiyo.policy.features import (
-    BASE,
-    ENV_COLUMN,
-    PER_SLOT,
-    SLOT_COLUMN,
-    ObsContext,
-    batch_obs_to_features,
-    num_features,
-)
-from esper.testing import LIVELY, random_table
+from esper.tamiyo.policy.features import BASE, ENV_COLUMN, PER_SLOT, SLOT_COLUMN, ObsContext, num_features
 
-SIZES = ((4, 3), (16, 3), (128, 3), (128, 9), (128, 25))
 SLOT_FIELDS = [f.name for f in fields(SlotTable) if f.metadata["axes"] == "ES"]
 ENV_FIELDS = [f.name for f in fields(SlotTable) if f.metadata["axes"] in ("E", "EW")]
 
@@ -65,9 +47,6 @@ def reports(table: SlotTable, ops: Any) -> list[Report]:
         )
         for e in range(table.num_envs)
     ]
-
-
-# --- the slow twin of batch_obs_to_features
 
 
 def slow_features(found: Sequence[Report], context: ObsContext, prices: Tensor) -> Tensor:
@@ -220,9 +199,6 @@ def _slow_slot(out: Tensor, e: int, s: int, report: Report, context: ObsContext,
     out[e, start + at["interaction_known"]] = 0.0 if math.isnan(slot["interaction"]) else 1.0
 
 
-# --- the slow twin of compute_batch_masks
-
-
 def slow_masks(found: Sequence[Report], takes: Any, fixed: Mapping[Head, int]) -> Tensor:
     """[E, M] from small tensors, one set per environment, stacked at the end."""
     plantable = takes.tolist()
@@ -262,80 +238,3 @@ def slow_action_masks(report: Report, plantable: list[list[bool]], fixed: Mappin
         for choice in [fixed[head]] if head in fixed else range(size):
             masks[head.name][choice] = True
     return masks
-
-
-# --- the bench
-
-
-def example_context(slots: int) -> ObsContext:
-    """Sizes as those of a small convolutional host, growing with depth."""
-    rng = np.random.default_rng(slots)
-    width = 8 * 2 ** (np.arange(slots) * 3 // slots)
-    prices = width[:, None] ** 2 * rng.integers(1, 10, (slots, len(BLUEPRINTS)))
-    return ObsContext(
-        horizon=60, host_params=6400, host_macs=1_000_000, slot_width=width, slot_params=prices,
-        slot_macs=prices * 49, slot_depth=np.linspace(0, 1, slots), params_budget=64_000, chance_loss=math.log(10),
-    )  # fmt: skip
-
-
-def rows(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Medians, in microseconds, of each function and of its twin, interleaved on one thread."""
-    torch.set_num_threads(1)
-    found = []
-    for envs, slots in SIZES[:: 4 if quick else 1]:
-        for name, (ours, twin) in _pairs(envs, slots).items():
-            found.append({"what": name, "envs": envs, "slots": slots, **_compare(ours, twin, repeats)})
-    return found
-
-
-Work = Callable[[], Any]
-
-
-def _pairs(envs: int, slots: int) -> dict[str, tuple[Work, Work | None]]:
-    """Each function and its twin, on the same table; `legal`, which both are given, is timed alone."""
-    table, context = random_table(envs, slots, seed=0, epochs=40), example_context(slots)
-    ops = legal(table, LIVELY)
-    plain, prices = reports(table, ops), slow_prices(table.takes, context)
-    out = np.empty((envs, num_features(slots)), dtype=np.float32)
-    return {
-        "features": (
-            lambda: batch_obs_to_features(table, context, legal=ops, out=out),
-            lambda: slow_features(plain, context, prices),
-        ),
-        "masks": (
-            lambda: compute_batch_masks(table, ops, fixed=DEFAULT_FIXED),
-            lambda: slow_masks(plain, table.takes, DEFAULT_FIXED),
-        ),
-        "legal": (lambda: legal(table, LIVELY), None),
-    }
-
-
-INNER = 20
-"""Calls of the fast function per repeat: one alone is too short for the clock."""
-
-
-def _compare(ours: Work, twin: Work | None, repeats: int) -> dict[str, float | None]:
-    def many() -> None:
-        for _ in range(INNER):
-            ours()
-
-    many()
-    fast, slow = [], []
-    for _ in range(repeats):
-        fast.append(1e6 * timed(many) / INNER)
-        if twin is not None:
-            slow.append(1e6 * timed(twin))
-    ratio = statistics.median(b / a for a, b in zip(fast, slow, strict=True)) if slow else None
-    return {"us": statistics.median(fast), "twin_us": statistics.median(slow) if slow else None, "ratio": ratio}
-
-
-def run_bench(*, repeats: int, as_json: bool, quick: bool) -> None:
-    found = rows(repeats, quick)
-    if as_json:
-        print(json.dumps(found, indent=1))
-        return
-    table = Table("what", "envs", "slots", "µs", "twin µs", "ratio", title="Observation, all environments at once")
-    for row in found:
-        twin = [f"{row['twin_us']:,.0f}", f"{row['ratio']:,.0f}×"] if row["ratio"] else ["", ""]
-        table.add_row(row["what"], str(row["envs"]), str(row["slots"]), f"{row['us']:,.0f}", *twin)
-    Console().print(table)

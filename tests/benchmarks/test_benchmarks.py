@@ -1,0 +1,92 @@
+"""Every benchmark runs from the repository root, and `benchmarks.train` times the real training function."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+
+from benchmarks import observations, simulator
+from benchmarks.hosts import reference_task
+from benchmarks.train import BareLoop, Case, HeldGround, compare
+from esper.simic.agent.ppo import PPO
+from esper.simic.training.learner import Keeper
+from tests.support import ROOT
+
+SHARED = {"__init__", "bars", "bare_loop", "hosts", "measure", "recorded_run"}
+BENCHMARKS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem not in SHARED)
+
+
+def run(name: str, *arguments: str) -> str:
+    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_has_help(
+    name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [name, "--help"])
+    with pytest.raises(SystemExit) as leaving:
+        importlib.import_module(f"benchmarks.{name}").main()
+    assert leaving.value.code == 0
+    assert "--repeats" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["body", "worth", "hub", "hot_paths", "workers"])
+def test_a_benchmark_prints_json(name: str) -> None:
+    assert json.loads(run(name, "--quick", "--repeats", "3", "--json"))
+
+
+@pytest.mark.parametrize("blueprints", [(), ("conv_light",)])
+def test_train_times_update_checkpoint_and_telemetry_of_the_real_function(
+    blueprints: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: dict[str, int] = {}
+    for owner, name in ((PPO, "update"), (Keeper, "keep"), (HeldGround, "step"), (BareLoop, "step")):
+        monkeypatch.setattr(owner, name, counted(calls, f"{owner.__name__}.{name}", getattr(owner, name)))
+    row = compare(Case("small", reference_task(8, 8), envs=2, steps=2, blueprints=blueprints), repeats=2)
+
+    assert calls["PPO.update"] == 3  # the first round is not counted
+    assert calls["Keeper.keep"] >= 3
+    assert calls["HeldGround.step"] == calls["BareLoop.step"] == 6
+    assert {"train", "policy", "update", "checkpoint", "telemetry"} <= row["phases_ms"].keys()
+    assert row["phases_ms"]["update"] > 0.0
+    assert ("coalitions" in row["phases_ms"]) == bool(blueprints)
+    assert row["events_per_s"] > 0.0
+    assert row["s_per_env_step"] > 0.0
+    assert row["ratio"] >= row["ratio_with_coalitions"] > 0.0
+
+
+def counted(calls: dict[str, int], name: str, function: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        calls[name] = calls.get(name, 0) + 1
+        return function(*args, **kwargs)
+
+    return call
+
+
+def test_simulator_reports_steps_per_second_for_every_number_of_environments() -> None:
+    rows = simulator.rows(repeats=1, quick=True)
+    assert [r["envs"] for r in rows] == [1, 16, 128, 1024]
+    assert all(r["env_steps_per_s"] > 0 for r in rows)
+    assert rows[0]["ratio"] == 1
+
+
+def test_observations_reports_each_function_at_each_size() -> None:
+    rows = observations.rows(repeats=1, quick=True)
+    assert {(row["what"], row["envs"], row["slots"]) for row in rows} == {
+        (what, *size) for what in ("features", "masks", "legal") for size in ((4, 3), (128, 25))
+    }
+    assert all(row["us"] > 0 and (row["what"] == "legal" or row["ratio"] > 0) for row in rows)
+
+
+def test_the_package_has_no_benchmarks() -> None:
+    assert not [p for p in (ROOT / "src").rglob("*.py") if "bench" in p.stem]
