@@ -299,7 +299,7 @@ def test_a_write_that_fails_leaves_nothing_new_and_nothing_changed(tmp_path, mon
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("esper.commands.export.write_durably", full)
+    monkeypatch.setattr("esper.leyline.files.os.fsync", full)
     with pytest.raises(DataError, match=r"No space left.*--out"):
         write_all(files)
     assert not list(tmp_path.iterdir())

@@ -92,8 +92,8 @@ def test_any_task_makes_a_name_that_is_safe_in_a_path(tmp_path, task, word):
 
 
 def test_runs_of_the_same_second_get_names_of_their_own(tmp_path, monkeypatch):
-    draws = iter(["aaaa", "aaaa", "bbbb", "cccc"] * 2)
-    monkeypatch.setattr(run_module.secrets, "token_hex", lambda _: next(draws))
+    draws, random = iter(["aaaa", "aaaa", "bbbb", "cccc"] * 2), run_module.secrets.token_hex
+    monkeypatch.setattr(run_module.secrets, "token_hex", lambda size: next(draws) if size == 2 else random(size))
 
     class Noon(datetime):
         @classmethod

@@ -31,7 +31,7 @@ from esper.kasmina.harden import harden
 from esper.kasmina.plain_source import source_of
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError, DataError, RunError, unknown_name
-from esper.leyline.files import sync_directory, write_durably
+from esper.leyline.files import Draft, sync_directory
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import read_manifest
 from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
@@ -316,16 +316,16 @@ def write_all(files: dict[Path, bytes]) -> None:
     """Write files, all of them or none; what stood in their place is replaced at the end."""
     folder = next(iter(files)).parent
     made = [p for p in (folder, *folder.parents) if not p.exists()]
-    drafts = {path: path.with_name(f".{path.name}.{os.getpid()}.tmp") for path in files}
+    drafts: list[Draft] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path, content in files.items():
-            write_durably(drafts[path], content)
-        for path, draft in drafts.items():
-            os.replace(draft, path)
+            drafts.append(Draft(path, content))
+        for draft in drafts:
+            draft.replace()
         sync_directory(folder)
     except BaseException as error:
-        for undo in (*(draft.unlink for draft in drafts.values()), *(directory.rmdir for directory in made)):
+        for undo in (*(draft.discard for draft in drafts), *(directory.rmdir for directory in made)):
             with suppress(OSError):
                 undo()
         if not isinstance(error, OSError):

@@ -23,9 +23,10 @@ from esper.karn.outside import manifest_of
 from esper.karn.views import PLACE, VIEWS, column_types, table_name
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import KINDS
-from esper.nissa.journal import EVENTS, segments
+from esper.leyline.files import read_regular
+from esper.nissa.journal import EVENTS, MOST_SEQ, MOST_TIME_S, each_line, segments
 from esper.nissa.record import is_whole
-from esper.nissa.run import MANIFEST
+from esper.nissa.run import MANIFEST, MOST_MANIFEST_BYTES
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
@@ -167,7 +168,7 @@ class Runs:
         manifest, damage = manifest_of(path)
         if damage:
             self.troubles.append(f"{damage}. What the journal tells is read")
-        said = None if damage else (path / MANIFEST).read_text()
+        said = None if damage else read_regular(path / MANIFEST, MOST_MANIFEST_BYTES).decode()
         good = damaged = 0
         for rank, found in segments(path / EVENTS).items():
             for batch in batches([each for _, each in found]):
@@ -191,8 +192,11 @@ class Runs:
             """,
             [json.dumps(PLACE | {"kind": "VARCHAR"}), [literal_path(file) for file in files]],
         )
-        bad = "where coalesce(rank, -1) != ? or coalesce(seq, -1) < 0 or time_s is null or kind is null"
-        (damaged,) = db.execute(f"delete from lines {bad}", [rank]).fetchone() or (0,)
+        (damaged,) = db.execute(
+            "delete from lines where coalesce(rank, -1) != ? or coalesce(seq, -1) not between 0 and ? "
+            "or coalesce(abs(time_s) >= ?, true) or kind is null",
+            [rank, MOST_SEQ - 1, MOST_TIME_S],
+        ).fetchone() or (0,)
         before = "select coalesce(max(seq), -1) from places where run = ? and rank = ?"
         (last,) = db.execute(before, [run, rank]).fetchone() or (-1,)
         (orderly,) = db.execute(
@@ -317,13 +321,13 @@ def whole_lines(files: Sequence[Path]) -> Iterator[tuple[list[Path], int]]:
     with TemporaryDirectory() as place:
         found, broken = [], 0
         for i, file in enumerate(files):
-            lines = [line for line in file.read_bytes().split(b"\n") if line.strip()]
-            whole = [line for line in lines if is_whole(line)]
-            broken += len(lines) - len(whole)
-            copy = Path(place) / f"{i}.jsonl"
-            if len(whole) < len(lines):
-                copy.write_bytes(b"\n".join(whole))
-            found.append(copy if len(whole) < len(lines) else file)
+            damaged = sum(not is_whole(line) for line in each_line(file))
+            broken += damaged
+            if damaged:
+                copy = Path(place) / f"{i}.jsonl"
+                with copy.open("wb") as kept:
+                    kept.writelines(line + b"\n" for line in each_line(file) if is_whole(line))
+            found.append(copy if damaged else file)
         yield found, broken
 
 

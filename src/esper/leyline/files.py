@@ -1,32 +1,201 @@
-"""Files that survive their writer: replaced at once, durable when we say so, locked by the living only."""
+"""Atomic, fsynced file writes, reads of regular files only, and advisory locks.
+
+Run directories may come from strangers. Nothing here follows a symbolic link in the last part of a path, unless the
+caller says that the path is the user's own; nothing here waits for a FIFO or reads a device.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import errno
 import os
+import secrets
+import stat
 import time
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
+
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0)
+_BINARY = getattr(os, "O_BINARY", 0)
+_KINDS = {
+    stat.S_IFLNK: "a symbolic link",
+    stat.S_IFDIR: "a directory",
+    stat.S_IFIFO: "a FIFO",
+    stat.S_IFSOCK: "a socket",
+    stat.S_IFCHR: "a device",
+    stat.S_IFBLK: "a device",
+    stat.S_IFREG: "a file",
+}
+
+
+# Reading ----------------------------------------------------------------------------------------------------------
+
+
+def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
+    """Open a regular file to read. OSError for anything else, and for a symbolic link unless `follow`."""
+    return os.fdopen(_open(Path(path), os.O_RDONLY, follow), "rb")
+
+
+def read_regular(path: Path, limit: int, *, follow: bool = False) -> bytes:
+    """Return the content of a regular file. OSError if it is anything else, or longer than `limit` bytes."""
+    with open_regular(path, follow=follow) as file:
+        content = file.read(limit + 1)
+    if len(content) > limit:
+        raise OSError(errno.EINVAL, f"it has more than {limit:,} bytes, which is too much for this kind of file", path)
+    return content
+
+
+def must_be_real_directory(path: Path) -> None:
+    """Raise OSError unless `path` is a directory itself, not a symbolic link to one."""
+    mode = os.lstat(path).st_mode
+    if not stat.S_ISDIR(mode):
+        raise OSError(errno.ENOTDIR, f"it is {_kind(mode)}, not a directory", str(path))
+
+
+def make_real_directory(path: Path) -> None:
+    """Create a directory and its parents where they are missing. OSError if `path` is a link or no directory."""
+    if not os.path.lexists(path):
+        path.mkdir(parents=True, exist_ok=True)
+    must_be_real_directory(path)
+
+
+def _open(path: Path, flags: int, follow: bool = False) -> int:
+    """Open an existing regular file, or create it if the flags say so, without waiting for a writer of a FIFO."""
+    if not follow and os.path.islink(path):  # for the message, and for systems without O_NOFOLLOW
+        raise OSError(errno.EINVAL, "it is a symbolic link, which is not followed here", str(path))
+    fd = os.open(path, flags | _NO_WAIT | _BINARY | (0 if follow else _NO_FOLLOW), 0o644)
+    try:
+        mode = os.fstat(fd).st_mode
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, f"it is {_kind(mode)}, not a regular file", str(path))
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd
+
+
+def open_own(path: Path, flags: int) -> int:
+    """Open a file to change it in place. OSError if it is no regular file or has a second name (a hard link)."""
+    fd = _open(path, flags)
+    if os.fstat(fd).st_nlink > 1:
+        os.close(fd)
+        raise OSError(errno.EINVAL, "it is a hard link: another name has the same content", str(path))
+    return fd
+
+
+def _kind(mode: int) -> str:
+    return _KINDS.get(stat.S_IFMT(mode), "a special file")
+
+
+# Writing ----------------------------------------------------------------------------------------------------------
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file at once: whoever reads it, and whatever happens, it is the old one or the new one."""
-    draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    """Replace a file in one step: a reader, or a crash, sees the old content or the new one."""
+    draft = Draft(path, content)
     try:
-        write_durably(draft, content)
-        os.replace(draft, path)
+        draft.replace()
     except BaseException:
-        draft.unlink(missing_ok=True)
+        draft.discard()
         raise
     sync_directory(path.parent)
 
 
+class Draft:
+    """New content for `path`, on disk under a random name beside it, until `replace` or `discard`.
+
+    The writer holds a lock on its draft. A draft that nobody holds was left by a writer that died; the next writer of
+    the same file removes it.
+    """
+
+    def __init__(self, path: Path, content: bytes) -> None:
+        self.path = path
+        remove_abandoned_drafts(path.parent, f"{path.name}.")
+        self._fd = -1
+        while self._fd < 0:
+            self.draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
+            self._fd = _create(self.draft)
+            if not self._is_ours():  # somebody took it for abandoned before it was locked
+                os.close(self._fd)
+                self._fd = -1
+        try:
+            _write(self._fd, content, self.draft)
+        except BaseException:
+            self.discard()
+            raise
+
+    def replace(self) -> None:
+        """Give the draft its final name. `sync_directory` makes the name durable."""
+        if os.name == "nt":  # an open file cannot be renamed there
+            self._close()
+        os.replace(self.draft, self.path)
+        self._close()
+
+    def discard(self) -> None:
+        """Remove the draft. Idempotent."""
+        self._close()
+        with contextlib.suppress(OSError):
+            self.draft.unlink(missing_ok=True)
+
+    def _close(self) -> None:
+        if self._fd >= 0:
+            fd, self._fd = self._fd, -1
+            os.close(fd)
+
+    def _is_ours(self) -> bool:
+        with contextlib.suppress(OSError):  # a file system without locks: nobody removes drafts there
+            if not lock_file(self._fd):
+                return False
+        try:
+            return os.path.samestat(os.fstat(self._fd), os.lstat(self.draft))
+        except FileNotFoundError:
+            return False
+
+
+def remove_abandoned_drafts(directory: Path, of: str) -> None:
+    """Remove the drafts of files whose name begins with `of` that writers left when they died."""
+    with contextlib.suppress(OSError), os.scandir(directory) as listing:
+        names = [each.name for each in listing if each.name.startswith(f".{of}") and each.name.endswith(".tmp")]
+        for name in names:
+            _remove_if_abandoned(directory / name)
+
+
+def _remove_if_abandoned(draft: Path) -> None:
+    with contextlib.suppress(OSError):  # not ours to open, no locks here, or gone
+        if os.name == "nt":  # a file that its writer has open cannot be removed there
+            draft.unlink()
+            return
+        fd = _open(draft, os.O_RDWR)
+        try:
+            if lock_file(fd):
+                draft.unlink()
+        finally:
+            os.close(fd)
+
+
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a file and wait until it is on disk. Its name is not yet: that is `sync_directory`'s."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | getattr(os, "O_BINARY", 0), 0o644)
+    """Write a new file and wait until it is on disk. `sync_directory` makes its name durable."""
+    fd = _create(path)
     try:
-        left = memoryview(content)
+        _write(fd, content, path)
+    finally:
+        os.close(fd)
+
+
+def create_empty(path: Path) -> None:
+    """Create an empty file. FileExistsError if the name is taken, even by a link to nothing."""
+    os.close(_create(path))
+
+
+def _create(path: Path) -> int:
+    return os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | _NO_FOLLOW | _BINARY, 0o644)
+
+
+def _write(fd: int, content: bytes, path: Path) -> None:
+    left = memoryview(content)
+    try:
         while left:  # the system may take a part
             left = left[os.write(fd, left) :]
         os.fsync(fd)
@@ -34,8 +203,6 @@ def write_durably(path: Path, content: bytes) -> None:
         if error.errno is not None:
             error.filename = str(path)  # the system does not say which file was too much
         raise
-    finally:
-        os.close(fd)
 
 
 def sync_directory(path: Path) -> None:
@@ -46,6 +213,9 @@ def sync_directory(path: Path) -> None:
             os.fsync(fd)
         finally:
             os.close(fd)
+
+
+# Locks ------------------------------------------------------------------------------------------------------------
 
 
 def lock_file(fd: int, *, shared: bool = False) -> bool:
@@ -75,7 +245,7 @@ def locked(path: Path, *, wait_s: float) -> Iterator[bool]:
     Raises TimeoutError if somebody else stays in for `wait_s`. The lock is let go of explicitly: a child that was
     forked within has the file open too, and closing ours would free nothing.
     """
-    fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+    fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
         yield _waited(fd, path, time.monotonic() + wait_s)
     finally:

@@ -6,6 +6,7 @@ handed on as they are.
 
 from __future__ import annotations
 
+import contextlib
 import heapq
 import os
 import re
@@ -20,13 +21,28 @@ import msgspec
 
 from esper.leyline.errors import RunError
 from esper.leyline.events import KINDS, Event, unspelled
-from esper.leyline.files import sync_directory, write_atomically
+from esper.leyline.files import (
+    create_empty,
+    must_be_real_directory,
+    open_regular,
+    read_regular,
+    remove_abandoned_drafts,
+    sync_directory,
+    write_atomically,
+)
 from esper.nissa.record import is_whole
 
 EVENTS = "events"
 CHUNK_BYTES = 1 << 17  # short-lived and within the cache: larger ones read slower
 TAIL_BYTES = 1 << 16
-_SEGMENT = re.compile(r"rank(\d+)-(\d+)\.jsonl")
+MOST_LINE_BYTES = 16 << 20
+"""A longer line is damage: it is skipped, and never in memory as a whole."""
+MOST_REWIND_BYTES = 256 << 20
+"""A longer segment is none of ours: the writer begins a new one long before."""
+MOST_RANKS = 1024
+MOST_SEQ = 1 << 53
+MOST_TIME_S = 1e11
+_SEGMENT = re.compile(r"rank(\d{1,6})-(\d{1,12})\.jsonl")
 _decode = msgspec.json.Decoder().decode
 _new = tuple.__new__
 
@@ -60,7 +76,7 @@ def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
     found = segments(folder)
     ranks = [_Rank(rank, damage) for rank in found]
     yield from _merged(ranks, found)
-    damage.torn += sum(rank.rest > 0 for rank in ranks)
+    damage.torn += sum(rank.is_torn for rank in ranks)
 
 
 class Follower:
@@ -99,10 +115,9 @@ def holes(entries: Iterable[Entry]) -> dict[int, list[range]]:
 def next_seq(run_dir: Path, rank: int = 0) -> int:
     """The first seq that a resumed run may use: no entry of the journal has it or a higher one."""
     for _, path in reversed(segments(Path(run_dir) / EVENTS).get(rank, [])):
-        with path.open("rb") as file:
-            seqs = [entry.seq for line in file if (entry := _entry(line, rank)) is not None]
-        if seqs:
-            return max(seqs) + 1
+        last = max((entry.seq for entry in _Rank(rank, Damage()).lines([(0, path)])), default=None)
+        if last is not None:
+            return last + 1
     return 0
 
 
@@ -118,10 +133,9 @@ def rewind(run_dir: Path, rank: int, seq: int) -> int:
     found = segments(folder).get(rank, [])
     forgotten, is_end, is_ready = 0, True, False
     try:
-        for draft in folder.glob(f".rank{rank}-*.tmp"):  # of a rewind that was killed
-            draft.unlink(missing_ok=True)
+        remove_abandoned_drafts(folder, f"rank{rank}-")
         for number, path in reversed(found):
-            content = path.read_bytes()
+            content = read_regular(path, MOST_REWIND_BYTES)
             if not content and number == found[-1][0]:
                 is_ready = True
                 continue
@@ -130,7 +144,7 @@ def rewind(run_dir: Path, rank: int, seq: int) -> int:
             if kept and kept == content:
                 continue
             if not is_ready:
-                (folder / segment_name(rank, found[-1][0] + 1)).touch()
+                create_empty(folder / segment_name(rank, found[-1][0] + 1))
                 sync_directory(folder)
                 is_ready = True
             if kept:
@@ -173,13 +187,24 @@ def tail(run_dir: Path) -> list[Entry]:
 def _some(rank: int, found: list[tuple[int, Path]], from_end: int) -> list[Entry]:
     """Entries of the first of these segments that has any, at its beginning or this far from its end."""
     for _, path in found:
-        with path.open("rb") as file:
+        with open_regular(path) as file:
             if from_end:
-                file.seek(max(0, path.stat().st_size - from_end))
+                file.seek(max(0, file.seek(0, os.SEEK_END) - from_end))
             lines = file.read(TAIL_BYTES).split(b"\n")
         if entries := [entry for line in lines if (entry := _entry(line, rank))]:
             return entries
     return []
+
+
+def each_line(path: Path) -> Iterator[bytes]:
+    """The lines of a segment without their ends, blank ones left out. Of one that is too long, only the beginning."""
+    with open_regular(path) as file:
+        while line := file.readline(MOST_LINE_BYTES + 1):
+            rest = line
+            while len(rest) > MOST_LINE_BYTES and not rest.endswith(b"\n"):
+                rest = file.readline(MOST_LINE_BYTES + 1)
+            if line := line.rstrip(b"\n"):
+                yield line
 
 
 def segment_name(rank: int, number: int) -> str:
@@ -187,16 +212,28 @@ def segment_name(rank: int, number: int) -> str:
 
 
 def segments(events_dir: Path) -> dict[int, list[tuple[int, Path]]]:
-    """Rank → its segments, as (number, path), in order. Empty where there is no such directory."""
+    """Rank → its segments, as (number, path), in order. Empty where there is no such directory.
+
+    Links are no segments. RunError if the directory is a link, or has segments of more than MOST_RANKS ranks.
+    """
     found: dict[int, list[tuple[int, Path]]] = {}
     try:
+        must_be_real_directory(events_dir)
         with os.scandir(events_dir) as listing:
-            names = [each.name for each in listing if _SEGMENT.fullmatch(each.name) and each.is_file()]
-    except (FileNotFoundError, NotADirectoryError):
+            names = [
+                each.name for each in listing if _SEGMENT.fullmatch(each.name) and each.is_file(follow_symlinks=False)
+            ]
+    except FileNotFoundError:
         return found
+    except NotADirectoryError as error:
+        if not os.path.islink(events_dir):
+            return found
+        raise RunError(f"{events_dir} cannot be read as a journal: {error.strerror}") from error
     for name in names:
         if match := _SEGMENT.fullmatch(name):
             found.setdefault(int(match[1]), []).append((int(match[2]), events_dir / name))
+    if len(found) > MOST_RANKS:
+        raise RunError(f"{events_dir} has segments of {len(found):,} ranks; a run has at most {MOST_RANKS:,}")
     return {rank: sorted(found[rank]) for rank in sorted(found)}
 
 
@@ -230,44 +267,61 @@ class _Rank:
         self.number = -1  # of the segment that is being read
         self.offset = 0  # in it: everything before is read
         self.rest = 0  # bytes behind `offset` that are no whole line yet
+        self.is_skipping = False  # everything before `offset` is read, but for the end of a line that is too long
 
     def advance(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
         """The entries that came since, of the segments that were there when `found` was listed."""
-        return self._once(self._entries(found))
+        return self._once(self.lines(found))
 
-    def _entries(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
+    @property
+    def is_torn(self) -> bool:
+        """Whether what was read ends within a line."""
+        return self.rest > 0 or self.is_skipping
+
+    def lines(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
         for number, path in found:
             if number < self.number:
                 continue
             if number > self.number:  # the one before is complete: what has no end will get none
-                self.damage.torn += self.rest > 0
-                self.number, self.offset, self.rest = number, 0, 0
+                self.damage.torn += self.is_torn
+                self.number, self.offset, self.rest, self.is_skipping = number, 0, 0, False
             yield from self._segment(path)
 
     def _segment(self, path: Path) -> Iterator[Entry]:
-        """What can be read from `offset` on."""
-        try:
-            if path.stat().st_size <= self.offset + self.rest:
+        """What can be read from `offset` on. No file stays open in between: there may be a thousand ranks."""
+        with contextlib.suppress(FileNotFoundError):
+            if os.lstat(path).st_size <= self.offset + self.rest:
                 return
-            file = path.open("rb")
-        except FileNotFoundError:  # somebody tidied up while we read
-            return
-        with file:
-            file.seek(self.offset)
-            rest = b""
-            while chunk := file.read(CHUNK_BYTES):
-                lines = (rest + chunk).split(b"\n")
+        pieces: list[bytes] = []  # of a line whose end has not been read
+        size = 0  # of all of them
+        while chunk := _chunk(path, self.offset + size):
+            first, *lines = chunk.split(b"\n")
+            pieces.append(first)
+            if lines:
                 rest = lines.pop()
-                for line in lines:
-                    if entry := _entry(line, self.rank):
-                        yield entry
-                    elif line:
-                        self.damage.lines += 1
-            self.offset = file.tell() - len(rest)
-            if rest and (entry := _entry(rest, self.rank)):  # a whole object: only its line end is missing
+                self.offset += size + len(chunk) - len(rest)
+                yield from self._read([b"".join(pieces), *lines])
+                pieces, size = [rest], len(rest)
+            else:
+                size += len(chunk)
+            if size > MOST_LINE_BYTES:
+                self.is_skipping = True
+                self.offset, pieces, size = self.offset + size, [], 0
+        line = b"".join(pieces)
+        if line and not self.is_skipping and (entry := _entry(line, self.rank)):  # only its line end is missing
+            self.offset, size = self.offset + size, 0
+            yield entry
+        self.rest = size
+
+    def _read(self, lines: list[bytes]) -> Iterator[Entry]:
+        for line in lines:
+            if self.is_skipping:  # the end of a line that was too long
+                self.is_skipping = False
+                self.damage.lines += 1
+            elif entry := _entry(line, self.rank):
                 yield entry
-                self.offset, rest = self.offset + len(rest), b""
-            self.rest = len(rest)
+            elif line:
+                self.damage.lines += 1
 
     def _once(self, entries: Iterable[Entry]) -> Iterator[Entry]:
         """Each seq once, the first that says it.
@@ -302,6 +356,15 @@ class _Rank:
             yield leaper
 
 
+def _chunk(path: Path, at: int) -> bytes:
+    try:
+        with open_regular(path) as file:
+            file.seek(at)
+            return file.read(CHUNK_BYTES)
+    except FileNotFoundError:  # somebody tidied up while we read
+        return b""
+
+
 def _time(entry: Entry) -> float:
     return entry.time_s
 
@@ -323,7 +386,9 @@ def _entry(line: bytes, rank: int) -> Entry | None:
         return None
     if type(time_s) is int:
         time_s = float(time_s)
-    if type(seq) is not int or seq < 0 or type(time_s) is not float or stated != rank or type(kind) is not str:
+    if type(seq) is not int or not 0 <= seq < MOST_SEQ or stated != rank or type(kind) is not str:
+        return None
+    if type(time_s) is not float or not -MOST_TIME_S < time_s < MOST_TIME_S:
         return None
     if b'NaN"' in line or b'Infinity"' in line:
         texts = _TEXTS.get(kind, ())

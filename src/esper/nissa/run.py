@@ -29,12 +29,25 @@ import msgspec
 
 from esper.leyline.errors import ConfigError, RunError
 from esper.leyline.events import SCHEMA, spelled, unspelled
-from esper.leyline.files import lock_file, sync_directory, write_atomically
+from esper.leyline.files import (
+    lock_file,
+    must_be_real_directory,
+    open_own,
+    open_regular,
+    read_regular,
+    sync_directory,
+    write_atomically,
+)
 from esper.nissa import journal
 
 MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
 ENDINGS = ("finished", "failed", "interrupted")
 VERSIONS_OF = ("torch", "numpy", "msgspec", "safetensors")
+MOST_MANIFEST_BYTES = 16 << 20
+"""A manifest is a few kB; a longer file is none."""
+MOST_SECONDS = 1e11
+"""Some 3,000 years. A longer duration, or a larger count than MOST_STEPS, is not believed."""
+MOST_STEPS = 10**15
 TRIES = 30  # of the lock, a hundredth of a second apart
 SIGNALLED = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
 """The exit codes of a process that a signal asked to stop."""
@@ -83,6 +96,7 @@ class RunDirectory:
         """
         path = Path(path)
         _read(path)  # what is no run gets no lock
+        must_have_real_parts(path)
         lock = _Lock(path)
         try:
             before = _read(path)
@@ -185,7 +199,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     file = Path(path) / MANIFEST
     try:
-        manifest = unspelled(msgspec.json.decode(file.read_bytes()))
+        manifest = unspelled(msgspec.json.decode(read_regular(file, MOST_MANIFEST_BYTES)))
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{path} is not a run: it has no {MANIFEST}. `esper runs` lists what there is") from None
     except OSError as error:
@@ -195,6 +209,23 @@ def _read(path: Path) -> dict[str, Any]:
     if not isinstance(manifest, dict) or not isinstance(manifest.get("status"), str):
         raise RunError(f"{file} is no manifest of a run: it is JSON without a status")
     return manifest
+
+
+def must_have_real_parts(path: Path) -> None:
+    """Refuse to work in a run of which a part is a link to a directory elsewhere: files there would be changed."""
+    with os.scandir(path) as listing:
+        links = sorted(each.name for each in listing if each.is_symlink() and each.is_dir())
+    if links:
+        raise RunError(
+            f"{path} holds a symbolic link to a directory elsewhere, {links[0]!r}, and nothing outside a run is "
+            "changed. Put a real directory in its place"
+        )
+    for name in (journal.EVENTS, CHECKPOINTS):
+        if os.path.lexists(path / name):
+            try:
+                must_be_real_directory(path / name)
+            except OSError as error:
+                raise RunError(f"{path} is damaged: {name}: {error.strerror}. Restore it from a copy") from error
 
 
 def manifest_base() -> dict[str, Any]:
@@ -226,15 +257,14 @@ def _encoded(manifest: dict[str, Any]) -> bytes:
 def is_owned(path: Path) -> bool:
     """Whether a process owns the run. Of a copied run nobody does."""
     try:
-        fd = os.open(Path(path) / LOCK, os.O_RDONLY)
+        file = open_regular(Path(path) / LOCK)
     except OSError:
         return False
-    try:
-        return not lock_file(fd, shared=True)
-    except OSError:  # a file system without locks cannot tell: trust the manifest
-        return True
-    finally:
-        os.close(fd)
+    with file:
+        try:
+            return not lock_file(file.fileno(), shared=True)
+        except OSError:  # a file system without locks cannot tell: trust the manifest
+            return True
 
 
 class _Lock:
@@ -245,11 +275,13 @@ class _Lock:
     def __init__(self, directory: Path) -> None:
         self._fd = -1
         try:
-            self._fd = os.open(directory / LOCK, os.O_RDWR | os.O_CREAT, 0o644)
+            self._fd = open_own(directory / LOCK, os.O_RDWR | os.O_CREAT)
             self._take(directory)
         except OSError as error:
             self.release()
-            raise RunError(f"cannot lock {directory}: {error}. Choose a place where files can be locked") from error
+            raise RunError(
+                f"cannot lock {directory / LOCK}: {error.strerror or error}. Choose a place where files can be locked"
+            ) from error
         except RunError:
             self.release()
             raise
@@ -336,7 +368,7 @@ def _info(path: Path) -> RunInfo:
     said = (config if isinstance(config, dict) else {}) | manifest
     try:
         head, tail = journal.head(path), journal.tail(path)
-    except OSError:  # no right to read it, or removed while we looked
+    except (OSError, RunError):  # no right to read it, removed while we looked, or no journal
         head = tail = []
     env_steps = said.get("env_steps")
     for entry in tail:
@@ -346,6 +378,8 @@ def _info(path: Path) -> RunInfo:
     seconds = _seconds(begun, said.get("finished"))
     if seconds is None and head and tail:
         seconds = tail[-1].time_s - (_epoch_s(said.get("resumed")) or head[0].time_s)
+    seconds = _plausible(seconds, MOST_SECONDS)
+    steps = _plausible(env_steps, MOST_STEPS)
     return RunInfo(
         path=path,
         id=_text(said.get("run_id")) or path.name,
@@ -354,9 +388,15 @@ def _info(path: Path) -> RunInfo:
         status=manifest["status"],
         started=_text(said.get("started")),
         seconds=None if seconds is None else max(0.0, seconds) + _earlier_s(manifest),
-        env_steps=env_steps if isinstance(env_steps, int) else None,
+        env_steps=None if steps is None else int(steps),
         size_bytes=_size(path),
     )
+
+
+def _plausible(value: Any, most: float) -> float | None:
+    """A number between ± `most`, else None."""
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return value if is_number and -most <= value <= most else None
 
 
 def _text(value: Any) -> str | None:
@@ -381,13 +421,13 @@ def _session_s(path: Path, session: dict[str, Any]) -> float:
     if seconds is None:
         last, begun = journal.tail(path), _epoch_s(session.get("started"))
         seconds = last[-1].time_s - begun if last and begun is not None else 0.0
-    return max(0.0, seconds)
+    return max(0.0, _plausible(seconds, MOST_SECONDS) or 0.0)
 
 
 def _earlier_s(manifest: dict[str, Any]) -> float:
     sessions = manifest.get("sessions")
     told = [s.get("seconds") for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
-    return float(sum(s for s in told if isinstance(s, int | float)))
+    return float(sum(_plausible(s, MOST_SECONDS) or 0.0 for s in told))
 
 
 def _size(path: Path) -> int:

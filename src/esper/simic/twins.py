@@ -14,7 +14,6 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 import platform
 import re
 import warnings
@@ -28,12 +27,15 @@ import numpy as np
 import torch
 
 import esper
+from esper.leyline.files import make_real_directory, read_regular, write_atomically
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine, EngineConfig
 from esper.tolaria.tasks import Task
 
+MOST_BYTES = 1 << 20
+"""A curve has some 20 bytes per epoch; a longer file is none."""
 _NO_BITS = ("data", "question")  # fields of a task: the first is told by its hash, the second changes nothing
 
 
@@ -76,7 +78,7 @@ class Twins:
         if file is None or not file.exists():
             return None
         try:
-            told = json.loads(file.read_bytes())
+            told = json.loads(read_regular(file, MOST_BYTES))
             curve = [float(q) for q in told["quality"]]
             if told["sha256"] == _checksum(world, curve) and len(curve) == self.task.epochs:
                 return curve
@@ -92,11 +94,10 @@ class Twins:
         if file is None:
             return
         curve = self.known[world]
-        draft = file.with_suffix(f".{os.getpid()}.tmp")
+        content = json.dumps({"world": world, "quality": curve, "sha256": _checksum(world, curve)}).encode()
         try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            draft.write_text(json.dumps({"world": world, "quality": curve, "sha256": _checksum(world, curve)}))
-            draft.replace(file)
+            make_real_directory(file.parent)
+            write_atomically(file, content)
         except OSError as error:
             warnings.warn(f"cannot keep the twin of world {world} in {file}: {error.strerror}", stacklevel=3)
 

@@ -21,7 +21,6 @@ import os
 import re
 import secrets
 import shutil
-import stat
 import time
 import warnings
 from collections import Counter, OrderedDict
@@ -39,7 +38,7 @@ from safetensors.torch import load, save
 from torch import Tensor, nn
 
 from esper.leyline.errors import CheckpointError, ConfigError, unknown_name
-from esper.leyline.files import locked, sync_directory, write_durably
+from esper.leyline.files import locked, open_regular, sync_directory, write_durably
 
 INDEX, LOCK, DRAFT = "index.json", ".lock", ".draft-"
 FORMAT = "esper-checkpoint-1"
@@ -374,12 +373,10 @@ def _read_index(path: Path) -> _Index:
 def _opened(path: Path, size: int | None = None) -> Iterator[BufferedReader]:
     """A regular file of this size, open; what cannot be read is damage too."""
     try:
-        found = os.lstat(path)
-        if not stat.S_ISREG(found.st_mode):
-            raise _damage(path, "it is no regular file")
-        if size is not None and found.st_size != size:
-            raise _damage(path, f"it has {found.st_size} bytes of {size}")
-        with path.open("rb") as file:
+        with open_regular(path) as file:
+            length = os.fstat(file.fileno()).st_size
+            if size is not None and length != size:
+                raise _damage(path, f"it has {length} bytes of {size}")
             yield file
     except FileNotFoundError as error:
         if not path.parent.exists():
@@ -410,7 +407,7 @@ def _looks_whole(path: Path, index: _Index) -> bool:
 def _directories(root: Path, *, drafts: bool = False) -> list[Path]:
     try:
         with os.scandir(root) as listing:
-            names = sorted(each.name for each in listing if each.is_dir())
+            names = sorted(each.name for each in listing if each.is_dir(follow_symlinks=False))
     except FileNotFoundError:
         return []
     except OSError as error:

@@ -13,8 +13,8 @@ from pathlib import Path
 import msgspec
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.files import sync_directory
-from esper.nissa.journal import segment_name, segments
+from esper.leyline.files import make_real_directory, open_own, open_regular, sync_directory
+from esper.nissa.journal import MOST_LINE_BYTES, segment_name, segments
 from esper.nissa.record import Record, line
 
 SEGMENT_BYTES = 32 << 20
@@ -29,14 +29,14 @@ class JsonlSink:
         if segment_bytes < 1:
             raise ConfigError(f"a journal's segment needs at least 1 byte, got segment_bytes={segment_bytes}")
         self._dir, self._rank, self._limit = Path(events_dir), rank, segment_bytes
-        self._dir.mkdir(parents=True, exist_ok=True)
+        make_real_directory(self._dir)
         self._fd = -1
         self._size = 0
         self._mid_line = False  # the last write stopped within a line
         found = segments(self._dir).get(rank, [])
         self._number = found[-1][0] if found else -1
         if found and _ends_whole(found[-1][1]):
-            self._fd = os.open(found[-1][1], APPEND)
+            self._fd = open_own(found[-1][1], APPEND)
             self._size = os.fstat(self._fd).st_size
         else:
             self._rotate()
@@ -100,14 +100,13 @@ class JsonlSink:
 
 
 def _ends_whole(path: Path) -> bool:
-    """Whether a segment is empty or its last line is a whole one."""
-    with path.open("rb") as file:
-        size = file.seek(0, os.SEEK_END)
-        tail = b""
-        while size and tail.count(b"\n") < 2:
-            step = min(size, 1 << 16)
-            size = file.seek(size - step)
-            tail = file.read(step) + tail
+    """Whether a segment is empty or its last line is a whole one. A line that is too long is none."""
+    with open_regular(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        tail, step = b"", 1 << 16
+        while len(tail) < min(end, MOST_LINE_BYTES) and tail.count(b"\n") < 2:
+            file.seek(max(0, end - step))
+            tail, step = file.read(step), 2 * step
     if not tail:
         return True
     if not tail.endswith(b"\n"):

@@ -39,7 +39,7 @@ class TensorBoardSink:
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}.esper"  # the reader looks for tfevents
-        self._file = path.open("wb")
+        self._file = path.open("xb")
         self._writer = RecordWriter(self._file)
         self._scalars = Scalars()
         self._write(TbEvent(wall_time=time.time(), file_version="brain.Event:2"))

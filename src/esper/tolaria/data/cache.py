@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import os
-import tempfile
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
+from safetensors.numpy import save
 
+from esper.leyline.files import write_atomically
 from esper.tolaria.data.dataset import digest
 from esper.tolaria.data.readers import READER_VERSION, Arrays
 
@@ -52,14 +52,7 @@ def _read(path: Path) -> Arrays | None:
 
 def _write(path: Path, arrays: Arrays) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.stem, suffix=".part")
-    os.close(handle)
-    try:
-        save_file(arrays, temporary, metadata={"sha256": _digest(arrays)})
-        os.replace(temporary, path)  # readers see the old entry or the whole new one
-    except BaseException:
-        Path(temporary).unlink(missing_ok=True)
-        raise
+    write_atomically(path, save(arrays, metadata={"sha256": _digest(arrays)}))
 
 
 def _digest(arrays: Arrays) -> str:

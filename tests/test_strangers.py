@@ -1,0 +1,234 @@
+"""Run directories from strangers: no command changes a file outside them, waits for one, or reads without end."""
+
+import json
+import os
+import resource
+import time
+from pathlib import Path
+
+import pytest
+
+from esper.leyline.errors import RunError
+from esper.nissa import journal
+from esper.nissa.journal import Damage, Follower, read
+from esper.nissa.record import sealed
+from esper.nissa.run import RunDirectory, is_owned, list_runs, read_manifest
+from esper.tolaria.checkpoint import Checkpoints
+from test_bad_input import Case, check, esper
+
+
+@pytest.fixture(autouse=True)
+def place(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+FINISHED = {"schema": 1, "run_id": "run", "task": "digits", "status": "finished"}
+
+
+def entry(seq: int, kind: str = "health", *, rank: int = 0, time_s: float = 1.0, **data: object) -> bytes:
+    told = json.dumps({"seq": seq, "time_s": time_s, "rank": rank, "kind": kind} | data)
+    return sealed(told[:-1].encode())
+
+
+def a_run(path: Path, *lines: bytes, **manifest: object) -> Path:
+    (path / "events").mkdir(parents=True)
+    (path / "manifest.json").write_text(json.dumps(FINISHED | manifest))
+    if lines:
+        (path / "events" / journal.segment_name(0, 0)).write_bytes(b"".join(lines))
+    return path
+
+
+def mine() -> Path:
+    folder = Path("mine")
+    (folder / "kept").mkdir(parents=True)
+    (folder / "thesis.txt").write_text("years")
+    (folder / "kept" / "index.json").write_text("data")
+    return folder.absolute()
+
+
+# -- links
+
+
+def resumable(name: str = "run") -> Path:
+    path = a_run(Path(name), entry(0))
+    Checkpoints(path / "checkpoints").write("round-000001", documents={"run": {}})
+    return path
+
+
+LINKED = ["run.lock", "manifest.json", "events", "checkpoints", "twins", "best_host", "tensorboard"]
+
+
+@pytest.mark.parametrize("part", LINKED)
+def test_a_run_with_a_link_in_it_is_not_resumed_and_nothing_outside_changes(place, part):
+    folder, path = mine(), resumable()
+    target = folder if part not in ("run.lock", "manifest.json") else folder / "thesis.txt"
+    if part == "manifest.json":
+        (folder / "thesis.txt").write_text(json.dumps(FINISHED))
+    if (path / part).is_dir():
+        (path / part).rename(path / "was")
+    else:
+        (path / part).unlink(missing_ok=True)
+    (path / part).symlink_to(target)
+    before = {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+
+    with pytest.raises(RunError, match=r"symbolic link"):
+        RunDirectory.resume(path)
+    assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
+
+
+def test_a_lock_with_a_second_name_is_not_taken(place):
+    folder, path = mine(), resumable()
+    os.link(folder / "thesis.txt", path / "run.lock")
+    with pytest.raises(RunError, match="hard link"):
+        RunDirectory.resume(path)
+    assert (folder / "thesis.txt").read_text() == "years"
+
+
+def test_segments_that_are_links_are_neither_read_nor_written(place):
+    folder, path = mine(), a_run(Path("run"), entry(0))
+    (folder / "log").write_bytes(entry(1))
+    (path / "events" / journal.segment_name(0, 1)).symlink_to(folder / "log")
+    assert [each.seq for each in read(path)] == [0]
+    with pytest.raises(RunError, match="cannot rewind"):
+        journal.rewind(path, 0, 0)
+    assert (folder / "log").read_bytes() == entry(1)
+
+
+def test_checkpoints_that_are_links_are_not_removed_nor_read(place):
+    folder = mine()
+    kept = Checkpoints(Path("kept"), keep=1)
+    Checkpoints(folder).write("old", documents={"run": {"secret": 1}})
+    Path("kept").mkdir()
+    Path("kept/old").symlink_to(folder / "old")
+    Path("kept/.draft-1").symlink_to(folder)
+    for name in ("a", "b"):
+        kept.write(name, documents={"run": {}})
+    assert kept.names() == ["b"]
+    assert Checkpoints(folder).names() == ["old"]
+    assert (folder / "thesis.txt").read_text() == "years"
+
+
+def test_a_report_changes_nothing_but_itself(place):
+    folder, path = mine(), a_run(Path("run"), entry(0))
+    (path / "report.html").symlink_to(folder / "thesis.txt")
+    for pid in (os.getpid(), os.getpid() + 1):
+        (path / f".report.html.{pid}.tmp").symlink_to(folder / "thesis.txt")
+    assert esper("report", path)[0] == 0
+    assert (folder / "thesis.txt").read_text() == "years"
+    assert "<html" in (path / "report.html").read_text()
+
+
+# -- files that never end
+
+
+@pytest.mark.parametrize("part", ["manifest.json", "run.lock"])
+@pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["fifo", "device"])
+def test_a_fifo_or_device_is_no_part_of_a_run(place, part, make):
+    path = a_run(Path("run"), entry(0), **({"status": "running"} if part == "run.lock" else {}))
+    (path / part).unlink(missing_ok=True)
+    make(path / part)
+    a_run(Path("other"))
+    assert not is_owned(path)
+    assert {row.path.name: row.status for row in list_runs(Path("."))} == {
+        "run": "killed" if part == "run.lock" else "unreadable", "other": "finished",
+    }  # fmt: skip
+    for command in (["runs", "."], ["report", path], ["watch", path, "--once"], ["sql", path, "select 1 as a"]):
+        assert esper(*command)[0] == 0, command
+
+
+def test_a_manifest_larger_than_any_of_ours_is_refused_unread(place):
+    path = a_run(Path("run"))
+    with (path / "manifest.json").open("wb") as file:
+        file.truncate(1 << 36)
+    with pytest.raises(RunError, match="more than"):
+        read_manifest(path)
+    assert [row.status for row in list_runs(Path("."))] == ["unreadable"]
+
+
+def test_a_line_without_end_is_one_damaged_line(place, monkeypatch):
+    monkeypatch.setattr(journal, "MOST_LINE_BYTES", 1 << 20)
+    path = a_run(Path("run"), entry(0), b"\0" * (5 << 20), b"\n", entry(1), b"\0" * (3 << 20))
+    damage = Damage()
+    assert [each.seq for each in read(path, damage)] == [0, 1]
+    assert (damage.lines, damage.torn) == (1, 1)
+    assert journal.next_seq(path) == 2
+
+
+def test_a_follower_skips_a_line_that_grows_too_long_and_reads_on_behind_it(place, monkeypatch):
+    monkeypatch.setattr(journal, "MOST_LINE_BYTES", 1 << 20)
+    path = a_run(Path("run"), entry(0))
+    follower, segment = Follower(path), path / "events" / journal.segment_name(0, 0)
+    assert len(follower.poll()) == 1
+    for _ in range(4):
+        with segment.open("ab") as file:
+            file.write(b"\0" * (1 << 19))
+        assert follower.poll() == []
+    with segment.open("ab") as file:
+        file.write(b"\n" + entry(1))
+    assert [each.seq for each in follower.poll()] == [1]
+    assert follower.damage.lines == 1
+
+
+def test_half_a_gigabyte_of_nothing_is_read_in_linear_time_and_little_memory(place):
+    path = a_run(Path("run"), entry(0))
+    with (path / "events" / journal.segment_name(0, 0)).open("r+b") as file:
+        file.truncate(1 << 29)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    started = time.process_time()
+    assert [each.seq for each in read(path)] == [0]
+    assert journal.next_seq(path) == 1
+    assert time.process_time() - started < 60  # by pieces it takes a second; joined again and again, an hour
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
+
+
+def test_ranks_beyond_any_team_are_refused_and_many_need_no_open_files(place, monkeypatch):
+    path = a_run(Path("run"))
+    for rank in range(200):
+        (path / "events" / journal.segment_name(rank, 0)).write_bytes(entry(0, rank=rank))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 40, hard))
+    try:
+        assert len(list(read(path))) == 200
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+    monkeypatch.setattr(journal, "MOST_RANKS", 100)
+    with pytest.raises(RunError, match="200 ranks"):
+        list(read(path))
+    a_run(Path("other"))
+    assert {row.path.name for row in list_runs(Path("."))} == {"run", "other"}
+    check(Case("", ["report", path], ("200 ranks",)), place)
+
+
+# -- numbers
+
+
+NUMBERS = [1e308, -1e308, 2**62, -(2**62), 2**64, 10**30, "Infinity", "-Infinity", "NaN", True, None, [1], {}]
+
+
+@pytest.mark.parametrize("value", NUMBERS, ids=str)
+def test_a_number_that_cannot_be_is_left_out_of_one_line_of_the_list(place, value):
+    told = {"env_steps": value, "started": value, "finished": value, "sessions": [{"seconds": value}, value]}
+    a_run(Path("strange"), entry(0, time_s=1e10), **told)
+    a_run(Path("strange-id"), run_id=value, task=value, controller=value, config=value, status="killed")
+    a_run(Path("plain"), env_steps=7)
+    rows = {row.path.name: row for row in list_runs(Path("."))}
+    assert rows["plain"].env_steps == 7
+    assert all(row.seconds is None or 0 <= row.seconds < 1e12 for row in rows.values())
+    for options in ([], ["--json"]):
+        assert esper("runs", ".", *options)[0] == 0
+    for command in ("report", "watch --once"):
+        assert esper(*command.split()[:1], "strange", *command.split()[1:])[0] == 0
+    assert esper("sql", "strange", "select 1 as a")[0] == 0
+
+
+@pytest.mark.parametrize("time_s", [1e308, -1e308, 2.0**62, 1e15])
+def test_an_entry_of_an_impossible_time_is_damage_to_every_reader(place, time_s):
+    path = a_run(Path("run"), entry(0), entry(1, time_s=time_s), entry(2))
+    damage = Damage()
+    assert [each.seq for each in read(path, damage)] == [0, 2]
+    assert damage.lines == 1
+    from esper.karn.sql import Runs
+
+    with Runs([path]) as runs:
+        assert runs.ask("select events, damaged from directories").rows == [(2, 1)]
