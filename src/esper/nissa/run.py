@@ -27,6 +27,7 @@ from typing import Any, ClassVar, Self
 
 import msgspec
 
+from esper import __version__
 from esper.leyline.errors import ConfigError, RunError
 from esper.leyline.events import SCHEMA, spelled, unspelled
 from esper.leyline.files import (
@@ -230,7 +231,7 @@ def must_have_real_parts(path: Path) -> None:
 
 def manifest_base() -> dict[str, Any]:
     """What every manifest says of the machine and the software. Imports none of the packages it names."""
-    versions = {"esper": _version("esper-lite"), "python": platform.python_version()}
+    versions = {"esper": __version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in VERSIONS_OF}
     return {
         "command": " ".join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]),
