@@ -37,6 +37,7 @@ from esper.nissa import journal
 from esper.nissa.record import Record, line, sealed
 from esper.nissa.run import RunDirectory
 from esper.nissa.sinks.jsonl import JsonlSink
+from tests.support.event_docs import events_markdown
 
 pytest.importorskip("duckdb")
 DOC = Path(__file__).parents[2] / "docs" / "telemetry.md"
@@ -543,6 +544,6 @@ def test_the_document_lists_every_kind_and_field():
     assert len(QUERIES) >= 8
     start, end = "<!-- events: kept equal to the source by a test -->\n", "<!-- end of events -->"
     shown = text[text.index(start) + len(start) : text.index(end)]
-    assert shown.strip() == views.events_markdown().strip(), "write views.events_markdown() between the two marks"
+    assert shown.strip() == events_markdown().strip(), "write events_markdown() between the two marks"
     for view in views.VIEWS:
         assert f"| `{view.name}` |" in text, view.name

@@ -19,7 +19,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import NEXT_STAGES, SeedStage
 from esper.simic.rewards import RewardConfig
-from esper.simic.simulated_plans import FollowPlans, best_schedule, oracle, plantings, play, scoreboard, values
+from esper.simic.simulated_plans import FollowPlans, best_schedule, plantings, play, values
 from esper.simic.simulated_worlds import (
     BASE_WIDTH,
     IMAGE,
@@ -31,6 +31,7 @@ from esper.simic.simulated_worlds import (
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import CONTROLLERS, Random, make_controller, wait_everywhere
 from tests.support.random_tables import LIVELY, random_legal_actions
+from tests.support.scoreboard import oracle, scoreboard
 
 S = SeedStage
 QUIET = SimConfig(noise=0.0)
@@ -467,7 +468,7 @@ def test_a_plan_is_carried_out_as_written():
 @pytest.mark.slow
 def test_knowing_beats_looking_beats_a_fixed_schedule_beats_rules_of_thumb_beats_chance():
     scores = {s.name: s for s in scoreboard(SimConfig(), range(24), range(1000, 1032), beam=12)}
-    order = ["random", "heuristic", "best fixed", "best fixed, watched", "oracle"]
+    order = ["random", "heuristic", "best fixed", "best fixed, pruned", "oracle"]
     for worse, better in pairwise(order):
         assert scores[better].total > scores[worse].total + 0.005, (worse, better)
     assert scores["none"].total == 0

@@ -24,7 +24,7 @@ from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import Schedule, Wait, wait_everywhere
-from esper.tolaria.engine import Engine, EngineConfig, process_train_batch, process_val_batch, takes_of
+from esper.tolaria.engine import Engine, EngineConfig, process_train_batch, score, takes_of
 from esper.tolaria.tasks import Task, get_task, per_sample_correct, per_sample_loss
 
 QUICK = Rules(thresholds=Thresholds(blend_dwell=2), min_prune_age=0)
@@ -205,7 +205,7 @@ def test_losses_and_qualities_are_those_of_the_averaged_weights_on_the_validatio
     engine = run(images(), [0], 6)
     plot, val = engine.plots[0], engine.data.val
     with plot.average.applied(), torch.no_grad():
-        scores = process_val_batch(plot.body.eval(), val.x, val.y).double().mean(0)
+        scores = score(plot.body.eval()(val.x), val.y).double().mean(0)
     assert engine.table.quality[0] == pytest.approx(scores[0].item(), abs=1e-6)
     assert engine.table.val_loss[0] == pytest.approx(-scores[1].item(), rel=1e-4)
 
@@ -309,9 +309,9 @@ def test_a_training_seed_learns_in_either_way(task, incubation):
     assert slot.stage == SeedStage.TRAINING
     assert slot.incubating == (incubation == "straight_through")
     x, y = engine.data.val.x[:8], engine.data.val.y[:8]
-    off = process_val_batch(engine.plots[0].body.eval(), x, y)
+    off = score(engine.plots[0].body.eval()(x), y)
     engine.plots[0].body.set_slot(slot, SeedStage.HOLDING, 1.0)
-    assert not torch.equal(off, process_val_batch(engine.plots[0].body, x, y))
+    assert not torch.equal(off, score(engine.plots[0].body(x), y))
     assert np.isfinite(engine.table.prospect[0, 0])
 
 
@@ -421,8 +421,8 @@ def test_the_hot_functions_compile_into_one_graph_with_live_seeds_in_every_stage
     assert all(g is None or torch.allclose(g, c, atol=1e-6) for g, c in zip(plain, compiled, strict=True))
 
     body.eval()
-    scored = torch.compile(process_val_batch, fullgraph=True, backend="eager")(body, x, y)
-    assert torch.allclose(scored, process_val_batch(body, x, y), atol=1e-6)
+    compiled_body = torch.compile(body, fullgraph=True, backend="eager")
+    assert torch.allclose(score(compiled_body(x), y), score(body(x), y), atol=1e-6)
 
 
 class Transfers(TorchDispatchMode):

@@ -93,13 +93,6 @@ class Slot(nn.Module):
     def uproot(self) -> None:
         self.seed, self.gate, self.blueprint, self.operator = None, None, "", Operator.ADD
 
-    def seed_parameters(self) -> list[nn.Parameter]:
-        return [p for _, p in self.named_seed_parameters()]
-
-    def named_seed_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """The seed's and the gate's parameters, in a fixed order."""
-        return list(self.named_parameters())
-
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
         """The forward hook: the module's output with the features changed, or untouched."""
         if self.seed is None:

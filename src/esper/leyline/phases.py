@@ -6,6 +6,12 @@
     phases.totals()["train"].wall_ms
 
 A phase entered within another pauses the outer one, so that the parts add up to the whole.
+
+The phases of a run: apply, train, validate, coalitions, norms, worth, features, policy, gather, update, telemetry,
+checkpoint, twins. An epoch's validation pass is `validate` if it asks for the network as it stands, and `coalitions` if
+it asks for other configurations too, which are evaluated in the same pass; `norms` is the part of it that re-estimates
+the statistics of norms behind slots; `worth` turns the scores into numbers. `twins` trains worlds without growth, once
+each.
 """
 
 from __future__ import annotations
@@ -13,15 +19,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 from time import perf_counter_ns, thread_time_ns
 from typing import NamedTuple
-
-PHASES = (
-    "apply", "train", "validate", "coalitions", "norms", "worth", "features", "policy", "gather", "update", "telemetry",
-    "checkpoint", "twins",
-)  # fmt: skip
-"""The phases of a run. An epoch's validation pass is `validate` if it asks for the network as it stands, and
-`coalitions` if it asks for other configurations too, which are evaluated in the same pass; `norms` is the part of
-it that re-estimates the statistics of norms behind slots; `worth` turns the scores into numbers. `twins` trains worlds
-without growth, once each."""
 
 
 class Total(NamedTuple):

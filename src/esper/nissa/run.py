@@ -41,7 +41,7 @@ from esper.leyline.files import (
 )
 from esper.nissa import journal
 
-MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
+MANIFEST, LOCK = "manifest.json", "run.lock"
 ENDINGS = ("finished", "failed", "interrupted")
 VERSIONS_OF = ("torch", "numpy", "msgspec", "safetensors")
 MOST_MANIFEST_BYTES = 16 << 20
@@ -123,10 +123,6 @@ class RunDirectory:
     @property
     def events_dir(self) -> Path:
         return self.path / journal.EVENTS
-
-    @property
-    def checkpoints_dir(self) -> Path:
-        return self.path / CHECKPOINTS
 
     @property
     def is_ours(self) -> bool:
@@ -231,7 +227,7 @@ def must_have_real_parts(path: Path) -> None:
 
 def manifest_base() -> dict[str, Any]:
     """What every manifest says of the machine and the software. Imports none of the packages it names."""
-    versions = {"esper": __version__, "python": platform.python_version()}
+    versions: dict[str, str | None] = {"esper": __version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in VERSIONS_OF}
     return {
         "command": " ".join([Path(sys.argv[0]).name or "python", *sys.argv[1:]]),

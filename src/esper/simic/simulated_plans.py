@@ -2,9 +2,9 @@
 
 A *plan* says what to plant where, in which order; each seed is planted as soon as the rules allow, committed as soon
 as they allow, never pruned. `best_schedule` is the one plan that is best on average over some worlds: the most that
-can be had without looking. `oracle` is the best plan of one world by itself: what could be had by knowing
-everything. Both run every plan of the class through the simulator without noise (`beam=None`: exact in the class),
-or extend only the best few at each length (for many slots).
+can be had without looking. Of one world alone it is the best that could be had by knowing everything. It runs every
+plan of the class through the simulator without noise (`beam=None`: exact in the class), or extends only the best few at
+each length (for many slots).
 
 Legend: E environments, W worlds, P plans, N plantings of a plan.
 """
@@ -20,33 +20,27 @@ import numpy as np
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
-from esper.leyline.stages import SeedStage
 from esper.simic.rewards import Frame, RewardConfig, reward
 from esper.simic.simulated_worlds import GATED_HARM, MAP_BLUEPRINTS, OPERATOR_FIT, draw_worlds
 from esper.simic.simulator import SimConfig, Simulator
-from esper.tamiyo.controllers import Controller, Heuristic, Random, Schedule, Wait, wait_everywhere
+from esper.tamiyo.controllers import Controller, wait_everywhere
 
 Planting = tuple[int, int, int]
 """Slot, blueprint, style."""
 Plan = tuple[Planting, ...]
 ENVS_AT_ONCE = 4096
-TYPICAL_RENT = 0.004
 _STYLE_OF = {op: next(i for i, s in enumerate(STYLES) if s.operator == op) for op in Operator}
 
 
 class FollowPlans:
-    """A controller that carries out one plan per environment, or one plan everywhere.
+    """A controller that carries out one plan per environment, or one plan everywhere."""
 
-    watch  prune what the measurements say is not worth its rent: the least that looking at them brings
-    """
-
-    def __init__(self, plans: Sequence[Plan], *, watch: bool = False) -> None:
+    def __init__(self, plans: Sequence[Plan]) -> None:
         longest = max((len(p) for p in plans), default=0) + 1  # a last column of −1: nothing more to plant
         self.plantings = np.full((len(plans), longest, 3), -1)
         for i, plan in enumerate(plans):
             if plan:
                 self.plantings[i, : len(plan)] = plan
-        self.watch = watch
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         envs = np.arange(table.num_envs)
@@ -58,21 +52,12 @@ class FollowPlans:
         actions[plant, Head.OP] = Op.GERMINATE
         for head, choice in ((Head.SLOT, slot), (Head.BLUEPRINT, blueprint), (Head.STYLE, style)):
             actions[plant, head] = choice[plant]
-        if self.watch:
-            self._do(actions, Op.PRUNE, legal[:, Op.PRUNE] & _unpromising(table))
         return actions
 
     def _do(self, actions: Ints, op: Op, where: Bools) -> None:
         envs = where.any(axis=1)
         actions[envs, Head.OP], actions[envs, Head.SLOT] = op, where[envs].argmax(axis=1)
         actions[envs, Head.ALPHA_SPEED] = 0  # what is to go goes at once
-
-
-def _unpromising(table: SlotTable) -> Bools:
-    """[E, S] seeds that have learnt for a while and seem to add less than a typical rent."""
-    training = (table.stage == SeedStage.TRAINING) & (table.dwell >= 4) & (table.prospect < TYPICAL_RENT)
-    holding = (table.stage == SeedStage.HOLDING) & (table.contribution < TYPICAL_RENT)
-    return np.asarray(training | holding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,67 +136,3 @@ def best_schedule(
             best = kept[order[0]], float(means[order[0]])
         kept = [kept[i] for i in (order if beam is None else order[:beam])]
     return best
-
-
-def oracle(
-    sim: SimConfig,
-    world: int,
-    rules: Rules | None = None,
-    config: RewardConfig | None = None,
-    *,
-    gamma: float = 1.0,
-    beam: int | None = None,
-    longest: int = 4,
-) -> tuple[Plan, float]:
-    """The best plan of one world, and its noiseless return."""
-    return best_schedule(sim, [world], rules, config, gamma=gamma, beam=beam, longest=longest)
-
-
-@dataclass(frozen=True, slots=True)
-class Score:
-    """What one controller earned over some worlds: means, with the standard error over worlds."""
-
-    name: str
-    total: float
-    total_se: float
-    discounted: float
-    discounted_se: float
-
-
-def scoreboard(
-    sim: SimConfig,
-    worlds: Sequence[int],
-    training_worlds: Sequence[int],
-    rules: Rules | None = None,
-    config: RewardConfig | None = None,
-    *,
-    gamma: float = 0.995,
-    beam: int | None = None,
-) -> list[Score]:
-    """Controllers in the same noisy worlds, from doing nothing to knowing everything.
-
-    `training_worlds` are those that the best fixed schedule may be fitted to.
-    """
-    config = config or RewardConfig()
-    plan, _ = best_schedule(sim, training_worlds, rules, config, beam=beam)
-    oracles = [oracle(sim, world, rules, config, beam=beam)[0] for world in worlds]
-    controllers: dict[str, Controller] = {
-        "none": Wait(),
-        "random": Random(),
-        "schedule": Schedule(),
-        "heuristic": Heuristic(),
-        "best fixed": FollowPlans([plan]),
-        "best fixed, watched": FollowPlans([plan], watch=True),
-        "oracle": FollowPlans(oracles),
-    }
-    env = Simulator(sim, worlds, rules)
-    scores = []
-    for name, controller in controllers.items():
-        played = play(env, controller, config, gamma)
-        mean_and_se = [f(x) for x in (played.total, played.discounted) for f in (np.mean, _standard_error)]
-        scores.append(Score(name, *map(float, mean_and_se)))
-    return scores
-
-
-def _standard_error(sample: Floats) -> float:
-    return float(sample.std(ddof=1) / np.sqrt(len(sample))) if len(sample) > 1 else float("nan")

@@ -87,11 +87,6 @@ def process_train_batch(body: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, 
     return F.cross_entropy(output.flatten(0, -2), y.flatten()), per_sample_correct(output.detach(), y).sum()
 
 
-def process_val_batch(body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    """One host, one batch: correctness and minus the loss of every sample, [B, 2]."""
-    return score(body(x), y)
-
-
 def score(output: Tensor, target: Tensor) -> Tensor:
     """Correctness and log-probability of every sample, [B, 2]: for both, higher is better."""
     return torch.stack([per_sample_correct(output, target), -per_sample_loss(output, target)], dim=-1)

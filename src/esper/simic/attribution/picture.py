@@ -11,7 +11,7 @@ from esper.leyline.errors import ConfigError
 from esper.simic.attribution.worth import Worth
 
 ROW, BAR, LEFT, WIDTH, CELL = 44, 13, 150, 360, 44
-BLUE, ORANGE, GREY = (57, 106, 177), (218, 124, 48), (130, 130, 130)
+BLUE, ORANGE = (57, 106, 177), (218, 124, 48)
 
 
 class _Canvas:

@@ -25,7 +25,7 @@ from esper.tamiyo.network import NetworkConfig
 from esper.tolaria.engine import EngineConfig
 from esper.tolaria.tasks import get_task
 
-TRAIN_WORLDS, HELD_OUT_WORLDS = 64, 16
+TRAIN_WORLDS = 64
 HELD_OUT_FROM = 10_000
 """Worlds for training are 0 … 63; those that only an evaluation sees begin here."""
 MOST_THREADS = 1024

@@ -1,0 +1,70 @@
+"""Controllers in the same simulated worlds, from doing nothing to knowing everything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from esper.leyline.actions import Op
+from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.leyline.stages import SeedStage
+from esper.simic.rewards import RewardConfig
+from esper.simic.simulated_plans import FollowPlans, Plan, best_schedule, play
+from esper.simic.simulator import SimConfig, Simulator
+from esper.tamiyo.controllers import Controller, Heuristic, Random, Schedule, Wait
+
+TYPICAL_RENT = 0.004
+
+
+class FollowAndPrune(FollowPlans):
+    """Carries out plans, and prunes the seeds whose measurements are below a typical rent."""
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        actions = super().act(table, legal)
+        self._do(actions, Op.PRUNE, legal[:, Op.PRUNE] & unpromising(table))
+        return actions
+
+
+def unpromising(table: SlotTable) -> Bools:
+    """[E, S] seeds that have learnt for a while and seem to add less than a typical rent."""
+    training = (table.stage == SeedStage.TRAINING) & (table.dwell >= 4) & (table.prospect < TYPICAL_RENT)
+    holding = (table.stage == SeedStage.HOLDING) & (table.contribution < TYPICAL_RENT)
+    return np.asarray(training | holding)
+
+
+def oracle(sim: SimConfig, world: int, *, beam: int | None = None, longest: int = 4) -> tuple[Plan, float]:
+    """Return the best plan of one world, and its noiseless return."""
+    return best_schedule(sim, [world], beam=beam, longest=longest)
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """Means of what one controller earned over some worlds."""
+
+    name: str
+    total: float
+    discounted: float
+
+
+def scoreboard(
+    sim: SimConfig, worlds: Sequence[int], training_worlds: Sequence[int], *, beam: int | None = None
+) -> list[Score]:
+    """Return the scores; the best fixed schedule may be fitted to `training_worlds`."""
+    plan, _ = best_schedule(sim, training_worlds, beam=beam)
+    controllers: dict[str, Controller] = {
+        "none": Wait(),
+        "random": Random(),
+        "schedule": Schedule(),
+        "heuristic": Heuristic(),
+        "best fixed": FollowPlans([plan]),
+        "best fixed, pruned": FollowAndPrune([plan]),
+        "oracle": FollowPlans([oracle(sim, world, beam=beam)[0] for world in worlds]),
+    }
+    env = Simulator(sim, worlds)
+    scores = []
+    for name, controller in controllers.items():
+        played = play(env, controller, RewardConfig())
+        scores.append(Score(name, float(np.mean(played.total)), float(np.mean(played.discounted))))
+    return scores
