@@ -41,7 +41,7 @@ from esper.leyline.files import (
 )
 from esper.nissa import journal
 
-MANIFEST, LOCK = "manifest.json", "run.lock"
+MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
 ENDINGS = ("finished", "failed", "interrupted")
 VERSIONS_OF = ("torch", "numpy", "msgspec", "safetensors")
 MOST_MANIFEST_BYTES = 16 << 20
