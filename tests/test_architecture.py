@@ -49,6 +49,13 @@ def test_every_package_says_what_it_is():
             assert ast.get_docstring(ast.parse((package / "__init__.py").read_text())), package.name
 
 
+def test_test_directories_mirror_packages():
+    tests = Path(__file__).parent
+    apart = {"benchmarks", "reference", "support"}
+    folders = [p.parent.relative_to(tests) for p in tests.rglob("__init__.py")]
+    assert [str(f) for f in folders if f.parts and f.parts[0] not in apart and not (SRC / f).is_dir()] == []
+
+
 @pytest.mark.parametrize("command", [["-c", "import esper"], ["-m", "esper.cli", "--help"]])
 def test_import_and_help_do_not_load_torch(command):
     code = [sys.executable, "-X", "importtime", *command]

@@ -7,7 +7,6 @@ import time
 from pathlib import Path
 
 import pytest
-from test_bad_input import Case, check, esper
 
 from esper.leyline.errors import RunError
 from esper.nissa import journal
@@ -15,6 +14,7 @@ from esper.nissa.journal import Damage, Follower, read
 from esper.nissa.record import sealed
 from esper.nissa.run import RunDirectory, is_owned, list_runs, read_manifest
 from esper.tolaria.checkpoint import Checkpoints
+from tests.test_bad_input import Case, check, esper
 
 
 @pytest.fixture(autouse=True)

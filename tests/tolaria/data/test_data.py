@@ -13,6 +13,7 @@ from esper.leyline.seeding import derive_seed
 from esper.tolaria.data import SOURCES, catalogue, crop_and_flip, load, minibatch_indices, window_starts
 from esper.tolaria.data.dataset import balanced_order, from_tensors
 from esper.tolaria.tasks import get_task
+from tests.support import ROOT
 
 EMBEDDED = {"digits": (1197, 300, 300), "fashion": (8000, 2000, 2000)}
 
@@ -247,9 +248,8 @@ def test_large_finite_values_are_not_mistaken_for_infinite_ones():
 def test_the_making_script_reproduces_the_digits(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     import importlib.util
-    from pathlib import Path
 
-    script = Path(__file__).parents[2] / "scripts" / "make_data.py"
+    script = ROOT / "scripts" / "make_data.py"
     spec = importlib.util.spec_from_file_location("make_data", script)
     assert spec is not None
     assert spec.loader is not None
