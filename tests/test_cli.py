@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.support.run_outcomes import heed_signals
+
 ESPER = Path(sys.executable).parent / "esper"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "xterm"}
 
@@ -103,13 +105,13 @@ def test_an_interrupt_leaves_at_once_and_says_so():
         stderr=subprocess.PIPE,
         text=True,
         env=ENV,
-        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),  # a background job inherits it ignored
+        preexec_fn=heed_signals,
     )
     assert process.stdout is not None
     process.stdout.readline()
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=30)
+    _, said = process.communicate(timeout=120)
     assert process.returncode == 130
     assert said.strip() == "esper: interrupted"
 

@@ -38,6 +38,7 @@ from esper.nissa.record import Record, line, sealed
 from esper.nissa.run import RunDirectory
 from esper.nissa.sinks.jsonl import JsonlSink
 from tests.support.event_docs import events_markdown
+from tests.support.run_outcomes import heed_signals
 
 pytest.importorskip("duckdb")
 DOC = Path(__file__).parents[2] / "docs" / "telemetry.md"
@@ -383,14 +384,26 @@ SLOW = "select sum(a.range * b.range) from range(10000000) a, range(10000000) b"
 
 
 def test_ctrl_c_stops_a_query_and_is_said_in_one_line(run):
-    code = "import sys; from pathlib import Path; from esper.commands.sql import run_sql; print('asked', flush=True); "
-    code += "run_sql([Path(sys.argv[1])], sys.argv[2], timeout_s=60)"
-    asking = subprocess.Popen([sys.executable, "-c", code, str(run), SLOW], stdout=PIPE, stderr=PIPE, text=True)
+    code = """
+import sys
+from pathlib import Path
+from esper.commands.sql import run_sql
+from esper.karn.sql import Runs
+
+def fetch(*args, real=Runs._fetch):
+    print("asked", flush=True)
+    return real(*args)
+
+Runs._fetch = fetch
+run_sql([Path(sys.argv[1])], sys.argv[2], timeout_s=600)
+"""
+    command = [sys.executable, "-c", code, str(run), SLOW]
+    asking = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=heed_signals)
     try:
         assert asking.stdout.readline() == "asked\n"
-        time.sleep(1.5)  # it loads, then it counts
+        time.sleep(0.5)  # the query runs
         asking.send_signal(signal.SIGINT)
-        _, said = asking.communicate(timeout=30)
+        _, said = asking.communicate(timeout=120)
     finally:
         asking.kill()
     assert (asking.returncode, said) == (130, "esper: interrupted\n")

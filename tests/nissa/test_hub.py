@@ -375,10 +375,10 @@ def test_a_hanging_sink_is_retired_and_nobody_waits_for_it_longer():
 def test_a_slow_sink_is_not_taken_for_a_hung_one():
     class Sluggish(ListSink):
         def write(self, records):
-            time.sleep(0.01 * len(records))
+            time.sleep(0.02 * len(records))  # 0.3 s at most per call, 2 s together
             super().write(records)
 
-    with NissaHub([sink := Sluggish()], hang_s=0.4) as hub:
+    with NissaHub([sink := Sluggish()], hang_s=1.0) as hub:
         for step in range(100):
             hub.emit(keep(step))
     assert len(sink.of(Governor)) == 100

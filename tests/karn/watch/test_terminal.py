@@ -18,7 +18,7 @@ if shutil.which("tmux") is None:
 
 pytestmark = pytest.mark.slow
 CODE = "import sys, pathlib, esper.commands.watch as w; w.run_watch(pathlib.Path(sys.argv[1]), False)"
-PATIENCE_S = 30.0
+PATIENCE_S = 120.0
 
 
 class Terminal:

@@ -297,6 +297,23 @@ def test_a_forced_step_reaches_the_critic_alone():
     assert net.slot_encoder[0].weight.grad.any()
 
 
+def test_update_discounts_by_gamma_and_weighs_by_lambda():
+    """With λ = 1 returns are discounted sums of rewards; with λ = 0 they are one step and the next value."""
+    net = network()
+    sums, _ = invented(net)
+    one_step, layout = invented(net)
+    PPO(net, layout, msgspec.structs.replace(CONFIG, gamma=0.5, gae_lambda=1.0)).update(sums, seeded())
+    PPO(network(), layout, msgspec.structs.replace(CONFIG, gamma=0.5, gae_lambda=0.0)).update(one_step, seeded())
+
+    following = torch.zeros(sums.envs)
+    expected = torch.zeros_like(sums.rewards)
+    for t in reversed(range(sums.steps)):
+        following = expected[t] = sums.rewards[t] + 0.5 * following * ~sums.done[t]
+    torch.testing.assert_close(sums.returns, expected)
+    next_values = torch.cat([one_step.values[1:], torch.zeros(1, one_step.envs)])
+    torch.testing.assert_close(one_step.returns, one_step.rewards + 0.5 * next_values * ~one_step.done)
+
+
 def test_garbage_behind_the_end_of_a_column_is_harmless():
     net = network()
     buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])

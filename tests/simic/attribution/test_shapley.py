@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 import tracemalloc
 from itertools import combinations, islice, permutations
 
@@ -238,16 +237,11 @@ def test_large_pools_of_small_sizes_run_out_and_the_rest_goes_on():
     assert sum(m.bit_count() == 2 for m in masks) == 18 * 17 // 2
 
 
-def test_twenty_five_players_in_two_hundred_evaluations_cost_little_time_and_memory():
+def test_estimate_for_25_players_from_200_evaluations_never_lists_all_coalitions():
     n = 25
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        masks = first(n, 200)
-        value = np.array([np.tanh(0.1 * m.bit_count()) for m in masks])
-        found = estimate(n, masks, value)
-        seconds.append(time.perf_counter() - started)
-    assert min(seconds) < 0.5  # 30 ms on a quiet core; 2²⁵ coalitions would take minutes
+    masks = first(n, 200)
+    value = np.array([np.tanh(0.1 * m.bit_count()) for m in masks])
+    found = estimate(n, masks, value)
     tracemalloc.start()
     estimate(n, first(n, 200, seed=1), value)
     _, peak = tracemalloc.get_traced_memory()

@@ -8,12 +8,15 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import pytest
 
 from esper.commands.train import Asked, last_checkpoint
 from esper.leyline.errors import CheckpointError, ConfigError
-from esper.leyline.events import Silence
+from esper.leyline.events import Silence, unspelled
+from esper.nissa.journal import read
+from esper.nissa.sinks.jsonl import JsonlSink
 from esper.recording import record, record_on
 from esper.simic.agent.ppo import PPO
 from esper.simic.best_host import BestHost
@@ -251,6 +254,52 @@ def test_a_best_host_that_could_not_be_written_does_not_keep_out_the_next(
     assert (host.utility, host.round) == (0.3, 1)
 
 
+def test_resume_keeps_the_best_host_until_a_better_one_is_grown(tmp_path: Path) -> None:
+    with pytest.raises(Interrupted):
+        start(HOSTS, tmp_path / "run", look_up=Countdown(20))
+    best = BestHost.load(tmp_path / "run" / "best_host").host
+    assert best is not None
+    env = make_env(HOSTS)
+    env.reset()
+    env.step(np.zeros((2, 8), dtype=np.int64))
+    keeper = Keeper(HOSTS, tmp_path / "run", Silence(), Team())
+    keeper.went_on(newest(tmp_path / "run"))
+    for number, gain in ((7, -0.1), (8, 0.0), (9, 0.1)):
+        keeper.offer(env.ground, np.array([best.utility + gain, -1.0]), number)
+        kept = BestHost.load(tmp_path / "run" / "best_host").host
+        assert kept is not None
+        assert kept.round == (9 if gain > 0 else best.round)
+
+
+@pytest.mark.parametrize("share", [1, 1e-9], ids=["after every round", "when stopped"])
+def test_the_journal_is_synced_to_disk_before_each_checkpoint(
+    share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A resumed run continues the journal at the checkpoint's `next_seq`: events before it must not be lost."""
+    run = tmp_path / "run"
+    flush = JsonlSink.flush
+    write = Checkpoints.write
+    synced = [-1]
+    written: list[int] = []
+
+    def flush_and_note(self: JsonlSink) -> None:
+        flush(self)
+        synced.append(max(entry.seq for entry in read(run)))
+
+    def write_after_sync(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+        (next_seq,) = unspelled(kwargs["documents"]["run"])["next_seq"]
+        assert synced[-1] >= next_seq - 1
+        written.append(next_seq)
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(JsonlSink, "flush", flush_and_note)
+    monkeypatch.setattr(Checkpoints, "write", write_after_sync)
+    config = msgspec.structs.replace(SIM, checkpoint_share=share)
+    with pytest.raises(Interrupted):
+        start(config, run, look_up=Countdown(50))
+    assert len(written) == (4 if share == 1 else 2)
+
+
 def test_twins_of_another_code_are_not_taken_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run", look_up=Countdown(20))
@@ -280,8 +329,6 @@ def test_the_best_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
 
 
 def test_checkpoints_are_told_in_the_journal(tmp_path: Path) -> None:
-    from esper.nissa.journal import read
-
     start(SIM, tmp_path / "run")
     told = [e.data for e in read(tmp_path / "run") if e.kind == "checkpoint"]
     assert [t["round"] for t in told] == [0, 1, 2, 3, 4]

@@ -120,10 +120,13 @@ def test_a_decided_head_still_has_a_gradient(gap, chosen):
     assert (other.grad[1:] > 0).all()
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_whatever_precision_comes_in_float32_goes_out(dtype):
+@pytest.mark.parametrize(
+    ("given", "computed"),
+    [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
+)
+def test_log_distribution_is_computed_in_at_least_float32(given, computed):
     logits, mask = heads(rows=10)
-    assert log_distribution(logits.to(dtype), mask, 0.02).dtype == torch.float32
+    assert log_distribution(logits.to(given), mask, 0.02).dtype == computed
 
 
 def test_picks_come_as_often_as_their_probability_says():

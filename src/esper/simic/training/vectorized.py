@@ -87,9 +87,9 @@ def train_ppo_vectorized(
         obs, info = env.reset()
         emit.begin(env.ground.worlds, episode=number)
         buffer.reset()
-        hidden = network.initial(E)
+        hidden = network.initial(E)  # a round is one episode per environment: none begins within it
         luck = chances(config.seed, number, round_worlds(config, number), env.horizon)
-        starts, earned = torch.ones(E, dtype=torch.bool), np.zeros(env.num_envs)
+        earned = np.zeros(env.num_envs)
         for step in range(env.horizon):
             look()
             seen, masks = team.placed(obs, E), team.placed(info["masks"], E, True)
@@ -100,11 +100,11 @@ def train_ppo_vectorized(
             done = team.placed(ended, E, ended.all())
             buffer.add(
                 obs=seen, masks=masks, actions=choice.actions, log_probs=choice.log_probs, values=choice.values,
-                rewards=team.placed(paid, E), done=done, truncated=team.placed(cut, E), starts=starts, hidden=hidden,
-                forced=forced(masks, env.layout),
+                rewards=team.placed(paid, E), done=done, truncated=team.placed(cut, E), hidden=hidden,
+                starts=torch.full((E,), step == 0), forced=forced(masks, env.layout),
             )  # fmt: skip
-            hidden = choice.hidden.masked_fill(done[:, None], 0.0)  # a new episode remembers nothing
-            starts, earned = done, earned + paid
+            hidden = choice.hidden
+            earned = earned + paid
             with phases("telemetry"):
                 thought = thoughts(choice, mine, paid, info["utility"])
                 emit.step(env.ground.table, actions, env.outcome, allowed, thought)

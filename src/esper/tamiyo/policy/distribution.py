@@ -13,8 +13,9 @@ from torch import Tensor
 
 
 def log_distribution(logits: Tensor, mask: Tensor, epsilon: float) -> Tensor:
-    """log((1 − ε)·softmax + ε·uniform) over the legal options [*, W]; −inf elsewhere. Float32 whatever comes in."""
-    masked = torch.where(mask, logits.float(), -torch.inf)
+    """log((1 − ε)·softmax + ε·uniform) over the legal options [*, W]; −inf elsewhere. At least float32."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    masked = torch.where(mask, logits, -torch.inf)
     if not epsilon:
         return torch.log_softmax(masked, dim=-1)
     share = epsilon / mask.sum(-1, keepdim=True)  # of everything, so that there is no log of 0
