@@ -8,7 +8,9 @@ import torch
 from torch import nn
 
 import esper
-from esper.leyline.errors import ConfigError, GraftError
+from esper.kasmina.blueprints import cost, registered, unregister
+from esper.leyline.errors import BlueprintError, ConfigError, GraftError, LifecycleError
+from esper.tamiyo.controllers import Schedule
 from esper.tolaria.coalitions import evaluate
 from esper.tolaria.tasks import per_sample_correct, per_sample_loss
 
@@ -153,3 +155,133 @@ def test_a_state_without_growth_loaded_into_a_grown_body_says_what_it_drops():
     grower.germinate("1", "lora")
     with pytest.warns(UserWarning, match="what grew there is dropped"):
         body.load_state_dict(plain)
+
+
+# -- mixed precision
+
+
+@pytest.mark.parametrize("style", ["SIGMOID_ADD", "LINEAR_MULTIPLY", "GATED_GATE"])
+def test_a_seed_lives_its_whole_life_under_autocast(style):
+    body, optimizer, grower = grafted()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        grower.germinate("1", "lora", style=style)
+    x, y = torch.randn(32, 6), torch.randint(0, 3, (32,))
+    for _ in range(14):
+        for _ in range(3):
+            optimizer.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16):
+                loss = nn.functional.cross_entropy(body(x), y)
+            loss.backward()
+            optimizer.step()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            grower.step([(x, y)])
+    assert grower.slots["1"].stage == esper.SeedStage.HOLDING
+    assert next(body.slots["1"].parameters()).dtype == torch.float32
+
+
+# -- blueprints of one's own
+
+
+@pytest.fixture
+def own_blueprint():
+    """Register a recipe as `mine` for vectors; forgotten after the test."""
+    yield lambda recipe: esper.blueprint("mine", layouts="vector")(recipe)
+    if "mine" in registered():
+        unregister("mine")
+
+
+def zero_linear(dim: int) -> nn.Module:
+    layer = nn.Linear(dim, dim)
+    nn.init.zeros_(layer.weight)
+    nn.init.zeros_(layer.bias)
+    return layer
+
+
+def two_widths(**options) -> esper.Grower:
+    model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
+    body = esper.graft(model, at=["1", "3"], probe=torch.randn(4, 6))
+    return esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.05), **options)
+
+
+def test_a_blueprint_that_raises_is_named_when_the_grower_is_built(own_blueprint):
+    own_blueprint(lambda dim: nn.Linear(dim, dim // 0))
+    with pytest.raises(BlueprintError, match=r"'mine' cannot be built .* width 8: .*ZeroDivisionError") as error:
+        two_widths()
+    assert "no slot can take blueprint 'mine'" in str(error.value)
+    assert "unregister('mine')" in str(error.value)
+
+
+def test_a_blueprint_that_raises_is_named_when_it_is_planted(own_blueprint):
+    body, _, grower = grafted()
+    own_blueprint(lambda dim: nn.Linear(dim, dim // 0))
+    with pytest.raises(BlueprintError, match=r"'mine' cannot be built .*ZeroDivisionError"):
+        grower.germinate("1", "mine")
+    with pytest.raises(BlueprintError, match=r"'mine' cannot be built .*ZeroDivisionError"):
+        body.plant("1", "mine")
+    with pytest.raises(BlueprintError, match=r"'mine' cannot be built .*ZeroDivisionError"):
+        cost("mine", body.slots["1"].site)
+
+
+def test_a_blueprint_that_breaks_a_law_is_refused_when_the_grower_is_built(own_blueprint):
+    own_blueprint(lambda dim: nn.Linear(dim, dim))
+    with pytest.raises(BlueprintError, match=r"no slot can take blueprint 'mine'.*Δ is not zero at birth"):
+        two_widths()
+
+
+def test_a_blueprint_is_offered_only_where_it_can_be_built(own_blueprint):
+    def mine(dim: int) -> nn.Module:
+        assert dim % 4 == 0, "the width must be a multiple of 4"
+        return zero_linear(dim)
+
+    own_blueprint(mine)
+    with pytest.warns(UserWarning, match=r"'mine' is not offered in '3': .*must be a multiple of 4"):
+        grower = two_widths()
+    grower.germinate("1", "mine")
+    with pytest.raises(LifecycleError, match="'mine' does not fit there"):
+        grower.germinate("3", "mine")
+
+
+# -- controllers
+
+
+def test_controller_none_is_the_one_that_waits():
+    _, _, grower = grafted(controller=None)
+    assert grower.step([(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))]).op.name == "WAIT"
+
+
+@pytest.mark.parametrize("controller", [Schedule, 3, object(), lambda table, legal: None])
+def test_a_controller_that_cannot_act_is_refused_at_construction(controller):
+    with pytest.raises(ConfigError, match=r"controller must be a name .* or an object with act"):
+        grafted(controller=controller)
+
+
+def test_actions_of_a_wrong_shape_are_named():
+    class Flat:
+        def act(self, table, legal):
+            return np.zeros(8, dtype=np.int64)
+
+    _, _, grower = grafted(controller=Flat())
+    with pytest.raises(ConfigError, match=r"integers \[1, 8\].*Flat returned int64 \[8\]"):
+        grower.step()
+
+
+def test_rules_must_be_rules():
+    body = esper.graft(small_model(), at=["1"], probe=torch.randn(4, 6))
+    with pytest.raises(ConfigError, match="rules must be"):
+        esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), rules={"max_seeds": 1})
+
+
+# -- a body in a file
+
+
+def test_torch_save_of_a_body_leaves_its_grower_out(tmp_path):
+    body, optimizer, grower = grafted(quality=lambda output, target: output[:, 0])
+    grower.on_change(lambda effect, slot: None)
+    grower.germinate("1", "lora")
+    epoch(body, optimizer, grower, 0)
+    torch.save(body, tmp_path / "body.pt")
+    loaded = torch.load(tmp_path / "body.pt", weights_only=False)
+    x = torch.randn(4, 6)
+    assert torch.equal(loaded.eval()(x), body.eval()(x))
+    assert loaded.on_load == []
+    assert len(body.on_load) == 1

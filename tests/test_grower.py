@@ -14,7 +14,7 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import esper
-from esper.grower import Grower, accuracy, log_probability, split_batch
+from esper.grower import Grower, split_batch
 from esper.kasmina.blueprints import unregister
 from esper.kasmina.gradients import GradientMeter
 from esper.leyline.actions import Head, Op
@@ -22,6 +22,7 @@ from esper.leyline.errors import BlueprintError, ConfigError, LifecycleError, Op
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.nissa.journal import read
 from esper.nissa.run import read_manifest
+from esper.qualities import accuracy, log_probability
 from esper.tamiyo.controllers import wait_everywhere
 from tests.support.grower import EASY, EventList, batch, make_body
 
@@ -729,12 +730,13 @@ def test_a_blueprint_registered_after_the_grower_was_built_can_be_planted():
 
 
 def test_a_blueprint_that_breaks_a_law_leaves_table_and_body_as_they_were():
+    grower = make_grower()
+
     @esper.blueprint("loud", layouts="map")
     def loud(dim: int) -> nn.Module:
         return nn.Conv2d(dim, dim, 1)
 
     try:
-        grower = make_grower()
         before = grower.table.clone()
         with pytest.raises(BlueprintError, match="Δ is not zero at birth"):
             grower.germinate("first", "loud")

@@ -43,21 +43,20 @@ from esper.kasmina.lifecycle import (
 )
 from esper.kasmina.slot import Slot
 from esper.kasmina.surgery import Surgeon, clip_separately
-from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, STYLES, TEMPO_EPOCHS, Head, Op
+from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, TEMPO_EPOCHS, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
-from esper.leyline.slot_table import Ints, SlotTable
+from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
+from esper.qualities import NeedsTargets, Quality, find_quality, guarded
 from esper.simic.attribution import CounterfactualEngine, Worth, report
 from esper.simic.ground import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.tamiyo.controllers import Controller, make_controller, wait_everywhere
+from esper.tamiyo.controllers import Controller, find_controller, wait_everywhere
 from esper.tamiyo.controllers.learned import Learned
-from esper.tolaria.coalitions import Measured, evaluate, measure
+from esper.tolaria.coalitions import Coalitions, Measured, evaluate, measure
 from esper.tolaria.engine import takes_of
-from esper.tolaria.tasks import per_sample_correct, per_sample_loss
 
-Quality = Callable[[Any, Any], Tensor]
 WAYS_OUT = {
     Check.DWELL: "call grower.step() once per epoch, or ask for fewer epochs in rules.thresholds",
     Check.GRADIENT_HEALTH: "train on: gradients are sampled in optimizer.step() and read in grower.step()",
@@ -69,36 +68,6 @@ WAYS_OUT = {
 """What opens a gate, by the check that keeps it shut."""
 
 
-def accuracy(output: Any, target: Tensor) -> Tensor:
-    """Share of right answers per sample, from logits [B, …, classes]."""
-    return per_sample_correct(_logits(output), target)
-
-
-def log_probability(output: Any, target: Tensor) -> Tensor:
-    """Mean log-probability of the target per sample, from logits [B, …, classes]."""
-    return -per_sample_loss(_logits(output), target)
-
-
-def _logits(output: Any) -> Tensor:
-    """The output itself, or what it calls its logits."""
-    if isinstance(output, Mapping) and "logits" in output:
-        return output["logits"]
-    return getattr(output, "logits", output)
-
-
-def next_token_accuracy(output: Any, target: Tensor) -> Tensor:
-    """Of a causal language model whose labels are its inputs: each position is judged by the token after it."""
-    return per_sample_correct(_logits(output)[:, :-1], target[:, 1:])
-
-
-def next_token_log_probability(output: Any, target: Tensor) -> Tensor:
-    """As `next_token_accuracy`, the mean log-probability of the token after each position."""
-    return -per_sample_loss(_logits(output)[:, :-1], target[:, 1:])
-
-
-QUALITIES: dict[str, Quality] = {
-    f.__name__: f for f in (accuracy, log_probability, next_token_accuracy, next_token_log_probability)
-}
 SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
 """Models of transformers that take their inputs as labels and shift them within."""
 
@@ -148,9 +117,10 @@ class StepReport:
 class Grower:
     """Grows one body inside your loop.
 
-    controller  "none" (you call the operations yourself), "schedule", "heuristic", "tamiyo" (the trained policy that
-                comes with the package), a run or policy file of `esper train`, or your own object with `act`
-    quality     a score per sample, higher is better: "accuracy", "log_probability", or (output, target) → [B]
+    controller  "none" or None (you call the operations yourself), "schedule", "heuristic", "tamiyo" (the trained policy
+                that comes with the package), a run or policy file of `esper train`, or your own object with `act`
+    quality     a score per sample, higher is better: a name in `esper.qualities.QUALITIES` ("accuracy", "negative_mse",
+                …), or (output, target) → [B]; `grower.check(batch)` tries it before the first epoch
     rules       thresholds, automatic advances, limits
     incubation  how a TRAINING seed learns: "straight_through" needs nothing of you; for "shadow" call
                 `grower.shadow(closure)` after backward, and the seed learns from its own effect
@@ -166,8 +136,8 @@ class Grower:
         body: Body,
         optimizer: Optimizer,
         *,
-        controller: str | Controller = "none",
-        quality: str | Quality = "accuracy",
+        controller: str | Controller | None = "none",
+        quality: str | Quality | NeedsTargets = "accuracy",
         rules: Rules | None = None,
         incubation: Incubation = "straight_through",
         seed: int = 0,
@@ -176,8 +146,10 @@ class Grower:
         telemetry: Emits | None = None,
         **seed_options: Any,
     ) -> None:
-        if isinstance(quality, str) and quality not in QUALITIES:
-            raise unknown_name("quality", quality, QUALITIES)
+        self.quality = quality
+        self.controller = find_controller(controller)
+        if rules is not None and not isinstance(rules, Rules):
+            raise ConfigError(f"rules must be esper.Rules(…), got {rules!r}")
         if incubation not in ("straight_through", "shadow"):
             raise ConfigError(f"incubation must be 'straight_through' or 'shadow', got {incubation!r}")
         if quality in ("accuracy", "log_probability") and type(body.model).__name__.endswith(SHIFTS_LABELS):
@@ -185,11 +157,9 @@ class Grower:
                 f"{type(body.model).__name__} takes its inputs as labels and shifts them within: quality={quality!r} "
                 f"would judge each token by itself. Use quality='next_token_{quality}', or a function of your own."
             )
-        self.controller = make_controller(controller) if isinstance(controller, str) else controller
         host_params = sum(p.numel() for p in body.model.parameters())
         self.surgeon = Surgeon(body, optimizer, seed=seed, **seed_options)
         self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
-        self.quality = QUALITIES[quality] if isinstance(quality, str) else quality
         self.horizon = horizon
         body.incubation = incubation
         self.meter = GradientMeter(gradient_telemetry_stride)
@@ -214,6 +184,15 @@ class Grower:
         optimizer.register_step_pre_hook(self._before_step)
 
     # -- looking
+
+    @property
+    def quality(self) -> Quality | NeedsTargets:
+        """How samples are scored; assign another one, or a name, at any time."""
+        return self._quality
+
+    @quality.setter
+    def quality(self, quality: str | Quality | NeedsTargets) -> None:
+        self._quality = find_quality(quality)
 
     @property
     def slots(self) -> dict[str, SlotView]:
@@ -306,13 +285,14 @@ class Grower:
         """Measure on the validation batches, let the controller act, and let an epoch pass.
 
         A batch is (inputs, target), or a mapping with "labels". Without batches nothing is measured, and
-        gates that ask for a measurement stay shut.
+        gates that ask for a measurement stay shut. If measuring fails nothing is changed: mend `grower.quality` or the
+        batches and repeat the call.
         """
-        self._warn_if_untaught()
         measured = self._measure(val_batches) if val_batches is not None else None
+        self._warn_if_untaught()
         self._read_gradients()
         allowed = legal(self.table, self.rules)
-        actions = self.controller.act(self.table, allowed)
+        actions = self._act(allowed)
         done = self._apply(actions)
         ticked = tick(self.table, self.rules)
         self.surgeon.carry_out(ticked, self.table)
@@ -329,6 +309,13 @@ class Grower:
             effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in done.effects + ticked),
         )
 
+    def check(self, val_batch: Any) -> None:
+        """Try the quality on one validation batch, as `step` would, before an epoch is spent; change nothing.
+
+        Raises ConfigError with the shapes expected and found.
+        """
+        self._evaluate([val_batch])
+
     def worth(self, val_batches: Iterable[Any], *, budget: int | None = None, tolerance: float | None = None) -> Worth:
         """What every seed is worth now, with error bars: print it, `to_dict()` it, or draw it with `picture(path)`.
 
@@ -336,8 +323,8 @@ class Grower:
         more than they brought. Where there are more than six seeds `budget` bounds the coalitions
         evaluated, and `tolerance` stops earlier, once the Shapley values are known that well.
         """
-        batches = (split_batch(b) for b in val_batches)
-        worth = report(self.body, batches, self.quality, budget=budget, tolerance=tolerance)
+        batches, score = self._scored(val_batches)
+        worth = report(self.body, batches, score, budget=budget, tolerance=tolerance)
         self.emit.worth(self.table, [worth])
         return worth
 
@@ -448,12 +435,36 @@ class Grower:
             )
         self._lessons = 0
 
-    def _measure(self, val_batches: Iterable[Any]) -> Measured:
-        result = evaluate(self.body, (split_batch(b) for b in val_batches), self.quality)
+    def _act(self, allowed: Bools) -> Ints:
+        """The controller's action row [1, 8]."""
+        actions = np.asarray(self.controller.act(self.table, allowed))
+        if actions.shape != (1, NUM_HEADS) or not np.issubdtype(actions.dtype, np.integer):
+            raise ConfigError(
+                f"a controller's act returns integers [1, {NUM_HEADS}], one per head; {type(self.controller).__name__} "
+                f"returned {actions.dtype} {list(actions.shape)}. Start from wait_everywhere(1) of "
+                "esper.tamiyo.controllers"
+            )
+        return actions
+
+    def _scored(self, val_batches: Iterable[Any]) -> tuple[Iterable[tuple[Any, Any]], Quality]:
+        """Validation batches as (inputs, target), and the quality that scores them."""
+        batches: Iterable[tuple[Any, Any]] = (split_batch(b) for b in val_batches)
+        if not isinstance(self.quality, NeedsTargets):
+            return batches, guarded(self.quality)
+        batches = list(batches)  # looked at twice, and a generator cannot be
+        return batches, guarded(self.quality.fitted([target for _, target in batches]))
+
+    def _evaluate(self, val_batches: Iterable[Any]) -> Coalitions:
+        batches, score = self._scored(val_batches)
+        result = evaluate(self.body, batches, score)
         if result.scores.ndim != 2:
             raise ConfigError(
                 f"a quality is one score per sample, [B]; this one gave [B, {result.scores.shape[2]}]. Take their mean?"
             )
+        return result
+
+    def _measure(self, val_batches: Iterable[Any]) -> Measured:
+        result = self._evaluate(val_batches)
         measured = measure(result)
         self.emit.worth(self.table, [CounterfactualEngine.worth(result)])
         table, nan = self.table, np.full((1, len(self.surgeon.names)), np.nan)

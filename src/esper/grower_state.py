@@ -20,6 +20,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.slot import Slot
 from esper.leyline.errors import CheckpointError
 from esper.optimizer_names import OptimizerState, optimizer_state
+from esper.qualities import quality_name
 from esper.tamiyo.controllers import Remembers
 
 if TYPE_CHECKING:
@@ -109,7 +110,7 @@ def settings(grower: Grower) -> dict[str, Any]:
         "torch": str(torch.__version__),
         "threads": torch.get_num_threads(),
         "controller": type(grower.controller).__name__,
-        "quality": getattr(grower.quality, "__qualname__", type(grower.quality).__name__),
+        "quality": quality_name(grower.quality),
         "incubation": grower.body.incubation,
         "seed": grower.surgeon.seed,
         "horizon": grower.horizon,

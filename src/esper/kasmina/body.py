@@ -6,7 +6,6 @@ something grows; loading such a state rebuilds the seeds it names.
 
 from __future__ import annotations
 
-import copy
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -22,7 +21,7 @@ from esper.kasmina.blueprints import Cost
 from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Known, Norm, batched_leaves, lent
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import Operator
-from esper.leyline.errors import ConfigError, GraftError, unknown_name
+from esper.leyline.errors import BlueprintError, ConfigError, GraftError, unknown_name
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 
@@ -83,16 +82,9 @@ class Body(nn.Module):
         except AttributeError:
             return getattr(super().__getattr__("model"), name)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Body:
-        """A body of its own; whoever listened to the first does not hear the copy."""
-        new = self.__class__.__new__(self.__class__)
-        memo[id(self)] = new
-        listeners, self.on_load = self.on_load, []
-        try:
-            new.__dict__.update({k: copy.deepcopy(v, memo) for k, v in self.__dict__.items()})
-        finally:
-            self.on_load = listeners
-        return new
+    def __getstate__(self) -> dict[str, Any]:
+        """What copies and files take along: everything but the listeners, which serve this very body."""
+        return {**self.__dict__, "on_load": []}
 
     # -- growth: called by whoever carries out effects
 
@@ -155,11 +147,32 @@ class Body(nn.Module):
         return list(self.model.parameters())
 
     def costs(self) -> dict[str, dict[str, Cost]]:
-        """Parameters and multiply-adds of every blueprint at every slot, before anything is built."""
+        """Parameters and multiply-adds of every blueprint at every slot that takes it, before a seed is planted."""
         return {
-            name: {b: blueprints.cost(b, slot.site) for b in blueprints.blueprints_for(slot.site.layout)}
-            for name, slot in self.slots.items()
+            name: {b: blueprints.cost(b, self.slots[name].site) for b in names}
+            for name, names in self.lawful_blueprints().items()
         }
+
+    def lawful_blueprints(self) -> dict[str, list[str]]:
+        """The blueprints that can be planted in each slot.
+
+        A user's own blueprint is built and checked at every slot whose layout it serves. Slots at which it breaks a
+        law do not take it, with a warning; one that no slot takes is an error.
+        """
+        lawful: dict[str, list[str]] = {}
+        refused: dict[str, dict[str, BlueprintError]] = {}
+        for slot_name, slot in self.slots.items():
+            lawful[slot_name] = blueprints.blueprints_for(slot.site.layout)
+            device, dtype = self.anchor(slot)
+            for name in list(lawful[slot_name]):
+                try:
+                    blueprints.check_own(name, slot.site, device=device, dtype=dtype)
+                except BlueprintError as error:
+                    lawful[slot_name].remove(name)
+                    refused.setdefault(name, {})[slot_name] = error
+        for name, reasons in refused.items():
+            _report_refusal(name, reasons, is_taken=any(name in names for names in lawful.values()))
+        return lawful
 
     # -- the shadow pass: a seed's own lesson
 
@@ -334,3 +347,14 @@ class Body(nn.Module):
             else:
                 slot.set_operator(operator)
             self.set_slot(slot, stage, alpha)
+
+
+def _report_refusal(name: str, reasons: Mapping[str, BlueprintError], *, is_taken: bool) -> None:
+    """Warn of a blueprint that some slots do not take; raise if none does."""
+    slot, reason = next(iter(reasons.items()))
+    if not is_taken:
+        raise BlueprintError(
+            f"no slot can take blueprint {name!r}. In slot {slot!r}: {reason}. Mend it, or drop it with "
+            f"esper.kasmina.blueprints.unregister({name!r})"
+        ) from reason
+    warnings.warn(f"blueprint {name!r} is not offered in {', '.join(map(repr, reasons))}: {reason}", stacklevel=5)

@@ -73,7 +73,7 @@ class Slot(nn.Module):
     def plant(self, blueprint: str, operator: Operator, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
         """Build a seed and hold it to the laws; the host's function does not change."""
         module = blueprints.build(blueprint, self.site, device=device, dtype=dtype, seed=seed)
-        blueprints.check(module, self.site)
+        blueprints.check(module, self.site, name=blueprint)
         if self.site.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.seed, self.blueprint, self.birth = module, blueprint, seed

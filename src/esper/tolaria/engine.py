@@ -23,7 +23,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints import blueprint_index, blueprints_for, registered, seeded
+from esper.kasmina.blueprints import blueprint_index, registered, seeded
 from esper.kasmina.body import Body, Incubation
 from esper.kasmina.gradients import GradientMeter, GradientStats
 from esper.kasmina.graft import graft
@@ -382,6 +382,6 @@ def takes_of(body: Body) -> Bools:
     """[S, B] which blueprints each slot takes."""
     numbers = {name: blueprint_index(name) for name in registered()}
     takes = np.zeros((len(body.slots), max(numbers.values()) + 1), dtype=bool)
-    for s, slot in enumerate(body.slots.values()):
-        takes[s, [numbers[b] for b in blueprints_for(slot.site.layout)]] = True
+    for s, names in enumerate(body.lawful_blueprints().values()):
+        takes[s, [numbers[b] for b in names]] = True
     return takes

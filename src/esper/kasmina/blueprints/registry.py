@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -110,7 +110,7 @@ def build(
     seed: int | None = None,
 ) -> nn.Module:
     """A fresh seed for a site; with `seed`, the same weights on any device."""
-    with seeded(seed), torch.device("cpu"):
+    with seeded(seed), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         return _make(name, site).to(device=device, dtype=dtype)
 
 
@@ -130,15 +130,15 @@ def cost(name: str, site: Site) -> Cost:
     """What a blueprint would add at a site, counted on the meta device: no memory, no arithmetic."""
     try:
         return _count(name, site, "meta")
-    except RuntimeError:  # a recipe that reads values while it builds needs real ones
+    except (BlueprintError, RuntimeError):  # a recipe that reads values while it builds needs real ones
         with seeded(0):
             return _count(name, site, "cpu")
 
 
 def _count(name: str, site: Site, device: str) -> Cost:
-    with torch.device(device), torch.no_grad(), FlopCounterMode(display=False) as counter:
+    with torch.device(device), FlopCounterMode(display=False) as counter:
         seed = _make(name, site).eval()
-        seed(torch.empty(1, *site.shape))
+        _quiet_forward(seed, torch.empty(1, *site.shape), f"blueprint {name!r}", site)
     return Cost(sum(p.numel() for p in seed.parameters()), counter.get_total_flops() // 2)
 
 
@@ -151,13 +151,13 @@ def check(seed: nn.Module, site: Site, *, name: str | None = None) -> None:
     label = f"blueprint {name!r}" if name else f"seed {type(seed).__name__}"
 
     def broken(reason: str) -> BlueprintError:
-        return BlueprintError(f"{label} breaks a law at a {site.layout} site of shape {site.shape}: {reason}")
+        return _broken(label, site, reason)
 
     like = next((p for p in seed.parameters() if p.is_floating_point()), torch.empty(0))
     noise = torch.Generator().manual_seed(0)
     probe = torch.randn(2, *site.shape, generator=noise).to(like)  # negative values too: relu_ would show
     before = probe.clone()
-    delta = _quiet_forward(seed, probe, broken)
+    delta = _quiet_forward(seed, probe, label, site)
 
     if not isinstance(delta, Tensor):
         raise broken(f"it returns {type(delta).__name__}; return one tensor, the change Δ(h)")
@@ -177,17 +177,39 @@ def check(seed: nn.Module, site: Site, *, name: str | None = None) -> None:
         raise broken("it has no trainable parameters")
 
 
-def _quiet_forward(seed: nn.Module, probe: Tensor, broken: Callable[[str], BlueprintError]) -> object:
-    """The seed's answer in eval mode, with the mode of each part restored."""
+def check_own(name: str, site: Site, *, device: torch.device, dtype: torch.dtype) -> None:
+    """Raise BlueprintError if a user's blueprint gives no lawful seed at this site.
+
+    Built-in blueprints are lawful at every width: tests hold them to it, so large ones need not be built here.
+    """
+    if name not in BLUEPRINTS:
+        check(build(name, site, device=device, dtype=dtype, seed=0), site, name=name)
+
+
+def _broken(label: str, site: Site, reason: str) -> BlueprintError:
+    return BlueprintError(f"{label} breaks a law at a {site.layout} site of shape {site.shape}: {reason}")
+
+
+def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: Site) -> object:
+    """The seed's answer in eval mode, with the mode of each part restored.
+
+    Autocast is off: it would return another dtype, whatever the seed does.
+    """
     modes = [(part, part.training) for part in seed.modules()]
     try:
-        with torch.no_grad():
+        with torch.no_grad(), _autocast_off(probe.device):
             return seed.eval()(probe)
     except Exception as error:
-        raise broken(f"its forward fails with {type(error).__name__}: {error}") from error
+        raise _broken(label, site, f"its forward fails with {type(error).__name__}: {error}") from error
     finally:
         for part, training in modes:
             part.training = training
+
+
+def _autocast_off(device: torch.device) -> AbstractContextManager[object]:
+    if device.type == "meta":  # which autocast does not know
+        return nullcontext()
+    return torch.autocast(device.type, enabled=False)
 
 
 def _make(name: str, site: Site) -> nn.Module:
@@ -198,7 +220,13 @@ def _make(name: str, site: Site) -> nn.Module:
             f"blueprint {name!r} serves {_listed(each for n, each in _FACTORIES if n == name)}, "
             f"not a {site.layout} site. This site takes: {_listed(blueprints_for(site.layout))}"
         )
-    seed = factory(site.dim)
+    try:
+        seed = factory(site.dim)
+    except Exception as error:
+        raise BlueprintError(
+            f"blueprint {name!r} cannot be built for a {site.layout} site of width {site.dim}: its function fails with "
+            f"{type(error).__name__}: {error}"
+        ) from error
     if not isinstance(seed, nn.Module):
         raise BlueprintError(f"blueprint {name!r} must return an nn.Module, got {type(seed).__name__}")
     return seed

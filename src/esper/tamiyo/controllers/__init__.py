@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
-from esper.leyline.errors import unknown_name
+from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.tamiyo.controllers.heuristic import Heuristic, HeuristicConfig
 from esper.tamiyo.controllers.random import Random
@@ -22,6 +22,7 @@ __all__ = [
     "Remembers",
     "Schedule",
     "Wait",
+    "find_controller",
     "make_controller",
     "wait_everywhere",
 ]
@@ -63,6 +64,21 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
     "heuristic": Heuristic,
     "random": Random,
 }
+
+
+def find_controller(controller: str | Controller | None) -> Controller:
+    """A controller by its name, or the caller's own; None is the controller "none"."""
+    if controller is None:
+        return Wait()
+    if isinstance(controller, str):
+        return make_controller(controller)
+    if isinstance(controller, type) or not callable(getattr(controller, "act", None)):
+        found = f"the class {controller.__name__}" if isinstance(controller, type) else repr(controller)
+        raise ConfigError(
+            f"controller must be a name ({', '.join([*CONTROLLERS, 'tamiyo'])}), None, or an object with "
+            f"act(table, legal) → actions; got {found}"
+        )
+    return controller
 
 
 def make_controller(name: str) -> Controller:

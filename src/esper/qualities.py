@@ -1,0 +1,232 @@
+"""Named qualities: one score per sample [B] from a model's output and the target, higher is better.
+
+A quality is a function (output, target) → [B]. One that must know all targets of a validation pass first, such as
+`r2`, has a method `fitted(targets)` that returns such a function.
+
+Legend: B samples, C classes, P positions (tokens or pixels) of a sample.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol, runtime_checkable
+
+import torch
+from torch import Tensor
+
+from esper.leyline.errors import ConfigError, EsperError, unknown_name
+from esper.tolaria.tasks import IGNORED, per_sample_correct, per_sample_loss
+
+Quality = Callable[[Any, Any], Tensor]
+
+
+@runtime_checkable
+class NeedsTargets(Protocol):
+    """A quality that must know every target of a validation pass before it can score a sample."""
+
+    def fitted(self, targets: Iterable[Tensor]) -> Quality: ...
+
+
+# -- classification
+
+
+def accuracy(output: Any, target: Tensor, *, class_axis: int | None = None) -> Tensor:
+    """Share of right answers per sample, from logits [B, C], [B, …, C] or, as in `cross_entropy`, [B, C, …]."""
+    return per_sample_correct(*_classes_last(_prediction(output), target, class_axis))
+
+
+def log_probability(output: Any, target: Tensor, *, class_axis: int | None = None) -> Tensor:
+    """Mean log-probability of the target per sample, from logits as for `accuracy`."""
+    return -per_sample_loss(*_classes_last(_prediction(output), target, class_axis))
+
+
+def next_token_accuracy(output: Any, target: Tensor) -> Tensor:
+    """Accuracy of a causal language model whose labels are its inputs: each position predicts the token after it."""
+    return accuracy(_prediction(output)[:, :-1], target[:, 1:], class_axis=-1)
+
+
+def next_token_log_probability(output: Any, target: Tensor) -> Tensor:
+    """As `next_token_accuracy`, the mean log-probability of the token after each position."""
+    return log_probability(_prediction(output)[:, :-1], target[:, 1:], class_axis=-1)
+
+
+def pixel_accuracy(output: Any, target: Tensor) -> Tensor:
+    """Segmentation: share of right pixels per sample, from logits [B, C, H, W] and classes [B, H, W]."""
+    return accuracy(output, target, class_axis=1)
+
+
+def mean_iou(output: Any, target: Tensor) -> Tensor:
+    """Segmentation: intersection over union of each sample, mean over the classes in its target or its prediction.
+
+    The mean over samples is the per-image mean IoU. It differs from the IoU of all pixels of a data set together,
+    which is no mean over samples.
+    """
+    logits, target = _classes_last(_prediction(output), target, 1)  # [B, P, C], [B, P]
+    counted = (target != IGNORED)[..., None]
+    classes = torch.arange(logits.shape[-1], device=logits.device)
+    predicted = (logits.argmax(-1)[..., None] == classes) & counted  # [B, P, C]
+    wanted = (target[..., None] == classes) & counted
+    union = (predicted | wanted).sum(1)  # [B, C]
+    iou = (predicted & wanted).sum(1) / union.clamp(min=1)
+    mean = iou.sum(1) / (union > 0).sum(1)
+    return torch.where(logits.isfinite().all(-1).all(-1), mean, torch.nan)
+
+
+def multilabel_accuracy(output: Any, target: Tensor) -> Tensor:
+    """Several yes/no labels per sample: share of right decisions at logit 0, from logits and labels of one shape."""
+    logits, target = _same_shape(_prediction(output), target)
+    right = torch.where(logits.isfinite(), ((logits > 0) == (target > 0.5)).float(), torch.nan)
+    return right.flatten(1).mean(1)
+
+
+# -- regression
+
+
+def negative_mse(output: Any, target: Tensor) -> Tensor:
+    """Minus the mean squared error of each sample, from a prediction and a target of one shape."""
+    values, target = _same_shape(_prediction(output), target)
+    return -(values.float() - target.float()).square().flatten(1).mean(1)
+
+
+class R2:
+    """R², the coefficient of determination, as a score per sample: 1 − (mean squared error of the sample) / V.
+
+    V is the variance of the targets of this validation pass, mean over their elements, so the mean of the scores is
+    R² (of several outputs, weighted by variance). A single score may be negative.
+    """
+
+    def fitted(self, targets: Iterable[Tensor]) -> Quality:
+        rows = []
+        for target in targets:
+            if not isinstance(target, Tensor) or target.ndim == 0:
+                raise ConfigError(f"quality 'r2' takes targets [B, …]; got {described(target)}")
+            rows.append(target.double().reshape(len(target), -1))
+        widths = {row.shape[1] for row in rows}
+        if len(widths) > 1:
+            raise ConfigError(f"quality 'r2' takes targets of one size per sample; got {sorted(widths)}")
+        variance = float(torch.cat(rows).var(0, correction=0).mean()) if rows else 0.0
+        if not variance > 0:
+            raise ConfigError(f"quality 'r2' needs targets that differ; their variance is {variance:g}")
+        return lambda output, target: 1 + negative_mse(output, target) / variance
+
+
+QUALITIES: dict[str, Quality | NeedsTargets] = {
+    "accuracy": accuracy,
+    "log_probability": log_probability,
+    "next_token_accuracy": next_token_accuracy,
+    "next_token_log_probability": next_token_log_probability,
+    "pixel_accuracy": pixel_accuracy,
+    "mean_iou": mean_iou,
+    "multilabel_accuracy": multilabel_accuracy,
+    "negative_mse": negative_mse,
+    "r2": R2(),
+}
+
+
+def find_quality(quality: Any) -> Quality | NeedsTargets:
+    """A quality by its name, or the caller's own."""
+    if isinstance(quality, str):
+        if quality not in QUALITIES:
+            raise unknown_name("quality", quality, QUALITIES)
+        return QUALITIES[quality]
+    if not callable(quality) and not isinstance(quality, NeedsTargets):
+        raise ConfigError(
+            f"quality must be a function (output, target) → [B] or one of {', '.join(QUALITIES)}; got {quality!r}"
+        )
+    own: Quality | NeedsTargets = quality
+    return own
+
+
+def quality_name(quality: object) -> str:
+    """The name in the table, or what a quality of the user's own calls itself."""
+    names = {id(each): name for name, each in QUALITIES.items()}
+    return names.get(id(quality)) or str(getattr(quality, "__qualname__", type(quality).__name__))
+
+
+def guarded(quality: Quality) -> Quality:
+    """The same quality; whatever it raises comes out as ConfigError with the shapes it was given."""
+
+    def score(output: Any, target: Any) -> Tensor:
+        try:
+            return quality(output, target)
+        except (EsperError, torch.OutOfMemoryError):
+            raise
+        except Exception as error:
+            raise ConfigError(
+                f"the quality {quality_name(quality)} fails with {type(error).__name__}: {error}. It was given output "
+                f"{described(output)} and target {described(target)}. Assign a mended one to grower.quality and "
+                "repeat the call: nothing was changed."
+            ) from error
+
+    return score
+
+
+# -- shapes
+
+
+def _prediction(output: Any) -> Tensor:
+    """The output itself, or what it calls its logits."""
+    found = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(found, Tensor):
+        raise ConfigError(
+            f"a named quality takes a tensor, or an output with 'logits'; the model returns {described(output)}. "
+            "Give a function, such as quality=lambda output, target: esper.qualities.accuracy(output[0], target)"
+        )
+    return found
+
+
+def _classes_last(logits: Tensor, target: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor]:
+    """Logits [B, C] and classes [B], or [B, P, C] and [B, P], whichever axis holds the classes."""
+    shapes = f"got logits {list(logits.shape)} and target {described(target)}"
+    if not isinstance(target, Tensor) or target.is_floating_point() or target.dtype == torch.bool:
+        raise ConfigError(
+            f"this quality takes class indices as target; {shapes}. For yes/no labels use 'multilabel_accuracy', for "
+            "values 'negative_mse' or 'r2'"
+        )
+    fitting = [a for a in ((1, -1) if class_axis is None else (class_axis,)) if _fits(logits, target, a)]
+    if not fitting:
+        raise ConfigError(
+            f"this quality takes logits [B, C] and target [B], or [B, C, …] or [B, …, C] and [B, …]; {shapes}"
+        )
+    if len(fitting) == 2 and logits.ndim > 2:
+        raise ConfigError(
+            f"axis 1 and the last axis of the logits could both be the classes: {shapes}. Say which: "
+            "quality=functools.partial(esper.qualities.accuracy, class_axis=1), or -1"
+        )
+    logits = logits.movedim(fitting[0], -1)
+    if logits.shape[-1] == 1:
+        raise ConfigError(f"there is only one class: {shapes}. For one yes/no logit use 'multilabel_accuracy'")
+    if target.ndim == 1:
+        return logits, target.long()
+    return logits.flatten(1, -2), target.flatten(1).long()
+
+
+def _fits(logits: Tensor, target: Tensor, class_axis: int) -> bool:
+    if logits.ndim != target.ndim + 1 or logits.ndim < 2:
+        return False
+    sizes = list(logits.shape)
+    del sizes[class_axis]
+    return sizes == list(target.shape)
+
+
+def _same_shape(values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """Both [B, …]; [B] and [B, 1] count as one shape, which broadcasting would make [B, B]."""
+    if isinstance(target, Tensor):
+        values, target = (x[:, None] if x.ndim == 1 else x for x in (values, target))
+        if values.ndim > 1 and values.shape == target.shape:
+            return values, target
+    raise ConfigError(
+        f"this quality takes a prediction and a target of one shape [B, …]; got {list(values.shape)} and "
+        f"{described(target)}"
+    )
+
+
+def described(value: Any) -> str:
+    """Kind and shapes of an output or a target."""
+    if isinstance(value, Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key!r}: {described(each)}" for key, each in value.items()) + "}"
+    if isinstance(value, (tuple, list)):
+        return f"{type(value).__name__} ({', '.join(described(each) for each in value)})"
+    return "None" if value is None else f"a {type(value).__name__}"
