@@ -136,6 +136,14 @@ def toml(text: str | bytes) -> Callable[[], list[object]]:
     return args
 
 
+def a_fifo(*args: object) -> Callable[[], list[object]]:
+    def made() -> list[object]:
+        os.mkfifo("fifo")
+        return list(args)
+
+    return made
+
+
 def setting(text: str, *said: str, command: list[str] = SIM, begun: bool = False) -> Case:
     return Case(f"set {text[:30]}", [*command, "--set", text], said, begun)
 
@@ -162,6 +170,12 @@ SETTINGS = [
     setting("task=resque", "Did you mean 'rescue'?"),
     setting("engine.device=quux", "cpu or cuda:0", "'quux'"),
     setting("engine.device=meta", "'meta'", "engine.device=cpu", command=HOSTS, begun=True),
+    setting("engine.device=cuda:99", "'cuda:99' cannot be used here", "engine.device=cpu"),
+    setting("seed=" + "9" * 5000, "seed must be int"),
+    Case("config with an integer of 5,000 digits", toml("seed = " + "9" * 5000), ("my.toml is not TOML",)),
+    Case("config is a device", [*SIM, "--config", "/dev/zero"], ("cannot read config file", "a device")),
+    Case("config is a FIFO", a_fifo(*SIM, "--config", "fifo"), ("cannot read config file", "a FIFO")),
+    Case("config larger than any", toml(b"#" * (2 << 20)), ("cannot read config file", "more than")),
     Case("config missing", [*SIM, "--config", "no.toml"], ("no config file", "no.toml")),
     Case("config is a directory", [*SIM, "--config", "."], ("cannot read config file",)),
     Case("config not TOML", toml("a = = b"), ("my.toml is not TOML", "line 1")),
@@ -476,6 +490,27 @@ CASES = [*SETTINGS, *DATA, *POLICIES, *PLACES]
 def test_bad_input_is_said_in_one_paragraph_and_leaves_nothing(case, place):
     check(case, place)
     assert not (place / "canary").exists()  # no stranger's code ran
+
+
+ENVIRONMENTS = [
+    ({"WORLD_SIZE": "abc"}, ("WORLD_SIZE", "'abc'", "torchrun")),
+    ({"WORLD_SIZE": "0"}, ("WORLD_SIZE", "'0'", "torchrun")),
+    ({"WORLD_SIZE": "9" * 5000, "RANK": "0"}, ("WORLD_SIZE", "torchrun")),
+    ({"WORLD_SIZE": "2"}, ("RANK is not", "torchrun")),
+    ({"WORLD_SIZE": "2", "RANK": "x"}, ("RANK", "'x'")),
+    ({"WORLD_SIZE": "2", "RANK": "2"}, ("RANK=2 is none of WORLD_SIZE=2",)),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, ("MASTER_ADDR is not set",)),
+    ({"ESPER_TEAM": "nonsense", "ESPER_LEADER": "x"}, ("ESPER_TEAM", "Unset it")),
+]
+
+
+@pytest.mark.parametrize(("variables", "words"), ENVIRONMENTS, ids=lambda each: str(each)[:60])
+def test_an_environment_that_describes_no_team_is_refused(place, monkeypatch, variables, words):
+    for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    check(Case("", SIM, words), place)
 
 
 def test_no_case_is_there_twice():

@@ -1,13 +1,17 @@
 """Run directories from strangers: no command changes a file outside them, waits for one, or reads without end."""
 
+import contextlib
+import io
 import json
 import os
 import resource
+import sys
 import time
 from pathlib import Path
 
 import pytest
 
+from esper import cli
 from esper.leyline.errors import RunError
 from esper.nissa import journal
 from esper.nissa.journal import Damage, Follower, read
@@ -232,3 +236,71 @@ def test_an_entry_of_an_impossible_time_is_damage_to_every_reader(place, time_s)
 
     with Runs([path]) as runs:
         assert runs.ask("select events, damaged from directories").rows == [(2, 1)]
+
+
+# -- text
+
+
+ACTS = "\x1b]0;owned\x07\x9b31m\u202ereversed\u2028\r\n\t\x00\x7f"
+"""Sets a terminal's title, its colour and its direction, and breaks the line."""
+
+
+def speaking_run(name: str) -> Path:
+    """A run in which every text, name and kind acts on a terminal."""
+    place = {"env": 0, "episode": 0, "step": 1}
+    lines = [
+        entry(0, "run_started", run_id=ACTS, command=ACTS, task=ACTS, controller=ACTS, seed=1, env_names=[ACTS],
+              slots=[ACTS], steps=3, rounds=1, host_params=5, threads=1, telemetry=ACTS, device=ACTS),
+        entry(1, "step", **place, op=ACTS, quality=0.5, stages=[2], alphas=[0.1], blueprints=[ACTS], params=9),
+        entry(2, "lifecycle", **place, slot=ACTS, blueprint=ACTS, was=ACTS, now=ACTS, cause=ACTS, alpha=0.1),
+        entry(3, "decision", **place, op=ACTS, slot=ACTS, blueprint=ACTS, style=ACTS, legal_ops=[ACTS]),
+        entry(4, "episode", env=0, episode=0, steps=3, quality=0.5, name=ACTS, structure={ACTS: ACTS}),
+        entry(5, "health", source=ACTS, severity="error", text=ACTS, counters={ACTS: 1, "sink " + ACTS: 3}),
+        entry(6, "governor", **place, alarm=ACTS, action=ACTS, value=1.0),
+        entry(7, "phase_profile", phase=ACTS, wall_ms=1.0, cpu_ms=1.0, calls=1),
+        entry(8, "update", round=0, epochs=1, kl=0.1, entropy={ACTS: 0.1}),
+        entry(9, "worth", **place, slot=ACTS, contribution=0.1),
+        entry(10, "checkpoint", path=ACTS, round=1),
+        entry(11, ACTS, text=ACTS),
+        entry(12, "run_finished", status=ACTS, error=ACTS, wall_s=1.0, env_steps=1),
+    ]  # fmt: skip
+    told = {"task": ACTS, "controller": ACTS, "status": ACTS, "error": ACTS, "command": ACTS, "started": ACTS}
+    return a_run(Path(name), *lines, **told, config={ACTS: ACTS}, versions={"esper": ACTS})
+
+
+SPOKEN = [
+    ["report", "run"], ["report", "run", "--json"], ["report", "run", "other"], ["watch", "run", "--once"],
+    ["runs", "."], ["runs", ".", "--json"], ["sql", "run", "select * from run_started"],
+    ["sql", "run", "from lifecycle", "--csv"],
+    ["sql", "run", "from other_events", "--json"], ["sql", "run", "from directories"],
+    ["sql", "run", "from health", "--csv"], ["sql", "run", f"select 1 as \"{ACTS}\""],
+    ["sql", "run", f"select 1 as \"{ACTS}\"", "--csv"], ["sql", "run", f"select * from \"{ACTS}\""],
+    ["export", "run"], ["train", "--resume", "run"], ["eval", "run", "none"],
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("command", SPOKEN, ids=lambda command: " ".join(command)[:40])
+def test_no_character_of_a_run_acts_on_the_terminal(place, command):
+    speaking_run("run")
+    speaking_run("other")
+    if command[:2] == ["sql", "run"]:
+        command = [part.replace("\x00", "") for part in command]
+    shown, errors = run_esper(command)
+    assert shown or errors
+    for text in (shown, errors):
+        assert not [c for c in text if not c.isprintable() and c not in "\n\t"], (shown, errors)
+    for page in (Path("run/report.html"), Path("report.html")):
+        if not page.exists():
+            continue
+        assert not [c for c in page.read_text() if not c.isprintable() and c != "\n"]
+
+
+def run_esper(command: list[str]) -> tuple[str, str]:
+    shown, errors, before = io.StringIO(), io.StringIO(), sys.argv
+    sys.argv = ["esper", *command]
+    try:
+        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+            cli.main()
+    finally:
+        sys.argv = before
+    return shown.getvalue(), errors.getvalue()

@@ -231,10 +231,12 @@ def blueprints(
 
 def main() -> None:
     """Run the command line; what goes wrong outside the program is said in one line, not as a stack trace."""
+    from esper.leyline.text import printable
+
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × still shows the rest
-    warnings.showwarning = lambda message, *_: print(f"esper: warning: {message}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: print(f"esper: warning: {printable(str(message))}", file=sys.stderr)
     try:
         app()
     except KeyboardInterrupt:
@@ -243,7 +245,7 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(141)
     except Exception as error:
-        print(f"esper: {in_words(error)}", file=sys.stderr)
+        print(f"esper: {printable(in_words(error))}", file=sys.stderr)
         sys.exit(2)
 
 

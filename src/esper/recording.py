@@ -25,6 +25,7 @@ from typing import Any
 from esper.leyline.errors import RunError
 from esper.leyline.events import Event, Level, RunFinished, Step
 from esper.leyline.events import level as level_by_name
+from esper.leyline.text import printable
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal import EVENTS, read, rewind, segments
 from esper.nissa.record import Record
@@ -154,7 +155,8 @@ def _recorded(
         try:
             directory.finish(status, error, env_steps=run.env_steps)
         except OSError as e:  # a full disk, or a directory that is gone: whatever ended the run is the news
-            print(f"esper: cannot write how the run ended into {directory.path}: {e}", file=sys.stderr)
+            text = printable(f"cannot write how the run ended into {directory.path}: {e}")
+            print(f"esper: {text}", file=sys.stderr)
 
 
 class _Counter:

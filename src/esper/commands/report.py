@@ -13,11 +13,12 @@ from rich.console import Console, Group
 from rich.markup import escape
 from rich.table import Table
 
+from esper.commands import plainly
 from esper.karn import report, sections
 from esper.karn.charts import spoken
 from esper.karn.summary import RunSummary
-from esper.karn.texts import cut
 from esper.leyline.errors import ConfigError
+from esper.leyline.text import printable
 
 MOST_LINES = 20
 """Environments listed in the terminal."""
@@ -52,7 +53,7 @@ def _write(runs: list[Path], out: Path, as_json: bool) -> None:
         console = Console()
         for summary in summaries:
             console.print(digest(summary))
-        console.print(f"report: {out}", markup=False, highlight=False, soft_wrap=True)
+        plainly(console, f"report: {out}")
 
 
 # -- in the terminal
@@ -68,7 +69,8 @@ def digest(run: RunSummary) -> Group:
         for head in ("quality", "best", "params", "seeds", "fossils", "pruned", "time"):
             table.add_column(head, justify="right")
         for e in latest[:MOST_LINES]:
-            table.add_row(escape(cut(sections.label(run, e), 100)), said(e.quality, unit), said(e.quality_best, unit),
+            label = escape(printable(sections.label(run, e), 100))
+            table.add_row(label, said(e.quality, unit), said(e.quality_best, unit),
                           said(e.params, "count"), str(e.germinated), str(e.fossilized), str(e.pruned),
                           said(e.wall_s, "seconds"))  # fmt: skip
         parts.append(table)
@@ -76,7 +78,7 @@ def digest(run: RunSummary) -> Group:
             parts.append(f"[dim]and {len(latest) - MOST_LINES} more environments[/dim]")
     if phases := run.phases:
         whole = sum(p.wall_ms for p in phases) or 1.0
-        top = ", ".join(f"{escape(cut(p.name, 50))} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES])
+        top = ", ".join(f"{escape(printable(p.name, 50))} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES])
         parts.append(f"time: {top}")
     found = report.troubles(run)
     colour = {"error": "red", "warning": "yellow"}
@@ -89,7 +91,7 @@ def headline(run: RunSummary) -> str:
     facts = [run.status, run.about("task"), run.about("controller")]
     facts += [f"seed {run.about('seed')}"] if run.about("seed") is not None else []
     facts += [spoken(run.wall_s, "seconds")] if run.wall_s is not None else []
-    return escape(", ".join(cut(str(f), 200) for f in facts if f))
+    return escape(", ".join(printable(str(f), 200) for f in facts if f))
 
 
 def said(value: float | None, unit: str) -> str:

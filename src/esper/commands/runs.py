@@ -12,8 +12,8 @@ from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
-from esper.karn.texts import printable
 from esper.leyline.errors import ConfigError
+from esper.leyline.text import printable
 from esper.nissa.run import RunInfo, list_runs
 
 STYLES = {"running": "green", "failed": "red", "killed": "red", "unreadable": "red", "interrupted": "yellow"}

@@ -19,14 +19,14 @@ from rich.text import Text
 
 from esper.karn.outside import manifest_of
 from esper.karn.sql import Answer, Runs
-from esper.karn.texts import cut
 from esper.karn.views import PLACE_NOTES, catalogue
 from esper.leyline.errors import ConfigError
+from esper.leyline.text import cut, printable
 
 SHOWN_ROWS = 200
 """Rows of a table on the screen, unless asked otherwise. JSON and CSV have them all: half a file helps nobody."""
-LONGEST_CELL, MOST_ITEMS = 500, 100
-"""Of a table: characters of a cell, and values of a list in it. JSON and CSV have them all."""
+LONGEST_NAME, LONGEST_CELL, MOST_ITEMS = 100, 500, 100
+"""Of a table: characters of a column's name and of a cell, and values of a list in it. JSON and CSV have them all."""
 NUMBERS = ("INT", "DOUBLE", "FLOAT", "DECIMAL")
 NOTHING = "–"
 
@@ -56,7 +56,7 @@ def run_sql(
     try:
         with Runs(runs) as opened:
             for trouble in opened.troubles:
-                print(f"esper: {trouble}", file=sys.stderr)
+                print(f"esper: {printable(trouble)}", file=sys.stderr)
             show(opened.ask(query, limit=rows, timeout_s=timeout_s), as_json, as_csv, console)
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
@@ -69,7 +69,7 @@ def show(answer: Answer, as_json: bool, as_csv: bool, console: Console) -> None:
         print(json.dumps([dict(zip(names, map(jsonable, row), strict=True)) for row in answer.rows], indent=1))
     elif as_csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
-        writer.writerow(answer.columns)
+        writer.writerow([printable(name, None) for name in answer.columns])
         writer.writerows([csv_cell(value) for value in row] for row in answer.rows)
     else:
         show_answer(answer, console)
@@ -114,7 +114,7 @@ def show_answer(answer: Answer, console: Console) -> None:
         console.width = max(console.width, natural_width(table, console))
     console.print(table)
     if count < len(answer.columns):
-        left = ", ".join(answer.columns[count:])
+        left = printable(", ".join(answer.columns[count:]))
         console.print(Text(f"{len(answer.columns) - count} columns do not fit: {left}. Select the ones you want"))
     if answer.more:
         console.print(Text(f"{answer.more:,} more rows; --limit 0 shows all"))
@@ -128,7 +128,7 @@ def as_table(answer: Answer, count: int) -> Table:
     table = Table()
     for name, kind in list(zip(answer.columns, answer.types, strict=True))[:count]:
         is_number = any(word in kind for word in NUMBERS) and not kind.endswith("]") and "(VARCHAR" not in kind
-        table.add_column(Text(name), justify="right" if is_number else "left", no_wrap=True)
+        table.add_column(Text(printable(name, LONGEST_NAME)), justify="right" if is_number else "left", no_wrap=True)
     for row in answer.rows:
         table.add_row(*(Text(cell(value)) for value in row[:count]))
     return table
@@ -148,8 +148,7 @@ def cell(value: Any) -> str:
         pairs = [f"{cell(k)}: {cell(v)}" for k, v in islice(value.items(), MOST_ITEMS)]
         return cut("{" + ", ".join([*pairs, *_left(value)]) + "}", LONGEST_CELL)
     text = value if isinstance(value, str) else str(value)
-    lines = cut(text, LONGEST_CELL).splitlines()
-    return "\n".join("".join(c if c.isprintable() else " " for c in line) for line in lines)
+    return printable(text.strip("\n"), LONGEST_CELL, keep="\n")
 
 
 def _left(values: list[Any] | dict[Any, Any]) -> list[str]:
@@ -168,8 +167,10 @@ def jsonable(value: Any) -> Any:
 
 
 def csv_cell(value: Any) -> Any:
-    """Null is empty; what is no plain value is JSON."""
+    """Null is empty; what is no plain value is JSON; control characters but line ends and tabs are escaped."""
     value = jsonable(value)
+    if isinstance(value, str):
+        return printable(value, None, keep="\n\t")
     return json.dumps(value) if isinstance(value, (dict, list)) else value
 
 

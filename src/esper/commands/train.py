@@ -28,6 +28,7 @@ from esper.karn.summary import RunSummary
 from esper.leyline.errors import ConfigError, RunError, TrainingError
 from esper.leyline.events import RunStarted, spelled
 from esper.leyline.files import write_atomically
+from esper.leyline.text import printable
 from esper.nissa.journal import head
 from esper.nissa.run import MANIFEST, read_manifest
 from esper.recording import Run, record, record_beside, record_on, stoppable, terminable
@@ -48,6 +49,7 @@ from esper.simic.training.team import MEETING, Deserted, Team
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.policy_file import POLICY
 from esper.tolaria.checkpoint import Checkpoints, Saved
+from esper.tolaria.data.dataset import must_be_usable
 
 OPTION = {"simulated": "--sim"}
 """Options whose name is not that of their setting."""
@@ -89,6 +91,7 @@ def run_train(
     if show:
         print(json.dumps(as_tree(config), indent=1))
         return
+    must_be_usable(config.engine.device)
     torch.set_num_threads(config.threads)
     with terminable(), Workers(asked.workers) as workers:
         team = Team.join(workers.look_up if workers.leads else Parent().look_up)
@@ -143,7 +146,7 @@ def must_fit(saved: Saved, config: TrainConfig, ground: Ground, asked: Asked) ->
     if not asked.allow_inexact:
         must_be_exact(saved, config, ground)
     elif changed := differences(saved, config, ground):
-        print(f"esper: going on, but not bit for bit: {'; '.join(changed)}", file=sys.stderr)
+        print(f"esper: going on, but not bit for bit: {printable('; '.join(changed))}", file=sys.stderr)
 
 
 def read_or_rebuild(path: Path, saved: Saved | None) -> dict[str, Any]:
@@ -157,7 +160,7 @@ def read_or_rebuild(path: Path, saved: Saved | None) -> dict[str, Any]:
     task = "sim" if config.simulated else config.task
     warnings.warn(f"the manifest of {path} is lost or damaged; it is written anew from {saved.path.name}", stacklevel=2)
     rebuilt = {"run_id": path.absolute().name, "task": task, "status": "killed"} | manifest_of(config)
-    if begun := head(path):
+    if begun := [entry for entry in head(path) if entry.time_s >= 0]:
         rebuilt["started"] = datetime.fromtimestamp(begun[0].time_s, UTC).isoformat(timespec="milliseconds")
     write_atomically(path / MANIFEST, msgspec.json.encode(spelled(rebuilt)))
     return rebuilt

@@ -91,7 +91,8 @@ class Parent:
     """The process that started this rank: when it is gone, so is the run."""
 
     def __init__(self) -> None:
-        self.pid = int(os.environ.get(LEADER, os.getppid()))
+        leader = os.environ.get(LEADER, "")
+        self.pid = int(leader) if leader.isdecimal() and len(leader) < 10 else os.getppid()
 
     def look_up(self) -> None:
         if os.getppid() != self.pid:

@@ -11,9 +11,10 @@ import json
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from itertools import pairwise
 from typing import Any
+
+from esper.leyline.text import escape, printable
 
 Value = float | None
 Point = tuple[float, Value]
@@ -291,8 +292,8 @@ def _numbers(chart: Chart, x0: float, x1: float) -> dict[str, Any]:
     for s in chart.series:
         spread = {x: (hi - lo) / 2 for x, lo, hi in s.errors if lo is not None and hi is not None}
         row: dict[str, Any] = {
-            "name": s.name,
-            "key": s.key or s.name,
+            "name": printable(s.name, None, keep="\n"),
+            "key": printable(s.key or s.name, None, keep="\n"),  # as in `data-key`
             "c": s.colour % COLOURS,
             "x": [_round(x) for x, _ in s.points],
             "y": [_round(y) for _, y in s.points],

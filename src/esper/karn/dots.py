@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from math import sqrt
 
 from esper.karn.charts import spoken, ticks
+from esper.leyline.text import escape
 
 LEFT, WIDTH, ROW, TOP = 250, 560, 34, 56
 COLOURS = ("#0072b2", "#777777")  # the first row, and those it is compared with

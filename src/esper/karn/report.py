@@ -8,7 +8,6 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from html import escape
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from esper.karn.charts import Chart, Series, Value, legend, render, spoken
 from esper.karn.losses import missed_by_sinks
 from esper.karn.sql import run_names
 from esper.karn.summary import EpisodeLife, RunSummary
-from esper.karn.texts import cut, printable
 from esper.leyline.files import write_atomically
+from esper.leyline.text import cut, escape, printable
 
 PILL = {"finished": "good", "running": "", "failed": "bad", "killed": "bad", "interrupted": "warn"}
 GROWN = "grown"
@@ -177,7 +176,7 @@ def troubles(run: RunSummary) -> list[tuple[str, str]]:
     if watched:
         each = ", ".join(f"{alarm} {count} times" if count > 1 else alarm for alarm, count in watched.most_common(5))
         found.append(("warning", f"Governor: {sum(watched.values())} alarms that needed no rollback ({each})"))
-    return sorted(((severity, cut(text)) for severity, text in found), key=lambda each: each[0] != "error")
+    return sorted(((severity, printable(text)) for severity, text in found), key=lambda each: each[0] != "error")
 
 
 def words(health: Mapping[str, Any]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
-from html import escape
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -14,6 +13,7 @@ import numpy as np
 from esper.karn.charts import Chart, Series, Value, legend, render, spoken, whole_ticks, x_labels
 from esper.karn.summary import UNMEASURED, EpisodeLife, Interval, RunSummary, SlotLife
 from esper.leyline.stages import COOLING, GROWING, SeedStage
+from esper.leyline.text import escape
 
 MOST_LINES = 8
 """Environments drawn as lines of their own; beyond that, their mean and range."""

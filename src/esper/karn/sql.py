@@ -188,7 +188,7 @@ class Runs:
             insert into lines
             select line, place.seq, place.time_s, place.rank, place.kind, json
             from (select row_number() over () as line, json, json_transform(json, ?) as place
-                  from read_ndjson_objects(?, ignore_errors = true))
+                  from read_ndjson_objects(?, ignore_errors = true, maximum_object_size = 33_554_432))
             """,
             [json.dumps(PLACE | {"kind": "VARCHAR"}), [literal_path(file) for file in files]],
         )

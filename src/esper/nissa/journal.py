@@ -35,7 +35,7 @@ from esper.nissa.record import is_whole
 EVENTS = "events"
 CHUNK_BYTES = 1 << 17  # short-lived and within the cache: larger ones read slower
 TAIL_BYTES = 1 << 16
-MOST_LINE_BYTES = 16 << 20
+MOST_LINE_BYTES = 32 << 20
 """A longer line is damage: it is skipped, and never in memory as a whole."""
 MOST_REWIND_BYTES = 256 << 20
 """A longer segment is none of ours: the writer begins a new one long before."""

@@ -27,7 +27,7 @@ from esper.leyline.events import (
 )
 from esper.nissa.hub import NissaHub
 from esper.nissa.record import Record
-from esper.nissa.sinks.console import ConsoleSink, printable
+from esper.nissa.sinks.console import ConsoleSink
 from esper.nissa.sinks.tensorboard import Scalars, TensorBoardSink
 
 AT = {"env": 1, "episode": 0, "step": 4}
@@ -133,11 +133,6 @@ def test_odd_characters_do_no_harm(odd, encoding, terminal):
     assert "\x1b[2J" not in line
     if odd in ("[bold]x[/", ":smile:"):
         assert odd in line
-
-
-def test_printable_keeps_what_can_be_kept():
-    assert printable("a  b\nλ", "utf-8") == "a b λ"
-    assert printable("λ", "ascii") == "?"
 
 
 # TensorBoard ----------------------------------------------------------------------------------------------------

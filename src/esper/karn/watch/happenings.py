@@ -67,7 +67,7 @@ def event_text(model: WatchModel, kind: str, d: Mapping[str, Any], width: int = 
         forms = _lifecycle_forms(model, d)
         said = next((form for form in forms if cell_len(form) <= width), forms[-1])
         return said, TONES.get(_letter_of(text(d.get("now"))), "plain")
-    return _TEXTS[kind](model, d) if kind in _TEXTS else (kind.replace("_", " "), "dim")
+    return _TEXTS[kind](model, d) if kind in _TEXTS else (text(kind).replace("_", " "), "dim")
 
 
 def _run_started_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:

@@ -8,6 +8,8 @@ from typing import Generic, TypeVar
 
 from rich.cells import cell_len, set_cell_size
 
+from esper.leyline.text import printable
+
 Piece = tuple[str, str]
 """Some text and its tone."""
 Line = tuple[Piece, ...]
@@ -15,7 +17,7 @@ Row = TypeVar("Row")
 
 
 def plain(line: Line) -> str:
-    return "".join(said for said, _ in line).rstrip()
+    return printable("".join(said for said, _ in line), None).rstrip()
 
 
 def fit(said: str, width: int, *, right: bool = False, keep_end: bool = False) -> str:

@@ -10,8 +10,8 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
-from esper.karn.texts import cut
 from esper.leyline.stages import COOLING, GROWING, SeedStage
+from esper.leyline.text import printable
 from esper.nissa.journal import Entry
 
 Number = float | None
@@ -33,7 +33,7 @@ def whole(value: object, default: int = 0) -> int:
 
 
 def text(value: object) -> str:
-    return cut(value) if isinstance(value, str) else ""
+    return printable(value) if isinstance(value, str) else ""
 
 
 def items(value: object) -> list[Any]:

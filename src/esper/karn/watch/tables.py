@@ -191,7 +191,7 @@ def best_table(model: WatchModel, width: int) -> Table[dict[str, Any]]:
     def grown(d: dict[str, Any], w: int) -> Line:
         structure = d.get("structure")
         named = structure.items() if isinstance(structure, dict) else ()
-        return ((whole_words(", ".join(f"{s} {b}" for s, b in named) or "nothing", w), "plain"),)
+        return ((whole_words(", ".join(f"{text(s)} {text(b)}" for s, b in named) or "nothing", w), "plain"),)
 
     names = max((cell_len(text(d.get("name"))) for d in model.best), default=3)
     columns: list[Column[dict[str, Any]]] = [

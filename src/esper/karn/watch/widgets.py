@@ -14,6 +14,7 @@ from textual.scroll_view import ScrollView
 from textual.strip import Strip
 
 from esper.karn.watch.lines import Line
+from esper.leyline.text import printable
 
 STYLES = {
     "plain": Style(),
@@ -41,7 +42,7 @@ def strip(line: Line, width: int, is_cursor: bool) -> Strip:
     """A line as Textual draws it: one segment per change of tone, for the fewer there are, the less it costs."""
     base = GROUND + CURSOR if is_cursor else GROUND
     segments = [
-        Segment("".join(said for said, _ in pieces), base + STYLES[tone])
+        Segment(printable("".join(said for said, _ in pieces), None), base + STYLES[tone])
         for tone, pieces in groupby(line, key=lambda piece: piece[1])
     ]
     return Strip(segments).adjust_cell_length(width, base)

@@ -17,6 +17,7 @@ from esper.leyline.events import (
     RunStarted,
     Update,
 )
+from esper.leyline.text import printable
 from esper.nissa.record import Record
 
 if TYPE_CHECKING:
@@ -40,7 +41,8 @@ class ConsoleSink:
 
     def _print(self, text: str, style: str) -> None:
         console = self._console
-        text = printable(text, console.encoding)
+        text = printable(" ".join(text.split()))
+        text = text.encode(console.encoding, "replace").decode(console.encoding)
         if console.is_terminal:
             console.print(text, style=style, markup=False, highlight=False, emoji=False, soft_wrap=True)
         else:
@@ -55,13 +57,6 @@ def told(event: Event) -> tuple[str, str] | None:
     """The line for an event and its colour; None where a person would rather not be told."""
     tell = _TELLERS.get(type(event))
     return tell(event) if tell else None
-
-
-def printable(text: str, encoding: str) -> str:
-    """The text as one line that this encoding can hold: whatever a name or an error message contains."""
-    text = " ".join(text.split())
-    text = "".join(c if c.isprintable() else "?" for c in text)
-    return text.encode(encoding, "replace").decode(encoding)
 
 
 def _started(event: RunStarted) -> tuple[str, str]:

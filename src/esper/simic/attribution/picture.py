@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from html import escape
 from pathlib import Path
 
 import numpy as np
 
 from esper.leyline.errors import ConfigError
+from esper.leyline.text import escape
 from esper.simic.attribution.worth import Worth
 
 ROW, BAR, LEFT, WIDTH, CELL = 44, 13, 150, 360, 44

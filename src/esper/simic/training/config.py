@@ -18,6 +18,8 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import HEAD_OPTIONS, Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError, unknown_name
 from esper.leyline.events import level
+from esper.leyline.files import read_regular
+from esper.leyline.text import cut
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulated_worlds import SimConfig
@@ -29,6 +31,8 @@ TRAIN_WORLDS = 64
 HELD_OUT_FROM = 10_000
 """Worlds for training are 0 … 63; those that only an evaluation sees begin here."""
 MOST_THREADS = 1024
+MOST_BYTES = 1 << 20
+"""Of a config file."""
 
 FIXED = {"tempo": "STANDARD", "alpha_speed": "MEDIUM", "alpha_curve": "LINEAR"}
 
@@ -149,12 +153,14 @@ def load_config(
 
 def read_toml(file: Path) -> dict[str, Any]:
     try:
-        return tomllib.loads(file.read_text())
+        return tomllib.loads(read_regular(file, MOST_BYTES, follow=True).decode())
     except FileNotFoundError:
         raise ConfigError(f"there is no config file {file}") from None
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"cannot read config file {file}: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read config file {file}: {error}") from None
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
         raise ConfigError(f"{file} is not TOML: {error}") from None
 
 
@@ -171,7 +177,7 @@ def parse_set(text: str) -> dict[str, Any]:
         raise ConfigError(f"--set takes a.b=c, got {text!r}")
     try:
         parsed: Any = tomllib.loads(f"x = {value.strip()}")["x"]
-    except (tomllib.TOMLDecodeError, RecursionError):
+    except (ValueError, RecursionError):
         parsed = value.strip()
     for part in reversed(path.strip().split(".")):
         parsed = {part: parsed}
@@ -224,7 +230,7 @@ def _value(where: str, value: Any, kind: Any) -> Any:
         else:
             found = re.match("Expected `(.+?)`", str(error))
             asked = found[1].replace(" | null", " or none") if found else str(error)
-        raise ConfigError(f"{where} must be {asked}, got {value!r}") from None
+        raise ConfigError(f"{where} must be {asked}, got {cut(repr(value), 100)}") from None
 
 
 def defaults(field: msgspec.structs.FieldInfo) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterable
@@ -30,6 +31,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, TrainingError
+from esper.leyline.text import cut
 
 MEETING = "ESPER_TEAM"
 """The environment variable that tells a spawned rank who it is and where the others are met: rank/size/file."""
@@ -57,12 +59,20 @@ class Team:
         `look_up` is called while it waits for the others: it may raise.
         """
         if MEETING in os.environ:
-            rank, size, file = os.environ[MEETING].split("/", 2)
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-            return cls._meet(int(rank), int(size), f"file://{file}", look_up)
-        if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-            return cls._meet(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", look_up)
-        return cls()
+            return cls._meet(*_meeting(os.environ[MEETING]), look_up)
+        size = _from_environment("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
+        if size == 1:
+            return cls()
+        rank = _from_environment("RANK", 0)
+        if rank >= size:
+            raise ConfigError(f"RANK={rank} is none of WORLD_SIZE={size} ranks, which count from 0. {_WAY_OUT}")
+        for name in ("MASTER_ADDR", "MASTER_PORT"):
+            if not os.environ.get(name):
+                raise ConfigError(
+                    f"WORLD_SIZE={size} says that torchrun started this, but {name} is not set. {_WAY_OUT}"
+                )
+        return cls._meet(rank, size, "env://", look_up)
 
     @classmethod
     def _meet(cls, rank: int, size: int, where: str, look_up: Callable[[], None]) -> Team:
@@ -167,3 +177,26 @@ class Team:
             how(*args, **kwargs)
         except RuntimeError as error:
             raise Deserted(f"another process of this run has gone (noticed by rank {self.rank})") from error
+
+
+_WAY_OUT = "Start with torchrun, or unset WORLD_SIZE and RANK"
+
+
+def _from_environment(name: str, least: int) -> int:
+    """A whole number that torchrun put into the environment."""
+    text = os.environ.get(name)
+    if text is None:
+        raise ConfigError(f"WORLD_SIZE is set in the environment, but {name} is not. {_WAY_OUT}")
+    if not re.fullmatch(r"[0-9]{1,6}", text) or int(text) < least:
+        raise ConfigError(
+            f"{name} in the environment must be a whole number ≥ {least}, got {cut(text, 50)!r}. {_WAY_OUT}"
+        )
+    return int(text)
+
+
+def _meeting(text: str) -> tuple[int, int, str]:
+    """Rank, size and address of a spawned rank."""
+    match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})/(.+)", text)
+    if match is None:
+        raise ConfigError(f"{MEETING} is for `esper train --workers` alone, and says {cut(text, 100)!r}. Unset it")
+    return int(match[1]), int(match[2]), f"file://{match[3]}"

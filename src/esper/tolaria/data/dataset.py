@@ -102,14 +102,20 @@ class Dataset:
 
     def to(self, device: torch.device | str) -> Dataset:
         """The same data, resident on another device."""
-        try:
-            train, val, test = (Split(s.x.to(device), s.y.to(device)) for s in self.splits.values())
-        except (AssertionError, RuntimeError, NotImplementedError) as error:
-            said = str(error).splitlines()[0]
-            raise ConfigError(f"device {str(device)!r} cannot be used here: {said}. Set engine.device=cpu") from error
+        must_be_usable(device)
+        train, val, test = (Split(s.x.to(device), s.y.to(device)) for s in self.splits.values())
         if train.x.is_meta:
             raise ConfigError("device 'meta' holds no data: nothing can be trained on it. Set engine.device=cpu")
         return replace(self, train=train, val=val, test=test)
+
+
+def must_be_usable(device: torch.device | str) -> None:
+    """Refuse a device that this machine does not have."""
+    try:
+        torch.zeros(1, device=device)
+    except (AssertionError, RuntimeError, NotImplementedError) as error:
+        reason = str(error).splitlines()[0]
+        raise ConfigError(f"device {str(device)!r} cannot be used here: {reason}. Set engine.device=cpu") from error
 
 
 def checked(data: Dataset) -> Dataset:

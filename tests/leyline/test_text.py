@@ -1,0 +1,26 @@
+import pytest
+
+from esper.leyline.text import LONGEST, cut, escape, printable
+
+ACTING = {
+    "escape": "\x1b", "bell": "\x07", "line end": "\n", "return": "\r", "delete": "\x7f", "C1": "\x9b",
+    "bidirectional override": "\u202e", "isolate": "\u2066", "line separator": "\u2028", "zero width": "\u200b",
+    "byte order mark": "\ufeff", "lone surrogate": "\ud800", "tag": "\U000e0041",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ACTING)
+def test_a_character_that_acts_is_written_as_its_escape(name):
+    shown = printable(f"a{ACTING[name]}b")
+    assert shown.isprintable()
+    assert shown.startswith("a\\")
+    assert ACTING[name] not in escape(f"a{ACTING[name]}b") or name == "line end"
+
+
+def test_what_can_be_printed_stays_and_length_is_bounded():
+    assert printable("λ × 日本 é") == "λ × 日本 é"
+    assert printable("a\n\x1b", keep="\n") == "a\n\\x1b"
+    assert len(printable("x" * 10**7)) < LONGEST + 100
+    assert printable("x" * 10**4, None) == "x" * 10**4
+    assert cut("abcdef", 2) == "ab… (4 more characters)"
+    assert escape("<a\x1b>") == "&lt;a\\x1b&gt;"
