@@ -1,0 +1,56 @@
+"""What `make` installs, and that `make run` needs no more than that."""
+
+import subprocess
+import sys
+import tomllib
+
+import pytest
+
+from tests.support import ROOT
+
+CPU = "--extra-index-url https://download.pytorch.org/whl/cpu"
+
+
+@pytest.mark.parametrize(("target", "installed"), [("run", '-e "."'), ("test", '-e ".[dev]"'), ("lint", '-e ".[dev]"')])
+def test_make_run_installs_the_package_alone_and_other_targets_the_dev_extra(tmp_path, target, installed):
+    command = ["make", "-n", target, f"VENV={tmp_path / 'venv'}", f"PIP_ARGS={CPU}"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    (pip,) = [line for line in printed.splitlines() if "/bin/pip " in line]
+    assert pip.endswith(f"-c constraints.txt {CPU} {installed}")
+
+
+IMPORT_NAMES = {"pillow": "PIL", "pytest-xdist": "xdist", "sb3-contrib": "sb3_contrib"}
+
+
+def names_of_extras() -> set[str]:
+    """Import names of every package that only an extra asks for."""
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    packages = {entry.split(">=")[0] for entries in extras.values() for entry in entries if "[" not in entry}
+    return {IMPORT_NAMES.get(package, package) for package in packages}
+
+
+def test_train_and_its_report_need_none_of_the_optional_packages(tmp_path):
+    blocked = names_of_extras()
+    assert {"transformers", "duckdb", "playwright", "PIL"} <= blocked
+    code = f"""
+import sys
+sys.modules |= dict.fromkeys({sorted(blocked)!r})
+from esper.cli import main
+sys.exit(main())
+"""
+    tiny = [
+        "train",
+        "--preset",
+        "quick",
+        "--rounds",
+        "1",
+        "--envs",
+        "2",
+        "--epochs",
+        "4",
+        "--out",
+        str(tmp_path / "run"),
+    ]
+    done = subprocess.run([sys.executable, "-c", code, *tiny], capture_output=True, text=True, check=False, timeout=600)
+    assert done.returncode == 0, done.stderr
+    assert (tmp_path / "run" / "report.html").exists()
