@@ -31,7 +31,7 @@ QUALITY = {
 """Fractions, or the task's own unit: the convention of the module."""
 DIMENSIONLESS = {
     "val_loss", "train_loss", "test_loss", "policy_loss", "value_loss", "entropy_loss",
-    "reward", "reward_sum", "utility", "value", "return_mean", "return_sd",
+    "reward", "episode_return", "utility", "value", "return_mean", "return_sd",
     "alpha", "alphas", "log_prob", "entropy", "learnable", "kl", "clip_fraction",
     "ratio_min", "ratio_max", "ratio", "health",
     "explained_variance", "value_nrmse", "grad_norm", "norm", "lr", "multiply_adds", "counters", "limit",

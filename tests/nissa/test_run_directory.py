@@ -71,7 +71,7 @@ def test_a_new_run_has_a_manifest_before_anything_happens(tmp_path):
     manifest = on_disk(run)
     assert manifest == run.manifest
     assert manifest["status"] == "running"
-    assert manifest["schema"] == 1
+    assert manifest["schema"] == 2
     assert manifest["run_id"] == run.path.name
     assert manifest["pid"] == os.getpid()
     assert manifest["task"] == "digits"

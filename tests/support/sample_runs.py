@@ -40,7 +40,7 @@ class Journal:
         self.path, self.seq, self.time_s = path, 0, start_s
         (path / "events").mkdir(parents=True)
         first = {
-            "schema": 1,
+            "schema": 2,
             "run_id": path.name,
             "status": status,
             "started": "2025-11-15T22:16:40Z",
@@ -155,7 +155,7 @@ def grow_like(journal, env, name, *, episode=0, epochs=40, grows=True, skill=0.0
                           quality_best=best, test_quality=quality - 0.007, test_loss=0.7, twin_quality=0.53,
                           params=1_234 + 600 * len(alive), host_params=1_234, germinated=counts[S.GERMINATED],
                           fossilized=counts[S.FOSSILIZED], pruned=counts[S.PRUNED], structure=alive, wall_s=21.5,
-                          utility=quality - 0.55, reward_sum=quality - 0.5))  # fmt: skip
+                          utility=quality - 0.55, episode_return=quality - 0.5))  # fmt: skip
 
 
 def phases(journal, scale=1.0):

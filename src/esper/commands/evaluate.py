@@ -11,10 +11,11 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console
+from rich.console import Console, Group, RenderableType
 from rich.markup import escape
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
 
 from esper.commands import plainly
 from esper.karn.dots import dots
@@ -149,7 +150,7 @@ def run_eval(
     if as_json:
         print(json.dumps(facts, indent=1))
         return
-    console.print(results_table(played, config.simulated))
+    console.print(results_tables(played, config.simulated))
     if out is not None:
         plainly(console, f"left in {out}: eval.json, eval.svg")
 
@@ -198,20 +199,35 @@ def spread(values: Any) -> float:
     return float(np.std(values, ddof=1))
 
 
-def results_table(played: Sequence[Played], simulated: bool) -> Table:
-    """One row per contender; `lead` is how far the first is ahead of it, paired, with its 95 % interval."""
-    first = played[0]
-    table = Table(title=f"{len(first.worlds)} held-out worlds, the same for all; lead of the first row, paired, 95 %",
-                  box=None)  # fmt: skip
-    table.add_column("")
-    for name in (*([] if simulated else ["test accuracy", "lead"]), "U", "lead", "parameters", "multiply-adds"):
-        table.add_column(name, justify="right")
+def results_tables(played: Sequence[Played], simulated: bool) -> Group:
+    """What came out, one row per contender; `lead` is how far the first is ahead of it, world by world."""
+    first, worlds = played[0], len(played[0].worlds)
+    notes = (
+        f"{worlds} held-out worlds, the same for all. Lead: of the first row, mean difference world by world, with its "
+        "bootstrap 95 % interval over worlds; bold where the interval excludes 0."
+    )
+    parts: list[RenderableType] = []
+    if not simulated:
+        notes += f" Test accuracy: mean ± standard deviation over the {worlds} worlds; its lead is in points."
+        accuracy = contenders("test accuracy", "lead [95 %]")
+        for p in played:
+            mean = f"{p.test.mean():.1%} ± {100 * spread(p.test):.1f}"
+            accuracy.add_row(escape(p.name), mean, lead(first.test, p.test, p is first, 100, 1))
+        parts += [accuracy, ""]
+    utility = contenders("U", "lead [95 %]", "parameters", "multiply-adds")
     for p in played:
-        cells = [escape(p.name)]
-        if not simulated:
-            cells += [f"{p.test.mean():.1%} ± {100 * spread(p.test):.1f}", lead(first.test, p.test, p is first, 100, 1)]
-        cells += [f"{p.utility.mean():+.4f}", lead(first.utility, p.utility, p is first, 1, 4)]
-        table.add_row(*cells, f"{p.params.mean():,.0f}", f"{p.macs.mean():,.0f}")
+        sizes = f"{p.params.mean():,.0f}", f"{p.macs.mean():,.0f}"
+        gap = lead(first.utility, p.utility, p is first, 1, 4)
+        utility.add_row(escape(p.name), f"{p.utility.mean():+.4f}", gap, *sizes)
+    return Group(*parts, utility, Text(notes, "dim"))
+
+
+def contenders(*columns: str) -> Table:
+    """A table of contenders: numbers keep their line, names wrap where the terminal is narrow."""
+    table = Table(box=None, pad_edge=False)
+    table.add_column("", overflow="fold")
+    for name in columns:
+        table.add_column(name.replace("-", "-\n"), justify="right", no_wrap=True)
     return table
 
 

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import torch
 from rich.console import Console
+from rich.padding import Padding
 from rich.table import Table
+from rich.text import Text
 
+from esper.commands import plainly
 from esper.kasmina.blueprints import blueprints_for, cost
 from esper.kasmina.site import Layout, Site
 from esper.tolaria.engine import build_body
@@ -20,18 +23,21 @@ EMBEDDED = ("digits", "fashion", "moby")
 
 
 def list_tasks() -> None:
-    table = Table("task", "host", "parameters", "data", "slots", "epochs", "question", box=None, pad_edge=False)
+    """Print a row of facts per task and below it the question that it asks: both fit into 80 columns."""
+    rows = [("task", "host", "data", "parameters", "slots", "epochs")]
     for task in TASKS.values():
         with torch.device("meta"):
             size = sum(p.numel() for p in task.build_host(0).parameters())
         data = task.dataset if task.dataset in EMBEDDED else f"{task.dataset}*"
-        slots = str(len(task.slots))
-        table.add_row(task.name, task.host, f"{size:,}", data, slots, str(task.epochs), task.question)
-    for column in table.columns[:-1]:
-        column.no_wrap = True  # names are there to be copied
+        rows.append((task.name, task.host, data, f"{size:,}", str(len(task.slots)), str(task.epochs)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     console = Console()
-    console.print(table)
-    console.print("\n* from your own files: esper grow --task NAME --data DIR")
+    for row, question in zip(rows, ["", *(task.question for task in TASKS.values())], strict=True):
+        cells = [cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        plainly(console, "  ".join(cells).rstrip())
+        if question:
+            console.print(Padding(Text(question, "dim"), (0, 0, 0, 2), expand=False))
+    plainly(console, "\n* from your own files: esper grow --task NAME --data DIR")
 
 
 def list_blueprints(task_name: str | None) -> None:

@@ -21,8 +21,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from esper.commands import plainly
-from esper.commands.evaluate import Arena, results_table
+from esper.commands.evaluate import Arena, figures, results_tables
 from esper.commands.workers import Parent, Workers
+from esper.karn import held_out
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.leyline.errors import ConfigError, RunError, TrainingError
@@ -225,7 +226,8 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
         arena = Arena(config, data_root=asked.data_root, twins=run.path / "twins")
         worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
         played = arena.play_all([str(run.path), "heuristic", "schedule", "random", "none"], worlds, console)
-        console.print(results_table(played, config.simulated))
+        held_out.write(run.path, figures(played), config.rounds)
+        console.print(results_tables(played, config.simulated))
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
     plainly(console, f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)")
     plainly(console, f"report: {written}")
@@ -298,10 +300,10 @@ class Shown:
         self.console, self.rounds, self.done, self.start = console, config.rounds, done, time.monotonic()
         self.every = max(1, config.rounds // 12)
         self.bar = Progress(
-            TextColumn("round"), MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"),
-            TimeElapsedColumn(), TimeRemainingColumn(), console=console, disable=not console.is_terminal,
+            TextColumn("round"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.description}"),
+            TimeElapsedColumn(), TimeRemainingColumn(compact=True), console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("first round: twins are trained too", total=config.rounds, completed=done)
+        self.task = self.bar.add_task("first round: twins too", total=config.rounds, completed=done)
 
     def __enter__(self) -> Shown:
         self.bar.start()
@@ -311,14 +313,18 @@ class Shown:
         self.bar.stop()
 
     def round(self, told: Round) -> None:
+        update = told.update
+        short = f"return {said(update.return_mean, '+.4f')}"
+        quality = f"quality {told.quality.mean():.1%}"
         text = (
-            f"return {told.returns.mean():+.4f} ± {told.returns.std():.4f}  quality {told.quality.mean():.1%}  "
-            f"KL {said(told.update.kl, '.4f')}  value NRMSE {said(told.update.value_nrmse, '.2f')}"
+            f"{short} ± {said(update.return_sd, '.4f')} (sd over {len(told.returns)} episodes)  {quality}  "
+            f"KL {said(update.kl, '.4f')}  value NRMSE {said(update.value_nrmse, '.2f')}"
         )
-        if told.update.skipped:
-            text += f"  {told.update.skipped} updates were not finite and skipped"
+        if update.skipped:
+            text += f"  {update.skipped} updates were not finite and skipped"
+            short += f"  {update.skipped} skipped"
         self.done = told.number + 1
-        self.bar.update(self.task, completed=self.done, description=text)
+        self.bar.update(self.task, completed=self.done, description=f"{short}  {quality}")
         due = told.number % self.every == 0 or told.number == self.rounds - 1 or told.update.skipped
         if not self.console.is_terminal and due:
             spent = time.monotonic() - self.start
@@ -331,15 +337,17 @@ def said(value: float | None, form: str) -> str:
 
 def learning_table(trained: Trained) -> Table:
     """How returns and choices changed, in at most eight rows."""
-    table = Table("rounds", "return", "quality", "op entropy", "KL", "value NRMSE", title="Learning", box=None)
+    table = Table("rounds", "return ± se", "quality", "op entropy", "KL", "value NRMSE", box=None, pad_edge=False,
+                  title="Learning (± se: standard error over the rounds' episodes)")  # fmt: skip
     for group in np.array_split(np.arange(len(trained.rounds)), min(8, len(trained.rounds))):
         rounds = [trained.rounds[i] for i in group]
         returns = np.concatenate([r.returns for r in rounds])
         error = returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else float("nan")
         told = [mean_of([getattr(r.update, name) for r in rounds]) for name in ("kl", "value_nrmse")]
         entropy = mean_of([r.update.entropy["op"] for r in rounds])
+        numbers = f"{group[0] + 1}–{group[-1] + 1}" if len(group) > 1 else f"{group[0] + 1}"
         table.add_row(
-            f"{group[0] + 1}–{group[-1] + 1}", f"{returns.mean():+.4f} ± {error:.4f}",
+            numbers, f"{returns.mean():+.4f} ± {error:.4f}",
             f"{np.mean([r.quality.mean() for r in rounds]):.1%}", said(entropy, ".2f"), said(told[0], ".4f"),
             said(told[1], ".2f"),
         )  # fmt: skip

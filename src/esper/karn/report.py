@@ -14,6 +14,7 @@ from typing import Any
 
 from esper.karn import sections
 from esper.karn.charts import Chart, Series, Value, legend, render, spoken
+from esper.karn.held_out import held_out
 from esper.karn.losses import missed_by_sinks
 from esper.karn.sql import run_names
 from esper.karn.summary import EpisodeLife, RunSummary
@@ -57,8 +58,8 @@ def page(runs: Sequence[RunSummary]) -> str:
 
 def run_body(run: RunSummary, most: int = sections.MOST_VIEWS) -> str:
     return "".join((
-        health(run), sections.results(run), sections.curves(run), sections.rounds(run), sections.lives(run, most),
-        sections.updates(run), sections.phase_times(run), sections.records(run),
+        health(run), sections.results(run), held_out(run), sections.curves(run), sections.rounds(run),
+        sections.lives(run, most), sections.updates(run), sections.phase_times(run), sections.records(run),
     ))  # fmt: skip
 
 

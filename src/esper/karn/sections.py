@@ -108,7 +108,12 @@ def views(run: RunSummary) -> list[EpisodeLife]:
 
 def label(run: RunSummary, episode: EpisodeLife) -> str:
     several = any(len(env.episodes) > 1 for env in run.envs.values())
-    return f"{episode.name}, episode {episode.episode}" if several else episode.name
+    return f"{episode.name}, {episode_word(run)} {episode.episode}" if several else episode.name
+
+
+def episode_word(run: RunSummary) -> str:
+    """What an episode's number counts: in training, the rounds."""
+    return "round" if run.updates else "episode"
 
 
 @asked_often
@@ -250,7 +255,7 @@ def rounds(run: RunSummary) -> str:
     ended = [e for e in run.episodes if e.result is not None]
     if len({e.episode for e in ended}) < 2:
         return ""
-    unit, _ = units(run)
+    unit, word = units(run)[0], episode_word(run)
 
     def per_round(pick: Callable[[EpisodeLife], Value], name: str, colour: int, dash: str = "") -> Series:
         found: dict[int, list[float]] = {}
@@ -267,18 +272,20 @@ def rounds(run: RunSummary) -> str:
         return lambda e: (e.result or {}).get(key)
 
     charts = [
-        Chart("Quality at the end of each episode", [per_round(lambda e: e.quality, "grown", 0),
+        Chart(f"Quality at the end of each {word}", [per_round(lambda e: e.quality, "grown", 0),
               per_round(told("twin_quality"), "same worlds without growth", 7, "dash")],
-              "Mean over environments; the band spans the worst and the best.", unit, "episode", height=240,
+              "Mean over environments; the band spans the worst and the best.", unit, word, height=240,
               legend=True),
         Chart("Parameters at the end", [per_round(lambda e: e.params, "parameters", 2)], unit="count",
-              x_name="episode", height=170),
-        Chart("Seeds per episode", [per_round(lambda e: e.germinated, "germinated", 5),
+              x_name=word, height=170),
+        Chart(f"Seeds per {word}", [per_round(lambda e: e.germinated, "germinated", 5),
               per_round(lambda e: e.fossilized, "committed", 2), per_round(lambda e: e.pruned, "pruned", 7)],
-              "Mean over environments.", x_name="episode", height=170, zero=True, legend=True),
+              "Mean over environments.", x_name=word, height=170, zero=True, legend=True),
     ]  # fmt: skip
     first, *rest = [render(c) for c in charts]
-    return section("Episode by episode", "", f'<div class="grid2"><div class="wide">{first}</div>{"".join(rest)}</div>')
+    return section(
+        f"{word.capitalize()} by {word}", "", f'<div class="grid2"><div class="wide">{first}</div>{"".join(rest)}</div>'
+    )
 
 
 # -- the lives of seeds
@@ -477,7 +484,9 @@ def updates(run: RunSummary) -> str:
         for i, h in enumerate(heads)
     ]
     charts = [
-        Chart("Return", [line("return_mean", "mean return", 0, "return_sd")], "Mean over episodes ± 1 sd."),
+        Chart("Return", [line("return_mean", "mean return", 0, "return_sd")],
+              "The sum of an episode's rewards: mean over the round's episodes. Band: ± 1 standard deviation over "
+              "episodes."),
         Chart("How far an update moved the policy (KL)", [line("kl", "KL", 1)], zero=True, marks=[(0.03, "too far")]),
         Chart("Share of actions clipped", [line("clip_fraction", "clip fraction", 4)], unit="percent", zero=True),
         Chart("What the critic explains", [line("explained_variance", "explained variance", 2)],
@@ -563,7 +572,7 @@ def records(run: RunSummary) -> str:
             for e, d in moves[:MOST_ROWS]
         ]  # fmt: skip
         heads = ("environment", "epoch", "slot", "blueprint", "moved", "cause", "epochs before", "parameters", "alpha",
-                 "contribution")  # fmt: skip
+                 "contribution ± standard error")  # fmt: skip
         body += folded("Moves between stages", len(rows), sum(len(e.lifecycle) for e in run.episodes),
                        table(heads, rows, right=(1, 6, 7, 8, 9), caption="Moves between stages"))  # fmt: skip
     return section("What was decided, and what followed", "", body)

@@ -37,6 +37,11 @@ def seed_macs(table: SlotTable, slot_macs: Ints) -> Ints:
     return np.asarray(price * has_say)
 
 
+def network_params(table: SlotTable, host_params: int) -> Ints:
+    """[E] parameters of the host and of every seed that has a say: of the network that an export holds."""
+    return np.asarray(host_params + (table.params * _HAS_SAY[table.stage]).sum(axis=1))
+
+
 def live_costs(table: SlotTable, prices: Priced) -> tuple[Ints, Ints]:
     """Parameters [E] and multiply-adds [E] of host and seeds together.
 

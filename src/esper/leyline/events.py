@@ -22,7 +22,7 @@ import msgspec
 
 from esper.leyline.errors import unknown_name
 
-SCHEMA = 1
+SCHEMA = 2
 """Raised when the meaning of a field changes; readers of an older schema still read what they know."""
 Number = float | None
 """A measurement: None where nothing was measured."""
@@ -96,6 +96,7 @@ class Step(Event, frozen=True, kw_only=True):
 
     env: int
     episode: int
+    """Counted from 1 in every environment; in `esper train` it is the round."""
     step: int
     """Epochs trained in this episode, this one included."""
     world: int
@@ -111,6 +112,7 @@ class Step(Event, frozen=True, kw_only=True):
     value: Number = None
     """What the critic expected before the step."""
     params: int
+    """Of host and seeds, those in training too."""
     stages: tuple[int, ...]
     """`SeedStage` of every slot, in the order of the run's slots."""
     alphas: tuple[float, ...]
@@ -211,6 +213,7 @@ class Update(Event, frozen=True, kw_only=True):
     """One PPO update."""
 
     round: int
+    """The round that it learnt from, counted from 1."""
     epochs: int
     """Passes over the rollout before the target KL stopped it."""
     minibatches: int
@@ -232,7 +235,9 @@ class Update(Event, frozen=True, kw_only=True):
     learnable: dict[str, Number] = {}
     """Per head: share of steps on which it had a choice that mattered."""
     return_mean: Number = None
+    """Mean return of the round's episodes. A return is the undiscounted sum of one episode's rewards."""
     return_sd: Number = None
+    """Standard deviation of the return over the round's episodes; null where there is one episode."""
     wall_ms: Number = None
 
 
@@ -251,8 +256,10 @@ class Episode(Event, frozen=True, kw_only=True):
     twin_quality: Number = None
     """Of the same world without growth."""
     utility: Number = None
-    reward_sum: Number = None
+    episode_return: Number = None
+    """The undiscounted sum of its rewards."""
     params: int
+    """Of the network at the end, as an export holds it: a seed still in training is no part of it."""
     host_params: int
     multiply_adds: Number = None
     germinated: int
@@ -260,7 +267,7 @@ class Episode(Event, frozen=True, kw_only=True):
     pruned: int
     rollbacks: int = 0
     structure: dict[str, str]
-    """Slot → blueprint of what was alive at the end."""
+    """Slot → blueprint of every seed that is part of the network at the end."""
     wall_s: Number = None
 
 
@@ -284,6 +291,7 @@ class Checkpoint(Event, frozen=True, kw_only=True):
     """Relative to the run directory."""
     reason: str
     round: int | None = None
+    """Rounds completed before it was written: the number of the last one; 0 before the first."""
     size_bytes: int
     write_ms: Number = None
     """Null where a run went on from it and did not write it."""

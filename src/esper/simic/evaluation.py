@@ -21,7 +21,7 @@ import numpy as np
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.lifecycle import legal
 from esper.leyline.actions import Operator
-from esper.leyline.costs import live_costs
+from esper.leyline.costs import live_costs, network_params
 from esper.leyline.slot_table import Floats
 from esper.leyline.stages import SeedStage
 from esper.simic.ground import Ground, HostGround
@@ -45,7 +45,7 @@ class Played:
     worlds: list[int]
     quality: Floats  # [W] on the validation split, at the end
     test: Floats  # [W] on the test split
-    params: Floats  # [W]
+    params: Floats  # [W] of the network that an export holds
     macs: Floats  # [W] multiply-adds on one sample
     utility: Floats  # [W]
     structures: list[Structure] = field(default_factory=list)
@@ -109,7 +109,7 @@ def play(
 def judged(ground: Ground, reward: RewardConfig, name: str) -> Played:
     """How the environments of a ground stand now."""
     frame = Frame.of(ground.table, ground.context, ground.twin_quality)
-    params, macs = live_costs(ground.table, ground.context)
+    params, macs = network_params(ground.table, ground.context.host_params), live_costs(ground.table, ground.context)[1]
     test, structures = np.full(len(frame.quality), np.nan), []
     if isinstance(ground, HostGround):
         engine = ground.engine

@@ -70,7 +70,7 @@ def test_one_screen_shows_the_run_its_environments_slots_and_events(finished, si
     assert len(rows) == size[1]
     assert rows[0].startswith(" FINISHED    digits by tamiyo")
     assert rows[2] == "ALL CLEAR"
-    for word in ("ENV", "digits/3", "SLOT", "r0c2", "EVENTS", "run finished", "PPO 1", "OPS", "BEST"):
+    for word in ("ENV", "digits/3", "SLOT", "r0c2", "EVENTS", "run finished", "PPO round 1", "OPS", "BEST"):
         assert word in text, word
     assert rows[-1].startswith("q quit")
 

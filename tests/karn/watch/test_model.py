@@ -332,7 +332,7 @@ def test_where_words_are_cut_the_worth_of_a_seed_stays(width):
                      contribution_se=0.004)  # fmt: skip
     model = model_of(started(envs=1, slots=2, names=["same structure from step 0"]), move)
     line = plain(event_line(model, model.happenings[-1], width))
-    assert line.endswith("HOLDING, +1.2 ± 0.4" + " (rules)" * (width >= 100))
+    assert line.endswith("HOLDING, +1.2 ± 0.4 se" + " (rules)" * (width >= 100))
     assert cell_len(line) <= width
 
 
@@ -382,11 +382,13 @@ def test_the_worst_comes_first_and_what_does_not_fit_is_counted():
     assert line.endswith("+1 more")
 
 
-def test_an_alarm_long_past_is_a_note_beside_the_all_clear():
+def test_past_alarm_is_a_note_and_the_run_is_not_called_all_clear():
     alarm = Governor(env=0, episode=0, step=3, alarm="loss_spike", action="rolled back")
     model = model_of(small_run(), alarm, *(step(t=t) for t in range(4, 200)), apart=1.0)
 
-    assert plain(views.anomaly(model, model.last_s, 100)).startswith("ALL CLEAR   governor: 1 alarm")
+    line = plain(views.anomaly(model, model.last_s, 100))
+    assert line.startswith("NOTES   governor: 1 alarm")
+    assert "ALL CLEAR" not in line
 
 
 # words

@@ -72,7 +72,9 @@ TOLD = {
     ),
     "env 1 episode 0 done: quality nan, without growth 0.25, 120 parameters (host 100), "
     "3 germinated, 1 kept, 2 pruned": EPISODE,
-    "update 2: policy 0.5 value 0.5 kl 0.5, return 1.5, 1 minibatches skipped": update(2, skipped=1, return_mean=1.5),
+    "round 2 update: policy 0.5 value 0.5 kl 0.5, mean return 1.5, 1 minibatches skipped": update(
+        2, skipped=1, return_mean=1.5
+    ),
     "checkpoint checkpoints/a (best, 1.0 MiB)": Checkpoint(
         path="checkpoints/a", reason="best", size_bytes=2**20, write_ms=1.0
     ),

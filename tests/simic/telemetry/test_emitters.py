@@ -211,7 +211,7 @@ def test_episodes_are_counted_and_begin_with_empty_slots():
     del hub[:]
     emit.step(fresh, asked, apply(fresh, asked, LIVELY))
     assert hub.of(events.Lifecycle) == []
-    assert [(s.episode, s.world) for s in hub.of(events.Step)] == [(1, 7), (1, 8)]
+    assert [(s.episode, s.world) for s in hub.of(events.Step)] == [(2, 7), (2, 8)]
 
 
 def test_nobody_listening_costs_no_event():

@@ -279,14 +279,14 @@ def test_every_kind_of_event_is_said_and_can_be_read_again(tmp_path: Path) -> No
     assert kinds - OF_OTHERS == OF_A_LOOP
     steps = [e for e in found if isinstance(e, events.Step)]
     assert len(steps) == trained.env_steps == 2 * 4 * 24
-    assert {e.episode for e in steps} == {0, 1}
+    assert {e.episode for e in steps} == {1, 2}
     assert len([e for e in found if isinstance(e, events.Decision)]) == len(steps)  # at debug: waiting too
     ends = [e for e in found if isinstance(e, events.Episode)]
     told = np.concatenate([r.returns for r in trained.rounds])
-    assert [e.reward_sum for e in ends] == pytest.approx(told)
+    assert [e.episode_return for e in ends] == pytest.approx(told)
     for end in ends:
         paid = [s.reward for s in steps if (s.env, s.episode) == (end.env, end.episode)]
-        assert sum(p for p in paid if p is not None) == pytest.approx(end.reward_sum, abs=1e-5)
+        assert sum(p for p in paid if p is not None) == pytest.approx(end.episode_return, abs=1e-5)
         assert end.twin_quality is not None
     assert {e.phase for e in found if isinstance(e, events.PhaseProfile)} >= {
         "train", "validate", "coalitions", "worth", "twins", "features", "policy", "update", "telemetry"

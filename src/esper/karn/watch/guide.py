@@ -20,6 +20,7 @@ STATES = (
     ("FINISHED FAILED INTERRUPTED", "how the run says that it ended"),
     ("KILLED", "it has no end, and no process owns it"),
     ("WAITING", "nothing has been written yet"),
+    ("ALL CLEAR", "no alarm now and none before; NOTES: alarms that are past, or harmless gaps in the journal"),
 )
 STAGES = (
     ("·", "empty: no seed"),
@@ -38,7 +39,7 @@ GLOSSARY = (
     ("quality", "on the validation split, in percent if it is a fraction; COMMIT: with every live seed off"),
     ("CONTRIB", "quality with the seed minus without it, in points, ± its standard error; of a fossil: what would be "
                 "lost now. Coloured where it exceeds two standard errors"),
-    ("PROSPECT", "what a training seed would add at alpha 1"),
+    ("PROSPECT", "what a training seed would add at alpha 1; SE is the standard error, as in every column"),
     ("SHAPLEY, SOLO", "its fair share of what all seeds bring; what it brings alone"),
     ("HEALTH", "of its gradients: 1 is healthy, 0 is dead or exploding"),
     ("AGE", "steps in this stage"),
@@ -50,6 +51,8 @@ GLOSSARY = (
     ("TWIN", "quality minus that of the same world without growth"),
     ("KL, clip", "how far an update moved the policy; the share of ratios that were clipped"),
     ("entropy", "per head, over free steps: 1 is undecided, below 0.1 it no longer explores"),
+    ("return", "the sum of an episode's rewards; shown is the mean over the round's episodes ± their standard "
+               "deviation (sd)"),
     ("NRMSE", "error of the critic over the spread of returns: below 1 it predicts something"),
     ("–", "not measured. NaN and inf are measured, and trouble"),
 )  # fmt: skip

@@ -86,7 +86,8 @@ def _lifecycle_forms(model: WatchModel, d: Mapping[str, Any]) -> list[str]:
     slot, blueprint, was, now, by = (text(d.get(k)) for k in ("slot", "blueprint", "was", "now", "cause"))
     worth = ""
     if number(d.get("contribution")) is not None:
-        worth = ", " + points(number(d.get("contribution")), number(d.get("contribution_se")), model.is_percent)
+        error = number(d.get("contribution_se"))
+        worth = ", " + points(number(d.get("contribution")), error, model.is_percent) + " se" * (error is not None)
     move = f"{was} → {now}{worth}"
     return [
         *([f"{slot} {blueprint}: {move} ({by})"] if by else []),
@@ -141,10 +142,10 @@ def _checkpoint_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]
 
 
 def _update_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
-    said = f"PPO update {whole(d.get('round'))}: KL {short(number(d.get('kl')))}"
+    said = f"PPO update of round {whole(d.get('round'))}: KL {short(number(d.get('kl')))}"
     said += f", clip {short(number(d.get('clip_fraction')))}"
     mean = number(d.get("return_mean"))
-    return said + (f", return {short(mean)}" if mean is not None else ""), "note"
+    return said + (f", mean return {short(mean)}" if mean is not None else ""), "note"
 
 
 _TEXTS = {

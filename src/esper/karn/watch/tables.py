@@ -145,7 +145,7 @@ def slot_table(model: WatchModel, env: EnvState | None, width: int) -> Table[Slo
         Column("BLUEPRINT", 10, lambda s, w: ((s.blueprint or NONE, "plain" if s.blueprint else "dim"),), grow=6),
         Column("ALPHA", 11, alpha_cell, grow=10),
         Column("CONTRIB ± SE", 12, worth_cell("contribution"), right=True, grow=2),
-        Column("PROSPECT", 10, worth_cell("prospect"), right=True, grow=2, drop=2),
+        Column("PROSPECT ± SE", 13, worth_cell("prospect"), right=True, drop=2),
         Column("HEALTH", 6, health_cell, right=True, drop=1),
         Column("AGE", 4, age_cell, right=True),
         Column("SHAPLEY ± SE", 12, worth_cell("shapley"), right=True, drop=4),

@@ -60,15 +60,15 @@ def rate(value: Number) -> str:
 
 
 def anomaly(model: WatchModel, now: float, width: int) -> Line:
-    """ALL CLEAR, or what is wrong, the worst first; what does not fit is counted."""
+    """What is wrong, the worst first; else notes of what is past or harmless; ALL CLEAR where there is neither."""
     found = judge.alarms(model, now)
     wrong = [a for a in found if a.tone != "note"]
     notes = [a for a in found if a.tone == "note"]
     if model.events == 0:
         return (("no events yet", "dim"),)
-    line: list[Piece] = [] if wrong else [("ALL CLEAR", "good")]
     shown = wrong or notes
-    used = 0 if wrong else 9
+    line: list[Piece] = [] if wrong else [("NOTES", "note")] if notes else [("ALL CLEAR", "good")]
+    used = sum(cell_len(said) for said, _ in line)
     for i, alarm in enumerate(shown):
         left = f"  +{len(shown) - i - 1} more" if i + 1 < len(shown) else ""
         gap = "   " if line else ""
@@ -97,9 +97,9 @@ def ppo_line(model: WatchModel, width: int) -> Line:
     for head, value in sorted(numbers(u.get("entropy")).items(), key=lambda kv: kv[0] != "op"):
         entropy += [(f" {head} ", "dim"), (short(value, 2), "warn" if head in flat else "plain")]
     spread = number(u.get("return_sd"))
-    around: list[Piece] = [] if spread is None else [(f" ± {short(spread, 2)}", "dim")]
+    around: list[Piece] = [] if spread is None else [(f" ± {short(spread, 2)} sd", "dim")]
     parts: list[list[Piece]] = [
-        [(f"PPO {whole(u.get('round'))}", "strong")],
+        [(f"PPO round {whole(u.get('round'))}", "strong")],
         part("KL", number(u.get("kl")), judge.KL_LIMIT),
         part("clip", number(u.get("clip_fraction")), judge.CLIP_LIMIT),
         entropy if width >= 110 else entropy[:3],

@@ -96,8 +96,8 @@ def _episode(event: Episode) -> tuple[str, str]:
 def _update(event: Update) -> tuple[str, str]:
     losses = f"policy {_number(event.policy_loss)} value {_number(event.value_loss)}"
     skipped = f", {event.skipped} minibatches skipped" if event.skipped else ""
-    gain = "" if event.return_mean is None else f", return {_number(event.return_mean)}"
-    return f"update {event.round}: {losses} kl {_number(event.kl)}{gain}{skipped}", "blue"
+    gain = "" if event.return_mean is None else f", mean return {_number(event.return_mean)}"
+    return f"round {event.round} update: {losses} kl {_number(event.kl)}{gain}{skipped}", "blue"
 
 
 def _checkpoint(event: Checkpoint) -> tuple[str, str]:

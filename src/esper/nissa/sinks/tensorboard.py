@@ -18,7 +18,16 @@ from esper.nissa.record import Record
 
 STEP_FIELDS = ("quality", "committed_quality", "val_loss", "train_loss", "reward", "utility", "value", "params")
 WORTH_FIELDS = ("contribution", "solo", "shapley", "interaction", "prospect")
-EPISODE_FIELDS = ("quality", "test_quality", "twin_quality", "utility", "reward_sum", "params", "fossilized", "pruned")
+EPISODE_FIELDS = (
+    "quality",
+    "test_quality",
+    "twin_quality",
+    "utility",
+    "episode_return",
+    "params",
+    "fossilized",
+    "pruned",
+)
 HEAD_FIELDS = ("entropy", "learnable")  # of an update: one value per head
 
 

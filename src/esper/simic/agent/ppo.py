@@ -146,7 +146,7 @@ class PPO:
             tally.skipped += 1
         self._judge(tally)
         self.round += 1
-        return self._told(tally, critic, returns[valid], passes, (time.perf_counter() - start) * 1e3)
+        return self._told(tally, critic, passes, (time.perf_counter() - start) * 1e3)
 
     def _step(self, batch: Minibatch, tally: Tally) -> None:
         """One minibatch: losses, a clipped gradient step, and what they say. What is not finite is left out."""
@@ -174,12 +174,10 @@ class PPO:
                 "not finite, or lower ppo.lr"
             )
 
-    def _told(
-        self, tally: Tally, critic: tuple[Number, Number], returns: Tensor, passes: int, wall_ms: float
-    ) -> Update:
+    def _told(self, tally: Tally, critic: tuple[Number, Number], passes: int, wall_ms: float) -> Update:
         m = tally.mean
         return Update(
-            round=self.round - 1,
+            round=self.round,
             epochs=passes,
             minibatches=tally.count,
             policy_loss=m("policy_loss"),
@@ -196,8 +194,6 @@ class PPO:
             skipped=tally.skipped,
             entropy={h.name.lower(): m(f"entropy_{h.name}") for h in Head},
             learnable={h.name.lower(): m(f"learnable_{h.name}") for h in Head},
-            return_mean=float(returns.mean()) if returns.numel() else None,
-            return_sd=float(returns.std()) if returns.numel() > 1 else None,
             wall_ms=wall_ms,
         )
 

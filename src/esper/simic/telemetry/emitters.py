@@ -27,6 +27,7 @@ from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.lifecycle import Outcome
 from esper.leyline import events
 from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
+from esper.leyline.costs import network_params
 from esper.leyline.errors import UnknownNameError
 from esper.leyline.events import Emits, Event, Level, Number
 from esper.leyline.phases import Phases
@@ -112,7 +113,7 @@ class TelemetryEmitter:
         self.hub, self.slots, self.worlds, self.host_params = hub, tuple(slots), list(worlds), host_params
         self.envs = list(range(len(self.worlds))) if envs is None else list(envs)
         self.level, self.leads, self._clock, self._profiled = level, leads, clock, -math.inf
-        self._episode = [0] * len(self.envs)
+        self._episode = [1] * len(self.envs)
         self._before: SlotTable | None = None
         self._counts = np.zeros((len(self.envs), 3), dtype=np.int64)  # germinated, fossilised, pruned
 
@@ -341,6 +342,7 @@ class TelemetryEmitter:
         if not self.hub.wants(events.Episode):
             return
         alive = (table.stage >= SeedStage.BLENDING) & (table.stage <= SeedStage.FOSSILIZED)
+        params = network_params(table, self.host_params).tolist()
         for e in range(len(self.envs)):
             germinated, fossilized, pruned = self._counts[e].tolist()
             structure = {self.slots[s]: blueprint_name(int(table.blueprint[e, s])) for s in np.nonzero(alive[e])[0]}
@@ -354,7 +356,7 @@ class TelemetryEmitter:
                     steps=int(table.step[e]),
                     quality=float(table.quality[e]),
                     quality_best=known(table.quality_best_env[e]),
-                    params=int(self.host_params + table.params[e].sum()),
+                    params=params[e],
                     host_params=self.host_params,
                     germinated=germinated,
                     fossilized=fossilized,

@@ -52,7 +52,8 @@ class Round:
     """How one round went, for whoever looks on."""
 
     number: int
-    returns: Floats  # [E] sums of rewards
+    """Counted from 0; whatever is shown or recorded counts from 1."""
+    returns: Floats  # [E] the undiscounted sum of each episode's rewards
     utility: Floats  # [E] at the end
     quality: Floats  # [E] at the end
     update: Update

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.chance import random_bits, uniform, world_keys
-from esper.leyline.events import Emits, Silence, level
+from esper.leyline.events import Emits, Silence, Update, level
 from esper.leyline.phases import Phases
 from esper.leyline.seeding import derive_seed
 from esper.leyline.slot_table import Floats, Ints
@@ -85,7 +85,7 @@ def train_ppo_vectorized(
 
     for number in range(learner.done, config.rounds):
         obs, info = env.reset()
-        emit.begin(env.ground.worlds, episode=number)
+        emit.begin(env.ground.worlds, episode=number + 1)
         buffer.reset()
         hidden = network.initial(E)  # a round is one episode per environment: none begins within it
         luck = chances(config.seed, number, round_worlds(config, number), env.horizon)
@@ -116,11 +116,11 @@ def train_ppo_vectorized(
             ends = {"returns": earned, "utility": info["utility"], "quality": info["quality"]}
             ends = {name: team.whole(rows, E) for name, rows in ends.items()}
         with phases("update"):
-            told = learner.ppo.update(buffer.finish(), learner.shuffle)
+            told = with_returns(learner.ppo.update(buffer.finish(), learner.shuffle), ends["returns"])
         with phases("telemetry"):
             emit.say(told)
             emit.episode(
-                env.ground.table, [f"env {e}" for e in range(E)[mine]], reward_sum=earned.tolist(),
+                env.ground.table, [f"env {e}" for e in range(E)[mine]], episode_return=earned.tolist(),
                 utility=info["utility"].tolist(), twin_quality=env.frame.twin_quality.tolist(),
                 multiply_adds=env.frame.macs.tolist(),
             )  # fmt: skip
@@ -128,7 +128,7 @@ def train_ppo_vectorized(
         trained.rounds.append(Round(number=number, update=told, **ends))
         trained.env_steps += E * env.horizon
         with phases("checkpoint"):
-            keeper.offer(env.ground, ends["utility"], number)
+            keeper.offer(env.ground, ends["utility"], number + 1)
             team.agree(learner.digest, "what the ranks learnt")
             keeper.keep(learner, env.ground)
         on_round(trained.rounds[-1])
@@ -188,6 +188,12 @@ def chances(seed: int, number: int, worlds: Sequence[int], steps: int) -> Tensor
     keys, purpose = world_keys(worlds), f"choices {seed} {number}"
     bits = [random_bits(keys, purpose, counters, np.full(len(worlds), step)) for step in range(steps)]
     return torch.from_numpy(uniform(np.array(bits)))
+
+
+def with_returns(update: Update, returns: Floats) -> Update:
+    """Add the mean and the standard deviation of a round's returns [E], one per episode."""
+    spread = float(returns.std(ddof=1)) if len(returns) > 1 else None
+    return msgspec.structs.replace(update, return_mean=float(returns.mean()), return_sd=spread)
 
 
 def thoughts(choice: Choice, mine: slice, paid: Floats, worth: Floats) -> Mind:

@@ -1,0 +1,135 @@
+"""The comparison with other controllers in held-out worlds that `esper train` leaves in a run directory, and its table.
+
+The file comes from outside: it is checked against the types below before anything of it is shown.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from html import escape
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from esper.karn.charts import spoken
+from esper.karn.sections import cell, section, table
+from esper.karn.summary import RunSummary
+from esper.karn.texts import cut, printable
+from esper.leyline.files import write_atomically
+
+HELD_OUT = "held_out.json"
+MOST_BYTES = 1 << 22
+"""A comparison of 8 controllers in 64 worlds takes 50 kB; a larger file is none of ours."""
+
+
+class Figure(msgspec.Struct, frozen=True):
+    """One quantity over the worlds."""
+
+    mean: float
+    sd: float
+    """Standard deviation over worlds."""
+
+
+class Lead(msgspec.Struct, frozen=True):
+    """How far the first row is ahead: the mean difference world by world, and its bootstrap 95 % interval."""
+
+    mean: float
+    low: float
+    high: float
+
+    @property
+    def is_sure(self) -> bool:
+        """Whether the interval lies on one side of 0."""
+        return self.low > 0 or self.high < 0
+
+
+class Row(msgspec.Struct, frozen=True):
+    """One controller. None: this kind of host has no such figure."""
+
+    name: str
+    test: Figure | None = None
+    utility: Figure | None = None
+    params: Figure | None = None
+    macs: Figure | None = None
+    test_lead: Lead | None = None
+    utility_lead: Lead | None = None
+
+
+class HeldOut(msgspec.Struct, frozen=True):
+    """The whole comparison."""
+
+    worlds: list[int]
+    rows: list[Row]
+    rounds: int | None = None
+    """Rounds of training behind the policy that was compared."""
+
+
+def write(run: Path, figures: Mapping[str, Any], rounds: int) -> Path:
+    """Write the comparison into the run directory, in place of an earlier one."""
+    path = run / HELD_OUT
+    write_atomically(path, msgspec.json.format(msgspec.json.encode({"rounds": rounds, **figures}), indent=1) + b"\n")
+    return path
+
+
+def read(run: Path) -> tuple[HeldOut | None, str | None]:
+    """The comparison in a run directory, and what is wrong with it; None and None where there is none."""
+    path = run / HELD_OUT
+    try:
+        if not path.is_file() or path.is_symlink():
+            return None, None
+        with path.open("rb") as file:
+            content = file.read(MOST_BYTES + 1)
+        if len(content) > MOST_BYTES:
+            return None, f"{path} has more than {MOST_BYTES} bytes"
+        return msgspec.json.decode(content, type=HeldOut), None
+    except (OSError, ValueError, RecursionError) as error:
+        return None, f"{path} cannot be read: {error}"
+
+
+def held_out(run: RunSummary) -> str:
+    """The section of the report."""
+    found, damage = read(run.path)
+    if damage is not None:
+        return section("Held-out comparison", "", f'<p class="none">{escape(cut(printable(damage)))}</p>')
+    if found is None or not found.rows:
+        return ""
+    has_test = any(row.test is not None for row in found.rows)
+    heads = ["controller", *(["test accuracy", "lead of the first row"] if has_test else []), "utility U",
+             "lead of the first row", "parameters", "multiply-adds"]  # fmt: skip
+    rows = []
+    for i, row in enumerate(found.rows):
+        cells = [escape(cut(printable(row.name), 100))]
+        if has_test:
+            cells += [figure(row.test, "percent", "points"), lead(row.test_lead, "points") if i else ""]
+        cells += [figure(row.utility, "number", "number"), lead(row.utility_lead, "number") if i else ""]
+        rows.append([*cells, *(cell(None if f is None else f.mean, "count") for f in (row.params, row.macs))])
+    after = "" if found.rounds is None else f", after round {found.rounds}"
+    says = (
+        f"{len(found.worlds)} worlds that had no part in training, the same for all controllers{after}. "
+        f"±: standard deviation over the {len(found.worlds)} worlds. Lead: mean difference world by world, in brackets "
+        "its bootstrap 95 % interval over worlds; bold where the interval excludes 0. U: validation quality above the "
+        "no-growth twin, minus rent on parameters and multiply-adds."
+    )
+    body = table(heads, rows, right=range(1, len(heads)), caption="Held-out comparison")
+    return section("Held-out comparison", says, body)
+
+
+def figure(found: Figure | None, unit: str, spread: str) -> str:
+    if found is None:
+        return cell(None)
+    return f"{escape(spoken(found.mean, unit))} ± {escape(spoken(found.sd, spread).lstrip('+'))}"
+
+
+def lead(found: Lead | None, unit: str) -> str:
+    """A difference with its interval; figures that are written as points are fractions."""
+    if found is None:
+        return cell(None)
+    low, high = (escape(signed(v, unit)) for v in (found.low, found.high))
+    text = f"{escape(signed(found.mean, unit))} [{low}, {high}]"
+    return f"<b>{text}</b>" if found.is_sure else text
+
+
+def signed(value: float, unit: str) -> str:
+    text = spoken(value, unit)
+    return text if value < 0 or text.startswith(("+", "−", "-")) else f"+{text}"

@@ -1,0 +1,106 @@
+"""One run shows the same numbers, under the same names, on the console, in the report, in SQL and in watch."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("duckdb", reason="SQL needs the extra sql")
+
+ESPER = Path(sys.executable).with_name("esper")
+ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+ROUNDS = 3
+TRAIN = [
+    "train", "--sim", "--rounds", ROUNDS, "--envs", "4", "--epochs", "20", "--set", "worlds=8",
+    "--set", "network.width=16", "--set", "network.hidden=16", "--set", "ppo.groups=2",
+]  # fmt: skip
+
+
+def esper(*args):
+    command = [str(ESPER), *map(str, args)]
+    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    out = tmp_path_factory.mktemp("runs") / "mine"
+    return out, esper(*TRAIN, "--out", out)
+
+
+def sql(run, query):
+    return json.loads(esper("sql", "--json", run, query))
+
+
+def test_return_of_a_round_is_one_number_wherever_it_is_shown(trained):
+    run, printed = trained
+    told = sql(run, "select round, return_mean, return_sd from updates order by round")
+    episodes = sql(run, "select episode, avg(episode_return) as mean, stddev_samp(episode_return) as sd "
+                        "from episodes group by 1 order by 1")  # fmt: skip
+    assert [row["round"] for row in told] == [row["episode"] for row in episodes] == [1, 2, 3]
+    for row, own in zip(told, episodes, strict=True):
+        assert row["return_mean"] == pytest.approx(own["mean"], abs=1e-12)
+        assert row["return_sd"] == pytest.approx(own["sd"], abs=1e-12)
+
+    lines = re.findall(r"^round (\d)/3  return (\S+) ± (\S+) \(sd over 4 episodes\)", printed, re.MULTILINE)
+    expected = [(str(row["round"]), f"{row['return_mean']:+.4f}", f"{row['return_sd']:.4f}") for row in told]
+    assert lines == expected
+
+    charts = [json.loads(data) for data in re.findall(r'<script type="application/json">(.*?)</script>',
+                                                      (run / "report.html").read_text())]  # fmt: skip
+    (line,) = [s for chart in charts for s in chart["series"] if s["name"] == "mean return"]
+    assert line["x"] == [1, 2, 3]
+    assert line["y"] == pytest.approx([row["return_mean"] for row in told], rel=1e-3, abs=1e-6)
+
+    watched = esper("watch", "--once", run)
+    shown = re.search(r"PPO round 3 .*return (\S+) ± (\S+) sd", watched)
+    assert shown is not None, watched
+    assert float(shown[1]) == pytest.approx(told[-1]["return_mean"], abs=1e-3)
+    assert float(shown[2]) == pytest.approx(told[-1]["return_sd"], abs=1e-2)
+
+
+def test_held_out_comparison_is_kept_and_shown_in_the_report(trained):
+    run, printed = trained
+    kept = json.loads((run / "held_out.json").read_text())
+    page = (run / "report.html").read_text()
+    assert kept["rounds"] == ROUNDS
+    assert [row["name"] for row in kept["rows"]] == ["learned (mine)", "heuristic", "schedule", "random", "none"]
+    assert "Held-out comparison" in page
+    assert f"standard deviation over the {len(kept['worlds'])} worlds" in page
+    for row in kept["rows"]:
+        assert row["name"] in page
+        assert f"{row['utility']['mean']:+.4f}" in printed
+
+
+def test_tables_of_training_fit_into_80_columns(trained):
+    _, printed = trained
+    table = printed[printed.index("Learning") :]
+    rows = [row for row in table.splitlines() if not row.startswith(("policy:", "report:"))]
+    assert max(map(len, rows)) <= 80
+    assert "…" not in table
+
+
+def test_list_of_tasks_fits_into_80_columns_and_every_question_is_whole():
+    from esper.tolaria.tasks import TASKS
+
+    printed = esper("tasks")
+    assert max(map(len, printed.splitlines())) <= 80
+    assert "…" not in printed
+    flat = " ".join(printed.split())
+    for task in TASKS.values():
+        assert task.question in flat, task.name
+        assert f"{task.name} " in printed
+    assert len(printed.splitlines()) < 3.5 * len(TASKS)
+
+
+def test_every_plus_minus_that_is_printed_says_what_it_is(trained):
+    run, printed = trained
+    for text in (printed, esper("watch", "--once", run)):
+        for row in text.splitlines():
+            if "±" in row and not re.search(r"[0-9.]+ ± [0-9.]+  ", row):  # a cell: its column's head says it
+                assert re.search(r"± (se|sd|SE|standard)|± \S+ (\(sd|sd|se)", row), row
