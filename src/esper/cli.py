@@ -21,6 +21,7 @@ app = typer.Typer(
 
 @app.command()
 def grow(
+    context: typer.Context,
     task: Annotated[str, typer.Option(help="What to train; `esper tasks` lists them.")] = "fashion",
     controller: Annotated[str, typer.Option(help="heuristic, schedule, tamiyo, random, none, or a run.")] = "heuristic",
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to train; the task's own by default.")] = None,
@@ -32,21 +33,43 @@ def grow(
     threads: Annotated[int, typer.Option(min=1, help="CPU threads; small hosts gain nothing from more.")] = 1,
     telemetry: Annotated[str, typer.Option(help="How much to record: off, minimal, normal or debug.")] = "normal",
     tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write scalars for TensorBoard.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(help="Resume a stopped or killed run. The result is bit-identical to an uninterrupted run."),
+    ] = None,
+    allow_inexact: Annotated[
+        bool, typer.Option("--allow-inexact", help="Resume although versions, threads or processor differ.")
+    ] = False,
 ) -> None:
     """Train and grow one host, then compare it with hosts that did not grow.
 
     Shows each epoch's loss and accuracy and the life of every slot while it runs. At the end: test accuracy,
     parameters and time, against the same host without growth, the same final structure trained from the start,
     and a wider host of equal size, all with the same budget of epochs. Everything is recorded in a run directory:
-    `esper watch` looks on while it runs, `esper report` and `esper sql` look back.
+    `esper watch` looks on while it runs, `esper report` and `esper sql` look back. A checkpoint is written after
+    every epoch (short epochs share one): Ctrl-C, a kill or a power cut costs the epoch that was under way.
 
     Example:  esper grow --task rescue --seed 1 --out runs/rescue
+    Example:  esper grow --resume runs/rescue
     """
-    from esper.commands.grow import run_grow
+    from esper.commands.grow import Asked, resume_grow, run_grow
+    from esper.commands.growing import Settings
 
+    asked = Asked(out, data, tensorboard, allow_inexact)
     try:
-        run_grow(task, controller, epochs=epochs, seed=seed, out=out, data_root=data, compare=compare,
-                 incubation=incubation, threads=threads, telemetry=telemetry, tensorboard=tensorboard)  # fmt: skip
+        if resume is not None:
+            settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "threads", "telemetry")
+            sources = {name: context.get_parameter_source(name) for name in settings}
+            given = [f"--{name}" for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+            resume_grow(resume, given, asked)
+            return
+        run_grow(
+            Settings(
+                task=task, controller=controller, epochs=epochs, seed=seed, compare=compare, incubation=incubation,
+                threads=threads, telemetry=telemetry,
+            ),
+            asked,
+        )  # fmt: skip
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         raise typer.Exit(130) from None

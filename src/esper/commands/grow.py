@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import time
 import warnings
 from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,116 +23,120 @@ from safetensors.torch import save as save_tensors
 
 from esper.commands import plainly
 from esper.commands.export import exported_program
+from esper.commands.growing import (
+    GROWN,
+    HOSTS_COMPARED,
+    NO_GROWTH,
+    Keeper,
+    Kept,
+    Result,
+    Scene,
+    Settings,
+    exact_for,
+)
+from esper.commands.resuming import checkpoint_of, must_fit
 from esper.growth_note import why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
-from esper.kasmina.lifecycle import Rules, legal
-from esper.leyline.events import Level, RunStarted
+from esper.leyline.errors import ConfigError
+from esper.leyline.events import RunStarted
 from esper.leyline.events import level as level_by_name
 from esper.leyline.files import write_atomically
-from esper.leyline.phases import Phases
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
-from esper.recording import Run, record
-from esper.simic.attribution import CounterfactualHelper, Worth, report
+from esper.nissa.run import read_manifest
+from esper.recording import Run, record, record_on, stoppable
+from esper.simic.attribution import Worth, report
 from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
-from esper.simic.evaluation import structure_of
 from esper.simic.ground import context_of
-from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.tamiyo.controllers import Controller, Wait, make_controller
+from esper.simic.training.learner import changes
+from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned
+from esper.tolaria.checkpoint import Saved
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine, EngineConfig, score
 from esper.tolaria.tasks import Task, get_task
 
-GROWN, NO_GROWTH, FROM_START, WIDER = "grown", "no growth", "same structure from step 0", "wider host of equal size"
-HOSTS_COMPARED = (GROWN, NO_GROWTH, FROM_START, WIDER)
 PLAIN_EVERY = 5
 """Epochs between lines where the output is not a terminal."""
 
 
-@dataclass(slots=True)
-class Result:
-    """One host's training."""
+@dataclass(frozen=True, slots=True)
+class Asked:
+    """What a command line asks for besides the settings of the run."""
 
-    name: str
-    accuracy: float = float("nan")
-    loss: float = float("nan")
-    params: int = 0
-    seconds: float = 0.0
-    history: list[dict[str, float]] = field(default_factory=list)
+    out: Path | None = None
+    data_root: Path | None = None
+    tensorboard: bool = False
+    allow_inexact: bool = False
+
+    def again(self, path: Path) -> str:
+        """Return the command that resumes the run."""
+        return f"esper grow --resume {path}" + ("" if self.data_root is None else f" --data {self.data_root}")
 
 
-def run_grow(
-    task_name: str,
-    controller_name: str,
-    *,
-    epochs: int | None,
-    seed: int,
-    out: Path | None,
-    data_root: Path | None,
-    compare: bool,
-    incubation: str,
-    threads: int,
-    telemetry: str,
-    tensorboard: bool,
-) -> None:
-    torch.set_num_threads(threads)
-    console = Console()
-    task = get_task(task_name)
-    controller = make_controller(controller_name)
-    if epochs is not None:
-        task = dataclasses.replace(task, epochs=epochs)
-    config = EngineConfig(incubation=incubation)  # type: ignore[arg-type]
-    level = level_by_name(telemetry)
-    data = task.load_data(data_root)
-    manifest = {
-        "controller": controller_name,
-        "seed": seed,
-        "threads": threads,
-        "config": {"task": settings_of(task), "engine": msgspec.to_builtins(config)},
-        "data": {data.name: data.sha256},
-    }
-    with record(task.name, out=out, level=level, manifest=manifest, tensorboard=tensorboard) as run:
-        console.print(
-            f"task [b]{task.name}[/b]: {task.question}  [dim]({task.host}, {len(data.train):,} training samples, "
-            f"{task.epochs} epochs of {task.batches_per_epoch} × {task.batch}, seed {seed})[/dim]"
+def run_grow(settings: Settings, asked: Asked) -> None:
+    """Train and grow a new host."""
+    if settings.controller not in CONTROLLERS and Path(settings.controller).exists():
+        settings = msgspec.structs.replace(settings, controller_path=str(Path(settings.controller).absolute()))
+    _grow(settings, asked, None, None)
+
+
+def resume_grow(path: Path, given: list[str], asked: Asked) -> None:
+    """Resume a run that was stopped or killed. The result is bit-identical to an uninterrupted run."""
+    if given:
+        raise ConfigError(
+            f"a run goes on with its own settings: {', '.join(given)} cannot be given with --resume "
+            "(--data, --tensorboard and --allow-inexact can)"
+        )
+    saved = checkpoint_of(path, "grow", facts_of)
+    if read_manifest(path)["status"] == "finished":
+        raise ConfigError(f"{path} has finished: there is nothing to go on with. `esper report {path}` shows it")
+    _grow(Kept.of(saved).settings, asked, path, saved)
+
+
+def facts_of(saved: Saved) -> dict[str, Any]:
+    """Return what a manifest says of a run that left this checkpoint."""
+    settings = Kept.of(saved).settings
+    return {"task": settings.task, "controller": settings.controller, "seed": settings.seed}
+
+
+def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | None) -> None:
+    torch.set_num_threads(settings.threads)
+    console, task = Console(), get_task(settings.task)
+    controller = make_controller(settings.controller_path or settings.controller)
+    if settings.epochs is not None:
+        task = dataclasses.replace(task, epochs=settings.epochs)
+    config, level = EngineConfig(incubation=settings.incubation), level_by_name(settings.telemetry)  # type: ignore[arg-type]
+    data = task.load_data(asked.data_root)
+    exact = exact_for(settings, config, data, controller)
+    if saved is not None:
+        must_fit(changes(Kept.of(saved).exact, exact), asked.allow_inexact)
+    with _recording(settings, asked, task, config, data, path, saved) as run:
+        plainly(
+            console,
+            f"task {task.name}: {task.question}  ({task.host}, {len(data.train):,} training samples, {task.epochs} "
+            f"epochs of {task.batches_per_epoch} × {task.batch}, seed {settings.seed})",
         )
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
-        names = HOSTS_COMPARED if compare and controller_name != "none" else HOSTS_COMPARED[:1]
-        scene = Scene(console, run, task, data, seed, config, level, Phases())
-        engine = scene.engine()
-        if isinstance(controller, Learned):
-            context = context_of(engine.plots[0].body, task.epochs, engine.rules.thresholds, data.classes)
-            controller.bind(context, [seed])
-        run.say(
-            RunStarted(
-                run_id=run.path.name,
-                command="grow",
-                task=task.name,
-                controller=controller_name,
-                seed=seed,
-                env_names=names,
-                slots=task.slots,
-                steps=task.epochs,
-                host_params=engine.plots[0].host_size,
-                threads=threads,
-                telemetry=level.name.lower(),
-            )
-        )
-        results = [scene.train(GROWN, engine, controller)]
-        worth = judge(engine)
-        scene.emitter(GROWN, engine).worth(engine.table, [worth])
-        save_models(run.path, engine, worth)  # at once: not lost if the comparisons are interrupted
-        save_figures(run.path, task, seed, controller_name, results, engine, worth)
-        if len(names) > 1:
-            results += compared(scene, engine)
-            save_figures(run.path, task, seed, controller_name, results, engine, worth)
-        console.print(summary(results))
-        console.print(seed_table(engine, worth))
-        if note := why_nothing_was_planted(controller, engine.table, engine.rules, task.slots):
+        with stoppable("ending after this epoch; once more leaves at once") as stop:
+            keeper = Keeper(run, settings, exact)
+            show = partial(progress, console)
+            scene = Scene(run, task, data, settings.seed, config, level, keeper, stop, show)
+            try:
+                worth = _train_all(scene, settings, controller, saved, console)
+            except SystemExit:
+                where = f"its last checkpoint is {keeper.last}" if keeper.last else "it has no checkpoint yet"
+                plainly(console, f"stopped; {where}. Go on with: {asked.again(run.path)}")
+                raise
+        assert scene.grown is not None
+        console.print(summary(scene.results))
+        console.print(seed_table(scene.grown, worth))
+        if note := not_in_the_network(scene.grown):
+            plainly(console, note)
+        if note := why_nothing_was_planted(controller, scene.grown.table, scene.grown.rules, task.slots):
             plainly(console, note)
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
     plainly(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
@@ -140,88 +144,62 @@ def run_grow(
     plainly(console, f"report: {written}")
 
 
+def _recording(
+    settings: Settings, asked: Asked, task: Task, config: EngineConfig, data: Dataset, path: Path | None,
+    saved: Saved | None,
+) -> AbstractContextManager[Run]:  # fmt: skip
+    """A new run, or an earlier one that goes on."""
+    level = level_by_name(settings.telemetry)
+    if path is not None and saved is not None:
+        return record_on(path, [Kept.of(saved).next_seq], level=level, tensorboard=asked.tensorboard)
+    manifest = {
+        "controller": settings.controller,
+        "seed": settings.seed,
+        "threads": settings.threads,
+        "config": {"task": settings_of(task), "engine": msgspec.to_builtins(config)},
+        "data": {data.name: data.sha256},
+    }
+    return record(task.name, out=asked.out, level=level, manifest=manifest, tensorboard=asked.tensorboard)
+
+
+def _train_all(
+    scene: Scene, settings: Settings, controller: Controller, saved: Saved | None, console: Console
+) -> Worth:
+    """Train the host that grows and the hosts to compare with, from the start or from a checkpoint."""
+    task, run, engine = scene.task, scene.run, scene.engine()
+    names = HOSTS_COMPARED if settings.compare and settings.controller != "none" else HOSTS_COMPARED[:1]
+    if isinstance(controller, Learned):
+        context = context_of(engine.plots[0].body, task.epochs, engine.rules.thresholds, scene.data.classes)
+        controller.bind(context, [settings.seed])
+    run.say(
+        RunStarted(
+            run_id=run.path.name, command="grow", task=task.name, controller=settings.controller, seed=settings.seed,
+            env_names=names, slots=task.slots, steps=task.epochs, host_params=engine.plots[0].host_size,
+            threads=settings.threads, telemetry=settings.telemetry,
+        )
+    )  # fmt: skip
+    if saved is not None:
+        run.env_steps = Kept.of(saved).env_steps
+        scene.load(saved, engine)
+        plainly(console, f"going on from {saved.path.name}")
+    is_new = not scene.results
+    if is_new:
+        scene.train(GROWN, engine, controller)
+    scene.grown = engine
+    worth = judge(engine)
+    if is_new:
+        scene.emitter(GROWN, engine).worth(engine.table, [worth])
+    save_models(run.path, engine, worth)  # at once: not lost if the comparisons are interrupted
+    save_figures(run.path, task, settings.seed, settings.controller, scene.results, engine, worth)
+    if len(names) > 1:
+        for _ in scene.compare():
+            save_figures(run.path, task, settings.seed, settings.controller, scene.results, engine, worth)
+    return worth
+
+
 def settings_of(task: Task) -> dict[str, Any]:
     """A task as a manifest keeps it: everything but the data itself."""
     return {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.name != "data"}
-
-
-@dataclass(slots=True)
-class Scene:
-    """Where hosts are trained side by side: the same task, data, world and budget, recorded in one run."""
-
-    console: Console
-    run: Run
-    task: Task
-    data: Dataset
-    seed: int
-    config: EngineConfig
-    level: Level
-    phases: Phases
-
-    def engine(self, task: Task | None = None) -> Engine:
-        return Engine(
-            task or self.task, [self.seed], rules=Rules(), config=self.config, data=self.data, phases=self.phases
-        )
-
-    def emitter(self, name: str, engine: Engine) -> TelemetryEmitter:
-        return TelemetryEmitter(
-            self.run.hub, slots=self.task.slots, worlds=[self.seed], envs=[HOSTS_COMPARED.index(name)],
-            host_params=engine.plots[0].host_size, level=self.level,
-        )  # fmt: skip
-
-    def train(self, name: str, engine: Engine, controller: Controller) -> Result:
-        """Train one environment for the task's epochs, showing and recording how it goes."""
-        result, helper = Result(name), CounterfactualHelper()
-        start, phases = time.perf_counter(), self.phases
-        emit = self.emitter(name, engine)
-        emit.planted(engine.table)
-        with progress(self.console, name, engine, result) as show:
-            for _ in range(engine.task.epochs):
-                with phases("policy"):
-                    allowed = legal(engine.table, engine.rules)
-                    actions = controller.act(engine.table, allowed)
-                outcome = engine.step(actions)
-                with phases("worth"):
-                    worth = helper.process_batch(engine)
-                with phases("telemetry"):
-                    emit.step(engine.table, actions, outcome, allowed)
-                    emit.governed(engine.alarms)
-                    emit.worth(engine.table, worth)
-                    emit.phases(phases)
-                    self.run.env_steps += 1
-                result.history.append(snapshot(engine))
-                show()
-        result.seconds = time.perf_counter() - start
-        result.accuracy, result.loss = engine.plots[0].test(engine.data.test)
-        result.params = engine.plots[0].params
-        emit.episode(engine.table, [name], test_quality=[result.accuracy], test_loss=[result.loss],
-                     wall_s=[result.seconds])  # fmt: skip
-        emit.phases(phases, last=True)
-        return result
-
-
-def compared(scene: Scene, grown: Engine) -> Iterator[Result]:
-    """The hosts to compare with, each with the same budget of epochs."""
-    yield scene.train(NO_GROWTH, scene.engine(), Wait())
-    structure = structure_of(grown, 0)
-    if structure:
-        same = scene.engine()
-        same.plant_fossils(0, structure)
-        yield scene.train(FROM_START, same, Wait())
-        yield scene.train(WIDER, scene.engine(scene.task.widened(grown.plots[0].params)), Wait())
-
-
-def snapshot(engine: Engine) -> dict[str, Any]:
-    t = engine.table
-    return {
-        "epoch": int(t.step[0]),
-        "train_loss": float(t.train_loss[0]),
-        "val_loss": float(t.val_loss[0]),
-        "val_accuracy": float(t.quality[0]),
-        "params": engine.plots[0].params,
-        "stage": [SeedStage(int(s)).name for s in t.stage[0]],
-        "alpha": [round(float(a), 4) for a in t.alpha[0]],
-    }
 
 
 # -- what it shows
@@ -276,7 +254,7 @@ def judged(table: SlotTable, s: int) -> str:
 
 def live_table(engine: Engine) -> Table:
     t = engine.table
-    table = Table("slot", "stage", "blueprint", "alpha", "contribution", box=None)
+    table = Table("slot", "stage", "blueprint", "alpha", "contribution ± se", box=None)
     for s, name in enumerate(engine.task.slots):
         stage = SeedStage(int(t.stage[0, s]))
         bar = "█" * round(10 * float(t.alpha[0, s]))
@@ -336,6 +314,19 @@ def seed_table(engine: Engine, worth: Worth) -> Table:
         blueprint = engine.plots[0].body.slots[name].blueprint
         table.add_row(name, stage.name.lower(), blueprint, f"{t.params[0, s]:,}", judged(t, s), *now)
     return table
+
+
+def not_in_the_network(engine: Engine) -> str:
+    """Name the seeds that an export leaves out because the host does not feel them yet; empty if there are none."""
+    table = engine.table
+    early = (table.stage[0] == SeedStage.GERMINATED) | (table.stage[0] == SeedStage.TRAINING)
+    names = [engine.task.slots[s] for s in np.nonzero(early)[0]]
+    if not names:
+        return ""
+    return (
+        f"{', '.join(names)}: still in training at the end, so not part of the grown network. The parameters above and "
+        "`esper export` leave such a seed out; more --epochs let it join"
+    )
 
 
 def points(value: float, se: float) -> str:

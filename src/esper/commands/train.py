@@ -9,11 +9,9 @@ import time
 import warnings
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import numpy as np
 import torch
 from rich.console import Console
@@ -22,18 +20,14 @@ from rich.table import Table
 
 from esper.commands import plainly
 from esper.commands.evaluate import Arena, figures, results_tables
+from esper.commands.resuming import checkpoint_of, must_fit
 from esper.commands.workers import Parent, Workers
 from esper.karn import held_out
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
-from esper.leyline.errors import ConfigError, RunError, TrainingError
-from esper.leyline.events import RunStarted, spelled
-from esper.leyline.files import write_atomically
-from esper.leyline.text import printable
-from esper.nissa.journal import head
-from esper.nissa.run import MANIFEST, read_manifest
+from esper.leyline.errors import ConfigError, TrainingError
+from esper.leyline.events import RunStarted
 from esper.recording import Run, record, record_beside, record_on, stoppable, terminable
-from esper.simic.ground import Ground
 from esper.simic.training import memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
 from esper.simic.training.learner import (
@@ -42,7 +36,6 @@ from esper.simic.training.learner import (
     Trained,
     about,
     differences,
-    must_be_exact,
     new_network,
     with_its_network,
 )  # fmt: skip
@@ -124,14 +117,7 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
     with warnings.catch_warnings():
         if is_ours:
             warnings.simplefilter("ignore")
-        saved = Checkpoints(path / CHECKPOINTS).newest() if path.is_dir() else None
-        manifest = read_or_rebuild(path, saved)
-    if manifest["status"] == "running" and not is_ours:
-        raise RunError(f"{path} is still running (pid {manifest.get('pid')}). Wait for it, or stop it first")
-    if saved is None:
-        raise RunError(
-            f"{path} has no whole checkpoint to go on from. Runs of `esper train` have, once they have begun"
-        )
+        saved = checkpoint_of(path, "train", facts_of, may_run=is_ours)
     told = about(saved)
     planned, done = int(told["config"].get("rounds", 0)), told["done"]
     if rounds is not None and rounds < planned:
@@ -142,29 +128,10 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
     return saved, config
 
 
-def must_fit(saved: Saved, config: TrainConfig, ground: Ground, asked: Asked) -> None:
-    """The run goes on bit for bit, or as the user allowed."""
-    if not asked.allow_inexact:
-        must_be_exact(saved, config, ground)
-    elif changed := differences(saved, config, ground):
-        print(f"esper: going on, but not bit for bit: {printable('; '.join(changed))}", file=sys.stderr)
-
-
-def read_or_rebuild(path: Path, saved: Saved | None) -> dict[str, Any]:
-    """The manifest of a run. One that is lost or damaged is written anew from what the checkpoint knows."""
-    try:
-        return read_manifest(path)
-    except RunError:
-        if saved is None:
-            raise
+def facts_of(saved: Saved) -> dict[str, Any]:
+    """Return what a manifest says of a run that left this checkpoint."""
     config = built(TrainConfig, about(saved)["config"])
-    task = "sim" if config.simulated else config.task
-    warnings.warn(f"the manifest of {path} is lost or damaged; it is written anew from {saved.path.name}", stacklevel=2)
-    rebuilt = {"run_id": path.absolute().name, "task": task, "status": "killed"} | manifest_of(config)
-    if begun := [entry for entry in head(path) if entry.time_s >= 0]:
-        rebuilt["started"] = datetime.fromtimestamp(begun[0].time_s, UTC).isoformat(timespec="milliseconds")
-    write_atomically(path / MANIFEST, msgspec.json.encode(spelled(rebuilt)))
-    return rebuilt
+    return {"task": "sim" if config.simulated else config.task} | manifest_of(config)
 
 
 def manifest_of(config: TrainConfig) -> dict[str, Any]:
@@ -176,7 +143,7 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
     console, label = Console(), "sim" if config.simulated else config.task
     env = make_env(config, data_root=asked.data_root)  # what is wrong with data, device or policy leaves no run behind
     if saved is not None:
-        must_fit(saved, config, env.ground, asked)
+        must_fit(differences(saved, config, env.ground), asked.allow_inexact)
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, team.size)
     room = memory.told(need, memory.available(), team.size)
     with recording(config, saved, asked, label) as run:

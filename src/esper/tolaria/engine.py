@@ -121,7 +121,7 @@ class Plot:
         self.meter = GradientMeter(config.gradient_telemetry_stride)
         self.forward = torch.compile(process_train_batch) if config.compile else process_train_batch
         self.host_size = sum(p.numel() for p in self.body.model.parameters())
-        self._regroup()
+        self.regroup()
 
     @property
     def params(self) -> int:
@@ -137,9 +137,9 @@ class Plot:
         if changed:
             self.average.resync()
         if changed or self._stages != [slot.stage for slot in self.body.slots.values()]:
-            self._regroup()
+            self.regroup()
 
-    def _regroup(self) -> None:
+    def regroup(self) -> None:
         """Who is clipped with whom: the host with its fossils, and each growing seed alone. And what must be finite."""
         self._stages = [slot.stage for slot in self.body.slots.values()]
         host = list(self.body.model.parameters())

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import traceback
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from math import inf, log
 from pathlib import Path
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.forking import Norm
+from esper.kasmina.forking import ForkPoint, Norm
 from esper.kasmina.lifecycle import Effect, EffectKind, expel
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
@@ -176,7 +176,8 @@ class Snapshot:
     def take(self) -> None:
         """Remember how it is now, in the memory of the snapshot before if nothing was committed since."""
         body, optimizer, average = self.plot.body, self.plot.optimizer, self.plot.average
-        kept = [body.model, *(s for s in body.slots.values() if s.stage == SeedStage.FOSSILIZED)]
+        self.fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
+        kept = [body.model, *(body.slots[name] for name in self.fossils)]
         params = [p for module in kept for p in module.parameters()]
         state = {p: dict(optimizer.state[p]) for p in params if p in optimizer.state}
         averages = dict(zip(average.params, average.average, strict=True))
@@ -204,6 +205,41 @@ class Snapshot:
             group.update(_options(options))
         self.plot.average.updates = self.updates
         body.cannot_fork, body.proven_forks = self.forking[0], set(self.forking[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was remembered. The optimiser's tensors are among `copies`; here stand their names."""
+        return {
+            "fossils": list(self.fossils),
+            "copies": list(self.copies),
+            "state": [
+                {k: None if isinstance(v, Tensor) else (v,) for k, v in self.state[p].items()}
+                if p in self.state
+                else None
+                for p in self.params
+            ],
+            "updates": self.updates,
+            "options": [dict(options) for options in self.options],
+            "forking": (self.forking[0], tuple((p.at_input, p.name) for p in sorted(self.forking[1]))),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Remember what another process remembered, of a plot that has loaded that process's state."""
+        body, optimizer, average = self.plot.body, self.plot.optimizer, self.plot.average
+        self.fossils = list(state["fossils"])
+        kept = [body.model, *(body.slots[name] for name in self.fossils)]
+        self.params = [p for module in kept for p in module.parameters()]
+        self.state = {
+            p: {k: optimizer.state[p][k] if v is None else v[0] for k, v in values.items()}
+            for p, values in zip(self.params, state["state"], strict=True)
+            if values is not None
+        }
+        averages = dict(zip(average.params, average.average, strict=True))
+        self.tensors = [*self.params, *(b for m in kept for b in m.buffers()), *(averages[p] for p in self.params)]
+        self.tensors += [v for each in self.state.values() for v in each.values() if isinstance(v, Tensor)]
+        self.copies = [torch.empty_like(t).copy_(c) for t, c in zip(self.tensors, state["copies"], strict=True)]
+        self.updates, self.options = state["updates"], [dict(options) for options in state["options"]]
+        self.forking = state["forking"][0], {ForkPoint(*point) for point in state["forking"][1]}
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -311,6 +347,34 @@ class Governor:
             elif f.metadata["seed"]:
                 column[env, ~fossils] = before[0, ~fossils]
         table.rollbacks[env] += 1
+
+    @property
+    def is_failing(self) -> bool:
+        """Whether every environment failed in the last step. The errors themselves are no part of `state_dict`."""
+        return bool(self._streak)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what it knows between two steps."""
+        return {
+            "losses": self.losses,
+            "counted": self.counted,
+            "sound": self._sound,
+            "told": sorted(self._told),
+            "begun": self._begun,
+            "rows": self._rows.arrays(),
+            "row_losses": self._losses,
+            "snapshots": [snapshot.state_dict() for snapshot in self.snapshots] if self._begun else [],
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continue as the governor did that returned `state`; the plots have loaded their own states."""
+        self.losses[...], self._losses[...] = state["losses"], state["row_losses"]
+        self.counted, self._sound = state["counted"].copy(), state["sound"].copy()
+        self._told, self._begun = set(state["told"]), state["begun"]
+        for f in fields(SlotTable):
+            getattr(self._rows, f.name)[...] = state["rows"][f.name]
+        for snapshot, kept in zip(self.snapshots, state["snapshots"], strict=self._begun):
+            snapshot.load_state_dict(kept)
 
     # -- what is told
 

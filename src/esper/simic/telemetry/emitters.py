@@ -123,6 +123,16 @@ class TelemetryEmitter:
         """What the table holds before the first step was not grown in this episode: no life begins with it."""
         self._before = table.clone()
 
+    @property
+    def counts(self) -> Ints:
+        """[E, 3] seeds that germinated, were fossilised and were pruned in this episode."""
+        return self._counts
+
+    def resume(self, table: SlotTable, counts: Ints) -> None:
+        """Continue an episode of which another process has told the steps up to this table."""
+        self.planted(table)
+        self._counts[:] = counts
+
     def step(
         self,
         table: SlotTable,

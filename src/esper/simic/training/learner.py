@@ -295,27 +295,40 @@ def restore(saved: Saved, config: TrainConfig, learner: Learner, ground: Ground)
 
 def fingerprint(config: TrainConfig, ground: Ground) -> dict[str, str]:
     """What must be the same for a run to go on bit for bit."""
+    return exactness(config.threads, config.engine.device, ground.data_hash)
+
+
+def exactness(threads: int, device: str, data_hash: str) -> dict[str, str]:
+    """Return what decides the bits of a run besides its settings: versions, machine, data and code."""
     versions = {name: metadata.version(name) for name in ("torch", "numpy")}
     return versions | {
         "python": platform.python_version(),
-        "threads": str(config.threads),
-        "processor": " ".join(processor(config.engine.device)),
+        "threads": str(threads),
+        "processor": " ".join(processor(device)),
         "platform": sys.platform,
-        "data": ground.data_hash[:16],
+        "data": data_hash[:16],
         "esper's code": code_hash("leyline", "kasmina", "tolaria", "tamiyo", "simic")[:16],
     }
 
 
 def differences(saved: Saved, config: TrainConfig, ground: Ground) -> list[str]:
     """What has changed since a checkpoint that could change bits, in words."""
-    then, now = about(saved)["exact"], fingerprint(config, ground)
-    changed = [name for name in then | now if then.get(name) != now.get(name)]
+    return changes(about(saved)["exact"], fingerprint(config, ground))
+
+
+def changes(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
+    """Say what differs between two results of `exactness`, one text each."""
+    changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in changed]
 
 
 def must_be_exact(saved: Saved, config: TrainConfig, ground: Ground) -> None:
     """Refuse to go on in another way than the run would have."""
-    changed = differences(saved, config, ground)
+    refuse_changes(differences(saved, config, ground))
+
+
+def refuse_changes(changed: list[str]) -> None:
+    """Raise ConfigError if anything has changed that could change bits."""
     if changed:
         raise ConfigError(
             f"the run cannot go on bit for bit: {'; '.join(changed)}. Restore these, or add --allow-inexact"

@@ -1,0 +1,289 @@
+"""Train the hosts of `esper grow` one after another, with checkpoints that the run can be resumed from.
+
+A checkpoint holds the host under way between two epochs, the hosts that are done, and the position in the journal. A
+resumed run repeats the epochs behind it bit for bit.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from esper.commands.resuming import KINDS
+from esper.engine_state import engine_state, load_engine
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.costs import network_params
+from esper.leyline.errors import CheckpointError
+from esper.leyline.events import Checkpoint, Level
+from esper.leyline.phases import Phases
+from esper.leyline.stages import SeedStage
+from esper.nissa.run import CHECKPOINTS
+from esper.recording import Run
+from esper.simic.attribution import CounterfactualHelper
+from esper.simic.evaluation import structure_of
+from esper.simic.telemetry.emitters import TelemetryEmitter
+from esper.simic.training.learner import exactness
+from esper.tamiyo.controllers import Controller, Remembers, Wait
+from esper.tamiyo.controllers.learned import Learned
+from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
+from esper.tolaria.data import Dataset
+from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.tasks import Task
+
+GROWN, NO_GROWTH, FROM_START, WIDER = "grown", "no growth", "same structure from step 0", "wider host of equal size"
+HOSTS_COMPARED = (GROWN, NO_GROWTH, FROM_START, WIDER)
+GROW, RUN = "grow", "run"
+"""Names of the documents in a checkpoint: the state of the hosts, and what is read before they are built."""
+CHECKPOINT_SHARE = 0.01
+"""Share of the time that checkpoints may take. Epochs longer than a few seconds all get one."""
+KEEP = 2
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What decides the result of a run of `esper grow`; a resumed run continues with the same."""
+
+    task: str
+    controller: str
+    controller_path: str = ""
+    """Absolute path of the controller's run or policy file; empty for a controller that has a name."""
+    epochs: int | None = None
+    """Epochs to train each host; None: the task's own number."""
+    seed: int = 0
+    compare: bool = True
+    incubation: str = "shadow"
+    threads: int = 1
+    telemetry: str = "normal"
+
+
+@dataclass(slots=True)
+class Result:
+    """One host's training."""
+
+    name: str
+    accuracy: float = float("nan")
+    loss: float = float("nan")
+    params: int = 0
+    """Of the network that an export holds: seeds still in training are no part of it."""
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """What a checkpoint says before any host is built."""
+
+    settings: Settings
+    exact: dict[str, str]
+    next_seq: int
+    env_steps: int
+
+    @classmethod
+    def of(cls, saved: Saved) -> Kept:
+        try:
+            return msgspec.convert(saved.document(RUN), cls)
+        except msgspec.ValidationError as error:
+            raise CheckpointError(f"the checkpoint {saved.path} is not one of `esper grow`: {error}") from error
+
+
+def exact_for(settings: Settings, config: EngineConfig, data: Dataset, controller: Controller) -> dict[str, str]:
+    """Return what must be the same for a run to be resumed bit for bit: `exactness`, and the policy's weights."""
+    found = exactness(settings.threads, config.device, data.sha256)
+    if isinstance(controller, Learned):
+        digest = hashlib.sha256()
+        for tensor in controller.network.state_dict().values():
+            digest.update(tensor.contiguous().numpy().tobytes())
+        found["policy"] = digest.hexdigest()[:16]
+    return found
+
+
+class Keeper:
+    """Writes the checkpoints of a run. One that cannot be written costs a warning, not the run."""
+
+    def __init__(self, run: Run, settings: Settings, exact: dict[str, str]) -> None:
+        self.run, self.settings, self.exact = run, settings, exact
+        self.checkpoints = Checkpoints(run.path / CHECKPOINTS, keep=KEEP)
+        self.last = ""
+        self._ended, self._cost_s = -math.inf, 0.0
+
+    def keep(self, name: str, state: Callable[[], dict[str, Any]], *, always: bool = False) -> None:
+        """Write a checkpoint of this name if one is due. The journal is flushed first, so that it has no hole."""
+        start = time.monotonic()
+        if name == self.last or not (always or (start - self._ended) * CHECKPOINT_SHARE >= self._cost_s):
+            return
+        self.run.hub.flush()
+        kept = Kept(
+            settings=self.settings, exact=self.exact, next_seq=self.run.hub.next_seq, env_steps=self.run.env_steps
+        )
+        try:
+            document, tensors = packed(state())
+            documents = {GROW: document, RUN: msgspec.to_builtins(kept)}
+            written = self.checkpoints.write(name, tensors={GROW: tensors}, documents=documents, kind=KINDS["grow"])
+        except CheckpointError as error:
+            warnings.warn(f"{error}. The run goes on; its last checkpoint is an earlier one", stacklevel=2)
+            return
+        self._told(written.path, written.size_bytes, "start" if not self.last else "epoch", written.write_ms)
+        self.last, self._ended = name, time.monotonic()
+        self._cost_s = self._ended - start
+
+    def resumed(self, saved: Saved) -> None:
+        """Say which checkpoint the run continues from."""
+        self.last = saved.name
+        self._told(saved.path, sum(file.stat().st_size for file in saved.path.iterdir()), "resumed", None)
+
+    def _told(self, path: Path, size: int, reason: str, write_ms: float | None) -> None:
+        shown = f"{CHECKPOINTS}/{path.name}"
+        self.run.say(Checkpoint(path=shown, reason=reason, size_bytes=size, write_ms=write_ms))
+
+
+@dataclass(slots=True)
+class Scene:
+    """Where hosts are trained side by side: the same task, data, world and budget, recorded in one run."""
+
+    run: Run
+    task: Task
+    data: Dataset
+    seed: int
+    config: EngineConfig
+    level: Level
+    keeper: Keeper
+    stop: Callable[[], None]
+    """Called between epochs: raises SystemExit once a signal has asked for the end."""
+    progress: Callable[[str, Engine, Result], AbstractContextManager[Callable[[], None]]]
+    """Opens the display of one host's training; what it yields is called after every epoch."""
+    phases: Phases = field(default_factory=Phases)
+    results: list[Result] = field(default_factory=list)
+    """Of the hosts that are done."""
+    grown: Engine | None = None
+    """The host that has grown, once it is done."""
+    saved: Mapping[str, Any] | None = None
+    """The state to continue from; None once it was used."""
+
+    def engine(self, task: Task | None = None) -> Engine:
+        return Engine(
+            task or self.task, [self.seed], rules=Rules(), config=self.config, data=self.data, phases=self.phases
+        )
+
+    def emitter(self, name: str, engine: Engine) -> TelemetryEmitter:
+        return TelemetryEmitter(
+            self.run.hub, slots=self.task.slots, worlds=[self.seed], envs=[HOSTS_COMPARED.index(name)],
+            host_params=engine.plots[0].host_size, level=self.level,
+        )  # fmt: skip
+
+    def load(self, saved: Saved, grown: Engine) -> None:
+        """Continue from a checkpoint; `grown` becomes the host that has grown if it was done."""
+        self.keeper.resumed(saved)
+        state = unpacked(saved.document(GROW), saved.tensors(GROW))
+        self.results = [Result(**told) for told in state["results"]]
+        if state["grown"] is not None:
+            load_engine(grown, state["grown"])
+        self.saved = state
+
+    def train(self, name: str, engine: Engine, controller: Controller) -> Result:
+        """Train one host for the task's epochs, or what is left of them, showing and recording how it goes."""
+        result, helper, phases, emit = Result(name), CounterfactualHelper(), self.phases, self.emitter(name, engine)
+        if self.saved is None:
+            emit.planted(engine.table)
+        else:
+            result = self._continue(engine, controller, emit)
+
+        def keep(*, always: bool = False) -> None:
+            if not engine.governor.is_failing:
+                at = f"{name.replace(' ', '-')}-{len(result.history):05d}"
+                self.keeper.keep(at, lambda: self._state(result, engine, controller, emit), always=always)
+
+        if name == GROWN:
+            keep(always=not result.history)
+        start = time.perf_counter() - result.seconds
+        with self.progress(name, engine, result) as show:
+            while len(result.history) < engine.task.epochs:
+                self._look(keep)
+                with phases("policy"):
+                    allowed = legal(engine.table, engine.rules)
+                    actions = controller.act(engine.table, allowed)
+                outcome = engine.step(actions)
+                with phases("worth"):
+                    worth = helper.process_batch(engine)
+                with phases("telemetry"):
+                    emit.step(engine.table, actions, outcome, allowed)
+                    emit.governed(engine.alarms)
+                    emit.worth(engine.table, worth)
+                    emit.phases(phases)
+                    self.run.env_steps += 1
+                result.history.append(snapshot(engine))
+                result.seconds = time.perf_counter() - start
+                show()
+                with phases("checkpoint"):
+                    keep(always=len(result.history) == engine.task.epochs)
+        result.accuracy, result.loss = engine.plots[0].test(engine.data.test)
+        result.params = int(network_params(engine.table, engine.plots[0].host_size)[0])
+        emit.episode(engine.table, [name], test_quality=[result.accuracy], test_loss=[result.loss],
+                     wall_s=[result.seconds])  # fmt: skip
+        emit.phases(phases, last=True)
+        self.results.append(result)
+        return result
+
+    def _look(self, keep: Callable[..., None]) -> None:
+        """End here if a signal has asked for it, with a checkpoint of the last whole epoch."""
+        try:
+            self.stop()
+        except SystemExit:
+            keep(always=True)
+            raise
+
+    def _state(self, result: Result, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> dict[str, Any]:
+        remembers = result.name == GROWN and isinstance(controller, Remembers)
+        return {
+            "results": [dataclasses.asdict(r) for r in self.results],
+            "current": dataclasses.asdict(result),
+            "engine": engine_state(engine),
+            "grown": None if self.grown is None else engine_state(self.grown),
+            "controller": controller.state_dict() if remembers and isinstance(controller, Remembers) else None,
+            "counts": emit.counts,
+        }
+
+    def _continue(self, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> Result:
+        assert self.saved is not None
+        state, self.saved = self.saved, None
+        load_engine(engine, state["engine"])
+        if state["controller"] is not None and isinstance(controller, Remembers):
+            controller.load_state_dict(state["controller"])
+        emit.resume(engine.table, state["counts"])
+        return Result(**state["current"])
+
+    def compare(self) -> Iterator[Result]:
+        """Train the hosts to compare with that are not done yet, each with the same budget of epochs."""
+        assert self.grown is not None
+        done = {result.name for result in self.results}
+        if NO_GROWTH not in done:
+            yield self.train(NO_GROWTH, self.engine(), Wait())
+        structure = structure_of(self.grown, 0)
+        if structure and FROM_START not in done:
+            same = self.engine()
+            if self.saved is None:
+                same.plant_fossils(0, structure)
+            yield self.train(FROM_START, same, Wait())
+        if structure and WIDER not in done:
+            size = int(network_params(self.grown.table, self.grown.plots[0].host_size)[0])
+            yield self.train(WIDER, self.engine(self.task.widened(size)), Wait())
+
+
+def snapshot(engine: Engine) -> dict[str, Any]:
+    t = engine.table
+    return {
+        "epoch": int(t.step[0]),
+        "train_loss": float(t.train_loss[0]),
+        "val_loss": float(t.val_loss[0]),
+        "val_accuracy": float(t.quality[0]),
+        "params": engine.plots[0].params,
+        "stage": [SeedStage(int(s)).name for s in t.stage[0]],
+        "alpha": [round(float(a), 4) for a in t.alpha[0]],
+    }

@@ -1,0 +1,68 @@
+"""What `esper train --resume` and `esper grow --resume` share: find the checkpoint, refuse what is not exact."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from esper.leyline.errors import RunError
+from esper.leyline.events import spelled
+from esper.leyline.files import write_atomically
+from esper.leyline.text import printable
+from esper.nissa.journal import head
+from esper.nissa.run import CHECKPOINTS, MANIFEST, read_manifest
+from esper.simic.training.learner import refuse_changes
+from esper.tolaria.checkpoint import Checkpoints, Saved
+
+KINDS = {"train": "run", "grow": "grow"}
+"""Command → the kind of its checkpoints."""
+
+
+def checkpoint_of(
+    path: Path, command: str, facts: Callable[[Saved], dict[str, Any]], *, may_run: bool = False
+) -> Saved:
+    """Return the newest whole checkpoint of a run of this command that no other process owns.
+
+    A lost or damaged manifest is rebuilt from the checkpoint: `facts` returns its task and settings.
+    """
+    saved = Checkpoints(path / CHECKPOINTS).newest() if path.is_dir() else None
+    if saved is not None and saved.kind != KINDS[command]:
+        other = next((name for name, kind in KINDS.items() if kind == saved.kind), None)
+        way_out = f". Resume it with: esper {other} --resume {path}" if other else ""
+        raise RunError(f"{path} is not a run of `esper {command}`: its checkpoints are of kind {saved.kind!r}{way_out}")
+    manifest = _read_or_rebuild(path, saved, facts)
+    if manifest["status"] == "running" and not may_run:
+        raise RunError(f"{path} is still running (pid {manifest.get('pid')}). Wait for it, or stop it first")
+    if saved is None:
+        raise RunError(
+            f"{path} has no whole checkpoint to go on from. Runs of `esper {command}` have, once they have begun"
+        )
+    return saved
+
+
+def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], dict[str, Any]]) -> dict[str, Any]:
+    try:
+        return read_manifest(path)
+    except RunError:
+        if saved is None:
+            raise
+    warnings.warn(f"the manifest of {path} is lost or damaged; it is written anew from {saved.path.name}", stacklevel=2)
+    rebuilt = {"run_id": path.absolute().name, "status": "killed"} | facts(saved)
+    if begun := [entry for entry in head(path) if entry.time_s >= 0]:
+        rebuilt["started"] = datetime.fromtimestamp(begun[0].time_s, UTC).isoformat(timespec="milliseconds")
+    write_atomically(path / MANIFEST, msgspec.json.encode(spelled(rebuilt)))
+    return rebuilt
+
+
+def must_fit(changed: list[str], allow_inexact: bool) -> None:
+    """Refuse to resume where something has changed that could change bits, unless the user allows it."""
+    if not allow_inexact:
+        refuse_changes(changed)
+    elif changed:
+        print(f"esper: going on, but not bit for bit: {printable('; '.join(changed))}", file=sys.stderr)

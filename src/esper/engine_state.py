@@ -1,0 +1,89 @@
+"""The state of an engine between two steps, as a tree of tensors, arrays and plain values.
+
+    tree = engine_state(engine)          # for `tolaria.checkpoint.packed`
+    load_engine(engine, tree)            # into an engine of the same task, worlds and config
+
+An engine that has loaded the state continues bit for bit as the first one would have. Data order and dropout are
+functions of (world, step), so no random stream is part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+import msgspec
+import torch
+
+from esper.grower_state import hidden_buffers
+from esper.kasmina.forking import ForkPoint
+from esper.kasmina.gradients import GradientMeter
+from esper.leyline.errors import CheckpointError
+from esper.leyline.slot_table import SlotTable
+from esper.optimizer_names import GroupState, OptimizerState, load_optimizer, optimizer_state
+from esper.tolaria.engine import Engine, Plot
+
+
+def engine_state(engine: Engine) -> dict[str, Any]:
+    """Return everything that decides how the engine continues. Tensors are not copied: write them at once."""
+    return {
+        "table": engine.table.arrays(),
+        "plots": [_plot_state(plot) for plot in engine.plots],
+        "governor": engine.governor.state_dict(),
+    }
+
+
+def load_engine(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Load what `engine_state` returned into a newly built engine."""
+    if len(state["plots"]) != len(engine.plots):
+        raise CheckpointError(f"the state has {len(state['plots'])} environments, this engine {len(engine.plots)}")
+    for field in fields(SlotTable):
+        getattr(engine.table, field.name)[...] = state["table"][field.name]
+    for env, (plot, kept) in enumerate(zip(engine.plots, state["plots"], strict=True)):
+        _load_plot(plot, kept, engine.table, env)
+    engine.governor.load_state_dict(state["governor"])
+
+
+def _plot_state(plot: Plot) -> dict[str, Any]:
+    body, optimizer = plot.body, optimizer_state(plot.optimizer, plot.body)
+    tree = msgspec.structs.asdict(optimizer)
+    tree["groups"] = tuple(msgspec.structs.asdict(group) for group in optimizer.groups)
+    return {
+        "body": dict(body.state_dict()),
+        "hidden": dict(hidden_buffers(body)),
+        "births": {name: slot.birth for name, slot in body.slots.items()},
+        "frozen": tuple(name for name, p in body.named_parameters() if not p.requires_grad),
+        "proven_forks": tuple((p.at_input, p.name) for p in sorted(body.proven_forks)),
+        "cannot_fork": body.cannot_fork,
+        "optimizer": tree,
+        "average": list(plot.average.average),
+        "updates": plot.average.updates,
+        "sampled": dict(plot.meter.latest),
+        "smoothed": dict(plot.meter.smoothed),
+    }
+
+
+@torch.no_grad()
+def _load_plot(plot: Plot, state: Mapping[str, Any], table: SlotTable, env: int) -> None:
+    body, average = plot.body, plot.average
+    body.load_state_dict(state["body"])
+    for name, slot in body.slots.items():
+        slot.birth = state["births"][name]
+    plot.surgeon.reload()
+    groups = tuple(GroupState(**group) for group in state["optimizer"]["groups"])
+    load_optimizer(OptimizerState(**{**state["optimizer"], "groups": groups}), plot.optimizer, body)
+    body.sync(table, env)
+    for name, buffer in hidden_buffers(body):
+        buffer.copy_(state["hidden"][name])
+    for name, p in body.named_parameters():
+        p.requires_grad_(name not in state["frozen"])
+    body.proven_forks = {ForkPoint(*point) for point in state["proven_forks"]}
+    body.cannot_fork = state["cannot_fork"]
+    average.restart()
+    for mine, kept in zip(average.average, state["average"], strict=True):
+        mine.copy_(kept)
+    average.updates = state["updates"]
+    sampled = {name: value.to(plot.config.device) for name, value in state["sampled"].items()}
+    plot.meter = GradientMeter(plot.meter.stride, sampled, dict(state["smoothed"]))
+    plot.regroup()

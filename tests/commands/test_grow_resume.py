@@ -1,0 +1,161 @@
+"""`esper grow --resume`: a run that was interrupted ends bit for bit as one that was not."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from esper.commands import grow, growing
+from esper.commands.grow import Asked, resume_grow, run_grow
+from esper.commands.growing import Settings
+from esper.leyline.errors import CheckpointError, ConfigError, RunError
+from esper.nissa.run import read_manifest
+from esper.tolaria.checkpoint import Checkpoints
+from tests.support.run_outcomes import events, heed_signals, is_whole
+
+SETTINGS = Settings(task="digits", controller="schedule", epochs=17)
+EPOCHS = 4 * 17
+ESPER = Path(sys.executable).with_name("esper")
+
+
+def outcome(run: Path) -> dict[str, Any]:
+    """Return what must not depend on interruptions: weights, figures without seconds, events without times."""
+    figures = json.loads((run / "result.json").read_text())
+    for result in figures["results"]:
+        del result["seconds"]
+    told = [(env, kind, {k: v for k, v in data.items() if k != "wall_s"}) for env, kind, data in events(run)]
+    weights = (run / "body.safetensors").read_bytes()
+    return {"weights": weights, "figures": figures, "events": told, "program": (run / "plain.pt2").exists()}
+
+
+@pytest.fixture(autouse=True)
+def every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(growing, "CHECKPOINT_SHARE", 1e9)
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    run = tmp_path_factory.mktemp("calm") / "run"
+    run_grow(SETTINGS, Asked(out=run))
+    return outcome(run)
+
+
+def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: Settings, run: Path) -> None:
+    """Grow until so many epochs are done in all, then stop as SIGTERM asks for it."""
+    count, take = 0, growing.snapshot
+
+    def counted(engine: Any) -> dict[str, Any]:
+        nonlocal count
+        count += 1
+        if count == epochs:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return take(engine)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(growing, "snapshot", counted)
+        with pytest.raises(SystemExit) as ended:
+            run_grow(settings, Asked(out=run))
+    assert ended.value.code == 128 + signal.SIGTERM
+
+
+@pytest.mark.parametrize("epochs", [1, 9, 14, 16, 17, 20, 34 + 5, 51 + 3])
+def test_stopped_run_resumes_bit_for_bit(
+    epochs: int,
+    calm: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    run = tmp_path / "run"
+    stop_after(epochs, monkeypatch, SETTINGS, run)
+    said = capsys.readouterr()
+    assert f"Go on with: esper grow --resume {run}" in said.out.replace("\n", "")
+    assert read_manifest(run)["status"] == "interrupted"
+    resume_grow(run, [], Asked())
+    found = outcome(run)
+    assert found["weights"] == calm["weights"]
+    assert found["figures"] == calm["figures"]
+    assert found["events"] == calm["events"]
+    assert is_whole(run)
+    manifest = read_manifest(run)
+    assert manifest["status"] == "finished"
+    assert manifest["env_steps"] == EPOCHS
+
+
+@pytest.mark.parametrize("controller", ["heuristic", "random", "tamiyo"])
+def test_controller_resumes_with_its_memory(controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = Settings(task="digits", controller=controller, epochs=20, compare=False, seed=3)
+    run_grow(settings, Asked(out=tmp_path / "calm"))
+    stop_after(11, monkeypatch, settings, tmp_path / "run")
+    resume_grow(tmp_path / "run", [], Asked())
+    assert outcome(tmp_path / "run") == outcome(tmp_path / "calm")
+
+
+def test_what_cannot_be_resumed_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    settings = Settings(task="digits", controller="schedule", epochs=3, compare=False)
+    run = tmp_path / "run"
+    stop_after(1, monkeypatch, settings, run)
+    with pytest.raises(ConfigError, match=r"--epochs cannot be given with --resume"):
+        resume_grow(run, ["--epochs"], Asked())
+    with monkeypatch.context() as patch:
+        patch.setattr(growing, "exactness", lambda *_: {"torch": "0.1"})
+        with pytest.raises(ConfigError, match=r"cannot go on bit for bit: torch: .* Restore these"):
+            resume_grow(run, [], Asked())
+    resume_grow(run, [], Asked())
+    with pytest.raises(ConfigError, match="has finished"):
+        resume_grow(run, [], Asked())
+    with pytest.raises(RunError, match="is not a run"):
+        resume_grow(tmp_path / "nothing", [], Asked())
+
+
+def test_full_disk_costs_checkpoints_and_not_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    def full(*_: Any, **__: Any) -> None:
+        raise CheckpointError("no space left")
+
+    monkeypatch.setattr(Checkpoints, "write", full)
+    monkeypatch.setattr(grow, "save_models", lambda *_: None)  # keeps the best host by the same function
+    settings = Settings(task="digits", controller="schedule", epochs=2, compare=False)
+    with pytest.warns(UserWarning, match="The run goes on"):
+        run_grow(settings, Asked(out=tmp_path / "run"))
+    assert read_manifest(tmp_path / "run")["status"] == "finished"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("chance", [0, 1])
+def test_run_killed_at_random_moments_ends_as_if_it_had_not_been(
+    chance: int, calm: dict[str, Any], tmp_path: Path
+) -> None:
+    """Real processes and SIGKILL, over and over: each session may live a little longer than the one before."""
+    rng, run, lives = random.Random(chance), tmp_path / "run", 3.0
+    command = [str(ESPER), "grow", "--task", "digits", "--controller", "schedule", "--epochs", "17", "--out", str(run)]
+    for _ in range(40):
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals)
+        try:
+            _, said = process.communicate(timeout=lives * (1 + rng.random()))
+        except subprocess.TimeoutExpired:
+            process.send_signal(signal.SIGKILL)
+            process.communicate()
+            if (run / "checkpoints").is_dir() and Checkpoints(run / "checkpoints").newest() is not None:
+                command = [str(ESPER), "grow", "--resume", str(run)]
+            elif run.exists():  # killed before its first checkpoint: begin again elsewhere
+                run = tmp_path / f"run-{time.monotonic_ns()}"
+                command[-1] = str(run)
+            lives *= 1.3
+            continue
+        assert process.returncode == 0, said.decode()
+        break
+    assert read_manifest(run)["status"] == "finished"
+    found = outcome(run)
+    assert found["weights"] == calm["weights"]
+    assert found["figures"] == calm["figures"]
+    assert found["events"] == calm["events"]
+    assert is_whole(run)

@@ -1,0 +1,66 @@
+"""An engine that has loaded a state continues bit for bit, through growth, commits and rollbacks."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+
+from esper.engine_state import engine_state, load_engine
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.errors import CheckpointError
+from esper.leyline.stages import Thresholds
+from esper.tamiyo.controllers import Schedule
+from esper.tolaria.checkpoint import packed, unpacked
+from esper.tolaria.engine import Engine
+from esper.tolaria.tasks import get_task
+
+STEPS = 24
+POISONED = 16
+"""The step before which weights are made non-finite, so that the governor restores its snapshot."""
+
+
+def engine(task: str, worlds: int = 2) -> Engine:
+    small = dataclasses.replace(get_task(task), epochs=STEPS, batches_per_epoch=3, batch=16)
+    return Engine(small, range(worlds), rules=Rules(thresholds=Thresholds(blend_dwell=2)))
+
+
+def advance(it: Engine, first: int, last: int) -> None:
+    controller = Schedule()
+    for step in range(first, last):
+        if step == POISONED:
+            next(it.plots[0].body.model.parameters()).data.fill_(float("nan"))
+        it.step(controller.act(it.table, legal(it.table, it.rules)))
+
+
+def tensors(it: Engine) -> list[torch.Tensor]:
+    found = []
+    for plot in it.plots:
+        found += [*plot.body.state_dict().values(), *plot.average.average]
+        found += [v for state in plot.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return found
+
+
+@pytest.mark.parametrize("task", ["digits", "rescue"])
+@pytest.mark.parametrize("stopped", [0, 3, 9, POISONED, POISONED + 1])
+def test_loaded_engine_continues_bit_for_bit(task: str, stopped: int) -> None:
+    whole, first, second = engine(task), engine(task), engine(task)
+    advance(whole, 0, STEPS)
+    advance(first, 0, stopped)
+    document, kept = packed(engine_state(first))
+    kept = {name: tensor.clone() for name, tensor in kept.items()}
+    advance(first, stopped, STEPS)  # what the first does later must not reach the second
+    load_engine(second, unpacked(document, kept))
+    advance(second, stopped, STEPS)
+    assert whole.table.rollbacks[0] == 1
+    for name, column in whole.table.arrays().items():
+        assert np.array_equal(column, getattr(second.table, name), equal_nan=column.dtype.kind == "f"), name
+    assert len(tensors(whole)) == len(tensors(second))
+    assert all(torch.equal(a, b) for a, b in zip(tensors(whole), tensors(second), strict=True))
+
+
+def test_state_of_another_number_of_environments_is_refused() -> None:
+    with pytest.raises(CheckpointError, match="2 environments, this engine 1"):
+        load_engine(engine("digits", 1), engine_state(engine("digits", 2)))
