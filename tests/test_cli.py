@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -98,9 +97,9 @@ def test_what_goes_wrong_on_purpose_is_said_in_words(args, said):
     assert "Traceback" not in done.stderr
 
 
-def test_an_interrupt_leaves_at_once_and_says_so():
+def test_interrupt_ends_after_the_epoch_and_says_how_to_resume(tmp_path):
     process = subprocess.Popen(
-        [str(ESPER), "grow", "--task", "rescue"],
+        [str(ESPER), "grow", "--task", "digits", "--epochs", "5000", "--out", str(tmp_path / "run")],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -108,12 +107,13 @@ def test_an_interrupt_leaves_at_once_and_says_so():
         preexec_fn=heed_signals,
     )
     assert process.stdout is not None
-    process.stdout.readline()
-    time.sleep(1.0)
+    while "epoch   5/" not in process.stdout.readline():
+        assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    _, said = process.communicate(timeout=120)
+    printed, said = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert said.strip() == "esper: interrupted"
+    assert said.strip() == "esper: ending after this epoch; once more leaves at once"
+    assert f"Go on with: esper grow --resume {tmp_path / 'run'}" in printed.replace("\n", "")
 
 
 def test_tasks_and_blueprints_are_listed_with_their_sizes():

@@ -24,16 +24,19 @@ EMBEDDED = ("digits", "fashion", "moby")
 
 def list_tasks() -> None:
     """Print a row of facts per task and below it the question that it asks: both fit into 80 columns."""
-    rows = [("task", "host", "data", "parameters", "slots", "epochs")]
+    rows = [("task", "host", "parameters", "data", "slots", "epochs")]
     for task in TASKS.values():
         with torch.device("meta"):
             size = sum(p.numel() for p in task.build_host(0).parameters())
         data = task.dataset if task.dataset in EMBEDDED else f"{task.dataset}*"
-        rows.append((task.name, task.host, data, f"{size:,}", str(len(task.slots)), str(task.epochs)))
+        rows.append((task.name, task.host, f"{size:,}", data, str(len(task.slots)), str(task.epochs)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     console = Console()
     for row, question in zip(rows, ["", *(task.question for task in TASKS.values())], strict=True):
-        cells = [cell.ljust(w) if i < 3 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))]
+        cells = [
+            cell.ljust(w) if i in (0, 1, 3) else cell.rjust(w)
+            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
+        ]
         plainly(console, "  ".join(cells).rstrip())
         if question:
             console.print(Padding(Text(question, "dim"), (0, 0, 0, 2), expand=False))

@@ -101,8 +101,8 @@ def held_out(run: RunSummary) -> str:
     for i, row in enumerate(found.rows):
         cells = [escape(cut(printable(row.name), 100))]
         if has_test:
-            cells += [figure(row.test, "percent", "points"), lead(row.test_lead, "points") if i else ""]
-        cells += [figure(row.utility, "number", "number"), lead(row.utility_lead, "number") if i else ""]
+            cells += [figure(row.test, "percent"), lead(row.test_lead, "percent") if i else ""]
+        cells += [figure(row.utility, "utility"), lead(row.utility_lead, "utility") if i else ""]
         rows.append([*cells, *(cell(None if f is None else f.mean, "count") for f in (row.params, row.macs))])
     after = "" if found.rounds is None else f", after round {found.rounds}"
     says = (
@@ -115,21 +115,20 @@ def held_out(run: RunSummary) -> str:
     return section("Held-out comparison", says, body)
 
 
-def figure(found: Figure | None, unit: str, spread: str) -> str:
+def figure(found: Figure | None, unit: str) -> str:
+    """A mean and its standard deviation over worlds: in percent and points, or as a utility."""
     if found is None:
         return cell(None)
-    return f"{escape(spoken(found.mean, unit))} ± {escape(spoken(found.sd, spread).lstrip('+'))}"
+    if unit == "percent":
+        return f"{escape(spoken(found.mean, unit))} ± {100 * found.sd:.1f}"
+    return f"{found.mean:+.4f} ± {found.sd:.4f}"
 
 
 def lead(found: Lead | None, unit: str) -> str:
-    """A difference with its interval; figures that are written as points are fractions."""
+    """A difference with its interval: in points, or of utilities."""
     if found is None:
         return cell(None)
-    low, high = (escape(signed(v, unit)) for v in (found.low, found.high))
-    text = f"{escape(signed(found.mean, unit))} [{low}, {high}]"
+    values = (found.mean, found.low, found.high)
+    mean, low, high = (f"{100 * v:+.1f}" if unit == "percent" else f"{v:+.4f}" for v in values)
+    text = f"{mean} [{low}, {high}]"
     return f"<b>{text}</b>" if found.is_sure else text
-
-
-def signed(value: float, unit: str) -> str:
-    text = spoken(value, unit)
-    return text if value < 0 or text.startswith(("+", "−", "-")) else f"+{text}"

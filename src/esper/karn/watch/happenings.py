@@ -145,7 +145,7 @@ def _update_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
     said = f"PPO update of round {whole(d.get('round'))}: KL {short(number(d.get('kl')))}"
     said += f", clip {short(number(d.get('clip_fraction')))}"
     mean = number(d.get("return_mean"))
-    return said + (f", mean return {short(mean)}" if mean is not None else ""), "note"
+    return said + (f", mean return {short(mean, 4)}" if mean is not None else ""), "note"
 
 
 _TEXTS = {

@@ -97,13 +97,13 @@ def ppo_line(model: WatchModel, width: int) -> Line:
     for head, value in sorted(numbers(u.get("entropy")).items(), key=lambda kv: kv[0] != "op"):
         entropy += [(f" {head} ", "dim"), (short(value, 2), "warn" if head in flat else "plain")]
     spread = number(u.get("return_sd"))
-    around: list[Piece] = [] if spread is None else [(f" ± {short(spread, 2)} sd", "dim")]
+    around: list[Piece] = [] if spread is None else [(f" ± {short(spread, 4)} sd", "dim")]
     parts: list[list[Piece]] = [
         [(f"PPO round {whole(u.get('round'))}", "strong")],
         part("KL", number(u.get("kl")), judge.KL_LIMIT),
         part("clip", number(u.get("clip_fraction")), judge.CLIP_LIMIT),
         entropy if width >= 110 else entropy[:3],
-        [*part("return", number(u.get("return_mean"))), *around],
+        [("return ", "dim"), (short(number(u.get("return_mean")), 4), "plain"), *around],
         part("NRMSE", number(u.get("value_nrmse")), 1.0),
         part("grad", number(u.get("grad_norm"))),
         part("ratio max", number(u.get("ratio_max"))),
