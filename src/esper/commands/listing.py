@@ -33,11 +33,8 @@ def list_tasks() -> None:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     console = Console()
     for row, question in zip(rows, ["", *(task.question for task in TASKS.values())], strict=True):
-        cells = [
-            cell.ljust(w) if i in (0, 1, 3) else cell.rjust(w)
-            for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-        ]
-        plainly(console, "  ".join(cells).rstrip())
+        cells = [f"{cell:{side}{width}}" for cell, side, width in zip(row, "<<><>>", widths, strict=True)]
+        plainly(console, "  ".join(cells))
         if question:
             console.print(Padding(Text(question, "dim"), (0, 0, 0, 2), expand=False))
     plainly(console, "\n* from your own files: esper grow --task NAME --data DIR")
