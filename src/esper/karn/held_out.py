@@ -16,7 +16,7 @@ from esper.karn.charts import spoken
 from esper.karn.sections import cell, section, table
 from esper.karn.summary import RunSummary
 from esper.karn.texts import cut, printable
-from esper.leyline.files import write_atomically
+from esper.leyline.files import read_regular, write_atomically
 
 HELD_OUT = "held_out.json"
 MOST_BYTES = 1 << 22
@@ -76,13 +76,9 @@ def read(run: Path) -> tuple[HeldOut | None, str | None]:
     """The comparison in a run directory, and what is wrong with it; None and None where there is none."""
     path = run / HELD_OUT
     try:
-        if not path.is_file() or path.is_symlink():
-            return None, None
-        with path.open("rb") as file:
-            content = file.read(MOST_BYTES + 1)
-        if len(content) > MOST_BYTES:
-            return None, f"{path} has more than {MOST_BYTES} bytes"
-        return msgspec.json.decode(content, type=HeldOut), None
+        return msgspec.json.decode(read_regular(path, MOST_BYTES), type=HeldOut), None
+    except FileNotFoundError:
+        return None, None
     except (OSError, ValueError, RecursionError) as error:
         return None, f"{path} cannot be read: {error}"
 
