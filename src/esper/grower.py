@@ -93,7 +93,7 @@ class SlotView:
         if self.blueprint:
             parts.append(f"{self.blueprint:<14} alpha {self.alpha:.2f}  {self.params:>8,} params")
         if np.isfinite(self.contribution):
-            parts.append(f"contribution {self.contribution:+.4f} ± {self.contribution_se:.4f}")
+            parts.append(f"contribution {self.contribution:+.4f} ± {self.contribution_se:.4f} (standard error)")
         elif np.isfinite(self.prospect):
             parts.append(f"prospect {self.prospect:+.4f}")
         if self.waits_for:

@@ -115,11 +115,11 @@ def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | No
     if saved is not None:
         must_fit(changes(Kept.of(saved).exact, exact), asked.allow_inexact)
     with _recording(settings, asked, task, config, data, path, saved) as run:
-        plainly(
-            console,
+        about = (
             f"task {task.name}: {task.question}  ({task.host}, {len(data.train):,} training samples, {task.epochs} "
-            f"epochs of {task.batches_per_epoch} × {task.batch}, seed {settings.seed})",
+            f"epochs of {task.batches_per_epoch} × {task.batch}, seed {settings.seed})"
         )
+        console.print(Text(about))  # wrapped between words
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
         with stoppable("ending after this epoch; once more leaves at once") as stop:
             keeper = Keeper(run, settings, exact)
@@ -220,7 +220,7 @@ def progress(console: Console, name: str, engine: Engine, result: Result) -> Ite
     with Live(console=console, refresh_per_second=8, transient=True) as live:
 
         def draw() -> None:
-            live.update(Group(Text(f"{name}: {headline(engine, result)}"), live_table(engine)))
+            live.update(Group(Text(f"{name}\n{headline(engine, result)}"), live_table(engine)))
 
         yield draw
 
@@ -229,7 +229,7 @@ def headline(engine: Engine, result: Result) -> str:
     last = result.history[-1]
     return (
         f"epoch {last['epoch']:>3}/{engine.task.epochs}  train loss {last['train_loss']:.3f}  "
-        f"val loss {last['val_loss']:.3f}  val accuracy {last['val_accuracy']:.1%}  {last['params']:,} parameters"
+        f"val loss {last['val_loss']:.3f}  val accuracy {last['val_accuracy']:.1%}  {last['params']:,} params"
     )
 
 

@@ -85,7 +85,8 @@ def test_what_was_not_measured_is_none():
 def test_print_tells_contribution_from_dependence_with_errors():
     worth = make(3, fossils=("b",))
     head, columns, a, b, _, learner = str(worth).splitlines()
-    assert head == f"quality {worth.quality:.4f} ± {worth.quality_se:.4f}, without these seeds {worth.committed:.4f}"
+    numbers = f"quality {worth.quality:.4f} ± {worth.quality_se:.4f}, without these seeds {worth.committed:.4f}"
+    assert head == f"{numbers} (±: standard error)"
     assert "Shapley" in columns
     assert a.startswith("a ")
     assert "contribution" in a

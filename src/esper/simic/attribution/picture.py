@@ -70,9 +70,8 @@ def draw(worth: Worth, path: Path) -> Path:
         raise ConfigError(f"a picture is a .svg or a .png, got {path.name!r}")
     n = len(worth.slots)
     canvas = _Canvas(LEFT + WIDTH + 110 + max(n, 2) * CELL, 90 + max(n, 2) * ROW)
-    canvas.text(
-        16, 24, f"quality {worth.quality:.4f} ± {worth.quality_se:.4f}, without these seeds {worth.committed:.4f}"
-    )
+    quality = f"quality {worth.quality:.4f} ± {worth.quality_se:.4f} (standard error)"
+    canvas.text(16, 24, f"{quality}, without these seeds {worth.committed:.4f}")
     _bars(canvas, worth)
     _heat(canvas, worth, LEFT + WIDTH + 90, 62)
     if path.suffix.lower() == ".svg":
@@ -92,7 +91,7 @@ def _bars(canvas: _Canvas, worth: Worth) -> None:
     canvas.box(LEFT, 36, 10, 10, BLUE)
     canvas.text(LEFT + 15, 46, "without it (of fossils: dependence)")
     canvas.box(LEFT + 230, 36, 10, 10, ORANGE)
-    canvas.text(LEFT + 245, 46, "Shapley; bars ± 2 errors")
+    canvas.text(LEFT + 245, 46, "Shapley; bars: ± 2 standard errors")
     for i, name in enumerate(worth.slots):
         top = 62 + i * ROW
         canvas.text(16, top + 18, name + (" (fossil)" if worth.fossils[i] else ""))

@@ -77,7 +77,10 @@ class Worth:
         }
 
     def __str__(self) -> str:
-        lines = [f"quality {self.quality:.4f} ± {self.quality_se:.4f}, without these seeds {self.committed:.4f}"]
+        lines = [
+            f"quality {self.quality:.4f} ± {self.quality_se:.4f}, without these seeds {self.committed:.4f} "
+            "(±: standard error)"
+        ]
         if self.slots:
             lines.append(f"{'slot':<20} {'':<12} {'without it':>18} {'Shapley':>18} {'interactions':>14}")
         for i, name in enumerate(self.slots):
