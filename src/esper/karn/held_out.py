@@ -15,8 +15,8 @@ import msgspec
 from esper.karn.charts import spoken
 from esper.karn.sections import cell, section, table
 from esper.karn.summary import RunSummary
-from esper.karn.texts import cut, printable
 from esper.leyline.files import read_regular, write_atomically
+from esper.leyline.text import cut, printable
 
 HELD_OUT = "held_out.json"
 MOST_BYTES = 1 << 22
