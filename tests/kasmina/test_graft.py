@@ -20,6 +20,7 @@ from esper.leyline.stages import SeedStage
 from tests.support.models import (
     ZOO,
     DictNet,
+    NamedNet,
     PlainCNN,
     ResidualNet,
     SharedNet,
@@ -364,8 +365,8 @@ def test_every_refusal_is_of_one_family():
 
 
 def test_select_says_where_the_features_of_a_tuple_are():
-    body = graft(Transformer(), ["blocks.0"], probe=tokens(3), select={"blocks.0": 1})
-    assert body.slots["blocks.0"].site.shape == (6, 6)  # the attention weights
+    body = graft(NamedNet(), ["blocks.0"], probe=vectors(3), select={"blocks.0": 1})
+    assert body.slots["blocks.0"].site.shape == (1,)  # the scale
 
 
 # -- germination changes nothing

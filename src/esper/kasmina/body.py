@@ -226,17 +226,26 @@ class Body(nn.Module):
 
     @torch.no_grad()
     def run_rows(self, batch: Any, size: int, plan: ForkPlan) -> Any:
-        """The output of one batch of `size` samples with every row of a plan, rows × size samples long."""
+        """The output of one batch of `size` samples with every row of a plan, rows × size samples long.
+
+        Raises ForkError if the model takes each configuration alone but not several at once. An error that a
+        configuration raises alone is the model's own, and is raised as it is.
+        """
+        try:
+            return self._run(batch, size, plan)
+        except FAILURES as error:
+            if plan.alone or not plan.done:
+                raise
+            for single in plan.singles():
+                self._run(batch, size, single)
+            raise ForkError(f"the model does not take several configurations at once ({error})") from error
+
+    def _run(self, batch: Any, size: int, plan: ForkPlan) -> Any:
         plan.batch, plan.done = size, 0
         with lent(plan, list(self.slots.values()), dict(self.model.named_modules())):
             args, kwargs = plan.at_input("", as_arguments(batch))
-            try:
-                with torch.compiler.set_stance("force_eager"):
-                    output = self.model(*args, **kwargs)
-            except FAILURES as error:
-                if not plan.done:
-                    raise
-                raise ForkError(f"the model does not take several configurations at once ({error})") from error
+            with torch.compiler.set_stance("force_eager"):
+                output = self.model(*args, **kwargs)
         plan.finish()
         return output
 

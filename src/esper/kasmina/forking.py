@@ -112,6 +112,13 @@ class ForkPlan:
         root = ForkPoint(True, "")
         return cls.build([config], list(slots), dict.fromkeys(slots, root), [root], config)
 
+    def singles(self) -> list[ForkPlan]:
+        """A plan for each configuration alone, one per row at the end."""
+        slots = sorted(self.players)
+        decided = self.forks[-1].on if self.forks else {}
+        off = [False] * len(self.order)
+        return [ForkPlan.single([decided.get(s, off)[row] for s in slots], slots) for row in range(len(self.order))]
+
     @property
     def alone(self) -> bool:
         """One configuration: nothing forks, so samples may lie along any dimension and mix as they like."""

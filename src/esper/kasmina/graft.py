@@ -9,8 +9,8 @@ place where the batch may fork for coalition evaluation is found by trying it (s
 
 from __future__ import annotations
 
-import dataclasses
 import fnmatch
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -20,13 +20,12 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import FAILURES, Body, as_arguments, call
 from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Known, is_batched
+from esper.kasmina.probing import PROBE_SAMPLES, floating_items, leaves_of, quietly, unread_modules
 from esper.kasmina.site import Layout, Site
-from esper.kasmina.slot import Select, Slot
+from esper.kasmina.slot import Path, Select, Slot
 from esper.leyline.errors import GraftError, unknown_name
 from esper.leyline.stages import SeedStage
 
-PROBE_SAMPLES = 3
-"""Samples in the fork probe: with one, or with no difference between rows, mixing would go unseen."""
 AUTO_SLOTS = 3
 LAYOUTS = {4: Layout.MAP, 3: Layout.SEQUENCE, 2: Layout.VECTOR}
 WRAPPERS = {
@@ -44,13 +43,14 @@ def graft(
     at: str | Sequence[str] | Mapping[str, str] = "auto",
     *,
     probe: Any,
-    select: Mapping[str, int | str] | None = None,
+    select: Mapping[str, int | str | Path] | None = None,
 ) -> Body:
     """Give `model` slots and return the body.
 
     at      module names or patterns ("layer*"), or a mapping of slot id → module name, or "auto"
     probe   one batch the model accepts (a tensor, a tuple of positions or a mapping of keywords), ≥ 3 samples
-    select  for modules that return a tuple or mapping: where in it the features are, by module name
+    select  for modules that return a tuple or mapping: where in it the features are, by module name; a tuple of
+            keys for an item within an item, as (1, 0) for the last hidden state of an LSTM
     """
     refuse_wrapped(model)
     probe, known = few_samples(dict(probe) if isinstance(probe, Mapping) else probe)
@@ -82,7 +82,7 @@ def graft(
                 f"be reached. Graft after a module that runs (of those named, these did: {ran})"
             )
         found = [find_features(name, output, (select or {}).get(name)) for output in seen[name]]
-        places = [site_of(name, features, modules[name]) for _, features in found]
+        places = [site_of(name, features, modules[name], chosen) for chosen, features in found]
         if len({(p.layout, p.dim) for p in places}) > 1:
             raise GraftError(
                 f"module {name!r} is called {len(found)} times with features of different kinds "
@@ -93,6 +93,7 @@ def graft(
     for name in select or {}:
         if name not in seen:
             raise unknown_name("module with a slot", name, seen)
+    refuse_unread(model, probe, {slot.module_name: slot.select for slot in slots})
     body = Body(model, slots, probe)
     body.batched[""] = known
     find_forks(body, probe)
@@ -118,6 +119,23 @@ def refuse_wrapped(model: nn.Module) -> None:
             )
 
 
+def refuse_unread(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> None:
+    """Raise if the model's output does not depend on the features of some slot: its seed would change nothing."""
+    for name, read in unread_modules(model, probe, selects).items():
+        path = selects[name].path
+        what = f"item {_shown(path)} of what module {name!r} returns" if path else f"what module {name!r} returns"
+        choices = " or ".join(f"select={{{name!r}: {_shown(each)}}}" for each in read)
+        way_out = f"It reads another item: use {choices}" if read else "Graft after a module whose output is used"
+        raise GraftError(
+            f"the model's output does not depend on {what}, so a seed there would change nothing. {way_out}."
+        )
+
+
+def _shown(path: Path) -> str:
+    """A path as `select` takes it."""
+    return repr(path[0] if len(path) == 1 else path)
+
+
 def few_samples(probe: Any) -> tuple[Any, Known]:
     """The first few samples of a batch, and which of its tensors have samples."""
     tensors = [x for x in pytree.tree_leaves(probe) if isinstance(x, Tensor) and x.ndim > 0]
@@ -136,24 +154,6 @@ def few_samples(probe: Any) -> tuple[Any, Known]:
 def known_form(arguments: Any, samples: int) -> Known:
     leaves, form = pytree.tree_flatten(arguments)
     return str(form), [not isinstance(x, Tensor) or is_batched(x, samples) for x in leaves]
-
-
-@torch.no_grad()
-def quietly(model: nn.Module, batch: Any) -> Any:
-    """Run a model in eval without leaving a trace: modes and the random stream are put back."""
-    training = [m for m in model.modules() if m.training]
-    try:
-        model.eval()
-        with torch.random.fork_rng(devices=[]):
-            return call(model, batch)
-    except Exception as error:
-        raise GraftError(
-            f"the model does not run on {PROBE_SAMPLES} samples of the probe: {type(error).__name__}: {error}. "
-            "(Tensors whose first size is the batch's were cut; if one has no samples, give a probe of another size.)"
-        ) from error
-    finally:
-        for module in training:
-            module.training = True
 
 
 def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], probe: Any) -> dict[str, str]:
@@ -207,14 +207,17 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
             handle.remove()
     ends = {id(x) for x in pytree.tree_leaves(output)}
     fit: dict[str, nn.Module] = {}
+    selects: dict[str, Select] = {}
     for name, module, out in order:
         try:
-            _, features = find_features(name, out, None)
-            site_of(name, features, module)
+            selects[name], features = find_features(name, out, None)
+            site_of(name, features, module, selects[name])
         except GraftError:
             continue
         if id(features) not in ends and not name.startswith("lm_head"):
             fit[name] = module
+    unread = unread_modules(model, probe, {name: selects[name] for name in fit})
+    fit = {name: module for name, module in fit.items() if name not in unread}
     level = _siblings(fit) or [n for n, m in fit.items() if not any(True for _ in m.children())]
     if any(not any(True for _ in fit[n].parameters()) for n in level):  # layers: after their activations
         level = [n for n in level if not any(True for _ in fit[n].parameters())]
@@ -237,36 +240,32 @@ def _siblings(fit: dict[str, nn.Module]) -> list[str]:
     return max(several, key=lambda names: sum(p.numel() for n in names for p in fit[n].parameters()), default=[])
 
 
-def find_features(name: str, output: Any, key: int | str | None) -> tuple[Select, Tensor]:
+def find_features(name: str, output: Any, key: int | str | Path | None) -> tuple[Select, Tensor]:
     """Where in a module's output the features are; said explicitly, or plain from its shape."""
+    path = key if isinstance(key, tuple) else () if key is None else (key,)
     if isinstance(output, Tensor):
-        if key is not None:
+        if path:
             raise GraftError(f"select={key!r} was given for {name!r}, but it returns a tensor, not a tuple or mapping")
         return Select(), _floating(name, output)
-    if isinstance(output, Mapping):
-        choices: dict[int | str, Any] = dict(output)
-    elif isinstance(output, (tuple, list)):
-        choices = dict(enumerate(output))
-    else:
+    if not isinstance(output, (Mapping, tuple, list)):
         raise GraftError(f"module {name!r} returns a {type(output).__name__}; a slot needs a tensor, tuple or mapping")
-    floats = [k for k, v in choices.items() if isinstance(v, Tensor) and v.is_floating_point()]
-    if key is None:
-        plain = 0 if 0 in floats else "last_hidden_state" if "last_hidden_state" in floats else None
-        if plain is None and len(floats) == 1:
-            plain = floats[0]
-        if plain is None:
-            raise GraftError(
-                f"module {name!r} returns a {type(output).__name__} in which the features are not obvious. "
-                f"Say where: select={{{name!r}: …}} with one of {floats or 'its floating tensors (it has none)'}"
-            )
-        key = plain
-    if key not in choices:
-        raise GraftError(f"select={key!r} for {name!r}: its output has {list(choices)}")
-    value = choices[key]
-    if not isinstance(value, Tensor):
-        raise GraftError(f"item {key!r} of {name!r}'s output is a {type(value).__name__}, not a tensor")
-    field = output._fields[key] if hasattr(output, "_fields") and isinstance(key, int) else ""
-    return Select(key, field, isinstance(output, list)), _floating(name, value)
+    select = Select.at(output, path or (_plain_key(name, output),), f"module {name!r}")
+    return select, _floating(name, select.get(output))
+
+
+def _plain_key(name: str, output: Any) -> int | str:
+    """Which item of a tuple or mapping holds the features, if nobody says."""
+    floats = [path[0] for path in floating_items(output) if len(path) == 1]
+    plain = 0 if 0 in floats else "last_hidden_state" if "last_hidden_state" in floats else None
+    if plain is None and len(floats) == 1:
+        return floats[0]
+    if plain is None:
+        choices = [path[0] if len(path) == 1 else path for path in floating_items(output)]
+        raise GraftError(
+            f"module {name!r} returns a {type(output).__name__} in which the features are not obvious. "
+            f"Say where: select={{{name!r}: …}} with one of {choices or 'its floating tensors (it has none)'}"
+        )
+    return plain
 
 
 def _floating(name: str, features: Tensor) -> Tensor:
@@ -280,15 +279,15 @@ def _floating(name: str, features: Tensor) -> Tensor:
     return features
 
 
-def site_of(name: str, features: Tensor, module: nn.Module) -> Site:
+def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> Site:
     layout = LAYOUTS.get(features.ndim)
     if layout == Layout.SEQUENCE and _channels_first(module, features):
         raise GraftError(
             f"module {name!r} returns {tuple(features.shape)}, channels before length (a Conv1d); seeds for sequences "
             "take [B, T, D]. Graft after a module behind a transpose, or wrap it in one that transposes."
         )
-    if layout == Layout.SEQUENCE and features.shape[0] != PROBE_SAMPLES:
-        layout = Layout.VECTOR  # time comes first: only seeds that look at one position fit
+    if layout == Layout.SEQUENCE and (features.shape[0] != PROBE_SAMPLES or _samples_second(module, select)):
+        layout = Layout.VECTOR  # time or layers come first: only seeds that look at one position fit
     if layout is None:
         raise GraftError(
             f"module {name!r} returns shape {tuple(features.shape)}; slots take [B, C, H, W], [B, T, D] or [B, D]. "
@@ -298,6 +297,11 @@ def site_of(name: str, features: Tensor, module: nn.Module) -> Site:
     strided = features.ndim == 4 and features.shape[1] > 1 and features.shape[2] * features.shape[3] > 1
     channels_last = strided and features.is_contiguous(memory_format=torch.channels_last)
     return Site(layout, dim, tuple(features.shape[1:]), channels_last)
+
+
+def _samples_second(module: nn.Module, select: Select) -> bool:
+    """Whether a recurrent module's item has its samples on axis 1: states always, outputs unless batch_first."""
+    return isinstance(module, nn.RNNBase) and (select.key == 1 or not module.batch_first)
 
 
 def _channels_first(module: nn.Module, features: Tensor) -> bool:
@@ -399,8 +403,15 @@ def _find_fork(body: Body, slot: Slot, probe: Any, sequence: list[ForkPoint]) ->
             if all(same(a, b) for a, b in zip(got, expected, strict=True)):
                 return point
         return None
-    except (ForkError, *FAILURES):
-        return None  # the model does not bear noise at all
+    except ForkError:
+        return None  # samples do not come first here
+    except FAILURES as error:
+        warnings.warn(
+            f"the model fails when noise changes the features at slot {own!r} ({type(error).__name__}: {error}), so it "
+            "is not known whether its batch can fork: configurations are evaluated one by one",
+            stacklevel=4,
+        )
+        return None
     finally:
         slot.uproot()
         slot.stage = SeedStage.DORMANT
@@ -409,7 +420,7 @@ def _find_fork(body: Body, slot: Slot, probe: Any, sequence: list[ForkPoint]) ->
 def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
     """Whether two outputs agree, up to the rounding that another batch size brings; NaN agrees with NaN."""
     compared = 0
-    for x, y in zip(_leaves(a), _leaves(b), strict=True):
+    for x, y in zip(leaves_of(a), leaves_of(b), strict=True):
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
             if x.shape != y.shape:
                 return False
@@ -420,9 +431,3 @@ def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
                 return False
             compared += 1
     return compared > 0
-
-
-def _leaves(output: Any) -> list[Any]:
-    """Whatever an output holds, also in an object that torch does not know."""
-    leaves = pytree.tree_leaves(output)
-    return [y for x in leaves for y in (_leaves(vars(x)) if dataclasses.is_dataclass(x) else [x])]

@@ -19,7 +19,8 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.graft import quietly, same
+from esper.kasmina.graft import same
+from esper.kasmina.probing import quietly
 from esper.kasmina.slot import Select, Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import GraftError, HardenError
@@ -152,7 +153,8 @@ def _put(graph: fx.Graph, output: fx.Node, select: Select) -> Any:
     """The output with its features grown: the same kind of tuple, list or mapping as before."""
     if select.key is None:
         return graph.call_module(GROWN, (output,))
-    changed = graph.call_module(GROWN, (graph.call_function(operator.getitem, (output, select.key)),))
+    item = graph.call_function(operator.getitem, (output, select.key))
+    changed = _put(graph, item, select.inner or Select())
     if isinstance(select.key, str):
         return graph.call_function(operator.or_, (output, {select.key: changed}))
     if select.field:

@@ -22,31 +22,63 @@ from esper.kasmina.blending import Gate, blend, detached, straight_through
 from esper.kasmina.forking import ForkPlan
 from esper.kasmina.site import Site
 from esper.leyline.actions import Operator
+from esper.leyline.errors import GraftError
 from esper.leyline.stages import SeedStage
+
+Path = tuple[int | str, ...]
+"""Keys from a module's output to one of its items, outermost first."""
 
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Where in a module's output the features are: the output itself, or one item of a tuple or mapping."""
+    """Where in a module's output the features are: the output itself, or an item of a tuple or mapping."""
 
     key: int | str | None = None
     field: str = ""
     """The item's name, if the output is a named tuple."""
     is_list: bool = False
+    inner: Select | None = None
+    """Where in that item, if it is a tuple or mapping itself."""
+
+    @classmethod
+    def at(cls, output: Any, path: Path, owner: str) -> Select:
+        """The tensor at a path of keys within an output of `owner`; GraftError if there is none."""
+        if not path:
+            if not isinstance(output, Tensor):
+                raise GraftError(f"what select names of {owner}'s output is a {type(output).__name__}, not a tensor")
+            return cls()
+        key, rest = path[0], path[1:]
+        keys = list(output) if isinstance(output, Mapping) else []
+        known = list(range(len(output))) if isinstance(output, (tuple, list)) else keys
+        if key not in known:
+            raise GraftError(f"select={key!r} for {owner}: its output has {known}")
+        field = output._fields[key] if hasattr(output, "_fields") and isinstance(key, int) else ""
+        inner = cls.at(output[key], rest, owner)
+        return cls(key, field, isinstance(output, list), inner if rest else None)
+
+    @property
+    def path(self) -> Path:
+        """The keys from the module's output to the features."""
+        if self.key is None:
+            return ()
+        return (self.key, *(self.inner.path if self.inner else ()))
 
     def get(self, output: Any) -> Tensor:
-        return output if self.key is None else output[self.key]
+        if self.key is None:
+            return output
+        return self.inner.get(output[self.key]) if self.inner else output[self.key]
 
     def put(self, output: Any, features: Tensor) -> Any:
         if self.key is None:
             return features
+        item = self.inner.put(output[self.key], features) if self.inner else features
         if isinstance(output, Mapping):
             changed = copy.copy(output)
-            changed[self.key] = features  # type: ignore[index]
+            changed[self.key] = item  # type: ignore[index]
             return changed
         if self.field:
-            return output._replace(**{self.field: features})
-        return type(output)(features if i == self.key else item for i, item in enumerate(output))
+            return output._replace(**{self.field: item})
+        return type(output)(item if i == self.key else each for i, each in enumerate(output))
 
 
 class Slot(nn.Module):

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from esper.kasmina.body import Body
-from esper.kasmina.graft import PROBE_SAMPLES, graft, quietly
+from esper.kasmina.graft import graft
 from esper.kasmina.hosts import HOSTS
+from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.errors import DataError, EsperError
 from esper.leyline.events import spelled, unspelled
 from esper.tolaria.checkpoint import Checkpoints

@@ -22,8 +22,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
 from esper.kasmina.forking import ForkPlan, lent
-from esper.kasmina.graft import PROBE_SAMPLES, quietly
 from esper.kasmina.lifecycle import Outcome, Rules
+from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.phases import Phases
 from esper.leyline.slot_table import Floats, Ints, SlotTable
 from esper.leyline.stages import Thresholds

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from esper.kasmina.body import Body
-from esper.kasmina.graft import PROBE_SAMPLES, quietly
+from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.errors import ConfigError
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.env import GrowthVectorEnv

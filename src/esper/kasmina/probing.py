@@ -1,0 +1,136 @@
+"""Probe runs of a model: without a trace, and to see whether its output depends on what a module returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.utils import _pytree as pytree
+
+from esper.kasmina.body import call
+from esper.kasmina.slot import Path, Select
+from esper.leyline.errors import GraftError
+
+PROBE_SAMPLES = 3
+"""Samples in the fork probe: with one, or with no difference between rows, mixing would go unseen."""
+
+
+def quietly(model: nn.Module, batch: Any, *, grad: bool = False) -> Any:
+    """Run a model in eval without leaving a trace: modes and the random stream are put back."""
+    training = [m for m in model.modules() if m.training]
+    try:
+        model.eval()
+        with torch.set_grad_enabled(grad), torch.random.fork_rng(devices=[]):
+            return call(model, batch)
+    except Exception as error:
+        raise GraftError(
+            f"the model does not run on {PROBE_SAMPLES} samples of the probe: {type(error).__name__}: {error}. "
+            "(Tensors whose first size is the batch's were cut; if one has no samples, give a probe of another size.)"
+        ) from error
+    finally:
+        for module in training:
+            module.training = True
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """Whatever an output holds, also in an object that torch does not know."""
+    leaves = pytree.tree_leaves(output)
+    return [y for x in leaves for y in (leaves_of(vars(x)) if dataclasses.is_dataclass(x) else [x])]
+
+
+def floating_items(output: Any, path: Path = ()) -> dict[Path, Tensor]:
+    """The floating tensors of a module's output by the path of keys that leads to each."""
+    if isinstance(output, Tensor):
+        return {path: output} if output.is_floating_point() else {}
+    if isinstance(output, Mapping):
+        items: Iterable[tuple[Any, Any]] = output.items()
+    elif isinstance(output, (tuple, list)):
+        items = enumerate(output)
+    else:
+        return {}
+    return {p: t for key, item in items for p, t in floating_items(item, (*path, key)).items()}
+
+
+def unread_modules(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> dict[str, list[Path]]:
+    """Modules whose selected features the model's output does not depend on, each with the items that it does read.
+
+    The autograd graph decides: a branch whose last weight is still zero is read. What no gradient reaches (behind a
+    `detach`, within `no_grad`) is read if noise in it changes the output.
+    """
+    read = _items_in_graph(model, probe, selects)
+    missed = [n for n, select in selects.items() if select.path not in read[n]]
+    unread = [n for n in missed if not _noise_shows(model, probe, n, selects[n])]
+    return {n: read[n] for n in unread}
+
+
+def _items_in_graph(model: nn.Module, probe: Any, names: Iterable[str]) -> dict[str, list[Path]]:
+    """By module the paths of its items that the autograd graph of the model's output contains."""
+    marks: dict[str, dict[Path, set[Node]]] = {name: {} for name in names}
+
+    def mark(name: str) -> Callable[..., Any]:
+        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+            for path, h in floating_items(output).items():
+                marked = (h if h.requires_grad else h.detach().requires_grad_()).clone()
+                if marked.grad_fn is not None:  # else within no_grad
+                    marks[name].setdefault(path, set()).add(marked.grad_fn)
+                    output = Select.at(output, path, name).put(output, marked)
+            return output
+
+        return hook
+
+    try:
+        output = _run_hooked(model, probe, {name: mark(name) for name in marks}, grad=True)
+    except GraftError:
+        return {name: [] for name in marks}  # a model that does not run with gradients is judged by noise
+    graph = _graph_of(x for x in leaves_of(output) if isinstance(x, Tensor))
+    return {name: [path for path, nodes in items.items() if nodes & graph] for name, items in marks.items()}
+
+
+def _graph_of(outputs: Iterable[Tensor]) -> set[Node]:
+    """Every node of the autograd graph behind these tensors."""
+    waiting = [x.grad_fn for x in outputs if x.grad_fn is not None]
+    seen: set[Node] = set()
+    while waiting:
+        node = waiting.pop()
+        if node not in seen:
+            seen.add(node)
+            waiting += [before for before, _ in node.next_functions if before is not None]
+    return seen
+
+
+def _noise_shows(model: nn.Module, probe: Any, name: str, select: Select) -> bool:
+    """Whether noise in a module's features changes the model's output; also if that cannot be told."""
+
+    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        h = select.get(output)
+        size = h.float().square().mean().sqrt().clamp(min=1e-3)
+        return select.put(output, h + (torch.randn(h.shape, device=h.device) * size).to(h))
+
+    plain = _floats(quietly(model, probe))
+    try:
+        noisy = _floats(_run_hooked(model, probe, {name: hook}))
+    except GraftError:
+        return True  # noise is more than this model bears
+    return not plain or len(plain) != len(noisy) or not all(map(_equal, plain, noisy))
+
+
+def _floats(output: Any) -> list[Tensor]:
+    return [x for x in leaves_of(output) if isinstance(x, Tensor) and x.is_floating_point()]
+
+
+def _equal(a: Tensor, b: Tensor) -> bool:
+    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
+
+
+def _run_hooked(model: nn.Module, probe: Any, hooks: Mapping[str, Callable[..., Any]], *, grad: bool = False) -> Any:
+    """Run a model on the probe with these forward hooks, by module name."""
+    handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
+    try:
+        return quietly(model, probe, grad=grad)
+    finally:
+        for handle in handles:
+            handle.remove()

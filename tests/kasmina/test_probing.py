@@ -1,0 +1,224 @@
+"""A slot whose output the model never reads is refused, with the item that it does read."""
+
+from __future__ import annotations
+
+import warnings
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import esper
+from esper.kasmina.graft import graft
+from esper.kasmina.harden import harden
+from esper.kasmina.probing import unread_modules
+from esper.kasmina.slot import Select
+from esper.leyline.actions import Operator
+from esper.leyline.errors import GraftError
+from esper.leyline.stages import SeedStage
+from esper.tolaria.coalitions import evaluate
+
+
+class LastState(nn.Module):
+    """An LSTM of which only h_n is used."""
+
+    def __init__(self, layers: int = 1, *, batch_first: bool = True) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(4, 8, num_layers=layers, batch_first=batch_first)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, (h_n, _) = self.lstm(x)
+        return self.head(h_n[-1])
+
+
+class Ignored(nn.Module):
+    """Computes a layer and does not use it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.used, self.ignored, self.head = nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.ignored(x)
+        return self.head(self.used(x))
+
+
+class ZeroBranch(nn.Module):
+    """A residual branch whose last weights are still zero: read, though its value does not show."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.norm, self.head = nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Linear(4, 3)
+        nn.init.zeros_(self.norm.weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x + self.norm(self.inner(x)))
+
+
+class FrozenTrunk(nn.Module):
+    """A trunk under no_grad: no gradient reaches it, yet its values are read."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            h = self.trunk(x)
+        return self.head(h)
+
+
+class NumpyInside(nn.Module):
+    """Leaves torch on the way: it does not run with gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.head = nn.Linear(4, 4), nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(torch.from_numpy(self.trunk(x).numpy() * 2))
+
+
+@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize("batch_first", [True, False])
+def test_an_lstm_of_which_only_the_last_state_is_used_is_refused_and_select_is_proposed(layers, batch_first):
+    probe = torch.randn(3, 3, 4)
+    with pytest.raises(GraftError, match=r"does not depend on item 0 of .*'lstm'.*use select=\{'lstm': \(1, 0\)\}"):
+        graft(LastState(layers, batch_first=batch_first), "lstm", probe=probe)
+
+
+def test_the_proposed_item_grows_measures_and_hardens():
+    torch.manual_seed(0)
+    model, x = LastState(3), torch.randn(5, 7, 4)
+    body = graft(model, "lstm", probe=x, select={"lstm": (1, 0)})
+    before = body(x)
+    slot = body.plant("lstm", "lora", Operator.ADD)
+    with torch.no_grad():
+        for p in slot.parameters():
+            p.add_(torch.randn_like(p))
+    body.set_slot(slot, SeedStage.HOLDING, 1.0)
+    grown = body(x)
+    assert not torch.allclose(grown, before)
+    with pytest.warns(UserWarning, match="one by one"):
+        result = evaluate(body, [(x, torch.zeros(5))], lambda out, y: out[:, 0])
+    assert torch.allclose(result.row((True,)), grown[:, 0], atol=1e-6)
+    assert torch.allclose(result.row((False,)), before[:, 0], atol=1e-6)
+    assert torch.allclose(harden(body).eval()(x), body.eval()(x), atol=1e-5)
+
+
+def test_states_of_a_recurrent_module_take_seeds_that_look_at_one_position():
+    """Three layers look like three samples; a seed across axis 1 would mix the batch."""
+    body = graft(LastState(3), "lstm", probe=torch.randn(3, 5, 4), select={"lstm": (1, 0)})
+    assert body.slots["lstm"].site.layout == "vector"
+
+
+@pytest.mark.parametrize("key", [(1, 5), (1, "x"), (1,), (0, 0)])
+def test_a_path_that_leads_to_no_tensor_is_refused(key):
+    with pytest.raises(GraftError, match="lstm"):
+        graft(LastState(), "lstm", probe=torch.randn(3, 5, 4), select={"lstm": key})
+
+
+def test_a_module_whose_output_nobody_uses_is_refused():
+    model = Ignored()
+    with pytest.raises(GraftError, match=r"what module 'ignored' returns.*Graft after a module whose output is used"):
+        graft(model, ["used", "ignored"], probe=torch.randn(3, 4))
+    assert not any(m._forward_hooks for m in model.modules())
+    assert model.training
+
+
+@pytest.mark.parametrize(("build", "at"), [(ZeroBranch, "inner"), (FrozenTrunk, "trunk"), (NumpyInside, "trunk")])
+def test_a_slot_that_is_read_without_gradient_or_without_visible_effect_is_accepted(build, at):
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert list(graft(build(), at, probe=torch.randn(3, 4)).slots) == [at]
+
+
+def test_auto_proposes_only_modules_that_are_read():
+    class Net(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.lost, self.second = nn.Tanh(), nn.Tanh(), nn.Tanh()
+            self.head = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            self.lost(h)
+            return self.head(self.second(h))
+
+    assert list(graft(Net(), probe=torch.randn(3, 4)).slots) == ["first", "second"]
+
+
+def test_probing_leaves_gradients_and_the_random_stream_alone():
+    model, probe = FrozenTrunk(), torch.randn(3, 4)
+    state = torch.get_rng_state()
+    assert unread_modules(model, probe, {"trunk": Select(), "head": Select()}) == {}
+    assert torch.equal(torch.get_rng_state(), state)
+    assert all(p.grad is None for p in model.parameters())
+
+
+# -- errors of the user's model are not taken for errors of forking
+
+
+class Picky(nn.Module):
+    """Raises on inputs above a limit; with `at_once`, on batches above a size."""
+
+    def __init__(self, *, at_once: int | None = None) -> None:
+        super().__init__()
+        self.first, self.head, self.at_once = nn.Linear(4, 4), nn.Linear(4, 3), at_once
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        if x.abs().max() > 100:
+            raise ValueError("the input is out of range")
+        if self.at_once is not None and len(h) > self.at_once:
+            raise ValueError("too many samples at once")
+        return self.head(h)
+
+
+def two_configurations(model: nn.Module) -> esper.Body:
+    body = graft(model, "first", probe=torch.randn(3, 4))
+    body.set_slot(body.plant("first", "lora"), SeedStage.HOLDING, 1.0)
+    return body
+
+
+def test_an_error_of_the_model_is_raised_and_forking_goes_on():
+    body = two_configurations(Picky())
+    assert body.forks["first"] is not None
+    with pytest.raises(ValueError, match="out of range"):
+        evaluate(body, [(torch.full((5, 4), 1000.0), torch.zeros(5))], lambda out, y: out[:, 0])
+    assert body.cannot_fork == ""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
+
+
+def test_an_error_of_the_seed_alone_is_raised_too():
+    body = two_configurations(Picky())
+    body.slots["first"].seed = nn.Linear(7, 7)
+    with pytest.raises(RuntimeError, match="mat1 and mat2"):
+        evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
+    assert body.cannot_fork == ""
+
+
+def test_an_error_that_forking_causes_is_evaluated_one_by_one():
+    body = two_configurations(Picky(at_once=6))
+    with pytest.warns(UserWarning, match="one by one.*too many samples at once"):
+        result = evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
+    assert result.scores.shape == (2, 5)
+
+
+def test_a_model_that_bears_no_noise_is_grafted_with_a_warning():
+    class Roots(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Softplus()
+
+        def forward(self, x: Tensor) -> Tensor:
+            h = self.first(x)
+            if (h < 0).any():
+                raise ValueError("negative")
+            return h.sqrt()
+
+    with pytest.warns(UserWarning, match="fails when noise changes the features at slot 'first'.*negative"):
+        assert graft(Roots(), "first", probe=torch.randn(3, 4)).forks == {"first": None}
