@@ -228,7 +228,7 @@ def test_a_directory_that_goes_away_while_a_run_lasts_is_said(tmp_path, capsys):
             shutil.rmtree(run.path)
 
     loses()
-    assert "cannot write how the run ended" in capsys.readouterr().err
+    assert "the manifest could not be written" in capsys.readouterr().err
 
 
 def test_a_sink_without_its_two_methods_is_refused(tmp_path):

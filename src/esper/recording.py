@@ -15,9 +15,9 @@ import sys
 import threading
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -27,13 +27,16 @@ from esper.leyline.events import Event, Level, RunFinished, Step
 from esper.leyline.events import level as level_by_name
 from esper.leyline.text import printable
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import EVENTS, read, rewind, segments
+from esper.nissa.journal import EVENTS, Damage, Extent, read, rewind, segments
+from esper.nissa.losses import JOURNAL
 from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory, ending, manifest_base
 from esper.nissa.sinks import Sink
 from esper.nissa.sinks.jsonl import JsonlSink
 from esper.nissa.sinks.tensorboard import TensorBoardSink
 
+END_S = 10.0
+"""Seconds that the end of a run waits for a disk that is full or slow."""
 RUNS = Path("runs")
 """Where runs go that were not given a place."""
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
@@ -47,6 +50,10 @@ class Run:
     hub: NissaHub
     env_steps: int = 0
     """Steps of all environments; where nobody counts them, those that were recorded."""
+    emitted: dict[int, int] = field(default_factory=dict)
+    """Rank → events that it emitted in the whole run; rank 0 is counted when the run ends."""
+    losses: list[str] = field(default_factory=list)
+    """What could not be written, in words; known when the run has ended."""
 
     @property
     def path(self) -> Path:
@@ -147,16 +154,44 @@ def _recorded(
         status, error = ending(e)
         raise
     finally:
-        wall_s = directory.earlier_s + time.monotonic() - started
-        hub.flush()
-        run.env_steps = run.env_steps or counter.steps
-        hub.emit(RunFinished(status=status, error=error, wall_s=wall_s, env_steps=run.env_steps))
-        hub.close()
-        try:
-            directory.finish(status, error, env_steps=run.env_steps)
-        except OSError as e:  # a full disk, or a directory that is gone: whatever ended the run is the news
-            text = printable(f"cannot write how the run ended into {directory.path}: {e}")
-            print(f"esper: {text}", file=sys.stderr)
+        with stoppable("the run is being closed; once more leaves at once") as stop:
+            was_stopped = status == "interrupted"
+            stop.asked = int(was_stopped)
+            hub.stop_waiting(END_S)
+            wall_s = directory.earlier_s + time.monotonic() - started
+            hub.flush(END_S)
+            run.env_steps = run.env_steps or counter.steps
+            hub.emit(RunFinished(status=status, error=error, wall_s=wall_s, env_steps=run.env_steps))
+            hub.close(END_S)
+            _finish(run, status, error)
+        if error is None and not was_stopped:
+            stop()
+
+
+def _finish(run: Run, status: str, error: str | None) -> None:
+    """Write into the manifest how the run ended and how many events each rank emitted. Tell the user what is lost."""
+    run.emitted[0] = run.hub.next_seq
+    recorded: dict[str, dict[str, Any]] = {str(rank): {"events": run.emitted[rank]} for rank in sorted(run.emitted)}
+    try:
+        if lost := _not_written(run) if run.hub.has_lost else []:
+            count, first, last = sum(map(len, lost)), lost[0][0], lost[-1][-1]
+            recorded["0"]["lost"] = {"events": count, "first_seq": first, "last_seq": last}
+            run.losses.append(f"{count} of {run.emitted[0]} events could not be written, the first is number {first}")
+        run.directory.finish(status, error, env_steps=run.env_steps, **{JOURNAL: recorded})
+    except OSError as e:  # a full disk, or a directory that is gone: whatever ended the run is the news
+        run.losses.append(f"the manifest could not be written ({e}), so the run will read as killed")
+    for text in run.losses:
+        message = printable(f"the record of this run is incomplete: {text}. Check the disk of {run.path}")
+        print(f"esper: {message}", file=sys.stderr)
+
+
+def _not_written(run: Run) -> list[range]:
+    """The seqs of rank 0 that are not in its journal."""
+    damage = Damage()
+    for _ in read(run.path, damage):
+        pass
+    end = damage.extents().get(0, Extent(0, 0)).next_seq
+    return [*damage.gaps(0), *([range(end, run.emitted[0])] if end < run.emitted[0] else [])]
 
 
 class _Counter:
@@ -221,14 +256,18 @@ class Stop:
 
 
 @contextmanager
-def stoppable(say: str) -> Iterator[Stop]:
-    """Within: Ctrl-C, SIGTERM and SIGHUP ask for an end at the next good moment, and `say` so; a second is obeyed."""
+def stoppable(say: str, on_stop: Callable[[], None] = lambda: None) -> Iterator[Stop]:
+    """Within: Ctrl-C, SIGTERM and SIGHUP ask for an end at the next good moment, and `say` so; a second is obeyed.
+
+    `on_stop` is called by the handler of the first signal, for what may keep that moment from coming.
+    """
     stop = Stop()
 
     def asked(number: int, frame: FrameType | None) -> None:
         if stop.asked:
             os._exit(128 + number)
         stop.asked = number
+        on_stop()
         with contextlib.suppress(OSError):
             os.write(2, f"\nesper: {say}\n".encode())
 

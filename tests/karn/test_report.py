@@ -195,13 +195,6 @@ def test_trouble_is_prominent_and_its_absence_quiet(places):
     assert "Nothing amiss" in clean
 
 
-def test_holes_that_the_hub_explains_are_no_trouble(tmp_path):
-    journal = Journal(tmp_path / "run")
-    journal.write(started(), lose=3)
-    journal.write(Health(source="hub", severity="info", text="3 gauges replaced", counters={"coalesced": 3.0}))
-    assert report.troubles(RunSummary.of(journal.close())) == []
-
-
 def test_alarms_that_needed_no_rollback_are_one_line(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
@@ -340,11 +333,12 @@ def test_a_text_of_any_length_is_cut(tmp_path):
 
 
 def test_what_a_retired_sink_missed_is_not_called_lost(tmp_path):
-    journal = Journal(tmp_path / "run")
+    journal = Journal(tmp_path / "run", status="running")
     counters = {"emitted": 107.0, "coalesced": 0.0, "Board.given_up": 10.0, "JsonlSink.given_up": 0.0}
     journal.write(Health(source="hub", severity="warning", text="107 events; 10 events lost", counters=counters))
     run = RunSummary.of(journal.close())
-    assert report.troubles(run) == [("warning", "hub: of 107 events sink Board missed 10")]
+    assert ("warning", "hub: of 107 events sink Board missed 10") in report.troubles(run)
+    assert run.losses == []
 
 
 # -- names, and what growth brought

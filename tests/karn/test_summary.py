@@ -118,7 +118,7 @@ def test_it_does_not_matter_in_which_portions_entries_arrive(life, portions):
         at += size
     whole = told(*events)
     assert not life or stages(run) == stages(whole)
-    assert run.lost == whole.lost
+    assert run.kinds == whole.kinds
     assert not life or run.envs[0].episodes[0].slots["r0c0"].alpha == whole.envs[0].episodes[0].slots["r0c0"].alpha
 
 
@@ -188,13 +188,6 @@ def test_phases_are_totals_so_the_newest_counts():
     assert [(p.name, p.wall_ms, p.cpu_ms, p.calls) for p in run.phases] == [("train", 25.0, 12.5, 2)]
 
 
-def test_holes_in_the_sequence_are_counted_and_late_ones_fill_them():
-    run = RunSummary(None)
-    event = {"source": "x", "severity": "info", "text": ""}
-    run.add(Entry(seq, 1.0, 0, "health", dict(event)) for seq in (0, 1, 5, 3))
-    assert run.lost[0] == 2
-
-
 def test_what_is_unknown_or_makes_no_sense_is_counted_and_passed_over():
     run = RunSummary(None)
     wrong = {"phase": "train", "wall_ms": "soon", "cpu_ms": 1, "calls": 1}
@@ -232,7 +225,7 @@ def test_the_manifest_names_slots_where_the_run_does_not():
 
 def test_a_finished_run(tmp_path):
     run = RunSummary.of(grow_run(tmp_path / "run"))
-    assert (run.status, run.wall_s, sum(run.lost.values()), run.unreadable) == ("finished", 91.4, 0, 0)
+    assert (run.status, run.wall_s, run.losses, run.unreadable) == ("finished", 91.4, [], 0)
     assert [e.name for e in run.episodes][:2] == ["grown", "no growth"]
     assert (run.episodes[0].germinated, run.episodes[0].fossilized, run.episodes[0].pruned) == (3, 1, 1)
 

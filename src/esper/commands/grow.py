@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save as save_tensors
 
-from esper.commands import plainly
+from esper.commands import must_be_recorded, plainly
 from esper.commands.export import exported_program
 from esper.commands.growing import (
     GROWN,
@@ -142,6 +142,7 @@ def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | No
     plainly(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
     plainly(console, f"take it home without Esper: esper export {run.path} --format torch  (or onnx, torch-export)")
     plainly(console, f"report: {written}")
+    must_be_recorded(run)
 
 
 def _recording(

@@ -63,6 +63,12 @@ def natural_width(table: Table, console: Console) -> int:
     return Measurement.get(console, console.options.update(max_width=100_000), table).maximum
 
 
+def _status(row: RunInfo) -> Text:
+    """How the run ended, and what its journal lacks."""
+    text = ", ".join([printable(row.status, 100), *row.losses])
+    return Text(text, "red" if row.losses else STYLES.get(row.status, ""))
+
+
 def _started(row: RunInfo) -> str:
     return printable((row.started or "–")[:16].replace("T", " "))
 
@@ -88,7 +94,7 @@ COLUMNS: dict[str, Callable[[RunInfo], str | Text]] = {
     "run": lambda row: Text(printable(row.path.absolute().name, 200)),  # copies share an id
     "task": lambda row: Text(printable(row.task or "–", 100)),
     "controller": lambda row: Text(printable(row.controller or "–", 100)),
-    "status": lambda row: Text(printable(row.status, 100), STYLES.get(row.status, "")),
+    "status": lambda row: _status(row),
     "started (UTC)": lambda row: Text(_started(row)),
     "time": _time,
     "steps": lambda row: "–" if row.env_steps is None else f"{row.env_steps:,}",

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from esper.commands import plainly
+from esper.commands import must_be_recorded, plainly
 from esper.commands.evaluate import Arena, figures, results_tables
 from esper.commands.resuming import checkpoint_of, must_fit
 from esper.commands.workers import Parent, Workers
@@ -165,7 +165,8 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
         progress = Shown(console, config, 0 if saved is None else about(saved)["done"])
         again = f"esper train --resume {run.path}{asked.as_before()}"
         try:
-            with progress, stoppable("ending after this step; once more leaves at once") as stop:
+            saying = "ending after this step; once more leaves at once"
+            with progress, stoppable(saying, run.hub.stop_waiting) as stop:
 
                 def look_up() -> None:
                     stop()
@@ -181,6 +182,7 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
         except TrainingError as error:
             raise TrainingError(f"{named(error, workers)}. The last whole round is kept: {again}") from error
         run.env_steps = trained.env_steps
+        run.emitted = dict(enumerate(team.each(run.hub.next_seq)))
     kept = Checkpoints(run.path / CHECKPOINTS).newest()
     if kept is None or about(kept)["done"] < config.rounds:
         print(
@@ -198,6 +200,7 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
     written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
     plainly(console, f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)")
     plainly(console, f"report: {written}")
+    must_be_recorded(run)
 
 
 def named(error: TrainingError, workers: Workers) -> str:
@@ -233,7 +236,7 @@ def follow(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team) -
         path = Path(told["path"])
         with (
             record_beside(path, team.rank, first, config.telemetry) as hub,
-            stoppable(f"rank {team.rank} ends after this step") as stop,
+            stoppable(f"rank {team.rank} ends after this step", hub.stop_waiting) as stop,
         ):
 
             def look_up() -> None:
@@ -243,6 +246,8 @@ def follow(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team) -
             train_ppo_vectorized(
                 config, hub, directory=path, data_root=asked.data_root, resume=saved, team=team, look_up=look_up
             )
+            hub.close()  # so that the leading rank hears of every event
+            team.each(hub.next_seq)
     except Deserted:
         raise SystemExit(3) from None  # whoever has gone says why
 

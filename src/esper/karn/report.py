@@ -5,7 +5,6 @@ Everything that comes from a run passes through `escape` or `data_script`: a nam
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
@@ -158,8 +157,7 @@ def troubles(run: RunSummary) -> list[tuple[str, str]]:
         found.append(("warning", f"{run.manifest_damage}. What is shown comes from the journal."))
     found += [(str(h.get("severity")), f"{h.get('source')}: {words(h)}") for h in run.health
               if h.get("severity") in ("warning", "error")]  # fmt: skip
-    if (holes := holes_unexplained(run)) > 0:
-        found.append(("warning", f"{holes} events lost: their numbers are missing from the journal."))
+    found += [("error", f"The journal is incomplete: {text}.") for text in run.losses]
     if run.damage.lines or run.unreadable:
         found.append(("warning", f"{run.damage.lines + run.unreadable} lines of the journal could not be read."))
     if run.damage.torn and run.status not in ("running", "killed"):
@@ -187,13 +185,6 @@ def words(health: Mapping[str, Any]) -> str:
         return str(health.get("text"))
     each = "; ".join(f"sink {name} missed {count:,.0f}" for name, count in missed.items())
     return f"of {health['counters']['emitted']:,.0f} events {each}"
-
-
-def holes_unexplained(run: RunSummary) -> int:
-    """Missing sequence numbers beyond the gauges that the hub says it replaced by newer ones."""
-    told = [(h.get("counters") or {}).get("coalesced") for h in run.health]
-    replaced = max((int(c) for c in told if isinstance(c, int | float) and math.isfinite(c)), default=0)
-    return max(0, sum(run.lost.values()) - replaced)
 
 
 def health(run: RunSummary) -> str:

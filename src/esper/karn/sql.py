@@ -24,7 +24,8 @@ from esper.karn.views import PLACE, VIEWS, column_types, table_name
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import KINDS
 from esper.leyline.files import read_regular
-from esper.nissa.journal import EVENTS, MOST_SEQ, MOST_TIME_S, each_line, segments
+from esper.nissa.journal import EVENTS, MOST_SEQ, MOST_TIME_S, Extent, each_line, segments
+from esper.nissa.losses import lost_events
 from esper.nissa.record import is_whole
 from esper.nissa.run import MANIFEST, MOST_MANIFEST_BYTES
 
@@ -157,12 +158,12 @@ class Runs:
             own = "".join(f'"{column}" {of}, ' for column, of in column_types(kind).items())
             self._db.execute(f"create table {table_name(name)} (run VARCHAR, {own}{place}, extra JSON)")
         self._db.execute(f"create table other_events (run VARCHAR, kind VARCHAR, {place}, event JSON)")
-        self._db.execute(f"create table places (run VARCHAR, {place}, kind VARCHAR)")
+        self._db.execute(f"create table places (run VARCHAR, {place}, kind VARCHAR, replaced BIGINT)")
         self._db.execute(
             "create table directories (run VARCHAR, path VARCHAR, status VARCHAR, manifest JSON, damage VARCHAR, "
-            "events BIGINT, damaged BIGINT)"
+            "events BIGINT, damaged BIGINT, missing VARCHAR)"
         )
-        self._db.execute(f"create temp table lines (line BIGINT, {place}, kind VARCHAR, json JSON)")
+        self._db.execute(f"create temp table lines (line BIGINT, {place}, kind VARCHAR, replaced BIGINT, json JSON)")
 
     def _load(self, run: str, path: Path) -> None:
         manifest, damage = manifest_of(path)
@@ -175,9 +176,24 @@ class Runs:
                 with whole_lines(batch) as (files, broken):
                     wrong = broken + self._read_lines(run, rank, files)
                 good, damaged = good + self._keep_lines(run), damaged + wrong
+        losses = self._losses(run, manifest)
+        self.troubles += [f"the journal of {run} is incomplete: {text}" for text in losses]
         self._forget_what_was_lived_again(run)
-        row = [run, str(path), manifest.get("status", "unreadable"), said, damage, good, damaged]
-        self._db.execute("insert into directories values (?, ?, ?, ?, ?, ?, ?)", row)
+        missing = "; ".join(losses) or None
+        row = [run, str(path), manifest.get("status", "unreadable"), said, damage, good, damaged, missing]
+        self._db.execute("insert into directories values (?, ?, ?, ?, ?, ?, ?, ?)", row)
+
+    def _losses(self, run: str, manifest: dict[str, Any]) -> list[str]:
+        """What the journal of a run lacks, in words."""
+        rows = self._db.execute(
+            "select rank, max(seq) + 1, sum(greatest(0, seq - before - 1 - replaced))::bigint from (select *, "
+            "coalesce(lag(seq) over (partition by rank order by seq), -1) as before from places where run = ?) "
+            "group by rank",
+            [run],
+        ).fetchall()
+        extents = {rank: Extent(next_seq, missing) for rank, next_seq, missing in rows}
+        (ends,) = self._db.execute("select count(*) from run_finished where run = ?", [run]).fetchone() or (0,)
+        return lost_events(manifest, extents, has_end=ends > 0)
 
     def _read_lines(self, run: str, rank: int, files: list[Path]) -> int:
         """Fill `lines` with the entries of these segments, each place in the run once; how many lines are none."""
@@ -186,15 +202,15 @@ class Runs:
         db.execute(
             """
             insert into lines
-            select line, place.seq, place.time_s, place.rank, place.kind, json
+            select line, place.seq, place.time_s, place.rank, place.kind, coalesce(place.replaced, 0), json
             from (select row_number() over () as line, json, json_transform(json, ?) as place
                   from read_ndjson_objects(?, ignore_errors = true, maximum_object_size = 33_554_432))
             """,
-            [json.dumps(PLACE | {"kind": "VARCHAR"}), [literal_path(file) for file in files]],
+            [json.dumps(PLACE | {"kind": "VARCHAR", "replaced": "BIGINT"}), [literal_path(file) for file in files]],
         )
         (damaged,) = db.execute(
             "delete from lines where coalesce(rank, -1) != ? or coalesce(seq, -1) not between 0 and ? "
-            "or coalesce(abs(time_s) >= ?, true) or kind is null",
+            "or coalesce(abs(time_s) >= ?, true) or kind is null or replaced not between 0 and seq",
             [rank, MOST_SEQ - 1, MOST_TIME_S],
         ).fetchone() or (0,)
         before = "select coalesce(max(seq), -1) from places where run = ? and rank = ?"
@@ -235,16 +251,15 @@ class Runs:
         db.execute(
             "insert into other_events select ?, kind, seq, time_s, rank, json_merge_patch(json, ?) from lines "
             f"where kind not in ({known})",
-            [run, '{"crc": null}'],
+            [run, '{"crc": null, "replaced": null}'],
         )
-        (kept,) = db.execute("insert into places select ?, seq, time_s, rank, kind from lines", [run]).fetchone() or (
-            0,
-        )
+        places = "insert into places select ?, seq, time_s, rank, kind, replaced from lines"
+        (kept,) = db.execute(places, [run]).fetchone() or (0,)
         return int(kept)
 
     def _keep_kind(self, run: str, name: str) -> None:
         types = column_types(KINDS[name])
-        known = [*types, *PLACE, "kind", "crc"]
+        known = [*types, *PLACE, "kind", "crc", "replaced"]
         keys = self._db.execute("select distinct json_keys(json) from lines where kind = ?", [name]).fetchall()
         is_newer = any(key not in known for (each,) in keys for key in each)
         rest = json.dumps(dict.fromkeys(known))  # as a patch, it takes away what is known

@@ -28,6 +28,7 @@ import numpy.typing as npt
 from esper.karn.outside import CHECKS, fact, manifest_of, slot_names
 from esper.leyline.stages import SeedStage
 from esper.nissa.journal import Damage, Entry, read
+from esper.nissa.losses import lost_events
 
 Data = dict[str, Any]
 Value = float | None
@@ -308,10 +309,7 @@ class RunSummary:
         self.damage = Damage()
         self.unreadable = 0
         """Entries whose fields did not make sense."""
-        self.lost: Counter[int] = Counter()
-        """Rank → sequence numbers that never reached the journal."""
         self.first_s = self.last_s = math.nan
-        self._next_seq: dict[int, int] = {}
         self._phases: dict[tuple[int, str], Phase] = {}
         self._order = slot_names(self.manifest)  # until the run itself says it
         self._recent: EpisodeLife | None = None
@@ -332,14 +330,8 @@ class RunSummary:
                  "run_started": self._run_started, "run_finished": self._run_finished, "episode": self._episode_end,
                  "update": self._update, "phase_profile": self._phase, "governor": self._governor,
                  "health": self._health, "checkpoint": self._checkpoint}  # fmt: skip
-        next_seq, count, time_s = self._next_seq, self.kinds, self.last_s
-        for seq, time_s, rank, kind, data in entries:  # the last one is the run's last sign of life
-            due = next_seq.get(rank, 0)
-            if seq == due:
-                next_seq[rank] = due + 1
-            else:  # above: a hole; below: it came late, and fills one
-                self.lost[rank] += seq - due if seq > due else -1
-                next_seq[rank] = max(due, seq + 1)
+        count, time_s = self.kinds, self.last_s
+        for _, time_s, rank, kind, data, _ in entries:  # the last one is the run's last sign of life
             count[kind] += 1
             handle = known.get(kind)
             if handle is not None:
@@ -354,6 +346,11 @@ class RunSummary:
         for env in self.envs.values():
             if env.latest is not None:
                 env.latest.settle()
+
+    @property
+    def losses(self) -> list[str]:
+        """What the journal lacks, in words."""
+        return lost_events(self.manifest, self.damage.extents(), has_end=self.finished is not None)
 
     # -- where an entry belongs
 

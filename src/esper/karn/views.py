@@ -116,6 +116,7 @@ VIEWS = (
             "error": "",
             "events": "Lines that could be read.",
             "damaged": "Lines that could not; one, the last, is usual after a hard kill.",
+            "missing": "What the journal lacks, in words; null where it is complete.",
             "path": "Where it lies.",
         },
         """
@@ -123,7 +124,7 @@ VIEWS = (
                s.command, len(s.env_names) as envs,
                coalesce(s.slots, try_cast(m.manifest->'slots' as varchar[])) as slots,
                s.steps, s.rounds, s.host_params, s.device, s.threads, s.telemetry, f.wall_s, f.env_steps,
-               coalesce(f.error, m.manifest->>'error') as error, m.events, m.damaged, m.path
+               coalesce(f.error, m.manifest->>'error') as error, m.events, m.damaged, m.missing, m.path
         from directories m
         left join (select * from run_started qualify row_number() over (partition by run order by time_s desc) = 1) s
           using (run)
@@ -261,7 +262,7 @@ VIEWS = (
     ),
     View(
         "losses",
-        "Holes in the sequence numbers. Gauges that gave way to newer ones leave some; must-keep events leave none.",
+        "Holes in the sequence numbers: events that are lost. What is missing at the end is in `runs.missing`.",
         {
             "run": PLACE_NOTES["run"], "rank": PLACE_NOTES["rank"],
             "after_seq": "Last number before the hole; −1 where the first is missing.",
@@ -269,10 +270,11 @@ VIEWS = (
             "from_s": "Time of the events on either side.", "to_s": "",
         },
         """
-        select run, rank, after_seq, seq as before_seq, seq - after_seq - 1 as missing, from_s, time_s as to_s
+        select run, rank, after_seq, seq as before_seq, seq - after_seq - 1 - replaced as missing, from_s,
+               time_s as to_s
         from (select *, coalesce(lag(seq) over w, -1) as after_seq, lag(time_s) over w as from_s
               from places window w as (partition by run, rank order by seq))
-        where seq > after_seq + 1
+        where seq > after_seq + 1 + replaced
         """,
     ),
 )  # fmt: skip

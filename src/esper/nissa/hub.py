@@ -9,7 +9,9 @@ reported); **gauges** never wait: from half full on, the newest value per key re
 (counted; the seq of the replaced one stays a hole).
 
 A sink that keeps raising, or stays in one call for `hang_s`, is retired: what it has not written is given up, and the
-other sinks hear of it as a `Health` event.
+other sinks hear of it as a `Health` event. A durable sink (one with `flush()`) is only suspended while its disk is full
+or slow: it is retried, callers wait once the log is full, and a `Health` event says when it began and when it ended. It
+is given up at the earliest when `close` or `stop_waiting` has set a time limit and that is over.
 
 One re-entrant lock guards everything, and whoever waits releases it wholly: a signal handler may close the hub while
 the thread it interrupted is inside `emit`.
@@ -41,6 +43,8 @@ TICK_S = 0.05
 """How often lanes look: a hard kill loses this, and the time of one write."""
 GRACE_S = 0.5
 """A sink that looks hung gets this much more: after a pause of the whole process every sink looks so."""
+TEXTS = ("retired", "suspended")
+"""What `Lane.health` says in words."""
 ENDING_SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 _log = logging.getLogger(__name__)
@@ -80,6 +84,7 @@ class NissaHub:
         self._waiting = 0  # threads that wait for lanes to move
         self._held_up: list[int] = []  # those of them that wait within emit, by ident
         self._closing = self._ending = False
+        self._give_up_at = float("inf")  # on the monotonic clock: when a suspended sink is retired after all
         self._counts = {"coalesced": 0, "waits": 0, "after_close": 0, "peak": 0}
         self._wait_s = 0.0
         self._blamed: set[type[Event]] = set()  # kinds whose unencodable events were reported
@@ -152,6 +157,7 @@ class NissaHub:
         Sinks that have not caught up after `timeout` are given up, and that is reported; a further second is theirs
         who have, to close.
         """
+        self.stop_waiting(timeout)
         start = monotonic()
         with self._lock:
             self._closing = True
@@ -170,6 +176,18 @@ class NissaHub:
                     self._retire(lane, f"its close() took longer than {left:g} s")
         atexit.unregister(self.close)
         self._release_signals()
+
+    def stop_waiting(self, timeout: float = 10.0) -> None:
+        """Give a suspended sink at most this many seconds more, so that no caller waits longer. Safe in a handler.
+
+        Of several limits the earliest counts.
+        """
+        self._give_up_at = min(self._give_up_at, monotonic() + timeout)
+
+    @property
+    def has_lost(self) -> bool:
+        """Whether a durable sink was given up."""
+        return any(lane.durable and lane.retired for lane in self._lanes)
 
     def _is_drained(self) -> bool:
         """Everything is written, and nobody is left within emit, save the thread whose signal handler asks."""
@@ -210,6 +228,7 @@ class NissaHub:
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
+            self.stop_waiting(timeout)
             with suppress(Exception):  # nobody could catch it, and the events must reach the disk
                 if before is not None:
                     before(number)
@@ -354,15 +373,19 @@ class NissaHub:
                     self._report("error", f"{kind.__name__} with seq {record.seq} cannot be recorded: {fault(record)}")
 
     def _retire_hung(self) -> None:
+        """Retire sinks that hang, suspend durable ones, and retire suspended ones whose time is over."""
         now = monotonic()
         for lane in self._lanes:
+            if lane.suspended and now >= self._give_up_at:
+                self._retire(lane, f"it was still suspended at the end: {lane.suspended}")
             since = lane.busy_since
-            if since is None or lane.retired or now - since < self._hang_s:
+            if since is None or lane.retired or lane.suspended or now - since < self._hang_s:
                 continue
             if lane.suspected != since:
                 lane.suspected, lane.suspected_at = since, now
             elif now - lane.suspected_at >= min(GRACE_S, self._hang_s):
-                self._retire(lane, f"it did not return for {now - since:.1f} s")
+                why = f"it did not return for {now - since:.1f} s"
+                lane.suspend(why) if lane.durable else self._retire(lane, why)
 
     def _retire(self, lane: Lane, why: str) -> None:
         """Go on without this sink, and tell the others."""
@@ -407,7 +430,7 @@ class NissaHub:
         ]
         counters: dict[str, Number] = {name: float(value) for name, value in health.items()}
         for name, each in sinks.items():
-            counters |= {f"{name}.{key}": float(value) for key, value in each.items() if key != "retired"}
+            counters |= {f"{name}.{key}": float(value) for key, value in each.items() if key not in TEXTS}
         text = f"{health['emitted']} events; " + ("; ".join(found) or "nothing lost, nobody waited")
         self._report("warning" if lost else "info", text, counters)
 

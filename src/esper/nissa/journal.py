@@ -12,7 +12,7 @@ import os
 import re
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -55,11 +55,20 @@ class Entry(NamedTuple):
     rank: int
     kind: str
     data: dict[str, Any]
+    replaced: int = 0
+    """Seqs right before this one that are no loss: gauges that newer ones replaced."""
+
+
+class Extent(NamedTuple):
+    """How far the journal of one rank goes, and how many seqs below that are missing."""
+
+    next_seq: int
+    missing: int
 
 
 @dataclass(slots=True)
 class Damage:
-    """What a reader passed over."""
+    """What a reader passed over, and what it found no line of."""
 
     lines: int = 0
     """Whole lines that are no entries."""
@@ -67,6 +76,15 @@ class Damage:
     """Ends of segments that were cut within a line."""
     duplicates: int = 0
     """Lines whose place in the run was taken already: the run was resumed, or a batch was written again."""
+    seen: dict[int, _Seen] = field(default_factory=dict, compare=False, repr=False)
+
+    def gaps(self, rank: int) -> list[range]:
+        """The seqs of a rank that are missing below the last that was read."""
+        return [range(*gap) for gap in self.seen[rank].gaps] if rank in self.seen else []
+
+    def extents(self) -> dict[int, Extent]:
+        """Rank → how far it was read."""
+        return {rank: Extent(seen.next, sum(map(len, self.gaps(rank)))) for rank, seen in self.seen.items()}
 
 
 def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
@@ -105,10 +123,10 @@ class Follower:
 
 
 def holes(entries: Iterable[Entry]) -> dict[int, list[range]]:
-    """The seqs that are missing, per rank that misses any: lost lines, or gauges replaced by newer ones."""
+    """The seqs that are missing, per rank that misses any. Gauges that newer ones replaced are not."""
     seen: dict[int, _Seen] = {}
     for entry in entries:
-        seen.setdefault(entry.rank, _Seen()).add(entry.seq)
+        seen.setdefault(entry.rank, _Seen()).add(entry.seq, entry.replaced)
     return {rank: [range(*gap) for gap in each.gaps] for rank, each in sorted(seen.items()) if each.gaps}
 
 
@@ -244,11 +262,11 @@ class _Seen:
         self.next = 0
         self.gaps: list[tuple[int, int]] = []
 
-    def add(self, seq: int) -> bool:
-        """Whether it is new."""
+    def add(self, seq: int, replaced: int = 0) -> bool:
+        """Whether it is new. The seqs that it replaced are no gap."""
         if seq >= self.next:
-            if seq > self.next:
-                self.gaps.append((self.next, seq))
+            if seq - replaced > self.next:
+                self.gaps.append((self.next, seq - replaced))
             self.next = seq + 1
             return True
         at = bisect_right(self.gaps, seq, key=lambda gap: gap[0]) - 1
@@ -263,7 +281,8 @@ class _Rank:
     """The segments of one rank, read forward."""
 
     def __init__(self, rank: int, damage: Damage) -> None:
-        self.rank, self.damage, self.seen = rank, damage, _Seen()
+        self.rank, self.damage = rank, damage
+        self.seen = damage.seen.setdefault(rank, _Seen())
         self.number = -1  # of the segment that is being read
         self.offset = 0  # in it: everything before is read
         self.rest = 0  # bytes behind `offset` that are no whole line yet
@@ -335,7 +354,7 @@ class _Rank:
             seq = entry.seq
             if leaper is not None:
                 if seq > leaper.seq:
-                    seen.add(leaper.seq)
+                    seen.add(leaper.seq, leaper.replaced)
                     yield leaper
                 elif seq == leaper.seq:
                     damage.duplicates += 1
@@ -352,7 +371,7 @@ class _Rank:
             else:
                 damage.duplicates += 1
         if leaper is not None:
-            seen.add(leaper.seq)
+            seen.add(leaper.seq, leaper.replaced)
             yield leaper
 
 
@@ -382,6 +401,7 @@ def _entry(line: bytes, rank: int) -> Entry | None:
         data = _decode(line)
         seq, time_s, stated, kind = data.pop("seq"), data.pop("time_s"), data.pop("rank"), data.pop("kind")
         del data["crc"]
+        replaced = data.pop("replaced", 0)
     except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
         return None
     if type(time_s) is int:
@@ -390,10 +410,12 @@ def _entry(line: bytes, rank: int) -> Entry | None:
         return None
     if type(time_s) is not float or not -MOST_TIME_S < time_s < MOST_TIME_S:
         return None
+    if type(replaced) is not int or not 0 <= replaced <= seq:
+        return None
     if b'NaN"' in line or b'Infinity"' in line:
         texts = _TEXTS.get(kind, ())
         data = {name: value if name in texts else unspelled(value) for name, value in data.items()}
-    return _new(Entry, (seq, time_s, rank, kind, data))
+    return _new(Entry, (seq, time_s, rank, kind, data, replaced))
 
 
 def _texts(kind: type[Event]) -> set[str]:

@@ -1,7 +1,8 @@
 """A lane: one sink, its thread, and how far it has come in the hub's log.
 
-A sink that raises is given the same records again, and retired after three failures in a row: so a record may reach it
-twice, with the same seq, but none is lost to a moment's trouble.
+A sink that raises is given the same records again. A durable sink that raises OSError (a full disk, for example) is
+suspended: the lane retries with back-off until the sink recovers or the hub is closed. Any other failing sink is
+retired after three failures in a row.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from esper.nissa.record import Record
 from esper.nissa.sinks import Sink
 
 if TYPE_CHECKING:
-    from esper.nissa.hub import NissaHub
+    from esper.nissa.hub import NissaHub, Numbered
 
 CHUNKS = (16, 256)
 """Records per write, at first and at most: encoding 256 holds the interpreter for less than a millisecond."""
 FAILURES = 3
 PAUSES_S = (0.05, 0.2)
 """Between the tries of a failing sink: a moment's trouble passes."""
+BACK_OFF_S = (0.05, 2.0)
+"""Between the tries of a durable sink: the first pause, doubled after each failure, and the longest."""
 
 
 class Lane:
@@ -31,12 +34,13 @@ class Lane:
     def __init__(self, hub: NissaHub, sink: Sink, name: str, start: int) -> None:
         self.hub, self.sink, self.name = hub, sink, name
         self.durable = callable(getattr(sink, "flush", None))
-        self.goal = self.taken = self.written = self.flushed = self.flush_asked = start
+        self.goal = self.taken = self.written = self.flushed = self.flush_asked = self.next = start
         self.chunk, self.in_hand = CHUNKS[0], 0
         self.busy_since: float | None = None  # since when it is inside one call of the sink
         self.suspected: float | None = None  # the call that looks hung, by its `busy_since`
         self.suspected_at = 0.0
         self.retired = ""  # why
+        self.suspended = ""  # why; only a durable sink is, until its call returns or succeeds
         self.finished = False
         self.events = self.coalesced = self.failures = self.given_up = self.unencodable = 0
         self.thread = threading.Thread(target=self._run, name=f"nissa-{name}", daemon=True)
@@ -44,6 +48,7 @@ class Lane:
     def health(self) -> dict[str, Any]:
         return {
             "retired": self.retired,
+            "suspended": self.suspended,
             "written": self.events,
             "coalesced": self.coalesced,
             "failures": self.failures,
@@ -54,10 +59,12 @@ class Lane:
     def _run(self) -> None:
         hub = self.hub
         while (taken := hub._take(self)) is not None:
-            if self._write([Record(seq, time_s, hub._rank, event) for seq, time_s, event in taken]):
+            if self._write(self._records(taken)):
                 self._flush_if_asked()
             with hub._lock:
                 hub._moved()
+        if self.durable:
+            self._attempt(self._flush, [])
         try:
             self.busy_since = monotonic()
             self.sink.close()
@@ -69,6 +76,14 @@ class Lane:
             self.flushed = self.written
             self.finished = True
             hub._moved()
+
+    def _records(self, taken: list[Numbered]) -> list[Record]:
+        """The events as records. Each says how many seqs before it are absent since newer gauges replaced them."""
+        records = []
+        for seq, time_s, event in taken:
+            records.append(Record(seq, time_s, self.hub._rank, event, seq - self.next))
+            self.next = seq + 1
+        return records
 
     def _write(self, records: list[Record]) -> bool:
         if records:
@@ -88,19 +103,23 @@ class Lane:
     def _flush_if_asked(self) -> None:
         if self.flushed < self.flush_asked <= self.written:
             upto = self.written
-            if not self.durable or self._attempt(lambda _: self.sink.flush(), []):  # type: ignore[attr-defined]
+            if not self.durable or self._attempt(self._flush, []):
                 self.flushed = upto
+
+    def _flush(self, _: list[Record]) -> None:
+        self.sink.flush()  # type: ignore[attr-defined]
 
     def _attempt(self, work: Callable[[list[Record]], None], records: list[Record]) -> bool:
         """Do it, again if it fails; whether it was done. Records that cannot be encoded are nobody's failure."""
-        failed = 0
+        failed = refused = 0
         while not self.retired:
             self.busy_since = monotonic()
             try:
                 work(records)
+                self._recover()
                 return not self.retired
             except BaseException as error:
-                why = repr(error)
+                why, is_disk = repr(error), isinstance(error, OSError)
             finally:
                 self.busy_since = None
             if broken := [record for record in records if fault(record)]:
@@ -112,13 +131,51 @@ class Lane:
                 if not records:
                     return True
                 continue
-            failed += 1
             self.failures += 1
+            if self.durable and is_disk:
+                refused += 1
+                self._back_off(refused, why)
+                continue
+            failed += 1
             if failed == FAILURES:
                 self.hub._retire(self, f"{FAILURES} failures in a row, the last {why}")
                 break
             sleep(PAUSES_S[failed - 1])
         return False
+
+    def _back_off(self, refused: int, why: str) -> None:
+        """Wait before the next try; the first in a row is not reported. A hub that is closing is not kept waiting."""
+        if refused > 1:
+            self.suspend(why)
+        first, longest = BACK_OFF_S
+        end = monotonic() + min(longest, first * 2.0 ** min(refused - 1, 30))
+        hub = self.hub
+        with hub._lock:
+            while not self.retired and (left := end - monotonic()) > 0:
+                hub._changed.wait(min(left, first))
+                hub._retire_hung()
+                if hub._closing:
+                    return
+
+    def suspend(self, why: str) -> None:
+        """Report, once, that a durable sink cannot write at present."""
+        with self.hub._lock:
+            if self.suspended or self.retired:
+                return
+            self.suspended = why
+            self.hub._report(
+                "warning",
+                f"sink {self.name} is suspended: {why}. Events are kept in memory and writing is retried; once "
+                f"{self.hub._capacity} of them wait, training waits too",
+                aloud=True,
+            )
+
+    def _recover(self) -> None:
+        if self.suspended:
+            with self.hub._lock:
+                if not self.retired:
+                    self.suspended = ""
+                    self.hub._report("warning", f"sink {self.name} writes again: nothing was lost", aloud=True)
 
 
 def fault(record: Record) -> str:

@@ -9,10 +9,11 @@ from esper.leyline.events import Event, encode
 
 
 class Record(NamedTuple):
-    seq: int  # per rank, from 0: a hole is a loss, and visible
+    seq: int  # per rank, from 0: a hole that `replaced` does not explain is a loss
     time_s: float
     rank: int
     event: Event
+    replaced: int = 0  # seqs right before this one that are no loss: gauges that newer ones replaced
 
 
 SEAL = b',"crc":'
@@ -21,6 +22,8 @@ SEAL = b',"crc":'
 def line(record: Record) -> bytes:
     """One line of a journal: flat JSON, the place first, a checksum of all before it last."""
     place = f'{{"seq":{record.seq},"time_s":{record.time_s:.6f},"rank":{record.rank},'
+    if record.replaced:
+        place += f'"replaced":{record.replaced},'
     return sealed(place.encode() + encode(record.event)[1:-1])
 
 

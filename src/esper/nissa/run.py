@@ -40,6 +40,7 @@ from esper.leyline.files import (
     write_atomically,
 )
 from esper.nissa import journal
+from esper.nissa.losses import JOURNAL, lost_events
 
 MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
 ENDINGS = ("finished", "failed", "interrupted")
@@ -103,7 +104,7 @@ class RunDirectory:
             before = _read(path)
             status = "killed" if before["status"] == "running" else before["status"]
             session = {"started": before.get("resumed", before.get("started")), "status": status}
-            session |= {key: before.pop(key) for key in ("finished", "error") if key in before}
+            session |= {key: before.pop(key) for key in ("finished", "error", JOURNAL) if key in before}
             session["seconds"] = _session_s(path, session)
             now = {"status": "running", "pid": os.getpid(), "resumed": _now()}
             self = cls(
@@ -181,6 +182,8 @@ class RunInfo:
     """From the start to the end, or to the last sign of life."""
     env_steps: int | None
     size_bytes: int
+    losses: list[str]
+    """What the journal lacks, judged by its end alone: holes before that are found by `esper report`."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -368,9 +371,11 @@ def _info(path: Path) -> RunInfo:
     except (OSError, RunError):  # no right to read it, removed while we looked, or no journal
         head = tail = []
     env_steps = said.get("env_steps")
+    has_end = False
     for entry in tail:
         if entry.kind == "run_finished":
             env_steps = entry.data.get("env_steps", env_steps)
+            has_end = True
     begun = said.get("resumed", said.get("started"))
     seconds = _seconds(begun, said.get("finished"))
     if seconds is None and head and tail:
@@ -387,6 +392,7 @@ def _info(path: Path) -> RunInfo:
         seconds=None if seconds is None else max(0.0, seconds) + _earlier_s(manifest),
         env_steps=None if steps is None else int(steps),
         size_bytes=_size(path),
+        losses=lost_events(manifest, _ends(tail), has_end=has_end),
     )
 
 
@@ -394,6 +400,11 @@ def _plausible(value: Any, most: float) -> float | None:
     """A number between ± `most`, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and -most <= value <= most else None
+
+
+def _ends(tail: list[journal.Entry]) -> dict[int, journal.Extent]:
+    """Rank → how far its journal goes, by its last entries."""
+    return {entry.rank: journal.Extent(entry.seq + 1, 0) for entry in sorted(tail, key=lambda entry: entry.seq)}
 
 
 def _text(value: Any) -> str | None:

@@ -165,13 +165,6 @@ def test_what_is_unknown_missing_or_of_the_wrong_type_is_no_error():
     assert frame(model, "odd", 2.0, 80)
 
 
-def test_holes_in_the_numbers_are_counted_per_rank():
-    model = WatchModel()
-    model.feed([Entry(s, 1.0, r, "phase_profile", {}) for r, s in [(0, 0), (0, 3), (1, 1), (1, 0)]])
-
-    assert model.holes == 2
-
-
 @given(
     st.lists(
         st.tuples(
@@ -215,7 +208,6 @@ def test_the_fold_is_what_a_slow_look_over_all_entries_says_however_they_are_cut
                     since = row[0] + 1
             assert slot.since == since
     assert model.env_steps == len(rows)
-    assert model.holes == 0
 
 
 # is it alive, is anything wrong

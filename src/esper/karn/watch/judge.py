@@ -163,10 +163,7 @@ def _machinery(model: WatchModel) -> list[Alarm]:
         found.append(Alarm("bad", "events lost: " + ", ".join(f"{k} {v:g}" for k, v in lost.items())))
     if model.damage:
         found.append(Alarm("warn", f"{model.damage} unreadable line{'s' * (model.damage != 1)} in the journal"))
-    merged = whole(model.counters.get("coalesced"))
-    if model.holes > merged:
-        found.append(Alarm("note", f"{model.holes - merged} numbers missing in the journal: lost, or gauges replaced"))
-    return found
+    return found + [Alarm("bad", f"the journal is incomplete: {text}") for text in model.losses]
 
 
 def _ppo(model: WatchModel) -> list[Alarm]:

@@ -48,6 +48,7 @@ class WatchModel:
         self.status: str | None = None  # what the manifest says; the reader sets it
         self.manifest_damage: str | None = None  # why it cannot be read; the reader sets it
         self.damage = 0  # unreadable lines; the reader sets it
+        self.losses: list[str] = []  # what the journal lacks, in words; the reader sets it
         self.ending: dict[str, Any] | None = None  # of `run_finished`
         self.envs: dict[int, EnvState] = {}
         self.slot_names: list[str] = []
@@ -75,8 +76,6 @@ class WatchModel:
         self.paused_s = 0.0  # between an end and a resumption
         self.marks: deque[Mark] = deque(maxlen=2400)
         self.pauses: deque[float] = deque(maxlen=32)
-        self._received: Counter[int] = Counter()
-        self._highest: dict[int, int] = {}
         self._slot_index: dict[str, int] = {}
         self._slots_from = ""  # run: it named them in order; steps: only their places are known; events: only names
         self._folds = {
@@ -144,11 +143,6 @@ class WatchModel:
         return min(1.0, sum(each) / (self.rounds * len(each)))
 
     @property
-    def holes(self) -> int:
-        """Sequence numbers never seen: gauges that were merged, or events that were lost."""
-        return sum(max(0, top + 1 - self._received[rank]) for rank, top in self._highest.items())
-
-    @property
     def usual_pause_s(self) -> float:
         """The longest silence among the recent ones."""
         return max(self.pauses, default=0.0)
@@ -172,8 +166,6 @@ class WatchModel:
 
     def _clock(self, entry: Entry) -> None:
         self.events += 1
-        self._received[entry.rank] += 1
-        self._highest[entry.rank] = max(entry.seq, self._highest.get(entry.rank, -1))
         if self.first_s is None or self.last_s is None:
             self.first_s = self.last_s = entry.time_s
         pause = entry.time_s - self.last_s

@@ -12,6 +12,7 @@ from esper.karn.watch.model import WatchModel
 from esper.karn.watch.places import MANIFEST, find_run
 from esper.leyline.errors import EsperError
 from esper.nissa.journal import Entry, Follower
+from esper.nissa.losses import JOURNAL, lost_events
 
 STATUS_EVERY_S = 2.0
 
@@ -27,6 +28,7 @@ class Source:
         self._has_named_slots = False
         self._is_caught_up = False
         self._status_at: float | None = None
+        self._manifest: dict[str, Any] = {}  # as it was last read
         self._restarts = 0
         self._changes = 0
 
@@ -63,18 +65,24 @@ class Source:
         now = self._clock()
         self._is_caught_up = True
         damage = self._follower.damage.lines if self._follower else 0
-        status = self.model.status
         quiet = self._status_at is None or judge.silence_s(self.model, now) > STATUS_EVERY_S
-        if self.model.ending is None and quiet and (self._status_at is None or now - self._status_at > STATUS_EVERY_S):
+        has_end, is_final = self.model.ending is not None, JOURNAL in self._manifest
+        is_stale = is_final and not has_end  # the run may have been resumed since
+        due = self._status_at is None or now - self._status_at > STATUS_EVERY_S
+        if due and (is_stale or (quiet and not is_final)):
             self._status_at = now
-            status = self._read_status()
-        if (status, damage) != (self.model.status, self.model.damage):
-            self.model.status, self.model.damage = status, damage
+            self._manifest = self._read_manifest()
+        status = self._manifest.get("status")
+        found = (status if isinstance(status, str) else None, damage, self._losses())
+        if found != (self.model.status, self.model.damage, self.model.losses):
+            self.model.status, self.model.damage, self.model.losses = found
             self._changes += 1
 
-    def _read_status(self) -> str | None:
-        status = self._read_manifest().get("status")
-        return status if isinstance(status, str) else None
+    def _losses(self) -> list[str]:
+        if self._follower is None:
+            return []
+        extents = self._follower.damage.extents()
+        return lost_events(self._manifest, extents, has_end=self.model.ending is not None)
 
     def _read_manifest(self) -> dict[str, Any]:
         """Empty where there is none, or a damaged one: its journal is still worth watching."""
@@ -90,7 +98,7 @@ class Source:
         """Forget everything and read from the beginning; a directory of runs may have a newer one by now."""
         self.run = find_run(self._asked)
         self.model, self._follower, self._has_named_slots = WatchModel(), None, False
-        self._is_caught_up, self._status_at = False, None
+        self._is_caught_up, self._status_at, self._manifest = False, None, {}
         self._restarts += 1
 
     def nothing(self, query: str = "") -> str:

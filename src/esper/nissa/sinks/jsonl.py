@@ -1,7 +1,8 @@
 """The journal's writer: one JSON line per event, in segments that are only ever appended to.
 
-Whatever interrupts it (a kill, a full disk, a power cut) tears at most one line: the torn line stays where it is, the
-next one starts afresh, and the reader skips what it cannot read.
+A kill or a power cut tears at most one line: the torn line stays where it is, the next process starts a new segment,
+and the reader skips what it cannot read. After a write that failed (a full disk), the caller gives the same records
+again: the line that was begun is completed, and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from esper.nissa.record import Record, line
 
 SEGMENT_BYTES = 32 << 20
 """Small enough to load or ship one alone, large enough that a day's run has few."""
+Line = tuple[int, bytes]  # seq, text
 APPEND = os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
 
@@ -32,7 +34,8 @@ class JsonlSink:
         make_real_directory(self._dir)
         self._fd = -1
         self._size = 0
-        self._mid_line = False  # the last write stopped within a line
+        self._rest = b""  # of the line within which the last write failed
+        self._begun = -1  # the last seq of which a failed write has written anything
         found = segments(self._dir).get(rank, [])
         self._number = found[-1][0] if found else -1
         if found and _ends_whole(found[-1][1]):
@@ -42,9 +45,18 @@ class JsonlSink:
             self._rotate()
 
     def write(self, records: Sequence[Record]) -> None:
-        """Append them all. One that cannot be encoded raises before anything is written."""
-        for piece in self._pieces([line(record) for record in records]):
+        """Append them all. One that cannot be encoded raises before anything is written.
+
+        After an OSError, call it again with the same records.
+        """
+        lines = [(record.seq, line(record)) for record in records if record.seq > self._begun]
+        while self._rest:
+            done = os.write(self._fd, self._rest)
+            self._rest = self._rest[done:]
+            self._size += done
+        for piece in self._pieces(lines):
             self._append(piece)
+        self._begun = -1
 
     def flush(self) -> None:
         os.fsync(self._fd)
@@ -57,46 +69,58 @@ class JsonlSink:
             finally:
                 os.close(fd)
 
-    def _pieces(self, lines: list[bytes]) -> Iterator[bytes]:
-        """The lines, joined as far as they fit into a segment; a new segment is opened between two pieces."""
-        piece: list[bytes] = []
+    def _pieces(self, lines: list[Line]) -> Iterator[list[Line]]:
+        """The lines, together as far as they fit into a segment; a new segment is opened between two pieces."""
+        piece: list[Line] = []
         size = self._size
         for each in lines:
-            if size and size + len(each) > self._limit:
+            if size and size + len(each[1]) > self._limit:
                 if piece:
-                    yield b"".join(piece)
+                    yield piece
                 self._rotate()
                 piece, size = [], 0
             piece.append(each)
-            size += len(each)
+            size += len(each[1])
         if piece:
-            yield b"".join(piece)
+            yield piece
 
-    def _append(self, data: bytes) -> None:
-        if self._mid_line:
-            data = b"\n" + data
+    def _append(self, piece: list[Line]) -> None:
+        data = b"".join(text for _, text in piece)
         done = 0
         try:
             while done < len(data):  # the system may take a part
                 done += os.write(self._fd, data[done:] if done else data)
+        except BaseException:
+            self._remember(piece, done)
+            raise
         finally:
-            if done:
-                self._size += done
-                self._mid_line = data[done - 1] != ord("\n")
+            self._size += done
+        self._begun = piece[-1][0]  # a later piece of these records may fail
+
+    def _remember(self, piece: list[Line], done: int) -> None:
+        """Keep how far a failed write has come: the last seq of which it wrote anything, and what its line lacks."""
+        for seq, text in piece:
+            if done <= 0:
+                return
+            self._begun, self._rest = seq, text[done:]
+            done -= len(text)
 
     def _rotate(self) -> None:
-        """On to a new segment. Where that cannot be made, the sink stays as it was."""
+        """Continue in a new segment. Where that cannot be made, the sink stays as it was."""
+        if self._fd >= 0:
+            os.fsync(self._fd)
         path = self._dir / segment_name(self._rank, self._number + 1)
         fd = os.open(path, APPEND | os.O_CREAT | os.O_EXCL, 0o644)
-        old, self._fd = self._fd, fd
-        self._number, self._size, self._mid_line = self._number + 1, 0, False
         try:
             sync_directory(self._dir)
-            if old >= 0:
-                os.fsync(old)
-        finally:
-            if old >= 0:
-                os.close(old)
+        except BaseException:
+            os.close(fd)
+            path.unlink(missing_ok=True)
+            raise
+        old, self._fd = self._fd, fd
+        self._number, self._size = self._number + 1, 0
+        if old >= 0:
+            os.close(old)
 
 
 def _ends_whole(path: Path) -> bool:

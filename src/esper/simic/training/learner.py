@@ -179,7 +179,8 @@ class Keeper:
     def keep(self, learner: Learner, ground: Ground) -> None:
         """The end of a round, or the beginning of all: a checkpoint of it, if one is due.
 
-        The journal is flushed first: a run that goes on from here has no hole in it.
+        The journal is flushed first: a run that goes on from here has no hole in it. While it cannot be, a checkpoint
+        is put off, unless it is the last one.
         """
         if self.directory is None:
             return
@@ -187,17 +188,19 @@ class Keeper:
         sick = learner.ppo.bad_in_a_row > 0  # it may have to stop soon, and then its last whole round counts
         always = sick or learner.done == self.config.rounds or self.config.checkpoint_share == 1
         due = always or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
-        if due or self.team.size > 1:
-            self._flush()
+        flushed = self._flush() if due or self.team.size > 1 else True
         self._next_seq = self.team.each(getattr(self.hub, "next_seq", 0))
-        if due:
+        if due and not flushed and learner.done < self.config.rounds:
+            warnings.warn("the journal cannot be flushed to disk; this checkpoint is put off", stacklevel=2)
+        elif due:
             self._write(learner, ground)
             self._ended = time.monotonic()
             self._cost_s = self._ended - start
 
-    def _flush(self) -> None:
-        if (flush := getattr(self.hub, "flush", None)) is not None:
-            flush()
+    def _flush(self) -> bool:
+        """Whether everything emitted so far is on disk, or lost for good: no later checkpoint would find more of it."""
+        flush = getattr(self.hub, "flush", None)
+        return flush is None or bool(flush()) or bool(getattr(self.hub, "has_lost", False))
 
     def went_on(self, saved: Saved) -> None:
         """This run goes on from a checkpoint: say so, and know what it knew."""

@@ -1,0 +1,171 @@
+"""Every reader compares the journal with what the run recorded at its end, and says what is missing."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from esper.commands.report import run_report
+from esper.commands.runs import run_runs
+from esper.commands.sql import run_sql
+from esper.karn import report
+from esper.karn.sql import Runs
+from esper.karn.summary import RunSummary
+from esper.karn.watch import judge
+from esper.karn.watch.source import Source
+from esper.leyline.events import Governor, PhaseProfile, RunFinished
+from esper.nissa.hub import NissaHub
+from esper.nissa.journal import Extent
+from esper.nissa.losses import lost_events
+from esper.nissa.run import list_runs
+from esper.nissa.sinks.jsonl import JsonlSink
+from esper.recording import record, record_beside, record_on
+
+STEPS = 20
+
+
+def event(step: int) -> Governor:
+    return Governor(env=0, episode=0, step=step, alarm="none", action="none")
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    """A finished run of two ranks: 20 events each, then `run_finished` of rank 0 and each hub's last words."""
+    with record("mine", out=tmp_path / "runs" / "run") as recorded:
+        for step in range(STEPS):
+            recorded.say(event(step))
+        with record_beside(recorded.path, 1, 0) as beside:
+            for step in range(STEPS):
+                beside.emit(event(step))
+        recorded.emitted = {0: 0, 1: beside.next_seq}
+    return recorded.path
+
+
+def cut(run: Path, rank: int, lines: int) -> None:
+    """Remove lines at the end of a rank's journal."""
+    file = run / "events" / f"rank{rank}-00000.jsonl"
+    kept = file.read_bytes().splitlines(keepends=True)[:-lines]
+    file.write_bytes(b"".join(kept))
+
+
+def cut_rank_0(run: Path) -> None:
+    cut(run, 0, 12)
+
+
+def remove_rank_1(run: Path) -> None:
+    (run / "events" / "rank1-00000.jsonl").unlink()
+
+
+def remove_everything(run: Path) -> None:
+    shutil.rmtree(run / "events")
+    (run / "events").mkdir()
+
+
+DAMAGES = {
+    cut_rank_0: ["12 events of rank 0 missing", "no run_finished event"],
+    remove_rank_1: ["21 events of rank 1 missing"],
+    remove_everything: ["22 events of rank 0 missing", "21 events of rank 1 missing", "no run_finished event"],
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
+def test_every_reader_says_what_is_missing(run, damage, capsys):
+    assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == []
+    damage(run)
+    losses = DAMAGES[damage]
+
+    assert RunSummary.of(run).losses == losses
+    assert [text for _, text in report.troubles(RunSummary.of(run))][: len(losses)] == [
+        f"The journal is incomplete: {text}." for text in losses
+    ]
+    assert list_runs(run.parent)[0].losses == losses
+    with Runs([run]) as opened:
+        assert opened.ask("select missing from runs").rows == [("; ".join(losses),)]
+    source = Source(run, lambda: 0.0)
+    source.feed(source.poll())
+    source.caught_up()
+    texts = [alarm.text for alarm in judge.alarms(source.model, 0.0)]
+    assert [text for text in texts if "incomplete" in text] == [f"the journal is incomplete: {text}" for text in losses]
+
+    run_runs(run.parent, as_json=False)
+    run_report([run], run.parent / "report.html", as_json=False, open_browser=False)
+    run_sql([run], "select 1")
+    out, err = capsys.readouterr()
+    for text in losses:
+        assert " ".join(out.split()).count(text) == 2
+        assert text in err
+
+
+def test_every_reader_says_a_hole_in_the_middle(run):
+    file = run / "events" / "rank0-00000.jsonl"
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(b"".join(lines[:5] + lines[8:]))
+    with Runs([run]) as opened:
+        assert opened.ask("select missing from runs").rows == [("3 events of rank 0 missing",)]
+        assert opened.ask("select after_seq, before_seq, missing from losses").rows == [(4, 8, 3)]
+    assert RunSummary.of(run).losses == ["3 events of rank 0 missing"]
+
+
+def test_replaced_gauges_are_no_loss_for_any_reader(tmp_path):
+    class Gate(JsonlSink):
+        is_open = False
+
+        def write(self, records):
+            if not self.is_open:
+                raise OSError("shut")
+            super().write(records)
+
+    run = tmp_path / "run"
+    sink = Gate(run / "events")
+    with NissaHub([sink], capacity=8) as hub:
+        for calls in range(40):
+            hub.emit(PhaseProfile(phase="train", wall_ms=1.0, cpu_ms=1.0, calls=calls))
+        sink.is_open = True
+        hub.emit(RunFinished(status="finished", wall_s=1.0, env_steps=1))
+    (run / "manifest.json").write_text(json.dumps({"status": "finished", "journal": {"0": {"events": hub.next_seq}}}))
+    assert hub.health()["coalesced"] > 20
+    assert RunSummary.of(run).losses == list_runs(tmp_path)[0].losses == []
+    with Runs([run]) as opened:
+        assert opened.ask("select missing from runs").rows == [(None,)]
+        assert opened.ask("select * from losses").rows == []
+        assert opened.ask("select count(extra) from phases").rows == [(0,)]
+
+
+def test_counts_are_right_after_a_resume(run):
+    with record_on(run, [7, 5]) as recorded:
+        assert "journal" not in recorded.directory.manifest
+        recorded.say(event(7))
+        with record_beside(run, 1, 5) as beside:
+            beside.emit(event(5))
+        recorded.emitted = {0: 0, 1: beside.next_seq}
+    assert recorded.directory.manifest["journal"] == {"0": {"events": 10}, "1": {"events": 7}}
+    assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == []
+    cut(run, 1, 1)
+    assert RunSummary.of(run).losses == ["1 event of rank 1 missing"]
+
+
+def test_events_lost_before_a_resume_are_still_reported(run):
+    cut(run, 0, 12)
+    with pytest.warns(UserWarning, match="are not in the journal"), record_on(run, [20, 20]):
+        pass
+    assert RunSummary.of(run).losses == ["10 events of rank 0 missing"]
+
+
+@pytest.mark.parametrize(
+    ("manifest", "extents", "has_end", "losses"),
+    [
+        ({"status": "running"}, {0: Extent(5, 0)}, False, []),
+        ({"status": "killed"}, {0: Extent(5, 2)}, False, ["2 events missing"]),
+        ({"status": "finished"}, {0: Extent(5, 0)}, False, ["no run_finished event"]),
+        ({"status": "finished", "journal": {"0": {"events": 0}}}, {}, False, []),  # telemetry is off
+        ({"status": "failed", "journal": {"0": {"events": 3}}}, {0: Extent(3, 0)}, False, ["no run_finished event"]),
+        ({"status": "finished", "journal": {"0": {"events": 6}}}, {0: Extent(5, 0)}, True, ["1 event missing"]),
+        ({"status": "finished", "journal": {"0": 3, "x": {"events": 2}, "1": []}}, {0: Extent(5, 0)}, True, []),
+        ({"status": "finished", "journal": "?"}, {0: Extent(5, 0)}, True, []),
+    ],
+)
+def test_losses_of_a_manifest_and_a_journal(manifest, extents, has_end, losses):
+    assert lost_events(manifest, extents, has_end=has_end) == losses

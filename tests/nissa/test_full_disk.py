@@ -1,0 +1,361 @@
+"""A disk that is full or slow for a while costs no event; what is lost for good is recorded and reported."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import pytest
+
+from esper.leyline.events import Governor, PhaseProfile
+from esper.nissa.hub import NissaHub
+from esper.nissa.journal import Damage, read, segments
+from esper.nissa.record import Record, line
+from esper.nissa.run import read_manifest
+from esper.nissa.sinks.jsonl import JsonlSink
+from esper.recording import record
+
+PATIENCE = 60.0
+
+
+def event(step: int) -> Governor:
+    return Governor(env=0, episode=0, step=step, alarm="none", action="none")
+
+
+def wait_until(done) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not done():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+
+
+class Disk:
+    """Makes `os.write` and `os.fsync` of the journal's segments fail or hang until `mend`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.is_mended, self.failures = threading.Event(), 0
+        self.room = 500  # bytes that a full disk still takes
+        self._write, self._fsync, self._patch = os.write, os.fsync, monkeypatch
+
+    def fill(self) -> None:
+        self._patch.setattr(os, "write", self.write)
+
+    def refuse_fsync(self) -> None:
+        self._patch.setattr(os, "fsync", self.fsync)
+
+    def hang_fsync(self) -> None:
+        self._patch.setattr(os, "fsync", self.hang)
+
+    def mend(self) -> None:
+        self.is_mended.set()
+
+    def write(self, fd, data):
+        if self.is_mended.is_set() or ".jsonl" not in os.readlink(f"/proc/self/fd/{fd}"):
+            return self._write(fd, data)
+        taken = min(self.room, len(data))
+        if not taken:
+            self.failures += 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        self.room -= taken
+        return self._write(fd, bytes(data)[:taken])
+
+    def fsync(self, fd):
+        if not self.is_mended.is_set() and ".jsonl" in os.readlink(f"/proc/self/fd/{fd}"):
+            self.failures += 1
+            raise OSError(errno.EIO, "Input/output error")
+        self._fsync(fd)
+
+    def hang(self, fd):
+        if ".jsonl" in os.readlink(f"/proc/self/fd/{fd}"):
+            self.is_mended.wait(PATIENCE)
+        self._fsync(fd)
+
+
+@pytest.fixture
+def disk(monkeypatch):
+    found = Disk(monkeypatch)
+    yield found
+    found.mend()
+
+
+def steps_of(run_dir: Path) -> list[int]:
+    """The steps in the journal, which must be undamaged and have no line twice."""
+    damage = Damage()
+    entries = list(read(run_dir, damage))
+    assert damage == Damage()
+    assert all(extent.missing == 0 for extent in damage.extents().values())
+    return [entry.data["step"] for entry in entries if entry.kind == "governor"]
+
+
+def warnings_of(run_dir: Path) -> list[str]:
+    return [e.data["text"] for e in read(run_dir) if e.kind == "health" and e.data["severity"] == "warning"]
+
+
+@pytest.mark.parametrize("trouble", ["fill", "refuse_fsync", "hang_fsync"])
+def test_journal_is_suspended_and_recovers_without_loss(tmp_path, disk, trouble, caplog):
+    getattr(disk, trouble)()
+    hub = NissaHub([JsonlSink(tmp_path / "events")], hang_s=0.1)
+    for step in range(300):
+        hub.emit(event(step))
+    assert not hub.flush(0.3)
+    wait_until(lambda: hub.health()["sinks"]["JsonlSink"]["suspended"])
+    wait_until(lambda: disk.failures > 4 or trouble == "hang_fsync")
+    assert not hub.health()["sinks"]["JsonlSink"]["retired"]
+    disk.mend()
+    for step in range(300, 400):
+        hub.emit(event(step))
+    assert hub.flush(PATIENCE)
+    hub.close()
+
+    assert steps_of(tmp_path) == list(range(400))
+    suspended, recovered = warnings_of(tmp_path)
+    assert "JsonlSink is suspended" in suspended
+    assert "JsonlSink writes again" in recovered
+    assert caplog.text.count("is suspended") == caplog.text.count("writes again") == 1
+    assert not hub.has_lost
+
+
+def test_callers_wait_while_the_disk_is_full_and_memory_stays_bounded(tmp_path, disk):
+    disk.fill()
+    hub = NissaHub([JsonlSink(tmp_path / "events")], capacity=64)
+    done = threading.Event()
+
+    def emit_all() -> None:
+        for step in range(1_000):
+            hub.emit(event(step))
+        done.set()
+
+    threading.Thread(target=emit_all, daemon=True).start()
+    wait_until(lambda: hub.health()["waits"] > 0 and disk.failures > 3)
+    assert not done.is_set()
+    assert hub.health()["queued"] <= 64 + 4  # and the hub's own reports
+    disk.mend()
+    assert done.wait(PATIENCE)
+    hub.close()
+    assert steps_of(tmp_path) == list(range(1_000))
+
+
+def test_close_gives_a_full_disk_up_after_its_timeout(tmp_path, disk, caplog):
+    disk.fill()
+    hub = NissaHub([JsonlSink(tmp_path / "events")])
+    for step in range(100):
+        hub.emit(event(step))
+    hub.close(0.3)
+    assert hub.has_lost
+    assert "No space left" in hub.health()["sinks"]["JsonlSink"]["retired"]
+    assert "JsonlSink was retired" in caplog.text
+
+
+def test_stop_waiting_frees_a_caller_that_waits_for_a_full_disk(tmp_path, disk):
+    disk.fill()
+    hub = NissaHub([JsonlSink(tmp_path / "events")], capacity=8)
+    done = threading.Event()
+
+    def emit_all() -> None:
+        for step in range(100):
+            hub.emit(event(step))
+        done.set()
+
+    threading.Thread(target=emit_all, daemon=True).start()
+    wait_until(lambda: hub.health()["sinks"]["JsonlSink"]["suspended"] and hub.health()["waits"])
+    assert not done.is_set()
+    hub.stop_waiting(0.1)
+    assert done.wait(PATIENCE)
+    hub.close(0.1)
+
+
+def test_durable_sink_with_a_defect_is_still_retired():
+    class Defective:
+        def write(self, records):
+            raise TypeError("a defect, not a disk")
+
+        def flush(self): ...
+        def close(self): ...
+
+    with NissaHub([Defective()]) as hub:
+        hub.emit(event(0))
+        assert not hub.flush(PATIENCE)
+    assert "a defect" in hub.health()["sinks"]["Defective"]["retired"]
+
+
+@pytest.mark.parametrize("segment_bytes", [250, 1 << 20])
+def test_interrupted_writes_leave_the_same_bytes_as_undisturbed_ones(tmp_path, disk, segment_bytes, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of syncs take their time
+    records = [Record(seq, 1e9 + seq, 0, event(seq)) for seq in range(5)]
+
+    def content(run_dir: Path) -> list[bytes]:
+        return [path.read_bytes() for _, path in segments(run_dir / "events")[0]]
+
+    undisturbed = JsonlSink(tmp_path / "whole" / "events", segment_bytes=segment_bytes)
+    undisturbed.write(records)
+    undisturbed.close()
+    disk.fill()
+    for room in range(sum(len(line(each)) for each in records)):
+        run_dir = tmp_path / f"{room}"
+        sink = JsonlSink(run_dir / "events", segment_bytes=segment_bytes)
+        disk.room = room
+        with pytest.raises(OSError, match="No space"):
+            sink.write(records)
+        disk.room = 1 << 20
+        sink.write(records)
+        sink.close()
+        assert content(run_dir) == content(tmp_path / "whole")
+
+
+def test_replaced_gauges_are_not_counted_as_missing(tmp_path, disk):
+    disk.fill()
+    hub = NissaHub([JsonlSink(tmp_path / "events")], capacity=8)
+    for calls in range(50):
+        hub.emit(PhaseProfile(phase="train", wall_ms=1.0, cpu_ms=1.0, calls=calls))
+    disk.mend()
+    hub.close()
+    assert hub.health()["coalesced"] > 0
+    damage = Damage()
+    entries = list(read(tmp_path, damage))
+    assert sum(entry.replaced for entry in entries) == hub.health()["coalesced"]
+    assert damage.extents()[0].missing == 0
+    assert damage.extents()[0].next_seq == hub.next_seq
+
+
+# Whole runs ---------------------------------------------------------------------------------------------------------
+
+
+def test_loss_is_recorded_in_the_manifest_and_told(tmp_path, disk, monkeypatch, capsys):
+    monkeypatch.setattr("esper.recording.END_S", 0.5)
+    with record("mine", out=tmp_path / "run") as run:
+        for step in range(10):
+            run.say(event(step))
+        assert run.hub.flush()
+        disk.room = 300
+        disk.fill()
+        for step in range(10, 100):
+            run.say(event(step))
+    manifest = read_manifest(run.path)
+    written = {entry.seq for entry in read(run.path)}
+    facts = manifest["journal"]["0"]
+    assert manifest["status"] == "finished"
+    assert facts["events"] == run.hub.next_seq
+    assert facts["lost"]["events"] == facts["events"] - len(written) > 80
+    assert facts["lost"]["first_seq"] == len(written)
+    assert facts["lost"]["last_seq"] == facts["events"] - 1
+    assert f"{facts['lost']['events']} of {facts['events']} events could not be written" in capsys.readouterr().err
+    assert run.losses
+
+
+def test_a_manifest_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys):
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with record("mine", out=tmp_path / "run") as run:
+        monkeypatch.setattr("esper.nissa.run.write_atomically", refuse)
+    assert "the manifest could not be written" in capsys.readouterr().err
+    assert run.losses
+
+
+CHILD = """
+import sys
+import esper
+from esper.leyline.events import Governor
+with esper.record("mine", out=sys.argv[1]) as run:
+    for step in range(int(sys.argv[2])):
+        run.say(Governor(env=0, episode=0, step=step, alarm="none", action="none"))
+    print("emitted", flush=True)
+sys.exit(1 if run.losses else 0)
+"""
+LIMIT = 50_000
+
+
+def child_with_small_files(run: Path, events: int) -> subprocess.Popen[str]:
+    """A process in which no file can grow beyond a limit: the journal cannot, the manifest is far smaller."""
+
+    def limit() -> None:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
+
+    command = [sys.executable, "-c", CHILD, str(run), str(events)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit, start_new_session=True
+    )
+
+
+def wait_for_suspension(process: subprocess.Popen[str]) -> None:
+    assert process.stderr is not None
+    for text in process.stderr:
+        if "is suspended" in text:
+            return
+    pytest.fail("the journal was not suspended")
+
+
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit")
+def test_a_process_waits_for_room_and_then_writes_everything(tmp_path):
+    process = child_with_small_files(tmp_path / "run", 100_000)  # more than the hub's queue holds
+    wait_for_suspension(process)
+    resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+    said = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, said
+    assert steps_of(tmp_path / "run") == list(range(100_000))
+    assert "lost" not in read_manifest(tmp_path / "run")["journal"]["0"]
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
+def test_a_signal_ends_a_process_that_waits_for_a_full_disk(tmp_path, number, code):
+    process = child_with_small_files(tmp_path / "run", 100_000)
+    wait_for_suspension(process)
+    process.send_signal(number)
+    said = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == code
+    assert "could not be written" in said
+    manifest = read_manifest(tmp_path / "run")
+    assert manifest["status"] == "interrupted"
+    assert manifest["journal"]["0"]["lost"]["events"] > 0
+
+
+def test_a_second_signal_leaves_at_once(tmp_path):
+    process = child_with_small_files(tmp_path / "run", 100_000)
+    wait_for_suspension(process)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(1.0)  # it now waits for the disk, for up to END_S
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=5)
+    assert process.returncode == 143
+    assert read_manifest(tmp_path / "run")["status"] == "killed"
+
+
+def fill(path: Path) -> None:
+    """Write until the file system has no room left."""
+    with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
+        while file.write(bytes(4096)):
+            pass
+
+
+@pytest.fixture
+def small_file_system(tmp_path):
+    place = tmp_path / "small"
+    place.mkdir()
+    mounted = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", place], capture_output=True)
+    if mounted.returncode:
+        pytest.skip("mounting a file system needs privileges")
+    yield place
+    subprocess.run(["umount", "-l", place], check=True)
+
+
+def test_a_real_file_system_that_is_full_for_a_while_costs_no_event(small_file_system):
+    with record("mine", out=small_file_system / "run") as run:
+        ballast = small_file_system / "ballast"
+        fill(ballast)
+        for step in range(500):
+            run.say(event(step))
+        wait_until(lambda: run.hub.health()["sinks"]["JsonlSink"]["suspended"])
+        ballast.unlink()
+    assert steps_of(run.path) == list(range(500))
+    assert not run.losses
