@@ -329,7 +329,7 @@ def test_a_text_of_any_length_is_cut(tmp_path):
     journal.write(Health(source="x", severity="error", text="y" * 22_000_000))
     run = RunSummary.of(journal.close())
     assert len(report.page([run])) < 1_000_000
-    assert "(21,998,003 more characters)" in report.troubles(run)[1][1]
+    assert any("(21,998,003 more characters)" in text for _, text in report.troubles(run))
 
 
 def test_what_a_retired_sink_missed_is_not_called_lost(tmp_path):
