@@ -5,6 +5,7 @@ import pytest
 from esper.karn import held_out
 from esper.karn.held_out import HELD_OUT, MOST_BYTES
 from esper.karn.summary import RunSummary
+from esper.leyline.checksums import seal_json
 
 NAME = "<script>alert(1)</script>"
 
@@ -35,7 +36,15 @@ def test_run_without_a_comparison_shows_none(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"[]", b'{"worlds": [1], "rows": [{"name": 3}]}', b"[" * 100_000, b" " * (MOST_BYTES + 2)]
+    "content",
+    [
+        b"",
+        b"[]",
+        b'{"worlds": [1], "rows": []}',
+        seal_json(b'{"worlds": [1], "rows": [{"name": 3}]}'),
+        seal_json(b'{"worlds": ' + b"[" * 100_000),
+        b" " * (MOST_BYTES + 2),
+    ],
 )
 def test_damaged_comparison_is_named_and_the_report_stays_whole(content, tmp_path):
     (tmp_path / HELD_OUT).write_bytes(content)
@@ -44,7 +53,7 @@ def test_damaged_comparison_is_named_and_the_report_stays_whole(content, tmp_pat
 
 def test_link_is_not_followed(tmp_path):
     secret = tmp_path / "secret.json"
-    secret.write_text('{"worlds": [1], "rows": [{"name": "secret"}]}')
+    secret.write_bytes(seal_json(b'{"worlds": [1], "rows": [{"name": "secret"}]}'))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / HELD_OUT).symlink_to(secret)
     shown = held_out.held_out(RunSummary(tmp_path / "run"))

@@ -7,9 +7,10 @@ import json
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 from esper.leyline.actions import Head
+from esper.leyline.checksums import seal_tensors
 from esper.leyline.errors import DataError
 from esper.tamiyo import policy_file
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
@@ -27,7 +28,7 @@ def header(path):
 def rewritten(path, **changed):
     """The same weights under a header of which something was changed, or taken out with None."""
     new = {k: v for k, v in (header(path) | changed).items() if v is not None}
-    save_file(load_file(path), path, new)
+    path.write_bytes(seal_tensors(save(load_file(path), new)))
 
 
 @pytest.fixture
@@ -83,7 +84,7 @@ def test_where_there_is_none_it_says_how_to_get_one(tmp_path):
 def test_a_file_of_tensors_that_is_no_policy_is_named_as_such(tmp_path):
     path = tmp_path / "weights.safetensors"
     save_file({"x": torch.zeros(2)}, path)
-    with pytest.raises(DataError, match="is not a policy"):
+    with pytest.raises(DataError, match="not a policy"):
         load_policy(path)
 
 
@@ -136,6 +137,47 @@ def test_settings_that_do_not_fit_the_weights_are_said_to_be_damage(saved, chang
 def test_weights_that_are_missing_are_said_to_be_damage(saved):
     about, weights = header(saved), load_file(saved)
     del weights["choices.bias"]
-    save_file(weights, saved, about)
+    saved.write_bytes(seal_tensors(save(weights, about)))
     with pytest.raises(DataError, match=r"choices\.bias"):
         load_policy(saved)
+
+
+def test_every_single_flipped_bit_is_refused(saved):
+    """A bit in each byte of the header and of the first weights, and in every 97th byte of the rest."""
+    whole = saved.read_bytes()
+    header_end = 8 + int.from_bytes(whole[:8], "little")
+    places = {*range(header_end + 256), *range(header_end, len(whole), 97), len(whole) - 1}
+    for place in sorted(places):
+        damaged = bytearray(whole)
+        damaged[place] ^= 1 << place % 8
+        saved.write_bytes(damaged)
+        with pytest.raises(DataError, match="damaged or not a policy"):
+            load_policy(saved)
+    saved.write_bytes(whole)
+    load_policy(saved)
+
+
+def test_every_truncation_and_extension_is_refused(saved):
+    whole = saved.read_bytes()
+    for content in [*(whole[:size] for size in range(0, len(whole), 61)), whole[:-1], whole + b"\0", b"", whole * 2]:
+        saved.write_bytes(content)
+        with pytest.raises(DataError, match="damaged or not a policy"):
+            load_policy(saved)
+
+
+def test_policy_without_a_checksum_is_refused(saved):
+    save_file(load_file(saved), saved, {k: v for k, v in header(saved).items() if k != "sha256"})
+    with pytest.raises(DataError, match="no checksum"):
+        load_policy(saved)
+
+
+def test_equal_policies_are_equal_bytes(tmp_path):
+    network = TamiyoNetwork(NetworkConfig(width=8, hidden=6))
+    again = TamiyoNetwork(NetworkConfig(width=8, hidden=6))
+    again.load_state_dict(dict(reversed(network.state_dict().items())))
+    save_policy(network, tmp_path / "one", fixed=DEFAULT_FIXED, trained_on="sim", round=7)
+    contents = set()
+    for _ in range(20):  # the order in which safetensors writes metadata differs from call to call
+        save_policy(again, tmp_path / "two", fixed=DEFAULT_FIXED, trained_on="sim", round=7)
+        contents.add((tmp_path / "two").read_bytes())
+    assert contents == {(tmp_path / "one").read_bytes()}

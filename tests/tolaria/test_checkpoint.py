@@ -23,6 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
+from esper.leyline.checksums import seal_json
 from esper.leyline.errors import CheckpointError, ConfigError, UnknownNameError
 from esper.tolaria import checkpoint
 from esper.tolaria.checkpoint import Checkpoints, packed, unpacked
@@ -506,8 +507,7 @@ def forged(folder, contents, **changes):
     promised = {name: {"size": len(c), "sha256": hashlib.sha256(c).hexdigest()} for name, c in contents.items()}
     index = {"format": "esper-checkpoint-1", "number": 99, "name": "x", "kind": "run", "score": None, "files": promised}
     body = changes.pop("body", None) or json.dumps(index | changes).encode()
-    frame = b'{"sha256":"%s","index":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
-    (folder / "index.json").write_bytes(frame)
+    (folder / "index.json").write_bytes(seal_json(b'{"index":%s}\n' % body))
 
 
 DEEP = b"[" * 200_000 + b"]" * 200_000

@@ -15,6 +15,7 @@ import msgspec
 from esper.karn.charts import spoken
 from esper.karn.sections import cell, section, table
 from esper.karn.summary import RunSummary
+from esper.leyline.checksums import seal_json, unseal_json
 from esper.leyline.files import read_regular, write_atomically
 from esper.leyline.text import cut, printable
 
@@ -68,7 +69,8 @@ class HeldOut(msgspec.Struct, frozen=True):
 def write(run: Path, figures: Mapping[str, Any], rounds: int) -> Path:
     """Write the comparison into the run directory, in place of an earlier one."""
     path = run / HELD_OUT
-    write_atomically(path, msgspec.json.format(msgspec.json.encode({"rounds": rounds, **figures}), indent=1) + b"\n")
+    content = msgspec.json.format(msgspec.json.encode({"rounds": rounds, **figures}), indent=1) + b"\n"
+    write_atomically(path, seal_json(content))
     return path
 
 
@@ -76,7 +78,7 @@ def read(run: Path) -> tuple[HeldOut | None, str | None]:
     """The comparison in a run directory, and what is wrong with it; None and None where there is none."""
     path = run / HELD_OUT
     try:
-        return msgspec.json.decode(read_regular(path, MOST_BYTES), type=HeldOut), None
+        return msgspec.json.decode(unseal_json(read_regular(path, MOST_BYTES)), type=HeldOut), None
     except FileNotFoundError:
         return None, None
     except (OSError, ValueError, RecursionError) as error:

@@ -27,6 +27,7 @@ import numpy as np
 import torch
 
 import esper
+from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.files import make_real_directory, read_regular, write_atomically
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
@@ -78,11 +79,11 @@ class Twins:
         if file is None or not file.exists():
             return None
         try:
-            told = json.loads(read_regular(file, MOST_BYTES))
-            curve = [float(q) for q in told["quality"]]
-            if told["sha256"] == _checksum(world, curve) and len(curve) == self.task.epochs:
+            document = open_json(read_regular(file, MOST_BYTES))
+            curve = [float(q) for q in document["quality"]]
+            if document["world"] == world and len(curve) == self.task.epochs:
                 return curve
-            why = "its checksum does not hold"
+            why = "it is of another world or length"
         except (OSError, ValueError, TypeError, KeyError) as error:
             why = f"{type(error).__name__}: {error}"
         warnings.warn(f"the twin of world {world} in {file} is damaged ({why}); it is trained again", stacklevel=3)
@@ -94,7 +95,7 @@ class Twins:
         if file is None:
             return
         curve = self.known[world]
-        content = json.dumps({"world": world, "quality": curve, "sha256": _checksum(world, curve)}).encode()
+        content = seal_json(json.dumps({"world": world, "quality": curve}).encode())
         try:
             make_real_directory(file.parent)
             write_atomically(file, content)
@@ -109,10 +110,6 @@ def trained(task: Task, data: Dataset, config: EngineConfig, world: int) -> list
         engine.step(Wait().act(engine.table, np.zeros(0, dtype=bool)))
         curve.append(float(engine.table.quality[0]))
     return curve
-
-
-def _checksum(world: int, curve: list[float]) -> str:
-    return hashlib.sha256(f"{world}:{','.join(map(float.hex, curve))}".encode()).hexdigest()
 
 
 def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, Any]:

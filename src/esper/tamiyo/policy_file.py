@@ -1,4 +1,4 @@
-"""A policy as a file: safetensors with its settings in the header. Small, without pickle, readable anywhere."""
+"""A policy as a file: safetensors with its settings and a checksum in the header. Equal policies are equal bytes."""
 
 from __future__ import annotations
 
@@ -10,18 +10,21 @@ from typing import Any
 
 import msgspec
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import load_file, save
+from safetensors import SafetensorError
+from safetensors.torch import load, save
 from torch import Tensor
 
 from esper.leyline.actions import HEAD_OPTIONS, Head
+from esper.leyline.checksums import check_tensors, seal_tensors
 from esper.leyline.errors import DataError
-from esper.leyline.files import write_atomically
+from esper.leyline.files import read_regular, write_atomically
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.features import feature_names
 
 FORMAT = "esper-policy"
 POLICY = "policy.safetensors"
+MOST_BYTES = 1 << 30
+"""The largest policy that the settings allow is far smaller; a longer file is none of ours."""
 
 
 def view() -> str:
@@ -39,7 +42,8 @@ def save_policy(network: TamiyoNetwork, path: Path, *, fixed: Mapping[Head, int]
         "fixed": json.dumps({head.name: option for head, option in fixed.items()}),
         "about": json.dumps(about),
     }
-    write_atomically(path, save({n: t.detach().cpu().contiguous() for n, t in network.state_dict().items()}, header))
+    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
+    write_atomically(path, seal_tensors(save(tensors, header)))
 
 
 def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
@@ -48,8 +52,8 @@ def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
     if not file.is_file():
         raise DataError(f"there is no policy in {path}. `esper train` leaves one in its run directory")
     try:
-        with safe_open(file, "pt") as opened:
-            header = opened.metadata() or {}
+        content = read_regular(file, MOST_BYTES, follow=True)
+        header = check_tensors(content)
         if header.get("format") != FORMAT:
             raise DataError(f"{file} is not a policy: it was not written by `esper train`")
         if header.get("view") != view():
@@ -58,7 +62,7 @@ def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
                 "Train it anew, or use the version that trained it"
             )
         config = msgspec.json.decode(header["network"], type=NetworkConfig)
-        weights = load_file(file)
+        weights = load(content)
         must_fit(config, weights)
         network = TamiyoNetwork(config)
         network.load_state_dict(weights)

@@ -37,6 +37,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from esper.leyline.checksums import METADATA, seal_json, unseal_json
 from esper.leyline.errors import CheckpointError, ConfigError, unknown_name
 from esper.leyline.files import locked, open_regular, sync_directory, write_durably
 
@@ -45,10 +46,7 @@ FORMAT = "esper-checkpoint-1"
 MOST_INDEX_BYTES = 1 << 20
 """An index says some 150 bytes per file; a longer one is no index of ours."""
 WAIT_S = 60.0  # for another writer: a large checkpoint on a slow disk takes its time
-METADATA = "__metadata__"
-"""The one name in a safetensors file that is no tensor's."""
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
-_FRAME = re.compile(rb'\{"sha256":"([0-9a-f]{64})","index":(.*)\}\n', re.DOTALL)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +75,10 @@ class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     kind: str
     score: float | None
     files: dict[str, _File]
+
+
+class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    index: _Index
 
 
 class Checkpoints:
@@ -348,7 +350,7 @@ def _copied(tensor: Tensor) -> Tensor:
 
 def _encoded_index(index: _Index) -> bytes:
     body = msgspec.json.format(msgspec.json.encode(index), indent=1)
-    encoded = b'{"sha256":"%s","index":%s}\n' % (hashlib.sha256(body).hexdigest().encode(), body)
+    encoded = seal_json(b'{"index":%s}\n' % body)
     if len(encoded) > MOST_INDEX_BYTES:
         raise CheckpointError(f"checkpoint {index.name!r} has {len(index.files)} files; put more into fewer")
     return encoded
@@ -357,11 +359,10 @@ def _encoded_index(index: _Index) -> bytes:
 def _read_index(path: Path) -> _Index:
     with _opened(path) as file:
         content = file.read(MOST_INDEX_BYTES + 1)
-    frame = _FRAME.fullmatch(content) if len(content) <= MOST_INDEX_BYTES else None
-    if frame is None or hashlib.sha256(frame[2]).hexdigest().encode() != frame[1]:
-        raise _damage(path, "it is not as it was written")
+    if len(content) > MOST_INDEX_BYTES:
+        raise _damage(path, "it is too long for an index")
     try:
-        index = msgspec.json.decode(frame[2], type=_Index)
+        index = msgspec.json.decode(unseal_json(content), type=_Sealed).index
     except (ValueError, RecursionError) as error:
         raise _damage(path, f"it is no index of this version ({error})") from error
     if index.format != FORMAT or not all(map(_NAME.fullmatch, (index.name, *index.files))):

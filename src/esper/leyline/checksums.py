@@ -1,0 +1,81 @@
+"""Files that hold a sha256 of all their other bytes: JSON objects and safetensors.
+
+    content = seal_json(body)          # {"sha256":"…", and the rest of the object
+    document = open_json(content)      # ValueError if any byte is not as it was written
+    content = seal_tensors(content)    # canonical header, with the checksum among its metadata
+    metadata = check_tensors(content)  # ValueError likewise
+
+Both stay what they were: any JSON or safetensors reader can read them.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from typing import Any
+
+METADATA = "__metadata__"
+"""The one name in a safetensors header that is no tensor's."""
+CHECKSUM = "sha256"
+_BLANK = "0" * 64
+_JSON = re.compile(rb'\{"sha256":"([0-9a-f]{64})",')
+_FIELD = re.compile(rb'"sha256":"([0-9a-f]{64})"')
+"""No JSON string contains it, for its quotes would be escaped: in a header it is the checksum or nothing."""
+
+
+def seal_json(body: bytes) -> bytes:
+    """Return the JSON object with a checksum of all that follows as its first field. It must have a field already."""
+    rest = body.lstrip().removeprefix(b"{")
+    return b'{"%s":"%s",%s' % (CHECKSUM.encode(), hashlib.sha256(rest).hexdigest().encode(), rest)
+
+
+def unseal_json(content: bytes) -> bytes:
+    """Return the JSON object without its checksum. ValueError if it has none, or is not as it was written."""
+    found = _JSON.match(content)
+    if found is None:
+        raise ValueError("it has no checksum in its first field")
+    rest = content[found.end() :]
+    if hashlib.sha256(rest).hexdigest().encode() != found[1]:
+        raise ValueError("its checksum does not match its content")
+    return b"{" + rest
+
+
+def open_json(content: bytes) -> Any:
+    """Return the object that `seal_json` wrote, without its checksum. ValueError if it is not as it was written."""
+    return json.loads(unseal_json(content))
+
+
+def seal_tensors(content: bytes) -> bytes:
+    """Return a safetensors file with its header in canonical order and a checksum of the whole file in its metadata.
+
+    Equal tensors and metadata give equal bytes.
+    """
+    size = int.from_bytes(content[:8], "little")
+    header: dict[str, Any] = json.loads(content[8 : 8 + size])
+    metadata = header.pop(METADATA, {}) | {CHECKSUM: _BLANK}
+    text = json.dumps({METADATA: metadata} | header, sort_keys=True, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    blank = len(text).to_bytes(8, "little") + text + content[8 + size :]
+    digest = hashlib.sha256(blank).hexdigest()
+    return blank.replace(_field(_BLANK), _field(digest), 1)
+
+
+def check_tensors(content: bytes) -> dict[str, str]:
+    """Return the metadata of a file of `seal_tensors`. ValueError if it is not as it was written."""
+    size = int.from_bytes(content[:8], "little")
+    fields = list(_FIELD.finditer(content, 8, min(len(content), 8 + size)))
+    if len(fields) != 1:
+        raise ValueError("it has no checksum in its metadata")
+    start, end = fields[0].span()
+    digest = hashlib.sha256(content[:start])
+    digest.update(_field(_BLANK))
+    digest.update(memoryview(content)[end:])
+    if digest.hexdigest().encode() != fields[0][1]:
+        raise ValueError("its checksum does not match its content")
+    metadata: dict[str, str] = json.loads(content[8 : 8 + size])[METADATA]
+    return metadata
+
+
+def _field(digest: str) -> bytes:
+    return f'"{CHECKSUM}":"{digest}"'.encode()
