@@ -254,12 +254,10 @@ def blueprints(
 
 def main() -> None:
     """Run the command line; what goes wrong outside the program is said in one line, not as a stack trace."""
-    from esper.leyline.text import printable
-
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot show × still shows the rest
-    warnings.showwarning = lambda message, *_: print(f"esper: warning: {printable(str(message))}", file=sys.stderr)
+    warnings.showwarning = lambda message, *_: say(f"warning: {message}")
     try:
         app()
     except KeyboardInterrupt:
@@ -268,8 +266,15 @@ def main() -> None:
         sys.stderr.close()
         sys.exit(141)
     except Exception as error:
-        print(f"esper: {printable(in_words(error))}", file=sys.stderr)
+        say(in_words(error))
         sys.exit(2)
+
+
+def say(text: str) -> None:
+    """Print a line to stderr, with the characters of strangers' files made harmless."""
+    from esper.leyline.text import printable  # here, so that help loads no NumPy
+
+    print(f"esper: {printable(text)}", file=sys.stderr)
 
 
 def in_words(error: Exception) -> str:
