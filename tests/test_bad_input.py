@@ -26,16 +26,18 @@ import pytest
 import torch
 from PIL import Image
 from safetensors import safe_open
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import nn
 
 from esper import cli
 from esper.kasmina.blueprints import blueprint, unregister
 from esper.kasmina.graft import graft
+from esper.leyline.checksums import seal_json, seal_tensors
 from esper.leyline.errors import BlueprintError, DataError, EsperError
 from esper.nissa.run import RunDirectory, _Lock, read_manifest
 from esper.simic.best_host import BEST_HOST, BestHost
 from esper.tamiyo.controllers.learned import SHIPPED
+from esper.tamiyo.policy_file import FORMAT, view
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.data import load
 from esper.tolaria.engine import Engine
@@ -300,7 +302,7 @@ def policy(
             first = next(iter(weights))
             for key, make in (change or {}).items():
                 weights[first if key == "first" else key] = make(weights[first])
-            save_file(weights, file, told | header)
+            file.write_bytes(seal_tensors(save(weights, told | header)))
         return [*GROW, "--controller", file]
 
     return Case(f"policy {name}", args, ("theirs.safetensors", *said))
@@ -310,7 +312,12 @@ def sized(length: int, rest: bytes) -> bytes:
     return struct.pack("<Q", length) + rest
 
 
-HUGE = b'{"a":{"dtype":"F32","shape":[1000000000000],"data_offsets":[0,4000000000000]}}'
+HUGE = json.dumps(
+    {
+        "__metadata__": {"format": FORMAT, "view": view(), "network": "{}", "fixed": "{}"},
+        "a": {"dtype": "F32", "shape": [10**12], "data_offsets": [0, 4 * 10**12]},
+    }
+).encode()
 
 
 def own_pickle() -> bytes:
@@ -327,11 +334,11 @@ def directory_named_as_policy() -> list[object]:
 POLICIES = [
     policy("is a pickle", "Fetch it again", raw=pickle.dumps(Evil())),
     policy("is torch's own pickle", "Fetch it again", raw=own_pickle()),
-    policy("empty", "header too small", raw=b""),
-    policy("header larger than any memory", "header too large", raw=sized(1 << 60, b"{}")),
-    policy("header larger than the file", "invalid header length", raw=sized(90_000_000, b"{" * 100)),
-    policy("header not JSON", "invalid JSON", raw=sized(4, b"{{{{")),
-    policy("tensor larger than the file", "not fully covered", raw=sized(len(HUGE), HUGE)),
+    policy("empty", "no checksum", raw=b""),
+    policy("header larger than any memory", "no checksum", raw=sized(1 << 60, b"{}")),
+    policy("header larger than the file", "no checksum", raw=sized(90_000_000, b"{" * 100)),
+    policy("header not JSON", "no checksum", raw=sized(4, b"{{{{")),
+    policy("tensor larger than the file", "not fully covered", raw=seal_tensors(sized(len(HUGE), HUGE))),
     policy("not one of ours", "not written by `esper train`", format="other"),
     policy("of another view", "other observations", "Train it anew", view="0" * 16),
     policy("NaN", "NaN or infinite", "train one", change={"first": lambda t: t * math.nan}),
@@ -347,7 +354,7 @@ POLICIES = [
     policy("fixed heads out of range", "TEMPO is fixed at 99", fixed='{"TEMPO": 99}'),
     policy("fixed heads unknown", "NOPE", fixed='{"NOPE": 0}'),
     policy("fixed slot", "SLOT is fixed at 7", fixed='{"SLOT": 7}'),
-    Case("policy is a directory", directory_named_as_policy, ("no policy in run", "esper train")),
+    Case("policy is a directory", directory_named_as_policy, ("there is no policy in", "esper train")),
     Case("policy is a device", [*GROW, "--controller", "/dev/null"], ("no policy in /dev/null",)),
     Case("no policy to begin with", [*SIM, "--start-from", "no"], ("no policy in no", "esper train"), begun=True),
     Case("no controller to compare", ["eval", "no", "--sim"], ("no controller or run named 'no'",)),
@@ -380,7 +387,7 @@ def a_run(name: str = "run", **manifest: object) -> Path:
 def with_manifest(text: str, *args: str) -> Callable[[], list[object]]:
     def made() -> list[object]:
         Path("run").mkdir()
-        Path("run/manifest.json").write_text(text)
+        Path("run/manifest.json").write_bytes(seal_json(text.encode()) if text.startswith('{"') else text.encode())
         return list(args)
 
     return made
@@ -460,7 +467,7 @@ PLACES = [
     Case("no run to watch", ["watch", "nowhere", "--once"], ("no run at 'nowhere'",)),
     Case("no runs to list", ["runs", "nowhere"], ("no runs at nowhere",)),
     Case("manifest not JSON", with_manifest("{", "export", "run"), ("manifest.json is damaged",)),
-    Case("manifest of another kind", with_manifest("[]", "export", "run"), ("no manifest of a run",)),
+    Case("manifest of another kind", with_manifest('{"a": 1}', "export", "run"), ("no manifest of a run",)),
     Case("manifest nested without end", with_manifest("[" * 10**5, "export", "run"), ("manifest.json is damaged",)),
     Case("manifest with nonsense", with_manifest('{"status": "finished", "config": {"ppo": 3}}', "eval", "run", "none"),
          ("ppo is a group of settings",)),

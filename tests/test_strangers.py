@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from esper import cli
+from esper.leyline.checksums import seal_json
 from esper.leyline.errors import RunError
 from esper.nissa import journal
 from esper.nissa.journal import Damage, Follower, read
@@ -37,7 +38,7 @@ def entry(seq: int, kind: str = "health", *, rank: int = 0, time_s: float = 1.0,
 
 def a_run(path: Path, *lines: bytes, **manifest: object) -> Path:
     (path / "events").mkdir(parents=True)
-    (path / "manifest.json").write_text(json.dumps(FINISHED | manifest))
+    (path / "manifest.json").write_bytes(seal_json(json.dumps(FINISHED | manifest).encode()))
     if lines:
         (path / "events" / journal.segment_name(0, 0)).write_bytes(b"".join(lines))
     return path

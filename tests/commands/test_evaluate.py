@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console
 
 from esper.commands.evaluate import Arena, config_of
+from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
 from esper.simic.training.config import as_tree, load_config
@@ -19,7 +20,7 @@ from esper.tamiyo.network import NetworkConfig
 def test_the_settings_are_those_of_the_first_run_wherever_it_stands(tmp_path):
     config = load_config(more={"task": "digits", "epochs": 7})
     manifest = {"status": "finished", "config": as_tree(config)}
-    (tmp_path / "manifest.json").write_text(json.dumps(spelled(manifest)))
+    (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps(spelled(manifest)).encode()))
     for names in ([str(tmp_path), "random"], ["random", str(tmp_path)]):
         found = config_of(names, None, simulated=False)
         assert (found.task, found.epochs) == ("digits", 7)

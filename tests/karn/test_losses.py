@@ -16,6 +16,7 @@ from esper.karn.sql import Runs
 from esper.karn.summary import RunSummary
 from esper.karn.watch import judge
 from esper.karn.watch.source import Source
+from esper.leyline.checksums import seal_json
 from esper.leyline.events import Governor, PhaseProfile, RunFinished
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal import Extent
@@ -125,7 +126,9 @@ def test_replaced_gauges_are_no_loss_for_any_reader(tmp_path):
             hub.emit(PhaseProfile(phase="train", wall_ms=1.0, cpu_ms=1.0, calls=calls))
         sink.is_open = True
         hub.emit(RunFinished(status="finished", wall_s=1.0, env_steps=1))
-    (run / "manifest.json").write_text(json.dumps({"status": "finished", "journal": {"0": {"events": hub.next_seq}}}))
+    (run / "manifest.json").write_bytes(
+        seal_json(json.dumps({"status": "finished", "journal": {"0": {"events": hub.next_seq}}}).encode())
+    )
     assert hub.health()["coalesced"] > 20
     assert RunSummary.of(run).losses == list_runs(tmp_path)[0].losses == []
     with Runs([run]) as opened:

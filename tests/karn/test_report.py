@@ -15,6 +15,7 @@ from esper.commands.report import digest, facts, run_report
 from esper.karn import report, sections
 from esper.karn.charts import Chart, Series, data_script, downsample, duration, render, spoken, tick_labels, ticks
 from esper.karn.summary import RunSummary
+from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Episode, Governor, Health
 from esper.nissa.record import sealed
@@ -154,9 +155,9 @@ def places(tmp_path_factory):
     grown = grow_run(root / "grown")
     train = train_run(root / "train", envs=12, rounds=5, clean=False)
     hostile = grow_run(root / "hostile", names=(NASTY, "no growth"), controller=NASTY)
-    named = json.loads((hostile / "manifest.json").read_text())
+    named = open_json((hostile / "manifest.json").read_bytes())
     named |= {"run_id": NASTY, "config": {NASTY: {NASTY: NASTY}}, "command": NASTY}
-    (hostile / "manifest.json").write_text(json.dumps(named))
+    (hostile / "manifest.json").write_bytes(seal_json(json.dumps(named).encode()))
     found = {"grown": [grown], "train": [train], "hostile": [hostile], "both": [grown, train, hostile]}
     return {name: report.write([RunSummary.of(p) for p in runs], root / f"{name}.html") for name, runs in found.items()}
 
@@ -228,7 +229,7 @@ def test_a_seed_whose_worth_was_never_measured_still_has_a_life(tmp_path):
 
 @pytest.mark.parametrize("status", ["running", "finished", "failed"])
 def test_a_run_with_only_a_manifest_has_a_report(tmp_path, status):
-    (tmp_path / "manifest.json").write_text(json.dumps({"status": status}))
+    (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps({"status": status}).encode()))
     parsed(report.page([RunSummary.of(tmp_path)]))
 
 
@@ -284,17 +285,19 @@ def test_a_value_of_the_wrong_type_anywhere_in_the_journal_spoils_no_report(tmp_
 def test_a_value_of_the_wrong_type_anywhere_in_the_manifest_spoils_no_report(tmp_path):
     path = tmp_path / "run"
     one_of_each(path)
-    manifest = json.loads((path / "manifest.json").read_text())
+    manifest = open_json((path / "manifest.json").read_bytes())
     for name in (*manifest, "task", "controller", "seed", "slots", "rounds", "steps", "host_params", "device", "error"):
         for odd in (*ODD, [[[]]], {"a": {"b": [1]}}):
             if name != "status" or isinstance(odd, str):
-                (path / "manifest.json").write_text(json.dumps(manifest | {name: odd}))
+                (path / "manifest.json").write_bytes(seal_json(json.dumps(manifest | {name: odd}).encode()))
                 run = RunSummary.of(path)
                 for page in ([run], [run, RunSummary.of(path)]) if odd == "text" else ([run],):
                     parsed(report.page(page))
                 digest(run)
     deep = json.loads('{"a":' * 300 + "1" + "}" * 300)
-    (path / "manifest.json").write_text(json.dumps(manifest | {"config": deep, "versions": [deep]}))
+    (path / "manifest.json").write_bytes(
+        seal_json(json.dumps(manifest | {"config": deep, "versions": [deep]}).encode())
+    )
     parsed(report.page([RunSummary.of(path)]))
 
 

@@ -16,6 +16,7 @@ import pytest
 from esper.commands.sql import cell, distinct, run_sql, split_arguments
 from esper.karn import sql, views
 from esper.karn.sql import Runs
+from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, EsperError, RunError
 from esper.leyline.events import (
     KINDS,
@@ -424,7 +425,7 @@ def test_a_damaged_manifest_hides_no_journal(tmp_path, capsys):
     printed = capsys.readouterr()
     assert printed.out == f"status,events,task\nunreadable,{len(EVENTS)},rescue\n"
     assert "damaged" in printed.err
-    (path / "manifest.json").write_text("[1]")
+    (path / "manifest.json").write_bytes(seal_json(b'{"a": 1}'))
     with Runs([path]) as opened:
         assert "no manifest" in opened.ask("select damage from manifests where manifest is null").rows[0][0]
 

@@ -8,6 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.karn.summary import RunSummary, SlotLife, Table
+from esper.leyline.checksums import seal_json
 from esper.leyline.events import Episode, Health, PhaseProfile, RunFinished, Worth
 from esper.leyline.stages import SeedStage as S
 from esper.nissa.journal import Entry
@@ -240,7 +241,7 @@ def test_a_run_that_was_killed_tells_what_it_wrote(tmp_path):
 
 
 def test_an_empty_run_is_only_a_manifest(tmp_path):
-    (tmp_path / "manifest.json").write_text(json.dumps({"status": "running", "task": "quick"}))
+    (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps({"status": "running", "task": "quick"}).encode()))
     run = RunSummary.of(tmp_path)
     assert (run.status, run.about("task"), run.episodes, run.wall_s, run.phases) == ("killed", "quick", [], None, [])
 

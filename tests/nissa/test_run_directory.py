@@ -20,6 +20,7 @@ import pytest
 from rich.console import Console
 
 from esper.commands.runs import run_runs
+from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import ConfigError, EsperError, RunError
 from esper.leyline.events import PhaseProfile, RunFinished
 from esper.leyline.files import lock_file, write_atomically
@@ -60,7 +61,7 @@ def create(root, **given):
 
 
 def on_disk(run):
-    return json.loads((run.path / "manifest.json").read_text())
+    return open_json((run.path / "manifest.json").read_bytes())
 
 
 # Birth --------------------------------------------------------------------------------------------------------------
@@ -345,7 +346,9 @@ def test_a_copy_of_a_running_run_is_nobodys(tmp_path, owner):
 
 
 @pytest.mark.parametrize(
-    "content", [b"", b"{", b"[]", b"{}", b'{"status": 3}', b"\xff\xfe", b"\0" * 100, b"[" * 99_999]
+    "content",
+    [b"", b"{", b"[]", b'{"status": "finished"}', b"\xff\xfe", b"\0" * 100]
+    + [seal_json(body) for body in (b'{"a": 1}', b'{"status": 3}', b'{"a": \xff}', b'{"a": ' + b"[" * 99_999)],
 )
 def test_a_damaged_manifest_is_a_clear_error(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
@@ -353,6 +356,20 @@ def test_a_damaged_manifest_is_a_clear_error(tmp_path, content):
         with pytest.raises(RunError, match=r"manifest\.json"):
             look(tmp_path)
     assert not (tmp_path / "run.lock").exists()
+
+
+def test_every_flipped_bit_and_truncation_of_a_manifest_is_refused(tmp_path):
+    with create(tmp_path) as run:
+        pass
+    file = run.path / "manifest.json"
+    content = file.read_bytes()
+    for place in range(len(content)):
+        damaged = bytearray(content)
+        damaged[place] ^= 1 << place % 8
+        for wrong in (bytes(damaged), content[:place]):
+            file.write_bytes(wrong)
+            with pytest.raises(RunError, match="damaged"):
+                read_manifest(run.path)
 
 
 def test_a_directory_without_a_manifest_is_no_run(tmp_path):
@@ -365,7 +382,7 @@ def test_a_manifest_of_a_later_schema_is_readable(tmp_path):
     with create(tmp_path) as run:
         pass
     content = on_disk(run) | {"schema": 99, "moons": {"phobos": 1}}
-    (run.path / "manifest.json").write_text(json.dumps(content))
+    (run.path / "manifest.json").write_bytes(seal_json(json.dumps(content).encode()))
     assert read_manifest(run.path) == content
     assert list_runs(tmp_path)[0].status == "finished"
 
@@ -421,9 +438,12 @@ def test_a_list_passes_over_strangers_and_shows_broken_runs(tmp_path):
     three_runs(tmp_path).finish("finished")
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "elsewhere").mkdir()
-    for name, content in (("torn", "{"), ("odd", '{"status": "later", "started": 3, "finished": [], "config": 1}')):
+    for name, content in (
+        ("torn", b"{"),
+        ("odd", seal_json(b'{"status": "later", "started": 3, "finished": [], "config": 1}')),
+    ):
         (tmp_path / name).mkdir()
-        (tmp_path / name / "manifest.json").write_text(content)
+        (tmp_path / name / "manifest.json").write_bytes(content)
     (tmp_path / "unborn").mkdir()
     (tmp_path / "unborn" / "run.lock").touch()
     rows = {row.id: row for row in list_runs(tmp_path)}

@@ -10,6 +10,7 @@ import random
 import time
 from pathlib import Path
 
+from esper.leyline.checksums import seal_json
 from esper.leyline.events import (
     Checkpoint,
     Decision,
@@ -150,7 +151,7 @@ def write_run(path: Path, events, at=None, apart=0.1, status=None):
     events = list(events)
     at = time.time() - apart * len(events) if at is None else at
     if status:
-        (path / "manifest.json").write_text(json.dumps({"status": status}))
+        (path / "manifest.json").write_bytes(seal_json(json.dumps({"status": status}).encode()))
     (path / "events" / "rank0-00000.jsonl").write_bytes(b"".join(lines_of(events, at, apart)))
     return path
 

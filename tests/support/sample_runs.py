@@ -7,6 +7,7 @@ from pathlib import Path
 
 from msgspec.structs import replace
 
+from esper.leyline.checksums import seal_json
 from esper.leyline.events import (
     Checkpoint,
     Decision,
@@ -47,7 +48,7 @@ class Journal:
             "versions": {"esper": "0.1.0", "python": "3.11", "torch": "2.13"},
             "config": {"task": {"name": "rescue", "batch": 64}, "rules": {"thresholds": {"z": 2.5}}, "seed": 1},
         }
-        (path / "manifest.json").write_text(json.dumps(first | manifest))
+        (path / "manifest.json").write_bytes(seal_json(json.dumps(first | manifest).encode()))
         self.file = (path / "events" / "rank0-00000.jsonl").open("wb")
 
     def write(self, event, *, lose=0):

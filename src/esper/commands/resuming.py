@@ -9,14 +9,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from esper.leyline.errors import RunError
-from esper.leyline.events import spelled
-from esper.leyline.files import write_atomically
 from esper.leyline.text import printable
 from esper.nissa.journal import head
-from esper.nissa.run import CHECKPOINTS, MANIFEST, read_manifest
+from esper.nissa.run import CHECKPOINTS, read_manifest, write_manifest
 from esper.simic.training.learner import refuse_changes
 from esper.tolaria.checkpoint import Checkpoints, Saved
 
@@ -56,7 +52,7 @@ def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], d
     rebuilt = {"run_id": path.absolute().name, "status": "killed"} | facts(saved)
     if begun := [entry for entry in head(path) if entry.time_s >= 0]:
         rebuilt["started"] = datetime.fromtimestamp(begun[0].time_s, UTC).isoformat(timespec="milliseconds")
-    write_atomically(path / MANIFEST, msgspec.json.encode(spelled(rebuilt)))
+    write_manifest(path, rebuilt)
     return rebuilt
 
 

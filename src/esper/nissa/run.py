@@ -28,6 +28,7 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from esper import __version__
+from esper.leyline.checksums import seal_json, unseal_json
 from esper.leyline.errors import ConfigError, RunError
 from esper.leyline.events import SCHEMA, spelled, unspelled
 from esper.leyline.files import (
@@ -164,7 +165,7 @@ class RunDirectory:
             error.add_note(f"and the manifest of {self.path} could not be finalised: {trouble}")
 
     def _write(self) -> None:
-        write_atomically(self.path / MANIFEST, _encoded(self.manifest))
+        write_manifest(self.path, self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +200,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     file = Path(path) / MANIFEST
     try:
-        manifest = unspelled(msgspec.json.decode(read_regular(file, MOST_MANIFEST_BYTES)))
+        manifest = unspelled(msgspec.json.decode(unseal_json(read_regular(file, MOST_MANIFEST_BYTES))))
     except (FileNotFoundError, NotADirectoryError):
         raise RunError(f"{path} is not a run: it has no {MANIFEST}. `esper runs` lists what there is") from None
     except OSError as error:
@@ -250,8 +251,14 @@ def list_runs(root: Path) -> list[RunInfo]:
     return sorted(rows, key=lambda row: row.started or "", reverse=True)
 
 
+def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
+    """Replace the manifest of a run at once. It holds a checksum of itself."""
+    write_atomically(path / MANIFEST, _encoded(manifest))
+
+
 def _encoded(manifest: dict[str, Any]) -> bytes:
-    return msgspec.json.format(msgspec.json.encode(spelled(msgspec.to_builtins(manifest))), indent=2) + b"\n"
+    body = msgspec.json.format(msgspec.json.encode(spelled(msgspec.to_builtins(manifest))), indent=2) + b"\n"
+    return seal_json(body)
 
 
 def is_owned(path: Path) -> bool:
