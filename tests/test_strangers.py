@@ -305,3 +305,27 @@ def run_esper(command: list[str]) -> tuple[str, str]:
     finally:
         sys.argv = before
     return shown.getvalue(), errors.getvalue()
+
+
+# -- queries
+
+
+@pytest.mark.parametrize(
+    "query",
+    [
+        "select levenshtein(repeat('a', 200000), repeat('b', 200000))",  # hears no interrupt
+        "select range(20000000) as r from range(1000)",  # Python objects without end
+        "with recursive t(n) as (select 1 union all select n + 1 from t) select max(n) from t",
+    ],
+)
+def test_a_query_ends_at_its_timeout_whatever_it_does(place, query):
+    a_run(Path("run"), entry(0, "run_finished", status="finished", wall_s=1.0, env_steps=1))
+    check(Case("", ["sql", "run", query, "--timeout", "1", "--csv"], ("stopped",)), place)
+
+
+@pytest.mark.parametrize("query", ["select range(1000000000)", "select list(range) from range(10000000000)"])
+def test_a_query_has_a_limit_of_memory(place, query):
+    a_run(Path("run"), entry(0, "run_finished", status="finished", wall_s=1.0, env_steps=1))
+    before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
+    check(Case("", ["sql", "run", query, "--timeout", "600"], ("more than 2 GB of memory", "fewer rows")), place)
+    assert resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss < max(before, 5 << 20)  # kB

@@ -389,19 +389,20 @@ def test_ctrl_c_stops_a_query_and_is_said_in_one_line(run):
 import sys
 from pathlib import Path
 from esper.commands.sql import run_sql
-from esper.karn.sql import Runs
+from esper.karn import sql_process
 
-def fetch(*args, real=Runs._fetch):
-    print("asked", flush=True)
-    return real(*args)
+def line(process, real=sql_process._line):
+    message = real(process)
+    print("read" if "troubles" in message else "answered", flush=True)
+    return message
 
-Runs._fetch = fetch
+sql_process._line = line
 run_sql([Path(sys.argv[1])], sys.argv[2], timeout_s=600)
 """
     command = [sys.executable, "-c", code, str(run), SLOW]
     asking = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=heed_signals)
     try:
-        assert asking.stdout.readline() == "asked\n"
+        assert asking.stdout.readline() == "read\n"
         time.sleep(0.5)  # the query runs
         asking.send_signal(signal.SIGINT)
         _, said = asking.communicate(timeout=120)
@@ -449,7 +450,7 @@ def test_slots_are_named_by_the_manifest_where_the_run_did_not_say_them(tmp_path
 def test_without_duckdb_the_extra_is_named(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(EsperError, match=r"pip install 'esper-lite\[sql\]'"):
-        run_sql([run], "from steps")
+        Runs([run])
 
 
 def test_what_is_no_run_is_told(tmp_path):

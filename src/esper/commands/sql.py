@@ -17,8 +17,9 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from esper.karn import sql_process
 from esper.karn.outside import manifest_of
-from esper.karn.sql import Answer, Runs
+from esper.karn.sql import Answer
 from esper.karn.views import PLACE_NOTES, catalogue
 from esper.leyline.errors import ConfigError
 from esper.leyline.text import cut, printable
@@ -54,13 +55,15 @@ def run_sql(
         return
     rows = (None if as_json or as_csv else SHOWN_ROWS) if limit is None else limit or None
     try:
-        with Runs(runs) as opened:
-            for trouble in opened.troubles:
-                print(f"esper: {printable(trouble)}", file=sys.stderr)
-            show(opened.ask(query, limit=rows, timeout_s=timeout_s), as_json, as_csv, console)
+        answer = sql_process.ask(runs, query, limit=rows, timeout_s=timeout_s, on_trouble=_warn)
+        show(answer, as_json, as_csv, console)
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
         raise SystemExit(130) from None
+
+
+def _warn(trouble: str) -> None:
+    print(f"esper: {printable(trouble)}", file=sys.stderr)
 
 
 def show(answer: Answer, as_json: bool, as_csv: bool, console: Console) -> None:

@@ -34,6 +34,12 @@ if TYPE_CHECKING:
 
 BATCH_BYTES = 256 << 20
 """Segments are read in batches of about this size: the text of more is never in memory at once."""
+QUERY_BYTES = 2 << 30
+"""Memory that a query may take beyond that of the tables."""
+TOO_MUCH_MEMORY = (
+    f"the query needs more than {QUERY_BYTES >> 30} GB of memory, and was stopped. "
+    "Select fewer rows or columns, or aggregate them"
+)
 FENCES = (
     "SET autoinstall_known_extensions = false",
     "SET autoload_known_extensions = false",
@@ -80,6 +86,8 @@ class Runs:
                 raise KeyboardInterrupt from None
             raise
         self._db.execute("drop table lines")
+        (used,) = self._db.execute("select sum(memory_usage_bytes) from duckdb_memory()").fetchone() or (0,)
+        self._db.execute(f"SET memory_limit = '{(int(used or 0) + QUERY_BYTES) >> 20} MiB'")
         for fence in FENCES:
             self._db.execute(fence)
 
@@ -354,6 +362,8 @@ def literal_path(path: Path) -> str:
 def _explain(message: str) -> str:
     """DuckDB's message as one paragraph, with the way out."""
     text = " ".join(message.split("\n\nLINE ")[0].split())
+    if text.startswith("Out of Memory") or "bad_alloc" in text or "bad allocation" in text:
+        return TOO_MUCH_MEMORY
     if "disabled by configuration" in text or "configuration has been locked" in text:
         return f"the query reaches beyond the run, which is not allowed here. ({text})"
     if "read-only mode" in text:
