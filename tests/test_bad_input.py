@@ -34,7 +34,7 @@ from esper.kasmina.blueprints import blueprint, unregister
 from esper.kasmina.graft import graft
 from esper.leyline.checksums import seal_json, seal_tensors
 from esper.leyline.errors import BlueprintError, DataError, EsperError
-from esper.nissa.run import RunDirectory, _Lock, read_manifest
+from esper.nissa.run import Lock, RunDirectory, read_manifest
 from esper.simic.best_host import BEST_HOST, BestHost
 from esper.tamiyo.controllers.learned import SHIPPED
 from esper.tamiyo.policy_file import FORMAT, view
@@ -532,12 +532,12 @@ def test_of_two_runs_on_one_directory_the_second_is_told_of_the_first(place):
     run = RunDirectory.create(place, "digits", name="run", manifest={})
     for args, said in (
         ([*GROW, "--out", "run"], "not empty"),
-        (["train", "--resume", "run"], f"still running (pid {os.getpid()})"),
+        (["train", "--resume", "run"], f"owned by a running process (pid {os.getpid()})"),
     ):
         check(Case("", args, (said,)), place)
     run.finish("finished")
     (place / "empty").mkdir()
-    lock = _Lock(place / "empty")
+    lock = Lock(place / "empty")
     check(Case("", [*GROW, "--out", "empty"], (f"owned by a running process (pid {os.getpid()})",)), place)
     lock.release()
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import time
@@ -92,3 +93,42 @@ def test_a_run_killed_five_times_ends_as_if_nothing_had_happened(calm: Path, tmp
     assert survive(tmp_path / "run", [*TINY, *ROUNDS], kills=5, seed=os.getpid(), round_s=pace) == 5
     assert fate(tmp_path / "run") == fate(calm)
     assert is_whole(tmp_path / "run")
+
+
+@pytest.mark.parametrize("fate_of_directory", ["moved", "removed"])
+def test_a_run_whose_directory_is_moved_or_removed_ends(fate_of_directory: str, tmp_path: Path) -> None:
+    process = started(tmp_path / "run", "--rounds", "4000")
+    (tmp_path / "run").rename(tmp_path / "elsewhere")
+    if fate_of_directory == "removed":
+        shutil.rmtree(tmp_path / "elsewhere")
+    said = finished(process, code=2, timeout=60)
+    assert "was moved or removed while the run was under way" in said.replace("\n", " ")
+    assert "Traceback" not in said
+    assert not (tmp_path / "run").exists()
+    if fate_of_directory == "moved":
+        assert read_manifest(tmp_path / "elsewhere")["status"] == "killed"
+        process = esper("train", "--resume", tmp_path / "elsewhere", "--no-compare")
+        while "going on from" not in (line := process.stdout.readline().decode()):
+            assert line, "it ended"
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def test_of_several_resumes_at_once_one_runs_and_the_others_are_told(tmp_path: Path) -> None:
+    process = started(tmp_path / "run", "--rounds", "4000")
+    process.send_signal(signal.SIGINT)
+    finished(process, code=130)
+    rivals = [esper("train", "--resume", tmp_path / "run", "--no-compare") for _ in range(4)]
+    end = time.monotonic() + 240
+    while len(alive := [p for p in rivals if p.poll() is None]) > 1:
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    try:
+        (winner,) = alive
+        for loser in rivals:
+            if loser is not winner:
+                assert f"owned by a running process (pid {winner.pid})" in finished(loser, code=2).replace("\n", " ")
+    finally:
+        for rival in alive:
+            os.killpg(rival.pid, signal.SIGKILL)
+            rival.communicate()

@@ -30,7 +30,7 @@ from esper.nissa.hub import NissaHub
 from esper.nissa.journal import EVENTS, Damage, Extent, read, rewind, segments
 from esper.nissa.losses import JOURNAL
 from esper.nissa.record import Record
-from esper.nissa.run import RunDirectory, ending, manifest_base
+from esper.nissa.run import Lock, RunDirectory, ending, manifest_base
 from esper.nissa.sinks import Sink
 from esper.nissa.sinks.jsonl import JsonlSink
 from esper.nissa.sinks.tensorboard import TensorBoardSink
@@ -101,13 +101,15 @@ def record_on(
     manifest: dict[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
     tensorboard: bool = False,
+    lock: Lock | None = None,
 ) -> Iterator[Run]:
     """Go on recording a run that ended early, from the event that each rank would have said next.
 
-    What was recorded behind that is said again, so it is forgotten first.
+    What was recorded behind that is said again, so it is forgotten first. `next_seq` comes from a checkpoint: who
+    chooses it takes the `lock` of the directory first, or another process may go on from it meanwhile.
     """
     level = level_by_name(level) if isinstance(level, str) else level
-    directory = RunDirectory.resume(Path(path), manifest or {})
+    directory = RunDirectory.resume(Path(path), manifest or {}, lock)
     try:
         for rank in {*range(len(next_seq)), *segments(directory.events_dir)}:
             rewind(directory.path, rank, next_seq[rank] if rank < len(next_seq) else 0)

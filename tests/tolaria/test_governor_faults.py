@@ -506,17 +506,108 @@ def test_everything_that_the_host_feels_is_looked_at_and_an_isolated_seed_is_not
         seed = [averages[p] for p in plot.body.slots["r0c0"].parameters()]
         felt = [averages[p] for p in plot.body.model.parameters()] + (seed if target != S.TRAINING else [])
         felt += [b for name, b in plot.body.model.named_buffers() if "running" in name]
+        params = [
+            *plot.body.model.parameters(),
+            *(plot.body.slots["r0c0"].parameters() if target != S.TRAINING else []),
+        ]
+        felt += [p.detach() for p in params]
+        felt += [v for p in params for v in plot.optimizer.state[p].values() if isinstance(v, Tensor)]
         assert math.isfinite(plot.vital)
         for tensor in felt:
             first = (0,) * tensor.dim()
             old = tensor[first].item()
-            tensor[first] = math.nan
-            assert not math.isfinite(plot.vital)
+            for spoilt in (math.nan, math.inf):
+                tensor[first] = spoilt
+                assert not math.isfinite(plot.vital)
             tensor[first] = old
         if target == S.TRAINING:
             for tensor in seed:
                 tensor.fill_(math.nan)
         assert math.isfinite(plot.vital)
+
+
+# -- trouble with the snapshot itself
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: int) -> None:
+    """Make a method raise so many times before it works again."""
+    works, left = getattr(owner, name), [MemoryError("full")] * times
+
+    def method(*args: Any, **kwargs: Any) -> Any:
+        if left:
+            raise left.pop()
+        return works(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, method)
+
+
+@pytest.mark.parametrize("times", [1, 4])
+@pytest.mark.parametrize("part", ["drop", "average", "restore"])
+def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
+    part: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    life = Life(digits(), S.HOLDING)
+    engine, plot = life.engine, life.engine.plots[SICK]
+    poison(plot)
+    owner, name = {
+        "drop": (plot, "carry_out"),
+        "average": (plot.average, "resync"),
+        "restore": (engine.governor.snapshots[SICK], "restore"),
+    }[part]
+    monkeypatch.setattr(engine, "_operate", lambda effects: None)  # nothing grows: it fails in the rollback alone
+    failing(monkeypatch, owner, name, times)
+    for _ in range(times):
+        life.step()
+        (alarm,) = engine.alarms
+        assert (alarm.env, alarm.action, alarm.restored_step) == (SICK, "not restored", None)
+        assert np.isfinite(engine.table.quality).all()
+        assert engine.table.rollbacks.tolist() == [0, 1, 0]  # one penalty, however often it is tried
+    life.step()
+    (alarm,) = engine.alarms
+    assert (alarm.alarm, alarm.action) == ("exception", "rolled back")
+    assert_restored(life, alarm.restored_step)
+    assert engine.table.rollbacks.tolist() == [0, 1, 0]
+    assert [fingerprint(engine, env) for env in OTHERS] == undisturbed("digits", S.HOLDING, times + 1)
+    life.step()
+    assert engine.alarms == []
+
+
+@pytest.mark.parametrize("times", [1, 3])
+def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def begun(task: Task) -> Engine:
+        torch.manual_seed(5)
+        return Engine(task, [4, 5, 6], rules=BY_HAND, config=EngineConfig())
+
+    sick, sound = begun(digits()), begun(digits())
+    failing(monkeypatch, sick.governor.snapshots[SICK], "take", times)
+    start = kept(sick.plots[SICK])
+    for step in range(times + 2):
+        sick.step(wait_everywhere(3))
+        sound.step(wait_everywhere(3))
+        told = [(a.env, a.action) for a in sick.alarms]
+        assert told == ([] if step >= times else [(SICK, "rolled back" if step == times - 1 else "not restored")])
+        if step < times:  # it has not been trained
+            now = kept(sick.plots[SICK])
+            assert all(torch.equal(a, b) for p in start for a, b in zip(start[p], now[p], strict=True))
+    assert [fingerprint(sick, env) for env in OTHERS] == [fingerprint(sound, env) for env in OTHERS]
+    assert np.isfinite(sick.table.quality).all()
+
+
+@pytest.mark.parametrize("where", ["weight", "optimiser"])
+def test_no_snapshot_is_taken_of_what_is_not_finite(where: str) -> None:
+    life = Life(words(), S.DORMANT)
+    plot, snapshot = life.engine.plots[SICK], life.engine.governor.snapshots[SICK]
+    copies = [c.clone() for c in snapshot.copies]
+    weight = next(iter(plot.body.model.parameters()))
+    tensor = weight if where == "weight" else plot.optimizer.state[weight]["exp_avg_sq"]
+    with torch.no_grad():
+        tensor.view(-1)[0] = math.inf
+    with pytest.raises(TrainingError, match="not finite: no snapshot"):
+        snapshot.take()
+    assert all(torch.equal(a, b) for a, b in zip(copies, snapshot.copies, strict=True))
+    life.step()
+    assert [(a.env, a.action) for a in life.engine.alarms] == [(SICK, "rolled back")]
+    assert math.isfinite(plot.vital)
 
 
 # -- trouble that does not go away

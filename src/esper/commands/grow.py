@@ -34,7 +34,7 @@ from esper.commands.growing import (
     Settings,
     exact_for,
 )
-from esper.commands.resuming import checkpoint_of, must_fit
+from esper.commands.resuming import checkpoint_of, must_fit, ownership
 from esper.growth_note import why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
@@ -46,7 +46,7 @@ from esper.leyline.events import level as level_by_name
 from esper.leyline.files import write_atomically
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
-from esper.nissa.run import read_manifest
+from esper.nissa.run import Lock, read_manifest
 from esper.recording import Run, record, record_on, stoppable
 from esper.simic.attribution import Worth, report
 from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
@@ -91,10 +91,11 @@ def resume_grow(path: Path, given: list[str], asked: Asked) -> None:
             f"a run goes on with its own settings: {', '.join(given)} cannot be given with --resume "
             "(--data, --tensorboard and --allow-inexact can)"
         )
-    saved = checkpoint_of(path, "grow", facts_of)
-    if read_manifest(path)["status"] == "finished":
-        raise ConfigError(f"{path} has finished: there is nothing to go on with. `esper report {path}` shows it")
-    _grow(Kept.of(saved).settings, asked, path, saved)
+    with ownership(path) as lock:
+        saved = checkpoint_of(path, "grow", facts_of)
+        if read_manifest(path)["status"] == "finished":
+            raise ConfigError(f"{path} has finished: there is nothing to go on with. `esper report {path}` shows it")
+        _grow(Kept.of(saved).settings, asked, path, saved, lock)
 
 
 def facts_of(saved: Saved) -> dict[str, Any]:
@@ -103,7 +104,7 @@ def facts_of(saved: Saved) -> dict[str, Any]:
     return {"task": settings.task, "controller": settings.controller, "seed": settings.seed}
 
 
-def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | None) -> None:
+def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | None, lock: Lock | None = None) -> None:
     torch.set_num_threads(settings.threads)
     console, task = Console(), get_task(settings.task)
     controller = make_controller(settings.controller_path or settings.controller)
@@ -114,7 +115,7 @@ def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | No
     exact = exact_for(settings, config, data, controller)
     if saved is not None:
         must_fit(changes(Kept.of(saved).exact, exact), asked.allow_inexact)
-    with _recording(settings, asked, task, config, data, path, saved) as run:
+    with _recording(settings, asked, task, config, data, path, saved, lock) as run:
         about = (
             f"task {task.name}: {task.question}  ({task.host}, {len(data.train):,} training samples, {task.epochs} "
             f"epochs of {task.batches_per_epoch} × {task.batch}, seed {settings.seed})"
@@ -147,12 +148,12 @@ def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | No
 
 def _recording(
     settings: Settings, asked: Asked, task: Task, config: EngineConfig, data: Dataset, path: Path | None,
-    saved: Saved | None,
+    saved: Saved | None, lock: Lock | None,
 ) -> AbstractContextManager[Run]:  # fmt: skip
     """A new run, or an earlier one that goes on."""
     level = level_by_name(settings.telemetry)
     if path is not None and saved is not None:
-        return record_on(path, [Kept.of(saved).next_seq], level=level, tensorboard=asked.tensorboard)
+        return record_on(path, [Kept.of(saved).next_seq], level=level, tensorboard=asked.tensorboard, lock=lock)
     manifest = {
         "controller": settings.controller,
         "seed": settings.seed,

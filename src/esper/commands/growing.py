@@ -119,6 +119,7 @@ class Keeper:
         start = time.monotonic()
         if name == self.last or not (always or (start - self._ended) * CHECKPOINT_SHARE >= self._cost_s):
             return
+        self.run.directory.must_be_there()  # a directory that is gone is not made again
         self.run.hub.flush()
         kept = Kept(
             settings=self.settings, exact=self.exact, next_seq=self.run.hub.next_seq, env_steps=self.run.env_steps
@@ -238,6 +239,7 @@ class Scene:
         except SystemExit:
             keep(always=True)
             raise
+        self.run.directory.must_be_there()
 
     def _state(self, result: Result, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> dict[str, Any]:
         remembers = result.name == GROWN and isinstance(controller, Remembers)

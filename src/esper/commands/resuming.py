@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -12,18 +14,39 @@ from typing import Any
 from esper.leyline.errors import RunError
 from esper.leyline.text import printable
 from esper.nissa.journal import head
-from esper.nissa.run import CHECKPOINTS, read_manifest, write_manifest
+from esper.nissa.run import CHECKPOINTS, LOCK, MANIFEST, Lock, read_manifest, write_manifest
 from esper.simic.training.learner import refuse_changes
+from esper.simic.training.team import MEETING
 from esper.tolaria.checkpoint import Checkpoints, Saved
 
 KINDS = {"train": "run", "grow": "grow"}
 """Command → the kind of its checkpoints."""
 
 
-def checkpoint_of(
-    path: Path, command: str, facts: Callable[[Saved], dict[str, Any]], *, may_run: bool = False
-) -> Saved:
-    """Return the newest whole checkpoint of a run of this command that no other process owns.
+def owns_run() -> bool:
+    """Whether this process is the rank that owns the run directory, as far as is known before the ranks have met."""
+    return MEETING not in os.environ and os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def ownership(path: Path | None) -> Iterator[Lock | None]:
+    """Within: this process owns the run, so that its checkpoints do not change. RunError if another process does.
+
+    Yields None if there is no run at `path`, or if it is for another rank to own.
+    """
+    is_run = path is not None and any((path / name).exists() for name in (MANIFEST, LOCK, CHECKPOINTS))
+    if path is None or not is_run or not owns_run():
+        yield None
+        return
+    lock = Lock(path)
+    try:
+        yield lock
+    finally:
+        lock.release()
+
+
+def checkpoint_of(path: Path, command: str, facts: Callable[[Saved], dict[str, Any]]) -> Saved:
+    """Return the newest whole checkpoint of a run of this command; who resumes it has taken `ownership` first.
 
     A lost or damaged manifest is rebuilt from the checkpoint: `facts` returns its task and settings.
     """
@@ -32,9 +55,7 @@ def checkpoint_of(
         other = next((name for name, kind in KINDS.items() if kind == saved.kind), None)
         way_out = f". Resume it with: esper {other} --resume {path}" if other else ""
         raise RunError(f"{path} is not a run of `esper {command}`: its checkpoints are of kind {saved.kind!r}{way_out}")
-    manifest = _read_or_rebuild(path, saved, facts)
-    if manifest["status"] == "running" and not may_run:
-        raise RunError(f"{path} is still running (pid {manifest.get('pid')}). Wait for it, or stop it first")
+    _read_or_rebuild(path, saved, facts)
     if saved is None:
         raise RunError(
             f"{path} has no whole checkpoint to go on from. Runs of `esper {command}` have, once they have begun"
@@ -42,9 +63,10 @@ def checkpoint_of(
     return saved
 
 
-def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], dict[str, Any]]) -> dict[str, Any]:
+def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], dict[str, Any]]) -> None:
     try:
-        return read_manifest(path)
+        read_manifest(path)
+        return
     except RunError:
         if saved is None:
             raise
@@ -53,7 +75,6 @@ def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], d
     if begun := [entry for entry in head(path) if entry.time_s >= 0]:
         rebuilt["started"] = datetime.fromtimestamp(begun[0].time_s, UTC).isoformat(timespec="milliseconds")
     write_manifest(path, rebuilt)
-    return rebuilt
 
 
 def must_fit(changed: list[str], allow_inexact: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 import warnings
@@ -20,16 +19,18 @@ from rich.table import Table
 
 from esper.commands import must_be_recorded, plainly
 from esper.commands.evaluate import Arena, figures, results_tables
-from esper.commands.resuming import checkpoint_of, must_fit
+from esper.commands.resuming import checkpoint_of, must_fit, ownership, owns_run
 from esper.commands.workers import Parent, Workers
 from esper.karn import held_out
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.events import RunStarted
+from esper.nissa.run import Lock
 from esper.recording import Run, record, record_beside, record_on, stoppable, terminable
 from esper.simic.training import memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
+from esper.simic.training.heartbeat import Deserted
 from esper.simic.training.learner import (
     CHECKPOINTS,
     Round,
@@ -39,7 +40,7 @@ from esper.simic.training.learner import (
     new_network,
     with_its_network,
 )  # fmt: skip
-from esper.simic.training.team import MEETING, Deserted, Team
+from esper.simic.training.team import Team
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.policy_file import POLICY
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -73,24 +74,33 @@ class Asked:
 def run_train(
     asked: Asked, *, preset: str | None, config_file: Path | None, sets: list[str], more: dict[str, Any], show: bool
 ) -> None:
-    if asked.resume is not None:
-        settings = {"preset": preset, "config": config_file, "set": sets or None} | more
-        given = [
-            OPTION.get(n, f"--{n.replace('_', '-')}") for n, v in settings.items() if v is not None and n != "rounds"
-        ]
-        saved, config = last_checkpoint(asked.resume, more.get("rounds"), given, asked)
-    else:
-        saved = None
-        config = with_its_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
-    if show:
-        print(json.dumps(as_tree(config), indent=1))
-        return
-    must_be_usable(config.engine.device)
-    torch.set_num_threads(config.threads)
-    with terminable(), Workers(asked.workers) as workers:
-        team = Team.join(workers.look_up if workers.leads else Parent().look_up)
-        workers.met()
-        try:
+    with ownership(asked.resume) as lock:
+        if asked.resume is not None:
+            settings = {"preset": preset, "config": config_file, "set": sets or None} | more
+            given = [
+                OPTION.get(n, f"--{n.replace('_', '-')}")
+                for n, v in settings.items()
+                if v is not None and n != "rounds"
+            ]
+            saved, config = last_checkpoint(asked.resume, more.get("rounds"), given, asked)
+        else:
+            saved = None
+            config = with_its_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
+        if show:
+            print(json.dumps(as_tree(config), indent=1))
+            return
+        must_be_usable(config.engine.device)
+        torch.set_num_threads(config.threads)
+        train_as_team(config, saved, asked, lock)
+
+
+def train_as_team(config: TrainConfig, saved: Saved | None, asked: Asked, lock: Lock | None) -> None:
+    """Start or join the other ranks and train, as the leading rank or as a further one."""
+    team = Team()
+    try:
+        with terminable(), Workers(asked.workers) as workers:
+            team = Team.join(workers.look_up if workers.leads else Parent().look_up)
+            workers.met()
             team.share(config.envs)
             if team.size > 1 and config.engine.strategy != "loop":
                 raise ConfigError(
@@ -98,11 +108,11 @@ def run_train(
                     "environments, and several processes must agree: use engine.strategy=loop, or one process"
                 )
             if team.leads:
-                lead(config, saved, asked, team, workers)
+                lead(config, saved, asked, team, workers, lock)
             else:
                 follow(config, saved, asked, team)
-        finally:
-            team.leave()
+    finally:
+        team.leave()  # after the workers were told to end: they do not take it for the loss of this rank
 
 
 def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Asked) -> tuple[Saved, TrainConfig]:
@@ -113,11 +123,10 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
             f"a run goes on with its own settings: {', '.join(given)} cannot be given with --resume "
             "(--rounds, --workers, --data, --tensorboard, --no-compare and --allow-inexact can)"
         )
-    is_ours = MEETING in os.environ  # the team that runs it, whose leader has said what there is to say
     with warnings.catch_warnings():
-        if is_ours:
-            warnings.simplefilter("ignore")
-        saved = checkpoint_of(path, "train", facts_of, may_run=is_ours)
+        if not owns_run():
+            warnings.simplefilter("ignore")  # the leading rank warns
+        saved = checkpoint_of(path, "train", facts_of)
     told = about(saved)
     planned, done = int(told["config"].get("rounds", 0)), told["done"]
     if rounds is not None and rounds < planned:
@@ -138,7 +147,9 @@ def manifest_of(config: TrainConfig) -> dict[str, Any]:
     return {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
 
 
-def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, workers: Workers) -> None:
+def lead(
+    config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, workers: Workers, lock: Lock | None
+) -> None:
     """The whole command, as the rank that owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
     env = make_env(config, data_root=asked.data_root)  # what is wrong with data, device or policy leaves no run behind
@@ -146,7 +157,7 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
         must_fit(differences(saved, config, env.ground), asked.allow_inexact)
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, team.size)
     room = memory.told(need, memory.available(), team.size)
-    with recording(config, saved, asked, label) as run:
+    with recording(config, saved, asked, label, lock) as run:
         seqs = [0] * team.size if saved is None else about(saved)["next_seq"]
         team.told({"path": str(run.path.absolute()), "next_seq": seqs})
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
@@ -170,7 +181,7 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
 
                 def look_up() -> None:
                     stop()
-                    workers.look_up()
+                    run.directory.must_be_there()
 
                 trained = train_ppo_vectorized(
                     config, run.hub, directory=run.path, data_root=asked.data_root, resume=saved, team=team,
@@ -180,7 +191,7 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
             plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Go on with: {again}")
             raise
         except TrainingError as error:
-            raise TrainingError(f"{named(error, workers)}. The last whole round is kept: {again}") from error
+            raise TrainingError(f"{named(error, workers)}. {resumable(run.path, again)}") from error
         run.env_steps = trained.env_steps
         run.emitted = dict(enumerate(team.each(run.hub.next_seq)))
     kept = Checkpoints(run.path / CHECKPOINTS).newest()
@@ -203,6 +214,14 @@ def lead(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, wor
     must_be_recorded(run)
 
 
+def resumable(path: Path, command: str) -> str:
+    """Say from which checkpoint a run that ended early can be resumed, and how."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        kept = Checkpoints(path / CHECKPOINTS).newest()
+    return "No checkpoint was written" if kept is None else f"{kept.path.name} is kept. Go on with: {command}"
+
+
 def named(error: TrainingError, workers: Workers) -> str:
     """What ended the team: of a process that has gone, which one and how, if it was ours."""
     if isinstance(error, Deserted):
@@ -216,12 +235,14 @@ def named(error: TrainingError, workers: Workers) -> str:
     return str(error)
 
 
-def recording(config: TrainConfig, saved: Saved | None, asked: Asked, label: str) -> AbstractContextManager[Run]:
+def recording(
+    config: TrainConfig, saved: Saved | None, asked: Asked, label: str, lock: Lock | None
+) -> AbstractContextManager[Run]:
     """A new run, or an earlier one that goes on."""
     if saved is not None and asked.resume is not None:
         next_seq, changes = about(saved)["next_seq"], {"config": as_tree(config)}
         return record_on(
-            asked.resume, next_seq, level=config.telemetry, manifest=changes, tensorboard=asked.tensorboard
+            asked.resume, next_seq, level=config.telemetry, manifest=changes, tensorboard=asked.tensorboard, lock=lock
         )
     manifest = manifest_of(config)
     return record(label, out=asked.out, level=config.telemetry, manifest=manifest, tensorboard=asked.tensorboard)
@@ -229,27 +250,24 @@ def recording(config: TrainConfig, saved: Saved | None, asked: Asked, label: str
 
 def follow(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team) -> None:
     """A further rank: it trains its share of the environments and keeps a journal of its own. It says nothing."""
-    parent = Parent()
+    told = team.told()
+    first = told["next_seq"][team.rank] if team.rank < len(told["next_seq"]) else 0
+    path = Path(told["path"])
     try:
-        told = team.told()
-        first = told["next_seq"][team.rank] if team.rank < len(told["next_seq"]) else 0
-        path = Path(told["path"])
         with (
             record_beside(path, team.rank, first, config.telemetry) as hub,
             stoppable(f"rank {team.rank} ends after this step", hub.stop_waiting) as stop,
         ):
-
-            def look_up() -> None:
-                stop()
-                parent.look_up()
-
             train_ppo_vectorized(
-                config, hub, directory=path, data_root=asked.data_root, resume=saved, team=team, look_up=look_up
+                config, hub, directory=path, data_root=asked.data_root, resume=saved, team=team, look_up=stop
             )
             hub.close()  # so that the leading rank hears of every event
             team.each(hub.next_seq)
-    except Deserted:
-        raise SystemExit(3) from None  # whoever has gone says why
+    except Deserted as error:
+        if error.rank != 0:
+            raise SystemExit(3) from None  # rank 0 says it
+        again = f"esper train --resume {path}{asked.as_before()}"
+        raise TrainingError(f"{error}. {resumable(path, again)}, once rank 0 has ended") from error
 
 
 def what_is_set(config: TrainConfig) -> str:

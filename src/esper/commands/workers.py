@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 from types import TracebackType
 
@@ -15,8 +16,8 @@ from esper.recording import unhurried
 from esper.simic.training.team import MEETING
 
 GRACE_S = 3.0
-"""Seconds that workers have to leave when they are told to. One that waits for another rank cannot hear it, and has
-nothing to lose: what it said since the last checkpoint will be said again."""
+"""Seconds that workers have to leave when they are told to. One that does not has nothing to lose: what it recorded
+since the last checkpoint is recorded again."""
 LEADER = "ESPER_LEADER"
 """The environment variable that tells a spawned rank who started it."""
 
@@ -78,9 +79,10 @@ class Workers:
         for process in self.processes:
             if kind is not None:
                 process.terminate()
+        end = time.monotonic() + GRACE_S
         for process in self.processes:
             try:
-                process.wait(GRACE_S)
+                process.wait(max(0.0, end - time.monotonic()))
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()

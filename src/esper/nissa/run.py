@@ -62,7 +62,7 @@ class RunDirectory:
     As a context it ends the run by how the block is left: finished, interrupted, or failed with the error.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], lock: _Lock | None) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock | None) -> None:
         self.path, self.manifest, self._lock = path, manifest, lock
 
     @classmethod
@@ -70,7 +70,7 @@ class RunDirectory:
         """A new run below `root`, owned by this process. Without a name it gets one of its time and task."""
         _encoded(manifest)  # what cannot be written leaves no directory behind
         path = _new_directory(Path(root), task) if name is None else _named_directory(Path(root) / name)
-        lock, self = _Lock(path), None
+        lock, self = Lock(path), None
         try:
             _must_be_empty(path)  # of two that chose one name, the second to get the lock sees the first
             self = cls(path, {}, lock)
@@ -92,15 +92,16 @@ class RunDirectory:
         return self
 
     @classmethod
-    def resume(cls, path: Path, changes: dict[str, Any] | None = None) -> Self:
+    def resume(cls, path: Path, changes: dict[str, Any] | None = None, lock: Lock | None = None) -> Self:
         """An earlier run, owned by this process from now on. Its manifest keeps how it ended before.
 
-        `changes` are what it says otherwise from now on.
+        changes  what it says otherwise from now on
+        lock     the lock of the directory, if this process has taken it already
         """
         path = Path(path)
         _read(path)  # what is no run gets no lock
         must_have_real_parts(path)
-        lock = _Lock(path)
+        lock = lock or Lock(path)
         try:
             before = _read(path)
             status = "killed" if before["status"] == "running" else before["status"]
@@ -134,6 +135,14 @@ class RunDirectory:
     def earlier_s(self) -> float:
         """Seconds that earlier sessions of the run worked."""
         return _earlier_s(self.manifest)
+
+    def must_be_there(self) -> None:
+        """Raise RunError if the directory was moved, removed or replaced since this process took it."""
+        if self._lock is not None and self._lock.is_held and not self._lock.is_at(self.path):
+            raise RunError(
+                f"{self.path} was moved or removed while the run was under way, so nothing that it learns would be "
+                "kept: it ends here. If you moved it, resume it at its new place"
+            )
 
     def finish(self, status: str, error: str | None = None, **extra: Any) -> None:
         """Write how the run ended and let go of it. Once it has ended, no second end changes it."""
@@ -274,10 +283,10 @@ def is_owned(path: Path) -> bool:
             return True
 
 
-class _Lock:
-    """Ownership of a run directory, until `release` or the death of the process."""
+class Lock:
+    """Ownership of a run directory, until `release` or the death of the process. RunError if another process has it."""
 
-    HELD: ClassVar[weakref.WeakSet[_Lock]] = weakref.WeakSet()
+    HELD: ClassVar[weakref.WeakSet[Lock]] = weakref.WeakSet()
 
     def __init__(self, directory: Path) -> None:
         self._fd = -1
@@ -292,7 +301,7 @@ class _Lock:
         except RunError:
             self.release()
             raise
-        _Lock.HELD.add(self)
+        Lock.HELD.add(self)
 
     def _take(self, directory: Path) -> None:
         for _ in range(TRIES):  # somebody who only looks holds it for a moment
@@ -311,6 +320,16 @@ class _Lock:
     def is_held(self) -> bool:
         return self._fd >= 0
 
+    def is_at(self, directory: Path) -> bool:
+        """Whether the locked file is still the lock of this directory. A disk that does not answer proves nothing."""
+        try:
+            there = os.stat(directory / LOCK)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        except OSError:
+            return True
+        return os.path.samestat(there, os.fstat(self._fd))
+
     def release(self) -> None:
         if self._fd >= 0:
             os.close(self._fd)
@@ -319,7 +338,7 @@ class _Lock:
 
 def _forget_locks() -> None:
     """A forked worker owns nothing, and must not keep a dead parent's run locked."""
-    for lock in _Lock.HELD:
+    for lock in Lock.HELD:
         lock.release()
 
 

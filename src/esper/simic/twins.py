@@ -28,7 +28,7 @@ import torch
 
 import esper
 from esper.leyline.checksums import open_json, seal_json
-from esper.leyline.files import make_real_directory, read_regular, write_atomically
+from esper.leyline.files import must_be_real_directory, read_regular, write_atomically
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
@@ -97,7 +97,9 @@ class Twins:
         curve = self.known[world]
         content = seal_json(json.dumps({"world": world, "quality": curve}).encode())
         try:
-            make_real_directory(file.parent)
+            for directory in (file.parent.parent, file.parent):  # not the run directory: if that is gone, it stays gone
+                directory.mkdir(exist_ok=True)
+            must_be_real_directory(file.parent)
             write_atomically(file, content)
         except OSError as error:
             warnings.warn(f"cannot keep the twin of world {world} in {file}: {error.strerror}", stacklevel=3)

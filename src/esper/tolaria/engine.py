@@ -38,7 +38,7 @@ from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions, Measured, evaluate, statistics
 from esper.tolaria.data import Dataset, Split
 from esper.tolaria.ema import WeightAverage
-from esper.tolaria.governor import Alarm, Governor, GovernorConfig, vital_tensors
+from esper.tolaria.governor import Alarm, Governor, GovernorConfig, largest, vital_tensors
 from esper.tolaria.stacked import Stack, Strategy, choose
 from esper.tolaria.tasks import Task, per_sample_correct, per_sample_loss
 
@@ -153,13 +153,12 @@ class Plot:
         self.clip_groups = [host, *self.growing.values()]
         self.sizes = {name: sum(p.numel() for p in params) for name, params in self.growing.items()}
         self.has_learner = bool(self.body.training_slots) and self.config.incubation == "shadow"
-        felt = [slot for slot in self.body.slots.values() if slot.stage >= SeedStage.BLENDING]
-        self._vital = vital_tensors([self.body.model, *felt], self.average)
+        self._felt = [self.body.model, *(s for s in self.body.slots.values() if s.stage >= SeedStage.BLENDING)]
 
     @property
     def vital(self) -> Tensor:
         """One number that is finite as long as everything is that the host feels; on the device."""
-        return torch.stack(torch._foreach_norm(self._vital)).sum()
+        return largest(vital_tensors(self._felt, self.average, self.optimizer))
 
     def train_epoch(self, step: int) -> Tensor:
         """Train on this step's minibatches; mean loss and accuracy, still on the device.

@@ -4,6 +4,9 @@
     governor.judge(table, …) → sick      what losses and weights say of all environments at once
     governor.roll_back(env, table)       its snapshot again, exactly; whatever grew since is gone; time goes on
 
+An error in a rollback or in the first snapshot stays in its environment, too. It does not train and stands as its
+snapshot remembers it until a rollback succeeds; every step tries again, and the penalty is paid once.
+
 Errors, and numbers that are not finite, are undone at once. A loss far above what guessing costs (divergence), or back
 at it after doing better (collapse), is undone when it lasts and training shows it, too: who only validates badly
 is finding the way after a change of structure. Sick losses never enter the history that later ones are judged by.
@@ -16,7 +19,7 @@ from __future__ import annotations
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from math import inf, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
@@ -102,7 +105,7 @@ class Alarm:
     alarm: str
     """One of `ALARMS`."""
     action: str
-    """"seen" (training is sound), "counted" or "rolled back"."""
+    """"seen" (training is sound), "counted", "rolled back" or "not restored" (the rollback failed and is retried)."""
     value: float | None = None
     limit: float | None = None
     restored_step: int | None = None
@@ -172,23 +175,34 @@ class Snapshot:
         self.tensors: list[Tensor] = []
         self.copies: list[Tensor] = []
 
+    @property
+    def is_taken(self) -> bool:
+        return bool(self.tensors)
+
     @torch.no_grad()
     def take(self) -> None:
-        """Remember how it is now, in the memory of the snapshot before if nothing was committed since."""
+        """Remember how it is now, in the memory of the snapshot before if nothing was committed since.
+
+        Raises if anything is not finite; the snapshot before stays.
+        """
         body, optimizer, average = self.plot.body, self.plot.optimizer, self.plot.average
-        self.fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
-        kept = [body.model, *(body.slots[name] for name in self.fossils)]
+        fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
+        kept = [body.model, *(body.slots[name] for name in fossils)]
         params = [p for module in kept for p in module.parameters()]
         state = {p: dict(optimizer.state[p]) for p in params if p in optimizer.state}
         averages = dict(zip(average.params, average.average, strict=True))
         tensors = [*params, *(b for module in kept for b in module.buffers()), *(averages[p] for p in params)]
-        tensors += [value for each in state.values() for value in each.values() if isinstance(value, Tensor)]
+        tensors += state_tensors(optimizer, params)
+        if not bool(largest(tensors).isfinite()):
+            raise TrainingError("weights, statistics of norms or optimiser state are not finite: no snapshot is taken")
+        options = [_options(group) for group in optimizer.param_groups]
         if len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True)):
             torch._foreach_copy_(self.copies, tensors)
         else:
-            self.tensors, self.copies = tensors, [t.detach().clone() for t in tensors]
+            copies = [t.detach().clone() for t in tensors]
+            self.tensors, self.copies = tensors, copies
         self.params, self.state, self.updates = params, state, average.updates
-        self.options = [_options(group) for group in optimizer.param_groups]
+        self.fossils, self.options = fossils, options
         self.forking = body.cannot_fork, set(body.proven_forks)
 
     @torch.no_grad()
@@ -260,6 +274,7 @@ class Governor:
         self.snapshots = [Snapshot(plot) for plot in plots]
         self._rows, self._losses = table.clone(), self.losses.copy()  # table and history as of each snapshot
         self._failures: dict[int, Exception] = {}  # of this step
+        self._broken: dict[int, Exception] = {}  # environments whose rollback failed, until one succeeds
         self._told: set[tuple[str, str]] = set()
         self._streak: list[Exception] = []  # the first error of each step on which every environment failed
         self._sound = np.ones(len(plots), dtype=bool)  # [E] when last judged
@@ -269,10 +284,12 @@ class Governor:
 
     def begin(self, table: SlotTable) -> None:
         """A step begins; before the first, everything as it stands is what there is to go back to."""
-        self.alarms, self._failures = [], {}
+        self.alarms, self._failures = [], dict(self._broken)
         if not self._begun:
-            for env in range(len(self.snapshots)):
-                self.keep(env, table)
+            envs = range(len(self.snapshots))
+            self._rows.restore(table, list(envs))
+            for env in envs:
+                self.guard(env, self.keep, env, table)
             self._begun = True
 
     def guard(self, env: int, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
@@ -319,22 +336,37 @@ class Governor:
                 self._raise(env, table, "exception", "seen")  # it goes on, with the snapshot before
 
     def roll_back(self, env: int, table: SlotTable) -> list[Effect]:
-        """This environment as its snapshot has it, but for time; what grew since is expelled and cools down."""
-        plot, fossils = self.snapshots[env].plot, self._rows.stage[env] == SeedStage.FOSSILIZED  # [S]
+        """This environment as its snapshot has it, but for time; what grew since is expelled and cools down.
+
+        An error leaves it broken: it has failed in this step and in all that follow until a rollback succeeds.
+        """
+        fossils = self._rows.stage[env] == SeedStage.FOSSILIZED  # [S]
         self._restore_row(env, table, fossils)
         newer = np.zeros(table.stage.shape, dtype=bool)
         newer[env] = ~fossils
         effects = expel(table, newer, fossils=True)
+        self.losses[env], self.counted[env] = self._losses[env], 0
+        self._failures.pop(env, None)
+        self._broken.pop(env, None)
+        self.guard(env, self._restore_plot, env, table, fossils)
+        if env in self._failures:
+            self._broken[env] = self._failures[env]
+            self._tell_broken(env, table)
+        return effects
+
+    def _restore_plot(self, env: int, table: SlotTable, fossils: Bools) -> None:
+        """Drop what grew since the snapshot, then write it back; where none could be taken yet, take it now."""
+        snapshot, plot = self.snapshots[env], self.snapshots[env].plot
         # by what the slots hold, not by what the table says: surgery may have failed half-way
         held = [slot.seed is not None for slot in plot.body.slots.values()]
         plot.carry_out([Effect(EffectKind.DROP, env, s) for s in np.nonzero(held & ~fossils)[0].tolist()], table, env)
         plot.average.resync()
-        self.snapshots[env].restore()
+        if snapshot.is_taken:
+            snapshot.restore()
+        else:
+            snapshot.take()
         for name in plot.body.slots:
             plot.meter.forget(name)
-        self.losses[env], self.counted[env] = self._losses[env], 0
-        self._failures.pop(env, None)
-        return effects
 
     def _restore_row(self, env: int, table: SlotTable, fossils: Bools) -> None:
         """Of the slots only fossils go back: an empty one stays empty, and a cooldown runs on."""
@@ -346,7 +378,7 @@ class Governor:
                 column[env] = before[0]
             elif f.metadata["seed"]:
                 column[env, ~fossils] = before[0, ~fossils]
-        table.rollbacks[env] += 1
+        table.rollbacks[env] += env not in self._broken  # tried again: still the same one
 
     @property
     def is_failing(self) -> bool:
@@ -377,6 +409,13 @@ class Governor:
             snapshot.load_state_dict(kept)
 
     # -- what is told
+
+    def _tell_broken(self, env: int, table: SlotTable) -> None:
+        text = self._tell_once(self._failures[env], env, int(table.step[env]))
+        self.alarms = [
+            replace(a, action="not restored", restored_step=None, text=a.text or text) if a.env == env else a
+            for a in self.alarms
+        ]
 
     def _raise(
         self, env: int, table: SlotTable, alarm: str, action: str, value: float = np.nan, limit: float = np.nan
@@ -434,9 +473,22 @@ def _let_go(error: BaseException | None) -> None:
         error = error.__cause__ or error.__context__
 
 
-def vital_tensors(felt: Sequence[nn.Module], average: WeightAverage) -> list[Tensor]:
-    """What must stay finite: averaged weights, which no raw weight's NaN escapes, and the statistics of norms."""
+def vital_tensors(felt: Sequence[nn.Module], average: WeightAverage, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """What must stay finite: weights, their averages, the optimiser's state of them, and the statistics of norms."""
     averages = dict(zip(average.params, average.average, strict=True))
-    found = [averages[p] for module in felt for p in module.parameters()]
+    params = [p for module in felt for p in module.parameters()]
     norms = [m for module in felt for m in module.modules() if isinstance(m, Norm)]
+    found = [*params, *(averages[p] for p in params), *state_tensors(optimizer, params)]
     return found + [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """The tensors that an optimiser keeps for these parameters."""
+    return [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+
+
+@torch.no_grad()
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """The largest magnitude among them; NaN if any is NaN. On the device."""
+    numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
+    return torch.stack([n.float() for n in torch._foreach_norm(numbers, inf)]).max()

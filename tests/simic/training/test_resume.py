@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -11,17 +12,21 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+import torch
 
+from esper.commands import train
 from esper.commands.train import Asked, last_checkpoint
-from esper.leyline.errors import CheckpointError, ConfigError
+from esper.leyline.errors import CheckpointError, ConfigError, RunError
 from esper.leyline.events import Silence, unspelled
 from esper.nissa.journal import read
+from esper.nissa.run import RunDirectory, is_owned
 from esper.nissa.sinks.jsonl import JsonlSink
 from esper.recording import record, record_on
 from esper.simic.agent.ppo import PPO
 from esper.simic.best_host import BestHost
 from esper.simic.training import learner as learning
 from esper.simic.training.config import TrainConfig, load_config
+from esper.simic.training.heartbeat import Deserted
 from esper.simic.training.learner import CHECKPOINTS, Keeper, Learner, differences, must_be_exact
 from esper.simic.training.team import Team
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
@@ -299,6 +304,86 @@ def test_the_journal_is_synced_to_disk_before_each_checkpoint(
     with pytest.raises(Interrupted):
         start(config, run, look_up=Countdown(50))
     assert len(written) == (4 if share == 1 else 2)
+
+
+def test_a_champion_that_is_not_finite_is_passed_over_and_does_not_raise_the_best_utility(tmp_path: Path) -> None:
+    env = make_env(HOSTS)
+    env.reset()
+    env.step(np.zeros((2, 8), dtype=np.int64))
+    keeper = Keeper(HOSTS, tmp_path, Silence(), Team())
+    average = env.ground.engine.plots[0].average.average[0]  # type: ignore[attr-defined]
+    with torch.no_grad():
+        average.view(-1)[0] = math.nan
+    keeper.offer(env.ground, np.array([0.5, -math.inf]), 0)
+    assert keeper.best_utility == -math.inf
+    keeper.offer(env.ground, np.array([0.5, 0.1]), 1)
+    assert keeper.best_utility == 0.1
+    host = BestHost.load(tmp_path / "best_host").host
+    assert host is not None
+    assert (host.utility, host.round) == (0.1, 1)
+
+
+class Pair(Team):
+    """The leading rank of two; of the other one it hears what the test says."""
+
+    heard = 0
+
+    def each(self, number: int) -> list[int]:
+        return [number, self.heard]
+
+
+@pytest.mark.parametrize(
+    ("outcome", "best"),
+    [(learning.NOT_WRITTEN, -math.inf), (learning.NOT_FINITE, 0.1), (learning.KEPT, 0.5)],
+)
+def test_ranks_agree_on_the_best_utility(outcome: int, best: float, tmp_path: Path) -> None:
+    """The champion is the other rank's: what became of it there counts here."""
+    env = make_env(HOSTS)
+    env.reset()
+    env.step(np.zeros((2, 8), dtype=np.int64))
+    team = Pair(0, 2)
+    team.heard = outcome
+    keeper = Keeper(HOSTS, tmp_path, Silence(), team)
+    keeper.offer(env.ground, np.array([0.1, 0.5]), 0)
+    assert keeper.best_utility == best
+
+
+def test_a_resume_owns_the_run_before_it_chooses_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another resume could go on from the same checkpoint, and remove it, meanwhile."""
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted):
+        start(SIM, run, look_up=Countdown(40))
+    choose, rivals = train.last_checkpoint, []
+
+    def chosen(*args: Any) -> Any:
+        with pytest.raises(RunError, match=r"owned by a running process \(pid") as told:
+            RunDirectory.resume(run)
+        rivals.append(told.value)
+        choose(*args)
+        raise Interrupted
+
+    monkeypatch.setattr(train, "last_checkpoint", chosen)
+    with pytest.raises(Interrupted):
+        train.run_train(Asked(resume=run), preset=None, config_file=None, sets=[], more={}, show=False)
+    assert len(rivals) == 1
+    assert not is_owned(run)
+
+
+def test_the_last_whole_round_is_kept_when_a_rank_is_lost_while_the_rollouts_are_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rare = msgspec.structs.replace(SIM, checkpoint_share=1e-9)
+    gathered = []
+
+    def gather(team: Team, fields: Any, axis: int = 1, look_up: Any = None) -> None:
+        gathered.append(look_up is not None)
+        if sum(gathered) == 3:
+            raise Deserted("rank 1 has gone", 1)
+
+    monkeypatch.setattr(Team, "gather", gather)
+    with pytest.raises(Deserted):
+        start(rare, tmp_path / "run")
+    assert newest(tmp_path / "run").name == "round-000002"
 
 
 def test_twins_of_another_code_are_not_taken_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,8 @@ import platform
 import sys
 import time
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -44,6 +45,8 @@ from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
 
 CHECKPOINTS = "checkpoints"
 LEARNER, RUN = "learner", "run"
+NOT_MINE, NOT_FINITE, NOT_WRITTEN, KEPT = range(4)
+"""What became of a best host that was to be written, as one rank tells the others."""
 _OF_A_ROUND = ("returns", "utility", "quality")
 
 
@@ -211,10 +214,11 @@ class Keeper:
             path = f"{CHECKPOINTS}/{saved.path.name}"
             self.hub.emit(Checkpoint(path=path, reason="resumed", round=told["done"], size_bytes=size))
 
-    def look(self, look_up: Callable[[], None], learner: Learner, ground: Ground) -> None:
-        """Look up between two steps; if that ends the run, the last whole round is kept first."""
+    @contextmanager
+    def keeping(self, learner: Learner, ground: Ground) -> Iterator[None]:
+        """Within, between two updates: whatever ends the run, the last whole round is kept first."""
         try:
-            look_up()
+            yield
         except BaseException:
             if self._kept < learner.done and self.directory is not None:
                 self._flush()
@@ -224,6 +228,9 @@ class Keeper:
     def _write(self, learner: Learner, ground: Ground) -> None:
         """A checkpoint, and the policy as it is now; its number is that of the rounds that lie behind."""
         if not self.team.leads or self.checkpoints is None or self.directory is None:
+            return
+        if not self.directory.is_dir():  # moved or removed: it must not be made again
+            warnings.warn(f"{self.directory} is gone: no checkpoint can be written", stacklevel=2)
             return
         document, tensors = packed(learner.state() | {"twins": ground.twin_curves()})
         config = msgspec.structs.replace(self.config, network=learner.network.config)  # that of `start_from`, if given
@@ -249,21 +256,39 @@ class Keeper:
         )  # fmt: skip
 
     def offer(self, ground: Ground, utility: Floats, number: int) -> None:
-        """Keep the best host that a round [E] has grown, if no round before had a better one. Its rank writes it."""
-        champion = int(np.argmax(np.nan_to_num(utility, nan=-math.inf)))
-        if self.directory is None or not isinstance(ground, HostGround) or not utility[champion] > self.best_utility:
+        """Keep the best finite host of a round [E] if it beats those of all rounds before. Its rank writes it.
+
+        All ranks learn whether it was written: what is not kept does not raise `best_utility` on any of them.
+        """
+        if self.directory is None or not isinstance(ground, HostGround):
             return
-        best = float(utility[champion])
-        mine = range(len(utility))[self.team.share(len(utility))]
-        if champion in mine:
-            host = GrownHost.of(ground.engine, mine.index(champion), utility=best, round=number)
-            try:
-                if host.is_finite:
-                    BestHost(host).save(self.directory / BEST_HOST)
-            except CheckpointError as error:
-                warnings.warn(f"{error}. The run goes on; this best host is not kept", stacklevel=2)
-                return  # the next good one is offered again, even if it is less good
-        self.best_utility = best
+        scores = np.where(np.isfinite(utility), utility, -math.inf)
+        mine = range(len(scores))[self.team.share(len(scores))]
+        for champion in np.argsort(-scores, kind="stable").tolist():
+            best = float(scores[champion])
+            if not best > self.best_utility:
+                return
+            outcome = NOT_MINE
+            if champion in mine:
+                host = GrownHost.of(ground.engine, mine.index(champion), utility=best, round=number)
+                outcome = self._save_host(host, self.directory)
+            outcome = max(self.team.each(outcome))
+            if outcome == KEPT:
+                self.best_utility = best
+            if outcome != NOT_FINITE:
+                return
+
+    def _save_host(self, host: GrownHost, directory: Path) -> int:
+        if not host.is_finite:
+            return NOT_FINITE
+        if not directory.is_dir():
+            return NOT_WRITTEN
+        try:
+            BestHost(host).save(directory / BEST_HOST)
+        except CheckpointError as error:
+            warnings.warn(f"{error}. The run goes on; this best host is not kept", stacklevel=2)
+            return NOT_WRITTEN
+        return KEPT
 
     def _keep_policy(self, trained: Trained) -> None:
         assert self.directory is not None

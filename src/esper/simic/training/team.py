@@ -19,9 +19,9 @@ import os
 import re
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -32,25 +32,25 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.text import cut
+from esper.simic.training.heartbeat import PATIENCE, Deserted, Heartbeat, close
 
 MEETING = "ESPER_TEAM"
 """The environment variable that tells a spawned rank who it is and where the others are met: rank/size/file."""
-PATIENCE = timedelta(hours=2)
-"""How long a rank waits for another that is alive; one that dies is noticed at once."""
+SLICES_S = (0.00005, 0.05)
+"""Seconds between two looks at a collective under way: the first, and the longest. Each is 1.5 times the one before."""
 _BITS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
 """Integers as wide as an element: sums with zeros are exact in them, the sign of a zero and NaN included."""
 
 
-class Deserted(TrainingError):
-    """Another process of the run has gone."""
-
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True, eq=False)
 class Team:
     """Which of how many ranks this is. A team of one speaks to nobody."""
 
     rank: int = 0
     size: int = 1
+    look_up: Callable[[], None] = lambda: None
+    """Called while this rank waits for others: it may raise."""
+    heartbeat: Heartbeat | None = None
 
     @classmethod
     def join(cls, look_up: Callable[[], None] = lambda: None) -> Team:
@@ -77,11 +77,12 @@ class Team:
     @classmethod
     def _meet(cls, rank: int, size: int, where: str, look_up: Callable[[], None]) -> Team:
         """Wait for the others in a thread of its own, so that this one can hear signals and see who has gone."""
-        team, failed = cls(rank, size), []  # type: tuple[Team, list[Exception]]
+        team, failed = cls(rank, size, look_up), []  # type: tuple[Team, list[Exception]]
 
         def meet() -> None:
             try:
                 dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
+                team.heartbeat = Heartbeat(rank, size)
                 team.each(0)  # when it is heard, every rank is through the door, and the meeting place can go
             except Exception as error:
                 failed.append(error)
@@ -96,8 +97,17 @@ class Team:
         return team
 
     def leave(self) -> None:
-        if self.size > 1 and dist.is_initialized():
-            dist.destroy_process_group()
+        """Close the connections to the others. A collective that still waits for one of them is given up."""
+        if self.heartbeat is not None:
+            self.heartbeat.stop()
+        if self.size > 1 and dist.group.WORLD is not None:
+            close(dist.group.WORLD)
+
+    def check(self) -> None:
+        """Raise if another rank is lost or must not be waited for."""
+        self.look_up()
+        if self.heartbeat is not None:
+            self.heartbeat.check()
 
     @property
     def leads(self) -> bool:
@@ -120,8 +130,11 @@ class Team:
         whole[self.share(envs)] = rows
         return torch.from_numpy(whole)
 
-    def gather(self, fields: Iterable[Tensor], axis: int = 1) -> None:
-        """Fill every rank's part of each tensor in, where each rank has its own part along `axis`. In place."""
+    def gather(self, fields: Iterable[Tensor], axis: int = 1, look_up: Callable[[], None] = lambda: None) -> None:
+        """Fill every rank's part of each tensor in, where each rank has its own part along `axis`. In place.
+
+        `look_up` is called while it waits for the others: it may raise.
+        """
         if self.size == 1:
             return
         for field in fields:
@@ -129,7 +142,7 @@ class Team:
             mine = self.share(field.shape[axis])
             bits.narrow(axis, 0, mine.start).zero_()
             bits.narrow(axis, mine.stop, field.shape[axis] - mine.stop).zero_()
-            self._spoken(dist.all_reduce, bits)
+            self._run(dist.all_reduce, bits, look_up=look_up)
 
     def whole(self, rows: NDArray[np.float64], envs: int) -> NDArray[np.float64]:
         """[E] numbers of all environments, from those of this rank's [R]."""
@@ -150,11 +163,11 @@ class Team:
             return message
         text = json.dumps(message).encode() if self.leads else b""
         size = torch.tensor([len(text)])
-        self._spoken(dist.broadcast, size, src=0)
+        self._run(dist.broadcast, size, src=0)
         content = torch.zeros(int(size), dtype=torch.uint8)
         if self.leads:
             content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._spoken(dist.broadcast, content, src=0)
+        self._run(dist.broadcast, content, src=0)
         return json.loads(bytes(content.numpy()))
 
     def agree(self, digested: Callable[[], bytes], what: str) -> None:
@@ -164,7 +177,7 @@ class Team:
         digest = digested()
         all_of_them = torch.zeros(self.size, len(digest), dtype=torch.uint8)
         all_of_them[self.rank] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        self._spoken(dist.all_reduce, all_of_them)
+        self._run(dist.all_reduce, all_of_them)
         others = [r for r in range(self.size) if not torch.equal(all_of_them[r], all_of_them[0])]
         if others:
             raise TrainingError(
@@ -172,11 +185,21 @@ class Team:
                 "same bits. Use one kind of processor, the same versions and threads on all of them"
             )
 
-    def _spoken(self, how: Any, *args: Any, **kwargs: Any) -> None:
+    def _run(self, collective: Any, *args: Any, look_up: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
+        """Run a collective and wait for it in slices, so that Python hears signals and lost ranks are noticed."""
+        pause_s, longest_s = SLICES_S
         try:
-            how(*args, **kwargs)
+            work = collective(*args, async_op=True, **kwargs)
+            while not work.is_completed():
+                time.sleep(pause_s)
+                pause_s = min(1.5 * pause_s, longest_s)
+                look_up()
+                self.check()
+            work.wait()
         except RuntimeError as error:
-            raise Deserted(f"another process of this run has gone (noticed by rank {self.rank})") from error
+            if self.heartbeat is not None:
+                self.heartbeat.name_lost()
+            raise Deserted(f"another rank of this run has gone (noticed by rank {self.rank})") from error
 
 
 _WAY_OUT = "Start with torchrun, or unset WORLD_SIZE and RANK"

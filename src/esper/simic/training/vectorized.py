@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 
 import msgspec
@@ -80,41 +80,46 @@ def train_ppo_vectorized(
         restore(resume, config, learner, env.ground)
         keeper.went_on(resume)
         env.round = learner.done - 1
-    look = partial(keeper.look, look_up, learner, env.ground)
+
+    def look() -> None:
+        look_up()
+        team.check()
+
     env.ground.on_pause = look
 
     for number in range(learner.done, config.rounds):
-        obs, info = env.reset()
-        emit.begin(env.ground.worlds, episode=number + 1)
-        buffer.reset()
-        hidden = network.initial(E)  # a round is one episode per environment: none begins within it
-        luck = chances(config.seed, number, round_worlds(config, number), env.horizon)
-        earned = np.zeros(env.num_envs)
-        for step in range(env.horizon):
-            look()
-            seen, masks = team.placed(obs, E), team.placed(info["masks"], E, True)
-            with phases("policy"):
-                choice = network.act(seen, masks, hidden, env.layout, luck[step])
-            actions, allowed = choice.actions.numpy()[mine], env.legal
-            obs, paid, ended, cut, info = env.step(actions)  # apply, tick, train an epoch, validate
-            done = team.placed(ended, E, ended.all())
-            buffer.add(
-                obs=seen, masks=masks, actions=choice.actions, log_probs=choice.log_probs, values=choice.values,
-                rewards=team.placed(paid, E), done=done, truncated=team.placed(cut, E), hidden=hidden,
-                starts=torch.full((E,), step == 0), forced=forced(masks, env.layout),
-            )  # fmt: skip
-            hidden = choice.hidden
-            earned = earned + paid
-            with phases("telemetry"):
-                thought = thoughts(choice, mine, paid, info["utility"])
-                emit.step(env.ground.table, actions, env.outcome, allowed, thought)
-                emit.governed(env.ground.alarms)
-                emit.worth(env.ground.table, env.ground.worth)
-                emit.phases(phases)
-        with phases("gather"):
-            team.gather(buffer.fields())
-            ends = {"returns": earned, "utility": info["utility"], "quality": info["quality"]}
-            ends = {name: team.whole(rows, E) for name, rows in ends.items()}
+        with keeper.keeping(learner, env.ground):
+            obs, info = env.reset()
+            emit.begin(env.ground.worlds, episode=number + 1)
+            buffer.reset()
+            hidden = network.initial(E)  # a round is one episode per environment: none begins within it
+            luck = chances(config.seed, number, round_worlds(config, number), env.horizon)
+            earned = np.zeros(env.num_envs)
+            for step in range(env.horizon):
+                look()
+                seen, masks = team.placed(obs, E), team.placed(info["masks"], E, True)
+                with phases("policy"):
+                    choice = network.act(seen, masks, hidden, env.layout, luck[step])
+                actions, allowed = choice.actions.numpy()[mine], env.legal
+                obs, paid, ended, cut, info = env.step(actions)  # apply, tick, train an epoch, validate
+                done = team.placed(ended, E, ended.all())
+                buffer.add(
+                    obs=seen, masks=masks, actions=choice.actions, log_probs=choice.log_probs, values=choice.values,
+                    rewards=team.placed(paid, E), done=done, truncated=team.placed(cut, E), hidden=hidden,
+                    starts=torch.full((E,), step == 0), forced=forced(masks, env.layout),
+                )  # fmt: skip
+                hidden = choice.hidden
+                earned = earned + paid
+                with phases("telemetry"):
+                    thought = thoughts(choice, mine, paid, info["utility"])
+                    emit.step(env.ground.table, actions, env.outcome, allowed, thought)
+                    emit.governed(env.ground.alarms)
+                    emit.worth(env.ground.table, env.ground.worth)
+                    emit.phases(phases)
+            with phases("gather"):
+                team.gather(buffer.fields(), look_up=look_up)
+                ends = {"returns": earned, "utility": info["utility"], "quality": info["quality"]}
+                ends = {name: team.whole(rows, E) for name, rows in ends.items()}
         with phases("update"):
             told = with_returns(learner.ppo.update(buffer.finish(), learner.shuffle), ends["returns"])
         with phases("telemetry"):

@@ -1,0 +1,166 @@
+"""Real processes and signals: a rank that waits for another hears them, and a lost rank ends the run resumably."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from esper.leyline.errors import ConfigError
+from esper.nissa.run import read_manifest
+from esper.simic.training.heartbeat import Deserted, silence_s
+from esper.simic.training.team import Team
+from tests.support import ROOT
+from tests.support.run_outcomes import TINY, esper, finished, newest
+
+LONG = "600"
+"""Seconds of silence that no test waits for."""
+
+
+def waiting(run: Path, silence: str) -> tuple[subprocess.Popen[bytes], psutil.Process]:
+    """A run of two ranks with two rounds behind it; the leading rank and the worker."""
+    env = os.environ | {"ESPER_SILENCE_S": silence}
+    process = esper("train", "--out", run, "--workers", "2", *TINY, "--rounds", "4000", env=env)
+    end = time.monotonic() + 240
+    while newest(run) < "round-000002":
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    (worker,) = psutil.Process(process.pid).children()
+    return process, worker
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """End a whole family, stopped members included."""
+    if process.poll() is None:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+def stand_still(run: Path) -> None:
+    """Return once no round ends any more: the leading rank waits for the one that was stopped."""
+    before = ""
+    while newest(run) != before:
+        before = newest(run)
+        time.sleep(1.0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_rank_waiting_for_another_obeys_the_first_signal(number: int, code: int, tmp_path: Path) -> None:
+    process, worker = waiting(tmp_path / "run", LONG)
+    try:
+        worker.suspend()
+        stand_still(tmp_path / "run")
+        process.send_signal(number)
+        said = finished(process, code, timeout=60)
+    finally:
+        end(process)
+    assert f"Go on with: esper train --resume {tmp_path / 'run'}" in said.replace("\n", "")
+    assert "Traceback" not in said
+    assert read_manifest(tmp_path / "run")["status"] == "interrupted"
+    assert not worker.is_running()
+
+
+@pytest.mark.slow
+def test_stopped_worker_ends_the_run_resumably(tmp_path: Path) -> None:
+    process, worker = waiting(tmp_path / "run", "6")
+    try:
+        worker.suspend()
+        said = finished(process, 2, timeout=60)
+    finally:
+        end(process)
+    assert "rank 1 has not answered for 6 s" in said
+    assert f"{newest(tmp_path / 'run')} is kept. Go on with: esper train --resume" in said.replace("\n", " ")
+    assert "Traceback" not in said
+    assert read_manifest(tmp_path / "run")["status"] == "failed"
+    assert not worker.is_running()
+
+
+@pytest.mark.slow
+def test_stopped_leading_rank_ends_the_others_and_itself_when_continued(tmp_path: Path) -> None:
+    process, worker = waiting(tmp_path / "run", "6")
+    try:
+        process.send_signal(signal.SIGSTOP)
+        wait_for_end(worker)
+        process.send_signal(signal.SIGCONT)
+        said = finished(process, 2, timeout=60)
+    finally:
+        end(process)
+    assert "rank 0 has not answered for 6 s" in said
+    assert "once rank 0 has ended" in said.replace("\n", " ")
+    assert "worker 1 of 2 has ended" in said
+    assert read_manifest(tmp_path / "run")["status"] == "failed"
+
+
+def wait_for_end(worker: psutil.Process) -> None:
+    """Return once a process has ended; its parent is stopped, so it stays a zombie."""
+    limit = time.monotonic() + 60
+    while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE:
+        assert time.monotonic() < limit
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+def test_run_suspended_as_a_whole_for_longer_than_the_silence_continues(tmp_path: Path) -> None:
+    process, worker = waiting(tmp_path / "run", "6")
+    try:
+        process.send_signal(signal.SIGSTOP)
+        worker.suspend()
+        time.sleep(8.0)
+        then = newest(tmp_path / "run")
+        worker.resume()
+        process.send_signal(signal.SIGCONT)
+        limit = time.monotonic() + 120
+        while newest(tmp_path / "run") <= then:
+            assert process.poll() is None, process.communicate()
+            assert time.monotonic() < limit
+            time.sleep(0.05)
+    finally:
+        end(process)
+
+
+def lose_rank_two(rank: int, file: str, out: str, how: str) -> None:
+    """Meet, then lose rank 2 while the others wait for it; write down what they noticed."""
+    os.environ["ESPER_TEAM"] = f"{rank}/3/{file}"
+    os.environ["ESPER_SILENCE_S"] = "6"
+    team = Team.join()
+    team.each(rank)
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
+    try:
+        team.gather([torch.zeros(2, 3)])
+    except Deserted as error:
+        Path(out).write_text(f"{error.rank}")
+    team.leave()
+
+
+@pytest.mark.parametrize("how", ["stopped", "killed"])
+def test_every_rank_learns_which_one_was_lost(how: str, tmp_path: Path) -> None:
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.simic.training.test_team_signals as t; t"
+    calls = [
+        f"{code}.lose_rank_two({rank}, {str(tmp_path / 'meet')!r}, {str(tmp_path / str(rank))!r}, {how!r})"
+        for rank in range(3)
+    ]
+    started = [subprocess.Popen([sys.executable, "-c", call]) for call in calls]
+    try:
+        assert [p.wait(120) for p in started[:2]] == [0, 0]
+    finally:
+        for process in started:
+            process.kill()
+            process.wait()
+    assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
+
+
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
+def test_silence_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ESPER_SILENCE_S", text)
+    with pytest.raises(ConfigError, match="ESPER_SILENCE_S must be a number of seconds above 0"):
+        silence_s()
