@@ -107,8 +107,13 @@ def views(run: RunSummary) -> list[EpisodeLife]:
 
 
 def label(run: RunSummary, episode: EpisodeLife) -> str:
-    several = any(len(env.episodes) > 1 for env in run.envs.values())
-    return f"{episode.name}, {episode_word(run)} {episode.episode}" if several else episode.name
+    return f"{episode.name}, {episode_word(run)} {episode.episode}" if has_several(run) else episode.name
+
+
+@asked_often
+def has_several(run: RunSummary) -> bool:
+    """Whether any environment has more than one episode."""
+    return any(len(env.episodes) > 1 for env in run.envs.values())
 
 
 def episode_word(run: RunSummary) -> str:
@@ -137,7 +142,8 @@ def results(run: RunSummary) -> str:
     def put(head: str, text: str) -> None:
         columns.setdefault(head, []).append(text)
 
-    bare = next((e for e in latest if any(other.grew_from(e) for other in latest)), None)
+    origins = {e.origin for e in latest if e.has_grown}
+    bare = next((e for e in latest if e.is_bare and e.origin in origins), None)
     measured = {k for e in latest for k, v in (e.result or {}).items() if v is not None}
     for e in latest:
         told = e.result or {}
