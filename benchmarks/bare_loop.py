@@ -11,7 +11,8 @@ from torch import nn
 from benchmarks.hosts import plant
 from benchmarks.measure import timed
 from esper.kasmina.harden import harden
-from esper.tolaria.engine import Engine, build_optimizer
+from esper.tolaria.engine import Engine
+from esper.tolaria.host_network import build_optimizer
 from esper.tolaria.tasks import Task
 
 
@@ -23,7 +24,7 @@ class BareLoop:
         plant(engine, blueprints)
         self.task = task
         self.data = engine.data
-        self.models = [harden(p.body) if blueprints else p.body.model for p in engine.plots]
+        self.models = [harden(p.body) if blueprints else p.body.model for p in engine.networks]
         if self.data.kind == "image":
             self.models = [m.to(memory_format=torch.channels_last) for m in self.models]  # type: ignore[call-overload]
         self.optimizers = [build_optimizer(task, list(m.parameters())) for m in self.models]

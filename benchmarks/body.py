@@ -1,6 +1,6 @@
 """What growing costs, as ratios against plain PyTorch doing the same arithmetic.
 
-    train step    Plot's batch with 0, 1 and 3 live seeds against a plain loop over the same host and the same
+    train step    HostNetwork's batch with 0, 1 and 3 live seeds against a plain loop over the same host and the same
                   seeds as one ordinary module, with the same optimiser and clipping
     coalitions    all 8 of 3 live seeds on 512 images against one plain validation pass, and against 8 passes
     graft         a grafted host without seeds against the bare host, forward and backward
@@ -23,7 +23,8 @@ from benchmarks.measure import add_output_options, make_parser, median_ratio, pr
 from esper.kasmina.graft import graft
 from esper.kasmina.harden import harden
 from esper.tolaria.coalitions import evaluate
-from esper.tolaria.engine import Engine, Plot, build_optimizer, score
+from esper.tolaria.engine import Engine
+from esper.tolaria.host_network import HostNetwork, build_optimizer, score
 from esper.tolaria.tasks import Task
 
 
@@ -57,11 +58,11 @@ def measure(repeats: int, quick: bool) -> dict[str, Any]:
     return results
 
 
-def planted_plot(task: Task, blueprints: tuple[str, ...]) -> Plot:
+def planted_plot(task: Task, blueprints: tuple[str, ...]) -> HostNetwork:
     """Return a plot whose first slots hold these seeds in BLENDING."""
     engine = Engine(task, [0])
     plant(engine, blueprints)
-    return engine.plots[0]
+    return engine.networks[0]
 
 
 def train_ratio(task: Task, blueprints: tuple[str, ...], repeats: int) -> float:

@@ -42,8 +42,8 @@ def plant(engine: Engine, blueprints: tuple[str, ...]) -> None:
             table.serial[at] = table.next_serial[e]
             table.next_serial[e] += 1
             effects.append(Effect(EffectKind.BUILD, *at))
-    engine.carry_out(effects)
-    for plot in engine.plots:
+    engine.apply_effects(effects)
+    for plot in engine.networks:
         perturb(plot.body)
         plot.average.restart()
 

@@ -22,7 +22,10 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulated_worlds import SimConfig
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import TelemetryEmitter
+from esper.simic.training.team import Team
+from esper.simic.training.vectorized import Sampler
 from esper.tamiyo.network import TamiyoNetwork
+from esper.tolaria.rollout import rollout
 
 LOOPS = ((16, 3), (128, 3), (128, 25))
 WARM_UP, BLOCK = 20, 20
@@ -73,17 +76,19 @@ def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
     with NissaHub([_Nowhere()], level=Level.NORMAL) as hub:
         emit = TelemetryEmitter(hub, slots=env.ground.slots, worlds=range(envs), host_params=1)
         obs, info = env.reset()
-        hidden, chance = network.initial(envs), torch.rand(envs, 8, dtype=torch.float64)
+        count = WARM_UP + BLOCK * repeats
+        draws = torch.rand(envs, 8, dtype=torch.float64).expand(count, -1, -1)
+        sampler = Sampler(network, env.layout, Team(), draws, obs, info["masks"])
         steps, hosts = [], []
-        for _ in range(WARM_UP + BLOCK * repeats):
-            start, ground.spent_s = time.thread_time(), 0.0
-            choice = network.act(torch.from_numpy(obs), torch.from_numpy(info["masks"]), hidden, env.layout, chance)
-            hidden = choice.hidden
-            actions, allowed = choice.actions.numpy(), env.legal
-            obs, _, _, _, info = env.step(actions)
-            emit.step(env.ground.table, actions, env.outcome, allowed)
-            steps.append(1e3 * (time.thread_time() - start))
+        start = time.thread_time()
+        for step in rollout(env, sampler, count):
+            obs, _, _, _, info = step.result
+            sampler.observe(obs, info["masks"])
+            emit.step(env.ground.table, step.actions, env.outcome, step.allowed)
+            now = time.thread_time()
+            steps.append(1e3 * (now - start))
             hosts.append(1e3 * ground.spent_s)
+            start, ground.spent_s = now, 0.0
     blocks = [slice(i, i + BLOCK) for i in range(WARM_UP, len(steps), BLOCK)]
     whole, of_hosts = min((statistics.median(steps[b]), statistics.median(hosts[b])) for b in blocks)
     return {"envs": envs, "slots": slots, "step_ms": whole, "hosts_ms": of_hosts, "overhead_ms": whole - of_hosts}

@@ -11,13 +11,13 @@ from time import process_time, thread_time
 
 import torch
 
-from esper.kasmina.lifecycle import legal
 from esper.leyline.events import Level
 from esper.recording import record
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.engine import Engine
+from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import get_task
 
 
@@ -37,15 +37,16 @@ def train_recorded(quick: bool = False) -> Callable[[Level], float]:
             engine, helper, controller = Engine(task, range(4), data=data), CounterfactualHelper(), Schedule()
             with record("bench", out=Path(place) / "run", level=level) as run:
                 emit = TelemetryEmitter(
-                    run.hub, slots=task.slots, worlds=engine.worlds, host_params=engine.plots[0].host_size, level=level
+                    run.hub,
+                    slots=task.slots,
+                    worlds=engine.worlds,
+                    host_params=engine.networks[0].host_size,
+                    level=level,
                 )
-                for _ in range(steps):
-                    allowed = legal(engine.table, engine.rules)
-                    actions = controller.act(engine.table, allowed)
-                    outcome = engine.step(actions)
+                for step in rollout(engine, controller, steps):
                     worth = helper.process_batch(engine)
                     with engine.phases("telemetry"):
-                        emit.step(engine.table, actions, outcome, allowed)
+                        emit.step(engine.table, step.actions, step.result, step.allowed)
                         emit.governed(engine.alarms)
                         emit.worth(engine.table, worth)
                         emit.phases(engine.phases)

@@ -47,7 +47,8 @@ from esper.simic.ground import HostGround
 from esper.simic.training import vectorized
 from esper.simic.training.config import TrainConfig, load_config
 from esper.tamiyo.controllers import wait_everywhere
-from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import TASKS, Task, get_task
 
 ROOT = Path(__file__).parents[1]

@@ -31,7 +31,9 @@ from esper.kasmina.slot import Slot
 from esper.leyline.actions import NUM_HEADS, Head, Op
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tolaria.coalitions import statistics
-from esper.tolaria.engine import Engine, EngineConfig, Plot
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task, get_task
 
 PLACES = (("rescue", "r0c1"), ("rescue", "r0c2"), ("fashion", "r0c1"))
@@ -76,7 +78,7 @@ class Study:
         rules = Rules(thresholds=Thresholds(blend_dwell=TRAINING_EPOCHS, blend_health=None))
         engine = Engine(self.task, worlds or self.worlds, rules=rules, config=config, data=self.data)
         if way and way.norms_in_eval:
-            for plot in engine.plots:
+            for plot in engine.networks:
                 plot.body.shadowed = MethodType(_shadowed_in_eval, plot.body)  # type: ignore[method-assign]
         return engine
 
@@ -89,7 +91,7 @@ class Study:
         engine = self.engine(None)
         for _ in range(self.epochs):
             train(engine)
-        return {"end": [plot.test(self.data.test)[0] for plot in engine.plots]}
+        return {"end": [plot.test(self.data.test)[0] for plot in engine.networks]}
 
     def run(self, way: Way) -> Numbers:
         engine, s = self.engine(way), self.task.slots.index(self.slot)
@@ -98,28 +100,28 @@ class Study:
             for _ in range(TRAINING_EPOCHS - 1):
                 train(engine)
             assert (engine.table.stage[:, s] == SeedStage.TRAINING).all()
-            judged = [read(engine, plot) for plot in engine.plots]
+            judged = [read(engine, plot) for plot in engine.networks]
             found = {
-                "ratio": [delta_ratio(plot, self.slot, self.data.val.x) for plot in engine.plots],
+                "ratio": [delta_ratio(plot, self.slot, self.data.val.x) for plot in engine.networks],
                 "host": [quality for quality, _ in judged],
                 "prospect": [prospect for _, prospect in judged],
                 "switched_on": [quality + prospect for quality, prospect in judged],
             }
         while (engine.table.stage[:, s] < SeedStage.HOLDING).all():
             train(engine)
-        found["ramp"] = [read(engine, plot)[0] for plot in engine.plots]
+        found["ramp"] = [read(engine, plot)[0] for plot in engine.networks]
         while engine.table.step[0] < self.epochs:
             train(engine)
-        return found | {"end": [plot.test(self.data.test)[0] for plot in engine.plots]}
+        return found | {"end": [plot.test(self.data.test)[0] for plot in engine.networks]}
 
     def times(self) -> dict[str, float]:
         """CPU time of a training epoch with a TRAINING seed over one without: the best of interleaved repeats."""
-        racers: dict[str, tuple[Way | None, Plot]] = {}
+        racers: dict[str, tuple[Way | None, HostNetwork]] = {}
         for way in (None, *WAYS):
             engine = self.engine(way, self.worlds[:1])
             if way is not None:
                 self.germinate(engine)
-            racers[way.name if way else ""] = (way, engine.plots[0])
+            racers[way.name if way else ""] = (way, engine.networks[0])
         best = dict.fromkeys(racers, float("inf"))
         for step in range(TIMED_EPOCHS):
             for name, (way, plot) in racers.items():
@@ -132,18 +134,18 @@ class Study:
 
 def train(engine: Engine, action: dict[Head, int] | None = None) -> None:
     """One step of the engine without its validation: here only three epochs are looked at."""
-    rows = np.zeros((len(engine.plots), NUM_HEADS), dtype=np.int64)
+    rows = np.zeros((len(engine.networks), NUM_HEADS), dtype=np.int64)
     for head, choice in (action or {}).items():
         rows[:, head] = choice
     outcome = apply(engine.table, rows, engine.rules)
     assert outcome.happened.all()
-    engine.carry_out(outcome.effects)
-    engine.carry_out(tick(engine.table, engine.rules))
-    for plot, step in zip(engine.plots, engine.table.step, strict=True):
+    engine.apply_effects(outcome.effects)
+    engine.apply_effects(tick(engine.table, engine.rules))
+    for plot, step in zip(engine.networks, engine.table.step, strict=True):
         plot.train_epoch(int(step) - 1)
 
 
-def read(engine: Engine, plot: Plot) -> tuple[float, float]:
+def read(engine: Engine, plot: HostNetwork) -> tuple[float, float]:
     """Validation accuracy, and what the one seed adds to it (TRAINING: its prospect)."""
     result = plot.validate(engine.data.val, engine.calibration)
     quality, _, worth, *_ = statistics(result, result.scores[..., 0]).tolist()
@@ -151,7 +153,7 @@ def read(engine: Engine, plot: Plot) -> tuple[float, float]:
 
 
 @torch.no_grad()
-def delta_ratio(plot: Plot, name: str, x: Tensor) -> float:
+def delta_ratio(plot: HostNetwork, name: str, x: Tensor) -> float:
     """rms Δ / rms h over these images, on the averaged weights."""
     body, slot, found = plot.body.eval(), plot.body.slots[name], []
 

@@ -27,7 +27,8 @@ from esper.simic.attribution import CounterfactualEngine
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.coalitions import evaluate
 from esper.tolaria.data import load
-from esper.tolaria.engine import Engine, score
+from esper.tolaria.engine import Engine
+from esper.tolaria.host_network import score
 from esper.tolaria.tasks import Task, get_task
 
 BLUEPRINTS = ("conv_light", "depthwise", "norm", "bottleneck", "attention", "conv_heavy")
@@ -51,7 +52,7 @@ def one_decision(task: Task, data: object, world: int, slot: int, blueprint: str
             if table.dwell[0, slot] >= 2 and legal(table, engine.rules)[0, Op.FOSSILIZE, slot]:
                 actions[0, [Head.OP, Head.SLOT]] = Op.FOSSILIZE, slot
         engine.step(actions)
-    return {**worth, "accuracy": engine.plots[0].test(engine.data.test)[0]}
+    return {**worth, "accuracy": engine.networks[0].test(engine.data.test)[0]}
 
 
 def decisions(name: str, worlds: int) -> None:
@@ -63,7 +64,7 @@ def decisions(name: str, worlds: int) -> None:
         twin = Engine(task, [world], data=data)
         for _ in range(task.epochs):
             twin.step(wait_everywhere(1))
-        bare = twin.plots[0].test(twin.data.test)[0]
+        bare = twin.networks[0].test(twin.data.test)[0]
         for slot in range(len(task.slots)):
             blueprint = BLUEPRINTS[(world + 2 * slot) % len(BLUEPRINTS)]
             found = one_decision(task, data, world, slot, blueprint)
@@ -105,7 +106,7 @@ def tables(out: Path) -> None:
                 if epoch < len(task.slots):
                     actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, epoch, blueprint_index(blueprint)
                 engine.step(actions)
-            plot, n = engine.plots[0], len(task.slots)
+            plot, n = engine.networks[0], len(task.slots)
             every = CounterfactualEngine.coalitions(n, budget=2**n)
             split = engine.data.test
             with plot.average.applied():

@@ -31,13 +31,13 @@ def advance(it: Engine, first: int, last: int) -> None:
     controller = Schedule()
     for step in range(first, last):
         if step == POISONED:
-            next(it.plots[0].body.model.parameters()).data.fill_(float("nan"))
+            next(it.networks[0].body.model.parameters()).data.fill_(float("nan"))
         it.step(controller.act(it.table, legal(it.table, it.rules)))
 
 
 def tensors(it: Engine) -> list[torch.Tensor]:
     found = []
-    for plot in it.plots:
+    for plot in it.networks:
         found += [*plot.body.state_dict().values(), *plot.average.average]
         found += [v for state in plot.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
     return found

@@ -26,7 +26,8 @@ from esper.recording import record
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
-from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import get_task
 from tests.support.run_outcomes import heed_signals
 
@@ -74,7 +75,7 @@ def trained(hub, level=Level.NORMAL) -> str:
         emit.worth(engine.table, helper.process_batch(engine))
         emit.phases(engine.phases)
     digest = hashlib.sha256()
-    for plot in engine.plots:
+    for plot in engine.networks:
         for name, tensor in plot.body.state_dict().items():
             digest.update(name.encode() + tensor.numpy().tobytes())
     for array in engine.table.arrays().values():
@@ -111,7 +112,7 @@ def test_how_often_gradients_are_sampled_never_changes_what_is_learnt(stride):
         for _ in range(14):
             engine.step(controller.act(engine.table, legal(engine.table, engine.rules)))
         assert np.isfinite(engine.table.grad_norm[0, 0])
-        return torch.cat([p.detach().flatten() for p in engine.plots[0].body.parameters()])
+        return torch.cat([p.detach().flatten() for p in engine.networks[0].body.parameters()])
 
     assert torch.equal(weights(10), weights(stride))
 

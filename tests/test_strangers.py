@@ -1,12 +1,10 @@
 """Run directories from strangers: no command changes a file outside them, waits for one, or reads without end."""
 
 import contextlib
-import cProfile
 import io
 import json
 import os
 import resource
-import shutil
 import sys
 import time
 from pathlib import Path
@@ -205,35 +203,6 @@ def test_ranks_beyond_any_team_are_refused_and_many_need_no_open_files(place, mo
     a_run(Path("other"))
     assert {row.path.name for row in list_runs(Path("."))} == {"run", "other"}
     check(Case("", ["report", path], ("200 ranks",)), place)
-
-
-def test_a_run_of_many_environments_is_shown_in_time_that_grows_with_their_number(place):
-    def calls(count: int, *command: str) -> int:
-        path = a_run(Path(f"run{count}"), *(step_of(env) for env in range(count)))
-        profile = cProfile.Profile()
-        assert profile.runcall(esper, command[0], path, *command[1:])[0] == 0
-        return sum(entry.callcount for entry in profile.getstats())
-
-    for command in (["watch", "--once"], ["report"]):
-        calls(1, *command)  # imports
-        shutil.rmtree("run1")
-        few, many = calls(500, *command), calls(2000, *command)
-        shutil.rmtree("run500")
-        shutil.rmtree("run2000")
-        assert many < 6 * few, command
-
-
-def test_names_of_more_environments_and_slots_than_any_run_has_take_no_memory(place):
-    names = [str(i) for i in range(100_000)]
-    path = a_run(Path("run"), entry(0, "run_started", env_names=names, slots=names))
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    assert esper("watch", path, "--once")[0] == 0
-    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 1_000_000  # kB
-
-
-def step_of(env: int) -> bytes:
-    place = {"env": env, "episode": 0, "step": 1, "op": "WAIT", "params": 9, "quality": 0.5}
-    return entry(env, "step", **place, stages=[0] * 4, alphas=[0.0] * 4, blueprints=[""] * 4)
 
 
 # -- numbers

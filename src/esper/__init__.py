@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from esper.leyline.stages import Thresholds as Thresholds
     from esper.recording import record as record
     from esper.tolaria.engine import Engine as Engine
-    from esper.tolaria.engine import EngineConfig as EngineConfig
+    from esper.tolaria.engine_config import EngineConfig as EngineConfig
     from esper.tolaria.tasks import Task as Task
 
 

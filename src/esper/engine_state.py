@@ -22,31 +22,34 @@ from esper.kasmina.gradients import GradientMeter
 from esper.leyline.errors import CheckpointError
 from esper.leyline.slot_table import SlotTable
 from esper.optimizer_names import GroupState, OptimizerState, load_optimizer, optimizer_state
-from esper.tolaria.engine import Engine, Plot
+from esper.tolaria.engine import Engine
+from esper.tolaria.host_network import HostNetwork
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
     """Return everything that decides how the engine continues. Tensors are not copied: write them at once."""
     return {
         "table": engine.table.arrays(),
-        "plots": [_plot_state(plot) for plot in engine.plots],
+        "networks": [_network_state(network) for network in engine.networks],
         "governor": engine.governor.state_dict(),
     }
 
 
 def load_engine(engine: Engine, state: Mapping[str, Any]) -> None:
     """Load what `engine_state` returned into a newly built engine."""
-    if len(state["plots"]) != len(engine.plots):
-        raise CheckpointError(f"the state has {len(state['plots'])} environments, this engine {len(engine.plots)}")
+    if len(state["networks"]) != len(engine.networks):
+        raise CheckpointError(
+            f"the state has {len(state['networks'])} environments, this engine {len(engine.networks)}"
+        )
     for field in fields(SlotTable):
         getattr(engine.table, field.name)[...] = state["table"][field.name]
-    for env, (plot, kept) in enumerate(zip(engine.plots, state["plots"], strict=True)):
-        _load_plot(plot, kept, engine.table, env)
+    for env, (network, kept) in enumerate(zip(engine.networks, state["networks"], strict=True)):
+        _load_network(network, kept, engine.table, env)
     engine.governor.load_state_dict(state["governor"])
 
 
-def _plot_state(plot: Plot) -> dict[str, Any]:
-    body, optimizer = plot.body, optimizer_state(plot.optimizer, plot.body)
+def _network_state(network: HostNetwork) -> dict[str, Any]:
+    body, optimizer = network.body, optimizer_state(network.optimizer, network.body)
     tree = msgspec.structs.asdict(optimizer)
     tree["groups"] = tuple(msgspec.structs.asdict(group) for group in optimizer.groups)
     return {
@@ -57,22 +60,22 @@ def _plot_state(plot: Plot) -> dict[str, Any]:
         "proven_forks": tuple((p.at_input, p.name) for p in sorted(body.proven_forks)),
         "cannot_fork": body.cannot_fork,
         "optimizer": tree,
-        "average": list(plot.average.average),
-        "updates": plot.average.updates,
-        "sampled": dict(plot.meter.latest),
-        "smoothed": dict(plot.meter.smoothed),
+        "average": list(network.average.average),
+        "updates": network.average.updates,
+        "sampled": dict(network.meter.latest),
+        "smoothed": dict(network.meter.smoothed),
     }
 
 
 @torch.no_grad()
-def _load_plot(plot: Plot, state: Mapping[str, Any], table: SlotTable, env: int) -> None:
-    body, average = plot.body, plot.average
+def _load_network(network: HostNetwork, state: Mapping[str, Any], table: SlotTable, env: int) -> None:
+    body, average = network.body, network.average
     body.load_state_dict(state["body"])
     for name, slot in body.slots.items():
         slot.birth = state["births"][name]
-    plot.surgeon.reload()
+    network.surgeon.reload()
     groups = tuple(GroupState(**group) for group in state["optimizer"]["groups"])
-    load_optimizer(OptimizerState(**{**state["optimizer"], "groups": groups}), plot.optimizer, body)
+    load_optimizer(OptimizerState(**{**state["optimizer"], "groups": groups}), network.optimizer, body)
     body.sync(table, env)
     for name, buffer in hidden_buffers(body):
         buffer.copy_(state["hidden"][name])
@@ -84,6 +87,6 @@ def _load_plot(plot: Plot, state: Mapping[str, Any], table: SlotTable, env: int)
     for mine, kept in zip(average.average, state["average"], strict=True):
         mine.copy_(kept)
     average.updates = state["updates"]
-    sampled = {name: value.to(plot.config.device) for name, value in state["sampled"].items()}
-    plot.meter = GradientMeter(plot.meter.stride, sampled, dict(state["smoothed"]))
-    plot.regroup()
+    sampled = {name: value.to(network.config.device) for name, value in state["sampled"].items()}
+    network.meter = GradientMeter(network.meter.stride, sampled, dict(state["smoothed"]))
+    network.regroup()

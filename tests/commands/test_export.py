@@ -39,7 +39,7 @@ def grown(host: str) -> Engine:
     """A trained host with a gated fossil, a live seed at alpha 0.7, and one that it does not feel yet."""
     engine = Engine(TASKS[host], [5])
     engine.plant_fossils(0, {"r0c0": (SEEDS[host][0], Operator.GATE)})
-    plot = engine.plots[0]
+    plot = engine.networks[0]
     awaken(plot.body.slots["r0c0"])
     engine.step(wait_everywhere(1))
     for slot, stage, alpha in (("r0c1", SeedStage.BLENDING, 0.7), ("r0c2", SeedStage.TRAINING, 0.0)):
@@ -61,7 +61,7 @@ def runs(tmp_path_factory):
             best = BestHost()
             assert best.offer(engine, [0.25], 3)
             best.save(run.path / BEST_HOST)
-        plot, x = engine.plots[0], engine.data.val.x.contiguous()
+        plot, x = engine.networks[0], engine.data.val.x.contiguous()
         with plot.average.applied(), torch.no_grad():
             expected = plot.body.eval()(x).contiguous()
         save_file({"x": x, "expected": expected}, root / "asked.safetensors")

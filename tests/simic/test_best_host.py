@@ -28,7 +28,7 @@ def grown_engine(task: Task = SHORT, worlds: tuple[int, ...] = (4, 7, 9), steps:
         blueprint = {"cnn": "conv_light", "mlp": "lora", "transformer": "attention"}[task.host]
         engine.plant_fossils(env, {"r0c0": (blueprint, Operator.GATE)})
     for _ in range(steps):
-        engine.step(wait_everywhere(len(engine.plots)))
+        engine.step(wait_everywhere(len(engine.networks)))
     return engine
 
 
@@ -75,7 +75,7 @@ def test_what_was_not_measured_is_never_kept(engine, utility):
 def test_a_sick_host_is_passed_over_for_the_next_best():
     engine = grown_engine()
     with torch.no_grad():
-        engine.plots[1].average.average[0].view(-1)[0] = math.nan
+        engine.networks[1].average.average[0].view(-1)[0] = math.nan
     assert world_of(kept(engine, [0.1, 0.3, 0.2])) == 9
     best = kept(engine, [0.25, math.nan, 0.1])
     assert not best.offer(engine, [0.2, 0.9, 0.2], 1)  # the next best does not beat what is kept
@@ -85,7 +85,7 @@ def test_a_sick_host_is_passed_over_for_the_next_best():
 def test_averaged_weights_are_kept_and_the_engine_does_not_notice():
     engine, other = grown_engine(), grown_engine()
     best = kept(engine)
-    plot = engine.plots[1]
+    plot = engine.networks[1]
     names = [n for n, _ in plot.body.model.named_parameters()]
     averaged = dict(zip(names, plot.average.average, strict=False))
     assert all(torch.equal(best.host.state[n], averaged[n]) for n in names)
@@ -93,10 +93,10 @@ def test_averaged_weights_are_kept_and_the_engine_does_not_notice():
     before = copy.deepcopy(best.host.state)
 
     for each in (engine, other):
-        each.step(wait_everywhere(len(each.plots)))
+        each.step(wait_everywhere(len(each.networks)))
 
     assert all(torch.equal(best.host.state[n], t) for n, t in before.items())  # copies: training goes on without them
-    for a, b in zip(engine.plots, other.plots, strict=True):
+    for a, b in zip(engine.networks, other.networks, strict=True):
         assert all(torch.equal(v, b.body.state_dict()[k]) for k, v in a.body.state_dict().items())
         assert all(torch.equal(v, w) for v, w in zip(a.average.average, b.average.average, strict=True))
     assert np.array_equal(engine.table.quality, other.table.quality)
@@ -121,7 +121,7 @@ def test_the_test_split_is_not_looked_at():
 )
 def test_a_body_comes_back_from_json_and_tensors_and_answers_as_before(task):
     engine = grown_engine(task, (4,), steps=1)
-    plot = engine.plots[0]
+    plot = engine.networks[0]
     live = plot.body.plant("r0c1", "norm", Operator.MULTIPLY, seed=3)
     nn.init.constant_(live.seed.theta, 0.4)
     plot.body.set_slot(live, SeedStage.BLENDING, 0.625)

@@ -77,7 +77,7 @@ def test_real_hosts_are_measured_on_test_data_and_against_their_twins(ground):
 
     same = from_start(ground, grown, REWARD, "from start")
     assert np.array_equal(same.params[0], ground.context.host_params + sum(
-        ground.engine.plots[0].body.slots[s].seed is not None and ground.table.params[0, i]
+        ground.engine.networks[0].body.slots[s].seed is not None and ground.table.params[0, i]
         for i, s in enumerate(ground.slots)
     ))  # fmt: skip
     assert [set(s) for s in same.structures] == [set(s) for s in grown.structures]

@@ -25,7 +25,8 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.ground import Ground, HostGround, context_of, walk
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, wait_everywhere
-from esper.tolaria.engine import Engine, Plot
+from esper.tolaria.engine import Engine
+from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task, get_task
 from tests.support.models import ZOO, Case, grow_everywhere
 
@@ -62,7 +63,7 @@ def text() -> Task:
 TASKS = {"digits": digits, "images": images, "text": text}
 
 
-def weights(plot: Plot) -> str:
+def weights(plot: HostNetwork) -> str:
     """Of everything that a host and its seeds have learnt."""
     digest = hashlib.sha256()
     for name, value in sorted(plot.body.state_dict().items()):
@@ -100,8 +101,8 @@ def test_a_ground_is_the_engine_driven_by_hand(name: str) -> None:
         np.testing.assert_array_equal(told.happened, outcome.happened)
         assert told.effects == outcome.effects
         same_rows(ground.table, engine.table)
-    assert [weights(p) for p in ground.engine.plots] == [weights(p) for p in engine.plots]
-    assert any(slot.seed is not None for plot in engine.plots for slot in plot.body.slots.values())
+    assert [weights(p) for p in ground.engine.networks] == [weights(p) for p in engine.networks]
+    assert any(slot.seed is not None for plot in engine.networks for slot in plot.body.slots.values())
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -117,7 +118,7 @@ def test_an_environment_is_the_same_alone_as_among_others(name: str) -> None:
                 np.testing.assert_array_equal(theirs[e : e + 1], mine)
             for key, value in told[-1].items():
                 np.testing.assert_array_equal(among[-1][key][e : e + 1], value, err_msg=key)
-        assert weights(crowd.ground.engine.plots[e]) == weights(alone.ground.engine.plots[0])
+        assert weights(crowd.ground.engine.networks[e]) == weights(alone.ground.engine.networks[0])
         same_rows(crowd.ground.table.rows([e]), alone.ground.table)
         same_worth(crowd.ground.worth[e], alone.ground.worth[0])
 
@@ -137,7 +138,7 @@ def test_a_reset_begins_the_same_lives_again() -> None:
         assert not ground.table.step.any()
         for rows in actions:
             ground.step(rows)
-        ends.append([weights(p) for p in ground.engine.plots])
+        ends.append([weights(p) for p in ground.engine.networks])
     assert ends[0] == ends[1]
 
 
@@ -163,7 +164,7 @@ def test_sizes_are_those_that_leyline_counts() -> None:
         params, macs = live_costs(table, context)
         np.testing.assert_array_equal(env.frame.params, params)
         np.testing.assert_array_equal(env.frame.macs, macs)
-        for e, plot in enumerate(env.ground.engine.plots):
+        for e, plot in enumerate(env.ground.engine.networks):
             assert params[e] == plot.params
             added = 0
             for s, slot in enumerate(plot.body.slots.values()):
@@ -199,7 +200,7 @@ def macs_by_hand(model: nn.Module, sample: Tensor) -> int:
 def test_the_context_of_our_own_hosts(name: str) -> None:
     task = TASKS[name]()
     ground = HostGround(task)
-    body, context = ground.engine.plots[0].body, ground.context
+    body, context = ground.engine.networks[0].body, ground.context
     # scores and sums of 3 layers, tokens² · width each; and the head, which shares the embedding's weights
     no_layer = 3 * 2 * 16 * 16 * 16 + 16 * 16 * 81 if name == "text" else 0
     assert context.host_macs == macs_by_hand(task.build_host(0), ground.data.train.x[:1]) + no_layer

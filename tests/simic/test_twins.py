@@ -18,7 +18,7 @@ from esper.simic.ground import HostGround
 from esper.simic.twins import Twins, ingredients
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.data import Split
-from esper.tolaria.engine import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
 from esper.tolaria.tasks import get_task
 

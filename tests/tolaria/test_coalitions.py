@@ -531,9 +531,9 @@ def test_the_main_configuration_keeps_its_own_statistics():
 @pytest.mark.parametrize("world", [0, 1])
 def test_where_old_statistics_are_wrong_by_tens_of_points_moved_ones_are_right_within_a_few(world: int):
     """Truth: the network without the seed, once its BatchNorm has seen some batches without it."""
-    from esper.tolaria.ema import WeightAverage
-    from esper.tolaria.engine import build_body
+    from esper.tolaria.host_network import build_body
     from esper.tolaria.tasks import get_task, per_sample_correct
+    from esper.tolaria.weight_average import WeightAverage
 
     task = get_task("fashion")
     data = task.load_data()

@@ -24,7 +24,9 @@ from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import Schedule, Wait, wait_everywhere
-from esper.tolaria.engine import Engine, EngineConfig, process_train_batch, score, takes_of
+from esper.tolaria.engine import Engine, takes_of
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.host_network import process_train_batch, score
 from esper.tolaria.tasks import Task, get_task, per_sample_correct, per_sample_loss
 
 QUICK = Rules(thresholds=Thresholds(blend_dwell=2), min_prune_age=0)
@@ -73,7 +75,7 @@ def only_in(env: int) -> Growing:
 def assert_same_env(a: Engine, i: int, b: Engine, j: int) -> None:
     """Environment i of a is environment j of b, bit by bit: table, weights, buffers, optimiser, average."""
     assert not a.table.rows([i]).diff(b.table.rows([j]))
-    one, two = a.plots[i], b.plots[j]
+    one, two = a.networks[i], b.networks[j]
     first, second = one.body.state_dict(), two.body.state_dict()
     assert first.keys() == second.keys()
     for name, value in first.items():
@@ -140,9 +142,9 @@ def test_a_seed_gone_mad_while_training_touches_neither_host_nor_neighbours(task
             actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
         engine.step(actions)
         if sick:
-            assert engine.plots[0].body.training_slots
+            assert engine.networks[0].body.training_slots
             with torch.no_grad():
-                for p in engine.plots[0].body.slots["r0c0"].parameters():
+                for p in engine.networks[0].body.slots["r0c0"].parameters():
                     p.fill_(float("nan"))
         engine.step(wait_everywhere(2))
         return engine
@@ -151,8 +153,8 @@ def test_a_seed_gone_mad_while_training_touches_neither_host_nor_neighbours(task
     assert sick.table.stage[0, 0] == SeedStage.TRAINING
     assert sick.table.grad_health[0, 0] == 0.0
     assert_same_env(sick, 1, sound, 1)
-    for name, value in sound.plots[0].body.model.state_dict().items():
-        assert torch.equal(value, sick.plots[0].body.model.state_dict()[name]), name
+    for name, value in sound.networks[0].body.model.state_dict().items():
+        assert torch.equal(value, sick.networks[0].body.model.state_dict()[name]), name
     for column in ("quality", "val_loss", "train_loss", "committed_quality"):
         assert getattr(sick.table, column)[0] == getattr(sound.table, column)[0], column
 
@@ -169,7 +171,7 @@ def test_a_life_under_the_usual_rules_has_the_usual_calendar():
         engine.step(actions)
         stages.append(SeedStage(int(engine.table.stage[0, 0])).name)
         alphas.append(round(float(engine.table.alpha[0, 0]), 3))
-        slot = engine.plots[0].body.slots["r0c0"]
+        slot = engine.networks[0].body.slots["r0c0"]
         assert (slot.stage, slot.amplitude) == (engine.table.stage[0, 0], engine.table.alpha[0, 0])
         actions = wait_everywhere(1)
         actions[0, Head.OP] = Op.FOSSILIZE if engine.table.step[0] == 16 else Op.WAIT
@@ -195,7 +197,7 @@ def test_everything_measured_is_written_down():
         constant = name in ("quality_birth", "grad_health")
         assert constant or len(set(measured)) > 1, f"{name} never moves"
     assert all(0.0 <= v <= 1.0 for v in history["quality"])
-    assert engine.table.params[0, 0] == sum(p.numel() for p in engine.plots[0].body.slots["r0c0"].parameters())
+    assert engine.table.params[0, 0] == sum(p.numel() for p in engine.networks[0].body.slots["r0c0"].parameters())
     assert np.isfinite(engine.table.quality_history[0]).all()
     assert engine.table.quality_history[0, -1] == engine.table.quality[0]
     assert engine.table.loss_history[0, -1] == engine.table.val_loss[0]
@@ -203,7 +205,7 @@ def test_everything_measured_is_written_down():
 
 def test_losses_and_qualities_are_those_of_the_averaged_weights_on_the_validation_split():
     engine = run(images(), [0], 6)
-    plot, val = engine.plots[0], engine.data.val
+    plot, val = engine.networks[0], engine.data.val
     with plot.average.applied(), torch.no_grad():
         scores = score(plot.body.eval()(val.x), val.y).double().mean(0)
     assert engine.table.quality[0] == pytest.approx(scores[0].item(), abs=1e-6)
@@ -213,7 +215,7 @@ def test_losses_and_qualities_are_those_of_the_averaged_weights_on_the_validatio
 def test_the_test_split_is_scored_as_the_network_stands():
     for epochs in (2, 6, 14):  # TRAINING, BLENDING, FOSSILIZED
         engine = run(images(), [0], epochs)
-        plot, test = engine.plots[0], engine.data.test
+        plot, test = engine.networks[0], engine.data.test
         plot.body.train()
         accuracy, loss = plot.test(test)
         assert all(m.training for m in plot.body.modules())
@@ -246,26 +248,26 @@ def test_effects_of_actions_and_of_time_are_both_told():
         told.update(e.kind.name for e in engine.step(actions).effects)
         actions = wait_everywhere(1)
     assert told == {"BUILD": 1, "DROP": 1}
-    assert engine.plots[0].params == engine.plots[0].host_size
+    assert engine.networks[0].params == engine.networks[0].host_size
 
 
 def test_seeds_have_their_own_learning_rate_and_fossils_the_hosts():
     task = replace(digits(), seed_lr=0.007)
     engine = run(task, [0], 3)
-    optimizer = engine.plots[0].optimizer
+    optimizer = engine.networks[0].optimizer
     assert [g["lr"] for g in optimizer.param_groups] == [task.lr, 0.007]
     assert len(optimizer.param_groups[1]["params"]) > 0
 
 
 def test_host_and_each_seed_are_clipped_apart_and_a_fossil_with_its_host():
     engine = run(digits(), [0], 3)
-    plot = engine.plots[0]
+    plot = engine.networks[0]
     host = list(plot.body.model.parameters())
     seed = list(plot.body.slots["r0c0"].parameters())
     assert plot.clip_groups == [host, seed]
     engine = run(digits(), [0], 10)
     assert engine.table.stage[0, 0] == SeedStage.FOSSILIZED
-    plot = engine.plots[0]
+    plot = engine.networks[0]
     fossil = list(plot.body.slots["r0c0"].parameters())
     assert plot.clip_groups[0] == [*plot.body.model.parameters(), *fossil]
     assert plot.clip_groups[1:] == list(plot.growing.values())
@@ -274,7 +276,7 @@ def test_host_and_each_seed_are_clipped_apart_and_a_fossil_with_its_host():
 
 def test_the_average_follows_every_change_of_structure():
     engine = run(digits(), [0], 12)
-    for plot in engine.plots:
+    for plot in engine.networks:
         assert plot.average.params == list(plot.body.parameters())
         assert plot.average.updates == 12 * 4  # and does not begin anew
         assert {p for g in plot.optimizer.param_groups for p in g["params"]} == set(plot.body.parameters())
@@ -305,13 +307,13 @@ def test_a_shadow_pass_comes_every_so_many_batches(every, lessons, monkeypatch):
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
 def test_a_training_seed_learns_in_either_way(task, incubation):
     engine = run(task(), [0], 3, incubation=incubation)
-    slot = engine.plots[0].body.slots["r0c0"]
+    slot = engine.networks[0].body.slots["r0c0"]
     assert slot.stage == SeedStage.TRAINING
     assert slot.incubating == (incubation == "straight_through")
     x, y = engine.data.val.x[:8], engine.data.val.y[:8]
-    off = score(engine.plots[0].body.eval()(x), y)
-    engine.plots[0].body.set_slot(slot, SeedStage.HOLDING, 1.0)
-    assert not torch.equal(off, score(engine.plots[0].body(x), y))
+    off = score(engine.networks[0].body.eval()(x), y)
+    engine.networks[0].body.set_slot(slot, SeedStage.HOLDING, 1.0)
+    assert not torch.equal(off, score(engine.networks[0].body(x), y))
     assert np.isfinite(engine.table.prospect[0, 0])
 
 
@@ -335,8 +337,8 @@ def test_a_language_model_grows_under_adamw():
     assert np.isfinite(engine.table.quality[0])
     assert engine.table.train_loss[0] < np.log(81) + 0.5
     assert engine.table.grad_health[0, 0] > 0
-    assert isinstance(engine.plots[0].optimizer, torch.optim.AdamW)
-    assert 0 <= engine.plots[0].test(engine.data.val)[0] <= 1
+    assert isinstance(engine.networks[0].optimizer, torch.optim.AdamW)
+    assert 0 <= engine.networks[0].test(engine.data.val)[0] <= 1
 
 
 # -- the same structure from the start
@@ -346,15 +348,15 @@ def test_fossils_may_be_planted_before_the_first_step():
     for task, blueprint in ((digits(), "mlp_small"), (images(), "conv_light")):
         engine = Engine(task, [0, 1], rules=QUICK)
         x = engine.data.val.x[:8]
-        before = [p.body.eval()(x) for p in engine.plots]
+        before = [p.body.eval()(x) for p in engine.networks]
         engine.plant_fossils(1, {"r0c0": (blueprint, Operator.ADD), "r0c1": (blueprint, Operator.GATE)})
-        assert all(torch.equal(p.body.eval()(x), b) for p, b in zip(engine.plots, before, strict=True))
+        assert all(torch.equal(p.body.eval()(x), b) for p, b in zip(engine.networks, before, strict=True))
         assert engine.table.stage[1, :2].tolist() == [SeedStage.FOSSILIZED] * 2
         assert not engine.table.stage[0].any()
         assert (engine.table.params[1, :2] > 0).all()
-        assert engine.plots[1].surgeon.group["params"] == []
+        assert engine.networks[1].surgeon.group["params"] == []
 
-        fossils = [p for s in ("r0c0", "r0c1") for p in engine.plots[1].body.slots[s].parameters()]
+        fossils = [p for s in ("r0c0", "r0c1") for p in engine.networks[1].body.slots[s].parameters()]
         weights = [p.detach().clone() for p in fossils]
         for _ in range(2):
             engine.step(wait_everywhere(2))
@@ -372,7 +374,7 @@ def test_an_unknown_slot_for_a_fossil_is_answered_with_those_there_are():
 
 def test_a_training_batch_gives_its_mean_loss_and_how_many_were_right():
     engine = Engine(digits(), [0])
-    body, (x, y) = engine.plots[0].body, engine.data.train.take(torch.arange(20))
+    body, (x, y) = engine.networks[0].body, engine.data.train.take(torch.arange(20))
     loss, correct = process_train_batch(body, x, y)
     assert loss.item() == pytest.approx(F.cross_entropy(body(x), y).item())
     assert correct.item() == (body(x).argmax(1) == y).sum().item()
@@ -455,7 +457,7 @@ def test_numbers_leave_the_device_once_per_environment_and_epoch(task, monkeypat
 
 
 def test_which_blueprints_fit_is_asked_of_the_slots():
-    takes = takes_of(Engine(images(), [0]).plots[0].body)
+    takes = takes_of(Engine(images(), [0]).networks[0].body)
     assert takes.shape[0] == 2
     assert not takes[:, 0].any()  # noop is nobody's choice
     assert takes[0].any()
@@ -463,7 +465,7 @@ def test_which_blueprints_fit_is_asked_of_the_slots():
 
 def test_every_column_that_the_rules_read_is_written_by_the_engine_or_by_the_rules():
     engine = run(images(), [0], 14)
-    blank = SlotTable.empty(1, 2, takes=takes_of(engine.plots[0].body))
+    blank = SlotTable.empty(1, 2, takes=takes_of(engine.networks[0].body))
     changed = engine.table.diff(blank).keys()
     # what this life does not come to
     elsewhere = {"cooldown", "alpha_from", "last_op", "rollbacks", "enabled", "takes", "interaction"}

@@ -19,7 +19,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import Thresholds
 from esper.tamiyo.controllers import Random, Schedule, wait_everywhere
-from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import ALARMS, Alarm, Governor, GovernorConfig, judge, typical
 from esper.tolaria.tasks import Task, get_task
 from tests.support.random_tables import LIVELY, random_legal_actions
@@ -299,8 +300,8 @@ def test_a_sound_run_is_the_same_whatever_the_governor_is_told() -> None:
 
     one, two = run(), run(snapshot_every=1, patience=1)
     assert not one.table.diff(two.table)
-    for name, value in one.plots[0].body.state_dict().items():
-        assert torch.equal(value, two.plots[0].body.state_dict()[name])
+    for name, value in one.networks[0].body.state_dict().items():
+        assert torch.equal(value, two.networks[0].body.state_dict()[name])
 
 
 def test_waiting_raises_no_alarm() -> None:

@@ -32,8 +32,10 @@ from esper.simic.rewards import RewardConfig, utility
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.engine import Engine, EngineConfig, Plot, process_train_batch
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
+from esper.tolaria.host_network import HostNetwork, process_train_batch
 from esper.tolaria.tasks import Task, get_task
 from tests.support.random_tables import LIVELY, random_legal_actions
 
@@ -103,7 +105,7 @@ def decide(engine: Engine, target: SeedStage) -> Ints:
     return actions
 
 
-def kept(plot: Plot) -> dict[int, list[Tensor]]:
+def kept(plot: HostNetwork) -> dict[int, list[Tensor]]:
     """Everything that belongs to each parameter, copied: weights, optimiser's state, average."""
     averages = dict(zip(plot.average.params, plot.average.average, strict=True))
     found = {}
@@ -137,7 +139,7 @@ class Life:
         self.write_down()
 
     def write_down(self) -> None:
-        plot, table = self.engine.plots[SICK], self.engine.table
+        plot, table = self.engine.networks[SICK], self.engine.table
         self.past.append(
             {
                 "params": kept(plot),
@@ -152,7 +154,7 @@ class Life:
 
 def fingerprint(engine: Engine, env: int) -> tuple[Any, ...]:
     """Table row, weights, buffers, optimiser and average of an environment, bit by bit."""
-    plot = engine.plots[env]
+    plot = engine.networks[env]
     tensors = [*plot.body.state_dict().values(), *plot.average.average]
     tensors += [v for p in plot.body.parameters() for v in plot.optimizer.state[p].values()]
     row = {name: column.tobytes() for name, column in engine.table.rows([env]).arrays().items()}
@@ -169,7 +171,7 @@ def undisturbed(task: str, target: SeedStage, steps: int) -> list[Any]:
 def assert_restored(life: Life, step: int) -> None:
     """The sick environment is what it was after `step`, without live seeds."""
     engine, then = life.engine, life.past[step]
-    plot, table = engine.plots[SICK], engine.table
+    plot, table = engine.networks[SICK], engine.table
     now = kept(plot)
     fossils = [name for name, slot in plot.body.slots.items() if slot.stage == S.FOSSILIZED]
     assert {name for name, slot in plot.body.slots.items() if slot.seed is not None} == set(fossils)
@@ -193,7 +195,7 @@ def assert_restored(life: Life, step: int) -> None:
 # -- the faults
 
 
-def once(plot: Plot, act: Callable[[Tensor], Tensor]) -> None:
+def once(plot: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
     """On the second batch from now something happens to the inputs, and then never again."""
     seen = []
 
@@ -210,7 +212,7 @@ def once(plot: Plot, act: Callable[[Tensor], Tensor]) -> None:
     plot.forward = forward
 
 
-def spoil(value: float) -> Callable[[Plot], None]:
+def spoil(value: float) -> Callable[[HostNetwork], None]:
     def act(x: Tensor) -> Tensor:
         x[0] = value
         return x
@@ -218,20 +220,20 @@ def spoil(value: float) -> Callable[[Plot], None]:
     return lambda plot: once(plot, act)
 
 
-def fail(error: Exception) -> Callable[[Plot], None]:
+def fail(error: Exception) -> Callable[[HostNetwork], None]:
     def act(x: Tensor) -> Tensor:
         raise error
 
     return lambda plot: once(plot, act)
 
 
-def explode(plot: Plot) -> None:
+def explode(plot: HostNetwork) -> None:
     for group in plot.optimizer.param_groups:
         group["lr"] = 1e30
 
 
-def fail_validation(error: Exception) -> Callable[[Plot], None]:
-    def inject(plot: Plot) -> None:
+def fail_validation(error: Exception) -> Callable[[HostNetwork], None]:
+    def inject(plot: HostNetwork) -> None:
         validate, left = plot.validate, [error]
 
         def validated(*args: Any) -> Coalitions:
@@ -244,8 +246,8 @@ def fail_validation(error: Exception) -> Callable[[Plot], None]:
     return inject
 
 
-def spoil_validation(value: float) -> Callable[[Plot], None]:
-    def inject(plot: Plot) -> None:
+def spoil_validation(value: float) -> Callable[[HostNetwork], None]:
+    def inject(plot: HostNetwork) -> None:
         validate, left = plot.validate, [value]
 
         def validated(*args: Any) -> Coalitions:
@@ -259,7 +261,7 @@ def spoil_validation(value: float) -> Callable[[Plot], None]:
     return inject
 
 
-FAULTS: dict[str, tuple[Callable[[Plot], None], str]] = {
+FAULTS: dict[str, tuple[Callable[[HostNetwork], None], str]] = {
     "nan": (spoil(math.nan), "nonfinite_loss"),
     "inf": (spoil(math.inf), "nonfinite_loss"),
     "learning rate": (explode, "nonfinite_loss"),
@@ -278,7 +280,7 @@ def disturbed(task: str, target: SeedStage, fault: str) -> Life:
     """A life with a fault after the seed has come so far; then the step in which it shows."""
     life = Life(TASKS[task](), target)
     inject, alarm = FAULTS[fault]
-    inject(life.engine.plots[SICK])
+    inject(life.engine.networks[SICK])
     life.step()
     assert [(a.env, a.alarm, a.action) for a in life.engine.alarms] == [(SICK, alarm, "rolled back")]
     assert life.engine.table.rollbacks.tolist() == [0, 1, 0]
@@ -312,14 +314,17 @@ def test_so_it_is_with_norms_with_dropout_and_with_adam(task: str, target: SeedS
 
 @pytest.fixture
 def bomb() -> Iterator[list[Exception]]:
-    """A blueprint that can be priced, but raises what the list holds when it is built."""
+    """A lawful blueprint that raises what the list holds when it is built."""
     armed: list[Exception] = []
 
     @blueprint("bomb", layouts=("vector", "map"))
     def make(dim: int) -> nn.Module:
         if armed:
             raise armed.pop()
-        return nn.Sequential(nn.Linear(dim, dim))
+        last = nn.Linear(dim, dim)
+        nn.init.zeros_(last.weight)
+        nn.init.zeros_(last.bias)
+        return last
 
     yield armed
     unregister("bomb")
@@ -357,7 +362,7 @@ def test_a_seed_that_cannot_be_built_is_undone(bomb: list[Exception], error: Exc
 def test_surgery_that_fails_half_way_leaves_no_seed_behind(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed is in its slot, but the optimiser could not take it in."""
     life = Life(digits(), S.DORMANT)
-    surgeon = life.engine.plots[SICK].surgeon
+    surgeon = life.engine.networks[SICK].surgeon
     monkeypatch.setattr(surgeon, "_settle", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
     life.target = S.GERMINATED
     life.step()
@@ -373,7 +378,7 @@ def test_surgery_that_fails_half_way_leaves_no_seed_behind(monkeypatch: pytest.M
 # -- what a rollback is
 
 
-def poison(plot: Plot) -> None:
+def poison(plot: HostNetwork) -> None:
     with torch.no_grad():
         for p in plot.body.parameters():
             p.fill_(math.nan)
@@ -387,7 +392,7 @@ def test_a_fossil_newer_than_the_snapshot_is_removed_and_nothing_goes_round_in_c
     life.step()
     assert engine.table.stage[SICK, 0] == S.FOSSILIZED
     assert engine.governor._rows.stage[SICK, 0] != S.FOSSILIZED
-    poison(engine.plots[SICK])
+    poison(engine.networks[SICK])
     life.step()
     (alarm,) = engine.alarms
     assert alarm.action == "rolled back"
@@ -402,14 +407,14 @@ def test_a_fossil_newer_than_the_snapshot_is_removed_and_nothing_goes_round_in_c
 
 def test_a_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
     life = Life(digits(), S.FOSSILIZED)
-    fossil = list(life.engine.plots[SICK].body.slots["r0c0"].parameters())
+    fossil = list(life.engine.networks[SICK].body.slots["r0c0"].parameters())
     committed = len(life.past) - 1
-    poison(life.engine.plots[SICK])
+    poison(life.engine.networks[SICK])
     life.step()
     (alarm,) = life.engine.alarms
     assert alarm.restored_step == committed - 1  # at once, on its commit
     assert_restored(life, alarm.restored_step)
-    assert list(life.engine.plots[SICK].body.slots["r0c0"].parameters()) == fossil
+    assert list(life.engine.networks[SICK].body.slots["r0c0"].parameters()) == fossil
     assert life.engine.table.stage[SICK, 0] == S.FOSSILIZED
     assert life.engine.table.serial[SICK, 0] == 0
     assert all(torch.isfinite(p).all() for p in fossil)
@@ -418,7 +423,7 @@ def test_a_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
 def test_fossils_planted_before_the_first_step_are_part_of_the_first_snapshot() -> None:
     engine = Engine(digits(), [0])
     engine.plant_fossils(0, {"r0c1": ("lora", 0)})  # type: ignore[dict-item]
-    poison_at_once = engine.plots[0]
+    poison_at_once = engine.networks[0]
     weights = kept(poison_at_once)
     spoil(math.nan)(poison_at_once)
     engine.step(wait_everywhere(1))
@@ -429,8 +434,8 @@ def test_fossils_planted_before_the_first_step_are_part_of_the_first_snapshot() 
 
 def test_the_optimisers_state_is_restored_even_if_it_was_lost() -> None:
     life = Life(digits(), S.FOSSILIZED, 5)
-    life.engine.plots[SICK].optimizer.state.clear()
-    spoil(math.nan)(life.engine.plots[SICK])
+    life.engine.networks[SICK].optimizer.state.clear()
+    spoil(math.nan)(life.engine.networks[SICK])
     life.step()
     assert_restored(life, life.engine.alarms[0].restored_step)
 
@@ -447,7 +452,7 @@ def test_cooldown_starts_at_once_and_runs_as_after_any_prune() -> None:
 def test_a_cooldown_that_was_running_runs_on() -> None:
     life = Life(digits(), S.EMBARGOED)
     left = int(life.engine.table.cooldown[SICK, 0])
-    spoil(math.nan)(life.engine.plots[SICK])
+    spoil(math.nan)(life.engine.networks[SICK])
     life.step()
     assert life.engine.alarms[0].action == "rolled back"
     assert life.engine.table.cooldown[SICK, 0] == left - 1
@@ -456,7 +461,7 @@ def test_a_cooldown_that_was_running_runs_on() -> None:
 def test_the_table_goes_back_but_for_time() -> None:
     life = Life(digits(), S.TRAINING, 6)
     before = life.engine.table.rows([SICK])
-    spoil(math.nan)(life.engine.plots[SICK])
+    spoil(math.nan)(life.engine.networks[SICK])
     life.engine.step(decide(life.engine, S.TRAINING))
     (alarm,) = life.engine.alarms
     now, then = life.engine.table.rows([SICK]), life.past[alarm.restored_step]["table"]
@@ -472,7 +477,7 @@ def test_the_table_goes_back_but_for_time() -> None:
 
 def test_what_cannot_be_validated_even_then_stands_as_it_is_remembered() -> None:
     life = Life(digits(), S.TRAINING, 4)
-    plot = life.engine.plots[SICK]
+    plot = life.engine.networks[SICK]
     plot.validate = lambda *_: (_ for _ in ()).throw(RuntimeError("never"))  # type: ignore[method-assign]
     life.step()
     (alarm,) = life.engine.alarms
@@ -490,10 +495,10 @@ def test_weights_that_are_not_finite_are_seen_though_no_loss_shows_them() -> Non
     engine = Engine(task, [0])
     engine.step(wait_everywhere(1))
     with torch.no_grad():
-        engine.plots[0].body.model.positions.weight[8, 0] = math.nan
+        engine.networks[0].body.model.positions.weight[8, 0] = math.nan
     engine.step(wait_everywhere(1))
     assert [(a.alarm, a.action) for a in engine.alarms] == [("nonfinite_weights", "rolled back")]
-    assert all(torch.isfinite(p).all() for p in engine.plots[0].body.parameters())
+    assert all(torch.isfinite(p).all() for p in engine.networks[0].body.parameters())
     engine.step(wait_everywhere(1))
     assert engine.alarms == []
 
@@ -501,7 +506,7 @@ def test_weights_that_are_not_finite_are_seen_though_no_loss_shows_them() -> Non
 @pytest.mark.parametrize("task", TASKS)
 def test_everything_that_the_host_feels_is_looked_at_and_an_isolated_seed_is_not(task: str) -> None:
     for target in (S.TRAINING, S.BLENDING, S.FOSSILIZED):
-        plot = Life(TASKS[task](), target).engine.plots[SICK]
+        plot = Life(TASKS[task](), target).engine.networks[SICK]
         averages = dict(zip(plot.average.params, plot.average.average, strict=True))
         seed = [averages[p] for p in plot.body.slots["r0c0"].parameters()]
         felt = [averages[p] for p in plot.body.model.parameters()] + (seed if target != S.TRAINING else [])
@@ -547,7 +552,7 @@ def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
     part: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(digits(), S.HOLDING)
-    engine, plot = life.engine, life.engine.plots[SICK]
+    engine, plot = life.engine, life.engine.networks[SICK]
     poison(plot)
     owner, name = {
         "drop": (plot, "carry_out"),
@@ -580,14 +585,14 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
 
     sick, sound = begun(digits()), begun(digits())
     failing(monkeypatch, sick.governor.snapshots[SICK], "take", times)
-    start = kept(sick.plots[SICK])
+    start = kept(sick.networks[SICK])
     for step in range(times + 2):
         sick.step(wait_everywhere(3))
         sound.step(wait_everywhere(3))
         told = [(a.env, a.action) for a in sick.alarms]
         assert told == ([] if step >= times else [(SICK, "rolled back" if step == times - 1 else "not restored")])
         if step < times:  # it has not been trained
-            now = kept(sick.plots[SICK])
+            now = kept(sick.networks[SICK])
             assert all(torch.equal(a, b) for p in start for a, b in zip(start[p], now[p], strict=True))
     assert [fingerprint(sick, env) for env in OTHERS] == [fingerprint(sound, env) for env in OTHERS]
     assert np.isfinite(sick.table.quality).all()
@@ -596,7 +601,7 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
 @pytest.mark.parametrize("where", ["weight", "optimiser"])
 def test_no_snapshot_is_taken_of_what_is_not_finite(where: str) -> None:
     life = Life(words(), S.DORMANT)
-    plot, snapshot = life.engine.plots[SICK], life.engine.governor.snapshots[SICK]
+    plot, snapshot = life.engine.networks[SICK], life.engine.governor.snapshots[SICK]
     copies = [c.clone() for c in snapshot.copies]
     weight = next(iter(plot.body.model.parameters()))
     tensor = weight if where == "weight" else plot.optimizer.state[weight]["exp_avg_sq"]
@@ -616,7 +621,7 @@ def test_no_snapshot_is_taken_of_what_is_not_finite(where: str) -> None:
 def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suffers() -> None:
     life = Life(digits(), S.FOSSILIZED, 3)
     engine = life.engine
-    engine.plots[SICK].forward = lambda body, x, y: process_train_batch(body, x * math.nan, y)
+    engine.networks[SICK].forward = lambda body, x, y: process_train_batch(body, x * math.nan, y)
 
     def tensors() -> int:
         gc.collect()
@@ -624,7 +629,7 @@ def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suff
 
     engine.step(wait_everywhere(3))
     engine.step(wait_everywhere(3))
-    weights = kept(engine.plots[SICK])
+    weights = kept(engine.networks[SICK])
     held = tensors()
     for n in range(8):
         engine.step(wait_everywhere(3))
@@ -633,9 +638,9 @@ def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suff
     assert tensors() <= held  # of other tests some may go meanwhile
     assert engine.table.step[SICK] == engine.table.step[0]
     assert np.isfinite(engine.table.quality).all()
-    for p in engine.plots[SICK].body.parameters():
-        assert all(torch.equal(a, b) for a, b in zip(kept(engine.plots[SICK])[id(p)], weights[id(p)], strict=True))
-    engine.plots[SICK].forward = process_train_batch
+    for p in engine.networks[SICK].body.parameters():
+        assert all(torch.equal(a, b) for a, b in zip(kept(engine.networks[SICK])[id(p)], weights[id(p)], strict=True))
+    engine.networks[SICK].forward = process_train_batch
     engine.step(wait_everywhere(3))
     assert engine.alarms == []
 
@@ -643,7 +648,7 @@ def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suff
 def test_a_host_that_falls_back_to_guessing_is_restored_on_the_third_step_in_a_row() -> None:
     life = Life(images(), S.DORMANT, 20)
     engine = life.engine
-    plot, before = engine.plots[SICK], engine.table.val_loss[SICK]
+    plot, before = engine.networks[SICK], engine.table.val_loss[SICK]
     assert before < 0.7 < math.log(3)
     plot.optimizer.param_groups[0]["lr"] = 0.0
     with torch.no_grad():
@@ -660,7 +665,7 @@ def test_a_host_that_falls_back_to_guessing_is_restored_on_the_third_step_in_a_r
 
 def test_an_exploding_but_finite_host_is_restored_with_its_learning_rate() -> None:
     life = Life(digits(), S.DORMANT, 9)
-    for group in life.engine.plots[SICK].optimizer.param_groups:
+    for group in life.engine.networks[SICK].optimizer.param_groups:
         group["lr"] = 300.0
     seen = []
     for _ in range(3):
@@ -676,14 +681,14 @@ def test_an_error_in_every_environment_three_steps_in_a_row_ends_the_run() -> No
     def broken(*_: Any) -> Any:
         raise KeyError("a bug")
 
-    for plot in engine.plots:
+    for plot in engine.networks:
         plot.forward = broken
     for _ in range(2):
         engine.step(wait_everywhere(2))
         assert [a.alarm for a in engine.alarms] == ["exception"] * 2
-    engine.plots[0].forward = process_train_batch
+    engine.networks[0].forward = process_train_batch
     engine.step(wait_everywhere(2))  # somebody is well: it was no fault of the program
-    engine.plots[0].forward = broken
+    engine.networks[0].forward = broken
     for _ in range(2):
         engine.step(wait_everywhere(2))
     with pytest.raises(TrainingError, match=r"every environment failed, 3 steps in a row.*KeyError: 'a bug'") as told:
@@ -697,7 +702,7 @@ def test_an_interruption_is_no_sickness() -> None:
     def interrupted(*_: Any) -> Any:
         raise KeyboardInterrupt
 
-    engine.plots[1].forward = interrupted
+    engine.networks[1].forward = interrupted
     with pytest.raises(KeyboardInterrupt):
         engine.step(wait_everywhere(2))
 
@@ -719,7 +724,7 @@ def test_an_error_is_told_once_with_its_place_and_lets_go_of_what_it_held() -> N
         return roll_back(env, table)
 
     roll_back, engine.governor.roll_back = engine.governor.roll_back, restore  # type: ignore[method-assign]
-    engine.plots[1].forward = greedy
+    engine.networks[1].forward = greedy
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         engine.step(wait_everywhere(2))
@@ -727,7 +732,7 @@ def test_an_error_is_told_once_with_its_place_and_lets_go_of_what_it_held() -> N
         engine.step(wait_everywhere(2))
         assert engine.alarms[0].text == ""
     assert len(held) == 2
-    assert first.startswith("OutOfMemoryError: tried to allocate 1000 (engine.py:")
+    assert first.startswith("OutOfMemoryError: tried to allocate 1000 (growing_network.py:")
     assert "test_governor_faults.py" in first
     assert "/" not in first
     assert [str(w.message) for w in told] == [f"an error in environment 1, step 1; the others go on: {first}"]
@@ -742,7 +747,7 @@ def test_a_snapshot_that_cannot_be_taken_leaves_the_one_before(monkeypatch: pyte
     assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(1, "exception", "seen")]
     assert engine.governor._rows.step.tolist() == [5, 0]
     monkeypatch.undo()
-    spoil(math.nan)(engine.plots[1])
+    spoil(math.nan)(engine.networks[1])
     engine.step(wait_everywhere(2))
     assert engine.alarms[0].restored_step == 0
 
@@ -766,7 +771,7 @@ def test_dropout_falls_the_same_alone_and_among_others_whoever_else_draws() -> N
     alone = run([4], noise=False)
     assert torch.equal(torch.get_rng_state(), state)  # and nobody else's luck hangs on it
     assert fingerprint(together, 1) == fingerprint(alone, 0)
-    plot = together.plots[0]
+    plot = together.networks[0]
     assert not torch.equal(plot.train_epoch(9), plot.train_epoch(10))
 
 
@@ -784,7 +789,7 @@ def test_a_rollback_is_paid_in_its_own_step_and_is_no_end() -> None:
     for _ in range(4):
         env.step(wait_everywhere(2))
     before = env.utility
-    spoil(math.nan)(env.ground.engine.plots[1])  # type: ignore[attr-defined]
+    spoil(math.nan)(env.ground.engine.networks[1])  # type: ignore[attr-defined]
     _, paid, ended, cut, info = env.step(wait_everywhere(2))
     assert env.ground.alarms[0].action == "rolled back"
     np.testing.assert_allclose(paid, env.utility - before - [0.0, 0.1], atol=1e-6)
@@ -815,7 +820,7 @@ def test_nobody_gains_by_crashing_a_host(seed: int) -> None:
     total, grown = np.zeros(3), np.zeros(3, dtype=bool)
     for t in range(epochs):
         for e in np.nonzero(crashes[t])[0]:
-            FAULTS[str(rng.choice(["nan", "error", "nan in validation"]))][0](engine.plots[e])
+            FAULTS[str(rng.choice(["nan", "error", "nan in validation"]))][0](engine.networks[e])
         actions = random_legal_actions(engine.table, LIVELY, rng)
         obs, paid, ended, _, _ = env.step(actions)
         total += paid
@@ -861,7 +866,7 @@ def told(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, Engi
     for t in range(40):
         arrived = engine.table.stage[SICK, 0] == target and t >= 2
         if arrived:
-            FAULTS[fault][0](engine.plots[SICK])
+            FAULTS[fault][0](engine.networks[SICK])
             hub.clear()
         actions = decide(engine, then if arrived else target)
         emit.step(engine.table, actions, engine.step(actions))
@@ -902,7 +907,7 @@ def test_a_seed_that_germinated_trained_and_was_expelled_in_one_step_is_told_so(
     rules = Rules(thresholds=Thresholds(blend_dwell=1))  # GERMINATED → TRAINING by itself
     engine, hub = Engine(digits(), [0], rules=rules), Listener()
     emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[0], host_params=1000)
-    spoil(math.nan)(engine.plots[0])
+    spoil(math.nan)(engine.networks[0])
     actions = wait_everywhere(1)
     actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
     emit.step(engine.table, actions, engine.step(actions))
@@ -915,7 +920,7 @@ def test_a_seed_that_germinated_trained_and_was_expelled_in_one_step_is_told_so(
 
 def test_patience_and_the_rest_are_settings_of_the_engine() -> None:
     life = Life(digits(), S.DORMANT, 9, governor=GovernorConfig(patience=1, snapshot_every=2))
-    for group in life.engine.plots[SICK].optimizer.param_groups:
+    for group in life.engine.networks[SICK].optimizer.param_groups:
         group["lr"] = 300.0
     life.step()
     assert [(a.alarm, a.action) for a in life.engine.alarms] == [("divergence", "rolled back")]

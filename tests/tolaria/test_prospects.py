@@ -21,7 +21,8 @@ from esper.kasmina.blueprints import blueprint_index
 from esper.leyline.actions import NUM_HEADS, Head, Op
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import statistics
-from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import Task, get_task
 
 RESCUE = replace(get_task("rescue"), slots=("r0c2",))
@@ -48,7 +49,7 @@ def rescue() -> Engine:
 @pytest.fixture(scope="module")
 def moby() -> Engine:
     engine = started(MOBY, 3)
-    host, *_ = engine.plots[0].optimizer.param_groups
+    host, *_ = engine.networks[0].optimizer.param_groups
     host["lr"] = 0.0
     return engine
 
@@ -56,7 +57,7 @@ def moby() -> Engine:
 def prospect(engine: Engine, blueprint: str, score: int, *, epochs: int, seed_lr: float | None = None, **how):
     """What a seed promises after so many epochs in TRAINING, and the paired standard error of that."""
     engine = copy.deepcopy(engine, {id(engine.data): engine.data})
-    (plot,) = engine.plots
+    (plot,) = engine.networks
     plot.config = EngineConfig(**how)
     plot.body.incubation = plot.config.incubation
     if seed_lr is not None:

@@ -56,7 +56,9 @@ from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.checkpoint import Saved
 from esper.tolaria.data import Dataset
-from esper.tolaria.engine import Engine, EngineConfig, score
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.host_network import score
 from esper.tolaria.tasks import Task, get_task
 
 PLAIN_EVERY = 5
@@ -171,12 +173,12 @@ def _train_all(
     task, run, engine = scene.task, scene.run, scene.engine()
     names = HOSTS_COMPARED if settings.compare and settings.controller != "none" else HOSTS_COMPARED[:1]
     if isinstance(controller, Learned):
-        context = context_of(engine.plots[0].body, task.epochs, engine.rules.thresholds, scene.data.classes)
+        context = context_of(engine.networks[0].body, task.epochs, engine.rules.thresholds, scene.data.classes)
         controller.bind(context, [settings.seed])
     run.say(
         RunStarted(
             run_id=run.path.name, command="grow", task=task.name, controller=settings.controller, seed=settings.seed,
-            env_names=names, slots=task.slots, steps=task.epochs, host_params=engine.plots[0].host_size,
+            env_names=names, slots=task.slots, steps=task.epochs, host_params=engine.networks[0].host_size,
             threads=settings.threads, telemetry=settings.telemetry,
         )
     )  # fmt: skip
@@ -288,7 +290,7 @@ def summary(results: list[Result]) -> Table:
 
 def judge(engine: Engine) -> Worth:
     """What every seed is worth at the end, on the validation split and the averaged weights."""
-    plot, split = engine.plots[0], engine.data.val
+    plot, split = engine.networks[0], engine.data.val
     with plot.average.applied():
         return report(plot.body, [(split.x, split.y)], score, calibration=engine.calibration)
 
@@ -313,7 +315,7 @@ def seed_table(engine: Engine, worth: Worth) -> Table:
                 points(worth.contribution[i], worth.contribution_se[i]),
                 points(worth.shapley[i], worth.shapley_se[i]),
             ]
-        blueprint = engine.plots[0].body.slots[name].blueprint
+        blueprint = engine.networks[0].body.slots[name].blueprint
         table.add_row(name, stage.name.lower(), blueprint, f"{t.params[0, s]:,}", judged(t, s), *now)
     return table
 
@@ -345,7 +347,7 @@ def save_figures(
         "controller": controller,
         "epochs": task.epochs,
         "data_sha256": engine.data.sha256,
-        "structure": engine.plots[0].body.structure(),
+        "structure": engine.networks[0].body.structure(),
         "worth": worth.to_dict(),
         "results": [dataclasses.asdict(r) for r in results],
     }
@@ -354,7 +356,7 @@ def save_figures(
 
 def save_models(out: Path, engine: Engine, worth: Worth) -> None:
     """The host for `esper export`, the body as tensors, the plain model as a program, and a picture of worth."""
-    plot = engine.plots[0]
+    plot = engine.networks[0]
     host = GrownHost.of(engine, 0)
     if host.is_finite:
         BestHost(host).save(out / BEST_HOST)

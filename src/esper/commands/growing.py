@@ -21,7 +21,7 @@ import msgspec
 
 from esper.commands.resuming import KINDS
 from esper.engine_state import engine_state, load_engine
-from esper.kasmina.lifecycle import Rules, legal
+from esper.kasmina.lifecycle import Rules
 from esper.leyline.costs import network_params
 from esper.leyline.errors import CheckpointError
 from esper.leyline.events import Checkpoint, Level
@@ -37,7 +37,9 @@ from esper.tamiyo.controllers import Controller, Remembers, Wait
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
 from esper.tolaria.data import Dataset
-from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 
 GROWN, NO_GROWTH, FROM_START, WIDER = "grown", "no growth", "same structure from step 0", "wider host of equal size"
@@ -176,7 +178,7 @@ class Scene:
     def emitter(self, name: str, engine: Engine) -> TelemetryEmitter:
         return TelemetryEmitter(
             self.run.hub, slots=self.task.slots, worlds=[self.seed], envs=[HOSTS_COMPARED.index(name)],
-            host_params=engine.plots[0].host_size, level=self.level,
+            host_params=engine.networks[0].host_size, level=self.level,
         )  # fmt: skip
 
     def load(self, saved: Saved, grown: Engine) -> None:
@@ -205,16 +207,12 @@ class Scene:
             keep(always=not result.history)
         start = time.perf_counter() - result.seconds
         with self.progress(name, engine, result) as show:
-            while len(result.history) < engine.task.epochs:
-                self._look(keep)
-                with phases("policy"):
-                    allowed = legal(engine.table, engine.rules)
-                    actions = controller.act(engine.table, allowed)
-                outcome = engine.step(actions)
+            left = engine.task.epochs - len(result.history)
+            for step in rollout(engine, controller, left, before_step=lambda: self._look(keep), phases=phases):
                 with phases("worth"):
                     worth = helper.process_batch(engine)
                 with phases("telemetry"):
-                    emit.step(engine.table, actions, outcome, allowed)
+                    emit.step(engine.table, step.actions, step.result, step.allowed)
                     emit.governed(engine.alarms)
                     emit.worth(engine.table, worth)
                     emit.phases(phases)
@@ -224,8 +222,8 @@ class Scene:
                 show()
                 with phases("checkpoint"):
                     keep(always=len(result.history) == engine.task.epochs)
-        result.accuracy, result.loss = engine.plots[0].test(engine.data.test)
-        result.params = int(network_params(engine.table, engine.plots[0].host_size)[0])
+        result.accuracy, result.loss = engine.networks[0].test(engine.data.test)
+        result.params = int(network_params(engine.table, engine.networks[0].host_size)[0])
         emit.episode(engine.table, [name], test_quality=[result.accuracy], test_loss=[result.loss],
                      wall_s=[result.seconds])  # fmt: skip
         emit.phases(phases, last=True)
@@ -274,7 +272,7 @@ class Scene:
                 same.plant_fossils(0, structure)
             yield self.train(FROM_START, same, Wait())
         if structure and WIDER not in done:
-            size = int(network_params(self.grown.table, self.grown.plots[0].host_size)[0])
+            size = int(network_params(self.grown.table, self.grown.networks[0].host_size)[0])
             yield self.train(WIDER, self.engine(self.task.widened(size)), Wait())
 
 
@@ -285,7 +283,7 @@ def snapshot(engine: Engine) -> dict[str, Any]:
         "train_loss": float(t.train_loss[0]),
         "val_loss": float(t.val_loss[0]),
         "val_accuracy": float(t.quality[0]),
-        "params": engine.plots[0].params,
+        "params": engine.networks[0].params,
         "stage": [SeedStage(int(s)).name for s in t.stage[0]],
         "alpha": [round(float(a), 4) for a in t.alpha[0]],
     }

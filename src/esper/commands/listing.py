@@ -11,7 +11,7 @@ from rich.text import Text
 from esper.commands import plainly
 from esper.kasmina.blueprints import blueprints_for, cost
 from esper.kasmina.site import Layout, Site
-from esper.tolaria.engine import build_body
+from esper.tolaria.host_network import build_body
 from esper.tolaria.tasks import TASKS, get_task
 
 EXAMPLES = {

@@ -107,13 +107,8 @@ def views(run: RunSummary) -> list[EpisodeLife]:
 
 
 def label(run: RunSummary, episode: EpisodeLife) -> str:
-    return f"{episode.name}, {episode_word(run)} {episode.episode}" if has_several(run) else episode.name
-
-
-@asked_often
-def has_several(run: RunSummary) -> bool:
-    """Whether any environment has more than one episode."""
-    return any(len(env.episodes) > 1 for env in run.envs.values())
+    several = any(len(env.episodes) > 1 for env in run.envs.values())
+    return f"{episode.name}, {episode_word(run)} {episode.episode}" if several else episode.name
 
 
 def episode_word(run: RunSummary) -> str:
@@ -142,8 +137,7 @@ def results(run: RunSummary) -> str:
     def put(head: str, text: str) -> None:
         columns.setdefault(head, []).append(text)
 
-    origins = {e.origin for e in latest if e.has_grown}
-    bare = next((e for e in latest if e.is_bare and e.origin in origins), None)
+    bare = next((e for e in latest if any(other.grew_from(e) for other in latest)), None)
     measured = {k for e in latest for k, v in (e.result or {}).items() if v is not None}
     for e in latest:
         told = e.result or {}

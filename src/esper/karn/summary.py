@@ -212,15 +212,11 @@ class EpisodeLife:
         d = self.result or {}
         return d.get("germinated") == 0 and d.get("params") == d.get("host_params") and not d.get("structure")
 
-    @property
-    def has_grown(self) -> bool:
-        return bool((self.result or {}).get("germinated"))
-
-    @property
-    def origin(self) -> tuple[Any, ...]:
-        """World, length and host: equal for two episodes that differ in nothing but growth."""
-        d = self.result or {}
-        return d.get("world"), d.get("steps"), d.get("host_params")
+    def grew_from(self, bare: EpisodeLife) -> bool:
+        """Whether the other is this one without growth: the same world, length and host."""
+        mine, other = self.result or {}, bare.result or {}
+        same = all(mine.get(k) == other.get(k) for k in ("world", "steps", "host_params"))
+        return bare.is_bare and same and bool(mine.get("germinated"))
 
     @property
     def quality(self) -> Value:

@@ -67,7 +67,7 @@ class GrownHost:
     @classmethod
     def of(cls, engine: Engine, env: int, *, utility: float | None = None, round: int | None = None) -> Self:
         """The host of an environment as it stands. It goes on living: everything is copied."""
-        plot, data = engine.plots[env], engine.data
+        plot, data = engine.networks[env], engine.data
         inputs = data.val.x[:SAMPLES]
         with plot.average.applied(), torch.no_grad():
             state = {name: _kept(value) for name, value in plot.body.state_dict().items()}

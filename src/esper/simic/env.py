@@ -30,7 +30,7 @@ from esper.kasmina.lifecycle import Outcome, legal
 from esper.leyline.actions import NUM_HEADS, Head
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.phases import Phases
-from esper.leyline.slot_table import Bools, Floats, Ints
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.ground import Ground
 from esper.simic.rewards import Frame, RewardConfig, reward, utility
 from esper.tamiyo.policy.action_masks import CANONICAL, DEFAULT_FIXED, MaskLayout, compute_batch_masks
@@ -74,6 +74,10 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         self.round = -1
         self.over = False
         """The episodes have ended: the next step begins others."""
+
+    @property
+    def table(self) -> SlotTable:
+        return self.ground.table
 
     @property
     def horizon(self) -> int:

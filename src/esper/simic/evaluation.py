@@ -19,7 +19,6 @@ from typing import NamedTuple
 import numpy as np
 
 from esper.kasmina.blueprints import blueprint_name
-from esper.kasmina.lifecycle import legal
 from esper.leyline.actions import Operator
 from esper.leyline.costs import live_costs, network_params
 from esper.leyline.slot_table import Floats
@@ -30,6 +29,7 @@ from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import Controller, Random, Schedule, Wait
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.engine import Engine
+from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 
 AT_ONCE = 8
@@ -99,8 +99,7 @@ def play(
             controller.bind(ground.context, some)
         elif isinstance(controller, Random):
             controller.bind(some)
-        for _ in range(ground.context.horizon):
-            ground.step(controller.act(ground.table, legal(ground.table, ground.rules)))
+        for _ in rollout(ground, controller, ground.context.horizon):
             on_step()
         parts.append(judged(ground, reward, name))
     return Played.gather(name, parts)
@@ -113,8 +112,8 @@ def judged(ground: Ground, reward: RewardConfig, name: str) -> Played:
     test, structures = np.full(len(frame.quality), np.nan), []
     if isinstance(ground, HostGround):
         engine = ground.engine
-        test = np.array([plot.test(engine.data.test)[0] for plot in engine.plots])
-        structures = [structure_of(engine, e) for e in range(len(engine.plots))]
+        test = np.array([plot.test(engine.data.test)[0] for plot in engine.networks])
+        structures = [structure_of(engine, e) for e in range(len(engine.networks))]
     sizes = (params.astype(np.float64), macs.astype(np.float64))
     return Played(name, list(ground.worlds), frame.quality, test, *sizes, utility(frame, reward), structures)
 
@@ -123,7 +122,7 @@ def structure_of(engine: Engine, env: int) -> Structure:
     """What has grown in an environment, as `Engine.plant_fossils` takes it."""
     return {
         name: (slot.blueprint, Operator(slot.operator))
-        for name, slot in engine.plots[env].body.slots.items()
+        for name, slot in engine.networks[env].body.slots.items()
         if slot.seed is not None and slot.stage >= SeedStage.BLENDING
     }
 
@@ -135,8 +134,8 @@ def from_start(ground: HostGround, grown: Played, reward: RewardConfig, name: st
         ground.reset(grown.worlds[i : i + AT_ONCE])
         for env, structure in enumerate(grown.structures[i : i + AT_ONCE]):
             ground.engine.plant_fossils(env, structure)
-        for _ in range(ground.context.horizon):
-            ground.step(Wait().act(ground.table, np.zeros(0, dtype=bool)))
+        for _ in rollout(ground, Wait(), ground.context.horizon):
+            pass
         parts.append(judged(ground, reward, name))
     return Played.gather(name, parts)
 
@@ -148,13 +147,13 @@ def static(ground: HostGround, task: Task, worlds: Sequence[int], reward: Reward
     for some in chunks(worlds, AT_ONCE):
         other.reset(some)
         ground.reset(some)
-        for _ in range(task.epochs):
-            other.engine.step(Wait().act(other.table, np.zeros(0, dtype=bool)))
+        for _ in rollout(other.engine, Wait(), task.epochs):
+            pass
         params, macs = (np.full(len(some), float(x)) for x in (other.context.host_params, other.context.host_macs))
         ground.table.step[:] = task.epochs
         frame = Frame.of(ground.table, ground.context, ground.twin_quality)
         frame = frame.measured(other.table.quality.astype(np.float64), params, macs)
-        test = np.array([plot.test(other.data.test)[0] for plot in other.engine.plots])
+        test = np.array([plot.test(other.data.test)[0] for plot in other.engine.networks])
         parts.append(Played(name, list(some), frame.quality, test, params, macs, utility(frame, reward)))
     return Played.gather(name, parts)
 

@@ -25,13 +25,14 @@ from esper.kasmina.forking import ForkPlan, lent
 from esper.kasmina.lifecycle import Outcome, Rules
 from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.phases import Phases
-from esper.leyline.slot_table import Floats, Ints, SlotTable
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import Thresholds
 from esper.simic.attribution import CounterfactualHelper, Worth
 from esper.simic.twins import Twins
 from esper.tamiyo.policy.features import ObsContext
 from esper.tolaria.data import Dataset
-from esper.tolaria.engine import Engine, EngineConfig, takes_of
+from esper.tolaria.engine import Engine, takes_of
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import Alarm
 from esper.tolaria.tasks import Task
 
@@ -54,6 +55,11 @@ class Ground(Protocol):
     @property
     def alarms(self) -> list[Alarm]:
         """What the governor saw in the last step."""
+        ...
+
+    @property
+    def legal(self) -> Bools:
+        """[E, O, S] the operations that are possible now."""
         ...
 
     @property
@@ -92,7 +98,7 @@ class HostGround:
         self.slots, self.data_hash = task.slots, self.data.sha256
         self._helper = CounterfactualHelper()
         self.reset([0])
-        self.context = context_of(self.engine.plots[0].body, task.epochs, self.rules.thresholds, self.data.classes)
+        self.context = context_of(self.engine.networks[0].body, task.epochs, self.rules.thresholds, self.data.classes)
 
     def reset(self, worlds: Sequence[int]) -> None:
         self.worlds = list(worlds)
@@ -112,6 +118,10 @@ class HostGround:
     @property
     def alarms(self) -> list[Alarm]:
         return self.engine.alarms
+
+    @property
+    def legal(self) -> Bools:
+        return self.engine.legal
 
     @property
     def twin_quality(self) -> Floats:

@@ -17,13 +17,14 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from esper.kasmina.lifecycle import Rules, legal
+from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.rewards import Frame, RewardConfig, reward
 from esper.simic.simulated_worlds import GATED_HARM, MAP_BLUEPRINTS, OPERATOR_FIT, draw_worlds
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Controller, wait_everywhere
+from esper.tolaria.rollout import rollout
 
 Planting = tuple[int, int, int]
 """Slot, blueprint, style."""
@@ -74,8 +75,7 @@ def play(sim: Simulator, controller: Controller, config: RewardConfig, gamma: fl
     sim.reset()
     total, discounted, weight = np.zeros(len(sim.worlds)), np.zeros(len(sim.worlds)), 1.0
     before = Frame.of(sim.table, sim.context, sim.twin_quality)
-    for _ in range(sim.config.horizon):
-        sim.step(controller.act(sim.table, legal(sim.table, sim.rules)))
+    for _ in rollout(sim, controller, sim.config.horizon):
         after = Frame.of(sim.table, sim.context, sim.twin_quality)
         paid = reward(before, after, config)
         total, discounted, weight, before = total + paid, discounted + weight * paid, weight * gamma, after

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esper.kasmina.lifecycle import Outcome, Rules, apply, record, record_contribution, tick
+from esper.kasmina.lifecycle import Outcome, Rules, apply, legal, record, record_contribution, tick
 from esper.leyline.actions import BLUEPRINTS, Operator
 from esper.leyline.chance import bell, random_bits
 from esper.leyline.costs import live_costs
@@ -111,6 +111,11 @@ class Simulator:
         self.shock = np.zeros(envs)  # [E] quality lost to moving alphas
         self.true_quality: Floats = np.full(envs, np.nan)  # [E] without noise
         self.twin_quality: Floats = np.full(envs, np.nan, np.float32)  # [E] measured, of the world without growth
+
+    @property
+    def legal(self) -> Bools:
+        """[E, O, S] the operations that are possible now."""
+        return legal(self.table, self.rules)
 
     @property
     def params(self) -> Ints:

@@ -32,7 +32,9 @@ from esper.leyline.files import must_be_real_directory, read_regular, write_atom
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
-from esper.tolaria.engine import Engine, EngineConfig
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 
 MOST_BYTES = 1 << 20
@@ -107,11 +109,8 @@ class Twins:
 
 def trained(task: Task, data: Dataset, config: EngineConfig, world: int) -> list[float]:
     """Quality after every epoch of a world in which nothing grows: an epoch costs its training and one validation."""
-    engine, curve = Engine(task, [world], config=config, data=data), []
-    for _ in range(task.epochs):
-        engine.step(Wait().act(engine.table, np.zeros(0, dtype=bool)))
-        curve.append(float(engine.table.quality[0]))
-    return curve
+    engine = Engine(task, [world], config=config, data=data)
+    return [float(engine.table.quality[0]) for _ in rollout(engine, Wait(), task.epochs)]
 
 
 def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, Any]:

@@ -34,10 +34,10 @@ from esper.kasmina.lifecycle import Effect, EffectKind, expel
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
-from esper.tolaria.ema import WeightAverage
+from esper.tolaria.weight_average import WeightAverage
 
 if TYPE_CHECKING:
-    from esper.tolaria.engine import Plot
+    from esper.tolaria.host_network import HostNetwork
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -170,8 +170,8 @@ class Snapshot:
     average, hooks) sees what was restored. Live seeds are not part of it: a rollback drops them.
     """
 
-    def __init__(self, plot: Plot) -> None:
-        self.plot = plot
+    def __init__(self, network: HostNetwork) -> None:
+        self.network = network
         self.tensors: list[Tensor] = []
         self.copies: list[Tensor] = []
 
@@ -185,7 +185,7 @@ class Snapshot:
 
         Raises if anything is not finite; the snapshot before stays.
         """
-        body, optimizer, average = self.plot.body, self.plot.optimizer, self.plot.average
+        body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
         fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
         kept = [body.model, *(body.slots[name] for name in fossils)]
         params = [p for module in kept for p in module.parameters()]
@@ -208,7 +208,7 @@ class Snapshot:
     @torch.no_grad()
     def restore(self) -> None:
         """Bit by bit as it was; asks for no memory, since there may be none."""
-        body, optimizer = self.plot.body, self.plot.optimizer
+        body, optimizer = self.network.body, self.network.optimizer
         torch._foreach_copy_(self.tensors, self.copies)
         for p in self.params:
             if p in self.state:
@@ -217,7 +217,7 @@ class Snapshot:
                 optimizer.state.pop(p, None)
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(_options(options))
-        self.plot.average.updates = self.updates
+        self.network.average.updates = self.updates
         body.cannot_fork, body.proven_forks = self.forking[0], set(self.forking[1])
 
     def state_dict(self) -> dict[str, Any]:
@@ -238,8 +238,8 @@ class Snapshot:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what another process remembered, of a plot that has loaded that process's state."""
-        body, optimizer, average = self.plot.body, self.plot.optimizer, self.plot.average
+        """Remember what another process remembered, of a network that has loaded that process's state."""
+        body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
         self.fossils = list(state["fossils"])
         kept = [body.model, *(body.slots[name] for name in self.fossils)]
         self.params = [p for module in kept for p in module.parameters()]
@@ -265,19 +265,19 @@ def _options(group: dict[str, Any]) -> dict[str, Any]:
 class Governor:
     """Watches over the environments of one engine."""
 
-    def __init__(self, plots: Sequence[Plot], table: SlotTable, config: GovernorConfig, classes: int) -> None:
+    def __init__(self, networks: Sequence[HostNetwork], table: SlotTable, config: GovernorConfig, classes: int) -> None:
         self.config, self.chance = config, log(max(classes, 1))
-        self.losses: Floats = np.full((len(plots), config.window), np.nan)  # [E, W] sound ones, the newest last
-        self.counted = np.zeros(len(plots), dtype=np.int64)  # [E] divergences and collapses in a row
+        self.losses: Floats = np.full((len(networks), config.window), np.nan)  # [E, W] sound ones, the newest last
+        self.counted = np.zeros(len(networks), dtype=np.int64)  # [E] divergences and collapses in a row
         self.alarms: list[Alarm] = []
         """Of the last step."""
-        self.snapshots = [Snapshot(plot) for plot in plots]
+        self.snapshots = [Snapshot(network) for network in networks]
         self._rows, self._losses = table.clone(), self.losses.copy()  # table and history as of each snapshot
         self._failures: dict[int, Exception] = {}  # of this step
         self._broken: dict[int, Exception] = {}  # environments whose rollback failed, until one succeeds
         self._told: set[tuple[str, str]] = set()
         self._streak: list[Exception] = []  # the first error of each step on which every environment failed
-        self._sound = np.ones(len(plots), dtype=bool)  # [E] when last judged
+        self._sound = np.ones(len(networks), dtype=bool)  # [E] when last judged
         self._begun = False
 
     # -- each step
@@ -348,25 +348,26 @@ class Governor:
         self.losses[env], self.counted[env] = self._losses[env], 0
         self._failures.pop(env, None)
         self._broken.pop(env, None)
-        self.guard(env, self._restore_plot, env, table, fossils)
+        self.guard(env, self._restore_network, env, table, fossils)
         if env in self._failures:
             self._broken[env] = self._failures[env]
             self._tell_broken(env, table)
         return effects
 
-    def _restore_plot(self, env: int, table: SlotTable, fossils: Bools) -> None:
+    def _restore_network(self, env: int, table: SlotTable, fossils: Bools) -> None:
         """Drop what grew since the snapshot, then write it back; where none could be taken yet, take it now."""
-        snapshot, plot = self.snapshots[env], self.snapshots[env].plot
+        snapshot, network = self.snapshots[env], self.snapshots[env].network
         # by what the slots hold, not by what the table says: surgery may have failed half-way
-        held = [slot.seed is not None for slot in plot.body.slots.values()]
-        plot.carry_out([Effect(EffectKind.DROP, env, s) for s in np.nonzero(held & ~fossils)[0].tolist()], table, env)
-        plot.average.resync()
+        held = [slot.seed is not None for slot in network.body.slots.values()]
+        drops = [Effect(EffectKind.DROP, env, s) for s in np.nonzero(held & ~fossils)[0].tolist()]
+        network.apply_effects(drops, table, env)
+        network.average.resync()
         if snapshot.is_taken:
             snapshot.restore()
         else:
             snapshot.take()
-        for name in plot.body.slots:
-            plot.meter.forget(name)
+        for name in network.body.slots:
+            network.meter.forget(name)
 
     def _restore_row(self, env: int, table: SlotTable, fossils: Bools) -> None:
         """Of the slots only fossils go back: an empty one stays empty, and a cooldown runs on."""
@@ -399,7 +400,7 @@ class Governor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as the governor did that returned `state`; the plots have loaded their own states."""
+        """Continue as the governor did that returned `state`; the networks have loaded their own states."""
         self.losses[...], self._losses[...] = state["losses"], state["row_losses"]
         self.counted, self._sound = state["counted"].copy(), state["sound"].copy()
         self._told, self._begun = set(state["told"]), state["begun"]

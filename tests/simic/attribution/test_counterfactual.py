@@ -404,13 +404,13 @@ def plant(engine: Engine, live: Sequence[int]) -> None:
     for s in live:
         table.stage[0, s], table.alpha[0, s], table.alpha_to[0, s] = SeedStage.BLENDING, 0.7, 0.7
         table.blueprint[0, s], table.operator[0, s], table.serial[0, s] = blueprint_index("mlp_small"), Operator.ADD, s
-    engine.carry_out([Effect(EffectKind.BUILD, 0, s) for s in live])
+    engine.apply_effects([Effect(EffectKind.BUILD, 0, s) for s in live])
     noise = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for slot in engine.plots[0].body.slots.values():
+        for slot in engine.networks[0].body.slots.values():
             for p in slot.parameters():
                 p.add_(torch.randn(p.shape, generator=noise), alpha=0.2)
-    engine.plots[0].average.restart()
+    engine.networks[0].average.restart()
 
 
 @pytest.mark.parametrize("live", [(0, 2), (0, 1, 3)])
@@ -443,7 +443,7 @@ def test_interactions_with_a_seed_that_is_gone_are_forgotten():
     CounterfactualHelper().process_batch(engine)
     assert np.isfinite(engine.table.interaction[0, 0])
     engine.table.blank(np.arange(engine.table.num_slots)[None] == [[2], [2]])
-    engine.carry_out([Effect(EffectKind.DROP, 0, 2)])
+    engine.apply_effects([Effect(EffectKind.DROP, 0, 2)])
     engine.step(wait_everywhere(2))
     (worth, _) = CounterfactualHelper().process_batch(engine)
     assert len(worth.slots) == 1

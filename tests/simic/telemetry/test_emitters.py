@@ -175,7 +175,7 @@ def test_an_action_that_asks_for_what_there_is_not_is_told_by_number():
 def test_a_real_engine_tells_of_steps_worth_gradients_episodes_and_phases():
     torch.manual_seed(0)
     engine, hub = Engine(get_task("digits"), [0, 1]), Listener(Level.NORMAL)
-    emit = TelemetryEmitter(hub, slots=engine.task.slots, worlds=[0, 1], host_params=engine.plots[0].host_size)
+    emit = TelemetryEmitter(hub, slots=engine.task.slots, worlds=[0, 1], host_params=engine.networks[0].host_size)
     controller, helper = Schedule(), CounterfactualHelper()
     for _ in range(16):
         allowed = legal(engine.table, engine.rules)

@@ -311,7 +311,7 @@ def test_a_champion_that_is_not_finite_is_passed_over_and_does_not_raise_the_bes
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
     keeper = Keeper(HOSTS, tmp_path, Silence(), Team())
-    average = env.ground.engine.plots[0].average.average[0]  # type: ignore[attr-defined]
+    average = env.ground.engine.networks[0].average.average[0]  # type: ignore[attr-defined]
     with torch.no_grad():
         average.view(-1)[0] = math.nan
     keeper.offer(env.ground, np.array([0.5, -math.inf]), 0)

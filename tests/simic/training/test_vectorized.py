@@ -25,7 +25,7 @@ from esper.simic.simulated_worlds import MAP_BLUEPRINTS
 from esper.simic.training import vectorized
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.learner import Trained, new_network
-from esper.simic.training.vectorized import chances, make_env, pool_world, train_ppo_vectorized
+from esper.simic.training.vectorized import choice_draws, make_env, pool_world, train_ppo_vectorized
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tamiyo.policy.features import BASE, ENV_FEATURES, PER_SLOT, SLOT_FEATURES
 from esper.tamiyo.policy_file import load_policy
@@ -124,7 +124,7 @@ def rollout(env: Any, network: TamiyoNetwork, number: int, seed: int) -> list[tu
     """A round under a policy: observations, actions, rewards and values of every step."""
     obs, info = env.reset()
     hidden, told = network.initial(env.num_envs), []
-    luck = chances(seed, number, env.ground.worlds, env.horizon)
+    luck = choice_draws(seed, number, env.ground.worlds, env.horizon)
     for step in range(env.horizon):
         choice = network.act(torch.from_numpy(obs), torch.from_numpy(info["masks"]), hidden, env.layout, luck[step])
         after, paid, _, _, info = env.step(choice.actions.numpy())
@@ -159,13 +159,13 @@ def test_a_run_visits_every_world_of_its_pool_equally_often() -> None:
 
 
 def test_choices_fall_by_seed_round_world_and_step_alone() -> None:
-    a, b = chances(0, 0, [0, 1, 2, 3], 5), chances(0, 0, [3, 9, 1, 7], 5)  # [T, E, 8]
+    a, b = choice_draws(0, 0, [0, 1, 2, 3], 5), choice_draws(0, 0, [3, 9, 1, 7], 5)  # [T, E, 8]
     assert torch.equal(a[:, [3, 1]], b[:, [0, 2]])
     assert len(torch.unique(torch.cat([a, b[:, [1, 3]]], dim=1))) == 5 * 6 * 8
-    assert not torch.isclose(a, chances(1, 0, [0, 1, 2, 3], 5)).any()
-    assert not torch.isclose(a, chances(0, 1, [0, 1, 2, 3], 5)).any()
-    assert torch.equal(a[:3], chances(0, 0, [0, 1, 2, 3], 3))
-    twice = chances(0, 0, [2, 2], 5)
+    assert not torch.isclose(a, choice_draws(1, 0, [0, 1, 2, 3], 5)).any()
+    assert not torch.isclose(a, choice_draws(0, 1, [0, 1, 2, 3], 5)).any()
+    assert torch.equal(a[:3], choice_draws(0, 0, [0, 1, 2, 3], 3))
+    twice = choice_draws(0, 0, [2, 2], 5)
     assert not torch.isclose(twice[:, 0], twice[:, 1]).any()
 
 

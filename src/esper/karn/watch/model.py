@@ -21,10 +21,6 @@ HAPPENINGS = 2000
 """Events kept for the list of a run."""
 BEST = 20
 """Episodes kept in the table of the best."""
-MOST_SLOTS = 1000
-"""A run has no more."""
-MOST_PLACES = 100_000
-"""Slots of all environments that are shown before the first event of theirs: a run of any size names them all."""
 TROUBLES = 8
 """Warnings and errors kept."""
 PAUSE_S = 0.2
@@ -136,8 +132,7 @@ class WatchModel:
     @property
     def step(self) -> int:
         """Of the environment that is furthest behind in the round that runs now."""
-        now = self.round
-        return min((e.step for e in self.envs.values() if e.episodes == now), default=0)
+        return min((e.step for e in self.envs.values() if e.episodes == self.round), default=0)
 
     @property
     def done(self) -> float | None:
@@ -230,13 +225,12 @@ class WatchModel:
     def _run_started(self, entry: Entry) -> None:
         """The first of a run, or its resumption: that changes nothing but the names."""
         before, self.run, self.ending = self.run, entry.data, None
-        names = [text(n) for n in items(entry.data.get("slots"))[:MOST_SLOTS]]
+        names = [text(n) for n in items(entry.data.get("slots"))]
         if names:
             self.name_slots(names)
         if before and before.get("env_names") != entry.data.get("env_names"):
             self.envs.clear()
-        count = len(items(entry.data.get("env_names")))
-        for index in range(min(count, MOST_PLACES // max(1, len(self.slot_names)))):
+        for index in range(len(items(entry.data.get("env_names")))):
             if index not in self.envs:
                 self.envs[index] = self._new_env(index)
 

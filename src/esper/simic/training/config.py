@@ -24,7 +24,7 @@ from esper.simic.agent.ppo import PPOConfig
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulated_worlds import SimConfig
 from esper.tamiyo.network import NetworkConfig
-from esper.tolaria.engine import EngineConfig
+from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import get_task
 
 TRAIN_WORLDS = 64

@@ -49,7 +49,7 @@ def needed(config: TrainConfig, env: GrowthVectorEnv, hidden: int, ranks: int = 
         params = ground.context.host_params + int(ground.context.slot_params.max(1).sum())
         found["hosts"] = mine * COPIES * 4 * params
         rows = max(ground.task.batch, min(VALIDATED, ground.task.val_size))
-        found["activations"] = PASSES * rows * _sample_bytes(ground.engine.plots[0].body)
+        found["activations"] = PASSES * rows * _sample_bytes(ground.engine.networks[0].body)
     return found
 
 

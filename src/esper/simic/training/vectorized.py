@@ -24,7 +24,7 @@ from esper.leyline.chance import random_bits, uniform, world_keys
 from esper.leyline.events import Emits, Silence, Update, level
 from esper.leyline.phases import Phases
 from esper.leyline.seeding import derive_seed
-from esper.leyline.slot_table import Floats, Ints
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.ground import Ground, HostGround
@@ -33,10 +33,11 @@ from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.learner import Keeper, Learner, Round, Trained, restore
 from esper.simic.training.team import Team
-from esper.tamiyo.network import Choice
-from esper.tamiyo.policy.action_masks import forced
+from esper.tamiyo.network import Choice, TamiyoNetwork
+from esper.tamiyo.policy.action_masks import MaskLayout, forced
 from esper.tamiyo.policy.features import num_features
 from esper.tolaria.checkpoint import Saved
+from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import get_task
 
 
@@ -92,27 +93,22 @@ def train_ppo_vectorized(
             obs, info = env.reset()
             emit.begin(env.ground.worlds, episode=number + 1)
             buffer.reset()
-            hidden = network.initial(E)  # a round is one episode per environment: none begins within it
-            luck = chances(config.seed, number, round_worlds(config, number), env.horizon)
+            draws = choice_draws(config.seed, number, round_worlds(config, number), env.horizon)
+            sampler = Sampler(network, env.layout, team, draws, obs, info["masks"])
             earned = np.zeros(env.num_envs)
-            for step in range(env.horizon):
-                look()
-                seen, masks = team.placed(obs, E), team.placed(info["masks"], E, True)
-                with phases("policy"):
-                    choice = network.act(seen, masks, hidden, env.layout, luck[step])
-                actions, allowed = choice.actions.numpy()[mine], env.legal
-                obs, paid, ended, cut, info = env.step(actions)  # apply, tick, train an epoch, validate
-                done = team.placed(ended, E, ended.all())
+            for step in rollout(env, sampler, env.horizon, before_step=look, phases=phases):
+                obs, paid, ended, cut, info = step.result  # after: apply, tick, train an epoch, validate
+                done, choice = team.placed(ended, E, ended.all()), sampler.choice
                 buffer.add(
-                    obs=seen, masks=masks, actions=choice.actions, log_probs=choice.log_probs, values=choice.values,
-                    rewards=team.placed(paid, E), done=done, truncated=team.placed(cut, E), hidden=hidden,
-                    starts=torch.full((E,), step == 0), forced=forced(masks, env.layout),
+                    obs=sampler.obs, masks=sampler.masks, actions=choice.actions, log_probs=choice.log_probs,
+                    values=choice.values, rewards=team.placed(paid, E), done=done, truncated=team.placed(cut, E),
+                    starts=sampler.starts, hidden=sampler.hidden, forced=forced(sampler.masks, env.layout),
                 )  # fmt: skip
-                hidden = choice.hidden
+                sampler.observe(obs, info["masks"])
                 earned = earned + paid
                 with phases("telemetry"):
                     thought = thoughts(choice, mine, paid, info["utility"])
-                    emit.step(env.ground.table, actions, env.outcome, allowed, thought)
+                    emit.step(env.ground.table, step.actions, env.outcome, step.allowed, thought)
                     emit.governed(env.ground.alarms)
                     emit.worth(env.ground.table, env.ground.worth)
                     emit.phases(phases)
@@ -138,6 +134,38 @@ def train_ppo_vectorized(
             keeper.keep(learner, env.ground)
         on_round(trained.rounds[-1])
     return trained
+
+
+class Sampler:
+    """The policy as a controller over one round: it acts on a batch padded to all environments of the run.
+
+    A row's bits do not depend on which rank computes it, so every rank evaluates all E rows and takes its own.
+    """
+
+    def __init__(
+        self, network: TamiyoNetwork, layout: MaskLayout, team: Team, draws: Tensor, obs: Floats, masks: Bools
+    ) -> None:
+        self.network, self.layout, self.team, self.draws = network, layout, team, draws  # draws [T, E, 8]
+        self.envs = draws.shape[1]
+        self.hidden = network.initial(self.envs)
+        self.starts = torch.ones(self.envs, dtype=torch.bool)  # [E] the next step is the first of an episode
+        self.obs, self.masks = self._padded(obs, masks)
+        self.choice: Choice
+        self._step = 0
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:  # the environment has put both into obs and masks
+        self.choice = self.network.act(self.obs, self.masks, self.hidden, self.layout, self.draws[self._step])
+        self._step += 1
+        return np.asarray(self.choice.actions.numpy()[self.team.share(self.envs)])
+
+    def observe(self, obs: Floats, masks: Bools) -> None:
+        """Take over what the environments show after a step. No episode begins within a round."""
+        self.hidden = self.choice.hidden
+        self.starts = torch.zeros(self.envs, dtype=torch.bool)
+        self.obs, self.masks = self._padded(obs, masks)
+
+    def _padded(self, obs: Floats, masks: Bools) -> tuple[Tensor, Tensor]:
+        return self.team.placed(obs, self.envs), self.team.placed(masks, self.envs, True)
 
 
 def make_env(
@@ -183,7 +211,7 @@ def round_worlds(config: TrainConfig, number: int) -> list[int]:
     return [pool_world(config, number * config.envs + e) for e in range(config.envs)]
 
 
-def chances(seed: int, number: int, worlds: Sequence[int], steps: int) -> Tensor:
+def choice_draws(seed: int, number: int, worlds: Sequence[int], steps: int) -> Tensor:
     """[T, E, 8] the numbers that a round's choices fall by: of the run, round, world, step and head, and nothing else.
 
     A world that appears twice in a round is told apart by its turn.

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from esper.leyline.errors import ConfigError
-from esper.tolaria.ema import WeightAverage
+from esper.tolaria.weight_average import WeightAverage
 
 
 def make_module() -> nn.Sequential:

@@ -19,10 +19,12 @@ from esper.leyline.actions import Head, Op, Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
-from esper.tolaria.engine import Engine, EngineConfig, Plot
-from esper.tolaria.stacked import Stack, cannot, choose, is_known
+from esper.tolaria.batched_modules import WideSeed
+from esper.tolaria.batched_training import BatchedTrainer, cannot, choose, is_known
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task
-from esper.tolaria.wide import WideSeed
 
 QUICK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=0)
 HOSTS = {
@@ -60,9 +62,9 @@ def task(host: str, dtype: torch.dtype = torch.float32) -> Task:
     return Task.from_tensors(host, x.to(dtype), y, host_kwargs=(HOSTS | ODD)[host], **settings)
 
 
-def plots(task: Task, worlds: int = 3, **config: object) -> list[Plot]:
+def plots(task: Task, worlds: int = 3, **config: object) -> list[HostNetwork]:
     data = task.load_data()
-    return [Plot(task, data, world, EngineConfig(**config)) for world in range(worlds)]
+    return [HostNetwork(task, data, world, EngineConfig(**config)) for world in range(worlds)]
 
 
 def engine(task: Task, worlds: int, *, stacked: bool, **config: object) -> Engine:
@@ -88,13 +90,13 @@ def wander(table: SlotTable, luck: np.random.Generator, envs: list[int] | None =
     return actions
 
 
-def state(plot: Plot) -> list[Tensor]:
+def state(plot: HostNetwork) -> list[Tensor]:
     momenta = [plot.optimizer.state[p]["momentum_buffer"] for p in plot.body.parameters() if p in plot.optimizer.state]
     kept = [*plot.body.parameters(), *plot.body.buffers(), *plot.average.average, *momenta]
     return [t.detach().clone() for t in kept]
 
 
-def assert_close(one: Plot, other: Plot, tolerance: float) -> None:
+def assert_close(one: HostNetwork, other: HostNetwork, tolerance: float) -> None:
     for a, b in zip(state(one), state(other), strict=True):
         torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
 
@@ -123,7 +125,7 @@ def test_the_stack_comes_to_what_the_loop_comes_to_while_seeds_come_and_go(host:
         np.testing.assert_allclose(stack.table.train_loss, loop.table.train_loss, rtol=1e-9)
         np.testing.assert_allclose(stack.table.grad_norm, loop.table.grad_norm, rtol=1e-5)
         np.testing.assert_allclose(stack.table.grad_health, loop.table.grad_health)
-        for one, other in zip(loop.plots, stack.plots, strict=True):
+        for one, other in zip(loop.networks, stack.networks, strict=True):
             assert_close(one, other, 1e-8)
             assert one.average.updates == other.average.updates
         stages |= set(loop.table.stage.flatten().tolist())
@@ -133,7 +135,7 @@ def test_the_stack_comes_to_what_the_loop_comes_to_while_seeds_come_and_go(host:
 
 def test_in_single_precision_the_two_part_only_by_rounding():
     one, other = plots(task("mlp")), plots(task("mlp"))
-    stack = Stack(other)
+    stack = BatchedTrainer(other)
     for step in range(5):
         expected = [plot.train_epoch(step) for plot in one]
         stack.train_epoch([step] * 3)
@@ -152,8 +154,8 @@ def test_fossils_share_the_clip_of_their_host_and_each_growing_seed_has_its_own(
                 plot.body.set_slot(slot, stage, 0.7)
                 plot.surgeon._settle(slot, committed=stage == SeedStage.FOSSILIZED)
             plot.average.resync()
-            plot._regroup()
-    together = Stack(stack)
+            plot.regroup()
+    together = BatchedTrainer(stack)
     for step in range(3):
         for plot in loop:
             plot.train_epoch(step)
@@ -171,9 +173,9 @@ def test_what_lives_in_one_row_changes_no_bit_of_another(host: str):
         lively.step(wander(lively.table, other_luck, [0, 1, 3]))
         if step == 6:
             lively.governor.roll_back(1, lively.table)
-    assert not is_same(state(quiet.plots[1]), state(lively.plots[1])[: len(state(quiet.plots[1]))])
+    assert not is_same(state(quiet.networks[1]), state(lively.networks[1])[: len(state(quiet.networks[1]))])
     for e in (0, 2, 3):
-        assert is_same(state(quiet.plots[e]), state(lively.plots[e]))
+        assert is_same(state(quiet.networks[e]), state(lively.networks[e]))
 
 
 MAPS = ["conv_small", "conv_light", "conv_heavy", "depthwise", "bottleneck"]
@@ -182,7 +184,7 @@ UNEVEN = [("dots", "conv_small"), ("dots", "depthwise"), ("vectors", "mlp_small"
 """Whose matrices do not all begin at multiples of 16 bytes: they would round by their place, and run alone."""
 
 
-def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[Plot]:
+def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[HostNetwork]:
     """Four plots with this seed, no newborn any more, in the first slot of some; every other one multiplies."""
     made = plots(task(host), 4)
     for row in rows:
@@ -194,7 +196,7 @@ def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[
         body.set_slot(slot, stage, 0.7 if stage == SeedStage.BLENDING else 0.0)
         made[row].surgeon._settle(slot)
         made[row].average.resync()
-        made[row]._regroup()
+        made[row].regroup()
     return made
 
 
@@ -220,7 +222,7 @@ def test_equal_seeds_run_as_one_and_a_seed_learns_the_same_alone_and_among_its_l
     found = {}
     for rows in ([1], [0, 1], [0, 1, 2, 3]):
         made = grown(host, blueprint, rows, stage)
-        Stack(made).train_epoch([0] * 4)
+        BatchedTrainer(made).train_epoch([0] * 4)
         assert set(company) == (set() if (host, blueprint) in UNEVEN else {len(rows)})
         company.clear()
         found[len(rows)] = [state(made[row]) for row in rows]
@@ -281,9 +283,9 @@ def test_seeds_that_may_do_anything_learn_as_in_the_loop_and_nobody_beside_them_
         for plot in made[way][:3]:
             plot.surgeon._settle(plot.body.slots["r0c0"])
             plot.average.resync()
-            plot._regroup()
-    stack = Stack(made["odd"])
-    Stack(made["plain"]).train_epoch([0] * 4)
+            plot.regroup()
+    stack = BatchedTrainer(made["odd"])
+    BatchedTrainer(made["plain"]).train_epoch([0] * 4)
     stack.train_epoch([0] * 4)
     for row in (0, 1):
         assert torch.equal(made["loop"][row].train_epoch(0), stack.result(row))
@@ -295,7 +297,7 @@ def test_seeds_that_may_do_anything_learn_as_in_the_loop_and_nobody_beside_them_
 
 def test_a_seed_of_another_precision_fails_alone():
     made = {way: grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING) for way in ("sound", "odd")}
-    stacks = {way: Stack(each) for way, each in made.items()}
+    stacks = {way: BatchedTrainer(each) for way, each in made.items()}
     made["odd"][1].body.slots["r0c0"].seed.double()
     for stack in stacks.values():
         stack.train_epoch([0] * 4)
@@ -325,12 +327,12 @@ def test_whatever_the_shape_of_a_host_rows_learn_as_in_the_loop_and_do_not_feel_
                     made[row].body.set_slot(place, SeedStage.BLENDING, 0.7)
                     made[row].surgeon._settle(place)
                     made[row].average.resync()
-                    made[row]._regroup()
+                    made[row].regroup()
                 if rows == [2]:
-                    alone = [Plot(odd, made[0].data, world, EngineConfig()) for world in range(2)]
+                    alone = [HostNetwork(odd, made[0].data, world, EngineConfig()) for world in range(2)]
                     for plot in alone:
                         plot.train_epoch(0)
-                Stack(made).train_epoch([0] * 3)
+                BatchedTrainer(made).train_epoch([0] * 3)
                 found[len(rows)] = [state(plot) for plot in made]
             assert is_same(found[1][2], found[2][2])
             assert is_same(found[1][2], found[3][2])
@@ -359,8 +361,8 @@ def test_an_error_or_a_nan_stays_in_its_row():
     sick[1].body.set_slot(slot, SeedStage.BLENDING, 1.0)
     sick[1].surgeon._settle(slot)
     sick[1].average.resync()
-    sick[1]._regroup()
-    one, other = Stack(sound), Stack(sick)
+    sick[1].regroup()
+    one, other = BatchedTrainer(sound), BatchedTrainer(sick)
     slot.seed = Stumbling(slot.seed)
     with torch.no_grad():
         sick[2].body.model.head.bias[0] = torch.nan
@@ -377,7 +379,7 @@ def test_an_error_or_a_nan_stays_in_its_row():
 
 def test_whoever_holds_a_tensor_of_a_plot_sees_it_learn():
     made = plots(task("pixels"))
-    stack = Stack(made)
+    stack = BatchedTrainer(made)
     held = [t for plot in made for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
     before = [t.detach().clone() for t in held]
     stack.train_epoch([0] * 3)
@@ -391,14 +393,14 @@ def test_augmented_images_are_those_of_the_loop():
     base = task("pixels")
     augmented = replace(base, augment=True, data=replace(base.data, black=(0.0, 0.0)))
     one, other = plots(augmented), plots(augmented)
-    stack = Stack(other)
+    stack = BatchedTrainer(other)
     stack.train_epoch([3] * 3)
     for e, plot in enumerate(one):
         torch.testing.assert_close(stack.result(e), plot.train_epoch(3))
 
 
 def test_the_callers_luck_is_left_alone():
-    stack = Stack(plots(task("mlp")))
+    stack = BatchedTrainer(plots(task("mlp")))
     before = torch.get_rng_state()
     stack.train_epoch([0] * 3)
     assert torch.equal(before, torch.get_rng_state())
@@ -417,9 +419,9 @@ def test_a_host_that_cannot_be_widened_is_left_to_the_loop():
         for plot in made:
             plot.body.model.pools[0] = odd
     with pytest.raises(ConfigError, match="do not answer as they do one by one"):
-        Stack(mixing)
+        BatchedTrainer(mixing)
     with pytest.raises(ConfigError, match="PReLU"):
-        Stack(unknown)
+        BatchedTrainer(unknown)
 
 
 def test_a_host_whose_output_hides_that_it_mixes_is_found_out():
@@ -428,7 +430,7 @@ def test_a_host_whose_output_hides_that_it_mixes_is_found_out():
         plot.body.model.pools[0] = Mixing()
         nn.init.zeros_(plot.body.model.head.weight)
     with pytest.raises(ConfigError, match="some feel what others see"):
-        Stack(made)
+        BatchedTrainer(made)
 
 
 def test_what_a_stack_cannot_do_is_said():
@@ -444,7 +446,7 @@ def test_what_a_stack_cannot_do_is_said():
         assert why in cannot(made)
         assert choose(made) == "loop"
         with pytest.raises(ConfigError, match=why):
-            Stack(made)
+            BatchedTrainer(made)
 
 
 def test_choosing_leaves_the_plots_as_they_are():

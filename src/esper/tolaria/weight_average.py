@@ -40,8 +40,7 @@ class WeightAverage:
     @torch.no_grad()
     def update(self) -> None:
         self.updates += 1
-        decay = min(self.decay, (1 + self.updates) / (10 + self.updates))
-        torch._foreach_lerp_(self.average, self.params, 1.0 - decay)
+        torch._foreach_lerp_(self.average, self.params, averaging_rate(self.decay, self.updates))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -55,3 +54,8 @@ class WeightAverage:
     def _swap(self) -> None:
         for p, a in zip(self.params, self.average, strict=True):
             p.data, a.data = a.data, p.data
+
+
+def averaging_rate(decay: float, updates: int) -> float:
+    """How far the average moves towards the weights on its n-th update: faster during the warm-up."""
+    return 1.0 - min(decay, (1 + updates) / (10 + updates))

@@ -1,0 +1,247 @@
+"""One network that grows: body, optimiser, structural changes, shadow pass, clipping, gradient sampling, averaging.
+
+    network = GrowingNetwork(body, optimizer, incubation="shadow", ema_decay=0.98)
+    network.apply_effects(effects, table)                  # build, drop or commit seeds; move their parameters
+    train_epoch(network, batches, shadow_every=2)          # the training epoch of a growing network
+    network.evaluate(batches, score)                       # every on/off configuration, on the averaged weights
+
+Each of these steps is implemented here and nowhere else. `Engine` holds one `HostNetwork` per environment,
+`esper.Grower` wraps one `GrowingNetwork` for a loop that belongs to the user, and `BatchedTrainer` runs the same
+`train_epoch` over several networks at once.
+
+Legend: E environments, S slots.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from esper.kasmina.blueprints import seeded
+from esper.kasmina.body import Body, Incubation
+from esper.kasmina.gradients import GradientMeter, GradientStats, gradient_norms
+from esper.kasmina.lifecycle import Effect, EffectKind
+from esper.kasmina.slot import Slot
+from esper.kasmina.surgery import Surgeon, clip_separately
+from esper.leyline.slot_table import Floats, SlotTable
+from esper.leyline.stages import SeedStage
+from esper.tolaria.coalitions import Coalitions, Measured, Score, evaluate
+from esper.tolaria.weight_average import WeightAverage
+
+Norms = TypeVar("Norms")
+
+
+class EpochSteps(Protocol[Norms]):
+    """The steps of a training batch, in the order in which `train_epoch` calls them."""
+
+    def zero_grad(self) -> None:
+        """Clear the gradients of host and seeds."""
+        ...
+
+    def forward_backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Run the main pass; return mean loss and accuracy, detached and still on the device."""
+        ...
+
+    def shadow_backward(self, x: Tensor, y: Tensor) -> None:
+        """Add the gradient of each TRAINING seed, computed with that seed switched on."""
+        ...
+
+    def clip(self) -> Norms:
+        """Clip the host and each growing seed separately; return the norms of their gradient tensors."""
+        ...
+
+    def gradients_due(self, batch: int) -> bool:
+        """Return whether some seed's gradient statistics are to be sampled on this batch."""
+        ...
+
+    def sample_gradients(self, norms: Norms) -> None:
+        """Store the gradient statistics of the seeds that are due and have a gradient."""
+        ...
+
+    def optimizer_step(self) -> None:
+        """Update the weights, then their average."""
+        ...
+
+
+def train_epoch(network: EpochSteps[Any], batches: Iterable[tuple[Tensor, Tensor]], *, shadow_every: int) -> Tensor:
+    """Train on every batch and return mean loss and accuracy, still on the device.
+
+    This is the only training epoch of a growing network. One network runs it by itself; a stack of equal networks
+    runs it with batched steps (`batched_training.py`).
+    """
+    total: Tensor | None = None
+    count = 0
+    for i, (x, y) in enumerate(batches):
+        network.zero_grad()
+        result = network.forward_backward(x, y)
+        if i % shadow_every == 0:
+            network.shadow_backward(x, y)
+        norms = network.clip()
+        if network.gradients_due(i):
+            network.sample_gradients(norms)
+        network.optimizer_step()
+        total = result if total is None else total + result
+        count += 1
+    assert total is not None, "an epoch has at least one batch"
+    return total / count
+
+
+class GrowingNetwork:
+    """A body, its optimiser and everything that must follow when its structure changes.
+
+    rng_seed         the seed that newborn weights are drawn from
+    incubation       how a TRAINING seed learns: "shadow" or "straight_through"
+    gradient_stride  batches between samples of gradient statistics
+    ema_decay        decay of the weight average that quality is measured on; None measures the raw weights
+    max_norm         limit of the gradient norm of the host and of each growing seed
+    seed_options     options of the optimiser's group for seeds, such as lr
+    """
+
+    def __init__(
+        self,
+        body: Body,
+        optimizer: Optimizer,
+        *,
+        rng_seed: int = 0,
+        incubation: Incubation = "shadow",
+        gradient_stride: int = 10,
+        ema_decay: float | None = None,
+        max_norm: float = float("inf"),
+        **seed_options: Any,
+    ) -> None:
+        self.surgeon = Surgeon(body, optimizer, seed=rng_seed, **seed_options)
+        self.body, self.optimizer, self.max_norm = body, optimizer, max_norm
+        body.incubation = incubation
+        self.average = None if ema_decay is None else WeightAverage(body, ema_decay)
+        self.meter = GradientMeter(gradient_stride)
+        self.unsampled: set[str] = set()
+        """Slots whose seed's gradients are due to be sampled."""
+        self.surgeon.on_change.append(self._forget_gradients)
+        self.regroup()
+
+    @property
+    def slot_names(self) -> list[str]:
+        return self.surgeon.names
+
+    @property
+    def host_size(self) -> int:
+        """Number of parameters of the host, without seeds."""
+        return self._host_size
+
+    @property
+    def params(self) -> int:
+        """Number of parameters of host, seeds and gates, frozen ones included."""
+        return sum(p.numel() for p in self.body.parameters())
+
+    # -- structure
+
+    def apply_effects(self, effects: Sequence[Effect], table: SlotTable, env: int = 0) -> None:
+        """Build, drop and commit seeds as the rules decided, and let optimiser, average and slots follow."""
+        self.surgeon.carry_out(list(effects), table, env)
+        changed = any(effect.env == env for effect in effects)
+        if changed and self.average is not None:
+            self.average.resync()
+        if changed or self._stages != [slot.stage for slot in self.body.slots.values()]:
+            self.regroup()
+
+    def regroup(self) -> None:
+        """Recompute what depends on the stages: the host with its fossils is one group, each growing seed another."""
+        self._stages = [slot.stage for slot in self.body.slots.values()]
+        host = list(self.body.model.parameters())
+        self._host_size = sum(p.numel() for p in host)
+        self.growing: dict[str, list[nn.Parameter]] = {}
+        for name, slot in self.body.slots.items():
+            params = list(slot.parameters())
+            if slot.stage == SeedStage.FOSSILIZED:
+                host += params
+            elif params:
+                self.growing[name] = params
+        self.clip_groups = [host, *self.growing.values()]
+        self.sizes = {name: sum(p.numel() for p in params) for name, params in self.growing.items()}
+        self.has_learner = bool(self.body.training_slots) and self.body.incubation == "shadow"
+
+    def _forget_gradients(self, effect: Effect, slot: Slot) -> None:
+        """Statistics of one seed say nothing about the next one in its slot."""
+        if effect.kind in (EffectKind.BUILD, EffectKind.DROP):
+            self.meter.forget(slot.name)
+            self.unsampled.discard(slot.name)
+
+    # -- the steps of a training batch that every loop needs
+
+    def zero_grad(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def clip(self) -> list[Tensor]:
+        """Clip each group to `max_norm`; return the norm of every gradient tensor, group by group."""
+        return clip_separately(self.clip_groups, self.max_norm)
+
+    def gradients_due(self, batch: int) -> bool:
+        """Every `gradient_stride` batches each growing seed is due, until it has a gradient.
+
+        A TRAINING seed has none on batches without a shadow pass.
+        """
+        if self.meter.due(batch):
+            self.unsampled = set(self.growing)
+        return bool(self.unsampled)
+
+    def sample_gradients(self, norms: Sequence[Tensor] | None = None, scale: Tensor | None = None) -> None:
+        """Sample the seeds that are due; `norms` as `clip` returns them, `scale` of a gradient scaler."""
+        host, *seeds = [gradient_norms(group) for group in self.clip_groups] if norms is None else norms
+        pairs = zip(self.growing, seeds, strict=True)
+        found = {name: each for name, each in pairs if name in self.unsampled and each.numel()}
+        if scale is not None:
+            host, found = host / scale, {name: each / scale for name, each in found.items()}
+        if found:
+            self.unsampled -= found.keys()
+            self.meter.take(host, found, self.host_size, self.sizes)
+
+    def optimizer_step(self) -> None:
+        self.optimizer.step()
+        if self.average is not None:
+            self.average.update()
+
+    # -- measuring
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """Within the context the body has its averaged weights, if an average is kept."""
+        return nullcontext() if self.average is None else self.average.applied()
+
+    def evaluate(self, batches: Iterable[tuple[Any, Any]], score: Score, **options: Any) -> Coalitions:
+        """Score every configuration of the live seeds; options as of `coalitions.evaluate`."""
+        with self.averaged():
+            return evaluate(self.body, batches, score, **options)
+
+    def write_scores(self, table: SlotTable, env: int, measured: Measured) -> Floats:
+        """Write committed quality and prospects to the table; return contributions and standard errors [2, S]."""
+        worth: Floats = np.full((2, len(self.slot_names)), np.nan)
+        table.committed_quality[env] = measured.committed
+        for s, name in enumerate(self.slot_names):
+            if name in measured.contribution:
+                worth[:, s] = measured.contribution[name]
+            if name in measured.prospect:
+                table.prospect[env, s], table.prospect_se[env, s] = measured.prospect[name]
+        return worth
+
+    def write_gradients(self, table: SlotTable, env: int, stats: dict[str, GradientStats]) -> None:
+        """Write gradient statistics to the table; slots that were not sampled keep their last values."""
+        for name, each in stats.items():
+            at = env, self.slot_names.index(name)
+            table.grad_norm[at], table.grad_ratio[at], table.grad_health[at] = each.norm, each.ratio, each.health
+
+
+@contextmanager
+def own_generator(rng_seed: int, device: str) -> Iterator[None]:
+    """Within the context the generators of the CPU and of `device` start from `rng_seed`; restored afterwards."""
+    if torch.device(device).type != "cuda":
+        with seeded(rng_seed):
+            yield
+        return
+    with torch.random.fork_rng(devices=[device]), seeded(rng_seed), torch.cuda.device(device):
+        torch.cuda.manual_seed(rng_seed)
+        yield
