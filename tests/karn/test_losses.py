@@ -19,11 +19,12 @@ from esper.karn.watch.source import Source
 from esper.leyline.checksums import seal_json
 from esper.leyline.events import Governor, PhaseProfile, RunFinished
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import Extent
+from esper.nissa.journal import Damage, Extent, read
 from esper.nissa.losses import lost_events
-from esper.nissa.run import list_runs
+from esper.nissa.run import list_runs, read_manifest
 from esper.nissa.sinks.jsonl import JsonlSink
 from esper.recording import record, record_beside, record_on
+from tests.support.run_outcomes import TINY, esper, finished
 
 STEPS = 20
 
@@ -155,6 +156,23 @@ def test_events_lost_before_a_resume_are_still_reported(run):
     with pytest.warns(UserWarning, match="are not in the journal"), record_on(run, [20, 20]):
         pass
     assert RunSummary.of(run).losses == ["10 events of rank 0 missing"]
+
+
+@pytest.mark.slow
+def test_counts_of_real_ranks_are_right_after_a_resume_with_other_workers(tmp_path):
+    run = tmp_path / "run"
+    for args in (["--out", run, *TINY, "--rounds", "2", "--workers", "2"], ["--resume", run, "--rounds", "4",
+                 "--workers", "3", "--no-compare"]):  # fmt: skip
+        finished(esper("train", *args))
+        damage = Damage()
+        for _ in read(run, damage):
+            pass
+        written = {str(rank): {"events": extent.next_seq} for rank, extent in damage.extents().items()}
+        assert read_manifest(run)["journal"] == written
+        assert len(written) == int(args[args.index("--workers") + 1])
+        assert RunSummary.of(run).losses == []
+    (run / "events" / "rank2-00000.jsonl").unlink()
+    assert RunSummary.of(run).losses == [f"{written['2']['events']} events of rank 2 missing"]
 
 
 @pytest.mark.parametrize(

@@ -124,7 +124,7 @@ def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | No
         )
         console.print(Text(about))  # wrapped between words
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
-        with stoppable("ending after this epoch; once more leaves at once") as stop:
+        with stoppable("ending after this epoch; once more leaves at once", run.hub.stop_waiting) as stop:
             keeper = Keeper(run, settings, exact)
             show = partial(progress, console)
             scene = Scene(run, task, data, settings.seed, config, level, keeper, stop, show)

@@ -117,12 +117,17 @@ class Keeper:
         self._ended, self._cost_s = -math.inf, 0.0
 
     def keep(self, name: str, state: Callable[[], dict[str, Any]], *, always: bool = False) -> None:
-        """Write a checkpoint of this name if one is due. The journal is flushed first, so that it has no hole."""
+        """Write a checkpoint of this name if one is due. The journal is flushed first, so that it has no hole.
+
+        While it cannot be flushed, a checkpoint is put off, unless `always` is set.
+        """
         start = time.monotonic()
         if name == self.last or not (always or (start - self._ended) * CHECKPOINT_SHARE >= self._cost_s):
             return
         self.run.directory.must_be_there()  # a directory that is gone is not made again
-        self.run.hub.flush()
+        if not self.run.hub.flush() and not (always or self.run.hub.has_lost):
+            warnings.warn("the journal cannot be flushed to disk; this checkpoint is put off", stacklevel=2)
+            return
         kept = Kept(
             settings=self.settings, exact=self.exact, next_seq=self.run.hub.next_seq, env_steps=self.run.env_steps
         )

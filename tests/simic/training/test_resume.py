@@ -471,3 +471,21 @@ def test_a_run_whose_updates_go_wrong_keeps_every_round_it_still_ends(tmp_path: 
     learner.ppo.bad_in_a_row = 1
     keeper.keep(learner, env.ground)
     assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000", "round-000000"]
+
+
+def test_checkpoint_is_put_off_while_the_journal_cannot_be_flushed(tmp_path: Path) -> None:
+    class Unflushable:
+        next_seq = 0
+
+        def wants(self, kind: type) -> bool:
+            return False
+
+        def emit(self, event: object) -> None: ...
+
+        def flush(self) -> bool:
+            return False
+
+    with pytest.warns(UserWarning, match="this checkpoint is put off"):
+        train_ppo_vectorized(SIM, Unflushable(), directory=tmp_path)  # type: ignore[arg-type]
+    names = Checkpoints(tmp_path / "checkpoints").names()
+    assert names == [f"round-{SIM.rounds:06d}"]  # only the last one, which no later one could replace
