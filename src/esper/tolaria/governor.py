@@ -193,7 +193,7 @@ class Snapshot:
         averages = dict(zip(average.params, average.average, strict=True))
         tensors = [*params, *(b for module in kept for b in module.buffers()), *(averages[p] for p in params)]
         tensors += state_tensors(optimizer, params)
-        if not bool(largest(tensors).isfinite()):
+        if not bool(largest(tensors).isfinite()):  # sync: once per snapshot
             raise TrainingError("weights, statistics of norms or optimiser state are not finite: no snapshot is taken")
         options = [_options(group) for group in optimizer.param_groups]
         if len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True)):
