@@ -1,8 +1,8 @@
-"""A module's code, widened: called with the weights of R such modules, it answers as all of them.
+"""Batched modules: run one module's forward code once with the weights of R modules of the same structure.
 
-The code runs once for all, on features that lie side by side: maps [B, R·C, H, W], vectors [B, R, D]. Only the modules
-with weights are told to keep the rows apart (`RULES`). At a slot of a host the rows part: seeds of one kind go through
-the widened code of their kind, any other through the very module it is.
+Features of all rows are concatenated: maps [B, R·C, H, W], vectors [B, R, D]. Layers with weights are replaced by
+batched versions that compute each row with its own weights (`RULES`). At a slot of a host the rows are separated: seeds
+of the same kind run through one batched module, any other seed runs by itself.
 
 Legend: R rows (hosts or seeds in one pass), B samples, C channels, D features.
 """
@@ -26,11 +26,11 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
 
 Member = tuple[int, Slot]
-"""A row and the slot that lives there."""
+"""A row (environment) and one of its slots."""
 
 
 class Code:
-    """A module of which the layers with weights keep R rows apart; the rest runs as it is."""
+    """A module whose layers with weights compute R rows separately; all other layers run unchanged."""
 
     def __init__(self, module: nn.Module) -> None:
         self.module = module
@@ -43,31 +43,31 @@ class Code:
         self.rows = 0
 
     def apart(self, h: Tensor) -> Tensor:
-        """[B, R, C, …]: vectors come so from a linear layer, and side by side from elsewhere."""
+        """Return features as [B, R, C, …]: linear layers return vectors so, other layers concatenate the rows."""
         return h if h.dim() == 3 else h.unflatten(1, (self.rows, -1))
 
 
 class Wide(Code):
-    """A host's code, widened."""
+    """The batched module of a host."""
 
     def __init__(self, host: Body) -> None:
         body = copy.deepcopy(host)
         for name, slot in body.slots.items():
             slot.uproot()
-            slot.seed = nn.Identity()  # its hook asks `forward` only if something lives here
+            slot.seed = nn.Identity()  # the slot's hook calls `forward` only if it has a seed
             slot.forward = partial(self._at_slot, name)  # type: ignore[method-assign]
         super().__init__(body.model)
-        self.felt: dict[str, list[list[Member]]] = {}  # slot → groups of what lives there
+        self.felt: dict[str, list[list[Member]]] = {}  # slot → groups of seeds that run together
         self.kinds: dict[Slot, Hashable] = {}
         self.seeds: dict[Hashable, WideSeed | None] = {}
         self.errors: dict[Slot, Exception] = {}
 
     def begin(self) -> None:
-        """An epoch: seeds may be others than before, and no error is known."""
+        """Start an epoch: discard the kinds of the previous epoch's seeds and its errors."""
         self.kinds, self.errors = {}, {}
 
     def __call__(self, tensors: dict[str, Tensor], felt: Iterable[Member], x: Tensor) -> Tensor:
-        """Outputs [R, B, V] of inputs [R, B, …]; `felt` are the seeds on the way, by row."""
+        """Return the outputs [R, B, V] of inputs [R, B, …]; `felt` lists the seeds that take part, by row."""
         self.tensors, self.rows, self.felt = tensors, len(x), {}
         groups: dict[Hashable, list[Member]] = {}
         for row, slot in felt:
@@ -79,7 +79,7 @@ class Wide(Code):
         return output.transpose(0, 1)
 
     def _kind(self, slot: Slot, batch: int) -> Hashable:
-        """What seeds must have in common to go through a slot together; one of its own for a seed that goes alone."""
+        """Return a key that is equal for seeds that run together; the slot itself for a seed that runs alone."""
         if slot not in self.kinds:
             kind = batch, kind_of(slot)
             if kind not in self.seeds:
@@ -88,7 +88,7 @@ class Wide(Code):
         return self.kinds[slot]
 
     def _at_slot(self, name: str, h: Tensor, training: bool = False) -> Tensor:
-        """Send each row that holds a seed through it; an error is that row's alone."""
+        """Run each row through its seed, if it has one. An error is stored for that row and does not affect others."""
         if name not in self.felt:
             return h
         is_map = h.dim() == 4
@@ -104,7 +104,8 @@ class Wide(Code):
             return torch.stack(rows).permute(2, 0, 1)
         y = torch.cat(rows).transpose(0, 1)
         as_planes = h.transpose(0, 1).is_contiguous()
-        return y if as_planes else y.contiguous(memory_format=torch.channels_last)  # a sum rounds by how its terms lie
+        # the memory format is that of h, because the rounding of sums depends on it
+        return y if as_planes else y.contiguous(memory_format=torch.channels_last)
 
     def _through(self, group: list[Member], seen: list[Tensor]) -> Iterable[Tensor | Exception]:
         seeds = self.seeds.get(self.kinds[group[0][1]])
@@ -124,13 +125,13 @@ def _alone(slot: Slot, h: Tensor) -> Tensor | Exception:
 
 
 class WideSeed(Code):
-    """Seeds of one kind as one. At least two rows: with one, some kernels round otherwise than with several."""
+    """The batched module of seeds of one kind. It runs at least two rows, since some kernels round one differently."""
 
     @classmethod
     def of(cls, slot: Slot, batch: int) -> WideSeed | None:
-        """The widened code of this slot's seed, if it can be widened: tried on weights by chance.
+        """Return the batched module of this slot's seed, or None if it cannot be batched; tested on random weights.
 
-        Only of modules that are known to keep rows apart to the last bit, at sizes where they do.
+        Accepted are only modules whose rows are bit-identical to single ones, at sizes for which that holds.
         """
         seed = slot.seed
         assert seed is not None
@@ -162,7 +163,7 @@ class WideSeed(Code):
         return together.shape == alone.shape and torch.allclose(together, alone, rtol=1e-3, atol=1e-4)
 
     def __call__(self, slots: Sequence[Slot], seen: list[Tensor]) -> Iterable[Tensor]:
-        """What the slots make of their features [B, …] each, as each would by itself."""
+        """Return the output of each slot for its features [B, …], equal to what the slot returns by itself."""
         count, first = len(slots), slots[0]
         each: list[list[Tensor]] = [list(slot.seed.parameters()) for slot in slots if slot.seed is not None]
         if count == 1:
@@ -200,13 +201,13 @@ class WideSeed(Code):
 
 
 APART = (nn.Sequential, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
-"""Modules without weights that treat every number by itself."""
+"""Modules without weights that are elementwise or containers."""
 ALIGNED = 16
-"""Bytes. A product of matrices that begin elsewhere rounds by where they begin, so by a row's place among others."""
+"""Alignment in bytes. The rounding of a product of unaligned matrices depends on the row's position in the batch."""
 
 
 def rounds_alike(seed: nn.Module, shape: Sequence[int], batch: int) -> bool:
-    """Whether a row of this seed rounds the same in any place."""
+    """Return whether a row of this seed rounds the same at every position in the batch."""
     samples = batch * math.prod(shape[1:])
     products = [m for m in seed.modules() if isinstance(m, nn.Linear) or _is_product(m)]
     weights = [p for m in products for n, p in m.named_parameters() if n == "weight"]
@@ -214,12 +215,12 @@ def rounds_alike(seed: nn.Module, shape: Sequence[int], batch: int) -> bool:
 
 
 def across(each: Tensor, h: Tensor) -> Tensor:
-    """One number per row or channel, as features [B, …] take it."""
+    """Reshape one number per row or channel so that it broadcasts over features [B, …]."""
     return each.view(1, -1, *[1] * (h.dim() - 2))
 
 
 def kind_of(slot: Slot) -> Hashable:
-    """Seeds that share it differ in their weights alone."""
+    """Return a key that is equal for seeds that differ only in their weights."""
     assert slot.seed is not None
     code = tuple((type(m), m.extra_repr()) for m in slot.seed.modules())
     shapes = tuple(p.shape for p in slot.seed.parameters())
@@ -227,21 +228,21 @@ def kind_of(slot: Slot) -> Hashable:
 
 
 def is_straight(slot: Slot) -> bool:
-    """Whether it learns in the main pass, which another formula does."""
+    """Return whether the seed learns straight-through in the main pass, which uses another formula."""
     return slot.stage < SeedStage.BLENDING and slot.incubating
 
 
-# -- rules: one module, R hosts. Maps are best kept as planes, [R·C, B, H, W] in memory.
+# -- rules: the batched forward of each type of layer. Maps are fastest as [R·C, B, H, W] in memory ("planes").
 
 
 def _linear(wide: Code, name: str, m: nn.Linear, x: Tensor) -> Tensor:
-    """Features before samples, [R, O, B]: so the gradient of the weights comes out as they lie."""
+    """Compute [R, O, B], features before samples, so that the weights' gradient has their memory layout."""
     x, weight = wide.apart(x).permute(1, 2, 0), wide.tensors[name + "weight"]
     bias = wide.tensors.get(name + "bias")
     if bias is None:
         return torch.bmm(weight, x).permute(2, 0, 1)
     y = torch.baddbmm(bias[..., None], weight, x)
-    if y.requires_grad:  # summed over samples, a gradient that lies otherwise rounds by how many rows there are
+    if y.requires_grad:  # the bias gradient is a sum whose rounding, if not contiguous, depends on the number of rows
         y.register_hook(Tensor.contiguous)
     return y.permute(2, 0, 1)
 
@@ -259,7 +260,7 @@ def _convolve(wide: Code, name: str, m: nn.Conv2d, x: Tensor) -> Tensor:
 
 
 def _is_product(m: nn.Module) -> bool:
-    """A convolution that is a product of matrices."""
+    """Return whether a module is a convolution that equals a product of matrices: 1×1, without bias or groups."""
     if not isinstance(m, nn.Conv2d) or m.bias is not None:
         return False
     return m.kernel_size == m.stride == (1, 1) and m.padding == (0, 0) and m.groups == 1
@@ -268,7 +269,7 @@ def _is_product(m: nn.Module) -> bool:
 def _normalise(wide: Code, name: str, m: nn.BatchNorm2d, x: Tensor) -> Tensor:
     if m.training:
         wide.tensors[name + "num_batches_tracked"] += 1
-    # contiguous: torch's gradient reads the weight of one channel each as if it were
+    # contiguous: the backward of batch_norm reads the weights as if they were
     each = [wide.tensors[name + n].flatten().contiguous() for n in ("running_mean", "running_var", "weight", "bias")]
     act = partial(F.batch_norm, training=m.training, momentum=m.momentum or 0.0, eps=m.eps)
     planes = x.transpose(0, 1)
@@ -278,7 +279,7 @@ def _normalise(wide: Code, name: str, m: nn.BatchNorm2d, x: Tensor) -> Tensor:
 
 
 def _pool(wide: Code, name: str, m: nn.MaxPool2d, x: Tensor) -> Tensor:
-    """Channels and samples are all one to a pool."""
+    """Pool the planes where that saves a copy: channels and samples are both batch dimensions to a pool."""
     planes = x.transpose(0, 1)
     return type(m).forward(m, planes).transpose(0, 1) if planes.is_contiguous() else type(m).forward(m, x)
 

@@ -1,13 +1,13 @@
-"""Batched training: E equal hosts as one wide host, for hosts so small that calling torch outweighs the arithmetic.
+"""Batched training of E equal hosts in one pass, for hosts so small that the overhead of torch calls dominates.
 
     trainer = BatchedTrainer(networks)
-    trainer.train_epoch(steps)      # what `network.train_epoch(step)` does, for all networks at once
-    trainer.result(env)             # mean loss and accuracy of one network, or the error it raised
+    trainer.train_epoch(steps)      # as `network.train_epoch(step)`, for all networks at once
+    trainer.result(env)             # mean loss and accuracy of one network; raises the error of its epoch
 
-The host's own code runs once for all hosts, widened (`batched_modules.py`). Whether this gives the same result is
-tested when the trainer is built; hosts that cannot be widened are left to the loop. Host weights are one matrix [E, N]
-during an epoch: gathered from the networks before, written back into their own tensors after. The numbers of one
-environment do not depend on the seeds of another.
+The host's forward code runs once for all hosts, with batched layers (`batched_modules.py`). The constructor tests that
+the outputs are the same and raises ConfigError otherwise. During an epoch the host weights are one matrix [E, N]:
+copied from the networks before it, written back into their tensors after it. The results of one environment do not
+depend on the seeds of another.
 
 Legend: E environments, N host parameters, B samples.
 """
@@ -41,18 +41,18 @@ if TYPE_CHECKING:
 
 Strategy = Literal["loop", "stacked", "auto"]
 OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")
-"""What SGD is told of a parameter."""
+"""Options of an SGD parameter group."""
 TRIAL_BATCHES, TRIALS = 4, 4
 BatchNorms = tuple[Tensor, dict[nn.Parameter, Tensor]]
 """Gradient norms of the hosts with their fossils [E], and of every seed tensor."""
 WORTH_IT = 0.4
-"""The stack is chosen if bare hosts take at most this share of the loop's time. A lone TRAINING seed costs the loop one
-host's shadow pass and the stack that of all: measured, hosts that gain 1.8× bare lose (0.6×) with learners in 3 slots,
-hosts that gain 3.4× do not."""
+"""Batched training is chosen if hosts without seeds take at most this share of the loop's time. A single TRAINING seed
+costs the loop one host's shadow pass, and batched training that of all hosts. Measured: hosts that are 1.8× faster
+without seeds are slower (0.6×) with TRAINING seeds in 3 slots; hosts that are 3.4× faster without seeds are not."""
 
 
 class BatchedTrainer:
-    """Trains networks of one task side by side. It keeps nothing between epochs but the host's code."""
+    """Trains networks of one task in one pass. Between epochs it keeps only the batched host module."""
 
     def __init__(self, networks: Sequence[HostNetwork]) -> None:
         self.networks, self.task, self.config, self.data = (
@@ -73,7 +73,7 @@ class BatchedTrainer:
 
     @torch.no_grad()
     def _try(self) -> None:
-        """Widened, the hosts must answer as they do one by one, and none feel what another sees."""
+        """Raise unless batched outputs equal those of single hosts, and no host's output depends on another's input."""
         rows, samples = len(self.networks), self.data.train.x
         epoch = BatchedEpoch(self, [0] * rows)
         x = samples[torch.arange(3 * rows) % len(samples)].unflatten(0, (rows, 3))
@@ -93,11 +93,11 @@ class BatchedTrainer:
             raise ConfigError("widened, some feel what others see")
 
     def train_epoch(self, steps: Sequence[int]) -> None:
-        """One epoch of every network; whatever goes wrong is said by `result`."""
+        """Train one epoch of every network. Errors are stored and raised by `result`."""
         self.errors, self.results = {}, torch.zeros(len(self.networks), 2, device=self.config.device)
         self.wide.begin()
         try:
-            with seeded(derive_seed(self.networks[0].world, "stack", steps[0])):  # leaves the caller's luck as it was
+            with seeded(derive_seed(self.networks[0].world, "stack", steps[0])):  # restores the caller's generator
                 epoch = BatchedEpoch(self, steps)
                 self.results = epoch.run()
                 epoch.write_back()
@@ -110,7 +110,7 @@ class BatchedTrainer:
         self.errors.update({owner[slot]: error for slot, error in self.wide.errors.items()})
 
     def _train_alone(self, e: int, network: HostNetwork, step: int) -> None:
-        """A network whose seeds may do anything, by the loop; in the stack its row ran as if it were without them."""
+        """Train a network by itself because its seeds cannot be batched; its row of the batch ran without seeds."""
         self.errors.pop(e, None)
         try:
             self.results[e] = network.train_epoch(step)
@@ -118,14 +118,14 @@ class BatchedTrainer:
             self.errors[e] = error
 
     def result(self, env: int) -> Tensor:
-        """Mean loss and accuracy of one environment's epoch, still on the device."""
+        """Return mean loss and accuracy of one environment's epoch, still on the device; raise its error, if any."""
         if env in self.errors:
             raise self.errors[env]
         return self.results[env]
 
 
 class BatchedEpoch:
-    """The hosts' weights as a matrix, and the seeds of all networks in one list."""
+    """One epoch: the hosts' weights as a matrix, and the seeds of all networks in one list."""
 
     def __init__(self, trainer: BatchedTrainer, steps: Sequence[int]) -> None:
         self.trainer, self.networks, self.steps = trainer, trainer.networks, steps
@@ -162,13 +162,13 @@ class BatchedEpoch:
             groups.setdefault(options[p], []).append(p)
         self.groups = [(dict(zip(OPTIONS, key, strict=True)), params) for key, params in groups.items()]
         self.momenta: dict[Tensor, Tensor] = {}
-        if state:  # the very buffers that the seeds' own optimisers hold
+        if state:  # the seeds' buffers are those of their networks' optimisers, not copies
             self.momenta = {self.weights: self.matrices[2]} | {p: state[p]["momentum_buffer"] for p in self.seeds}
 
     def _list_seeds(self) -> None:
         self.seeds: list[nn.Parameter] = []
         self.seed_rows: list[int] = []
-        self.clip_group: dict[nn.Parameter, int] = {}  # 0…E-1 are the hosts with their fossils, then each growing seed
+        self.clip_group: dict[nn.Parameter, int] = {}  # 0…E-1: the hosts with their fossils; then one per growing seed
         self.growing: list[tuple[int, str, list[nn.Parameter]]] = []  # row, slot, parameters
         self.felt: list[tuple[int, Slot]] = []
         self.learners: dict[str, list[tuple[int, Slot]]] = {}
@@ -190,7 +190,7 @@ class BatchedEpoch:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Into the networks' own tensors: whoever refers to them sees what was learnt."""
+        """Copy the trained values into the networks' own tensors, so that references to them stay valid."""
         known, many = self.known, len(self.sizes)
         for own, matrix in zip(self.own, self.matrices, strict=True):
             to = [t for e in known for t in own[e * many : (e + 1) * many]]
@@ -202,7 +202,10 @@ class BatchedEpoch:
             self.networks[e].average.updates += self.trainer.task.batches_per_epoch
 
     def tensors(self, *, forgetful: bool = False) -> dict[str, Tensor]:
-        """Parameters and buffers of the hosts, rows first; a pass with copies of the buffers leaves no trace."""
+        """Return parameters and buffers of the hosts, [E, …] each. If `forgetful`, buffers are copies.
+
+        A shadow pass uses copies, so that it does not change the statistics of norms.
+        """
         pieces = zip(self.names, self.weights.split(self.sizes, 1), self.shapes, strict=True)
         buffers = {n: b.clone() for n, b in self.buffers.items()} if forgetful else self.buffers
         return {n: c.view(-1, *s) for n, c, s in pieces} | buffers
@@ -218,10 +221,12 @@ class BatchedEpoch:
     # -- the steps of a training batch: see `EpochSteps`
 
     def zero_grad(self) -> None:
+        """Clear the gradients of all hosts and seeds."""
         for p in (self.weights, *self.seeds):
             p.grad = None
 
     def forward_backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Run the main pass of all networks; return mean losses and accuracies [E, 2]."""
         output = self.trainer.wide(self.tensors(), self.felt, x)
         losses = mean_losses(output, y)
         losses.sum().backward()
@@ -229,15 +234,18 @@ class BatchedEpoch:
         return torch.stack([losses.detach(), correct], 1)
 
     def shadow_backward(self, x: Tensor, y: Tensor) -> None:
+        """Add the gradients of the TRAINING seeds, one pass per slot that holds any."""
         if self.trainer.config.incubation == "shadow":
             for learners in self.learners.values():
                 self._teach(learners, x, y)
 
     def gradients_due(self, batch: int) -> bool:
-        due = [network.gradients_due(batch) for network in self.networks]  # not lazily: each notes what is due
+        """Return whether some network has a seed whose gradients are to be sampled on this batch."""
+        due = [network.gradients_due(batch) for network in self.networks]  # call all: each records which seeds are due
         return any(due)
 
     def sample_gradients(self, norms: BatchNorms) -> None:
+        """Let each network sample the seeds that are due."""
         hosts, each = norms
         for e in self.known:
             network = self.networks[e]
@@ -245,12 +253,13 @@ class BatchedEpoch:
             network.sample_gradients([hosts[e], *(torch.stack(n) if n else hosts.new_zeros(0) for n in seeds)])
 
     def optimizer_step(self) -> None:
+        """Update the weights of all networks, then their averages."""
         self._descend()
         self._update_average(self.batch)
         self.batch += 1
 
     def _minibatches(self) -> Iterator[tuple[Tensor, Tensor]]:
-        """The networks' minibatches, rows first."""
+        """Yield the networks' minibatches, [E, B, …] each."""
         task, data, rows = self.trainer.task, self.trainer.data, len(self.networks)
         each = list(zip(self.networks, self.steps, strict=True))
         if task.augment:
@@ -263,9 +272,9 @@ class BatchedEpoch:
             yield x.unflatten(0, (rows, -1)), y.unflatten(0, (rows, -1))
 
     def _teach(self, learners: list[tuple[int, Slot]], x: Tensor, y: Tensor) -> None:
-        """The shadow pass of the TRAINING seeds of one slot: see `Body.shadow_backward`.
+        """Run the shadow pass of the TRAINING seeds of one slot: see `Body.shadow_backward`.
 
-        All rows take part, learners or not: a kernel's rounding may hang on how many there are.
+        All rows take part, with or without such a seed: rounding in a kernel may depend on the number of rows.
         """
         with ExitStack() as shadows:
             for _, slot in learners:
@@ -276,13 +285,13 @@ class BatchedEpoch:
             if not lessons:
                 return
             grads = torch.autograd.grad(mean_losses(output, y).sum(), [*params, *lessons], allow_unused=True)
-        for p, g in zip(params, grads, strict=False):  # the lessons' own are not wanted
+        for p, g in zip(params, grads, strict=False):  # the features' own gradients are not needed
             if g is not None:
-                p.grad = torch.empty_like(p).copy_(g)  # laid out as p is: fused SGD reads both as they lie in memory
+                p.grad = torch.empty_like(p).copy_(g)  # same memory layout as p: fused SGD ignores strides
 
     @torch.no_grad()
     def clip(self) -> BatchNorms:
-        """Clip as `clip_separately` does, for all networks at once."""
+        """Clip as `clip_separately` does, for all networks at once; return the norms before clipping."""
         most = self.trainer.task.clip
         host = self.weights.grad
         assert host is not None
@@ -305,14 +314,14 @@ class BatchedEpoch:
 
     @torch.no_grad()
     def _descend(self) -> None:
-        """A step of SGD, with the momenta of the networks' own optimisers."""
+        """Run one SGD step with the momentum buffers of the networks' own optimisers."""
         for options, params in self.groups:
             moved = {p: p.grad for p in params if p.grad is not None}
             momenta = [self.momenta.get(p) for p in moved]
             sgd([*moved], [*moved.values()], momenta, has_sparse_grad=False, fused=True, **options)
 
     def _average_rates(self, batches: int) -> list[list[float]]:
-        """How far each network's average moves on each batch: see `WeightAverage.update`."""
+        """Return the interpolation weight of each network's average on each batch: see `WeightAverage.update`."""
         averages = [network.average for network in self.networks]
         return [[averaging_rate(a.decay, a.updates + i) for a in averages] for i in range(1, batches + 1)]
 
@@ -326,8 +335,10 @@ class BatchedEpoch:
 
 
 def is_known(network: HostNetwork) -> bool:
-    """Whether all its seeds do nothing but answer, in the host's precision: modules of torch or ours, without memory,
-    chance or hooks."""
+    """Return whether all seeds of a network can be batched.
+
+    They must be modules of torch or Esper in the host's dtype and device, without buffers, dropout or hooks.
+    """
     host = next(network.body.model.parameters())
     return not any(
         isinstance(m, _DropoutNd) or m._buffers or m._forward_hooks or m._forward_pre_hooks or m._backward_hooks
@@ -340,7 +351,7 @@ def is_known(network: HostNetwork) -> bool:
 
 @contextmanager
 def _shadowed(slot: Slot) -> Iterator[None]:
-    """`Body.shadowed`, without its care for what seeds remember: these remember nothing."""
+    """Switch the slot to its shadow pass, as `Body.shadowed` does; these seeds have no buffers to restore."""
     slot.shadow = True
     try:
         yield
@@ -349,13 +360,13 @@ def _shadowed(slot: Slot) -> Iterator[None]:
 
 
 def mean_losses(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of each row [rows]: the mean over its samples and tokens that count."""
+    """Return the cross-entropy of each row, [E]: the mean over its samples and its tokens that are not ignored."""
     each = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none", ignore_index=IGNORED)
     return each.view(len(target), -1).sum(1) / (target != IGNORED).flatten(1).sum(1)
 
 
 def cannot(networks: Sequence[HostNetwork]) -> str:
-    """Why these networks cannot be trained as one stack; nothing if they can, as far as is known without trying."""
+    """Return why these networks cannot be trained as one batch; empty if no reason is known before trying."""
     first = networks[0]
     if len(networks) < 2:
         return "there is only one"
@@ -375,10 +386,10 @@ def cannot(networks: Sequence[HostNetwork]) -> str:
 
 
 def choose(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked"]:
-    """The faster strategy, by a short measurement on fresh networks of the same worlds: these are left as they are.
+    """Return the faster strategy, measured for a few batches on new networks of the same worlds.
 
-    Measured without seeds: see `WORTH_IT`. Hosts that cannot be widened, or that come to another
-    loss, are left to the loop.
+    They have no seeds: see `WORTH_IT`. The result is "loop" if batching fails or leads to another loss. `networks` are
+    not changed.
     """
     if cannot(networks):
         return "loop"
@@ -399,5 +410,5 @@ def choose(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked"]:
                 return "loop"
     except Exception:
         return "loop"
-    loop, stacked = (min(each[1:]) for each in zip(*times, strict=True))  # the first warms up
+    loop, stacked = (min(each[1:]) for each in zip(*times, strict=True))  # the first trial is a warm-up
     return "stacked" if stacked < WORTH_IT * loop else "loop"

@@ -1,10 +1,10 @@
-"""The engine: train each of E bodies for an epoch, validate them with their coalitions, write it down.
+"""The engine: train E environments for an epoch, validate them with their coalitions, record the results.
 
     engine = Engine(task, worlds=[0, 1, 2, 3])
-    engine.step(actions)      # apply, tick, train an epoch, validate, roll back who is sick, record
+    engine.step(actions)      # apply, tick, train an epoch, validate, roll back failing environments, record
 
-Bodies are independent: a plain loop over them is the reference for anything faster. Whatever goes wrong in one of them
-is the governor's business (`governor.py`) and no other body's.
+Environments are independent: a plain loop over them is the reference for anything faster. The governor (`governor.py`)
+handles an error in one environment; the others are not affected.
 
 Legend: E environments, K configurations, N validation samples.
 """
@@ -34,12 +34,12 @@ from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task
 
 NOTHING = Coalitions((), 0, [()], torch.full((1, 1, 2), torch.nan))
-"""Stands for the coalitions of an environment that could not be validated."""
+"""The coalitions of an environment that could not be validated."""
 
 
 @dataclass(slots=True)
 class Found:
-    """What an epoch's validation found; NaN where it found nothing."""
+    """The results of one epoch's validation; NaN where nothing was measured."""
 
     envs: int
     slots: int
@@ -56,7 +56,7 @@ class Found:
 
 
 class Engine:
-    """E environments of one task, and their table."""
+    """E environments of one task and their slot table."""
 
     def __init__(
         self,
@@ -76,13 +76,13 @@ class Engine:
         wanted = self.config.strategy if len(self.networks) > 1 else "loop"
         self.strategy = choose(self.networks) if wanted == "auto" else wanted
         self.batched = BatchedTrainer(self.networks) if self.strategy == "stacked" else None
-        # fixed inputs for norms behind slots: training images, the same for every epoch and environment
+        # inputs that norms behind slots are calibrated on: the same training samples for every epoch and environment
         self.calibration = self.data.train.x[:128]
         self.judged: list[Coalitions] = []  # the last epoch's coalitions, one per environment
         self.governor = Governor(self.networks, self.table, self.config.governor, self.data.classes)
 
     def step(self, actions: Ints) -> Outcome:
-        """One decision per environment: apply, tick, train an epoch, validate, roll back who is sick, record."""
+        """Apply one action per environment, tick, train an epoch, validate, roll back failing environments, record."""
         table, governor, phases = self.table, self.governor, self.phases
         with phases("apply"):
             governor.begin(table)
@@ -104,27 +104,28 @@ class Engine:
 
     @property
     def legal(self) -> Bools:
-        """[E, O, S] the operations that are possible now."""
+        """[E, O, S] the operations that are legal now."""
         return legal(self.table, self.rules)
 
     @property
     def alarms(self) -> list[Alarm]:
-        """What the governor saw in the last step."""
+        """The governor's alarms of the last step."""
         return self.governor.alarms
 
     def apply_effects(self, effects: list[Effect]) -> None:
+        """Carry out the effects in the networks they belong to."""
         for env, network in enumerate(self.networks):
             network.apply_effects(effects, self.table, env)
 
     def _operate(self, effects: list[Effect]) -> None:
-        """Surgery under guard; what was committed is part of the next snapshot at once."""
+        """Change the structure, guarded per environment; take a new snapshot where a seed was committed."""
         for env, network in enumerate(self.networks):
             self.governor.guard(env, network.apply_effects, effects, self.table, env)
         for env in {effect.env for effect in effects if effect.kind == EffectKind.COMMIT}:
             self.governor.guard(env, self.governor.keep, env, self.table)
 
     def _train(self) -> list[Tensor | None]:
-        """An epoch of every environment: mean loss and accuracy, or None of one that failed."""
+        """Train one epoch of every environment; return mean loss and accuracy, or None for one that failed."""
         guard, steps = self.governor.guard, [int(step) - 1 for step in self.table.step]
         if self.batched is None:
             return [guard(e, network.train_epoch, steps[e]) for e, network in enumerate(self.networks)]
@@ -142,7 +143,7 @@ class Engine:
         return found
 
     def _read(self, e: int, train: Tensor, found: Found) -> None:
-        """One transfer: everything measured of an environment this epoch."""
+        """Read everything measured of one environment in this epoch, in one transfer from the device."""
         network, result = self.networks[e], found.judged[e]
         main = result.configs.index(result.main)
         parts = [train, torch.stack([-result.scores[main, :, 1].mean(), network.vital])]
@@ -157,7 +158,7 @@ class Engine:
         network.write_gradients(self.table, e, network.meter.read(flat[ends[2] :]))
 
     def _roll_back(self, e: int, found: Found) -> list[Effect]:
-        """Restore an environment, then measure what was restored: the step is paid by that."""
+        """Restore an environment and validate it again: the reward of the step is computed from the restored state."""
         governor, table, network = self.governor, self.table, self.networks[e]
         undone = governor.roll_back(e, table)
         remembered = float(table.train_loss[e])
@@ -165,12 +166,12 @@ class Engine:
         found.worth[:, e] = np.nan
         result = governor.guard(e, network.validate, self.data.val, self.calibration, self.phases)
         found.judged[e] = NOTHING if result is None else result
-        if result is not None:  # else it stands as the snapshot remembers it
+        if result is not None:  # otherwise the values recorded with the snapshot stay
             governor.guard(e, self._read, e, torch.full((2,), remembered, device=self.config.device), found)
         return undone
 
     def plant_fossils(self, env: int, structure: dict[str, tuple[str, Operator]]) -> None:
-        """Begin this environment with these seeds already part of the host: the same structure from step 0."""
+        """Build these seeds as fossils before the first step, so that the environment starts with this structure."""
         table, network = self.table, self.networks[env]
         effects = []
         for name, (blueprint, operator) in structure.items():
@@ -184,7 +185,7 @@ class Engine:
 
 
 def takes_of(body: Body) -> Bools:
-    """[S, B] which blueprints each slot takes."""
+    """Return which blueprints each slot accepts, [S, B]."""
     numbers = {name: blueprint_index(name) for name in registered()}
     takes = np.zeros((len(body.slots), max(numbers.values()) + 1), dtype=bool)
     for s, names in enumerate(body.lawful_blueprints().values()):

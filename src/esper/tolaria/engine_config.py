@@ -1,4 +1,4 @@
-"""Settings of the engine: how hosts are trained and measured."""
+"""Settings of the engine: how hosts are trained and evaluated."""
 
 from __future__ import annotations
 
@@ -12,25 +12,26 @@ from esper.tolaria.governor import GovernorConfig
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How hosts are trained and measured, whatever the task."""
+    """How hosts are trained and evaluated, for every task."""
 
     incubation: Incubation = "shadow"
-    """How a TRAINING seed learns: by a pass of its own, or straight-through in the main pass."""
+    """How a TRAINING seed learns: in a separate pass ("shadow"), or in the main pass ("straight_through")."""
     shadow_every: int = 2
-    """A shadow pass every so many batches: half the lessons teach nearly as much (docs/incubation.md)."""
+    """Number of batches per shadow pass, at least 1. At 2, seeds learn nearly as much as at 1 (docs/incubation.md)."""
     gradient_telemetry_stride: int = 10
-    """Gradient statistics every so many batches."""
+    """Number of batches between samples of gradient statistics, at least 1."""
     ema_decay: float = 0.98
-    """Of the weight average that quality is measured on."""
+    """Decay per batch of the weight average that quality is measured on, in [0, 1); 0 measures the raw weights."""
     device: str = "cpu"
+    """The torch device that hosts and data are placed on, such as "cpu" or "cuda:0"."""
     compile: bool = False
-    """Compile the forward passes. Off: on a CPU it loses."""
+    """Whether the forward passes are compiled; on a CPU compiling makes training slower."""
     governor: GovernorConfig = GovernorConfig()
-    """When a host counts as sick."""
+    """When an environment is rolled back."""
     strategy: Strategy = "loop"
-    """Train environments one by one (`loop`), small ones as one stack (`stacked`), or as a short measurement at the
-    start finds faster (`auto`). The last bits of a stack depend on how many it holds, and a measurement on the mood of
-    the machine: only `loop` gives the same run bit for bit in any company."""
+    """How environments are trained: one by one ("loop"), all at once as one stack ("stacked"), or whichever a short
+    measurement at the start finds faster ("auto"). Only "loop" is bit-identical for any number of environments: the
+    rounding of a stack depends on its size, and the choice of "auto" on the load of the machine."""
 
     def __post_init__(self) -> None:
         if self.shadow_every < 1 or self.gradient_telemetry_stride < 1:

@@ -127,6 +127,7 @@ class GrowingNetwork:
 
     @property
     def slot_names(self) -> list[str]:
+        """Names of the slots, in the order of the table's columns."""
         return self.surgeon.names
 
     @property
@@ -142,7 +143,7 @@ class GrowingNetwork:
     # -- structure
 
     def apply_effects(self, effects: Sequence[Effect], table: SlotTable, env: int = 0) -> None:
-        """Build, drop and commit seeds as the rules decided, and let optimiser, average and slots follow."""
+        """Build, drop and commit seeds as the effects say; update optimiser, average and slots."""
         self.surgeon.carry_out(list(effects), table, env)
         changed = any(effect.env == env for effect in effects)
         if changed and self.average is not None:
@@ -167,7 +168,7 @@ class GrowingNetwork:
         self.has_learner = bool(self.body.training_slots) and self.body.incubation == "shadow"
 
     def _forget_gradients(self, effect: Effect, slot: Slot) -> None:
-        """Statistics of one seed say nothing about the next one in its slot."""
+        """Discard the statistics of a seed that was built or dropped, so that its successor starts without any."""
         if effect.kind in (EffectKind.BUILD, EffectKind.DROP):
             self.meter.forget(slot.name)
             self.unsampled.discard(slot.name)
@@ -175,6 +176,7 @@ class GrowingNetwork:
     # -- the steps of a training batch that every loop needs
 
     def zero_grad(self) -> None:
+        """Clear the gradients of host and seeds."""
         self.optimizer.zero_grad(set_to_none=True)
 
     def clip(self) -> list[Tensor]:
@@ -182,16 +184,17 @@ class GrowingNetwork:
         return clip_separately(self.clip_groups, self.max_norm)
 
     def gradients_due(self, batch: int) -> bool:
-        """Every `gradient_stride` batches each growing seed is due, until it has a gradient.
+        """Return whether some growing seed's gradients are to be sampled on this batch.
 
-        A TRAINING seed has none on batches without a shadow pass.
+        Every `gradient_stride` batches each growing seed becomes due, and stays due until it has a gradient: a
+        TRAINING seed has none on batches without a shadow pass.
         """
         if self.meter.due(batch):
             self.unsampled = set(self.growing)
         return bool(self.unsampled)
 
     def sample_gradients(self, norms: Sequence[Tensor] | None = None, scale: Tensor | None = None) -> None:
-        """Sample the seeds that are due; `norms` as `clip` returns them, `scale` of a gradient scaler."""
+        """Sample the seeds that are due. `norms` are those of `clip`; `scale` is the factor of a gradient scaler."""
         host, *seeds = [gradient_norms(group) for group in self.clip_groups] if norms is None else norms
         pairs = zip(self.growing, seeds, strict=True)
         found = {name: each for name, each in pairs if name in self.unsampled and each.numel()}
@@ -202,6 +205,7 @@ class GrowingNetwork:
             self.meter.take(host, found, self.host_size, self.sizes)
 
     def optimizer_step(self) -> None:
+        """Update the weights, then their average."""
         self.optimizer.step()
         if self.average is not None:
             self.average.update()

@@ -42,6 +42,7 @@ def build_body(task: Task, data: Dataset, world: int, device: str = "cpu") -> Bo
 
 
 def build_optimizer(task: Task, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the task's optimiser, SGD or AdamW."""
     if task.optimiser == "adamw":
         return torch.optim.AdamW(params, lr=task.lr, weight_decay=task.weight_decay, fused=True)
     return torch.optim.SGD(params, lr=task.lr, momentum=task.momentum, weight_decay=task.weight_decay, fused=True)
@@ -68,13 +69,14 @@ class HostNetwork(GrowingNetwork):
         )
 
     def regroup(self) -> None:
+        """Recompute the groups, and which modules affect the host's output."""
         super().regroup()
         active = [slot for slot in self.body.slots.values() if slot.stage >= SeedStage.BLENDING]
         self._active = [self.body.model, *active]
 
     @property
     def vital(self) -> Tensor:
-        """A number on the device that is finite as long as everything is that affects the host's output."""
+        """Largest magnitude of all state that affects the host's output, on the device; not finite if any of it is."""
         return largest(vital_tensors(self._active, self.average, self.optimizer))
 
     # -- training
@@ -90,11 +92,13 @@ class HostNetwork(GrowingNetwork):
             return train_epoch(self, batches, shadow_every=self.config.shadow_every)
 
     def forward_backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Run the main pass; return mean loss and accuracy, detached and still on the device."""
         loss, correct = self.forward(self.body, x, y)
         loss.backward()
         return torch.stack([loss.detach(), correct / len(y)])
 
     def shadow_backward(self, x: Tensor, y: Tensor) -> None:
+        """Add the gradient of each TRAINING seed, computed with that seed switched on."""
         if self.has_learner:
             self.body.shadow_backward(lambda: process_train_batch(self.body, x, y)[0])
 

@@ -25,20 +25,26 @@ class Steppable(Protocol[Result_co]):
     """E environments that take one action each and train for an epoch: an engine, a backend or a Gymnasium env."""
 
     @property
-    def table(self) -> SlotTable: ...
+    def table(self) -> SlotTable:
+        """The state of every slot of every environment."""
+        ...
 
     @property
     def legal(self) -> Bools:
         """[E, O, S] the operations that are possible now."""
         ...
 
-    def step(self, actions: Ints, /) -> Result_co: ...
+    def step(self, actions: Ints, /) -> Result_co:
+        """Apply one action row per environment [E, 8], train an epoch and measure it."""
+        ...
 
 
 class Decides(Protocol):
     """Chooses one action row per environment; every controller does."""
 
-    def act(self, table: SlotTable, legal: Bools, /) -> Ints: ...
+    def act(self, table: SlotTable, legal: Bools, /) -> Ints:
+        """Return one action row per environment, [E, 8]."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
-"""An average of the weights over the last batches: quality is measured on it.
+"""An exponential moving average of the weights, on which quality is measured.
 
-At a constant learning rate raw weights scatter by points of accuracy from batch to batch, their average by
-a tenth of a point; no gate or reward can work on the former. BatchNorm's buffers stay live.
+At a constant learning rate the accuracy of raw weights varies by points from batch to batch, that of their average by
+a tenth of a point. Gates and rewards need the latter. BatchNorm's buffers are not averaged.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from esper.leyline.errors import ConfigError
 
 
 class WeightAverage:
-    """Exponential average of a module's parameters, with warm-up."""
+    """Exponential moving average of a module's parameters, with warm-up."""
 
     def __init__(self, module: nn.Module, decay: float = 0.98) -> None:
         if not 0.0 <= decay < 1.0:
@@ -27,24 +27,25 @@ class WeightAverage:
         self.resync()
 
     def resync(self) -> None:
-        """Follow a change of structure: survivors keep their average, newcomers begin with their weights."""
+        """Follow a structural change: kept parameters keep their average, new ones start from their weights."""
         known = {id(p): a for p, a in zip(self.params, self.average, strict=True)}
         self.params = list(self.module.parameters())
         self.average = [known[id(p)] if id(p) in known else p.detach().clone() for p in self.params]
 
     def restart(self) -> None:
-        """Begin again from the present weights."""
+        """Restart the average from the current weights."""
         self.updates, self.params, self.average = 0, [], []
         self.resync()
 
     @torch.no_grad()
     def update(self) -> None:
+        """Move the average towards the current weights; call it once per batch."""
         self.updates += 1
         torch._foreach_lerp_(self.average, self.params, averaging_rate(self.decay, self.updates))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
-        """Within: the module has the averaged weights. No data is copied."""
+        """Within the context the module has the averaged weights. No data is copied."""
         self._swap()
         try:
             yield
@@ -57,5 +58,5 @@ class WeightAverage:
 
 
 def averaging_rate(decay: float, updates: int) -> float:
-    """How far the average moves towards the weights on its n-th update: faster during the warm-up."""
+    """Return the interpolation weight of update number `updates`; it is larger during the warm-up."""
     return 1.0 - min(decay, (1 + updates) / (10 + updates))
