@@ -1,7 +1,7 @@
-"""A body: a model with slots. It answers calls as the model does, and grows behind the same face.
+"""Body: a model with slots. It is called like the model and forwards unknown attributes to it.
 
-The model keeps its type, keys and outputs. `state_dict` has the model's own keys, plus `esper.…` once
-something grows; loading such a state rebuilds the seeds it names.
+The model keeps its type, keys and outputs. `state_dict` has the model's own keys, plus `esper.…` keys once
+a seed is planted. Loading such a state rebuilds the seeds it names.
 """
 
 from __future__ import annotations
@@ -27,45 +27,46 @@ from esper.leyline.stages import SeedStage
 
 Incubation = Literal["shadow", "straight_through"]
 FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
-"""What a model may raise when shapes do not fit."""
+"""Exceptions that a model may raise when shapes do not fit."""
 STRUCTURE = "esper.structure"
-"""The key under which a grown body's state says which seeds it holds."""
+"""State key under which a grown body stores which seeds it holds."""
 
 
 def call(model: nn.Module, batch: Any) -> Any:
-    """Call a model on one batch: a mapping gives keywords, a tuple or list gives positions."""
+    """Call a model on one batch. A mapping is passed as keywords, a tuple or list as positional arguments."""
     if isinstance(batch, Mapping):
         return model(**batch)
     return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
 
 
 def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as positional and keyword arguments."""
     if isinstance(batch, Mapping):
         return (), dict(batch)
     return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 class Body(nn.Module):
-    """Made by `esper.graft`."""
+    """A model with slots. Created by `esper.graft`."""
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], probe: Any) -> None:
         super().__init__()
         if "esper" in dict(model.named_children()):
             raise GraftError("the model has a child named 'esper', the name a body keeps its slots under; rename it")
         self.model = model
-        self.esper = nn.Module()  # not a ModuleDict: a module may be called `values`
+        self.esper = nn.Module()  # not a ModuleDict: a slot may be named `values`
         for slot in slots:
             self.esper.add_module(slot.name.replace(".", "/"), slot)
         self.slots: dict[str, Slot] = {slot.name: slot for slot in slots}  # plain dict: `esper` owns the modules
         self.training = model.training
         self.esper.train(model.training)
-        self.probe = probe  # a few samples: `harden` compares on them
+        self.probe = probe  # a few samples, on which `harden` compares outputs
         self.incubation: Incubation = "shadow"
         self.forks: dict[str, ForkPoint | None] = {}  # None: this slot cannot fork
         self.fork_sequence: list[ForkPoint] = []
-        self.cannot_fork = ""  # why, once that is known
-        self.proven_forks: set[ForkPoint] = set()  # where a real batch has shown forked and single passes to agree
-        self.batched: dict[str, Known] = {}  # which arguments of modules have samples, "" being the model
+        self.cannot_fork = ""  # reason, set once forking has failed
+        self.proven_forks: set[ForkPoint] = set()  # points where forked and single passes agreed on a real batch
+        self.batched: dict[str, Known] = {}  # module name ("" = model) → which arguments have a batch dimension
         self.on_load: list[Callable[[], None]] = []
         modules = dict(model.named_modules())
         for slot in slots:
@@ -73,28 +74,30 @@ class Body(nn.Module):
         self.norms = [m for m in model.modules() if isinstance(m, Norm) and m.running_mean is not None]
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model."""
         return self.model(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
-        """What a body does not have itself it asks of its model (`config`, `generate`, …)."""
+        """Look up attributes that the body lacks (`config`, `generate`, …) on its model."""
         try:
             return super().__getattr__(name)
         except AttributeError:
             return getattr(super().__getattr__("model"), name)
 
     def __getstate__(self) -> dict[str, Any]:
-        """What copies and files take along: everything but the listeners, which serve this very body."""
+        """Return the state for copying and saving, without the `on_load` listeners of this instance."""
         return {**self.__dict__, "on_load": []}
 
-    # -- growth: called by whoever carries out effects
+    # -- growth: called when effects are carried out
 
     def slot(self, name: str) -> Slot:
+        """Return the slot `name`. Raise UnknownNameError if there is none."""
         if name not in self.slots:
             raise unknown_name("slot", name, self.slots)
         return self.slots[name]
 
     def anchor(self, slot: Slot) -> tuple[torch.device, torch.dtype]:
-        """Where and in what precision a seed of this slot is born: as the module it follows."""
+        """Return the device and dtype for a seed of this slot: those of the module it follows."""
         module = self.model.get_submodule(slot.module_name)
         for p in (*module.parameters(), *self.model.parameters()):
             if p.is_floating_point():
@@ -102,6 +105,7 @@ class Body(nn.Module):
         return slot.alpha.device, torch.get_default_dtype()
 
     def plant(self, name: str, blueprint: str, operator: Operator = Operator.ADD, *, seed: int = 0) -> Slot:
+        """Build a seed in the slot `name` and return the slot. `seed` is the random seed of its weights."""
         slot = self.slot(name)
         device, dtype = self.anchor(slot)
         slot.to(device)
@@ -110,12 +114,13 @@ class Body(nn.Module):
         return slot
 
     def sync(self, table: SlotTable, env: int = 0) -> None:
-        """Make the slots do what the table says: the only writer of stage, alpha and frozenness."""
+        """Copy stage, alpha and frozenness from the table to the slots. Nothing else writes them during a run."""
         frozen = table.frozen[env]
         for s, slot in enumerate(self.slots.values()):
             self.set_slot(slot, SeedStage(int(table.stage[env, s])), float(table.alpha[env, s]), bool(frozen[s]))
 
     def set_slot(self, slot: Slot, stage: SeedStage, alpha: float, frozen: bool = False) -> None:
+        """Set a slot's stage and alpha, and `requires_grad` of its parameters."""
         slot.stage = stage
         slot.incubating = stage == SeedStage.TRAINING and self.incubation == "straight_through"
         if slot.amplitude != alpha:
@@ -123,41 +128,43 @@ class Body(nn.Module):
             slot.alpha.fill_(alpha)
         learns = stage >= SeedStage.TRAINING and not frozen
         for p in slot.parameters():
-            if p.requires_grad != learns and stage != SeedStage.FOSSILIZED:  # a fossil is the owner's to freeze
+            if p.requires_grad != learns and stage != SeedStage.FOSSILIZED:  # users freeze fossils themselves
                 p.requires_grad_(learns)
                 p.grad = None
 
-    # -- what lives where
+    # -- queries
 
     @property
     def live(self) -> list[Slot]:
-        """Slots whose seed is not committed and can be felt: the players of a coalition."""
+        """Return the slots with an uncommitted seed and alpha > 0: the players of a coalition."""
         return self.players()
 
     def players(self, fossils: bool = False) -> list[Slot]:
-        """Slots whose seed can be felt, committed ones only if asked for."""
+        """Return the slots with a blended seed and alpha > 0. Include committed seeds if `fossils`."""
         last = SeedStage.FOSSILIZED if fossils else SeedStage.HOLDING
         return [s for s in self.slots.values() if SeedStage.BLENDING <= s.stage <= last and s.amplitude > 0]
 
     @property
     def training_slots(self) -> list[Slot]:
+        """Return the slots whose seed is TRAINING."""
         return [s for s in self.slots.values() if s.stage == SeedStage.TRAINING]
 
     def host_parameters(self) -> list[nn.Parameter]:
+        """Return the parameters of the model, without those of seeds."""
         return list(self.model.parameters())
 
     def costs(self) -> dict[str, dict[str, Cost]]:
-        """Parameters and multiply-adds of every blueprint at every slot that takes it, before a seed is planted."""
+        """Return parameters and multiply-adds of every blueprint at every slot that takes it."""
         return {
             name: {b: blueprints.cost(b, self.slots[name].site) for b in names}
             for name, names in self.lawful_blueprints().items()
         }
 
     def lawful_blueprints(self) -> dict[str, list[str]]:
-        """The blueprints that can be planted in each slot.
+        """Return the blueprints that can be planted in each slot.
 
-        A user's own blueprint is built and checked at every slot whose layout it serves. Slots at which it breaks a
-        law do not take it, with a warning; one that no slot takes is an error.
+        A user's own blueprint is built and checked at every slot whose layout it serves. Slots at which it fails the
+        check do not offer it, and a warning is issued. A blueprint that no slot takes raises BlueprintError.
         """
         lawful: dict[str, list[str]] = {}
         refused: dict[str, dict[str, BlueprintError]] = {}
@@ -174,15 +181,15 @@ class Body(nn.Module):
             _report_refusal(name, reasons, is_taken=any(name in names for names in lawful.values()))
         return lawful
 
-    # -- the shadow pass: a seed's own lesson
+    # -- shadow pass: a separate training pass for one seed
 
     @contextmanager
     def shadowed(self, slot: Slot) -> Iterator[None]:
-        """Within: this seed is on at full strength on detached features, and nothing else learns or remembers.
+        """Run a pass with this seed at full strength on detached features, and restore all other state on exit.
 
-        A BatchNorm normalises this pass by its own batch and forgets it: behind a seed that is on its running
-        statistics are wrong, and a seed taught under them is worth less once they adapt. Other buffers that the
-        pass writes, and the random stream, are put back, so that dropout falls as if there had been no such pass.
+        BatchNorms normalise this pass by its own batch statistics and do not update their running statistics.
+        Running statistics are wrong behind a seed that is on, and a seed trained under them is worth less once they
+        adapt. Other buffers and the random generator are restored, so later dropout does not depend on this pass.
         """
         own = set(slot.modules())
         others = [m for m in self.modules() if m not in own]
@@ -206,19 +213,19 @@ class Body(nn.Module):
                             buffer.copy_(before)
 
     def shadow_backward(self, loss: Callable[[], Tensor]) -> None:
-        """Give every TRAINING seed, and nothing else, the gradient of `loss()` with that seed switched on."""
+        """Add to every TRAINING seed, and nothing else, the gradient of `loss()` with that seed switched on."""
         for slot in self.training_slots:
             params = [p for p in slot.parameters() if p.requires_grad]
             with self.shadowed(slot):
                 value = loss()
                 if slot.lesson is None:
-                    continue  # the slot was not reached on this batch
-                # within the shadow: activation checkpointing runs the model again here
-                # the features' gradient is asked for too: GroupNorm's backward crashes torch 2.13 without it
+                    continue  # the forward pass did not reach the slot on this batch
+                # inside the context: activation checkpointing runs the model again here
+                # also request the features' gradient: GroupNorm's backward crashes torch 2.13 without it
                 *grads, _ = torch.autograd.grad(value, [*params, slot.lesson], allow_unused=True)
             for p, g in zip(params, grads, strict=True):
                 if g is not None:
-                    if g.stride() != p.stride():  # fused optimisers pair elements by their place in memory
+                    if g.stride() != p.stride():  # fused optimisers pair elements by memory offset
                         g = torch.empty_like(p).copy_(g)
                     p.grad = g if p.grad is None else p.grad + g
 
@@ -226,10 +233,10 @@ class Body(nn.Module):
 
     @torch.no_grad()
     def run_rows(self, batch: Any, size: int, plan: ForkPlan) -> Any:
-        """The output of one batch of `size` samples with every row of a plan, rows × size samples long.
+        """Run one batch of `size` samples under every row of a plan. Return the output, rows × size samples long.
 
-        Raises ForkError if the model takes each configuration alone but not several at once. An error that a
-        configuration raises alone is the model's own, and is raised as it is.
+        Raise ForkError if the model accepts each configuration alone but not several at once. An error that a single
+        configuration also raises is the model's own and is not wrapped.
         """
         try:
             return self._run(batch, size, plan)
@@ -250,11 +257,11 @@ class Body(nn.Module):
         return output
 
     def evaluate_rows(self, batch: Any, size: int, plan: ForkPlan) -> list[Any]:
-        """The output of each configuration of a plan."""
+        """Return the output of each configuration of a plan."""
         return plan.split(self.run_rows(batch, size, plan))
 
     def plan(self, configs: Sequence[Sequence[bool]], slots: Sequence[str], main: Sequence[bool]) -> ForkPlan:
-        """A forked plan for these configurations; ForkError if some slot among them cannot fork."""
+        """Return a fork plan for these configurations. Raise ForkError if one of the slots cannot fork."""
         if self.cannot_fork:
             raise ForkError(self.cannot_fork)
         points: dict[str, ForkPoint] = {}
@@ -268,13 +275,13 @@ class Body(nn.Module):
         return plan
 
     def cut(self, batch: Any, size: int, start: int, stop: int) -> Any:
-        """Some samples of a batch of `size`."""
+        """Return the samples `start` to `stop` of a batch of `size`."""
         leaves, form = pytree.tree_flatten(batch)
         flags = batched_leaves(as_arguments(batch), size, self.batched.get(""))
         return pytree.tree_unflatten([x[start:stop] if f else x for x, f in zip(leaves, flags, strict=True)], form)
 
     def give_up_forking(self, why: str) -> None:
-        """From now on configurations are evaluated one by one; said once."""
+        """Evaluate configurations one by one from now on. Warn on the first call."""
         if not self.cannot_fork:
             self.cannot_fork = why
             warnings.warn(f"configurations of this model are evaluated one by one: {why}", stacklevel=2)
@@ -282,7 +289,7 @@ class Body(nn.Module):
     # -- state
 
     def structure(self) -> dict[str, dict[str, Any]]:
-        """Which seed lives in which slot, and how: enough to build the same body again."""
+        """Return blueprint, operator, stage and alpha of every seed by slot: enough to rebuild the body."""
         return {
             name: {
                 "blueprint": slot.blueprint,
@@ -295,6 +302,7 @@ class Body(nn.Module):
         }
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
+        """Return the model's state, plus seeds and structure under `esper.…` keys."""
         if args:
             raise TypeError("body.state_dict takes keywords only: destination, prefix, keep_vars")
         out = self.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -305,7 +313,7 @@ class Body(nn.Module):
         return out
 
     def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
-        """Rebuild the seeds that the state names, then let every module load its own part."""
+        """Rebuild the seeds that the state names, then load the state of every module."""
         packed = state_dict.pop(prefix + STRUCTURE, None)
         seeds = {} if packed is None else self._read(packed)
         gone = [n for n, s in self.slots.items() if s.seed is not None and n not in seeds]
@@ -319,13 +327,14 @@ class Body(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Load a state, rebuild its seeds and call the `on_load` listeners."""
         result = super().load_state_dict(state_dict, strict, assign)
         for listener in self.on_load:
             listener()
         return result
 
     def _read(self, packed: Tensor) -> dict[str, tuple[str, Operator, SeedStage, float]]:
-        """What a state says of its seeds, checked whole before anything is changed."""
+        """Decode and validate the structure of a state, before anything is changed."""
         try:
             told = json.loads(bytes(packed.cpu().numpy()))
             seeds = {
@@ -344,6 +353,7 @@ class Body(nn.Module):
         return seeds
 
     def _rebuild(self, seeds: dict[str, tuple[str, Operator, SeedStage, float]]) -> None:
+        """Remove, plant or update seeds so that the slots match `seeds`."""
         for name, slot in self.slots.items():
             if name not in seeds:
                 slot.uproot()
@@ -359,7 +369,7 @@ class Body(nn.Module):
 
 
 def _report_refusal(name: str, reasons: Mapping[str, BlueprintError], *, is_taken: bool) -> None:
-    """Warn of a blueprint that some slots do not take; raise if none does."""
+    """Warn about a blueprint that some slots do not take. Raise BlueprintError if no slot takes it."""
     slot, reason = next(iter(reasons.items()))
     if not is_taken:
         raise BlueprintError(

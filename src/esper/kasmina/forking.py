@@ -1,9 +1,9 @@
-"""Evaluate many on/off configurations of the seeds in one pass: the batch forks where they differ.
+"""Evaluate many on/off configurations of the seeds in one forward pass by forking the batch.
 
-A plan is lent to the slots for one forward call without gradients. Before the first fork every tensor
-has leading dimension B; at a fork it becomes rows × B, one row per configuration that can still be told
-apart, so whatever lies before is computed once. A slot forks at itself, or, where a skip connection or
-an extra input goes around it, at the input of an enclosing module.
+A plan is attached to the slots for one forward call without gradients. Before the first fork every tensor
+has leading dimension B. At a fork it becomes rows × B, one row per configuration that differs so far, so
+everything before the fork is computed once. A slot forks at its own output or, where a skip connection or
+an extra input bypasses it, at the input of an enclosing module.
 
 Legend: B samples, R rows after the forks so far, K configurations.
 """
@@ -23,32 +23,32 @@ Norm = nn.modules.batchnorm._BatchNorm
 
 
 class ForkPoint(NamedTuple):
-    """Where a slot's configurations part: after the slot's own module, or at a module's input ("" = the model)."""
+    """Point where a slot's configurations diverge: after its own module, or at a module's input ("" = the model)."""
 
     at_input: bool
     name: str
 
 
 Known = tuple[str, list[bool]]
-"""The form of a module's arguments, and which of their leaves the probe did not show to be without samples."""
+"""Tree structure of a module's arguments, and per leaf whether it may have a batch dimension."""
 
 
 class ForkError(Exception):
-    """The model mixes samples, or reached its slots in another way than when it was probed."""
+    """Raised if the model mixes samples, or reaches its slots differently than during the probe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """One fork: which row before it each row after it continues, and which slots are on there."""
+    """One fork: the parent row of each row after it, and which slots are on in each row."""
 
     point: ForkPoint
     parents: list[int]  # [R]
     on: dict[str, list[bool]]  # slot → [R], for every slot decided so far
-    main: int  # the row that continues the main configuration
+    main: int  # row of the main configuration
 
 
 def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
-    """Consecutive rows as (first, last + 1)."""
+    """Yield runs of consecutive rows as (first, last + 1)."""
     start = 0
     for i in range(1, len(rows) + 1):
         if i == len(rows) or rows[i] != rows[i - 1] + 1:
@@ -57,7 +57,7 @@ def _runs(rows: Sequence[int]) -> Iterator[tuple[int, int]]:
 
 
 def _pick(x: Tensor, rows: Sequence[int], batch: int) -> Tensor:
-    """These rows of x, by slices: they keep its memory format, which an index would not."""
+    """Return these rows of x. Slices keep its memory format; indexing would not."""
     if len(rows) * batch == x.shape[0] and list(rows) == list(range(len(rows))):
         return x
     return torch.cat([x[a * batch : b * batch] for a, b in _runs(rows)])
@@ -65,15 +65,15 @@ def _pick(x: Tensor, rows: Sequence[int], batch: int) -> Tensor:
 
 @dataclass(slots=True)
 class ForkPlan:
-    """Configurations [K, slots] as forks in the order in which the model meets them."""
+    """Configurations [K, slots] as a sequence of forks, in the order in which the model reaches them."""
 
     forks: list[Fork]
     order: list[int]
-    """The configuration of each row at the end."""
+    """Configuration index of each row after the last fork."""
     players: frozenset[str]
-    """The slots that the configurations speak of; others do what their stage says."""
+    """Slots that the configurations cover. Other slots behave according to their stage."""
     batched: dict[str, Known] = field(default_factory=dict)
-    """What the probe knows of the arguments of modules, by name."""
+    """Module name → which of its arguments have a batch dimension, as seen in the probe."""
     batch: int = 0
     done: int = 0
     norms: RowNorms | None = None
@@ -81,7 +81,7 @@ class ForkPlan:
     @classmethod
     def build(cls, configs: Sequence[Sequence[bool]], slots: Sequence[str], points: dict[str, ForkPoint],
               sequence: Sequence[ForkPoint], main: Sequence[bool]) -> ForkPlan:  # fmt: skip
-        """Distinct configurations over `slots`, forking at `points`, met in this `sequence`."""
+        """Return a plan for distinct configurations over `slots` that fork at `points`, reached in order `sequence`."""
         groups = [[s for s in slots if points[s] == p] for p in sequence]
         prefixes: list[tuple[bool, ...]] = [()]
         decided: list[str] = []
@@ -93,10 +93,10 @@ class ForkPlan:
             columns = [slots.index(s) for s in decided]
             seen = {tuple(c[i] for i in columns) for c in configs}
             width = len(columns) - len(group)
-            splits = len(seen) > len(prefixes)  # else rows keep their order, so that equal counts mean equal rows
+            splits = len(seen) > len(prefixes)  # else rows keep their order: equal row counts mean equal rows
             born = sorted(seen, key=lambda p: (p[width:] if splits else (), prefixes.index(p[:width])))
             if not splits and not any(any(p[width:]) for p in born):
-                decided = decided[:width]  # nobody is on here: nothing to decide
+                decided = decided[:width]  # no seed is on here: no fork needed
                 continue
             parents = [prefixes.index(p[:width]) for p in born]
             on = {s: [p[i] for p in born] for i, s in enumerate(decided)}
@@ -108,12 +108,12 @@ class ForkPlan:
 
     @classmethod
     def single(cls, config: Sequence[bool], slots: Sequence[str]) -> ForkPlan:
-        """One configuration alone: no fork, only switches."""
+        """Return a plan for one configuration: no fork, only on/off switches."""
         root = ForkPoint(True, "")
         return cls.build([config], list(slots), dict.fromkeys(slots, root), [root], config)
 
     def singles(self) -> list[ForkPlan]:
-        """A plan for each configuration alone, one per row at the end."""
+        """Return one single-configuration plan per row after the last fork."""
         slots = sorted(self.players)
         decided = self.forks[-1].on if self.forks else {}
         off = [False] * len(self.order)
@@ -121,22 +121,24 @@ class ForkPlan:
 
     @property
     def alone(self) -> bool:
-        """One configuration: nothing forks, so samples may lie along any dimension and mix as they like."""
+        """Return whether there is one configuration: nothing forks, so the model may mix samples."""
         return len(self.order) == 1
 
     @property
     def rows(self) -> int:
+        """Return the number of rows after the forks done so far."""
         return len(self.forks[self.done - 1].parents) if self.done else 1
 
     @property
     def main_row(self) -> int:
+        """Return the row of the main configuration after the forks done so far."""
         return self.forks[self.done - 1].main if self.done else 0
 
     def _next_is(self, point: ForkPoint) -> bool:
         return self.done < len(self.forks) and self.forks[self.done].point == point
 
     def at_slot(self, name: str, h: Tensor, switched_on: Callable[[Tensor, Tensor | None], Tensor]) -> Tensor:
-        """The features of every row after this slot."""
+        """Return the features of every row after the slot `name`."""
         if self.alone:
             is_on = bool(self.forks) and self.forks[-1].on.get(name, [False])[0]
             return switched_on(h, None) if is_on else h
@@ -154,7 +156,7 @@ class ForkPlan:
         if len(lit) == len(on):
             return switched_on(_pick(h, lit, self.batch), None)
         dark = len(on) - len(lit)
-        if not any(on[:dark]):  # rows that are off come first: the seed writes the others where they belong
+        if not any(on[:dark]):  # rows that are off come first: the seed writes the others in place
             rows = torch.empty_like(h[:1].expand(len(on) * self.batch, *h.shape[1:]), memory_format=_format(h))
             torch.cat(
                 [h[a * self.batch : b * self.batch] for a, b in _runs(sources[:dark])], out=rows[: dark * self.batch]
@@ -172,7 +174,7 @@ class ForkPlan:
         return torch.cat(pieces)
 
     def at_input(self, name: str, arguments: Any) -> Any:
-        """Arguments of a module as the rows after its fork, if it forks here and now."""
+        """Return the arguments of a module, expanded to the rows after its fork if it forks here."""
         if self.alone or not self._next_is(ForkPoint(True, name)):
             return arguments
         before, parents = self.rows * self.batch, self.forks[self.done].parents
@@ -183,20 +185,21 @@ class ForkPlan:
         return pytree.tree_unflatten([_pick(x, parents, self.batch) if yes else x for x, yes in pairs], form)
 
     def finish(self) -> None:
+        """Raise ForkError if the model did not reach every fork."""
         if self.done != len(self.forks) and not self.alone:
             raise ForkError(f"the model met {self.done} of {len(self.forks)} forks")
 
     def split(self, output: Any) -> list[Any]:
-        """The output of each configuration, in the order they were given.
+        """Return the output of each configuration, in the given order.
 
-        What parted from the features before the last fork (an early exit) is the same for every row that came of
-        it; what fits no fork (a scalar loss, say) is None, never a mixture.
+        A tensor computed before the last fork (an early exit) is shared by every row that descends from its row.
+        A tensor whose size matches no fork (a scalar loss, for example) becomes None.
         """
         if self.alone:
             return [output]
         by_config: list[Any] = [None] * len(self.order)
         for row, config in enumerate(self.order):
-            rows = {}  # samples at a fork → which row there led here
+            rows = {}  # number of samples at a fork → ancestor row at that fork
             for fork in reversed(self.forks):
                 rows[len(fork.parents) * self.batch] = row
                 row = fork.parents[row]
@@ -205,11 +208,13 @@ class ForkPlan:
 
 
 def _format(x: Tensor) -> torch.memory_format:
+    """Return the memory format of x."""
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
 
 
 def _stretches(on: Sequence[bool]) -> Iterator[tuple[bool, int, int]]:
+    """Yield runs of equal values as (value, first, last + 1)."""
     start = 0
     for i in range(1, len(on) + 1):
         if i == len(on) or on[i] != on[start]:
@@ -218,13 +223,14 @@ def _stretches(on: Sequence[bool]) -> Iterator[tuple[bool, int, int]]:
 
 
 def is_batched(x: Any, samples: int) -> bool:
+    """Return whether x is a tensor with leading dimension `samples`."""
     return isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == samples
 
 
 def batched_leaves(arguments: Any, samples: int, known: Known | None = None) -> list[bool]:
-    """Which leaves hold one entry per sample: those that fit, unless the probe showed that one does not.
+    """Return per leaf whether it has a batch dimension: its size fits and the probe did not rule it out.
 
-    A mask [T, T] would fit by accident whenever T samples come.
+    The probe is needed because a mask [T, T] also fits if the batch has T samples.
     """
     leaves, form = pytree.tree_flatten(arguments)
     flags = known[1] if known is not None and known[0] == str(form) else [True] * len(leaves)
@@ -232,7 +238,7 @@ def batched_leaves(arguments: Any, samples: int, known: Known | None = None) -> 
 
 
 def take_row(output: Any, rows: dict[int, int], batch: int) -> Any:
-    """One row of every tensor in an output, by how many samples the tensor has."""
+    """Return one row of every tensor in an output. `rows` maps a tensor's number of samples to its row."""
 
     def cut(x: Any) -> Any:
         if not isinstance(x, Tensor):
@@ -245,30 +251,32 @@ def take_row(output: Any, rows: dict[int, int], batch: int) -> Any:
 
 @dataclass(slots=True)
 class RowNorms:
-    """BatchNorm statistics per row: what a norm behind a slot would have learnt without that seed.
+    """BatchNorm statistics per row: an estimate of what a norm behind a slot would have without that seed.
 
-    Its running statistics belong to the main configuration. For another row they are moved by what a fixed
-    set of images says of the difference. With r = v_row / v_main: mean = m_row + √r · (mean − m_main), var = r · var.
-    The same images serve both, so a row that does not differ keeps its statistics exactly; what the running
-    statistics lag behind by is carried over in units of the row's own spread (unscaled it missed by twice as much).
+    The running statistics belong to the main configuration. For another row they are adjusted by the difference
+    measured on a fixed set of images. With r = v_row / v_main: mean = m_row + √r · (mean − m_main), var = r · var.
+    Both sides use the same images, so a row that does not differ keeps its statistics exactly. The lag of the running
+    statistics is scaled by the row's standard deviation; without that scaling the error was twice as large.
     """
 
     norms: list[Norm]
     calibrating: bool = True
     calls: dict[Norm, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    """Per call of a norm two tensors [R, C]: scale and shift, or mean and variance for a norm of the user's own."""
+    """Per call of a norm two tensors [R, C]: scale and shift, or mean and variance for a custom forward."""
     reference: dict[Norm, list[tuple[Tensor, Tensor]]] = field(default_factory=dict)
-    """Mean and variance of the main configuration per call, where rows are evaluated one by one."""
+    """Mean and variance of the main configuration per call, used when rows are evaluated one by one."""
     position: dict[Norm, int] = field(default_factory=dict)
     referring: bool = False
 
     def begin(self) -> None:
+        """Reset the call counters before a forward pass."""
         self.position = dict.fromkeys(self.position, 0)
 
     def __call__(self, norm: Norm, x: Tensor, plan: ForkPlan, plain: Callable[[Tensor], Tensor]) -> Tensor:
+        """Normalise x with the statistics of each row. Measure them first while calibrating."""
         if x.shape[0] % plan.rows:
             raise ForkError(f"a BatchNorm met {x.shape[0]} samples, no multiple of {plan.rows} rows")
-        x5 = x.view(plan.rows, -1, *x.shape[1:])  # behind a flattened [B, T] a row has B · T samples
+        x5 = x.view(plan.rows, -1, *x.shape[1:])  # after flattening [B, T] a row has B · T samples
         call = self.position.setdefault(norm, 0)
         self.position[norm] = call + 1
         stock = plain.__func__ is Norm.forward if hasattr(plain, "__func__") else False
@@ -284,7 +292,7 @@ class RowNorms:
         return torch.addcmul(b.to(x.dtype).view(shape), x5, a.to(x.dtype).view(shape)).view_as(x)
 
     def _statistics(self, norm: Norm, x5: Tensor, call: int, main: int) -> tuple[Tensor, Tensor]:
-        """Mean and variance of every row, [R, C]."""
+        """Return mean and variance of every row, each [R, C]."""
         dims = (1, *range(3, x5.ndim))
         var, mean = torch.var_mean(x5.float(), dims, correction=0)
         if self.referring:
@@ -299,6 +307,7 @@ class RowNorms:
 
 
 def _as_scale_and_shift(norm: Norm, mean: Tensor, var: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the affine form of a norm with these statistics."""
     weight = norm.weight if norm.weight is not None else torch.ones_like(mean[0])
     bias = norm.bias if norm.bias is not None else torch.zeros_like(mean[0])
     scale = weight / torch.sqrt(var + norm.eps)
@@ -306,7 +315,7 @@ def _as_scale_and_shift(norm: Norm, mean: Tensor, var: Tensor) -> tuple[Tensor, 
 
 
 def _with_statistics(norm: Norm, plain: Callable[[Tensor], Tensor], x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
-    """A norm's own forward, whatever else it does, as if it had learnt other statistics."""
+    """Call a norm's own forward with other running statistics."""
     kept = norm.running_mean, norm.running_var
     norm.running_mean, norm.running_var = mean, var
     try:
@@ -316,7 +325,7 @@ def _with_statistics(norm: Norm, plain: Callable[[Tensor], Tensor], x: Tensor, m
 
 
 class _NormForward:
-    """Stands in for a norm's forward while a plan is lent."""
+    """Replacement for a norm's `forward` while a plan is attached."""
 
     def __init__(self, norm: Norm, plan: ForkPlan) -> None:
         self.norm, self.plan, self.plain = norm, plan, norm.forward
@@ -330,10 +339,10 @@ class _NormForward:
 
 @contextmanager
 def lent(plan: ForkPlan, slots: Sequence[Any], modules: dict[str, nn.Module]) -> Iterator[None]:
-    """Lend the plan to the slots, the fork modules and the norms; take it back whatever happens."""
+    """Attach the plan to the slots, the fork modules and the norms. Detach it on exit."""
     handles = []
     norms = plan.norms.norms if plan.norms is not None else []
-    forwards = [norm.__dict__.get("forward") for norm in norms]  # a library may have put one there
+    forwards = [norm.__dict__.get("forward") for norm in norms]  # a library may have set an instance attribute
     try:
         for slot in slots:
             slot.fork = plan

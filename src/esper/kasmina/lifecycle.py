@@ -1,12 +1,12 @@
-"""The rules of a seed's life, as functions over the whole table.
+"""Lifecycle rules of seeds, as functions over the whole table.
 
-    legal(table, rules) → bool [E, O, S]     the only legality function; it includes the gates
-    gates(table, rules) → pass, reasons      why a seed may not move on yet
+    legal(table, rules) → bool [E, O, S]     the only legality function; includes the gates
+    gates(table, rules) → pass, reasons      why a seed may not advance yet
     apply(table, actions, rules) → outcome   one action row per environment; an illegal one does nothing
-    tick(table, rules) → effects             once per epoch: ramps, cooldown, auto-advance, clocks
-    record(table, …)                         what was measured after the epoch
+    tick(table, rules) → effects             once per epoch: ramps, cooldown, auto-advance, counters
+    record(table, …)                         store the measurements of an epoch
 
-They change the table in place and touch no module: what modules must do comes back as effects.
+They modify the table in place and touch no module. Required changes to modules are returned as effects.
 
 Legend: E environments, S slots, O operations.
 """
@@ -47,26 +47,26 @@ from esper.leyline.stages import (
 S = SeedStage
 ALPHA_TOLERANCE = 1e-6
 VELOCITY_KEEP = 0.7
-"""Share of the old velocity kept when a contribution is measured anew."""
+"""Weight of the old velocity, 0…1, in the moving average updated at each contribution measurement."""
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What governs the lives of seeds in one run."""
+    """Lifecycle settings of one run."""
 
     thresholds: Thresholds = PERMISSIVE
-    """What the gates ask for."""
+    """Minimum values that the gates require."""
     auto_train: bool = True
-    """GERMINATED → TRAINING without being asked."""
+    """Whether a GERMINATED seed enters TRAINING without an ADVANCE operation."""
     auto_blend: bool = True
-    """TRAINING → BLENDING as soon as its gate opens."""
+    """Whether a TRAINING seed enters BLENDING as soon as its gate opens."""
     auto_hold: bool = True
-    """BLENDING → HOLDING as soon as alpha rests at 1."""
+    """Whether a BLENDING seed enters HOLDING as soon as alpha rests at 1."""
     max_seeds: int = 0
-    """Most seeds per environment, fossils included; 0 sets no limit."""
+    """Maximum number of seeds per environment, fossils included, ≥ 0; 0 sets no limit."""
     min_prune_age: int = 5
-    """Epochs a seed is given before it may be pruned: a seed judged at once never gets a chance."""
+    """Minimum age in epochs, ≥ 0, before a seed may be pruned, so that it can be measured first."""
     one_at_a_time: bool = True
-    """No germination while another seed is GERMINATED, TRAINING or cooling down."""
+    """Whether germination is illegal while another seed is GERMINATED, TRAINING or cooling down."""
 
     def __post_init__(self) -> None:
         if self.max_seeds < 0 or self.min_prune_age < 0:
@@ -74,53 +74,56 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class EffectKind(IntEnum):
-    """What modules must do because of a rule."""
+    """Changes to modules that a rule requires."""
 
-    BUILD = 0  # a seed was germinated: build the blueprint that the table names
-    DROP = 1  # a seed is gone: remove it
-    COMMIT = 2  # a seed is part of the host now
-    SET_OPERATOR = 3  # a live seed is blended in another way
+    BUILD = 0  # a seed was germinated: build the blueprint in the table
+    DROP = 1  # a seed was removed: remove its module
+    COMMIT = 2  # a seed became part of the host
+    SET_OPERATOR = 3  # the operator of a live seed changed
 
 
 class Effect(NamedTuple):
+    """One change to the module of one slot in one environment."""
+
     kind: EffectKind
     env: int
     slot: int
 
 
 class Outcome(NamedTuple):
-    """What became of one action per environment."""
+    """Result of one action per environment."""
 
-    happened: Bools  # [E] False where the action was illegal, so nothing changed
+    happened: Bools  # [E] False where the action was illegal and nothing changed
     effects: list[Effect]
 
 
-# plain ints: numpy compares them with small integers five times faster than members of an enum
+# plain ints: numpy compares them with small integers five times faster than enum members
 _DORMANT, _GERMINATED, _TRAINING, _BLENDING, _HOLDING = (
     int(s) for s in (S.DORMANT, S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING)
 )
 _AUTO_STAGES = (S.GERMINATED, S.TRAINING, S.BLENDING)
-_NEXT = np.arange(1, NUM_STAGES + 1, dtype=np.int8)  # the stage a successful advance leads to
+_NEXT = np.arange(1, NUM_STAGES + 1, dtype=np.int8)  # stage after an advance
 _PRUNABLE = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING))
 _BUSY = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.PRUNED, S.EMBARGOED, S.RESETTING))
 _OCCUPIED = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED))
 
 
 def _auto_by_stage(rules: Rules) -> Bools:
+    """Return by stage whether a seed advances automatically."""
     auto = np.zeros(NUM_STAGES, dtype=bool)
     auto[list(_AUTO_STAGES)] = (rules.auto_train, rules.auto_blend, rules.auto_hold)
     return auto
 
 
 def _at_least(value: Floats, floor: float | None) -> Bools:
-    """What is not a finite number never passes; no floor asks for nothing."""
+    """Return where `value` is finite and ≥ `floor`; True everywhere if `floor` is None."""
     if floor is None:
         return np.ones(value.shape, dtype=bool)
     return np.isfinite(value) & (value >= floor)
 
 
 def gates(table: SlotTable, rules: Rules) -> tuple[Bools, Ints]:
-    """Whether each seed's next gate is open [E, S], and if not why: a bit per `Check` [E, S]."""
+    """Return whether each seed's next gate is open [E, S], and the failed checks, one bit per `Check` [E, S]."""
     t, stage = rules.thresholds, table.stage
     training, blending, holding = stage == S.TRAINING, stage == S.BLENDING, stage == S.HOLDING
     at_full = (table.alpha_to >= 1 - ALPHA_TOLERANCE) & ~table.moving
@@ -143,7 +146,7 @@ def gates(table: SlotTable, rules: Rules) -> tuple[Bools, Ints]:
 
 
 def open_gates(table: SlotTable, rules: Rules) -> Bools:
-    """[E, S] whether each seed's next gate is open: what `gates` says, without the reasons and in half the time."""
+    """Return whether each seed's next gate is open [E, S]. Equal to `gates` without reasons, in half the time."""
     t, stage = rules.thresholds, table.stage
     shut = (stage < _GERMINATED) | (stage > _HOLDING)
     shut |= (stage == _TRAINING) & (table.dwell < t.blend_dwell)
@@ -163,9 +166,9 @@ def open_gates(table: SlotTable, rules: Rules) -> Bools:
 
 
 def legal(table: SlotTable, rules: Rules) -> Bools:
-    """Which operation may be done to which slot: [E, O, S]. WAIT always may.
+    """Return which operation is legal on which slot: [E, O, S]. WAIT is always legal.
 
-    GERMINATE here means that some blueprint may be planted; `table.takes` says which.
+    GERMINATE is legal if any blueprint may be planted; `table.takes` says which.
     """
     stage = table.stage
     open_gate = open_gates(table, rules)
@@ -191,19 +194,20 @@ def legal(table: SlotTable, rules: Rules) -> Bools:
 
 
 def _enter(table: SlotTable, where: Bools, stage: Ints | int) -> None:
-    """Move the seeds at `where` to a stage: remember the one before, start its clock and its baseline."""
+    """Move the seeds at `where` to a stage: save the previous stage, reset dwell and the quality baseline."""
     if not where.any():
         return
     table.prev_stage[where] = table.stage[where]
     table.prev_dwell[where] = table.dwell[where]
     table.stage[where] = stage if np.isscalar(stage) else np.asarray(stage)[where]
     table.dwell[where] = 0
-    # worth is evidence for good only if it was measured at full strength
+    # only a contribution measured at full strength may justify fossilising
     table.contribution_age[where & (table.stage == S.HOLDING)] = -1
     table.quality_stage[where] = np.broadcast_to(table.quality[:, None], where.shape)[where]
 
 
 def _remove(table: SlotTable, where: Bools) -> None:
+    """Move the seeds at `where` to PRUNED, start the cooldown and clear alpha and parameter count."""
     if not where.any():
         return
     _enter(table, where, S.PRUNED)
@@ -220,6 +224,7 @@ def _remove(table: SlotTable, where: Bools) -> None:
 
 
 def _ramp(table: SlotTable, at: tuple[Ints, Ints], target: Floats, ticks: Ints, curve: Ints) -> None:
+    """Start an alpha ramp from the current value to `target` over `ticks`."""
     table.alpha_from[at], table.alpha_to[at] = table.alpha[at], target
     table.ramp_len[at], table.ramp_pos[at], table.curve[at] = (
         np.where(table.alpha[at] == target, 0, ticks),
@@ -232,15 +237,16 @@ def _ramp(table: SlotTable, at: tuple[Ints, Ints], target: Floats, ticks: Ints, 
 
 
 def _effects(kind: EffectKind, where: Bools) -> list[Effect]:
+    """Return one effect of this kind per True entry of `where` [E, S]."""
     return [Effect(kind, int(e), int(s)) for e, s in zip(*np.nonzero(where), strict=True)]
 
 
 def is_legal(table: SlotTable, actions: Ints, rules: Rules) -> Bools:
-    """[E] whether each environment's action may be taken, head choices included."""
+    """Return whether each environment's action is legal [E], head choices included."""
     sizes = (table.num_slots, table.takes.shape[1], *_HEAD_SIZES)
     fits = (actions >= 0) & (actions < np.asarray(sizes))
     op = np.where(fits[:, Head.OP], actions[:, Head.OP], 0)
-    sane = fits[:, Head.OP] & (fits | ~RELEVANCE[op]).all(axis=1)  # what an op does not read cannot spoil it
+    sane = fits[:, Head.OP] & (fits | ~RELEVANCE[op]).all(axis=1)  # heads that an op does not read may have any value
     slot, blueprint = (np.where(fits[:, h], actions[:, h], 0) for h in (Head.SLOT, Head.BLUEPRINT))
     ok = sane & legal(table, rules)[np.arange(table.num_envs), op, slot]
     return np.asarray(ok & ((op != Op.GERMINATE) | table.takes[slot, blueprint]))
@@ -250,13 +256,13 @@ _HEAD_SIZES = (len(STYLE_CURVE), len(TEMPO_EPOCHS), len(ALPHA_TARGETS), len(SPEE
 
 
 def apply(table: SlotTable, actions: Ints, rules: Rules) -> Outcome:
-    """Carry out one action row [E, 8] per environment; an illegal action changes nothing."""
+    """Apply one action row [E, 8] per environment. An illegal action changes nothing."""
     happened = is_legal(table, actions, rules)
     op = np.where(happened, actions[:, Head.OP], Op.WAIT)
     table.last_op[:] = op
 
     def chosen(which: Op) -> tuple[tuple[Ints, Ints], Bools, Ints]:
-        """Index pair, mask [E, S] and action rows of the environments that do this op."""
+        """Return index pair, mask [E, S] and action rows of the environments that take this op."""
         envs = np.nonzero(op == which)[0]
         slots = actions[envs, Head.SLOT]
         where = np.zeros(table.stage.shape, dtype=bool)
@@ -314,13 +320,14 @@ def apply(table: SlotTable, actions: Ints, rules: Rules) -> Outcome:
 
 
 def _advance(table: SlotTable, where: Bools) -> None:
+    """Move the seeds at `where` to their next stage. Entering BLENDING starts the ramp."""
     starts = where & (table.stage == S.TRAINING)
     _enter(table, where, _NEXT[table.stage])
     table.ramp_pos[starts] = 0
 
 
 def tick(table: SlotTable, rules: Rules) -> list[Effect]:
-    """One epoch's passing: alpha moves, cooldowns run down, open gates are walked through, clocks advance."""
+    """Advance the table by one epoch: alpha ramps, cooldowns, automatic stage changes, counters."""
     moving = table.moving
     if moving.any():
         table.ramp_pos[moving] += 1
@@ -354,7 +361,7 @@ def tick(table: SlotTable, rules: Rules) -> list[Effect]:
 
 
 def record(table: SlotTable, *, quality: Floats, val_loss: Floats, train_loss: Floats) -> None:
-    """Write down one epoch's results [E]; the first quality a seed meets is its baseline."""
+    """Store one epoch's results [E]. The first quality measured for a seed becomes its baseline."""
     table.quality[:], table.val_loss[:], table.train_loss[:] = quality, val_loss, train_loss
     table.quality_best_env[:] = np.fmax(table.quality_best_env, table.quality)
     for history, value in ((table.loss_history, val_loss), (table.quality_history, quality)):
@@ -369,7 +376,7 @@ def record(table: SlotTable, *, quality: Floats, val_loss: Floats, train_loss: F
 
 
 def record_contribution(table: SlotTable, contribution: Floats, se: Floats) -> None:
-    """Write down contributions [E, S] with their standard errors; NaN where nothing was measured."""
+    """Store contributions [E, S] with their standard errors. NaN marks slots that were not measured."""
     where = np.isfinite(contribution)
     change = contribution - table.contribution
     velocity = VELOCITY_KEEP * np.nan_to_num(table.contribution_velocity) + (1 - VELOCITY_KEEP) * change
@@ -381,7 +388,7 @@ def record_contribution(table: SlotTable, contribution: Floats, se: Floats) -> N
 
 
 def expel(table: SlotTable, where: Bools, *, fossils: bool = False) -> list[Effect]:
-    """Remove growing seeds at once, whatever their age, and fossils if asked: the governor's right, not a policy's."""
+    """Remove growing seeds at any age, and fossils if `fossils`. Used by the governor, not by policies."""
     gone = where & (_OCCUPIED if fossils else _PRUNABLE)[table.stage]
     _remove(table, gone)
     return _effects(EffectKind.DROP, gone)

@@ -1,8 +1,8 @@
-"""A slot: one place after a module of the host where one seed can live.
+"""Slots: the modules that hold a seed and blend it into a host module's output.
 
-The host's forward hook hands the module's output to `Slot.after`, which finds the features in it
-(`Select`) and sends them through `Slot.forward`. What forward does is decided by `stage`, `alpha` and
-`incubating`, which `Body.sync` alone writes.
+The forward hook of the host module calls `Slot.after`, which extracts the features from the output (`Select`)
+and passes them through `Slot.forward`. Its behaviour depends on `stage`, `alpha` and `incubating`, which only
+`Body.sync` writes.
 """
 
 from __future__ import annotations
@@ -31,18 +31,18 @@ Path = tuple[int | str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Select:
-    """Where in a module's output the features are: the output itself, or an item of a tuple or mapping."""
+    """Location of the features in a module's output: the output itself, or an item of a tuple, list or mapping."""
 
     key: int | str | None = None
     field: str = ""
-    """The item's name, if the output is a named tuple."""
+    """Name of the item if the output is a named tuple, else ""."""
     is_list: bool = False
     inner: Select | None = None
-    """Where in that item, if it is a tuple or mapping itself."""
+    """Location within that item if it is itself a tuple, list or mapping."""
 
     @classmethod
     def at(cls, output: Any, path: Path, owner: str) -> Select:
-        """The tensor at a path of keys within an output of `owner`; GraftError if there is none."""
+        """Return the location of the tensor at `path` in an output of `owner`. Raise GraftError if there is none."""
         if not path:
             if not isinstance(output, Tensor):
                 raise GraftError(f"what select names of {owner}'s output is a {type(output).__name__}, not a tensor")
@@ -58,17 +58,19 @@ class Select:
 
     @property
     def path(self) -> Path:
-        """The keys from the module's output to the features."""
+        """Return the keys from the module's output to the features."""
         if self.key is None:
             return ()
         return (self.key, *(self.inner.path if self.inner else ()))
 
     def get(self, output: Any) -> Tensor:
+        """Return the features in `output`."""
         if self.key is None:
             return output
         return self.inner.get(output[self.key]) if self.inner else output[self.key]
 
     def put(self, output: Any, features: Tensor) -> Any:
+        """Return `output` with its features replaced. The original is not modified."""
         if self.key is None:
             return features
         item = self.inner.put(output[self.key], features) if self.inner else features
@@ -82,7 +84,7 @@ class Select:
 
 
 class Slot(nn.Module):
-    """Holds at most one seed, and blends it into the features that pass."""
+    """Hold at most one seed and blend it into the features that pass through."""
 
     alpha: Tensor
 
@@ -92,18 +94,18 @@ class Slot(nn.Module):
         self.seed: nn.Module | None = None
         self.gate: nn.Module | None = None
         self.blueprint = ""
-        self.birth = 0  # what its weights were drawn from
+        self.birth = 0  # random seed of the initial weights
         self.operator = Operator.ADD
         self.stage = SeedStage.DORMANT
-        self.amplitude = 0.0  # alpha as a number, so that the buffer is written only when it changes
-        self.incubating = False  # learn by straight-through in the main pass
-        self.shadow = False  # this pass is the seed's own: full strength on detached features
-        self.lesson: Tensor | None = None  # the features of that pass
-        self.fork: ForkPlan | None = None  # lent for one evaluation
+        self.amplitude = 0.0  # alpha as a Python float, so that the buffer is written only when it changes
+        self.incubating = False  # train by the straight-through estimator in the main pass
+        self.shadow = False  # shadow pass: apply the seed at full strength to detached features
+        self.lesson: Tensor | None = None  # detached features of the shadow pass
+        self.fork: ForkPlan | None = None  # set during one forked evaluation
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
 
     def plant(self, blueprint: str, operator: Operator, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
-        """Build a seed and hold it to the laws; the host's function does not change."""
+        """Build a seed and check it against the blueprint contract. The host's function does not change."""
         module = blueprints.build(blueprint, self.site, device=device, dtype=dtype, seed=seed)
         blueprints.check(module, self.site, name=blueprint)
         if self.site.channels_last:
@@ -112,7 +114,7 @@ class Slot(nn.Module):
         self.set_operator(operator)
 
     def set_operator(self, operator: Operator) -> None:
-        """Blend in another way from now on. A gate is born with its operator, never behind its back."""
+        """Set the blending operator. Create the gate module if the operator is GATE, remove it otherwise."""
         self.operator = operator
         if operator != Operator.GATE:
             self.gate = None
@@ -123,10 +125,11 @@ class Slot(nn.Module):
                 self.gate = Gate(self.site.dim, self.site.layout).to(anchor.device, anchor.dtype)
 
     def uproot(self) -> None:
+        """Remove the seed and its gate."""
         self.seed, self.gate, self.blueprint, self.operator = None, None, "", Operator.ADD
 
     def after(self, module: nn.Module, args: Any, output: Any) -> Any:
-        """The forward hook: the module's output with the features changed, or untouched."""
+        """Forward hook: return the output with its features blended, or None to leave it unchanged."""
         if self.seed is None:
             return None
         h = self.select.get(output)
@@ -134,6 +137,7 @@ class Slot(nn.Module):
         return None if y is h else self.select.put(output, y)
 
     def forward(self, h: Tensor, training: bool = False) -> Tensor:
+        """Return the features after this slot, according to its stage and mode."""
         if self.fork is not None and self.name in self.fork.players:
             return self.fork.at_slot(self.name, h, self.switched_on)
         if self.stage >= SeedStage.BLENDING:
@@ -147,26 +151,27 @@ class Slot(nn.Module):
         return h
 
     def change(self, h: Tensor) -> Tensor:
-        """What the seed at full strength would add to the features."""
+        """Return the change that the seed at full strength adds to the features."""
         delta = self._seed_for(h)(h)
         if self.operator == Operator.MULTIPLY:
             return h * torch.tanh(delta)
         return delta if self.gate is None else delta * self.gate(h)
 
     def _own_luck(self) -> AbstractContextManager[None]:
-        """Within, a seed with dropout leaves the random stream of the host as it was."""
+        """Return a context that restores the global random generator if the seed uses dropout."""
         assert self.seed is not None
         if torch.compiler.is_compiling() or not any(isinstance(m, _DropoutNd) for m in self.seed.modules()):
             return nullcontext()
         return torch.random.fork_rng(devices=[self.alpha.device] if self.alpha.is_cuda else [])
 
     def switched_on(self, h: Tensor, out: Tensor | None = None) -> Tensor:
-        """The features with the seed on: at its present alpha, or at 1 if it has not begun to blend."""
+        """Return the features with the seed on: at its current alpha, or at 1 before BLENDING."""
         return self.blended(h, self.alpha if self.stage >= SeedStage.BLENDING else torch.ones_like(self.alpha), out)
 
     def blended(self, h: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the features with the seed blended in at `weight`, written into `out` if given."""
         if torch.is_grad_enabled() and not h.requires_grad:
-            h = detached(h)  # before a frozen host: see there
+            h = detached(h)  # host layers before the slot are frozen; see `detached`
         delta = self._seed_for(h)(h)
         weight = weight.to(h.dtype)
         if self.gate is not None:
@@ -174,11 +179,13 @@ class Slot(nn.Module):
         return blend(h, delta, weight, self.operator, out)
 
     def _seed_for(self, h: Tensor) -> nn.Module:
+        """Return the seed, moved to the device of the features."""
         assert self.seed is not None
         if self.alpha.device != h.device:
             self.to(h.device)
         return self.seed
 
     def extra_repr(self) -> str:
+        """Return the slot's name, location, layout and seed for `repr`."""
         state = f"{self.blueprint} {self.stage.name} alpha={self.amplitude:.2f}" if self.seed is not None else "empty"
         return f"{self.name!r} after {self.module_name!r}, {self.site.layout} of {self.site.dim}: {state}"
