@@ -1,4 +1,4 @@
-"""Learns to decide: what seeds are worth, rewards, and the policy's training.
+"""Reinforcement learning of growth: seed worth, rewards, environments and the training of policies.
 
 May import leyline, kasmina, tolaria and tamiyo. Read first: `attribution/counterfactual.py`.
 """

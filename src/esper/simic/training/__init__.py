@@ -1,1 +1,1 @@
-"""Training a policy: `config.py` says what can be set, `vectorized.py` is the loop."""
+"""Policy training: `config.py` defines the settings, `vectorized.py` is the training loop."""

@@ -1,4 +1,4 @@
-"""One tree of settings. Defaults < preset < TOML file < `--set a.b=c`; whatever is wrong is said with its path.
+"""Training settings. Precedence: defaults < preset < TOML file < `--set a.b=c`. Errors name the setting's path.
 
 config = load_config(preset="quick", file=Path("my.toml"), sets=["ppo.lr=3e-4"])
 """
@@ -29,50 +29,57 @@ from esper.tolaria.tasks import get_task
 
 TRAIN_WORLDS = 64
 HELD_OUT_FROM = 10_000
-"""Worlds for training are 0 … 63; those that only an evaluation sees begin here."""
+"""By default, training uses worlds 0 to 63. Worlds from 10,000 on are reserved for evaluation."""
 MOST_THREADS = 1024
 MOST_BYTES = 1 << 20
-"""Of a config file."""
+"""Maximum size of a config file in bytes."""
 
 FIXED = {"tempo": "STANDARD", "alpha_speed": "MEDIUM", "alpha_curve": "LINEAR"}
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything that decides how a policy is trained."""
+    """Settings of a training run."""
 
     task: str = "rescue"
-    """What its hosts learn; `esper tasks` lists them."""
+    """Name of the task that the hosts are trained on; `esper tasks` lists the valid names."""
     simulated: bool = False
-    """Train on simulated hosts (`sim`) instead of real ones: thousands of steps per second."""
+    """Whether to train on simulated hosts (see `sim`), at thousands of steps per second, instead of real ones."""
     seed: int = 0
-    """The root of all randomness of the run."""
+    """Root random seed of the run, any integer. All random generators are derived from it."""
     rounds: int = 40
-    """Rounds: E episodes side by side, then one update."""
+    """Number of rounds, ≥ 1. A round is one episode in each of `envs` environments, then one policy update."""
     envs: int = 16
-    """Environments side by side."""
+    """Number of environments that run in parallel, ≥ 1."""
     epochs: int | None = None
-    """Steps of an episode; the task's own by default."""
+    """Steps per episode, ≥ 1, or None for the task's own number. A step trains the host for one epoch."""
     worlds: int = TRAIN_WORLDS
-    """Worlds to train in, each with one no-growth twin."""
+    """Number of worlds to train in, 1 to 10,000. Each has its own no-growth baseline."""
     start_from: str | None = None
-    """A run or policy file whose policy to begin with, instead of a new one."""
+    """Path of a run directory or policy file whose policy is trained further, or None for a new policy."""
     fixed: dict[str, str] = msgspec.field(default_factory=lambda: dict(FIXED))
-    """Heads that are not the policy's to choose, and what they say. A table given here replaces this one: `{}` leaves
-    every head to the policy."""
+    """Heads that the policy does not choose, as a table from head to option. A given table replaces the default one:
+    `{}` leaves every head to the policy."""
     telemetry: str = "normal"
-    """What is recorded: off, minimal, normal or debug. Never what is learnt."""
+    """Which events are recorded: off, minimal, normal or debug. It has no effect on training results."""
     threads: int = 1
-    """CPU threads; small hosts gain nothing from more."""
+    """Number of CPU threads of torch per process, 1 to 1024. More than 1 does not speed up small hosts."""
     keep: int = 3
-    """Checkpoints to keep: the last so many, and the best."""
+    """Number of most recent checkpoints to keep, ≥ 1. The best one is kept in addition."""
     checkpoint_share: float = 0.01
-    """Of the time that checkpoints may cost. Rounds longer than a few seconds all get one; with 1, every round does."""
+    """Maximum fraction of the run's time spent on checkpoints, above 0 and at most 1. At the default, a round of
+    more than a few seconds always gets one; at 1, every round does."""
     engine: EngineConfig = EngineConfig()
+    """Settings of host training."""
     rules: Rules = Rules()
+    """Settings of the seed lifecycle."""
     reward: RewardConfig = RewardConfig()
+    """Settings of the reward."""
     network: NetworkConfig = NetworkConfig()
+    """Size and shape of the policy network."""
     ppo: PPOConfig = PPOConfig()
+    """Settings of the policy updates."""
     sim: SimConfig = SimConfig()
+    """Settings of the simulated hosts, used if `simulated` is true."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "envs", "worlds", "threads", "keep"):
@@ -96,7 +103,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         self.fixed_heads()
 
     def fixed_heads(self) -> dict[Head, int]:
-        """`fixed` in numbers."""
+        """Return `fixed` as head and option indices. Raise if a head or an option does not exist."""
         found: dict[Head, int] = {}
         choosable = {h.name.lower(): h for h in Head if HEAD_OPTIONS[h] is not None}
         for name, option in self.fixed.items():
@@ -123,7 +130,8 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
 }  # fmt: skip
-"""Beginnings: `quick` shows all in about two minutes, `standard` learns, `sim` learns in minutes on the simulator."""
+"""Named settings: `quick` runs every part in about two minutes, `standard` learns on real hosts, `sim` learns in
+minutes on simulated ones."""
 
 
 def load_config(
@@ -133,7 +141,7 @@ def load_config(
     sets: Sequence[str] = (),
     more: Mapping[str, Any] | None = None,
 ) -> TrainConfig:
-    """The effective settings: defaults < preset < file < `sets` < `more`."""
+    """Return the effective settings: defaults < preset < file < `sets` < `more`."""
     tree: dict[str, Any] = {}
     if preset is not None:
         if preset not in PRESETS:
@@ -141,7 +149,7 @@ def load_config(
         tree = merged(tree, PRESETS[preset])
     if file is not None:
         told = read_toml(file)
-        for field in msgspec.structs.fields(TrainConfig):  # now: a later setting of a group would hide it
+        for field in msgspec.structs.fields(TrainConfig):  # before merging: a later setting of the group would hide it
             if isinstance(field.default, msgspec.Struct) and not isinstance(told.get(field.name, {}), Mapping):
                 raise ConfigError(f"{field.name} is a group of settings, got {told[field.name]!r} in {file}")
         tree = merged(tree, told)
@@ -152,6 +160,7 @@ def load_config(
 
 
 def read_toml(file: Path) -> dict[str, Any]:
+    """Return the contents of a TOML file. Raise ConfigError if it cannot be read or parsed."""
     try:
         return tomllib.loads(read_regular(file, MOST_BYTES, follow=True).decode())
     except FileNotFoundError:
@@ -160,12 +169,12 @@ def read_toml(file: Path) -> dict[str, Any]:
         raise ConfigError(f"cannot read config file {file}: {error.strerror or error}") from None
     except UnicodeDecodeError as error:
         raise ConfigError(f"cannot read config file {file}: {error}") from None
-    except (ValueError, RecursionError) as error:  # also an integer of thousands of digits
+    except (ValueError, RecursionError) as error:  # ValueError: also raised for integers of thousands of digits
         raise ConfigError(f"{file} is not TOML: {error}") from None
 
 
 def parse_set(text: str) -> dict[str, Any]:
-    """`a.b=c` as a tree; c is read as TOML, and as a word if it is none.
+    """Return `a.b=c` as a nested dict. The value is parsed as TOML, or kept as a string if it is not valid TOML.
 
     >>> parse_set("ppo.lr=3e-4")
     {'ppo': {'lr': 0.0003}}
@@ -185,7 +194,7 @@ def parse_set(text: str) -> dict[str, Any]:
 
 
 def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
-    """`tree` with what `over` says instead, key by key; an empty table empties."""
+    """Return `tree` recursively updated with `over`. An empty table in `over` replaces the old one."""
     out = dict(tree)
     for key, value in over.items():
         old = out.get(key)
@@ -194,7 +203,7 @@ def merged(tree: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def built(kind: type[msgspec.Struct], tree: Mapping[str, Any], path: str = "") -> Any:
-    """The settings that a tree describes; its errors name the path, and of a wrong key the nearest right one."""
+    """Return a settings object from a nested dict. Errors name the setting's path and suggest the nearest valid key."""
     fields = {f.name: f for f in msgspec.structs.fields(kind)}
     values: dict[str, Any] = {}
     for key, value in tree.items():
@@ -218,7 +227,7 @@ def built(kind: type[msgspec.Struct], tree: Mapping[str, Any], path: str = "") -
 
 
 def _value(where: str, value: Any, kind: Any) -> Any:
-    """A setting of this type; TOML has no word for None, so `none` stands for it where None is allowed."""
+    """Return `value` converted to the setting's type. TOML has no null: "none" means None where None is allowed."""
     kinds = get_args(kind)
     if type(None) in kinds and value in ("none", "None"):
         return None
@@ -234,7 +243,7 @@ def _value(where: str, value: Any, kind: Any) -> Any:
 
 
 def defaults(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
-    """A group's default as a tree, so that naming one setting keeps the others."""
+    """Return the default of a settings group as a nested dict, so that setting one field keeps the others."""
     return {} if field.default is msgspec.NODEFAULT else _tree(field.default)
 
 
@@ -244,6 +253,6 @@ def _tree(group: msgspec.Struct) -> dict[str, Any]:
 
 
 def as_tree(config: msgspec.Struct) -> dict[str, Any]:
-    """Settings as plain data, for printing and for a manifest."""
+    """Return settings as plain data, for printing and for a manifest."""
     tree: dict[str, Any] = msgspec.to_builtins(config)
     return tree

@@ -1,15 +1,15 @@
-"""Heartbeat: notice within seconds that another rank is stopped, frozen, unreachable or gone.
+"""Heartbeat: detect within seconds that another rank is stopped, frozen, unreachable or terminated.
 
     heartbeat = Heartbeat(rank, size)      # collective: every rank constructs it, in the same order
-    heartbeat.check()                      # raises Deserted, naming the rank that is lost
+    heartbeat.check()                      # raises Deserted with the number of the lost rank
     heartbeat.stop()
 
-Rank 0 and each other rank exchange one number every beat, in a process group of their own, from a daemon thread. A rank
-that trains for minutes between two collectives keeps beating; a process that is stopped (SIGSTOP), whose interpreter is
-stuck or whose machine is gone does not. Rank 0 tells the others which rank was lost.
+Rank 0 and each other rank exchange one number per beat, in a separate process group, from a daemon thread. A rank
+that trains for minutes between two collectives keeps beating; a process that is stopped (SIGSTOP), whose interpreter
+hangs or whose machine is down does not. Rank 0 sends the number of the lost rank to the others.
 
-Silence is counted in beats of this process, not by the clock: a team that was suspended as a whole (Ctrl-Z, a laptop
-that slept) continues when it wakes up.
+Silence is measured in beats of this process, not in wall time: a process group that was suspended as a whole (Ctrl-Z,
+a sleeping laptop) continues when it is resumed.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ from torch import Tensor
 from esper.leyline.errors import ConfigError, TrainingError
 
 SILENCE = "ESPER_SILENCE_S"
-"""The environment variable with the seconds of silence after which a rank counts as lost; the same on all ranks."""
+"""Environment variable: seconds without an answer after which a rank counts as lost. Must be equal on all ranks."""
 DEFAULT_SILENCE_S = 20.0
 BEATS = 20
-"""Beats within the time of silence. A beat thread that is starved for a few of them does no harm."""
+"""Beats per `SILENCE` interval. A beat thread may miss a few of them without consequence."""
 PATIENCE = timedelta(hours=2)
-"""How long a rank waits in a collective for another that is alive but does not arrive."""
+"""Maximum time that a rank waits in a collective for another rank that is alive but does not arrive."""
 
 
 class Deserted(TrainingError):
-    """Another rank of the run is lost. `rank` is its number, None if it is not known which."""
+    """Another rank of the run is lost. `rank` is its number, None if unknown."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
@@ -45,19 +45,19 @@ class Deserted(TrainingError):
 
 
 class Heartbeat:
-    """Watches the other ranks of a team: rank 0 watches all of them, each of them watches rank 0."""
+    """Monitors the other ranks: rank 0 monitors all of them, each of them monitors rank 0."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank = rank
         self.silence_s = silence_s()
         self.beat_s = self.silence_s / BEATS
-        self._groups: dict[int, Any] = {}  # peer → the process group of this rank and the peer
+        self._groups: dict[int, Any] = {}  # peer → process group of this rank and the peer
         for other in range(1, size):
             group = dist.new_group([0, other], backend="gloo", timeout=PATIENCE)
             if rank in (0, other):
                 self._groups[other if rank == 0 else 0] = group
         self._silent_s = dict.fromkeys(self._groups, 0.0)
-        self._exchanges: dict[int, tuple[Any, Tensor]] = {}  # peer → the exchange under way and what it carries
+        self._exchanges: dict[int, tuple[Any, Tensor]] = {}  # peer → pending exchange and its tensor
         self._lost: Deserted | None = None
         self._lost_since = 0.0
         self._stopping = threading.Event()
@@ -65,20 +65,20 @@ class Heartbeat:
         self._thread.start()
 
     def check(self) -> None:
-        """Raise if a rank is lost. Rank 0 first lets two beats pass, in which the others learn which one."""
+        """Raise if a rank is lost. Rank 0 waits two beats first, in which it sends the rank's number to the others."""
         told = self.rank > 0 or time.monotonic() - self._lost_since > 2 * self.beat_s
         if self._lost is not None and told:
             raise self._lost
 
     def name_lost(self) -> None:
-        """Raise if a rank is found lost within the next beats: to be called when a connection has failed."""
+        """Raise if a rank is detected as lost within the next beats. Call it when a connection has failed."""
         for _ in range(5):
             self.check()
             time.sleep(self.beat_s)
         self.check()
 
     def stop(self) -> None:
-        """Stop beating and close the connections. Idempotent."""
+        """Stop the thread and close the connections. Idempotent."""
         self._stopping.set()
         self._thread.join()
         for group in self._groups.values():
@@ -95,7 +95,7 @@ class Heartbeat:
                 self._beat(peer, awake_s)
 
     def _beat(self, peer: int, awake_s: float) -> None:
-        """Finish the exchange with a peer and begin the next one, or count its silence."""
+        """Complete the exchange with a peer and start the next one, or add to the peer's silence."""
         try:
             if peer in self._exchanges:
                 work, news = self._exchanges[peer]
@@ -122,24 +122,24 @@ class Heartbeat:
             )
 
     def _lose(self, rank: int, how: str) -> None:
-        """The first loss counts: what follows it is its consequence."""
+        """Record the first lost rank. Later losses are consequences of it."""
         if self._lost is None:
             self._lost_since = time.monotonic()
             self._lost = Deserted(f"rank {rank} {how}", rank)
 
 
 def close(group: Any) -> None:
-    """Close the connections of a process group at once, whatever is under way in it.
+    """Close the connections of a process group immediately, aborting pending operations.
 
-    The group itself is never destroyed: its destructor waits for the collectives under way, and so for a rank that is
-    stopped. It ends with the process.
+    The group is never destroyed: its destructor waits for pending collectives, and so for a stopped rank. It ends with
+    the process.
     """
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(group))
     group.abort()
 
 
 def silence_s() -> float:
-    """Return the seconds of silence after which a rank counts as lost."""
+    """Return the seconds without an answer after which a rank counts as lost."""
     text = os.environ.get(SILENCE, str(DEFAULT_SILENCE_S))
     try:
         seconds = float(text)

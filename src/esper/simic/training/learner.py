@@ -1,10 +1,10 @@
-"""All that a run knows between two rounds: the policy, how it learns, and how it went. Enough to go on from.
+"""State of a training run between two rounds: policy, optimiser and results. A checkpoint holds exactly this state.
 
     learner = Learner.new(config, layout)
-    learner.load(saved)                          # of an earlier process
+    learner.load(saved)                          # state of an earlier process
     keeper.keep(learner)                         # flush the journal, then write a checkpoint
 
-Between rounds no host is alive, so this is little: what a round repeats is a function of its number.
+No host exists between rounds, so the state is small. The hosts of a round are a function of the round's number.
 """
 
 from __future__ import annotations
@@ -46,17 +46,17 @@ from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
 CHECKPOINTS = "checkpoints"
 LEARNER, RUN = "learner", "run"
 NOT_MINE, NOT_FINITE, NOT_WRITTEN, KEPT = range(4)
-"""What became of a best host that was to be written, as one rank tells the others."""
+"""Outcome of writing a best host, as one rank reports it to the others."""
 _OF_A_ROUND = ("returns", "utility", "quality")
 
 
 @dataclass(slots=True)
 class Round:
-    """How one round went, for whoever looks on."""
+    """Results of one round."""
 
     number: int
-    """Counted from 0; whatever is shown or recorded counts from 1."""
-    returns: Floats  # [E] the undiscounted sum of each episode's rewards
+    """Counted from 0. Output and events count from 1."""
+    returns: Floats  # [E] undiscounted sum of each episode's rewards
     utility: Floats  # [E] at the end
     quality: Floats  # [E] at the end
     update: Update
@@ -64,7 +64,7 @@ class Round:
 
 @dataclass(slots=True)
 class Trained:
-    """A policy, and how it came to be."""
+    """A trained policy and the results of its rounds."""
 
     network: TamiyoNetwork
     rounds: list[Round]
@@ -73,30 +73,33 @@ class Trained:
 
 @dataclass(slots=True)
 class Learner:
-    """A policy that is being trained, between two rounds."""
+    """A policy in training, between two rounds."""
 
     ppo: PPO
     shuffle: torch.Generator
-    """Which environments learn side by side: the one stream of random numbers that goes on from round to round. All
-    others are drawn by name, of a world, a round, a step."""
+    """Generator that assigns environments to minibatches: the only random stream that continues from round to round.
+    All other random numbers are keyed by world, round or step."""
     trained: Trained
 
     @classmethod
     def new(cls, config: TrainConfig, layout: MaskLayout, *, resumed: bool = False) -> Learner:
+        """Return the initial state of a run."""
         network = new_network(config, resumed=resumed)
         shuffle = torch.Generator().manual_seed(derive_seed(config.seed, "minibatches"))
         return cls(PPO(network, layout, config.ppo, rounds=config.rounds), shuffle, Trained(network, [], 0))
 
     @property
     def network(self) -> TamiyoNetwork:
+        """The policy."""
         return self.trained.network
 
     @property
     def done(self) -> int:
-        """Rounds that lie behind."""
+        """Number of completed rounds."""
         return len(self.trained.rounds)
 
     def state(self) -> dict[str, Any]:
+        """Return the state as nested dicts of tensors and plain data."""
         rounds, ppo = self.trained.rounds, self.ppo
         columns = {name: [getattr(r, name) for r in rounds] for name in _OF_A_ROUND}
         return {
@@ -112,7 +115,7 @@ class Learner:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken."""
+        """Restore a result of `state`."""
         self.network.load_state_dict(state["network"])
         self.ppo.optimizer.load_state_dict(state["optimizer"])
         self.ppo.scale.load(state["return_scale"])
@@ -126,7 +129,7 @@ class Learner:
         self.trained.env_steps = state["env_steps"]
 
     def digest(self) -> bytes:
-        """Of every bit that the next round depends on."""
+        """Return a hash of every tensor that the next round depends on."""
         digest = hashlib.sha256()
         for tensor in _tensors(self.state()):
             digest.update(tensor.cpu().contiguous().numpy().tobytes())
@@ -142,7 +145,10 @@ def _tensors(tree: Any) -> Iterator[Tensor]:
 
 
 def new_network(config: TrainConfig, *, resumed: bool = False) -> TamiyoNetwork:
-    """A policy to begin with: a new one, or another run's. Where a checkpoint follows, only its shape counts."""
+    """Return the initial policy: a new one, or that of `start_from`.
+
+    If a checkpoint follows, only its shape matters.
+    """
     if config.start_from is not None and not resumed:
         return load_policy(policy_path(config.start_from))[0]
     with torch.random.fork_rng(devices=[]):
@@ -151,12 +157,15 @@ def new_network(config: TrainConfig, *, resumed: bool = False) -> TamiyoNetwork:
 
 
 def policy_path(name: str) -> Path:
-    """A run or policy file by its path; the policy that comes with the package by its name."""
+    """Return the path of a run or policy file. "tamiyo" is the policy shipped with the package."""
     return SHIPPED if name == "tamiyo" else Path(name)
 
 
 def with_its_network(config: TrainConfig) -> TrainConfig:
-    """The settings as they are in effect: of a policy to start from, its own shape."""
+    """Return the config with the network settings of `start_from`.
+
+    Raise ConfigError if `network.*` differs from them.
+    """
     if config.start_from is None:
         return config
     found = load_policy(policy_path(config.start_from))[0].config
@@ -169,26 +178,26 @@ def with_its_network(config: TrainConfig) -> TrainConfig:
 
 
 class Keeper:
-    """Writes a run's checkpoints and its best host. What cannot be written is said, and the run goes on without it."""
+    """Writes the checkpoints and the best host of a run. Write errors become warnings, and the run continues."""
 
     def __init__(self, config: TrainConfig, directory: Path | None, hub: Emits, team: Team) -> None:
         self.config, self.hub, self.team, self.directory = config, hub, team, directory
         self.checkpoints = None if directory is None else Checkpoints(directory / CHECKPOINTS, keep=config.keep)
         self.best_utility = -math.inf  # of all hosts so far
-        self._ended, self._cost_s = -math.inf, 0.0  # when the last one was written, and how long that took
-        self._next_seq = [0] * team.size  # of every rank's journal, when the last round ended
-        self._kept = -1  # rounds that lay behind the last checkpoint
+        self._ended, self._cost_s = -math.inf, 0.0  # end and duration of the last write
+        self._next_seq = [0] * team.size  # of every rank's journal, at the end of the last round
+        self._kept = -1  # completed rounds at the last checkpoint
 
     def keep(self, learner: Learner, ground: Ground) -> None:
-        """The end of a round, or the beginning of all: a checkpoint of it, if one is due.
+        """Write a checkpoint at the start of the run or the end of a round, if one is due.
 
-        The journal is flushed first: a run that goes on from here has no hole in it. While it cannot be, a checkpoint
-        is put off, unless it is the last one.
+        The journal is flushed first, so that a resumed run has no gap in it. While flushing fails, checkpoints are
+        postponed, except the last one.
         """
         if self.directory is None:
             return
         start = time.monotonic()
-        sick = learner.ppo.bad_in_a_row > 0  # it may have to stop soon, and then its last whole round counts
+        sick = learner.ppo.bad_in_a_row > 0  # the run may stop soon: keep its last completed round
         always = sick or learner.done == self.config.rounds or self.config.checkpoint_share == 1
         due = always or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
         flushed = self._flush() if due or self.team.size > 1 else True
@@ -201,12 +210,12 @@ class Keeper:
             self._cost_s = self._ended - start
 
     def _flush(self) -> bool:
-        """Whether everything emitted so far is on disk, or lost for good: no later checkpoint would find more of it."""
+        """Return whether all events so far are on disk or permanently lost: no later checkpoint could have more."""
         flush = getattr(self.hub, "flush", None)
         return flush is None or bool(flush()) or bool(getattr(self.hub, "has_lost", False))
 
     def went_on(self, saved: Saved) -> None:
-        """This run goes on from a checkpoint: say so, and know what it knew."""
+        """Take over the state of the checkpoint that the run resumes from, and emit an event."""
         told = about(saved)
         self.best_utility, self._next_seq, self._kept = told["best_utility"], told["next_seq"], told["done"]
         if self.team.leads:
@@ -216,7 +225,7 @@ class Keeper:
 
     @contextmanager
     def keeping(self, learner: Learner, ground: Ground) -> Iterator[None]:
-        """Within, between two updates: whatever ends the run, the last whole round is kept first."""
+        """Context manager around the work between two updates: on an exception, save the last completed round first."""
         try:
             yield
         except BaseException:
@@ -226,14 +235,14 @@ class Keeper:
             raise
 
     def _write(self, learner: Learner, ground: Ground) -> None:
-        """A checkpoint, and the policy as it is now; its number is that of the rounds that lie behind."""
+        """Write a checkpoint numbered by the completed rounds, and the current policy."""
         if not self.team.leads or self.checkpoints is None or self.directory is None:
             return
-        if not self.directory.is_dir():  # moved or removed: it must not be made again
+        if not self.directory.is_dir():  # moved or removed: do not recreate it
             warnings.warn(f"{self.directory} is gone: no checkpoint can be written", stacklevel=2)
             return
         document, tensors = packed(learner.state() | {"twins": ground.twin_curves()})
-        config = msgspec.structs.replace(self.config, network=learner.network.config)  # that of `start_from`, if given
+        config = msgspec.structs.replace(self.config, network=learner.network.config)  # `start_from` may set another
         run = {"config": as_tree(config), "done": learner.done, "best_utility": self.best_utility}
         run |= {"next_seq": self._next_seq, "exact": fingerprint(self.config, ground)}
         recent = learner.trained.rounds[-1:]
@@ -256,9 +265,10 @@ class Keeper:
         )  # fmt: skip
 
     def offer(self, ground: Ground, utility: Floats, number: int) -> None:
-        """Keep the best finite host of a round [E] if it beats those of all rounds before. Its rank writes it.
+        """Save the best finite host of a round [E] if its utility exceeds all previous ones.
 
-        All ranks learn whether it was written: what is not kept does not raise `best_utility` on any of them.
+        The host's rank writes it. All ranks receive the outcome: `best_utility` is raised on all of them, and only if
+        the host was written.
         """
         if self.directory is None or not isinstance(ground, HostGround):
             return
@@ -300,7 +310,7 @@ class Keeper:
 
 
 def about(saved: Saved) -> dict[str, Any]:
-    """What a checkpoint says of its run: settings, rounds done, each rank's next event, and what computed it."""
+    """Return a checkpoint's metadata: settings, completed rounds, next event of each rank, versions and hardware."""
     told = unspelled(saved.document(RUN))
     kinds: dict[str, Any] = {"config": dict, "done": int, "next_seq": list, "best_utility": (float, int), "exact": dict}
     if not isinstance(told, dict) or not all(isinstance(told.get(key), kind) for key, kind in kinds.items()):
@@ -311,7 +321,7 @@ def about(saved: Saved) -> dict[str, Any]:
 
 
 def restore(saved: Saved, config: TrainConfig, learner: Learner, ground: Ground) -> None:
-    """Go on from a checkpoint. Twins that were trained otherwise than they would be now are trained again."""
+    """Load a checkpoint. No-growth baselines are reused only if they would be trained identically now."""
     try:
         state = unpacked(saved.document(LEARNER), saved.tensors(LEARNER))
         learner.load(state)
@@ -322,12 +332,12 @@ def restore(saved: Saved, config: TrainConfig, learner: Learner, ground: Ground)
 
 
 def fingerprint(config: TrainConfig, ground: Ground) -> dict[str, str]:
-    """What must be the same for a run to go on bit for bit."""
+    """Return what must be unchanged for a bit-identical resume."""
     return exactness(config.threads, config.engine.device, ground.data_hash)
 
 
 def exactness(threads: int, device: str, data_hash: str) -> dict[str, str]:
-    """Return what decides the bits of a run besides its settings: versions, machine, data and code."""
+    """Return what determines the bits of a run besides its settings: versions, machine, data and code."""
     versions = {name: metadata.version(name) for name in ("torch", "numpy")}
     return versions | {
         "python": platform.python_version(),
@@ -340,23 +350,23 @@ def exactness(threads: int, device: str, data_hash: str) -> dict[str, str]:
 
 
 def differences(saved: Saved, config: TrainConfig, ground: Ground) -> list[str]:
-    """What has changed since a checkpoint that could change bits, in words."""
+    """Return descriptions of what has changed since a checkpoint and could change bits."""
     return changes(about(saved)["exact"], fingerprint(config, ground))
 
 
 def changes(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
-    """Say what differs between two results of `exactness`, one text each."""
+    """Return a description of each difference between two results of `exactness`."""
     changed = [name for name in {**then, **now} if then.get(name) != now.get(name)]
     return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in changed]
 
 
 def must_be_exact(saved: Saved, config: TrainConfig, ground: Ground) -> None:
-    """Refuse to go on in another way than the run would have."""
+    """Raise ConfigError if resuming would not be bit-identical."""
     refuse_changes(differences(saved, config, ground))
 
 
 def refuse_changes(changed: list[str]) -> None:
-    """Raise ConfigError if anything has changed that could change bits."""
+    """Raise ConfigError if `changed` is not empty."""
     if changed:
         raise ConfigError(
             f"the run cannot go on bit for bit: {'; '.join(changed)}. Restore these, or add --allow-inexact"

@@ -1,7 +1,6 @@
-"""How much memory a run will need, before it is needed.
+"""Estimate the memory of a run before it starts.
 
-An estimate: what is counted is exact (rollouts, data, weights), what is not (activations, the libraries themselves)
-is rounded up.
+Rollouts, data and weights are counted exactly; activations and libraries are estimated from above.
 """
 
 from __future__ import annotations
@@ -24,18 +23,18 @@ from esper.simic.training.config import TrainConfig
 from esper.tamiyo.policy.features import num_features
 
 COPIES = 8
-"""Of a host's weights: itself, gradients, optimiser (two), average, snapshot (weights, optimiser, average)."""
+"""Copies of a host's weights: weights, gradients, optimiser (two), average, snapshot (weights, optimiser, average)."""
 VALIDATED = 2048
-"""Samples that a validation pass holds at once, at most."""
+"""Maximum number of samples that a validation pass processes at once."""
 LAYERS = 64
-"""Activations and gradients of a minibatch in the policy, in units of its width, per slot."""
+"""Activations and gradients of a minibatch in the policy, in multiples of its width, per slot."""
 PASSES = 4
-"""Of a batch's activations: forward, backward, the lesson of a seed, and room for the allocator."""
+"""Multiples of a batch's activations: forward pass, backward pass, a seed's shadow pass, allocator overhead."""
 
 
 def needed(config: TrainConfig, env: GrowthVectorEnv, hidden: int, ranks: int = 1) -> dict[str, int]:
-    """Bytes that this process will need, by what for."""
-    with torch.device("meta"):  # nothing is allocated
+    """Return the bytes that this process will need, by purpose."""
+    with torch.device("meta"):  # allocates nothing
         buffer = TamiyoRolloutBuffer(
             steps=env.horizon, envs=config.envs, features=num_features(env.layout.slots), masks=env.layout.size,
             hidden=(hidden,), device="meta",
@@ -54,7 +53,7 @@ def needed(config: TrainConfig, env: GrowthVectorEnv, hidden: int, ranks: int = 
 
 
 def _sample_bytes(body: Body) -> int:
-    """Of everything that the host's modules hand on for one sample."""
+    """Return the size of all module outputs of the host for one sample, in bytes."""
     seen: list[int] = []
 
     def after(module: nn.Module, args: Any, output: Any) -> None:
@@ -71,7 +70,7 @@ def _sample_bytes(body: Body) -> int:
 
 
 def available() -> int | None:
-    """Bytes that this machine, or what confines this process, can still give; None where nobody says."""
+    """Return the free memory of the machine or of the process's cgroup in bytes; None if it cannot be determined."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable"))
@@ -81,18 +80,18 @@ def available() -> int | None:
         most = int(Path("/sys/fs/cgroup/memory.max").read_text())
         free = min(free, most - int(Path("/sys/fs/cgroup/memory.current").read_text()))
     except (OSError, ValueError):
-        pass  # not confined
+        pass  # no cgroup limit
     return free
 
 
 def told(need: dict[str, int], free: int | None, ranks: int = 1) -> str:
-    """One line; raises where it does not fit."""
+    """Return the estimate as one line of text. Raise ConfigError if the run does not fit into `free` bytes."""
     total = sum(need.values()) * ranks
     parts = ", ".join(f"{name} {_size(b)}" for name, b in need.items() if b >= 1 << 20)
     text = f"memory: about {_size(total)}" + (f" in {ranks} processes" if ranks > 1 else "") + f" ({parts})"
     if free is None:
         return text
-    more = total - need["the program"]  # the leading process is there already
+    more = total - need["the program"]  # the first process is already running
     if more > free:
         raise ConfigError(
             f"this run needs about {_size(total)} ({parts}) and {_size(free)} are free: ask for fewer envs, epochs or "
@@ -102,10 +101,10 @@ def told(need: dict[str, int], free: int | None, ranks: int = 1) -> str:
 
 
 def _now() -> int:
-    """What the process takes by itself: its libraries and the data."""
+    """Return the peak memory of this process so far in bytes: libraries and data."""
     try:
         import resource
-    except ImportError:  # Windows does not say it so
+    except ImportError:  # Windows
         return 0
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024

@@ -1,15 +1,15 @@
-"""A team: the processes that train one policy together. Most runs are a team of one.
+"""The group of processes (ranks) that train one policy together. Most runs have a single process.
 
     team = Team.join()
-    mine = team.share(config.envs)              # my environments, a slice of all
+    mine = team.share(config.envs)              # this rank's environments, as a slice
     …                                           # step them; act on a batch padded to [E]
-    team.gather(buffer.fields(), mine)          # once per round: everybody has every rollout
-    team.agree(learner.digest, "…")             # that everybody made the same update
+    team.gather(buffer.fields(), mine)          # once per round: every rank receives all rollouts
+    team.agree(learner.digest, "…")             # check that all ranks made the same update
 
-The batch that a policy acts on has the same shape in every team, so a row's bits do not depend on who computes it.
-Ranks of one machine meet over a file and speak over loopback; `torchrun` brings ranks of many machines together.
+The policy's batch has the same shape for any number of ranks, so the bits of a row do not depend on who computes it.
+Ranks on one machine rendezvous over a file and communicate over loopback; `torchrun` connects several machines.
 
-Legend: E environments of the run, R of them this rank's, T steps.
+Legend: E environments of the run, R of them on this rank, T steps.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ from esper.leyline.text import cut
 from esper.simic.training.heartbeat import PATIENCE, Deserted, Heartbeat, close
 
 MEETING = "ESPER_TEAM"
-"""The environment variable that tells a spawned rank who it is and where the others are met: rank/size/file."""
+"""Environment variable that gives a spawned rank its rank, the group's size and the rendezvous file: rank/size/file."""
 SLICES_S = (0.00005, 0.05)
-"""Seconds between two looks at a collective under way: the first, and the longest. Each is 1.5 times the one before."""
+"""First and longest pause in seconds between two polls of a pending collective. Each is 1.5 times the previous one."""
 _BITS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
-"""Integers as wide as an element: sums with zeros are exact in them, the sign of a zero and NaN included."""
+"""Integer type per element size. Sums with zeros are exact in it, including NaN and the sign of a zero."""
 
 
 @dataclass(slots=True, eq=False)
 class Team:
-    """Which of how many ranks this is. A team of one speaks to nobody."""
+    """Rank and size of the process group. A group of one process does not communicate."""
 
     rank: int = 0
     size: int = 1
     look_up: Callable[[], None] = lambda: None
-    """Called while this rank waits for others: it may raise."""
+    """Called while this rank waits for others. It may raise."""
     heartbeat: Heartbeat | None = None
 
     @classmethod
     def join(cls, look_up: Callable[[], None] = lambda: None) -> Team:
-        """The team that this process was started into: by `--workers`, by torchrun, or none.
+        """Join the group that this process was started in, by `--workers` or torchrun; otherwise return a group of one.
 
-        `look_up` is called while it waits for the others: it may raise.
+        `look_up` is called while this rank waits for others. It may raise.
         """
         if MEETING in os.environ:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
@@ -76,14 +76,14 @@ class Team:
 
     @classmethod
     def _meet(cls, rank: int, size: int, where: str, look_up: Callable[[], None]) -> Team:
-        """Wait for the others in a thread of its own, so that this one can hear signals and see who has gone."""
+        """Rendezvous in a separate thread, so that this one can handle signals and call `look_up`."""
         team, failed = cls(rank, size, look_up), []  # type: tuple[Team, list[Exception]]
 
         def meet() -> None:
             try:
                 dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
                 team.heartbeat = Heartbeat(rank, size)
-                team.each(0)  # when it is heard, every rank is through the door, and the meeting place can go
+                team.each(0)  # once it returns, all ranks have connected, and the rendezvous file can be removed
             except Exception as error:
                 failed.append(error)
 
@@ -97,25 +97,28 @@ class Team:
         return team
 
     def leave(self) -> None:
-        """Close the connections to the others. A collective that still waits for one of them is given up."""
+        """Close the connections to the other ranks. A pending collective is aborted."""
         if self.heartbeat is not None:
             self.heartbeat.stop()
         if self.size > 1 and dist.group.WORLD is not None:
             close(dist.group.WORLD)
 
     def check(self) -> None:
-        """Raise if another rank is lost or must not be waited for."""
+        """Raise if `look_up` does, or if another rank is lost."""
         self.look_up()
         if self.heartbeat is not None:
             self.heartbeat.check()
 
     @property
     def leads(self) -> bool:
-        """Whether this rank owns the run directory, its checkpoints and what is printed."""
+        """Whether this rank owns the run directory, its checkpoints and the console output."""
         return self.rank == 0
 
     def share(self, envs: int) -> slice:
-        """This rank's environments: as even as it goes, the first ranks one more."""
+        """Return the slice of environments of this rank.
+
+        Sizes differ by at most one, and the first ranks have the larger.
+        """
         if envs < self.size:
             raise ConfigError(f"{self.size} processes cannot share {envs} environments: ask for fewer, or raise envs")
         least, more = divmod(envs, self.size)
@@ -123,7 +126,7 @@ class Team:
         return slice(start, start + least + (self.rank < more))
 
     def placed(self, rows: NDArray[Any], envs: int, blank: Any = 0) -> Tensor:
-        """[R, …] rows of this rank at their places among all [E, …]; `blank` elsewhere."""
+        """Return this rank's rows [R, …] at their positions in a tensor [E, …], filled with `blank` elsewhere."""
         if self.size == 1:
             return torch.from_numpy(rows)
         whole = np.full((envs, *rows.shape[1:]), blank, dtype=rows.dtype)
@@ -131,9 +134,9 @@ class Team:
         return torch.from_numpy(whole)
 
     def gather(self, fields: Iterable[Tensor], axis: int = 1, look_up: Callable[[], None] = lambda: None) -> None:
-        """Fill every rank's part of each tensor in, where each rank has its own part along `axis`. In place.
+        """Exchange each tensor's parts between the ranks, in place. Each rank provides its own slice along `axis`.
 
-        `look_up` is called while it waits for the others: it may raise.
+        `look_up` is called while this rank waits for others. It may raise.
         """
         if self.size == 1:
             return
@@ -145,20 +148,20 @@ class Team:
             self._run(dist.all_reduce, bits, look_up=look_up)
 
     def whole(self, rows: NDArray[np.float64], envs: int) -> NDArray[np.float64]:
-        """[E] numbers of all environments, from those of this rank's [R]."""
+        """Return the numbers of all environments [E], given those of this rank [R]."""
         numbers = self.placed(np.asarray(rows, np.float64), envs)
         self.gather([numbers], axis=0)
         return numbers.numpy()
 
     def each(self, number: int) -> list[int]:
-        """One number per rank."""
+        """Return the `number` of every rank, by rank."""
         numbers = torch.zeros(self.size, dtype=torch.int64)
         numbers[self.rank] = number
         self.gather([numbers], axis=0)
         return [int(n) for n in numbers]
 
     def told(self, message: Any = None) -> Any:
-        """What the leading rank says, as JSON; the others' own message is ignored."""
+        """Return rank 0's message, sent as JSON. The messages of other ranks are ignored."""
         if self.size == 1:
             return message
         text = json.dumps(message).encode() if self.leads else b""
@@ -171,7 +174,7 @@ class Team:
         return json.loads(bytes(content.numpy()))
 
     def agree(self, digested: Callable[[], bytes], what: str) -> None:
-        """All ranks have the same bytes, or the run ends here, before it goes two ways."""
+        """Raise TrainingError unless the digests of all ranks are equal."""
         if self.size == 1:
             return
         digest = digested()
@@ -186,7 +189,7 @@ class Team:
             )
 
     def _run(self, collective: Any, *args: Any, look_up: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
-        """Run a collective and wait for it in slices, so that Python hears signals and lost ranks are noticed."""
+        """Run a collective and poll for its completion, so that Python handles signals and lost ranks are noticed."""
         pause_s, longest_s = SLICES_S
         try:
             work = collective(*args, async_op=True, **kwargs)
@@ -206,7 +209,7 @@ _WAY_OUT = "Start with torchrun, or unset WORLD_SIZE and RANK"
 
 
 def _from_environment(name: str, least: int) -> int:
-    """A whole number that torchrun put into the environment."""
+    """Return an integer that torchrun put into the environment. Raise ConfigError if it is missing or below `least`."""
     text = os.environ.get(name)
     if text is None:
         raise ConfigError(f"WORLD_SIZE is set in the environment, but {name} is not. {_WAY_OUT}")
@@ -218,7 +221,7 @@ def _from_environment(name: str, least: int) -> int:
 
 
 def _meeting(text: str) -> tuple[int, int, str]:
-    """Rank, size and address of a spawned rank."""
+    """Return rank, size and rendezvous address of a spawned rank."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})/(.+)", text)
     if match is None:
         raise ConfigError(f"{MEETING} is for `esper train --workers` alone, and says {cut(text, 100)!r}. Unset it")

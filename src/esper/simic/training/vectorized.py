@@ -1,10 +1,10 @@
-"""train_ppo_vectorized: many hosts grow side by side under one policy, which learns from them.
+"""PPO training over vectorised growth environments.
 
     trained = train_ppo_vectorized(load_config(preset="sim"))
 
-Telemetry goes through the emitter, one line per place; the phases of `leyline.phases` say where the time goes.
+Telemetry goes through the emitter; `leyline.phases` records how long each phase of the loop takes.
 
-Legend: E environments, R of them this rank's, T steps, F features, M mask columns.
+Legend: E environments, R of them on this rank, T steps, F features, M mask columns.
 """
 
 from __future__ import annotations
@@ -52,15 +52,15 @@ def train_ppo_vectorized(
     look_up: Callable[[], None] = lambda: None,
     on_round: Callable[[Round], None] = lambda told: None,
 ) -> Trained:
-    """Train a policy.
+    """Train a policy and return it with the results of every round.
 
-    directory  keeps the policy, the twins and checkpoints, after every round
-    resume     a checkpoint to go on from, as the run would have gone on
-    team       the processes that share the environments; the run is the same for any number of them
-    look_up    called between steps: it may raise, and the run can be resumed from its last whole round
-    on_round   told how each round went
+    directory  run directory for the policy, the no-growth baselines and the checkpoints; None writes nothing
+    resume     checkpoint to resume from; the result is bit-identical to an uninterrupted run
+    team       process group that shares the environments; results do not depend on its size
+    look_up    called between steps; it may raise, and the run can be resumed from its last completed round
+    on_round   called with the result of each round
     """
-    torch.set_num_threads(config.threads)  # results depend on it
+    torch.set_num_threads(config.threads)  # results depend on the number of threads
     phases, hub, team = Phases(), Silence() if hub is None else hub, team or Team()
     E, mine = config.envs, team.share(config.envs)
     env = make_env(config, phases, directory, data_root, team)
@@ -97,7 +97,7 @@ def train_ppo_vectorized(
             sampler = Sampler(network, env.layout, team, draws, obs, info["masks"])
             earned = np.zeros(env.num_envs)
             for step in rollout(env, sampler, env.horizon, before_step=look, phases=phases):
-                obs, paid, ended, cut, info = step.result  # after: apply, tick, train an epoch, validate
+                obs, paid, ended, cut, info = step.result  # after apply, tick, training and validation
                 done, choice = team.placed(ended, E, ended.all()), sampler.choice
                 buffer.add(
                     obs=sampler.obs, masks=sampler.masks, actions=choice.actions, log_probs=choice.log_probs,
@@ -137,9 +137,9 @@ def train_ppo_vectorized(
 
 
 class Sampler:
-    """The policy as a controller over one round: it acts on a batch padded to all environments of the run.
+    """Controller that samples the policy's actions for one round, on a batch padded to all E environments.
 
-    A row's bits do not depend on which rank computes it, so every rank evaluates all E rows and takes its own.
+    The bits of a row do not depend on the rank that computes it: every rank evaluates all E rows and uses its own R.
     """
 
     def __init__(
@@ -148,18 +148,19 @@ class Sampler:
         self.network, self.layout, self.team, self.draws = network, layout, team, draws  # draws [T, E, 8]
         self.envs = draws.shape[1]
         self.hidden = network.initial(self.envs)
-        self.starts = torch.ones(self.envs, dtype=torch.bool)  # [E] the next step is the first of an episode
+        self.starts = torch.ones(self.envs, dtype=torch.bool)  # [E] whether the next step is the first of an episode
         self.obs, self.masks = self._padded(obs, masks)
         self.choice: Choice
         self._step = 0
 
-    def act(self, table: SlotTable, legal: Bools) -> Ints:  # the environment has put both into obs and masks
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """Return actions [R, 8]. The arguments are unused: `obs` and `masks` hold the environment's current state."""
         self.choice = self.network.act(self.obs, self.masks, self.hidden, self.layout, self.draws[self._step])
         self._step += 1
         return np.asarray(self.choice.actions.numpy()[self.team.share(self.envs)])
 
     def observe(self, obs: Floats, masks: Bools) -> None:
-        """Take over what the environments show after a step. No episode begins within a round."""
+        """Store the observations and masks after a step. No episode starts within a round."""
         self.hidden = self.choice.hidden
         self.starts = torch.zeros(self.envs, dtype=torch.bool)
         self.obs, self.masks = self._padded(obs, masks)
@@ -175,7 +176,7 @@ def make_env(
     data_root: Path | None = None,
     team: Team | None = None,
 ) -> GrowthVectorEnv:
-    """The environments of a config, or this rank's of them: simulated hosts or real ones, in each round's worlds."""
+    """Return this rank's environments of a config: simulated or real hosts, in the worlds of each round."""
     mine = (team or Team()).share(config.envs)
 
     def worlds(number: int) -> list[int]:
@@ -196,7 +197,7 @@ def make_env(
 
 
 def pool_world(config: TrainConfig, number: int) -> int:
-    """The world of the run's n-th episode: the pool is gone through in a new order each time."""
+    """Return the world of the run's n-th episode. Every pass over the pool uses a new random permutation."""
     turn, place = divmod(number, config.worlds)
     return int(_order(config.seed, turn, config.worlds)[place])
 
@@ -207,14 +208,14 @@ def _order(seed: int, turn: int, worlds: int) -> Ints:
 
 
 def round_worlds(config: TrainConfig, number: int) -> list[int]:
-    """The worlds of a round, one per environment."""
+    """Return the worlds of a round, one per environment."""
     return [pool_world(config, number * config.envs + e) for e in range(config.envs)]
 
 
 def choice_draws(seed: int, number: int, worlds: Sequence[int], steps: int) -> Tensor:
-    """[T, E, 8] the numbers that a round's choices fall by: of the run, round, world, step and head, and nothing else.
+    """Return uniform random numbers [T, E, 8] for a round's action sampling.
 
-    A world that appears twice in a round is told apart by its turn.
+    They depend on the run's seed, round, world, step and head only. Repeated worlds of a round get different numbers.
     """
     turn = np.array([list(worlds[:e]).count(world) for e, world in enumerate(worlds)])
     counters = turn[:, None] * NUM_HEADS + np.arange(NUM_HEADS)
@@ -224,12 +225,12 @@ def choice_draws(seed: int, number: int, worlds: Sequence[int], steps: int) -> T
 
 
 def with_returns(update: Update, returns: Floats) -> Update:
-    """Add the mean and the standard deviation of a round's returns [E], one per episode."""
+    """Return `update` with the mean and the standard deviation of a round's episode returns [E]."""
     spread = float(returns.std(ddof=1)) if len(returns) > 1 else None
     return msgspec.structs.replace(update, return_mean=float(returns.mean()), return_sd=spread)
 
 
 def thoughts(choice: Choice, mine: slice, paid: Floats, worth: Floats) -> Mind:
-    """What the policy thought of this rank's environments and what came of it, as telemetry has it."""
+    """Return the policy's values, log-probabilities and entropies of this rank's environments for telemetry."""
     value, log_prob = choice.values.numpy()[mine], choice.log_probs.sum(-1).numpy()[mine]
     return Mind(value, log_prob, choice.entropy.numpy()[mine], paid, worth)
