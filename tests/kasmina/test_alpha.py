@@ -1,4 +1,4 @@
-"""Alpha in closed form, against the incremental controller of the reference."""
+"""Test the closed form of alpha against an incremental controller."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def sigmoid(x: float) -> float:
 
 
 class Controller:
-    """The reference's alpha controller: it counts its own steps and snaps on the last one."""
+    """Incremental alpha controller: counts its steps and returns the exact target at the last one."""
 
     def __init__(self, curve: Curve, start: float, target: float, steps: int) -> None:
         self.shape, self.k = REFERENCE[curve]
@@ -49,7 +49,7 @@ class Controller:
 
 
 def ramp(curve: Curve, start: float, target: float, steps: int) -> np.ndarray:
-    """Alpha after 0, 1, … `steps` ticks."""
+    """Return alpha after 0, 1, … `steps` ticks."""
     n = steps + 1
     return alpha_at(
         np.full(n, start, np.float32),
@@ -63,7 +63,7 @@ def ramp(curve: Curve, start: float, target: float, steps: int) -> np.ndarray:
 @pytest.mark.parametrize("curve", list(Curve))
 @pytest.mark.parametrize("steps", [1, 3, 5, 8])
 @pytest.mark.parametrize(("start", "target"), [(0, 1), (0, 0.5), (0.5, 1), (1, 0.7), (0.7, 0), (1, 0)])
-def test_the_closed_form_equals_the_incremental_controller(curve, steps, start, target):
+def test_closed_form_equals_incremental_controller(curve, steps, start, target):
     controller = Controller(curve, start, target, steps)
     expected = [controller.alpha] + [controller.step() for _ in range(steps)]
     np.testing.assert_allclose(ramp(curve, start, target, steps), expected, atol=1e-6)
@@ -71,7 +71,7 @@ def test_the_closed_form_equals_the_incremental_controller(curve, steps, start, 
 
 @pytest.mark.parametrize("curve", list(Curve))
 @pytest.mark.parametrize("target", [0.0, 0.5, 0.7, 1.0])
-def test_a_ramp_begins_and_ends_exactly(curve, target):
+def test_ramp_starts_and_ends_exactly(curve, target):
     for start in (0.0, 0.1, 0.5, 0.7, 1.0):
         for steps in (1, 2, 3, 5, 8, 300):
             alphas = ramp(curve, start, target, steps)
@@ -80,7 +80,7 @@ def test_a_ramp_begins_and_ends_exactly(curve, target):
 
 
 @pytest.mark.parametrize("curve", list(Curve))
-def test_a_ramp_is_monotone_and_stays_between_its_ends(curve):
+def test_ramp_is_monotone_and_within_its_endpoints(curve):
     for start, target in ((0.0, 1.0), (0.7, 0.5), (1.0, 0.0)):
         alphas = ramp(curve, start, target, 300)
         steps = np.diff(alphas) * np.sign(target - start)
@@ -90,28 +90,28 @@ def test_a_ramp_is_monotone_and_stays_between_its_ends(curve):
         assert alphas.max() <= np.float32(max(start, target))
 
 
-def test_a_ramp_of_no_ticks_is_there_at_once():
+def test_ramp_of_zero_ticks_returns_the_target():
     assert ramp(Curve.SIGMOID, 0.2, 0.7, 0).tolist() == [np.float32(0.7)]
 
 
-def test_the_reference_sigmoid_over_five_epochs():
+def test_sigmoid_over_five_epochs_matches_reference_values():
     assert [round(float(a), 3) for a in ramp(Curve.SIGMOID, 0, 1, 5)] == [0, 0.024, 0.23, 0.77, 0.976, 1]
 
 
 @pytest.mark.parametrize("curve", list(Curve))
-def test_every_curve_is_symmetric_about_its_middle(curve):
+def test_curves_are_symmetric_about_the_midpoint(curve):
     t = np.linspace(0, 1, 21)
     p = progress(np.full(21, curve), t)
     np.testing.assert_allclose(p + p[::-1], 1.0, atol=1e-12)
     assert p[10] == pytest.approx(0.5)
 
 
-def test_a_sharper_sigmoid_waits_longer_and_rises_faster():
+def test_sharper_sigmoid_is_lower_at_a_quarter():
     quarter = progress(np.array([Curve.LINEAR, 2, 3, 4]), np.full(4, 0.25))
     assert (np.diff(quarter) < 0).all()
 
 
-def test_no_curve_makes_numpy_complain():
+def test_curves_raise_no_numpy_floating_point_errors():
     with np.errstate(all="raise"):
         for curve in Curve:
             ramp(curve, 0.0, 1.0, 8)

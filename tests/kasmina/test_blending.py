@@ -1,4 +1,4 @@
-"""How Δ joins the host's features, and what the host feels of a seed that is still learning: nothing."""
+"""Test blending operators, gates, and the isolation of the host from a seed in training."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def features(layout: Layout, seed: int = 0) -> Tensor:
     return h.to(memory_format=torch.channels_last) if h.ndim == 4 else h
 
 
-# operators
+# Operators
 
 
-def test_the_operators_are_those_of_the_contract():
+def test_operators_match_their_formulas():
     h, delta = torch.tensor([[2.0, -4.0]]), torch.tensor([[0.5, 1.0]])
     half = torch.tensor(0.5)
     valve = 1 + 0.5 * math.tanh(0.5), 1 + 0.5 * math.tanh(1.0)
@@ -45,7 +45,7 @@ def test_the_operators_are_those_of_the_contract():
 @every_operator
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("delta_dtype", [None, torch.float32], ids=["same", "autocast"])
-def test_dtype_and_memory_format_of_the_host_are_kept(layout, operator, dtype, delta_dtype):
+def test_blend_keeps_dtype_and_memory_format_of_the_host(layout, operator, dtype, delta_dtype):
     h, gate = features(layout).to(dtype), Gate(8, layout)
     delta = torch.randn(h.shape).to(delta_dtype or dtype)
     weight = torch.tensor(0.5) * (gate(h.float()) if operator == Operator.GATE else 1.0)
@@ -55,7 +55,7 @@ def test_dtype_and_memory_format_of_the_host_are_kept(layout, operator, dtype, d
 
 
 @every_operator
-def test_the_host_keeps_its_direct_gradient_at_full_alpha(operator):
+def test_host_keeps_its_direct_gradient_at_full_alpha(operator):
     h, delta = features(Layout.MAP).requires_grad_(), features(Layout.MAP, 1)
     upstream = torch.randn(h.shape)
 
@@ -71,7 +71,7 @@ def test_the_host_keeps_its_direct_gradient_at_full_alpha(operator):
     delta=st.floats(width=32, allow_nan=False),
     alpha=st.floats(0, 1, width=32),
 )
-def test_multiply_never_turns_a_feature_round_nor_more_than_doubles_it(h, delta, alpha):
+def test_multiply_keeps_the_sign_and_at_most_doubles(h, delta, alpha):
     y = blend(torch.tensor([h]), torch.tensor([delta]), torch.tensor(alpha), Operator.MULTIPLY).item()
     assert abs(y) <= 2 * abs(h) * (1 + 1e-6)
     assert y * h >= 0
@@ -79,7 +79,7 @@ def test_multiply_never_turns_a_feature_round_nor_more_than_doubles_it(h, delta,
 
 @every_layout
 @every_operator
-def test_blending_becomes_a_plain_graph(layout, operator):
+def test_blend_is_traceable_by_fx(layout, operator):
     class Blend(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -94,11 +94,11 @@ def test_blending_becomes_a_plain_graph(layout, operator):
     assert torch.equal(fx.symbolic_trace(module)(h, delta), module(h, delta))
 
 
-# the gate
+# Gate
 
 
 @every_layout
-def test_a_gate_starts_mostly_open_and_broadcasts(layout):
+def test_gate_starts_mostly_open_and_broadcasts(layout):
     torch.manual_seed(0)
     gate = Gate(8, layout)(features(layout))
     assert gate.shape == GATE_SHAPE[layout]
@@ -106,7 +106,7 @@ def test_a_gate_starts_mostly_open_and_broadcasts(layout):
 
 
 @every_layout
-def test_a_gate_of_one_sample_does_not_see_another(layout):
+def test_gate_depends_on_its_own_sample_only(layout):
     gate = Gate(8, layout)
     h, other = features(layout), features(layout)
     other[1:] += 3
@@ -114,7 +114,7 @@ def test_a_gate_of_one_sample_does_not_see_another(layout):
     assert not torch.allclose(gate(h)[1:], gate(other)[1:])
 
 
-def test_a_gate_of_a_token_sees_that_token_alone():
+def test_sequence_gate_depends_on_its_own_token_only():
     gate = Gate(8, Layout.SEQUENCE)
     h, other = features(Layout.SEQUENCE), features(Layout.SEQUENCE)
     other[:, -1] += 3
@@ -122,17 +122,17 @@ def test_a_gate_of_a_token_sees_that_token_alone():
     assert not torch.equal(gate(h)[:, -1], gate(other)[:, -1])
 
 
-# isolation
+# Isolation
 
 
-def test_an_incubating_seed_learns_and_the_host_does_not_feel_it():
+def test_straight_through_trains_the_seed_and_not_the_host():
     host, seed = torch.randn(4, 8, requires_grad=True), nn.Linear(8, 8)
 
     out = straight_through(host, seed(detached(host)))
     out.sum().backward()
 
     assert torch.equal(out, host)
-    assert torch.equal(host.grad, torch.ones_like(host))  # as if there were no seed
+    assert torch.equal(host.grad, torch.ones_like(host))  # as without a seed
     assert seed.weight.grad.abs().sum() > 0
 
 
@@ -143,7 +143,7 @@ def test_an_incubating_seed_learns_and_the_host_does_not_feel_it():
     layout=st.sampled_from(Layout),
     join=st.sampled_from([FeelNothing.apply, straight_through]),
 )
-def test_not_even_an_inf_or_nan_reaches_the_host(bad, where, layout, join):
+def test_inf_and_nan_in_delta_do_not_reach_the_host(bad, where, layout, join):
     first, last = nn.Linear(SHAPE[layout][-1], SHAPE[layout][-1]), torch.randn(SHAPE[layout])
     x = features(layout)
 
@@ -159,14 +159,14 @@ def test_not_even_an_inf_or_nan_reaches_the_host(bad, where, layout, join):
 
 
 @pytest.mark.parametrize("join", [FeelNothing.apply, straight_through])
-def test_a_host_may_work_in_place_behind_the_slot(join):
+def test_in_place_operations_after_the_slot_work(join):
     first, seed = nn.Linear(8, 8), nn.Linear(8, 8)
     h = first(torch.randn(4, 8))
     torch.relu_(join(h, seed(detached(h)))).sum().backward()
     assert torch.equal(first.bias.grad, (h > 0).float().sum(0))
 
 
-# the leash: what straight-through has in place of feedback
+# Leash: the gradient term that bounds Δ in straight-through training
 
 
 def leashed_gradient(delta: Tensor, h: Tensor, upstream: Tensor) -> Tensor:
@@ -178,14 +178,14 @@ def rms(t: Tensor, layout: Layout = Layout.SEQUENCE) -> Tensor:
     return t.double().square().mean(1 if layout == Layout.MAP else -1, keepdim=True).sqrt()
 
 
-def test_the_pull_is_as_strong_as_the_gradient_where_delta_is_as_large_as_the_features():
+def test_leash_equals_gradient_where_delta_rms_equals_feature_rms():
     h, grad = torch.tensor([[2.0, -2.0]]), torch.tensor([[3.0, -3.0]])
     for delta, expected in (([1.0, 1.0], [4.5, -1.5]), ([2.0, 2.0], [6.0, 0.0]), ([0.0, 0.0], [3.0, -3.0])):
         assert leashed_gradient(torch.tensor([delta]), h, grad).tolist() == [expected]
 
 
 @every_layout
-def test_a_delta_on_the_leash_settles_where_its_lessons_agree_and_no_further_than_the_features(layout):
+def test_straight_through_delta_stays_bounded(layout):
     h, say = features(layout), features(layout, 1)
     reach = rms(h, layout)
 
@@ -211,10 +211,10 @@ def test_a_delta_on_the_leash_settles_where_its_lessons_agree_and_no_further_tha
 
 @settings(deadline=None, max_examples=50)
 @given(layout=st.sampled_from(Layout), size=st.floats(1.01, 1e6), seed=st.integers(0, 99))
-def test_beyond_the_features_no_gradient_makes_delta_grow(layout, size, seed):
+def test_delta_larger_than_features_never_grows(layout, size, seed):
     h, upstream = features(layout, seed), features(layout, seed + 100)
     channels = 1 if layout == Layout.MAP else -1
-    for delta in (features(layout, seed + 200), -upstream):  # the second: straight outwards
+    for delta in (features(layout, seed + 200), -upstream):  # the second points radially outwards
         delta = delta * (size * rms(h, layout) / rms(delta, layout)).float()
         outwards = (leashed_gradient(delta, h, upstream) * delta).sum(channels)
         assert (outwards > 0).all()
@@ -223,7 +223,7 @@ def test_beyond_the_features_no_gradient_makes_delta_grow(layout, size, seed):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("h", [0.0, 1e-6, 1.0])
 @pytest.mark.parametrize("delta", [0.0, 1e-30, 1.0, 1e15])
-def test_the_pull_is_finite_and_never_drowns_the_gradient(dtype, h, delta):
+def test_leash_gradient_is_finite_and_bounded(dtype, h, delta):
     delta = torch.full((2, 8), min(delta, torch.finfo(dtype).max), dtype=dtype)
     grad = leashed_gradient(delta, torch.full((2, 8), h, dtype=dtype), torch.ones(2, 8, dtype=dtype))
     assert grad.dtype == dtype
@@ -231,13 +231,13 @@ def test_the_pull_is_finite_and_never_drowns_the_gradient(dtype, h, delta):
 
 
 @every_layout
-def test_a_scaled_loss_scales_the_lesson(layout):
+def test_leash_gradient_scales_with_the_loss(layout):
     h, delta, upstream = (features(layout, i) for i in range(3))
     plain = leashed_gradient(delta, h, upstream)
-    assert torch.equal(leashed_gradient(delta, h, 1024 * upstream), 1024 * plain)  # as a GradScaler asks
+    assert torch.equal(leashed_gradient(delta, h, 1024 * upstream), 1024 * plain)  # required by GradScaler
 
 
-def test_isolation_compiles_to_one_graph_and_stays_exact():
+def test_straight_through_compiles_to_one_graph_and_is_exact():
     torch.compiler.reset()
     host, seed = nn.Linear(8, 8), nn.Linear(8, 8)
     x = torch.randn(4, 8)
@@ -274,6 +274,6 @@ for frozen in (False, True):
 
 
 def test_detached_features_in_channels_last_do_not_crash_group_norm():
-    """In a process of its own, since the failure is a segmentation fault."""
+    """Run in a subprocess, because the failure is a segmentation fault."""
     done = subprocess.run([sys.executable, "-c", CRASH], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, f"exit {done.returncode}: {done.stderr[-2000:]}"

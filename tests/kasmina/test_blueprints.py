@@ -1,4 +1,4 @@
-"""The laws of seeds, over every blueprint × layout × operator, and the table they live in."""
+"""Test the laws of seeds for every blueprint × layout × operator, and the blueprint registry."""
 
 from __future__ import annotations
 
@@ -45,13 +45,13 @@ channels_last = torch.channels_last
 
 
 def features(site: Site, batch: int = 16, seed: int = 0) -> Tensor:
-    """Positive and half silent, as a relu leaves them; maps in channels_last, as the hosts keep them."""
+    """Return features as after a ReLU: non-negative, half of them zero. Maps are channels_last, as in the hosts."""
     h = torch.randn(batch, *site.shape, generator=torch.Generator().manual_seed(seed)).relu()
     return h.to(memory_format=channels_last) if h.ndim == 4 else h
 
 
 def grown(name: str, site: Site) -> nn.Module:
-    """A seed long after its birth: no weight is zero any more."""
+    """Return a seed whose weights are all non-zero, as after training."""
     seed = build(name, site, seed=1)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
@@ -66,12 +66,12 @@ def mine():
     unregister("mine")
 
 
-# the laws
+# Laws
 
 
 @every_seed
 @every_operator
-def test_germination_changes_nothing_at_any_alpha(name, layout, operator):
+def test_germination_keeps_features_bit_identical(name, layout, operator):
     site = SITE[layout]
     seed, gate = build(name, site, seed=0), Gate(site.dim, layout)
     h = torch.randn(4, *site.shape)
@@ -87,13 +87,13 @@ def test_germination_changes_nothing_at_any_alpha(name, layout, operator):
 
 @every_seed
 @every_operator
-def test_every_parameter_moves_within_three_steps(name, layout, operator):
+def test_all_parameters_change_within_three_steps(name, layout, operator):
     assert_learns(name, SITE[layout], operator, least_part=0.5)
 
 
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dim", [2, 8, 16])
-def test_a_seed_on_a_map_of_one_pixel_is_not_dead(name, dim):
+def test_seed_on_a_one_pixel_map_learns(name, dim):
     assert_learns(name, Site(Layout.MAP, dim, (dim, 1, 1)), Operator.ADD, least_part=0.0)
 
 
@@ -120,7 +120,7 @@ def assert_learns(name: str, site: Site, operator: Operator, *, least_part: floa
 
 @every_seed
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16], ids=str)
-def test_shape_dtype_and_memory_format_are_kept(name, layout, dtype):
+def test_seed_keeps_shape_dtype_and_memory_format(name, layout, dtype):
     site = SITE[layout]
     seed = grown(name, site).to(dtype)
     for h in (torch.randn(3, *site.shape, dtype=dtype), features(site, 3).to(dtype)):
@@ -130,18 +130,18 @@ def test_shape_dtype_and_memory_format_are_kept(name, layout, dtype):
 
 
 @every_seed
-def test_a_seed_becomes_a_plain_graph_with_the_same_values(name, layout):
+def test_traced_seed_is_plain_torch_and_equal(name, layout):
     seed, h = grown(name, SITE[layout]), features(SITE[layout])
     traced = fx.symbolic_trace(seed)
 
     assert torch.equal(traced(h), seed(h))
     parts = [part for part in traced.modules() if part is not traced]
     assert all(type(part).__module__.startswith("torch.") for part in parts)
-    assert traced(h[:3]).shape == h[:3].shape  # no batch size baked in
+    assert traced(h[:3]).shape == h[:3].shape  # the batch size is not a constant of the graph
 
 
 @every_seed
-def test_a_seed_compiles_to_one_graph(name, layout):
+def test_seed_compiles_to_one_graph(name, layout):
     torch.compiler.reset()
     seed, h = grown(name, SITE[layout]), features(SITE[layout])
     torch.testing.assert_close(torch.compile(seed, fullgraph=True, backend="eager")(h), seed(h))
@@ -149,7 +149,7 @@ def test_a_seed_compiles_to_one_graph(name, layout):
 
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("cut", [1, 4, 6])
-def test_no_token_learns_of_the_future(name, cut):
+def test_sequence_seeds_and_gates_are_causal(name, cut):
     site = SITE[Layout.SEQUENCE]
     seed, gate = grown(name, site), Gate(site.dim, site.layout)
     h, other = features(site, seed=1), features(site, seed=1)
@@ -161,7 +161,7 @@ def test_no_token_learns_of_the_future(name, cut):
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
-def test_flex_attention_has_the_values_of_plain_attention():
+def test_flex_attention_equals_plain_attention():
     q, k, v = torch.randn(3, 2, 4, 150, 16).unbind(0)  # longer than one block of 128
     plain = CausalAttention(64).attend(q, k, v)
     with torch.no_grad():
@@ -169,14 +169,14 @@ def test_flex_attention_has_the_values_of_plain_attention():
 
 
 @pytest.mark.parametrize("layout", Layout)
-def test_a_noop_proposes_nothing_and_costs_nothing(layout):
+def test_noop_returns_zero_and_costs_zero(layout):
     noop = build("noop", SITE[layout])
     check(noop, SITE[layout])
     assert torch.equal(noop(features(SITE[layout])), torch.zeros(16, *SITE[layout].shape))
     assert cost("noop", SITE[layout]) == Cost(params=0, macs=0)
 
 
-# sizes
+# Sizes
 
 
 @pytest.mark.parametrize(
@@ -192,7 +192,7 @@ def test_a_noop_proposes_nothing_and_costs_nothing(layout):
         ("conv_heavy", (1184, 4672, 18560, 73984)),
     ],
 )
-def test_sizes_of_the_map_set(name, sizes):
+def test_map_blueprints_have_documented_sizes(name, sizes):
     sites = [Site(Layout.MAP, c, (c, 4, 4)) for c in (8, 16, 32, 64)]
     assert tuple(cost(name, site).params for site in sites) == sizes
     assert tuple(sum(p.numel() for p in build(name, site).parameters()) for site in sites) == sizes
@@ -210,11 +210,11 @@ def test_sizes_of_the_map_set(name, sizes):
         ("mlp", 1_181_568),
     ],
 )
-def test_sizes_of_the_sequence_set(name, size):
+def test_sequence_blueprints_have_documented_sizes(name, size):
     assert cost(name, Site(Layout.SEQUENCE, 384, (16, 384))).params == size
 
 
-def test_multiply_adds_are_those_worked_out_by_hand():
+def test_multiply_adds_match_hand_computed_values():
     site = Site(Layout.MAP, 8, (8, 6, 5))
     assert cost("conv_light", site).macs == 9 * 8 * 8 * 30
     assert cost("depthwise", site).macs == (9 * 8 + 8 * 8) * 30
@@ -223,7 +223,7 @@ def test_multiply_adds_are_those_worked_out_by_hand():
 
 
 @given(dim=st.integers(1, 600))
-def test_groups_divide_the_channels_and_none_is_left_alone(dim):
+def test_group_norm_groups_divide_channels_and_hold_at_least_16(dim):
     norm = group_norm(dim)
     assert dim % norm.num_groups == 0
     assert norm.num_groups == 1 or dim // norm.num_groups >= 16
@@ -236,7 +236,7 @@ def test_groups_divide_the_channels_and_none_is_left_alone(dim):
     height=st.integers(1, 5),
     width=st.integers(1, 5),
 )
-def test_map_seeds_obey_the_laws_at_any_width_and_size(name, dim, height, width):
+def test_map_seeds_pass_check_at_any_width_and_size(name, dim, height, width):
     site = Site(Layout.MAP, dim, (dim, height, width))
     seed = build(name, site)
     check(seed, site)
@@ -245,15 +245,15 @@ def test_map_seeds_obey_the_laws_at_any_width_and_size(name, dim, height, width)
 
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("dim", [1, 2, 3, 10])
-def test_sequence_seeds_obey_the_laws_at_any_width(name, dim):
+def test_sequence_seeds_pass_check_at_any_width(name, dim):
     site = Site(Layout.SEQUENCE, dim, (5, dim))
     check(build(name, site), site)
 
 
-# the table
+# Registry
 
 
-def test_stored_numbers_are_those_of_the_contract(mine):
+def test_blueprint_indices_match_leyline(mine):
     assert [blueprint_name(i) for i in range(len(BLUEPRINTS))] == list(BLUEPRINTS)
     assert all(blueprint_index(name) == i for i, name in enumerate(BLUEPRINTS))
 
@@ -262,14 +262,14 @@ def test_stored_numbers_are_those_of_the_contract(mine):
     assert blueprint_name(len(BLUEPRINTS)) == mine
 
 
-def test_a_site_offers_what_serves_its_layout():
+def test_blueprints_for_returns_those_of_the_layout():
     assert set(blueprints_for("map")) == set(MAPS)
     assert set(blueprints_for(Layout.SEQUENCE)) == set(SEQUENCES)
     assert set(blueprints_for(Layout.VECTOR)) == set(VECTORS)
     assert blueprints_for("map") == sorted(MAPS, key=BLUEPRINTS.index)
 
 
-def test_the_seed_decides_the_weights_and_the_global_random_state_is_left_alone():
+def test_rng_seed_sets_weights_without_global_rng_state():
     site = SITE[Layout.MAP]
     before = torch.get_rng_state()
     one, same, other = (build("conv_heavy", site, seed=s).state_dict() for s in (1, 1, 2))
@@ -280,7 +280,7 @@ def test_the_seed_decides_the_weights_and_the_global_random_state_is_left_alone(
     assert not torch.equal(one["2.weight"], other["2.weight"])
 
 
-def test_a_wrong_name_or_layout_says_the_way_out():
+def test_unknown_name_or_layout_error_suggests_a_fix():
     with pytest.raises(UnknownNameError, match="Did you mean 'conv_light'"):
         build("conv_lite", SITE[Layout.MAP])
     with pytest.raises(BlueprintError, match=r"serves sequence, vector, not a map site.*takes: conv_light"):
@@ -291,7 +291,7 @@ def test_a_wrong_name_or_layout_says_the_way_out():
         blueprint_name(99)
 
 
-# users' own
+# Custom blueprints
 
 
 def zero_conv(dim: int) -> nn.Conv2d:
@@ -301,7 +301,7 @@ def zero_conv(dim: int) -> nn.Conv2d:
     return layer
 
 
-def test_a_blueprint_of_the_users_own_is_built_and_counted_like_ours(mine):
+def test_custom_blueprint_is_built_and_costed(mine):
     @blueprint(mine, layouts="map")
     def recipe(dim: int) -> nn.Module:
         return nn.Sequential(nn.Conv2d(dim, dim, 3, padding=1), nn.ReLU(), zero_conv(dim))
@@ -311,10 +311,10 @@ def test_a_blueprint_of_the_users_own_is_built_and_counted_like_ours(mine):
     assert_learns(mine, site, Operator.ADD, least_part=0.5)
     assert blueprints_for("map")[-1] == mine
     assert cost(mine, site) == Cost(params=9 * 64 + 8 + 64 + 8, macs=10 * 64 * 30)
-    assert recipe(4)[2].out_channels == 4  # the decorator leaves the function as it was
+    assert recipe(4)[2].out_channels == 4  # the decorator returns the function unchanged
 
 
-def test_a_recipe_that_reads_values_while_it_builds_is_counted_too(mine):
+def test_cost_works_when_the_recipe_reads_tensor_values(mine):
     @blueprint(mine, layouts="map")
     def recipe(dim: int) -> nn.Module:
         return zero_conv(dim) if torch.ones(1).item() else nn.Identity()
@@ -322,7 +322,7 @@ def test_a_recipe_that_reads_values_while_it_builds_is_counted_too(mine):
     assert cost(mine, SITE[Layout.MAP]) == Cost(params=72, macs=64 * 30)
 
 
-def test_a_name_is_registered_once_per_layout_or_not_at_all(mine):
+def test_duplicate_registration_is_rejected_for_all_layouts(mine):
     blueprint(mine, layouts=("map",))(zero_conv)
     with pytest.raises(BlueprintError, match="already a blueprint 'mine' for map"):
         blueprint(mine, layouts=("vector", "map"))(zero_conv)
@@ -375,18 +375,18 @@ class Frozen(nn.Module):
     ],
     ids=lambda value: value if isinstance(value, str) else type(value).__name__,
 )
-def test_a_seed_that_breaks_a_law_is_refused_with_the_reason(seed, reason):
+def test_check_rejects_invalid_seed_with_the_reason(seed, reason):
     with pytest.raises(BlueprintError, match=reason):
         check(seed, SITE[Layout.MAP])
 
 
-def test_a_recipe_must_return_a_module(mine):
+def test_recipe_must_return_a_module(mine):
     blueprint(mine, layouts="map")(lambda dim: torch.relu)
     with pytest.raises(BlueprintError, match=r"must return an nn\.Module"):
         build(mine, SITE[Layout.MAP])
 
 
-def test_checking_a_seed_leaves_it_as_it_was():
+def test_check_does_not_modify_the_seed():
     seed = nn.Sequential(nn.BatchNorm2d(8), nn.Dropout(), zero_conv(8))
     seed[1].eval()
     before = copy.deepcopy(seed.state_dict())

@@ -1,4 +1,4 @@
-"""The state of a body: it rebuilds what had grown, in a fresh process, in a copy, inside another module."""
+"""Test that `state_dict` rebuilds a grown body: in a new process, in a copy, inside another module."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ALIVE = [
 
 
 def grown(name: str = "cnn") -> Body:
-    """Three seeds: every operator, three stages, three alphas."""
+    """Return a body with three seeds: one per operator, in three stages, at three alphas."""
     body = ZOO[name].body()
     slots = list(body.slots)
     for i, (stage, alpha) in enumerate(ALIVE[2:]):
@@ -69,7 +69,7 @@ for name, file in {files!r}.items():
 """
 
 
-def test_a_fresh_process_rebuilds_a_grown_body_from_a_file(tmp_path: Path):
+def test_new_process_rebuilds_a_grown_body_from_a_file(tmp_path: Path):
     files, expect = {}, []
     for name in ("cnn", "residual", "transformer_host"):
         body = grown(name)
@@ -87,10 +87,10 @@ def test_a_fresh_process_rebuilds_a_grown_body_from_a_file(tmp_path: Path):
 
 @pytest.mark.parametrize(("stage", "alpha"), ALIVE)
 @pytest.mark.parametrize("operator", Operator)
-def test_stage_alpha_operator_and_learning_come_back(stage: SeedStage, alpha: float, operator: Operator):
+def test_load_restores_stage_alpha_operator_and_requires_grad(stage: SeedStage, alpha: float, operator: Operator):
     body, again = ZOO["cnn"].body(), ZOO["cnn"].body()
     grow(body, "features.1", "conv_light", operator=operator, stage=stage, alpha=alpha)
-    grow(again, "features.0", "norm")  # something else had grown there
+    grow(again, "features.0", "norm")  # another seed at another slot
 
     with pytest.warns(UserWarning, match=r"no seed in features\.0: what grew there is dropped"):
         again.load_state_dict(body.state_dict())
@@ -104,18 +104,18 @@ def test_stage_alpha_operator_and_learning_come_back(stage: SeedStage, alpha: fl
     assert same_function(again, body)
 
 
-def test_a_state_is_loaded_into_the_seeds_that_are_there_where_they_fit():
+def test_load_reuses_existing_parameters_of_matching_seeds():
     body = grown()
     seeds = [id(p) for p in body.parameters()]
     state = {k: v.clone() + 0.5 if v.is_floating_point() else v for k, v in body.state_dict().items()}
 
     body.load_state_dict(state)
 
-    assert [id(p) for p in body.parameters()] == seeds  # an optimiser still holds them
+    assert [id(p) for p in body.parameters()] == seeds  # an optimiser holds references to them
     assert all(torch.equal(v, state[k]) for k, v in body.state_dict().items())
 
 
-def test_a_state_of_a_model_without_growth_empties_the_slots():
+def test_loading_a_plain_model_state_empties_the_slots():
     body = grown()
     with pytest.warns(
         UserWarning, match=r"no seed in features\.0, features\.1, features\.2: what grew there is dropped"
@@ -125,7 +125,7 @@ def test_a_state_of_a_model_without_growth_empties_the_slots():
     assert same_function(body, ZOO["cnn"].model())
 
 
-def test_listeners_hear_that_a_state_was_loaded_and_a_copy_does_not_share_them():
+def test_on_load_callbacks_run_and_are_not_copied():
     body = grown()
     heard: list[str] = []
     body.on_load.append(lambda: heard.append("first"))
@@ -137,7 +137,7 @@ def test_listeners_hear_that_a_state_was_loaded_and_a_copy_does_not_share_them()
     assert heard == ["first"]
 
 
-def test_a_deep_copy_is_a_body_of_its_own():
+def test_deepcopy_is_independent():
     body = grown()
     twin = copy.deepcopy(body)
     assert same_function(twin, body)
@@ -163,7 +163,7 @@ class Ensemble(nn.Module):
         return self.scale * sum(member(x) for member in self.members)
 
 
-def test_bodies_inside_another_module_come_back_with_it():
+def test_nested_bodies_are_restored():
     one, other = Ensemble(grown(), ZOO["cnn"].body()), Ensemble(ZOO["cnn"].body(seed=1), ZOO["cnn"].body(seed=2))
     state = one.state_dict()
     assert f"members.0.{STRUCTURE}" in state
@@ -176,14 +176,14 @@ def test_bodies_inside_another_module_come_back_with_it():
     assert list(other.state_dict()) == list(state)
 
 
-def test_assign_and_meta_devices_work():
+def test_load_with_assign_restores_the_body():
     body = grown()
     fresh = ZOO["cnn"].body(seed=5)
     fresh.load_state_dict(body.state_dict(), assign=True)
     assert same_function(fresh, body)
 
 
-def test_the_state_can_be_kept_with_its_graph_and_a_prefix():
+def test_state_dict_supports_prefix_and_keep_vars():
     body = grown()
     state = body.state_dict(prefix="x.", keep_vars=True)
     assert all(k.startswith("x.") for k in state)
@@ -192,7 +192,7 @@ def test_the_state_can_be_kept_with_its_graph_and_a_prefix():
         body.state_dict({})
 
 
-# -- states that do not fit
+# -- incompatible states
 
 
 def with_structure(body: Body, **changes: object) -> dict[str, Tensor]:
@@ -203,7 +203,7 @@ def with_structure(body: Body, **changes: object) -> dict[str, Tensor]:
     return state
 
 
-def test_a_slot_that_is_not_there_is_named():
+def test_load_error_names_missing_slot():
     body = graft(PlainCNN(), ["features.0"], probe=images(3))
     with pytest.raises(
         GraftError, match=r"slot 'features.1', which this body does not have .*Graft at the same places"
@@ -215,7 +215,7 @@ def test_a_slot_that_is_not_there_is_named():
     "changes",
     [{"stage": 99}, {"operator": "add"}, {"alpha": None}, {"alpha": [1]}, {"blueprint": 3}, {"blueprint": "lora"}],
 )
-def test_an_unreadable_structure_is_refused_and_nothing_is_changed(changes: dict[str, object]):
+def test_invalid_structure_is_rejected_without_changes(changes: dict[str, object]):
     body = ZOO["cnn"].body()
     grow(body, "features.0", "norm")
     before = body.structure()
@@ -224,7 +224,7 @@ def test_an_unreadable_structure_is_refused_and_nothing_is_changed(changes: dict
     assert body.structure() == before
 
 
-def test_a_damaged_structure_is_refused():
+def test_truncated_structure_is_rejected():
     body = grown()
     state = dict(body.state_dict())
     state[STRUCTURE] = state[STRUCTURE][:-3].clone()
@@ -232,7 +232,7 @@ def test_a_damaged_structure_is_refused():
         body.load_state_dict(state)
 
 
-def test_a_blueprint_that_is_not_registered_is_named():
+def test_load_error_names_unregistered_blueprint():
     blueprint("mine", layouts="vector")(lambda dim: zero_linear(dim))
     body = ZOO["mlp_host"].body()
     grow(body, "layers.0", "mine")
@@ -258,7 +258,7 @@ def zero_linear(dim: int) -> nn.Module:
     return linear
 
 
-def test_missing_and_unexpected_keys_are_reported_as_torch_does():
+def test_missing_and_unexpected_keys_are_reported_as_by_torch():
     body = grown()
     state = dict(body.state_dict())
     del state["head.bias"], state["esper.features/0.seed.0.weight"]
@@ -270,7 +270,7 @@ def test_missing_and_unexpected_keys_are_reported_as_torch_does():
     assert len(found.unexpected_keys) == 1
 
 
-def test_a_state_of_another_width_is_refused_by_name():
+def test_size_mismatch_is_rejected_with_the_key():
     wide = graft(nn.Sequential(nn.Linear(8, 16), nn.Linear(16, 2)), ["0"], probe=vectors(3))
     narrow = graft(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 2)), ["0"], probe=vectors(3))
     grow(wide, "0")
@@ -278,17 +278,17 @@ def test_a_state_of_another_width_is_refused_by_name():
         narrow.load_state_dict(wide.state_dict())
 
 
-# -- the table's word
+# -- sync with the slot table
 
 
-def test_sync_makes_the_slots_do_what_the_table_says():
+def test_sync_copies_stage_and_alpha_from_the_table():
     body = ZOO["cnn"].body()
     table = SlotTable.empty(2, 3)
     for s, name in enumerate(body.slots):
         body.plant(name, "conv_light", Operator.GATE)
         table.stage[1, s] = ALIVE[s + 1][0]
         table.alpha[1, s] = ALIVE[s + 1][1]
-    table.alpha_from[1, 1], table.alpha_to[1, 1], table.ramp_len[1, 1] = 1.0, 0.0, 5  # on its way down: frozen
+    table.alpha_from[1, 1], table.alpha_to[1, 1], table.ramp_len[1, 1] = 1.0, 0.0, 5  # alpha is ramping down: frozen
 
     body.sync(table, env=1)
 
@@ -298,14 +298,14 @@ def test_sync_makes_the_slots_do_what_the_table_says():
     assert [all(p.requires_grad for p in s.parameters()) for s in slots] == [True, False, True]
 
 
-def test_alpha_is_no_part_of_the_state_and_follows_a_move_of_precision():
+def test_alpha_is_not_in_the_state_and_follows_dtype():
     body = grown()
     assert not any(k.endswith("alpha") for k in body.state_dict())
     body.double()
     assert body.eval()(images(3).double()).dtype == torch.float64
 
 
-def test_costs_are_known_before_anything_is_built():
+def test_costs_are_available_before_building():
     body = ZOO["residual"].body()
     costs = body.costs()
     assert set(costs) == set(body.slots)

@@ -1,4 +1,4 @@
-"""Fork plans by themselves, and bodies that compile: one graph for seeds in every stage."""
+"""Test fork plans in isolation, and that a body with seeds in every stage compiles to one graph."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def plan_of(
 
 
 def walk(plan: ForkPlan, x: Tensor) -> list[Tensor]:
-    """A model of three slots in a row, each adding its worth; every level's features are an output."""
+    """Run three slots in sequence, each adding its value from `WORTH`. Return the features at every level."""
     (x,) = plan.at_input("", (x,))
     outputs = [x]
     for slot in SLOTS:
@@ -65,8 +65,8 @@ def walk(plan: ForkPlan, x: Tensor) -> list[Tensor]:
     st.lists(st.booleans(), min_size=3, max_size=3),
     st.data(),
 )
-def test_every_configuration_gets_its_own_row_of_every_output(configs: Any, at_root: list[bool], data: Any):
-    """Also outputs that part from the features early, and for any mixture of fork points."""
+def test_each_configuration_gets_its_own_row_of_every_output(configs: Any, at_root: list[bool], data: Any):
+    """Hold for outputs that leave the network early and for any mixture of fork points."""
     points = {s: ForkPoint(True, "") if root else POINTS[s] for s, root in zip(SLOTS, at_root, strict=True)}
     main = data.draw(st.sampled_from(configs))
     plan = plan_of(configs, main, points)
@@ -90,14 +90,14 @@ def walk_main(plan: ForkPlan, x: Tensor) -> Tensor:
     return last[plan.main_row * 2 : (plan.main_row + 1) * 2]
 
 
-def test_rows_are_born_only_where_configurations_part():
+def test_plan_forks_only_where_configurations_differ():
     plan = plan_of([(False, False, False), (False, False, True)], (False, False, True))
-    assert [f.point.name for f in plan.forks] == ["c"]  # nobody is on before: nothing forks there
+    assert [f.point.name for f in plan.forks] == ["c"]  # all seeds before c are off: no fork there
     assert [len(f.parents) for f in plan_of(ALL, ALL[-1]).forks] == [2, 4, 8]
     assert [len(f.parents) for f in plan_of([ALL[3], ALL[5]], ALL[5]).forks] == [2, 2, 2]
 
 
-def test_what_fits_no_fork_is_none_and_never_a_mixture():
+def test_outputs_without_rows_are_none():
     plan = plan_of(ALL, ALL[-1])
     features = walk(plan, torch.ones(2, 1))[-1]
     row = plan.split({"loss": features.mean(), "odd": features[:5], "note": "text", "logits": features})[0]
@@ -107,7 +107,7 @@ def test_what_fits_no_fork_is_none_and_never_a_mixture():
     assert row["logits"].shape == (2, 1)
 
 
-def test_a_wrong_number_of_samples_at_a_slot_is_an_error():
+def test_wrong_number_of_samples_at_a_slot_raises():
     plan = plan_of(ALL, ALL[-1])
     with pytest.raises(ForkError, match="slot 'a' met 3 samples, expected 1 × 2"):
         plan.at_slot("a", torch.zeros(3, 1), lambda h, out: h)
@@ -118,7 +118,7 @@ def test_a_wrong_number_of_samples_at_a_slot_is_an_error():
         plan.finish()
 
 
-def test_one_configuration_alone_takes_samples_along_any_dimension():
+def test_single_configuration_accepts_any_batch_dimension():
     plan = ForkPlan.single((True, False, True), SLOTS)
     plan.batch = 2
     out = walk(plan, torch.zeros(7, 2, 1))
@@ -126,17 +126,17 @@ def test_one_configuration_alone_takes_samples_along_any_dimension():
     assert plan.split(out) == [out]
 
 
-def test_a_tensor_that_fits_by_accident_is_not_taken_for_samples():
+def test_unbatched_tensor_of_batch_size_is_not_forked():
     arguments = ((torch.zeros(5, 2), torch.zeros(3, 3)), {"mask": None, "flag": True})
     known = known_form(arguments, 5)
     now = ((torch.zeros(3, 2), torch.zeros(3, 3)), {"mask": torch.zeros(3), "flag": True})
     assert batched_leaves(now, 3) == [True, True, True, False]
     assert batched_leaves(now, 3, known) == [True, False, True, False]
-    assert batched_leaves(((torch.zeros(3, 3),), {}), 3, known) == [True]  # another form: by size
+    assert batched_leaves(((torch.zeros(3, 3),), {}), 3, known) == [True]  # unknown structure: by size
 
 
 @pytest.mark.parametrize("layout", [images, images_last])
-def test_rows_keep_their_memory_format(layout: Any):
+def test_forked_rows_keep_their_memory_format(layout: Any):
     model = (
         PlainCNN().eval().to(memory_format=torch.channels_last if layout is images_last else torch.contiguous_format)
     )
@@ -155,7 +155,7 @@ def test_rows_keep_their_memory_format(layout: Any):
     assert all(seen)
 
 
-def test_a_norm_whose_forward_a_library_replaced_keeps_that_forward():
+def test_replaced_norm_forward_is_kept_and_called():
     body = graft(Siamese().eval(), ["tower.0"], probe=(images(3), images(3)))
     grow(body, "tower.0")
     norm = body.model.tower[1][1]
@@ -204,7 +204,7 @@ QUICK = {("cnn", "straight_through")}
         for i in ("shadow", "straight_through")
     ],
 )
-def test_a_pass_through_seeds_of_every_stage_compiles_as_one_graph(host: str, incubation: Any, operator: Operator):
+def test_seeds_of_every_stage_compile_to_one_graph(host: str, incubation: Any, operator: Operator):
     case = FIVE_SLOTS[host]
     x = case.batch(6)
     y = torch.zeros(36 if host == "transformer" else 6, dtype=torch.long)
@@ -229,7 +229,7 @@ def test_a_pass_through_seeds_of_every_stage_compiles_as_one_graph(host: str, in
         assert torch.allclose(compiled(body.eval(), x, y), step(twin.eval(), x, y))
 
 
-def test_alpha_moves_without_a_new_graph():
+def test_changing_alpha_does_not_recompile():
     body = ZOO["mlp_host"].body()
     slot = grow(body, "layers.1", stage=SeedStage.BLENDING, alpha=0.1)
     torch._dynamo.reset()
@@ -241,7 +241,7 @@ def test_alpha_moves_without_a_new_graph():
     assert counter.frame_count == 1
 
 
-def test_a_body_compiled_in_place_still_forks():
+def test_body_compiled_in_place_evaluates_coalitions():
     case = ZOO["mlp_host"]
     body, twin = case.body(), case.body()
     for each in (body, twin):
@@ -258,7 +258,7 @@ def test_a_body_compiled_in_place_still_forks():
 
 
 @pytest.mark.slow
-def test_inductor_agrees():
+def test_inductor_loss_equals_eager():
     body = ZOO["mlp_host"].body().train()
     grow_everywhere(body)
     torch._dynamo.reset()

@@ -1,4 +1,4 @@
-"""Every shut gate says which value was found and which threshold it missed."""
+"""Test that the reason of a closed gate names the measured value and the threshold."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ def table_with(stage: SeedStage, **columns: float) -> SlotTable:
     return table
 
 
-def test_every_check_has_words():
+def test_every_check_has_a_text():
     assert set(TEXTS) == set(Check)
 
 
-def test_an_open_gate_has_no_reasons():
+def test_open_gate_has_no_reasons():
     rules = Rules(thresholds=Thresholds(blend_dwell=0, blend_health=None))
     assert gate_reasons(table_with(S.TRAINING), rules, 0) == {}
 
@@ -65,11 +65,11 @@ CASES = [
 
 
 @pytest.mark.parametrize(("stage", "columns", "check", "text"), CASES)
-def test_a_shut_gate_names_the_value_and_the_threshold(stage, columns, check, text):
+def test_closed_gate_names_the_value_and_the_threshold(stage, columns, check, text):
     assert gate_reasons(table_with(stage, **columns), Rules(thresholds=STRICT), 0)[check] == text
 
 
-def test_low_gradient_health_is_told_from_missing_gradient_health():
+def test_low_and_missing_gradient_health_have_different_texts():
     rules = Rules()
     missing = gate_reasons(table_with(S.TRAINING), rules, 0)[Check.GRADIENT_HEALTH]
     low = gate_reasons(table_with(S.TRAINING, grad_health=0.5), rules, 0)[Check.GRADIENT_HEALTH]

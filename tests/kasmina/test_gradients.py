@@ -1,4 +1,4 @@
-"""Gradient statistics: formulas by a slow twin, and nothing where nothing was measured."""
+"""Test gradient statistics against a plain reference implementation."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NORMS = st.lists(st.floats(0.0, 20.0, width=32) | st.just(1e-9), min_size=1, max
 
 
 def slow_twin(host: list[float], seed: list[float], host_size: int, size: int) -> tuple[float, float, float]:
-    """Norm, ratio before smoothing, and health, as the reference says them in words."""
+    """Return norm, unsmoothed ratio and health, computed in plain Python."""
     norm = math.sqrt(sum(n * n for n in seed))
     per_host = math.sqrt(sum(n * n for n in host)) / math.sqrt(host_size)
     ratio = 0.0 if per_host < 1e-8 else min(10.0, norm / math.sqrt(size) / per_host)
@@ -33,7 +33,7 @@ def sample(meter: GradientMeter, host: list[float], **seeds: list[float]) -> dic
 
 @given(NORMS, NORMS, NORMS)
 @settings(max_examples=100, deadline=None)
-def test_norm_ratio_and_health_are_those_of_the_slow_twin(host, one, two):
+def test_norm_ratio_and_health_match_the_reference(host, one, two):
     stats = sample(GradientMeter(), host, one=one, two=two)
     assert list(stats) == ["one", "two"]
     for name, norms, size in (("one", one, 10), ("two", two, 20)):
@@ -45,19 +45,19 @@ def test_norm_ratio_and_health_are_those_of_the_slow_twin(host, one, two):
     ("norms", "health"),
     [
         ([1.0, 1.0], 1.0),
-        ([1.0, 0.0], 0.75),  # half of the tensors are dead
+        ([1.0, 0.0], 0.75),  # half of the tensors have zero gradient
         ([0.0, 1e-8], 0.5),
         ([1.0, 10.1], 0.0),  # one explodes
-        ([1.0, 10.0], 1.0),  # at the edge
+        ([1.0, 10.0], 1.0),  # at the threshold
         ([1.0, float("inf")], 0.0),
         ([1.0, float("nan")], 0.0),
     ],
 )
-def test_health_tells_dead_and_exploding_gradients(norms, health):
+def test_health_reflects_zero_and_exploding_gradients(norms, health):
     assert sample(GradientMeter(), [1.0], seed=norms)["seed"].health == health
 
 
-def test_the_ratio_is_smoothed_over_readings_and_the_first_counts_whole():
+def test_ratio_is_smoothed_starting_from_the_first_reading():
     meter = GradientMeter()
     ratios = [sample(meter, [2.0], seed=[norm])["seed"].ratio for norm in (1.0, 2.0, 2.0)]
     first = (1.0 / math.sqrt(10)) / (2.0 / 20.0)
@@ -67,7 +67,7 @@ def test_the_ratio_is_smoothed_over_readings_and_the_first_counts_whole():
 
 
 @pytest.mark.parametrize("host", [[float("nan")], [1.0]])
-def test_one_broken_batch_is_said_and_does_not_spoil_the_mean_for_ever(host):
+def test_nan_batch_is_reported_and_not_kept_in_the_average(host):
     meter = GradientMeter()
     before = sample(meter, [1.0], seed=[1.0])["seed"].ratio
     broken = sample(meter, host, seed=[float("nan")])["seed"]
@@ -76,7 +76,7 @@ def test_one_broken_batch_is_said_and_does_not_spoil_the_mean_for_ever(host):
     assert sample(meter, [1.0], seed=[1.0])["seed"].ratio == pytest.approx(before)
 
 
-def test_what_was_not_sampled_is_absent_and_the_newest_sample_wins():
+def test_unsampled_seeds_are_absent_and_newest_sample_wins():
     meter = GradientMeter()
     assert meter.pending().numel() == 0
     assert meter.read([]) == {}
@@ -86,22 +86,22 @@ def test_what_was_not_sampled_is_absent_and_the_newest_sample_wins():
     stats = meter.read(meter.pending().tolist())
     assert list(stats) == ["heard"]
     assert stats["heard"].norm == 3.0
-    assert meter.read(meter.pending().tolist()) == {}  # read once
+    assert meter.read(meter.pending().tolist()) == {}  # a sample is returned once
 
 
-def test_a_new_seed_begins_without_the_memory_of_the_old():
+def test_forget_resets_the_smoothed_ratio():
     meter = GradientMeter()
     sample(meter, [1.0], slot=[5.0])
     meter.forget("slot")
     assert sample(meter, [1.0], slot=[1.0])["slot"].ratio == pytest.approx(slow_twin([1.0], [1.0], 400, 10)[1])
 
 
-def test_the_stride_says_which_batches_are_looked_at():
+def test_stride_selects_the_sampled_batches():
     assert [i for i in range(25) if GradientMeter(10).due(i)] == [0, 10, 20]
     assert [i for i in range(3) if GradientMeter(1).due(i)] == [0, 1, 2]
 
 
-def test_gradient_norms_are_one_per_gradient_that_exists():
+def test_gradient_norms_returns_one_norm_per_existing_gradient():
     params = [nn.Parameter(torch.zeros(2)) for _ in range(3)]
     params[0].grad, params[2].grad = torch.tensor([3.0, 4.0]), torch.tensor([0.0, 1.0])
     assert gradient_norms(params).tolist() == [5.0, 1.0]

@@ -1,4 +1,4 @@
-"""Grafting: any model gets slots and does not notice; what cannot be grafted is named, with the way out."""
+"""Test `graft`: models stay bit-identical, and errors name what cannot be grafted and a fix."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def leaves(output: Any) -> list[Any]:
 
 
 def identical(a: Any, b: Any) -> bool:
-    """Bit by bit, NaN included, whatever holds the tensors."""
+    """Return whether all tensors in two nested outputs are bit-identical, NaN included."""
     pairs = list(zip(leaves(a), leaves(b), strict=True))
     tensors = [(x, y) for x, y in pairs if isinstance(x, Tensor)]
     return bool(tensors) and all(torch.equal(x.nan_to_num(7.0), y.nan_to_num(7.0)) for x, y in tensors)
@@ -50,7 +50,7 @@ def identical(a: Any, b: Any) -> bool:
 
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("training", [False, True])
-def test_a_grafted_model_answers_bit_by_bit_as_before(name: str, training: bool):
+def test_grafted_model_output_is_bit_identical(name: str, training: bool):
     case = ZOO[name]
     model, x = case.model().train(training), case.batch(5)
     twin = copy.deepcopy(model)
@@ -67,10 +67,10 @@ def test_a_grafted_model_answers_bit_by_bit_as_before(name: str, training: bool)
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_grafting_leaves_keys_types_modes_statistics_hooks_and_the_random_stream_alone(name: str):
+def test_graft_keeps_keys_types_modes_buffers_and_rng_state(name: str):
     case = ZOO[name]
     model = case.model().train()
-    next(m for m in model.modules() if not list(m.children())).eval()  # one layer its owner keeps in eval
+    next(m for m in model.modules() if not list(m.children())).eval()  # one layer is in eval mode
     state, modes = copy.deepcopy(model.state_dict()), [m.training for m in model.modules()]
     types = [type(m) for m in model.modules()]
     hooks = [len(m._forward_hooks) + len(m._forward_pre_hooks) for m in model.modules()]
@@ -90,7 +90,7 @@ def test_grafting_leaves_keys_types_modes_statistics_hooks_and_the_random_stream
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_states_load_both_ways_while_nothing_has_grown(name: str):
+def test_states_of_body_and_model_are_interchangeable(name: str):
     case = ZOO[name]
     body, other = case.body(seed=0), case.model(seed=1)
 
@@ -103,7 +103,7 @@ def test_states_load_both_ways_while_nothing_has_grown(name: str):
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_each_slot_forks_at_the_innermost_place_that_is_exact(name: str):
+def test_each_slot_forks_at_the_innermost_exact_point(name: str):
     case = ZOO[name]
     body = case.body()
     for slot, point in body.forks.items():
@@ -112,7 +112,7 @@ def test_each_slot_forks_at_the_innermost_place_that_is_exact(name: str):
 
 @pytest.mark.parametrize("name", ZOO)
 @pytest.mark.parametrize("training", [False, True])
-def test_a_seed_in_every_slot_changes_the_answer_and_uprooting_restores_it_bit_by_bit(name: str, training: bool):
+def test_uproot_restores_the_output_bit_identically(name: str, training: bool):
     case = ZOO[name]
     body, x = case.body().train(training), case.batch(5)
     state = copy.deepcopy(body.state_dict())
@@ -131,7 +131,7 @@ def test_a_seed_in_every_slot_changes_the_answer_and_uprooting_restores_it_bit_b
     assert identical(answer(), before)
 
 
-def test_a_body_answers_for_its_model_and_can_be_called_in_the_same_way():
+def test_body_has_the_attributes_and_call_signature_of_its_model():
     model = TwoInputs()
     body = graft(model, ["image.0"], probe={"image": images(3), "vector": torch.randn(3, 4)})
 
@@ -146,13 +146,13 @@ def test_a_body_answers_for_its_model_and_can_be_called_in_the_same_way():
     assert inspect.signature(body.model.forward) == inspect.signature(model.forward)
 
 
-def test_a_body_is_in_the_mode_of_its_model():
+def test_body_has_the_training_mode_of_its_model():
     for training in (True, False):
         body = graft(PlainCNN().train(training), ["features.0"], probe=images(3))
         assert {m.training for m in body.modules()} == {training}
 
 
-def test_a_grown_body_pickles_with_its_hooks():
+def test_grown_body_pickles_with_its_hooks():
     body = ZOO["cnn"].body()
     grow(body, "features.1")
 
@@ -163,10 +163,10 @@ def test_a_grown_body_pickles_with_its_hooks():
     assert not identical(again(images(4)), body(images(4)))
 
 
-# -- where
+# -- slot selection
 
 
-def test_patterns_name_one_level_and_a_mapping_gives_ids():
+def test_patterns_match_one_level_and_mappings_set_slot_ids():
     model, probe = Transformer(), tokens(3)
     assert list(graft(copy.deepcopy(model), "blocks.*", probe=probe).slots) == ["blocks.0", "blocks.1", "blocks.2"]
     assert list(graft(copy.deepcopy(model), ["blocks.*.mlp", "embed"], probe=probe).slots) == [
@@ -179,7 +179,7 @@ def test_patterns_name_one_level_and_a_mapping_gives_ids():
 
 
 @pytest.mark.parametrize("name", ["values", "keys", "items"])
-def test_a_module_may_be_called_like_a_method_of_a_dict(name: str):
+def test_module_names_may_equal_dict_methods(name: str):
     model = nn.Sequential()
     model.add_module(name, nn.Linear(8, 8))
     model.add_module("head", nn.Linear(8, 2))
@@ -202,7 +202,7 @@ AUTO = {
 
 
 @pytest.mark.parametrize("name", AUTO)
-def test_auto_proposes_the_blocks_and_prints_them(name: str, capsys: pytest.CaptureFixture[str]):
+def test_auto_selects_the_blocks_and_prints_them(name: str, capsys: pytest.CaptureFixture[str]):
     case = ZOO[name]
     body = graft(case.model(), "auto", probe=case.batch(3))
 
@@ -210,7 +210,7 @@ def test_auto_proposes_the_blocks_and_prints_them(name: str, capsys: pytest.Capt
     assert capsys.readouterr().out == f"esper: slots proposed after {', '.join(AUTO[name])}\n"
 
 
-def test_auto_says_what_it_proposes(capsys: pytest.CaptureFixture[str]):
+def test_auto_on_sequential_prints_the_selected_modules(capsys: pytest.CaptureFixture[str]):
     layers = [nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(64, 5)]
     body = graft(nn.Sequential(*layers), probe=images(3))
 
@@ -218,12 +218,12 @@ def test_auto_says_what_it_proposes(capsys: pytest.CaptureFixture[str]):
     assert capsys.readouterr().out == "esper: slots proposed after 1, 3, 4\n"
 
 
-def test_auto_with_nowhere_to_go_says_so():
+def test_auto_raises_where_no_slot_is_possible():
     with pytest.raises(GraftError, match="found no place for a slot"):
         graft(nn.Linear(8, 2), probe=vectors(3))
 
 
-def test_a_slot_follows_precision_and_layout_of_its_features():
+def test_slot_follows_dtype_of_its_features():
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         body = graft(ResidualNet().to(dtype).eval(), ["stage1", "stage2.0.bn2"], probe=images(3).to(dtype))
         assert body.forks == {"stage1": (False, "stage1"), "stage2.0.bn2": (True, "stage2.0")}
@@ -232,7 +232,7 @@ def test_a_slot_follows_precision_and_layout_of_its_features():
         assert body(images(3).to(dtype)).dtype == dtype
 
 
-def test_features_large_or_small_do_not_hide_that_samples_mix():
+def test_cross_sample_arithmetic_is_detected_at_any_scale():
     class Scaled(nn.Module):
         def __init__(self, scale: float) -> None:
             super().__init__()
@@ -252,7 +252,7 @@ def test_features_large_or_small_do_not_hide_that_samples_mix():
 
 
 class Halves(nn.Module):
-    """A module called twice with features of different widths."""
+    """Model that calls one module twice with features of different widths."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -263,7 +263,7 @@ class Halves(nn.Module):
 
 
 class Odd(nn.Module):
-    """Modules whose outputs no seed can serve."""
+    """Model with modules whose outputs are not valid for a seed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -341,7 +341,7 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("what", REFUSED)
-def test_what_cannot_be_grafted_is_named_with_the_way_out_and_left_untouched(what: str):
+def test_graft_errors_suggest_a_fix_and_leave_the_model_unchanged(what: str):
     build, at, probe, select, message = REFUSED[what]
     model = build()
     hooks = [len(m._forward_hooks) for m in model.modules()]
@@ -352,19 +352,19 @@ def test_what_cannot_be_grafted_is_named_with_the_way_out_and_left_untouched(wha
     assert [len(m._forward_hooks) for m in model.modules()] == hooks
 
 
-def test_a_model_with_a_child_named_esper_is_refused():
+def test_model_with_a_child_named_esper_is_rejected():
     model = PlainCNN()
     model.esper = nn.Linear(2, 2)
     with pytest.raises(GraftError, match="rename it"):
         graft(model, "head", probe=images(3))
 
 
-def test_every_refusal_is_of_one_family():
+def test_graft_errors_are_esper_errors():
     assert issubclass(GraftError, EsperError)
     assert issubclass(UnknownNameError, EsperError)
 
 
-def test_select_says_where_the_features_of_a_tuple_are():
+def test_select_sets_the_tuple_item_of_the_features():
     body = graft(NamedNet(), ["blocks.0"], probe=vectors(3), select={"blocks.0": 1})
     assert body.slots["blocks.0"].site.shape == (1,)  # the scale
 
@@ -382,12 +382,12 @@ BIRTHS = [
     for slot in (ZOO[host].at[1],)
     for blueprint in ("noop", *blueprints_for({"mlp_host": "vector", "transformer_host": "sequence"}.get(host, "map")))
     for operator in Operator
-    if not (blueprint == "noop" and operator == Operator.GATE)  # a gate needs a parameter to be born with
+    if not (blueprint == "noop" and operator == Operator.GATE)  # a gate requires a seed with parameters
 ]
 
 
 @pytest.mark.parametrize(("host", "slot", "blueprint", "operator"), BIRTHS)
-def test_germination_changes_nothing_at_any_alpha(host: str, slot: str, blueprint: str, operator: Operator):
+def test_germination_keeps_the_output_bit_identical(host: str, slot: str, blueprint: str, operator: Operator):
     case = ZOO[host]
     x = case.batch(4)
     for training in (False, True):
@@ -406,7 +406,7 @@ def test_germination_changes_nothing_at_any_alpha(host: str, slot: str, blueprin
             assert found.stride() == expected.stride()
 
 
-def test_a_seed_has_the_same_weights_wherever_it_is_born_from_the_same_number():
+def test_equal_rng_seeds_give_equal_seed_weights():
     a, b = ZOO["cnn"].body(), ZOO["cnn"].body()
     torch.randn(7)
     for body in (a, b):
@@ -421,7 +421,7 @@ def test_a_seed_has_the_same_weights_wherever_it_is_born_from_the_same_number():
 
 
 class Wild(nn.Module):
-    """A seed of inf and NaN."""
+    """Seed whose output is inf or NaN."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -435,8 +435,8 @@ class Wild(nn.Module):
 @pytest.mark.parametrize("operator", Operator)
 @pytest.mark.parametrize("kind", ["sane", "wild", "dropout"])
 @pytest.mark.parametrize("host", ["cnn", "residual", "transformer_host", "gpt2", "token_norm"])
-def test_the_host_of_a_training_seed_feels_nothing(host: str, kind: str, operator: Operator, incubation: Any):
-    """Output, gradients, statistics and the random stream, over three batches, as if there were no seed."""
+def test_training_seed_does_not_affect_the_host(host: str, kind: str, operator: Operator, incubation: Any):
+    """Compare output, gradients, buffers and random state over three batches with a body without seeds."""
     case = ZOO[host]
     body = case.body().train()
     twin = copy.deepcopy(body)
@@ -469,11 +469,11 @@ def test_the_host_of_a_training_seed_feels_nothing(host: str, kind: str, operato
     assert all(torch.equal(a, b) for a, b in zip(body.model.buffers(), twin.model.buffers(), strict=True))
     for slot in body.slots.values():
         heard = [p.grad for p in slot.parameters() if p.grad is not None]
-        assert heard, slot.name  # while each seed had its lesson
+        assert heard, slot.name  # each seed received a gradient
         assert kind == "wild" or sum(g.abs().sum() for g in heard) > 0
 
 
-def test_a_shadow_pass_leaves_every_memory_of_the_host_as_it_was():
+def test_shadow_pass_keeps_host_buffers():
     class Remembers(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -500,7 +500,7 @@ def test_a_shadow_pass_leaves_every_memory_of_the_host_as_it_was():
     assert all(p.grad is not None for p in body.slots["first"].parameters())
 
 
-def test_a_shadow_lesson_is_the_gradient_of_the_loss_with_the_seed_on():
+def test_shadow_gradient_equals_gradient_at_full_alpha():
     body = ZOO["cnn"].body().eval()
     slot = grow(body, "features.0", "conv_light", stage=SeedStage.TRAINING)
     params = list(slot.parameters())
@@ -512,7 +512,7 @@ def test_a_shadow_lesson_is_the_gradient_of_the_loss_with_the_seed_on():
     assert all(torch.allclose(p.grad, g) for p, g in zip(params, expected, strict=True))
 
 
-def test_a_shadow_lesson_works_under_activation_checkpointing():
+def test_shadow_pass_works_with_activation_checkpointing():
     from torch.utils.checkpoint import checkpoint
 
     class Checkpointed(PlainCNN):
@@ -532,8 +532,8 @@ def test_a_shadow_lesson_works_under_activation_checkpointing():
 
 
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
-def test_a_seed_learns_on_a_frozen_host_too(incubation: Any):
-    """torch 2.13 crashes in GroupNorm's backward on channels_last features that ask for no gradient."""
+def test_seed_learns_on_a_frozen_host(incubation: Any):
+    """torch 2.13 crashes in GroupNorm's backward on channels_last features without `requires_grad`."""
     body = ZOO["cnn_channels_last"].body().train()
     for p in body.model.parameters():
         p.requires_grad_(False)
@@ -554,8 +554,8 @@ def test_a_seed_learns_on_a_frozen_host_too(incubation: Any):
 
 
 @pytest.mark.parametrize("operator", Operator)
-def test_straight_through_teaches_what_the_operator_will_do(operator: Operator):
-    """A seed that says little yet gets the gradient of the change it will make, as felt by the untouched host."""
+def test_straight_through_gradient_matches_the_operator(operator: Operator):
+    """For small Δ the seed's gradient is that of its blended change, evaluated at the unmodified host."""
     body = ZOO["mlp_host"].body().train()
     body.incubation = "straight_through"
     slot = grow(body, "layers.2", "lora", operator=operator, stage=SeedStage.TRAINING, scale=1e-3)
@@ -574,7 +574,7 @@ def test_straight_through_teaches_what_the_operator_will_do(operator: Operator):
 
 
 @pytest.mark.parametrize("operator", Operator)
-def test_at_full_strength_layers_before_the_slot_keep_their_gradient(operator: Operator):
+def test_full_alpha_keeps_gradients_of_layers_before_the_slot(operator: Operator):
     body = ZOO["mlp_host"].body()
     slot = grow(body, "layers.1", operator=operator, stage=SeedStage.FOSSILIZED, alpha=1.0)
     before = body.model.layers[0][0].weight
@@ -601,7 +601,7 @@ def test_at_full_strength_layers_before_the_slot_keep_their_gradient(operator: O
     assert torch.allclose(before.grad, expected, atol=1e-4)
 
 
-def test_a_shared_module_holds_one_seed_that_is_felt_at_each_call():
+def test_seed_of_a_shared_module_runs_at_each_call():
     model = SharedNet()
     body = graft(model, ["shared"], probe=vectors(3))
     slot = grow(body, "shared", alpha=1.0)
@@ -611,7 +611,7 @@ def test_a_shared_module_holds_one_seed_that_is_felt_at_each_call():
     assert len(calls) == 3
 
 
-def test_a_hand_given_seed_may_be_awakened():
+def test_awaken_makes_delta_non_zero():
     body = ZOO["mlp_host"].body()
     slot = body.plant("layers.0", "lora")
     assert not slot.seed(vectors(2)).any()

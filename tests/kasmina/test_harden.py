@@ -1,4 +1,4 @@
-"""Hardening: a grown body becomes a plain module that computes the same and knows nothing of Esper."""
+"""Test `harden`: a grown body becomes a plain torch module with equal outputs and no dependency on Esper."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.support.models import (
 )
 
 NOT_PICKLED = {"cnn_host", "mlp_host", "transformer_host"}
-"""Our own hosts are classes of Esper: what is theirs stays theirs."""
+"""Cases whose pickle refers to Esper, because their host is a class of Esper."""
 
 
 def close(a: Any, b: Any) -> bool:
@@ -56,7 +56,7 @@ def pickled(module: nn.Module) -> bytes:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_hardened_model_computes_the_same_and_has_no_esper_inside(name: str):
+def test_hardened_model_is_equal_and_free_of_esper_classes(name: str):
     case = ZOO[name]
     body, x = case.body(), case.batch(5)
     grow_everywhere(body)
@@ -70,12 +70,12 @@ def test_a_hardened_model_computes_the_same_and_has_no_esper_inside(name: str):
     assert not any(is_ours(m) for m in plain.modules())
     if name not in NOT_PICKLED:
         assert b"esper" not in pickled(plain)
-    assert all(torch.equal(v, state[k]) for k, v in body.state_dict().items())  # the body stays as it is
+    assert all(torch.equal(v, state[k]) for k, v in body.state_dict().items())  # the body is unchanged
     assert all(s.seed is not None for s in body.slots.values())
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_hardened_model_trains_and_follows_train_and_eval(name: str):
+def test_hardened_model_trains_and_supports_train_and_eval(name: str):
     case = ZOO[name]
     body, x = case.body(), case.batch(5)
     grow_everywhere(body)
@@ -96,7 +96,7 @@ def test_a_hardened_model_trains_and_follows_train_and_eval(name: str):
 
 
 def call_graph_parameters(body: Body, case: Any) -> list[Tensor]:
-    """The body's parameters that learn anything at all from this loss."""
+    """Return the body's parameters with a non-zero gradient of this loss."""
     body.train()
     body.zero_grad()
     main_output(call(body, case.batch(5))).square().sum().backward()
@@ -104,7 +104,7 @@ def call_graph_parameters(body: Body, case: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_the_key_map_is_complete_and_exact(name: str):
+def test_key_map_is_complete_and_exact(name: str):
     case = ZOO[name]
     body = case.body()
     grow_everywhere(body)
@@ -116,7 +116,7 @@ def test_the_key_map_is_complete_and_exact(name: str):
     assert set(keys.values()) <= set(after)
     assert all(torch.equal(before[old], after[new]) for old, new in keys.items())
     named = {v.data_ptr() for k, v in after.items() if k in keys.values()}
-    assert all(v.data_ptr() in named for v in after.values())  # what is not named is another name of the same
+    assert all(v.data_ptr() in named for v in after.values())  # unmapped keys are aliases of mapped ones
 
 
 HARDEST = [
@@ -139,7 +139,7 @@ def test_every_blueprint_and_operator_hardens(host: str, blueprint: str, operato
     assert not any(is_ours(m) for m in plain.modules())
 
 
-def test_seeds_that_the_host_does_not_feel_are_left_behind():
+def test_seeds_without_effect_are_removed():
     case = ZOO["cnn"]
     body = case.body()
     grow(body, "features.0", stage=SeedStage.GERMINATED)
@@ -154,7 +154,7 @@ def test_seeds_that_the_host_does_not_feel_are_left_behind():
     assert not any(m._forward_hooks for m in plain.modules())
 
 
-def test_an_inner_and_an_outer_module_may_both_have_grown():
+def test_nested_grown_modules_harden():
     body = graft(PlainCNN().eval(), ["features", "features.1", "features.1.1"], probe=images(3))
     grow_everywhere(body)
 
@@ -165,7 +165,7 @@ def test_an_inner_and_an_outer_module_may_both_have_grown():
     assert all(torch.equal(body.state_dict()[a], plain.state_dict()[b]) for a, b in keys.items())
 
 
-def test_both_names_of_a_shared_module_move_in_the_key_map():
+def test_key_map_contains_both_names_of_a_shared_module():
     body = graft(SharedNet(), ["shared"], probe=vectors(3))
     grow(body, "shared")
 
@@ -176,7 +176,7 @@ def test_both_names_of_a_shared_module_move_in_the_key_map():
     assert plain.alias is plain.shared
 
 
-def test_a_module_into_which_other_code_reaches_keeps_its_place():
+def test_directly_accessed_parameter_keeps_its_name():
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -194,7 +194,7 @@ def test_a_module_into_which_other_code_reaches_keeps_its_place():
     assert keys["embed.weight"] == "embed.weight"
 
 
-def test_the_owner_s_hooks_settings_and_freezing_are_kept():
+def test_user_hooks_attributes_and_frozen_parameters_are_kept():
     model = PlainCNN().eval()
     model.features[1].kind = "stage"
     for p in model.features[0].parameters():
@@ -218,7 +218,7 @@ def test_the_owner_s_hooks_settings_and_freezing_are_kept():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
-def test_hardening_works_in_any_precision(dtype: torch.dtype):
+def test_harden_works_in_any_floating_dtype(dtype: torch.dtype):
     body = graft(PlainCNN().to(dtype).eval(), "features.*", probe=images(3).to(dtype))
     grow_everywhere(body)
 
@@ -227,7 +227,7 @@ def test_hardening_works_in_any_precision(dtype: torch.dtype):
     assert plain(images(3).to(dtype)).dtype == dtype
 
 
-def test_a_seed_that_cannot_be_traced_is_named_with_the_way_out():
+def test_untraceable_seed_error_names_slot_and_fix():
     class Branches(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -247,7 +247,7 @@ def test_a_seed_that_cannot_be_traced_is_named_with_the_way_out():
         unregister("branches")
 
 
-def test_a_custom_seed_with_dropout_and_batch_norm_hardens():
+def test_custom_seed_with_dropout_and_batch_norm_hardens():
     class Custom(nn.Module):
         def __init__(self, dim: int) -> None:
             super().__init__()
@@ -272,7 +272,7 @@ def test_a_custom_seed_with_dropout_and_batch_norm_hardens():
         unregister("custom")
 
 
-# -- taking it away
+# -- export
 
 EXPORTED = ("cnn", "two_inputs", "gpt2")
 EXPORTED_SLOWLY = ("residual", "transformer_host", "mask", "named_tuple", "list_blocks", "bert", "vit")
@@ -280,7 +280,7 @@ EXPORTED_SLOWLY = ("residual", "transformer_host", "mask", "named_tuple", "list_
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", [*EXPORTED, *(pytest.param(n, marks=pytest.mark.slow) for n in EXPORTED_SLOWLY)])
-def test_a_hardened_model_exports_with_a_dynamic_batch(name: str):
+def test_hardened_model_exports_with_a_dynamic_batch(name: str):
     case = ZOO[name]
     body = case.body()
     grow_everywhere(body)
@@ -327,8 +327,8 @@ LONELY = ("cnn", "residual", "tuple_blocks", "named_tuple", "dict_blocks", "list
 
 
 @pytest.mark.parametrize("names", [LONELY, pytest.param(("gpt2", "vit"), marks=pytest.mark.slow)])
-def test_hardened_models_load_and_train_where_esper_cannot_be_imported(tmp_path: Path, names: tuple[str, ...]):
-    """Plain nets, tuples, named tuples, mappings, lists; and Hugging Face models."""
+def test_hardened_models_load_and_train_without_esper_installed(tmp_path: Path, names: tuple[str, ...]):
+    """Cover plain models, tuple, named tuple, mapping and list outputs, and Hugging Face models."""
     source = (ROOT / "tests" / "support" / "models.py").read_text()
     ours = [line for line in source.splitlines() if line.startswith("from esper")]
     alone = source[: source.index("# -- batches of n samples")] + source[source.index("def main_output") :]
@@ -361,7 +361,7 @@ def test_hardened_models_load_and_train_where_esper_cannot_be_imported(tmp_path:
     assert done.stdout.split() == ["alone"] * len(scripts)
 
 
-def test_a_mapping_that_is_an_object_keeps_its_class():
+def test_mapping_output_keeps_its_class():
     case = ZOO["gpt2"]
     body = graft(case.model(), ["transformer"], probe=case.batch(3))
     grow(body, "transformer", "lora")
@@ -374,7 +374,7 @@ def test_a_mapping_that_is_an_object_keeps_its_class():
     assert close(call(again, case.batch(4)), call(body, case.batch(4)))
 
 
-def test_a_hardened_model_can_be_grafted_and_grown_again():
+def test_hardened_model_can_be_grafted_again():
     body = graft(Transformer().eval(), ["blocks.0"], probe=tokens(3))
     grow(body, "blocks.0")
     again = graft(harden(body), ["blocks.0", "blocks.1"], probe=tokens(3))

@@ -1,4 +1,4 @@
-"""Hosts are ordinary modules of known size that every torch compiler accepts."""
+"""Test the built-in hosts: sizes, sites, tracing, export, compilation and input checks."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ CNN_SIZES = [
 
 
 @pytest.mark.parametrize(("kwargs", "expected"), CNN_SIZES)
-def test_a_cnn_host_has_the_size_of_the_reference(kwargs, expected):
+def test_cnn_host_has_the_reference_size(kwargs, expected):
     assert size(CNNHost(in_channels=3, classes=10, **kwargs)) == expected
 
 
-def test_the_transformer_host_has_the_size_of_the_reference():
+def test_transformer_host_has_the_reference_size():
     with torch.device("meta"):
         host = TransformerHost(vocab=50_257, dim=384, heads=6, layers=6, block_size=256)
     assert size(host) == 30_044_544
 
 
-def test_cnn_sites_come_in_execution_order_and_only_where_there_is_a_pool():
+def test_cnn_sites_are_in_execution_order_and_skip_missing_pools():
     host = CNNHost(in_channels=1, classes=10, base=4, blocks=3, pools=1)
     assert list(host.sites().items()) == [
         ("r0c0", "blocks.0"),
@@ -55,14 +55,14 @@ def test_cnn_sites_come_in_execution_order_and_only_where_there_is_a_pool():
     ]
 
 
-def test_transformer_sites_close_each_segment():
+def test_transformer_sites_are_the_last_blocks_of_segments():
     with torch.device("meta"):
         host = TransformerHost(vocab=9, dim=8, heads=2, layers=6, block_size=4, segments=3)
     assert host.sites() == {"r0c0": "blocks.1", "r0c1": "blocks.3", "r0c2": "blocks.5"}
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_sites_are_reached_in_the_order_they_are_listed(kind):
+def test_sites_are_called_in_listed_order(kind):
     host, x = tiny(kind)
     reached: list[str] = []
     for name in host.sites().values():
@@ -72,14 +72,14 @@ def test_sites_are_reached_in_the_order_they_are_listed(kind):
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_every_parameter_learns(kind):
+def test_every_parameter_gets_a_gradient(kind):
     host, x = tiny(kind)
     host(x).square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in host.parameters())
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_fx_traces_it_for_any_batch(kind):
+def test_host_is_traceable_by_fx_for_any_batch(kind):
     host, x = tiny(kind)
     host.eval()
     traced = torch.fx.symbolic_trace(host)
@@ -88,7 +88,7 @@ def test_fx_traces_it_for_any_batch(kind):
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_export_takes_it_with_a_dynamic_batch(kind):
+def test_host_exports_with_a_dynamic_batch(kind):
     host, x = tiny(kind)
     host.eval()
     program = torch.export.export(host, (x,), dynamic_shapes=({0: torch.export.Dim("batch")},)).module()
@@ -97,14 +97,14 @@ def test_export_takes_it_with_a_dynamic_batch(kind):
 
 
 @pytest.mark.parametrize("kind", HOSTS)
-def test_it_compiles_without_a_graph_break(kind):
+def test_host_compiles_without_a_graph_break(kind):
     host, x = tiny(kind)
     host.eval()
     compiled = torch.compile(host, fullgraph=True, backend="eager")
     torch.testing.assert_close(compiled(x), host(x))
 
 
-def test_a_cnn_host_keeps_the_memory_format_it_is_given():
+def test_cnn_host_keeps_the_memory_format():
     host, x = tiny("cnn")
     host.eval()
     expected = host(x)
@@ -118,7 +118,7 @@ def test_a_cnn_host_keeps_the_memory_format_it_is_given():
     assert formats == [True]
 
 
-def test_no_token_sees_a_later_one():
+def test_transformer_host_is_causal():
     host, tokens = tiny("transformer")
     host.eval()
     changed = tokens.clone()
@@ -128,7 +128,7 @@ def test_no_token_sees_a_later_one():
     assert not torch.allclose(before[:, 5:], after[:, 5:])
 
 
-def test_a_shorter_sequence_gives_the_same_beginning():
+def test_transformer_prefix_output_equals_full_output():
     host, tokens = tiny("transformer")
     host.eval()
     torch.testing.assert_close(host(tokens[:, :5]), host(tokens)[:, :5])
@@ -154,6 +154,6 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize(("host", "kwargs", "word"), NONSENSE)
-def test_nonsense_is_refused_when_built(host, kwargs, word):
+def test_invalid_arguments_raise_config_error(host, kwargs, word):
     with pytest.raises(ConfigError, match=word):
         host(**kwargs)

@@ -1,4 +1,4 @@
-"""One seed's life, worked out by hand."""
+"""Test the lifecycle of one seed against values computed by hand."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ STYLE = {style.name: i for i, style in enumerate(STYLES)}
 
 
 def row(op: Op, slot: int = 0, **heads: int) -> list[int]:
-    """An action: conv_light, SIGMOID_ADD, STANDARD, FULL, INSTANT, LINEAR unless told otherwise."""
+    """Return an action. Default: conv_light, SIGMOID_ADD, STANDARD, FULL, INSTANT, LINEAR."""
     action = dict.fromkeys(range(NUM_HEADS), 0)
     action |= {Head.OP: op, Head.SLOT: slot, Head.BLUEPRINT: 1, Head.STYLE: STYLE["SIGMOID_ADD"]}
     action |= {Head.TEMPO: 1, Head.ALPHA_TARGET: FULL}
@@ -43,7 +43,7 @@ def row(op: Op, slot: int = 0, **heads: int) -> list[int]:
 
 
 def act(table: SlotTable, rules: Rules, op: Op, slot: int = 0, **heads: int) -> Outcome:
-    """The same action in every environment."""
+    """Apply the same action in every environment."""
     return apply(table, np.array([row(op, slot, **heads)] * table.num_envs), rules)
 
 
@@ -52,7 +52,7 @@ def may(table: SlotTable, rules: Rules, op: Op, slot: int = 0) -> bool:
 
 
 def measure(table: SlotTable, *, quality: float = 0.5, contribution: float = 0.05, se: float = 0.001) -> None:
-    """A good epoch: everything measured, everything healthy."""
+    """Record an epoch in which every value is measured and passes the gates."""
     each = np.full(table.num_envs, quality)
     record(table, quality=each, val_loss=1 - each, train_loss=1 - each)
     table.grad_health[:], table.grad_ratio[:] = 1.0, 1.0
@@ -61,7 +61,7 @@ def measure(table: SlotTable, *, quality: float = 0.5, contribution: float = 0.0
 
 
 def grown(stage: SeedStage, rules: Rules = QUICK, slots: int = 2, **heads: int) -> SlotTable:
-    """A table whose slot 0 has just been led to `stage` by hand, old enough to be pruned."""
+    """Return a table whose slot 0 has just entered `stage` by explicit actions, old enough to be pruned."""
     table = SlotTable.empty(1, slots)
     act(table, rules, Op.GERMINATE, **heads)
     for _ in range(6):
@@ -79,10 +79,10 @@ def grown(stage: SeedStage, rules: Rules = QUICK, slots: int = 2, **heads: int) 
     raise AssertionError(f"no seed became {stage.name}")
 
 
-# --- the timeline
+# --- timeline
 
 
-def test_an_untouched_seed_follows_the_reference_timeline():
+def test_seed_without_actions_follows_the_reference_timeline():
     table, alphas, stages = SlotTable.empty(1, 1), {}, {}
     for epoch in range(17):
         assert may(table, AUTO, Op.FOSSILIZE) == (epoch == 16)
@@ -100,7 +100,7 @@ def test_an_untouched_seed_follows_the_reference_timeline():
 
 
 @pytest.mark.parametrize(("tempo", "earliest"), [(0, 14), (1, 16), (2, 19)])
-def test_the_tempo_sets_how_soon_a_seed_can_be_fossilised(tempo, earliest):
+def test_tempo_sets_the_earliest_fossilisation(tempo, earliest):
     table = SlotTable.empty(1, 1)
     for epoch in range(earliest + 1):
         assert may(table, AUTO, Op.FOSSILIZE) == (epoch == earliest)
@@ -109,7 +109,7 @@ def test_the_tempo_sets_how_soon_a_seed_can_be_fossilised(tempo, earliest):
         measure(table)
 
 
-def test_an_explicit_advance_moves_alpha_in_the_same_epoch():
+def test_explicit_advance_moves_alpha_in_the_same_epoch():
     table = grown(S.TRAINING)
     act(table, QUICK, Op.ADVANCE)
     assert table.alpha[0, 0] == 0.0
@@ -118,7 +118,7 @@ def test_an_explicit_advance_moves_alpha_in_the_same_epoch():
     assert table.alpha[0, 0] == pytest.approx(0.0244, abs=1e-3)
 
 
-def test_an_automatic_advance_moves_alpha_one_epoch_later():
+def test_automatic_advance_moves_alpha_one_epoch_later():
     rules = Rules(thresholds=QUICK.thresholds, auto_train=False)
     table = grown(S.GERMINATED, rules)
     act(table, rules, Op.ADVANCE)
@@ -128,7 +128,7 @@ def test_an_automatic_advance_moves_alpha_one_epoch_later():
     assert table.alpha[0, 0] > 0.0
 
 
-def test_one_tick_walks_through_one_gate_even_if_the_next_stands_open():
+def test_tick_advances_at_most_one_stage():
     rules = Rules(thresholds=QUICK.thresholds)
     table = SlotTable.empty(1, 1)
     act(table, rules, Op.GERMINATE)
@@ -139,7 +139,7 @@ def test_one_tick_walks_through_one_gate_even_if_the_next_stands_open():
     assert stages == [S.TRAINING, *[S.BLENDING] * 5, S.HOLDING]
 
 
-def test_clocks_run_only_in_tick():
+def test_counters_advance_only_in_tick():
     table = grown(S.TRAINING)
     before = table.clone()
     for _ in range(3):
@@ -153,7 +153,7 @@ def test_clocks_run_only_in_tick():
     assert table.step[0] == before.step[0] + 1
 
 
-def test_a_transition_remembers_the_stage_before_and_rebases_the_quality():
+def test_transition_records_previous_stage_and_stage_quality():
     table = grown(S.TRAINING)
     dwell = int(table.dwell[0, 0])
     measure(table, quality=0.625)
@@ -166,7 +166,7 @@ def test_a_transition_remembers_the_stage_before_and_rebases_the_quality():
 # --- germination
 
 
-def test_germination_writes_what_was_asked_for():
+def test_germinate_writes_the_chosen_options():
     table = SlotTable.empty(1, 3)
     outcome = act(table, AUTO, Op.GERMINATE, 1, blueprint=5, style=STYLE["GATED_GATE"], tempo=2, alpha_target=MOST)
     assert outcome.effects == [Effect(EffectKind.BUILD, 0, 1)]
@@ -180,7 +180,7 @@ def test_germination_writes_what_was_asked_for():
     assert table.serial[0].tolist() == [-1, 0, -1]
 
 
-def test_serial_numbers_are_never_given_twice():
+def test_serial_numbers_are_unique():
     table = SlotTable.empty(1, 1)
     for expected in range(3):
         act(table, AUTO, Op.GERMINATE)
@@ -191,7 +191,7 @@ def test_serial_numbers_are_never_given_twice():
         assert table.serial[0, 0] == -1
 
 
-def test_nobody_can_plant_what_a_slot_does_not_take():
+def test_germinate_rejects_blueprints_the_slot_does_not_take():
     takes = np.zeros((2, 13), dtype=bool)
     takes[1, 3] = True
     table = SlotTable.empty(1, 2, takes=takes)
@@ -201,11 +201,11 @@ def test_nobody_can_plant_what_a_slot_does_not_take():
     assert act(table, AUTO, Op.GERMINATE, 1, blueprint=3).happened[0]
 
 
-def test_noop_is_nobodys_choice():
+def test_noop_blueprint_cannot_be_germinated():
     assert not act(SlotTable.empty(1, 1), AUTO, Op.GERMINATE, blueprint=0).happened[0]
 
 
-def test_a_closed_slot_takes_no_operation_but_wait():
+def test_disabled_slot_allows_wait_only():
     table = SlotTable.empty(1, 2)
     table.enabled[0, 0] = False
     assert legal(table, AUTO)[0, :, 0].nonzero()[0].tolist() == [Op.WAIT]
@@ -213,18 +213,18 @@ def test_a_closed_slot_takes_no_operation_but_wait():
 
 
 @pytest.mark.parametrize("stage", [S.GERMINATED, S.TRAINING])
-def test_one_seed_at_a_time_is_brought_up(stage):
+def test_one_at_a_time_blocks_a_second_germination(stage):
     table = grown(stage)
     assert not may(table, QUICK, Op.GERMINATE, 1)
     assert may(table, Rules(one_at_a_time=False), Op.GERMINATE, 1)
 
 
 @pytest.mark.parametrize("stage", [S.BLENDING, S.HOLDING, S.FOSSILIZED])
-def test_a_new_seed_may_grow_beside_a_blended_one(stage):
+def test_germination_is_legal_beside_a_blended_seed(stage):
     assert may(grown(stage), QUICK, Op.GERMINATE, 1)
 
 
-def test_max_seeds_counts_fossils_but_not_cooling_slots():
+def test_max_seeds_counts_fossils_and_not_cooldown():
     one, two = Rules(max_seeds=1, one_at_a_time=False), Rules(max_seeds=2, one_at_a_time=False)
     fossil = grown(S.FOSSILIZED)
     assert not may(fossil, one, Op.GERMINATE, 1)
@@ -237,7 +237,7 @@ def test_max_seeds_counts_fossils_but_not_cooling_slots():
 # --- prune and cooldown
 
 
-def test_a_seed_is_given_five_epochs_before_it_may_be_pruned():
+def test_seed_cannot_be_pruned_before_five_epochs():
     table = SlotTable.empty(1, 1)
     for epoch in range(6):
         assert may(table, AUTO, Op.PRUNE) == (epoch == 5)
@@ -247,7 +247,7 @@ def test_a_seed_is_given_five_epochs_before_it_may_be_pruned():
 
 @pytest.mark.parametrize("stage", [S.GERMINATED, S.TRAINING])
 @pytest.mark.parametrize("speed", [INSTANT, SLOW])
-def test_a_seed_the_host_never_felt_is_pruned_at_once(stage, speed):
+def test_seed_without_alpha_is_pruned_immediately(stage, speed):
     table = grown(stage)
     outcome = act(table, QUICK, Op.PRUNE, alpha_speed=speed)
     assert table.stage[0, 0] == S.PRUNED
@@ -255,12 +255,12 @@ def test_a_seed_the_host_never_felt_is_pruned_at_once(stage, speed):
 
 
 @pytest.mark.parametrize("records_per_epoch", [0, 1, 3])
-def test_a_slot_pruned_at_step_t_is_empty_after_the_tick_of_step_t_plus_6(records_per_epoch):
+def test_slot_pruned_at_step_t_is_dormant_after_step_t_plus_6(records_per_epoch):
     table = grown(S.HOLDING, slots=3)
     act(table, QUICK, Op.PRUNE)
     labels = [S(table.stage[0, 0])]
     for _ in range(7):
-        assert not legal(table, QUICK)[0, Op.GERMINATE].any()  # blocked everywhere, not only here
+        assert not legal(table, QUICK)[0, Op.GERMINATE].any()  # blocked in every slot
         assert legal(table, QUICK)[0].any(axis=1).nonzero()[0].tolist() == [Op.WAIT]
         tick(table, QUICK)
         for _ in range(records_per_epoch):
@@ -270,7 +270,7 @@ def test_a_slot_pruned_at_step_t_is_empty_after_the_tick_of_step_t_plus_6(record
     assert legal(table, QUICK)[0, Op.GERMINATE].all()
 
 
-def test_a_cooled_down_slot_remembers_nothing():
+def test_slot_is_reset_after_cooldown():
     table = grown(S.HOLDING)
     act(table, QUICK, Op.PRUNE)
     table.grad_health[:] = np.nan
@@ -284,13 +284,13 @@ def test_a_cooled_down_slot_remembers_nothing():
 
 @pytest.mark.parametrize(("speed", "ticks"), [(FAST, 3), (MEDIUM, 5), (SLOW, 8)])
 @pytest.mark.parametrize("stage", [S.BLENDING, S.HOLDING])
-def test_a_scheduled_prune_ramps_down_frozen_and_ends_in_pruned(stage, speed, ticks):
+def test_scheduled_prune_ramps_down_frozen_to_pruned(stage, speed, ticks):
     table = grown(stage, Rules(thresholds=QUICK.thresholds, auto_train=False, auto_blend=False))
-    for _ in range(5):  # until the first ramp has ended
+    for _ in range(5):  # until the first ramp ends
         tick(table, BY_HAND)
     outcome = act(table, BY_HAND, Op.PRUNE, alpha_speed=speed)
     assert outcome.happened[0]
-    assert outcome.effects == []  # the seed is still there
+    assert outcome.effects == []  # the seed is not dropped yet
     assert table.alpha[0, 0] == 1.0
     for left in range(ticks, 0, -1):
         assert table.stage[0, 0] == S.BLENDING
@@ -303,7 +303,7 @@ def test_a_scheduled_prune_ramps_down_frozen_and_ends_in_pruned(stage, speed, ti
     assert table.cooldown[0, 0] == 7
 
 
-def test_a_slot_emptied_by_a_ramp_in_step_u_is_empty_after_the_tick_of_step_u_plus_7():
+def test_slot_pruned_by_ramp_at_step_u_is_dormant_after_step_u_plus_7():
     table = grown(S.HOLDING)
     act(table, QUICK, Op.PRUNE, alpha_speed=FAST)
     for _ in range(3):
@@ -315,7 +315,7 @@ def test_a_slot_emptied_by_a_ramp_in_step_u_is_empty_after_the_tick_of_step_u_pl
     assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
 
 
-def test_a_fossil_cannot_be_touched():
+def test_fossil_allows_wait_only_and_is_not_expelled():
     table = grown(S.FOSSILIZED)
     assert legal(table, QUICK)[0, :, 0].nonzero()[0].tolist() == [Op.WAIT]
     before = table.clone()
@@ -323,23 +323,23 @@ def test_a_fossil_cannot_be_touched():
     assert table.diff(before) == {}
 
 
-def test_the_governor_may_expel_a_fossil_if_it_says_so():
+def test_expel_removes_fossils_on_request():
     table = grown(S.FOSSILIZED)
     assert expel(table, np.array([[True, False]]), fossils=True) == [Effect(EffectKind.DROP, 0, 0)]
     assert (table.stage[0, 0], table.alpha[0, 0], table.cooldown[0, 0]) == (S.PRUNED, 0.0, 7)
-    assert expel(table, np.array([[True, False]]), fossils=True) == []  # whoever cools down is gone already
+    assert expel(table, np.array([[True, False]]), fossils=True) == []  # slots in cooldown have no seed
 
 
-def test_expelling_spares_nobody_but_fossils():
+def test_expel_removes_every_seed_but_fossils():
     for stage in (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING):
         table = SlotTable.empty(1, 1) if stage == S.GERMINATED else grown(stage, slots=1)
         if stage == S.GERMINATED:
-            act(table, QUICK, Op.GERMINATE)  # age 0: a policy could not prune it
+            act(table, QUICK, Op.GERMINATE)  # age 0: PRUNE is not legal
         assert expel(table, np.ones((1, 1), dtype=bool)) == [Effect(EffectKind.DROP, 0, 0)]
         assert (table.stage[0, 0], table.alpha[0, 0], table.cooldown[0, 0]) == (S.PRUNED, 0.0, 7)
 
 
-def test_expelling_a_seed_on_the_move_stops_it():
+def test_expel_stops_a_ramp():
     table = grown(S.BLENDING)
     tick(table, QUICK)
     assert table.moving[0, 0]
@@ -353,7 +353,7 @@ def test_expelling_a_seed_on_the_move_stops_it():
 # --- alpha
 
 
-def test_a_moving_seed_can_be_neither_pruned_nor_retargeted():
+def test_moving_seed_cannot_be_pruned_or_retargeted():
     table = grown(S.BLENDING)
     assert table.age[0, 0] >= 5
     for _ in range(5):
@@ -367,7 +367,7 @@ def test_a_moving_seed_can_be_neither_pruned_nor_retargeted():
 
 
 @pytest.mark.parametrize(("target", "alpha"), [(HALF, 0.5), (MOST, 0.7)])
-def test_a_partial_target_parks_in_blending_until_it_is_told_to_go_to_full(target, alpha):
+def test_partial_target_stays_in_blending_until_full(target, alpha):
     table = grown(S.BLENDING, alpha_target=target)
     for _ in range(20):
         tick(table, QUICK)
@@ -382,14 +382,14 @@ def test_a_partial_target_parks_in_blending_until_it_is_told_to_go_to_full(targe
     assert table.alpha[0, 0] == 1.0
 
 
-def test_a_partial_target_leads_from_holding_back_to_blending():
+def test_partial_target_returns_from_holding_to_blending():
     table = grown(S.HOLDING)
     act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=HALF, alpha_speed=FAST)
     assert (table.stage[0, 0], table.prev_stage[0, 0]) == (S.BLENDING, S.HOLDING)
     assert table.alpha[0, 0] == 1.0
 
 
-def test_the_freeze_ends_the_moment_a_partial_ramp_down_ends():
+def test_frozen_ends_with_a_partial_ramp_down():
     table = grown(S.HOLDING)
     act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=HALF, alpha_speed=FAST)
     frozen = []
@@ -401,13 +401,13 @@ def test_the_freeze_ends_the_moment_a_partial_ramp_down_ends():
     assert table.alpha[0, 0] == 0.5
 
 
-def test_a_seed_on_its_way_up_is_not_frozen():
+def test_seed_ramping_up_is_not_frozen():
     table = grown(S.BLENDING)
     assert table.moving[0, 0]
     assert not table.frozen[0, 0]
 
 
-def test_full_in_holding_changes_at_most_the_operator():
+def test_full_target_in_holding_changes_only_the_operator():
     table = grown(S.HOLDING)
     before = table.clone()
     outcome = act(table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["LINEAR_ADD"], alpha_target=FULL, alpha_speed=SLOW)
@@ -421,7 +421,7 @@ def test_full_in_holding_changes_at_most_the_operator():
     assert (table.stage[0, 0], table.operator[0, 0], table.alpha[0, 0]) == (S.HOLDING, Operator.GATE, 1.0)
 
 
-def test_an_instant_retarget_is_there_at_once():
+def test_instant_retarget_sets_alpha_immediately():
     table = grown(S.HOLDING)
     act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=MOST, alpha_speed=INSTANT)
     assert (table.stage[0, 0], table.alpha[0, 0]) == (S.BLENDING, np.float32(0.7))
@@ -447,7 +447,7 @@ def gate_of(table: SlotTable, rules: Rules = AUTO) -> tuple[bool, set[Check]]:
         (S.HOLDING, "contribution_se", Rules(thresholds=Thresholds(z=0.0)), Check.CONTRIBUTION),
     ],
 )
-def test_an_unmeasured_value_never_passes_a_gate(stage, column, rules, check):
+def test_unmeasured_value_closes_the_gate(stage, column, rules, check):
     table = grown(stage)
     table.dwell[:], table.quality[:] = 99, 0.9
     assert gate_of(table, rules) == (True, set())
@@ -455,7 +455,7 @@ def test_an_unmeasured_value_never_passes_a_gate(stage, column, rules, check):
     assert gate_of(table, rules) == (False, {check})
 
 
-def test_an_unmeasured_host_shows_no_improvement():
+def test_unmeasured_quality_fails_the_improvement_check():
     table = grown(S.TRAINING)
     table.dwell[:], table.quality[:] = 99, np.nan
     assert gate_of(table, Rules(thresholds=STRICT)) == (False, {Check.IMPROVEMENT})
@@ -473,7 +473,7 @@ def test_an_unmeasured_host_shows_no_improvement():
         (Rules(thresholds=STRICT), S.HOLDING, "contribution", 0.01, 0.0099, Check.CONTRIBUTION),
     ],
 )
-def test_each_threshold_is_met_exactly_or_not_at_all(rules, stage, column, enough, too_little, check):
+def test_thresholds_are_inclusive(rules, stage, column, enough, too_little, check):
     table = grown(stage)
     table.dwell[:], table.quality[:] = 99, 0.9
     table.contribution_se[:], table.ramp_pos[:], table.alpha[0, 0] = 0.0, table.ramp_len, table.alpha_to[0, 0]
@@ -483,7 +483,7 @@ def test_each_threshold_is_met_exactly_or_not_at_all(rules, stage, column, enoug
     assert gate_of(table, rules) == (False, {check})
 
 
-def test_a_contribution_counts_less_its_standard_errors():
+def test_contribution_gate_subtracts_z_standard_errors():
     table = grown(S.HOLDING)
     rules = Rules(thresholds=Thresholds(fossil_contribution=0.01, z=2.5))
     table.contribution[:] = 0.02
@@ -493,22 +493,22 @@ def test_a_contribution_counts_less_its_standard_errors():
         assert may(table, rules, Op.FOSSILIZE) == is_open
 
 
-def test_the_permissive_verdict_asks_only_for_a_measurement():
+def test_default_fossil_gate_requires_only_a_measurement():
     table = grown(S.HOLDING)
     table.contribution[:] = -5.0
     assert gate_of(table) == (True, set())
 
 
-def test_a_seed_holds_only_at_full_alpha_and_at_rest():
+def test_hold_gate_requires_full_alpha_at_rest():
     table = grown(S.BLENDING)
-    assert gate_of(table) == (False, {Check.ALPHA_AT_FULL})  # on its way
+    assert gate_of(table) == (False, {Check.ALPHA_AT_FULL})  # moving
     parked = grown(S.BLENDING, alpha_target=HALF)
     for _ in range(5):
         tick(parked, QUICK)
     assert gate_of(parked) == (False, {Check.ALPHA_AT_FULL})
 
 
-def test_the_verdict_is_never_automatic():
+def test_fossilisation_is_never_automatic():
     table = grown(S.HOLDING)
     for _ in range(50):
         tick(table, AUTO)
@@ -516,16 +516,16 @@ def test_the_verdict_is_never_automatic():
     assert table.stage[0, 0] == S.HOLDING
 
 
-def test_what_goes_by_itself_cannot_be_asked_for():
+def test_advance_is_illegal_where_it_is_automatic():
     table = grown(S.GERMINATED)
     assert may(table, QUICK, Op.ADVANCE)
     assert not may(table, AUTO, Op.ADVANCE)
 
 
-# --- what was measured
+# --- measurements
 
 
-def test_contribution_velocity_survives_the_first_measurement():
+def test_contribution_velocity_starts_at_the_second_measurement():
     table = grown(S.BLENDING, QUICK)
     table.contribution[:] = table.contribution_velocity[:] = table.contribution_prev[:] = np.nan
     seen = np.array([[True, False]])
@@ -534,17 +534,17 @@ def test_contribution_velocity_survives_the_first_measurement():
         record_contribution(table, np.where(seen, value, np.nan), np.where(seen, 0.01, np.nan))
         velocities.append(float(table.contribution_velocity[0, 0]))
         previous.append(float(table.contribution_prev[0, 0]))
-    assert velocities[0] != velocities[0]  # no change has been seen yet
+    assert velocities[0] != velocities[0]  # undefined after one measurement
     assert velocities[1:] == pytest.approx([0.03, 0.7 * 0.03 + 0.3 * 0.2, 0.7 * (0.7 * 0.03 + 0.3 * 0.2)])
     assert previous[1:] == pytest.approx([0.1, 0.2, 0.4])
     assert np.isnan(table.contribution[0, 1])
 
 
-def test_contribution_age_counts_epochs_since_the_last_measurement():
+def test_contribution_age_counts_epochs_since_measurement():
     table = grown(S.BLENDING)
     assert table.contribution_age[0].tolist() == [-1, -1]
     tick(table, QUICK)
-    assert table.contribution_age[0, 0] == -1  # never measured does not grow old
+    assert table.contribution_age[0, 0] == -1  # stays -1 until measured
     ages = []
     for measured in (True, False, False, True):
         worth = np.array([[0.1 if measured else np.nan, np.nan]])
@@ -555,7 +555,7 @@ def test_contribution_age_counts_epochs_since_the_last_measurement():
     assert table.contribution_age[0, 1] == -1
 
 
-def test_a_missing_measurement_keeps_the_last_one():
+def test_missing_measurement_keeps_the_previous_value():
     table = grown(S.HOLDING)
     before = table.clone()
     record_contribution(table, np.full((1, 2), np.nan), np.full((1, 2), np.nan))
@@ -573,9 +573,9 @@ def test_record_keeps_the_best_and_a_short_history():
     assert np.isnan(table.quality_best_env[1])
 
 
-def test_the_first_quality_a_seed_meets_is_its_baseline():
+def test_first_measured_quality_is_the_baseline():
     table = SlotTable.empty(1, 1)
-    act(table, AUTO, Op.GERMINATE)  # nothing measured yet
+    act(table, AUTO, Op.GERMINATE)  # before any measurement
     tick(table, AUTO)
     assert np.isnan(table.quality_birth[0, 0])
     for quality in (0.3, 0.2, 0.6, 0.4):
@@ -584,12 +584,12 @@ def test_the_first_quality_a_seed_meets_is_its_baseline():
     assert table.quality_best[0, 0] == np.float32(0.6)
 
 
-# --- actions that make no sense
+# --- invalid actions
 
 
 @pytest.mark.parametrize("value", [-1, -100, 13, 10**6])
 @pytest.mark.parametrize("head", [Head.SLOT, Head.ALPHA_SPEED, Head.ALPHA_CURVE, Head.OP])
-def test_an_action_out_of_range_changes_nothing(head, value):
+def test_out_of_range_action_changes_nothing(head, value):
     table = grown(S.HOLDING)
     act(table, QUICK, Op.WAIT)
     before = table.clone()
@@ -600,14 +600,14 @@ def test_an_action_out_of_range_changes_nothing(head, value):
     assert table.diff(before) == {}
 
 
-def test_a_head_that_the_operation_does_not_read_cannot_spoil_it():
+def test_irrelevant_heads_are_ignored():
     table = grown(S.HOLDING)
     action = np.array([row(Op.PRUNE)])
     action[0, [Head.BLUEPRINT, Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET]] = -1
     assert apply(table, action, QUICK).happened[0]
 
 
-def test_an_illegal_action_is_remembered_as_a_wait():
+def test_illegal_action_is_recorded_as_wait():
     table = grown(S.TRAINING)
     act(table, QUICK, Op.ADVANCE)
     assert table.last_op[0] == Op.ADVANCE
@@ -616,6 +616,6 @@ def test_an_illegal_action_is_remembered_as_a_wait():
 
 
 @pytest.mark.parametrize("nonsense", [{"max_seeds": -1}, {"min_prune_age": -1}])
-def test_rules_refuse_nonsense(nonsense):
+def test_rules_reject_negative_values(nonsense):
     with pytest.raises(ConfigError, match="must be ≥ 0, got"):
         Rules(**nonsense)

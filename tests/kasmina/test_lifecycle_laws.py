@@ -1,4 +1,4 @@
-"""Laws of the lifecycle that hold for any table, any rules and any sequence of actions, legal or not."""
+"""Test lifecycle properties that hold for any table, rules and sequence of actions, legal or not."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ from tests.support.random_tables import LIVELY, random_actions, random_legal_act
 
 S = SeedStage
 seeds = st.integers(0, 2**32 - 1)
-LISTED = np.eye(len(S), dtype=bool)  # staying is always allowed
+LISTED = np.eye(len(S), dtype=bool)  # a stage may stay the same
 for _stage, _after in NEXT_STAGES.items():
     LISTED[_stage, list(_after)] = True
 
 
 @dataclass
 class Step:
-    """One step of many environments, with the table at each of its three moments."""
+    """One step of many environments, with the table before it, after `apply` and after `tick`."""
 
     before: SlotTable
     applied: SlotTable
@@ -50,7 +50,7 @@ class Step:
 
 
 def life(rules: Rules, seed: int, *, slots: int = 3, steps: int = 20) -> Iterator[Step]:
-    """Random lives under these rules, begun anywhere; half of the actions are legal."""
+    """Yield random steps under these rules from random states. Half of the actions are legal."""
     rng = np.random.default_rng(seed)
     table = reached(slots).rows(rng.integers(0, 512, 32))
     for _ in range(steps):
@@ -63,7 +63,7 @@ def life(rules: Rules, seed: int, *, slots: int = 3, steps: int = 20) -> Iterato
 
 
 def every_action(table: SlotTable, op: Op, slot: int, seed: int) -> np.ndarray:
-    """One action per environment with this op and slot, and any choice the other heads allow."""
+    """Return one action per environment with this op and slot and random other heads."""
     rng = np.random.default_rng(seed)
     actions = random_actions(table, rng)
     actions[:, Head.OP], actions[:, Head.SLOT] = op, slot
@@ -80,7 +80,7 @@ def is_one_of(stage: np.ndarray, *stages: SeedStage) -> np.ndarray:
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_no_sequence_of_actions_leaves_the_listed_transitions(rules, seed):
+def test_only_listed_transitions_occur(rules, seed):
     for step in life(rules, seed):
         assert LISTED[step.before.stage, step.applied.stage].all()
         assert LISTED[step.applied.stage, step.ticked.stage].all()
@@ -88,7 +88,7 @@ def test_no_sequence_of_actions_leaves_the_listed_transitions(rules, seed):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_an_illegal_action_changes_nothing_but_the_last_op(rules, seed):
+def test_illegal_action_changes_only_last_op(rules, seed):
     for step in life(rules, seed):
         illegal = np.nonzero(~step.outcome.happened)[0]
         changed = step.applied.rows(illegal).diff(step.before.rows(illegal))
@@ -99,7 +99,7 @@ def test_an_illegal_action_changes_nothing_but_the_last_op(rules, seed):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_an_action_touches_only_its_slot(rules, seed):
+def test_action_changes_only_its_slot(rules, seed):
     for step in life(rules, seed, steps=5):
         asked = np.where(step.outcome.happened, step.actions[:, Head.SLOT], 0)
         elsewhere = np.arange(step.before.num_slots) != asked[:, None]
@@ -110,7 +110,7 @@ def test_an_action_touches_only_its_slot(rules, seed):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_fossils_never_leave_and_never_lose_their_strength(rules, seed):
+def test_fossils_keep_stage_alpha_and_serial(rules, seed):
     for step in life(rules, seed):
         fossil = step.before.stage == S.FOSSILIZED
         assert (step.ticked.stage[fossil] == S.FOSSILIZED).all()
@@ -120,7 +120,7 @@ def test_fossils_never_leave_and_never_lose_their_strength(rules, seed):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_cooldown_is_one_countdown_that_nothing_stops(rules, seed):
+def test_cooldown_decreases_by_one_per_tick(rules, seed):
     for step in life(rules, seed):
         cooling = is_one_of(step.applied.stage, *COOLING)
         assert ((step.applied.cooldown > 0) == cooling).all()
@@ -135,7 +135,7 @@ def test_cooldown_is_one_countdown_that_nothing_stops(rules, seed):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_an_operation_happens_exactly_where_legal_says_so(rules, seed):
+def test_operation_happens_exactly_where_legal(rules, seed):
     rng = np.random.default_rng(seed)
     table = reached(3).rows(rng.integers(0, 512, 64))
     table.enabled[:] = (rng.random(table.stage.shape) < 0.8) | (table.stage != S.DORMANT)
@@ -151,7 +151,7 @@ def test_an_operation_happens_exactly_where_legal_says_so(rules, seed):
 
 
 def assert_done(op, slot, actions, happened, before, after):
-    """The operation did what its name says."""
+    """Assert the result of the operation in the environments where it happened."""
     was, now = before.rows(np.nonzero(happened)[0]), after.rows(np.nonzero(happened)[0])
     a = actions[happened]
     stage, alpha, target = now.stage[:, slot], now.alpha[:, slot], now.alpha_to[:, slot]
@@ -180,7 +180,7 @@ def assert_done(op, slot, actions, happened, before, after):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_waiting_is_always_legal(rules, seed):
+def test_wait_is_always_legal(rules, seed):
     table = reached(5).rows(np.random.default_rng(seed).integers(0, 512, 64))
     table.enabled[:] = False
     assert legal(table, rules)[:, Op.WAIT].all()
@@ -189,7 +189,7 @@ def test_waiting_is_always_legal(rules, seed):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_a_moving_seed_can_be_neither_pruned_nor_retargeted_whatever_the_rules(rules, seed):
+def test_moving_seed_is_never_pruned_or_retargeted(rules, seed):
     for step in life(rules, seed, steps=8):
         may, moving = legal(step.before, rules), step.before.moving
         assert not may[:, [Op.PRUNE, Op.SET_ALPHA_TARGET]][np.broadcast_to(moving[:, None], (32, 2, 3))].any()
@@ -197,7 +197,7 @@ def test_a_moving_seed_can_be_neither_pruned_nor_retargeted_whatever_the_rules(r
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_nothing_germinates_while_a_slot_cools_down(rules, seed):
+def test_one_at_a_time_blocks_germination_during_cooldown(rules, seed):
     for step in life(rules, seed, steps=8):
         cooling = is_one_of(step.before.stage, *COOLING).any(axis=1)
         may = legal(step.before, rules)[:, Op.GERMINATE].any(axis=1)
@@ -209,7 +209,7 @@ def test_nothing_germinates_while_a_slot_cools_down(rules, seed):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_alpha_is_a_fraction_and_only_blended_seeds_have_any(rules, seed):
+def test_alpha_is_in_unit_range_and_zero_unless_blended(rules, seed):
     for step in life(rules, seed):
         for table in (step.applied, step.ticked):
             assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
@@ -220,7 +220,7 @@ def test_alpha_is_a_fraction_and_only_blended_seeds_have_any(rules, seed):
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_alpha_is_monotone_within_a_ramp_and_ends_exactly_on_its_target(rules, seed):
+def test_alpha_is_monotone_in_a_ramp_and_ends_on_target(rules, seed):
     for step in life(rules, seed):
         start, end = step.applied, step.ticked
         moving = start.moving
@@ -235,7 +235,7 @@ def test_alpha_is_monotone_within_a_ramp_and_ends_exactly_on_its_target(rules, s
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_frozen_means_on_the_way_down_and_not_an_epoch_longer(rules, seed):
+def test_frozen_holds_exactly_while_alpha_ramps_down(rules, seed):
     for step in life(rules, seed):
         for table in (step.applied, step.ticked):
             assert (table.frozen <= table.moving).all()
@@ -245,15 +245,15 @@ def test_frozen_means_on_the_way_down_and_not_an_epoch_longer(rules, seed):
         assert (step.ticked.moving | (step.ticked.stage == S.PRUNED))[leaving].all()
 
 
-# --- together or apart
+# --- independence of environments
 
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_environments_stepped_together_or_apart_live_the_same_lives(rules, seed):
+def test_environments_are_independent(rules, seed):
     rng = np.random.default_rng(seed)
     together = reached(3).rows(rng.integers(0, 512, 6))
-    together.reset([0, 1])  # newcomers, whom busy neighbours must not hold back
+    together.reset([0, 1])  # new environments beside busy ones
     apart = [together.rows([e]) for e in range(6)]
     for t in range(10):
         may = legal(together, rules)
@@ -271,7 +271,7 @@ def test_environments_stepped_together_or_apart_live_the_same_lives(rules, seed)
         apart = [together.rows([e]) for e in range(6)]
 
 
-def test_environments_do_not_care_about_their_neighbours_order():
+def test_results_do_not_depend_on_environment_order():
     table, rng = random_table(32, 3, seed=1), np.random.default_rng(2)
     order = rng.permutation(32)
     shuffled, actions = table.rows(order), random_legal_actions(table, LIVELY, rng)
@@ -287,10 +287,10 @@ def test_environments_do_not_care_about_their_neighbours_order():
 
 @settings(max_examples=8, deadline=None)
 @given(rules=any_rules, seed=seeds)
-def test_modules_that_only_follow_effects_know_which_slots_hold_a_seed(rules, seed):
+def test_effects_suffice_to_track_modules_and_operators(rules, seed):
     rng = np.random.default_rng(seed)
     table = SlotTable.empty(16, 3)
-    modules: dict[tuple[int, int], int] = {}  # which operator each module was last told
+    modules: dict[tuple[int, int], int] = {}  # the operator last set for each module
     for t in range(40):
         actions = mixed_actions(table, rules, rng)
         effects = apply(table, actions, rules).effects
@@ -313,7 +313,7 @@ def test_modules_that_only_follow_effects_know_which_slots_hold_a_seed(rules, se
         random_measurements(table, rng)
 
 
-# --- the same laws, met one move at a time: hypothesis shrinks a failure to the shortest life that shows it
+# --- the same properties as a state machine: hypothesis shrinks a failure to the shortest sequence of steps
 
 anything = st.integers(-2, 15)
 sensible = st.tuples(
@@ -323,7 +323,7 @@ values = st.sampled_from([float("nan"), -0.1, 0.0, 0.01, 0.5, 0.9, 1.0])
 
 
 class AnyLife(RuleBasedStateMachine):
-    """One environment of three slots, in the hands of somebody who has not read the rules."""
+    """One environment of three slots under arbitrary actions."""
 
     @initialize(rules=any_rules)
     def begin(self, rules):
@@ -394,7 +394,7 @@ test_any_life_obeys_the_laws = AnyLife.TestCase
 
 @pytest.mark.parametrize("rules", [Rules(), LIVELY, Rules(thresholds=STRICT)], ids=["default", "lively", "strict"])
 @pytest.mark.parametrize("seed", range(5))
-def test_open_gates_are_the_gates_without_reasons(rules, seed):
+def test_open_gates_equals_gates(rules, seed):
     table = random_table(200, 5, seed, rules=rules)
     table.grad_health[:50] = np.inf
     table.contribution[50:60] = -np.inf

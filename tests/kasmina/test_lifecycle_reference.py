@@ -1,4 +1,4 @@
-"""The vectorised rules and their scalar reference agree on every column, for any table, action and rules."""
+"""Test that the vectorised rules equal the scalar reference in every column for any table, action and rules."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def assert_same(ours: SlotTable, theirs: SlotTable) -> None:
 
 
 def harder(table: SlotTable, rng: np.random.Generator) -> None:
-    """Make a table as awkward as tables get: closed slots, picky slots, lost and borderline measurements."""
+    """Modify a table in place: disabled slots, few blueprints, missing and borderline measurements."""
     table.enabled[:] = (rng.random(table.stage.shape) < 0.9) | (table.stage != SeedStage.DORMANT)
     table.takes[:, 1:] = rng.random(table.takes[:, 1:].shape) < rng.choice([0.05, 0.9])
     for column in (table.grad_health, table.grad_ratio, table.contribution, table.contribution_se):
@@ -43,7 +43,7 @@ def effects_of(effects: list[lifecycle.Effect], env: int) -> set[tuple[str, int]
 @pytest.mark.parametrize("slots", [1, 2, 3, 5])
 @settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(rules=any_rules, seed=st.integers(0, 2**32 - 1))
-def test_legal_gates_apply_and_tick_agree_with_the_scalar_reference(slots, rules, seed):
+def test_legal_gates_apply_and_tick_match_the_scalar_reference(slots, rules, seed):
     rng = np.random.default_rng(seed)
     table = reached(slots).rows(rng.integers(0, 512, 24))
     harder(table, rng)
@@ -83,7 +83,7 @@ def agree_on_what_may_happen(table: SlotTable, envs: list[twin.Env], rules: Rule
 
 @settings(max_examples=6, deadline=None)
 @given(rules=any_rules, seed=st.integers(0, 2**32 - 1))
-def test_whole_lives_agree_with_the_scalar_reference(rules, seed):
+def test_full_lifecycles_match_the_scalar_reference(rules, seed):
     rng = np.random.default_rng(seed)
     table = SlotTable.empty(8, 3)
     envs = twin.read(table)
@@ -99,7 +99,7 @@ def test_whole_lives_agree_with_the_scalar_reference(rules, seed):
         assert_same(table, expected)
         random_measurements(table, rng)
         measured = twin.read(table)
-        for env, seen in zip(envs, measured, strict=True):  # the twin measures nothing: it is told
+        for env, seen in zip(envs, measured, strict=True):  # copy measurements to the reference
             env.quality = seen.quality
             for mine, theirs in zip(env.slots, seen.slots, strict=True):
                 told = ("params", "quality", "contribution", "prospect", "interaction", "grad")

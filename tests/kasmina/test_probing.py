@@ -1,4 +1,4 @@
-"""A slot whose output the model never reads is refused, with the item that it does read."""
+"""Test that a slot whose output the model does not use is rejected, and that the error names the used item."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from esper.tolaria.coalitions import evaluate
 
 
 class LastState(nn.Module):
-    """An LSTM of which only h_n is used."""
+    """LSTM of which only h_n is used."""
 
     def __init__(self, layers: int = 1, *, batch_first: bool = True) -> None:
         super().__init__()
@@ -33,7 +33,7 @@ class LastState(nn.Module):
 
 
 class Ignored(nn.Module):
-    """Computes a layer and does not use it."""
+    """Model that calls a layer and does not use its output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -45,7 +45,7 @@ class Ignored(nn.Module):
 
 
 class ZeroBranch(nn.Module):
-    """A residual branch whose last weights are still zero: read, though its value does not show."""
+    """Residual branch with zero last weights: used, but without effect on the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class ZeroBranch(nn.Module):
 
 
 class FrozenTrunk(nn.Module):
-    """A trunk under no_grad: no gradient reaches it, yet its values are read."""
+    """Trunk under no_grad: its output is used, but receives no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -70,7 +70,7 @@ class FrozenTrunk(nn.Module):
 
 
 class NumpyInside(nn.Module):
-    """Leaves torch on the way: it does not run with gradients."""
+    """Model that converts to numpy inside, which fails on tensors that require gradients."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,13 +82,13 @@ class NumpyInside(nn.Module):
 
 @pytest.mark.parametrize("layers", [1, 3])
 @pytest.mark.parametrize("batch_first", [True, False])
-def test_an_lstm_of_which_only_the_last_state_is_used_is_refused_and_select_is_proposed(layers, batch_first):
+def test_lstm_with_unused_output_is_rejected_with_a_select_hint(layers, batch_first):
     probe = torch.randn(3, 3, 4)
     with pytest.raises(GraftError, match=r"does not depend on item 0 of .*'lstm'.*use select=\{'lstm': \(1, 0\)\}"):
         graft(LastState(layers, batch_first=batch_first), "lstm", probe=probe)
 
 
-def test_the_proposed_item_grows_measures_and_hardens():
+def test_selected_item_grows_evaluates_and_hardens():
     torch.manual_seed(0)
     model, x = LastState(3), torch.randn(5, 7, 4)
     body = graft(model, "lstm", probe=x, select={"lstm": (1, 0)})
@@ -107,19 +107,19 @@ def test_the_proposed_item_grows_measures_and_hardens():
     assert torch.allclose(harden(body).eval()(x), body.eval()(x), atol=1e-5)
 
 
-def test_states_of_a_recurrent_module_take_seeds_that_look_at_one_position():
-    """Three layers look like three samples; a seed across axis 1 would mix the batch."""
+def test_recurrent_state_has_vector_layout():
+    """The leading dimension of h_n is layers, so a seed that mixes along axis 1 would mix samples."""
     body = graft(LastState(3), "lstm", probe=torch.randn(3, 5, 4), select={"lstm": (1, 0)})
     assert body.slots["lstm"].site.layout == "vector"
 
 
 @pytest.mark.parametrize("key", [(1, 5), (1, "x"), (1,), (0, 0)])
-def test_a_path_that_leads_to_no_tensor_is_refused(key):
+def test_select_path_without_tensor_is_rejected(key):
     with pytest.raises(GraftError, match="lstm"):
         graft(LastState(), "lstm", probe=torch.randn(3, 5, 4), select={"lstm": key})
 
 
-def test_a_module_whose_output_nobody_uses_is_refused():
+def test_module_with_unused_output_is_rejected():
     model = Ignored()
     with pytest.raises(GraftError, match=r"what module 'ignored' returns.*Graft after a module whose output is used"):
         graft(model, ["used", "ignored"], probe=torch.randn(3, 4))
@@ -128,13 +128,13 @@ def test_a_module_whose_output_nobody_uses_is_refused():
 
 
 @pytest.mark.parametrize(("build", "at"), [(ZeroBranch, "inner"), (FrozenTrunk, "trunk"), (NumpyInside, "trunk")])
-def test_a_slot_that_is_read_without_gradient_or_without_visible_effect_is_accepted(build, at):
+def test_used_slot_without_gradient_or_effect_is_accepted(build, at):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert list(graft(build(), at, probe=torch.randn(3, 4)).slots) == [at]
 
 
-def test_auto_proposes_only_modules_that_are_read():
+def test_auto_selects_only_used_modules():
     class Net(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -149,7 +149,7 @@ def test_auto_proposes_only_modules_that_are_read():
     assert list(graft(Net(), probe=torch.randn(3, 4)).slots) == ["first", "second"]
 
 
-def test_probing_leaves_gradients_and_the_random_stream_alone():
+def test_probing_keeps_gradients_and_rng_state():
     model, probe = FrozenTrunk(), torch.randn(3, 4)
     state = torch.get_rng_state()
     assert unread_modules(model, probe, {"trunk": Select(), "head": Select()}) == {}
@@ -157,11 +157,11 @@ def test_probing_leaves_gradients_and_the_random_stream_alone():
     assert all(p.grad is None for p in model.parameters())
 
 
-# -- errors of the user's model are not taken for errors of forking
+# -- errors of the user's model are not handled as fork errors
 
 
 class Picky(nn.Module):
-    """Raises on inputs above a limit; with `at_once`, on batches above a size."""
+    """Model that raises on inputs above 100, and on batches larger than `at_once` if set."""
 
     def __init__(self, *, at_once: int | None = None) -> None:
         super().__init__()
@@ -182,7 +182,7 @@ def two_configurations(model: nn.Module) -> esper.Body:
     return body
 
 
-def test_an_error_of_the_model_is_raised_and_forking_goes_on():
+def test_model_error_is_raised_and_forking_stays_enabled():
     body = two_configurations(Picky())
     assert body.forks["first"] is not None
     with pytest.raises(ValueError, match="out of range"):
@@ -193,7 +193,7 @@ def test_an_error_of_the_model_is_raised_and_forking_goes_on():
         evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
 
 
-def test_an_error_of_the_seed_alone_is_raised_too():
+def test_seed_error_is_raised():
     body = two_configurations(Picky())
     body.slots["first"].seed = nn.Linear(7, 7)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
@@ -201,14 +201,14 @@ def test_an_error_of_the_seed_alone_is_raised_too():
     assert body.cannot_fork == ""
 
 
-def test_an_error_that_forking_causes_is_evaluated_one_by_one():
+def test_fork_error_falls_back_to_one_by_one_evaluation():
     body = two_configurations(Picky(at_once=6))
     with pytest.warns(UserWarning, match="one by one.*too many samples at once"):
         result = evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
     assert result.scores.shape == (2, 5)
 
 
-def test_a_model_that_bears_no_noise_is_grafted_with_a_warning():
+def test_model_failing_on_noise_is_grafted_with_a_warning():
     class Roots(nn.Module):
         def __init__(self) -> None:
             super().__init__()

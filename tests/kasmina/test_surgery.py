@@ -1,4 +1,4 @@
-"""One optimiser follows growth: parameters, names and state move, and the host never notices."""
+"""Test the optimiser sync: parameters, names and state move between groups as seeds grow."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FREE = Rules(
     min_prune_age=0,
     one_at_a_time=False,
 )
-"""Rules that let everything happen at once."""
+"""Rules without waiting times or gate thresholds."""
 
 OPTIMISERS: dict[str, Callable[[Any], optim.Optimizer]] = {
     "sgd": lambda p: optim.SGD(p, lr=0.02),
@@ -56,7 +56,7 @@ OPTIMISERS: dict[str, Callable[[Any], optim.Optimizer]] = {
 
 
 def make_body() -> Body:
-    """Two convolutions with a norm between, then two linear layers; slots after three of them."""
+    """Return a body of two convolutions with a norm between and two linear layers, with three slots."""
     torch.manual_seed(0)
     model = nn.Sequential()
     model.add_module("stem", nn.Sequential(nn.Conv2d(1, 4, 3, padding=1, bias=False), nn.BatchNorm2d(4), nn.ReLU()))
@@ -91,7 +91,7 @@ def decay_groups(body: nn.Module) -> list[dict[str, Any]]:
 
 
 class Garden:
-    """A body, its optimiser and its table, driven by single operations."""
+    """Body, optimiser and slot table, driven by single operations."""
 
     def __init__(self, make: Callable[[Any], optim.Optimizer], params: Callable[[Body], Any] | None = None) -> None:
         self.body = make_body()
@@ -114,7 +114,7 @@ class Garden:
         self.act(actions)
 
     def grow_to(self, stage: SeedStage, slot: str, blueprint: str, style: int = 0, train: bool = True) -> None:
-        """Germinate and advance until the seed has this stage, with a training step in each."""
+        """Germinate and advance until the seed reaches the stage, with a training step in each stage."""
         self.do(Op.GERMINATE, slot, blueprint, style)
         s = self.surgeon.names.index(slot)
         while self.table.stage[0, s] < min(stage, SeedStage.HOLDING):
@@ -139,7 +139,7 @@ class Garden:
         return found[0]
 
     def check(self) -> None:
-        """The laws of the optimiser's books."""
+        """Assert that groups, names and state match the body's parameters."""
         held = [p for g in self.optimizer.param_groups for p in g["params"]]
         assert len(held) == len(set(held))
         assert set(held) == set(self.body.parameters())
@@ -155,7 +155,7 @@ class Garden:
 
 
 def named(body: Body) -> list[tuple[str, nn.Parameter]]:
-    """Every parameter with its name: the model's own as in the model, a slot's as esper.<slot>.<name>."""
+    """Return every parameter with its name: model.<name>, or esper.<slot>.<name> in a slot."""
     own = [(f"model.{n}", p) for n, p in body.model.named_parameters()]
     return own + [(f"esper.{s.name}.{n}", p) for s in body.slots.values() for n, p in s.named_parameters()]
 
@@ -165,11 +165,11 @@ def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
     return a.keys() == b.keys() and all(equal)
 
 
-# -- the books
+# -- parameter groups and state
 
 
 @pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS.keys())
-def test_a_seed_lives_and_dies_in_one_optimiser_and_survivors_keep_their_state(make):
+def test_other_parameters_keep_their_state_over_a_lifecycle(make):
     garden = Garden(make)
     for seed in range(2):
         train_step(garden.body, garden.optimizer, seed)
@@ -195,7 +195,7 @@ def test_a_seed_lives_and_dies_in_one_optimiser_and_survivors_keep_their_state(m
 
 @pytest.mark.parametrize("make", OPTIMISERS.values(), ids=OPTIMISERS.keys())
 @pytest.mark.parametrize("seed", range(2))
-def test_any_sequence_of_operations_keeps_optimiser_and_body_in_step(make, seed):
+def test_optimiser_and_body_stay_consistent_under_random_operations(make, seed):
     garden = Garden(make, lambda body: body.named_parameters() if seed else decay_groups(body))
     rng = np.random.default_rng(seed)
     seen = set()
@@ -215,9 +215,9 @@ def test_any_sequence_of_operations_keeps_optimiser_and_body_in_step(make, seed)
 
 @pytest.mark.parametrize("groups", [lambda b: b.named_parameters(), decay_groups], ids=["named", "decay groups"])
 @pytest.mark.parametrize("load_first", [True, False], ids=["optimiser built after loading", "before"])
-def test_a_grown_optimiser_is_saved_and_loaded_whatever_the_order_of_events(groups, load_first):
+def test_grown_optimiser_loads_before_or_after_the_body(groups, load_first):
     garden = Garden(OPTIMISERS["adamw fused"], groups)
-    garden.grow_to(SeedStage.FOSSILIZED, "flat", "mlp_small")  # fossils in another order than slots
+    garden.grow_to(SeedStage.FOSSILIZED, "flat", "mlp_small")  # fossils in a different order than slots
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
     garden.grow_to(SeedStage.BLENDING, "stem", "conv_light", style=3)
     train_step(garden.body, garden.optimizer, 5)
@@ -239,7 +239,7 @@ def test_a_grown_optimiser_is_saved_and_loaded_whatever_the_order_of_events(grou
         assert name == name2
         assert torch.equal(p, q)
         assert same_state(garden.optimizer.state[p], optimizer.state[q])
-    # and growth goes on after loading, which has replaced the group dicts
+    # Growth continues after loading, which replaces the group dicts.
     other = SlotTable.empty(1, 3)
     other.restore(garden.table)
     for one in (garden.surgeon, surgeon):
@@ -254,7 +254,7 @@ def test_a_grown_optimiser_is_saved_and_loaded_whatever_the_order_of_events(grou
     assert optimizer.param_groups[-1]["params"] == []
 
 
-def test_loading_a_plain_state_into_a_grown_body_leaves_no_dead_parameter_in_the_optimiser():
+def test_loading_a_plain_state_removes_seed_parameters():
     garden = Garden(OPTIMISERS["adam"])
     plain = copy.deepcopy(garden.body.state_dict())
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
@@ -268,7 +268,7 @@ def test_loading_a_plain_state_into_a_grown_body_leaves_no_dead_parameter_in_the
     assert len(garden.surgeon.group["params"]) == 0
 
 
-def test_parameters_of_other_models_in_the_same_optimiser_are_left_alone():
+def test_parameters_of_other_models_stay_in_the_optimiser():
     other = nn.Linear(2, 2)
     garden = Garden(OPTIMISERS["adam"], lambda body: [*body.parameters(), *other.parameters()])
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
@@ -277,7 +277,7 @@ def test_parameters_of_other_models_in_the_same_optimiser_are_left_alone():
     assert held == {*garden.body.parameters(), *other.parameters()}
 
 
-def test_a_fossil_joins_the_group_of_the_module_it_follows():
+def test_fossil_joins_the_group_of_the_preceding_module():
     def layerwise(body: Body) -> list[dict[str, Any]]:
         model = body.model
         return [{"params": list(m.parameters()), "lr": 0.1 * i} for i, m in enumerate(model.children(), 1)]
@@ -290,7 +290,7 @@ def test_a_fossil_joins_the_group_of_the_module_it_follows():
     assert {garden.group_of(p) for p in slot.parameters()} == {1}
 
 
-def test_decay_and_no_decay_groups_keep_their_meaning_for_fossils():
+def test_fossils_join_decay_and_no_decay_groups_by_ndim():
     garden = Garden(OPTIMISERS["adamw fused"], decay_groups)
     for slot, blueprint in (("stem", "conv_light"), ("flat", "mlp_small")):
         garden.grow_to(SeedStage.FOSSILIZED, slot, blueprint, style=3)
@@ -300,13 +300,13 @@ def test_decay_and_no_decay_groups_keep_their_meaning_for_fossils():
             assert garden.optimizer.param_groups[garden.group_of(p)]["weight_decay"] == (0.1 if p.ndim > 1 else 0.0)
 
 
-def test_a_fossil_of_a_frozen_module_joins_what_its_neighbours_have():
+def test_fossil_of_a_frozen_module_joins_the_nearest_group():
     garden = Garden(OPTIMISERS["sgd"], lambda body: [{"params": list(body.model.head.parameters())}])
     garden.grow_to(SeedStage.FOSSILIZED, "stem", "conv_light")
     assert {garden.group_of(p) for p in garden.body.slots["stem"].parameters()} == {0}
 
 
-def test_a_group_added_later_by_its_owner_receives_fossils_too():
+def test_fossil_joins_a_group_added_later():
     garden = Garden(OPTIMISERS["sgd"], lambda body: list(body.model.head.parameters()))
     garden.optimizer.add_param_group({"params": list(garden.body.model.middle.parameters()), "lr": 0.5})
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
@@ -314,19 +314,19 @@ def test_a_group_added_later_by_its_owner_receives_fossils_too():
 
 
 @pytest.mark.parametrize("name", ["sgd fused momentum", "sgd fused dampening", "adamw fused", "sgd dampening"])
-def test_a_seed_may_be_committed_before_the_first_step(name):
+def test_seed_may_be_fossilised_before_the_first_step(name):
     garden = Garden(OPTIMISERS[name])
     twin = Garden(OPTIMISERS[name])
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light", train=False)
     garden.check()
     train_step(garden.body, garden.optimizer, 0)
     train_step(twin.body, twin.optimizer, 0)
-    if "dampening" not in name:  # Δ = 0 at birth: the host's first step is the same
+    if "dampening" not in name:  # Δ = 0 at birth: the host's first step is unchanged
         for p, q in zip(garden.body.model.parameters(), twin.body.model.parameters(), strict=True):
             assert torch.equal(p, q)
 
 
-def test_the_seed_group_has_the_first_groups_learning_rate_no_decay_and_the_options_given():
+def test_seed_group_options_and_defaults():
     body = make_body()
     optimizer = optim.AdamW(decay_groups(body), lr=0.3, weight_decay=0.2)
     group = Surgeon(body, optimizer, betas=(0.5, 0.6)).group
@@ -337,14 +337,14 @@ def test_the_seed_group_has_the_first_groups_learning_rate_no_decay_and_the_opti
         Surgeon(body, optim.SGD(body.parameters(), lr=0.1), beta=1)
 
 
-def test_a_learning_rate_that_is_a_tensor_is_not_shared_with_the_host():
+def test_tensor_learning_rate_is_not_shared_with_the_host():
     body = make_body()
     optimizer = optim.SGD(body.parameters(), lr=torch.tensor(0.1))
     Surgeon(body, optimizer).group["lr"].fill_(7.0)
     assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1)
 
 
-def test_listeners_hear_each_change_after_it_has_happened():
+def test_on_change_is_called_after_each_change():
     garden = Garden(OPTIMISERS["sgd"])
     heard: list[tuple[str, str, str, int]] = []
 
@@ -367,7 +367,7 @@ def test_listeners_hear_each_change_after_it_has_happened():
     ]
 
 
-def test_the_table_counts_parameters_also_of_frozen_seeds():
+def test_table_counts_parameters_of_frozen_seeds():
     garden = Garden(OPTIMISERS["sgd"])
     garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
     count = sum(p.numel() for p in garden.body.slots["middle"].parameters())
@@ -377,12 +377,12 @@ def test_the_table_counts_parameters_also_of_frozen_seeds():
     assert garden.table.params[0].tolist() == [0, count, 0]
 
 
-def test_the_same_seed_is_drawn_again_and_another_serial_draws_another():
+def test_seed_weights_are_reproducible_and_depend_on_the_serial():
     def weights(first: bool) -> torch.Tensor:
         garden = Garden(OPTIMISERS["sgd"])
         if not first:
             garden.do(Op.GERMINATE, "stem", "conv_heavy")
-        torch.rand(3)  # other random numbers change nothing
+        torch.rand(3)  # the global generator has no influence
         garden.do(Op.GERMINATE, "middle", "conv_heavy")
         return next(p for p in garden.body.slots["middle"].parameters() if p.ndim == 4).detach().clone()
 
@@ -390,7 +390,7 @@ def test_the_same_seed_is_drawn_again_and_another_serial_draws_another():
     assert not torch.equal(weights(True), weights(False))
 
 
-def test_a_blueprint_that_does_not_fit_is_said_and_nothing_changes():
+def test_incompatible_blueprint_raises_and_changes_nothing():
     garden = Garden(OPTIMISERS["sgd"])
     garden.table.takes[:] = True
     with pytest.raises(BlueprintError, match="'lora'"):
@@ -429,7 +429,7 @@ CYCLED = ("lr", "momentum", "betas")
 
 
 def trajectory(make: Callable[[Any], optim.Optimizer], schedule: Callable[[Any], Any], grows: bool) -> list[Any]:
-    """What a scheduler does to each group over twelve epochs in which a seed is born, committed, another pruned."""
+    """Return each group's settings over twelve epochs. With `grows`, one seed is fossilised and one pruned."""
     garden = Garden(make, decay_groups)
     if not grows:
         garden.body, garden.optimizer = make_body(), make(decay_groups(make_body()))
@@ -455,16 +455,16 @@ def trajectory(make: Callable[[Any], optim.Optimizer], schedule: Callable[[Any],
 @pytest.mark.parametrize("make", ["sgd fused momentum", "adamw foreach amsgrad"])
 @pytest.mark.parametrize("schedule", SCHEDULERS.values(), ids=SCHEDULERS.keys())
 @pytest.mark.filterwarnings("ignore:The epoch parameter")
-def test_schedulers_treat_the_host_as_without_growth_and_the_seeds_too(make, schedule):
+def test_schedulers_are_unaffected_by_growth(make, schedule):
     grown = trajectory(OPTIMISERS[make], schedule, grows=True)
     plain = trajectory(OPTIMISERS[make], schedule, grows=False)
     assert [groups[:2] for groups in grown] == plain
-    assert [groups[2] for groups in grown] == [groups[0] for groups in plain]  # same rate at first, same schedule
+    assert [groups[2] for groups in grown] == [groups[0] for groups in plain]  # same initial rate, same schedule
     assert len({groups[2][0] for groups in grown}) > 1
 
 
 @pytest.mark.parametrize("name", [n for n in SCHEDULERS if n != "ReduceLROnPlateau"])
-def test_a_scheduler_built_before_the_grower_is_refused(name):
+def test_scheduler_built_before_the_grower_is_rejected(name):
     body = make_body()
     optimizer = OPTIMISERS["sgd fused momentum"](body.parameters())
     scheduler = SCHEDULERS[name](optimizer)
@@ -474,7 +474,7 @@ def test_a_scheduler_built_before_the_grower_is_refused(name):
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_plateau_scheduler_leaves_no_mark_and_takes_in_the_seed_group_by_itself():
+def test_plateau_scheduler_built_first_includes_the_seed_group():
     body = make_body()
     optimizer = OPTIMISERS["sgd"](body.parameters())
     scheduler = plateau(optimizer)
@@ -484,7 +484,7 @@ def test_a_plateau_scheduler_leaves_no_mark_and_takes_in_the_seed_group_by_itsel
     assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.01]
 
 
-def test_a_state_from_a_run_with_a_scheduler_may_be_grown_on_and_scheduled_again():
+def test_loaded_scheduled_state_can_grow_and_be_scheduled():
     body = make_body()
     old = optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
     scheduler = sched.StepLR(old, 1)
@@ -498,7 +498,7 @@ def test_a_state_from_a_run_with_a_scheduler_may_be_grown_on_and_scheduled_again
     assert [g["initial_lr"] for g in new.param_groups] == [0.1, 0.03]
 
 
-# -- refusals
+# -- unsupported optimisers and bodies
 
 
 class MyMuon(optim.Muon):
@@ -516,7 +516,7 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("make", "text"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_what_cannot_follow_growth_is_refused_before_anything_changes(make, text):
+def test_unsupported_optimiser_is_rejected_unchanged(make, text):
     body = make_body()
     optimizer = make(body)
     before = len(getattr(optimizer, "param_groups", []))
@@ -525,13 +525,13 @@ def test_what_cannot_follow_growth_is_refused_before_anything_changes(make, text
     assert len(getattr(optimizer, "param_groups", [])) == before
 
 
-def test_two_growers_on_one_optimiser_are_refused():
+def test_two_growers_on_one_optimiser_are_rejected():
     garden = Garden(OPTIMISERS["sgd"])
     with pytest.raises(OptimizerError, match="one optimiser serves one grower"):
         Surgeon(garden.body, garden.optimizer)
 
 
-def test_a_wrapped_body_is_refused_with_the_way_out():
+def test_wrapped_body_is_rejected_with_a_fix():
     body = make_body()
     optimizer = OPTIMISERS["sgd"](body.parameters())
     for wrapped in (nn.DataParallel(body), torch.compile(body, backend="eager")):
@@ -541,9 +541,9 @@ def test_a_wrapped_body_is_refused_with_the_way_out():
         Surgeon(nn.Linear(2, 2), optimizer)
 
 
-def test_sharded_parameters_are_refused():
+def test_sharded_parameters_are_rejected():
     class DTensor(torch.Tensor):
-        """Stands for the class of that name, which needs a process group to be made."""
+        """Stand-in for torch's DTensor, which requires a process group."""
 
     body = make_body()
     body.model.head.weight = nn.Parameter(body.model.head.weight.detach().as_subclass(DTensor))
@@ -571,7 +571,7 @@ GRADIENTS = st.one_of(st.none(), st.floats(-1e6, 1e6, width=32))
 
 @given(st.lists(st.lists(GRADIENTS, max_size=4), min_size=1, max_size=4), st.sampled_from([0.1, 1.0, 100.0]))
 @settings(max_examples=60, deadline=None)
-def test_clipping_separately_is_clipping_each_list_alone(lists, max_norm):
+def test_clip_separately_equals_clipping_each_list(lists, max_norm):
     groups, twins = with_gradients(lists), with_gradients(lists)
     norms = clip_separately(groups, max_norm)
     for group, twin, norm in zip(groups, twins, norms, strict=True):
@@ -583,7 +583,7 @@ def test_clipping_separately_is_clipping_each_list_alone(lists, max_norm):
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_a_broken_gradient_in_one_list_leaves_the_others_alone(bad):
+def test_non_finite_gradient_affects_only_its_list(bad):
     groups = with_gradients([[3.0, 4.0], [1.0, bad], [0.5]])
     clip_separately(groups, 1.0)
     assert torch.isfinite(groups[0][0].grad).all()
