@@ -1,9 +1,9 @@
-"""Coalitions: what the network is worth with any set of its live seeds on or off, sample by sample.
+"""Coalitions: the score of the network per sample, with any subset of its live seeds switched on.
 
-`evaluate` returns one score per configuration and sample, computed in one forked pass per chunk (see
-`kasmina.forking`), or one by one for models whose samples influence each other. Where a BatchNorm lies
-behind a slot, its statistics are re-estimated per configuration on a fixed set of inputs: a seed switched
-off feeds the norm a distribution that its running statistics do not know.
+`evaluate` returns one score per configuration and sample. It runs all configurations in one forked pass per chunk (see
+`kasmina.forking`), or one by one for models whose samples influence each other. The statistics of a BatchNorm behind a
+slot are re-estimated per configuration on a fixed set of inputs: without the seed, the norm's input has another
+distribution than its running statistics describe.
 
 Legend: K configurations, N samples, B samples of a chunk.
 """
@@ -32,14 +32,14 @@ Score = Callable[[Any, Any], Tensor]
 """(output, target) → a score per sample [B], or several [B, Q]; higher is better."""
 Config = tuple[bool, ...]
 ROWS, ROW_BYTES = (128, 2048), 64 * 2**20
-"""Rows × samples behind the last fork: few enough that the largest features at a slot stay within these bytes."""
+"""Least and greatest number of rows × samples behind the last fork, and the bytes that features at a slot may take."""
 CALIBRATION_SAMPLES = 128
 PLAIN_DIFFERENCE = 0.01
-"""Configurations whose answers differ by so much of their size would show it if rows influenced each other."""
+"""Relative difference of outputs from which an influence between rows would be detected."""
 FULL_TABLE_PLAYERS = 3
-"""Up to so many players every coalition is evaluated each epoch."""
+"""Largest number of players for which every coalition is evaluated in each epoch."""
 VERDICT_PLAYERS = 6
-"""And up to so many while one of them waits for the verdict."""
+"""The same while one of them is HOLDING, that is, may be committed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,32 +47,32 @@ class Coalitions:
     """Scores per configuration and sample."""
 
     slots: tuple[str, ...]
-    """What the configurations speak of: players first, then prospects (TRAINING seeds)."""
+    """The slots that a configuration's entries refer to: players first, then prospects (TRAINING seeds)."""
     players: int
     configs: list[Config]
     scores: Tensor  # [K, N] or [K, N, Q]
 
     def row(self, config: Sequence[bool]) -> Tensor:
-        """The scores of one configuration, [N]."""
+        """Return the scores of one configuration, [N] or [N, Q]."""
         return self.scores[self.configs.index(tuple(config))]
 
     @property
     def main(self) -> Config:
-        """Every player on, no prospect."""
+        """The configuration with every player on and every prospect off."""
         return tuple(i < self.players for i in range(len(self.slots)))
 
     @property
     def committed(self) -> Config:
-        """Every seed off: what remains if nothing more is committed."""
+        """The configuration with every seed off: the network if nothing more is committed."""
         return (False,) * len(self.slots)
 
 
 def samples_in(target: Any, inputs: Any) -> int:
-    """How many samples a batch has."""
+    """Return the number of samples in a batch."""
     sizes = [x.shape for x in pytree.tree_leaves((target, inputs)) if isinstance(x, Tensor) and x.ndim]
     if sizes:
         samples = int(sizes[0][0])
-        if not any(samples in shape[:2] for shape in sizes[1:]) and len(sizes) > 1:  # [T, B] inputs have it second
+        if not any(samples in shape[:2] for shape in sizes[1:]) and len(sizes) > 1:  # inputs may be [T, B]
             raise ConfigError(
                 f"a batch has {samples} targets but inputs of shape {', '.join(str(tuple(s)) for s in sizes[1:])}"
             )
@@ -81,17 +81,16 @@ def samples_in(target: Any, inputs: Any) -> int:
 
 
 def rows_that_fit(body: Body) -> int:
-    """So many rows that memory stays flat, whatever the model: small features go in large chunks."""
+    """Return how many rows × samples to run at once, so that memory is bounded for any size of features."""
     largest = max(4 * math.prod(slot.site.shape) for slot in body.slots.values())
     return min(max(ROW_BYTES // largest, ROWS[0]), ROWS[1])
 
 
 def step_configs(players: int, prospects: int, *, verdict: bool = False) -> list[Config]:
-    """What is evaluated each epoch: all coalitions of few players, else main, none and leave-one-out; main last.
+    """Return the configurations of an epoch; of the coalitions, the main one is last.
 
-    Before a verdict, while some seed may be committed, more players are worth the whole table.
-
-    Each TRAINING seed adds one row: main with that seed switched on.
+    With few players these are all coalitions, otherwise none, leave-one-out and all. The limit is higher if `verdict`,
+    while some seed may be committed. Each TRAINING seed adds one configuration: main with that seed switched on.
     """
     everyone = (True,) * players
     if players <= (VERDICT_PLAYERS if verdict else FULL_TABLE_PLAYERS):
@@ -116,10 +115,12 @@ def evaluate(
     max_rows: int | None = None,
     phases: Phases | None = None,
 ) -> Coalitions:
-    """Score every configuration on every sample of `batches` of (inputs, target); no configuration twice.
+    """Score every configuration on every sample of `batches` of (inputs, target); duplicate configurations are dropped.
 
-    `calibration` holds inputs for the statistics of norms behind slots; by default the first samples of
-    the first batch serve (inputs only, no label). With `fossils` committed seeds are players too.
+    configs      default: those of `step_configs`
+    calibration  inputs for the statistics of norms behind slots; default: the first samples of the first batch
+    fossils      whether committed seeds are players, too
+    max_rows     rows × samples per pass; default: `rows_that_fit`
     """
     players, prospects = body.players(fossils), body.training_slots
     slots = tuple(s.name for s in (*players, *prospects))
@@ -130,8 +131,8 @@ def evaluate(
         if len(config) != len(slots):
             raise ConfigError(f"a configuration speaks of {len(config)} slots; live and training are {slots}")
     main: Config = tuple(i < len(players) for i in range(len(slots)))
-    rows = wanted if main in wanted else [*wanted, main]  # norms are moved relative to main
-    # a norm in eval while the model trains was frozen by its owner: it would not adapt
+    rows = wanted if main in wanted else [*wanted, main]  # norms are corrected relative to main
+    # a norm in eval mode while the model trains was frozen by the user: its statistics stay
     norms = [n for n in body.norms if n.training or not body.model.training] if len(rows) > 1 else []
     phases = phases or Phases()
     runner = _Runner(body, slots, rows, main, score, norms, phases)
@@ -152,7 +153,7 @@ def evaluate(
 
 @dataclass(slots=True)
 class _Runner:
-    """One evaluation: forked as long as that is exact, else one by one."""
+    """One evaluation: forked as long as that is exact, otherwise one configuration at a time."""
 
     body: Body
     slots: tuple[str, ...]
@@ -219,7 +220,7 @@ class _Runner:
         return scores
 
     def _alone(self, configs: Sequence[Config]) -> list[ForkPlan]:
-        """Plans for configurations one by one, their norms moved as in the forked pass."""
+        """Return plans that run one configuration each, with norms corrected as in the forked pass."""
         plans = [ForkPlan.single(c, self.slots) for c in configs]
         if self.norms:
             assert self.calibration is not None
@@ -233,9 +234,9 @@ class _Runner:
         return plans
 
     def _guard(self, inputs: Any, size: int, output: Any) -> None:
-        """The first real chunk after a fork that is new: configurations must answer alone as they do together.
+        """Raise ForkError if configurations give other outputs alone than forked; checked once per new fork point.
 
-        A fork is proven only by rows that differ: while a seed does next to nothing, mixing would not show.
+        A fork point counts as proven only if the compared outputs differ: otherwise an influence would not show.
         """
         assert self.plan is not None
         unproven = {f.point for f in self.plan.forks} - self.body.proven_forks
@@ -258,16 +259,17 @@ class _Runner:
 
 
 def plain(batch: Any) -> Any:
-    """A batch in a form whose parts can be cut: a tokenizer's mapping becomes a dict."""
+    """Return a mapping, such as a tokenizer's output, as a dict; anything else unchanged."""
     return dict(batch) if isinstance(batch, Mapping) else batch
 
 
 def cut(target: Any, size: int, start: int, stop: int) -> Any:
+    """Return samples `start` to `stop` of every tensor in `target` that has `size` samples."""
     return pytree.tree_map(lambda x: x[start:stop] if is_batched(x, size) else x, target)
 
 
 def chunks(size: int, most: int) -> Iterator[tuple[int, int]]:
-    """Pieces of at most `most` samples, of nearly equal size."""
+    """Yield the bounds of pieces of at most `most` samples and nearly equal size."""
     pieces = -(-size // most)
     for i in range(pieces):
         yield i * size // pieces, (i + 1) * size // pieces
@@ -275,18 +277,18 @@ def chunks(size: int, most: int) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What coalitions say of one body, in numbers."""
+    """Quality, contributions and prospects of one body, computed from its coalitions."""
 
     quality: float
     committed: float
     contribution: dict[str, tuple[float, float]]
-    """Player → quality with it minus without it, and the paired standard error."""
+    """Player → quality with it minus quality without it, and the paired standard error."""
     prospect: dict[str, tuple[float, float]]
     """TRAINING seed → what it would add at alpha = 1, and the paired standard error."""
 
     @classmethod
     def read(cls, result: Coalitions, numbers: Sequence[float]) -> Measured:
-        """From the numbers of `statistics`, once they have left the device."""
+        """Build it from the numbers of `statistics`, as a list."""
         half = len(numbers) // 2
         pairs = list(zip(numbers[:half], numbers[half:], strict=True))
         named = list(zip(result.slots, pairs[2:], strict=True))
@@ -294,9 +296,9 @@ class Measured:
 
 
 def statistics(result: Coalitions, scores: Tensor | None = None) -> Tensor:
-    """Means, then standard errors, of quality, committed quality, contributions and prospects; on the device.
+    """Return means, then standard errors, of quality, committed quality, contributions and prospects; on the device.
 
-    Differences are taken sample by sample, so what all configurations find hard does not count as noise.
+    Differences are paired by sample, so the difficulty of a sample does not count as noise.
     """
     scores = result.scores if scores is None else scores  # [K, N]
     row = {config: scores[k] for k, config in enumerate(result.configs)}
@@ -314,4 +316,5 @@ def statistics(result: Coalitions, scores: Tensor | None = None) -> Tensor:
 
 
 def measure(result: Coalitions) -> Measured:
+    """Return quality, contributions and prospects of a body."""
     return Measured.read(result, statistics(result).tolist())  # sync: once per call

@@ -1,17 +1,17 @@
-"""The governor: sees that a host is sick, and takes it back to when it was sound.
+"""The governor: detect a failing environment and roll it back to its last snapshot.
 
-    governor.guard(env, act, …)          an error in one environment is that environment's trouble alone
-    governor.judge(table, …) → sick      what losses and weights say of all environments at once
-    governor.roll_back(env, table)       its snapshot again, exactly; whatever grew since is gone; time goes on
+    governor.guard(env, act, …)          call act(…); an error affects this environment only
+    governor.judge(table, …) → envs      the environments to roll back, by their losses and weights
+    governor.roll_back(env, table)       restore the snapshot exactly; drop newer seeds; keep the step counter
 
-An error in a rollback or in the first snapshot stays in its environment, too. It does not train and stands as its
-snapshot remembers it until a rollback succeeds; every step tries again, and the penalty is paid once.
+An error in a rollback or in the first snapshot affects its environment only, too. That environment does not train and
+reports the values of its snapshot until a rollback succeeds. Every step retries; the penalty is charged once.
 
-Errors, and numbers that are not finite, are undone at once. A loss far above what guessing costs (divergence), or back
-at it after doing better (collapse), is undone when it lasts and training shows it, too: who only validates badly
-is finding the way after a change of structure. Sick losses never enter the history that later ones are judged by.
+Errors and numbers that are not finite cause a rollback at once. A loss far above chance (divergence), or back at chance
+after being better (collapse), causes one when it lasts and the training loss shows it, too: a validation loss alone may
+be high for a while after a structural change. Alarming losses do not enter the history that later ones are compared to.
 
-Legend: E environments, S slots, W losses remembered.
+Legend: E environments, S slots, W losses in the history.
 """
 
 from __future__ import annotations
@@ -42,41 +42,45 @@ if TYPE_CHECKING:
 P = ParamSpec("P")
 R = TypeVar("R")
 ALARMS = ("", "exception", "nonfinite_loss", "nonfinite_weights", "divergence", "collapse")
-"""What an alarm is called; the first is none, and the last two may pass by themselves."""
+"""Names of the alarms. The first means no alarm; the last two may be transient."""
 DIVERGENCE = ALARMS.index("divergence")
 MAD_TO_SD = 1.4826
-"""The median distance from the median, times this, is the standard deviation of bell-shaped numbers."""
+"""Factor from the median absolute deviation to the standard deviation of a normal distribution."""
 TIME_GOES_ON = ("step", "next_serial", "last_op", "rollbacks")
-"""Columns of an environment that a rollback leaves as they are: what has been done was done."""
+"""Columns of the table that a rollback does not restore."""
 
 
 class GovernorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When a host counts as sick. Losses are validation losses; chance is the loss of guessing, ln(classes)."""
+    """When an environment is rolled back, by its validation losses.
+
+    Chance is the loss of guessing, ln(classes). The median and the spread (a robust standard deviation) are those of
+    the losses in the history. The lead is how far the median is below chance.
+    """
 
     window: int = 20
-    """Sound losses remembered."""
+    """Number of losses without alarm in the history, at least 1."""
     enough: int = 5
-    """So many of them before their median and spread are believed."""
+    """Number of losses from which the median and the spread are used, from 1 to `window`."""
     spreads: float = 6.0
-    """Divergence: a loss so many spreads above the median …"""
+    """A loss diverges if it exceeds the median by this many spreads (≥ 0) and exceeds `above_chance`."""
     above_chance: float = 1.25
-    """… and above so many times chance."""
+    """A loss diverges only above this multiple of chance, at least 1."""
     early: float = 4.0
-    """Divergence before there are enough losses: above so many times chance."""
+    """With fewer than `enough` losses, a loss diverges above this multiple of chance, at least 1."""
     lead_spreads: float = 3.0
-    """A host that was better than chance by so many spreads can collapse …"""
+    """A host can collapse only if its lead exceeds this many spreads (≥ 0), within the two bounds that follow."""
     least_lead: float = 0.02
-    """… if it was so by this share of chance: nearer to chance a loss may just be finding its way …"""
+    """A host can collapse only if its lead exceeds this share of chance (≥ 0): early losses stay near chance."""
     clear_lead: float = 0.4
-    """… and whatever the spread if it was so by this share: losses that fall fast are widely spread, too."""
+    """A lead above this share of chance (≥ `least_lead`) suffices at any spread: fast falling losses spread widely."""
     lead_left: float = 0.1
-    """Collapse: no more than this share of that lead is left."""
+    """A loss collapses if at most this share of the lead is left, in [0, 1)."""
     patience: int = 3
-    """Divergences and collapses in a row until the environment is rolled back."""
+    """Number of divergences and collapses in a row after which the environment is rolled back, at least 1."""
     snapshot_every: int = 5
-    """Steps between snapshots of a sound environment."""
+    """Number of steps between snapshots of an environment without alarm, at least 1."""
     give_up: int = 3
-    """Steps in a row with an error in *every* environment: a fault of the program or the machine, so the run ends."""
+    """Number of steps in a row with an error in *every* environment after which the run ends, at least 1."""
 
     def __post_init__(self) -> None:
         for name in ("window", "enough", "patience", "snapshot_every", "give_up"):
@@ -98,36 +102,38 @@ class GovernorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
-    """What the governor saw in one environment, and did."""
+    """An alarm in one environment and the governor's reaction."""
 
     env: int
     step: int
     alarm: str
     """One of `ALARMS`."""
     action: str
-    """"seen" (training is sound), "counted", "rolled back" or "not restored" (the rollback failed and is retried)."""
+    """"seen" (no consequence), "counted", "rolled back" or "not restored" (the rollback failed and is retried)."""
     value: float | None = None
     limit: float | None = None
     restored_step: int | None = None
     text: str = ""
-    """Of an error that has not been told before: what it was, and where."""
+    """Type, message and location of an error that was not reported before; otherwise empty."""
 
 
 class Verdict(NamedTuple):
+    """The alarm of each environment."""
+
     alarm: Ints  # [E] index into ALARMS
-    value: Floats  # [E] the number that was judged
-    limit: Floats  # [E] what it was judged by; NaN where there is no limit
+    value: Floats  # [E] the number that caused the alarm
+    limit: Floats  # [E] the limit that it exceeds; NaN where there is none
 
 
 def _medians(rows: Floats, counts: Ints) -> Floats:
-    """[E] of the numbers in each row [E, W], NaN being none; NaN of a row without numbers."""
-    ordered = np.sort(rows, axis=1)  # NaN goes last
+    """Return the median [E] of the numbers in each row [E, W]. NaN is skipped; a row without numbers gives NaN."""
+    ordered = np.sort(rows, axis=1)  # NaN is sorted last
     every, last = np.arange(len(rows)), np.maximum(counts - 1, 0)
     return np.asarray((ordered[every, last // 2] + ordered[every, (last + 1) // 2]) / 2.0)
 
 
 def typical(losses: Floats) -> tuple[Ints, Floats, Floats]:
-    """[E] each: how many losses there are in [E, W], their median, and their spread, which outliers do not widen."""
+    """Return number, median and spread of the losses in each row [E, W]; the spread is robust against outliers."""
     counts = np.isfinite(losses).sum(axis=1)
     median = _medians(losses, counts)
     return counts, median, MAD_TO_SD * _medians(np.abs(losses - median[:, None]), counts)
@@ -143,7 +149,7 @@ def judge(
     chance: float,
     config: GovernorConfig,
 ) -> Verdict:
-    """What is wrong with each environment, by its sound losses so far [E, W] and this epoch's numbers [E]."""
+    """Return the alarm of each environment, from its history of losses [E, W] and this epoch's numbers [E]."""
     counts, median, spread = typical(losses)
     known = counts >= config.enough
     usual = np.fmax(config.above_chance * chance, median + config.spreads * spread)
@@ -155,7 +161,7 @@ def judge(
     found = [failed, ~np.isfinite(bad_loss), ~np.isfinite(vital), val_loss > diverged, val_loss >= collapsed]
     alarm = np.zeros(len(val_loss), dtype=np.int64)
     value, limit = np.full((2, len(val_loss)), np.nan)
-    for number, where in reversed([*enumerate(found, 1)]):  # the gravest is written last
+    for number, where in reversed([*enumerate(found, 1)]):  # the most severe is written last
         if where.any():
             alarm[where] = number
             value[where] = (bad_loss, bad_loss, vital, val_loss, val_loss)[number - 1][where]
@@ -164,10 +170,10 @@ def judge(
 
 
 class Snapshot:
-    """One environment as it was when it was sound: host and fossils with all that belongs to them.
+    """A copy of one environment's host and fossils with their optimiser state and averages.
 
-    It holds on to the very tensors it was taken of and writes back into them, so whoever refers to them (optimiser,
-    average, hooks) sees what was restored. Live seeds are not part of it: a rollback drops them.
+    `restore` writes into the tensors that the snapshot was taken of, so references to them (optimiser, average, hooks)
+    stay valid. Live seeds are not part of it: a rollback drops them.
     """
 
     def __init__(self, network: HostNetwork) -> None:
@@ -177,13 +183,14 @@ class Snapshot:
 
     @property
     def is_taken(self) -> bool:
+        """Whether there is a snapshot to restore."""
         return bool(self.tensors)
 
     @torch.no_grad()
     def take(self) -> None:
-        """Remember how it is now, in the memory of the snapshot before if nothing was committed since.
+        """Copy the current state, into the previous snapshot's memory if nothing was committed since.
 
-        Raises if anything is not finite; the snapshot before stays.
+        Raise TrainingError if anything is not finite; the previous snapshot is kept then.
         """
         body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
         fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
@@ -207,7 +214,7 @@ class Snapshot:
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Bit by bit as it was; asks for no memory, since there may be none."""
+        """Restore the state bit for bit. Allocates next to no memory, because there may be none left."""
         body, optimizer = self.network.body, self.network.optimizer
         torch._foreach_copy_(self.tensors, self.copies)
         for p in self.params:
@@ -221,7 +228,7 @@ class Snapshot:
         body.cannot_fork, body.proven_forks = self.forking[0], set(self.forking[1])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was remembered. The optimiser's tensors are among `copies`; here stand their names."""
+        """Return the snapshot. Tensors of the optimiser state are in `copies`; `state` has None in their place."""
         return {
             "fossils": list(self.fossils),
             "copies": list(self.copies),
@@ -238,7 +245,7 @@ class Snapshot:
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Remember what another process remembered, of a network that has loaded that process's state."""
+        """Load what `state_dict` returned in another process. The network must have loaded its own state before."""
         body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
         self.fossils = list(state["fossils"])
         kept = [body.model, *(body.slots[name] for name in self.fossils)]
@@ -257,20 +264,20 @@ class Snapshot:
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """What an optimiser's group is told: everything but its parameters."""
+    """Return the options of an optimiser group: everything but its parameters."""
     told = {k: v for k, v in group.items() if k not in ("params", "param_names")}
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in told.items()}
 
 
 class Governor:
-    """Watches over the environments of one engine."""
+    """Guards, judges and rolls back the environments of one engine."""
 
     def __init__(self, networks: Sequence[HostNetwork], table: SlotTable, config: GovernorConfig, classes: int) -> None:
         self.config, self.chance = config, log(max(classes, 1))
-        self.losses: Floats = np.full((len(networks), config.window), np.nan)  # [E, W] sound ones, the newest last
+        self.losses: Floats = np.full((len(networks), config.window), np.nan)  # [E, W] without alarm, newest last
         self.counted = np.zeros(len(networks), dtype=np.int64)  # [E] divergences and collapses in a row
         self.alarms: list[Alarm] = []
-        """Of the last step."""
+        """The alarms of the last step."""
         self.snapshots = [Snapshot(network) for network in networks]
         self._rows, self._losses = table.clone(), self.losses.copy()  # table and history as of each snapshot
         self._failures: dict[int, Exception] = {}  # of this step
@@ -283,7 +290,7 @@ class Governor:
     # -- each step
 
     def begin(self, table: SlotTable) -> None:
-        """A step begins; before the first, everything as it stands is what there is to go back to."""
+        """Start a step; before the first one, take a snapshot of every environment."""
         self.alarms, self._failures = [], dict(self._broken)
         if not self._begun:
             envs = range(len(self.snapshots))
@@ -293,7 +300,7 @@ class Governor:
             self._begun = True
 
     def guard(self, env: int, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R | None:
-        """Do something for one environment, unless it has failed in this step; an error is its own trouble."""
+        """Return act(…), or None if it raises or the environment has already failed in this step."""
         if env in self._failures:
             return None
         try:
@@ -304,14 +311,14 @@ class Governor:
             return None
 
     def keep(self, env: int, table: SlotTable) -> None:
-        """What this environment would go back to from now on; not while something looks wrong."""
+        """Take a snapshot of an environment and of its table row, unless it had an alarm when last judged."""
         if self._sound[env]:
             self.snapshots[env].take()
             self._rows.restore(table, [env])
             self._losses[env] = self.losses[env]
 
     def judge(self, table: SlotTable, val_loss: Floats, train_loss: Floats, vital: Floats) -> list[int]:
-        """Who must be rolled back; the losses of the sound enter their history."""
+        """Return the environments to roll back. Add the losses of those without alarm to their history."""
         failed = np.array([env in self._failures for env in range(len(self.snapshots))])
         verdict = judge(self.losses, val_loss, train_loss, vital, failed, chance=self.chance, config=self.config)
         sound, passing = verdict.alarm == 0, verdict.alarm >= DIVERGENCE
@@ -328,17 +335,17 @@ class Governor:
         return np.nonzero(sick)[0].tolist()
 
     def end(self, table: SlotTable) -> None:
-        """A step has ended, and all of it is written down: now and then the sound are what there is to go back to."""
+        """End a step, after its results were recorded: take the snapshots that are due."""
         due = self._sound & (table.step % self.config.snapshot_every == 0)
         for env in np.nonzero(due)[0].tolist():
             self.guard(env, self.keep, env, table)
             if env in self._failures:
-                self._raise(env, table, "exception", "seen")  # it goes on, with the snapshot before
+                self._raise(env, table, "exception", "seen")  # training continues with the previous snapshot
 
     def roll_back(self, env: int, table: SlotTable) -> list[Effect]:
-        """This environment as its snapshot has it, but for time; what grew since is expelled and cools down.
+        """Restore an environment from its snapshot, except `TIME_GOES_ON`; expel newer seeds; return the effects.
 
-        An error leaves it broken: it has failed in this step and in all that follow until a rollback succeeds.
+        After an error the environment counts as failed in this and every following step until a rollback succeeds.
         """
         fossils = self._rows.stage[env] == SeedStage.FOSSILIZED  # [S]
         self._restore_row(env, table, fossils)
@@ -355,9 +362,9 @@ class Governor:
         return effects
 
     def _restore_network(self, env: int, table: SlotTable, fossils: Bools) -> None:
-        """Drop what grew since the snapshot, then write it back; where none could be taken yet, take it now."""
+        """Drop newer seeds and restore the snapshot, or take one if there is none yet."""
         snapshot, network = self.snapshots[env], self.snapshots[env].network
-        # by what the slots hold, not by what the table says: surgery may have failed half-way
+        # use the slots, not the table: they differ if a structural change failed half-way
         held = [slot.seed is not None for slot in network.body.slots.values()]
         drops = [Effect(EffectKind.DROP, env, s) for s in np.nonzero(held & ~fossils)[0].tolist()]
         network.apply_effects(drops, table, env)
@@ -370,7 +377,7 @@ class Governor:
             network.meter.forget(name)
 
     def _restore_row(self, env: int, table: SlotTable, fossils: Bools) -> None:
-        """Of the slots only fossils go back: an empty one stays empty, and a cooldown runs on."""
+        """Restore the table row. Of the slots only fossils are restored: cooldowns continue."""
         now = table.rows([env])
         table.restore(self._rows, [env])
         for f in fields(SlotTable):
@@ -379,7 +386,7 @@ class Governor:
                 column[env] = before[0]
             elif f.metadata["seed"]:
                 column[env, ~fossils] = before[0, ~fossils]
-        table.rollbacks[env] += env not in self._broken  # tried again: still the same one
+        table.rollbacks[env] += env not in self._broken  # a retry is not counted again
 
     @property
     def is_failing(self) -> bool:
@@ -387,7 +394,7 @@ class Governor:
         return bool(self._streak)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what it knows between two steps."""
+        """Return the governor's state between two steps."""
         return {
             "losses": self.losses,
             "counted": self.counted,
@@ -400,7 +407,7 @@ class Governor:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue as the governor did that returned `state`; the networks have loaded their own states."""
+        """Load what `state_dict` returned. The networks must have loaded their own states before."""
         self.losses[...], self._losses[...] = state["losses"], state["row_losses"]
         self.counted, self._sound = state["counted"].copy(), state["sound"].copy()
         self._told, self._begun = set(state["told"]), state["begun"]
@@ -409,7 +416,7 @@ class Governor:
         for snapshot, kept in zip(self.snapshots, state["snapshots"], strict=self._begun):
             snapshot.load_state_dict(kept)
 
-    # -- what is told
+    # -- reporting
 
     def _tell_broken(self, env: int, table: SlotTable) -> None:
         text = self._tell_once(self._failures[env], env, int(table.step[env]))
@@ -457,7 +464,7 @@ class Governor:
 
 
 def briefly(error: BaseException) -> str:
-    """An error in one line: what it was, and the innermost places it came from."""
+    """Return an error as one line: type, message and innermost frames."""
     said = " ".join(str(error).split())[:300]
     return f"{type(error).__name__}: {said} ({_places(error)})"
 
@@ -468,14 +475,14 @@ def _places(error: BaseException) -> str:
 
 
 def _let_go(error: BaseException | None) -> None:
-    """Forget what the frames of an error hold: after an out-of-memory error that may be most of the memory."""
+    """Clear the frames of an error: after an out-of-memory error they may hold most of the memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def vital_tensors(felt: Sequence[nn.Module], average: WeightAverage, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """What must stay finite: weights, their averages, the optimiser's state of them, and the statistics of norms."""
+    """Return what must stay finite: weights, their averages and optimiser state, and the statistics of norms."""
     averages = dict(zip(average.params, average.average, strict=True))
     params = [p for module in felt for p in module.parameters()]
     norms = [m for module in felt for m in module.modules() if isinstance(m, Norm)]
@@ -484,12 +491,12 @@ def vital_tensors(felt: Sequence[nn.Module], average: WeightAverage, optimizer: 
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """The tensors that an optimiser keeps for these parameters."""
+    """Return the tensors of the optimiser's state for these parameters."""
     return [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
 
 
 @torch.no_grad()
 def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """The largest magnitude among them; NaN if any is NaN. On the device."""
+    """Return the largest magnitude in these tensors, on the device; NaN if any value is NaN."""
     numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
     return torch.stack([n.float() for n in torch._foreach_norm(numbers, inf)]).max()

@@ -1,6 +1,6 @@
-"""Tasks: which host learns what, how, and where it may grow. One table; a new task is one row.
+"""Tasks: a host, its data, its training settings and its slots. One table; a new task is one row.
 
-`B` samples of a minibatch, `T` tokens, `V` classes.
+Legend: B samples of a minibatch, T tokens, V classes.
 """
 
 from __future__ import annotations
@@ -27,43 +27,51 @@ from esper.tolaria.data import (
     window_starts,
 )
 
-IGNORED = -100  # the target of tokens that do not count, as in torch and Hugging Face
-CROP_PAD = 4  # pixels an augmented image may shift
+IGNORED = -100  # target of tokens that are excluded from losses and scores, as in torch and Hugging Face
+CROP_PAD = 4  # largest shift of an augmented image, in pixels
 TRAINING_FIELDS = ("lr", "momentum", "weight_decay", "seed_lr")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """Everything that decides what one environment trains, but for its world."""
+    """What an environment trains: together with a world, this determines its training."""
 
     name: str
+    """The name of the task, as used on the command line."""
     question: str
-    """What growing a host on this task asks."""
+    """The question that growing a host on this task answers."""
     host: str
-    """`cnn`, `mlp` or `transformer`."""
+    """The type of host: "cnn", "mlp" or "transformer"."""
     host_kwargs: Mapping[str, Any]
+    """Arguments of the host's constructor."""
     dataset: str
-    """A name for `esper.tolaria.data.load`, unless the task brings its own `data`."""
+    """The data set's name for `esper.tolaria.data.load`; not loaded if `data` is given."""
     slots: tuple[str, ...]
-    """The sites of the host that may hold a seed."""
+    """The sites of the host that have a slot; at least one, without repetition."""
     batch: int = 64
+    """Samples per minibatch, at least 1."""
     batches_per_epoch: int = 20
-    """Minibatches per epoch, and so per decision: the same however many environments run."""
+    """Minibatches per epoch and decision, at least 1; independent of the number of environments."""
     epochs: int = 40
-    """The default length of an episode."""
+    """The default length of an episode in epochs, at least 1."""
     val_size: int = 2_000
-    """Validation samples, the same for every environment."""
+    """The largest number of validation samples, at least 1; the same samples for every environment."""
     optimiser: Literal["sgd", "adamw"] = "sgd"
+    """The optimiser of host and seeds: "sgd" or "adamw"."""
     lr: float = 0.1
+    """The learning rate of the host, ≥ 0."""
     momentum: float = 0.9
-    """Of SGD; AdamW keeps torch's own betas."""
+    """The momentum of SGD, ≥ 0; AdamW uses torch's default betas."""
     weight_decay: float = 0.0
+    """The weight decay of host and seeds, ≥ 0."""
     seed_lr: float = 0.1
+    """The learning rate of seeds, ≥ 0."""
     clip: float = 1.0
-    """Largest gradient norm, for the host and for each seed separately."""
+    """The limit of the gradient norm, above 0, for the host and for each growing seed separately; inf does not clip."""
     augment: bool = False
-    """Random crop and mirror of the training images."""
+    """Whether training images are randomly shifted and mirrored."""
     data: Dataset | None = field(default=None, compare=False, repr=False)
+    """The data of a task that does not load any by name."""
 
     def __post_init__(self) -> None:
         if self.host not in HOSTS:
@@ -81,7 +89,7 @@ class Task:
                 raise ConfigError(f"task {self.name!r}: {name} must be finite and ≥ 0, got {getattr(self, name)}")
 
     def build_host(self, seed: int) -> AnyHost:
-        """The host as world `seed` begins it. The caller's random numbers are left as they were."""
+        """Build the host of world `seed`. The state of the caller's random generator is restored."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(seed, "host"))
             host = HOSTS[self.host](**self.host_kwargs)
@@ -91,17 +99,17 @@ class Task:
         return host
 
     def widened(self, params: int) -> Task:
-        """The same task with the narrowest host of at least so many parameters."""
+        """Return this task with the narrowest host of at least `params` parameters."""
         heads = self.host_kwargs.get("heads", 1)
         knob, pace = {"cnn": ("base", 1), "mlp": ("width", 1), "transformer": ("dim", heads)}[self.host]
         return self._enlarged(params, knob, pace)
 
     def deepened(self, params: int) -> Task:
-        """The same task with the shallowest host of at least so many parameters; a CNN keeps its pools."""
+        """Return this task with the shallowest host of at least `params` parameters; a CNN keeps its pools."""
         blocks = self.host_kwargs.get("blocks")
         pools = {"pools": self.host_kwargs.get("pools", blocks)} if self.host == "cnn" else {}
         task = replace(self, host_kwargs={**self.host_kwargs, **pools})
-        segments = self.host_kwargs.get("segments", 3)  # a transformer's layers come in that many equal parts
+        segments = self.host_kwargs.get("segments", 3)  # a transformer has this many parts with equally many layers
         knob, pace = {"cnn": ("blocks", 1), "mlp": ("layers", 1), "transformer": ("layers", segments)}[self.host]
         return task._enlarged(params, knob, pace)
 
@@ -114,7 +122,7 @@ class Task:
             kwargs[knob] += pace
 
     def load_data(self, root: str | Path | None = None) -> Dataset:
-        """The data, checked against the host, with at most `val_size` validation samples."""
+        """Return the data with at most `val_size` validation samples; raise DataError if it does not fit the host."""
         data = self.data or load(self.dataset, root)
         if data.kind == "text" and data.train.x.dim() == 1:
             data = data.windowed(self.host_kwargs["block_size"])
@@ -124,12 +132,12 @@ class Task:
         return replace(data, val=Split(data.val.x[: self.val_size], data.val.y[: self.val_size]))
 
     def order(self, data: Dataset, world: int, step: int) -> Tensor:
-        """Which training samples step `step` of `world` sees: int64 `[batches_per_epoch, batch]`."""
+        """Return the indices of the training samples of step `step` in `world`: int64 `[batches_per_epoch, batch]`."""
         draw = window_starts if data.kind == "text" else minibatch_indices
         return draw(world, step, size=len(data.train), batch=self.batch, batches_per_step=self.batches_per_epoch)
 
     def minibatches(self, data: Dataset, world: int, step: int) -> Iterator[tuple[Tensor, Tensor]]:
-        """The minibatches of one step, augmented if the task says so: a function of (world, step) alone."""
+        """Yield the minibatches of one step, augmented if `augment` is set. They depend on (world, step) only."""
         generator = torch.Generator().manual_seed(derive_seed(world, "augment", step))
         for index in self.order(data, world, step).to(data.train.y.device):
             x, y = data.train.take(index)
@@ -138,7 +146,7 @@ class Task:
             yield x, y
 
     def _check_fit(self, data: Dataset) -> None:
-        """Data that the host cannot take is an error here, not a stack trace in the first batch."""
+        """Raise DataError if the host cannot take the data, before the first batch does."""
         asked, shape = self.host_kwargs, tuple(data.train.x.shape[1:])
         room = asked["vocab"] if self.host == "transformer" else asked["classes"]
         if data.classes > room if self.host == "transformer" else data.classes != room:
@@ -178,11 +186,11 @@ class Task:
         slots: tuple[str, ...] | None = None,
         **settings: Any,
     ) -> Task:
-        """A task on your own tensors: images `[N, C, H, W]`, vectors `[N, D]` or token windows `[N, T]`.
+        """Return a task on your own tensors: images `[N, C, H, W]`, vectors `[N, D]` or token windows `[N, T]`.
 
-        Targets are class numbers (for tokens: the next ones, `[N, T]`). A validation or test set that is not
-        given is a class-balanced `held_out` share of `x`. The host defaults to the kind of data and its size
-        to something small; `host_kwargs` overrides, `settings` are other fields of `Task`.
+        Targets are class numbers `[N]`; for tokens, the next tokens `[N, T]`. A validation or test set that is not
+        given is a class-balanced share `held_out` of `x`. The default host is a small one for the kind of data;
+        `host_kwargs` override its sizes. `settings` are other fields of `Task`.
         """
         data = from_tensors(name, x, y, val=val, test=test, held_out=held_out, classes=classes, black=black)
         host = host or {"image": "cnn", "vector": "mlp", "text": "transformer"}[data.kind]
@@ -212,34 +220,34 @@ class Task:
             }
         )
         task._check_fit(data)
-        with torch.device("meta"):  # names the slots there are, at no cost
+        with torch.device("meta"):  # raises for a slot that does not exist; allocates nothing
             task.build_host(0)
         return task
 
 
 def get_task(name: str) -> Task:
-    """The row of `TASKS` with this name."""
+    """Return the task with this name; raise if there is none."""
     if name not in TASKS:
         raise unknown_name("task", name, TASKS)
     return TASKS[name]
 
 
 def per_sample_loss(output: Tensor, target: Tensor) -> Tensor:
-    """Cross-entropy of each sample, `[B]`; of a text, the mean over its tokens (−mean log-probability)."""
+    """Return the cross-entropy of each sample, `[B]`; for text, the mean over its tokens (−mean log-probability)."""
     loss = F.cross_entropy(output.flatten(0, -2), target.flatten(), reduction="none", ignore_index=IGNORED)
     return loss if target.dim() == 1 else _mean_over(loss.view_as(target), target)
 
 
 def _mean_over(values: Tensor, target: Tensor) -> Tensor:
-    """Mean over the tokens of each sample, but for those whose target says that they do not count."""
+    """Return the mean over the tokens of each sample, without those whose target is `IGNORED`."""
     counts = target != IGNORED
     return (values * counts).sum(1) / counts.sum(1)
 
 
 def per_sample_correct(output: Tensor, target: Tensor) -> Tensor:
-    """How much of each sample is right, `[B]` float: 0 or 1; of a text, the share of its tokens."""
+    """Return the accuracy of each sample, `[B]` float: 0 or 1; for text, the share of correct tokens."""
     top, answer = output.max(-1)
-    right = torch.where(top.isfinite(), (answer == target).float(), torch.nan)  # a broken answer is not a wrong one
+    right = torch.where(top.isfinite(), (answer == target).float(), torch.nan)  # NaN if the output is not finite
     return right if target.dim() == 1 else _mean_over(right, target)
 
 
@@ -267,18 +275,19 @@ def _fashion(name: str, question: str, slots: tuple[str, ...], epochs: int, **ho
 
 
 def _cifar(name: str, question: str, slots: tuple[str, ...], **host: int) -> Task:
-    """A row of the reference's table: its sizes and optimiser, on the whole of CIFAR-10."""
+    """Return a task of the reference: its sizes and optimiser, on all of CIFAR-10."""
     sgd = {"lr": 0.01, "seed_lr": 0.01, "weight_decay": 5e-4}
     return _cnn(name, question, "cifar10", slots, host=host, batch=128, epochs=150, augment=True, **sgd)
 
 
 SEED_LR = 0.03
-"""Of the presets. `rescue` by the schedule, worlds 5–9: test 74.8 ± 2.1 (sd) against 73.7 ± 3.6 at the host's 0.1."""
+"""The seeds' learning rate of the presets. `rescue`, schedule controller, worlds 5–9: test accuracy 74.8 ± 2.1 (sd);
+at the host's 0.1 it is 73.7 ± 3.6."""
 _ROW3, _ROW5 = _grid((0,), 3), _grid((0,), 5)
 _TWO_BLOCKS = ("r0c0", "r1c0", "r0c1")
 
 _ROWS = (
-    # The presets of the design: growing and not growing tell apart within minutes on one core.
+    # The presets of the design: growth makes a measurable difference within minutes on one core.
     _fashion("quick", "does growth help a small host at all?", _TWO_BLOCKS, 40, base=8, blocks=2),
     _fashion("fashion", "the default task: clothes at 14×14", _TWO_BLOCKS, 40, base=8, blocks=2),
     _fashion("rescue", "can seeds see shapes for a host of single pixels?", _ROW3, 40,
@@ -286,14 +295,14 @@ _ROWS = (
     _fashion("standard", "does growth help a host with time to learn?", _TWO_BLOCKS, 110, base=8, blocks=2),
     _cnn("cifar", "does growth help on natural images?", "cifar10", _ROW3, host={"base": 8, "blocks": 3},
          seed_lr=SEED_LR),
-    # Small ones, embedded: for tests, examples and a language model on a laptop.
+    # Small tasks on embedded data: for tests, examples and a language model on a laptop.
     Task(name="digits", question="a host for tests: seconds, not minutes", host="mlp", dataset="digits",
          host_kwargs={"inputs": 64, "classes": 10, "width": 16, "layers": 3}, slots=_ROW3,
          batch=32, batches_per_epoch=10, epochs=20, val_size=300, lr=0.05, seed_lr=0.05),
     Task(name="moby", question="growth in a language model of characters", host="transformer",
          host_kwargs={"vocab": 81, "dim": 64, "heads": 4, "layers": 3, "block_size": 64}, dataset="moby",
          slots=_ROW3, batch=32, val_size=256, optimiser="adamw", lr=1e-3, seed_lr=1e-3, weight_decay=0.01),
-    # The reference's ten tasks, in its sizes.
+    # The ten tasks of the reference, in its sizes.
     _cifar("cifar_baseline", "augment a capable host", _ROW3, base=8, blocks=3),
     _cifar("cifar_scale", "scale to many slots", _ROW5, base=8, blocks=5),
     _cifar("cifar_impaired", "rescue a bottlenecked host", _ROW3, base=1, blocks=3, kernel=1),
