@@ -1,4 +1,4 @@
-"""Alpha as a closed form: how much of a seed the host feels, given where its ramp stands."""
+"""Alpha, the weight of a seed in the host, as a closed-form function of its ramp."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from esper.leyline.slot_table import Floats, Ints
 
 
 def progress(curve: Ints, t: Floats) -> Floats:
-    """How far along a ramp of this curve is at time t, 0…1; exact at both ends."""
+    """Return the progress, 0…1, of a ramp with this curve at time t in 0…1. Exact at both ends."""
     k = np.maximum(CURVE_STEEPNESS[curve], 1e-9)
     low = 1.0 / (1.0 + np.exp(0.5 * k))
     rise = (1.0 / (1.0 + np.exp(-k * (t - 0.5))) - low) / (1.0 - 2.0 * low)
@@ -18,7 +18,7 @@ def progress(curve: Ints, t: Floats) -> Floats:
 
 
 def alpha_at(start: Floats, target: Floats, position: Ints, length: Ints, curve: Ints) -> Floats:
-    """Alpha after `position` of `length` ticks; exactly `target` at the end, also for a ramp of length 0."""
+    """Return alpha after `position` of `length` ticks. Exactly `target` at the end, also for length 0."""
     t = position.astype(np.float64) / np.maximum(length, 1)
     t = np.where(length == 0, 1.0, t)
     p = progress(curve, t)

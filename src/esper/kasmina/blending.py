@@ -1,4 +1,4 @@
-"""How a seed's Δ meets the host's features h: the operators, the gate, and isolation while it learns.
+"""Blending of a seed's Δ with the host's features h: operators, gate, and isolation during training.
 
 Shapes: maps [B, C, H, W], sequences [B, T, D], vectors [B, D]. Dtype and memory format of h are kept.
 """
@@ -15,30 +15,30 @@ from esper.kasmina.site import Layout
 from esper.leyline.actions import Operator
 
 GATE_BIAS = 2.0
-"""σ(2) ≈ 0.88: open enough that the seed learns at once, far enough from 1 that the gate can still move."""
+"""Initial gate bias. σ(2) ≈ 0.88 lets the seed learn at once without saturating the gate."""
 
 TINY = 1e-12
-"""Keeps 1/rms finite where Δ and h are 0."""
+"""Lower bound that keeps 1/rms finite where Δ and h are 0."""
 
 MOST_PULL = 2.0
-"""How many times the gradient a leash pulls at most: a position where h = 0 must not drown all others."""
+"""Upper bound of the leash's pull, as a multiple of the gradient, so that positions with h = 0 do not dominate."""
 
 
 def blend(h: Tensor, delta: Tensor, weight: Tensor, operator: Operator, out: Tensor | None = None) -> Tensor:
-    """The features with the seed's change in them; h itself keeps its full gradient at any weight.
+    """Return the features with the seed's change. The gradient of h has full strength at any weight.
 
-    `weight` is alpha, a 0-dim tensor; for GATE it is alpha · gate(h). Without gradients it can write into `out`.
+    `weight` is alpha, a 0-dim tensor; for GATE it is alpha · gate(h). Without gradients the result can go to `out`.
     """
-    delta, weight = delta.to(h.dtype), weight.to(h.dtype)  # under autocast they may differ
+    delta, weight = delta.to(h.dtype), weight.to(h.dtype)  # dtypes may differ under autocast
     if operator == Operator.MULTIPLY:
         return torch.addcmul(h, h, weight * torch.tanh(delta), out=out)
-    return torch.addcmul(h, delta, weight, out=out)  # one pass over memory, where h + w·Δ takes two
+    return torch.addcmul(h, delta, weight, out=out)  # one pass over memory; h + w·Δ takes two
 
 
 class Gate(nn.Module):
-    """How much of Δ each sample (map, vector) or each token (sequence) lets in, 0…1.
+    """Learned factor of Δ, 0…1, per sample (map, vector) or per token (sequence).
 
-    A token's gate sees that token alone: a mean over the sequence would tell it of the future.
+    A token's gate depends on that token alone: a mean over the sequence would not be causal.
     """
 
     def __init__(self, dim: int, layout: Layout) -> None:
@@ -47,82 +47,87 @@ class Gate(nn.Module):
         self.pools = layout == Layout.MAP
         self.hidden = nn.Linear(dim, width)
         self.score = nn.Linear(width, 1)
-        nn.init.normal_(self.score.weight, std=0.1)  # near the bias for all, yet hidden learns from the first
+        nn.init.normal_(self.score.weight, std=0.1)  # outputs start near the bias, yet `hidden` gets a gradient
         nn.init.constant_(self.score.bias, GATE_BIAS)
 
     def forward(self, h: Tensor) -> Tensor:
-        """[B, 1, 1, 1], [B, T, 1] or [B, 1]: broadcasts against h."""
+        """Return the gate as [B, 1, 1, 1], [B, T, 1] or [B, 1], which broadcasts against h."""
         seen = h.mean((-2, -1)) if self.pools else h
         gate = torch.sigmoid(self.score(F.gelu(self.hidden(seen))))
         return gate[:, :, None, None] if self.pools else gate
 
 
 class FeelNothing(torch.autograd.Function):
-    """Let a seed learn without the host feeling it: forward is exactly `host`.
+    """Return exactly `host` in the forward pass, and pass the gradient to both inputs in the backward pass.
 
-    Backward hands the gradient to both, so the seed learns from the host's error
-    while the host's own gradient stays as if there were no seed. A sum such as
-    `host + (delta - delta.detach())` would turn one inf in the seed into a NaN host.
+    The seed learns from the host's error, and the host's gradient is the same as without a seed. A sum such as
+    `host + (delta - delta.detach())` would turn one inf in the seed into a NaN in the host.
     """
 
     @staticmethod
     def forward(ctx: Any, host: Tensor, delta: Tensor) -> Tensor:
-        return host.clone()  # a view would forbid an in-place operation behind the slot
+        """Return a copy of `host`."""
+        return host.clone()  # a view would forbid in-place operations after the slot
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        """Return the gradient for both inputs."""
         return grad, grad
 
 
 class Leash(torch.autograd.Function):
-    """Δ itself; backward adds a pull towards 0 that equals the gradient in strength where rms Δ = rms h.
+    """Return Δ unchanged; backward adds a pull towards 0 as strong as the gradient where rms Δ = rms h.
 
-    Straight-through gives a seed no feedback on its own output, so without a pull Δ runs away (measured:
-    to 78–1567 times h). With it Δ settles at −rms h · E[g] / E[rms g], rms over the channels of a position
-    and g the gradient there: as large as h where g always says the same, 0 where it contradicts itself.
+    Straight-through gives a seed no feedback on its own output, so without a pull Δ diverges (measured: to 78–1567
+    times h). With it Δ converges to −rms h · E[g] / E[rms g], with rms over the channels of a position and g the
+    gradient there: as large as h where g is always the same, 0 where g averages out.
     """
 
     @staticmethod
     def forward(ctx: Any, delta: Tensor, h: Tensor) -> Tensor:
+        """Return Δ and save Δ and rms h."""
         ctx.save_for_backward(delta, _rms(h))
         return delta.view_as(delta)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+        """Return the gradient plus the pull."""
         delta, reach = ctx.saved_tensors
         reach = torch.maximum(reach, _rms(delta) / MOST_PULL).clamp(min=TINY)
         return grad + (delta * (_rms(grad) / reach)).to(grad.dtype), None
 
 
 def _rms(t: Tensor) -> Tensor:
-    """Over the channels of each position; in float32 at least, for a square overflows float16."""
+    """Return the rms over the channels of each position, in float32 at least: squares overflow float16."""
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
     return wide.square().mean(1 if t.ndim == 4 else -1, keepdim=True).sqrt()
 
 
 def straight_through(h: Tensor, delta: Tensor) -> Tensor:
-    """Exactly h, while the seed behind Δ learns on a leash: isolation in a loop we do not own."""
+    """Return exactly h, while the seed behind Δ is trained with a leash. Needs no shadow pass in the training loop."""
     return FeelNothing.apply(h, Leash.apply(delta, h.detach()))
 
 
 def detached(h: Tensor) -> Tensor:
-    """The features as a seed may see them without the host feeling it.
+    """Return the features without a gradient path to the host.
 
-    They ask for a gradient that nobody reads: GroupNorm's backward on channels_last features that
-    ask for none crashes torch 2.13 on the CPU.
+    The result requires a gradient that is never used: GroupNorm's backward on channels_last features that do not
+    require one crashes torch 2.13 on the CPU.
     """
-    if torch.compiler.is_compiling():  # where requires_grad_() on an intermediate breaks the graph
+    if torch.compiler.is_compiling():  # requires_grad_() on an intermediate breaks the graph
         return _Unfelt.apply(h)
     return h.detach().requires_grad_()
 
 
 class _Unfelt(torch.autograd.Function):
-    """`detach` for a compiled graph: no gradient reaches h, yet the output asks for one if h does."""
+    """`detach` for compiled graphs: no gradient reaches h, but the output requires one if h does."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
+        """Return a view of h."""
         return h.view_as(h)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> None:
+        """Return no gradient."""
         return None

@@ -1,4 +1,4 @@
-"""Why the rules hold a seed back, in words: the value that was found and the threshold that it must reach."""
+"""Text messages for failed gate checks, with the measured value and the threshold it must reach."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ At = tuple[int, int]  # environment, slot
 
 
 def _dwell(table: SlotTable, t: Thresholds, at: At) -> str:
+    """Explain a failed DWELL check."""
     training = table.stage[at] == SeedStage.TRAINING
     name, least = ("blend_dwell", t.blend_dwell) if training else ("hold_dwell", t.hold_dwell)
     stage = SeedStage(int(table.stage[at])).name
@@ -31,19 +32,23 @@ def _dwell(table: SlotTable, t: Thresholds, at: At) -> str:
 
 
 def _health(table: SlotTable, t: Thresholds, at: At) -> str:
+    """Explain a failed GRADIENT_HEALTH check."""
     return _too_low("gradient health", float(table.grad_health[at]), t.blend_health, "blend_health")
 
 
 def _ratio(table: SlotTable, t: Thresholds, at: At) -> str:
+    """Explain a failed GRADIENT_RATIO check."""
     return _too_low("seed/host gradient ratio", float(table.grad_ratio[at]), t.blend_ratio, "blend_ratio")
 
 
 def _improvement(table: SlotTable, t: Thresholds, at: At) -> str:
+    """Explain a failed IMPROVEMENT check."""
     improvement = float(table.quality[at[0]] - table.quality_stage[at])
     return _too_low("improvement of quality in this stage", improvement, t.blend_improvement, "blend_improvement")
 
 
 def _alpha(table: SlotTable, t: Thresholds, at: At) -> str:
+    """Explain a failed ALPHA_AT_FULL check."""
     alpha, target = float(table.alpha[at]), float(table.alpha_to[at])
     if table.moving[at]:
         return f"alpha is {alpha:.2f} and moving to {target:.2f}; the gate asks that it rests at 1"
@@ -51,6 +56,7 @@ def _alpha(table: SlotTable, t: Thresholds, at: At) -> str:
 
 
 def _contribution(table: SlotTable, t: Thresholds, at: At) -> str:
+    """Explain a failed CONTRIBUTION check."""
     if table.contribution_age[at] < 0:
         return "its contribution was not measured in HOLDING"
     value, se = float(table.contribution[at]), float(table.contribution_se[at])
@@ -61,7 +67,7 @@ def _contribution(table: SlotTable, t: Thresholds, at: At) -> str:
 
 
 def _too_low(what: str, value: float, least: float | None, name: str) -> str:
-    """Tell a value that is missing from one that is too low."""
+    """Return the message for a value that is missing or below its threshold."""
     if math.isnan(value):
         return f"{what} was not measured"
     return f"{what} {value:.4g} is below {least:.4g} (thresholds.{name})"
@@ -78,7 +84,7 @@ TEXTS: dict[Check, Callable[[SlotTable, Thresholds, At], str]] = {
 
 
 def germination_reason(table: SlotTable, rules: Rules, names: Sequence[str], slot: int, blueprint: int | None) -> str:
-    """Why an empty or cooling slot of environment 0 may not be planted now, with this blueprint or with any."""
+    """Return why an empty or cooling slot of environment 0 cannot be planted now, with this blueprint or any."""
     takes = [blueprint_name(int(b)) for b in np.nonzero(table.takes[slot])[0]]
     if blueprint is not None and not table.takes[slot, blueprint]:
         return f"{blueprint_name(blueprint)!r} does not fit there. It takes: {', '.join(takes) or 'none'}"
@@ -98,7 +104,7 @@ def germination_reason(table: SlotTable, rules: Rules, names: Sequence[str], slo
 
 
 def planting_obstacle(table: SlotTable, rules: Rules, names: Sequence[str]) -> str:
-    """Why no slot of environment 0 may be planted now; empty if one may."""
+    """Return why no slot of environment 0 can be planted now; "" if one can."""
     if legal(table, rules)[0, Op.GERMINATE].any():
         return ""
     empty = np.nonzero(table.stage[0] == SeedStage.DORMANT)[0]

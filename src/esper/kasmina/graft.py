@@ -1,10 +1,10 @@
-"""Graft: give any model slots, without changing what it computes.
+"""Graft: add slots to any model without changing what it computes.
 
     body = esper.graft(model, at=["layer1", "layer2"], probe=x)
 
-A hook is installed after each named module, once. Then the model is run on a few samples of `probe`:
-every slot must be reached, its features must be a floating tensor that seeds can be built for, and the
-place where the batch may fork for coalition evaluation is found by trying it (see `forking`).
+A forward hook is installed after each named module, once. Then the model is run on a few samples of `probe`.
+Every slot must be reached, and its features must be a floating-point tensor with a supported layout. The point
+where the batch may fork for coalition evaluation is found by trial (see `forking`).
 """
 
 from __future__ import annotations
@@ -45,12 +45,12 @@ def graft(
     probe: Any,
     select: Mapping[str, int | str | Path] | None = None,
 ) -> Body:
-    """Give `model` slots and return the body.
+    """Add slots to `model` and return the body.
 
-    at      module names or patterns ("layer*"), or a mapping of slot id → module name, or "auto"
-    probe   one batch the model accepts (a tensor, a tuple of positions or a mapping of keywords), ≥ 3 samples
-    select  for modules that return a tuple or mapping: where in it the features are, by module name; a tuple of
-            keys for an item within an item, as (1, 0) for the last hidden state of an LSTM
+    at      module names or patterns ("layer*"), a mapping of slot id → module name, or "auto"
+    probe   one batch the model accepts (a tensor, a tuple of positional or a mapping of keyword arguments), ≥ 3 samples
+    select  for modules that return a tuple or mapping: module name → key of the features, or a tuple of keys for an
+            item within an item, such as (1, 0) for the last hidden state of an LSTM
     """
     refuse_wrapped(model)
     probe, known = few_samples(dict(probe) if isinstance(probe, Mapping) else probe)
@@ -101,6 +101,7 @@ def graft(
 
 
 def refuse_wrapped(model: nn.Module) -> None:
+    """Raise GraftError if the model is wrapped, compiled, scripted or already has slots."""
     if isinstance(model, Body):
         raise GraftError("this model is a body already. Name all its slots in one call of esper.graft.")
     kinds = {c.__name__ for c in type(model).__mro__}
@@ -120,7 +121,7 @@ def refuse_wrapped(model: nn.Module) -> None:
 
 
 def refuse_unread(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> None:
-    """Raise if the model's output does not depend on the features of some slot: its seed would change nothing."""
+    """Raise GraftError if the model's output does not depend on a slot's features: its seed would have no effect."""
     for name, read in unread_modules(model, probe, selects).items():
         path = selects[name].path
         what = f"item {_shown(path)} of what module {name!r} returns" if path else f"what module {name!r} returns"
@@ -132,12 +133,12 @@ def refuse_unread(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -
 
 
 def _shown(path: Path) -> str:
-    """A path as `select` takes it."""
+    """Return a path in the form that `select` accepts."""
     return repr(path[0] if len(path) == 1 else path)
 
 
 def few_samples(probe: Any) -> tuple[Any, Known]:
-    """The first few samples of a batch, and which of its tensors have samples."""
+    """Return the first few samples of a batch, and which of its tensors have a batch dimension."""
     tensors = [x for x in pytree.tree_leaves(probe) if isinstance(x, Tensor) and x.ndim > 0]
     if not tensors:
         raise GraftError(f"the probe holds no tensor with a batch dimension: {type(probe).__name__}")
@@ -152,12 +153,13 @@ def few_samples(probe: Any) -> tuple[Any, Known]:
 
 
 def known_form(arguments: Any, samples: int) -> Known:
+    """Return the tree structure of the arguments, and per leaf False if it is a tensor without a batch dimension."""
     leaves, form = pytree.tree_flatten(arguments)
     return str(form), [not isinstance(x, Tensor) or is_batched(x, samples) for x in leaves]
 
 
 def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], probe: Any) -> dict[str, str]:
-    """Slot id → module name, in the order given."""
+    """Return slot id → module name, in the order given."""
     names = [name for name, _ in model.named_modules() if name]
     if at == "auto":
         sites = propose_sites(model, probe)
@@ -172,7 +174,7 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
     for pattern in () if isinstance(at, Mapping) else ([at] if isinstance(at, str) else at):
         if pattern in names:
             found = [pattern]
-        else:  # one * stays within one level: "blocks.*" means the blocks, not their parts
+        else:  # * does not match a dot: "blocks.*" selects the blocks, not their children
             found = [n for n in names if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
         if not found:
             raise unknown_name("module", pattern, names)
@@ -189,7 +191,7 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
 
 
 def propose_sites(model: nn.Module, probe: Any) -> list[str]:
-    """Up to three places spread over the model: after its blocks, or its layers if it has none."""
+    """Return up to three module names spread over the model: its blocks, or its layers if it has none."""
     order: list[tuple[str, nn.Module, Any]] = []
     handles = []
     names = {id(m): n for n, m in reversed(list(model.named_modules()))}
@@ -219,7 +221,7 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
     unread = unread_modules(model, probe, {name: selects[name] for name in fit})
     fit = {name: module for name, module in fit.items() if name not in unread}
     level = _siblings(fit) or [n for n, m in fit.items() if not any(True for _ in m.children())]
-    if any(not any(True for _ in fit[n].parameters()) for n in level):  # layers: after their activations
+    if any(not any(True for _ in fit[n].parameters()) for n in level):  # plain layers: choose the activations
         level = [n for n in level if not any(True for _ in fit[n].parameters())]
     if not level:
         raise GraftError(
@@ -231,7 +233,7 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
 
 
 def _siblings(fit: dict[str, nn.Module]) -> list[str]:
-    """The blocks of a model: modules with parts, of one class and under one parent, that hold the most parameters."""
+    """Return a model's blocks: non-leaf modules of one class under one parent, with the most parameters in total."""
     families: dict[tuple[str, type], list[str]] = {}
     for name, module in fit.items():
         if any(True for _ in module.children()) and any(True for _ in module.parameters()):
@@ -241,7 +243,7 @@ def _siblings(fit: dict[str, nn.Module]) -> list[str]:
 
 
 def find_features(name: str, output: Any, key: int | str | Path | None) -> tuple[Select, Tensor]:
-    """Where in a module's output the features are; said explicitly, or plain from its shape."""
+    """Return the location and the tensor of the features in a module's output, from `key` or by convention."""
     path = key if isinstance(key, tuple) else () if key is None else (key,)
     if isinstance(output, Tensor):
         if path:
@@ -254,7 +256,7 @@ def find_features(name: str, output: Any, key: int | str | Path | None) -> tuple
 
 
 def _plain_key(name: str, output: Any) -> int | str:
-    """Which item of a tuple or mapping holds the features, if nobody says."""
+    """Return the key of the features in a tuple or mapping when `select` does not give it."""
     floats = [path[0] for path in floating_items(output) if len(path) == 1]
     plain = 0 if 0 in floats else "last_hidden_state" if "last_hidden_state" in floats else None
     if plain is None and len(floats) == 1:
@@ -269,6 +271,7 @@ def _plain_key(name: str, output: Any) -> int | str:
 
 
 def _floating(name: str, features: Tensor) -> Tensor:
+    """Return the features. Raise GraftError if they are nested or not floating-point."""
     if features.is_nested:
         raise GraftError(
             f"module {name!r} returns a nested tensor. nn.TransformerEncoder makes them from a padding mask: build it "
@@ -280,6 +283,7 @@ def _floating(name: str, features: Tensor) -> Tensor:
 
 
 def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> Site:
+    """Return the site for these features. Raise GraftError if their layout is not supported."""
     layout = LAYOUTS.get(features.ndim)
     if layout == Layout.SEQUENCE and _channels_first(module, features):
         raise GraftError(
@@ -287,7 +291,7 @@ def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> S
             "take [B, T, D]. Graft after a module behind a transpose, or wrap it in one that transposes."
         )
     if layout == Layout.SEQUENCE and (features.shape[0] != PROBE_SAMPLES or _samples_second(module, select)):
-        layout = Layout.VECTOR  # time or layers come first: only seeds that look at one position fit
+        layout = Layout.VECTOR  # batch is not the first axis: only position-wise seeds fit
     if layout is None:
         raise GraftError(
             f"module {name!r} returns shape {tuple(features.shape)}; slots take [B, C, H, W], [B, T, D] or [B, D]. "
@@ -300,12 +304,12 @@ def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> S
 
 
 def _samples_second(module: nn.Module, select: Select) -> bool:
-    """Whether a recurrent module's item has its samples on axis 1: states always, outputs unless batch_first."""
+    """Return whether a recurrent module's item has its batch on axis 1: states always, outputs unless batch_first."""
     return isinstance(module, nn.RNNBase) and (select.key == 1 or not module.batch_first)
 
 
 def _channels_first(module: nn.Module, features: Tensor) -> bool:
-    """Whether three-dimensional features are [B, C, L]: their middle is what a one-dimensional convolution makes."""
+    """Return whether features are [B, C, L]: the middle size is an output width of a one-dimensional convolution."""
     _, middle, last = features.shape
     made = {m.out_channels for m in module.modules() if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))}
     made |= {m.num_features for m in module.modules() if isinstance(m, nn.BatchNorm1d)}
@@ -317,12 +321,13 @@ def _channels_first(module: nn.Module, features: Tensor) -> bool:
 
 
 class _Noise(nn.Module):
-    """A stand-in seed for the probe: a change per sample as large as the features, so that mixing shows."""
+    """Stand-in seed for the probe: per-sample noise as large as the features, so that mixing of samples is visible."""
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return the same noise for every row."""
         generator = torch.Generator().manual_seed(h[0].numel())
         noise = torch.randn(PROBE_SAMPLES, *h.shape[1:], generator=generator).to(h)
-        size = h.float().square().mean().sqrt()  # of the same features in a forked pass and in a single one
+        size = h.float().square().mean().sqrt()  # equal in a forked pass and in a single one
         noise = noise * torch.where(size > 0, size, 1.0).to(h)
         if h.shape[0] % PROBE_SAMPLES:
             raise ForkError("the leading dimension is not a multiple of the batch")
@@ -330,7 +335,7 @@ class _Noise(nn.Module):
 
 
 def _ancestors(name: str) -> Iterable[str]:
-    """Enclosing modules from the nearest to the model itself ("")."""
+    """Yield the enclosing modules from the nearest to the model itself ("")."""
     parts = name.split(".")
     for i in range(len(parts) - 1, -1, -1):
         yield ".".join(parts[:i])
@@ -338,7 +343,7 @@ def _ancestors(name: str) -> Iterable[str]:
 
 @torch.no_grad()
 def find_forks(body: Body, probe: Any) -> None:
-    """For each slot the innermost place where the batch may fork, and the order in which they are met."""
+    """Find the innermost fork point of each slot, and the order in which the model reaches them."""
     training = [m for m in body.modules() if m.training]
     body.eval()
     try:
@@ -354,7 +359,7 @@ def find_forks(body: Body, probe: Any) -> None:
 
 
 def _meeting_order(body: Body, probe: Any) -> list[ForkPoint]:
-    """Every possible fork point in the order of one plain run; on the way, which arguments have samples."""
+    """Return every possible fork point in the order of one plain run. Also record which arguments are batched."""
     met: list[ForkPoint] = [ForkPoint(True, "")]
     handles = []
     modules = dict(body.model.named_modules())
@@ -382,6 +387,7 @@ def _meeting_order(body: Body, probe: Any) -> list[ForkPoint]:
 
 
 def _find_fork(body: Body, slot: Slot, probe: Any, sequence: list[ForkPoint]) -> ForkPoint | None:
+    """Return the innermost point at which this slot can fork, or None."""
     slot.seed, slot.stage = _Noise(), SeedStage.TRAINING
     own, size = slot.name, PROBE_SAMPLES
     candidates = [
@@ -393,18 +399,18 @@ def _find_fork(body: Body, slot: Slot, probe: Any, sequence: list[ForkPoint]) ->
         expected = [body.evaluate_rows(probe, size, plan)[0] for plan in alone]
         for point in candidates:
             if point not in sequence:
-                continue  # a list of modules, say, is never called
+                continue  # some modules are never called, such as a ModuleList
             plan = ForkPlan.build([[False], [True]], [own], {own: point}, [point], [True])
             plan.batched = body.batched
             try:
                 got = body.evaluate_rows(probe, size, plan)
             except ForkError:
-                continue  # shapes do not fit: something goes around this point
+                continue  # shapes do not fit: a connection bypasses this point
             if all(same(a, b) for a, b in zip(got, expected, strict=True)):
                 return point
         return None
     except ForkError:
-        return None  # samples do not come first here
+        return None  # the batch is not the first dimension here
     except FAILURES as error:
         warnings.warn(
             f"the model fails when noise changes the features at slot {own!r} ({type(error).__name__}: {error}), so it "
@@ -418,7 +424,7 @@ def _find_fork(body: Body, slot: Slot, probe: Any, sequence: list[ForkPoint]) ->
 
 
 def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
-    """Whether two outputs agree, up to the rounding that another batch size brings; NaN agrees with NaN."""
+    """Return whether two outputs agree up to the rounding caused by a different batch size. NaN equals NaN."""
     compared = 0
     for x, y in zip(leaves_of(a), leaves_of(b), strict=True):
         if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
@@ -426,7 +432,7 @@ def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
                 return False
             x, y = x.nan_to_num(), y.nan_to_num()
             scale = y.abs().amax().clamp(min=1e-6) if y.numel() else 1.0
-            most = max(tolerance, 8 * torch.finfo(x.dtype).eps)  # half precision rounds more than that
+            most = max(tolerance, 8 * torch.finfo(x.dtype).eps)  # half precision needs a larger tolerance
             if not bool(((x - y).abs() <= most * scale).all()):  # sync: once, at graft
                 return False
             compared += 1

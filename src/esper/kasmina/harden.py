@@ -1,10 +1,10 @@
-"""Harden: take a grown body home as a plain module, with no Esper class inside.
+"""Harden: convert a grown body to a plain module that contains no Esper class.
 
-Each grown module is swapped for a `torch.fx.GraphModule` that calls the module it was grafted on
-(`host`) and then the seed (`grown`), traced into torch parts. A module whose signature a graph cannot
-repeat (`*args`, `**kwargs`), or into which other code of the model reaches (`self.embed.weight`), keeps
-its place and gets the traced seed as a child and a forward hook. Either way the result computes the same,
-trains, exports and loads alone.
+Each grown module is replaced by a `torch.fx.GraphModule` that calls the original module (`host`) and then the
+seed (`grown`), traced into torch operations. A module whose signature a graph cannot reproduce (`*args`,
+`**kwargs`), or whose attributes other code of the model reads (`self.embed.weight`), stays and gets the traced
+seed as a child and a forward hook. In both cases the result computes the same, trains, exports and loads
+without Esper.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from esper.leyline.stages import SeedStage
 
 GROWN, HOST = "grown", "host"
 CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-"""A child added to one of these would become part of what it computes."""
+"""Containers in which an added child would become part of the computation."""
 
 
 class _Blend(nn.Module):
-    """One seed and how it joins the features, in a form that can be traced; alpha becomes a constant."""
+    """One seed and its blending operator in traceable form, with alpha as a constant."""
 
     def __init__(self, slot: Slot) -> None:
         super().__init__()
@@ -41,6 +41,7 @@ class _Blend(nn.Module):
         self.alpha, self.operator = slot.amplitude, slot.operator
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return the features with the seed blended in."""
         delta = self.seed(h)
         if self.operator == Operator.MULTIPLY:
             return h * (1 + self.alpha * torch.tanh(delta))
@@ -53,10 +54,10 @@ def harden(body: Body, *, key_map: Literal[False] = False) -> nn.Module: ...
 @overload
 def harden(body: Body, *, key_map: Literal[True]) -> tuple[nn.Module, dict[str, str]]: ...
 def harden(body: Body, *, key_map: bool = False) -> nn.Module | tuple[nn.Module, dict[str, str]]:
-    """A plain module that computes what the body computes; the body stays as it is.
+    """Return a plain module that computes what the body computes. The body is not modified.
 
-    Seeds that the host does not feel yet (GERMINATED, TRAINING) are left behind. With `key_map=True`
-    also returns where each key of `body.state_dict()` went.
+    Seeds before BLENDING (GERMINATED, TRAINING) are left out. With `key_map=True` also return a mapping from the
+    keys of `body.state_dict()` to the new keys.
     """
     problem = None
     for swap in (True, False):
@@ -71,6 +72,7 @@ def harden(body: Body, *, key_map: bool = False) -> nn.Module | tuple[nn.Module,
 
 
 def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
+    """Return a plain copy of the model and its key map. `swap` prefers replacing modules over attaching hooks."""
     if not isinstance(body, Body):
         raise HardenError(f"expected a body from esper.graft, got a {type(body).__name__}")
     twin = copy.deepcopy(body)
@@ -78,7 +80,7 @@ def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
     detach_hooks(twin)
     felt = [s for s in twin.slots.values() if s.seed is not None and s.stage >= SeedStage.BLENDING]
     keys = {k: k for k in plain.state_dict()}
-    for slot in sorted(felt, key=lambda s: -s.module_name.count(".")):  # inner modules first: names stay valid
+    for slot in sorted(felt, key=lambda s: -s.module_name.count(".")):  # inner modules first, so that names stay valid
         grown = _trace(slot)
         module = plain.get_submodule(slot.module_name)
         swaps = _signature_of(module) is not None and (swap or isinstance(module, CONTAINERS))
@@ -87,7 +89,7 @@ def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
 
 
 def detach_hooks(body: Body) -> None:
-    """Take our hooks, and only ours, off the model."""
+    """Remove Esper's hooks, and no others, from the model."""
     for slot in body.slots.values():
         hooks = body.model.get_submodule(slot.module_name)._forward_hooks
         for handle in [h for h, f in hooks.items() if getattr(f, "__self__", None) is slot]:
@@ -95,6 +97,7 @@ def detach_hooks(body: Body) -> None:
 
 
 def _trace(slot: Slot) -> fx.GraphModule:
+    """Return a seed with its blending as a traced graph."""
     try:
         tracer = fx.Tracer()
         blend_module = _Blend(slot)
@@ -106,7 +109,7 @@ def _trace(slot: Slot) -> fx.GraphModule:
         ) from error
     graph._tracer_cls = None
     for node in graph.nodes:
-        node.type = None  # annotations are strings here, and a saved graph would try to import them
+        node.type = None  # annotations are strings here; a saved graph would try to import them
     traced = fx.GraphModule(tracer.root, graph, class_name="Grown")
     for name, parameter in blend_module.named_parameters():
         traced.get_parameter(name).requires_grad_(parameter.requires_grad)
@@ -114,7 +117,7 @@ def _trace(slot: Slot) -> fx.GraphModule:
 
 
 def _signature_of(module: nn.Module) -> list[inspect.Parameter] | None:
-    """The parameters of a module's forward, or None if a graph cannot repeat them."""
+    """Return the parameters of a module's forward, or None if a graph cannot reproduce them."""
     parameters = list(inspect.signature(module.forward).parameters.values())
     loose = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
     plain_default = (int, float, bool, str, type(None))
@@ -125,7 +128,7 @@ def _signature_of(module: nn.Module) -> list[inspect.Parameter] | None:
 
 
 def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> None:
-    """Put a graph in the module's place: first the module, then the seed."""
+    """Replace the module by a graph that calls the module and then the seed."""
     graph = fx.Graph()
     args: list[fx.Node] = []
     kwargs: dict[str, Any] = {}
@@ -139,7 +142,7 @@ def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule
     graph.output(_put(graph, output, slot.select))
     swapped = fx.GraphModule(nn.ModuleDict({HOST: module, GROWN: grown}), graph, class_name="GrownModule")
     swapped.train(module.training)
-    for name, value in vars(module).items():  # plain settings that other code may read (`layer.kind`)
+    for name, value in vars(module).items():  # plain attributes that other code may read (`layer.kind`)
         if isinstance(value, (int, float, str, bool)) and name not in vars(swapped):
             setattr(swapped, name, value)
     for place in _places(plain, module):
@@ -150,7 +153,7 @@ def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule
 
 
 def _put(graph: fx.Graph, output: fx.Node, select: Select) -> Any:
-    """The output with its features grown: the same kind of tuple, list or mapping as before."""
+    """Return the output with grown features, as the same kind of tuple, list or mapping."""
     if select.key is None:
         return graph.call_module(GROWN, (output,))
     item = graph.call_function(operator.getitem, (output, select.key))
@@ -166,7 +169,7 @@ def _put(graph: fx.Graph, output: fx.Node, select: Select) -> Any:
 
 
 def _attach(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> None:
-    """Leave the module in its place; the traced seed is its child and its forward hook."""
+    """Keep the module and add the traced seed as its child and forward hook."""
     if isinstance(module, CONTAINERS) or hasattr(module, GROWN):
         raise HardenError(f"module {slot.module_name!r} ({type(module).__name__}) can neither be swapped nor extended")
     graph = fx.Graph()
@@ -180,11 +183,12 @@ def _attach(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModu
 
 
 def _places(plain: nn.Module, module: nn.Module) -> list[str]:
-    """Every name under which the model holds a module."""
+    """Return every name under which the model holds a module."""
     return [n for n, m in plain.named_modules(remove_duplicate=False) if m is module]
 
 
 def _move_keys(keys: dict[str, str], moved: dict[str, str]) -> None:
+    """Replace prefixes of the new keys."""
     for old, new in list(keys.items()):
         for before, after in moved.items():
             if new.startswith(before):
@@ -192,11 +196,12 @@ def _move_keys(keys: dict[str, str], moved: dict[str, str]) -> None:
 
 
 def _add_keys(keys: dict[str, str], slot: Slot, home: str, grown: nn.Module) -> None:
+    """Add the keys of a seed to the key map."""
     keys |= {f"esper.{slot.name.replace('.', '/')}.{k}": f"{home}.{k}" for k in grown.state_dict()}
 
 
 def _differs(body: Body, plain: nn.Module) -> str:
-    """What is wrong with the hardened model on the probe that the body was grafted with; "" if nothing."""
+    """Return how the hardened model differs from the body on the probe; "" if it does not."""
     device = next((p.device for p in body.parameters()), torch.device("cpu"))
     probe = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, body.probe)
     expected = quietly(body, probe)

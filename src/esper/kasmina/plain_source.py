@@ -1,10 +1,10 @@
-"""A plain module as Python source: what a hardened model is, written so that an engineer can read and change it.
+"""Write a plain module, such as a hardened model, as readable Python source.
 
     text = source_of(harden(body))     # classes of torch parts; the root is `Model`
 
-Each module with a forward of its own becomes a class, its forward traced one level deep; torch's own layers become
-calls of their constructors. Names stay, so a state of the module fits the written one. What cannot be written is
-refused by name, never guessed: whoever writes a file still runs it and compares.
+Each module with its own forward becomes a class, its forward traced one level deep. Torch's own layers become
+constructor calls. Names are kept, so the state dict of the module fits the written one. Anything that cannot be
+written raises HardenError with its name. The caller still has to run the source and compare outputs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from torch import fx, nn
 from esper.leyline.errors import HardenError
 
 WIDTH = 72
-"""What is longer than this is not put inside another line."""
+"""Maximum length, in characters, of an expression that is inlined into another line."""
 IMPORTS = "import torch\nimport torch.nn.functional as F\nfrom torch import nn\n"
 RESERVED = {"torch", "nn", "F", "self", "super"}
 INFIX: dict[Any, str] = {
@@ -35,7 +35,7 @@ INFIX: dict[Any, str] = {
 
 
 def source_of(plain: nn.Module, name: str = "Model") -> str:
-    """Imports and classes, the last of which is `name`: the module itself."""
+    """Return imports and classes as source. The last class is `name`, the module itself."""
     hooked = [n for n, m in plain.named_modules() if m._forward_hooks or m._forward_pre_hooks]
     if hooked:
         raise HardenError(
@@ -47,13 +47,14 @@ def source_of(plain: nn.Module, name: str = "Model") -> str:
 
 
 class _Writer:
-    """Collects classes; modules that are written alike share one."""
+    """Collect class definitions. Modules with equal source share one class."""
 
     def __init__(self) -> None:
         self.texts: list[str] = []
-        self.names: dict[tuple[str, str], str] = {}  # (wished name, body) → class
+        self.names: dict[tuple[str, str], str] = {}  # (preferred name, body) → class name
 
     def class_of(self, module: nn.Module, wished: str) -> str:
+        """Write the class of a module if it is new, and return its name."""
         lines = ["    def __init__(self):", "        super().__init__()"]
         for key, p in module._parameters.items():
             if p is not None:
@@ -76,9 +77,9 @@ class _Writer:
         return self.names[wished, body]
 
     def expression(self, module: nn.Module, key: str) -> str:
-        """What makes a child: a torch layer's constructor, or one of our classes."""
+        """Return the expression that creates a child: a torch constructor call or a call of a written class."""
         if type(module) in (nn.Sequential, nn.ModuleList, nn.Module) and _numbered(module):
-            last = max(map(int, module._modules))  # fx leaves out what a graph does not call
+            last = max(map(int, module._modules))  # fx omits modules that a graph does not call
             children = [module._modules.get(str(i)) or nn.Identity() for i in range(last + 1)]
             parts = _laid_out([self.expression(child, key) for child in children])
             return f"nn.Sequential({parts})" if type(module) is nn.Sequential else f"nn.ModuleList([{parts}])"
@@ -89,7 +90,7 @@ class _Writer:
 
 
 def _laid_out(parts: list[str]) -> str:
-    """Arguments on one line, or each on its own where that would be long."""
+    """Return the arguments on one line, or one per line if that would be too long."""
     line = ", ".join(parts)
     if len(line) <= WIDTH and "\n" not in line:
         return line
@@ -98,13 +99,13 @@ def _laid_out(parts: list[str]) -> str:
 
 
 def _numbered(module: nn.Module) -> bool:
-    """Whether a module is a list: children with numbers for names, and nothing else."""
+    """Return whether a module is a list: numbered children and nothing else."""
     named = any(not key.isdigit() for key in module._modules)
     return bool(module._modules) and not (named or module._parameters or module._buffers)
 
 
 def constructor(layer: nn.Module) -> str:
-    """The call that makes such a layer of torch anew; proven by making it.
+    """Return the constructor call that recreates a torch layer, verified by evaluating it.
 
     >>> constructor(nn.Conv2d(3, 8, 3, padding=1, bias=False))
     'nn.Conv2d(3, 8, 3, padding=1, bias=False)'
@@ -132,25 +133,28 @@ def constructor(layer: nn.Module) -> str:
 
 
 def _short(value: Any) -> Any:
-    """(3, 3) as 3, as people write it."""
+    """Return a tuple of equal integers as one integer: (3, 3) as 3."""
     same = isinstance(value, tuple) and len(set(value)) == 1 and isinstance(value[0], int)
     return value[0] if same else value
 
 
 class _Shallow(fx.Tracer):
+    """Tracer that treats every submodule as a leaf."""
+
     def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return True."""
         return True
 
 
 def _forward(module: nn.Module) -> list[str]:
-    """The lines of a module's forward: steps that follow each other at once share a line."""
+    """Return the lines of a module's forward. A value used only by the next step is inlined there."""
     try:
         graph = module.graph if isinstance(module, fx.GraphModule) else _Shallow().trace(module)
     except Exception as error:
         raise HardenError(f"the forward of {type(module).__name__} cannot be traced: {error}") from error
     nodes = list(graph.nodes)
     following = dict(pairwise(nodes))
-    said: dict[fx.Node, tuple[str, bool]] = {}  # the text of a value, and whether it needs brackets
+    said: dict[fx.Node, tuple[str, bool]] = {}  # node → its text, and whether it needs brackets
     inputs, lines = ["self"], []
     for node in nodes:
         if node.op == "placeholder":
@@ -170,17 +174,18 @@ def _forward(module: nn.Module) -> list[str]:
 
 
 def _joins(node: fx.Node, user: fx.Node, text: str) -> bool:
-    """Whether a step can be written inside the next one: used there, once, with nothing in between."""
+    """Return whether a step can be inlined into the next one: its only use, used once, and short enough."""
     uses: list[fx.Node] = []
     fx.node.map_arg((user.args, user.kwargs), uses.append)
     return list(node.users) == [user] and uses.count(node) == 1 and len(text) < WIDTH
 
 
 Said = Callable[[fx.Node], tuple[str, bool]]
+"""Function from a node to its text and whether it needs brackets."""
 
 
 def _step(node: fx.Node, said: Said) -> tuple[str, bool]:
-    """One step as an expression, and whether it needs brackets inside another."""
+    """Return one step as an expression, and whether it needs brackets inside another."""
     args = [_value(a, said) for a in node.args]
     call = ", ".join([text for text, _ in args] + [f"{k}={_value(v, said)[0]}" for k, v in node.kwargs.items()])
     if node.op == "output":
@@ -204,11 +209,12 @@ def _step(node: fx.Node, said: Said) -> tuple[str, bool]:
 
 
 def _path(target: str) -> str:
-    """`blocks.0.host` as `self.blocks[0].host`."""
+    """Return an attribute path as an expression: `blocks.0.host` as `self.blocks[0].host`."""
     return "self" + "".join(f"[{part}]" if part.isdigit() else f".{part}" for part in target.split("."))
 
 
 def _function(target: Any) -> str:
+    """Return the qualified name of a torch function. Raise HardenError for any other function."""
     name = getattr(target, "__name__", str(target))
     for space, label in ((F, "F"), (torch, "torch"), (torch.Tensor, "torch.Tensor")):
         if getattr(space, name, None) is target:
@@ -217,11 +223,13 @@ def _function(target: Any) -> str:
 
 
 def _bracketed(said: tuple[str, bool]) -> str:
+    """Return the text, in parentheses if needed."""
     text, compound = said
     return f"({text})" if compound else text
 
 
 def _value(value: Any, said: Said) -> tuple[str, bool]:
+    """Return a literal or node as an expression, and whether it needs brackets."""
     if isinstance(value, fx.Node):
         return said(value)
     if isinstance(value, (tuple, list)):
@@ -245,7 +253,7 @@ def _value(value: Any, said: Said) -> tuple[str, bool]:
 
 
 def _index(index: Any, said: Said) -> str:
-    """What stands in square brackets: slices with colons."""
+    """Return the text inside square brackets, with slices written with colons."""
     if isinstance(index, tuple) and index:
         return ", ".join(_index(i, said) for i in index) + ("," if len(index) == 1 else "")
     if isinstance(index, slice):

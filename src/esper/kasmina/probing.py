@@ -1,4 +1,4 @@
-"""Probe runs of a model: without a trace, and to see whether its output depends on what a module returns."""
+"""Probe runs of a model that leave its state unchanged, and the test whether its output depends on a module."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from esper.kasmina.slot import Path, Select
 from esper.leyline.errors import GraftError
 
 PROBE_SAMPLES = 3
-"""Samples in the fork probe: with one, or with no difference between rows, mixing would go unseen."""
+"""Samples in the fork probe. With one sample, mixing between samples could not be detected."""
 
 
 def quietly(model: nn.Module, batch: Any, *, grad: bool = False) -> Any:
-    """Run a model in eval without leaving a trace: modes and the random stream are put back."""
+    """Run a model in eval mode. Restore its training modes and the random generator afterwards."""
     training = [m for m in model.modules() if m.training]
     try:
         model.eval()
@@ -37,13 +37,13 @@ def quietly(model: nn.Module, batch: Any, *, grad: bool = False) -> Any:
 
 
 def leaves_of(output: Any) -> list[Any]:
-    """Whatever an output holds, also in an object that torch does not know."""
+    """Return all leaves of an output, including those in dataclasses that pytree does not flatten."""
     leaves = pytree.tree_leaves(output)
     return [y for x in leaves for y in (leaves_of(vars(x)) if dataclasses.is_dataclass(x) else [x])]
 
 
 def floating_items(output: Any, path: Path = ()) -> dict[Path, Tensor]:
-    """The floating tensors of a module's output by the path of keys that leads to each."""
+    """Return the floating-point tensors of a module's output by their path of keys."""
     if isinstance(output, Tensor):
         return {path: output} if output.is_floating_point() else {}
     if isinstance(output, Mapping):
@@ -56,10 +56,10 @@ def floating_items(output: Any, path: Path = ()) -> dict[Path, Tensor]:
 
 
 def unread_modules(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> dict[str, list[Path]]:
-    """Modules whose selected features the model's output does not depend on, each with the items that it does read.
+    """Return modules whose selected features do not affect the model's output, each with the items that do.
 
-    The autograd graph decides: a branch whose last weight is still zero is read. What no gradient reaches (behind a
-    `detach`, within `no_grad`) is read if noise in it changes the output.
+    The autograd graph decides, so a branch whose last weight is still zero counts as used. Features that no gradient
+    reaches (behind a `detach`, within `no_grad`) count as used if noise in them changes the output.
     """
     read = _items_in_graph(model, probe, selects)
     missed = [n for n, select in selects.items() if select.path not in read[n]]
@@ -68,14 +68,14 @@ def unread_modules(model: nn.Module, probe: Any, selects: Mapping[str, Select]) 
 
 
 def _items_in_graph(model: nn.Module, probe: Any, names: Iterable[str]) -> dict[str, list[Path]]:
-    """By module the paths of its items that the autograd graph of the model's output contains."""
+    """Return per module the paths of its items that are in the autograd graph of the model's output."""
     marks: dict[str, dict[Path, set[Node]]] = {name: {} for name in names}
 
     def mark(name: str) -> Callable[..., Any]:
         def hook(module: nn.Module, args: Any, output: Any) -> Any:
             for path, h in floating_items(output).items():
                 marked = (h if h.requires_grad else h.detach().requires_grad_()).clone()
-                if marked.grad_fn is not None:  # else within no_grad
+                if marked.grad_fn is not None:  # None within no_grad
                     marks[name].setdefault(path, set()).add(marked.grad_fn)
                     output = Select.at(output, path, name).put(output, marked)
             return output
@@ -85,13 +85,13 @@ def _items_in_graph(model: nn.Module, probe: Any, names: Iterable[str]) -> dict[
     try:
         output = _run_hooked(model, probe, {name: mark(name) for name in marks}, grad=True)
     except GraftError:
-        return {name: [] for name in marks}  # a model that does not run with gradients is judged by noise
+        return {name: [] for name in marks}  # cannot run with gradients: use the noise test
     graph = _graph_of(x for x in leaves_of(output) if isinstance(x, Tensor))
     return {name: [path for path, nodes in items.items() if nodes & graph] for name, items in marks.items()}
 
 
 def _graph_of(outputs: Iterable[Tensor]) -> set[Node]:
-    """Every node of the autograd graph behind these tensors."""
+    """Return every node of the autograd graph behind these tensors."""
     waiting = [x.grad_fn for x in outputs if x.grad_fn is not None]
     seen: set[Node] = set()
     while waiting:
@@ -103,7 +103,7 @@ def _graph_of(outputs: Iterable[Tensor]) -> set[Node]:
 
 
 def _noise_shows(model: nn.Module, probe: Any, name: str, select: Select) -> bool:
-    """Whether noise in a module's features changes the model's output; also if that cannot be told."""
+    """Return whether noise in a module's features changes the model's output, or True if the noisy run fails."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         h = select.get(output)
@@ -114,15 +114,17 @@ def _noise_shows(model: nn.Module, probe: Any, name: str, select: Select) -> boo
     try:
         noisy = _floats(_run_hooked(model, probe, {name: hook}))
     except GraftError:
-        return True  # noise is more than this model bears
+        return True  # the model fails on noise: assume that it reads the features
     return not plain or len(plain) != len(noisy) or not all(map(_equal, plain, noisy))
 
 
 def _floats(output: Any) -> list[Tensor]:
+    """Return the floating-point tensors of an output."""
     return [x for x in leaves_of(output) if isinstance(x, Tensor) and x.is_floating_point()]
 
 
 def _equal(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors are equal, with NaN replaced by 0."""
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 

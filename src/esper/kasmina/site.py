@@ -1,4 +1,4 @@
-"""What a slot knows about its place: the kind and width of the features that pass there."""
+"""Sites: layout, width and shape of the features at a slot."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from enum import StrEnum
 
 
 class Layout(StrEnum):
-    """How the features at a slot are laid out; a blueprint says which layouts it serves."""
+    """Layout of the features at a slot. A blueprint declares which layouts it supports."""
 
     MAP = "map"  # [B, C, H, W]
     SEQUENCE = "sequence"  # [B, T, D]
@@ -16,12 +16,12 @@ class Layout(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """The features at one slot, as a probe saw them."""
+    """The features at one slot, as observed in the probe."""
 
     layout: Layout
     dim: int
-    """Channels of a map, width of a sequence or vector."""
+    """Number of channels of a map, or width of a sequence or vector."""
     shape: tuple[int, ...]
-    """One sample's shape, without the batch."""
+    """Shape of one sample, without the batch dimension."""
     channels_last: bool = False
-    """A map whose channels lie next to each other in memory: seeds are laid out the same way."""
+    """Whether a map has channels_last memory format. Seeds are built in the same format."""

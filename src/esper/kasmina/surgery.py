@@ -1,8 +1,8 @@
-"""Surgery: carry out effects on one body and its one optimiser.
+"""Structural changes: apply effects to one body and keep its optimiser in sync.
 
-The optimiser gets one empty group for seeds, once, before any scheduler is built. From then on parameters
-only move: into that group when a seed is built, out of it when the seed is dropped, into the group of the
-module it follows when it is committed. Survivors keep their state; nothing is compared per batch.
+One empty parameter group for seeds is added to the optimiser, once, before any scheduler is built. Afterwards
+parameters only move: into that group when a seed is built, out of it when the seed is dropped, into the group
+of the module it follows when it is committed. Other parameters keep their state. There is no per-batch work.
 """
 
 from __future__ import annotations
@@ -25,35 +25,36 @@ from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 
 SEED_GROUP = "esper_seeds"
-"""The key that marks the seeds' group among `optimizer.param_groups`."""
+"""Key that marks the seeds' group among `optimizer.param_groups`."""
 REFUSED = {
     "LBFGS": "it keeps one flat history of all parameters. Use SGD or AdamW.",
     "Muon": "it updates matrices only, and seeds have biases and convolutions. Use AdamW or SGD.",
     "ZeroRedundancyOptimizer": "it shards its state when it is built. Use the plain optimiser with DDP.",
     "SparseAdam": "it takes sparse gradients only, and seeds have dense ones.",
 }
+"""Unsupported optimiser class names, each with the reason and an alternative."""
 
 
 class Surgeon:
-    """Keeps modules and optimiser in step with the table of one environment."""
+    """Keep the modules and the optimiser consistent with the table of one environment."""
 
     def __init__(self, body: Body, optimizer: Optimizer, *, seed: int = 0, **seed_options: Any) -> None:
         refuse(body, optimizer)
         self.body, self.optimizer, self.seed = body, optimizer, seed
         self.on_change: list[Callable[[Effect, Slot], None]] = []
         self.names = list(body.slots)
-        self.ranks: dict[nn.Parameter, tuple[int, int]] = {}  # parameters of slots: slot, place within it
-        self.seeds = len(optimizer.param_groups)  # number of the seeds' group: loading a state replaces the dicts
+        self.ranks: dict[nn.Parameter, tuple[int, int]] = {}  # seed parameter → (slot index, index within the slot)
+        self.seeds = len(optimizer.param_groups)  # index of the seeds' group: loading a state replaces the dicts
         optimizer.add_param_group(seed_group(optimizer, seed_options))
         self.reload()
 
     @property
     def group(self) -> dict[str, Any]:
-        """The seeds' group."""
+        """Return the parameter group of the seeds."""
         return self.optimizer.param_groups[self.seeds]
 
     def carry_out(self, effects: list[Effect], table: SlotTable, env: int = 0) -> None:
-        """Do what the rules ask of this environment, then let the slots follow the table."""
+        """Apply the effects of this environment, sync the slots with the table and call the `on_change` listeners."""
         changed = []
         for effect in effects:
             if effect.env == env:
@@ -67,7 +68,7 @@ class Surgeon:
                 listener(effect, slot)
 
     def reload(self) -> None:
-        """The body was built anew from a file: forget parameters that are gone, take in those that came."""
+        """Update the optimiser after the body was rebuilt from a state: release removed parameters, add new ones."""
         alive = set(self.body.parameters())
         for p in [p for p in self.ranks if p not in alive]:
             self._release(p)
@@ -77,6 +78,7 @@ class Surgeon:
     # -- one method per effect
 
     def _build(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
+        """Plant the seed that the table describes and add its parameters to the optimiser."""
         at = effect.env, effect.slot
         serial = int(table.serial[at])
         self.body.plant(
@@ -88,32 +90,35 @@ class Surgeon:
         self._settle(slot)
 
     def _drop(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
+        """Remove a seed and its parameters."""
         for p in slot.parameters():
             self._release(p)
             p.grad = None
         slot.uproot()
 
     def _commit(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
+        """Move a seed's parameters to the host's groups."""
         self._settle(slot, committed=True)
 
     def _set_operator(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
+        """Change the blending operator and update the optimiser for an added or removed gate."""
         if slot.gate is not None:
             for p in slot.gate.parameters():
                 self._release(p)
         slot.set_operator(Operator(int(table.operator[effect.env, effect.slot])))
         self._settle(slot)
 
-    # -- the optimiser's books
+    # -- optimiser groups and state
 
     def _settle(self, slot: Slot, *, committed: bool = False) -> None:
-        """Put a slot's parameters, with their state, where they belong: with the seeds or, once committed, the host."""
+        """Move a slot's parameters, with their state, to the seeds' group or, once committed, to the host's groups."""
         holder = self._holders()
         homes = self._host_groups(slot, holder) if committed else {}
         for place, (name, p) in enumerate(slot.named_parameters()):
             home = homes[p.ndim > 1] if committed else self.seeds
             rank = self.names.index(slot.name), place
             if holder.get(p) == home or (committed and p in holder and p not in self.ranks):
-                self.ranks[p] = rank  # where it belongs, or where its owner put it
+                self.ranks[p] = rank  # already in the right group, or in one the user chose
                 continue
             state = self.optimizer.state.get(p)
             self._release(p)
@@ -124,7 +129,7 @@ class Surgeon:
             self._even_out(self.optimizer.param_groups[home])
 
     def _join(self, home: int, name: str, p: nn.Parameter, rank: tuple[int, int]) -> None:
-        """Behind the host's own, in the order of slots whatever the order of events: a saved state fits again."""
+        """Insert a parameter after the host's own, sorted by slot, so that a saved optimiser state always matches."""
         group = self.optimizer.param_groups[home]
         later = (i for i, q in enumerate(group["params"]) if self.ranks.get(q, ()) > rank)
         index = next(later, len(group["params"]))
@@ -134,6 +139,7 @@ class Surgeon:
         self.ranks[p] = rank
 
     def _release(self, p: nn.Parameter) -> None:
+        """Remove a parameter and its state from the optimiser."""
         self.ranks.pop(p, None)
         self.optimizer.state.pop(p, None)
         for group in self.optimizer.param_groups:
@@ -145,20 +151,20 @@ class Surgeon:
                     return
 
     def _even_out(self, group: dict[str, Any]) -> None:
-        """Fused SGD takes momentum buffers for all of a group or for none: whoever has none gets zeros."""
+        """Fill missing momentum buffers with zeros: fused SGD requires them for all parameters of a group or none."""
         if group.get("fused") and group.get("momentum"):
             for p in group["params"]:
                 if p.requires_grad or p in self.ranks:
                     self.optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
     def _holders(self) -> dict[nn.Parameter, int]:
-        """The number of the group that holds each parameter."""
+        """Return the index of the group that holds each parameter."""
         return {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
     def _host_groups(self, slot: Slot, holder: dict[nn.Parameter, int]) -> dict[bool, int]:
-        """Where a fossil's vectors (False) and matrices (True) belong: with those of the module it follows.
+        """Return the groups for a fossil's vectors (False) and matrices (True): those of the module it follows.
 
-        So a user's decay and no-decay groups keep their meaning.
+        This preserves a user's split into groups with and without weight decay.
         """
         homes: dict[bool, int] = {}
         names = slot.module_name.split(".")
@@ -173,7 +179,7 @@ class Surgeon:
 
 
 def seed_group(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
-    """An empty group for seeds: the learning rate of the first group, no decay, unless `options` say otherwise."""
+    """Return an empty group for seeds: the first group's learning rate and no weight decay, unless in `options`."""
     first = optimizer.param_groups[0]
     lr = first["lr"].clone() if isinstance(first["lr"], torch.Tensor) else first["lr"]
     options = {"lr": lr, **({"weight_decay": 0.0} if "weight_decay" in first else {}), **options}
@@ -185,7 +191,7 @@ def seed_group(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
     group = {"params": [], SEED_GROUP: True, **options}
     if "param_names" in first:
         group["param_names"] = []
-    if "initial_lr" in first:  # of a state loaded from a run with a scheduler: the next one asks all groups for it
+    if "initial_lr" in first:  # from a run with a scheduler; the next scheduler requires it in every group
         group["initial_lr"] = options["lr"]
     return group
 
@@ -199,7 +205,7 @@ _ACTS: dict[EffectKind, Callable[[Surgeon, Slot, SlotTable, Effect], None]] = {
 
 
 def refuse(body: nn.Module, optimizer: Optimizer) -> None:
-    """Say clearly what cannot follow growth, before anything is changed."""
+    """Raise OptimizerError if the body or optimiser does not support growth, before anything is changed."""
     kind = type(optimizer).__name__
     if not isinstance(body, Body):
         inner = getattr(body, "module", None) or getattr(body, "_orig_mod", None)
@@ -228,9 +234,9 @@ def refuse(body: nn.Module, optimizer: Optimizer) -> None:
 
 @torch.no_grad()
 def clip_separately(groups: list[list[nn.Parameter]], max_norm: float) -> list[torch.Tensor]:
-    """Clip each list of parameters to its own norm, in one sweep, so that none spends another's budget.
+    """Clip each list of parameters to its own gradient norm, in one sweep. Lists do not share a norm budget.
 
-    Returns the norm of every gradient, list by list, still on the device.
+    Return the norm of every gradient, list by list, on the device.
     """
     with_grad = [[p.grad for p in group if p.grad is not None] for group in groups]
     flat = [g for grads in with_grad for g in grads]

@@ -1,7 +1,7 @@
-"""Blueprints: the recipes of seeds. One function each, registered for the layouts it serves.
+"""Blueprints: functions that build seeds, each registered for the layouts it supports.
 
-A seed returns the change Δ(h) it proposes, never h + Δ, and obeys the laws of `registry.check`.
-Read `registry.py` first; `maps.py` and `sequences.py` are the built-in sets.
+A seed returns the change Δ(h), not h + Δ, and must pass `registry.check`.
+Read `registry.py` first. `maps.py` and `sequences.py` contain the built-in blueprints.
 """
 
 from esper.kasmina.blueprints import maps, sequences  # noqa: F401  (registers the built-in sets)

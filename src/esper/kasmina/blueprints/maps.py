@@ -1,6 +1,6 @@
-"""Seeds for feature maps [B, C, H, W]. Each ends in a zero projection with no norm after it: Δ = 0 at birth.
+"""Seeds for feature maps [B, C, H, W]. Each ends in a zero-initialised projection without a norm: Δ = 0 at birth.
 
-A norm after the zero would blow up the first gradient by 1/√eps; a relu after it would stay shut for ever.
+A norm after the zero would scale the first gradient by 1/√eps. A ReLU after it would never activate.
 """
 
 from __future__ import annotations
@@ -20,31 +20,37 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 @blueprint("noop", layouts=Layout)
 def noop(dim: int) -> nn.Module:
+    """Return a seed that changes nothing."""
     return Noop()
 
 
 @blueprint("norm", layouts=MAP)
 def norm(dim: int) -> nn.Module:
+    """Return a learned interpolation to group-normalised features."""
     return Renorm(group_norm(dim))
 
 
 @blueprint("attention", layouts=MAP)
 def attention(dim: int) -> nn.Module:
+    """Return a squeeze-and-excitation seed (channel attention)."""
     return SqueezeExcite(dim)
 
 
 @blueprint("conv_small", layouts=MAP)
 def conv_small(dim: int) -> nn.Module:
+    """Return norm, activation and a 1×1 convolution."""
     return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1)))
 
 
 @blueprint("conv_light", layouts=MAP)
 def conv_light(dim: int) -> nn.Module:
+    """Return norm, activation and a 3×3 convolution."""
     return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3)))
 
 
 @blueprint("conv_heavy", layouts=MAP)
 def conv_heavy(dim: int) -> nn.Module:
+    """Return two blocks of norm, activation and a 3×3 convolution."""
     return nn.Sequential(
         group_norm(dim), rectifier(), conv(dim, dim, 3), group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3))
     )
@@ -52,11 +58,13 @@ def conv_heavy(dim: int) -> nn.Module:
 
 @blueprint("depthwise", layouts=MAP)
 def depthwise(dim: int) -> nn.Module:
+    """Return a depthwise-separable 3×3 convolution."""
     return nn.Sequential(conv(dim, dim, 3, groups=dim), group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1)))
 
 
 @blueprint("bottleneck", layouts=MAP)
 def bottleneck(dim: int) -> nn.Module:
+    """Return a bottleneck of 1×1, 3×3 and 1×1 convolutions with a quarter of the channels, at least 8."""
     width = max(8, dim // 4)
     return nn.Sequential(
         group_norm(dim),
@@ -69,7 +77,7 @@ def bottleneck(dim: int) -> nn.Module:
 
 
 class Renorm(nn.Module):
-    """Δ = tanh θ · (norm(h) − h): a dial from the features as they are to their normalised form."""
+    """Δ = tanh θ · (norm(h) − h): a learned interpolation from the features to their normalised form."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -77,11 +85,12 @@ class Renorm(nn.Module):
         self.theta = nn.Parameter(torch.zeros(()))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return Δ(h)."""
         return torch.tanh(self.theta) * (self.norm(h) - h)
 
 
 class SqueezeExcite(nn.Module):
-    """Δ = h · tanh(excite(squeeze(mean h))): each channel turned up or down by what the sample holds."""
+    """Δ = h · tanh(excite(squeeze(mean h))): scale each channel depending on the sample."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -90,33 +99,35 @@ class SqueezeExcite(nn.Module):
         self.excite = zeroed(nn.Linear(width, dim))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return Δ(h)."""
         pooled = h.mean((-2, -1))  # [B, C]
-        scale = torch.tanh(self.excite(F.gelu(self.squeeze(pooled))))  # gelu: of so few units none may die
+        scale = torch.tanh(self.excite(F.gelu(self.squeeze(pooled))))  # gelu: with so few units a dead one is costly
         return h * scale[:, :, None, None]
 
 
 def rectifier() -> nn.Module:
-    """Leaky: behind a plain relu a few steps at a high learning rate shut a small seed for good."""
+    """Return a leaky ReLU. With a plain ReLU a few steps at a high learning rate can kill a small seed permanently."""
     return nn.LeakyReLU(0.1)
 
 
 def conv(dim_in: int, dim_out: int, kernel: int, *, groups: int = 1) -> nn.Conv2d:
+    """Return a size-preserving convolution without bias, with Kaiming initialisation."""
     layer = nn.Conv2d(dim_in, dim_out, kernel, padding=kernel // 2, groups=groups, bias=False)
     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return layer
 
 
 def zeroed(layer: Layer) -> Layer:
-    """The last projection of a seed: zero, so the seed is the identity until it has learnt."""
+    """Set all parameters of a seed's last projection to zero, so that Δ = 0 at birth. Return the layer."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
 
 
 def group_norm(dim: int) -> nn.GroupNorm:
-    """As many groups as leave 16 channels in each, else one.
+    """Return a GroupNorm with the most groups that have at least 16 channels each, else one group.
 
-    Groups of one channel would erase what a constant channel says, and a whole 1×1 map: a dead seed.
+    Groups of one channel would erase constant channels and 1×1 maps, and the seed could not learn.
     """
     groups = next((g for g in (32, 16, 8, 4, 2) if dim % g == 0 and dim // g >= 16), 1)
     return nn.GroupNorm(groups, dim)

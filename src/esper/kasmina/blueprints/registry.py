@@ -1,4 +1,4 @@
-"""The table of blueprints: a dict and a decorator, what each costs, and the laws a seed obeys."""
+"""Blueprint registry: registration, construction, cost and the checks that a new seed must pass."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from esper.leyline.actions import BLUEPRINTS
 from esper.leyline.errors import BlueprintError, unknown_name
 
 Factory = Callable[[int], nn.Module]
-"""From the width of the features to a seed."""
+"""Function from the width of the features to a seed."""
 
 _FACTORIES: dict[tuple[str, Layout], Factory] = {}
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(BLUEPRINTS)}
@@ -24,24 +24,25 @@ _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(BLUEPRINT
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What a seed adds to its host."""
+    """Parameters and multiply-adds that a seed adds to its host."""
 
     params: int
     macs: int
-    """Multiply-adds of one forward pass over one sample: matrix products and convolutions."""
+    """Multiply-adds of one forward pass over one sample, counting matrix products and convolutions."""
 
 
 class Noop(nn.Module):
-    """The seed that proposes no change: the one seed that need not learn."""
+    """Seed with Δ = 0. The only seed that may have no parameters."""
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return zeros."""
         return torch.zeros_like(h)
 
 
 def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[Factory], Factory]:
-    """Register a function from width to seed as the blueprint `name` of these layouts.
+    """Register a function from width to seed as the blueprint `name` for these layouts.
 
-    A name may have one recipe per layout. Users' own names are numbered after the built-in ones,
+    A name may have one function per layout. User-defined names are numbered after the built-in ones,
     in order of registration.
     """
     served = [_layout(each) for each in ([layouts] if isinstance(layouts, str) else layouts)]
@@ -65,7 +66,7 @@ def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[
 
 
 def unregister(name: str) -> None:
-    """Forget one of the user's own blueprints; the numbers of others stay."""
+    """Remove a user-defined blueprint. The numbers of other blueprints do not change."""
     if name in BLUEPRINTS:
         raise BlueprintError(f"blueprint {name!r} is built in and cannot be unregistered")
     blueprint_index(name)
@@ -76,14 +77,14 @@ def unregister(name: str) -> None:
 
 
 def blueprint_index(name: str) -> int:
-    """The stored number of a blueprint."""
+    """Return the stored number of a blueprint."""
     if name not in _NUMBERS:
         raise unknown_name("blueprint", name, _NUMBERS)
     return _NUMBERS[name]
 
 
 def blueprint_name(index: int) -> str:
-    """The blueprint of a stored number."""
+    """Return the name of the blueprint with this stored number."""
     for name, number in _NUMBERS.items():
         if number == index:
             return name
@@ -91,12 +92,12 @@ def blueprint_name(index: int) -> str:
 
 
 def registered() -> list[str]:
-    """Every blueprint's name, in the order of stored numbers."""
+    """Return the names of all blueprints, in the order of their stored numbers."""
     return sorted(_NUMBERS, key=_NUMBERS.__getitem__)
 
 
 def blueprints_for(layout: Layout | str) -> list[str]:
-    """What can grow in such a slot, in the order of stored numbers; `noop` is never a choice."""
+    """Return the blueprints for a layout in the order of their stored numbers, without `noop`."""
     layout = _layout(layout)
     return [name for name in registered() if _grows(name, layout)]
 
@@ -109,33 +110,34 @@ def build(
     dtype: torch.dtype | None = None,
     seed: int | None = None,
 ) -> nn.Module:
-    """A fresh seed for a site; with `seed`, the same weights on any device."""
+    """Return a new seed for a site. With `seed` (a random seed) its weights are the same on every device."""
     with seeded(seed), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         return _make(name, site).to(device=device, dtype=dtype)
 
 
 @contextmanager
 def seeded(seed: int | None) -> Iterator[None]:
-    """Draw initial weights from `seed` and leave the global random state as it was; None does nothing."""
+    """Draw initial weights from the random seed `seed` and restore the global generator on exit. None does nothing."""
     if seed is None:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would reset CUDA's too
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the CUDA generators
         yield
 
 
 @lru_cache(maxsize=4096)
 def cost(name: str, site: Site) -> Cost:
-    """What a blueprint would add at a site, counted on the meta device: no memory, no arithmetic."""
+    """Return what a blueprint would add at a site, counted on the meta device without memory or arithmetic."""
     try:
         return _count(name, site, "meta")
-    except (BlueprintError, RuntimeError):  # a recipe that reads values while it builds needs real ones
+    except (BlueprintError, RuntimeError):  # a factory that reads tensor values needs real ones
         with seeded(0):
             return _count(name, site, "cpu")
 
 
 def _count(name: str, site: Site, device: str) -> Cost:
+    """Build the seed on `device` and count its parameters and multiply-adds."""
     with torch.device(device), FlopCounterMode(display=False) as counter:
         seed = _make(name, site).eval()
         _quiet_forward(seed, torch.empty(1, *site.shape), f"blueprint {name!r}", site)
@@ -143,10 +145,10 @@ def _count(name: str, site: Site, device: str) -> Cost:
 
 
 def check(seed: nn.Module, site: Site, *, name: str | None = None) -> None:
-    """Hold a newborn seed to the cheap laws, or raise BlueprintError with the law it breaks.
+    """Check a new seed. Raise BlueprintError with the rule it breaks.
 
-    Germination must change nothing: Δ has the features' shape and dtype, is exactly zero, and the
-    features themselves are left alone. A seed that is not a noop has something to train.
+    Germination must not change the host: Δ has the shape and dtype of the features, is exactly zero, and the features
+    are not modified in place. Every seed except a noop has trainable parameters.
     """
     label = f"blueprint {name!r}" if name else f"seed {type(seed).__name__}"
 
@@ -155,7 +157,7 @@ def check(seed: nn.Module, site: Site, *, name: str | None = None) -> None:
 
     like = next((p for p in seed.parameters() if p.is_floating_point()), torch.empty(0))
     noise = torch.Generator().manual_seed(0)
-    probe = torch.randn(2, *site.shape, generator=noise).to(like)  # negative values too: relu_ would show
+    probe = torch.randn(2, *site.shape, generator=noise).to(like)  # includes negative values, to detect relu_
     before = probe.clone()
     delta = _quiet_forward(seed, probe, label, site)
 
@@ -178,22 +180,23 @@ def check(seed: nn.Module, site: Site, *, name: str | None = None) -> None:
 
 
 def check_own(name: str, site: Site, *, device: torch.device, dtype: torch.dtype) -> None:
-    """Raise BlueprintError if a user's blueprint gives no lawful seed at this site.
+    """Raise BlueprintError if a user-defined blueprint does not build a valid seed at this site.
 
-    Built-in blueprints are lawful at every width: tests hold them to it, so large ones need not be built here.
+    Built-in blueprints are skipped: tests verify them at every width, so large ones need not be built here.
     """
     if name not in BLUEPRINTS:
         check(build(name, site, device=device, dtype=dtype, seed=0), site, name=name)
 
 
 def _broken(label: str, site: Site, reason: str) -> BlueprintError:
+    """Return the error for a broken rule."""
     return BlueprintError(f"{label} breaks a law at a {site.layout} site of shape {site.shape}: {reason}")
 
 
 def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: Site) -> object:
-    """The seed's answer in eval mode, with the mode of each part restored.
+    """Run the seed in eval mode without gradients, then restore the mode of each submodule.
 
-    Autocast is off: it would return another dtype, whatever the seed does.
+    Autocast is disabled: it would change the output dtype whatever the seed does.
     """
     modes = [(part, part.training) for part in seed.modules()]
     try:
@@ -207,12 +210,14 @@ def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: Site) -> ob
 
 
 def _autocast_off(device: torch.device) -> AbstractContextManager[object]:
-    if device.type == "meta":  # which autocast does not know
+    """Return a context with autocast disabled on this device."""
+    if device.type == "meta":  # not supported by autocast
         return nullcontext()
     return torch.autocast(device.type, enabled=False)
 
 
 def _make(name: str, site: Site) -> nn.Module:
+    """Call the factory of a blueprint for this site. Raise BlueprintError if it fails."""
     blueprint_index(name)
     factory = _FACTORIES.get((name, site.layout))
     if factory is None:
@@ -233,10 +238,12 @@ def _make(name: str, site: Site) -> nn.Module:
 
 
 def _grows(name: str, layout: Layout) -> bool:
+    """Return whether the blueprint supports this layout and is not `noop`."""
     return name != "noop" and (name, layout) in _FACTORIES
 
 
 def _layout(layout: Layout | str) -> Layout:
+    """Return the layout with this name. Raise UnknownNameError if there is none."""
     try:
         return Layout(layout)
     except ValueError:
@@ -244,4 +251,5 @@ def _layout(layout: Layout | str) -> Layout:
 
 
 def _listed(names: Iterable[str]) -> str:
+    """Return the names separated by commas, or "none"."""
     return ", ".join(names) or "none"

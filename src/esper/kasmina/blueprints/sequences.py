@@ -1,6 +1,6 @@
-"""Seeds for sequences [B, T, D]; those that work on the last dimension alone also serve vectors [B, D].
+"""Seeds for sequences [B, T, D]. Those that act on the last dimension only also support vectors [B, D].
 
-Every one is causal: Δ at a token depends on that token and earlier ones only.
+All are causal: Δ at a token depends on that token and earlier ones only.
 """
 
 from __future__ import annotations
@@ -23,36 +23,43 @@ LAST_DIM = (Layout.SEQUENCE, Layout.VECTOR)
 
 @blueprint("norm", layouts=LAST_DIM)
 def norm(dim: int) -> nn.Module:
+    """Return a learned interpolation to layer-normalised features."""
     return Renorm(nn.LayerNorm(dim))
 
 
 @blueprint("lora", layouts=LAST_DIM)
 def lora(dim: int) -> nn.Module:
+    """Return a low-rank linear map of rank 8."""
     return _low_rank(dim, 8)
 
 
 @blueprint("lora_large", layouts=LAST_DIM)
 def lora_large(dim: int) -> nn.Module:
+    """Return a low-rank linear map of rank 32."""
     return _low_rank(dim, 32)
 
 
 @blueprint("mlp_small", layouts=LAST_DIM)
 def mlp_small(dim: int) -> nn.Module:
+    """Return a two-layer MLP with hidden width 2·D."""
     return _mlp(dim, 2 * dim)
 
 
 @blueprint("mlp", layouts=LAST_DIM)
 def mlp(dim: int) -> nn.Module:
+    """Return a two-layer MLP with hidden width 4·D."""
     return _mlp(dim, 4 * dim)
 
 
 @blueprint("attention", layouts=(Layout.SEQUENCE,))
 def attention(dim: int) -> nn.Module:
+    """Return causal self-attention."""
     return CausalAttention(dim)
 
 
 @blueprint("flex_attention", layouts=(Layout.SEQUENCE,))
 def flexible_attention(dim: int) -> nn.Module:
+    """Return causal self-attention that uses FlexAttention on CUDA."""
     return FlexAttention(dim)
 
 
@@ -65,7 +72,7 @@ def _mlp(dim: int, width: int) -> nn.Module:
 
 
 class CausalAttention(nn.Module):
-    """Each token reads itself and what came before, with up to four heads."""
+    """Causal self-attention with up to four heads."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -74,28 +81,33 @@ class CausalAttention(nn.Module):
         self.out = zeroed(nn.Linear(dim, dim))
 
     def forward(self, h: Tensor) -> Tensor:
+        """Return Δ(h), [B, T, D]."""
         split = self.qkv(h).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, heads, D / heads]
         q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, heads, T, D / heads]
         return self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return causal attention over [B, heads, T, D / heads]."""
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
 
 
 class FlexAttention(CausalAttention):
-    """The same weights and values through FlexAttention, which skips masked blocks, where it runs: CUDA."""
+    """The same weights and values, computed on CUDA by FlexAttention, which skips masked blocks."""
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return causal attention over [B, heads, T, D / heads]."""
         return flex_causal(q, k, v) if _flex_runs(q) else super().attend(q, k, v)
 
 
 def _flex_runs(q: Tensor | fx.Proxy) -> bool:
-    if isinstance(q, fx.Proxy):  # a plain graph keeps plain attention
+    """Return whether FlexAttention supports this query."""
+    if isinstance(q, fx.Proxy):  # a traced graph uses standard attention
         return False
-    return q.is_cuda and q.shape[-1] >= 16 and q.dtype != torch.float64  # the limits of its kernels
+    return q.is_cuda and q.shape[-1] >= 16 and q.dtype != torch.float64  # limits of the FlexAttention kernels
 
 
 def flex_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Return causal attention by FlexAttention, compiled unless called on the CPU or within a compiled graph."""
     eager = torch.compiler.is_compiling() or not q.is_cuda
     attend: Any = flex_attention if eager else _compiled_flex()
     return attend(q, k, v, block_mask=_causal_mask(q.shape[-2], str(q.device)))
@@ -103,7 +115,7 @@ def flex_causal(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 @lru_cache(maxsize=1)
 def _compiled_flex() -> Callable[..., Any]:
-    return torch.compile(flex_attention)  # eager FlexAttention would hold every score in memory
+    return torch.compile(flex_attention)  # eager FlexAttention materialises all scores
 
 
 @lru_cache(maxsize=8)

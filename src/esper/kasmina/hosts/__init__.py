@@ -1,7 +1,7 @@
-"""Our own hosts: small ordinary networks to grow, without a trace of Esper inside.
+"""Built-in hosts: small standard networks that contain no Esper code.
 
-A host is an `nn.Module` whose `sites()` names the places where slots may go: slot id `r{row}c{col}` to
-module name, in execution order. They are grafted like anybody's model. Start with `cnn.py`.
+A host is an `nn.Module` whose `sites()` maps slot ids `r{row}c{col}` to module names, in execution order.
+Hosts are grafted like any other model. Read `cnn.py` first.
 """
 
 from __future__ import annotations

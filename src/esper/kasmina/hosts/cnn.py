@@ -1,4 +1,4 @@
-"""A plain convolutional classifier: blocks that double their channels, pools between them."""
+"""A convolutional classifier whose blocks double the channels, with pooling between them."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from esper.leyline.errors import ConfigError
 
 
 class CNNHost(nn.Module):
-    """`blocks` × (convolution, BatchNorm, ReLU), a pool after the first `pools` of them, a linear head.
+    """`blocks` × (convolution, BatchNorm, ReLU), max pooling after the first `pools` of them, and a linear head.
 
-    Images in `[B, in_channels, H, W]`, logits out `[B, classes]`; each pool halves H and W. The memory
-    format is whatever images and weights come in.
+    Input: images `[B, in_channels, H, W]`; output: logits `[B, classes]`. Each pool halves H and W. The memory
+    format follows that of the images and weights.
     """
 
     def __init__(
@@ -49,6 +49,7 @@ class CNNHost(nn.Module):
         self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits `[B, classes]`."""
         for i, block in enumerate(self.blocks):
             x = block(x)
             if i < len(self.pools):
@@ -56,7 +57,7 @@ class CNNHost(nn.Module):
         return self.head(x.mean((2, 3)))
 
     def sites(self) -> dict[str, str]:
-        """Row 0 lies behind each block, row 1 behind its pool; in execution order."""
+        """Return the slots in execution order: row 0 after each block, row 1 after its pool."""
         sites = {}
         for i in range(len(self.blocks)):
             sites[f"r0c{i}"] = f"blocks.{i}"

@@ -1,4 +1,4 @@
-"""A multi-layer perceptron: the smallest host, for vectors and tiny images."""
+"""A multi-layer perceptron for vectors and tiny images: the smallest host."""
 
 from __future__ import annotations
 
@@ -23,11 +23,12 @@ class MLPHost(nn.Module):
         self.head = nn.Linear(width, classes)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return logits `[B, classes]`."""
         x = x.flatten(1)
         for layer in self.layers:
             x = layer(x)
         return self.head(x)
 
     def sites(self) -> dict[str, str]:
-        """One slot behind each layer."""
+        """Return one slot after each layer."""
         return {f"r0c{i}": f"layers.{i}" for i in range(len(self.layers))}

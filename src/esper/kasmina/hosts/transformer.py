@@ -1,4 +1,4 @@
-"""A causal language model in the manner of GPT-2. `B` sequences, `T` tokens, `D` width, `V` vocabulary."""
+"""A causal language model similar to GPT-2. `B` sequences, `T` tokens, `D` width, `V` vocabulary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from esper.leyline.errors import ConfigError
 
 
 class CausalAttention(nn.Module):
-    """Self-attention in which no token sees a later one: `[B, T, D]` to `[B, T, D]`."""
+    """Causal self-attention: `[B, T, D]` to `[B, T, D]`."""
 
     def __init__(self, dim: int, heads: int) -> None:
         super().__init__()
@@ -21,15 +21,16 @@ class CausalAttention(nn.Module):
         self.proj = nn.Linear(dim, dim)
 
     def forward(self, x: Tensor) -> Tensor:
-        # unflatten and flatten ask for no batch size: one graph serves every batch in fx and export
+        """Return the attended features."""
+        # unflatten and flatten need no batch size: one fx or export graph works for every batch size
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
-        # no dropout on the attention weights: it would need `self.training`, which a traced graph freezes
+        # no dropout on the attention weights: it needs `self.training`, which is constant in a traced graph
         seen = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
         return self.proj(seen.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
-    """Attention and a fourfold MLP, each normalised first and added to the stream."""
+    """Pre-norm attention and an MLP of width 4·D, each with a residual connection."""
 
     def __init__(self, dim: int, heads: int, dropout: float) -> None:
         super().__init__()
@@ -40,12 +41,13 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(dropout)
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the features after this block."""
         x = x + self.dropout(self.attention(self.norm1(x)))
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
 class TransformerHost(nn.Module):
-    """Tokens `[B, T]` to next-token logits `[B, T, V]`, T ≤ `block_size`; the head shares the embedding.
+    """Tokens `[B, T]` to next-token logits `[B, T, V]`, T ≤ `block_size`. The head shares the embedding weights.
 
     The layers form `segments` equal groups, with one slot at the end of each.
     """
@@ -83,7 +85,7 @@ class TransformerHost(nn.Module):
         self._initialise(layers)
 
     def _initialise(self, layers: int) -> None:
-        """GPT-2's start: small weights, and smaller ones where 2 × `layers` branches add up."""
+        """Initialise as GPT-2: std 0.02, divided by √(2 × `layers`) for projections into the residual stream."""
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -92,12 +94,13 @@ class TransformerHost(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * layers) if adds_to_stream else 0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
+        """Return next-token logits."""
         x = self.dropout(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])  # [B, T, D]
         for block in self.blocks:
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)  # [B, T, V]
 
     def sites(self) -> dict[str, str]:
-        """One slot behind the last layer of each segment."""
+        """Return one slot after the last layer of each segment."""
         length = len(self.blocks) // self.segments
         return {f"r0c{i}": f"blocks.{(i + 1) * length - 1}" for i in range(self.segments)}
