@@ -1,17 +1,19 @@
-"""Growth as an environment: decide, let an epoch pass, and only then be paid: an act is paid for what it led to.
+"""Gymnasium environments of growing hosts.
 
     env = GrowthVectorEnv(ground, worlds=[0, 1, 2, 3])
     obs, info = env.reset()                               # [E, F]; info["masks"] [E, M] packed
     obs, reward, terminated, truncated, info = env.step(actions)      # actions [E, 8]
 
-`GrowthVectorEnv` is Gymnasium's vector interface, and what our own loop runs on. `GrowthEnv` is the same for one
-environment, with `action_masks()` as sb3-contrib's MaskablePPO asks for it. A ground serves one environment at a time.
+`step` applies the actions, trains an epoch and validates before it computes the reward, so an action is rewarded for
+its own consequences. `GrowthVectorEnv` implements Gymnasium's vector interface; our training loop uses it too.
+`GrowthEnv` is a single environment with `action_masks()` as required by sb3-contrib's MaskablePPO. A backend serves
+one environment object at a time.
 
-Every episode ends at the horizon, for all environments at once. The horizon is a true end: what comes after it does
-not exist, so `terminated` is said, never `truncated`. The step after it begins the next round and ignores its actions.
+Every episode ends at the horizon, for all environments at once. The horizon is a true end: `terminated` is set, never
+`truncated`. The step after it resets all environments and ignores its actions.
 
-A seed is a world: environment e of `reset(seed=s)` lives in world s + e, as `GrowthEnv.reset(seed=s + e)` does, and
-rounds are counted anew. Without seeds, rounds go through the worlds the environment was made with.
+A seed selects worlds: environment e of `reset(seed=s)` uses world s + e, as `GrowthEnv.reset(seed=s + e)` does, and
+the round counter restarts at 0. Without a seed, each round uses the worlds given to the constructor.
 
 Legend: E environments, S slots, F features, M mask columns.
 """
@@ -37,16 +39,17 @@ from esper.tamiyo.policy.action_masks import CANONICAL, DEFAULT_FIXED, MaskLayou
 from esper.tamiyo.policy.features import batch_obs_to_features, num_features
 
 Worlds = Callable[[int], Sequence[int]]
-"""From the number of a round to the worlds that its environments live in."""
+"""Function from a round's number to the worlds of its environments."""
 
 
 class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
-    """E hosts that grow side by side on one ground.
+    """Vector environment of E growing hosts on one backend.
 
-    worlds   the world of each environment; or, for a new one each round, a function of the round's number
-    reward   how steps are paid
-    fixed    heads narrowed to one option (by default tempo, alpha speed and alpha curve)
-    phases   the clocks of the loop that this environment is part of
+    ground   the backend: real or simulated hosts
+    worlds   the world of each environment, or a function from the round's number to these worlds
+    reward   settings of the reward
+    fixed    heads fixed to one option; default: tempo, alpha speed and alpha curve
+    phases   timers of the surrounding loop
     """
 
     def __init__(
@@ -73,20 +76,25 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         self.metadata = {"autoreset_mode": AutoresetMode.NEXT_STEP, "render_modes": []}
         self.round = -1
         self.over = False
-        """The episodes have ended: the next step begins others."""
+        """Whether the episodes have ended: the next step starts new ones."""
 
     @property
     def table(self) -> SlotTable:
+        """The backend's slot table."""
         return self.ground.table
 
     @property
     def horizon(self) -> int:
+        """Steps per episode."""
         return self.ground.context.horizon
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
     ) -> tuple[Any, dict[str, Any]]:
-        """Begin new episodes. A seed stands for the worlds seed, seed + 1, …; `options["worlds"]` names them."""
+        """Start new episodes.
+
+        `seed` selects the worlds seed, seed + 1, …; `options["worlds"]` lists them explicitly.
+        """
         seed = int(seed) if isinstance(seed, np.integer) else seed
         super().reset(seed=seed if isinstance(seed, int) else None)
         self.round = self.round + 1 if seed is None else 0
@@ -108,7 +116,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         return [int(w) for w in worlds]
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """One decision per environment and the epoch that follows; after an end, a reset instead."""
+        """Apply one action per environment and train an epoch. After the end of the episodes, reset instead."""
         never = np.zeros(self.num_envs, dtype=bool)
         if self.round < 0:
             raise gym.error.ResetNeeded("call reset() before the first step()")
@@ -131,23 +139,24 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
 
     @property
     def frame(self) -> Frame:
-        """How every environment stands, as the reward sees it."""
+        """Current state of every environment, as the reward reads it."""
         return self._frame
 
     @property
     def utility(self) -> Floats:
+        """[E] current utility of every environment."""
         return utility(self._frame, self.config)
 
     @property
     def masks(self) -> Bools:
-        """[E, M] packed: what may be chosen now."""
+        """[E, M] packed masks of the actions that are allowed now."""
         return self._masks
 
     def _framed(self) -> Frame:
         return Frame.of(self.ground.table, self.ground.context, self.ground.twin_quality)
 
     def _seen(self) -> Floats:
-        """The observation; with it, what is legal and so what may be chosen."""
+        """Return the observations, and update `legal` and `masks`."""
         table = self.ground.table
         with self.phases("features"):
             self.legal = legal(table, self.ground.rules)
@@ -155,7 +164,10 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
             return batch_obs_to_features(table, self.ground.context, legal=self.legal)
 
     def _info(self) -> dict[str, Any]:
-        """One row per environment and, as Gymnasium has it, beside each `key` a `_key`: who has such a row (all)."""
+        """Return one row per environment and key.
+
+        As in Gymnasium, `_key` marks the environments that have one (all).
+        """
         rows = {
             "masks": self._masks,
             "utility": self.utility,
@@ -167,7 +179,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
 
 
 class GrowthEnv(gym.Env[Any, Any]):
-    """One host that grows: Gymnasium's interface for one environment. Episodes go through `worlds` in turn."""
+    """Single environment of one growing host. Episodes cycle through `worlds`."""
 
     metadata = {"render_modes": []}  # noqa: RUF012  (Gymnasium's own convention)
 
@@ -184,32 +196,33 @@ class GrowthEnv(gym.Env[Any, Any]):
         self.observation_space, self.action_space = self.env.single_observation_space, self.env.single_action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Begin an episode: in the next world, in world `seed`, or in that of `options["worlds"]`, a list of one."""
+        """Start an episode in the next world, in world `seed`, or in that of `options["worlds"]`, a list of one."""
         super().reset(seed=seed)
         obs, info = self.env.reset(seed=seed, options=options)
         return obs[0], _only(info)
 
     def step(self, action: Ints) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Apply one action [8] and train an epoch."""
         if self.env.over:
             raise gym.error.ResetNeeded("the episode is over: call reset()")
         obs, paid, ended, cut, info = self.env.step(np.asarray(action)[None])
         return obs[0], float(paid[0]), bool(ended[0]), bool(cut[0]), _only(info)
 
     def action_masks(self) -> Bools:
-        """Every head's mask by itself, one after another: an option is on if some legal action has it.
+        """Return the masks of all heads, concatenated. An option is allowed if some legal action contains it.
 
-        Heads chosen apart may still not fit together; such an action does nothing, as WAIT does.
+        Heads chosen independently may still form an illegal action, which has the effect of WAIT.
         """
         layout, mask = self.env.layout, self.env.masks[0]
         by_op = mask[layout.slot_by_op].reshape(-1, layout.slots)
         takes = mask[layout.blueprint_by_slot].reshape(layout.slots, layout.blueprints)
         heads: list[Bools] = [by_op[mask[layout.op]].any(0), takes.any(0)]
-        if not heads[Head.BLUEPRINT].any():  # nothing can be planted, but a head must say something
+        if not heads[Head.BLUEPRINT].any():  # nothing can be planted, but a head needs an allowed option
             heads[Head.BLUEPRINT][CANONICAL[Head.BLUEPRINT]] = True
         heads += [mask[where] for where in layout.tail.values()]
         return np.concatenate([*heads, mask[layout.op]])
 
 
 def _only(info: dict[str, Any]) -> dict[str, Any]:
-    """What is told of one environment among one."""
+    """Return the info of the only environment, without the `_key` entries."""
     return {name: value[0] for name, value in info.items() if not name.startswith("_")}

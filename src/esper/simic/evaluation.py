@@ -1,10 +1,10 @@
-"""Comparing controllers: the same worlds for all, differences world by world, and how sure they are.
+"""Compare controllers on the same worlds, with paired differences and confidence intervals.
 
     grown = play(ground, controller, worlds, reward)        # one episode per world
     compare(grown.utility, other.utility)                   # mean difference, bootstrap 95 % interval
 
-All controllers live through the same worlds (initial weights, order of data), so what a world finds hard cancels out
-of a difference. Worlds and, for the reported accuracy, the test split had no part in training a policy.
+All controllers run in the same worlds (initial weights, data order), so a world's difficulty cancels out of the
+difference. Neither these worlds nor the test split, used for the reported accuracy, are used in policy training.
 
 Legend: W worlds.
 """
@@ -33,25 +33,26 @@ from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 
 AT_ONCE = 8
-"""Worlds that live side by side: enough to keep overheads small, few enough for any memory."""
+"""Number of worlds that run in parallel: enough to amortise overheads, few enough to fit into memory."""
 Structure = dict[str, tuple[str, Operator]]
 
 
 @dataclass(slots=True)
 class Played:
-    """How one controller, or one kind of host, did in every world. NaN where a ground has no such figure."""
+    """Results of one controller, or one kind of host, per world. NaN where the backend has no such number."""
 
     name: str
     worlds: list[int]
     quality: Floats  # [W] on the validation split, at the end
     test: Floats  # [W] on the test split
-    params: Floats  # [W] of the network that an export holds
+    params: Floats  # [W] parameters of the exported network
     macs: Floats  # [W] multiply-adds on one sample
     utility: Floats  # [W]
     structures: list[Structure] = field(default_factory=list)
 
     @classmethod
     def gather(cls, name: str, parts: Sequence[Played]) -> Played:
+        """Return the concatenation of several results."""
         columns = {
             column: np.concatenate([getattr(p, column) for p in parts])
             for column in ("quality", "test", "params", "macs", "utility")
@@ -62,18 +63,20 @@ class Played:
 
 
 class Difference(NamedTuple):
+    """Mean difference and the bounds of its 95 % interval."""
+
     mean: float
     low: float
     high: float
 
     @property
     def is_sure(self) -> bool:
-        """Whether the interval lies on one side of 0."""
+        """Whether the interval excludes 0."""
         return self.low > 0 or self.high < 0
 
 
 def compare(ours: Floats, theirs: Floats, *, repeats: int = 10_000, seed: int = 0) -> Difference:
-    """Mean difference over worlds, with its bootstrap 95 % interval."""
+    """Return the mean difference over worlds with its bootstrap 95 % interval."""
     difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
     rng = np.random.default_rng(seed)
     means = difference[rng.integers(0, len(difference), (repeats, len(difference)))].mean(axis=1)
@@ -89,7 +92,7 @@ def play(
     name: str = "",
     on_step: Callable[[], None] = lambda: None,
 ) -> Played:
-    """One episode in every world under one controller."""
+    """Run one episode per world under one controller and return the results."""
     parts = []
     for some in chunks(worlds, AT_ONCE if isinstance(ground, HostGround) else len(worlds)):
         if isinstance(ground, Simulator):
@@ -106,7 +109,7 @@ def play(
 
 
 def judged(ground: Ground, reward: RewardConfig, name: str) -> Played:
-    """How the environments of a ground stand now."""
+    """Return the current results of a backend's environments."""
     frame = Frame.of(ground.table, ground.context, ground.twin_quality)
     params, macs = network_params(ground.table, ground.context.host_params), live_costs(ground.table, ground.context)[1]
     test, structures = np.full(len(frame.quality), np.nan), []
@@ -119,7 +122,7 @@ def judged(ground: Ground, reward: RewardConfig, name: str) -> Played:
 
 
 def structure_of(engine: Engine, env: int) -> Structure:
-    """What has grown in an environment, as `Engine.plant_fossils` takes it."""
+    """Return the grown structure of an environment, as `Engine.plant_fossils` expects it."""
     return {
         name: (slot.blueprint, Operator(slot.operator))
         for name, slot in engine.networks[env].body.slots.items()
@@ -128,7 +131,7 @@ def structure_of(engine: Engine, env: int) -> Structure:
 
 
 def from_start(ground: HostGround, grown: Played, reward: RewardConfig, name: str) -> Played:
-    """The structures that grew, trained from the first step as parts of the host."""
+    """Train the grown structures as parts of the host from the first step, and return the results."""
     parts = []
     for i in range(0, len(grown.worlds), AT_ONCE):
         ground.reset(grown.worlds[i : i + AT_ONCE])
@@ -141,7 +144,10 @@ def from_start(ground: HostGround, grown: Played, reward: RewardConfig, name: st
 
 
 def static(ground: HostGround, task: Task, worlds: Sequence[int], reward: RewardConfig, name: str) -> Played:
-    """Another host without growth, with the same budget of epochs; charged against the ground's own host."""
+    """Train another host without growth for the same number of epochs.
+
+    Utility is relative to the backend's own host.
+    """
     other = HostGround(task, rules=ground.rules, config=ground.config, data=ground.data)
     parts = []
     for some in chunks(worlds, AT_ONCE):
@@ -161,10 +167,10 @@ def static(ground: HostGround, task: Task, worlds: Sequence[int], reward: Reward
 def best_schedule_on(
     ground: HostGround, worlds: Sequence[int], reward: RewardConfig, on_try: Callable[[str], None] = lambda text: None
 ) -> tuple[Schedule, str]:
-    """The fixed schedule with the highest mean utility in these worlds, and what it is.
+    """Return the fixed schedule with the highest mean utility in these worlds, and its description.
 
-    Searched: which blueprint, and in how many slots, from the first; each planted as soon as the rules allow and
-    committed as soon as it has been measured.
+    The search covers every blueprint and every number of slots, counted from the first. Seeds are planted as soon as
+    the rules allow and committed as soon as they have been measured.
     """
     best: tuple[float, Schedule, str] | None = None
     table = ground.table
@@ -181,5 +187,6 @@ def best_schedule_on(
 
 
 def chunks(worlds: Sequence[int], size: int) -> Iterator[list[int]]:
+    """Yield consecutive parts of `worlds` of at most `size` each."""
     for i in range(0, len(worlds), size):
         yield list(worlds[i : i + size])

@@ -1,9 +1,9 @@
-"""Ground: where seeds grow. Real hosts here; the simulator is another ground with the same face.
+"""Backends of growth environments: real hosts here, simulated ones in `simulator.py`.
 
     ground.reset(worlds)        new hosts, one per world
     ground.step(actions)        apply, tick, train an epoch, validate, record → Outcome
 
-A ground owns the table and knows prices and twins; what is seen and paid is the environment's business (`env.py`).
+A backend owns the table, the prices and the no-growth baselines. Observations and rewards are computed in `env.py`.
 
 Legend: E environments, S slots, B blueprints.
 """
@@ -38,7 +38,7 @@ from esper.tolaria.tasks import Task
 
 
 class Ground(Protocol):
-    """E environments that can be stepped side by side."""
+    """Interface of a backend: E environments that are stepped together."""
 
     table: SlotTable
     rules: Rules
@@ -46,38 +46,46 @@ class Ground(Protocol):
     slots: tuple[str, ...]
     worlds: list[int]
     data_hash: str
-    """Of what the hosts learn from."""
+    """Hash of the data that the hosts are trained on."""
     worth: list[Worth]
-    """What the last step's coalitions say of every environment; empty where nothing was measured."""
+    """Worth measured in the last step, one per environment; empty if nothing was measured."""
     on_pause: Callable[[], None]
-    """Called within long work, where it can be left off: it may raise."""
+    """Called at points where long computations can be interrupted. It may raise."""
 
     @property
     def alarms(self) -> list[Alarm]:
-        """What the governor saw in the last step."""
+        """Alarms of the governor in the last step."""
         ...
 
     @property
     def legal(self) -> Bools:
-        """[E, O, S] the operations that are possible now."""
+        """[E, O, S] operations that are legal now."""
         ...
 
     @property
     def twin_quality(self) -> Floats:
-        """[E] of each world without growth, at the step its environment has reached."""
+        """[E] quality of each world's no-growth baseline at the current step of its environment."""
         ...
 
     def twin_curves(self) -> dict[int, list[float]]:
-        """The twins that are known, by their worlds."""
+        """Return the no-growth baselines computed so far, by world."""
         ...
 
-    def know_twins(self, curves: Mapping[int, list[float]]) -> None: ...
-    def reset(self, worlds: Sequence[int]) -> None: ...
-    def step(self, actions: Ints) -> Outcome: ...
+    def know_twins(self, curves: Mapping[int, list[float]]) -> None:
+        """Add no-growth baselines computed earlier, by world."""
+        ...
+
+    def reset(self, worlds: Sequence[int]) -> None:
+        """Start new episodes, one per world."""
+        ...
+
+    def step(self, actions: Ints) -> Outcome:
+        """Apply actions [E, 8], tick, train an epoch, validate and record."""
+        ...
 
 
 class HostGround:
-    """Real hosts of one task. Each world's no-growth twin is trained once and kept in `twins`."""
+    """Backend of real hosts of one task. No-growth baselines are trained once per world and cached in `twins`."""
 
     def __init__(
         self,
@@ -101,15 +109,17 @@ class HostGround:
         self.context = context_of(self.engine.networks[0].body, task.epochs, self.rules.thresholds, self.data.classes)
 
     def reset(self, worlds: Sequence[int]) -> None:
+        """Build new hosts, one per world."""
         self.worlds = list(worlds)
         self.worth: list[Worth] = []
-        self._curves: Floats | None = None  # [E, T] of these worlds' twins, once they are asked for
+        self._curves: Floats | None = None  # [E, T] no-growth baselines of these worlds, computed on first use
         self.engine = Engine(
             self.task, self.worlds, rules=self.rules, config=self.config, data=self.data, phases=self.phases
         )
         self.table = self.engine.table
 
     def step(self, actions: Ints) -> Outcome:
+        """Apply actions [E, 8], train an epoch, validate and compute the worth of the seeds."""
         outcome = self.engine.step(actions)
         with self.phases("worth"):
             self.worth = self._helper.process_batch(self.engine)
@@ -117,16 +127,19 @@ class HostGround:
 
     @property
     def alarms(self) -> list[Alarm]:
+        """Alarms of the governor in the last step."""
         return self.engine.alarms
 
     @property
     def legal(self) -> Bools:
+        """[E, O, S] operations that are legal now."""
         return self.engine.legal
 
     @property
     def twin_quality(self) -> Floats:
+        """[E] quality of each world's no-growth baseline at the current step; NaN before the first step."""
         step = self.table.step
-        if not step.any():  # nobody has a past to compare yet
+        if not step.any():  # no environment has been validated yet
             return np.full(len(step), np.nan)
         if self._curves is None:
             with self.phases("twins"):
@@ -135,16 +148,18 @@ class HostGround:
         return np.where(step > 0, now, np.nan)
 
     def twin_curves(self) -> dict[int, list[float]]:
+        """Return the no-growth baselines computed so far, by world."""
         return dict(self.twins.known)
 
     def know_twins(self, curves: Mapping[int, list[float]]) -> None:
+        """Add no-growth baselines computed earlier, by world."""
         self.twins.known.update(curves)
 
 
 def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | None = None) -> ObsContext:
-    """What a policy sees of a body besides the table: its sizes, and the price of whatever it may plant.
+    """Return the host's sizes and the cost of every blueprint, which a policy observes besides the table.
 
-    Host means without seeds, whatever has grown. `classes` is None where the loss has no level of guessing.
+    Host sizes exclude seeds. `classes` is None if the loss has no chance level.
     """
     slots = list(body.slots.values())
     params, macs = np.zeros((2, *takes_of(body).shape), dtype=np.int64)
@@ -167,9 +182,9 @@ def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | 
 
 
 def walk(body: Body) -> tuple[int, list[str]]:
-    """One pass over the graft's probe: multiply-adds of the host on one sample, and its slots as they are reached.
+    """Return the host's multiply-adds per sample and its slots in execution order, from one forward pass on the probe.
 
-    Whatever has grown is switched off meanwhile: a host costs the same on every day of its life.
+    All seeds are switched off for the pass: the result does not depend on what has grown.
     """
     modules, slots = dict(body.model.named_modules()), list(body.slots.values())
     reached: list[str] = []
@@ -181,7 +196,7 @@ def walk(body: Body) -> tuple[int, list[str]]:
     try:
         with (
             lent(everything_off, slots, modules),
-            sdpa_kernel(SDPBackend.MATH),  # fused attention goes uncounted
+            sdpa_kernel(SDPBackend.MATH),  # the counter ignores fused attention
             FlopCounterMode(display=False) as counter,
         ):
             quietly(body.model, body.probe)

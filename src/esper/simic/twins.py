@@ -1,12 +1,12 @@
-"""Twins: what each world would have come to without growth. Trained once, kept for as long as nothing changes bits.
+"""No-growth baselines: quality per step of each world without growth. Trained once and cached on disk.
 
     twins = Twins(task, data, EngineConfig(), run_directory / "twins")
-    twins.curves([0, 1, 2])          # [3, T] quality after every step; trains what neither memory nor disk knows
+    twins.curves([0, 1, 2])          # [3, T] quality after every step; trains what is neither in memory nor on disk
 
-Curves lie in a directory whose name is a hash of everything that could change them: task, data, engine, our own code,
-torch and its settings, threads, processor. A curve that is found is the curve that would be computed. One file per
-world, so processes that share a directory never lose each other's work; each has a checksum, and one that does not
-hold is trained again.
+The cache directory is named by a hash of everything that can change a curve: task, data, engine, our own code, torch
+and its settings, threads, processor. A cached curve is therefore bit-identical to a newly trained one. Every world has
+its own file, so processes that share a directory do not overwrite each other's results. Files have checksums; a
+damaged one is trained again.
 """
 
 from __future__ import annotations
@@ -38,27 +38,27 @@ from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 
 MOST_BYTES = 1 << 20
-"""A curve has some 20 bytes per epoch; a longer file is none."""
-_NO_BITS = ("data", "question")  # fields of a task: the first is told by its hash, the second changes nothing
+"""Maximum size of a file in bytes. A curve has about 20 bytes per epoch."""
+_NO_BITS = ("data", "question")  # fields of a task that are not hashed: data has its own hash, question has no effect
 
 
 class Twins:
-    """Quality per step of worlds without growth, in memory and, given a directory, in files there."""
+    """Quality per step of worlds without growth, in memory and, if a directory is given, on disk."""
 
     def __init__(self, task: Task, data: Dataset, config: EngineConfig, directory: Path | None = None) -> None:
         self.task, self.data, self.config = task, data, config
         self.directory = None if directory is None else directory / self.key()
         self.known: dict[int, list[float]] = {}
         self.on_progress: Callable[[int, int], None] = lambda done, of: None
-        """Told how many of the worlds that must be trained now are trained: (0, n) … (n, n)."""
+        """Called with the numbers of trained worlds and of worlds to train: (0, n) … (n, n)."""
 
     def key(self) -> str:
-        """A name for everything that changes bits."""
+        """Return the hash of everything that can change a curve."""
         told = msgspec.json.encode(ingredients(self.task, self.data, self.config), order="deterministic")
         return hashlib.sha256(told).hexdigest()[:16]
 
     def curves(self, worlds: Sequence[int]) -> Floats:
-        """[E, T] quality after every step."""
+        """Return the quality after every step, [E, T]. Curves that are not cached are trained."""
         for world in set(worlds) - self.known.keys():
             curve = self._read(world)
             if curve is not None:
@@ -76,7 +76,7 @@ class Twins:
         return None if self.directory is None else self.directory / f"{world}.json"
 
     def _read(self, world: int) -> list[float] | None:
-        """A world's curve, if there is a file that says it and has not been damaged."""
+        """Return a world's curve from its file; None if the file is missing or damaged."""
         file = self._file(world)
         if file is None or not file.exists():
             return None
@@ -92,14 +92,14 @@ class Twins:
         return None
 
     def _write(self, world: int) -> None:
-        """Whole or not at all. Where it cannot be kept, it is kept in memory."""
+        """Write a world's curve atomically. If that fails, warn and keep it in memory only."""
         file = self._file(world)
         if file is None:
             return
         curve = self.known[world]
         content = seal_json(json.dumps({"world": world, "quality": curve}).encode())
         try:
-            for directory in (file.parent.parent, file.parent):  # not the run directory: if that is gone, it stays gone
+            for directory in (file.parent.parent, file.parent):  # do not recreate a removed run directory
                 directory.mkdir(exist_ok=True)
             must_be_real_directory(file.parent)
             write_atomically(file, content)
@@ -108,17 +108,17 @@ class Twins:
 
 
 def trained(task: Task, data: Dataset, config: EngineConfig, world: int) -> list[float]:
-    """Quality after every epoch of a world in which nothing grows: an epoch costs its training and one validation."""
+    """Train a world without growth and return its quality after every epoch. An epoch is validated once."""
     engine = Engine(task, [world], config=config, data=data)
     return [float(engine.table.quality[0]) for _ in rollout(engine, Wait(), task.epochs)]
 
 
 def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, Any]:
-    """Everything that could change a curve."""
+    """Return everything that can change a curve."""
     return {
         "task": {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.name not in _NO_BITS},
         "data": [data.sha256, *(list(part.shape) for part in (data.train.x, data.val.x))],
-        "engine": msgspec.structs.replace(config, strategy="loop"),  # a twin is trained by itself
+        "engine": msgspec.structs.replace(config, strategy="loop"),  # baselines are trained one at a time
         "code": code_hash(),
         "torch": [
             str(torch.__version__),
@@ -135,9 +135,9 @@ def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, An
 
 @lru_cache(maxsize=8)
 def code_hash(*packages: str) -> str:
-    """Of the source of some of our packages; unless named, of those that train hosts.
+    """Return a hash of the source of these packages; by default those that train hosts.
 
-    So that a curve of yesterday's code is not taken for today's.
+    It keeps curves of older code from being reused.
     """
     digest = hashlib.sha256()
     home = Path(esper.__path__[0])
@@ -149,7 +149,7 @@ def code_hash(*packages: str) -> str:
 
 @lru_cache(maxsize=8)
 def processor(device: str) -> list[str]:
-    """What computes: kernels, and so the last bits, are chosen by it."""
+    """Return a description of the processor. It decides which kernels run, and so the last bits of results."""
     if device.startswith("cuda"):
         cudnn = torch.backends.cudnn
         return [

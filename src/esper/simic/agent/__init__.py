@@ -1,4 +1,4 @@
-"""The policy's training: what a round of decisions leaves behind, what each was worth, and the update.
+"""PPO training of the policy: rollout buffer, advantage estimation and the update.
 
 Read first: `rollout_buffer.py`.
 """

@@ -1,16 +1,16 @@
-"""Generalised advantage estimation over rows that hold any mix of episodes.
+"""Generalised advantage estimation over columns that hold any mix of episodes.
 
 Legend: T steps, E environments. Everything is `[T, E]`; `step_counts` is `[E]`, the valid steps of each column.
 
     end          done, truncated, or the last valid step of its column
-    next value   0 where done, `bootstrap` at any other end, V[t+1] where the episode goes on
+    next value   0 where done, `bootstrap` at any other end, V[t+1] where the episode continues
     delta        reward + γ·next value − V
     A[t]         delta[t], plus γλ·A[t+1] unless t is an end
     returns      A + V
 
-Two ways to the same numbers: `gae_rows` (numpy, on the CPU) and `gae_scan` (torch, on any other device, where
-few large kernels beat many small ones). Both compute in the precision they are given, both write 0 into
-padding, and neither lets what lies behind an end through to what lies before it: not a number, not a NaN.
+There are two implementations with equal results: `gae_rows` (numpy, for the CPU) and `gae_scan` (torch, for other
+devices, where few large kernels are faster than many small ones). Both keep the input precision and write 0 into
+padding. Values after an end, including NaN, never affect values before it.
 """
 
 from __future__ import annotations
@@ -26,18 +26,18 @@ Floats = NDArray[np.floating[Any]]
 Bools = NDArray[np.bool_]
 
 MIN_WIDTH = 1024
-"""Elements that one numpy call should handle: below this, most of its time is the call, not the arithmetic."""
+"""Minimum number of elements per numpy call. Below it, call overhead exceeds the arithmetic."""
 
 
 def gae_rows(
     rewards: Floats, values: Floats, done: Bools, truncated: Bools, bootstrap: Floats,
     step_counts: NDArray[np.int64], gamma: float, lam: float, *, out: tuple[Floats, Floats] | None = None,
 ) -> tuple[Floats, Floats]:  # fmt: skip
-    """Advantages and returns, each `[T, E]`, written into `out` (two contiguous arrays of their own) if given.
+    """Return advantages and returns, each `[T, E]`, written into `out` (two contiguous arrays) if given.
 
-    The fast sweep multiplies by 0 at ends, which would turn a NaN or an infinity behind an end into a NaN
-    before it. But then that NaN reaches row 0 of its column, since nothing multiplied or added makes it finite
-    again: so a finite row 0 proves every number, and anything else is done again with the slow, guarded sweep.
+    The fast sweep multiplies by 0 at ends, so a NaN or an infinity after an end becomes a NaN before it. Such a NaN
+    always reaches row 0 of its column, since no later multiplication or addition makes it finite. A finite row 0
+    therefore proves that all numbers are valid; otherwise the slow, guarded sweep recomputes them.
     """
     advantages, returns = (
         out if out is not None else (np.empty_like(rewards, order="C"), np.empty_like(values, order="C"))
@@ -46,7 +46,7 @@ def gae_rows(
     if not rewards.size:
         return advantages, returns
     end = done | truncated
-    end[step_counts - 1, np.arange(envs)] = True  # an empty column gets its end in the padding, where it does no harm
+    end[step_counts - 1, np.arange(envs)] = True  # the end of an empty column lies in the padding and has no effect
     ends = np.flatnonzero(end)
     padding = np.arange(steps)[:, None] >= step_counts if step_counts.min() < steps else None
 
@@ -62,7 +62,7 @@ def gae_rows(
 
     with np.errstate(over="ignore", invalid="ignore"):
         write_deltas()
-        carry = returns  # free until the end: γλ, and 0 at ends
+        carry = returns  # used as scratch space: γλ, and 0 at ends
         carry.fill(gamma * lam)
         carry.reshape(-1)[ends] = 0.0
         _sweep(advantages, carry)
@@ -76,10 +76,10 @@ def gae_rows(
 
 
 def _sweep(x: Floats, carry: Floats) -> None:
-    """x[t] += carry[t]·x[t+1], from the last row to the first, in place; `carry` is used up.
+    """Compute x[t] += carry[t]·x[t+1] from the last row to the first, in place. `carry` is overwritten.
 
-    Rows of few environments are first made wider: each doubling folds x[t+s] into x[t] for all t at once, after
-    which x[t] needs x[t+2s] only, and 2s rows can go through the sequential loop as one.
+    Narrow rows are widened first: each doubling folds x[t+s] into x[t] for all t at once. Afterwards x[t] depends on
+    x[t+2s] only, and the sequential loop processes 2s rows at a time.
     """
     steps, envs = x.shape
     stride = 1
@@ -90,7 +90,7 @@ def _sweep(x: Floats, carry: Floats) -> None:
         stride *= 2
     if stride >= steps:
         return
-    rest = steps % stride  # the first rows, fewer than a block
+    rest = steps % stride  # the first rows, an incomplete block
     blocks = x[rest:].reshape(-1, stride * envs)[::-1]
     factors = carry[rest:].reshape(-1, stride * envs)[::-1]
     multiply, add, later = np.multiply, np.add, blocks[0]
@@ -103,7 +103,7 @@ def _sweep(x: Floats, carry: Floats) -> None:
 
 
 def _guarded_sweep(x: Floats, end: Bools, carry: float) -> None:
-    """What `_sweep` does, one row at a time, without touching what lies behind an end."""
+    """Compute the same as `_sweep`, row by row, without reading values after an end."""
     for t in range(len(x) - 2, -1, -1):
         x[t] += np.where(end[t], x.dtype.type(0), x[t + 1] * carry)
 
@@ -112,10 +112,10 @@ def gae_scan(
     rewards: Tensor, values: Tensor, done: Tensor, truncated: Tensor, bootstrap: Tensor,
     step_counts: Tensor, gamma: float, lam: float,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Advantages and returns, each `[T, E]`, in log2(T) rounds.
+    """Return advantages and returns, each `[T, E]`, in log2(T) iterations.
 
-    Round by round, `s` doubles and x[t] covers the deltas of t … t+2s−1 as far as its episode reaches. `is_open[t]`
-    says that none of t … t+s−1 is an end, so that x[t+s] belongs to x[t] with weight (γλ)^s.
+    In each iteration `s` doubles and x[t] covers the deltas of t … t+2s−1 within its episode. `is_open[t]` is true
+    if none of t … t+s−1 is an end, so that x[t+s] is added to x[t] with weight (γλ)^s.
     """
     steps = len(rewards)
     row = torch.arange(steps, device=rewards.device)[:, None]
@@ -135,10 +135,10 @@ def gae_scan(
 
 
 def normalized_advantages(advantages: Tensor, counted: Tensor, *, std_floor: float = 1e-3) -> Tensor:
-    """Advantages with mean 0 and spread 1 over the `counted` steps (valid, not forced), 0 elsewhere.
+    """Return advantages with mean 0 and standard deviation 1 over the `counted` steps (valid, not forced), 0 elsewhere.
 
-    Only steps with a choice teach the actor, so only they set the scale. The floor keeps a round in which every
-    choice was as good as any other from being blown up into a lesson.
+    Only steps with a choice contribute to the policy loss, so only they set the scale. The floor avoids amplifying
+    noise in rounds in which all choices were about equally good.
     """
     zero = advantages.new_zeros(())
     count = counted.sum().clamp(min=1)

@@ -1,11 +1,11 @@
-"""PPO for Tamiyo: clipped updates from a rollout, head by head, with the recurrent core unrolled in chunks.
+"""PPO for Tamiyo: clipped updates per action head, with the recurrent core unrolled in chunks.
 
     ppo = PPO(network, layout, PPOConfig())
     report = ppo.update(buffer)
 
-Every head has a ratio and a clip of its own, and counts on the steps on which its op reads it and it had a choice.
-Sums over heads are divided by the number of steps that could be decided at all, so a head that rarely matters has as
-much weight as it has consequence. A step on which only WAIT was legal teaches the critic, not the actor.
+Every head has its own ratio and clip. It contributes on the steps on which the op reads it and it had more than one
+option. Sums over heads are divided by the number of steps with a choice, so a head that is rarely used has a small
+weight. Steps on which only WAIT was legal train the critic, not the actor.
 
 Legend: T steps, E environments, C steps of a chunk, N sequences of a minibatch.
 """
@@ -28,36 +28,46 @@ from esper.tamiyo.network import TamiyoNetwork, known_blueprints
 from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, forced
 
 MAX_LOG_RATIO = 20.0
+"""Bound of the absolute log-ratio between new and old probabilities, against overflow."""
 FIRST_RATIO_TOLERANCE = 1e-4
-"""Before the first step the policy is the one that acted: a ratio away from 1 is a fault, not a difference."""
+"""Maximum deviation of a ratio from 1 before the first step of an update, when the policy is still the one that
+acted."""
 MOST_BAD_UPDATES = 3
+"""Number of consecutive updates without a finite step after which training fails."""
 _RELEVANCE = torch.tensor(RELEVANCE)
 
 
 class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How a policy learns from a rollout."""
+    """Settings of the policy update."""
 
     lr: float = 1e-3
+    """Learning rate of AdamW, above 0."""
     gamma: float = 0.99
-    """Discount per step."""
+    """Discount factor per step, 0 to 1."""
     gae_lambda: float = 0.95
+    """Lambda of generalised advantage estimation, 0 to 1."""
     clip_ratio: float = 0.2
-    """How far one update may move an action's probability, as a ratio around 1."""
+    """Clip range of the probability ratio around 1, above 0 and below 1."""
     epochs: int = 4
-    """Passes over a rollout, unless the target KL stops them."""
+    """Maximum number of passes over a rollout, ≥ 1. `target_kl` can end them earlier."""
     groups: int = 4
-    """Minibatches per pass: groups of environments, each with its whole sequences; at most one per environment."""
+    """Minibatches per pass, ≥ 1. Each is a group of environments with their whole sequences; at most one per
+    environment."""
     chunk: int = 64
-    """Steps that the recurrent core is unrolled and taught at once."""
+    """Number of steps over which the recurrent core is unrolled for backpropagation, ≥ 1."""
     target_kl: float = 0.02
-    """A pass begins only while the policy has moved less than 1.5 times this."""
+    """Target KL divergence per update in nats, above 0. No further pass starts after one whose mean KL exceeds 1.5
+    times it."""
     value_coef: float = 0.5
+    """Weight of the value loss, ≥ 0."""
     entropy_coef: float = 0.01
-    """Weight of the entropy of every head that mattered, as a share of the largest possible."""
+    """Initial weight of the entropy bonus, ≥ 0. The entropy of a head is a fraction of its maximum."""
     entropy_final: float = 0.002
-    """What it falls to, linearly over the run's rounds."""
+    """Final weight of the entropy bonus, ≥ 0. The weight changes linearly over the run's rounds."""
     max_grad_norm: float = 1.0
+    """Norm to which gradients are clipped, above 0."""
     weight_decay: float = 0.0
+    """Weight decay of AdamW, ≥ 0."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip_ratio", "target_kl", "max_grad_norm"):
@@ -75,13 +85,13 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class ReturnScale:
-    """Mean and spread of the returns seen so far: the one normaliser there is."""
+    """Exponential moving mean and standard deviation of returns: the only normaliser of the update."""
 
     def __init__(self, keep: float = 0.9) -> None:
         self.keep, self.mean, self.square, self.weight = keep, 0.0, 0.0, 0.0
 
     def see(self, returns: Tensor) -> tuple[float, float]:
-        """Take in a rollout's returns; the mean and spread to read values by from now on."""
+        """Update the averages with a rollout's returns. Return the new mean and standard deviation."""
         if not returns.numel():
             return self.now()
         new = returns.double()
@@ -91,20 +101,23 @@ class ReturnScale:
         return self.now()
 
     def now(self) -> tuple[float, float]:
+        """Return the current mean and standard deviation; 0 and 1 before the first rollout."""
         if not self.weight:
             return 0.0, 1.0
         mean = self.mean / self.weight
         return mean, max(math.sqrt(max(self.square / self.weight - mean * mean, 0.0)), 1e-3)
 
     def state(self) -> dict[str, float]:
+        """Return the averages, for a checkpoint."""
         return {"mean": self.mean, "square": self.square, "weight": self.weight}
 
     def load(self, state: dict[str, float]) -> None:
+        """Restore a result of `state`."""
         self.mean, self.square, self.weight = state["mean"], state["square"], state["weight"]
 
 
 class PPO:
-    """Updates a policy, and tells how healthy that was."""
+    """Updates a policy and reports diagnostics."""
 
     def __init__(
         self, network: TamiyoNetwork, layout: MaskLayout, config: PPOConfig | None = None, *, rounds: int = 1
@@ -119,15 +132,16 @@ class PPO:
 
     @property
     def entropy_coef(self) -> float:
+        """Current weight of the entropy bonus."""
         done = min(1.0, self.round / max(1, self.rounds - 1))
         return self.config.entropy_coef + done * (self.config.entropy_final - self.config.entropy_coef)
 
     def update(self, buffer: TamiyoRolloutBuffer, generator: torch.Generator) -> Update:
-        """Learn from one finished rollout."""
+        """Update the policy from one finished rollout. Return the diagnostics."""
         start, config = time.perf_counter(), self.config
         buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
         valid, returns = buffer.valid, buffer.returns
-        # where only blueprints fit that the network cannot choose, it had nothing to decide
+        # a step whose only plantable blueprints are unknown to the network has no choice
         buffer.forced |= forced(known_blueprints(buffer.masks, self.layout), self.layout)
         critic = critic_health(buffer.values[valid], returns[valid])
         healthy = bool(torch.isfinite(returns[valid]).all())  # sync: once per update
@@ -149,7 +163,7 @@ class PPO:
         return self._told(tally, critic, passes, (time.perf_counter() - start) * 1e3)
 
     def _step(self, batch: Minibatch, tally: Tally) -> None:
-        """One minibatch: losses, a clipped gradient step, and what they say. What is not finite is left out."""
+        """Take a clipped gradient step on one minibatch and record its diagnostics. Skip it if it is not finite."""
         loss, told = losses(self.network, self.layout, self.config, batch, self.entropy_coef)
         if not tally.count and told["ratio_off"] > FIRST_RATIO_TOLERANCE:
             raise TrainingError(
@@ -159,7 +173,7 @@ class PPO:
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.config.max_grad_norm)
-        if not (math.isfinite(told["loss"]) and bool(torch.isfinite(norm))):  # sync: a bad step must not be taken
+        if not (math.isfinite(told["loss"]) and bool(torch.isfinite(norm))):  # sync: skip steps that are not finite
             tally.skipped += 1
             return
         self.optimizer.step()
@@ -201,9 +215,9 @@ class PPO:
 def losses(
     network: TamiyoNetwork, layout: MaskLayout, config: PPOConfig, batch: Minibatch, entropy_coef: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of a minibatch, and in numbers what it is made of."""
+    """Return the loss of a minibatch and its diagnostics."""
     valid = batch.valid
-    masks = known_blueprints(batch.masks | ~valid[..., None], layout)  # padding gets a distribution, and no weight
+    masks = known_blueprints(batch.masks | ~valid[..., None], layout)  # padding: valid distribution, weight 0
     judged = network.evaluate(batch.obs, masks, batch.actions, batch.hidden, batch.starts, layout)
     counts = counted(masks, layout, batch.actions, valid & ~batch.forced)  # [C, N, 8]
     decided = (valid & ~batch.forced).sum().clamp(min=1)
@@ -253,7 +267,8 @@ def losses(
 
 
 def counted(masks: Tensor, layout: MaskLayout, actions: Tensor, free: Tensor) -> Tensor:
-    """[C, N, 8] where a head learns: the step was free, the op reads the head, and it had more than one choice."""
+    """Return where a head contributes, [C, N, 8]: the step was free, the op reads the head, and it had several
+    options."""
     op = actions[..., Head.OP]
     relevant = _RELEVANCE.to(masks.device)[op]
     several = conditioned(masks, layout, op, actions[..., Head.SLOT]).sum(-1) > 1
@@ -261,7 +276,8 @@ def counted(masks: Tensor, layout: MaskLayout, actions: Tensor, free: Tensor) ->
 
 
 def critic_health(values: Tensor, returns: Tensor) -> tuple[Number, Number]:
-    """Explained variance, and the error of values over the spread of returns (below 1 it knows something)."""
+    """Return the explained variance, and the values' RMSE relative to the standard deviation of returns (below 1 is
+    useful)."""
     if returns.numel() < 2:
         return None, None
     spread = float(returns.var())
@@ -271,7 +287,7 @@ def critic_health(values: Tensor, returns: Tensor) -> tuple[Number, Number]:
 
 
 class Tally:
-    """What the minibatches of one update said."""
+    """Diagnostics of the minibatches of one update."""
 
     def __init__(self) -> None:
         self.told: list[dict[str, float]] = []
@@ -280,22 +296,27 @@ class Tally:
 
     @property
     def count(self) -> int:
+        """Number of minibatches."""
         return len(self.told)
 
     def add(self, told: dict[str, float]) -> None:
+        """Add the diagnostics of one minibatch."""
         self.told.append(told)
 
     def kl_of_pass(self) -> float:
-        """Mean KL of the minibatches since the last call."""
+        """Return the mean KL of the minibatches since the last call."""
         new, self._pass = self.told[self._pass :], len(self.told)
         return sum(t["kl"] for t in new) / len(new) if new else 0.0
 
     def mean(self, name: str) -> Number:
+        """Return the mean of a diagnostic over minibatches, ignoring NaN; None if there is none."""
         values = [t[name] for t in self.told if not math.isnan(t[name])]
         return sum(values) / len(values) if values else None
 
     def least(self, name: str) -> Number:
+        """Return the smallest value of a diagnostic; None if there is none."""
         return min((t[name] for t in self.told), default=None)
 
     def most(self, name: str) -> Number:
+        """Return the largest value of a diagnostic; None if there is none."""
         return max((t[name] for t in self.told), default=None)

@@ -1,9 +1,9 @@
-"""What one round of decisions leaves behind: one preallocated tensor per field, one row per step for all environments.
+"""Rollout buffer: one preallocated tensor per field, one row per step of all environments.
 
 Legend: T steps, E environments, F features, M mask columns, C steps of a chunk, N sequences of a minibatch.
 
-A column may hold several episodes and may stop early: `step_counts [E]` says how many of its steps are valid, always
-a prefix. Whatever lies behind is padding and is never read.
+A column may hold several episodes and may end early: `step_counts [E]` is the number of its valid steps, always a
+prefix. The rest is padding and is never read.
 """
 
 from __future__ import annotations
@@ -26,32 +26,32 @@ Row = Tensor | NDArray[Any]
 
 @dataclass(frozen=True, slots=True)
 class Minibatch:
-    """Chunks of some environments' columns, side by side: N sequences of C steps.
+    """Chunks of some environments' columns: N sequences of C steps.
 
-    Where a sequence is shorter than C, its last valid step is repeated: padding is then legal and finite, and
-    `valid` keeps it out of every sum.
+    Sequences shorter than C repeat their last valid step, so that padding is legal and finite. `valid` excludes it from
+    every sum.
     """
 
     obs: Tensor  # [C, N, F]
     masks: Tensor  # [C, N, M] bool
     actions: Tensor  # [C, N, 8]
-    log_probs: Tensor  # [C, N, 8] as sampled, per head
-    values: Tensor  # [C, N] as estimated while acting
+    log_probs: Tensor  # [C, N, 8] per head, at sampling time
+    values: Tensor  # [C, N] at sampling time
     advantages: Tensor  # [C, N]
     returns: Tensor  # [C, N]
     starts: Tensor  # [C, N] bool: zero the hidden state before this step
-    forced: Tensor  # [C, N] bool: there was one legal operation only
+    forced: Tensor  # [C, N] bool: only one operation was legal
     valid: Tensor  # [C, N] bool
-    hidden: Tensor  # [N, *hidden] stored before each sequence's first step
-    steps: Tensor  # [C, N] int64, the row each step was taken from
-    envs: Tensor  # [N] int64, the column
+    hidden: Tensor  # [N, *hidden] state before each sequence's first step
+    steps: Tensor  # [C, N] int64, row of each step in the buffer
+    envs: Tensor  # [N] int64, column of each sequence in the buffer
 
 
 class TamiyoRolloutBuffer:
-    """Everything PPO needs to know of one round, in the order: `add` per step, `finish`,
-    `compute_advantages_and_returns`, `minibatches` per epoch, `reset`.
+    """Data of one round. Call order: `add` per step, `finish`, `compute_advantages_and_returns`, `minibatches` per
+    pass, `reset`.
 
-    `hidden` is the shape of one environment's recurrent state, as in `(2, 64)` for an LSTM's h and c.
+    `hidden` is the shape of one environment's recurrent state, for example `(2, 64)` for an LSTM's h and c.
     """
 
     def __init__(
@@ -68,29 +68,29 @@ class TamiyoRolloutBuffer:
         self.obs = field(features)
         self.masks = field(masks, dtype=torch.bool)
         self.actions = field(NUM_HEADS, dtype=torch.int64)
-        self.log_probs = field(NUM_HEADS)  # 0 for heads the operation does not read
+        self.log_probs = field(NUM_HEADS)  # 0 for heads that the operation does not read
         self.values = field()
         self.rewards = field()
-        self.done = field(dtype=torch.bool)  # the episode is over, nothing follows
-        self.truncated = field(dtype=torch.bool)  # cut although it would go on
-        self.bootstrap = field()  # value of the state behind a cut
-        self.starts = field(dtype=torch.bool)  # this step begins an episode: hidden was zeroed before it
+        self.done = field(dtype=torch.bool)  # the episode ended
+        self.truncated = field(dtype=torch.bool)  # the episode was cut before its end
+        self.bootstrap = field()  # value of the state after a cut
+        self.starts = field(dtype=torch.bool)  # first step of an episode: hidden was zeroed before it
         self.hidden = field(*hidden)  # state before the step
-        self.forced = field(dtype=torch.bool)  # one legal operation only
+        self.forced = field(dtype=torch.bool)  # only one operation was legal
         self.advantages = field()
         self.returns = field()
         self.step_counts = torch.zeros(envs, dtype=torch.int64, device=self.device)
         self.reset()
 
     def reset(self) -> None:
-        """Forget the round. Old numbers stay where they are: without valid steps nobody reads them."""
+        """Clear the round. Old values stay in memory but are never read."""
         self.rows = 0
         self.step_counts.zero_()
         self._revived = torch.zeros((), dtype=torch.bool, device=self.device)
         self._has_advantages = False
 
     def fields(self) -> list[Tensor]:
-        """What the steps left behind, [T, E, …] each: what one rank has of a round and another has not."""
+        """Return the tensors written by `add`, [T, E, …] each: those that ranks exchange."""
         return [
             self.obs, self.masks, self.actions, self.log_probs, self.values, self.rewards, self.done, self.truncated,
             self.bootstrap, self.starts, self.hidden, self.forced,
@@ -98,7 +98,7 @@ class TamiyoRolloutBuffer:
 
     @property
     def valid(self) -> Tensor:
-        """Which steps were really taken: [T, E] bool."""
+        """[T, E] bool: which steps were taken."""
         return torch.arange(self.steps, device=self.device)[:, None] < self.step_counts
 
     @torch.no_grad()
@@ -107,7 +107,7 @@ class TamiyoRolloutBuffer:
         truncated: Row, starts: Row, hidden: Row, bootstrap: Row | None = None, forced: Row | None = None,
         alive: Row | None = None,
     ) -> None:  # fmt: skip
-        """Copy one step of all environments. Where `alive` is False the step is padding, and so is all that follows."""
+        """Copy one step of all environments. Where `alive` is False, this step and all later ones are padding."""
         t = self.rows
         if t == self.steps:
             raise DataError(f"the buffer holds all its {t} steps: reset() it, or build it with more steps")
@@ -131,7 +131,7 @@ class TamiyoRolloutBuffer:
 
     @torch.no_grad()
     def finish(self, last_values: Row | None = None) -> TamiyoRolloutBuffer:
-        """Close the round. `last_values [E]`: what the states are worth in which columns stop without an end."""
+        """Close the round. `last_values [E]` are the values of the states after columns that stop without an end."""
         if self._revived.item():  # sync: once per round
             raise DataError("an environment was alive again after a step in which it was not: a column is one prefix")
         if last_values is not None:
@@ -143,9 +143,9 @@ class TamiyoRolloutBuffer:
         return self
 
     def compute_advantages_and_returns(self, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
-        """Fill and hand out `advantages` and `returns`, 0 in padding.
+        """Compute and return `advantages` and `returns`, 0 in padding.
 
-        On the CPU numpy works in the tensors' own memory; elsewhere torch does, in few large kernels.
+        On the CPU, numpy operates on the tensors' memory; on other devices torch runs few large kernels.
         """
         n = self.rows
         if self.device.type == "cpu":
@@ -167,9 +167,9 @@ class TamiyoRolloutBuffer:
 
     @torch.no_grad()
     def minibatches(self, num_groups: int, chunk: int, generator: torch.Generator) -> Iterator[Minibatch]:
-        """One epoch: environments shuffled into groups, their columns cut into chunks. Every valid step comes once.
+        """Yield one pass over the data: shuffled groups of environments, cut into chunks. Every valid step occurs once.
 
-        A column's chunks stay in one minibatch, each beginning with the hidden state stored before its first step.
+        The chunks of a column are in the same minibatch, each with the hidden state stored before its first step.
         """
         if not 1 <= num_groups <= self.envs:
             raise ConfigError(f"cannot make {num_groups} groups of {self.envs} environments: ask for 1 to {self.envs}")
@@ -180,12 +180,12 @@ class TamiyoRolloutBuffer:
         order = torch.randperm(self.envs, generator=generator, device=generator.device).to(self.device)
         first = torch.arange(0, self.rows, chunk, device=self.device)[:, None]  # [chunks, 1]
         for group in order.tensor_split(num_groups):
-            chunks, members = (first < self.step_counts[group]).nonzero(as_tuple=True)  # sync: how many sequences
+            chunks, members = (first < self.step_counts[group]).nonzero(as_tuple=True)  # sync: number of sequences
             if len(members):
                 yield self._gather(first[chunks, 0], group[members], chunk)
 
     def _gather(self, first: Tensor, envs: Tensor, chunk: int) -> Minibatch:
-        """The sequences that begin at rows `first [N]` of columns `envs [N]`."""
+        """Return the sequences that start at rows `first [N]` of columns `envs [N]`."""
         wanted = first + torch.arange(min(chunk, self.rows), device=self.device)[:, None]  # [C, N]
         counts = self.step_counts[envs]
         steps = torch.minimum(wanted, counts - 1)
@@ -203,9 +203,9 @@ class TamiyoRolloutBuffer:
 
 
 def _checked(name: str, value: Row, shape: tuple[int, ...]) -> Tensor:
-    """`value` as a tensor of exactly this shape: copying would broadcast a wrong one without a word."""
+    """Return `value` as a tensor. Raise DataError if its shape differs, since copying would silently broadcast it."""
     if tuple(value.shape) != tuple(shape):
         raise DataError(f"{name} of one step has shape {tuple(shape)} in this buffer, got {tuple(value.shape)}")
     if isinstance(value, np.ndarray) and not value.flags.writeable:
-        value = value.copy()  # torch cannot view what is read-only
+        value = value.copy()  # torch cannot wrap read-only arrays
     return torch.as_tensor(value)
