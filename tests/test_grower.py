@@ -56,7 +56,7 @@ def bring(grower: Grower, slot: str, stage: SeedStage, blueprint: str = "conv_li
     """Take a seed to a stage by hand, under EASY rules."""
     grower.germinate(slot, blueprint, **how)
     while grower.slots[slot].stage < min(stage, SeedStage.HOLDING):
-        if grower.table.moving[0, grower.surgeon.names.index(slot)]:
+        if grower.table.moving[0, grower.network.slot_names.index(slot)]:
             grower.step()
         else:
             grower.advance(slot)
@@ -531,7 +531,7 @@ def test_what_was_sampled_of_a_pruned_seed_is_not_told_of_the_next():
     assert grower.slots["first"].stage == SeedStage.DORMANT
     grower.germinate("first", "norm")
     assert np.isnan(grower.table.grad_norm[0, 0])
-    assert grower.meter.smoothed == grower.meter.latest == {}
+    assert grower.network.meter.smoothed == grower.network.meter.latest == {}
 
 
 # -- controllers

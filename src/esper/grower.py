@@ -28,7 +28,7 @@ from esper.growth_note import why_nothing_was_planted
 from esper.kasmina.blueprints import Cost, blueprint_index
 from esper.kasmina.body import Body, Incubation
 from esper.kasmina.gate_reasons import gate_reasons, germination_reason
-from esper.kasmina.gradients import GradientMeter, gradient_norms
+from esper.kasmina.gradients import GradientMeter
 from esper.kasmina.lifecycle import (
     Effect,
     EffectKind,
@@ -42,7 +42,6 @@ from esper.kasmina.lifecycle import (
     tick,
 )
 from esper.kasmina.slot import Slot
-from esper.kasmina.surgery import Surgeon, clip_separately
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, TEMPO_EPOCHS, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
@@ -56,6 +55,7 @@ from esper.tamiyo.controllers import Controller, find_controller, wait_everywher
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.coalitions import Coalitions, Measured, evaluate, measure
 from esper.tolaria.engine import takes_of
+from esper.tolaria.growing_network import GrowingNetwork
 
 WAYS_OUT = {
     Check.DWELL: "call grower.step() once per epoch, or ask for fewer epochs in rules.thresholds",
@@ -157,30 +157,33 @@ class Grower:
                 f"{type(body.model).__name__} takes its inputs as labels and shifts them within: quality={quality!r} "
                 f"would judge each token by itself. Use quality='next_token_{quality}', or a function of your own."
             )
-        host_params = sum(p.numel() for p in body.model.parameters())
-        self.surgeon = Surgeon(body, optimizer, seed=seed, **seed_options)
+        self.network = GrowingNetwork(
+            body,
+            optimizer,
+            rng_seed=seed,
+            incubation=incubation,
+            gradient_stride=gradient_telemetry_stride,
+            **seed_options,
+        )
+        host_params = self.network.host_size
         self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
         self.horizon = horizon
-        body.incubation = incubation
-        self.meter = GradientMeter(gradient_telemetry_stride)
         self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
         self._batches = self._lessons = 0
-        self._unsampled: set[str] = set()  # seeds whose gradients are due for a look
         self._adopt_body()
         if isinstance(self.controller, Learned):
             self.controller.bind(context_of(body, horizon, self.rules.thresholds))
         hub = Silence() if telemetry is None else telemetry
-        self.emit = TelemetryEmitter(hub, slots=self.surgeon.names, worlds=[seed], host_params=host_params)
+        self.emit = TelemetryEmitter(hub, slots=self.network.slot_names, worlds=[seed], host_params=host_params)
         self.emit.planted(self.table)
         hub.emit(
             RunStarted(
                 command="loop", controller=type(self.controller).__name__.lower(), seed=seed, env_names=("model",),
-                slots=tuple(self.surgeon.names), steps=horizon, host_params=host_params,
+                slots=tuple(self.network.slot_names), steps=horizon, host_params=host_params,
                 threads=torch.get_num_threads(), device=str(next(body.model.parameters()).device),
             )
         )  # fmt: skip
         body.on_load.append(self._adopt_body)
-        self.surgeon.on_change.append(self._forget_gradients)
         optimizer.register_step_pre_hook(self._before_step)
 
     # -- looking
@@ -221,7 +224,7 @@ class Grower:
     def __repr__(self) -> str:
         lines = [str(view) for view in self.slots.values()]
         if self.table.step[0] > 0:
-            lines.append(why_nothing_was_planted(self.controller, self.table, self.rules, self.surgeon.names))
+            lines.append(why_nothing_was_planted(self.controller, self.table, self.rules, self.network.slot_names))
         return "\n".join(line for line in lines if line)
 
     # -- operations by hand; each raises LifecycleError with the reason if the rules do not allow it now
@@ -295,7 +298,7 @@ class Grower:
         actions = self._act(allowed)
         done = self._apply(actions)
         ticked = tick(self.table, self.rules)
-        self.surgeon.carry_out(ticked, self.table)
+        self.network.apply_effects(ticked, self.table)
         unmeasured = ("val_loss", "train_loss") if measured else ("val_loss", "train_loss", "quality")
         self.emit.step(
             self.table, actions, Outcome(done.happened, done.effects + ticked), allowed, unmeasured=unmeasured
@@ -305,8 +308,8 @@ class Grower:
             quality=measured.quality if measured else nan,
             committed=measured.committed if measured else nan,
             op=op,
-            slot="" if op == Op.WAIT else self.surgeon.names[int(actions[0, Head.SLOT])],
-            effects=tuple(f"{e.kind.name.lower()} {self.surgeon.names[e.slot]}" for e in done.effects + ticked),
+            slot="" if op == Op.WAIT else self.network.slot_names[int(actions[0, Head.SLOT])],
+            effects=tuple(f"{e.kind.name.lower()} {self.network.slot_names[e.slot]}" for e in done.effects + ticked),
         )
 
     def check(self, val_batch: Any) -> None:
@@ -369,20 +372,19 @@ class Grower:
 
     def clip_grad_norm_(self, max_norm: float) -> None:
         """Clip the host and each growing seed separately, so that none spends another's budget."""
-        growing = [s for s in self.body.slots.values() if s.stage != SeedStage.FOSSILIZED]
-        fossils = [p for s in self.body.slots.values() if s.stage == SeedStage.FOSSILIZED for p in s.parameters()]
-        clip_separately([self.body.host_parameters() + fossils, *(list(s.parameters()) for s in growing)], max_norm)
+        self.network.regroup()  # the model is the user's: its parameters may have changed
+        self.network.clip(max_norm)
 
     def on_change(self, listener: Callable[[Effect, Slot], None]) -> None:
         """Call `listener(effect, slot)` after each change of structure: for an EMA, for wrapping DDP anew."""
-        self.surgeon.on_change.append(listener)
+        self.network.surgeon.on_change.append(listener)
 
     # -- within
 
     def _do(self, op: Op, slot: str, heads: Mapping[Head, int]) -> None:
         self.body.slot(slot)
         actions = wait_everywhere(1)
-        actions[0, [Head.OP, Head.SLOT]] = op, self.surgeon.names.index(slot)
+        actions[0, [Head.OP, Head.SLOT]] = op, self.network.slot_names.index(slot)
         for head, value in heads.items():
             actions[0, head] = value
         if not is_legal(self.table, actions, self.rules)[0]:
@@ -393,7 +395,7 @@ class Grower:
         before = self.table.clone()
         outcome = apply(self.table, actions, self.rules)
         try:
-            self.surgeon.carry_out(outcome.effects, self.table)
+            self.network.apply_effects(outcome.effects, self.table)
         except Exception:  # a user's blueprint that breaks a law, say: the table must not name a seed that is not there
             if any(e.kind == EffectKind.BUILD and self._slot_of(e).seed is None for e in outcome.effects):
                 self.table.restore(before)
@@ -401,15 +403,15 @@ class Grower:
         return outcome
 
     def _slot_of(self, effect: Effect) -> Slot:
-        return self.body.slots[self.surgeon.names[effect.slot]]
+        return self.body.slots[self.network.slot_names[effect.slot]]
 
     def _why_not(self, op: Op, slot: str, actions: Ints) -> str:
         """What stands in the way of an operation, and the way out."""
-        view, rules, s = self.slots[slot], self.rules, self.surgeon.names.index(slot)
+        view, rules, s = self.slots[slot], self.rules, self.network.slot_names.index(slot)
         said = f"cannot {op.name.lower().replace('_', ' ')} {slot!r}, which is {view.stage.name}: "
         if op == Op.GERMINATE and view.stage in (*COOLING, SeedStage.DORMANT):
             blueprint = int(actions[0, Head.BLUEPRINT])
-            return said + germination_reason(self.table, rules, self.surgeon.names, s, blueprint)
+            return said + germination_reason(self.table, rules, self.network.slot_names, s, blueprint)
         if op == Op.PRUNE and view.stage in GROWING and view.age_epochs < rules.min_prune_age:
             return said + (
                 f"it is {view.age_epochs} epochs old; a seed is given {rules.min_prune_age} (rules.min_prune_age)"
@@ -422,7 +424,7 @@ class Grower:
             return said + f"{view.waits_for}. Way out: {'; '.join(ways)}"
         if view.stage in gated:
             return said + "it advances by itself at the next step (rules.auto_train, auto_blend, auto_hold)"
-        able = [n for i, n in enumerate(self.surgeon.names) if legal(self.table, rules)[0, op, i]]
+        able = [n for i, n in enumerate(self.network.slot_names) if legal(self.table, rules)[0, op, i]]
         return said + f"this stage does not allow it. Slots that do: {', '.join(able) or 'none'}"
 
     def _warn_if_untaught(self) -> None:
@@ -467,66 +469,35 @@ class Grower:
         result = self._evaluate(val_batches)
         measured = measure(result)
         self.emit.worth(self.table, [CounterfactualEngine.worth(result)])
-        table, nan = self.table, np.full((1, len(self.surgeon.names)), np.nan)
-        worth, se = nan.copy(), nan.copy()
-        for s, name in enumerate(self.surgeon.names):
-            if name in measured.contribution:
-                worth[0, s], se[0, s] = measured.contribution[name]
-            if name in measured.prospect:
-                table.prospect[0, s], table.prospect_se[0, s] = measured.prospect[name]
-        table.committed_quality[0] = measured.committed
+        worth = self.network.write_scores(self.table, 0, measured)
         unknown = np.full(1, np.nan)
-        record(table, quality=np.array([measured.quality]), val_loss=unknown, train_loss=unknown)
-        record_contribution(table, worth, se)
+        record(self.table, quality=np.array([measured.quality]), val_loss=unknown, train_loss=unknown)
+        record_contribution(self.table, worth[:1], worth[1:])
         return measured
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Before an optimiser step: now and then, how the seeds' gradients stand against the host's.
-
-        Every so many steps each growing seed is due, and is sampled as soon as it has a gradient: a TRAINING
-        seed has none on batches without its lesson.
-        """
-        if self.meter.due(self._batches):
-            self._unsampled = {n for n, s in self.body.slots.items() if s.stage in GROWING}
+        """Sample the seeds' gradients before an optimiser step, on the batches on which they are due."""
+        due = self.network.gradients_due(self._batches)
         self._batches += 1
-        if not self._unsampled:
-            return
-        growing = {n: list(self.body.slots[n].parameters()) for n in self._unsampled}
-        norms = {n: gradient_norms(params) for n, params in growing.items()}
-        norms = {n: each for n, each in norms.items() if each.numel()}
-        if norms:
-            self._unsampled -= norms.keys()
-            host = self.body.host_parameters()
-            of_host, scale = gradient_norms(host), getattr(optimizer, "grad_scale", None)
-            if isinstance(scale, Tensor):  # fused optimisers unscale within their step
-                norms, of_host = {n: v / scale for n, v in norms.items()}, of_host / scale
-            sizes = {n: sum(p.numel() for p in growing[n]) for n in norms}
-            self.meter.take(of_host, norms, sum(p.numel() for p in host), sizes)
-
-    def _forget_gradients(self, effect: Effect, slot: Slot) -> None:
-        """What was sampled of one seed says nothing of the next in its slot."""
-        if effect.kind in (EffectKind.BUILD, EffectKind.DROP):
-            self.meter.forget(slot.name)
-            self._unsampled.discard(slot.name)
+        if due:
+            self.network.regroup()
+            scale = getattr(optimizer, "grad_scale", None)  # fused optimisers unscale within their step
+            self.network.sample_gradients(scale=scale if isinstance(scale, Tensor) else None)
 
     def _read_gradients(self) -> None:
-        for name, stats in self.meter.read(self.meter.pending().tolist()).items():  # sync: once per epoch
-            at = 0, self.surgeon.names.index(name)
-            self.table.grad_norm[at], self.table.grad_ratio[at], self.table.grad_health[at] = (
-                stats.norm,
-                stats.ratio,
-                stats.health,
-            )
+        meter = self.network.meter
+        stats = meter.read(meter.pending().tolist())  # sync: once per epoch
+        self.network.write_gradients(self.table, 0, stats)
 
     def _adopt_body(self) -> None:
         """Take over a body that already has seeds, as after loading one from a file.
 
         A state says where alpha stands, not where it was going: a ramp that was under way goes on to 1.
         """
-        self.surgeon.reload()
+        self.network.surgeon.reload()
         t = self.table
         t.reset()
-        for s, name in enumerate(self.surgeon.names):
+        for s, name in enumerate(self.network.slot_names):
             slot, at = self.body.slots[name], (0, s)
             if slot.seed is None:
                 continue
@@ -538,8 +509,9 @@ class Grower:
             t.serial[at] = t.next_serial[0]
             t.params[at] = sum(p.numel() for p in slot.parameters())
             t.next_serial[0] += 1
-        self.meter = GradientMeter(self.meter.stride)
+        self.network.meter = GradientMeter(self.network.meter.stride)
         self.body.sync(t)
+        self.network.regroup()
 
 
 def option(head: Head, name: str) -> int:

@@ -125,12 +125,14 @@ def take_over(grower: Grower, told: GrowerState, weights: Mapping[str, Any], gra
     for s, slot in enumerate(body.slots.values()):
         if slot.seed is not seeds[slot.name]:
             effect = Effect(EffectKind.DROP if slot.seed is None else EffectKind.BUILD, 0, s)
-            for listener in grower.surgeon.on_change:
+            for listener in grower.network.surgeon.on_change:
                 listener(effect, slot)
     device = next(body.model.parameters()).device
     sampled = {name: value.to(device) for name, value in told.sampled.items()}
-    grower.meter = GradientMeter(grower.meter.stride, sampled, dict(told.smoothed))
-    grower._batches, grower._lessons, grower._unsampled = told.batches, told.lessons, set(told.unsampled)
+    grower.network.meter = GradientMeter(grower.network.meter.stride, sampled, dict(told.smoothed))
+    grower.network.unsampled = set(told.unsampled)
+    grower.network.regroup()
+    grower._batches, grower._lessons = told.batches, told.lessons
     _load_chance(told.chance)
 
 

@@ -76,7 +76,7 @@ class GrowerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def grower_state(grower: Grower, extra: Any = None) -> GrowerState:
-    body, meter, controller = grower.body, grower.meter, grower.controller
+    body, meter, controller = grower.body, grower.network.meter, grower.controller
     return GrowerState(
         format=FORMAT,
         settings=settings(grower),
@@ -93,7 +93,7 @@ def grower_state(grower: Grower, extra: Any = None) -> GrowerState:
         table=grower.table.arrays(),
         batches=grower._batches,
         lessons=grower._lessons,
-        unsampled=tuple(sorted(grower._unsampled)),
+        unsampled=tuple(sorted(grower.network.unsampled)),
         sampled=dict(meter.latest),
         smoothed=dict(meter.smoothed),
         controller=controller.state_dict() if isinstance(controller, Remembers) else None,
@@ -112,9 +112,9 @@ def settings(grower: Grower) -> dict[str, Any]:
         "controller": type(grower.controller).__name__,
         "quality": quality_name(grower.quality),
         "incubation": grower.body.incubation,
-        "seed": grower.surgeon.seed,
+        "seed": grower.network.surgeon.seed,
         "horizon": grower.horizon,
-        "gradient_telemetry_stride": grower.meter.stride,
+        "gradient_telemetry_stride": grower.network.meter.stride,
         **{f"rules.{name}": value for name, value in rules.items()},
         **{f"rules.thresholds.{name}": value for name, value in thresholds.items()},
     }

@@ -179,9 +179,9 @@ class GrowingNetwork:
         """Clear the gradients of host and seeds."""
         self.optimizer.zero_grad(set_to_none=True)
 
-    def clip(self) -> list[Tensor]:
+    def clip(self, max_norm: float | None = None) -> list[Tensor]:
         """Clip each group to `max_norm`; return the norm of every gradient tensor, group by group."""
-        return clip_separately(self.clip_groups, self.max_norm)
+        return clip_separately(self.clip_groups, self.max_norm if max_norm is None else max_norm)
 
     def gradients_due(self, batch: int) -> bool:
         """Return whether some growing seed's gradients are to be sampled on this batch.
@@ -195,14 +195,16 @@ class GrowingNetwork:
 
     def sample_gradients(self, norms: Sequence[Tensor] | None = None, scale: Tensor | None = None) -> None:
         """Sample the seeds that are due. `norms` are those of `clip`; `scale` is the factor of a gradient scaler."""
-        host, *seeds = [gradient_norms(group) for group in self.clip_groups] if norms is None else norms
+        seeds = [gradient_norms(params) for params in self.growing.values()] if norms is None else norms[1:]
         pairs = zip(self.growing, seeds, strict=True)
         found = {name: each for name, each in pairs if name in self.unsampled and each.numel()}
+        if not found:
+            return
+        host = gradient_norms(self.clip_groups[0]) if norms is None else norms[0]
         if scale is not None:
             host, found = host / scale, {name: each / scale for name, each in found.items()}
-        if found:
-            self.unsampled -= found.keys()
-            self.meter.take(host, found, self.host_size, self.sizes)
+        self.unsampled -= found.keys()
+        self.meter.take(host, found, self.host_size, self.sizes)
 
     def optimizer_step(self) -> None:
         """Update the weights, then their average."""
