@@ -1,12 +1,12 @@
-"""Checkpoints: directories that are whole or not there, in formats that run no code.
+"""Checkpoints: directories that appear atomically, in formats that cannot execute code.
 
   <root>/<name>/*.safetensors, *.json   the content
   <root>/<name>/index.json              written last: size and sha256 of every file, and a checksum of itself
-  <root>/.draft-*                       being written or removed; the next writer clears away what a dead one left
-  <root>/.lock                          held by the one process that writes
+  <root>/.draft-*                       being written or removed; the next writer removes those of dead processes
+  <root>/.lock                          held by the process that writes
 
-A directory gets its name when everything in it is on disk. Readers take no lock: what they see is complete, or
-it is damaged, and then it is named and the one before is used.
+A directory is renamed to its final name once everything in it is on disk. Readers take no lock. A damaged checkpoint is
+reported by a warning, and the one before it is used.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ from esper.leyline.files import locked, open_regular, sync_directory, write_dura
 INDEX, LOCK, DRAFT = "index.json", ".lock", ".draft-"
 FORMAT = "esper-checkpoint-1"
 MOST_INDEX_BYTES = 1 << 20
-"""An index says some 150 bytes per file; a longer one is no index of ours."""
-WAIT_S = 60.0  # for another writer: a large checkpoint on a slow disk takes its time
+"""Largest size of an index, which has some 150 bytes per file."""
+WAIT_S = 60.0  # how long to wait for another writer, such as one with a large checkpoint on a slow disk
 _NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.+-]{0,127}")
 
 
 @dataclass(frozen=True, slots=True)
 class Written:
-    """What a write left, and what it cost."""
+    """Path and size of a written checkpoint, and the time that writing took."""
 
     path: Path
     size_bytes: int
@@ -67,7 +67,7 @@ class _File(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class _Index(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What stands in index.json. `number` is the order of writing."""
+    """The content of index.json. `number` is the order of writing."""
 
     format: str
     number: _Count
@@ -82,13 +82,13 @@ class _Sealed(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Checkpoints:
-    """The checkpoints below one root: the last `keep` written, and the best."""
+    """The checkpoints below one root. Kept are the last `keep` and the one with the best score."""
 
     def __init__(self, root: Path, *, keep: int = 3) -> None:
         if keep < 1:
             raise ConfigError(f"at least one checkpoint must be kept, got keep={keep}")
         self.root, self.keep = Path(root), keep
-        self._damaged: set[Path] = set()  # found so when opened: they keep nothing else from being kept
+        self._damaged: set[Path] = set()  # found damaged when opened; they do not count towards `keep`
 
     def write(
         self,
@@ -100,10 +100,10 @@ class Checkpoints:
         kind: str = "run",
         score: float | None = None,
     ) -> Written:
-        """Write one, wait until it is on disk, then let go of those that are no longer kept.
+        """Write a checkpoint, wait until it is on disk, then remove those that are no longer kept.
 
-        A name may come again: both stay, and the later one counts as newer. A score that is not finite is none.
-        Whatever fails, all earlier ones stay as they were and no draft is left; the error is a CheckpointError.
+        A name may be used again: both stay, and the later one is the newer. A score that is not finite counts as None.
+        On failure raise CheckpointError; earlier checkpoints are unchanged and no draft is left.
         """
         started = time.perf_counter()
         contents = _contents(name, tensors, documents, files)
@@ -117,7 +117,7 @@ class Checkpoints:
                 number = 1 + max((index.number for _, index in found), default=0)
                 score = score if score is not None and math.isfinite(score) else None
                 path, size = self._write(_Index(FORMAT, number, name, kind, score, {}), contents)
-                self._damaged.discard(path)  # one of this name may have been there, and be gone
+                self._damaged.discard(path)  # a damaged one of the same name may have been removed by hand
                 self._let_go()
         except OSError as error:
             raise CheckpointError(
@@ -127,18 +127,18 @@ class Checkpoints:
         return Written(path, size, 1e3 * (time.perf_counter() - started))
 
     def newest(self) -> Saved | None:
-        """The last one written that is complete. Damaged ones are named by a warning and passed over."""
+        """Return the last complete checkpoint, or None. Damaged ones are skipped with a warning."""
         return self._first(lambda found: (found[1].number,))
 
     def best(self) -> Saved | None:
-        """The complete one with the highest score, of equals the newest. None if none has a score."""
+        """Return the complete checkpoint with the highest score, the newest of equals; None if none has a score."""
         return self._first(
             lambda found: (-math.inf if found[1].score is None else found[1].score, found[1].number),
             lambda index: index.score is not None,
         )
 
     def names(self) -> list[str]:
-        """Their names in the order of writing. Nothing but the index is looked at."""
+        """Return the names in the order of writing. Only the indexes are read."""
         return [index.name for _, index in self._found()]
 
     def _first(
@@ -152,14 +152,14 @@ class Checkpoints:
                     return Saved(path, index)
                 except CheckpointError as error:
                     if not os.path.lexists(path):
-                        break  # a writer let go of it while we looked: look again
+                        break  # a writer removed it meanwhile: list the directory again
                     self._damaged.add(path)
                     _tell(told, path, error)
             else:
                 return None
 
     def _found(self, told: set[Path] | None = None) -> list[_Found]:
-        """What has a sound index, in the order of writing. With `told`, the others are named."""
+        """Return checkpoints with a valid index, in the order of writing. Given `told`, warn about the others."""
         found: list[_Found] = []
         for path in _directories(self.root):
             try:
@@ -170,7 +170,7 @@ class Checkpoints:
         return sorted(found, key=lambda each: each[1].number)
 
     def _must_be_of(self, kind: str, found: list[_Found]) -> None:
-        """Checkpoints of another kind lie here for somebody else: they must not be let go of."""
+        """Raise if there are checkpoints of another kind: they belong to another program and must not be removed."""
         others = [index for _, index in found if index.kind != kind]
         if others:
             raise CheckpointError(
@@ -183,7 +183,7 @@ class Checkpoints:
         os.mkdir(draft)
         try:
             size = 0
-            for name, encode in contents.items():  # tensors are encoded file by file: only one is in memory
+            for name, encode in contents.items():  # encode one file at a time, to hold only one in memory
                 content = encode()
                 write_durably(draft / name, content)
                 index.files[name] = _File(len(content), hashlib.sha256(content).hexdigest())
@@ -200,12 +200,12 @@ class Checkpoints:
         return path, size + len(encoded)
 
     def _clear_drafts(self) -> None:
-        """Remove what dead writers left. Those alive hold the lock, which is ours now."""
+        """Remove drafts of dead processes. A living writer would hold the lock, which is held by this process."""
         for path in _directories(self.root, drafts=True):
             shutil.rmtree(path, ignore_errors=True)
 
     def _let_go(self) -> None:
-        """Keep the last and the best of those that look whole; remove what is older."""
+        """Remove all but the last `keep` and the best of the checkpoints that look complete."""
         found = self._found()
         whole = [each for each in found if each[0] not in self._damaged and _looks_whole(*each)]
         last = whole[-self.keep :]
@@ -213,12 +213,12 @@ class Checkpoints:
         best = max(scored, key=lambda each: (each[1].score, each[1].number), default=None)
         for each in found:
             path, index = each
-            named_by_us = re.fullmatch(rf"{re.escape(index.name)}(~\d+)?", path.name)  # others are somebody's copies
+            named_by_us = re.fullmatch(rf"{re.escape(index.name)}(~\d+)?", path.name)  # others are copies by hand
             if last and index.number < last[0][1].number and each != best and named_by_us:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
-        """Take its name away first, so that no reader meets a half of it."""
+        """Remove a checkpoint. It is renamed first, so that readers never find a part of it."""
         draft = self.root / f"{DRAFT}{os.getpid()}-{secrets.token_hex(4)}"
         try:
             os.rename(path, draft)
@@ -231,7 +231,7 @@ _Found = tuple[Path, _Index]
 
 
 class Saved:
-    """One complete checkpoint. Every file was verified when it was opened, and is again when it is read."""
+    """One complete checkpoint. Every file is verified when the checkpoint is opened, and again when it is read."""
 
     def __init__(self, path: Path, index: _Index) -> None:
         self.path, self.name, self.kind, self.score = path, index.name, index.kind, index.score
@@ -243,6 +243,7 @@ class Saved:
                 raise _damage(path / name, "its content is not what was written")
 
     def document(self, key: str) -> Any:
+        """Return a JSON document."""
         content = self.file(f"{key}.json")
         try:
             return json.loads(content)
@@ -250,6 +251,7 @@ class Saved:
             raise _damage(self.path / f"{key}.json", f"it is no JSON document ({error})") from error
 
     def tensors(self, key: str) -> dict[str, Tensor]:
+        """Return a group of tensors, on the CPU."""
         content = self.file(f"{key}.safetensors")
         try:
             return load(content)
@@ -257,6 +259,7 @@ class Saved:
             raise _damage(self.path / f"{key}.safetensors", f"it holds no tensors ({error})") from error
 
     def file(self, name: str) -> bytes:
+        """Return the content of a file; raise CheckpointError if it is damaged."""
         promised = self._files.get(name)
         if promised is None:
             raise unknown_name(f"file of checkpoint {self.name!r}", name, self._files)
@@ -285,7 +288,7 @@ def _contents(
     documents: Mapping[str, Any],
     files: Mapping[str, bytes],
 ) -> dict[str, Callable[[], bytes]]:
-    """File name → what encodes it. What cannot be kept is refused here, before anything is written."""
+    """Return file name → function that encodes it. Raise for content that cannot be saved, before writing anything."""
     named: list[tuple[str, Callable[[], bytes]]] = []
     for key, document in documents.items():
         named.append((f"{key}.json", functools.partial(bytes, _encoded_document(key, document))))
@@ -311,7 +314,7 @@ def _contents(
 
 
 def _encoded_document(key: str, document: Any) -> bytes:
-    """As JSON; refused if it would not come back equal."""
+    """Return the document as JSON; raise if decoding it would not give an equal one."""
     try:
         encoded = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
         same = json.loads(encoded) == document
@@ -326,7 +329,7 @@ def _encoded_document(key: str, document: Any) -> bytes:
 
 
 def _must_be_plain(tensor: Any, where: str) -> None:
-    """Refuse what would come back as something else."""
+    """Raise for a tensor that would be loaded as something else."""
     if type(tensor) not in (Tensor, nn.Parameter):
         raise CheckpointError(f"{where} is a {type(tensor).__name__}; a checkpoint holds plain tensors there")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype == torch.complex128:
@@ -344,7 +347,7 @@ def _encoded_tensors(key: str, group: Mapping[str, Tensor]) -> bytes:
 
 
 def _copied(tensor: Tensor) -> Tensor:
-    """On the CPU, in memory of its own, in plain order: two names may share a tensor, but not in a file."""
+    """Return a contiguous copy on the CPU: safetensors refuses tensors that share memory."""
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)
 
 
@@ -372,7 +375,7 @@ def _read_index(path: Path) -> _Index:
 
 @contextlib.contextmanager
 def _opened(path: Path, size: int | None = None) -> Iterator[BufferedReader]:
-    """A regular file of this size, open; what cannot be read is damage too."""
+    """Open a regular file of this size. A file that cannot be read counts as damaged, too."""
     try:
         with open_regular(path) as file:
             length = os.fstat(file.fileno()).st_size
@@ -398,7 +401,7 @@ def _tell(told: set[Path], path: Path, error: CheckpointError) -> None:
 
 
 def _looks_whole(path: Path, index: _Index) -> bool:
-    """Whether all files are there in their size. Hashing them all at every write would cost more than it is worth."""
+    """Return whether all files exist in their size. They are not hashed: that would be too slow for every write."""
     try:
         return all(os.lstat(path / name).st_size == promised.size for name, promised in index.files.items())
     except OSError:
@@ -423,7 +426,7 @@ def _make_root(root: Path) -> None:
 
 
 def _free(root: Path, name: str) -> Path:
-    """A name that nothing has: itself, or with a number behind `~`, which no given name holds."""
+    """Return an unused path: the name itself, or with `~` (not allowed in names) and a number appended."""
     path, count = root / name, 1
     while os.path.lexists(path):
         count += 1
@@ -444,11 +447,11 @@ _SPELLED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def packed(tree: Any) -> tuple[Any, dict[str, Tensor]]:
-    """A tree of dicts, lists, tuples, numbers, strings, None, tensors and numpy arrays as a JSON document and tensors.
+    """Return a tree of dicts, lists, tuples, numbers, strings, None, tensors and arrays as JSON document and tensors.
 
-    `unpacked` gives it back with the same types: tuples, keys that are no strings, True beside 1, NaN. Tensors are
-    handed on, not copied: write them before they change. They come back as plain tensors on the CPU. What would
-    come back as something else is refused with the path to it.
+    `unpacked` restores the same types, including tuples, keys that are not strings, bools and NaN. Tensors are not
+    copied: write them before they change. They are restored as plain tensors on the CPU. Raise CheckpointError with
+    the path for a value that would not be restored as the same type.
 
     >>> packed({"lr": 0.1, "betas": (0.9, 0.99)})
     ({'lr': 0.1, 'betas': {'~': 'tuple', 'items': [0.9, 0.99]}}, {})
@@ -461,7 +464,7 @@ def packed(tree: Any) -> tuple[Any, dict[str, Tensor]]:
 
 
 def unpacked(document: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """The tree that `packed` took apart."""
+    """Return the tree that `packed` was given."""
     try:
         return _unpack(document, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
@@ -473,7 +476,7 @@ def _pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
     if tree is None or kind in (bool, str):
         return tree
     if kind is int:
-        if abs(tree).bit_length() > 4096:  # Python itself reads and writes no long numbers as text
+        if abs(tree).bit_length() > 4096:  # Python limits the length of numbers as text
             raise _unpackable(path, "an int of more than 4096 bits")
         return tree
     if kind is float:
@@ -516,7 +519,7 @@ def _pack_array(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
 
 
 def _kept(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
-    """Give the tensor a name that shows where it belongs."""
+    """Store the tensor under a unique name derived from its path, and return the name."""
     stem, count = path.encode("utf-8", "backslashreplace").decode() or "tensor", 1
     name = stem
     while name in tensors or name == METADATA:

@@ -1,8 +1,8 @@
-"""Data: named sets resident in memory, their order as a function of (world, step), augmentation.
+"""Data sets held in memory, their order as a function of (world, step), and augmentation.
 
-`load(name)` gives a `Dataset` with three disjoint splits. Embedded sets lie in `files/` with their licences;
-others are read from a user's files by `readers.py`, checksummed, and cached by `cache.py`. Never random data
-in place of a missing file. Imports leyline only. Read `catalogue.py` first, then `dataset.py`.
+`load(name)` returns a `Dataset` with three disjoint splits. Embedded sets are in `files/` with their licences. Others
+are read from the user's files by `readers.py`, checksummed, and cached by `cache.py`. A missing file is an error; it is
+never replaced by random data. Imports leyline only. Read first: `catalogue.py`, then `dataset.py`.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Augmentation of whole minibatches: `B` images, `C` channels, `H` × `W` pixels."""
+"""Augmentation of minibatches.
+
+Legend: B images, C channels, H × W pixels.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +12,10 @@ from torch import Tensor
 
 
 def crop_and_flip(x: Tensor, *, pad: int, black: Sequence[float], generator: torch.Generator) -> Tensor:
-    """Each image of `x [B, C, H, W]` shifted by up to `pad` pixels and mirrored half of the time.
+    """Return `x [B, C, H, W]` with each image shifted by up to `pad` pixels and mirrored with probability 1/2.
 
-    What slides in is `black`, one value per channel. Pixels are rows of one table, so crop and mirror of all
-    images together are a single gather; the result is `channels_last`. `generator` lives on the CPU, so
-    every device sees the same shifts.
+    The border is filled with `black`, one value per channel. Cropping and mirroring all images is a single gather over
+    pixels; the result is `channels_last`. `generator` is a CPU generator, so the shifts are the same on every device.
     """
     batch, channels, height, width = x.shape
     draws = torch.randint(0, 2 * pad + 1, (2, batch), generator=generator)
@@ -26,7 +28,7 @@ def crop_and_flip(x: Tensor, *, pad: int, black: Sequence[float], generator: tor
     first = torch.arange(batch)[:, None] * high
     index = ((first + rows)[:, :, None] * wide + columns[:, None, :]).flatten().to(x.device)  # [B·H·W]
 
-    # whole rows of pixels are copied, not single ones: 3 channels would make a slow inner loop
+    # copy whole rows of pixels: a copy with an inner loop over 3 channels is slow
     edge = torch.tensor(black, dtype=x.dtype, device=x.device).repeat(wide)
     padded = edge.expand(batch, high, wide * channels).contiguous()
     inner = slice(pad * channels, (pad + width) * channels)

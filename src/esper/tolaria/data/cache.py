@@ -1,4 +1,4 @@
-"""Decoded arrays, kept on disk so that a set is decoded once. A damaged entry is rebuilt, not believed."""
+"""A disk cache of decoded arrays, so that a data set is decoded once. Damaged entries are rebuilt."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from esper.tolaria.data.readers import READER_VERSION, Arrays
 
 
 def cached(name: str, root: Path, content: str, decode: Callable[[], Arrays]) -> Arrays:
-    """What `decode` gives, from the cache if it holds the same content, reader and place already.
+    """Return what `decode` returns, from the cache if it has an entry for the same content, reader and folder.
 
-    `content` is the sha256 of the source files: a changed file is another entry, never a stale one.
+    `content` is the sha256 of the source files, so a changed file never matches an old entry.
     """
     key = digest(f"{part}\n".encode() for part in (READER_VERSION, name, root.resolve(), content))
     path = cache_folder() / f"{name}-{key[:32]}.safetensors"
@@ -35,7 +35,7 @@ def cached(name: str, root: Path, content: str, decode: Callable[[], Arrays]) ->
 
 
 def cache_folder() -> Path:
-    """`$ESPER_CACHE`, or `esper` in the user's cache folder."""
+    """Return `$ESPER_CACHE`, or `~/.cache/esper` if it is not set."""
     return Path(os.environ.get("ESPER_CACHE") or Path.home() / ".cache" / "esper")
 
 

@@ -1,4 +1,4 @@
-"""The data sets that can be asked for by name: three inside the package, the rest from files a user has."""
+"""The named data sets: three are part of the package, the others are read from the user's files."""
 
 from __future__ import annotations
 
@@ -21,16 +21,18 @@ FOLDER = Path(__file__).parent / "files"
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Source:
-    """What is known of a named set before it is read."""
+    """Metadata of a named data set."""
 
     licence: str
     sha256: str = ""
-    """Of the embedded file; empty for sets read from a user's files."""
+    """The checksum of the embedded file; empty for sets read from the user's files."""
     classes: int = 10
     mean: tuple[float, ...] = ()
-    """Of the training pixels per channel, white being 1; empty for text."""
+    """The mean of the training pixels per channel, with white as 1; empty for text."""
     std: tuple[float, ...] = ()
+    """The standard deviation of the training pixels per channel, with white as 1; empty for text."""
     white: int = 255
+    """The stored value of a white pixel."""
 
 
 SOURCES: dict[str, Source] = {
@@ -62,10 +64,10 @@ SOURCES: dict[str, Source] = {
 
 
 def load(name: str, root: str | Path | None = None) -> Dataset:
-    """The data set `name`, checked and in memory.
+    """Return the data set `name`, checked and in memory.
 
-    `digits`, `fashion` and `moby` lie in the package. `cifar10` and `fashion-mnist` are read below the folder
-    `root`, or `$ESPER_DATA`; for `text`, `root` is the file itself. A text comes as one sequence: cut it with
+    `digits`, `fashion` and `moby` are part of the package. `cifar10` and `fashion-mnist` are read from the folder
+    `root`, or `$ESPER_DATA`; for `text`, `root` is the file itself. A text is one sequence: cut it into samples with
     `Dataset.windowed`.
     """
     if name not in SOURCES:
@@ -122,7 +124,7 @@ def _read_files(name: str, root: Path) -> tuple[Arrays, str]:
 
 
 def _images(name: str, source: Source, arrays: Arrays, content: str) -> Dataset:
-    if "val_x" not in arrays:  # published sets have two splits: validation is a tenth of training
+    if "val_x" not in arrays:  # published with two splits: a tenth of the training set becomes the validation set
         arrays = _hold_out(name, arrays)
     train, val, test = (
         Split(

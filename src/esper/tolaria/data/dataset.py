@@ -1,4 +1,7 @@
-"""What a task trains on: three disjoint splits, resident in memory. `N` samples, `C` channels, `T` tokens."""
+"""Data sets: three disjoint splits, held in memory.
+
+Legend: N samples, C channels, T tokens.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from esper.leyline.seeding import derive_seed
 Kind = Literal["image", "text", "vector"]
 
 
-TEXTS_AT_A_TIME = 64
+TEXTS_AT_A_TIME = 64  # fewer than images, because a text is as many rows of every layer as it has tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,13 +36,12 @@ class Split:
         return len(self.x)
 
     def portions(self) -> list[tuple[Tensor, Tensor]]:
-        """All samples, as many at a time as a pass with all coalitions takes well: a text is as many rows of every
-        layer as it has tokens."""
+        """Return all samples in portions that fit a pass with all coalitions: texts in several, other data in one."""
         most = TEXTS_AT_A_TIME if self.y.dim() > 1 else len(self.x)
         return list(zip(self.x.split(most), self.y.split(most), strict=True))
 
     def take(self, index: Tensor) -> tuple[Tensor, Tensor]:
-        """The samples at `index`; images come in `channels_last`, as they are stored.
+        """Return samples and targets at `index`; images are `channels_last`, as they are stored.
 
         `index_select` on the contiguous [N, H, W, C] storage is 3× faster than `x[index]`.
         """
@@ -52,10 +54,10 @@ class Split:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Dataset:
-    """A named set with its splits; validation and test are never trained on, test never chosen by.
+    """A named data set. Validation and test splits are never trained on; the test split is not used for any choice.
 
     Images are stored as normalised float32 in `channels_last`, not as bytes: a minibatch of 64 is then one
-    copy (11 µs at 1×14×14, 97 µs at 3×32×32) where bytes need a copy, a cast and a scaling (31 and 266 µs).
+    copy (11 µs at 1×14×14, 97 µs at 3×32×32), while bytes need a copy, a cast and a scaling (31 and 266 µs).
     """
 
     name: str
@@ -66,27 +68,27 @@ class Dataset:
     classes: int
     licence: str
     sha256: str
-    """Of the content it was read from: two runs with equal hashes saw the same data."""
+    """The checksum of the content that the data was read from: runs with equal checksums use the same data."""
     black: tuple[float, ...] = ()
-    """The value of a black pixel after normalisation, per channel; what augmentation pads with."""
+    """The value of a black pixel after normalisation, per channel; augmentation pads with it."""
     vocabulary: str = ""
     """The characters of a text, in the order of their token numbers."""
 
     @property
     def chance_loss(self) -> float:
-        """The cross-entropy of knowing nothing."""
+        """The cross-entropy of guessing uniformly, ln(classes)."""
         return math.log(self.classes)
 
     @property
     def splits(self) -> dict[str, Split]:
+        """The three splits by name."""
         return {"train": self.train, "val": self.val, "test": self.test}
 
     def windowed(self, block: int) -> Dataset:
-        """Cut a text (`x`, `y [N]`) into samples of `block` tokens, each with the next token as target.
+        """Return a text (`x`, `y [N]`) cut into samples of `block` tokens; the target of each token is the next one.
 
-        Training windows begin at every character and are views of one array; validation and test windows
-        lie end to end, so each character is scored once. A rest shorter than a window is left out: there
-        is no padding to score.
+        Training windows start at every character and are views of one array. Validation and test windows do not
+        overlap, so each character is scored once; a remainder shorter than a window is dropped, not padded.
         """
         for name, split in self.splits.items():
             if len(split) < block:
@@ -101,7 +103,7 @@ class Dataset:
         return replace(self, train=train, val=val, test=test)
 
     def to(self, device: torch.device | str) -> Dataset:
-        """The same data, resident on another device."""
+        """Return the data on another device; raise ConfigError if the device cannot be used."""
         must_be_usable(device)
         train, val, test = (Split(s.x.to(device), s.y.to(device)) for s in self.splits.values())
         if train.x.is_meta:
@@ -110,7 +112,7 @@ class Dataset:
 
 
 def must_be_usable(device: torch.device | str) -> None:
-    """Refuse a device that this machine does not have."""
+    """Raise ConfigError if this machine does not have the device."""
     try:
         torch.zeros(1, device=device)
     except (AssertionError, RuntimeError, NotImplementedError) as error:
@@ -119,7 +121,7 @@ def must_be_usable(device: torch.device | str) -> None:
 
 
 def checked(data: Dataset) -> Dataset:
-    """`data` itself, if it can be trained on: everything that would otherwise surface as a strange loss."""
+    """Return `data`; raise DataError if its shapes, types, class numbers or values are not valid."""
     for name, split in data.splits.items():
         where = f"the {name} split of {data.name!r}"
         if len(split.x) == 0:
@@ -140,7 +142,7 @@ def checked(data: Dataset) -> Dataset:
                     f"{where} has {what} from {low} to {high}, but {data.classes} classes allow only "
                     f"0 to {data.classes - 1}. Renumber them or give the right number of classes"
                 )
-        # the sum is far cheaper than isfinite over everything, and no NaN or infinity leaves it finite
+        # the sum is far cheaper than isfinite over all values, and is not finite if any value is not
         if split.x.is_floating_point() and not bool(split.x.sum().isfinite()):
             bad = int((~split.x.isfinite()).sum())
             if bad:
@@ -149,23 +151,23 @@ def checked(data: Dataset) -> Dataset:
 
 
 def stored_images(images: NDArray[np.uint8], mean: Iterable[float], std: Iterable[float], white: int) -> Tensor:
-    """Bytes `[N, C, H, W]` as normalised float32 in `channels_last`; `mean` and `std` for a white of 1."""
+    """Return bytes `[N, C, H, W]` as normalised float32 in `channels_last`; `mean` and `std` have white as 1."""
     offset, scale = torch.tensor(tuple(mean)), torch.tensor(tuple(std))
     x = torch.from_numpy(np.ascontiguousarray(images.transpose(0, 2, 3, 1))).float()
     return x.div_(white).sub_(offset).div_(scale).permute(0, 3, 1, 2)
 
 
 def balanced_order(labels: NDArray[np.integer], name: str) -> NDArray[np.int64]:
-    """A fixed shuffle, by `name`, in which classes take turns: every prefix is as balanced as can be."""
+    """Return a shuffle, seeded by `name`, in which classes alternate: every prefix is as balanced as possible."""
     shuffled = np.argsort(np.random.Philox(key=derive_seed(name, "balanced")).random_raw(len(labels)), kind="stable")
     by_class = shuffled[np.argsort(labels[shuffled], kind="stable")]
     grouped = labels[by_class]
-    turn = np.arange(len(labels)) - np.searchsorted(grouped, grouped)  # place within its class
+    turn = np.arange(len(labels)) - np.searchsorted(grouped, grouped)  # position within its class
     return by_class[np.argsort(turn, kind="stable")]
 
 
 def digest(chunks: Iterable[bytes | memoryview]) -> str:
-    """One sha256 over several pieces of content."""
+    """Return the sha256 of the concatenated chunks."""
     total = hashlib.sha256()
     for chunk in chunks:
         total.update(chunk)
@@ -183,7 +185,7 @@ def from_tensors(
     classes: int | None = None,
     black: tuple[float, ...] = (),
 ) -> Dataset:
-    """A data set of your own; a split that is not given is a class-balanced `held_out` share of `x`."""
+    """Return a data set of your own tensors; a split that is not given is a class-balanced share `held_out` of `x`."""
     kind = _kind_of(name, x, y)
     if not 0.0 < held_out < 0.5:
         raise ConfigError(f"held_out must lie between 0 and 0.5, got {held_out}")
@@ -220,7 +222,7 @@ def from_tensors(
 
 
 def _kind_of(name: str, x: Tensor, y: Tensor) -> Kind:
-    """What the tensors are by shape and type; a mismatch is told before anything is computed."""
+    """Return the kind of data by shape and dtype; raise DataError if there is none."""
     if len(x) == 0 or len(x) != len(y):
         raise DataError(f"{name!r} has {len(x)} samples and {len(y)} targets; both must be equal and not 0")
     if y.dtype == torch.int64 and y.dim() == 1 and x.is_floating_point() and x.dim() in (2, 4):

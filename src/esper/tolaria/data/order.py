@@ -1,6 +1,6 @@
-"""Data order as a function of (world, step): nothing to save, nothing that depends on other environments.
+"""Data order as a function of (world, step): there is no state to save and no dependence on other environments.
 
-Only raw Philox bits are drawn: numpy promises that stream for ever, unlike `permutation` and `integers`.
+Only raw Philox bits are drawn: numpy guarantees that stream across versions, unlike `permutation` and `integers`.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from esper.leyline.seeding import derive_seed
 
 
 def minibatch_indices(world: int, step: int, *, size: int, batch: int, batches_per_step: int) -> Tensor:
-    """The samples that step `step` of world `world` trains on: int64 `[batches_per_step, batch]`.
+    """Return the sample indices of step `step` in world `world`: int64 `[batches_per_step, batch]`.
 
-    Steps walk through one endless sequence of passes, each a fresh shuffle of all `size` samples, so every
-    pass shows each sample exactly once, whatever the batch and wherever a step begins.
+    Steps read consecutive parts of an endless sequence of passes. Each pass is a new shuffle of all `size` samples, so
+    it contains every sample exactly once, for any batch size.
     """
     _check(step, size, batch, batches_per_step)
     count = batch * batches_per_step
@@ -34,10 +34,10 @@ def minibatch_indices(world: int, step: int, *, size: int, batch: int, batches_p
 
 
 def window_starts(world: int, step: int, *, size: int, batch: int, batches_per_step: int) -> Tensor:
-    """Random text windows of a step: int64 `[batches_per_step, batch]`, drawn with replacement.
+    """Return the starts of a step's random text windows: int64 `[batches_per_step, batch]`, drawn with replacement.
 
-    Windows overlap, so a pass without repetition would mean nothing, and a shuffle of a million starts per
-    world would cost more than the step.
+    Windows overlap, so drawing without replacement would have no use; shuffling a million starts per world would cost
+    more than the step.
     """
     _check(step, size, batch, batches_per_step)
     raw = np.random.Philox(key=derive_seed(world, "windows", step)).random_raw(batch * batches_per_step)
@@ -48,7 +48,7 @@ def window_starts(world: int, step: int, *, size: int, batch: int, batches_per_s
 def _shuffle(world: int, number: int, size: int) -> NDArray[np.int32]:
     raw = np.random.Philox(key=derive_seed(world, "order", number)).random_raw(size)
     order = np.argsort(raw, kind="stable").astype(np.int32)
-    order.setflags(write=False)  # it is shared by every caller
+    order.setflags(write=False)  # shared by all callers through the cache
     return order
 
 

