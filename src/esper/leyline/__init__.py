@@ -1,6 +1,6 @@
-"""Contracts: the words and tables that every other part shares. Imports no torch and nothing of ours.
+"""Contracts: the enums, tables and data types that all packages share. Imports no torch and no other package.
 
-Read first: `stages.py` (a seed's life), `actions.py` (what a controller can say), `slot_table.py`.
+Read first: `stages.py` (the lifecycle), `actions.py` (what a controller can choose), `slot_table.py`.
 """
 
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, RELEVANCE, STYLES, Curve, Head, Op, Operator

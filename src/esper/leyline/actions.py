@@ -1,4 +1,4 @@
-"""What a controller can say: operations, and the heads that qualify them, as tables.
+"""The action space: operations, and the heads that parametrise them, as tables.
 
 Network, masks, buffer, executor and telemetry read these tables, so a head is declared once.
 """
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Op(IntEnum):
-    """One decision for one environment."""
+    """Operation on one environment, one per step."""
 
     WAIT = 0
     GERMINATE = 1
@@ -23,7 +23,7 @@ class Op(IntEnum):
 
 
 class Operator(IntEnum):
-    """How a seed's Δ joins the host's features h, with w = alpha (times the gate, if gated)."""
+    """How a seed's Δ is combined with the host's features h; w is alpha and g the gate."""
 
     ADD = 0  # y = h + w·Δ
     MULTIPLY = 1  # y = h·(1 + w·tanh Δ)
@@ -31,7 +31,7 @@ class Operator(IntEnum):
 
 
 class Curve(IntEnum):
-    """The shape of an alpha ramp."""
+    """Shape of an alpha ramp."""
 
     LINEAR = 0
     COSINE = 1
@@ -41,12 +41,12 @@ class Curve(IntEnum):
 
 
 CURVE_STEEPNESS = np.array([0.0, 0.0, 6.0, 12.0, 24.0])
-"""Sigmoid steepness k per curve; 0 where the curve is no sigmoid."""
+"""Steepness k of the sigmoid per curve; 0 if the curve is not a sigmoid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Style:
-    """Ramp curve and operator in one choice, so that an illegal pair cannot be said."""
+    """Ramp curve and operator as one choice, so that no illegal pair can be chosen."""
 
     name: str
     curve: Curve
@@ -63,18 +63,21 @@ STYLE_CURVE = np.array([s.curve for s in STYLES], dtype=np.int8)
 STYLE_OPERATOR = np.array([s.operator for s in STYLES], dtype=np.int8)
 
 TEMPO_EPOCHS = np.array([3, 5, 8], dtype=np.int16)
+"""Length of the first alpha ramp in epochs, by TEMPO choice."""
 ALPHA_TARGETS = np.array([0.5, 0.7, 1.0], dtype=np.float32)
+"""Target value of alpha, by ALPHA_TARGET choice."""
 SPEED_TICKS = np.array([0, 3, 5, 8], dtype=np.int16)
+"""Length of an alpha ramp in ticks, by ALPHA_SPEED choice; 0 is immediate."""
 
 BLUEPRINTS = (
     "noop", "conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy",
     "lora", "lora_large", "mlp_small", "mlp", "flex_attention",
 )  # fmt: skip
-"""The built-in blueprints in the order of their stored numbers; users' own follow."""
+"""Built-in blueprints in the order of their stored numbers. User-defined ones follow."""
 
 
 class Head(IntEnum):
-    """The columns of an action row `[E, 8]`."""
+    """Columns of an action row `[E, 8]`."""
 
     SLOT = 0
     BLUEPRINT = 1
@@ -89,7 +92,7 @@ class Head(IntEnum):
 NUM_OPS, NUM_HEADS = len(Op), len(Head)
 
 HEAD_OPTIONS: dict[Head, tuple[str, ...] | None] = {
-    Head.SLOT: None,  # as many as the host has slots
+    Head.SLOT: None,  # one per slot of the host
     Head.BLUEPRINT: BLUEPRINTS,
     Head.STYLE: tuple(s.name for s in STYLES),
     Head.TEMPO: ("FAST", "STANDARD", "SLOW"),
@@ -98,6 +101,7 @@ HEAD_OPTIONS: dict[Head, tuple[str, ...] | None] = {
     Head.ALPHA_CURVE: tuple(c.name for c in Curve),
     Head.OP: tuple(o.name for o in Op),
 }
+"""Names of the choices of each head."""
 
 _H = Head
 _RELEVANT: dict[Op, tuple[Head, ...]] = {

@@ -1,7 +1,7 @@
-"""Random numbers by address, for all environments at once: of (world, purpose, step, counter) and of nothing else.
+"""Counter-based random numbers for all environments at once: functions of (world, purpose, step, counter) only.
 
-So it does not matter how many environments stand side by side, in what order, or in which process. The same bits come
-out on every machine: integers only, no library's generator.
+The results do not depend on how many environments run, in what order or in which process. They are bit-identical on
+every machine: integer arithmetic only, no library generator.
 
 Legend: E environments, n numbers.
 """
@@ -20,19 +20,19 @@ Bits = npt.NDArray[np.uint64]
 
 
 def _mix(bits: Bits) -> Bits:
-    """The finaliser of splitmix64: neighbouring numbers become unrelated ones."""
+    """Apply the finaliser of splitmix64, a hash of 64-bit integers."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))
 
 
 def world_keys(worlds: Sequence[int] | Ints) -> Bits:
-    """[E] a key for each world; everything random hangs on it."""
+    """Return a key for each world [E], from which all its random numbers derive."""
     return _mix(np.asarray([int(w) % 2**64 for w in worlds], dtype=np.uint64) + np.uint64(derive_seed("world")))
 
 
 def random_bits(keys: Bits, purpose: str, counters: int | Ints, step: Ints | None = None) -> Bits:
-    """[E, n] bits that belong to (world, purpose, step, counter); counters are 0…n−1 or given, [E, n]."""
+    """Return the bits [E, n] of (world, purpose, step, counter). Counters are 0…n−1 or an array [E, n]."""
     address = keys ^ np.uint64(derive_seed(purpose))
     if step is not None:
         address = _mix(address + step.astype(np.uint64))
@@ -41,12 +41,15 @@ def random_bits(keys: Bits, purpose: str, counters: int | Ints, step: Ints | Non
 
 
 def uniform(bits: Bits) -> Floats:
-    """0…1, 1 excluded, exactly the same on every machine."""
+    """Return uniform numbers in [0, 1), bit-identical on every machine."""
     return (bits >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
 
 def bell(bits: Bits) -> Floats:
-    """Mean 0, deviation 1, at most ±3.5: four uniform quarters of the bits, summed. Close to normal, and exact."""
+    """Return numbers with mean 0, standard deviation 1 and at most ±3.5, close to normal and bit-identical everywhere.
+
+    Each is the scaled sum of four 16-bit parts of the bits.
+    """
     quarter = np.uint64(0xFFFF)
     total = sum((bits >> np.uint64(shift)) & quarter for shift in (0, 16, 32, 48))
     return (np.asarray(total, dtype=np.float64) / 65535.0 - 2.0) * np.sqrt(3.0)

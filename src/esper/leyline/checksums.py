@@ -1,11 +1,11 @@
-"""Files that hold a sha256 of all their other bytes: JSON objects and safetensors.
+"""JSON and safetensors files that contain a sha256 of all their other bytes.
 
-    content = seal_json(body)          # {"sha256":"…", and the rest of the object
-    document = open_json(content)      # ValueError if any byte is not as it was written
-    content = seal_tensors(content)    # canonical header, with the checksum among its metadata
-    metadata = check_tensors(content)  # ValueError likewise
+    content = seal_json(body)          # {"sha256":"…", followed by the rest of the object
+    document = open_json(content)      # ValueError if any byte has changed
+    content = seal_tensors(content)    # canonical header, with the checksum in its metadata
+    metadata = check_tensors(content)  # ValueError if any byte has changed
 
-Both stay what they were: any JSON or safetensors reader can read them.
+Any JSON or safetensors reader can read the files.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import re
 from typing import Any
 
 METADATA = "__metadata__"
-"""The one name in a safetensors header that is no tensor's."""
+"""The only key in a safetensors header that is not a tensor name."""
 CHECKSUM = "sha256"
 _BLANK = "0" * 64
 _JSON = re.compile(rb'\{"sha256":"([0-9a-f]{64})",')
 _FIELD = re.compile(rb'"sha256":"([0-9a-f]{64})"')
-"""No JSON string contains it, for its quotes would be escaped: in a header it is the checksum or nothing."""
+"""Matches only the checksum: inside a JSON string its quotes would be escaped."""
 
 
 def seal_json(body: bytes) -> bytes:
-    """Return the JSON object with a checksum of all that follows as its first field. It must have a field already."""
+    """Return the JSON object with a checksum of the rest as its first field. The object must not be empty."""
     rest = body.lstrip().removeprefix(b"{")
     return b'{"%s":"%s",%s' % (CHECKSUM.encode(), hashlib.sha256(rest).hexdigest().encode(), rest)
 
 
 def unseal_json(content: bytes) -> bytes:
-    """Return the JSON object without its checksum. ValueError if it has none, or is not as it was written."""
+    """Return the JSON object without its checksum. Raise ValueError if the checksum is missing or does not match."""
     found = _JSON.match(content)
     if found is None:
         raise ValueError("it has no checksum in its first field")
@@ -42,12 +42,12 @@ def unseal_json(content: bytes) -> bytes:
 
 
 def open_json(content: bytes) -> Any:
-    """Return the object that `seal_json` wrote, without its checksum. ValueError if it is not as it was written."""
+    """Return the object that `seal_json` wrote, without its checksum. Raise ValueError if it was changed."""
     return json.loads(unseal_json(content))
 
 
 def seal_tensors(content: bytes) -> bytes:
-    """Return a safetensors file with its header in canonical order and a checksum of the whole file in its metadata.
+    """Return a safetensors file with a canonical header and a checksum of the whole file in its metadata.
 
     Equal tensors and metadata give equal bytes.
     """
@@ -62,7 +62,7 @@ def seal_tensors(content: bytes) -> bytes:
 
 
 def check_tensors(content: bytes) -> dict[str, str]:
-    """Return the metadata of a file of `seal_tensors`. ValueError if it is not as it was written."""
+    """Return the metadata of a file written by `seal_tensors`. Raise ValueError if the file was changed."""
     size = int.from_bytes(content[:8], "little")
     fields = list(_FIELD.finditer(content, 8, min(len(content), 8 + size)))
     if len(fields) != 1:

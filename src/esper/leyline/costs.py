@@ -1,4 +1,4 @@
-"""What a host and its seeds cost, for whoever charges rent, shows it or reports it.
+"""Parameters and multiply-adds of a host and its seeds, for rewards, views and reports.
 
 Legend: E environments, S slots, B blueprints.
 """
@@ -16,20 +16,20 @@ _HAS_SAY = np.isin(np.arange(NUM_STAGES), (SeedStage.BLENDING, SeedStage.HOLDING
 
 
 class Priced(Protocol):
-    """Anything that knows the prices: multiply-adds are those of one sample."""
+    """Provider of costs. Multiply-adds are per sample."""
 
     @property
     def host_params(self) -> int: ...
     @property
     def host_macs(self) -> int: ...
     @property
-    def slot_macs(self) -> Ints: ...  # [S, B] what each blueprint adds at each slot
+    def slot_macs(self) -> Ints: ...  # [S, B] multiply-adds of each blueprint at each slot
 
 
 def seed_macs(table: SlotTable, slot_macs: Ints) -> Ints:
-    """[E, S] multiply-adds of every seed that has a say: BLENDING, HOLDING or FOSSILIZED.
+    """Return the multiply-adds [E, S] of every seed that is BLENDING, HOLDING or FOSSILIZED.
 
-    A seed that has none is left out of the forward pass, so it costs the host nothing yet.
+    Seeds in other stages are not part of the forward pass, so they cost the host nothing.
     """
     slots, blueprints = slot_macs.shape
     has_say = _HAS_SAY[table.stage]
@@ -38,15 +38,15 @@ def seed_macs(table: SlotTable, slot_macs: Ints) -> Ints:
 
 
 def network_params(table: SlotTable, host_params: int) -> Ints:
-    """[E] parameters of the host and of every seed that has a say: of the network that an export holds."""
+    """Return the parameters [E] of the host and of its BLENDING, HOLDING and FOSSILIZED seeds: those of an export."""
     return np.asarray(host_params + (table.params * _HAS_SAY[table.stage]).sum(axis=1))
 
 
 def live_costs(table: SlotTable, prices: Priced) -> tuple[Ints, Ints]:
-    """Parameters [E] and multiply-adds [E] of host and seeds together.
+    """Return parameters [E] and multiply-adds [E] of host and seeds together.
 
-    Parameters count from germination to removal, because they exist and are trained; multiply-adds
-    count once the seed has a say.
+    Parameters count from germination to removal, because they exist and are trained. Multiply-adds count from
+    BLENDING on.
     """
     params = prices.host_params + table.params.sum(axis=1)
     macs = prices.host_macs + seed_macs(table, prices.slot_macs).sum(axis=1)

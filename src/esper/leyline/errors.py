@@ -1,17 +1,17 @@
-"""One family of errors. Each says what was asked, what was found, and the way out.
+"""Exception classes. Each message states the request, the cause and a remedy.
 
 EsperError
 ├── UnknownNameError      a name that is not in a table; suggests the nearest one
-├── ConfigError           a setting that makes no sense
-├── LifecycleError        an operation that the rules do not allow now; says why
-├── GraftError            a place in a model that cannot hold a slot
-├── OptimizerError        an optimiser or a wrapper that cannot follow growth
-├── HardenError           a body that cannot become a plain module
-├── BlueprintError        a seed that breaks the laws (shape, identity at birth)
+├── ConfigError           an invalid setting
+├── LifecycleError        an operation that the rules do not allow now; states why
+├── GraftError            a location in a model that cannot hold a slot
+├── OptimizerError        an optimiser or a wrapper that does not support growth
+├── HardenError           a body that cannot be converted to a plain module
+├── BlueprintError        a seed that violates the blueprint contract (shape, Δ = 0 at birth)
 ├── DataError             a file or tensor that is missing, damaged or of the wrong kind
 ├── RunError              a run directory that is missing, damaged or owned by another process
 ├── CheckpointError       a checkpoint that cannot be written, or is damaged
-└── TrainingError         learning that cannot go on: updates that are not finite, legs that disagree
+└── TrainingError         training that cannot continue: non-finite updates, or ranks that disagree
 """
 
 from __future__ import annotations
@@ -21,18 +21,19 @@ from collections.abc import Iterable
 
 
 class EsperError(Exception):
-    """The root of every error that Esper raises on purpose."""
+    """Base class of every error that Esper raises deliberately."""
 
 
 class UnknownNameError(EsperError, KeyError):
     """A name that is not in a table."""
 
-    def __str__(self) -> str:  # KeyError would show the message's repr
+    def __str__(self) -> str:
+        """Return the message. KeyError would return its repr."""
         return str(self.args[0])
 
 
 class ConfigError(EsperError, ValueError):
-    """A setting that makes no sense."""
+    """An invalid setting."""
 
 
 class LifecycleError(EsperError):
@@ -40,19 +41,19 @@ class LifecycleError(EsperError):
 
 
 class GraftError(EsperError):
-    """A place in a model that cannot hold a slot."""
+    """A location in a model that cannot hold a slot."""
 
 
 class OptimizerError(EsperError):
-    """An optimiser or a wrapper that cannot follow growth."""
+    """An optimiser or a wrapper that does not support growth."""
 
 
 class HardenError(EsperError):
-    """A body that cannot become a plain module."""
+    """A body that cannot be converted to a plain module."""
 
 
 class BlueprintError(EsperError):
-    """A seed that breaks the laws of blueprints."""
+    """A seed that violates the blueprint contract."""
 
 
 class DataError(EsperError):
@@ -60,7 +61,7 @@ class DataError(EsperError):
 
 
 class TrainingError(EsperError):
-    """Learning that cannot go on."""
+    """Training that cannot continue."""
 
 
 class RunError(EsperError):
@@ -72,7 +73,7 @@ class CheckpointError(EsperError):
 
 
 def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UnknownNameError:
-    """The error for a name that is not in a table, with the nearest valid ones.
+    """Return the error for a name that is not in a table, with the nearest valid ones.
 
     >>> str(unknown_name("blueprint", "conv_lite", ["conv_light", "norm"]))
     "no blueprint named 'conv_lite'. Did you mean 'conv_light'? There are: conv_light, norm"

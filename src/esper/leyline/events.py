@@ -32,9 +32,9 @@ class Level(IntEnum):
     """How much is recorded. What is *measured* does not depend on it: logging never changes learning."""
 
     OFF = 0
-    MINIMAL = 1  # what happened: lives of seeds, episodes, updates, trouble
-    NORMAL = 2  # and every step of every environment, with decisions and worth
-    DEBUG = 3  # and what only a person hunting a fault wants, such as decisions to wait
+    MINIMAL = 1  # lifecycle events, episodes, updates, failures
+    NORMAL = 2  # also every step of every environment, with decisions and worth
+    DEBUG = 3  # also details for debugging, such as decisions to wait
 
 
 def level(name: str) -> Level:

@@ -1,7 +1,7 @@
 """Atomic, fsynced file writes, reads of regular files only, and advisory locks.
 
-Run directories may come from strangers. Nothing here follows a symbolic link in the last part of a path, unless the
-caller says that the path is the user's own; nothing here waits for a FIFO or reads a device.
+Run directories may come from untrusted sources. No function here follows a symbolic link in the last component of a
+path, unless the caller states by `follow` that the path is the user's own. None blocks on a FIFO or reads a device.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ _KINDS = {
 
 
 def open_regular(path: Path, *, follow: bool = False) -> BufferedReader:
-    """Open a regular file to read. OSError for anything else, and for a symbolic link unless `follow`."""
+    """Open a regular file for reading. Raise OSError for anything else, and for a symbolic link unless `follow`."""
     return os.fdopen(_open(Path(path), os.O_RDONLY, follow), "rb")
 
 
 def read_regular(path: Path, limit: int, *, follow: bool = False) -> bytes:
-    """Return the content of a regular file. OSError if it is anything else, or longer than `limit` bytes."""
+    """Return the content of a regular file. Raise OSError for anything else, or if it is longer than `limit` bytes."""
     with open_regular(path, follow=follow) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -48,21 +48,21 @@ def read_regular(path: Path, limit: int, *, follow: bool = False) -> bytes:
 
 
 def must_be_real_directory(path: Path) -> None:
-    """Raise OSError unless `path` is a directory itself, not a symbolic link to one."""
+    """Raise OSError unless `path` itself is a directory, not a symbolic link to one."""
     mode = os.lstat(path).st_mode
     if not stat.S_ISDIR(mode):
         raise OSError(errno.ENOTDIR, f"it is {_kind(mode)}, not a directory", str(path))
 
 
 def make_real_directory(path: Path) -> None:
-    """Create a directory and its parents where they are missing. OSError if `path` is a link or no directory."""
+    """Create a directory and its missing parents. Raise OSError if `path` is a link or not a directory."""
     if not os.path.lexists(path):
         path.mkdir(parents=True, exist_ok=True)
     must_be_real_directory(path)
 
 
 def _open(path: Path, flags: int, follow: bool = False) -> int:
-    """Open an existing regular file, or create it if the flags say so, without waiting for a writer of a FIFO."""
+    """Open a regular file, or create it if the flags say so. Does not block on a FIFO."""
     if not follow and os.path.islink(path):  # for the message, and for systems without O_NOFOLLOW
         raise OSError(errno.EINVAL, "it is a symbolic link, which is not followed here", str(path))
     fd = os.open(path, flags | _NO_WAIT | _BINARY | (0 if follow else _NO_FOLLOW), 0o644)
@@ -77,7 +77,7 @@ def _open(path: Path, flags: int, follow: bool = False) -> int:
 
 
 def open_own(path: Path, flags: int) -> int:
-    """Open a file to change it in place. OSError if it is no regular file or has a second name (a hard link)."""
+    """Open a file to modify it in place. Raise OSError if it is not regular or has a second hard link."""
     fd = _open(path, flags)
     if os.fstat(fd).st_nlink > 1:
         os.close(fd)
@@ -86,6 +86,7 @@ def open_own(path: Path, flags: int) -> int:
 
 
 def _kind(mode: int) -> str:
+    """Return the file type of a mode in words."""
     return _KINDS.get(stat.S_IFMT(mode), "a special file")
 
 
@@ -93,7 +94,7 @@ def _kind(mode: int) -> str:
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace a file in one step: a reader, or a crash, sees the old content or the new one."""
+    """Replace a file in one step. After a crash it has either the old or the new content."""
     draft = Draft(path, content)
     try:
         draft.replace()
@@ -104,10 +105,10 @@ def write_atomically(path: Path, content: bytes) -> None:
 
 
 class Draft:
-    """New content for `path`, on disk under a random name beside it, until `replace` or `discard`.
+    """New content for `path`, stored under a random name in the same directory until `replace` or `discard`.
 
-    The writer holds a lock on its draft. A draft that nobody holds was left by a writer that died; the next writer of
-    the same file removes it.
+    The writer holds a lock on its draft. An unlocked draft was left by a writer that died; the next writer of the same
+    file removes it.
     """
 
     def __init__(self, path: Path, content: bytes) -> None:
@@ -117,7 +118,7 @@ class Draft:
         while self._fd < 0:
             self.draft = path.with_name(f".{path.name}.{secrets.token_hex(8)}.tmp")
             self._fd = _create(self.draft)
-            if not self._is_ours():  # somebody took it for abandoned before it was locked
+            if not self._is_ours():  # another writer removed it before it was locked
                 os.close(self._fd)
                 self._fd = -1
         try:
@@ -127,8 +128,8 @@ class Draft:
             raise
 
     def replace(self) -> None:
-        """Give the draft its final name. `sync_directory` makes the name durable."""
-        if os.name == "nt":  # an open file cannot be renamed there
+        """Rename the draft to its final name. Call `sync_directory` to make the name durable."""
+        if os.name == "nt":  # Windows cannot rename an open file
             self._close()
         os.replace(self.draft, self.path)
         self._close()
@@ -145,7 +146,7 @@ class Draft:
             os.close(fd)
 
     def _is_ours(self) -> bool:
-        with contextlib.suppress(OSError):  # a file system without locks: nobody removes drafts there
+        with contextlib.suppress(OSError):  # file system without locks: drafts are never removed there
             if not lock_file(self._fd):
                 return False
         try:
@@ -155,7 +156,7 @@ class Draft:
 
 
 def remove_abandoned_drafts(directory: Path, of: str) -> None:
-    """Remove the drafts of files whose name begins with `of` that writers left when they died."""
+    """Remove abandoned drafts of files whose name begins with `of`."""
     with contextlib.suppress(OSError), os.scandir(directory) as listing:
         names = [each.name for each in listing if each.name.startswith(f".{of}") and each.name.endswith(".tmp")]
         for name in names:
@@ -163,8 +164,8 @@ def remove_abandoned_drafts(directory: Path, of: str) -> None:
 
 
 def _remove_if_abandoned(draft: Path) -> None:
-    with contextlib.suppress(OSError):  # not ours to open, no locks here, or gone
-        if os.name == "nt":  # a file that its writer has open cannot be removed there
+    with contextlib.suppress(OSError):  # not permitted, no lock support, or already removed
+        if os.name == "nt":  # Windows cannot remove an open file
             draft.unlink()
             return
         fd = _open(draft, os.O_RDWR)
@@ -176,7 +177,7 @@ def _remove_if_abandoned(draft: Path) -> None:
 
 
 def write_durably(path: Path, content: bytes) -> None:
-    """Write a new file and wait until it is on disk. `sync_directory` makes its name durable."""
+    """Write a new file and fsync it. Call `sync_directory` to make its name durable."""
     fd = _create(path)
     try:
         _write(fd, content, path)
@@ -185,7 +186,7 @@ def write_durably(path: Path, content: bytes) -> None:
 
 
 def create_empty(path: Path) -> None:
-    """Create an empty file. FileExistsError if the name is taken, even by a link to nothing."""
+    """Create an empty file. Raise FileExistsError if the name exists, even as a dangling link."""
     os.close(_create(path))
 
 
@@ -196,17 +197,17 @@ def _create(path: Path) -> int:
 def _write(fd: int, content: bytes, path: Path) -> None:
     left = memoryview(content)
     try:
-        while left:  # the system may take a part
+        while left:  # os.write may write only a part
             left = left[os.write(fd, left) :]
         os.fsync(fd)
     except OSError as error:
         if error.errno is not None:
-            error.filename = str(path)  # the system does not say which file was too much
+            error.filename = str(path)  # os.write does not set the file name
         raise
 
 
 def sync_directory(path: Path) -> None:
-    """Make the names in a directory durable, where the system knows how."""
+    """Make the names in a directory durable. No effect on Windows."""
     if os.name != "nt":
         fd = os.open(path, os.O_RDONLY)
         try:
@@ -219,13 +220,16 @@ def sync_directory(path: Path) -> None:
 
 
 def lock_file(fd: int, *, shared: bool = False) -> bool:
-    """Take the lock of an open file, if nobody has it; closing the file frees it, and so does any death."""
+    """Try to lock an open file without waiting. Return whether it is locked now.
+
+    The lock is released when the file is closed or the process ends.
+    """
     try:
         import fcntl
     except ImportError:
         import msvcrt
 
-        os.lseek(fd, 1 << 30, os.SEEK_SET)  # far behind the content: there, locked bytes cannot be read
+        os.lseek(fd, 1 << 30, os.SEEK_SET)  # far behind the content: Windows makes locked bytes unreadable
         try:
             msvcrt.locking(fd, msvcrt.LK_NBLCK, 1)  # type: ignore[attr-defined]
         except OSError:
@@ -240,10 +244,10 @@ def lock_file(fd: int, *, shared: bool = False) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path, *, wait_s: float) -> Iterator[bool]:
-    """Within: nobody else is within. True, or False where the file system knows no locks.
+    """Hold an exclusive lock on `path`. Yield True, or False if the file system does not support locks.
 
-    Raises TimeoutError if somebody else stays in for `wait_s`. The lock is let go of explicitly: a child that was
-    forked within has the file open too, and closing ours would free nothing.
+    Raise TimeoutError if another process holds it for `wait_s` seconds. The lock is released explicitly, because a
+    forked child also has the file open and closing ours would not release it.
     """
     fd = open_own(path, os.O_RDWR | os.O_CREAT)
     try:
@@ -255,6 +259,7 @@ def locked(path: Path, *, wait_s: float) -> Iterator[bool]:
 
 
 def _waited(fd: int, path: Path, until: float) -> bool:
+    """Wait for the lock. Return False if the file system does not support locks."""
     try:
         while not lock_file(fd):
             if time.monotonic() > until:

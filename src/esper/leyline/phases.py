@@ -1,17 +1,17 @@
-"""Where the time goes: wall and CPU time per phase of the loop. Always on: two clocks read per change of phase.
+"""Wall and CPU time per phase of the loop. Always on; costs two clock reads per change of phase.
 
     phases = Phases()
     with phases("train"):
         …
     phases.totals()["train"].wall_ms
 
-A phase entered within another pauses the outer one, so that the parts add up to the whole.
+Entering a phase within another pauses the outer one, so the parts add up to the total.
 
 The phases of a run: apply, train, validate, coalitions, norms, worth, features, policy, gather, update, telemetry,
-checkpoint, twins. An epoch's validation pass is `validate` if it asks for the network as it stands, and `coalitions` if
-it asks for other configurations too, which are evaluated in the same pass; `norms` is the part of it that re-estimates
-the statistics of norms behind slots; `worth` turns the scores into numbers. `twins` trains worlds without growth, once
-each.
+checkpoint, twins. The validation pass of an epoch is `validate` if it evaluates only the current network, and
+`coalitions` if it also evaluates other configurations in the same pass. `norms` is the part of it that re-estimates the
+statistics of norms behind slots. `worth` computes contributions from the scores. `twins` trains no-growth baselines,
+once per world.
 """
 
 from __future__ import annotations
@@ -22,13 +22,15 @@ from typing import NamedTuple
 
 
 class Total(NamedTuple):
+    """Total time of one phase in milliseconds, and how often it was entered."""
+
     wall_ms: float
     cpu_ms: float
     calls: int
 
 
 class _Phase(AbstractContextManager[None]):
-    """One phase's clock; reused, so that entering a phase makes no object."""
+    """Clock of one phase. Reused, so that entering a phase allocates nothing."""
 
     __slots__ = ("calls", "cpu", "owner", "wall")
 
@@ -46,7 +48,7 @@ class _Phase(AbstractContextManager[None]):
 
 
 class Phases:
-    """The clocks of one loop, which runs in one thread."""
+    """Clocks of one loop, which must run in one thread."""
 
     def __init__(self) -> None:
         self._phases: dict[str, _Phase] = {}
@@ -54,13 +56,14 @@ class Phases:
         self._wall, self._cpu = perf_counter_ns(), thread_time_ns()
 
     def __call__(self, name: str) -> _Phase:
+        """Return the context manager of the phase `name`."""
         phase = self._phases.get(name)
         if phase is None:
             phase = self._phases[name] = _Phase(self)
         return phase
 
     def _charge(self) -> None:
-        """What has passed since the last change belongs to the innermost phase."""
+        """Add the time since the last change to the innermost phase."""
         wall, cpu = perf_counter_ns(), thread_time_ns()
         if self._stack:
             top = self._stack[-1]
@@ -69,6 +72,6 @@ class Phases:
         self._wall, self._cpu = wall, cpu
 
     def totals(self) -> dict[str, Total]:
-        """Since the beginning, phases that are still open included."""
+        """Return the totals since construction, open phases included."""
         self._charge()
         return {name: Total(p.wall / 1e6, p.cpu / 1e6, p.calls) for name, p in self._phases.items()}

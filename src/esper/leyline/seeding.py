@@ -1,4 +1,4 @@
-"""Randomness by name: every random stream has an address, so none depends on how many others there are."""
+"""Derived random seeds: each random stream has a name, so it does not depend on how many others exist."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import hashlib
 
 
 def derive_seed(*names: str | int) -> int:
-    """The seed that belongs to this tuple of names, such as `(root, world, "order", 3)`.
+    """Return the random seed for a tuple of names, such as `(root, world, "order", 3)`.
 
     Each name is hashed with its type and length, so `(1, 23)`, `(12, 3)` and `("1", 23)` differ. The
-    result has 63 bits: it fits a signed 64-bit field in every file format and generator we use.
+    result has 63 bits, so that it fits a signed 64-bit field in every file format and generator in use.
 
     >>> derive_seed(0, "order", 1) == derive_seed(0, "order", 1) != derive_seed(0, "order", 2)
     True

@@ -1,4 +1,4 @@
-"""SlotTable: the only owner of lifecycle truth, one numpy array per field.
+"""SlotTable: the lifecycle state of all seeds, one numpy array per field. There is no other copy.
 
 Legend: E environments, S slots, B blueprints, W epochs of history. NaN (or −1) means never measured.
 """
@@ -25,60 +25,60 @@ Rows = slice | list[int] | Ints
 
 
 def _slot(dtype: type, blank: float) -> Any:
-    """A column [E, S]: one number per slot, `blank` where no seed lives."""
+    """Declare a column [E, S]: one number per slot, `blank` where there is no seed."""
     return field(metadata={"axes": "ES", "dtype": dtype, "blank": blank, "seed": True})
 
 
 def _env(dtype: type, blank: float, axes: str = "E") -> Any:
-    """A column of an environment, [E] unless `axes` says more."""
+    """Declare a column per environment, [E] unless `axes` says otherwise."""
     return field(metadata={"axes": axes, "dtype": dtype, "blank": blank, "seed": False})
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotTable:
-    """Every slot of every environment. Rules change it in place; modules never mirror it."""
+    """State of every slot of every environment. The rules modify it in place; modules hold no copy."""
 
-    # where each seed stands
+    # lifecycle
     stage: Ints = _slot(np.int8, SeedStage.DORMANT)
     prev_stage: Ints = _slot(np.int8, SeedStage.DORMANT)
     dwell: Ints = _slot(np.int32, 0)  # epochs in this stage
-    prev_dwell: Ints = _slot(np.int32, 0)  # epochs spent in the stage before
+    prev_dwell: Ints = _slot(np.int32, 0)  # epochs spent in the previous stage
     age: Ints = _slot(np.int32, 0)  # epochs since germination
     cooldown: Ints = _slot(np.int16, 0)  # ticks until a pruned slot is empty again
-    serial: Ints = _slot(np.int32, -1)  # which seed of its environment, counted from 0
-    # what it is
+    serial: Ints = _slot(np.int32, -1)  # number of the seed within its environment, from 0
+    # seed
     blueprint: Ints = _slot(np.int16, -1)
     operator: Ints = _slot(np.int8, -1)
-    tempo: Ints = _slot(np.int16, 0)  # epochs of the first ramp
+    tempo: Ints = _slot(np.int16, 0)  # length of the first ramp in epochs
     params: Ints = _slot(np.int64, 0)
-    # how much of it the host feels: a closed form of the next five (see kasmina.alpha)
+    # weight of the seed in the host: alpha is a closed form of the next five (see kasmina.alpha)
     alpha: Floats = _slot(np.float32, 0.0)
     alpha_from: Floats = _slot(np.float32, 0.0)
     alpha_to: Floats = _slot(np.float32, 0.0)
     ramp_len: Ints = _slot(np.int16, 0)
     ramp_pos: Ints = _slot(np.int16, 0)
     curve: Ints = _slot(np.int8, 0)
-    # what it has been worth
+    # quality and contribution
     quality_birth: Floats = _slot(np.float32, NAN)
-    quality_stage: Floats = _slot(np.float32, NAN)  # when this stage began
+    quality_stage: Floats = _slot(np.float32, NAN)  # quality when this stage began
     quality_best: Floats = _slot(np.float32, NAN)
-    contribution: Floats = _slot(np.float32, NAN)  # quality with it minus without it
+    contribution: Floats = _slot(np.float32, NAN)  # quality with the seed minus quality without it
     contribution_se: Floats = _slot(np.float32, NAN)
     contribution_prev: Floats = _slot(np.float32, NAN)
     contribution_velocity: Floats = _slot(np.float32, NAN)
-    contribution_age: Ints = _slot(np.int32, -1)  # epochs since it was measured; −1 again on entering HOLDING
-    prospect: Floats = _slot(np.float32, NAN)  # what a TRAINING seed would add at alpha = 1
+    contribution_age: Ints = _slot(np.int32, -1)  # epochs since measured; reset to −1 on entering HOLDING
+    prospect: Floats = _slot(np.float32, NAN)  # contribution a TRAINING seed would have at alpha = 1
     prospect_se: Floats = _slot(np.float32, NAN)
     interaction: Floats = _slot(np.float32, NAN)  # sum of pairwise interactions
-    # its gradients
+    # gradients
     grad_norm: Floats = _slot(np.float32, NAN)
     grad_ratio: Floats = _slot(np.float32, NAN)
     grad_health: Floats = _slot(np.float32, NAN)
-    # each environment
+    # per environment
     step: Ints = _env(np.int32, 0)
     next_serial: Ints = _env(np.int32, 0)
     last_op: Ints = _env(np.int8, 0)
-    rollbacks: Ints = _env(np.int32, 0)  # times the governor took it back to a snapshot
+    rollbacks: Ints = _env(np.int32, 0)  # number of rollbacks to a snapshot by the governor
     train_loss: Floats = _env(np.float32, NAN)
     val_loss: Floats = _env(np.float32, NAN)
     quality: Floats = _env(np.float32, NAN)
@@ -86,13 +86,13 @@ class SlotTable:
     committed_quality: Floats = _env(np.float32, NAN)  # quality with every live seed off
     loss_history: Floats = _env(np.float32, NAN, "EW")  # newest last
     quality_history: Floats = _env(np.float32, NAN, "EW")
-    # what does not change: which slots exist, and which blueprints each of them takes
+    # constant: which slots exist, and which blueprints each slot takes
     enabled: Bools = _env(np.bool_, True, "ES")
     takes: Bools = _env(np.bool_, True, "SB")
 
     @classmethod
     def empty(cls, envs: int, slots: int, *, takes: Bools | None = None) -> SlotTable:
-        """A table of empty slots. `takes[s, b]` says whether slot s can hold blueprint b."""
+        """Return a table of empty slots. `takes[s, b]` is True if slot s can hold blueprint b."""
         blueprints = len(BLUEPRINTS) if takes is None else takes.shape[1]
         size = {"E": envs, "S": slots, "W": HISTORY, "B": blueprints}
         arrays = {
@@ -100,37 +100,41 @@ class SlotTable:
             for f in fields(cls)
         }
         if takes is None:
-            arrays["takes"][:, 0] = False  # noop is nobody's choice
+            arrays["takes"][:, 0] = False  # noop cannot be chosen
         else:
             arrays["takes"][:] = takes
         return cls(**arrays)
 
     @property
     def num_envs(self) -> int:
+        """Return the number of environments."""
         return int(self.stage.shape[0])
 
     @property
     def num_slots(self) -> int:
+        """Return the number of slots."""
         return int(self.stage.shape[1])
 
     @property
     def moving(self) -> Bools:
-        """[E, S]: alpha is on its way."""
+        """Return where alpha has not reached its target yet [E, S]."""
         return (self.stage == SeedStage.BLENDING) & (self.ramp_pos < self.ramp_len)
 
     @property
     def frozen(self) -> Bools:
-        """[E, S]: a seed on its way down must not fight it, so it does not learn."""
+        """Return where alpha is decreasing [E, S]. Such a seed does not train, so it cannot counteract the ramp."""
         return self.moving & (self.alpha_to < self.alpha_from)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
+        """Return the arrays by field name, without copying."""
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def clone(self) -> SlotTable:
+        """Return a copy of the table."""
         return SlotTable(**{name: a.copy() for name, a in self.arrays().items()})
 
     def rows(self, envs: Rows) -> SlotTable:
-        """A copy of some environments as a table of their own."""
+        """Return a copy of some environments as a table."""
         pick = {f.name: f.metadata["axes"][0] == "E" for f in fields(self)}
         return SlotTable(**{n: (a[envs] if pick[n] else a).copy() for n, a in self.arrays().items()})
 
@@ -144,18 +148,18 @@ class SlotTable:
                 mine[...] = theirs
 
     def reset(self, envs: Rows = slice(None)) -> None:
-        """Begin these environments anew: every slot empty, nothing measured."""
+        """Reset these environments: every slot empty, nothing measured."""
         for f in fields(self):
             if f.name not in ("enabled", "takes"):
                 getattr(self, f.name)[envs] = f.metadata["blank"]
 
     def blank(self, where: Bools) -> None:
-        """Forget the seeds at `where` [E, S]."""
+        """Clear the seed columns at `where` [E, S]."""
         for f in SEED_COLUMNS:
             getattr(self, f.name)[where] = f.metadata["blank"]
 
     def diff(self, before: SlotTable) -> dict[str, Bools]:
-        """Where each field changed since `before`; fields that did not change are left out."""
+        """Return where each field changed since `before`. Unchanged fields are omitted."""
         changed: dict[str, Bools] = {}
         for name, now in self.arrays().items():
             then = before.arrays()[name]

@@ -1,4 +1,4 @@
-"""The stages of a seed's life, the transitions between them, and the gates that guard them."""
+"""Lifecycle stages of a seed, the transitions between them, and the gates that guard the transitions."""
 
 from __future__ import annotations
 
@@ -11,19 +11,20 @@ from esper.leyline.errors import ConfigError
 
 
 class SeedStage(IntEnum):
-    """Where a seed stands in its life, in order. The numbers are stored: never reuse one."""
+    """Lifecycle stage of a seed, in order. The numbers are stored in files: never reuse one."""
 
     DORMANT = 0  # no seed: the slot passes features through
-    GERMINATED = 1  # seed attached, nothing learnt yet
-    TRAINING = 2  # learns behind isolation; the host cannot feel it
+    GERMINATED = 1  # seed attached, not trained yet
+    TRAINING = 2  # trains in isolation; the host's output does not change
     BLENDING = 3  # alpha moves towards its target, or rests below 1
-    HOLDING = 4  # full strength, waiting for the verdict
-    FOSSILIZED = 5  # part of the host for good
+    HOLDING = 4  # alpha = 1; waits to be fossilised or pruned
+    FOSSILIZED = 5  # permanent part of the host
     PRUNED = 6  # removed; 6, 7 and 8 label one cooldown countdown
     EMBARGOED = 7
     RESETTING = 8
 
     def can_become(self, target: SeedStage) -> bool:
+        """Return whether the transition to `target` is allowed."""
         return target in NEXT_STAGES[self]
 
 
@@ -41,32 +42,32 @@ NEXT_STAGES: dict[SeedStage, frozenset[SeedStage]] = {
 }
 NUM_STAGES = len(SeedStage)
 GROWING = (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING)
-"""Stages in which a seed lives but is not committed; they may be pruned."""
+"""Stages of a seed that is not committed and may be pruned."""
 COOLING = (S.PRUNED, S.EMBARGOED, S.RESETTING)
 
 PRUNED_TICKS, EMBARGOED_TICKS, RESETTING_TICKS = 1, 5, 1
 COOLDOWN_TICKS = PRUNED_TICKS + EMBARGOED_TICKS + RESETTING_TICKS
-"""A pruned slot is empty again after this many ticks."""
+"""Ticks after pruning until the slot is empty again."""
 COOLDOWN_LABEL = np.array(
     [S.DORMANT] + [S.RESETTING] * RESETTING_TICKS + [S.EMBARGOED] * EMBARGOED_TICKS + [S.PRUNED] * PRUNED_TICKS,
     dtype=np.int8,
 )
-"""The stage a slot shows with so many ticks of cooldown left: an index, not a rule."""
+"""Stage of a slot by the number of cooldown ticks left."""
 
 
 class Gate(IntEnum):
-    """What must hold before a seed moves on. The value indexes threshold tables and reason bits."""
+    """Gates between stages. The value indexes threshold tables and reason bits."""
 
     TRAINING = 0  # GERMINATED → TRAINING: always open
-    BLENDING = 1  # TRAINING → BLENDING: it has learnt something, stably
-    HOLDING = 2  # BLENDING → HOLDING: full amplitude reached and at rest
-    FOSSILIZED = 3  # HOLDING → FOSSILIZED: measured to be worth it
+    BLENDING = 1  # TRAINING → BLENDING: minimum dwell and healthy gradients
+    HOLDING = 2  # BLENDING → HOLDING: alpha has reached 1 and rests
+    FOSSILIZED = 3  # HOLDING → FOSSILIZED: its contribution was measured
 
 
 class Check(IntEnum):
-    """Why a gate stays shut: one bit each in the `reasons` of `kasmina.lifecycle.gates`.
+    """Conditions of the gates, one bit each in the `reasons` of `kasmina.lifecycle.gates`.
 
-    `kasmina.gate_reasons` has the words.
+    `kasmina.gate_reasons` has the messages.
     """
 
     DWELL = 0
@@ -78,25 +79,25 @@ class Check(IntEnum):
 
 
 class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The least value each gate asks for; −inf asks only that there is a measurement, None asks nothing.
+    """Minimum value that each gate requires. −inf requires only a finite measurement, None requires nothing.
 
-    Qualities are fractions, 0…1 (accuracy), or whatever unit the quality function has.
+    Qualities are fractions, 0…1 (accuracy), or in the unit of the quality function.
     """
 
     blend_dwell: int = 10
-    """Epochs in TRAINING before blending."""
+    """Minimum number of epochs in TRAINING before blending, ≥ 0."""
     blend_health: float | None = 0.7
-    """Gradient health: 1 is healthy, 0 is dead or exploding."""
+    """Minimum gradient health, 0…1, before blending: 1 is healthy, 0 is dead or exploding."""
     blend_ratio: float | None = None
-    """Seed gradient over host gradient, each per square root of its parameters."""
+    """Minimum ratio, 0…10, of seed to host gradient, each divided by the square root of its parameter count."""
     blend_improvement: float | None = None
-    """Host quality since the stage began."""
+    """Minimum improvement of the host's quality since TRAINING began, before blending."""
     hold_dwell: int = 0
-    """Epochs in BLENDING before holding."""
+    """Minimum number of epochs in BLENDING before holding, ≥ 0."""
     fossil_contribution: float | None = float("-inf")
-    """Contribution minus z standard errors."""
+    """Minimum of the contribution minus `z` standard errors, in units of quality, before fossilising."""
     z: float = 2.5
-    """How many standard errors a contribution is discounted by."""
+    """Number of standard errors, ≥ 0, subtracted from a contribution."""
 
     def __post_init__(self) -> None:
         if self.blend_dwell < 0 or self.hold_dwell < 0:
