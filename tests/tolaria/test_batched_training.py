@@ -1,4 +1,4 @@
-"""Stacked training: the same as the loop over environments, row by row, whatever happens to single rows."""
+"""Test that stacked training equals the loop over environments and that rows are independent."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ HOSTS = {
     "shapes": {"base": 4, "blocks": 2, "kernel": 3},
 }
 ODD = {"dots": {"base": 1, "blocks": 2, "kernel": 1}, "vectors": {"width": 37, "layers": 2}}
-"""Sizes at which kernels were seen to round one row otherwise than several."""
+"""Sizes at which kernels round one row differently from several rows."""
 
 
 @pytest.fixture
 def double() -> Iterator[None]:
-    """Where rounding is far below what a mistake would make."""
+    """Use float64, where rounding is far below the effect of an error."""
     torch.set_default_dtype(torch.float64)
     yield
     torch.set_default_dtype(torch.float32)
@@ -73,12 +73,12 @@ def engine(task: Task, worlds: int, *, stacked: bool, **config: object) -> Engin
 
 
 def wander(table: SlotTable, luck: np.random.Generator, envs: list[int] | None = None) -> Ints:
-    """Some legal act for each environment (of `envs`); the others wait. Every draw is made whatever is legal."""
+    """Return a random legal action per environment in `envs`; others wait. Draws do not depend on legality."""
     may = legal(table, QUICK)  # [E, O, S]
     actions = np.zeros((len(may), len(Head)), dtype=np.int64)
     for e, ops in enumerate(may):
         draws = luck.integers(1 << 20, size=4)
-        may_end = draws[3] % 8 == 0  # else nothing would ever grow old
+        may_end = draws[3] % 8 == 0  # so that some seeds reach late stages
         able = [(o, s) for o, s in zip(*np.nonzero(ops), strict=True) if o != Op.WAIT and (may_end or o != Op.PRUNE)]
         if not able or (envs is not None and e not in envs):
             continue
@@ -107,7 +107,7 @@ def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
 @pytest.mark.parametrize("host", HOSTS)
-def test_the_stack_comes_to_what_the_loop_comes_to_while_seeds_come_and_go(host: str, incubation: str, double: None):
+def test_stacked_training_equals_the_loop_under_growth(host: str, incubation: str, double: None):
     loop, stack = (
         engine(task(host, torch.float64), 3, stacked=s, incubation=incubation, gradient_telemetry_stride=2)
         for s in (False, True)
@@ -133,7 +133,7 @@ def test_the_stack_comes_to_what_the_loop_comes_to_while_seeds_come_and_go(host:
     assert loop.table.rollbacks.tolist() == [0, 1, 0]
 
 
-def test_in_single_precision_the_two_part_only_by_rounding():
+def test_stacked_training_equals_the_loop_in_float32_up_to_rounding():
     one, other = plots(task("mlp")), plots(task("mlp"))
     stack = BatchedTrainer(other)
     for step in range(5):
@@ -144,7 +144,7 @@ def test_in_single_precision_the_two_part_only_by_rounding():
         assert_close(a, b, 1e-5)
 
 
-def test_fossils_share_the_clip_of_their_host_and_each_growing_seed_has_its_own(double: None):
+def test_fossils_are_clipped_with_the_host_and_seeds_separately(double: None):
     strict = replace(task("mlp", torch.float64), clip=0.01)
     loop, stack = plots(strict), plots(strict)
     for made in (loop, stack):
@@ -165,7 +165,7 @@ def test_fossils_share_the_clip_of_their_host_and_each_growing_seed_has_its_own(
 
 
 @pytest.mark.parametrize("host", HOSTS)
-def test_what_lives_in_one_row_changes_no_bit_of_another(host: str):
+def test_growth_in_one_row_keeps_other_rows_bit_identical(host: str):
     quiet, lively = (engine(task(host), 4, stacked=True) for _ in range(2))
     luck, other_luck = np.random.default_rng(2), np.random.default_rng(2)
     for step in range(10):
@@ -181,11 +181,11 @@ def test_what_lives_in_one_row_changes_no_bit_of_another(host: str):
 MAPS = ["conv_small", "conv_light", "conv_heavy", "depthwise", "bottleneck"]
 VECTORS = ["lora", "lora_large", "mlp_small", "mlp"]
 UNEVEN = [("dots", "conv_small"), ("dots", "depthwise"), ("vectors", "mlp_small")]
-"""Whose matrices do not all begin at multiples of 16 bytes: they would round by their place, and run alone."""
+"""Seeds run one by one: their matrices are not all 16-byte aligned, so rounding depends on the position."""
 
 
 def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[HostNetwork]:
-    """Four plots with this seed, no newborn any more, in the first slot of some; every other one multiplies."""
+    """Return four networks, `rows` of them with a trained seed in the first slot. Odd and even operators differ."""
     made = plots(task(host), 4)
     for row in rows:
         body = made[row].body
@@ -208,7 +208,7 @@ def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[
         *((host, b) for host in ("mlp", "vectors") for b in VECTORS),
     ],
 )
-def test_equal_seeds_run_as_one_and_a_seed_learns_the_same_alone_and_among_its_like(
+def test_equal_seeds_are_stacked_without_changing_results(
     host: str, blueprint: str, stage: SeedStage, monkeypatch: pytest.MonkeyPatch
 ):
     company = []
@@ -228,14 +228,14 @@ def test_equal_seeds_run_as_one_and_a_seed_learns_the_same_alone_and_among_its_l
         found[len(rows)] = [state(made[row]) for row in rows]
     assert is_same(found[1][0], found[2][1])
     assert is_same(found[1][0], found[4][1])
-    assert is_same(found[2][0], found[4][0])  # one that multiplies
+    assert is_same(found[2][0], found[4][0])  # a seed with the multiply operator
     loop = grown(host, blueprint, [1], stage)[1]
     loop.train_epoch(0)
     for a, b in zip(state(loop), found[1][0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
-def test_a_seed_of_the_users_own_making_runs_as_the_module_it_is():
+def test_custom_seeds_are_not_stacked():
     made = grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING)
     for plot in made:
         slot = next(iter(plot.body.slots.values()))
@@ -255,7 +255,7 @@ def test_a_seed_of_the_users_own_making_runs_as_the_module_it_is():
 
 
 class Clumsy(torch.autograd.Function):
-    """Fails on the way back."""
+    """Function whose backward pass raises."""
 
     @staticmethod
     def forward(ctx: Any, h: Tensor) -> Tensor:
@@ -271,8 +271,8 @@ class Falling(nn.Sequential):
         return Clumsy.apply(super().forward(h))
 
 
-def test_seeds_that_may_do_anything_learn_as_in_the_loop_and_nobody_beside_them_notices():
-    """With dropout and with memory; and one whose error comes in the backward pass."""
+def test_custom_seeds_match_the_loop_and_do_not_affect_other_rows():
+    """Cover a seed with dropout, one with buffers, and one that raises in the backward pass."""
     rows = [0, 1, 2, 3]
     made = {way: grown("mlp", "mlp_small", rows, SeedStage.BLENDING) for way in ("loop", "odd", "plain")}
     for way in ("loop", "odd"):
@@ -295,7 +295,7 @@ def test_seeds_that_may_do_anything_learn_as_in_the_loop_and_nobody_beside_them_
     assert is_same(state(made["odd"][3]), state(made["plain"][3]))
 
 
-def test_a_seed_of_another_precision_fails_alone():
+def test_seed_of_another_dtype_fails_only_in_its_row():
     made = {way: grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING) for way in ("sound", "odd")}
     stacks = {way: BatchedTrainer(each) for way, each in made.items()}
     made["odd"][1].body.slots["r0c0"].seed.double()
@@ -312,7 +312,7 @@ SHAPES = {"fashion": (14, {"base": 8, "blocks": 2}), "one channel": (8, {"base":
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_whatever_the_shape_of_a_host_rows_learn_as_in_the_loop_and_do_not_feel_each_others_seeds(shape: str):
+def test_rows_match_the_loop_for_any_host_shape(shape: str):
     size, kwargs = SHAPES[shape]
     noise = torch.Generator().manual_seed(0)
     x, y = torch.randn(120, 2, size, size, generator=noise), torch.randint(4, (120,), generator=noise)
@@ -355,7 +355,7 @@ class Stumbling(nn.Module):
         return self.seed(h)
 
 
-def test_an_error_or_a_nan_stays_in_its_row():
+def test_error_or_nan_stays_in_its_row():
     sound, sick = plots(task("mlp"), 4), plots(task("mlp"), 4)
     slot = sick[1].body.plant("r0c1", "mlp_small")
     sick[1].body.set_slot(slot, SeedStage.BLENDING, 1.0)
@@ -377,7 +377,7 @@ def test_an_error_or_a_nan_stays_in_its_row():
         assert is_same(state(sound[e]), state(sick[e]))
 
 
-def test_whoever_holds_a_tensor_of_a_plot_sees_it_learn():
+def test_training_updates_tensors_in_place():
     made = plots(task("pixels"))
     stack = BatchedTrainer(made)
     held = [t for plot in made for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
@@ -386,10 +386,10 @@ def test_whoever_holds_a_tensor_of_a_plot_sees_it_learn():
     now = [t for plot in made for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
     assert all(a is b for a, b in zip(held, now, strict=True))
     changed = [not torch.equal(a, b) for a, b in zip(before, held, strict=True)]
-    assert sum(changed) > 0.8 * len(changed)  # alpha does not
+    assert sum(changed) > 0.8 * len(changed)  # alpha does not change
 
 
-def test_augmented_images_are_those_of_the_loop():
+def test_augmented_images_match_the_loop():
     base = task("pixels")
     augmented = replace(base, augment=True, data=replace(base.data, black=(0.0, 0.0)))
     one, other = plots(augmented), plots(augmented)
@@ -399,7 +399,7 @@ def test_augmented_images_are_those_of_the_loop():
         torch.testing.assert_close(stack.result(e), plot.train_epoch(3))
 
 
-def test_the_callers_luck_is_left_alone():
+def test_training_keeps_the_global_rng_state():
     stack = BatchedTrainer(plots(task("mlp")))
     before = torch.get_rng_state()
     stack.train_epoch([0] * 3)
@@ -407,13 +407,13 @@ def test_the_callers_luck_is_left_alone():
 
 
 class Mixing(nn.Module):
-    """Looks across channels without a weight of its own: nothing tells it to keep rows apart."""
+    """Parameter-free module that mixes channels, and therefore rows of a widened host."""
 
     def forward(self, h: Tensor) -> Tensor:
         return h - h.mean(1, keepdim=True)
 
 
-def test_a_host_that_cannot_be_widened_is_left_to_the_loop():
+def test_unsupported_host_is_rejected():
     mixing, unknown = plots(task("pixels")), plots(task("pixels"))
     for made, odd in ((mixing, Mixing()), (unknown, nn.PReLU(2))):
         for plot in made:
@@ -424,7 +424,7 @@ def test_a_host_that_cannot_be_widened_is_left_to_the_loop():
         BatchedTrainer(unknown)
 
 
-def test_a_host_whose_output_hides_that_it_mixes_is_found_out():
+def test_row_mixing_hidden_by_a_zero_head_is_detected():
     made = plots(task("pixels"))
     for plot in made:
         plot.body.model.pools[0] = Mixing()
@@ -433,7 +433,7 @@ def test_a_host_whose_output_hides_that_it_mixes_is_found_out():
         BatchedTrainer(made)
 
 
-def test_what_a_stack_cannot_do_is_said():
+def test_unsupported_cases_are_reported():
     frozen = plots(task("mlp"))
     frozen[2].body.model.head.bias.requires_grad_(False)
     cases = {
@@ -449,7 +449,7 @@ def test_what_a_stack_cannot_do_is_said():
             BatchedTrainer(made)
 
 
-def test_choosing_leaves_the_plots_as_they_are():
+def test_choose_does_not_modify_the_networks():
     made = plots(task("mlp"))
     before, luck = [state(plot) for plot in made], torch.get_rng_state()
     assert choose(made) in ("loop", "stacked")
@@ -458,7 +458,7 @@ def test_choosing_leaves_the_plots_as_they_are():
     assert torch.equal(luck, torch.get_rng_state())
 
 
-def test_an_engine_takes_the_strategy_it_is_told_and_a_lone_host_needs_none() -> None:
+def test_engine_uses_the_configured_strategy_and_loops_for_one_host() -> None:
     for strategy in ("loop", "stacked"):
         assert Engine(task("mlp"), [0, 1], config=EngineConfig(strategy=strategy)).strategy == strategy
     assert Engine(task("mlp"), [0, 1], config=EngineConfig(strategy="auto")).strategy in ("loop", "stacked")

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there; damaged ones are named and passed over, never silently different."""
+"""Test that checkpoints are written atomically, and that damaged ones are reported and skipped."""
 
 import contextlib
 import errno
@@ -34,7 +34,7 @@ SYSTEM = {name: getattr(os, name) for name in ("open", "write", "fsync", "mkdir"
 
 @pytest.fixture
 def _a_quick_disk(monkeypatch):
-    """Thousands of syncs take their time."""
+    """Disable fsync, which dominates the run time of tests with many writes."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -42,7 +42,7 @@ quick = pytest.mark.usefixtures("_a_quick_disk")
 
 
 def write(checkpoints, i, name=None, **more):
-    """A small one of each kind of file that says `i` everywhere."""
+    """Write a small checkpoint with each kind of file, all containing `i`."""
     return checkpoints.write(
         name or f"round-{i}",
         tensors={"policy": {"weight": torch.full((3, 4), float(i)), "steps": torch.tensor(i)}},
@@ -53,7 +53,7 @@ def write(checkpoints, i, name=None, **more):
 
 
 def said_by(saved):
-    """The number that all of its content says; None of none."""
+    """Return the number that all files of a checkpoint contain, or None without a checkpoint."""
     if saved is None:
         return None
     tensors, document = saved.tensors("policy"), saved.document("run")
@@ -67,7 +67,7 @@ def said_by(saved):
 
 
 def newest(checkpoints):
-    """What the newest says, and what was warned of."""
+    """Return the number in the newest checkpoint and the warnings of opening it."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         saved = checkpoints.newest()
@@ -78,10 +78,10 @@ def drafts(root):
     return [each.name for each in root.iterdir() if each.name.startswith(".draft-")]
 
 
-# What is written is read --------------------------------------------------------------------------------------------
+# Write and read -----------------------------------------------------------------------------------------------------
 
 
-def test_what_is_written_is_read(tmp_path):
+def test_write_then_read_round_trips(tmp_path):
     checkpoints = Checkpoints(tmp_path / "runs" / "checkpoints")
     assert checkpoints.newest() is checkpoints.best() is None
     assert checkpoints.names() == []
@@ -96,15 +96,15 @@ def test_what_is_written_is_read(tmp_path):
     assert {each.name for each in written.path.iterdir()} == names
     assert written.size_bytes == sum(each.stat().st_size for each in written.path.iterdir())
     assert written.write_ms > 0
-    assert said_by(Checkpoints(checkpoints.root).newest()) == 7  # another process
+    assert said_by(Checkpoints(checkpoints.root).newest()) == 7  # as in another process
 
 
-def test_an_empty_one_is_one(tmp_path):
+def test_empty_checkpoint_is_valid(tmp_path):
     Checkpoints(tmp_path).write("empty")
     assert Checkpoints(tmp_path).newest().name == "empty"
 
 
-def test_what_is_not_in_it_is_said_with_what_is(tmp_path):
+def test_unknown_file_error_lists_the_files(tmp_path):
     write(Checkpoints(tmp_path), 1)
     saved = Checkpoints(tmp_path).newest()
     for ask in (lambda: saved.document("runs"), lambda: saved.tensors("x"), lambda: saved.file("index.json")):
@@ -117,7 +117,7 @@ def test_what_is_not_in_it_is_said_with_what_is(tmp_path):
     "dtype",
     [torch.float64, torch.bfloat16, torch.float16, torch.int8, torch.uint8, torch.uint32, torch.bool, torch.complex64],
 )
-def test_tensors_of_any_kind_come_back_bit_for_bit(tmp_path, dtype):
+def test_tensors_of_any_dtype_and_layout_round_trip_bit_identically(tmp_path, dtype):
     values = (torch.arange(24) - 12).reshape(2, 3, 4).to(dtype)
     given = {
         "": values,
@@ -138,7 +138,7 @@ def test_tensors_of_any_kind_come_back_bit_for_bit(tmp_path, dtype):
         assert torch.equal(found[name], tensor)
 
 
-def test_not_finite_weights_and_lazily_conjugated_ones_keep_their_bits(tmp_path):
+def test_non_finite_and_conjugated_tensors_round_trip(tmp_path):
     odd = torch.tensor([math.nan, math.inf, -math.inf, -0.0])
     turned = torch.tensor([1 + 2j]).conj()
     parameter = nn.Parameter(torch.ones(2))
@@ -170,7 +170,7 @@ def test_not_finite_weights_and_lazily_conjugated_ones_keep_their_bits(tmp_path)
         ({"tensors": {"t": {"__metadata__": torch.zeros(1)}}}, "__metadata__"),
     ],
 )
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path, content, says):
+def test_invalid_content_is_rejected_before_writing(tmp_path, content, says):
     write(Checkpoints(tmp_path), 1)
     before = sorted(tmp_path.iterdir())
     with pytest.raises(CheckpointError, match=says):
@@ -180,18 +180,18 @@ def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path, con
         Checkpoints(tmp_path).write("../x")
 
 
-def test_a_checkpoint_of_too_many_files_is_refused(tmp_path, monkeypatch):
+def test_checkpoint_of_too_many_files_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "MOST_INDEX_BYTES", 1000)
     with pytest.raises(CheckpointError, match="20 files"):
         Checkpoints(tmp_path).write("x", files={f"f{i}": b"" for i in range(20)})
     assert [each.name for each in tmp_path.iterdir()] == [".lock"]
 
 
-# Which are kept -----------------------------------------------------------------------------------------------------
+# Retention ----------------------------------------------------------------------------------------------------------
 
 
 def slowly_kept(scores, keep):
-    """The numbers of those that stay after each write, one write after the other."""
+    """Return the numbers of the retained checkpoints, simulating one write after the other."""
     kept = []
     for number in range(len(scores)):
         kept.append(number)
@@ -207,8 +207,8 @@ def slowly_kept(scores, keep):
     st.lists(st.one_of(st.none(), st.sampled_from([0.0, -1.5, 2.5, math.nan, math.inf])), max_size=8),
     st.integers(1, 4),
 )
-def test_the_last_and_the_best_are_kept(tmp_path_factory, scores, keep):
-    """Names say nothing about the order."""
+def test_last_and_best_are_kept(tmp_path_factory, scores, keep):
+    """Names do not determine the order."""
     root = tmp_path_factory.mktemp("root")
     names = [f"round-{hash((i, len(scores))) % 9973}" for i in range(len(scores))]
     for name, score in zip(names, scores, strict=True):
@@ -222,13 +222,13 @@ def test_the_last_and_the_best_are_kept(tmp_path_factory, scores, keep):
     assert (best and best.name) == (names[max(scored, key=lambda i: (scores[i], i))] if scored else None)
 
 
-def test_nothing_less_than_one_can_be_kept(tmp_path):
+def test_keep_must_be_at_least_one(tmp_path):
     with pytest.raises(ConfigError, match="keep=0"):
         Checkpoints(tmp_path, keep=0)
 
 
 @quick
-def test_a_name_may_come_again_and_the_later_is_the_newer(tmp_path):
+def test_reused_name_makes_a_newer_checkpoint(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for i in range(4):
         write(checkpoints, i, name="body")
@@ -237,7 +237,7 @@ def test_a_name_may_come_again_and_the_later_is_the_newer(tmp_path):
 
 
 @quick
-def test_another_kind_of_checkpoint_is_not_pushed_out(tmp_path):
+def test_writing_another_kind_is_rejected(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     write(checkpoints, 1, kind="run")
     before = snapshot(tmp_path)
@@ -250,10 +250,10 @@ def snapshot(root):
     return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
-def test_what_others_put_there_is_left_alone(tmp_path):
+def test_foreign_files_are_kept(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=1)
     first = write(checkpoints, 0).path
-    shutil.copytree(first, tmp_path / "mine")  # a copy under a name of somebody's own
+    shutil.copytree(first, tmp_path / "mine")  # a copy under a name chosen by the user
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes" / "a.txt").write_text("mine")
     (tmp_path / "file").write_text("mine")
@@ -264,23 +264,23 @@ def test_what_others_put_there_is_left_alone(tmp_path):
 
 
 @quick
-def test_damaged_ones_keep_no_good_one_from_being_kept(tmp_path):
+def test_damaged_checkpoints_do_not_count_for_retention(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 0)
-    for i, spoil in ((1, b"i=9"), (2, b"too long")):  # one is only seen when opened, one by its size
+    for i, spoil in ((1, b"i=9"), (2, b"too long")):  # one is detected when opened, one by its size
         write(checkpoints, i)
         (tmp_path / f"round-{i}" / "notes.txt").write_bytes(spoil)
         assert newest(checkpoints)[0] == 0
     write(checkpoints, 3)
     (tmp_path / "round-3" / "run.json").unlink()
-    assert newest(checkpoints)[0] == 0  # not let go of in favour of damaged ones
+    assert newest(checkpoints)[0] == 0  # not removed in favour of damaged ones
     write(checkpoints, 4)
     write(checkpoints, 5)
     assert checkpoints.names() == ["round-4", "round-5"]
 
 
 @quick
-def test_a_name_that_a_damaged_one_had_is_as_good_as_any(tmp_path):
+def test_name_of_a_damaged_checkpoint_can_be_reused(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for i in (1, 2):
         write(checkpoints, i)
@@ -297,7 +297,7 @@ def test_a_name_that_a_damaged_one_had_is_as_good_as_any(tmp_path):
 
 @pytest.fixture
 def pair(tmp_path, monkeypatch):
-    """A root with checkpoints 1 and 2, and the bytes of every file."""
+    """Return a root with checkpoints 1 and 2, and the bytes of every file."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
     checkpoints = Checkpoints(tmp_path)
     write(checkpoints, 1, score=2.0)
@@ -306,7 +306,7 @@ def pair(tmp_path, monkeypatch):
 
 
 def check_fallback(checkpoints, damaged):
-    """Number `damaged` is named and passed over, and the other one is what it was."""
+    """Assert that checkpoint `damaged` is reported and skipped and the other one is intact."""
     other = {1: 2, 2: 1}[damaged]
     said, told = newest(checkpoints)
     assert said == other
@@ -323,7 +323,7 @@ FILES = ["policy.safetensors", "run.json", "notes.txt", "index.json"]
 
 @pytest.mark.parametrize("damaged", [1, 2])
 @pytest.mark.parametrize("name", FILES)
-def test_any_flipped_byte_is_found(pair, name, damaged):
+def test_any_flipped_bit_is_detected(pair, name, damaged):
     checkpoints, contents = pair
     path = checkpoints.root / f"round-{damaged}" / name
     content, dice = contents[path], random.Random(damaged)
@@ -339,7 +339,7 @@ def test_any_flipped_byte_is_found(pair, name, damaged):
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_any_cut_is_found_and_anything_appended_too(pair, name):
+def test_truncation_and_appended_bytes_are_detected(pair, name):
     checkpoints, contents = pair
     path = checkpoints.root / "round-2" / name
     for length in range(len(contents[path])):
@@ -351,7 +351,7 @@ def test_any_cut_is_found_and_anything_appended_too(pair, name):
 
 
 def whole(folder, good):
-    """Whose bytes a directory holds in every file, if anybody's. Two may have exchanged all their files."""
+    """Return the number of the checkpoint whose files a directory holds completely, or None."""
     for i in (1, 2):
         mine = {each.name: content for each, content in good.items() if each.parent.name == f"round-{i}"}
         if all((folder / name).is_file() and (folder / name).read_bytes() == mine[name] for name in mine):
@@ -373,7 +373,7 @@ blows = st.tuples(
 
 
 def strike(root, good, blow):
-    """Bits flipped, files cut, removed, swapped, overwritten by another's, or put beside."""
+    """Damage a checkpoint: flip bits, or cut, extend, remove, swap, overwrite or add a file."""
     kind, (i, name), (j, other), place, byte = blow
     path, second = root / f"round-{i}" / name, root / f"round-{j}" / other
     content = bytearray(path.read_bytes() if path.exists() else b"")
@@ -398,7 +398,7 @@ def strike(root, good, blow):
 
 @settings(deadline=None, max_examples=300)
 @given(st.lists(blows, min_size=1, max_size=5))
-def test_any_mixture_of_damage_gives_the_newest_whole_one_or_none(tmp_path_factory, struck):
+def test_newest_returns_the_newest_intact_one_under_any_damage(tmp_path_factory, struck):
     root = tmp_path_factory.getbasetemp() / "mixture"
     if not root.exists():
         for i in (1, 2):
@@ -411,7 +411,7 @@ def test_any_mixture_of_damage_gives_the_newest_whole_one_or_none(tmp_path_facto
         assert said == slowly_newest(root, good)
         for i, j in ((1, 2), (2, 1)):
             index, its = root / f"round-{i}" / "index.json", good[root / f"round-{j}" / "index.json"]
-            is_the_others = index.exists() and index.read_bytes() == its  # then it may stand behind the other
+            is_the_others = index.exists() and index.read_bytes() == its  # then its name is the other's
             if said != 2 and not whole(index.parent, good) and not is_the_others:
                 assert any(f"round-{i}" in each for each in told)
     finally:
@@ -422,7 +422,7 @@ def test_any_mixture_of_damage_gives_the_newest_whole_one_or_none(tmp_path_facto
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_missing_file_is_found(pair, name):
+def test_missing_file_is_detected(pair, name):
     checkpoints, _ = pair
     (checkpoints.root / "round-2" / name).unlink()
     check_fallback(checkpoints, 2)
@@ -430,7 +430,7 @@ def test_a_missing_file_is_found(pair, name):
 
 @pytest.mark.parametrize("name", FILES)
 @pytest.mark.parametrize("thing", ["directory", "link", "pipe", "huge", "unreadable"])
-def test_what_is_no_plain_file_of_its_size_is_not_even_read(pair, thing, name):
+def test_files_of_wrong_type_or_size_are_not_read(pair, thing, name):
     checkpoints, contents = pair
     path = checkpoints.root / "round-2" / name
     path.unlink()
@@ -442,7 +442,7 @@ def test_what_is_no_plain_file_of_its_size_is_not_even_read(pair, thing, name):
         os.mkfifo(path)
     elif thing == "huge":
         path.touch()
-        os.truncate(path, 1 << 40)  # a terabyte of nothing
+        os.truncate(path, 1 << 40)  # a sparse file of one terabyte
     else:
         if os.geteuid() == 0:
             pytest.skip("root reads everything")
@@ -451,7 +451,7 @@ def test_what_is_no_plain_file_of_its_size_is_not_even_read(pair, thing, name):
     check_fallback(checkpoints, 2)
 
 
-def test_the_best_one_damaged_gives_the_second_best(pair):
+def test_best_falls_back_to_the_second_best(pair):
     checkpoints, _ = pair
     assert said_by(checkpoints.best()) == 1
     (checkpoints.root / "round-1" / "notes.txt").write_bytes(b"i=2")
@@ -459,7 +459,7 @@ def test_the_best_one_damaged_gives_the_second_best(pair):
         assert said_by(checkpoints.best()) == 2
 
 
-def test_where_all_are_damaged_there_is_none_and_all_are_named(pair):
+def test_all_damaged_gives_none_and_names_all(pair):
     checkpoints, contents = pair
     for path in contents:
         if path.name == "index.json":
@@ -470,7 +470,7 @@ def test_where_all_are_damaged_there_is_none_and_all_are_named(pair):
     assert checkpoints.names() == []
 
 
-def test_strangers_and_empty_directories_beside_change_nothing(pair):
+def test_foreign_files_and_empty_directories_are_ignored(pair):
     checkpoints, _ = pair
     (checkpoints.root / "round-2" / "stranger.bin").write_bytes(b"?")
     (checkpoints.root / "empty").mkdir()
@@ -485,7 +485,7 @@ def test_strangers_and_empty_directories_beside_change_nothing(pair):
     assert drafts(checkpoints.root) == []
 
 
-def test_what_changes_after_it_was_opened_is_refused(pair):
+def test_files_changed_after_opening_are_rejected(pair):
     checkpoints, contents = pair
     saved = checkpoints.newest()
     for path in contents:
@@ -496,11 +496,11 @@ def test_what_changes_after_it_was_opened_is_refused(pair):
             ask()
 
 
-# Strangers' checkpoints: the checksums fit, the content is hostile --------------------------------------------------
+# Untrusted checkpoints: valid checksums, hostile content -----------------------------------------------------------
 
 
 def forged(folder, contents, **changes):
-    """A directory with an index that fits, but for `changes`; bytes as they are for a whole index body."""
+    """Write a checkpoint with a valid index except for `changes`. `body` replaces the whole index body."""
     folder.mkdir(parents=True)
     for name, content in contents.items():
         (folder / name).write_bytes(content)
@@ -536,7 +536,7 @@ DEEP = b"[" * 200_000 + b"]" * 200_000
     ],
     ids=lambda changes: str(changes)[:40],
 )
-def test_a_hostile_index_is_damage(pair, changes):
+def test_hostile_index_is_reported_as_damage(pair, changes):
     checkpoints, _ = pair
     forged(checkpoints.root / "x", {"a": b"1"}, **changes)
     said, told = newest(checkpoints)
@@ -570,7 +570,7 @@ def header(text, size=None):
     ],
     ids=lambda content: repr(content[8:40]),
 )
-def test_hostile_tensors_are_damage(tmp_path, content):
+def test_hostile_tensors_are_reported_as_damage(tmp_path, content):
     forged(tmp_path / "x", {"t.safetensors": content})
     saved = Checkpoints(tmp_path).newest()
     with pytest.raises(CheckpointError, match=r"'x' is damaged: .*t\.safetensors"):
@@ -578,18 +578,18 @@ def test_hostile_tensors_are_damage(tmp_path, content):
 
 
 @pytest.mark.parametrize("content", [b"", DEEP, b"9" * 100_000, b"\xff", b"{", b'{"a":1}x'], ids=lambda c: repr(c[:9]))
-def test_hostile_documents_are_damage(tmp_path, content):
+def test_hostile_documents_are_reported_as_damage(tmp_path, content):
     forged(tmp_path / "x", {"d.json": content})
     saved = Checkpoints(tmp_path).newest()
     with pytest.raises(CheckpointError, match=r"'x' is damaged: .*d\.json"):
         saved.document("d")
 
 
-# A disk that fails --------------------------------------------------------------------------------------------------
+# Disk failures ------------------------------------------------------------------------------------------------------
 
 
 class BadDisk:
-    """From the n-th call that changes the disk, `times` calls fail; a failing write takes a part first."""
+    """Make `times` system calls that change the disk fail after `at` calls. A failing write writes half first."""
 
     def __init__(self, monkeypatch, at, code, times=1):
         self.patch, self.at, self.code, self.left, self.calls = monkeypatch, at, code, times, []
@@ -630,7 +630,7 @@ def refusal(act):
 
 @pytest.mark.parametrize("times", [1, 10**9], ids=["once", "from then on"])
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EIO, errno.EACCES])
-def test_a_failure_at_any_call_leaves_the_last_good_one(tmp_path, monkeypatch, code, times):
+def test_failure_at_any_system_call_keeps_the_last_checkpoint(tmp_path, monkeypatch, code, times):
     failed = 0
     for at in range(200):
         root = tmp_path / str(at)
@@ -656,11 +656,11 @@ def test_a_failure_at_any_call_leaves_the_last_good_one(tmp_path, monkeypatch, c
         assert newest(checkpoints) == (3, [])
         assert drafts(root) == []
         assert checkpoints.names() == ["round-3"]
-    assert failed == 17  # lock, draft; four files made, written, synced; two directories synced; a rename
+    assert failed == 17  # lock, draft; create, write and fsync of four files; two directory fsyncs; rename
     assert at < 199
 
 
-def test_a_root_that_cannot_be_made_is_said(tmp_path):
+def test_unusable_root_raises_checkpoint_error(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="Choose a place that is a directory"):
         write(Checkpoints(tmp_path / "file"), 1)
@@ -670,7 +670,7 @@ def test_a_root_that_cannot_be_made_is_said(tmp_path):
         Checkpoints(tmp_path / "file").newest()
 
 
-def test_an_interrupt_while_writing_leaves_no_draft(tmp_path, monkeypatch):
+def test_interrupt_during_writing_leaves_no_draft(tmp_path, monkeypatch):
     write(Checkpoints(tmp_path), 1)
 
     def interrupt(*_):
@@ -685,7 +685,7 @@ def test_an_interrupt_while_writing_leaves_no_draft(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_limit_of_the_system_is_met_as_a_failure_for_real(tmp_path):
+def test_file_size_limit_keeps_the_last_checkpoint(tmp_path):
     code = """
 import resource, sys
 from pathlib import Path
@@ -709,7 +709,7 @@ print(checkpoints.newest().name, checkpoints.write("after").path.name)
 
 
 @pytest.mark.slow
-def test_a_disk_that_is_full_for_real_leaves_the_last_good_one(tmp_path):
+def test_full_disk_keeps_the_last_checkpoint(tmp_path):
     code = """
 import sys
 from pathlib import Path
@@ -736,7 +736,7 @@ print([each.name for each in checkpoints.root.glob(".draft*")], checkpoints.writ
     assert lines[1:] == ["['round-0', 'round-1'] 10000.0", "[] small"]
 
 
-# Processes that die, and processes side by side ---------------------------------------------------------------------
+# Killed and concurrent processes ------------------------------------------------------------------------------------
 
 WRITER = """
 import os, sys
@@ -764,7 +764,7 @@ for _ in range(99):
     except ChildProcessError:
         break
 """
-"""Forks a writer for every line it is told, so that torch is loaded once."""
+"""Script that forks one writer per input line, so that torch is imported once."""
 
 
 @pytest.fixture
@@ -781,14 +781,14 @@ def writers(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_writer_killed_at_any_moment_leaves_a_complete_newest(writers):
+def test_killed_writer_leaves_a_complete_newest_checkpoint(writers):
     root, parent = writers
     dice, last, left_drafts = random.Random(6), -1, 0
     for kill in range(20):
         parent.stdin.write(f"{1000 * kill} 100000 2\n")
         parent.stdin.flush()
         pid = None
-        lines = [parent.stdout.readline() for _ in range(3)]  # its number, and that it is under way
+        lines = [parent.stdout.readline() for _ in range(3)]  # its process id, and the first writes
         pid = next(int(each.split()[1]) for each in lines if each.startswith("pid"))
         time.sleep(dice.random() * 0.06)
         os.kill(pid, signal.SIGKILL)
@@ -798,15 +798,15 @@ def test_a_writer_killed_at_any_moment_leaves_a_complete_newest(writers):
         left_drafts += len(drafts(root))
         found, told = newest(Checkpoints(root))
         assert told == []
-        assert found in (last, last + 1)  # it may have died before it could say so
-    assert left_drafts > 0  # some were hit in the middle
+        assert found in (last, last + 1)  # it may be killed before it prints
+    assert left_drafts > 0  # some were killed during a write
     write(Checkpoints(root), 99)
     assert drafts(root) == []
     assert newest(Checkpoints(root)) == (99, [])
 
 
 @pytest.mark.slow
-def test_writers_side_by_side_and_a_reader_do_not_disturb_each_other(writers):
+def test_concurrent_writers_and_readers_do_not_interfere(writers):
     root, parent = writers
     for start in (0, 100, 200):
         parent.stdin.write(f"{start} 12 2\n")
@@ -816,7 +816,7 @@ def test_writers_side_by_side_and_a_reader_do_not_disturb_each_other(writers):
         try:
             found, told = newest(Checkpoints(root))
         except CheckpointError as error:
-            if "let go" in str(error):  # the others wrote two more while we read
+            if "let go" in str(error):  # two newer ones were written during the read
                 continue
             raise
         assert told == []
@@ -830,7 +830,7 @@ def test_writers_side_by_side_and_a_reader_do_not_disturb_each_other(writers):
     assert sorted(numbers) == [35, 36]
 
 
-def test_a_second_writer_waits_for_the_first_and_says_so_if_it_takes_too_long(tmp_path, monkeypatch):
+def test_second_writer_waits_and_then_times_out(tmp_path, monkeypatch):
     inside, go_on = threading.Event(), threading.Event()
     encode = checkpoint._encoded_index
 
@@ -847,14 +847,14 @@ def test_a_second_writer_waits_for_the_first_and_says_so_if_it_takes_too_long(tm
     monkeypatch.setattr(checkpoint, "WAIT_S", 0.02)
     with pytest.raises(CheckpointError, match=r"another process holds the lock.*directory of its own"):
         Checkpoints(tmp_path).write("second")
-    assert len(drafts(tmp_path)) == 1  # the first one's is not touched
+    assert len(drafts(tmp_path)) == 1  # the first writer's draft is kept
     go_on.set()
     first.join()
     Checkpoints(tmp_path).write("second")
     assert Checkpoints(tmp_path).names() == ["slow", "second"]
 
 
-def test_without_locks_it_writes_all_the_same_and_touches_nobodys_draft(tmp_path, monkeypatch):
+def test_write_works_without_file_locks_and_keeps_drafts(tmp_path, monkeypatch):
     import fcntl
 
     def refuse(*_):
@@ -867,8 +867,8 @@ def test_without_locks_it_writes_all_the_same_and_touches_nobodys_draft(tmp_path
     assert drafts(tmp_path) == [".draft-1-abc"]
 
 
-def test_a_reader_whose_checkpoint_is_let_go_of_looks_again(tmp_path, monkeypatch):
-    """While it opens the newest, a writer goes on and removes it."""
+def test_newest_retries_if_its_checkpoint_is_removed(tmp_path, monkeypatch):
+    """A writer removes the newest checkpoint while the reader opens it."""
     write(Checkpoints(tmp_path, keep=1), 1)
     opened = checkpoint._opened
 
@@ -888,7 +888,7 @@ def test_a_reader_whose_checkpoint_is_let_go_of_looks_again(tmp_path, monkeypatc
 
 
 def same(a, b):
-    """Equal in value and type all the way down; NaN equals itself, 0.0 is not -0.0."""
+    """Return whether two trees are equal in values and types. NaN equals itself; 0.0 does not equal -0.0."""
     if type(a) is not type(b):
         return False
     if isinstance(a, dict):
@@ -931,7 +931,7 @@ trees = st.recursive(
 @quick
 @settings(deadline=None, max_examples=300)
 @given(trees)
-def test_any_tree_survives_packing_writing_and_reading(tmp_path_factory, tree):
+def test_any_tree_round_trips(tmp_path_factory, tree):
     document, tensors = packed(tree)
     assert same(unpacked(document, tensors), tree)
     checkpoints = Checkpoints(tmp_path_factory.getbasetemp() / "trees", keep=1)
@@ -940,7 +940,7 @@ def test_any_tree_survives_packing_writing_and_reading(tmp_path_factory, tree):
     assert same(unpacked(saved.document("t"), saved.tensors("t")), tree)
 
 
-def test_states_of_optimisers_schedulers_and_generators_go_on_where_they_were(tmp_path):
+def test_optimiser_scheduler_and_rng_states_resume_exactly(tmp_path):
     def build():
         torch.manual_seed(1)
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 2))
@@ -1018,19 +1018,19 @@ class Kind(int):
     ],
     ids=lambda each: str(each)[:30] if isinstance(each, str) else "",
 )
-def test_what_cannot_be_packed_is_refused_with_the_path_to_it(tree, says):
+def test_unpackable_values_are_rejected_with_their_path(tree, says):
     with pytest.raises(CheckpointError, match=says):
         packed(tree)
 
 
-def test_a_tree_that_holds_itself_or_has_no_end_is_refused():
+def test_self_referencing_tree_is_rejected():
     ring = []
     ring.append(ring)
     with pytest.raises(CheckpointError, match="nested too deeply, or holds itself"):
         packed(ring)
 
 
-def test_tensors_are_named_by_where_they_stand():
+def test_tensors_are_named_by_their_path():
     _, tensors = packed({"state": {0: {"exp_avg": torch.ones(1)}}, "list": [torch.ones(2)]})
     assert tensors.keys() == {"state.0.exp_avg", "list[0]"}
 
@@ -1051,12 +1051,12 @@ def test_tensors_are_named_by_where_they_stand():
     ],
     ids=lambda document: json.dumps(document)[:40],
 )
-def test_documents_that_packed_never_made_are_refused(document):
+def test_invalid_documents_are_rejected(document):
     with pytest.raises(CheckpointError, match="not what packed"):
         unpacked(document, {"x": torch.zeros(1)})
 
 
-def test_a_document_nested_without_end_is_refused():
+def test_too_deeply_nested_document_is_rejected():
     deep = []
     for _ in range(50_000):
         deep = [deep]

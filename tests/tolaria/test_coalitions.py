@@ -1,4 +1,4 @@
-"""Every configuration of the seeds, against a slow twin that sets alphas and statistics by hand."""
+"""Test coalition evaluation against a reference that sets alphas and statistics explicitly."""
 
 from __future__ import annotations
 
@@ -36,18 +36,18 @@ from tests.support.models import (
 
 UNFORKABLE = {"sequence_first", "batch_mixer", "batch_statistics", "dataclass"}
 CAUGHT_LATER = {"transposed_token_norm"}
-"""Their norms do not see rows as they lie; only the first real chunk tells."""
+"""Cases whose mixing of samples the graft probe misses and the first real chunk detects."""
 
 
 def score(output: Any, target: Any) -> Tensor:
     return main_output(output)
 
 
-# -- the twin: one configuration at a time, nothing but alphas, hooks and buffers
+# -- reference: one configuration at a time, with alphas, hooks and buffers only
 
 
 class Statistics:
-    """Hooks that move each BatchNorm's statistics before every call, by the documented formula."""
+    """Move each BatchNorm's statistics before every call by the documented formula, using hooks."""
 
     def __init__(self, body: Body) -> None:
         self.norms = [m for m in body.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
@@ -73,7 +73,7 @@ class Statistics:
                 norm.running_var.copy_(var)
 
     def of(self, forward: Callable[[], Any], main: dict[nn.Module, list[tuple[Tensor, Tensor]]] | None) -> Any:
-        """Means and variances of this configuration; where `main` is known, under moved statistics."""
+        """Return means and variances of this configuration, under moved statistics if `main` is given."""
         found: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {n: [] for n in self.norms}
 
         def act(norm: nn.Module, call: int, x: Tensor) -> None:
@@ -94,7 +94,7 @@ class Statistics:
 
 @torch.no_grad()
 def brute_force(body: Body, inputs: Any, configs: Sequence[Config], calibration: Any = None) -> Tensor:
-    """[K, N, Q]: one plain pass per configuration."""
+    """Return scores [K, N, Q] from one plain pass per configuration."""
     slots = [*body.live, *body.training_slots]
     told = [(s, s.stage, s.amplitude) for s in slots]
     main = tuple(s.stage >= SeedStage.BLENDING for s in slots)
@@ -142,7 +142,7 @@ def all_configs(body: Body) -> list[Config]:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_every_configuration_scores_as_it_would_alone(name: str):
+def test_scores_match_one_by_one_evaluation(name: str):
     case = ZOO[name]
     body, x = case.body(), case.batch(12)
     grow_everywhere(body)
@@ -150,11 +150,11 @@ def test_every_configuration_scores_as_it_would_alone(name: str):
     result = quiet_evaluate(body, [(x, torch.arange(12))], score, configs=all_configs(body))
 
     assert agree(result.scores, brute_force(body, x, result.configs))
-    assert (result.scores[0] - result.row(result.main)).abs().max() > 1e-3  # the seeds do say something
+    assert (result.scores[0] - result.row(result.main)).abs().max() > 1e-3  # the seeds have an effect
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_training_seed_gets_a_prospect_row_at_full_strength(name: str):
+def test_training_seed_gets_a_prospect_row_at_full_alpha(name: str):
     case = ZOO[name]
     body, x = case.body(), case.batch(12)
     *live, learner = body.slots
@@ -175,7 +175,7 @@ def test_a_training_seed_gets_a_prospect_row_at_full_strength(name: str):
     max_rows=st.integers(1, 100),
     learns=st.booleans(),
 )
-def test_any_set_of_configurations_in_any_chunks_is_exact(name: str, chosen: list[int], max_rows: int, learns: bool):
+def test_any_configurations_and_chunk_sizes_are_exact(name: str, chosen: list[int], max_rows: int, learns: bool):
     case = ZOO[name]
     body, x = case.body(), case.batch(11)
     first = next(iter(body.slots))
@@ -189,7 +189,7 @@ def test_any_set_of_configurations_in_any_chunks_is_exact(name: str, chosen: lis
     assert not body.cannot_fork
 
 
-def test_evaluation_leaves_body_modes_statistics_and_random_stream_as_they_were():
+def test_evaluate_keeps_state_modes_and_rng_state():
     body = ZOO["residual"].body().train()
     body.model.stem[1].eval()
     grow_everywhere(body)
@@ -204,11 +204,11 @@ def test_evaluation_leaves_body_modes_statistics_and_random_stream_as_they_were(
     assert all("forward" not in vars(m) and not m._forward_pre_hooks for m in body.modules())
 
 
-# -- what is computed, and how often
+# -- amount of computation
 
 
 class Counter:
-    """Samples that passed a module."""
+    """Record the batch sizes of a module's calls."""
 
     def __init__(self, module: nn.Module) -> None:
         self.sizes: list[int] = []
@@ -216,14 +216,14 @@ class Counter:
 
 
 def proven(case: Case) -> Body:
-    """A body whose forks a real batch has proven, so that the guard adds no passes."""
+    """Return a body whose forks are verified on a real batch, so that the guard adds no passes."""
     body = case.body()
     grow_everywhere(body)
     evaluate(body, [(case.batch(8), torch.arange(8))], score)
     return body
 
 
-def test_what_lies_before_a_fork_is_computed_once_and_no_configuration_twice():
+def test_layers_before_a_fork_are_computed_once():
     body = proven(ZOO["mlp_host"])
     counters = [Counter(m) for m in (body.model.layers[0], body.model.layers[1], body.model.layers[2], body.model.head)]
     seeds = [Counter(s.seed) for s in body.slots.values()]
@@ -231,10 +231,10 @@ def test_what_lies_before_a_fork_is_computed_once_and_no_configuration_twice():
     evaluate(body, [(vectors(10), torch.arange(10))], score)
 
     assert [c.sizes for c in counters] == [[10], [20], [40], [80]]
-    assert [sum(c.sizes) for c in seeds] == [10, 20, 40]  # a seed runs for the rows in which it is on, and no other
+    assert [sum(c.sizes) for c in seeds] == [10, 20, 40]  # a seed runs only for rows in which it is on
 
 
-def test_a_configuration_asked_for_twice_is_evaluated_once():
+def test_duplicate_configurations_are_evaluated_once():
     body = proven(ZOO["mlp_host"])
     head = Counter(body.model.head)
 
@@ -244,7 +244,7 @@ def test_a_configuration_asked_for_twice_is_evaluated_once():
     assert head.sizes == [20]
 
 
-def test_a_slot_inside_a_branch_forks_at_its_block_and_nothing_earlier_is_repeated():
+def test_slot_in_a_residual_branch_forks_at_its_block():
     body = proven(ZOO["residual"])
     stem, first, second = (
         Counter(m) for m in (body.model.stem[0], body.model.stage1[0].conv1, body.model.stage2[0].conv1)
@@ -258,7 +258,7 @@ def test_a_slot_inside_a_branch_forks_at_its_block_and_nothing_earlier_is_repeat
 
 
 @pytest.mark.parametrize("limit", [8, 33, 64, 512])
-def test_chunks_keep_rows_within_the_limit_and_change_no_result(limit: int):
+def test_chunks_respect_max_rows_and_keep_results(limit: int):
     body = proven(ZOO["mlp_host"])
     x = vectors(50)
     whole = evaluate(body, [(x, torch.arange(50))], score, max_rows=10**6)
@@ -271,7 +271,7 @@ def test_chunks_keep_rows_within_the_limit_and_change_no_result(limit: int):
     assert agree(result.scores, whole.scores)
 
 
-def test_several_batches_of_different_sizes_join_in_order():
+def test_batches_of_different_sizes_are_concatenated_in_order():
     body = proven(ZOO["transformer_host"])
     x = tokens(20)
     whole = evaluate(body, [(x, torch.arange(20))], score)
@@ -281,7 +281,7 @@ def test_several_batches_of_different_sizes_join_in_order():
     assert agree(parts.scores, whole.scores)
 
 
-def test_a_mask_without_samples_is_not_cut_when_its_size_is_that_of_the_batch():
+def test_unbatched_mask_of_batch_size_is_not_split():
     case = ZOO["causal_mask"]
     body = case.body()
     grow_everywhere(body)
@@ -293,7 +293,7 @@ def test_a_mask_without_samples_is_not_cut_when_its_size_is_that_of_the_batch():
     assert not body.cannot_fork
 
 
-def test_a_mapping_of_a_tokenizer_serves_as_a_batch():
+def test_tokenizer_output_is_accepted_as_a_batch():
     from transformers import BatchEncoding
 
     case = ZOO["bert"]
@@ -309,7 +309,7 @@ def test_a_mapping_of_a_tokenizer_serves_as_a_batch():
 
 
 @pytest.mark.parametrize("name", sorted(UNFORKABLE))
-def test_a_model_that_mixes_samples_is_known_at_graft_and_said_so_once(name: str):
+def test_model_mixing_samples_is_detected_at_graft_and_warned_once(name: str):
     case = ZOO[name]
     body, x = case.body(), case.batch(12)
     assert None in body.forks.values()
@@ -325,7 +325,7 @@ def test_a_model_that_mixes_samples_is_known_at_graft_and_said_so_once(name: str
 
 
 @pytest.mark.parametrize("case", [Case(LateMixer, vectors, ("layers.0", "layers.1")), ZOO["transposed_token_norm"]])
-def test_a_model_that_behaves_when_probed_and_mixes_later_is_caught_by_the_first_real_chunk(case: Case):
+def test_mixing_missed_by_the_probe_is_detected_by_the_first_chunk(case: Case):
     body, x = case.body(), case.batch(12)
     assert None not in body.forks.values()
     grow_everywhere(body)
@@ -336,11 +336,11 @@ def test_a_model_that_behaves_when_probed_and_mixes_later_is_caught_by_the_first
     assert agree(result.scores, brute_force(body, x, result.configs))
 
 
-def test_a_seed_that_says_nothing_yet_proves_nothing():
+def test_zero_delta_does_not_verify_a_fork():
     case = Case(LateMixer, vectors, ("layers.0", "layers.1"))
     body, x = case.body(), case.batch(12)
     grow(body, "layers.1", scale=0.0)
-    evaluate(body, [(x, torch.arange(12))], score)  # rows do not differ: no sample can be seen to mix
+    evaluate(body, [(x, torch.arange(12))], score)  # rows are equal: mixing cannot be detected
     assert not body.proven_forks
 
     grow(body, "layers.1")
@@ -350,7 +350,7 @@ def test_a_seed_that_says_nothing_yet_proves_nothing():
     assert agree(result.scores, brute_force(body, x, result.configs))
 
 
-def test_a_host_of_nan_is_not_taken_for_one_that_mixes():
+def test_nan_host_is_not_reported_as_mixing():
     body = ZOO["cnn"].body()
     grow_everywhere(body)
     with torch.no_grad():
@@ -362,7 +362,7 @@ def test_a_host_of_nan_is_not_taken_for_one_that_mixes():
     assert not body.cannot_fork
 
 
-def test_a_seed_of_nan_spoils_its_own_rows_only():
+def test_nan_seed_affects_only_its_own_rows():
     case = ZOO["cnn_channels_last"]
     body, x = case.body(), case.batch(12)
     grow_everywhere(body, {"features.1": SeedStage.TRAINING})
@@ -376,7 +376,7 @@ def test_a_seed_of_nan_spoils_its_own_rows_only():
     assert not found.scores[-1].isfinite().all()
 
 
-def test_each_fork_is_proven_when_it_is_first_used():
+def test_each_fork_is_verified_at_first_use():
     class MixesEarly(LateMixer):
         def forward(self, x: Tensor) -> Tensor:
             x = self.layers[0](x)
@@ -386,7 +386,7 @@ def test_each_fork_is_proven_when_it_is_first_used():
     case = Case(MixesEarly, vectors, ("layers.0", "layers.1"))
     body, x = case.body(), case.batch(12)
     grow(body, "layers.1")
-    evaluate(body, [(x, torch.arange(12))], score)  # behind the mixing: exact
+    evaluate(body, [(x, torch.arange(12))], score)  # after the mixing: exact
     assert not body.cannot_fork
 
     grow(body, "layers.0")
@@ -396,10 +396,10 @@ def test_each_fork_is_proven_when_it_is_first_used():
     assert agree(result.scores, brute_force(body, x, result.configs))
 
 
-# -- who plays
+# -- players
 
 
-def test_fossils_stay_on_in_every_row_and_germinated_seeds_off():
+def test_fossils_are_on_and_germinated_seeds_off_in_every_row():
     case = ZOO["mlp_host"]
     body, x = case.body(), case.batch(9)
     grow(body, "layers.0", stage=SeedStage.FOSSILIZED, alpha=1.0)
@@ -414,7 +414,7 @@ def test_fossils_stay_on_in_every_row_and_germinated_seeds_off():
     assert agree(result.row((False,)), main_output(body(x)))
 
 
-def test_a_body_without_seeds_has_one_configuration():
+def test_body_without_seeds_has_one_configuration():
     case = ZOO["cnn"]
     body, x = case.body(), case.batch(9)
 
@@ -426,9 +426,7 @@ def test_a_body_without_seeds_has_one_configuration():
 
 @pytest.mark.parametrize("players", range(8))
 @pytest.mark.parametrize("prospects", range(3))
-def test_an_epoch_evaluates_every_coalition_of_few_players_else_main_none_and_leave_one_out(
-    players: int, prospects: int
-):
+def test_step_configs_for_any_number_of_players(players: int, prospects: int):
     rows = step_configs(players, prospects)
     everyone, nobody = (True,) * players, (False,) * prospects
 
@@ -443,7 +441,7 @@ def test_an_epoch_evaluates_every_coalition_of_few_players_else_main_none_and_le
     assert len(rows) == coalitions + prospects
 
 
-def test_a_plan_has_one_row_per_prefix_and_each_configuration_once():
+def test_plan_has_one_row_per_prefix_and_configuration():
     configs = [(False, False, True), (True, False, True), (True, True, False)]
     body = proven(ZOO["mlp_host"])
 
@@ -453,13 +451,13 @@ def test_a_plan_has_one_row_per_prefix_and_each_configuration_once():
     assert sorted(plan.order) == [0, 1, 2]
 
 
-# -- numbers
+# -- statistics
 
 
-def test_contributions_and_their_paired_errors_equal_a_slow_twin():
+def test_contributions_and_paired_errors_match_a_reference():
     rng = np.random.default_rng(0)
     configs = step_configs(2, 1)
-    hard = rng.normal(size=40)  # what all configurations find hard
+    hard = rng.normal(size=40)  # per-sample difficulty shared by all configurations
     scores = {c: hard + 0.1 * rng.normal(size=40) + sum(c) for c in configs}
     result = Coalitions(("a", "b", "new"), 2, configs, torch.tensor(np.stack([scores[c] for c in configs])))
 
@@ -476,10 +474,10 @@ def test_contributions_and_their_paired_errors_equal_a_slow_twin():
     assert found.contribution["a"] == pytest.approx(paired(main, (False, True, False)))
     assert found.contribution["b"] == pytest.approx(paired(main, (True, False, False)))
     assert found.prospect == {"new": pytest.approx(paired((True, True, True), main))}
-    assert found.contribution["a"][1] < scores[main].std() / 40**0.5 / 3  # pairing takes the common difficulty out
+    assert found.contribution["a"][1] < scores[main].std() / 40**0.5 / 3  # pairing removes the shared difficulty
 
 
-def test_one_sample_gives_a_contribution_without_an_error():
+def test_one_sample_gives_a_nan_standard_error():
     result = Coalitions(("a",), 1, [(False,), (True,)], torch.tensor([[0.0], [1.0]]))
 
     assert measure(result).contribution["a"][0] == 1.0
@@ -490,7 +488,7 @@ def test_one_sample_gives_a_contribution_without_an_error():
 # -- BatchNorm
 
 
-def test_norms_are_moved_whichever_of_body_and_model_its_owner_puts_to_eval():
+def test_statistics_are_moved_in_any_train_or_eval_mode():
     results = []
     for mode in ("body", "model", "neither"):
         body = ZOO["cnn"].body().train()
@@ -502,7 +500,7 @@ def test_norms_are_moved_whichever_of_body_and_model_its_owner_puts_to_eval():
     assert torch.equal(results[0], results[2])
 
 
-def test_a_norm_that_its_owner_froze_keeps_its_statistics():
+def test_frozen_norm_keeps_its_statistics():
     body = ZOO["cnn"].body().train()
     for norm in body.norms:
         norm.eval()
@@ -517,7 +515,7 @@ def test_a_norm_that_its_owner_froze_keeps_its_statistics():
     assert agree(result.row((False,) * 3), main_output(body(x)))
 
 
-def test_the_main_configuration_keeps_its_own_statistics():
+def test_main_configuration_keeps_its_statistics():
     case = ZOO["cnn_channels_last"]
     body, x = case.body(), case.batch(12)
     grow_everywhere(body)
@@ -529,8 +527,8 @@ def test_the_main_configuration_keeps_its_own_statistics():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("world", [0, 1])
-def test_where_old_statistics_are_wrong_by_tens_of_points_moved_ones_are_right_within_a_few(world: int):
-    """Truth: the network without the seed, once its BatchNorm has seen some batches without it."""
+def test_moved_statistics_are_accurate_where_stale_ones_are_not(world: int):
+    """Compare with the network without the seed after updating its BatchNorm statistics on some batches."""
     from esper.tolaria.host_network import build_body
     from esper.tolaria.tasks import get_task, per_sample_correct
     from esper.tolaria.weight_average import WeightAverage
@@ -571,13 +569,13 @@ def test_where_old_statistics_are_wrong_by_tens_of_points_moved_ones_are_right_w
 # -- errors
 
 
-def test_a_quality_that_is_not_per_sample_is_refused():
+def test_quality_that_is_not_per_sample_is_rejected():
     body = ZOO["mlp_host"].body()
     with pytest.raises(ConfigError, match="one score per sample"):
         evaluate(body, [(vectors(6), torch.arange(6))], lambda out, y: out.mean())
 
 
-def test_a_configuration_of_the_wrong_length_and_no_batches_are_refused():
+def test_wrong_configuration_length_and_no_batches_are_rejected():
     body = proven(ZOO["mlp_host"])
     with pytest.raises(ConfigError, match="speaks of 2 slots"):
         evaluate(body, [(vectors(6), torch.arange(6))], score, configs=[(True, False)])
@@ -585,7 +583,7 @@ def test_a_configuration_of_the_wrong_length_and_no_batches_are_refused():
         evaluate(body, [], score)
 
 
-def test_an_error_in_the_middle_takes_the_plan_back():
+def test_error_during_evaluation_removes_the_plan():
     body = proven(ZOO["mlp_host"])
 
     def fails(output: Any, target: Any) -> Tensor:
@@ -597,7 +595,7 @@ def test_an_error_in_the_middle_takes_the_plan_back():
     assert isinstance(ForkPlan.single((True,), ["a"]), ForkPlan)
 
 
-def test_before_a_verdict_the_whole_table_is_evaluated():
+def test_full_table_is_evaluated_before_a_verdict():
     assert len(step_configs(5, 1)) == 1 + 5 + 1 + 1
     assert len(step_configs(5, 1, verdict=True)) == 2**5 + 1
     assert len(step_configs(7, 0, verdict=True)) == 1 + 7 + 1

@@ -1,4 +1,4 @@
-"""The engine: the same seed gives the same run, environments know nothing of each other, and all is written down."""
+"""Test the engine: reproducible runs, independent environments, and complete records in the table."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def digits() -> Task:
 
 @lru_cache
 def images() -> Task:
-    """A small convolutional host with BatchNorm, on columns of light."""
+    """Return a task with a small convolutional host with BatchNorm, on images with one bright column."""
     noise = torch.Generator().manual_seed(0)
     y = torch.randint(3, (300,), generator=noise)
     x = torch.randn(300, 1, 8, 8, generator=noise)
@@ -73,7 +73,7 @@ def only_in(env: int) -> Growing:
 
 
 def assert_same_env(a: Engine, i: int, b: Engine, j: int) -> None:
-    """Environment i of a is environment j of b, bit by bit: table, weights, buffers, optimiser, average."""
+    """Assert bit-identical table rows, weights, buffers, optimiser states and averages of two environments."""
     assert not a.table.rows([i]).diff(b.table.rows([j]))
     one, two = a.networks[i], b.networks[j]
     first, second = one.body.state_dict(), two.body.state_dict()
@@ -87,25 +87,25 @@ def assert_same_env(a: Engine, i: int, b: Engine, j: int) -> None:
         assert torch.equal(x, y)
 
 
-# -- the same run
+# -- reproducibility
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
-def test_the_same_seed_gives_the_same_run_bit_by_bit(task):
+def test_same_world_gives_a_bit_identical_run(task):
     one = run(task(), [3], 14)
-    torch.rand(5)  # whoever else draws random numbers changes nothing
+    torch.rand(5)  # the global generator has no influence
     two = run(task(), [3], 14)
     assert SeedStage.FOSSILIZED in one.table.stage
     assert_same_env(one, 0, two, 0)
 
 
-def test_another_world_is_another_run():
+def test_different_worlds_give_different_runs():
     one, two = run(digits(), [0], 2), run(digits(), [1], 2)
     assert one.table.diff(two.table)
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
-def test_environments_side_by_side_are_as_each_alone_though_one_of_them_grows(task):
+def test_environments_are_independent_while_one_grows(task):
     together = run(task(), [0, 5, 2], 8, only_in(1))
     assert together.table.stage[1].any()
     assert not together.table.stage[[0, 2]].any()
@@ -114,7 +114,7 @@ def test_environments_side_by_side_are_as_each_alone_though_one_of_them_grows(ta
 
 
 @pytest.mark.parametrize("envs", [1, 3])
-def test_what_an_environment_is_taught_does_not_depend_on_how_many_there_are(envs, monkeypatch):
+def test_training_data_do_not_depend_on_the_number_of_environments(envs, monkeypatch):
     seen: list[tuple[int, int, Tensor]] = []
     minibatches = Task.minibatches
 
@@ -134,7 +134,7 @@ def test_what_an_environment_is_taught_does_not_depend_on_how_many_there_are(env
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
 @pytest.mark.filterwarnings("ignore:configurations of this model")
-def test_a_seed_gone_mad_while_training_touches_neither_host_nor_neighbours(task, incubation):
+def test_nan_training_seed_does_not_affect_host_or_other_environments(task, incubation):
     def live(sick: bool) -> Engine:
         engine = Engine(task(), [0, 1], rules=QUICK, config=EngineConfig(incubation=incubation))
         actions = wait_everywhere(2)
@@ -162,7 +162,7 @@ def test_a_seed_gone_mad_while_training_touches_neither_host_nor_neighbours(task
 # -- one step
 
 
-def test_a_life_under_the_usual_rules_has_the_usual_calendar():
+def test_default_rules_give_the_documented_timeline():
     engine = Engine(digits(), [0])
     actions = wait_everywhere(1)
     actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
@@ -179,7 +179,7 @@ def test_a_life_under_the_usual_rules_has_the_usual_calendar():
     assert alphas == [0.0] * 11 + [0.024, 0.23, 0.77, 0.976, 1.0, 1.0]
 
 
-def test_everything_measured_is_written_down():
+def test_all_measurements_are_recorded_in_the_table():
     rules = Rules(thresholds=Thresholds(blend_dwell=5))
     engine = Engine(images(), [0], rules=rules)
     history: dict[str, list[float]] = {}
@@ -203,7 +203,7 @@ def test_everything_measured_is_written_down():
     assert engine.table.loss_history[0, -1] == engine.table.val_loss[0]
 
 
-def test_losses_and_qualities_are_those_of_the_averaged_weights_on_the_validation_split():
+def test_losses_and_qualities_use_averaged_weights_on_validation():
     engine = run(images(), [0], 6)
     plot, val = engine.networks[0], engine.data.val
     with plot.average.applied(), torch.no_grad():
@@ -212,7 +212,7 @@ def test_losses_and_qualities_are_those_of_the_averaged_weights_on_the_validatio
     assert engine.table.val_loss[0] == pytest.approx(-scores[1].item(), rel=1e-4)
 
 
-def test_the_test_split_is_scored_as_the_network_stands():
+def test_test_scores_match_the_current_network():
     for epochs in (2, 6, 14):  # TRAINING, BLENDING, FOSSILIZED
         engine = run(images(), [0], epochs)
         plot, test = engine.networks[0], engine.data.test
@@ -225,7 +225,7 @@ def test_the_test_split_is_scored_as_the_network_stands():
         assert loss == pytest.approx(per_sample_loss(output, test.y).mean().item(), rel=1e-4)
 
 
-def test_an_illegal_action_changes_nothing_and_is_said():
+def test_illegal_action_changes_nothing_and_is_reported():
     engine = Engine(digits(), [0, 1])
     actions = wait_everywhere(2)
     actions[0, Head.OP] = Op.FOSSILIZE
@@ -235,7 +235,7 @@ def test_an_illegal_action_changes_nothing_and_is_said():
     assert engine.table.step.tolist() == [1, 1]
 
 
-def test_effects_of_actions_and_of_time_are_both_told():
+def test_step_reports_effects_of_actions_and_of_tick():
     engine = Engine(digits(), [0], rules=QUICK)
     told: Counter[str] = Counter()
     actions = Schedule(start=0).act(engine.table, legal(engine.table, QUICK))
@@ -251,7 +251,7 @@ def test_effects_of_actions_and_of_time_are_both_told():
     assert engine.networks[0].params == engine.networks[0].host_size
 
 
-def test_seeds_have_their_own_learning_rate_and_fossils_the_hosts():
+def test_seeds_have_their_own_learning_rate():
     task = replace(digits(), seed_lr=0.007)
     engine = run(task, [0], 3)
     optimizer = engine.networks[0].optimizer
@@ -259,7 +259,7 @@ def test_seeds_have_their_own_learning_rate_and_fossils_the_hosts():
     assert len(optimizer.param_groups[1]["params"]) > 0
 
 
-def test_host_and_each_seed_are_clipped_apart_and_a_fossil_with_its_host():
+def test_host_and_seeds_are_clipped_separately_and_fossils_with_the_host():
     engine = run(digits(), [0], 3)
     plot = engine.networks[0]
     host = list(plot.body.model.parameters())
@@ -274,19 +274,19 @@ def test_host_and_each_seed_are_clipped_apart_and_a_fossil_with_its_host():
     assert list(plot.growing) == ["r0c1", "r0c2"]
 
 
-def test_the_average_follows_every_change_of_structure():
+def test_average_follows_every_structural_change():
     engine = run(digits(), [0], 12)
     for plot in engine.networks:
         assert plot.average.params == list(plot.body.parameters())
-        assert plot.average.updates == 12 * 4  # and does not begin anew
+        assert plot.average.updates == 12 * 4  # and is not restarted
         assert {p for g in plot.optimizer.param_groups for p in g["params"]} == set(plot.body.parameters())
 
 
-# -- what may be set
+# -- settings
 
 
 @pytest.mark.parametrize(("every", "lessons"), [(1, 4), (2, 2), (3, 2), (9, 1)])
-def test_a_shadow_pass_comes_every_so_many_batches(every, lessons, monkeypatch):
+def test_shadow_every_sets_the_number_of_shadow_passes(every, lessons, monkeypatch):
     count: Counter[int] = Counter()
     shadow = Body.shadow_backward
 
@@ -305,7 +305,7 @@ def test_a_shadow_pass_comes_every_so_many_batches(every, lessons, monkeypatch):
 
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
-def test_a_training_seed_learns_in_either_way(task, incubation):
+def test_training_seed_learns_in_both_incubation_modes(task, incubation):
     engine = run(task(), [0], 3, incubation=incubation)
     slot = engine.networks[0].body.slots["r0c0"]
     assert slot.stage == SeedStage.TRAINING
@@ -325,12 +325,12 @@ def test_a_training_seed_learns_in_either_way(task, incubation):
         ({"incubation": "shade"}, "incubation must be 'shadow' or 'straight_through', got 'shade'"),
     ],
 )
-def test_a_setting_without_sense_is_refused(config, text):
+def test_invalid_engine_config_is_rejected(config, text):
     with pytest.raises(ConfigError, match=text):
         EngineConfig(**config)
 
 
-def test_a_language_model_grows_under_adamw():
+def test_language_model_grows_with_adamw():
     task = replace(get_task("moby"), batches_per_epoch=3, batch=4, val_size=8)
     engine = run(task, [0], 5)
     assert engine.table.stage[0, 0] == SeedStage.BLENDING
@@ -341,7 +341,7 @@ def test_a_language_model_grows_under_adamw():
     assert 0 <= engine.networks[0].test(engine.data.val)[0] <= 1
 
 
-# -- the same structure from the start
+# -- fossils planted before training
 
 
 def test_fossils_may_be_planted_before_the_first_step():
@@ -364,15 +364,15 @@ def test_fossils_may_be_planted_before_the_first_step():
         assert_same_env(engine, 0, run(task, [0], 2, Wait().act), 0)
 
 
-def test_an_unknown_slot_for_a_fossil_is_answered_with_those_there_are():
+def test_unknown_slot_for_a_fossil_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match=r"no slot named 'r0c9'. Did you mean 'r0c"):
         Engine(digits(), [0]).plant_fossils(0, {"r0c9": ("mlp_small", Operator.ADD)})
 
 
-# -- the two hot functions
+# -- process_train_batch and score
 
 
-def test_a_training_batch_gives_its_mean_loss_and_how_many_were_right():
+def test_process_train_batch_returns_mean_loss_and_correct_count():
     engine = Engine(digits(), [0])
     body, (x, y) = engine.networks[0].body, engine.data.train.take(torch.arange(20))
     loss, correct = process_train_batch(body, x, y)
@@ -383,7 +383,7 @@ def test_a_training_batch_gives_its_mean_loss_and_how_many_were_right():
 
 
 def in_every_stage(host: nn.Module, x: Tensor, blueprint: str, incubation: Any) -> Body:
-    """A body with a seed in each stage of its life, gated ones among them, and two empty slots."""
+    """Return a body with a seed in each stage, some of them gated, and two empty slots."""
     body = graft(host, host.sites(), probe=x)  # type: ignore[arg-type,operator]
     body.incubation = incubation
     stages = [*list(SeedStage)[1:6], SeedStage.EMBARGOED]
@@ -400,7 +400,7 @@ def in_every_stage(host: nn.Module, x: Tensor, blueprint: str, incubation: Any) 
 
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
 @pytest.mark.parametrize("kind", ["mlp", "cnn"])
-def test_the_hot_functions_compile_into_one_graph_with_live_seeds_in_every_stage(kind, incubation):
+def test_training_and_scoring_compile_to_one_graph_with_seeds(kind, incubation):
     torch.manual_seed(0)
     torch._dynamo.reset()
     if kind == "mlp":
@@ -428,7 +428,7 @@ def test_the_hot_functions_compile_into_one_graph_with_live_seeds_in_every_stage
 
 
 class Transfers(TorchDispatchMode):
-    """Counts the numbers that leave the device one by one: item(), bool(), float()."""
+    """Count device-to-host transfers of single numbers: item(), bool(), float()."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -440,8 +440,8 @@ class Transfers(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())
-def test_numbers_leave_the_device_once_per_environment_and_epoch(task, monkeypatch):
-    monkeypatch.setattr("esper.tolaria.coalitions._Runner._guard", lambda *_: None)  # until a fork is proven
+def test_one_device_transfer_per_environment_and_epoch(task, monkeypatch):
+    monkeypatch.setattr("esper.tolaria.coalitions._Runner._guard", lambda *_: None)  # runs until forks are verified
     engine = run(task(), [0, 1], 4)
     lists: list[int] = []
     tolist = Tensor.tolist
@@ -455,20 +455,20 @@ def test_numbers_leave_the_device_once_per_environment_and_epoch(task, monkeypat
         assert len(lists) - before == 2
         committed = sum(e.kind == EffectKind.COMMIT for e in outcome.effects)
         snapshots = committed + int((engine.table.step % engine.config.governor.snapshot_every == 0).sum())
-        assert transfers.count <= built + snapshots  # a newborn is held to the laws, a snapshot must be finite
+        assert transfers.count <= built + snapshots  # a new seed is checked, a snapshot must be finite
 
 
-def test_which_blueprints_fit_is_asked_of_the_slots():
+def test_takes_of_reads_the_slots():
     takes = takes_of(Engine(images(), [0]).networks[0].body)
     assert takes.shape[0] == 2
-    assert not takes[:, 0].any()  # noop is nobody's choice
+    assert not takes[:, 0].any()  # noop cannot be chosen
     assert takes[0].any()
 
 
-def test_every_column_that_the_rules_read_is_written_by_the_engine_or_by_the_rules():
+def test_every_table_column_is_written():
     engine = run(images(), [0], 14)
     blank = SlotTable.empty(1, 2, takes=takes_of(engine.networks[0].body))
     changed = engine.table.diff(blank).keys()
-    # what this life does not come to
+    # columns that this run does not change
     elsewhere = {"cooldown", "alpha_from", "last_op", "rollbacks", "enabled", "takes", "interaction"}
     assert {f.name for f in fields(SlotTable)} - elsewhere == changed

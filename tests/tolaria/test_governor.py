@@ -1,4 +1,4 @@
-"""The governor's judgement: what it calls sick, what it lets pass, and what it remembers."""
+"""Test the governor's anomaly detection, its loss history and its snapshots."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ def digits() -> Task:
 
 
 def judged(history: list[float], val: float, train: float = 1.0, vital: float = 1.0, failed: bool = False) -> str:
-    """What one environment is said to have, after these sound losses."""
+    """Return the alarm of one environment after this history of normal losses."""
     losses = np.full((1, CONFIG.window), np.nan)
     losses[0, CONFIG.window - len(history) :] = history
     one = (np.array([x]) for x in (val, train, vital))
     return ALARMS[judge(losses, *one, np.array([failed]), chance=CHANCE, config=CONFIG).alarm[0]]
 
 
-# -- the scalar twin
+# -- scalar reference
 
 
 def twin(history: list[float], val: float, train: float, vital: float, failed: bool) -> tuple[str, float]:
-    """One environment and one plain number at a time: the alarm, and its limit (NaN if it has none)."""
+    """Return the alarm of one environment and its limit (NaN if it has none), in plain Python."""
     c = CONFIG
     if failed:
         return "exception", math.nan
@@ -73,7 +73,7 @@ def twin(history: list[float], val: float, train: float, vital: float, failed: b
 
 @settings(max_examples=400, deadline=None)
 @given(st.lists(st.tuples(histories, numbers, numbers, numbers, st.booleans()), min_size=1, max_size=6))
-def test_all_environments_at_once_are_judged_as_one_by_one(cases: list[tuple[Any, ...]]) -> None:
+def test_judge_matches_the_scalar_reference(cases: list[tuple[Any, ...]]) -> None:
     losses = np.full((len(cases), CONFIG.window), np.nan)
     for e, (history, *_) in enumerate(cases):
         losses[e, CONFIG.window - len(history) :] = history
@@ -92,7 +92,7 @@ def test_all_environments_at_once_are_judged_as_one_by_one(cases: list[tuple[Any
 
 @settings(max_examples=200, deadline=None)
 @given(st.lists(histories, min_size=1, max_size=5))
-def test_the_typical_loss_and_its_spread_are_those_of_the_statistics_library(rows: list[list[float]]) -> None:
+def test_typical_matches_the_statistics_module(rows: list[list[float]]) -> None:
     losses = np.full((len(rows), 20), np.nan)
     for e, row in enumerate(rows):
         losses[e, 20 - len(row) :] = row
@@ -105,49 +105,47 @@ def test_the_typical_loss_and_its_spread_are_those_of_the_statistics_library(row
             assert spread[e] == pytest.approx(1.4826 * mad, abs=1e-12)
 
 
-# -- what is sick
+# -- anomalies
 
 
-WEAK = [2.21, 2.2, 2.19, 2.2, 2.18, 2.19, 2.17, 2.18, 2.16, 2.17]  # a host that is hardly better than guessing
+WEAK = [2.21, 2.2, 2.19, 2.2, 2.18, 2.19, 2.17, 2.18, 2.16, 2.17]  # a host slightly better than guessing
 
 
 @pytest.mark.parametrize(
     ("history", "loss", "alarm"),
     [
-        ([], 9.0, ""),  # a first epoch may be bad
-        ([], 9.3, "divergence"),  # but not that bad
-        ([0.5] * 4, 3.0, ""),  # too little is known
+        ([], 9.0, ""),  # a high first loss is accepted
+        ([], 9.3, "divergence"),  # up to a limit
+        ([0.5] * 4, 3.0, ""),  # too few losses
         ([0.5] * 5, 3.0, "divergence"),
         ([0.5] * 5, 1.5, ""),  # worse, yet better than guessing
         ([0.5, 0.6, 0.4, 0.5, 0.6, 0.4], 2.2, "collapse"),
-        ([2.2, 1.8, 1.4, 1.1, 0.9, 0.7], 2.25, "collapse"),  # it was learning fast
-        ([2.2, 1.7, 2.1, 1.6, 1.9, 2.2], 2.28, ""),  # hardly better than guessing, now and then
+        ([2.2, 1.8, 1.4, 1.1, 0.9, 0.7], 2.25, "collapse"),  # after fast learning
+        ([2.2, 1.7, 2.1, 1.6, 1.9, 2.2], 2.28, ""),  # noisy and close to chance
         (WEAK, 2.2, ""),
-        (WEAK, 2.3, "collapse"),  # the weak are guarded, too
+        (WEAK, 2.3, "collapse"),  # weak hosts are guarded as well
         (WEAK, 2.5, "collapse"),
         (WEAK, 3.0, "divergence"),
         ([2.0, 2.01] * 10, 2.28, "collapse"),
         ([2.0, 2.01] * 10, 2.2, ""),
-        ([2.29, 2.3, 2.31] * 4, 2.31, ""),  # never better than guessing: nothing to lose
-        ([2.3, 2.299, 2.298, 2.297, 2.296, 2.295], 2.3, ""),  # still finding its way
-        ([3.0, 3.2, 2.9, 3.1, 3.3, 2.8], 3.4, ""),  # an overconfident host, as ever
+        ([2.29, 2.3, 2.31] * 4, 2.31, ""),  # never better than chance
+        ([2.3, 2.299, 2.298, 2.297, 2.296, 2.295], 2.3, ""),  # start of training
+        ([3.0, 3.2, 2.9, 3.1, 3.3, 2.8], 3.4, ""),  # overconfident, but not worse than before
         ([3.0, 3.2, 2.9, 3.1, 3.3, 2.8], 6.0, "divergence"),
     ],
 )
-def test_losses_are_judged_by_the_hosts_own_past_and_by_what_guessing_costs(
-    history: list[float], loss: float, alarm: str
-) -> None:
+def test_alarm_depends_on_loss_history_and_chance_loss(history: list[float], loss: float, alarm: str) -> None:
     assert judged(history, loss) == alarm
 
 
 @pytest.mark.parametrize("slope", [-0.1, -0.02, 0.0, 0.01, 0.05])
-def test_a_steady_trend_is_no_sickness(slope: float) -> None:
+def test_steady_trend_raises_no_alarm(slope: float) -> None:
     losses = [2.2 + slope * i for i in range(60) if 2.2 + slope * i > 0]
     for i in range(6, len(losses)):
         assert judged(losses[max(0, i - 20) : i], losses[i]) == ""
 
 
-def test_a_loss_that_is_no_number_comes_before_weights_and_an_error_before_both() -> None:
+def test_alarm_precedence_is_exception_loss_weights() -> None:
     assert judged([], math.nan, vital=math.inf) == "nonfinite_loss"
     assert judged([], 1.0, train=math.inf, vital=math.inf) == "nonfinite_loss"
     assert judged([], 1.0, vital=math.nan) == "nonfinite_weights"
@@ -167,16 +165,16 @@ def test_a_loss_that_is_no_number_comes_before_weights_and_an_error_before_both(
         ({"lead_left": 1.0}, r"governor.lead_left must lie in \[0, 1\), got 1.0"),
     ],
 )
-def test_a_config_without_sense_is_refused(wrong: dict[str, Any], text: str) -> None:
+def test_invalid_governor_config_is_rejected(wrong: dict[str, Any], text: str) -> None:
     with pytest.raises(ConfigError, match=text):
         GovernorConfig(**wrong)
 
 
-# -- what is counted and remembered
+# -- counters and history
 
 
 class Judged:
-    """A governor of real plots that is told made-up losses."""
+    """Governor of real networks, driven with given losses."""
 
     def __init__(self, **config: Any) -> None:
         self.engine = Engine(digits(), [0, 1], config=EngineConfig(governor=GovernorConfig(**config)))
@@ -198,7 +196,7 @@ class Judged:
         return self.governor.alarms
 
 
-def test_divergence_and_collapse_are_undone_only_when_they_last() -> None:
+def test_divergence_and_collapse_roll_back_after_patience() -> None:
     judged = Judged()
     for _ in range(6):
         assert judged.step(1.0, 2.1) == []
@@ -209,28 +207,28 @@ def test_divergence_and_collapse_are_undone_only_when_they_last() -> None:
     assert judged.alarms[0].limit == pytest.approx(1.25 * CHANCE)
     assert judged.step(5.0, 2.3) == []
     assert [a.alarm for a in judged.alarms] == ["divergence", "collapse"]
-    assert judged.step(5.0, 2.0) == [0]  # the other is well again
+    assert judged.step(5.0, 2.0) == [0]  # the other has recovered
     assert [(a.action, a.restored_step) for a in judged.alarms] == [("rolled back", 5)]
     assert judged.governor.counted.tolist() == [0, 0]
     assert judged.table.rollbacks.tolist() == [1, 0]
     assert judged.step(1.0, 2.0) == judged.alarms == []
 
 
-def test_a_host_that_validates_badly_but_trains_well_is_seen_and_left_alone() -> None:
+def test_bad_validation_with_good_training_does_not_roll_back() -> None:
     judged = Judged()
     for _ in range(6):
         judged.step(1.0, 1.0)
     for _ in range(6):
         assert judged.step(5.0, 2.3, train=0.9) == []
         assert [(a.alarm, a.action) for a in judged.alarms] == [("divergence", "seen"), ("collapse", "seen")]
-    assert judged.governor._rows.step.tolist() == [5, 5]  # yet nobody should go back to that
+    assert judged.governor._rows.step.tolist() == [5, 5]  # no snapshot of such a state
     assert np.nanmax(judged.governor.losses) == 1.0
     assert judged.step(5.0, 5.0) == judged.step(5.0, 5.0) == []
-    assert judged.step(5.0, 5.0, train=0.9) == []  # not in a row
+    assert judged.step(5.0, 5.0, train=0.9) == []  # not consecutive
     assert judged.governor.counted.tolist() == [0, 0]
 
 
-def test_different_anomalies_in_a_row_add_up_and_a_sound_loss_starts_anew() -> None:
+def test_consecutive_anomalies_add_up_until_a_normal_loss() -> None:
     judged = Judged()
     for _ in range(6):
         judged.step(1.0, 1.0)
@@ -240,7 +238,7 @@ def test_different_anomalies_in_a_row_add_up_and_a_sound_loss_starts_anew() -> N
     assert judged.governor.counted.tolist() == [2, 2]
 
 
-def test_sick_losses_never_enter_the_history_and_a_rollback_takes_it_back() -> None:
+def test_history_excludes_anomalies_and_is_rolled_back() -> None:
     judged = Judged()
     for loss in (1.0, 1.1, 1.2, 1.3, 1.4):
         judged.step(loss, loss)
@@ -255,30 +253,30 @@ def test_sick_losses_never_enter_the_history_and_a_rollback_takes_it_back() -> N
     assert judged.governor.losses[1, -1] == 1.5
 
 
-def test_the_history_holds_the_last_twenty() -> None:
+def test_history_holds_the_last_twenty_losses() -> None:
     judged = Judged()
     for i in range(30):
         judged.step(1.0 + i / 100, 1.0)
     np.testing.assert_allclose(judged.governor.losses[0], 1.0 + np.arange(10, 30) / 100)
 
 
-def test_snapshots_are_taken_at_the_start_and_at_every_fifth_sound_step() -> None:
+def test_snapshots_are_taken_at_start_and_every_fifth_normal_step() -> None:
     judged = Judged()
     taken = []
     for i in range(1, 14):
         judged.step(9.0 if i == 10 else 1.0, 1.0)
         taken.append(judged.governor._rows.step.tolist())
     assert [t[1] for t in taken] == [0] * 4 + [5] * 5 + [10] * 4
-    assert [t[0] for t in taken] == [0] * 4 + [5] * 9  # not while it looks sick
+    assert [t[0] for t in taken] == [0] * 4 + [5] * 9  # not during an anomaly
 
 
-# -- real training is let alone
+# -- normal training raises no alarms
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("task", "epochs"), [("digits", 24), ("rescue", 20), ("quick", 20)])
 @pytest.mark.parametrize("controller", ["schedule", "random", "reckless"])
-def test_sound_training_is_never_rolled_back(task: str, epochs: int, controller: str) -> None:
+def test_normal_training_is_never_rolled_back(task: str, epochs: int, controller: str) -> None:
     rules, rng = LIVELY if controller == "reckless" else Rules(), np.random.default_rng(3)
     worlds = [11, 12, 13] if task == "digits" else [11]
     engine = Engine(get_task(task), worlds, rules=rules)
@@ -291,7 +289,7 @@ def test_sound_training_is_never_rolled_back(task: str, epochs: int, controller:
     assert not engine.table.rollbacks.any()
 
 
-def test_a_sound_run_is_the_same_whatever_the_governor_is_told() -> None:
+def test_governor_config_does_not_change_a_normal_run() -> None:
     def run(**config: Any) -> Engine:
         engine = Engine(digits(), [3], rules=QUICK, config=EngineConfig(governor=GovernorConfig(**config)))
         for _ in range(12):
@@ -304,7 +302,7 @@ def test_a_sound_run_is_the_same_whatever_the_governor_is_told() -> None:
         assert torch.equal(value, two.networks[0].body.state_dict()[name])
 
 
-def test_waiting_raises_no_alarm() -> None:
+def test_wait_raises_no_alarm() -> None:
     engine = Engine(digits(), [0])
     for _ in range(8):
         engine.step(wait_everywhere(1))

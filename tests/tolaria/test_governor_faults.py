@@ -1,4 +1,4 @@
-"""Faults injected into one environment: the others do not notice, and the sick one is as its snapshot was."""
+"""Test faults injected into one environment: it is restored to its snapshot and the others are unaffected."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def digits() -> Task:
 
 @lru_cache
 def images() -> Task:
-    """A small convolutional host with BatchNorm."""
+    """Return a task with a small convolutional host with BatchNorm."""
     noise = torch.Generator().manual_seed(0)
     y = torch.randint(3, (120,), generator=noise)
     x = torch.randn(120, 1, 8, 8, generator=noise)
@@ -70,7 +70,7 @@ def images() -> Task:
 
 @lru_cache
 def words() -> Task:
-    """A small transformer with dropout, under AdamW."""
+    """Return a task with a small transformer with dropout, trained with AdamW."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randint(7, (60, 9), generator=noise)
     host = {"vocab": 7, "block_size": 8, "dim": 8, "heads": 2, "layers": 3, "dropout": 0.3}
@@ -83,11 +83,11 @@ def words() -> Task:
 TASKS = {"digits": digits, "images": images, "words": words}
 
 
-# -- how a stage is reached, and what is compared
+# -- helpers: reach a stage, compare environments
 
 
 def towards(target: SeedStage, stage: SeedStage) -> Op:
-    """The operation that leads a seed on; nothing where time does."""
+    """Return the operation that leads from `stage` towards `target`, or WAIT."""
     if stage == target or (target == S.DORMANT and stage == S.DORMANT):
         return Op.WAIT
     if stage == S.DORMANT:
@@ -101,12 +101,12 @@ def decide(engine: Engine, target: SeedStage) -> Ints:
     actions = wait_everywhere(engine.table.num_envs)
     actions[SICK, Head.OP] = towards(target, SeedStage(int(engine.table.stage[SICK, 0])))
     actions[SICK, Head.BLUEPRINT] = int(np.nonzero(engine.table.takes[0])[0][0])
-    actions[SICK, Head.ALPHA_TARGET] = 2  # full strength
+    actions[SICK, Head.ALPHA_TARGET] = 2  # full alpha
     return actions
 
 
 def kept(plot: HostNetwork) -> dict[int, list[Tensor]]:
-    """Everything that belongs to each parameter, copied: weights, optimiser's state, average."""
+    """Return copies of each parameter's weights, optimiser state and average."""
     averages = dict(zip(plot.average.params, plot.average.average, strict=True))
     found = {}
     for p in plot.body.parameters():
@@ -116,7 +116,7 @@ def kept(plot: HostNetwork) -> dict[int, list[Tensor]]:
 
 
 class Life:
-    """Three environments, of which one grows by hand; after every step all of it is written down."""
+    """Three environments, one of which grows by explicit actions. Its state is recorded after every step."""
 
     def __init__(self, task: Task, target: SeedStage, steps: int = 0, **config: Any) -> None:
         torch.manual_seed(5)
@@ -153,7 +153,7 @@ class Life:
 
 
 def fingerprint(engine: Engine, env: int) -> tuple[Any, ...]:
-    """Table row, weights, buffers, optimiser and average of an environment, bit by bit."""
+    """Return the bytes of an environment's table row, weights, buffers, optimiser state and average."""
     plot = engine.networks[env]
     tensors = [*plot.body.state_dict().values(), *plot.average.average]
     tensors += [v for p in plot.body.parameters() for v in plot.optimizer.state[p].values()]
@@ -169,7 +169,7 @@ def undisturbed(task: str, target: SeedStage, steps: int) -> list[Any]:
 
 
 def assert_restored(life: Life, step: int) -> None:
-    """The sick environment is what it was after `step`, without live seeds."""
+    """Assert that the faulty environment has its state after `step`, without live seeds."""
     engine, then = life.engine, life.past[step]
     plot, table = engine.networks[SICK], engine.table
     now = kept(plot)
@@ -185,18 +185,18 @@ def assert_restored(life: Life, step: int) -> None:
     assert set(plot.optimizer.state) <= set(plot.body.parameters())
     assert all(p.requires_grad for p in plot.body.parameters())
     np.testing.assert_array_equal(engine.governor.losses[SICK], then["losses"])
-    assert table.step[SICK] == table.step[0]  # time goes on
+    assert table.step[SICK] == table.step[0]  # the step counter is not restored
     assert set(np.unique(table.stage[SICK])) <= {S.DORMANT, S.FOSSILIZED, S.PRUNED, S.EMBARGOED, S.RESETTING}
     measured = plot.validate(engine.data.val, engine.calibration)
     assert table.quality[SICK] == pytest.approx(measured.scores[0, :, 0].mean().item(), abs=1e-6)
     assert table.val_loss[SICK] == pytest.approx(-measured.scores[0, :, 1].mean().item(), rel=1e-5)
 
 
-# -- the faults
+# -- faults
 
 
 def once(plot: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
-    """On the second batch from now something happens to the inputs, and then never again."""
+    """Apply `act` to the inputs of the second batch from now, once."""
     seen = []
 
     def forward(body: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -204,7 +204,7 @@ def once(plot: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
         if len(seen) == 2:
             if x.is_floating_point():
                 x = act(x.clone())
-            else:  # tokens cannot be spoilt, what they are turned into can
+            else:  # tokens are integers: change the loss instead
                 loss, correct = process_train_batch(body, x, y)
                 return loss * act(torch.ones(3, 3)).sum(), correct
         return process_train_batch(body, x, y)
@@ -277,7 +277,7 @@ FAULTS: dict[str, tuple[Callable[[HostNetwork], None], str]] = {
 
 
 def disturbed(task: str, target: SeedStage, fault: str) -> Life:
-    """A life with a fault after the seed has come so far; then the step in which it shows."""
+    """Run until the seed reaches `target`, inject the fault, and step once."""
     life = Life(TASKS[task](), target)
     inject, alarm = FAULTS[fault]
     inject(life.engine.networks[SICK])
@@ -289,13 +289,13 @@ def disturbed(task: str, target: SeedStage, fault: str) -> Life:
 
 @pytest.mark.parametrize("fault", FAULTS)
 @pytest.mark.parametrize("target", STAGES, ids=lambda s: s.name)
-def test_a_fault_in_one_environment_is_undone_there_and_unknown_to_the_others(target: SeedStage, fault: str) -> None:
+def test_fault_is_rolled_back_without_affecting_other_environments(target: SeedStage, fault: str) -> None:
     life = disturbed("digits", target, fault)
     (alarm,) = life.engine.alarms
     assert_restored(life, alarm.restored_step)
     for _ in range(2):
         life.step()
-        assert life.engine.alarms == []  # once is enough
+        assert life.engine.alarms == []  # one rollback is enough
     assert [fingerprint(life.engine, env) for env in OTHERS] == undisturbed("digits", target, 3)
     assert np.isfinite(life.engine.table.quality).all()
 
@@ -303,7 +303,7 @@ def test_a_fault_in_one_environment_is_undone_there_and_unknown_to_the_others(ta
 @pytest.mark.parametrize("fault", ["nan", "out of memory", "no memory in validation"])
 @pytest.mark.parametrize("target", [S.TRAINING, S.HOLDING, S.FOSSILIZED], ids=lambda s: s.name)
 @pytest.mark.parametrize("task", ["images", "words"])
-def test_so_it_is_with_norms_with_dropout_and_with_adam(task: str, target: SeedStage, fault: str) -> None:
+def test_fault_is_rolled_back_with_batch_norm_dropout_and_adamw(task: str, target: SeedStage, fault: str) -> None:
     life = disturbed(task, target, fault)
     (alarm,) = life.engine.alarms
     assert_restored(life, alarm.restored_step)
@@ -314,7 +314,7 @@ def test_so_it_is_with_norms_with_dropout_and_with_adam(task: str, target: SeedS
 
 @pytest.fixture
 def bomb() -> Iterator[list[Exception]]:
-    """A lawful blueprint that raises what the list holds when it is built."""
+    """Register a valid blueprint that raises the exceptions in the list when it is built."""
     armed: list[Exception] = []
 
     @blueprint("bomb", layouts=("vector", "map"))
@@ -332,7 +332,7 @@ def bomb() -> Iterator[list[Exception]]:
 
 @pytest.mark.parametrize("error", [ValueError("no"), torch.OutOfMemoryError("no"), MemoryError("no")], ids=repr)
 @pytest.mark.parametrize("other", [S.DORMANT, S.TRAINING, S.BLENDING, S.FOSSILIZED], ids=lambda s: s.name)
-def test_a_seed_that_cannot_be_built_is_undone(bomb: list[Exception], error: Exception, other: SeedStage) -> None:
+def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Exception, other: SeedStage) -> None:
     side_by_side = msgspec.structs.replace(BY_HAND, one_at_a_time=False)
 
     def run(armed: bool) -> Life:
@@ -359,8 +359,8 @@ def test_a_seed_that_cannot_be_built_is_undone(bomb: list[Exception], error: Exc
     assert sick.engine.alarms == []
 
 
-def test_surgery_that_fails_half_way_leaves_no_seed_behind(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The seed is in its slot, but the optimiser could not take it in."""
+def test_failed_optimiser_sync_leaves_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The seed is in its slot, but adding it to the optimiser fails."""
     life = Life(digits(), S.DORMANT)
     surgeon = life.engine.networks[SICK].surgeon
     monkeypatch.setattr(surgeon, "_settle", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
@@ -372,10 +372,10 @@ def test_surgery_that_fails_half_way_leaves_no_seed_behind(monkeypatch: pytest.M
     life.target = S.TRAINING
     for _ in range(12):
         life.step()
-    assert life.engine.table.stage[SICK, 0] == S.TRAINING  # what failed may be tried again
+    assert life.engine.table.stage[SICK, 0] == S.TRAINING  # the failed operation can be retried
 
 
-# -- what a rollback is
+# -- rollback
 
 
 def poison(plot: HostNetwork) -> None:
@@ -384,10 +384,10 @@ def poison(plot: HostNetwork) -> None:
             p.fill_(math.nan)
 
 
-def test_a_fossil_newer_than_the_snapshot_is_removed_and_nothing_goes_round_in_circles() -> None:
+def test_fossil_newer_than_the_snapshot_is_removed() -> None:
     life = Life(digits(), S.HOLDING)
     engine = life.engine
-    engine.governor._sound[SICK] = False  # something looked wrong, so the commit is not part of a snapshot
+    engine.governor._sound[SICK] = False  # an anomaly, so the commit takes no snapshot
     life.target = S.FOSSILIZED
     life.step()
     assert engine.table.stage[SICK, 0] == S.FOSSILIZED
@@ -405,14 +405,14 @@ def test_a_fossil_newer_than_the_snapshot_is_removed_and_nothing_goes_round_in_c
     assert engine.table.rollbacks[SICK] == 1
 
 
-def test_a_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
+def test_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
     life = Life(digits(), S.FOSSILIZED)
     fossil = list(life.engine.networks[SICK].body.slots["r0c0"].parameters())
     committed = len(life.past) - 1
     poison(life.engine.networks[SICK])
     life.step()
     (alarm,) = life.engine.alarms
-    assert alarm.restored_step == committed - 1  # at once, on its commit
+    assert alarm.restored_step == committed - 1  # the snapshot taken at the commit
     assert_restored(life, alarm.restored_step)
     assert list(life.engine.networks[SICK].body.slots["r0c0"].parameters()) == fossil
     assert life.engine.table.stage[SICK, 0] == S.FOSSILIZED
@@ -420,7 +420,7 @@ def test_a_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
     assert all(torch.isfinite(p).all() for p in fossil)
 
 
-def test_fossils_planted_before_the_first_step_are_part_of_the_first_snapshot() -> None:
+def test_first_snapshot_contains_planted_fossils() -> None:
     engine = Engine(digits(), [0])
     engine.plant_fossils(0, {"r0c1": ("lora", 0)})  # type: ignore[dict-item]
     poison_at_once = engine.networks[0]
@@ -432,7 +432,7 @@ def test_fossils_planted_before_the_first_step_are_part_of_the_first_snapshot() 
         assert torch.equal(kept(poison_at_once)[id(p)][0], weights[id(p)][0])
 
 
-def test_the_optimisers_state_is_restored_even_if_it_was_lost() -> None:
+def test_lost_optimiser_state_is_restored() -> None:
     life = Life(digits(), S.FOSSILIZED, 5)
     life.engine.networks[SICK].optimizer.state.clear()
     spoil(math.nan)(life.engine.networks[SICK])
@@ -440,7 +440,7 @@ def test_the_optimisers_state_is_restored_even_if_it_was_lost() -> None:
     assert_restored(life, life.engine.alarms[0].restored_step)
 
 
-def test_cooldown_starts_at_once_and_runs_as_after_any_prune() -> None:
+def test_rollback_starts_the_usual_cooldown() -> None:
     life = disturbed("digits", S.BLENDING, "nan")
     table, labels = life.engine.table, []
     for _ in range(8):
@@ -449,7 +449,7 @@ def test_cooldown_starts_at_once_and_runs_as_after_any_prune() -> None:
     assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
 
 
-def test_a_cooldown_that_was_running_runs_on() -> None:
+def test_rollback_keeps_a_running_cooldown() -> None:
     life = Life(digits(), S.EMBARGOED)
     left = int(life.engine.table.cooldown[SICK, 0])
     spoil(math.nan)(life.engine.networks[SICK])
@@ -458,7 +458,7 @@ def test_a_cooldown_that_was_running_runs_on() -> None:
     assert life.engine.table.cooldown[SICK, 0] == left - 1
 
 
-def test_the_table_goes_back_but_for_time() -> None:
+def test_rollback_restores_the_table_except_step_and_serials() -> None:
     life = Life(digits(), S.TRAINING, 6)
     before = life.engine.table.rows([SICK])
     spoil(math.nan)(life.engine.networks[SICK])
@@ -475,7 +475,7 @@ def test_the_table_goes_back_but_for_time() -> None:
     assert now.quality_best_env[0] == then.quality_best_env[0]
 
 
-def test_what_cannot_be_validated_even_then_stands_as_it_is_remembered() -> None:
+def test_failed_validation_after_rollback_keeps_snapshot_values() -> None:
     life = Life(digits(), S.TRAINING, 4)
     plot = life.engine.networks[SICK]
     plot.validate = lambda *_: (_ for _ in ()).throw(RuntimeError("never"))  # type: ignore[method-assign]
@@ -489,8 +489,8 @@ def test_what_cannot_be_validated_even_then_stands_as_it_is_remembered() -> None
     assert math.isnan(worth[SICK].quality)
 
 
-def test_weights_that_are_not_finite_are_seen_though_no_loss_shows_them() -> None:
-    """The embedding of a position that no text reaches."""
+def test_non_finite_weights_are_detected_without_effect_on_the_loss() -> None:
+    """The weight is the embedding of a position that no text reaches."""
     task = replace(words(), host_kwargs={**words().host_kwargs, "block_size": 9})
     engine = Engine(task, [0])
     engine.step(wait_everywhere(1))
@@ -504,7 +504,7 @@ def test_weights_that_are_not_finite_are_seen_though_no_loss_shows_them() -> Non
 
 
 @pytest.mark.parametrize("task", TASKS)
-def test_everything_that_the_host_feels_is_looked_at_and_an_isolated_seed_is_not(task: str) -> None:
+def test_vital_covers_host_and_blended_seeds_only(task: str) -> None:
     for target in (S.TRAINING, S.BLENDING, S.FOSSILIZED):
         plot = Life(TASKS[task](), target).engine.networks[SICK]
         averages = dict(zip(plot.average.params, plot.average.average, strict=True))
@@ -531,11 +531,11 @@ def test_everything_that_the_host_feels_is_looked_at_and_an_isolated_seed_is_not
         assert math.isfinite(plot.vital)
 
 
-# -- trouble with the snapshot itself
+# -- errors in snapshots
 
 
 def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: int) -> None:
-    """Make a method raise so many times before it works again."""
+    """Make a method raise on its first `times` calls."""
     works, left = getattr(owner, name), [MemoryError("full")] * times
 
     def method(*args: Any, **kwargs: Any) -> Any:
@@ -559,14 +559,14 @@ def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
         "average": (plot.average, "resync"),
         "restore": (engine.governor.snapshots[SICK], "restore"),
     }[part]
-    monkeypatch.setattr(engine, "_operate", lambda effects: None)  # nothing grows: it fails in the rollback alone
+    monkeypatch.setattr(engine, "_operate", lambda effects: None)  # no growth: only the rollback fails
     failing(monkeypatch, owner, name, times)
     for _ in range(times):
         life.step()
         (alarm,) = engine.alarms
         assert (alarm.env, alarm.action, alarm.restored_step) == (SICK, "not restored", None)
         assert np.isfinite(engine.table.quality).all()
-        assert engine.table.rollbacks.tolist() == [0, 1, 0]  # one penalty, however often it is tried
+        assert engine.table.rollbacks.tolist() == [0, 1, 0]  # one penalty for all attempts
     life.step()
     (alarm,) = engine.alarms
     assert (alarm.alarm, alarm.action) == ("exception", "rolled back")
@@ -591,7 +591,7 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
         sound.step(wait_everywhere(3))
         told = [(a.env, a.action) for a in sick.alarms]
         assert told == ([] if step >= times else [(SICK, "rolled back" if step == times - 1 else "not restored")])
-        if step < times:  # it has not been trained
+        if step < times:  # it is not trained
             now = kept(sick.networks[SICK])
             assert all(torch.equal(a, b) for p in start for a, b in zip(start[p], now[p], strict=True))
     assert [fingerprint(sick, env) for env in OTHERS] == [fingerprint(sound, env) for env in OTHERS]
@@ -599,7 +599,7 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
 
 
 @pytest.mark.parametrize("where", ["weight", "optimiser"])
-def test_no_snapshot_is_taken_of_what_is_not_finite(where: str) -> None:
+def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
     life = Life(words(), S.DORMANT)
     plot, snapshot = life.engine.networks[SICK], life.engine.governor.snapshots[SICK]
     copies = [c.clone() for c in snapshot.copies]
@@ -615,10 +615,10 @@ def test_no_snapshot_is_taken_of_what_is_not_finite(where: str) -> None:
     assert math.isfinite(plot.vital)
 
 
-# -- trouble that does not go away
+# -- persistent faults
 
 
-def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suffers() -> None:
+def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
     life = Life(digits(), S.FOSSILIZED, 3)
     engine = life.engine
     engine.networks[SICK].forward = lambda body, x, y: process_train_batch(body, x * math.nan, y)
@@ -635,7 +635,7 @@ def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suff
         engine.step(wait_everywhere(3))
         assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(SICK, "nonfinite_loss", "rolled back")]
         assert engine.table.rollbacks[SICK] == n + 3
-    assert tensors() <= held  # of other tests some may go meanwhile
+    assert tensors() <= held  # tensors of other tests may be freed meanwhile
     assert engine.table.step[SICK] == engine.table.step[0]
     assert np.isfinite(engine.table.quality).all()
     for p in engine.networks[SICK].body.parameters():
@@ -645,7 +645,7 @@ def test_trouble_that_stays_is_undone_each_step_and_neither_time_nor_memory_suff
     assert engine.alarms == []
 
 
-def test_a_host_that_falls_back_to_guessing_is_restored_on_the_third_step_in_a_row() -> None:
+def test_collapsed_host_is_restored_after_three_steps() -> None:
     life = Life(images(), S.DORMANT, 20)
     engine = life.engine
     plot, before = engine.networks[SICK], engine.table.val_loss[SICK]
@@ -660,10 +660,10 @@ def test_a_host_that_falls_back_to_guessing_is_restored_on_the_third_step_in_a_r
         actions += [(a.env, a.alarm, a.action) for a in engine.alarms]
     assert actions == [(SICK, "collapse", "counted"), (SICK, "collapse", "counted"), (SICK, "collapse", "rolled back")]
     assert_restored(life, engine.alarms[0].restored_step)
-    assert engine.table.val_loss[SICK] < 0.75  # measured anew
+    assert engine.table.val_loss[SICK] < 0.75  # measured again
 
 
-def test_an_exploding_but_finite_host_is_restored_with_its_learning_rate() -> None:
+def test_diverging_host_is_restored_with_its_learning_rate() -> None:
     life = Life(digits(), S.DORMANT, 9)
     for group in life.engine.networks[SICK].optimizer.param_groups:
         group["lr"] = 300.0
@@ -675,7 +675,7 @@ def test_an_exploding_but_finite_host_is_restored_with_its_learning_rate() -> No
     assert_restored(life, life.engine.alarms[0].restored_step)
 
 
-def test_an_error_in_every_environment_three_steps_in_a_row_ends_the_run() -> None:
+def test_errors_in_all_environments_for_three_steps_end_the_run() -> None:
     engine = Engine(digits(), [0, 1])
 
     def broken(*_: Any) -> Any:
@@ -687,7 +687,7 @@ def test_an_error_in_every_environment_three_steps_in_a_row_ends_the_run() -> No
         engine.step(wait_everywhere(2))
         assert [a.alarm for a in engine.alarms] == ["exception"] * 2
     engine.networks[0].forward = process_train_batch
-    engine.step(wait_everywhere(2))  # somebody is well: it was no fault of the program
+    engine.step(wait_everywhere(2))  # one environment works: the counter restarts
     engine.networks[0].forward = broken
     for _ in range(2):
         engine.step(wait_everywhere(2))
@@ -696,7 +696,7 @@ def test_an_error_in_every_environment_three_steps_in_a_row_ends_the_run() -> No
     assert isinstance(told.value.__cause__, KeyError)
 
 
-def test_an_interruption_is_no_sickness() -> None:
+def test_keyboard_interrupt_is_raised() -> None:
     engine = Engine(digits(), [0, 1])
 
     def interrupted(*_: Any) -> Any:
@@ -707,7 +707,7 @@ def test_an_interruption_is_no_sickness() -> None:
         engine.step(wait_everywhere(2))
 
 
-def test_an_error_is_told_once_with_its_place_and_lets_go_of_what_it_held() -> None:
+def test_error_is_reported_once_with_location_and_frees_memory() -> None:
     engine = Engine(digits(), [0, 1])
     held: list[weakref.ref[Tensor]] = []
 
@@ -720,7 +720,7 @@ def test_an_error_is_told_once_with_its_place_and_lets_go_of_what_it_held() -> N
             raise torch.OutOfMemoryError(f"tried to\nallocate {much.numel()}") from error
 
     def restore(env: int, table: SlotTable) -> Any:
-        assert held[-1]() is None  # memory may be short just now
+        assert held[-1]() is None  # memory is released before the rollback
         return roll_back(env, table)
 
     roll_back, engine.governor.roll_back = engine.governor.roll_back, restore  # type: ignore[method-assign]
@@ -738,7 +738,7 @@ def test_an_error_is_told_once_with_its_place_and_lets_go_of_what_it_held() -> N
     assert [str(w.message) for w in told] == [f"an error in environment 1, step 1; the others go on: {first}"]
 
 
-def test_a_snapshot_that_cannot_be_taken_leaves_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_snapshot_keeps_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = Engine(digits(), [0, 1])
     for _ in range(4):
         engine.step(wait_everywhere(2))
@@ -752,10 +752,10 @@ def test_a_snapshot_that_cannot_be_taken_leaves_the_one_before(monkeypatch: pyte
     assert engine.alarms[0].restored_step == 0
 
 
-# -- no environment's luck hangs on another's
+# -- random numbers are independent between environments
 
 
-def test_dropout_falls_the_same_alone_and_among_others_whoever_else_draws() -> None:
+def test_dropout_does_not_depend_on_other_environments() -> None:
     def run(worlds: list[int], noise: bool) -> Engine:
         engine = Engine(words(), worlds)
         for _ in range(3):
@@ -769,13 +769,13 @@ def test_dropout_falls_the_same_alone_and_among_others_whoever_else_draws() -> N
     torch.manual_seed(2)
     state = torch.get_rng_state()
     alone = run([4], noise=False)
-    assert torch.equal(torch.get_rng_state(), state)  # and nobody else's luck hangs on it
+    assert torch.equal(torch.get_rng_state(), state)  # the global state is kept
     assert fingerprint(together, 1) == fingerprint(alone, 0)
     plot = together.networks[0]
     assert not torch.equal(plot.train_epoch(9), plot.train_epoch(10))
 
 
-# -- what it costs
+# -- reward
 
 
 def grounded(worlds: list[int], epochs: int = 8, **reward: Any) -> GrowthVectorEnv:
@@ -783,7 +783,7 @@ def grounded(worlds: list[int], epochs: int = 8, **reward: Any) -> GrowthVectorE
     return GrowthVectorEnv(ground, worlds, reward=RewardConfig(**reward))
 
 
-def test_a_rollback_is_paid_in_its_own_step_and_is_no_end() -> None:
+def test_rollback_penalty_is_paid_in_its_step_and_does_not_end() -> None:
     env = grounded([0, 1])
     env.reset()
     for _ in range(4):
@@ -803,18 +803,18 @@ def test_a_rollback_is_paid_in_its_own_step_and_is_no_end() -> None:
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_nobody_gains_by_crashing_a_host(seed: int) -> None:
-    """Whatever is done before and after, a crash pays what its restored host is worth, minus the penalty.
+def test_crashing_a_host_never_increases_the_return(seed: int) -> None:
+    """A crash pays the utility of the restored host minus the utility before and the penalty.
 
-    So the return of a path with crashes is what the path's end is worth above its beginning, minus all penalties, and
-    coming back to a snapshot of the bare host earns nothing but the penalty.
+    So the return of an episode is its final utility minus its initial utility and all penalties, and returning
+    to a snapshot of the host without seeds earns only the penalty.
     """
     rng, penalty, epochs = np.random.default_rng(seed), 0.1, 7
     env = grounded([0, 1, 2], epochs)
     env.reset()
     engine: Engine = env.ground.engine  # type: ignore[attr-defined]
     crashes = rng.random((epochs, 3)) < 0.3
-    crashes[-1, 0] = True  # at the very end, too
+    crashes[-1, 0] = True  # also in the last step
     worth = [env.utility]
     quality: list[Floats] = [env.ground.table.quality.copy()]
     total, grown = np.zeros(3), np.zeros(3, dtype=bool)
@@ -834,7 +834,7 @@ def test_nobody_gains_by_crashing_a_host(seed: int) -> None:
         for e, alarm in hit.items():
             live = (env.ground.table.stage[e] >= 1) & (env.ground.table.stage[e] <= 4)
             assert not live.any()
-            if not grown[e] and alarm.restored_step:  # nothing had grown by then: the same host, the same quality
+            if not grown[e] and alarm.restored_step:  # no seed by then: same host, same quality
                 then = quality[alarm.restored_step][e]
                 assert env.ground.table.quality[e] == pytest.approx(then, abs=1e-6)
         grown |= (env.ground.table.stage >= S.BLENDING).any(1)
@@ -844,7 +844,7 @@ def test_nobody_gains_by_crashing_a_host(seed: int) -> None:
     np.testing.assert_allclose(total, worth[-1] - worth[0] - penalty * n, atol=1e-5)
 
 
-# -- what is told
+# -- telemetry
 
 
 class Listener(list[Event]):
@@ -860,7 +860,7 @@ class Listener(list[Event]):
 
 
 def told(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, Engine]:
-    """The events of a life with a fault in the step that leads from one stage on."""
+    """Return the events of a run with a fault in the step from stage `target` towards `then`."""
     engine, hub = Engine(digits(), [4, 5, 6], rules=BY_HAND), Listener()
     emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[4, 5, 6], host_params=1000, envs=[10, 11, 12])
     for t in range(40):
@@ -883,12 +883,12 @@ def told(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, Engi
         (S.TRAINING, S.TRAINING, [("TRAINING", "PRUNED", "governor")]),
         (S.DORMANT, S.GERMINATED, [("DORMANT", "GERMINATED", "controller"), ("GERMINATED", "PRUNED", "governor")]),
         (S.TRAINING, S.BLENDING, [("TRAINING", "BLENDING", "controller"), ("BLENDING", "PRUNED", "governor")]),
-        (S.HOLDING, S.FOSSILIZED, [("HOLDING", "FOSSILIZED", "controller")]),  # kept: its commit is a snapshot
+        (S.HOLDING, S.FOSSILIZED, [("HOLDING", "FOSSILIZED", "controller")]),  # kept: the commit takes a snapshot
         (S.DORMANT, S.DORMANT, []),
     ],
 )
 @pytest.mark.parametrize("fault", ["nan", "error"])
-def test_a_rollback_is_told_with_the_lives_it_ended(
+def test_rollback_emits_governor_and_lifecycle_events(
     target: SeedStage, then: SeedStage, lives: list[Any], fault: str
 ) -> None:
     hub, engine = told(target, then, fault)
@@ -903,8 +903,8 @@ def test_a_rollback_is_told_with_the_lives_it_ended(
     assert [x.text.startswith("env 11 step") and "a bad batch" in x.text for x in health] == [True] * (fault == "error")
 
 
-def test_a_seed_that_germinated_trained_and_was_expelled_in_one_step_is_told_so() -> None:
-    rules = Rules(thresholds=Thresholds(blend_dwell=1))  # GERMINATED → TRAINING by itself
+def test_all_transitions_of_one_step_are_emitted() -> None:
+    rules = Rules(thresholds=Thresholds(blend_dwell=1))  # GERMINATED → TRAINING is automatic
     engine, hub = Engine(digits(), [0], rules=rules), Listener()
     emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[0], host_params=1000)
     spoil(math.nan)(engine.networks[0])
@@ -918,7 +918,7 @@ def test_a_seed_that_germinated_trained_and_was_expelled_in_one_step_is_told_so(
     ]
 
 
-def test_patience_and_the_rest_are_settings_of_the_engine() -> None:
+def test_governor_settings_are_part_of_the_engine_config() -> None:
     life = Life(digits(), S.DORMANT, 9, governor=GovernorConfig(patience=1, snapshot_every=2))
     for group in life.engine.networks[SICK].optimizer.param_groups:
         group["lr"] = 300.0

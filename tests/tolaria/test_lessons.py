@@ -1,4 +1,4 @@
-"""A seed's lesson reaches the weights it was meant for, whatever the layout of memory."""
+"""Test that shadow-pass gradients have the memory layout of their parameters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PLACES = [
 
 
 @pytest.mark.parametrize(("name", "slot", "blueprint"), PLACES)
-def test_a_fused_step_on_a_lesson_is_the_plain_step(name: str, slot: str, blueprint: str) -> None:
+def test_fused_and_plain_optimiser_steps_agree_after_a_shadow_pass(name: str, slot: str, blueprint: str) -> None:
     task = get_task(name)
     data = task.load_data()
     x, y = next(iter(task.minibatches(data, 0, 0)))

@@ -1,4 +1,4 @@
-"""Tasks: one table whose rows all fit together, deterministic hosts, and honest scores."""
+"""Test the task table, deterministic hosts and minibatches, and per-sample scores."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EMBEDDED = ("quick", "fashion", "rescue", "standard", "digits", "moby")
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_every_row_builds_its_host_with_its_slots(name):
+def test_every_task_builds_its_host_with_its_slots(name):
     task = TASKS[name]
     assert task.name == name
     with torch.device("meta"):
@@ -37,7 +37,7 @@ def test_every_row_builds_its_host_with_its_slots(name):
         assert sum(p.numel() for p in host.parameters()) == SIZES[name]
 
 
-def test_the_presets_are_those_of_the_design():
+def test_presets_have_the_documented_settings():
     for name, epochs in {"quick": 40, "rescue": 40, "standard": 110, "cifar": 40}.items():
         task = TASKS[name]
         assert (task.optimiser, task.lr, task.momentum, task.batch) == ("sgd", 0.1, 0.9, 64)
@@ -46,7 +46,7 @@ def test_the_presets_are_those_of_the_design():
 
 
 @pytest.mark.parametrize("name", EMBEDDED)
-def test_an_embedded_task_runs_a_training_step(name):
+def test_embedded_task_runs_a_training_step(name):
     task = get_task(name)
     data, host = task.load_data(), task.build_host(1)
     x, y = next(task.minibatches(data, world=3, step=0))
@@ -60,7 +60,7 @@ def test_an_embedded_task_runs_a_training_step(name):
     loss.mean().backward()
 
 
-def test_a_host_is_a_function_of_its_seed_and_disturbs_no_random_numbers():
+def test_build_host_is_deterministic_and_keeps_global_rng_state():
     task = get_task("digits")
     torch.manual_seed(5)
     expected = torch.rand(3)
@@ -88,7 +88,7 @@ def test_minibatches_are_a_function_of_world_and_step():
     assert not one[0].equal(other[0])
 
 
-def test_per_sample_scores_of_a_classifier():
+def test_per_sample_scores_of_a_classifier_match_formulas():
     output = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]])
     target = torch.tensor([0, 1, 1])
     expected = [math.log(1 + math.exp(-2)), math.log(1 + math.exp(-1)), math.log(1 + math.exp(3))]
@@ -113,7 +113,7 @@ def test_per_sample_scores_of_a_language_model_are_means_over_tokens():
         (torch.randint(0, 9, (50, 6)), torch.randint(0, 9, (50, 6)), "transformer"),
     ],
 )
-def test_tensors_become_a_task_whose_host_fits_them(x, y, host):
+def test_from_tensors_chooses_a_matching_host(x, y, host):
     task = Task.from_tensors("mine", x, y)
     data = task.load_data()
     assert task.host == host
@@ -121,7 +121,7 @@ def test_tensors_become_a_task_whose_host_fits_them(x, y, host):
     assert per_sample_loss(task.build_host(0)(batch), target).isfinite().all()
 
 
-def test_a_task_of_tensors_takes_other_settings_and_refuses_wrong_ones():
+def test_from_tensors_accepts_settings_and_rejects_invalid_ones():
     x, y = torch.randn(50, 3, 8, 8), torch.arange(50) % 5
     task = Task.from_tensors("mine", x, y, host="mlp", host_kwargs={"width": 4}, lr=0.3, slots=("r0c1",))
     assert (task.host_kwargs["width"], task.lr, task.slots) == (4, 0.3, ("r0c1",))
@@ -139,7 +139,7 @@ def test_a_task_of_tensors_takes_other_settings_and_refuses_wrong_ones():
         Task.from_tensors("mine", x, y, augment=True)
 
 
-def test_data_that_does_not_fit_the_host_is_refused_before_training(tmp_path):
+def test_data_that_does_not_fit_the_host_is_rejected(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("".join(chr(0x4E00 + i % 100) for i in range(4000)))
     moby = get_task("moby")
@@ -150,6 +150,6 @@ def test_data_that_does_not_fit_the_host_is_refused_before_training(tmp_path):
         ).load_data(path)  # fmt: skip
 
 
-def test_an_unknown_task_suggests_the_nearest():
+def test_unknown_task_error_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match="Did you mean 'rescue'"):
         get_task("rescu")

@@ -1,4 +1,4 @@
-"""The weight average: a slow twin, and a swap that leaves no trace."""
+"""Test the weight average against its formula, and that applying it is undone completely."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def jiggle(module: nn.Module, seed: int) -> None:
 
 
 @pytest.mark.parametrize("decay", [0.0, 0.5, 0.98])
-def test_the_average_is_that_of_the_slow_formula_with_warm_up(decay):
+def test_average_matches_the_formula_with_warm_up(decay):
     module = make_module()
     average = WeightAverage(module, decay)
     slow = [p.detach().double() for p in module.parameters()]
@@ -36,7 +36,7 @@ def test_the_average_is_that_of_the_slow_formula_with_warm_up(decay):
         assert torch.allclose(a.double(), b, atol=1e-5)
 
 
-def test_survivors_keep_their_average_and_newcomers_begin_with_their_weights():
+def test_resync_keeps_averages_and_adds_new_parameters():
     module = make_module()
     average = WeightAverage(module)
     jiggle(module, 1)
@@ -56,7 +56,7 @@ def test_survivors_keep_their_average_and_newcomers_begin_with_their_weights():
     assert average.updates == 2
 
 
-def test_begun_again_the_average_is_the_weights_and_the_warm_up_is_new():
+def test_restart_resets_the_average_and_the_warm_up():
     module = make_module()
     average = WeightAverage(module)
     for n in range(3):
@@ -67,7 +67,7 @@ def test_begun_again_the_average_is_the_weights_and_the_warm_up_is_new():
     assert all(torch.equal(a, p) for a, p in zip(average.average, module.parameters(), strict=True))
 
 
-def test_within_the_module_has_the_average_and_after_its_own_weights_even_when_it_fails():
+def test_applied_restores_the_weights_after_an_exception():
     module = make_module()
     average = WeightAverage(module)
     jiggle(module, 1)
@@ -82,13 +82,13 @@ def test_within_the_module_has_the_average_and_after_its_own_weights_even_when_i
 
     with pytest.raises(RuntimeError, match="in the middle"):
         fail()
-    assert list(module.parameters()) == params  # the same objects: the optimiser's
+    assert list(module.parameters()) == params  # the same objects, as the optimiser holds them
     assert all(torch.equal(p, w) for p, w in zip(params, weights, strict=True))
     assert all(torch.equal(a, m) for a, m in zip(average.average, mean, strict=True))
     assert module[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_buffers_stay_live():
+def test_applied_keeps_live_buffers():
     module = make_module()
     average = WeightAverage(module)
     module(torch.randn(4, 1, 5, 5))
@@ -98,6 +98,6 @@ def test_buffers_stay_live():
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])
-def test_a_decay_outside_its_range_is_refused(decay):
+def test_decay_outside_its_range_is_rejected(decay):
     with pytest.raises(ConfigError, match="decay of the weight average"):
         WeightAverage(nn.Linear(1, 1), decay)

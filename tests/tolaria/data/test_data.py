@@ -1,4 +1,4 @@
-"""Embedded sets, the laws of data order, augmentation, and the checks on a user's tensors."""
+"""Test embedded data sets, data order, augmentation, and the checks on user tensors."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def test_embedded_images_are_normalised_balanced_and_disjoint(name, sizes):
         counts = torch.bincount(split.y, minlength=10)
         assert counts.max() - counts.min() <= (0 if name == "fashion" else 12)
     seen = [{image.tobytes() for image in split.x.numpy()} for split in data.splits.values()]
-    assert sum(map(len, seen)) - len(set().union(*seen)) == 0  # no image lies in two splits
+    assert sum(map(len, seen)) - len(set().union(*seen)) == 0  # no image is in two splits
 
 
-def test_moby_is_a_text_of_which_no_character_is_in_two_splits():
+def test_moby_text_and_targets_are_consistent():
     data = load("moby")
     text = "".join(data.vocabulary[i] for i in data.train.x[:42])
     assert text.startswith("CHAPTER 1. Loomings.\n\nCall me Ishmael.")
@@ -42,7 +42,7 @@ def test_moby_is_a_text_of_which_no_character_is_in_two_splits():
     assert 0.89 < len(data.train) / sum(len(s) for s in data.splits.values()) < 0.91
 
 
-def test_windows_hold_the_next_character_and_nothing_is_padded():
+def test_windows_have_next_character_targets_without_padding():
     data = load("moby")
     cut = data.windowed(64)
     assert cut.train.x.shape == (len(data.train) - 63, 64)
@@ -54,7 +54,7 @@ def test_windows_hold_the_next_character_and_nothing_is_padded():
         data.windowed(100_000)
 
 
-def test_take_gives_the_samples_asked_for_in_channels_last():
+def test_take_returns_indexed_samples_in_channels_last():
     data = from_tensors("mine", torch.randn(40, 3, 8, 8), torch.arange(40) % 4)
     index = torch.tensor([3, 1, 3])
     x, y = data.train.take(index)
@@ -63,7 +63,7 @@ def test_take_gives_the_samples_asked_for_in_channels_last():
     assert x.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_a_damaged_or_missing_embedded_file_is_named(tmp_path, monkeypatch):
+def test_damaged_or_missing_embedded_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue, "FOLDER", tmp_path)
     with pytest.raises(DataError, match=r"digits\.npz is missing"):
         load("digits")
@@ -72,12 +72,12 @@ def test_a_damaged_or_missing_embedded_file_is_named(tmp_path, monkeypatch):
         load("digits")
 
 
-def test_an_unknown_data_set_suggests_the_nearest():
+def test_unknown_data_set_error_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match="Did you mean 'fashion'"):
         load("fashon")
 
 
-def test_every_embedded_file_has_a_checksum_and_a_licence_note():
+def test_embedded_files_have_checksums_and_licence_notes():
     embedded = {path.stem for path in catalogue.FOLDER.glob("*.npz")}
     assert embedded == {name for name, source in SOURCES.items() if source.sha256}
     notes = (catalogue.FOLDER / "LICENSES.md").read_text("utf-8")
@@ -88,7 +88,7 @@ def test_every_embedded_file_has_a_checksum_and_a_licence_note():
 
 
 def one_by_one(world: int, steps: int, size: int, batch: int, batches: int) -> list[list[list[int]]]:
-    """The twin: the endless sequence written out, then cut."""
+    """Return the order computed by writing out the whole index sequence and cutting it into batches."""
     endless: list[int] = []
     while len(endless) < steps * batch * batches:
         raw = np.random.Philox(key=derive_seed(world, "order", len(endless) // size)).random_raw(size)
@@ -102,17 +102,17 @@ sizes = st.integers(1, 60)
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(1, 6), sizes, st.integers(1, 9), st.integers(1, 5))
-def test_order_equals_the_sequence_written_out(world, steps, size, batch, batches):
+def test_minibatch_indices_match_the_explicit_sequence(world, steps, size, batch, batches):
     found = [
         minibatch_indices(world, step, size=size, batch=batch, batches_per_step=batches).tolist()
-        for step in reversed(range(steps))  # in any order: it is a function of (world, step)
+        for step in reversed(range(steps))  # any call order: a function of (world, step)
     ]
     assert found[::-1] == one_by_one(world, steps, size, batch, batches)
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), sizes, st.integers(1, 9), st.integers(1, 5))
-def test_each_pass_shows_every_sample_exactly_once(world, size, batch, batches):
+def test_each_pass_contains_every_sample_once(world, size, batch, batches):
     steps = 3 * size // (batch * batches) + 1
     flat = torch.cat(
         [minibatch_indices(world, s, size=size, batch=batch, batches_per_step=batches).flatten() for s in range(steps)]
@@ -123,28 +123,28 @@ def test_each_pass_shows_every_sample_exactly_once(world, size, batch, batches):
             assert part.sort().values.equal(torch.arange(size))
 
 
-def test_worlds_and_passes_differ():
+def test_order_differs_between_worlds_and_passes():
     first = minibatch_indices(1, 0, size=500, batch=500, batches_per_step=2)
     assert not first[0].equal(first[1])
     assert not first.equal(minibatch_indices(2, 0, size=500, batch=500, batches_per_step=2))
 
 
-def test_the_order_of_a_world_is_pinned():
-    """A changed stream would silently make old runs irreproducible."""
+def test_order_of_a_world_has_fixed_values():
+    """Changing the random stream would make earlier runs irreproducible."""
     assert minibatch_indices(7, 0, size=10, batch=10, batches_per_step=1).tolist() == [[6, 9, 5, 3, 2, 8, 1, 4, 7, 0]]
     assert window_starts(7, 0, size=1000, batch=4, batches_per_step=1).tolist() == [[812, 973, 853, 235]]
 
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(0, 1000), st.integers(0, 50), st.integers(1, 10**7))
-def test_windows_are_a_function_of_world_and_step_and_lie_inside(world, step, size):
+def test_window_starts_are_deterministic_and_in_range(world, step, size):
     first, second = (window_starts(world, step, size=size, batch=4, batches_per_step=3) for _ in range(2))
     assert first.equal(second)
     assert first.shape == (3, 4)
     assert 0 <= first.min() <= first.max() < size
 
 
-def test_an_impossible_order_is_refused():
+def test_invalid_order_arguments_raise():
     with pytest.raises(DataError):
         minibatch_indices(0, 0, size=0, batch=1, batches_per_step=1)
     with pytest.raises(ConfigError):
@@ -153,7 +153,7 @@ def test_an_impossible_order_is_refused():
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.integers(0, 4), min_size=1, max_size=60))
-def test_every_prefix_of_a_balanced_order_is_as_balanced_as_can_be(labels):
+def test_every_prefix_of_balanced_order_is_balanced(labels):
     array = np.array(labels)
     order = balanced_order(array, "x")
     assert sorted(order) == list(range(len(labels)))
@@ -164,13 +164,13 @@ def test_every_prefix_of_a_balanced_order_is_as_balanced_as_can_be(labels):
         assert not left.any() or counts.max() - counts[left].min() <= 1
 
 
-# Seeds by name
+# Derived random seeds
 
 
 @given(
     st.lists(st.one_of(st.integers(), st.text()), max_size=4), st.lists(st.one_of(st.integers(), st.text()), max_size=4)
 )
-def test_names_and_seeds_go_together(one, other):
+def test_derive_seed_is_injective_in_its_names(one, other):
     same = [(type(n), n) for n in one] == [(type(n), n) for n in other]
     assert (derive_seed(*one) == derive_seed(*other)) == same
     assert 0 <= derive_seed(*one) < 2**63
@@ -181,7 +181,7 @@ def test_names_and_seeds_go_together(one, other):
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 99), st.integers(1, 5), st.integers(1, 3), st.integers(2, 7), st.integers(0, 3))
-def test_augmentation_equals_padding_cropping_and_mirroring_image_by_image(seed, batch, channels, side, pad):
+def test_crop_and_flip_matches_a_per_image_reference(seed, batch, channels, side, pad):
     x = torch.randn(batch, channels, side, side + 1)
     black = tuple(float(-c - 1) for c in range(channels))
     out = crop_and_flip(x, pad=pad, black=black, generator=torch.Generator().manual_seed(seed))
@@ -198,10 +198,10 @@ def test_augmentation_equals_padding_cropping_and_mirroring_image_by_image(seed,
     assert out.is_contiguous(memory_format=torch.channels_last)
 
 
-# A user's tensors
+# User tensors
 
 
-def test_tensors_are_split_without_overlap():
+def test_from_tensors_splits_without_overlap():
     x = torch.arange(200.0).view(100, 2)
     data = from_tensors("mine", x, torch.arange(100) % 5)
     rows = torch.cat([split.x for split in data.splits.values()])
@@ -236,16 +236,16 @@ BAD = [
 
 
 @pytest.mark.parametrize(("x", "y", "options", "words"), BAD)
-def test_tensors_that_cannot_be_trained_on_are_refused(x, y, options, words):
+def test_from_tensors_rejects_invalid_tensors(x, y, options, words):
     with pytest.raises(DataError, match=words):
         from_tensors("mine", x, y, **options)
 
 
-def test_large_finite_values_are_not_mistaken_for_infinite_ones():
+def test_from_tensors_accepts_large_finite_values():
     from_tensors("mine", torch.full((40, 2), 3e38), LABELS)
 
 
-def test_the_making_script_reproduces_the_digits(tmp_path, monkeypatch):
+def test_make_data_script_reproduces_the_digits(tmp_path, monkeypatch):
     pytest.importorskip("sklearn")
     import importlib.util
 
@@ -261,7 +261,7 @@ def test_the_making_script_reproduces_the_digits(tmp_path, monkeypatch):
         assert all(np.array_equal(made[key], stored[key]) for key in made)
 
 
-def test_texts_are_validated_in_portions_that_are_all_of_them_once():
+def test_portions_cover_the_validation_split_once():
     data = get_task("moby").load_data()
     portions = data.val.portions()
     assert len(portions) > 1

@@ -1,4 +1,4 @@
-"""Readers take every published form of a set, and say what is wrong with a file they cannot take."""
+"""Test that readers accept every published format of a data set and reject invalid files with a reason."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def write_fashion(root: Path, *, compress: bool, count: int = 40, side: int = 28
 
 
 @pytest.mark.parametrize("form", ["binary", "pickle", "sheet"])
-def test_every_form_of_cifar10_gives_the_same_arrays(form, tmp_path):
+def test_all_cifar10_formats_give_the_same_arrays(form, tmp_path):
     write_cifar(tmp_path / "package", form)
     x, y = small_cifar()
 
@@ -80,7 +80,7 @@ def test_every_form_of_cifar10_gives_the_same_arrays(form, tmp_path):
 
 
 @pytest.mark.parametrize("form", ["binary", "pickle", "sheet"])
-def test_a_truncated_cifar_batch_is_named(form, tmp_path):
+def test_truncated_cifar_batch_is_named(form, tmp_path):
     write_cifar(tmp_path, form)
     path = find_files("cifar10", tmp_path)[2]
     path.write_bytes(path.read_bytes()[:-5000])
@@ -88,7 +88,7 @@ def test_a_truncated_cifar_batch_is_named(form, tmp_path):
         read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
 
 
-def test_a_cifar_batch_cut_at_a_record_is_noticed_too(tmp_path):
+def test_cifar_batch_with_missing_records_is_rejected(tmp_path):
     write_cifar(tmp_path, "binary")
     path = tmp_path / "test_batch.bin"
     path.write_bytes(path.read_bytes()[: 3073 * 7])
@@ -96,7 +96,7 @@ def test_a_cifar_batch_cut_at_a_record_is_noticed_too(tmp_path):
         read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
 
 
-def test_a_label_out_of_range_is_refused(tmp_path):
+def test_label_out_of_range_is_rejected(tmp_path):
     write_cifar(tmp_path, "binary")
     path = tmp_path / "data_batch_1.bin"
     path.write_bytes(b"\x0b" + path.read_bytes()[1:])
@@ -109,7 +109,7 @@ class Evil:
         return (print, ("code from a data file ran",))
 
 
-def test_a_pickle_that_asks_for_code_is_refused_and_nothing_runs(tmp_path, capsys):
+def test_pickle_with_code_is_rejected_without_running_it(tmp_path, capsys):
     write_cifar(tmp_path, "pickle")
     (tmp_path / "data_batch_1").write_bytes(pickle.dumps({b"data": Evil(), b"labels": []}, protocol=2))
     with pytest.raises(DataError, match="print, which no CIFAR-10 batch needs"):
@@ -117,14 +117,14 @@ def test_a_pickle_that_asks_for_code_is_refused_and_nothing_runs(tmp_path, capsy
     assert capsys.readouterr().out == ""
 
 
-def test_sheets_without_pillow_name_the_extra(tmp_path, monkeypatch):
+def test_image_sheets_without_pillow_name_the_extra(tmp_path, monkeypatch):
     write_cifar(tmp_path, "sheet")
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(DataError, match=r"esper-lite\[images\]"):
         read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
 
 
-def test_missing_files_are_listed_with_a_source(tmp_path):
+def test_missing_files_are_listed_with_a_download_source(tmp_path):
     with pytest.raises(DataError, match="no folder"):
         find_files("cifar10", tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"data_batch_1\.bin .*cs\.toronto\.edu"):
@@ -153,7 +153,7 @@ DAMAGE = [
 
 @pytest.mark.parametrize("compress", [False, True])
 @pytest.mark.parametrize(("_name", "damage", "words"), DAMAGE)
-def test_a_damaged_idx_file_is_refused(compress, _name, damage, words, tmp_path):
+def test_damaged_idx_file_is_rejected(compress, _name, damage, words, tmp_path):
     content = idx_bytes(np.zeros((4, 3, 3)))
     path = tmp_path / "images"
     path.write_bytes(damage(gzip.compress(content) if compress else content))
@@ -161,13 +161,13 @@ def test_a_damaged_idx_file_is_refused(compress, _name, damage, words, tmp_path)
         read_idx(path)
 
 
-def test_images_of_a_wrong_size_are_refused(tmp_path):
+def test_images_of_wrong_size_are_rejected(tmp_path):
     write_fashion(tmp_path, compress=False, side=27)
     with pytest.raises(DataError, match=r"expected bytes \[N, 28, 28\]"):
         load("fashion-mnist", tmp_path)
 
 
-def test_text_becomes_the_numbers_of_its_characters(tmp_path):
+def test_text_is_encoded_as_character_indices(tmp_path):
     path = tmp_path / "text.txt"
     path.write_text("abcä" * 100, encoding="utf-8")
     arrays = read_text(path)
@@ -182,14 +182,14 @@ def test_text_becomes_the_numbers_of_its_characters(tmp_path):
 @pytest.mark.parametrize(
     ("content", "words"), [(b"\xff\xfe\xfa", "not UTF-8"), (b"", "is empty"), (b"short", "at least 40")]
 )
-def test_what_is_no_text_is_refused(content, words, tmp_path):
+def test_invalid_text_is_rejected(content, words, tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=words):
         load("text", path)
 
 
-def test_a_file_set_without_a_place_is_an_error_never_random_data(tmp_path):
+def test_file_data_set_without_a_path_raises(tmp_path):
     for name in ("cifar10", "fashion-mnist", "text"):
         with pytest.raises(DataError, match="your own files"):
             load(name)
@@ -197,7 +197,7 @@ def test_a_file_set_without_a_place_is_an_error_never_random_data(tmp_path):
         load("text", tmp_path)
 
 
-def test_a_second_load_decodes_nothing(tmp_path, monkeypatch):
+def test_second_load_reads_the_cache(tmp_path, monkeypatch):
     write_fashion(tmp_path, compress=True)
     first = load("fashion-mnist", tmp_path)
     monkeypatch.setattr(catalogue, "read_fashion_mnist", lambda _: pytest.fail("decoded again"))
@@ -206,7 +206,7 @@ def test_a_second_load_decodes_nothing(tmp_path, monkeypatch):
     assert first.train.x.equal(second.train.x)
 
 
-def test_changed_content_and_another_root_are_other_entries(tmp_path):
+def test_cache_is_keyed_by_content_and_root(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         write_fashion(folder, compress=False)
@@ -219,7 +219,7 @@ def test_changed_content_and_another_root_are_other_entries(tmp_path):
 @pytest.mark.parametrize(
     "damage", [lambda b: b[:-3], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda b: b"", lambda b: b"x" * 50]
 )
-def test_a_damaged_cache_is_rebuilt_not_believed(damage, tmp_path):
+def test_damaged_cache_is_rebuilt(damage, tmp_path):
     arrays = {"x": np.arange(12).reshape(3, 4)}
     cached("set", tmp_path, "hash", lambda: arrays)
     (entry,) = cache_folder().iterdir()
@@ -233,7 +233,7 @@ def test_a_damaged_cache_is_rebuilt_not_believed(damage, tmp_path):
     assert np.array_equal(cached("set", tmp_path, "hash", lambda: pytest.fail("not kept"))["x"], arrays["x"])
 
 
-def test_a_cache_that_cannot_be_written_is_only_a_warning(tmp_path, monkeypatch):
+def test_unwritable_cache_only_warns(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("ESPER_CACHE", str(tmp_path / "file"))
     with pytest.warns(UserWarning, match="cannot cache"):
