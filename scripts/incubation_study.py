@@ -3,7 +3,7 @@
 One seed per host, germinated at epoch 1, ten epochs in TRAINING, a linear ramp of five, then HOLDING to the
 end; nothing else grows. Every way of incubation meets the same worlds: same host, same data order, same seed
 at birth, and, since TRAINING is isolated, the same host when the ramp begins. Prints one table per task and
-slot (what its columns mean: docs/incubation.md). One core, about five minutes per table.
+slot (columns: docs/studies/incubation.md). One core, about five minutes per table.
 """
 
 from __future__ import annotations
