@@ -21,7 +21,7 @@ TINY = 1e-12
 """Lower bound that keeps 1/rms finite where Δ and h are 0."""
 
 MOST_PULL = 2.0
-"""Upper bound of the leash's pull, as a multiple of the gradient, so that positions with h = 0 do not dominate."""
+"""Upper bound of the pull in `Leash`, as a multiple of the gradient, so that positions with h = 0 do not dominate."""
 
 
 def blend(h: Tensor, delta: Tensor, weight: Tensor, operator: Operator, out: Tensor | None = None) -> Tensor:
@@ -104,7 +104,7 @@ def _rms(t: Tensor) -> Tensor:
 
 
 def straight_through(h: Tensor, delta: Tensor) -> Tensor:
-    """Return exactly h, while the seed behind Δ is trained with a leash. Needs no shadow pass in the training loop."""
+    """Return exactly h, while the seed behind Δ is trained through `Leash`. Needs no shadow pass."""
     return FeelNothing.apply(h, Leash.apply(delta, h.detach()))
 
 

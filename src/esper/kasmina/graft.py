@@ -174,7 +174,7 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
     for pattern in () if isinstance(at, Mapping) else ([at] if isinstance(at, str) else at):
         if pattern in names:
             found = [pattern]
-        else:  # * does not match a dot: "blocks.*" selects the blocks, not their children
+        else:  # a pattern matches names of its own depth: "blocks.*" selects the blocks, not their children
             found = [n for n in names if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
         if not found:
             raise unknown_name("module", pattern, names)

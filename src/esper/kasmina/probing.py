@@ -103,7 +103,7 @@ def _graph_of(outputs: Iterable[Tensor]) -> set[Node]:
 
 
 def _noise_shows(model: nn.Module, probe: Any, name: str, select: Select) -> bool:
-    """Return whether noise in a module's features changes the model's output, or True if the noisy run fails."""
+    """Return whether noise in a module's features changes the model's output; True if it cannot be determined."""
 
     def hook(module: nn.Module, args: Any, output: Any) -> Any:
         h = select.get(output)

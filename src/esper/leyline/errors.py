@@ -7,7 +7,7 @@ EsperError
 ├── GraftError            a location in a model that cannot hold a slot
 ├── OptimizerError        an optimiser or a wrapper that does not support growth
 ├── HardenError           a body that cannot be converted to a plain module
-├── BlueprintError        a seed that violates the blueprint contract (shape, Δ = 0 at birth)
+├── BlueprintError        a seed that violates the blueprint contract (shape, Δ = 0 when built)
 ├── DataError             a file or tensor that is missing, damaged or of the wrong kind
 ├── RunError              a run directory that is missing, damaged or owned by another process
 ├── CheckpointError       a checkpoint that cannot be written, or is damaged

@@ -59,9 +59,9 @@ class Gate(IntEnum):
     """Gates between stages. The value indexes threshold tables and reason bits."""
 
     TRAINING = 0  # GERMINATED → TRAINING: always open
-    BLENDING = 1  # TRAINING → BLENDING: minimum dwell and healthy gradients
+    BLENDING = 1  # TRAINING → BLENDING: dwell, gradient and improvement checks
     HOLDING = 2  # BLENDING → HOLDING: alpha has reached 1 and rests
-    FOSSILIZED = 3  # HOLDING → FOSSILIZED: its contribution was measured
+    FOSSILIZED = 3  # HOLDING → FOSSILIZED: contribution measured in HOLDING and high enough
 
 
 class Check(IntEnum):

@@ -1,4 +1,4 @@
-"""Seeds for feature maps [B, C, H, W]. Each ends in a zero-initialised projection without a norm: Δ = 0 at birth.
+"""Seeds for feature maps [B, C, H, W]. Each ends in a zero-initialised projection without a norm, so Δ starts at 0.
 
 A norm after the zero would scale the first gradient by 1/√eps. A ReLU after it would never activate.
 """
@@ -118,7 +118,7 @@ def conv(dim_in: int, dim_out: int, kernel: int, *, groups: int = 1) -> nn.Conv2
 
 
 def zeroed(layer: Layer) -> Layer:
-    """Set all parameters of a seed's last projection to zero, so that Δ = 0 at birth. Return the layer."""
+    """Set all parameters of a seed's last projection to zero, so that Δ starts at 0. Return the layer."""
     for parameter in layer.parameters():
         nn.init.zeros_(parameter)
     return layer
