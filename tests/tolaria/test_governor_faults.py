@@ -895,7 +895,7 @@ def test_rollback_emits_governor_and_lifecycle_events(
     assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == lives
     (event,) = hub.of(events.Governor)
     (alarm,) = engine.alarms
-    assert (event.env, event.episode, event.step) == (11, 0, engine.table.step[SICK])
+    assert (event.env, event.episode, event.step) == (11, 1, engine.table.step[SICK])
     assert (event.alarm, event.action, event.restored_step) == (FAULTS[fault][1], "rolled back", alarm.restored_step)
     assert (event.value is None) == (fault == "error")
     assert [x.rollbacks for x in hub.of(events.Episode)] == [0, 1, 0]
