@@ -1,12 +1,12 @@
-"""The best host that a run has grown, kept whole: a run's other result, besides its policy.
+"""The best grown host of a run: its second result besides the policy.
 
     best = BestHost()
-    best.offer(engine, utility, round)         # after each round: kept if it beats what is kept
+    best.offer(engine, utility, round)         # after each round: kept if it exceeds the current best
     best.save(run / BEST_HOST)                 # and BestHost.load(run / BEST_HOST)
 
-Best means the highest utility at the end of an episode. The test split is never looked at. Kept are the averaged
-weights, which are what quality was measured on; what is needed to build the same body again; and the answers it gave
-to a few validation samples, so that whoever rebuilds or exports it can tell whether it is still the same model.
+Best means the highest utility at the end of an episode; the test split is not used. Saved are the averaged weights, on
+which quality was measured, the data needed to rebuild the body, and its outputs for a few validation samples, which
+verify a rebuilt or exported model.
 
 Legend: E environments, N samples.
 """
@@ -35,12 +35,12 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task
 
 BEST_HOST = "best_host"
-"""Its directory in a run's, and its name within a checkpoint."""
+"""Name of its subdirectory in a run directory, and of its entry in a checkpoint."""
 FORMAT = "esper-host-1"
 SAMPLES = 8
-"""Validation samples whose answers are kept."""
+"""Number of validation samples whose outputs are saved."""
 CLOSE = 1e-5
-"""How far answers may differ and be the same, relative to the largest or to 1."""
+"""Tolerance for equal outputs, relative to the largest output or to 1."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -49,24 +49,24 @@ class GrownHost:
 
     task: Task  # without its data
     data: dict[str, Any]
-    """Of the data: name, kind, sha256, and the vocabulary of a text."""
+    """Name, kind, sha256 and, for text, vocabulary of the data."""
     world: int
     quality: float
     round: int | None
     utility: float | None
-    """None where there is no no-growth twin to compare with."""
+    """None if there is no no-growth baseline to compare with."""
     state: dict[str, Tensor]
-    """Of the body, averaged weights."""
+    """State dict of the body, with averaged weights."""
     probe: Tensor
-    """[3, …] samples that the body is grafted with."""
+    """[3, …] samples for grafting the body."""
     inputs: Tensor
     """[N, …] validation samples."""
     answers: Tensor
-    """[N, V] the output for them; of a text, at the last token."""
+    """[N, V] outputs for the validation samples; for text, at the last token."""
 
     @classmethod
     def of(cls, engine: Engine, env: int, *, utility: float | None = None, round: int | None = None) -> Self:
-        """The host of an environment as it stands. It goes on living: everything is copied."""
+        """Return a copy of an environment's current host. The environment can continue."""
         plot, data = engine.networks[env], engine.data
         inputs = data.val.x[:SAMPLES]
         with plot.average.applied(), torch.no_grad():
@@ -81,11 +81,12 @@ class GrownHost:
 
     @property
     def is_finite(self) -> bool:
+        """Whether quality, weights and outputs are finite."""
         tensors = (*self.state.values(), self.answers)
         return math.isfinite(self.quality) and all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
 
     def body(self) -> Body:
-        """The body anew, in eval. DataError if it is not the one that was kept."""
+        """Return the rebuilt body in eval mode. Raise DataError if its outputs differ from the saved ones."""
         try:
             self._must_fit()
             host = self.task.build_host(self.world)
@@ -102,7 +103,10 @@ class GrownHost:
         return body
 
     def compare(self, output: Tensor, what: str) -> float:
-        """How far an output for `inputs` is from the answers kept; DataError if it is another model's."""
+        """Return the largest difference of `output` for `inputs` from the saved outputs.
+
+        Raise DataError above the tolerance.
+        """
         found = answers_of(output).detach()
         away = float((found - self.answers).abs().max()) if found.shape == self.answers.shape else math.inf
         scale = max(1.0, float(self.answers.abs().max()))
@@ -114,7 +118,10 @@ class GrownHost:
         return away
 
     def _must_fit(self) -> None:
-        """The host that the settings describe has the shapes of the weights: checked before memory is taken for it."""
+        """Raise DataError unless the settings describe a host with the weights' shapes.
+
+        Allocates no memory for the host.
+        """
         weights = {name: tuple(t.shape) for name, t in self.state.items() if not name.startswith("esper.")}
         room = sum(t.numel() for t in self.state.values()) + self.probe.numel()
         sizes = {k: v for k, v in self.task.host_kwargs.items() if isinstance(v, int) and v > room}
@@ -127,7 +134,7 @@ class GrownHost:
             raise DataError(f"its weights do not fit its settings, for instance {wrong[0][0]!r} of shape {wrong[0][1]}")
 
     def document(self) -> dict[str, Any]:
-        """Everything but tensors, as JSON has it."""
+        """Return everything except tensors as JSON data."""
         settings = {f.name: getattr(self.task, f.name) for f in dataclasses.fields(Task) if f.name != "data"}
         settings |= {"host_kwargs": dict(self.task.host_kwargs), "slots": list(self.task.slots)}
         return {
@@ -136,12 +143,13 @@ class GrownHost:
         }  # fmt: skip
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return all tensors, by name."""
         state = {f"state/{name}": value for name, value in self.state.items()}
         return state | {"probe": self.probe, "inputs": self.inputs, "answers": self.answers}
 
     @classmethod
     def restored(cls, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """The host of a document and tensors; what they hold may be a stranger's."""
+        """Return the host of a document and tensors, which may be untrusted. Raise DataError if they are invalid."""
         try:
             if document["format"] != FORMAT:
                 raise ValueError(f"format {document['format']!r} is not {FORMAT!r}")
@@ -161,16 +169,16 @@ class GrownHost:
 
 
 class BestHost:
-    """The best of the hosts offered so far; none at first."""
+    """The best of the hosts offered so far; `host` is None at first."""
 
     def __init__(self, host: GrownHost | None = None) -> None:
         self.host = host
 
     def offer(self, engine: Engine, utility: Sequence[float] | np.ndarray[Any, Any], round: int) -> bool:
-        """Keep the host with the highest utility [E], if it beats what is kept; a sick one is passed over."""
+        """Keep the host with the highest utility [E] if it exceeds the current best. Non-finite hosts are skipped."""
         scores = np.asarray(utility, dtype=np.float64)
         scores = np.where(np.isfinite(scores), scores, np.nan)
-        for env in np.argsort(-scores, kind="stable"):  # NaN comes last
+        for env in np.argsort(-scores, kind="stable"):  # NaN sorts last
             if np.isnan(scores[env]) or (self.host is not None and not self._beaten_by(scores[env])):
                 return False
             host = GrownHost.of(engine, int(env), utility=float(scores[env]), round=round)
@@ -184,18 +192,20 @@ class BestHost:
         return self.host.utility is None or utility > self.host.utility
 
     def document(self) -> dict[str, Any]:
+        """Return the host's document; empty if there is no host."""
         return {} if self.host is None else self.host.document()
 
     def tensors(self) -> dict[str, Tensor]:
+        """Return the host's tensors; empty if there is no host."""
         return {} if self.host is None else self.host.tensors()
 
     @classmethod
     def restored(cls, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """From `document()` and `tensors()`, as a run's checkpoint holds them."""
+        """Return the best host from `document()` and `tensors()`, as stored in a checkpoint."""
         return cls(GrownHost.restored(document, tensors) if document else None)
 
     def save(self, directory: Path) -> Path | None:
-        """Keep it in a directory, in place of the one before; nothing if there is none yet."""
+        """Write the host to a directory, replacing the previous one, and return its path; None if there is no host."""
         if self.host is None:
             return None
         name = "host" if self.host.round is None else f"round-{self.host.round}"
@@ -206,7 +216,7 @@ class BestHost:
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """The host that was saved last; DataError if there is none that is whole."""
+        """Return the host saved last. Raise DataError if there is no intact one."""
         saved = Checkpoints(directory, keep=1).newest() if directory.is_dir() else None
         if saved is None or saved.kind != "host":
             raise DataError(
@@ -217,7 +227,7 @@ class BestHost:
 
 
 def answers_of(output: Tensor) -> Tensor:
-    """[N, V] of an output: as it is, or of a text at the last token, which depends on all before it."""
+    """Return the outputs [N, V]; for text those at the last token, which depends on all tokens before it."""
     return output if output.dim() == 2 else output[:, -1]
 
 

@@ -1,10 +1,9 @@
-"""The best that can be done in simulated worlds, and how controllers compare with it.
+"""Best fixed plans in simulated worlds, as a reference for controllers.
 
-A *plan* says what to plant where, in which order; each seed is planted as soon as the rules allow, committed as soon
-as they allow, never pruned. `best_schedule` is the one plan that is best on average over some worlds: the most that
-can be had without looking. Of one world alone it is the best that could be had by knowing everything. It runs every
-plan of the class through the simulator without noise (`beam=None`: exact in the class), or extends only the best few at
-each length (for many slots).
+A *plan* lists what to plant where, in which order. Each seed is planted and committed as soon as the rules allow, and
+never pruned. `best_schedule` returns the plan with the highest mean return over some worlds: the optimum without
+observations. For a single world it is the optimum with full knowledge. It simulates every plan without noise
+(`beam=None`: exact within the class), or extends only the best few of each length (for many slots).
 
 Legend: E environments, W worlds, P plans, N plantings of a plan.
 """
@@ -27,23 +26,24 @@ from esper.tamiyo.controllers import Controller, wait_everywhere
 from esper.tolaria.rollout import rollout
 
 Planting = tuple[int, int, int]
-"""Slot, blueprint, style."""
+"""Slot, blueprint and style."""
 Plan = tuple[Planting, ...]
 ENVS_AT_ONCE = 4096
 _STYLE_OF = {op: next(i for i, s in enumerate(STYLES) if s.operator == op) for op in Operator}
 
 
 class FollowPlans:
-    """A controller that carries out one plan per environment, or one plan everywhere."""
+    """Controller that executes one plan per environment, or one plan in all of them."""
 
     def __init__(self, plans: Sequence[Plan]) -> None:
-        longest = max((len(p) for p in plans), default=0) + 1  # a last column of −1: nothing more to plant
+        longest = max((len(p) for p in plans), default=0) + 1  # the last column is −1: nothing left to plant
         self.plantings = np.full((len(plans), longest, 3), -1)
         for i, plan in enumerate(plans):
             if plan:
                 self.plantings[i, : len(plan)] = plan
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """Return actions [E, 8]: plant the next seed of the plan if it is legal, otherwise commit, otherwise wait."""
         envs = np.arange(table.num_envs)
         plans = np.broadcast_to(self.plantings, (table.num_envs, *self.plantings.shape[1:]))
         slot, blueprint, style = plans[envs, np.minimum(table.next_serial, plans.shape[1] - 1)].T
@@ -58,12 +58,12 @@ class FollowPlans:
     def _do(self, actions: Ints, op: Op, where: Bools) -> None:
         envs = where.any(axis=1)
         actions[envs, Head.OP], actions[envs, Head.SLOT] = op, where[envs].argmax(axis=1)
-        actions[envs, Head.ALPHA_SPEED] = 0  # what is to go goes at once
+        actions[envs, Head.ALPHA_SPEED] = 0  # INSTANT
 
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """What a controller earned in each environment."""
+    """Results of a controller, per environment."""
 
     total: Floats  # [E] undiscounted return: in `utility` mode the final U
     discounted: Floats  # [E]
@@ -71,7 +71,7 @@ class Episodes:
 
 
 def play(sim: Simulator, controller: Controller, config: RewardConfig, gamma: float = 0.995) -> Episodes:
-    """One episode in every environment, from the beginning."""
+    """Run one episode in every environment, from the first step, and return the results."""
     sim.reset()
     total, discounted, weight = np.zeros(len(sim.worlds)), np.zeros(len(sim.worlds)), 1.0
     before = Frame.of(sim.table, sim.context, sim.twin_quality)
@@ -90,7 +90,7 @@ def values(
     config: RewardConfig | None = None,
     gamma: float = 1.0,
 ) -> Floats:
-    """[W, P] the noiseless return of every plan in every world."""
+    """Return the noiseless return of every plan in every world, [W, P]."""
     quiet, config = msgspec.structs.replace(sim, noise=0.0), config or RewardConfig()
     pairs = [(world, plan) for world in worlds for plan in plans]
     found = []
@@ -102,9 +102,9 @@ def values(
 
 
 def plantings(worlds: Sequence[int], sim: SimConfig) -> list[Planting]:
-    """Every slot with every blueprint, each in the style that suits it best on average over these worlds.
+    """Return every slot with every blueprint, each in the style with the highest mean strength over these worlds.
 
-    More strength is never worse, so for one world this choice of style loses nothing.
+    More strength is never worse, so for a single world this choice of style is optimal.
     """
     potential = draw_worlds(worlds, sim).potential  # [W, S, B]
     suits = np.stack([potential * OPERATOR_FIT[op] for op in Operator])  # [operators, W, S, B]
@@ -124,7 +124,7 @@ def best_schedule(
     beam: int | None = None,
     longest: int = 4,
 ) -> tuple[Plan, float]:
-    """The plan with the highest mean return over these worlds, and that mean."""
+    """Return the plan with the highest mean return over these worlds, and that mean."""
     options = plantings(worlds, sim)
     best: tuple[Plan, float] = ((), float(values([()], worlds, sim, rules, config, gamma).mean()))
     kept: list[Plan] = [()]

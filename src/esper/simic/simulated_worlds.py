@@ -1,13 +1,13 @@
-"""Simulated worlds: how a host learns and what each seed could become in it, drawn from the world's number.
+"""Simulated worlds: learning curves of hosts and potentials of seeds, drawn from the world's number.
 
-A world has a *demand* for three kinds of help (mixing in space, mixing of channels, calibration), which depends on
-depth and on the world; a blueprint offers each kind to some degree. What a seed is worth at full skill:
+A world has a *demand* for three kinds of help (spatial mixing, channel mixing, calibration), which depends on depth
+and on the world; a blueprint offers each kind to some degree. The worth of a fully trained seed is
 
-    potential = head-room · need of the slot · (offer · demand − what the host has itself) · surprise
+    potential = head-room · need of the slot · (offer · demand − what the host provides itself) · surprise
 
-Some of it can be foreseen (depth, the blueprint), some can be read from the host (a slow start asks for space, a gap
-between training and validation loss for calibration, a low ceiling means head-room), the rest shows only when
-something is planted. Some seeds are bad: they harm, or are stillborn and never learn.
+Part of it is predictable (depth, blueprint), part is observable on the host (a slow start indicates spatial demand, a
+gap between training and validation loss calibration, a low ceiling head-room), and the rest is observable only after
+planting. Some seeds are bad: they are harmful, or stillborn and never learn.
 
 Legend: E environments, S slots, B blueprints, K kinds of help.
 """
@@ -29,31 +29,33 @@ MOST_SLOTS = 1000
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How simulated worlds differ and how well they can be seen."""
+    """Settings of simulated worlds: their variation and the measurement noise."""
 
     horizon: int = 40
-    """Steps of an episode."""
+    """Steps per episode, ≥ 1."""
     slots: int = 3
+    """Number of slots per host, 1 to 1000."""
     gain: float = 0.06
-    """What a fitting seed adds to quality in a typical slot."""
+    """Quality that a well-fitting seed adds in a typical slot, as a fraction ≥ 0."""
     kind_spread: float = 1.6
-    """How much worlds differ in the kind of help they ask for: 0 makes one schedule fit all."""
+    """Variation between worlds of the kind of help in demand, ≥ 0. At 0 one schedule fits all worlds."""
     slot_spread: float = 0.5
-    """How much slots of one world differ in need."""
+    """Variation of need between the slots of a world, as the standard deviation of its logarithm, ≥ 0."""
     surprise: float = 0.35
-    """How much of a potential neither kind nor need explain."""
+    """Variation of a seed's potential that neither kind nor need explain, relative to its scale, ≥ 0."""
     bad_share: float = 0.12
-    """Seeds that learn to do harm."""
+    """Fraction of seeds that learn to be harmful, 0 to 1."""
     stillborn_share: float = 0.06
-    """Seeds that learn nothing and whose gradients show it: their gate stays shut."""
+    """Fraction of seeds that learn nothing, 0 to 1 together with `bad_share`. Their gradients show it: they fail
+    their gate."""
     shock: float = 0.02
-    """What moving alpha by 1 in one step costs in quality, for a few steps."""
+    """Quality lost temporarily when alpha moves by 1 in one step, as a fraction ≥ 0."""
     val_samples: int = 2000
-    """Size of the validation split that contributions seem to be measured on: it sets their standard errors."""
+    """Number of samples of the simulated validation split, ≥ 1. It determines the standard errors of contributions."""
     quality_noise: float = 0.0015
-    """Scatter of quality from epoch to epoch."""
+    """Standard deviation of quality from epoch to epoch, as a fraction ≥ 0."""
     noise: float = 1.0
-    """Multiplies all noise of measurement; 0 shows the truth."""
+    """Factor that multiplies all measurement noise, ≥ 0. At 0 measurements are exact."""
 
     def __post_init__(self) -> None:
         if self.slots > MOST_SLOTS:
@@ -69,11 +71,11 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ConfigError(f"{name} must be ≥ 0, got {getattr(self, name)}")
 
 
-# ---- what never changes: blueprints, the host's shape ------------------------------------------------------------
+# ---- constants: blueprints, the host's shape ----------------------------------------------------------------------
 
 MAP_BLUEPRINTS = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
-"""The built-in blueprints for feature maps: what a simulated slot takes."""
-_OFFERS = {  # space, channels, calibration; share of what is missing that is learnt in an epoch
+"""Built-in blueprints for feature maps, which simulated slots accept."""
+_OFFERS = {  # space, channels, calibration; fraction of the remaining skill learnt per epoch
     "conv_light": (0.75, 0.45, 0.05, 0.20),
     "attention": (0.00, 0.40, 0.75, 0.26),
     "norm": (0.00, 0.05, 0.85, 0.35),
@@ -90,49 +92,51 @@ for _name, (*_offer, _rate) in _OFFERS.items():
 _NORM = np.maximum(np.sqrt((OFFER**2).sum(axis=1)), 1e-9)
 _ALIKE = (OFFER[:, None] * OFFER[None]).sum(axis=2) / (_NORM[:, None] * _NORM[None])
 INTERACTION = 0.35 - 0.85 * _ALIKE
-"""[B, B] of seeds in neighbouring slots, as a share of the weaker: what is alike is redundant, what is not, helps."""
+"""[B, B] interaction of seeds in neighbouring slots, relative to the weaker one: similar seeds are redundant, different
+ones complementary."""
 
 OPERATOR_FIT = np.ones((len(Operator), len(BLUEPRINTS)))
-"""How well an operator suits a blueprint: what turns channels up and down wants to multiply, the others to add."""
+"""[operators, B] factor of a seed's strength: blueprints that scale channels suit MULTIPLY, the others ADD."""
 OPERATOR_FIT[Operator.MULTIPLY] = 0.8
 OPERATOR_FIT[Operator.MULTIPLY, [BLUEPRINTS.index("attention"), BLUEPRINTS.index("norm")]] = 1.15
 OPERATOR_FIT[Operator.GATE] = 0.9
 GATED_HARM = 0.5
-"""A gate lets half of a seed's harm through."""
+"""Fraction of a seed's harm that passes a gate."""
 
 BASE_WIDTH, LEVELS, IMAGE, CLASSES = 8, 3, 14, 10
 
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """The simulated host: one convolution before each slot, widths doubling twice from first to last."""
+    """Shape of the simulated host: one convolution before each slot, widths doubling twice from first to last."""
 
     width: Ints  # [S] channels
     depth: Floats  # [S] 0…1
-    params: Ints  # [S, B] of a seed
+    params: Ints  # [S, B] parameters of a seed
     macs: Ints  # [S, B]
     host_params: int
     host_macs: int
 
 
 def host_shape(slots: int) -> Shape:
+    """Return the shape of a host with this many slots."""
     level = np.arange(slots) * LEVELS // slots
     width = BASE_WIDTH * 2**level
-    pixels, behind = (IMAGE >> level) ** 2, (IMAGE >> level + 1) ** 2  # of the convolution, and behind its pool
+    pixels, behind = (IMAGE >> level) ** 2, (IMAGE >> level + 1) ** 2  # of the convolution, and after its pooling
     before = np.concatenate([[1], width[:-1]])
     params, macs = np.zeros((2, slots, len(BLUEPRINTS)), dtype=np.int64)
     for name in MAP_BLUEPRINTS:
         b = BLUEPRINTS.index(name)
         weights, others = _weights(name, width)
         params[:, b] = weights + others
-        macs[:, b] = weights * (1 if name == "attention" else behind)  # attention looks at one mean pixel
+        macs[:, b] = weights * (1 if name == "attention" else behind)  # attention operates on the mean over pixels
     host_params = int((9 * before * width + 2 * width).sum() + (width[-1] + 1) * CLASSES)
     host_macs = int((9 * before * width * pixels).sum() + width[-1] * CLASSES)
     return Shape(width, (np.arange(slots) + 0.5) / slots, params, macs, host_params, host_macs)
 
 
 def _weights(name: str, c: Ints) -> tuple[Ints, Ints]:
-    """Parameters of a blueprint that multiply, and its others (norms, biases), by channels."""
+    """Return a blueprint's multiplying parameters and its other ones (norms, biases), by channels."""
     quarter, neck = np.maximum(1, c // 4), np.maximum(8, c // 4)
     return {
         "conv_light": (9 * c * c, 2 * c),
@@ -145,33 +149,34 @@ def _weights(name: str, c: Ints) -> tuple[Ints, Ints]:
     }[name]
 
 
-# ---- what a world is ---------------------------------------------------------------------------------------------
+# ---- worlds ------------------------------------------------------------------------------------------------------
 
 KINDS = OFFER.shape[1]
 HOST_HAS = 0.22
-"""Fit below which a seed offers no more than the host can do itself."""
+"""Fit below which a seed offers no more than the host itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Worlds:
-    """The truth about E worlds."""
+    """True parameters of E worlds."""
 
     keys: Bits  # [E]
     start: Floats  # [E] quality before the first epoch
     ceiling: Floats  # [E] quality without growth, in the long run
-    pace: Floats  # [E] epochs in which the host learns most of it
-    overfit: Floats  # [E] share by which training loss lies below validation loss, in the end
-    room: Floats  # [E] most that growth can add
+    pace: Floats  # [E] time constant of the host's learning curve, in epochs
+    overfit: Floats  # [E] final fraction by which training loss lies below validation loss
+    room: Floats  # [E] maximum that growth can add
     need: Floats  # [E, S] of each slot, around 1
     potential: Floats  # [E, S, B] what a seed adds at full skill and strength
     stillborn: Bools  # [E, S, B]
 
     def host_quality(self, step: Ints) -> Floats:
-        """[E] what the host would have reached without growth."""
+        """Return the quality [E] of the host without growth after `step` epochs."""
         return self.ceiling - (self.ceiling - self.start) * np.exp(-step / self.pace)
 
 
 def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
+    """Return the true parameters of these worlds. They depend on the world's number and the settings only."""
     keys, shape = world_keys(worlds), host_shape(config.slots)
     size = len(keys), config.slots, len(BLUEPRINTS)
 

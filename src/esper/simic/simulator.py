@@ -1,17 +1,17 @@
-"""A simulator of growing hosts: the same table, rules and measurements as the engine, learning curves by formula.
+"""Simulator of growing hosts: table, rules and measurements of the engine, with learning curves given by formulas.
 
     sim = Simulator(SimConfig(), worlds=range(128))
-    sim.step(actions)             # apply, tick, learn, measure: every array over all environments at once
+    sim.step(actions)             # apply, tick, learn, measure; vectorised over all environments
 
-It runs tens of thousands of steps a second, so a learner, a reward or a controller can be tried in seconds, and the
-best that can be done is known (`simulated_plans`). What it keeps of the real thing:
+It runs tens of thousands of steps per second, so that learners, rewards and controllers can be tested in seconds, and
+the optimum is known (`simulated_plans`). Properties kept from real hosts:
 
-    a seed learns with diminishing returns while TRAINING, the host feels it by alpha only; fossils go on learning
-    neighbours add to or repeat each other, and the head-room of a host is finite
-    moving alpha costs some quality for a while; pruning loses what the seed had learnt
-    contributions and prospects are the truth with noise of the stated standard error
+    a TRAINING seed learns with diminishing returns and affects the host only through alpha; fossils keep learning
+    neighbours complement or duplicate each other, and the head-room of a host is finite
+    moving alpha costs some quality temporarily; pruning loses what the seed had learnt
+    contributions and prospects are the true values plus noise of the stated standard error
 
-An environment is the same alone and among others: its noise is addressed by (world, purpose, step).
+An environment does not depend on the others: its noise is keyed by (world, purpose, step).
 
 Legend: E environments, S slots, B blueprints.
 """
@@ -51,12 +51,14 @@ __all__ = ["SimConfig", "Simulator"]
 
 S = SeedStage
 LESSONS = np.zeros(NUM_STAGES)
+"""Fraction of an epoch that a seed learns from, by stage. A TRAINING seed has a shadow pass on every other batch
+only."""
 LESSONS[[S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 0.7, 1.0, 1.0, 1.0
 """Share of an epoch that a seed learns from: behind isolation only every other batch teaches it."""
 SHOCK_KEEP = 0.5
-"""Share of a disturbance that is left an epoch later."""
+"""Fraction of a disturbance that remains after one epoch."""
 SAME_SPLIT = 0.5
-"""Share of a measurement's variance that comes from which samples the split holds: it stays from epoch to epoch."""
+"""Fraction of a measurement's variance that is due to the samples in the split: constant from epoch to epoch."""
 
 LOSS_NOISE, INTERACTION_NOISE = 0.003, 0.002
 
@@ -69,9 +71,9 @@ class Simulator:
         self.shape = host_shape(config.slots)
         self.slots = tuple(f"r0c{column}" for column in range(config.slots))
         self.data_hash = "simulated"
-        self.worth: list[Worth] = []  # no coalitions are evaluated here
-        self.on_pause: Callable[[], None] = lambda: None  # it never pauses
-        self.alarms: list[Alarm] = []  # and no host falls ill
+        self.worth: list[Worth] = []  # no coalitions are evaluated
+        self.on_pause: Callable[[], None] = lambda: None  # never called
+        self.alarms: list[Alarm] = []  # there is no governor
         self.context = ObsContext(
             horizon=config.horizon,
             host_params=self.shape.host_params,
@@ -79,7 +81,7 @@ class Simulator:
             slot_width=self.shape.width,
             slot_params=self.shape.params,
             slot_macs=self.shape.macs,
-            slot_depth=np.arange(config.slots) / max(1, config.slots - 1),  # as a real host shows it
+            slot_depth=np.arange(config.slots) / max(1, config.slots - 1),  # as for real hosts
             chance_loss=float(np.log(CLASSES)),
             thresholds=self.rules.thresholds,
         )
@@ -89,13 +91,13 @@ class Simulator:
         self.reset(worlds)
 
     def twin_curves(self) -> dict[int, list[float]]:
-        """None to keep: a world's twin is a formula."""
+        """Return an empty dict: no-growth baselines are formulas and need no cache."""
         return {}
 
-    def know_twins(self, curves: Mapping[int, list[float]]) -> None: ...
+    def know_twins(self, curves: Mapping[int, list[float]]) -> None: ...  # no-growth baselines are formulas
 
     def reset(self, worlds: Sequence[int] | None = None) -> None:
-        """Begin anew, in as many other worlds or in the same."""
+        """Restart all environments, in the given worlds or in the same ones."""
         if worlds is not None:
             if len(worlds) != self.table.num_envs:
                 raise ConfigError(
@@ -106,29 +108,29 @@ class Simulator:
             self.truth: Worlds = draw_worlds(self.worlds, self.config)
         self.table.reset()
         envs, shape = self.table.num_envs, self.table.stage.shape
-        self.skill = np.zeros(shape)  # [E, S] share of its potential that a seed has learnt
+        self.skill = np.zeros(shape)  # [E, S] fraction of its potential that a seed has learnt
         self.felt = np.zeros(shape)  # [E, S] alpha after the last step
         self.shock = np.zeros(envs)  # [E] quality lost to moving alphas
         self.true_quality: Floats = np.full(envs, np.nan)  # [E] without noise
-        self.twin_quality: Floats = np.full(envs, np.nan, np.float32)  # [E] measured, of the world without growth
+        self.twin_quality: Floats = np.full(envs, np.nan, np.float32)  # [E] measured, of the no-growth baseline
 
     @property
     def legal(self) -> Bools:
-        """[E, O, S] the operations that are possible now."""
+        """[E, O, S] operations that are legal now."""
         return legal(self.table, self.rules)
 
     @property
     def params(self) -> Ints:
-        """[E] of host and seeds."""
+        """[E] parameters of host and seeds."""
         return live_costs(self.table, self.context)[0]
 
     @property
     def macs(self) -> Ints:
-        """[E] multiply-adds on one sample of the host and all seeds that have a say."""
+        """[E] multiply-adds per sample of the host and all seeds that affect the output."""
         return live_costs(self.table, self.context)[1]
 
     def step(self, actions: Ints) -> Outcome:
-        """One decision per environment: apply, tick, learn for an epoch, measure, record."""
+        """Apply actions [E, 8], tick, learn for an epoch, measure and record."""
         table = self.table
         outcome = apply(table, actions, self.rules)
         newborn = table.stage == S.GERMINATED
@@ -143,11 +145,11 @@ class Simulator:
         return np.asarray((self.table.stage >= S.GERMINATED) & (self.table.stage <= S.FOSSILIZED))
 
     def _cost(self, of_seeds: Ints) -> Ints:
-        """[E, S] the entries of `of_seeds` [S, B] for the seeds that are there."""
+        """Return the entries [E, S] of `of_seeds` [S, B] for the current seeds."""
         return np.asarray(of_seeds[np.arange(self.table.num_slots), np.maximum(self.table.blueprint, 0)])
 
     def _of_blueprint(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
-        """[E, S] the entries of `values` [E, S, B] for the seeds that are there."""
+        """Return the entries [E, S] of `values` [E, S, B] for the current seeds."""
         chosen = np.maximum(self.table.blueprint, 0).astype(np.intp)
         return np.take_along_axis(values, chosen[:, :, None], axis=2)[:, :, 0]
 
@@ -160,7 +162,7 @@ class Simulator:
         self.shock = SHOCK_KEEP * self.shock + self.config.shock * (moved**2).sum(axis=1)
 
     def strength(self) -> Floats:
-        """[E, S] what each seed would add alone at alpha = 1, as it is now."""
+        """Return [E, S] what each seed would currently add alone at alpha = 1."""
         table = self.table
         operator, blueprint = np.maximum(table.operator, 0), np.maximum(table.blueprint, 0)
         worth = self._of_blueprint(self.truth.potential)
@@ -169,32 +171,33 @@ class Simulator:
         return np.where(self._alive(), worth * fit * self.skill, 0.0)
 
     def _pairs(self, left: Floats, right: Floats) -> Floats:
-        """[E, S−1] what neighbours add by being together, from the strengths of each pair."""
+        """Return [E, S−1] the interactions of neighbours, from the strengths of each pair."""
         blueprint = np.maximum(self.table.blueprint, 0)
         both = INTERACTION[blueprint[:, :-1], blueprint[:, 1:]]
         return both * np.maximum(np.minimum(left, right), 0.0)
 
     def _touching(self, mine: Floats, others: Floats) -> Floats:
-        """[E, S] interactions of each slot, at strength `mine`, with its neighbours as they are."""
+        """Return [E, S] the interactions of each slot, at strength `mine`, with its neighbours at strength `others`."""
         total = np.zeros(mine.shape)
         total[:, :-1] += self._pairs(mine[:, :-1], others[:, 1:])
         total[:, 1:] += self._pairs(others[:, :-1], mine[:, 1:])
         return total
 
     def _sum(self, strengths: Floats) -> Floats:
-        """[E] of seeds together, before the host's head-room sets a limit."""
+        """Return [E] the combined strength of all seeds, before the limit of the host's head-room."""
         return np.asarray(strengths.sum(axis=1) + self._pairs(strengths[:, :-1], strengths[:, 1:]).sum(axis=1))
 
     def _value(self, raw: Floats, maturity: Floats) -> Floats:
-        """From summed strengths [E] or [E, S] to quality: the nearer to the head-room, the less is added.
+        """Convert combined strengths [E] or [E, S] to quality, with diminishing returns towards the head-room.
 
-        What a seed adds rests on features that the host must have learnt first: it grows with the host's maturity.
+        A seed builds on features that the host must have learnt first: its gain is proportional to the host's
+        maturity.
         """
         room, maturity = (a if raw.ndim == 1 else a[:, None] for a in (self.truth.room, maturity))
         return maturity * np.where(raw > 0, room * -np.expm1(-np.maximum(raw, 0.0) / room), raw)
 
     def _measure(self) -> None:
-        """What a validation pass would show after this epoch."""
+        """Record what a validation pass would measure after this epoch."""
         truth, (envs, slots) = self.truth, self.table.stage.shape
         host = truth.host_quality(self.table.step)
         maturity = (host - truth.start) / (truth.ceiling - truth.start)
@@ -208,7 +211,7 @@ class Simulator:
         now = self.strength() * self.felt
         value = self._value(self._sum(now), maturity)
         committed = self._value(self._sum(np.where(table.stage == S.FOSSILIZED, now, 0.0)), maturity)
-        left_twin = np.minimum(self.felt.sum(axis=1), 1.0)  # a host that feels a seed leaves its twin's path
+        left_twin = np.minimum(self.felt.sum(axis=1), 1.0)  # a host with alpha > 0 diverges from its baseline
 
         self.true_quality = np.clip(host + value - self.shock, 0.01, 0.99)
         self.twin_quality = np.clip(host + config.quality_noise * luck, 0.0, 1.0).astype(np.float32)
@@ -240,16 +243,17 @@ class Simulator:
         self._record_gradients(training | live, *(self.config.noise * draws[3:]))
 
     def _seen(self, true: Floats, fresh: Floats, purpose: str) -> tuple[Floats, Floats]:
-        """A difference in quality as a split of finite size shows it, and its paired standard error."""
+        """Return a difference in quality as measured on a split of finite size, and its paired standard error."""
         table, config = self.table, self.config
         seed = np.maximum(table.serial, 0) * table.num_slots + np.arange(table.num_slots)
         lasting = bell(random_bits(self.truth.keys, purpose, seed))
-        share = np.abs(true) + 0.01  # of samples whose verdict changes
+        share = np.abs(true) + 0.01  # fraction of samples whose prediction changes
         se = config.noise * np.sqrt(share / config.val_samples)
         return true + se * (np.sqrt(SAME_SPLIT) * lasting + np.sqrt(1.0 - SAME_SPLIT) * fresh), se
 
     def _record_gradients(self, where: Bools, first: Floats, second: Floats) -> None:
-        """Norms fall as a seed learns; a needy slot pulls harder; a stillborn seed has dead tensors."""
+        """Record gradient statistics: norms fall as a seed learns and grow with its slot's need; stillborn seeds
+        have dead tensors."""
         table, dead = self.table, self._of_blueprint(self.truth.stillborn)
         pull = self.truth.need * (1.0 - 0.9 * self.skill)
         norm = np.where(dead, 1e-3, 0.5 * pull) * (1.0 + 0.1 * first)

@@ -1,4 +1,4 @@
-"""What a seed is worth: coalitions into contributions, interactions and Shapley values, with error bars."""
+"""Seed worth: contributions, interactions and Shapley values from coalition scores, with standard errors."""
 
 from esper.simic.attribution.counterfactual import CounterfactualEngine, CounterfactualHelper, report
 from esper.simic.attribution.worth import Worth

@@ -1,11 +1,11 @@
-"""Counterfactuals: which coalitions to evaluate, what their values say, and one call per epoch for the loop.
+"""Counterfactual evaluation: which coalitions to evaluate, and the worth of seeds from their scores.
 
     CounterfactualEngine    coalitions(…) → configurations;  worth(result) → Worth
     CounterfactualHelper    process_batch(engine) → one Worth per environment, each epoch
-    report                  one body, every seed, committed ones too: for people
+    report                  worth of every seed of one body, including committed ones
 
-Every number comes from one table of per-sample scores keyed by bitmask, so differences are paired, and no
-configuration is evaluated twice.
+All numbers come from one table of per-sample scores keyed by bitmask: differences are paired, and no configuration is
+evaluated twice.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from esper.tolaria.coalitions import Coalitions, Config, Measured, Score, evalua
 from esper.tolaria.engine import Engine
 
 DEFAULT_BUDGET = 200
-"""Coalitions of a report with more players than an exact table serves."""
+"""Number of coalitions in a report with more than `EXACT_PLAYERS` players."""
 
 
 class CounterfactualEngine:
-    """From players to coalitions, and from their scores to worth. Holds no state."""
+    """Selects coalitions and turns their scores into worth. Stateless."""
 
     @staticmethod
     def coalitions(players: int, prospects: int = 0, *, budget: int | None = None, seed: int = 0) -> list[Config]:
-        """The full table of few players, else the most telling coalitions within a budget; no prospect on.
+        """Return all coalitions of few players, or the most informative ones within a budget. Prospects are off.
 
-        A budget below 2n + 2 cannot hold every player alone and every player off, and is raised to that.
+        A budget below 2n + 2 does not cover each player alone and each player off, and is raised to that.
         """
         most = 2**players if players <= EXACT_PLAYERS else DEFAULT_BUDGET
         count = min(2**players, max(most if budget is None else budget, 2 * players + 2))
@@ -44,7 +44,7 @@ class CounterfactualEngine:
 
     @staticmethod
     def worth(result: Coalitions, fossils: tuple[str, ...] = ()) -> Worth:
-        """Everything the scores say; scores [K, N], or [K, N, Q] of which the first is the quality."""
+        """Return everything that the scores determine. Scores are [K, N], or [K, N, Q] with quality first."""
         scores = result.scores if result.scores.ndim == 2 else result.scores[..., 0]
         basic = statistics(result, scores).tolist()
         measured, half = Measured.read(result, basic), len(basic) // 2
@@ -81,7 +81,7 @@ class CounterfactualEngine:
 
 
 def _paired(a: Array | None, b: Array | None) -> tuple[float, float]:
-    """Mean and standard error of a difference taken sample by sample; NaN if a side was not evaluated."""
+    """Return mean and standard error of the per-sample difference; NaN if one side was not evaluated."""
     if a is None or b is None:
         return float("nan"), float("nan")
     d = a - b
@@ -89,15 +89,15 @@ def _paired(a: Array | None, b: Array | None) -> tuple[float, float]:
 
 
 class CounterfactualHelper:
-    """The training loop's one call: what this epoch's coalitions say of every environment."""
+    """Computes the worth of every environment's seeds after each epoch of the training loop."""
 
     def process_batch(self, engine: Engine) -> list[Worth]:
-        """Worth per environment from the coalitions it was just validated with; interactions go to the table."""
+        """Return each environment's worth from its latest coalitions, and write the interactions into the table."""
         found = [CounterfactualEngine.worth(result) for result in engine.judged]
         for e, worth in enumerate(found):
             for i, name in enumerate(worth.slots):
                 others = np.delete(worth.interaction[i], i)
-                known = np.isfinite(others).any()  # else: no partner left, or pairs are not evaluated now
+                known = np.isfinite(others).any()  # otherwise no other player is left, or pairs were not evaluated
                 engine.table.interaction[e, engine.task.slots.index(name)] = np.nansum(others) if known else np.nan
         return found
 
@@ -111,17 +111,17 @@ def report(
     tolerance: float | None = None,
     calibration: Any = None,
 ) -> Worth:
-    """What every seed of a body is worth now, committed ones included: for people, not for gates.
+    """Return the worth of every seed of a body, including committed ones. For reports; gates do not use it.
 
-    Up to six seeds Shapley values are exact. With more, `budget` bounds the coalitions evaluated, and `tolerance`
-    stops earlier, as soon as the error for want of the others is below it.
+    Shapley values are exact for up to six seeds. For more, `budget` limits the evaluated coalitions, and `tolerance`
+    stops as soon as the error due to the missing coalitions is below it.
     """
     players, prospects = body.players(fossils=True), body.training_slots
     n = len(players)
     configs = CounterfactualEngine.coalitions(n, len(prospects), budget=budget)
     nobody = (False,) * len(prospects)
     rows = [(True,) * n + nobody[:i] + (True,) + nobody[i + 1 :] for i in range(len(prospects))]
-    batches = list(batches)  # they may be looked at more than once
+    batches = list(batches)  # may be iterated more than once
     committed = tuple(s.name for s in players if s.stage == SeedStage.FOSSILIZED)
     take = len(configs) if tolerance is None or n <= EXACT_PLAYERS else 2 * n + 2
     done = evaluate(body, batches, score, configs=configs[:take] + rows, fossils=True, calibration=calibration)

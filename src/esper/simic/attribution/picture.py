@@ -1,4 +1,4 @@
-"""A picture of worth: bars with error bars on the left, pairwise interactions as a heat map on the right."""
+"""Plot of worth: bars with error bars on the left, a heat map of pairwise interactions on the right."""
 
 from __future__ import annotations
 
@@ -15,22 +15,26 @@ BLUE, ORANGE = (57, 106, 177), (218, 124, 48)
 
 
 class _Canvas:
-    """Collects rectangles, lines and texts; writes them as SVG, or draws them with Pillow."""
+    """Collects rectangles, lines and texts, and writes them as SVG or as PNG with Pillow."""
 
     def __init__(self, width: float, height: float) -> None:
         self.width, self.height = width, height
         self.shapes: list[tuple[str, tuple[float, ...], tuple[int, int, int], str]] = []
 
     def box(self, x: float, y: float, w: float, h: float, colour: tuple[int, int, int]) -> None:
+        """Add a filled rectangle."""
         self.shapes.append(("box", (x, y, w, h), colour, ""))
 
     def line(self, x0: float, y0: float, x1: float, y1: float) -> None:
+        """Add a line."""
         self.shapes.append(("line", (x0, y0, x1, y1), (60, 60, 60), ""))
 
     def text(self, x: float, y: float, said: str) -> None:
+        """Add a text."""
         self.shapes.append(("text", (x, y), (30, 30, 30), said))
 
     def svg(self) -> str:
+        """Return the drawing as SVG."""
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width:.0f}" height="{self.height:.0f}" '
             'font-family="sans-serif" font-size="12"><rect width="100%" height="100%" fill="white"/>'
@@ -48,6 +52,7 @@ class _Canvas:
         return "\n".join([*parts, "</svg>\n"])
 
     def png(self, path: Path) -> None:
+        """Write the drawing as PNG. Raise ConfigError if Pillow is not installed."""
         try:
             from PIL import Image, ImageDraw
         except ImportError as error:
@@ -65,7 +70,7 @@ class _Canvas:
 
 
 def draw(worth: Worth, path: Path) -> Path:
-    """Write the picture; the ending of the name says as what."""
+    """Write the plot as .svg or .png, depending on the suffix, and return its path."""
     if path.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"a picture is a .svg or a .png, got {path.name!r}")
     n = len(worth.slots)

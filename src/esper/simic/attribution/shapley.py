@@ -1,8 +1,8 @@
-"""Shapley values from the values of coalitions: exact from a full table, anytime from a part of it.
+"""Shapley values from coalition values: exact from a full table, estimated from a part of it.
 
-A coalition is a bitmask over n players; bit i is player i. Every estimate here is linear in the coalition
-values, φ = A·v, so the same matrix turns per-sample scores [K, N] into per-sample Shapley values [n, N], and
-their spread into standard errors. Permutations are never listed.
+A coalition is a bitmask over n players; bit i is player i. Every estimate is linear in the coalition values, φ = A·v:
+the same matrix turns per-sample scores [K, N] into per-sample Shapley values [n, N], whose spread gives the standard
+errors. Permutations are never enumerated.
 
 Legend: n players, K evaluated coalitions, N samples.
 """
@@ -20,14 +20,15 @@ import torch
 
 Array = npt.NDArray[np.float64]
 EXACT_PLAYERS = 6
-"""Up to so many players the whole table of 2ⁿ coalitions is evaluated."""
+"""Maximum number of players for which all 2ⁿ coalitions are evaluated."""
 ENUMERABLE_PLAYERS = 16
-"""Up to so many players the coalitions of a size are listed and shuffled; above they are drawn."""
+"""Maximum number of players for which the coalitions of a size are listed and shuffled. Above, they are sampled."""
 
 
 @lru_cache(maxsize=32)
 def exact_weights(n: int) -> Array:
-    """[n, 2ⁿ]: Shapley values from the values of all coalitions in the order of their bitmasks."""
+    """Return the matrix [n, 2ⁿ] from the values of all coalitions, in the order of their bitmasks, to Shapley
+    values."""
     masks = np.arange(2**n)
     size = np.array([m.bit_count() for m in masks.tolist()])
     gain = np.array([factorial(s - 1) * factorial(n - s) / factorial(n) if s else 0.0 for s in range(n + 1)])
@@ -39,10 +40,10 @@ def exact_weights(n: int) -> Array:
 
 
 def coalition_order(n: int, seed: int = 0) -> Iterator[int]:
-    """Distinct coalitions, the most telling first: none, all, each alone, all but one, then complementary pairs.
+    """Yield distinct coalitions, the most informative first: none, all, each alone, all but one, complementary pairs.
 
-    Pairs matter: in a pair S and its complement every interaction of even order cancels. Sizes take turns, so
-    that any prefix is balanced over sizes; it ends when all 2ⁿ are out.
+    In a pair S and its complement, every interaction of even order cancels. Sizes alternate, so that any prefix is
+    balanced over sizes. The iterator ends after all 2ⁿ coalitions.
     """
     full = 2**n - 1
     yield 0
@@ -70,7 +71,7 @@ def coalition_order(n: int, seed: int = 0) -> Iterator[int]:
 
 
 def _of_size(n: int, size: int, rng: np.random.Generator) -> Iterator[int]:
-    """Distinct coalitions of one size in random order; of size n/2 one of each complementary pair."""
+    """Yield distinct coalitions of one size in random order; of size n/2 only one of each complementary pair."""
     half = 2 * size == n
     if n <= ENUMERABLE_PLAYERS:
         masks = [m for m in range(2**n) if m.bit_count() == size and not (half and m & 1)]
@@ -89,19 +90,19 @@ def _of_size(n: int, size: int, rng: np.random.Generator) -> Iterator[int]:
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """Shapley values and what is known of their error."""
+    """Shapley values and their errors."""
 
     values: Array  # [n]
-    se: Array  # [n] from the spread over samples; NaN where values came without samples
-    design_se: Array  # [n] from the coalitions that were not evaluated; 0 if all were
+    se: Array  # [n] from the spread over samples; NaN without per-sample scores
+    design_se: Array  # [n] due to coalitions that were not evaluated; 0 if all were
     evaluations: int
 
 
 def weights_for(n: int, masks: Sequence[int]) -> Array:
-    """[n, K]: Shapley values from these coalitions, by one constrained weighted least squares.
+    """Return the matrix [n, K] from these coalitions to Shapley values, by constrained weighted least squares.
 
-    It fits v(S) ≈ v(∅) + Σ φ_i over all coalitions under Σφ = v(all) − v(none), with the Shapley kernel's weight
-    of each size shared among those evaluated of that size. With all 2ⁿ coalitions it is exact.
+    It fits v(S) ≈ v(∅) + Σ φ_i over all coalitions under Σφ = v(all) − v(none). The Shapley kernel's weight of each
+    size is divided among the evaluated coalitions of that size. With all 2ⁿ coalitions it is exact.
     """
     column = {mask: k for k, mask in enumerate(masks)}
     full = 2**n - 1
@@ -130,15 +131,15 @@ def weights_for(n: int, masks: Sequence[int]) -> Array:
 
 
 def _kernel(n: int, sizes: npt.NDArray[np.int64]) -> Array:
-    """The Shapley kernel's mass of each size, shared among the coalitions of that size."""
+    """Return the Shapley kernel's weight of each size, divided among the coalitions of that size."""
     counts = np.bincount(sizes, minlength=n)
     return (n - 1) / (sizes * (n - sizes)) / counts[sizes]
 
 
 def estimate(n: int, masks: Sequence[int], scores: Array) -> Estimate:
-    """Shapley values from coalition scores [K] or, per sample, [K, N].
+    """Return Shapley values from coalition scores [K] or, per sample, [K, N].
 
-    From the whole table they are exact. From a part of it, what was not evaluated is interpolated (`_interpolated`).
+    They are exact for a full table. For a part of it, the missing values are interpolated (`_interpolated`).
     """
     means = scores if scores.ndim == 1 else scores.mean(1)
     if len(masks) == 2**n:
@@ -153,13 +154,13 @@ def estimate(n: int, masks: Sequence[int], scores: Array) -> Estimate:
 
 
 def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Array]:
-    """Shapley values as an operator [n, K] on the values, and the error of not knowing the other coalitions [n].
+    """Return Shapley values as a matrix [n, K] on the values, and the error due to the missing coalitions [n].
 
-    The game is taken for a draw of a random function on the cube of coalitions: an additive part, of weight κ, and a
-    smooth one, with correlation ρ^|S△T| between coalitions that differ in |S△T| players; κ and ρ are those under
-    which the values are likeliest. The posterior mean passes through every value, its Shapley values have a closed
-    form, and its posterior variance says how far they may be off. A game without structure (ρ and κ near 0) is left
-    at its mean where nobody looked; one that is additive is a matter for least squares.
+    The game is modelled as a Gaussian process on the cube of coalitions: an additive part of weight κ, and a smooth
+    part with correlation ρ^|S△T| between coalitions that differ in |S△T| players; κ and ρ maximise the likelihood of
+    the values. The posterior mean interpolates every value, its Shapley values have a closed form, and the posterior
+    variance gives their error. For a game without structure (ρ and κ near 0) missing values are predicted by the
+    mean; an additive game is left to least squares.
     """
     if 0 not in masks or 2**n - 1 not in masks:
         raise ValueError("the empty and the full coalition must be among those evaluated")
@@ -171,7 +172,7 @@ def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Ar
     scale = float(np.abs(means - means.mean()).max())
     if scale == 0.0:
         return weights_for(n, masks), np.zeros(n)
-    known = np.stack([means / scale, np.ones(count)], axis=1)  # the values, and the constant that is fitted beside
+    known = np.stack([means / scale, np.ones(count)], axis=1)  # the values, and the constant term
     best = (-np.inf, 0.0, 0.0, 0.0, apart)
     for rho in CORRELATIONS:
         smooth = rho**apart + JITTER * np.eye(count)
@@ -205,7 +206,7 @@ def _cholesky(matrix: Array) -> Array:
 
 
 def _solve(triangle: Array, right: Array, upper: bool = False) -> Array:
-    """A triangular system, which numpy would solve as a full one, and with threads of its own."""
+    """Solve a triangular system. numpy would solve it as a full one, with its own threads."""
     left = torch.from_numpy(np.ascontiguousarray(triangle))
     return torch.linalg.solve_triangular(left, torch.from_numpy(np.ascontiguousarray(right)), upper=upper).numpy()
 
@@ -216,13 +217,13 @@ JITTER = 1e-9
 
 
 def _share(n: int, size: int) -> float:
-    """The weight of a coalition of `size` others in a Shapley value of n players."""
+    """Return the weight of a coalition of `size` others in a Shapley value of n players."""
     return factorial(size) * factorial(n - 1 - size) / factorial(n)
 
 
 @lru_cache(maxsize=256)
 def _reach(n: int, rho: float) -> Array:
-    """[n]: Σ over coalitions S of the n−1 others of share(|S|)·ρ^|S△T|, for T of size 0…n−1."""
+    """Return [n]: Σ over coalitions S of the n−1 others of share(|S|)·ρ^|S△T|, for T of size 0…n−1."""
     others = n - 1
     return np.array(
         [
@@ -237,7 +238,7 @@ def _reach(n: int, rho: float) -> Array:
 
 
 def interactions(n: int, masks: Sequence[int], scores: Array) -> tuple[Array, Array]:
-    """Pairwise interactions v(ij) − v(i) − v(j) + v(∅) and their paired errors, [n, n]; NaN where not evaluated."""
+    """Return pairwise interactions v(ij) − v(i) − v(j) + v(∅) and their paired errors, [n, n]; NaN if not evaluated."""
     row = {m: k for k, m in enumerate(masks)}
     value, se = np.full((n, n), np.nan), np.full((n, n), np.nan)
     for i in range(n):

@@ -1,9 +1,8 @@
-"""Worth: what coalitions say of each seed, with error bars, as a table, a dict and a picture.
+"""Worth of the seeds of one body, with standard errors, as a table, a dict and a plot.
 
-Two words are kept apart. *Gain* is what growth brought against a twin that did not grow. *Dependence* is what
-the network loses now if a part is switched off: of a fossil, which the host has learnt to lean on, it says
-little about what the seed brought. Contributions here are leave-one-out differences: evidence for seeds that
-are not committed, dependence for fossils.
+*Gain* is the improvement of a grown network over its no-growth baseline. *Dependence* is the quality lost when a part
+is switched off now. For a fossil, on which the host has come to rely, dependence says little about its gain.
+Contributions here are leave-one-out differences: evidence for uncommitted seeds, dependence for fossils.
 
 Legend: n players.
 """
@@ -21,32 +20,32 @@ from esper.simic.attribution.shapley import Array
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """Everything measured of one body at one time; NaN where it was not measured. Errors are standard errors."""
+    """All measurements of one body at one time; NaN where nothing was measured. Errors are standard errors."""
 
     slots: tuple[str, ...]
-    """The players: live seeds, and fossils where they were asked for."""
+    """The players: live seeds, and fossils if they were included."""
     fossils: tuple[bool, ...]
-    """Which of them are committed: their contribution is dependence."""
+    """Which players are committed: their contribution is dependence."""
     quality: float
-    """With everything on."""
+    """Quality with all players on."""
     quality_se: float
     committed: float
-    """With every player off."""
+    """Quality with all players off."""
     contribution: Array  # [n]
     contribution_se: Array
-    solo: Array  # [n] alone minus none
+    solo: Array  # [n] player alone minus no player
     solo_se: Array
     shapley: Array  # [n]
     shapley_se: Array
-    shapley_design_se: Array  # [n] from coalitions not evaluated
+    shapley_design_se: Array  # [n] due to coalitions not evaluated
     interaction: Array  # [n, n]
     interaction_se: Array
     evaluations: int
     prospect: dict[str, tuple[float, float]] = field(default_factory=dict)
-    """TRAINING seed → what it would add at alpha = 1, and the error."""
+    """Expected gain of each TRAINING seed at alpha = 1, and its standard error."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain numbers, one entry per slot; what was not measured is None."""
+        """Return plain numbers, one entry per slot; None where nothing was measured."""
         return {
             "quality": _number(self.quality),
             "quality_se": _number(self.quality_se),
@@ -96,7 +95,7 @@ class Worth:
         return "\n".join(lines)
 
     def picture(self, path: str | Path) -> Path:
-        """Write bars with error bars and the interactions as an SVG, or a PNG where Pillow is installed."""
+        """Write a plot of contributions and interactions as SVG, or as PNG if Pillow is installed. Return its path."""
         from esper.simic.attribution.picture import draw
 
         return draw(self, Path(path))

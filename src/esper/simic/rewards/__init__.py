@@ -1,12 +1,12 @@
-"""What a step is worth: pure functions of the whole environment before and after it.
+"""Rewards: pure functions of the whole environment before and after a step.
 
     before = Frame.of(table, context, twin_quality)
     …                                               # one step
     after = Frame.of(table, context, twin_quality)
     r = reward(before, after, config)               # [E]
 
-`frame.py` holds what a mode may look at and the table of modes, `utility.py` the default, `comparisons.py` modes
-of the earlier system, mended. A new mode is one function under `@reward_mode("name")`.
+`frame.py` defines the inputs of a mode and the registry of modes, `utility.py` the default mode, `comparisons.py`
+corrected modes of the earlier system. A new mode is one function decorated with `@reward_mode("name")`.
 """
 
 from esper.simic.rewards import comparisons

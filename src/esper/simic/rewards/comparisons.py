@@ -1,8 +1,8 @@
-"""Reward modes of the earlier system, to compare with: one function each, with their recorded faults mended.
+"""Reward modes of the earlier system, for comparison, with their known defects corrected.
 
-Mended in both: they read the whole environment, not the slot that was acted on; qualities come from the one
-shared validation split; sizes count against the host, not against a constant; refused operations pay nothing,
-because only states do.
+Corrected in both: they read the whole environment, not only the slot that was acted on; qualities come from the one
+shared validation split; sizes are relative to the host, not to a constant; rejected operations earn nothing, because
+rewards depend on states only.
 """
 
 from __future__ import annotations
@@ -22,10 +22,11 @@ _FELT = np.isin(np.arange(NUM_STAGES), (S.BLENDING, S.HOLDING, S.FOSSILIZED))
 
 @reward_mode("shaped")
 def shaped(before: Frame, after: Frame, config: RewardConfig) -> Floats:
-    """Dense: measured contributions, progress through the stages, rent, and a share of the final gain.
+    """Dense reward: measured contributions, progress through the stages, rent, and a share of the final gain.
 
-    Contributions and rent are paid as they change, so a seed is paid for once and forfeits all when it goes; the
-    stages enter as a true potential, γΦ′ − Φ with Φ ≥ 0 and Φ = 0 at the end, so no cycle of stages earns anything.
+    Contributions and rent are paid as differences, so a seed is paid for once and loses everything when it is
+    pruned. The stages form a potential, γΦ′ − Φ with Φ ≥ 0 and Φ = 0 at the end, so no cycle of stages earns
+    anything.
     """
     earned = _credit(after, config) - _credit(before, config)
     progress = config.gamma * _progress(after, config) - _progress(before, config)
@@ -34,21 +35,22 @@ def shaped(before: Frame, after: Frame, config: RewardConfig) -> Floats:
 
 
 def _credit(frame: Frame, config: RewardConfig) -> Floats:
-    """[E] what the seeds that the host feels were last measured to add, minus the rent of all."""
+    """Return [E] the last measured contributions of seeds that are BLENDING, HOLDING or FOSSILIZED, minus all rent."""
     known = _FELT[frame.stage] & np.isfinite(frame.contribution)
     worth = np.where(known, frame.contribution, 0.0).sum(axis=1)
     return bounded(worth - rent(frame.params, frame.macs, frame, config), frame, config)
 
 
 def _progress(frame: Frame, config: RewardConfig) -> Floats:
-    """[E] the potential Φ of all seeds together."""
+    """Return [E] the potential Φ of all seeds together."""
     total = config.stage_bonus * STAGE_POTENTIAL[frame.stage].sum(axis=1)
     return np.where(frame.ended | frame.crashed, 0.0, total)
 
 
 @reward_mode("sparse")
 def sparse(before: Frame, after: Frame, config: RewardConfig) -> Floats:
-    """Nothing until the end; then what the committed network is worth: quality with only fossils on, minus its rent."""
+    """Sparse reward at the end of the episode only: quality with only fossils on, minus the rent of host and
+    fossils."""
     sound = np.isfinite(after.committed_quality) & ~after.crashed
     value = np.where(sound, after.committed_quality, 0.0)
     value = value - rent(after.committed_params, after.committed_macs, after, config)

@@ -1,4 +1,4 @@
-"""What a reward may look at, how it is configured, and the table of modes.
+"""Inputs of rewards, their settings and the registry of modes.
 
 Legend: E environments, S slots, B blueprints.
 """
@@ -24,30 +24,36 @@ class Sizes(Priced, Protocol):
     """The part of an observation's context that a reward needs."""
 
     @property
-    def horizon(self) -> int: ...
+    def horizon(self) -> int:
+        """Steps per episode."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """Everything a reward may read of E environments at one moment. A copy: the table moves on."""
+    """Everything a reward may read of E environments at one step.
+
+    A copy: later changes of the table do not affect it.
+    """
 
     step: Ints  # [E]
     quality: Floats  # [E]
-    twin_quality: Floats  # [E] of the no-growth twin at the same step
-    committed_quality: Floats  # [E] with every live seed off
+    twin_quality: Floats  # [E] of the no-growth baseline at the same step
+    committed_quality: Floats  # [E] with every uncommitted seed off
     params: Floats  # [E] host, fossils and growing seeds
-    macs: Floats  # [E] host and all seeds that have a say
+    macs: Floats  # [E] host and all seeds that affect the output
     committed_params: Floats  # [E] host and fossils
     committed_macs: Floats
     stage: Ints  # [E, S]
     contribution: Floats  # [E, S]
-    rollbacks: Ints  # [E] so far; after one more, the frame shows what the governor restored
+    rollbacks: Ints  # [E] so far; after a rollback, the frame shows the restored state
     host_params: float
     host_macs: float
     horizon: int
 
     @classmethod
     def of(cls, table: SlotTable, sizes: Sizes, twin_quality: Floats) -> Frame:
+        """Return the current state of a table's environments. `twin_quality` [E] is that of the no-growth baselines."""
         fossil = table.stage == S.FOSSILIZED
         params, macs = live_costs(table, sizes)
         committed_params = np.where(fossil, table.params, 0).sum(axis=1)
@@ -70,44 +76,49 @@ class Frame:
         )
 
     def measured(self, quality: Floats, params: Floats, macs: Floats) -> Frame:
-        """The same moment with another network's quality and size."""
+        """Return a copy with another network's quality and size."""
         return replace(self, quality=quality, params=params, macs=macs)
 
     @property
     def crashed(self) -> Bools:
-        """[E] an epoch was trained and its quality is no number. Before the first epoch nothing is measured."""
+        """[E] whether an epoch was trained and its quality is not finite.
+
+        Nothing is measured before the first epoch.
+        """
         return np.asarray((self.step > 0) & ~np.isfinite(self.quality))
 
     @property
     def ended(self) -> Bools:
-        """[E] the horizon is reached: a true end."""
+        """[E] whether the horizon is reached, which is a true end."""
         return np.asarray(self.step >= self.horizon)
 
 
 class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How steps are paid. Qualities are fractions (accuracy 0…1), so 0.01 is a point."""
+    """Settings of the reward. Qualities are fractions (accuracy 0 to 1), so 0.01 is one percentage point."""
 
     mode: str = "utility"
-    """Which function pays: a name in `REWARDS`."""
+    """Name of the reward function, a key of `REWARDS`."""
     scale: float = 1.0
-    """Multiplies every reward."""
+    """Factor that multiplies every reward, above 0."""
     rent_params: float = 0.005
-    """Paid per doubling of the host's parameters."""
+    """Quality charged per doubling of the host's parameters, ≥ 0."""
     rent_macs: float = 0.005
-    """Paid per doubling of the host's multiply-adds."""
+    """Quality charged per doubling of the host's multiply-adds, ≥ 0."""
     rollback_penalty: float = 0.1
-    """Paid when the governor had to undo a step."""
+    """Reward subtracted for every step that the governor rolled back, ≥ 0."""
     worst_quality: float = 0.0
-    """Stands in for a twin's quality that is no number."""
+    """Quality that replaces a no-growth baseline's quality if that is not finite; any finite number."""
     floor: float = -1.0
-    """The least utility. A crashed host has it and no sound one less, so a crash never pays, however bad the host
-    was before. Accuracies differ by at most 1; set it lower for a quality with a wider range."""
+    """Minimum utility, ≤ 0. A crashed host gets exactly this and a sound one never less, so a crash never pays,
+    however bad the host was before. Accuracies differ by at most 1; use a lower floor for a quality with a wider
+    range."""
     gamma: float = 0.995
-    """`shaped` only: the learner's discount, without which its potential would not cancel out."""
+    """Discount factor of the stage potential, above 0 and at most 1; used by `shaped` only. It must equal
+    `ppo.gamma`."""
     stage_bonus: float = 0.003
-    """`shaped` only: what one unit of a stage's potential is worth."""
+    """Reward per unit of a stage's potential, ≥ 0; used by `shaped` only."""
     terminal_weight: float = 0.05
-    """`shaped` only: of the final gain in quality."""
+    """Weight of the final gain in quality, ≥ 0; used by `shaped` only."""
 
     def __post_init__(self) -> None:
         if self.mode not in REWARDS:
@@ -141,9 +152,9 @@ def reward_mode(name: str) -> Callable[[Mode], Mode]:
 
 
 def reward(before: Frame, after: Frame, config: RewardConfig) -> Floats:
-    """What the step from `before` to `after` pays in the configured mode, [E].
+    """Return the rewards [E] of the step from `before` to `after` in the configured mode.
 
-    A step that the governor undid ends in the restored state, so it pays for coming to that state, minus the penalty.
+    A rolled-back step ends in the restored state: its reward is that of reaching this state, minus the penalty.
     """
     undone = after.rollbacks > before.rollbacks
     return np.asarray(config.scale * (REWARDS[config.mode](before, after, config) - config.rollback_penalty * undone))

@@ -1,1 +1,1 @@
-"""From what the loop has at hand to events: `emitters.py`."""
+"""Conversion of training state to telemetry events: `emitters.py`."""

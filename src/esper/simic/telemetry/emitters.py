@@ -1,4 +1,4 @@
-"""TelemetryEmitter: from tables and results to events, so that a loop says one line per place.
+"""TelemetryEmitter: convert tables and results to events.
 
     emit = TelemetryEmitter(hub, slots=task.slots, worlds=worlds, host_params=plot.host_size)
     …
@@ -6,8 +6,8 @@
     emit.governed(engine.alarms)
     emit.worth(engine.table, helper.process_batch(engine))
 
-Lives of seeds are read off the table: the difference between what it was and what it is. Whatever nobody wants is
-not built, and nothing here writes to what it reads: logging never changes learning.
+Lifecycle events are the difference between the previous and the current table. Events that no sink wants are not
+built. The emitter never modifies its inputs, so telemetry cannot affect training.
 
 Legend: E environments, S slots, O operations.
 """
@@ -37,20 +37,20 @@ from esper.simic.attribution.worth import Worth
 from esper.tolaria.governor import Alarm
 
 PHASE_EVERY_S = 1.0
-"""Seconds between two records of where the time went."""
+"""Minimum number of seconds between two phase profiles."""
 STAGE = [stage.name for stage in SeedStage]
 OPS = [op.name for op in Op]
 _NAMED_HEADS = [h for h in Head if h not in (Head.SLOT, Head.BLUEPRINT, Head.OP)]
 
 
 def known(value: Any) -> Number:
-    """A number of the table, where NaN says *never measured*."""
+    """Return a number of the table; None for NaN, which means never measured."""
     number = float(value)
     return None if math.isnan(number) else number
 
 
 def _option(names: Sequence[str], number: int) -> str:
-    """A choice by its name; by its number where there is no such choice, which an action may still ask for."""
+    """Return the name of an option, or its number if there is no such option, which an action may still contain."""
     return names[number] if 0 <= number < len(names) else str(number)
 
 
@@ -62,17 +62,17 @@ def _blueprint(number: int) -> str:
 
 
 def _path(was: int, between: int, now: int, expelled: bool) -> list[int]:
-    """The stages that a seed went through in one step, from the one before to the last two."""
+    """Return the stages that a seed went through in one step, from the previous one to the last two."""
     if now == SeedStage.DORMANT or between == was:
         return [was, now]
-    # only who is expelled can have moved three times; where it was in between follows from where it was then
+    # only a seed expelled by the governor can move three times; its first move follows from the other stages
     via = [int(x) for x in NEXT_STAGES[SeedStage(was)] if expelled and between in NEXT_STAGES[x]]
     return [was, *(via if between not in NEXT_STAGES[SeedStage(was)] else []), between, now]
 
 
 @dataclass(slots=True)
 class Mind:
-    """What a learned controller thought, [E] each; None where it has no such thought."""
+    """Outputs of a learned controller, [E] each; None if it has no such output."""
 
     value: Floats | None = None
     log_prob: Floats | None = None
@@ -81,21 +81,23 @@ class Mind:
     utility: Floats | None = None
 
     def at(self, name: str, env: int) -> Number:
+        """Return the value of one environment; None if there is none."""
         column = getattr(self, name)
         return None if column is None else float(column[env])
 
     def column(self, name: str, envs: int) -> list[Number]:
+        """Return the values of all environments; None each if there are none."""
         thought: Floats | None = getattr(self, name)
         return [None] * envs if thought is None else thought.tolist()
 
 
 class TelemetryEmitter:
-    """Speaks for E environments that share a task.
+    """Emits the events of E environments that share a task.
 
-    envs         the numbers these environments go by in the run; 0 … E−1 unless said
-    worlds       the world each of them lives in
+    envs         numbers of these environments in the run; default 0 … E−1
+    worlds       world of each environment
     host_params  parameters of a host without seeds
-    leads        whether it speaks for the run as a whole too
+    leads        whether to emit events of the run as a whole too
     """
 
     def __init__(
@@ -120,16 +122,19 @@ class TelemetryEmitter:
     # -- each step
 
     def planted(self, table: SlotTable) -> None:
-        """What the table holds before the first step was not grown in this episode: no life begins with it."""
+        """Set the table before the first step.
+
+        Seeds in it were not grown in this episode and get no lifecycle events.
+        """
         self._before = table.clone()
 
     @property
     def counts(self) -> Ints:
-        """[E, 3] seeds that germinated, were fossilised and were pruned in this episode."""
+        """[E, 3] number of seeds germinated, fossilised and pruned in this episode."""
         return self._counts
 
     def resume(self, table: SlotTable, counts: Ints) -> None:
-        """Continue an episode of which another process has told the steps up to this table."""
+        """Continue an episode whose steps up to this table were emitted by another process."""
         self.planted(table)
         self._counts[:] = counts
 
@@ -143,9 +148,9 @@ class TelemetryEmitter:
         *,
         unmeasured: Collection[str] = (),
     ) -> None:
-        """After a step: what was decided, whose life moved on, and how every environment stands.
+        """Emit the decisions, lifecycle transitions and step results of all environments after a step.
 
-        `unmeasured` names columns of the step that nobody measures here, so that their NaN is not said to be a result.
+        `unmeasured` names columns of the step event that are not measured: they are emitted as None instead of NaN.
         """
         mind = mind or Mind()
         self.acted(table, actions, outcome, legal, mind)
@@ -157,7 +162,7 @@ class TelemetryEmitter:
     def acted(
         self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None = None, mind: Mind | None = None
     ) -> None:
-        """What was decided, and whose life moved on."""
+        """Emit the decisions and lifecycle transitions of a step."""
         before = self._before if self._before is not None else SlotTable.empty(table.num_envs, table.num_slots)
         self._decisions(table, actions, outcome, legal, mind or Mind())
         self._lives(before, table, actions, outcome)
@@ -190,8 +195,8 @@ class TelemetryEmitter:
             )
 
     def _lives(self, before: SlotTable, table: SlotTable, actions: Ints, outcome: Outcome) -> None:
-        """One event per change of stage. A step holds at most three for a slot: the controller's, the rules', and
-        the governor's, which ends in PRUNED."""
+        """Emit one event per stage transition. A slot has at most three per step: the controller's, the rules', and the
+        governor's, which ends in PRUNED."""
         wanted = self.hub.wants(events.Lifecycle)
         touched = np.zeros(table.stage.shape, dtype=bool)
         acted = outcome.happened & (actions[:, Head.OP] != Op.WAIT)
@@ -212,7 +217,7 @@ class TelemetryEmitter:
                     self._life(before, table, (e, s), a, b, cause, i)
 
     def governed(self, alarms: Sequence[Alarm]) -> None:
-        """What the governor saw in this step. An error that is new is told in words, too."""
+        """Emit the governor's alarms of this step. An alarm with a text is emitted as a health event too."""
         for alarm in alarms:
             env = self.envs[alarm.env]
             self.hub.emit(
@@ -239,7 +244,7 @@ class TelemetryEmitter:
     def _life(
         self, before: SlotTable, table: SlotTable, at: tuple[int, int], was: int, now: int, cause: str, nth: int
     ) -> None:
-        source = table if table.serial[at] >= 0 else before  # an emptied slot no longer knows whose it was
+        source = table if table.serial[at] >= 0 else before  # an emptied slot has no seed data any more
         self.hub.emit(
             events.Lifecycle(
                 env=self.envs[at[0]],
@@ -260,9 +265,9 @@ class TelemetryEmitter:
         )
 
     def _steps(self, table: SlotTable, mind: Mind, unmeasured: Collection[str]) -> None:
-        """One row per environment. Losses and qualities that are not finite were measured so, and are said."""
+        """Emit one step event per environment. Non-finite losses and qualities are measurements and are emitted."""
         used = np.unique(table.blueprint)
-        name = np.full(int(used[-1]) + 2, "", dtype=object)  # by number + 1: an empty slot is −1
+        name = np.full(int(used[-1]) + 2, "", dtype=object)  # index: blueprint + 1, since an empty slot has −1
         name[used + 1] = [blueprint_name(b) if b >= 0 else "" for b in used.tolist()]
         told: dict[str, Iterable[Any]] = {
             "env": self.envs,
@@ -281,7 +286,7 @@ class TelemetryEmitter:
         told |= {c: [None] * table.num_envs for c in unmeasured}
         names = tuple(told)
         for row in zip(*told.values(), strict=True):
-            self.hub.emit(events.Step(**dict(zip(names, row))))  # noqa: B905  (strict costs a tenth of all this)
+            self.hub.emit(events.Step(**dict(zip(names, row))))  # noqa: B905  (strict takes a tenth of the time)
 
     def _gradients(self, table: SlotTable) -> None:
         growing = (table.stage >= SeedStage.TRAINING) & (table.stage <= SeedStage.HOLDING)
@@ -299,7 +304,7 @@ class TelemetryEmitter:
             )
 
     def worth(self, table: SlotTable, found: Sequence[Worth]) -> None:
-        """What the step's coalitions say of every environment's seeds."""
+        """Emit the worth of every environment's seeds after a step."""
         if not self.hub.wants(events.Worth):
             return
         for e, worth in enumerate(found):
@@ -333,7 +338,7 @@ class TelemetryEmitter:
     # -- each episode
 
     def begin(self, worlds: Sequence[int] | None = None, episode: int | None = None) -> None:
-        """New episodes begin in every environment, in these worlds; `episode` is their number, if not the next."""
+        """Start new episodes in all environments, in these worlds. `episode` is their number; default: the next one."""
         if episode is not None:
             self._episode = [episode] * len(self.envs)
         elif self._before is not None:
@@ -348,7 +353,7 @@ class TelemetryEmitter:
         names: Sequence[str],
         **columns: Sequence[Number] | None,
     ) -> None:
-        """The end of every environment's episode; `columns` are further fields of the event, one value each."""
+        """Emit the end of every environment's episode. `columns` are further fields of the event, one value each."""
         if not self.hub.wants(events.Episode):
             return
         alive = (table.stage >= SeedStage.BLENDING) & (table.stage <= SeedStage.FOSSILIZED)
@@ -377,15 +382,15 @@ class TelemetryEmitter:
                 )
             )
 
-    # -- now and then
+    # -- events of the run
 
     def say(self, event: Event) -> None:
-        """An event of the run as a whole, that somebody else has made."""
+        """Emit an event of the run as a whole."""
         if self.leads:
             self.hub.emit(event)
 
     def phases(self, phases: Phases, *, last: bool = False) -> None:
-        """Where the time went so far; at most once a second, and once more at the end."""
+        """Emit the time spent per phase so far; at most once a second, and once more at the end."""
         now = self._clock()
         if (
             not self.leads
