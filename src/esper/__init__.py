@@ -5,7 +5,7 @@
     grower.step(val_batches)            # once per epoch of your own loop
     plain = esper.harden(body)
 
-Names are loaded when first used, so that `import esper` costs nothing.
+Names are imported on first use, so that `import esper` is fast.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`python -m esper`, and so `torchrun … -m esper train`."""
+"""Entry point of `python -m esper`, and so of `torchrun … -m esper train`."""
 
 from esper.cli import main
 

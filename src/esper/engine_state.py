@@ -3,8 +3,8 @@
     tree = engine_state(engine)          # for `tolaria.checkpoint.packed`
     load_engine(engine, tree)            # into an engine of the same task, worlds and config
 
-An engine that has loaded the state continues bit for bit as the first one would have. Data order and dropout are
-functions of (world, step), so no random stream is part of it.
+An engine that has loaded the state continues bit for bit as the saved one. Data order and dropout are functions of
+(world, step), so the state contains no random generator.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from esper.tolaria.host_network import HostNetwork
 
 
 def engine_state(engine: Engine) -> dict[str, Any]:
-    """Return everything that decides how the engine continues. Tensors are not copied: write them at once."""
+    """Return everything that determines how the engine continues. Tensors are not copied: write them at once."""
     return {
         "table": engine.table.arrays(),
         "networks": [_network_state(network) for network in engine.networks],

@@ -1,13 +1,13 @@
-"""Grower: growth inside a training loop that is yours.
+"""Grower: growth inside your own training loop.
 
     body = esper.graft(model, at=["layer1", "layer2"], probe=x)
     optimizer = torch.optim.AdamW(body.parameters())
     grower = esper.Grower(body, optimizer, controller="schedule")
     ... train an epoch as usual, calling body(x) ...
     grower.step(val_batches)            # once per epoch: measure, decide, change
-    grower.save("checkpoints")          # whenever you like; grower.load("checkpoints") goes on from there
+    grower.save("checkpoints")          # at any time; grower.load("checkpoints") resumes
 
-Like the command line, this module wires the parts together: rules, body, optimiser, controller, coalitions.
+Like the command line, this module connects the parts: rules, body, optimiser, controller, coalitions.
 """
 
 from __future__ import annotations
@@ -65,16 +65,16 @@ WAYS_OUT = {
     Check.ALPHA_AT_FULL: "wait until its ramp ends; if it rests below, set_alpha_target(…, 1.0)",
     Check.CONTRIBUTION: "measure it with grower.step(val_batches); if it stays low, prune",
 }
-"""What opens a gate, by the check that keeps it shut."""
+"""What to do about a gate that is shut, by the check that fails."""
 
 
 SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
-"""Models of transformers that take their inputs as labels and shift them within."""
+"""Class name endings of transformers models that take their inputs as labels and shift them internally."""
 
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """One slot as the table has it; NaN means never measured."""
+    """The state of one slot; NaN means never measured."""
 
     name: str
     stage: SeedStage
@@ -86,7 +86,7 @@ class SlotView:
     contribution_se: float
     prospect: float
     waits_for: str
-    """Why its next gate is shut, if it is."""
+    """Why its next gate is shut; empty if it is open."""
 
     def __str__(self) -> str:
         parts = [f"{self.name:<20} {self.stage.name:<10}"]
@@ -103,32 +103,34 @@ class SlotView:
 
 @dataclass(frozen=True, slots=True)
 class StepReport:
-    """What one call of `Grower.step` saw and did."""
+    """The measurements and changes of one call of `Grower.step`."""
 
     quality: float
     committed: float
     """Quality with every uncommitted seed off."""
     op: Op
     slot: str
-    """Where the operation was done; empty for WAIT."""
+    """The slot that the operation applied to; empty for WAIT."""
     effects: tuple[str, ...]
+    """The structural changes, such as "build layer1"."""
 
 
 class Grower:
-    """Grows one body inside your loop.
+    """Grows one body inside your own training loop.
 
     controller  "none" or None (you call the operations yourself), "schedule", "heuristic", "tamiyo" (the trained policy
-                that comes with the package), a run or policy file of `esper train`, or your own object with `act`
+                of the package), a run or policy file of `esper train`, or your own object with `act`
     quality     a score per sample, higher is better: a name in `esper.qualities.QUALITIES` ("accuracy", "negative_mse",
-                …), or (output, target) → [B]; `grower.check(batch)` tries it before the first epoch
+                …), or (output, target) → [B]; `grower.check(batch)` tests it before the first epoch
     rules       thresholds, automatic advances, limits
-    incubation  how a TRAINING seed learns: "straight_through" needs nothing of you; for "shadow" call
-                `grower.shadow(closure)` after backward, and the seed learns from its own effect
-    seed        what the seeds' first weights are drawn from
-    horizon     epochs you mean to train: a trained policy plans by it
-    telemetry   where events go, such as the hub of `esper.record`
-    Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…). It is the last of
-    the optimiser's groups from now on: a scheduler that takes one value per group is given one more.
+    incubation  how a TRAINING seed learns: "straight_through" in your own backward pass; "shadow" in a pass of its own,
+                for which you call `grower.shadow(closure)` after backward
+    seed        random seed of the initial weights of seeds
+    gradient_telemetry_stride  batches between samples of gradient statistics, at least 1
+    horizon     number of epochs you plan to train, an input of a trained policy
+    telemetry   receiver of events, such as the hub of `esper.record`
+    Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…). It becomes the last of the
+    optimiser's groups: a scheduler that takes one value per group needs one more.
     """
 
     def __init__(
@@ -186,11 +188,11 @@ class Grower:
         body.on_load.append(self._adopt_body)
         optimizer.register_step_pre_hook(self._before_step)
 
-    # -- looking
+    # -- inspection
 
     @property
     def quality(self) -> Quality | NeedsTargets:
-        """How samples are scored; assign another one, or a name, at any time."""
+        """The function that scores samples; a function or a name can be assigned at any time."""
         return self._quality
 
     @quality.setter
@@ -199,7 +201,7 @@ class Grower:
 
     @property
     def slots(self) -> dict[str, SlotView]:
-        """Every slot and the seed in it."""
+        """The state of every slot and its seed, by name."""
         views = {}
         for s, (name, slot) in enumerate(self.body.slots.items()):
             t = self.table
@@ -218,7 +220,7 @@ class Grower:
         return views
 
     def costs(self) -> dict[str, dict[str, Cost]]:
-        """Parameters and multiply-adds of every blueprint at every slot."""
+        """Return parameters and multiply-adds of every blueprint at every slot."""
         return self.body.costs()
 
     def __repr__(self) -> str:
@@ -227,7 +229,7 @@ class Grower:
             lines.append(why_nothing_was_planted(self.controller, self.table, self.rules, self.network.slot_names))
         return "\n".join(line for line in lines if line)
 
-    # -- operations by hand; each raises LifecycleError with the reason if the rules do not allow it now
+    # -- operations; each raises LifecycleError with the reason if the rules do not allow it now
 
     def germinate(
         self,
@@ -238,7 +240,7 @@ class Grower:
         tempo: str = "STANDARD",
         alpha_target: float = 1.0,
     ) -> None:
-        """Plant a seed. It learns apart from the host first, then is blended in over `tempo` epochs."""
+        """Plant a seed. It first learns without affecting the host, then is blended in at `tempo`."""
         if blueprint_index(blueprint) >= self.table.takes.shape[1]:  # registered after the grower was built
             self.table = replace(self.table, takes=takes_of(self.body))
         self._do(
@@ -259,7 +261,7 @@ class Grower:
     def set_alpha_target(
         self, slot: str, target: float, *, speed: str = "MEDIUM", curve: str = "SIGMOID", style: str | None = None
     ) -> None:
-        """Send alpha to another value; with `style`, blend by another operator from now on."""
+        """Start a ramp of alpha to another value; with `style`, also change the blend operator."""
         operator = self.body.slot(slot).operator
         same = next(i for i, s in enumerate(STYLES) if s.operator == operator)
         self._do(
@@ -274,22 +276,22 @@ class Grower:
         )
 
     def prune(self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR") -> None:
-        """Remove a seed: now, or by taking alpha down first while the seed is frozen."""
+        """Remove a seed, at once or after a ramp of alpha to 0 during which the seed is frozen."""
         heads = {Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed), Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve)}
         self._do(Op.PRUNE, slot, heads)
 
     def fossilize(self, slot: str) -> None:
-        """Make a seed part of the host for good."""
+        """Commit a seed: make it a permanent part of the host."""
         self._do(Op.FOSSILIZE, slot, {})
 
     # -- once per epoch
 
     def step(self, val_batches: Iterable[Any] | None = None) -> StepReport:
-        """Measure on the validation batches, let the controller act, and let an epoch pass.
+        """Measure on the validation batches, apply the controller's action, and advance the lifecycle by one epoch.
 
-        A batch is (inputs, target), or a mapping with "labels". Without batches nothing is measured, and
-        gates that ask for a measurement stay shut. If measuring fails nothing is changed: mend `grower.quality` or the
-        batches and repeat the call.
+        A batch is (inputs, target), or a mapping with "labels". Without batches nothing is measured, and gates that
+        need a measurement stay shut. If measuring fails nothing is changed: correct `grower.quality` or the batches and
+        repeat the call.
         """
         measured = self._measure(val_batches) if val_batches is not None else None
         self._warn_if_untaught()
@@ -313,18 +315,18 @@ class Grower:
         )
 
     def check(self, val_batch: Any) -> None:
-        """Try the quality on one validation batch, as `step` would, before an epoch is spent; change nothing.
+        """Evaluate the quality on one validation batch as `step` does, without changing anything.
 
-        Raises ConfigError with the shapes expected and found.
+        Raise ConfigError with the expected and actual shapes if it fails.
         """
         self._evaluate([val_batch])
 
     def worth(self, val_batches: Iterable[Any], *, budget: int | None = None, tolerance: float | None = None) -> Worth:
-        """What every seed is worth now, with error bars: print it, `to_dict()` it, or draw it with `picture(path)`.
+        """Return the worth of every seed with standard errors: print it, or call `to_dict()` or `picture(path)`.
 
-        Committed seeds are included; of them it says *dependence*, what the network would lose now, which is
-        more than they brought. Where there are more than six seeds `budget` bounds the coalitions
-        evaluated, and `tolerance` stops earlier, once the Shapley values are known that well.
+        Committed seeds are included with their *dependence*: what the network would lose without them now, which is
+        more than they contributed. With more than six seeds, `budget` limits the number of coalitions evaluated, and
+        `tolerance` stops earlier, once the sampling error of every Shapley value is at most that.
         """
         batches, score = self._scored(val_batches)
         worth = report(self.body, batches, score, budget=budget, tolerance=tolerance)
@@ -332,12 +334,12 @@ class Grower:
         return worth
 
     def save(self, directory: str | Path, *, keep: int = 2, extra: Any = None) -> Path:
-        """Write a checkpoint below `directory`, and let go of all but the last `keep`; the new one's path.
+        """Write a checkpoint below `directory`, remove all but the last `keep`, and return the new one's path.
 
-        Body, optimiser, table, controller and the random streams of torch, numpy and Python are in it, so `load` goes
-        on bit for bit from any point between two batches. `extra` is yours: a scheduler's state, the epoch, where
-        your data stands; dicts, lists, tuples, numbers, strings, tensors and arrays. Events told so far reach the
-        disk first.
+        It contains body, optimiser, table, controller and the random generators of torch, numpy and Python, so training
+        resumes bit for bit from any point between two batches. `extra` is for your own state, such as a scheduler's,
+        the epoch or the position in the data: dicts, lists, tuples, numbers, strings, tensors and arrays. Events
+        emitted so far are flushed first.
         """
         flush = getattr(self.emit.hub, "flush", None)
         if flush is not None:
@@ -349,21 +351,21 @@ class Grower:
         return done.path
 
     def load(self, directory: str | Path) -> Any:
-        """Go on from the newest sound checkpoint below `directory`; its `extra`.
+        """Load the newest undamaged checkpoint below `directory` and return its `extra`.
 
-        Model, graft, optimiser, grower and schedulers are built first, as they were for the run that saved. What
-        does not fit is refused with CheckpointError, and nothing is changed; a damaged checkpoint is named by a
-        warning and the one before is used. Rules and settings are those given now; a warning says what differs.
+        Build model, graft, optimiser, grower and schedulers first, as in the run that saved. If the checkpoint does not
+        fit, raise CheckpointError and change nothing. A damaged checkpoint is skipped with a warning. Rules and
+        settings are those of this grower; a warning lists those that differ from the checkpoint's.
         """
         return grower_file.load(self, Path(directory))
 
-    # -- in the loop, if you like
+    # -- in the training loop, optional
 
     def shadow(self, loss: Callable[[], Tensor]) -> None:
-        """Give a TRAINING seed its lesson: `loss()` is computed with the seed on, and it alone gets gradient.
+        """Run the shadow pass: compute `loss()` with each TRAINING seed switched on; only that seed gets gradients.
 
-        Call it after `backward()`, on every batch or every second one. Does nothing when nobody is TRAINING.
-        The lesson joins the gradients of your own backward: scale or divide its loss as you do there.
+        Call it after `backward()`, on every batch or every second one. It does nothing if no seed is TRAINING. Scale or
+        divide the loss as you do for your own backward pass.
         """
         if self.body.incubation != "shadow":
             raise ConfigError("grower.shadow needs Grower(..., incubation='shadow')")
@@ -371,15 +373,15 @@ class Grower:
         self.body.shadow_backward(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
-        """Clip the host and each growing seed separately, so that none spends another's budget."""
+        """Clip the gradient norm of the host with its fossils, and of each growing seed, separately."""
         self.network.regroup()  # the model is the user's: its parameters may have changed
         self.network.clip(max_norm)
 
     def on_change(self, listener: Callable[[Effect, Slot], None]) -> None:
-        """Call `listener(effect, slot)` after each change of structure: for an EMA, for wrapping DDP anew."""
+        """Call `listener(effect, slot)` after each structural change, for example to update an EMA or rewrap DDP."""
         self.network.surgeon.on_change.append(listener)
 
-    # -- within
+    # -- internal
 
     def _do(self, op: Op, slot: str, heads: Mapping[Head, int]) -> None:
         self.body.slot(slot)
@@ -396,7 +398,7 @@ class Grower:
         outcome = apply(self.table, actions, self.rules)
         try:
             self.network.apply_effects(outcome.effects, self.table)
-        except Exception:  # a user's blueprint that breaks a law, say: the table must not name a seed that is not there
+        except Exception:  # such as an invalid blueprint: the table must not list a seed that was not built
             if any(e.kind == EffectKind.BUILD and self._slot_of(e).seed is None for e in outcome.effects):
                 self.table.restore(before)
             raise
@@ -406,7 +408,7 @@ class Grower:
         return self.body.slots[self.network.slot_names[effect.slot]]
 
     def _why_not(self, op: Op, slot: str, actions: Ints) -> str:
-        """What stands in the way of an operation, and the way out."""
+        """Return why an operation is not legal, and what to do about it."""
         view, rules, s = self.slots[slot], self.rules, self.network.slot_names.index(slot)
         said = f"cannot {op.name.lower().replace('_', ' ')} {slot!r}, which is {view.stage.name}: "
         if op == Op.GERMINATE and view.stage in (*COOLING, SeedStage.DORMANT):
@@ -428,7 +430,7 @@ class Grower:
         return said + f"this stage does not allow it. Slots that do: {', '.join(able) or 'none'}"
 
     def _warn_if_untaught(self) -> None:
-        """A seed whose lessons are forgotten waits in TRAINING for ever: say so once."""
+        """Warn if a seed is TRAINING without shadow passes: it would never leave that stage."""
         if self.body.training_slots and self.body.incubation == "shadow" and not self._lessons and self._batches:
             warnings.warn(
                 "a seed is TRAINING with incubation='shadow', but grower.shadow(closure) was not called: it learns "
@@ -438,7 +440,7 @@ class Grower:
         self._lessons = 0
 
     def _act(self, allowed: Bools) -> Ints:
-        """The controller's action row [1, 8]."""
+        """Return the controller's action row [1, 8]; raise ConfigError for any other shape or type."""
         actions = np.asarray(self.controller.act(self.table, allowed))
         if actions.shape != (1, NUM_HEADS) or not np.issubdtype(actions.dtype, np.integer):
             raise ConfigError(
@@ -449,11 +451,11 @@ class Grower:
         return actions
 
     def _scored(self, val_batches: Iterable[Any]) -> tuple[Iterable[tuple[Any, Any]], Quality]:
-        """Validation batches as (inputs, target), and the quality that scores them."""
+        """Return validation batches as (inputs, target), and the function that scores them."""
         batches: Iterable[tuple[Any, Any]] = (split_batch(b) for b in val_batches)
         if not isinstance(self.quality, NeedsTargets):
             return batches, guarded(self.quality)
-        batches = list(batches)  # looked at twice, and a generator cannot be
+        batches = list(batches)  # iterated twice
         return batches, guarded(self.quality.fitted([target for _, target in batches]))
 
     def _evaluate(self, val_batches: Iterable[Any]) -> Coalitions:
@@ -490,9 +492,9 @@ class Grower:
         self.network.write_gradients(self.table, 0, stats)
 
     def _adopt_body(self) -> None:
-        """Take over a body that already has seeds, as after loading one from a file.
+        """Fill the table from a body that may already have seeds, as after loading a state dict.
 
-        A state says where alpha stands, not where it was going: a ramp that was under way goes on to 1.
+        A state dict holds alpha but not its target: an alpha between targets continues to 1.
         """
         self.network.surgeon.reload()
         t = self.table
@@ -515,7 +517,7 @@ class Grower:
 
 
 def option(head: Head, name: str) -> int:
-    """The number of a head's option by its name, in any case."""
+    """Return the index of a head's option by its name; the name is not case-sensitive."""
     names = HEAD_OPTIONS[head] or ()
     if not isinstance(name, str):
         raise ConfigError(f"{head.name.lower().replace('_', ' ')} is one of {', '.join(names)}, got {name!r}")
@@ -532,7 +534,7 @@ def _target(value: float) -> int:
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Inputs and target of a validation batch."""
+    """Return inputs and target of a validation batch."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
             raise ConfigError(f"a validation batch that is a mapping needs a key 'labels', it has {list(batch)}")

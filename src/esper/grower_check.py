@@ -1,4 +1,4 @@
-"""Whether a saved state fits a grower: everything is looked at, nothing is changed."""
+"""Checks whether a saved state fits a grower. They change nothing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def check(grower: Grower, told: GrowerState, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
-    """Raise if any of it does not fit."""
+    """Raise CheckpointError if any part of the state does not fit; warn about settings that differ."""
     body = grower.body
     check_slots(told, body)
     check_table(told, grower.table)
@@ -44,6 +44,7 @@ def check(grower: Grower, told: GrowerState, weights: Mapping[str, Tensor], grad
 
 
 def check_slots(told: GrowerState, body: Body) -> None:
+    """Raise unless the body has the same slots after the same modules."""
     here = {name: slot_state(body, slot) for name, slot in body.slots.items()}
     if list(told.slots) != list(here):
         raise CheckpointError(
@@ -59,6 +60,7 @@ def check_slots(told: GrowerState, body: Body) -> None:
 
 
 def check_table(told: GrowerState, table: SlotTable) -> None:
+    """Raise unless the saved table has the columns of this one, agrees with the slots and knows the blueprints."""
     here = table.arrays()
     odd = sorted(told.table.keys() ^ here.keys())
     if odd:
@@ -93,7 +95,7 @@ def check_table(told: GrowerState, table: SlotTable) -> None:
 
 
 def check_rest(told: GrowerState, body: Body) -> None:
-    """What only a file from a stranger gets wrong: names of nothing, random streams that are none."""
+    """Raise for module names or generator states that are not valid, which only a manipulated file has."""
     modules = {"", *body.slots, *(name for name, _ in body.model.named_modules())}
     points = [*told.fork_sequence, *told.proven_forks, *(s.fork for s in told.slots.values() if s.fork)]
     if any(name not in modules for _, name in points) or not body.slots.keys() >= {*told.sampled, *told.unsampled}:
@@ -107,7 +109,7 @@ def check_rest(told: GrowerState, body: Body) -> None:
 
 
 def trial_seeds(told: GrowerState, body: Body) -> dict[str, Slot]:
-    """The seeds it names, built apart from the body; a blueprint's errors come here."""
+    """Build the saved seeds in slots outside the body, and return these; a blueprint's errors are raised here."""
     seeds = {}
     for name, state in told.slots.items():
         if state.blueprint:
@@ -126,7 +128,7 @@ def _operator(state: SlotState) -> Operator:
 
 
 def check_tensors(found: Mapping[str, Any], here: Mapping[str, Any], what: str, *, every: bool = False) -> None:
-    """Names, shapes and precision of `found` must be those of `here`; `every` one must be there."""
+    """Raise unless each tensor in `found` has the shape and dtype of that name in `here`; if `every`, none may lack."""
     odd = [n for n in found if n not in here] + [n for n in here if every and n not in found]
     if odd:
         where = "only in the checkpoint" if odd[0] in found else "not in the checkpoint"

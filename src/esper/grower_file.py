@@ -1,10 +1,10 @@
-"""A grower on disk, in any stage of any seed.
+"""Checkpoints of a grower, at any stage of any seed.
 
-  body.safetensors          weights and buffers of the host and its seeds: `body.load_state_dict` takes it as it is
-  gradients.safetensors     of parameters that have one: between two halves of a batch they count
-  grower.json, .safetensors all the rest by name: optimiser, table, counters, controller, random streams, `extra`
+  body.safetensors          weights and buffers of the host and its seeds: a valid argument of `body.load_state_dict`
+  gradients.safetensors     gradients of parameters that have one, for loops that accumulate them
+  grower.json, .safetensors everything else by name: optimiser, table, counters, controller, generators, `extra`
 
-Loading looks at all of it first (`grower_check`): what does not fit is refused with nothing changed.
+Loading first checks everything (`grower_check`). A checkpoint that does not fit changes nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ KIND = "body"
 
 
 def save(grower: Grower, directory: Path, *, keep: int, extra: Any) -> Written:
-    """Write a checkpoint below `directory`."""
+    """Write a checkpoint below `directory` and remove all but the last `keep`."""
     state, body = grower_state(grower, extra), grower.body
     tree = msgspec.structs.asdict(state)
     tree["slots"] = {name: msgspec.structs.asdict(slot) for name, slot in state.slots.items()}
@@ -58,7 +58,7 @@ def save(grower: Grower, directory: Path, *, keep: int, extra: Any) -> Written:
 
 
 def load(grower: Grower, directory: Path) -> Any:
-    """Take over the newest checkpoint below `directory`; what came with it as `extra`."""
+    """Load the newest checkpoint below `directory`; return its `extra`."""
     saved = newest(directory)
     try:
         told, weights, grads = _read(saved)
@@ -73,6 +73,7 @@ def load(grower: Grower, directory: Path) -> Any:
 
 
 def newest(directory: Path) -> Saved:
+    """Return the newest undamaged checkpoint; raise CheckpointError if there is none or it is not a grower's."""
     saved = Checkpoints(directory).newest()
     if saved is None:
         above = directory.parent if (directory / "index.json").exists() else None
@@ -92,12 +93,12 @@ def _read(saved: Saved) -> tuple[GrowerState, dict[str, Tensor], dict[str, Tenso
     except (msgspec.ValidationError, TypeError) as error:
         raise CheckpointError(f"it is no grower's state: {error}.") from error
     weights = saved.tensors("body")
-    weights.pop(STRUCTURE, None)  # said by slots and table as well: see `structure`
+    weights.pop(STRUCTURE, None)  # rebuilt from slots and table: see `structure`
     return told, weights, saved.tensors("gradients")
 
 
 def structure(told: GrowerState) -> dict[str, Tensor]:
-    """Which seeds a body's state names, by the table: so weights, slots and table cannot say different things."""
+    """Return the structure entry of the body's state dict, built from slots and table so that all three agree."""
     seeds = {
         name: {
             "blueprint": state.blueprint,
@@ -111,10 +112,11 @@ def structure(told: GrowerState) -> dict[str, Tensor]:
     return {STRUCTURE: torch.frombuffer(bytearray(json.dumps(seeds).encode()), dtype=torch.uint8)} if seeds else {}
 
 
-# -- from here on nothing is refused
+# -- loading of a checked state
 
 
 def take_over(grower: Grower, told: GrowerState, weights: Mapping[str, Any], grads: Mapping[str, Tensor]) -> None:
+    """Load a checked state into the grower, its body and its optimiser; notify listeners of structural changes."""
     body, seeds = grower.body, {name: slot.seed for name, slot in grower.body.slots.items()}
     body.load_state_dict(weights)
     for name, state in told.slots.items():
@@ -140,7 +142,7 @@ def _load_table(grower: Grower, told: GrowerState) -> None:
     names = {number: name for name, number in told.blueprints.items()}
     known = set(registered())
     takes = told.table["takes"] & np.array([names.get(b) in known for b in range(told.table["takes"].shape[1])])
-    if takes.shape != grower.table.takes.shape:  # blueprints came while it ran
+    if takes.shape != grower.table.takes.shape:  # blueprints were registered during the run
         grower.table = replace(grower.table, takes=takes)
     for f in fields(SlotTable):
         getattr(grower.table, f.name)[...] = takes if f.name == "takes" else told.table[f.name]

@@ -1,6 +1,6 @@
-"""What a grower is made of, all of it by name: whatever decides how its training goes on.
+"""The state of a grower: everything that determines how its training continues.
 
-`GrowerState` is what `grower_file` writes besides weights and gradients, and its types are what a file is held to.
+`grower_file` writes a `GrowerState` besides weights and gradients, and validates a file against its types.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Point = tuple[bool, str]
 
 
 class SlotState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One slot: where it is, and what lives there."""
+    """One slot: its site and its seed."""
 
     module: str
     layout: str
@@ -41,25 +41,25 @@ class SlotState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     blueprint: str
     operator: int
     birth: int
-    """What its weights were drawn from: a gate that comes later is drawn from it too."""
+    """The random seed of its weights, and of a gate that is added later."""
 
 
 class GrowerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What is kept besides weights and gradients."""
+    """The state of a grower without weights and gradients."""
 
     format: int
     settings: dict[str, Any]
-    """What the grower was built with. Where that is another now it is said, and the new is used."""
+    """The grower's settings. On loading, those that differ cause a warning and the current ones are used."""
     slots: dict[str, SlotState]
     blueprints: dict[str, int]
     parts: dict[str, Any]
-    """What is no tensor in the body's state."""
+    """Entries of the body's state dict that are not tensors."""
     hidden: dict[str, Tensor]
-    """Buffers that are no part of that state."""
+    """Non-persistent buffers, which are not in that state dict."""
     frozen: tuple[str, ...]
-    """Parameters that ask for no gradient."""
+    """Parameters with requires_grad=False."""
     resting: tuple[str, ...]
-    """Modules in eval."""
+    """Modules in eval mode."""
     fork_sequence: tuple[Point, ...]
     proven_forks: tuple[Point, ...]
     cannot_fork: str
@@ -76,6 +76,7 @@ class GrowerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
 
 def grower_state(grower: Grower, extra: Any = None) -> GrowerState:
+    """Return the state of a grower. Tensors are not copied: write them before they change."""
     body, meter, controller = grower.body, grower.network.meter, grower.controller
     return GrowerState(
         format=FORMAT,
@@ -103,7 +104,7 @@ def grower_state(grower: Grower, extra: Any = None) -> GrowerState:
 
 
 def settings(grower: Grower) -> dict[str, Any]:
-    """What decides how training goes on and is not the checkpoint's to decide."""
+    """Return the settings that affect training but are given by the program, not restored from a checkpoint."""
     rules = msgspec.structs.asdict(grower.rules)
     thresholds = msgspec.structs.asdict(rules.pop("thresholds"))
     return {
@@ -121,6 +122,7 @@ def settings(grower: Grower) -> dict[str, Any]:
 
 
 def slot_state(body: Body, slot: Slot) -> SlotState:
+    """Return the state of one slot."""
     fork = body.forks.get(slot.name)
     return SlotState(
         module=slot.module_name,
@@ -134,7 +136,7 @@ def slot_state(body: Body, slot: Slot) -> SlotState:
 
 
 def hidden_buffers(body: Body) -> Iterator[tuple[str, Tensor]]:
-    """Buffers that no state dict has. Models rebuild them, or count on them: a run that goes on needs the latter."""
+    """Yield the non-persistent buffers, which no state dict has. Some models keep state in them."""
     for path, module in body.named_modules():
         for name in sorted(module._non_persistent_buffers_set):
             buffer = module._buffers.get(name)
@@ -143,6 +145,7 @@ def hidden_buffers(body: Body) -> Iterator[tuple[str, Tensor]]:
 
 
 def gradients(body: Body) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients of parameters that have one; raise CheckpointError for a sparse one."""
     for name, p in body.named_parameters():
         if p.grad is not None:
             if p.grad.layout != torch.strided:
@@ -154,7 +157,7 @@ def gradients(body: Body) -> Iterator[tuple[str, Tensor]]:
 
 
 def chance() -> dict[str, Any]:
-    """Where the random streams stand that everybody draws from."""
+    """Return the states of the global random generators of torch, numpy and Python."""
     return {
         "torch": torch.get_rng_state(),
         "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else [],

@@ -1,4 +1,4 @@
-"""Why a controller planted nothing: one sentence for `print(grower)` and for the end of `esper grow`."""
+"""Explains why a controller planted nothing, in one sentence for `print(grower)` and the end of `esper grow`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from esper.tamiyo.controllers import Controller, ExplainsWaiting
 def why_nothing_was_planted(controller: Controller, table: SlotTable, rules: Rules, names: Sequence[str]) -> str:
     """Return why environment 0 has never had a seed; empty once one was planted.
 
-    Either the rules allow no planting, or the controller waits: then it names its condition and its threshold.
+    Either the rules do not allow germination, or the controller waits and states its condition and threshold.
     """
     if table.next_serial[0] > 0:
         return ""

@@ -1,7 +1,7 @@
-"""An optimiser's state by the names of parameters: it finds its way into another process's optimiser, whatever grew.
+"""An optimiser's state by parameter name, so that it can be loaded in another process whatever seeds have grown.
 
-torch numbers parameters by their place in the groups. Names do not move when a seed comes or goes, and tell two models
-apart before anything is loaded.
+torch numbers parameters by their position in the groups, which changes with every seed. Names do not change, and show
+before loading whether a state belongs to another model.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from esper.kasmina.surgery import SEED_GROUP
 from esper.leyline.errors import CheckpointError
 
 SEEDS = "esper."
-"""What the names of seeds' parameters begin with; the host's begin with "model."."""
+"""Prefix of the names of seeds' parameters; the host's begin with "model."."""
 OUTSIDE = "outside."
-"""And those of parameters that are not the body's, which go by their place in the group."""
+"""Prefix of parameters that are not the body's, which are named by their position in the group."""
 
 
 class GroupState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One of the optimiser's groups."""
+    """One parameter group."""
 
     params: tuple[str, ...]
     options: dict[str, Any]
 
 
 class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What an optimiser knows, nothing by number."""
+    """An optimiser's state dict with names instead of numbers."""
 
     kind: str
     groups: tuple[GroupState, ...]
@@ -42,11 +42,11 @@ class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     others: dict[str, Any]
     """State that belongs to no parameter."""
     rest: dict[str, Any]
-    """What a kind of its own keeps besides."""
+    """Further entries of the state dict, such as those of a custom optimiser."""
 
 
 def names_of(optimizer: Optimizer, body: Body) -> list[list[str]]:
-    """The name of every parameter that the optimiser holds, group by group."""
+    """Return the names of the optimiser's parameters, one list per group."""
     known = {p: name for name, p in body.named_parameters()}
     groups = []
     for g, group in enumerate(optimizer.param_groups):
@@ -56,6 +56,7 @@ def names_of(optimizer: Optimizer, body: Body) -> list[list[str]]:
 
 
 def optimizer_state(optimizer: Optimizer, body: Body) -> OptimizerState:
+    """Return the optimiser's state by parameter name. Tensors are not copied."""
     names, told = names_of(optimizer, body), optimizer.state_dict()
     by_number = {
         number: name
@@ -81,7 +82,7 @@ def optimizer_state(optimizer: Optimizer, body: Body) -> OptimizerState:
 
 
 def check_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body, seeds: Mapping[str, Tensor]) -> None:
-    """Raise CheckpointError if this optimiser cannot take the state; `seeds` are the parameters seeds will have."""
+    """Raise CheckpointError if the state does not fit this optimiser. `seeds` are the parameters of the saved seeds."""
     kind = type(optimizer).__name__
     if kind != told.kind:
         raise CheckpointError(f"it was saved with {told.kind}, this optimiser is {kind}. Build the same kind.")
@@ -119,7 +120,7 @@ def check_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body, seed
 
 @torch.no_grad()
 def load_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body) -> None:
-    """Into an optimiser that passed the check, of a body that has its seeds already."""
+    """Load a checked state into the optimiser of a body that already has the saved seeds."""
     params = dict(body.named_parameters())
     for own, now in zip(names_of(optimizer, body), optimizer.param_groups, strict=True):
         params |= zip(own, now["params"], strict=True)
@@ -139,9 +140,9 @@ def load_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body) -> No
 
 
 def _as_it_was(was: Any, now: Any, p: Tensor) -> Any:
-    """A piece of state on the device that torch found for it, in the precision it had, laid out as its parameter.
+    """Return a loaded value with the dtype it was saved with, on torch's device, in the parameter's memory layout.
 
-    torch casts state to the parameter's precision, which is not what an optimiser that keeps more of it had.
+    torch casts state to the parameter's dtype, which loses precision if the optimiser keeps its state in a wider one.
     """
     if not isinstance(was, Tensor):
         return now

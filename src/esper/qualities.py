@@ -1,7 +1,7 @@
 """Named qualities: one score per sample [B] from a model's output and the target, higher is better.
 
-A quality is a function (output, target) → [B]. One that must know all targets of a validation pass first, such as
-`r2`, has a method `fitted(targets)` that returns such a function.
+A quality is a function (output, target) → [B]. One that needs all targets of a validation pass first, such as `r2`, has
+a method `fitted(targets)` that returns such a function.
 
 Legend: B samples, C classes, P positions (tokens or pixels) of a sample.
 """
@@ -22,44 +22,49 @@ Quality = Callable[[Any, Any], Tensor]
 
 @runtime_checkable
 class NeedsTargets(Protocol):
-    """A quality that must know every target of a validation pass before it can score a sample."""
+    """A quality that needs every target of a validation pass before it can score a sample."""
 
-    def fitted(self, targets: Iterable[Tensor]) -> Quality: ...
+    def fitted(self, targets: Iterable[Tensor]) -> Quality:
+        """Return the function that scores samples of a validation pass with these targets."""
+        ...
 
 
 # -- classification
 
 
 def accuracy(output: Any, target: Tensor, *, class_axis: int | None = None) -> Tensor:
-    """Share of right answers per sample, from logits [B, C], [B, …, C] or, as in `cross_entropy`, [B, C, …]."""
+    """Return the share of correct predictions per sample, from logits [B, C], [B, …, C] or [B, C, …].
+
+    `class_axis` is the axis of the classes; by default it is inferred from the shapes.
+    """
     return per_sample_correct(*_classes_last(_prediction(output), target, class_axis))
 
 
 def log_probability(output: Any, target: Tensor, *, class_axis: int | None = None) -> Tensor:
-    """Mean log-probability of the target per sample, from logits as for `accuracy`."""
+    """Return the mean log-probability of the target per sample, from logits as for `accuracy`."""
     return -per_sample_loss(*_classes_last(_prediction(output), target, class_axis))
 
 
 def next_token_accuracy(output: Any, target: Tensor) -> Tensor:
-    """Accuracy of a causal language model whose labels are its inputs: each position predicts the token after it."""
+    """Return the accuracy of a causal language model whose labels are its inputs: each position predicts the next."""
     return accuracy(_prediction(output)[:, :-1], target[:, 1:], class_axis=-1)
 
 
 def next_token_log_probability(output: Any, target: Tensor) -> Tensor:
-    """As `next_token_accuracy`, the mean log-probability of the token after each position."""
+    """Return the mean log-probability of the token after each position; labels as for `next_token_accuracy`."""
     return log_probability(_prediction(output)[:, :-1], target[:, 1:], class_axis=-1)
 
 
 def pixel_accuracy(output: Any, target: Tensor) -> Tensor:
-    """Segmentation: share of right pixels per sample, from logits [B, C, H, W] and classes [B, H, W]."""
+    """Return the share of correct pixels per sample, from logits [B, C, H, W] and classes [B, H, W]."""
     return accuracy(output, target, class_axis=1)
 
 
 def mean_iou(output: Any, target: Tensor) -> Tensor:
-    """Segmentation: intersection over union of each sample, mean over the classes in its target or its prediction.
+    """Return the intersection over union of each sample, averaged over the classes in its target or prediction.
 
-    The mean over samples is the per-image mean IoU. It differs from the IoU of all pixels of a data set together,
-    which is no mean over samples.
+    The mean over samples is the per-image mean IoU. It differs from the IoU over all pixels of a data set, which is not
+    a mean over samples. Shapes as for `pixel_accuracy`.
     """
     logits, target = _classes_last(_prediction(output), target, 1)  # [B, P, C], [B, P]
     counted = (target != IGNORED)[..., None]
@@ -73,7 +78,7 @@ def mean_iou(output: Any, target: Tensor) -> Tensor:
 
 
 def multilabel_accuracy(output: Any, target: Tensor) -> Tensor:
-    """Several yes/no labels per sample: share of right decisions at logit 0, from logits and labels of one shape."""
+    """Return the share of correct binary labels per sample, thresholded at logit 0; logits and labels of one shape."""
     logits, target = _same_shape(_prediction(output), target)
     right = torch.where(logits.isfinite(), ((logits > 0) == (target > 0.5)).float(), torch.nan)
     return right.flatten(1).mean(1)
@@ -83,7 +88,7 @@ def multilabel_accuracy(output: Any, target: Tensor) -> Tensor:
 
 
 def negative_mse(output: Any, target: Tensor) -> Tensor:
-    """Minus the mean squared error of each sample, from a prediction and a target of one shape."""
+    """Return minus the mean squared error of each sample, from a prediction and a target of one shape."""
     values, target = _same_shape(_prediction(output), target)
     return -(values.float() - target.float()).square().flatten(1).mean(1)
 
@@ -91,11 +96,12 @@ def negative_mse(output: Any, target: Tensor) -> Tensor:
 class R2:
     """R², the coefficient of determination, as a score per sample: 1 − (mean squared error of the sample) / V.
 
-    V is the variance of the targets of this validation pass, mean over their elements, so the mean of the scores is
-    R² (of several outputs, weighted by variance). A single score may be negative.
+    V is the variance of the targets of the validation pass, averaged over their elements, so the mean of the scores is
+    R² (for several outputs, weighted by variance). A single score may be negative.
     """
 
     def fitted(self, targets: Iterable[Tensor]) -> Quality:
+        """Return the function that scores samples by the variance of these targets."""
         rows = []
         for target in targets:
             if not isinstance(target, Tensor) or target.ndim == 0:
@@ -124,7 +130,7 @@ QUALITIES: dict[str, Quality | NeedsTargets] = {
 
 
 def find_quality(quality: Any) -> Quality | NeedsTargets:
-    """A quality by its name, or the caller's own."""
+    """Return the quality of this name, or the given function; raise ConfigError for anything else."""
     if isinstance(quality, str):
         if quality not in QUALITIES:
             raise unknown_name("quality", quality, QUALITIES)
@@ -138,13 +144,13 @@ def find_quality(quality: Any) -> Quality | NeedsTargets:
 
 
 def quality_name(quality: object) -> str:
-    """The name in the table, or what a quality of the user's own calls itself."""
+    """Return the name in `QUALITIES`, or the qualified name of a user's function."""
     names = {id(each): name for name, each in QUALITIES.items()}
     return names.get(id(quality)) or str(getattr(quality, "__qualname__", type(quality).__name__))
 
 
 def guarded(quality: Quality) -> Quality:
-    """The same quality; whatever it raises comes out as ConfigError with the shapes it was given."""
+    """Wrap a quality so that its errors are raised as ConfigError with the shapes of its arguments."""
 
     def score(output: Any, target: Any) -> Tensor:
         try:
@@ -165,7 +171,7 @@ def guarded(quality: Quality) -> Quality:
 
 
 def _prediction(output: Any) -> Tensor:
-    """The output itself, or what it calls its logits."""
+    """Return the output's logits, or the output itself if it is a tensor."""
     found = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(found, Tensor):
         raise ConfigError(
@@ -176,7 +182,7 @@ def _prediction(output: Any) -> Tensor:
 
 
 def _classes_last(logits: Tensor, target: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor]:
-    """Logits [B, C] and classes [B], or [B, P, C] and [B, P], whichever axis holds the classes."""
+    """Return logits [B, C] and classes [B], or [B, P, C] and [B, P], from any axis of the classes."""
     shapes = f"got logits {list(logits.shape)} and target {described(target)}"
     if not isinstance(target, Tensor) or target.is_floating_point() or target.dtype == torch.bool:
         raise ConfigError(
@@ -210,7 +216,7 @@ def _fits(logits: Tensor, target: Tensor, class_axis: int) -> bool:
 
 
 def _same_shape(values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """Both [B, …]; [B] and [B, 1] count as one shape, which broadcasting would make [B, B]."""
+    """Return both as [B, …]; [B] and [B, 1] count as the same shape, which broadcasting would expand to [B, B]."""
     if isinstance(target, Tensor):
         values, target = (x[:, None] if x.ndim == 1 else x for x in (values, target))
         if values.ndim > 1 and values.shape == target.shape:
@@ -222,7 +228,7 @@ def _same_shape(values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def described(value: Any) -> str:
-    """Kind and shapes of an output or a target."""
+    """Return a description of type and shapes of an output or a target, for error messages."""
     if isinstance(value, Tensor):
         return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
     if isinstance(value, Mapping):

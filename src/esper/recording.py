@@ -1,9 +1,9 @@
-"""One run, recorded: a run directory, a hub that writes its journal, and an end that is always told.
+"""Recording of a run: its directory, a hub that writes its journal, and a manifest that says how it ended.
 
 with esper.record("my-model") as run:
     grower = esper.Grower(body, optimizer, telemetry=run.hub)
     …
-# runs/20261115-230455-my-model-3f2a: `esper watch`, `esper report` and `esper sql` read it, then and later
+# runs/20261115-230455-my-model-3f2a: `esper watch`, `esper report` and `esper sql` read it, during the run and later
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ from esper.nissa.sinks.jsonl import JsonlSink
 from esper.nissa.sinks.tensorboard import TensorBoardSink
 
 END_S = 10.0
-"""Seconds that the end of a run waits for a disk that is full or slow."""
+"""Seconds that the end of a run waits for a full or slow disk."""
 RUNS = Path("runs")
-"""Where runs go that were not given a place."""
+"""The default parent of run directories."""
 ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
@@ -49,17 +49,19 @@ class Run:
     directory: RunDirectory
     hub: NissaHub
     env_steps: int = 0
-    """Steps of all environments; where nobody counts them, those that were recorded."""
+    """Steps of all environments; if the caller does not set it, the number of recorded steps."""
     emitted: dict[int, int] = field(default_factory=dict)
-    """Rank → events that it emitted in the whole run; rank 0 is counted when the run ends."""
+    """Rank → number of events that it emitted in the whole run; rank 0 is set when the run ends."""
     losses: list[str] = field(default_factory=list)
-    """What could not be written, in words; known when the run has ended."""
+    """Descriptions of what could not be written; set when the run ends."""
 
     @property
     def path(self) -> Path:
+        """The run directory."""
         return self.directory.path
 
     def say(self, event: Event) -> None:
+        """Emit an event."""
         self.hub.emit(event)
 
 
@@ -74,12 +76,12 @@ def record(
     sinks: Sequence[Sink] = (),
     tensorboard: bool = False,
 ) -> Iterator[Run]:
-    """Record a run: below `root` under a name of its own, or at `out`. Nothing that exists is overwritten.
+    """Record a run in `out`, or in a new directory below `root`. Existing runs are not overwritten.
 
-    level     off, minimal, normal or debug: what is recorded, never what is learnt
-    manifest  what else the manifest shall say: config, seed, hashes of data
-    sinks     further places for events, besides the journal
-    tensorboard  also write scalars for TensorBoard into the run directory
+    level        which events are recorded: off, minimal, normal or debug; it does not affect training
+    manifest     further entries of the manifest, such as config, random seed and hashes of data
+    sinks        further receivers of events, besides the journal
+    tensorboard  whether scalars for TensorBoard are written into the run directory, too
     """
     level = level_by_name(level) if isinstance(level, str) else level
     where, name = (Path(root), None) if out is None else (Path(out).parent, Path(out).name)
@@ -103,10 +105,10 @@ def record_on(
     tensorboard: bool = False,
     lock: Lock | None = None,
 ) -> Iterator[Run]:
-    """Go on recording a run that ended early, from the event that each rank would have said next.
+    """Resume the recording of a run that ended early, at event `next_seq[rank]` of each rank.
 
-    What was recorded behind that is said again, so it is forgotten first. `next_seq` comes from a checkpoint: who
-    chooses it takes the `lock` of the directory first, or another process may go on from it meanwhile.
+    Later events are removed from the journal first, because they will be emitted again. `next_seq` comes from a
+    checkpoint. Take the `lock` of the directory before choosing one, or another process may resume the run meanwhile.
     """
     level = level_by_name(level) if isinstance(level, str) else level
     directory = RunDirectory.resume(Path(path), manifest or {}, lock)
@@ -129,7 +131,7 @@ def record_on(
 
 @contextmanager
 def record_beside(path: Path | str, rank: int, first_seq: int, level: Level | str = Level.NORMAL) -> Iterator[NissaHub]:
-    """A hub that writes the journal of one more rank of a run that another process owns."""
+    """Yield a hub that writes the journal of one further rank of a run that another process owns."""
     level = level_by_name(level) if isinstance(level, str) else level
     sink = JsonlSink(Path(path) / EVENTS, rank=rank)
     with terminable(), NissaHub([sink], level=level, rank=rank, first_seq=first_seq) as hub:
@@ -171,7 +173,7 @@ def _recorded(
 
 
 def _finish(run: Run, status: str, error: str | None) -> None:
-    """Write into the manifest how the run ended and how many events each rank emitted. Tell the user what is lost."""
+    """Write to the manifest how the run ended and how many events each rank emitted. Print what is lost."""
     run.emitted[0] = run.hub.next_seq
     recorded: dict[str, dict[str, Any]] = {str(rank): {"events": run.emitted[rank]} for rank in sorted(run.emitted)}
     try:
@@ -180,7 +182,7 @@ def _finish(run: Run, status: str, error: str | None) -> None:
             recorded["0"]["lost"] = {"events": count, "first_seq": first, "last_seq": last}
             run.losses.append(f"{count} of {run.emitted[0]} events could not be written, the first is number {first}")
         run.directory.finish(status, error, env_steps=run.env_steps, **{JOURNAL: recorded})
-    except OSError as e:  # a full disk, or a directory that is gone: whatever ended the run is the news
+    except OSError as e:  # a full disk or a removed directory; it must not hide the error that ended the run
         run.losses.append(f"the manifest could not be written ({e}), so the run will read as killed")
     for text in run.losses:
         message = printable(f"the record of this run is incomplete: {text}. Check the disk of {run.path}")
@@ -188,7 +190,7 @@ def _finish(run: Run, status: str, error: str | None) -> None:
 
 
 def _not_written(run: Run) -> list[range]:
-    """The seqs of rank 0 that are not in its journal."""
+    """Return the sequence numbers of rank 0 that are missing in its journal."""
     damage = Damage()
     for _ in read(run.path, damage):
         pass
@@ -197,7 +199,7 @@ def _not_written(run: Run) -> list[range]:
 
 
 class _Counter:
-    """A sink that counts steps. It says to be durable so that a flush waits for it."""
+    """A sink that counts steps. It has `flush`, so that flushing the hub waits for it."""
 
     def __init__(self) -> None:
         self.steps = 0
@@ -211,7 +213,7 @@ class _Counter:
 
 @contextmanager
 def terminable() -> Iterator[None]:
-    """Within: SIGTERM, and a terminal that goes away, unwind the program as Ctrl-C does: a run can say how it ended."""
+    """Within the context SIGTERM and SIGHUP raise SystemExit, so that a run can record how it ended."""
 
     def leave(number: int, frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -229,7 +231,7 @@ def terminable() -> Iterator[None]:
 
 @contextmanager
 def unhurried() -> Iterator[None]:
-    """Within: signals that end the program wait until it is left, for work that must not be torn."""
+    """Within the context signals that end the program are deferred until its end, for work that must be completed."""
     came: list[int] = []
     before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in heeded([signal.SIGINT, *ENDING])}
     try:
@@ -242,15 +244,15 @@ def unhurried() -> Iterator[None]:
 
 
 def heeded(numbers: Sequence[int]) -> list[int]:
-    """Those signals that this process was not told to ignore, as `nohup` tells it."""
+    """Return the signals that this process does not ignore; `nohup`, for example, sets SIGHUP to be ignored."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
 
 class Stop:
-    """Whether a signal has asked this process to end. Called at a good moment, it does."""
+    """A request to end the process. Calling it raises SystemExit if a signal was received."""
 
     def __init__(self) -> None:
-        self.asked = 0
+        self.asked = 0  # the number of the signal received
 
     def __call__(self) -> None:
         if self.asked:
@@ -259,9 +261,10 @@ class Stop:
 
 @contextmanager
 def stoppable(say: str, on_stop: Callable[[], None] = lambda: None) -> Iterator[Stop]:
-    """Within: Ctrl-C, SIGTERM and SIGHUP ask for an end at the next good moment, and `say` so; a second is obeyed.
+    """Within the context the first SIGINT, SIGTERM or SIGHUP is stored in the `Stop` and `say` is printed.
 
-    `on_stop` is called by the handler of the first signal, for what may keep that moment from coming.
+    The caller calls the `Stop` when it is safe to end. A second signal exits at once. The handler of the first signal
+    calls `on_stop`, for example to end waits that would delay the caller.
     """
     stop = Stop()
 
