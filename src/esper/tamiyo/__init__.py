@@ -1,1 +1,1 @@
-"""Decides: controllers choose when, where and what to grow. May import leyline; sees tables, never a host."""
+"""Decisions: controllers choose when, where and what to grow. May import leyline only; reads tables, never hosts."""

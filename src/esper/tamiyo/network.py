@@ -1,14 +1,14 @@
-"""Tamiyo: the network that looks at a host and its slots, remembers, and says what to do.
+"""Tamiyo's policy network: slot encoder, recurrent core, value head and conditional action heads.
 
-    slots ──► one encoder for all ──► pooled ─┐
+    slots ──► shared encoder ─────► pooled ───┐
     base  ──► encoder ────────────────────────┴─► recurrent core ──► value
                                                      │
                                                      ├─► op
-                                                     ├─► slot      given the op, scored slot by slot
-                                                     └─► the rest  given the op and the slot
+                                                     ├─► slot      given the op, one score per slot
+                                                     └─► others    given the op and the slot
 
-The same weights serve every slot, so a policy learnt with 3 slots works with 25, and exchanging two slots exchanges
-their scores. What an option means is fixed by leyline's tables; blueprints of a user's own are not chosen.
+All slots share the same weights: a policy trained with 3 slots works with 25, and permuting slots permutes their
+scores. The options are fixed by leyline's tables; the network does not choose user-defined blueprints.
 
 Legend: E environments, N sequences, C steps of a chunk, S slots, D width of encodings, H hidden, W widest head.
 """
@@ -31,24 +31,26 @@ from esper.tamiyo.policy.distribution import entropy, likeliest, log_distributio
 from esper.tamiyo.policy.features import BASE, PER_SLOT
 
 MOST_WIDTH = 8192
-"""Of a policy's layers. At this width one layer takes half a gigabyte; a typing error asks for more."""
+"""Maximum width of a policy's layers. At this width one layer takes half a gigabyte; more is likely a typing error."""
 _GIVEN_SLOT = slice(Head.BLUEPRINT, Head.OP)
 _SIZES = tuple(len(HEAD_OPTIONS[h] or ()) for h in list(Head)[_GIVEN_SLOT])
 
 
 class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The size of a policy. Small on purpose: a round has a few thousand decisions to learn from."""
+    """Size of a policy. The defaults are small, since a round has only a few thousand decisions to learn from."""
 
     width: int = 64
-    """Of the encodings of slots and base."""
+    """Number of units of the slot and base encodings, 1 to 8192."""
     hidden: int = 64
-    """Of the recurrent core: what it can remember of an episode."""
+    """Number of units of the recurrent core, 1 to 8192."""
     core: Literal["gru", "lstm"] = "gru"
+    """Type of the recurrent core: "gru" or "lstm"."""
     epsilon: float = 0.02
-    """Share of the uniform over legal choices in every distribution: exploration that keeps its gradient."""
+    """Weight of the uniform distribution over legal options in every head's mixture, at least 0 and below 1. It keeps
+    exploration and gradients alive."""
     patience: float = 2.5
-    """Log-odds of waiting against any other op before anything is learnt. A beginner who acts as soon as he may prunes
-    every seed before it can show its worth, and learns that growing is useless."""
+    """Initial log-odds of WAIT against any other op, −50 to 50. Without it, an untrained policy acts whenever it
+    can, prunes every seed before its worth is measured, and learns that growing is useless."""
 
     def __post_init__(self) -> None:
         if not (1 <= self.width <= MOST_WIDTH and 1 <= self.hidden <= MOST_WIDTH):
@@ -62,27 +64,27 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 @dataclass(slots=True)
 class Choice:
-    """What the policy chose for each environment, and what it thought."""
+    """Actions of the policy and its estimates, per environment."""
 
     actions: Tensor  # [E, 8] int64
-    log_probs: Tensor  # [E, 8] per head; 0 where a head had nothing to choose
+    log_probs: Tensor  # [E, 8] per head; 0 where a head had only one option
     values: Tensor  # [E]
     hidden: Tensor  # [E, H'] after the step
-    entropy: Tensor  # [E] of the op, 1 is undecided
+    entropy: Tensor  # [E] of the op head, as a fraction of the maximum
 
 
 @dataclass(slots=True)
 class Judged:
-    """What the policy would say now of choices made before, [C, N, …]."""
+    """Current estimates of the policy for earlier actions, [C, N, …]."""
 
     log_probs: Tensor  # per head
     entropy: Tensor  # per head
     values: Tensor  # in units of return
-    raw_values: Tensor  # as the value head gives them: normalised
+    raw_values: Tensor  # normalised, as output by the value head
 
 
 class TamiyoNetwork(nn.Module):
-    """The policy. Knows tensors, never a host."""
+    """The policy network. Its inputs are tensors only."""
 
     mean: Tensor
     std: Tensor
@@ -105,45 +107,46 @@ class TamiyoNetwork(nn.Module):
         self.from_core, self.from_slot = _linear(h + d, d), _linear(d, d)
         self.slot_score = _linear(d, 1, gain=0.01)
         self.choices = _linear(d, sum(_SIZES), gain=0.01)
-        # of returns, so that the value head learns numbers near 1 whatever the reward's unit
+        # statistics of returns: the value head predicts normalised values, whatever the reward's unit
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
 
     @property
     def hidden_size(self) -> int:
+        """Size H' of the recurrent state: twice `hidden` for an LSTM."""
         return self.config.hidden * (2 if self.config.core == "lstm" else 1)
 
     def initial(self, envs: int, device: torch.device | str = "cpu") -> Tensor:
-        """What a policy remembers at the beginning of an episode: nothing."""
+        """Return the recurrent state [E, H'] at the start of an episode: zeros."""
         return torch.zeros(envs, self.hidden_size, device=device)
 
-    # -- the parts
+    # -- components
 
     def _look(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodings of the whole [*, D] and of every slot [*, S, D]."""
+        """Return the encodings of the environment [*, D] and of every slot [*, S, D]."""
         base, slots = obs[..., :BASE], obs[..., BASE:].contiguous().unflatten(-1, (-1, PER_SLOT))
         slots = self.slot_encoder(slots)
         return self.base_encoder(torch.cat([base, slots.mean(-2), slots.amax(-2)], -1)), slots
 
     def _remember(self, seen: Tensor, hidden: Tensor) -> Tensor:
-        """One step of the core: the new hidden state [N, H'], its first H columns being what is read."""
+        """Run one step of the core. Return the new state [N, H'], whose first H columns are the output."""
         if isinstance(self.core, nn.GRUCell):
             return self.core(seen, hidden)
         h, c = hidden.chunk(2, -1)
         return torch.cat(self.core(seen, (h.contiguous(), c.contiguous())), -1)
 
     def _logits(self, state: Tensor, slots: Tensor, op: Tensor, slot: Tensor, widest: int) -> Tensor:
-        """Logits of every head given op and slot, padded: [*, 8, W]."""
+        """Return the logits of every head given op and slot, padded: [*, 8, W]."""
         aware = self._aware(state, slots, op)
         return self._padded(self.op_head(state), self.slot_score(aware).squeeze(-1), aware, slot, widest)
 
     def _aware(self, state: Tensor, slots: Tensor, op: Tensor) -> Tensor:
-        """Every slot in the light of the whole and of the op: [*, S, D]."""
+        """Return slot encodings conditioned on the environment's state and on the op: [*, S, D]."""
         asked = self.from_core(state) + self.op_embedding(op)  # [*, D]
         return F.relu(self.from_slot(slots).add_(asked[..., None, :]), inplace=True)
 
     def _padded(self, ops: Tensor, scores: Tensor, aware: Tensor, slot: Tensor, widest: int) -> Tensor:
-        """The logits of all heads in one tensor, those behind the slot from the slot that was chosen."""
+        """Return the logits of all heads in one tensor; the conditional heads are evaluated at the chosen slot."""
         index = slot[..., None, None].expand(*slot.shape, 1, aware.shape[-1])
         chosen = self.choices(aware.gather(-2, index).squeeze(-2))
         sizes = (scores.shape[-1], *_SIZES, NUM_OPS)
@@ -152,11 +155,12 @@ class TamiyoNetwork(nn.Module):
     def _value(self, state: Tensor) -> Tensor:
         return self.value_head(state).squeeze(-1)
 
-    # -- choosing, and judging what was chosen
+    # -- acting and evaluation
 
     @torch.no_grad()
     def act(self, obs: Tensor, masks: Tensor, hidden: Tensor, layout: MaskLayout, uniform: Tensor | None) -> Choice:
-        """Choose for every environment: by chance if given numbers in [0, 1) [E, 8], else what is likeliest."""
+        """Return actions for every environment, sampled with `uniform` numbers in [0, 1) [E, 8], or the likeliest if
+        None."""
         masks = known_blueprints(masks, layout)
         look, slots = self._look(obs)
         hidden = self._remember(look, hidden)
@@ -184,7 +188,7 @@ class TamiyoNetwork(nn.Module):
     def evaluate(
         self, obs: Tensor, masks: Tensor, actions: Tensor, hidden: Tensor, starts: Tensor, layout: MaskLayout
     ) -> Judged:
-        """Judge the choices of chunks [C, N, …] that begin with `hidden` [N, H'], zeroed where an episode starts."""
+        """Evaluate the actions of chunks [C, N, …], from state `hidden` [N, H'], zeroed where an episode starts."""
         masks = known_blueprints(masks, layout)
         look, slots = self._look(obs)
         states = []
@@ -201,7 +205,7 @@ class TamiyoNetwork(nn.Module):
 
     @torch.no_grad()
     def renormalise(self, mean: float, std: float) -> None:
-        """Let returns be read in other units, without changing what the value head says now."""
+        """Set the mean and standard deviation of returns without changing the value head's predictions."""
         last = self.value_head[-1]
         assert isinstance(last, nn.Linear)
         last.weight *= self.std / std
@@ -211,7 +215,7 @@ class TamiyoNetwork(nn.Module):
 
 
 def known_blueprints(masks: Tensor, layout: MaskLayout) -> Tensor:
-    """Masks without blueprints that the network has no output for, nor germination where only those would fit."""
+    """Return masks without blueprints unknown to the network, and without GERMINATE where no other would fit."""
     extra = layout.blueprints - len(BLUEPRINTS)
     if extra <= 0:
         return masks
@@ -221,7 +225,7 @@ def known_blueprints(masks: Tensor, layout: MaskLayout) -> Tensor:
     by_op = masks[..., layout.slot_by_op].unflatten(-1, (NUM_OPS, layout.slots))
     by_op[..., 1, :] &= takes.any(-1)
     masks[..., 1] &= by_op[..., 1, :].any(-1)
-    masks[..., Op.WAIT] |= ~masks[..., layout.op].any(-1)  # a mask leaves a move
+    masks[..., Op.WAIT] |= ~masks[..., layout.op].any(-1)  # at least one op stays legal
     return masks
 
 

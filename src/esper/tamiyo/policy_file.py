@@ -1,4 +1,4 @@
-"""A policy as a file: safetensors with its settings and a checksum in the header. Equal policies are equal bytes."""
+"""Policy files: safetensors with the settings and a checksum in the header. Equal policies have equal bytes."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from esper.tamiyo.policy.features import feature_names
 FORMAT = "esper-policy"
 POLICY = "policy.safetensors"
 MOST_BYTES = 1 << 30
-"""The largest policy that the settings allow is far smaller; a longer file is none of ours."""
+"""Maximum size of a policy file in bytes, far above that of the largest policy that the settings allow."""
 
 
 def view() -> str:
-    """A fingerprint of what a policy sees and can say: weights mean nothing under another."""
+    """Return a hash of the policy's inputs and options. Weights are valid only for the same hash."""
     heads = {head.name: options for head, options in HEAD_OPTIONS.items()}
     return hashlib.sha256(json.dumps([feature_names(1), heads]).encode()).hexdigest()[:16]
 
 
 def save_policy(network: TamiyoNetwork, path: Path, *, fixed: Mapping[Head, int], **about: Any) -> None:
-    """Write a policy, whole or not at all, with the heads it never had to choose. `about` says where it comes from."""
+    """Write a policy and its fixed heads atomically. `about` describes its origin."""
     header = {
         "format": FORMAT,
         "view": view(),
@@ -47,7 +47,7 @@ def save_policy(network: TamiyoNetwork, path: Path, *, fixed: Mapping[Head, int]
 
 
 def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
-    """A policy and the heads fixed for it, from its file, or from a run directory that holds one."""
+    """Return a policy and its fixed heads, from a policy file or a run directory. Raise DataError if it is invalid."""
     file = path / POLICY if path.is_dir() else path
     if not file.is_file():
         raise DataError(f"there is no policy in {path}. `esper train` leaves one in its run directory")
@@ -73,7 +73,7 @@ def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
 
 
 def must_fit(config: NetworkConfig, weights: Mapping[str, Tensor]) -> None:
-    """Refuse weights of another network, before memory is taken for the one that a stranger's settings describe."""
+    """Raise ValueError unless the weights fit the settings and are finite. Allocates no memory for the network."""
     with torch.device("meta"):
         asked = {name: (tuple(t.shape), t.dtype) for name, t in TamiyoNetwork(config).state_dict().items()}
     found = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
@@ -87,7 +87,7 @@ def must_fit(config: NetworkConfig, weights: Mapping[str, Tensor]) -> None:
 
 
 def read_fixed(text: str) -> dict[Head, int]:
-    """The heads that are not the policy's to choose, and their options."""
+    """Return the fixed heads and their options from JSON. Raise ValueError if an option does not exist."""
     fixed = {Head[name]: option for name, option in msgspec.json.decode(text, type=dict[str, int]).items()}
     for head, option in fixed.items():
         options = HEAD_OPTIONS[head]

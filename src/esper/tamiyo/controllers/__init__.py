@@ -1,4 +1,4 @@
-"""Controllers: whoever chooses actions. All share one interface and read nothing but the table."""
+"""Controllers: objects that choose actions. They share one interface and read only the table."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ class Controller(Protocol):
     """Chooses one action row per environment."""
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
-        """From the table and what is legal [E, O, S] to actions [E, 8]."""
+        """Return actions [E, 8], given the table and the legal operations [E, O, S]."""
         ...
 
 
 @runtime_checkable
 class Remembers(Protocol):
-    """What a controller that keeps something from act to act has besides: a checkpoint asks for it."""
+    """Interface of a controller with state between calls of `act`, which checkpoints save."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Dicts, lists, tuples, numbers, strings, None, tensors and arrays."""
+        """Return dicts, lists, tuples, numbers, strings, None, tensors and arrays."""
         ...
 
     def load_state_dict(self, state: Any) -> None:
-        """Go on where `state_dict` stood, or raise with nothing changed."""
+        """Restore a result of `state_dict`, or raise and change nothing."""
         ...
 
 
 @runtime_checkable
 class ExplainsWaiting(Protocol):
-    """What a controller has that can say why it plants nothing."""
+    """Interface of a controller that can explain why it plants nothing."""
 
     def why_waiting(self, table: SlotTable) -> str:
-        """Name the condition of environment 0 that is not met, with its value and its threshold; empty if none."""
+        """Return the unmet condition of environment 0 with its value and threshold; empty if there is none."""
         ...
 
 
@@ -67,7 +67,7 @@ CONTROLLERS: dict[str, Callable[[], Controller]] = {
 
 
 def find_controller(controller: str | Controller | None) -> Controller:
-    """A controller by its name, or the caller's own; None is the controller "none"."""
+    """Return a controller by its name, or the given object. None is the controller "none"."""
     if controller is None:
         return Wait()
     if isinstance(controller, str):
@@ -82,10 +82,11 @@ def find_controller(controller: str | Controller | None) -> Controller:
 
 
 def make_controller(name: str) -> Controller:
-    """A controller by its name; `tamiyo` is the policy that comes with the package, a path is another's."""
+    """Return a controller by its name: `tamiyo` is the policy shipped with the package, a path that of another
+    policy."""
     if name in CONTROLLERS:
         return CONTROLLERS[name]()
-    from esper.tamiyo.controllers.learned import SHIPPED, Learned  # torch is needed for nothing else here
+    from esper.tamiyo.controllers.learned import SHIPPED, Learned  # imports torch, which other controllers do not need
 
     if name == "tamiyo":
         return Learned.load(SHIPPED)

@@ -1,13 +1,13 @@
-"""A controller of rules of thumb: grow when learning stalls, keep what is measured to help, prune what is not.
+"""Rule-based controller: grow when learning stalls, commit seeds that measurably help, prune the others.
 
-Rules, the first that fits, per environment:
+The first rule that applies is used, per environment:
 
-1. HOLDING: commit if the contribution is above zero by z standard errors; prune if it is below the threshold
-   by as much, if the network is worse off than when the seed was planted, or when patience runs out.
-2. BLENDING: prune if the network would be better off without the seed by more than two points and z errors.
-   TRAINING: prune only a seed that cannot pass its gate; whatever the host does meanwhile is not its doing.
-3. Otherwise, once the host's loss has settled and its quality has stalled: plant the next blueprint that has
-   not failed lately in the free slot that was tried least.
+1. HOLDING: commit if the contribution is above zero by z standard errors. Prune if it is below the threshold by as
+   much, if quality is lower than when the seed was planted, or when `holding_patience` is exceeded.
+2. BLENDING: prune if quality without the seed would be higher by more than two points and z standard errors.
+   TRAINING: prune only a seed that does not pass its gate; it cannot affect the host's quality yet.
+3. Otherwise, once the host's loss has settled and its quality has stalled: plant the next blueprint that has not
+   failed recently, in the free slot that was tried least.
 """
 
 from __future__ import annotations
@@ -28,32 +28,37 @@ S = SeedStage
 
 
 class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Thresholds; qualities are fractions (accuracy 0…1)."""
+    """Thresholds of the heuristic. Qualities are fractions (accuracy 0 to 1)."""
 
     plateau_epochs: int = 3
-    """Learning has stalled if the best of so many epochs is not `plateau_gain` above the best before."""
+    """Learning has stalled if the best quality of this many epochs is not `plateau_gain` above the best before; 1 to
+    9."""
     plateau_gain: float = 0.005
+    """Gain in quality below which learning counts as stalled."""
     settled_epochs: int = 3
-    """The loss has settled once it moved by less than `settled_band` for so many epochs in a row."""
+    """The loss has settled after this many consecutive epochs with a change within `settled_band`; 1 to 9."""
     settled_band: tuple[float, float] = (-0.05, 0.03)
+    """Lower and upper bound of the relative change of a settled validation loss per epoch."""
     first_epoch: int = 5
-    """Nothing is planted before."""
+    """First epoch in which a seed may be planted."""
     loss_of_quality: float = 0.02
-    """A seed is pruned if the network is worse off by so much: without it while blending, than at its birth later."""
+    """Loss of quality that leads to pruning: against the network without the seed in BLENDING, against the quality at
+    germination in HOLDING."""
     training_patience: int = 20
-    """A seed that cannot pass its gate within so many epochs is pruned."""
+    """Maximum number of epochs in TRAINING. A seed that has not passed its gate by then is pruned."""
     least_contribution: float = 0.005
-    """A seed whose contribution lies below this by z standard errors is pruned."""
+    """Minimum contribution in units of quality. A seed that is below it by z standard errors is pruned."""
     holding_patience: int = 5
-    """Epochs at full strength until an undecided seed is pruned."""
+    """Maximum number of epochs in HOLDING. A seed that is still undecided then is pruned."""
     z: float = 2.5
+    """Number of standard errors by which a contribution must differ from a threshold, ≥ 0."""
     penalty: float = 2.0
-    """Added to a blueprint when a seed of it is pruned; halves each epoch; at 3 it is skipped."""
+    """Penalty of a blueprint per pruned seed. It halves each epoch; blueprints with 3 or more are skipped."""
     blueprints: tuple[str, ...] = (
         "conv_light", "conv_heavy", "attention", "norm", "depthwise",
         "mlp_small", "mlp", "lora_large", "lora",
     )  # fmt: skip
-    """What to try, in order; a slot takes those that fit its features."""
+    """Names of built-in blueprints to try, in order. Slots skip those that do not fit their features."""
 
     def __post_init__(self) -> None:
         for name in ("plateau_epochs", "settled_epochs"):
@@ -70,7 +75,10 @@ MEMORIES = ("settled", "penalties", "tried", "slot_tries")
 
 
 class Heuristic:
-    """Keeps, per environment, whether the host has settled and which blueprints failed lately."""
+    """Rule-based controller.
+
+    Stores, per environment, whether the loss has settled and which blueprints failed recently.
+    """
 
     def __init__(self, config: HeuristicConfig | None = None) -> None:
         self.config = config or HeuristicConfig()
@@ -81,15 +89,16 @@ class Heuristic:
         self.slot_tries = np.zeros((0, 0), dtype=np.int64)
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """Return actions [E, 8] by the rules above."""
         self._remember(table)
         actions = wait_everywhere(table.num_envs)
         free = np.ones(table.num_envs, dtype=bool)
         for op, wish in self._wishes(table):
             may = legal[:, op] & wish & free[:, None]
             envs = may.any(axis=1)
-            order = np.where(may, -self.slot_tries if op == Op.GERMINATE else 0, -1000)  # the least tried slot first
+            order = np.where(may, -self.slot_tries if op == Op.GERMINATE else 0, -1000)  # least tried slot first
             actions[envs, Head.OP], actions[envs, Head.SLOT] = op, order.argmax(axis=1)[envs]
-            actions[envs, Head.ALPHA_SPEED] = 0  # what is to go goes at once
+            actions[envs, Head.ALPHA_SPEED] = 0  # INSTANT
             free &= ~envs
         for e in np.nonzero(actions[:, Head.OP] == Op.GERMINATE)[0]:
             actions[e, Head.BLUEPRINT] = self._choose(int(e), table.takes[actions[e, Head.SLOT]])
@@ -99,10 +108,11 @@ class Heuristic:
         return actions
 
     def state_dict(self) -> dict[str, Any]:
+        """Return a copy of the state, for a checkpoint."""
         return {name: getattr(self, name).copy() for name in MEMORIES}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """From `state_dict` of a heuristic that has met as many environments and slots."""
+        """Restore a result of `state_dict`. Raise ConfigError if an array is missing or has another type."""
         found = {name: np.asarray(state[name]) for name in MEMORIES if name in state}
         for name, blank in Heuristic().state_dict().items():
             if name not in found or found[name].dtype != blank.dtype or found[name].ndim != blank.ndim:
@@ -111,12 +121,12 @@ class Heuristic:
             setattr(self, name, memory.copy())
 
     def _wishes(self, table: SlotTable) -> list[tuple[Op, Bools]]:
-        """Operations in the order of the rules, with the slots [E, S] they are wished for."""
+        """Return the operations in the order of the rules, with the slots [E, S] they apply to."""
         c, stage = self.config, table.stage
         holding = stage == S.HOLDING
         quality = table.quality[:, None]
         margin = c.z * table.contribution_se
-        judged = table.contribution_age >= 0  # in HOLDING: at full strength
+        judged = table.contribution_age >= 0  # in HOLDING: measured at full alpha
         worth_it = holding & judged & (table.contribution - margin > 0)
         worse_off = judged & (quality < table.quality_birth - c.loss_of_quality) & (table.contribution > 0)
         useless = judged & (table.contribution + margin < c.least_contribution)
@@ -140,7 +150,7 @@ class Heuristic:
             self.settled, self.tried = np.zeros(table.num_envs, dtype=bool), np.zeros(table.num_envs, dtype=np.int64)
             self.penalties = np.zeros((table.num_envs, len(BLUEPRINTS)))
             self.slot_tries = np.zeros(table.stage.shape, dtype=np.int64)
-        unheard_of = table.takes.shape[1] - self.penalties.shape[1]  # users' own blueprints come while it runs
+        unheard_of = table.takes.shape[1] - self.penalties.shape[1]  # user-defined blueprints may be registered later
         if unheard_of > 0:
             self.penalties = np.pad(self.penalties, ((0, 0), (0, unheard_of)))
         self.settled[fresh], self.penalties[fresh] = False, 0.0
@@ -149,24 +159,25 @@ class Heuristic:
         self.penalties[self.penalties < 0.1] = 0.0
         change = self._loss_changes(table)
         low, high = self.config.settled_band
-        unknown = np.isnan(table.val_loss)  # in a loop without losses, stalling alone decides
+        unknown = np.isnan(table.val_loss)  # without validation losses, only the plateau counts
         self.settled |= unknown | ((change > low) & (change < high)).all(axis=1)
 
     def _loss_changes(self, table: SlotTable) -> Floats:
-        """[E, settled_epochs] by which share the validation loss changed in each of the last epochs."""
+        """Return [E, settled_epochs] the relative change of the validation loss in each of the last epochs."""
         loss = table.loss_history[:, -self.config.settled_epochs - 1 :]
-        return np.asarray(np.diff(loss) / np.maximum(np.abs(loss[:, :-1]), 1e-12))  # a loss may be 0
+        return np.asarray(np.diff(loss) / np.maximum(np.abs(loss[:, :-1]), 1e-12))  # the loss may be 0
 
     def _stalled(self, table: SlotTable) -> Bools:
         before, recent = self._bests(table)
-        return np.asarray(recent < before + self.config.plateau_gain)  # NaN: too early to say
+        return np.asarray(recent < before + self.config.plateau_gain)  # False for NaN: too few epochs
 
     def _bests(self, table: SlotTable) -> tuple[Floats, Floats]:
-        """[E] the best quality before the last epochs that are watched for a plateau, and within them."""
+        """Return [E] the best quality before the last `plateau_epochs` epochs, and within them."""
         before, recent = np.split(table.quality_history, [-self.config.plateau_epochs], axis=1)
         return np.fmax.reduce(before, axis=1), recent.max(axis=1)
 
     def why_waiting(self, table: SlotTable) -> str:
+        """Return which condition for planting environment 0 does not meet; empty if it meets all."""
         c = self.config
         if table.step[0] < c.first_epoch:
             return f"the heuristic plants from epoch {c.first_epoch} on (first_epoch)"
@@ -192,7 +203,8 @@ class Heuristic:
         )
 
     def _choose(self, env: int, takes: Bools) -> int:
-        """The next blueprint that fits and has not failed lately; if all have, the one that failed least."""
+        """Return the next blueprint that fits and has not failed recently; if all have, the one with the least
+        penalty."""
         fitting: Sequence[int] = [b for b in self.order if b < len(takes) and takes[b]] or np.nonzero(takes)[0].tolist()
         turn = int(self.tried[env])
         self.tried[env] += 1

@@ -1,4 +1,4 @@
-"""A trained policy as a controller."""
+"""Controller that runs a trained policy."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features
 from esper.tamiyo.policy_file import load_policy
 
 SHIPPED = Path(__file__).parent.parent / "shipped" / "tamiyo.safetensors"
-"""The policy that comes with the package, trained on `rescue`."""
+"""Path of the policy shipped with the package, trained on `rescue`."""
 
 
 class Learned:
-    """Chooses as a trained policy does, remembering each episode from its first step.
+    """Runs a trained policy, with its recurrent state kept from the first step of each episode.
 
-    It must be told of the host first (`bind`): sizes and prices are part of what it sees. It draws its choices, by
-    numbers that depend on the world and step alone; `sample=False` takes what is likeliest.
+    Call `bind` first: sizes and prices of the host are part of the observation. Actions are sampled with random numbers
+    that depend on world and step only; `sample=False` takes the likeliest ones.
     """
 
     def __init__(
@@ -40,19 +40,21 @@ class Learned:
 
     @classmethod
     def load(cls, path: Path, *, sample: bool = True) -> Learned:
+        """Return a controller with the policy of a policy file or run directory."""
         network, fixed = load_policy(path)
         return cls(network, fixed=fixed, sample=sample)
 
     def bind(self, context: ObsContext, worlds: Sequence[int] | None = None) -> None:
-        """Say which host this is for, and in which worlds its environments live."""
+        """Set the host's context and the worlds of its environments, and clear the recurrent state."""
         self.context, self.worlds = context, worlds
         self._hidden = self.network.initial(0)
 
     def state_dict(self) -> dict[str, Any]:
-        """What it remembers of its episodes. The policy itself is a file of its own."""
+        """Return the recurrent state. The policy is not included: it has its own file."""
         return {"hidden": self._hidden.clone()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a result of `state_dict`. Raise ConfigError if it belongs to a policy of another size."""
         hidden, width = state.get("hidden"), self._hidden.shape[1:]
         if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != width or hidden.dtype != self._hidden.dtype:
             found = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else hidden
@@ -60,12 +62,13 @@ class Learned:
         self._hidden = hidden.clone()
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """Return actions [E, 8]. Raise ConfigError if `bind` has not been called."""
         if self.context is None:
             raise ConfigError("a trained policy must know its host: call controller.bind(context) first")
         envs = table.num_envs
         if len(self._hidden) != envs:
             self._hidden = self.network.initial(envs)
-        self._hidden[torch.from_numpy(table.step == 0)] = 0.0  # a new episode remembers nothing
+        self._hidden[torch.from_numpy(table.step == 0)] = 0.0  # reset the state at the start of an episode
         obs = torch.from_numpy(batch_obs_to_features(table, self.context, legal=legal))
         masks = torch.from_numpy(compute_batch_masks(table, legal, fixed=self.fixed))
         layout = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
@@ -78,4 +81,5 @@ class Learned:
         return np.asarray(choice.actions.numpy())
 
     def why_waiting(self, table: SlotTable) -> str:
+        """Return why the policy plants nothing."""
         return "the trained policy chose another operation at every epoch; it has no threshold. Try 'schedule'"

@@ -1,4 +1,4 @@
-"""A controller that does anything the rules allow: the floor that others must beat."""
+"""Controller that chooses random legal actions: a lower bound for others."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from esper.tamiyo.controllers.schedule import wait_everywhere
 
 
 class Random:
-    """An operation uniformly among those that are legal, then a slot, then the other heads."""
+    """Chooses an operation uniformly among the legal ones, then a slot, then the other heads."""
 
     def __init__(self, seed: int = 0) -> None:
         self.seed, self.rng = seed, np.random.default_rng(seed)
-        self.rngs: list[np.random.Generator] | None = None  # of every environment, once their worlds are known
+        self.rngs: list[np.random.Generator] | None = None  # one per environment, after `bind`
 
     def bind(self, worlds: Sequence[int]) -> None:
-        """Be in every world as one would be there in any company."""
+        """Seed one generator per world, so that actions do not depend on which other worlds run alongside."""
         self.rngs = [np.random.default_rng([self.seed, world]) for world in worlds]
 
     def _chance(self, envs: int, count: int) -> Floats:
-        """[E, count] numbers in [0, 1)."""
+        """Return random numbers in [0, 1), [E, count]."""
         if self.rngs is None:
             return self.rng.random((envs, count))
         return np.stack([rng.random(count) for rng in self.rngs])
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """Return random legal actions [E, 8]."""
         envs = table.num_envs
         actions = wait_everywhere(envs)
         op = self._pick(np.asarray(legal.any(axis=2)))
@@ -42,16 +43,19 @@ class Random:
         return actions
 
     def why_waiting(self, table: SlotTable) -> str:
+        """Return why the controller has planted nothing."""
         return "the random controller has not drawn GERMINATE yet; it draws one of the legal operations per epoch"
 
     def _pick(self, allowed: Bools) -> Ints:
-        """One allowed column per row, uniformly; 0 where none is."""
+        """Return a random allowed column per row; 0 where none is allowed."""
         return np.asarray(np.where(allowed, self._chance(*allowed.shape), -1.0).argmax(axis=1))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the state of the shared generator."""
         return {"rng": self.rng.bit_generator.state}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore a result of `state_dict`. Raise ConfigError if it is invalid."""
         rng = np.random.default_rng()
         try:
             rng.bit_generator.state = state["rng"]

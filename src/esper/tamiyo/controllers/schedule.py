@@ -1,4 +1,4 @@
-"""Controllers that do not look at results: wait for ever, or grow by the calendar."""
+"""Controllers that ignore results: `Wait` never grows, `Schedule` grows at fixed times."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from esper.leyline.errors import unknown_name
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 
 PREFERRED = ("conv_light", "mlp_small", "lora")
-"""What the schedule plants: the first of these that a slot takes."""
+"""Default blueprints of the schedule: the first one that fits a slot is planted."""
 SIGMOID_ADD = next(i for i, s in enumerate(STYLES) if s.name == "SIGMOID_ADD")
 
 
 def wait_everywhere(envs: int) -> Ints:
-    """Action rows [E, 8] that do nothing; other heads hold the usual choices."""
+    """Return action rows [E, 8] that do nothing. The other heads have their default options."""
     actions = np.zeros((envs, NUM_HEADS), dtype=np.int64)
     actions[:, [Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED]] = SIGMOID_ADD, 1, 2, 2
     return actions
 
 
 class Wait:
-    """Never grows anything."""
+    """Controller that never grows anything."""
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """Return WAIT for every environment."""
         return wait_everywhere(table.num_envs)
 
     def why_waiting(self, table: SlotTable) -> str:
+        """Return why the controller plants nothing."""
         return "the controller 'none' never plants. Plant by hand, or choose another controller"
 
 
 class Schedule:
-    """Plants slot after slot, each as soon as the rules allow, and commits what has been measured.
+    """Controller that plants in one slot after another as soon as the rules allow, and commits measured seeds.
 
-    blueprints  what to plant, the most wanted first: built-in names, or numbers (`blueprint_index` of your own)
-    start       the first step at which to plant
-    slots       how many slots to use, from the first; all of them unless said
+    blueprints  what to plant, in order of preference: built-in names, or numbers (`blueprint_index` for your own)
+    start       first step at which to plant
+    slots       number of slots to use, from the first; None for all
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Schedule:
         self.start, self.slots = start, slots
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """Return actions [E, 8]: commit if it is legal, otherwise plant if it is legal, otherwise wait."""
         actions = wait_everywhere(table.num_envs)
         choice = self._choice(table)  # [S]
         may_plant = legal[:, Op.GERMINATE] & (choice >= 0) & (table.step[:, None] >= self.start)
@@ -61,6 +64,7 @@ class Schedule:
         return actions
 
     def why_waiting(self, table: SlotTable) -> str:
+        """Return which condition for planting environment 0 does not meet; empty if it meets all."""
         if table.step[0] < self.start:
             return f"the schedule plants from epoch {self.start} on (start)"
         if not (self._choice(table) >= 0).any():
@@ -69,7 +73,7 @@ class Schedule:
         return ""
 
     def _choice(self, table: SlotTable) -> Ints:
-        """The blueprint for each slot, −1 where it takes none of the preferred."""
+        """Return the blueprint for each slot [S]; −1 if none of the preferred ones fits."""
         choice = np.full(table.num_slots, -1)
         for b in reversed([b for b in self.preferred if b < table.takes.shape[1]]):
             choice[table.takes[:, b]] = b

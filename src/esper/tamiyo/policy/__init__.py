@@ -1,4 +1,4 @@
-"""What a learned policy sees and may say: features and masks of the whole table at once.
+"""Observations and action masks of a learned policy, computed for the whole table at once.
 
 Read first: `features.py` (the named columns of an observation), then `action_masks.py`.
 """

@@ -1,10 +1,10 @@
-"""Which choices are open, for all environments at once, as one packed bool array [E, M].
+"""Masks of allowed actions, for all environments at once, as one packed bool array [E, M].
 
     op · slot_by_op · blueprint_by_slot · style · tempo · alpha_target · alpha_speed · alpha_curve
 
-Choices are made in that order: the op, then the slot given the op, then the blueprint given the slot.
-`conditioned` turns a packed row and what was chosen into the mask of every head, so rollout and update
-see the same distribution. What is legal comes from the rules; nothing here decides it.
+Options are chosen in that order: the op, then the slot given the op, then the blueprint given the slot.
+`conditioned` turns a packed row and the chosen op and slot into the mask of every head, so that rollout and update
+use the same distribution. Legality is decided by the lifecycle rules, not here.
 
 Legend: E environments, S slots, O operations, B blueprints, M mask columns, W options of the widest head.
 """
@@ -26,10 +26,10 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Bools, SlotTable
 
 DEFAULT_FIXED: Mapping[Head, int] = {Head.TEMPO: 1, Head.ALPHA_SPEED: 2, Head.ALPHA_CURVE: 0}
-"""STANDARD, MEDIUM and LINEAR: a policy first learns what matters more than these."""
+"""STANDARD, MEDIUM and LINEAR. These heads matter less than the others, so a policy does not choose them by default."""
 
 CANONICAL = np.zeros(NUM_HEADS, dtype=np.int64)
-"""What a head says when the op does not read it: one choice, so its log-probability is 0."""
+"""Option of each head that the op does not read: the only one allowed, so its log-probability is 0."""
 CANONICAL[[Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET]] = 2, 1, 2  # SIGMOID_ADD, STANDARD, FULL
 
 _TAIL = (Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE)
@@ -40,29 +40,30 @@ Array = TypeVar("Array", npt.NDArray[Any], Tensor)
 
 @dataclass(frozen=True)
 class MaskLayout:
-    """Where each part of a packed mask lies."""
+    """Positions of the parts of a packed mask."""
 
     slots: int
     blueprints: int
 
     @property
     def op(self) -> slice:
+        """[O] operations."""
         return slice(0, NUM_OPS)
 
     @cached_property
     def slot_by_op(self) -> slice:
-        """[O, S] flattened."""
+        """[O, S] slots per operation, flattened."""
         return slice(NUM_OPS, NUM_OPS * (1 + self.slots))
 
     @cached_property
     def blueprint_by_slot(self) -> slice:
-        """[S, B] flattened."""
+        """[S, B] blueprints per slot, flattened."""
         start = self.slot_by_op.stop
         return slice(start, start + self.slots * self.blueprints)
 
     @cached_property
     def tail(self) -> dict[Head, slice]:
-        """The heads whose options depend on nothing but the op."""
+        """Heads whose options depend on the op only."""
         stops = self.blueprint_by_slot.stop + np.cumsum(_TAIL_SIZES)
         return {
             head: slice(int(stop) - size, int(stop)) for head, size, stop in zip(_TAIL, _TAIL_SIZES, stops, strict=True)
@@ -70,20 +71,22 @@ class MaskLayout:
 
     @cached_property
     def size(self) -> int:
+        """Number of columns M."""
         return int(self.tail[Head.ALPHA_CURVE].stop)
 
     @cached_property
     def head_sizes(self) -> tuple[int, ...]:
-        """How many options each head has, in the order of action columns."""
+        """Number of options of each head, in the order of action columns."""
         return (self.slots, self.blueprints, *_TAIL_SIZES, NUM_OPS)
 
     @cached_property
     def widest(self) -> int:
+        """Largest number of options W of a head."""
         return max(self.head_sizes)
 
     @cached_property
     def widest_given_slot(self) -> int:
-        """Of the heads that are chosen after op and slot."""
+        """Largest number of options of the heads that are chosen after op and slot."""
         return max(self.head_sizes[Head.BLUEPRINT : Head.OP])
 
 
@@ -94,7 +97,7 @@ def _layout(slots: int, blueprints: int) -> MaskLayout:
 
 @lru_cache(maxsize=64)
 def _template(layout: MaskLayout, fixed: tuple[tuple[Head, int], ...]) -> Bools:
-    """[M] what no table changes: WAIT at the first slot, and all options of the tail heads or the fixed one."""
+    """Return the constant part of a mask [M]: WAIT at the first slot, and the tail heads' options or the fixed one."""
     for head, choice in fixed:
         if not 0 <= choice < layout.head_sizes[head]:
             size = layout.head_sizes[head]
@@ -109,16 +112,16 @@ def _template(layout: MaskLayout, fixed: tuple[tuple[Head, int], ...]) -> Bools:
 
 
 def compute_batch_masks(table: SlotTable, legal: Bools, *, fixed: Mapping[Head, int] | None = None) -> Bools:
-    """The packed masks [E, M] of all environments, from what is legal [E, O, S].
+    """Return the packed masks [E, M] of all environments, given the legal operations [E, O, S].
 
-    `fixed` narrows heads to one option each. An op that this leaves without a slot is off, and WAIT stays
-    as the way out: whatever is fixed, a mask leaves a move.
+    `fixed` restricts heads to one option each. Ops that have no slot left are not allowed. WAIT is always
+    allowed unless another op is fixed and possible, so at least one op is allowed.
     """
     return _pack(legal, table.takes, fixed or {})
 
 
 def compute_action_masks(table: SlotTable, legal: Bools, env: int, *, fixed: Mapping[Head, int] | None = None) -> Bools:
-    """The packed mask [M] of one environment."""
+    """Return the packed mask [M] of one environment."""
     return np.asarray(_pack(legal[env][None], table.takes, fixed or {})[0])
 
 
@@ -148,17 +151,17 @@ def _pack(legal: Bools, takes: Bools, fixed: Mapping[Head, int]) -> Bools:
 
 
 def forced(masks: Array, layout: MaskLayout) -> Array:
-    """[*] whether nothing but WAIT can be done, so that there is nothing to learn from the choice."""
-    return ~masks[..., layout.op][..., 1:].any(-1)  # type: ignore[return-value]  # numpy knows scalars too
+    """Return [*] whether only WAIT is legal, so that there is no choice to learn from."""
+    return ~masks[..., layout.op][..., 1:].any(-1)  # type: ignore[return-value]  # numpy may return scalars
 
 
 def slot_given_op(masks: Tensor, layout: MaskLayout, op: Tensor) -> Tensor:
-    """[*, S] the slots that admit this op [*]."""
+    """Return the slots [*, S] in which this op [*] is legal."""
     return _pick_row(masks[..., layout.slot_by_op], (NUM_OPS, layout.slots), op)
 
 
 def blueprint_given_slot(masks: Tensor, layout: MaskLayout, slot: Tensor) -> Tensor:
-    """[*, B] the blueprints that this slot [*] takes."""
+    """Return the blueprints [*, B] that fit this slot [*]."""
     return _pick_row(masks[..., layout.blueprint_by_slot], (layout.slots, layout.blueprints), slot)
 
 
@@ -169,27 +172,27 @@ def _pick_row(packed: Tensor, shape: tuple[int, int], row: Tensor) -> Tensor:
 
 
 def conditioned(masks: Tensor, layout: MaskLayout, op: Tensor, slot: Tensor) -> Tensor:
-    """[*, 8, W] the mask of every head given op [*] and slot [*], False beyond a head's options.
+    """Return the mask [*, 8, W] of every head given op [*] and slot [*], False beyond a head's options.
 
-    A head that the op does not read is left its canonical choice alone.
+    Only the canonical option of a head that the op does not read is allowed.
     """
     tail = slice(layout.tail[Head.STYLE].start, layout.tail[Head.ALPHA_CURVE].stop)
     by_slot, by_op = blueprint_given_slot(masks, layout, slot), slot_given_op(masks, layout, op)
     heads = torch.cat([by_op, by_slot, masks[..., tail], masks[..., layout.op]], -1)
     reads, canonical = _tables(layout, masks.device)
-    open_ = padded(heads.float(), layout.head_sizes, layout.widest).bool()  # selecting bools is slow
+    open_ = padded(heads.float(), layout.head_sizes, layout.widest).bool()  # indexing bools is slow
     return (open_ & reads[op]) | canonical[op]
 
 
 def padded(side_by_side: Tensor, sizes: Sequence[int], width: int) -> Tensor:
-    """[*, 8, W] from the options of all heads one after another, [*, Σ sizes]; beyond a head's options anything."""
+    """Return [*, 8, W] from the concatenated options of all heads [*, Σ sizes]; padding has arbitrary values."""
     index = _places(tuple(sizes), width, side_by_side.device)
     return side_by_side.index_select(-1, index).unflatten(-1, (len(sizes), width))
 
 
 @lru_cache(maxsize=64)
 def _places(sizes: tuple[int, ...], width: int, device: torch.device) -> Tensor:
-    """[8·W] which of the options side by side stands at each place."""
+    """Return [8·W] the index of each padded position in the concatenated options."""
     first = np.cumsum((0, *sizes[:-1]))
     index = first[:, None] + np.minimum(np.arange(width), np.array(sizes)[:, None] - 1)
     return torch.tensor(index.ravel(), device=device)
@@ -197,7 +200,7 @@ def _places(sizes: tuple[int, ...], width: int, device: torch.device) -> Tensor:
 
 @lru_cache(maxsize=64)
 def _tables(layout: MaskLayout, device: torch.device) -> tuple[Tensor, Tensor]:
-    """[O, 8, W] the options that an op reads, and the canonical ones of heads that it does not."""
+    """Return [O, 8, W] the options that an op reads, and the canonical ones of heads that it does not read."""
     option, read = np.arange(layout.widest), RELEVANCE[..., None]
     reads, canonical = read & (option < np.array(layout.head_sizes)[:, None]), ~read & (option == CANONICAL[:, None])
     return torch.tensor(reads, device=device), torch.tensor(canonical, device=device)

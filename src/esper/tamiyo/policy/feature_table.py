@@ -1,6 +1,6 @@
-"""The columns of an observation by name: what each means, its formula and its range.
+"""Columns of an observation: name, meaning, formula and range.
 
-`features.py` computes them in this order and explains the words *soft*, *size* and −1.
+`features.py` computes them in this order and defines the terms *soft*, *size* and −1.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from esper.leyline.stages import SeedStage
 
 
 class Feature(NamedTuple):
-    """One column, of an environment or of each of its slots."""
+    """One column of an environment or of each of its slots."""
 
     name: str
     scope: Literal["env", "slot"]
@@ -30,7 +30,7 @@ def _slot(name: str, meaning: str, formula: str, low: float = 0, high: float = 1
     return Feature(name, "slot", meaning, formula, low, high)
 
 
-_PLANTABLE = BLUEPRINTS[1:]  # noop is nobody's choice
+_PLANTABLE = BLUEPRINTS[1:]  # noop cannot be chosen
 _EARLIER = [(k, f"{k} epoch{'s' * (k > 1)} ago") for k in (1, 2, 3, 4)]
 
 _ENV = (

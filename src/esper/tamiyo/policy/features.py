@@ -1,14 +1,14 @@
-"""What the policy sees: one named column after another, the same few array operations whatever E and S.
+"""Observations of the policy: named columns, computed by a fixed number of array operations for any E and S.
 
-Every column is bounded by a fixed formula, so no running normaliser is needed. Three words recur:
+Every column is bounded by a fixed formula, so no running normaliser is needed. Three terms recur:
 
-    soft s (x)   x / (|x| + s): linear around 0, half-way at s, never beyond ±1
+    soft s (x)   x / (|x| + s): linear around 0, one half at s, always within ±1
     size (r)     log2(1 + r) / 8, at most 1: the unit in which rent is charged
-    −1           in a column that is otherwise ≥ 0: never measured. A signed column reads 0 then, and the
-                 column named in its meaning says so
+    −1           in a column that is otherwise ≥ 0: never measured. A signed column is 0 then, and the
+                 column named in its meaning tells both cases apart
 
 Environment columns come first, then the slots one after another: `obs[:, BASE:].reshape(E, S, PER_SLOT)`.
-Slot columns lie in three blocks, in the order of their cost: one-hots, what never changes, what lives.
+Slot columns form three blocks, in the order of their cost: one-hots, constants, columns that change.
 
 Legend: E environments, S slots, B blueprints, F features, P features per slot, W epochs of history.
 """
@@ -51,34 +51,35 @@ BASE, PER_SLOT = len(ENV_FEATURES), len(SLOT_FEATURES)
 ENV_COLUMN = {f.name: i for i, f in enumerate(ENV_FEATURES)}
 SLOT_COLUMN = {f.name: i for i, f in enumerate(SLOT_FEATURES)}
 
-NUM_PLANTABLE = len(BLUEPRINTS) - 1  # all built-in ones but noop
+NUM_PLANTABLE = len(BLUEPRINTS) - 1  # all built-in blueprints except noop
 SIZE_OCTAVES = 8.0
-"""A ratio of 2**8 to the host is as large as `size` tells apart."""
-HUGE = 1e6  # beyond it soft is 1; it keeps an infinite gradient from becoming inf / inf
+"""`size` saturates at a ratio of 2**8 to the host."""
+HUGE = 1e6  # soft is 1 beyond it; clipping avoids inf / inf for infinite gradients
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class ObsContext:
-    """What the policy sees of a host besides the table: sizes, prices, limits. It stays as it is for a run."""
+    """What the policy observes of a host besides the table: sizes, prices and limits. Constant during a run."""
 
     horizon: int
-    """Steps of an episode."""
+    """Steps per episode, ≥ 1."""
     host_params: int
+    """Parameters of the host without seeds, ≥ 1."""
     host_macs: int
-    """Multiply-adds of the host on one sample."""
+    """Multiply-adds of the host per sample, ≥ 1."""
     slot_width: Ints  # [S] channels of the features
-    slot_params: Ints  # [S, B] what each blueprint would add
+    slot_params: Ints  # [S, B] parameters that each blueprint would add
     slot_macs: Ints  # [S, B]
     slot_depth: Floats  # [S] 0…1 in the order of the forward pass
     params_budget: int = 0
-    """Most parameters of host and seeds together; 0 sets no limit."""
+    """Maximum number of parameters of host and seeds together; 0 for no limit."""
     chance_loss: float | None = None
-    """The loss of guessing, the unit of losses; None leaves them as they are."""
+    """Loss of guessing, in which losses are expressed; None leaves them unscaled."""
     quality_zero: float = 0.0
     quality_span: float = 1.0
-    """Qualities are shown as (quality − zero) / span; an accuracy needs neither."""
+    """Qualities are shown as (quality − zero) / span. Accuracies need no change of the defaults."""
     thresholds: Thresholds = PERMISSIVE
-    """What the gates ask for: how long a seed must wait, and z of a contribution's lower bound."""
+    """Thresholds of the gates: minimum dwell times, and z of a contribution's lower bound."""
 
     def __post_init__(self) -> None:
         slots = len(self.slot_width)
@@ -97,11 +98,12 @@ class ObsContext:
 
     @property
     def loss_unit(self) -> float:
+        """Unit of losses: `chance_loss`, or 1 if there is none."""
         return self.chance_loss or 1.0
 
     @cached_property
     def dwell_needed(self) -> Ints:
-        """[stages] epochs that the gate out of each stage asks for."""
+        """[stages] number of epochs that the gate out of each stage requires."""
         need = np.zeros(NUM_STAGES, dtype=np.int32)
         need[[Stage.TRAINING, Stage.BLENDING]] = self.thresholds.blend_dwell, self.thresholds.hold_dwell
         return need
@@ -117,18 +119,18 @@ class ObsContext:
 
     @cached_property
     def per_host(self) -> Float32:
-        """[2, 1, 1] what turns parameters and multiply-adds into shares of the host's."""
+        """[2, 1, 1] factors that convert parameters and multiply-adds to fractions of the host's."""
         return np.array([1 / self.host_params, 1 / self.host_macs], dtype=np.float32)[:, None, None]
 
     @cached_property
     def soft_scale(self) -> Float32:
-        """[K, 1, 1] the scale of every softened slot column, in the unit of its raw numbers."""
+        """[K, 1, 1] scale of every softened slot column, in the unit of its raw values."""
         scales = [s.scale * (self.quality_span if s.of_quality else 1) for s in SOFT_SLOT.values()]
         return np.array(scales, dtype=np.float32)[:, None, None]
 
 
 class Soft(NamedTuple):
-    """A softened slot column: what it reads, its scale, and what stands for unmeasured."""
+    """Definition of a softened slot column: raw value, scale, and the value that stands for unmeasured."""
 
     raw: Callable[[SlotTable, ObsContext], Any]  # [E, S]
     scale: float
@@ -156,12 +158,12 @@ SOFT_SLOT: dict[str, Soft] = {
 }
 _SOFT_FILL = np.array([s.unmeasured for s in SOFT_SLOT.values()], dtype=np.float32)[:, None, None]
 _SOFT_INDEX = {name: k for k, name in enumerate(SOFT_SLOT)}
-_LIVE = SLOT_COLUMN["may_germinate"]  # where the living block of a slot begins
+_LIVE = SLOT_COLUMN["may_germinate"]  # start of the block of changing columns
 _PLANE = {name: column - _LIVE for name, column in SLOT_COLUMN.items() if column >= _LIVE}
 _STATIC = slice(SLOT_COLUMN["width"], _LIVE)
 _BLUEPRINT_AT, _OPERATOR_AT = SLOT_COLUMN["blueprint_conv_light"] - 1, SLOT_COLUMN["operator_add"]
 
-_POWERS = (np.arange(HISTORY, dtype=np.float64) - (HISTORY - 1))[:, None] ** np.arange(3)  # of epochs, now = 0
+_POWERS = (np.arange(HISTORY, dtype=np.float64) - (HISTORY - 1))[:, None] ** np.arange(3)  # of the epoch, current = 0
 _SHOWN_HISTORY = slice(-2, -6, -1)  # 1, 2, 3, 4 epochs ago
 _SHARE_STAGES = np.array([Stage.DORMANT, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED])
 _COOLING_STAGES = slice(COOLING[0], COOLING[-1] + 1)
@@ -169,20 +171,21 @@ _BLENDING = int(Stage.BLENDING)  # numpy compares with a plain int faster than w
 
 
 def num_features(slots: int) -> int:
+    """Return the number of columns F of an observation."""
     return BASE + slots * PER_SLOT
 
 
 def feature_names(slots: int) -> list[str]:
-    """The name of every column [F]; slot columns begin with the slot's number."""
+    """Return the names of all columns [F]. Names of slot columns start with the slot's number."""
     return [f.name for f in ENV_FEATURES] + [f"slot{s}.{f.name}" for s in range(slots) for f in SLOT_FEATURES]
 
 
 def batch_obs_to_features(
     table: SlotTable, context: ObsContext, *, legal: Bools, out: Float32 | None = None
 ) -> Float32:
-    """The observation [E, F] of every environment; written into `out` if given.
+    """Return the observations [E, F] of all environments, written into `out` if given.
 
-    `legal` [E, O, S] is what the rules allow now: gates are seen as they are, not computed a second time.
+    `legal` [E, O, S] holds the operations that the rules allow now; gates are not computed a second time.
     """
     envs, slots = table.stage.shape
     shape = (envs, num_features(slots))
@@ -192,7 +195,7 @@ def batch_obs_to_features(
         out = np.empty(shape, dtype=np.float32)
     elif out.shape != shape or out.dtype != np.float32 or not out.flags.c_contiguous:
         raise ConfigError(f"out must be a contiguous float32 array {shape}, got {out.dtype} {out.shape}")
-    with np.errstate(invalid="ignore", over="ignore"):  # infinities are clipped or read as unmeasured
+    with np.errstate(invalid="ignore", over="ignore"):  # infinities are clipped or treated as unmeasured
         macs = seed_macs(table, context.slot_macs)
         out[:, :BASE] = _env_columns(table, context, macs).T
         _write_slots(out, table, context, legal, macs)
@@ -200,7 +203,7 @@ def batch_obs_to_features(
 
 
 def _soft(x: Floats, scale: Floats | float) -> Floats:
-    """x / (|x| + scale), in place."""
+    """Compute x / (|x| + scale) in place and return it."""
     np.clip(x, -HUGE, HUGE, out=x)
     below = np.abs(x)
     below += scale
@@ -209,12 +212,12 @@ def _soft(x: Floats, scale: Floats | float) -> Floats:
 
 
 def _size(ratio: Floats) -> Floats:
-    """log2(1 + ratio) / 8, at most 1."""
+    """Return log2(1 + ratio) / 8, at most 1."""
     return np.minimum(np.log2(1 + ratio) / SIZE_OCTAVES, 1)
 
 
 def _fill(x: Floats, value: Floats | float) -> Bools:
-    """Put `value` where nothing was measured, in place; says where."""
+    """Replace NaN by `value` in place. Return where."""
     missing = np.isnan(x)
     np.copyto(x, value, where=missing)
     return missing
@@ -224,7 +227,7 @@ def _fill(x: Floats, value: Floats | float) -> Bools:
 
 
 def _env_columns(table: SlotTable, context: ObsContext, macs: Ints) -> Float32:
-    """[BASE, E]"""
+    """Return the environment columns [BASE, E]."""
     at, envs = ENV_COLUMN, table.num_envs
     cols = np.zeros((BASE, envs), dtype=np.float32)
     left = np.maximum(context.horizon - table.step, 0)
@@ -278,7 +281,7 @@ _ENV_SOFT_FILL = np.array([0, 0, 0, -1, 0], dtype=np.float32)[:, None]
 
 
 def _slope(history: Floats) -> Floats:
-    """[E] change per epoch of the least-squares line through what was measured; NaN below two points."""
+    """Return [E] the slope per epoch of the least-squares line through the finite values; NaN below two of them."""
     seen = np.isfinite(history)
     n, x, xx = (seen @ _POWERS).T
     y, xy, _ = (np.where(seen, history, 0) @ _POWERS).T
@@ -287,7 +290,7 @@ def _slope(history: Floats) -> Floats:
 
 
 def _stage_counts(table: SlotTable) -> Floats:
-    """[stages, E] how many enabled slots show each stage."""
+    """Return [stages, E] the number of enabled slots in each stage."""
     envs = table.num_envs
     index = table.stage * np.intp(envs) + np.arange(envs)[:, None]
     counts = np.bincount(index.ravel(), table.enabled.ravel(), NUM_STAGES * envs)
@@ -306,7 +309,7 @@ def _write_slots(out: Float32, table: SlotTable, context: ObsContext, legal: Boo
 
 
 def _unchanging(takes: Bools, context: ObsContext) -> Float32:
-    """[S·P] one row for all environments: sizes and prices, −1 for what cannot be planted, 0 elsewhere."""
+    """Return one row [S·P] for all environments: sizes and prices, −1 for blueprints that do not fit, 0 elsewhere."""
     row = np.zeros((len(takes), PER_SLOT), dtype=np.float32)
     row[:, _STATIC] = context.static
     plantable = takes[:, 1 : 1 + NUM_PLANTABLE]
@@ -317,12 +320,12 @@ def _unchanging(takes: Bools, context: ObsContext) -> Float32:
 
 @lru_cache(maxsize=16)
 def _slot_starts(envs: int, slots: int) -> Ints:
-    """[E, S] where each slot's columns begin in the flat observation."""
+    """Return [E, S] the index of each slot's first column in the flattened observation."""
     return np.arange(envs)[:, None] * num_features(slots) + BASE + np.arange(slots) * PER_SLOT
 
 
 def _write_one_hots(flat: Float32, table: SlotTable) -> None:
-    """Stage, blueprint and operator, into columns that are 0."""
+    """Write stage, blueprint and operator as one-hots into columns that are 0."""
     start = _slot_starts(*table.stage.shape)
     built_in = (table.blueprint > 0) & (table.blueprint <= NUM_PLANTABLE)
     flat[start + table.stage] = 1
@@ -331,7 +334,7 @@ def _write_one_hots(flat: Float32, table: SlotTable) -> None:
 
 
 def _live_planes(table: SlotTable, context: ObsContext, legal: Bools, macs: Ints) -> Float32:
-    """[K, E, S] what changes from step to step, one contiguous plane per column."""
+    """Return the columns that change from step to step [K, E, S], one contiguous plane per column."""
     at = _PLANE
     planes = np.empty((PER_SLOT - _LIVE, *table.stage.shape), dtype=np.float32)
     planes[: NUM_OPS - 1] = legal[:, 1:].transpose(1, 0, 2)
