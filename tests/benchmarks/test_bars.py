@@ -1,4 +1,4 @@
-"""The chart of `benchmarks.train`: parts that add up, on one scale, with the marks where they belong."""
+"""Test the chart of `benchmarks.train`: stacked parts on one scale, with marks at their values."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ ROWS = [
 ]
 
 
-def test_bars_are_as_long_as_their_parts_and_the_marks_stand_where_they_say():
+def test_bar_lengths_and_mark_positions_match_the_values():
     tree = ET.fromstring(bars(ROWS, "a & b"))
     rects = [r for r in tree.iter(f"{SVG}rect") if r.get("height") == "24"]
     lines = list(tree.iter(f"{SVG}line"))
     bare = float(lines[-1].get("x1"))
     left = min(float(r.get("x")) for r in rects)
-    one = bare - left  # pixels of the bare loop's step
+    one = bare - left  # pixels per step of the bare loop
     for i, row in enumerate(ROWS):
         mine = rects[5 * i : 5 * i + 5]
         assert [r.get("fill") for r in mine] == [*COLOURS.values(), REST]

@@ -1,4 +1,4 @@
-"""Every benchmark runs from the repository root, and `benchmarks.train` times the real training function."""
+"""Test that benchmarks run from the repository root and that `benchmarks.train` times the real training code."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def test_every_benchmark_has_help(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["body", "worth", "hub", "hot_paths", "workers"])
-def test_a_benchmark_prints_json(name: str) -> None:
+def test_benchmark_prints_json(name: str) -> None:
     assert json.loads(run(name, "--quick", "--repeats", "3", "--json"))
 
 
 @pytest.mark.parametrize("blueprints", [(), ("conv_light",)])
-def test_train_times_update_checkpoint_and_telemetry_of_the_real_function(
+def test_train_benchmark_times_update_checkpoint_and_telemetry(
     blueprints: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: dict[str, int] = {}
@@ -73,14 +73,14 @@ def counted(calls: dict[str, int], name: str, function: Any) -> Any:
     return call
 
 
-def test_simulator_reports_steps_per_second_for_every_number_of_environments() -> None:
+def test_simulator_benchmark_reports_steps_per_second_per_env_count() -> None:
     rows = simulator.rows(repeats=1, quick=True)
     assert [r["envs"] for r in rows] == [1, 16, 128, 1024]
     assert all(r["env_steps_per_s"] > 0 for r in rows)
     assert rows[0]["ratio"] == 1
 
 
-def test_observations_reports_each_function_at_each_size() -> None:
+def test_observations_benchmark_reports_each_function_and_size() -> None:
     rows = observations.rows(repeats=1, quick=True)
     assert {(row["what"], row["envs"], row["slots"]) for row in rows} == {
         (what, *size) for what in ("features", "masks", "legal") for size in ((4, 3), (128, 25))
@@ -88,5 +88,5 @@ def test_observations_reports_each_function_at_each_size() -> None:
     assert all(row["us"] > 0 and (row["what"] == "legal" or row["ratio"] > 0) for row in rows)
 
 
-def test_the_package_has_no_benchmarks() -> None:
+def test_package_contains_no_benchmarks() -> None:
     assert not [p for p in (ROOT / "src").rglob("*.py") if "bench" in p.stem]

@@ -1,4 +1,4 @@
-"""`benchmarks.check` passes what is as fast as before, and fails what is not."""
+"""Test that `benchmarks.check` fails exactly when a ratio exceeds its stored value by more than the limit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from benchmarks.check import run_check
 from esper.leyline.errors import DataError
 
 
-def test_a_loss_beyond_the_limit_fails_and_one_within_it_does_not(tmp_path: Path) -> None:
+def test_check_fails_only_beyond_the_limit(tmp_path: Path) -> None:
     file = tmp_path / "ratios.json"
     assert run_check(file, repeats=3, update=True, measure=lambda n: {"a": 1.0, "b": 0.002})
     assert json.loads(file.read_text()) == {"a": 1.0, "b": 0.002}
@@ -19,7 +19,7 @@ def test_a_loss_beyond_the_limit_fails_and_one_within_it_does_not(tmp_path: Path
     assert not run_check(file, repeats=3, update=False, measure=lambda n: {"a": 1.16, "b": 0.002})
 
 
-def test_one_bad_moment_is_no_loss(tmp_path: Path) -> None:
+def test_check_uses_the_median_of_repeats(tmp_path: Path) -> None:
     file = tmp_path / "ratios.json"
     stored = iter([0.8, 1.0, 1.3])
     run_check(file, repeats=3, update=True, measure=lambda n: {"a": next(stored)})
@@ -31,7 +31,7 @@ def test_one_bad_moment_is_no_loss(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [None, "{", "[1]", '{"a": "x"}'])
-def test_what_is_no_list_of_ratios_is_said(content: str | None, tmp_path: Path) -> None:
+def test_invalid_ratio_file_raises_data_error(content: str | None, tmp_path: Path) -> None:
     file = tmp_path / "ratios.json"
     if content is not None:
         file.write_text(content)

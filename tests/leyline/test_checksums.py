@@ -1,4 +1,4 @@
-"""Checksums inside files: any other byte is noticed, and any reader still reads the file."""
+"""Test embedded checksums: any changed byte is detected, and standard readers still read the file."""
 
 import json
 
@@ -17,7 +17,7 @@ def test_sealed_json_is_json_with_one_more_field():
     assert open_json(content) == DOCUMENT
 
 
-def test_sealed_json_refuses_every_flipped_bit_and_truncation():
+def test_sealed_json_rejects_every_flipped_bit_and_truncation():
     content = seal_json(json.dumps(DOCUMENT).encode())
     for place in range(len(content)):
         for bit in range(8):
@@ -50,7 +50,7 @@ def test_sealed_tensors_are_safetensors_in_canonical_order():
     assert seal_tensors(content) == content
 
 
-def test_sealed_tensors_refuse_every_flipped_bit_and_truncation():
+def test_sealed_tensors_reject_every_flipped_bit_and_truncation():
     content = seal_tensors(save(ARRAYS, {"format": "x"}))
     for place in range(len(content)):
         for bit in range(8):

@@ -1,4 +1,4 @@
-"""Errors say what was asked, what was found, and the way out."""
+"""Test the error classes and their messages: the requested name, the known names, and a suggestion."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from esper.leyline.errors import ConfigError, UnknownNameError, unknown_name
 FAMILY = [e for _, e in inspect.getmembers(errors, inspect.isclass) if e.__module__ == errors.__name__]
 
 
-def test_the_family_is_the_one_drawn_atop_the_file():
+def test_error_classes_match_the_module_docstring():
     drawn = {word for word in errors.__doc__.split() if word.endswith("Error")}
     assert drawn == {e.__name__ for e in FAMILY}
 
 
 @pytest.mark.parametrize("error", FAMILY)
-def test_every_error_is_an_esper_error_that_shows_its_message_as_it_is(error):
+def test_every_error_is_an_esper_error_with_an_unchanged_message(error):
     assert issubclass(error, EsperError)
     assert error.__doc__
     assert str(error("no slot 'a': there are b, c")) == "no slot 'a': there are b, c"
@@ -28,7 +28,7 @@ def test_every_error_is_an_esper_error_that_shows_its_message_as_it_is(error):
         raise error("no slot 'a'")
 
 
-def test_errors_are_also_what_python_programmers_expect():
+def test_errors_derive_from_builtin_exceptions():
     assert issubclass(UnknownNameError, KeyError)
     assert issubclass(ConfigError, ValueError)
 
@@ -37,7 +37,7 @@ def test_errors_are_also_what_python_programmers_expect():
     ("asked", "nearest"),
     [("conv_lite", "conv_light"), ("Norm", "norm"), ("bottelneck", "bottleneck"), ("lora-large", "lora_large")],
 )
-def test_a_typo_is_met_with_the_nearest_name(asked, nearest):
+def test_typo_suggests_the_nearest_name(asked, nearest):
     known = ["conv_light", "norm", "bottleneck", "lora", "lora_large"]
     error = unknown_name("blueprint", asked, known)
     assert isinstance(error, UnknownNameError)
@@ -45,17 +45,17 @@ def test_a_typo_is_met_with_the_nearest_name(asked, nearest):
     assert str(error).endswith(", ".join(sorted(known)))
 
 
-def test_a_name_like_no_other_gets_no_guess():
+def test_dissimilar_name_gets_no_suggestion():
     assert str(unknown_name("task", "zzzzzz", ["digits", "fashion"])) == (
         "no task named 'zzzzzz'. There are: digits, fashion"
     )
 
 
-def test_an_empty_table_says_so():
+def test_empty_list_of_names_is_reported_as_none():
     assert str(unknown_name("task", "digits", [])) == "no task named 'digits'. There are: none"
 
 
-def test_a_long_table_is_cut_short():
+def test_long_list_of_names_is_truncated():
     message = str(unknown_name("slot", "x", (f"slot_{i:03}" for i in range(100))))
     assert message.endswith("slot_039 and 60 more")
 
@@ -69,11 +69,11 @@ def test_a_long_table_is_cut_short():
         ({"z": float("nan")}, "z must be ≥ 0, got nan"),
     ],
 )
-def test_thresholds_refuse_nonsense(nonsense, message):
+def test_thresholds_reject_invalid_values(nonsense, message):
     with pytest.raises(ConfigError, match=message):
         Thresholds(**nonsense)
 
 
-def test_leyline_needs_no_torch():
+def test_leyline_does_not_import_torch():
     code = "import sys, esper.leyline, esper.leyline.errors; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -1,4 +1,4 @@
-"""Files of a run that is a stranger's: nothing outside it is changed, nothing waits, nothing is read without end."""
+"""Test file access in untrusted run directories: no writes outside, no blocking, bounded reads."""
 
 import os
 import subprocess
@@ -30,7 +30,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 
 @pytest.fixture
 def mine(tmp_path):
-    """A file of the user's, outside every run."""
+    """Return a user's file outside any run directory."""
     path = tmp_path / "thesis.txt"
     path.write_bytes(b"years")
     return path
@@ -55,13 +55,13 @@ def test_only_regular_files_are_read(tmp_path, mine, kind):
         read_regular(path, 100)
 
 
-def test_a_read_has_a_limit(mine):
+def test_read_regular_enforces_its_limit(mine):
     assert read_regular(mine, 5) == b"years"
     with pytest.raises(OSError, match="more than 4 bytes"):
         read_regular(mine, 4)
 
 
-def test_a_link_of_the_user_is_followed_if_the_caller_says_so(tmp_path, mine):
+def test_links_are_followed_on_request(tmp_path, mine):
     (tmp_path / "link").symlink_to(mine)
     assert read_regular(tmp_path / "link", 5, follow=True) == b"years"
     os.mkfifo(tmp_path / "fifo")
@@ -70,7 +70,7 @@ def test_a_link_of_the_user_is_followed_if_the_caller_says_so(tmp_path, mine):
 
 
 @pytest.mark.parametrize("make", [os.symlink, os.link])
-def test_a_lock_is_not_taken_on_a_file_elsewhere(tmp_path, mine, make):
+def test_lock_on_a_link_is_rejected(tmp_path, mine, make):
     lock = tmp_path / "lock"
     make(mine, lock)
     with pytest.raises(OSError, match="link"), locked(lock, wait_s=1.0):
@@ -78,8 +78,8 @@ def test_a_lock_is_not_taken_on_a_file_elsewhere(tmp_path, mine, make):
     assert mine.read_bytes() == b"years"
 
 
-def test_drafts_have_names_that_nobody_can_take_first(tmp_path, mine, monkeypatch):
-    """Not even where a link waits under the name of the next draft."""
+def test_drafts_never_open_an_existing_file(tmp_path, mine, monkeypatch):
+    """A symlink under the name of the next draft is not followed."""
     monkeypatch.setattr("esper.leyline.files.secrets.token_hex", lambda _: "guessed")
     (tmp_path / ".file.guessed.tmp").symlink_to(mine)
     with pytest.raises(FileExistsError):
@@ -91,14 +91,14 @@ def test_drafts_have_names_that_nobody_can_take_first(tmp_path, mine, monkeypatc
     assert mine.read_bytes() == b"years"
 
 
-def test_a_file_replaces_a_link_and_not_what_it_points_to(tmp_path, mine):
+def test_write_replaces_a_link_and_not_its_target(tmp_path, mine):
     (tmp_path / "report.html").symlink_to(mine)
     write_atomically(tmp_path / "report.html", b"new")
     assert (mine.read_bytes(), (tmp_path / "report.html").read_bytes()) == (b"years", b"new")
     assert not (tmp_path / "report.html").is_symlink()
 
 
-def test_the_next_writer_removes_the_draft_of_a_killed_one(tmp_path):
+def test_next_writer_removes_the_draft_of_a_killed_one(tmp_path):
     path = tmp_path / "file"
     subprocess.run([sys.executable, "-c", DYING_WRITER, str(path)], check=False)
     assert len(list(tmp_path.iterdir())) == 1
@@ -106,7 +106,7 @@ def test_the_next_writer_removes_the_draft_of_a_killed_one(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_the_draft_of_a_living_writer_stays(tmp_path):
+def test_draft_of_a_live_writer_is_kept(tmp_path):
     slow = Draft(tmp_path / "file", b"slow")
     write_atomically(tmp_path / "file", b"quick")
     slow.replace()
@@ -117,7 +117,7 @@ def test_the_draft_of_a_living_writer_stays(tmp_path):
     assert [each.name for each in tmp_path.iterdir()] == ["file"]
 
 
-def test_a_draft_that_was_removed_before_it_was_locked_is_made_again(tmp_path, monkeypatch):
+def test_draft_removed_before_locking_is_created_again(tmp_path, monkeypatch):
     from esper.leyline import files
 
     lock, calls = files.lock_file, []
@@ -134,7 +134,7 @@ def test_a_draft_that_was_removed_before_it_was_locked_is_made_again(tmp_path, m
     assert ((tmp_path / "file").read_bytes(), len(calls)) == (b"new", 2)
 
 
-def test_a_directory_is_one_itself(tmp_path, mine):
+def test_make_real_directory_rejects_links_and_files(tmp_path, mine):
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
     (tmp_path / "nowhere").symlink_to(tmp_path / "missing")
@@ -146,8 +146,8 @@ def test_a_directory_is_one_itself(tmp_path, mine):
     assert not (tmp_path / "missing").exists()
 
 
-def test_many_writers_of_one_file_leave_it_whole(tmp_path):
-    """Each takes the others' drafts for abandoned only when they are."""
+def test_concurrent_writers_leave_a_complete_file(tmp_path):
+    """Writers remove only abandoned drafts of others."""
     code = (
         "import sys; from pathlib import Path; from esper.leyline.files import write_atomically\n"
         "for i in range(200): write_atomically(Path(sys.argv[1]), sys.argv[2].encode() * 1000)"

@@ -5,7 +5,7 @@ from esper.leyline.phases import Phases
 
 
 class Clock:
-    """Wall and CPU time that pass only when a test says so."""
+    """Fake wall and CPU clocks that a test advances."""
 
     def __init__(self) -> None:
         self.wall_ms = 0.0
@@ -27,7 +27,7 @@ def clock(monkeypatch):
     return clock
 
 
-def test_a_phase_within_another_pauses_it_so_that_parts_add_up(clock):
+def test_nested_phase_pauses_the_outer_phase(clock):
     phases = Phases()
     with phases("validate"):
         clock.work(4)
@@ -45,7 +45,7 @@ def test_waiting_is_wall_time_but_not_cpu_time(clock):
     assert phases.totals() == {"telemetry": (32, 2, 1)}
 
 
-def test_time_outside_all_phases_is_not_counted_and_an_error_closes_its_phase(clock):
+def test_time_outside_phases_is_not_counted_and_errors_close_phases(clock):
     phases = Phases()
     with pytest.raises(ValueError), phases("train"):
         raise ValueError
@@ -53,14 +53,14 @@ def test_time_outside_all_phases_is_not_counted_and_an_error_closes_its_phase(cl
     assert phases.totals() == {"train": (0, 0, 1)}
 
 
-def test_totals_of_an_open_phase_count_what_has_passed(clock):
+def test_totals_include_open_phases(clock):
     phases = Phases()
     with phases("train"):
         clock.work(5)
         assert phases.totals() == {"train": (5, 5, 1)}
 
 
-def test_without_a_fake_clock_the_system_clocks_are_read():
+def test_phases_read_the_system_clocks():
     phases = Phases()
     with phases("train"):
         sum(range(100_000))

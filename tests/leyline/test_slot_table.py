@@ -1,4 +1,4 @@
-"""SlotTable: clone, rows, restore, reset and diff are copies of arrays, and nothing is shared."""
+"""Test SlotTable: clone, rows, restore, reset and diff copy arrays and share no memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def table() -> SlotTable:
     return random_table(8, 3, seed=5)
 
 
-def test_an_empty_table_knows_nothing():
+def test_empty_table_has_no_measurements():
     table = SlotTable.empty(2, 3)
     assert (table.num_envs, table.num_slots) == (2, 3)
     assert (table.stage == SeedStage.DORMANT).all()
@@ -33,7 +33,7 @@ def test_an_empty_table_knows_nothing():
     assert not table.takes[:, 0].any()
 
 
-def test_a_table_copies_what_its_slots_take():
+def test_empty_copies_takes():
     takes = np.eye(2, 15, dtype=bool)
     table = SlotTable.empty(1, 2, takes=takes)
     takes[:] = False
@@ -41,7 +41,7 @@ def test_a_table_copies_what_its_slots_take():
     assert table.takes.shape == (2, 15)
 
 
-def test_a_clone_is_equal_and_shares_nothing(table):
+def test_clone_is_equal_and_shares_no_memory(table):
     clone = table.clone()
     assert clone.diff(table) == {}
     for name, array in clone.arrays().items():
@@ -50,7 +50,7 @@ def test_a_clone_is_equal_and_shares_nothing(table):
 
 
 @pytest.mark.parametrize("pick", PICKS, ids=str)
-def test_rows_are_a_table_of_their_own(table, pick):
+def test_rows_returns_an_independent_table(table, pick):
     rows = table.rows(pick)
     assert np.array_equal(rows.stage, table.stage[pick])
     assert np.array_equal(rows.takes, table.takes)
@@ -59,7 +59,7 @@ def test_rows_are_a_table_of_their_own(table, pick):
 
 
 @pytest.mark.parametrize("pick", PICKS, ids=str)
-def test_restoring_brings_back_these_environments_and_no_others(table, pick):
+def test_restore_changes_only_the_given_environments(table, pick):
     saved = table.clone()
     random_measurements(table, np.random.default_rng(0))
     table.reset([0, 1, 2, 3])
@@ -70,14 +70,14 @@ def test_restoring_brings_back_these_environments_and_no_others(table, pick):
     assert table.rows(others).diff(changed.rows(others)) == {}
 
 
-def test_restoring_keeps_the_arrays_themselves(table):
+def test_restore_writes_in_place(table):
     alpha = table.alpha
     table.restore(SlotTable.empty(8, 3))
     assert table.alpha is alpha
     assert (alpha == 0).all()
 
 
-def test_a_reset_environment_is_as_new_but_keeps_its_slots(table):
+def test_reset_clears_all_but_enabled_and_takes(table):
     table.enabled[2, 1] = False
     table.takes[0, 4] = False
     fresh = SlotTable.empty(8, 3)
@@ -87,7 +87,7 @@ def test_a_reset_environment_is_as_new_but_keeps_its_slots(table):
     assert set(table.diff(fresh)) == {"enabled", "takes"}
 
 
-def test_blanking_forgets_one_seed_and_touches_nothing_else(table):
+def test_blank_resets_only_the_given_seeds(table):
     before = table.clone()
     where = np.zeros((8, 3), dtype=bool)
     where[np.argmax(table.stage.max(axis=1)), 0] = True
@@ -100,7 +100,7 @@ def test_blanking_forgets_one_seed_and_touches_nothing_else(table):
     assert set(table.diff(before)) <= {column.name for column in SEED_COLUMNS}
 
 
-def test_a_diff_says_where_and_two_unmeasured_values_do_not_differ():
+def test_diff_returns_positions_and_treats_nan_as_equal():
     table = SlotTable.empty(2, 2)
     before = table.clone()
     assert table.diff(before) == {}
@@ -116,7 +116,7 @@ def test_a_diff_says_where_and_two_unmeasured_values_do_not_differ():
 # --- random tables
 
 
-def test_a_random_table_shows_all_of_life():
+def test_random_table_covers_all_states():
     table = random_table(128, 25, seed=0)
     blending = table.stage == SeedStage.BLENDING
     fresh = np.isnan(table.contribution)
@@ -126,28 +126,28 @@ def test_a_random_table_shows_all_of_life():
     assert set(np.unique(table.blueprint)) == {-1, *range(1, 13)}
     assert set(np.unique(table.last_op)) == set(range(6))
     for what in (
-        table.moving & (table.alpha_to == 0),  # leaving
-        table.frozen & (table.alpha_to > 0),  # on its way down, to stay
+        table.moving & (table.alpha_to == 0),  # ramping down to 0
+        table.frozen & (table.alpha_to > 0),  # ramping down to a partial target
         table.moving & ~table.frozen,
-        blending & ~table.moving & (table.alpha < 1),  # parked
+        blending & ~table.moving & (table.alpha < 1),  # at rest below full alpha
         blending & ~table.moving & (table.alpha == 1),
         (table.stage == SeedStage.HOLDING) & fresh,
         (table.stage == SeedStage.HOLDING) & ~fresh,
         np.isnan(table.contribution_velocity) & ~fresh,  # measured once
         np.isnan(table.grad_health) & (table.stage == SeedStage.TRAINING),
-        np.isnan(table.quality)[:, None] & (table.stage == SeedStage.DORMANT),  # not yet begun
+        np.isnan(table.quality)[:, None] & (table.stage == SeedStage.DORMANT),  # before the first measurement
     ):
         assert what.sum() >= 2
 
 
 @pytest.mark.parametrize(("envs", "slots"), [(1, 1), (4, 3), (64, 5)])
-def test_a_random_table_is_a_function_of_its_seed(envs, slots):
+def test_random_table_is_deterministic(envs, slots):
     one, again, other = (random_table(envs, slots, seed) for seed in (3, 3, 4))
     assert one.diff(again) == {}
     assert one.diff(other) != {}
 
 
-def test_random_legal_actions_all_happen():
+def test_random_legal_actions_are_legal():
     table, rng = random_table(256, 4, seed=1), np.random.default_rng(0)
     table.takes[:] = rng.random(table.takes.shape) < 0.3
     for _ in range(5):

@@ -1,4 +1,4 @@
-"""Stages, transitions, operations and heads: the tables agree with the reference and with each other."""
+"""Test that the tables of stages, transitions, operations and heads match the specification and each other."""
 
 from __future__ import annotations
 
@@ -22,28 +22,28 @@ S = SeedStage
 ARROWS = {(0, 1), (1, 2), (1, 6), (2, 3), (2, 6), (3, 4), (3, 6), (4, 5), (4, 3), (4, 6), (6, 7), (7, 8), (8, 0)}
 
 
-def test_stages_count_up_from_dormant_so_they_can_be_an_index():
+def test_stages_are_contiguous_indices_from_dormant():
     assert [int(s) for s in S] == list(range(9))
     assert S.DORMANT == 0
     assert S.FOSSILIZED == 5
 
 
-def test_exactly_the_thirteen_arrows_of_the_design_are_transitions():
+def test_exactly_the_thirteen_specified_transitions_exist():
     assert {(a, b) for a in S for b in S if a.can_become(b)} == ARROWS
     assert set(NEXT_STAGES) == set(S)
 
 
-def test_only_fossils_stay_for_ever():
+def test_only_fossilized_has_no_next_stage():
     assert [s for s in S if not NEXT_STAGES[s]] == [S.FOSSILIZED]
 
 
-def test_the_cooldown_label_counts_down_from_pruned_to_dormant():
+def test_cooldown_labels_run_from_pruned_to_dormant():
     assert COOLDOWN_TICKS == 7
     labels = [S(x) for x in COOLDOWN_LABEL[::-1]]
     assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
 
 
-def test_heads_stand_in_the_order_they_are_stored():
+def test_heads_are_in_storage_order():
     assert [h.name.lower() for h in Head] == [
         "slot",
         "blueprint",
@@ -73,7 +73,7 @@ def test_every_option_has_a_name_and_a_value(head, values):
     assert len(set(HEAD_OPTIONS[head])) == len(values)
 
 
-def test_option_values_are_those_of_the_reference():
+def test_option_values_match_the_specification():
     assert TEMPO_EPOCHS.tolist() == [3, 5, 8]
     assert SPEED_TICKS.tolist() == [0, 3, 5, 8]
     np.testing.assert_allclose(ALPHA_TARGETS, [0.5, 0.7, 1.0])
@@ -81,7 +81,7 @@ def test_option_values_are_those_of_the_reference():
     assert len(BLUEPRINTS) == 13
 
 
-def test_a_style_is_one_curve_and_one_operator():
+def test_style_is_one_curve_and_one_operator():
     pairs = {s.name: (Curve(c), Operator(o)) for s, c, o in zip(STYLES, STYLE_CURVE, STYLE_OPERATOR, strict=True)}
     assert pairs == {
         "LINEAR_ADD": (Curve.LINEAR, Operator.ADD),
@@ -91,7 +91,7 @@ def test_a_style_is_one_curve_and_one_operator():
     }
 
 
-def test_relevance_is_the_reference_table():
+def test_relevance_matches_the_specification():
     #       slot blueprint style tempo target speed curve op
     table = {
         Op.WAIT: "0000 0001",
@@ -105,6 +105,6 @@ def test_relevance_is_the_reference_table():
         assert RELEVANCE[op].tolist() == [bit == "1" for bit in bits.replace(" ", "")], op.name
 
 
-def test_the_relevance_table_cannot_be_written_to():
+def test_relevance_table_is_read_only():
     with pytest.raises(ValueError, match="read-only"):
         RELEVANCE[0, 0] = True

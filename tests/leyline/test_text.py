@@ -10,14 +10,14 @@ ACTING = {
 
 
 @pytest.mark.parametrize("name", ACTING)
-def test_a_character_that_acts_is_written_as_its_escape(name):
+def test_control_characters_are_escaped(name):
     shown = printable(f"a{ACTING[name]}b")
     assert shown.isprintable()
     assert shown.startswith("a\\")
     assert ACTING[name] not in escape(f"a{ACTING[name]}b") or name == "line end"
 
 
-def test_what_can_be_printed_stays_and_length_is_bounded():
+def test_printable_text_is_kept_and_length_is_bounded():
     assert printable("λ × 日本 é") == "λ × 日本 é"
     assert printable("a\n\x1b", keep="\n") == "a\n\\x1b"
     assert len(printable("x" * 10**7)) < LONGEST + 100

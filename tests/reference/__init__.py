@@ -1,1 +1,1 @@
-"""Slow, plain implementations that tests compare the fast ones with."""
+"""Slow, plain reference implementations that tests compare the fast ones with."""

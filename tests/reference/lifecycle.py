@@ -1,7 +1,7 @@
-"""The rules of a seed's life once more: one slot at a time, in ifs and dicts, slow and plain.
+"""Scalar reference implementation of the lifecycle rules: one slot at a time, in plain Python.
 
-Written from the reference text, not from `esper.kasmina.lifecycle`; the tests hold the two to the same
-answers. It shares only the enums and the table's column names with the code it checks.
+Written from the specification, not from `esper.kasmina.lifecycle`; the tests require equal results. It
+shares only the enums and the table's column names with the code it checks.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ HEADS = ("slot", "blueprint", "style", "tempo", "alpha_target", "alpha_speed", "
 
 @dataclasses.dataclass
 class Slot:
-    """One slot: what `SlotTable` holds at [e, s]."""
+    """One slot: the columns of `SlotTable` at [e, s]."""
 
     stage: int = S.DORMANT
     prev_stage: int = S.DORMANT
@@ -67,7 +67,7 @@ class Slot:
     grad_health: float = math.nan
 
     def is_moving(self) -> bool:
-        """Alpha ticks only while the stage is BLENDING."""
+        """Return whether a ramp is running. Alpha moves only in BLENDING."""
         return self.stage == S.BLENDING and self.ramp_pos < self.ramp_len
 
     def is_empty(self) -> bool:
@@ -79,7 +79,7 @@ class Slot:
 
 @dataclasses.dataclass
 class Env:
-    """One environment: its slots, and what of it the rules read or write."""
+    """One environment: its slots and the other values that the rules read or write."""
 
     slots: list[Slot]
     enabled: list[bool]
@@ -94,7 +94,7 @@ COLUMNS = [f.name for f in dataclasses.fields(Slot)]
 
 
 def read(table: SlotTable) -> list[Env]:
-    """Every environment of a table, taken apart."""
+    """Return every environment of a table as an `Env`."""
     return [
         Env(
             slots=[Slot(**{name: getattr(table, name)[e, s] for name in COLUMNS}) for s in range(table.num_slots)],
@@ -110,7 +110,7 @@ def read(table: SlotTable) -> list[Env]:
 
 
 def write(envs: list[Env], table: SlotTable) -> None:
-    """Put the environments back together, into a table of the same size."""
+    """Write the environments into a table of the same size."""
     for name in COLUMNS:
         getattr(table, name)[:] = [[getattr(slot, name) for slot in env.slots] for env in envs]
     for name in ("step", "next_serial", "last_op"):
@@ -163,7 +163,7 @@ def gate_is_open(env: Env, slot: Slot, rules: Any) -> bool:
 
 
 def may_germinate(env: Env, rules: Any) -> bool:
-    """Whether the environment has room for one more seed, in whatever slot."""
+    """Return whether the environment has room for one more seed in any slot."""
     seeds = 0
     for slot, enabled in zip(env.slots, env.enabled, strict=True):
         if not enabled:
@@ -234,7 +234,7 @@ def may_happen(env: Env, action: dict[str, int], rules: Any) -> bool:
     return is_legal(env, action["op"], action["slot"], rules)
 
 
-# --- what happens
+# --- apply and tick
 
 
 def enter(env: Env, slot: Slot, stage: int) -> None:
@@ -287,7 +287,7 @@ def sigmoid(x: float) -> float:
 
 
 def apply(env: Env, row: list[int], rules: Any) -> tuple[bool, list[tuple[str, int]]]:
-    """Carry out one action; returns whether it happened and the effects as (kind, slot)."""
+    """Apply one action. Return whether it happened and the effects as (kind, slot)."""
     action = dict(zip(HEADS, row, strict=True))
     if not may_happen(env, action, rules):
         env.last_op = Op.WAIT
@@ -342,7 +342,7 @@ def apply(env: Env, row: list[int], rules: Any) -> tuple[bool, list[tuple[str, i
 
 
 def tick(env: Env, rules: Any) -> list[tuple[str, int]]:
-    """One epoch passes: ramp, then cooldown, then removal, then at most one auto-advance, then clocks."""
+    """Advance one epoch: ramp, cooldown, removal, at most one automatic advance, counters. Return the effects."""
     effects = []
     for s, slot in enumerate(env.slots):
         ramp_down_ended = False

@@ -1,11 +1,10 @@
-"""Features and masks, one environment and one slot at a time: the reference for `batch_obs_to_features` and
-`compute_batch_masks`.
+"""Reference for `batch_obs_to_features` and `compute_batch_masks`: one environment and one slot at a time.
 
-One report object per environment, a Python loop over environments and slots, single elements written into tensors,
-and a handful of small mask tensors per environment that are stacked at the end.
+It builds one report object per environment, loops over environments and slots in Python, writes single elements
+into tensors, and stacks a few small mask tensors per environment at the end.
 
-`benchmarks.observations` times these functions too. What would be unfair is left out: columns that stay 0 are not
-written for an empty slot, one-hots are one write, and prices that never change are copied in one go.
+`benchmarks.observations` times these functions too. For a fair comparison, columns that stay 0 are not written for
+an empty slot, a one-hot is one write, and constant prices are copied at once.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ ENV_FIELDS = [f.name for f in fields(SlotTable) if f.metadata["axes"] in ("E", "
 
 @dataclass(slots=True)
 class Report:
-    """One environment as plain Python: its own numbers, its slots', and what is legal [O][S]."""
+    """One environment as plain Python: its values, its slots' values, and the legal operations [O][S]."""
 
     env: dict[str, Any]
     slots: list[dict[str, Any]]
@@ -50,7 +49,7 @@ def reports(table: SlotTable, ops: Any) -> list[Report]:
 
 
 def slow_features(found: Sequence[Report], context: ObsContext, prices: Tensor) -> Tensor:
-    """[E, F] element by element; `prices` [S, 24] are those of `slow_prices`."""
+    """Return features [E, F], computed element by element. `prices` [S, 24] come from `slow_prices`."""
     slots = len(context.slot_width)
     out = torch.zeros(len(found), num_features(slots))
     for e, report in enumerate(found):
@@ -61,7 +60,7 @@ def slow_features(found: Sequence[Report], context: ObsContext, prices: Tensor) 
 
 
 def slow_prices(takes: Any, context: ObsContext) -> Tensor:
-    """What never changes, worked out once: the size of every blueprint at every slot, −1 where it is not taken."""
+    """Return the constant features [S, 24]: the size of every blueprint at every slot, −1 where not taken."""
     rows = []
     for s in range(len(takes)):
         params = [context.slot_params[s][b] / context.host_params for b in range(1, len(BLUEPRINTS))]
@@ -200,7 +199,7 @@ def _slow_slot(out: Tensor, e: int, s: int, report: Report, context: ObsContext,
 
 
 def slow_masks(found: Sequence[Report], takes: Any, fixed: Mapping[Head, int]) -> Tensor:
-    """[E, M] from small tensors, one set per environment, stacked at the end."""
+    """Return masks [E, M], stacked from one set of small tensors per environment."""
     plantable = takes.tolist()
     per_env = [slow_action_masks(report, plantable, fixed) for report in found]
     stacked = {key: torch.stack([masks[key] for masks in per_env]) for key in per_env[0]}

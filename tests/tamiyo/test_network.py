@@ -1,4 +1,4 @@
-"""The policy network: one set of weights for any number of slots, one distribution for acting and judging."""
+"""Test the policy network: weights shared by any number of slots, and equal results of act and evaluate."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ from tests.support.random_tables import LIVELY, random_table
 
 CORES = ("gru", "lstm")
 BUILT_IN = len(BLUEPRINTS)
-EXTRA = 4  # blueprints of a user's own
+EXTRA = 4  # number of custom blueprints
 
 
 def network(core="gru", seed=0, lively=True, **settings):
-    """A small network; `lively` makes every head opinionated, as if it had learnt."""
+    """Return a small network. With `lively`, output weights are scaled up to give peaked distributions."""
     torch.manual_seed(seed)
     net = TamiyoNetwork(NetworkConfig(core=core, width=16, hidden=12, **settings))
     if lively:
@@ -48,7 +48,7 @@ def network(core="gru", seed=0, lively=True, **settings):
 
 @cache
 def scene(envs, slots, seed, blueprints=BUILT_IN, fixed=()):
-    """(table, obs, masks, layout) of random lives, in which slots differ in what they take. To be read only."""
+    """Return (table, obs, masks, layout) of random states with different blueprints per slot. Do not modify."""
     rng = np.random.default_rng(seed)
     arrays = random_table(envs, slots, seed, epochs=40).arrays()
     arrays["takes"] = rng.random((slots, blueprints)) < 0.5
@@ -71,7 +71,7 @@ def chances(*shape, seed=0):
 
 
 def exchanged(obs, masks, layout, order):
-    """The same environments with their slots in another order."""
+    """Return observations and masks of the same environments with permuted slots."""
     base, slots = obs[:, :BASE], obs[:, BASE:].unflatten(-1, (-1, PER_SLOT))
     obs = torch.cat([base, slots[:, order].flatten(1)], -1)
     masks = masks.clone()
@@ -82,7 +82,7 @@ def exchanged(obs, masks, layout, order):
 
 
 def opinions(net, obs, masks, layout, op, slot):
-    """Value [E] and log-probabilities [E, 8, W] given op and slot."""
+    """Return values [E] and log-probabilities [E, 8, W] given op and slot."""
     look, slots = net._look(obs)
     hidden = net._remember(look, net.initial(len(obs)))
     state = torch.cat([hidden[:, : net.config.hidden], look], -1)
@@ -90,17 +90,17 @@ def opinions(net, obs, masks, layout, op, slot):
     return net._value(state), log_distribution(logits, conditioned(masks, layout, op, slot), net.config.epsilon)
 
 
-# --- one set of weights for every slot
+# --- weights shared by all slots
 
 
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("slots", [2, 5])
-def test_slots_that_change_places_change_their_scores_and_nothing_else(core, slots):
+def test_network_is_equivariant_to_slot_order(core, slots):
     _, obs, masks, layout = scene(60, slots, seed=slots)
     net = network(core)
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(1))
     moved_obs, moved_masks = exchanged(obs, masks, layout, order)
-    place = torch.argsort(order)  # where each slot went
+    place = torch.argsort(order)  # the new position of each slot
     for op in (Op.GERMINATE, Op.PRUNE, Op.SET_ALPHA_TARGET):
         possible = masks[:, op]
         op_row = torch.full((len(obs),), int(op))
@@ -117,7 +117,7 @@ def test_slots_that_change_places_change_their_scores_and_nothing_else(core, slo
         torch.testing.assert_close(there[:, others], here[:, others], atol=1e-5, rtol=1e-4)
 
 
-def test_the_same_weights_choose_among_3_9_and_25_slots():
+def test_same_weights_serve_3_9_and_25_slots():
     net = network()
     for slots in (3, 9, 25):
         table, obs, masks, layout = scene(50, slots, seed=7)
@@ -129,7 +129,7 @@ def test_the_same_weights_choose_among_3_9_and_25_slots():
             assert choice.actions[:, Head.SLOT].max() > 3
 
 
-def test_sizes_are_as_configured_and_small_by_default():
+def test_sizes_match_the_config_and_default_is_small():
     assert sum(p.numel() for p in TamiyoNetwork().parameters()) < 80_000
     for core, states in (("gru", 1), ("lstm", 2)):
         net = TamiyoNetwork(NetworkConfig(core=core, width=8, hidden=5))
@@ -139,12 +139,12 @@ def test_sizes_are_as_configured_and_small_by_default():
 
 
 @pytest.mark.parametrize("wrong", [{"width": 0}, {"hidden": 0}, {"epsilon": 1.0}, {"epsilon": -0.1}])
-def test_sizes_that_make_no_sense_are_refused(wrong):
+def test_invalid_network_config_is_rejected(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         NetworkConfig(**wrong)
 
 
-def test_a_beginner_waits_more_often_than_it_acts_and_prefers_nothing_else():
+def test_initial_policy_prefers_wait_by_patience():
     _, obs, masks, layout = scene(80, 3, seed=3)
     net = TamiyoNetwork(NetworkConfig(patience=2.5, epsilon=0.0))
     zero = torch.zeros(80, dtype=torch.long)
@@ -164,7 +164,7 @@ FIXES = ((), tuple(DEFAULT_FIXED.items()), ((Head.OP, int(Op.GERMINATE)), (Head.
 @pytest.mark.parametrize("fixed", FIXES, ids=["free", "usual", "one op"])
 @pytest.mark.parametrize("blueprints", [BUILT_IN, BUILT_IN + EXTRA])
 @pytest.mark.parametrize("sampled", [True, False])
-def test_no_choice_is_illegal_over_thousands_of_tables(fixed, blueprints, sampled):
+def test_act_is_legal_on_thousands_of_tables(fixed, blueprints, sampled):
     for seed, slots in ((0, 1), (1, 3), (2, 7)):
         table, obs, masks, layout = scene(700, slots, seed, blueprints, fixed)
         net = network(CORES[seed % 2], seed)
@@ -183,7 +183,7 @@ def test_no_choice_is_illegal_over_thousands_of_tables(fixed, blueprints, sample
                 assert (actions[~unread, head] == dict(fixed)[head]).all()
 
 
-def test_without_numbers_the_likeliest_is_chosen_head_after_head():
+def test_act_without_random_numbers_is_greedy():
     _, obs, masks, layout = scene(200, 3, seed=5)
     net = network()
     choice = net.act(obs, masks, net.initial(200), layout, None)
@@ -192,8 +192,8 @@ def test_without_numbers_the_likeliest_is_chosen_head_after_head():
     torch.testing.assert_close(choice.log_probs, log_probs.amax(-1).detach(), atol=1e-5, rtol=1e-5)
 
 
-def test_choices_come_as_often_as_their_log_probabilities_say():
-    """One environment asked 40 000 times: the joint choice of op, slot and blueprint is the product of its parts."""
+def test_choice_frequencies_match_log_probabilities():
+    """Sample one environment 40 000 times: joint frequencies match the product of the heads' probabilities."""
     _, obs, masks, layout = scene(200, 3, seed=5)
     net, asked = network(patience=0.0), 40_000
     row = int(masks[:, layout.op].sum(-1).argmax())
@@ -207,11 +207,11 @@ def test_choices_come_as_often_as_their_log_probabilities_say():
     assert error[count > 30].abs().max() < 4.5
 
 
-# --- judging is acting, seen again
+# --- evaluate equals act
 
 
 def played(net, steps, envs, slots, *, blueprints=BUILT_IN, seed=0, end_share=0.2):
-    """A rollout over unrelated tables, with episodes that end anywhere: fields [T, E, …]."""
+    """Return the fields [T, E, …] of a rollout over unrelated tables with random episode ends."""
     rng = np.random.default_rng(seed)
     rows, hidden = [], net.initial(envs)
     start = np.ones(envs, dtype=bool)
@@ -243,11 +243,11 @@ def judge(net, fields, layout, first, stop):
 
 @pytest.mark.parametrize("blueprints", [BUILT_IN, BUILT_IN + EXTRA])
 @pytest.mark.parametrize("core", CORES)
-def test_judging_a_rollout_gives_what_was_thought_while_acting(core, blueprints):
+def test_evaluate_reproduces_act(core, blueprints):
     net = network(core)
     net.renormalise(0.7, 2.5)
     fields, layout = played(net, 20, 12, 3, blueprints=blueprints)
-    assert fields["starts"][1:].any(0).sum() > 6  # most columns hold several episodes
+    assert fields["starts"][1:].any(0).sum() > 6  # most environments have several episodes
     judged, _ = judge(net, fields, layout, 0, 20)
     torch.testing.assert_close(judged.log_probs, fields["log_probs"], atol=1e-5, rtol=1e-5)
     torch.testing.assert_close(judged.entropy[..., Head.OP], fields["entropy"], atol=1e-5, rtol=1e-5)
@@ -257,7 +257,7 @@ def test_judging_a_rollout_gives_what_was_thought_while_acting(core, blueprints)
 
 @settings(max_examples=30, deadline=None)
 @given(core=st.sampled_from(CORES), cuts=st.sets(st.integers(1, 15), max_size=6), seed=st.integers(0, 3))
-def test_it_does_not_matter_where_a_rollout_is_cut_into_chunks(core, cuts, seed):
+def test_evaluate_does_not_depend_on_chunk_boundaries(core, cuts, seed):
     net = network(core)
     fields, layout = played(net, 16, 5, 3, seed=seed)
     bounds = [0, *sorted(cuts), 16]
@@ -268,7 +268,7 @@ def test_it_does_not_matter_where_a_rollout_is_cut_into_chunks(core, cuts, seed)
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_a_new_episode_remembers_nothing_not_even_a_nan(core):
+def test_new_episode_resets_the_hidden_state_even_if_nan(core):
     net = network(core)
     fields, layout = played(net, 10, 6, 3)
     fields["starts"][4] = True
@@ -281,14 +281,14 @@ def test_a_new_episode_remembers_nothing_not_even_a_nan(core):
 
 
 @pytest.mark.parametrize("core", CORES)
-def test_what_came_before_is_remembered_within_an_episode_and_taught_through_it(core):
+def test_gradients_flow_through_time_within_an_episode_only(core):
     net = network(core)
     fields, layout = played(net, 8, 4, 3, end_share=0.0)
     fields["obs"].requires_grad_()
     judged, _ = judge(net, fields, layout, 0, 8)
     judged.values[7].sum().backward()
     reach = fields["obs"].grad.abs().sum((1, 2))
-    assert (reach > 0).all()  # the first observation has a part in the last value
+    assert (reach > 0).all()  # the last value depends on the first observation
     fields["obs"].grad = None
     fields["starts"][5] = True
     judged, _ = judge(net, fields, layout, 0, 8)
@@ -299,7 +299,7 @@ def test_what_came_before_is_remembered_within_an_episode_and_taught_through_it(
 
 
 @pytest.mark.parametrize(("core", "layer"), [("gru", nn.GRU), ("lstm", nn.LSTM)])
-def test_the_core_remembers_as_torchs_own_layer_does(core, layer):
+def test_core_equals_the_torch_layer(core, layer):
     net = network(core)
     reference = layer(16, 12)
     reference.load_state_dict({f"{name}_l0": x for name, x in net.core.state_dict().items()})
@@ -313,7 +313,7 @@ def test_the_core_remembers_as_torchs_own_layer_does(core, layer):
         torch.testing.assert_close(hidden[:, 12:], last[1][0], atol=1e-5, rtol=1e-5)
 
 
-def test_heads_are_conditioned_on_the_op_and_the_rest_on_the_slot_too():
+def test_heads_are_conditioned_on_op_and_slot():
     _, obs, _, layout = scene(100, 3, seed=5)
     net = network()
     look, slots = net._look(obs)
@@ -330,7 +330,7 @@ def test_heads_are_conditioned_on_the_op_and_the_rest_on_the_slot_too():
         assert not torch.allclose(one[:, head], other_slot[:, head])
 
 
-def test_each_head_has_a_place_of_its_own_among_the_outputs():
+def test_each_head_option_has_its_own_output():
     net = network()
     sizes = {h: len(HEAD_OPTIONS[h] or ()) for h in Head if h not in (Head.OP, Head.SLOT)}
     assert net.choices.out_features == sum(sizes.values())
@@ -347,16 +347,16 @@ def test_each_head_has_a_place_of_its_own_among_the_outputs():
                 changed = net._logits(state, slots, zero, zero, layout.widest) - before
             expected = torch.zeros(8, layout.widest)
             expected[head, option] = 1.0
-            offered = torch.arange(layout.widest) < torch.tensor(layout.head_sizes)[:, None]  # nobody reads the rest
+            offered = torch.arange(layout.widest) < torch.tensor(layout.head_sizes)[:, None]  # the rest is unused
             torch.testing.assert_close(changed * offered, expected.expand(10, -1, -1), atol=1e-4, rtol=0.0)
             row += 1
 
 
-# --- values, and blueprints that the network does not know
+# --- values, and blueprints without an output
 
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (3.0, 0.1), (-200.0, 50.0)])
-def test_other_units_of_return_leave_what_the_value_head_says(mean, std):
+def test_renormalise_keeps_values(mean, std):
     _, obs, masks, layout = scene(50, 3, seed=5)
     net = network()
     net.renormalise(0.4, 3.0)
@@ -368,7 +368,7 @@ def test_other_units_of_return_leave_what_the_value_head_says(mean, std):
     assert (float(net.mean), float(net.std)) == pytest.approx((mean, std))
 
 
-def test_blueprints_without_an_output_are_not_chosen_nor_slots_that_take_nothing_else():
+def test_blueprints_without_an_output_are_masked():
     blueprints = BUILT_IN + 2
     takes = np.zeros((3, blueprints), dtype=bool)
     takes[0, [4, blueprints - 1]] = takes[1, blueprints - 1] = True
@@ -378,7 +378,7 @@ def test_blueprints_without_an_output_are_not_chosen_nor_slots_that_take_nothing
     packed = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY)))
     before = packed.clone()
     known = known_blueprints(packed, layout)
-    assert torch.equal(packed, before)  # a copy: the buffer keeps what the rules said
+    assert torch.equal(packed, before)  # a copy: the input is unchanged
     by_op = known[:, layout.slot_by_op].unflatten(-1, (NUM_OPS, 3))
     assert known[:, Op.GERMINATE].tolist() == [True, False]
     assert by_op[:, Op.GERMINATE].tolist() == [[True, False, False], [False] * 3]
@@ -387,11 +387,11 @@ def test_blueprints_without_an_output_are_not_chosen_nor_slots_that_take_nothing
     assert torch.equal(known_blueprints(known, layout), known)
 
 
-def test_where_only_unknown_blueprints_fit_and_nothing_else_may_be_done_waiting_is_left():
+def test_wait_remains_where_only_unknown_blueprints_fit():
     _, _, masks, layout = scene(20, 3, seed=5, blueprints=BUILT_IN + EXTRA)
     masks = masks.clone()
     masks[:, layout.op] = False
-    masks[:, Op.GERMINATE] = True  # as if the op were fixed
+    masks[:, Op.GERMINATE] = True  # as with a fixed op
     takes = masks[:, layout.blueprint_by_slot].unflatten(-1, (layout.slots, layout.blueprints))
     takes[..., :BUILT_IN] = False
     masks[:, layout.blueprint_by_slot] = takes.flatten(1)
@@ -400,12 +400,12 @@ def test_where_only_unknown_blueprints_fit_and_nothing_else_may_be_done_waiting_
     assert not known[:, Op.GERMINATE].any()
 
 
-def test_masks_of_built_in_blueprints_are_left_as_they_are():
+def test_masks_of_built_in_blueprints_are_unchanged():
     _, _, masks, layout = scene(20, 3, seed=5)
     assert known_blueprints(masks, layout) is masks
 
 
-def test_a_network_sees_as_many_features_as_there_are():
+def test_network_accepts_any_number_of_slots():
     net = network()
     for slots in (1, 4):
         look, encoded = net._look(torch.zeros(2, num_features(slots)))
@@ -413,7 +413,7 @@ def test_a_network_sees_as_many_features_as_there_are():
         assert encoded.shape == (2, slots, 16)
 
 
-def test_entropy_is_of_the_heads_that_an_op_reads():
+def test_entropy_covers_only_relevant_heads():
     _, obs, masks, layout = scene(200, 3, seed=5)
     net = network()
     start, hidden = torch.ones(1, 200, dtype=torch.bool), net.initial(200)

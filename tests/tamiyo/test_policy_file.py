@@ -1,4 +1,4 @@
-"""A policy as a file: it comes back as it was, and whatever is not one is refused with its reason."""
+"""Test policy files: exact round trip, and rejection of invalid files with a reason."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def header(path):
 
 
 def rewritten(path, **changed):
-    """The same weights under a header of which something was changed, or taken out with None."""
+    """Rewrite a policy file with changed header fields. None removes a field."""
     new = {k: v for k, v in (header(path) | changed).items() if v is not None}
     path.write_bytes(seal_tensors(save(load_file(path), new)))
 
@@ -39,7 +39,7 @@ def saved(tmp_path):
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=["gru", "lstm"])
-def test_a_policy_comes_back_bit_by_bit_with_its_settings_and_units_of_return(config, tmp_path):
+def test_policy_round_trips_with_config_and_return_statistics(config, tmp_path):
     network = TamiyoNetwork(config)
     network.renormalise(0.3, 2.0)
     save_policy(network, tmp_path / "mine.safetensors", fixed={Head.TEMPO: 2})
@@ -51,23 +51,23 @@ def test_a_policy_comes_back_bit_by_bit_with_its_settings_and_units_of_return(co
     assert float(again.std) == 2.0
 
 
-def test_a_run_directory_stands_for_the_policy_in_it(saved):
+def test_load_policy_accepts_a_run_directory(saved):
     assert load_policy(saved.parent)[0].config == load_policy(saved)[0].config
 
 
-def test_the_header_tells_where_a_policy_comes_from_and_can_be_read_without_us(saved):
+def test_header_contains_provenance_and_config_as_json(saved):
     assert json.loads(header(saved)["about"]) == {"trained_on": "sim", "round": 7}
     assert json.loads(header(saved)["network"])["width"] == 8
 
 
-def test_writing_leaves_one_file_and_replaces_an_older_one(saved):
+def test_save_replaces_an_older_file(saved):
     other = TamiyoNetwork(NetworkConfig(width=4, hidden=3))
     save_policy(other, saved, fixed={})
     assert [p.name for p in saved.parent.iterdir()] == [POLICY]
     assert load_policy(saved)[0].config.width == 4
 
 
-def test_a_policy_that_cannot_be_written_leaves_the_older_one_alone(saved):
+def test_failed_save_keeps_the_older_file(saved):
     before = saved.read_bytes()
     with pytest.raises(TypeError):
         save_policy(TamiyoNetwork(), saved, fixed={}, about_what=object())
@@ -75,26 +75,26 @@ def test_a_policy_that_cannot_be_written_leaves_the_older_one_alone(saved):
     assert [p.name for p in saved.parent.iterdir()] == [POLICY]
 
 
-def test_where_there_is_none_it_says_how_to_get_one(tmp_path):
+def test_missing_policy_error_names_esper_train(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere.safetensors"):
         with pytest.raises(DataError, match=r"no policy in .* `esper train`"):
             load_policy(path)
 
 
-def test_a_file_of_tensors_that_is_no_policy_is_named_as_such(tmp_path):
+def test_safetensors_file_without_a_policy_is_rejected(tmp_path):
     path = tmp_path / "weights.safetensors"
     save_file({"x": torch.zeros(2)}, path)
     with pytest.raises(DataError, match="not a policy"):
         load_policy(path)
 
 
-def test_a_policy_that_saw_other_columns_is_refused_rather_than_misread(saved, monkeypatch):
+def test_policy_with_other_features_is_rejected(saved, monkeypatch):
     monkeypatch.setattr(policy_file, "feature_names", lambda slots: ["another"])
     with pytest.raises(DataError, match=r"other observations or choices .* Train it anew"):
         load_policy(saved)
 
 
-def test_the_view_changes_with_the_features_and_with_the_options_of_any_head(monkeypatch):
+def test_view_depends_on_features_and_head_options(monkeypatch):
     seen = {view()}
     assert view() in seen
     with monkeypatch.context() as patch:
@@ -109,7 +109,7 @@ def test_the_view_changes_with_the_features_and_with_the_options_of_any_head(mon
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999])
-def test_a_truncated_file_is_said_to_be_damaged(saved, share):
+def test_truncated_file_is_reported_as_damaged(saved, share):
     whole = saved.read_bytes()
     saved.write_bytes(whole[: int(len(whole) * share)])
     with pytest.raises(DataError, match="damaged or not a policy"):
@@ -128,13 +128,13 @@ def test_a_truncated_file_is_said_to_be_damaged(saved, share):
     ],
     ids=str,
 )
-def test_settings_that_do_not_fit_the_weights_are_said_to_be_damage(saved, changed):
+def test_config_that_does_not_fit_the_weights_is_damage(saved, changed):
     rewritten(saved, **changed)
     with pytest.raises(DataError, match="damaged or not a policy"):
         load_policy(saved)
 
 
-def test_weights_that_are_missing_are_said_to_be_damage(saved):
+def test_missing_weights_are_reported_as_damage(saved):
     about, weights = header(saved), load_file(saved)
     del weights["choices.bias"]
     saved.write_bytes(seal_tensors(save(weights, about)))
@@ -142,8 +142,8 @@ def test_weights_that_are_missing_are_said_to_be_damage(saved):
         load_policy(saved)
 
 
-def test_every_single_flipped_bit_is_refused(saved):
-    """A bit in each byte of the header and of the first weights, and in every 97th byte of the rest."""
+def test_every_flipped_bit_is_rejected(saved):
+    """Flip one bit in each byte of the header and of the first weights, and in every 97th byte of the rest."""
     whole = saved.read_bytes()
     header_end = 8 + int.from_bytes(whole[:8], "little")
     places = {*range(header_end + 256), *range(header_end, len(whole), 97), len(whole) - 1}
@@ -157,7 +157,7 @@ def test_every_single_flipped_bit_is_refused(saved):
     load_policy(saved)
 
 
-def test_every_truncation_and_extension_is_refused(saved):
+def test_every_truncation_and_extension_is_rejected(saved):
     whole = saved.read_bytes()
     for content in [*(whole[:size] for size in range(0, len(whole), 61)), whole[:-1], whole + b"\0", b"", whole * 2]:
         saved.write_bytes(content)
@@ -165,19 +165,19 @@ def test_every_truncation_and_extension_is_refused(saved):
             load_policy(saved)
 
 
-def test_policy_without_a_checksum_is_refused(saved):
+def test_policy_without_a_checksum_is_rejected(saved):
     save_file(load_file(saved), saved, {k: v for k, v in header(saved).items() if k != "sha256"})
     with pytest.raises(DataError, match="no checksum"):
         load_policy(saved)
 
 
-def test_equal_policies_are_equal_bytes(tmp_path):
+def test_equal_policies_give_equal_bytes(tmp_path):
     network = TamiyoNetwork(NetworkConfig(width=8, hidden=6))
     again = TamiyoNetwork(NetworkConfig(width=8, hidden=6))
     again.load_state_dict(dict(reversed(network.state_dict().items())))
     save_policy(network, tmp_path / "one", fixed=DEFAULT_FIXED, trained_on="sim", round=7)
     contents = set()
-    for _ in range(20):  # the order in which safetensors writes metadata differs from call to call
+    for _ in range(20):  # safetensors writes metadata in a different order per call
         save_policy(again, tmp_path / "two", fixed=DEFAULT_FIXED, trained_on="sim", round=7)
         contents.add((tmp_path / "two").read_bytes())
     assert contents == {(tmp_path / "one").read_bytes()}

@@ -1,4 +1,4 @@
-"""Controllers read the table alone and never ask for what the rules forbid."""
+"""Test that controllers read only the table and choose only legal actions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CONV, NORM = BLUEPRINTS.index("conv_light"), BLUEPRINTS.index("norm")
     "rules", [Rules(), LIVELY, Rules(max_seeds=2, thresholds=STRICT)], ids=["", "lively", "strict"]
 )
 @pytest.mark.parametrize("seed", range(3))
-def test_only_legal_actions_are_chosen(name, rules, seed):
+def test_controllers_choose_only_legal_actions(name, rules, seed):
     table = random_table(40, 4, seed)
     table.enabled[:, seed] = False
     table.takes[seed] = False
@@ -31,18 +31,18 @@ def test_only_legal_actions_are_chosen(name, rules, seed):
     assert not table.diff(before)
 
 
-def test_no_controller_waits_for_ever():
+def test_wait_controller_always_waits():
     table = random_table(20, 3, 0)
     assert (Wait().act(table, legal(table, LIVELY))[:, Head.OP] == Op.WAIT).all()
 
 
-def test_waiting_is_a_legal_row_whose_other_heads_hold_the_usual_choices():
+def test_wait_everywhere_has_default_values_in_other_heads():
     row = wait_everywhere(2)
     assert row.shape == (2, len(Head))
     assert row[0].tolist() == [0, 0, 2, 1, 2, 2, 0, 0]
 
 
-def test_the_schedule_plants_slot_after_slot_and_commits_what_was_measured():
+def test_schedule_germinates_in_slot_order_and_fossilises_measured_seeds():
     table, rules, schedule = SlotTable.empty(1, 2), Rules(), Schedule()
     done = []
     for _ in range(60):
@@ -61,10 +61,10 @@ def test_the_schedule_plants_slot_after_slot_and_commits_what_was_measured():
         ("FOSSILIZE", 1),
     ]
     assert done[0][2] == 1
-    assert done[1][2] == done[0][2] + 11  # as soon as the first blends
+    assert done[1][2] == done[0][2] + 11  # when the first seed starts blending
 
 
-def test_a_measured_seed_is_committed_before_another_is_planted():
+def test_schedule_fossilises_before_it_germinates():
     table = SlotTable.empty(1, 2)
     table.stage[0, 0], table.alpha_to[0, 0], table.alpha[0, 0], table.step[:] = SeedStage.HOLDING, 1, 1, 5
     table.contribution[0, 0] = table.contribution_se[0, 0] = table.contribution_age[0, 0] = 0
@@ -73,7 +73,7 @@ def test_a_measured_seed_is_committed_before_another_is_planted():
     assert actions[0, [Head.OP, Head.SLOT]].tolist() == [Op.FOSSILIZE, 0]
 
 
-def test_the_schedule_plants_the_first_blueprint_that_a_slot_takes():
+def test_schedule_uses_the_first_blueprint_that_a_slot_takes():
     takes = np.zeros((3, len(BLUEPRINTS)), dtype=bool)
     takes[0, NORM] = takes[1, [NORM, CONV]] = True
     table = SlotTable.empty(3, 3, takes=takes)
@@ -87,21 +87,21 @@ def test_the_schedule_plants_the_first_blueprint_that_a_slot_takes():
     assert one[1, Head.OP] == Op.WAIT  # its only fitting slot holds a fossil
 
 
-def test_the_schedule_waits_for_its_start():
+def test_schedule_waits_for_its_start():
     table = SlotTable.empty(1, 1)
     for step, op in ((0, Op.WAIT), (1, Op.WAIT), (2, Op.GERMINATE)):
         table.step[:] = step
         assert Schedule(start=2).act(table, legal(table, Rules()))[0, Head.OP] == op
 
 
-def test_an_unknown_name_is_answered_with_the_nearest():
+def test_unknown_name_error_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match=r"no controller named 'shedule'. Did you mean 'schedule'\?"):
         make_controller("shedule")
     with pytest.raises(UnknownNameError, match=r"no blueprint named 'conv_lite'. Did you mean 'conv_light'\?"):
         Schedule(["conv_lite"])
 
 
-def test_the_schedule_plants_a_users_own_blueprint_by_its_number():
+def test_schedule_accepts_custom_blueprints_by_index():
     takes = np.ones((1, len(BLUEPRINTS) + 1), dtype=bool)
     table = SlotTable.empty(1, 1, takes=takes)
     table.step[:] = 1

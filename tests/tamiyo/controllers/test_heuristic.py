@@ -1,4 +1,4 @@
-"""Rules of thumb: grow when learning stalls, keep what is measured to help, prune what is not. And pure chance."""
+"""Test the heuristic controller (grow on a plateau, fossilise or prune by contribution) and the random one."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ RULES = {
 
 
 def choose(controller: Any, table: SlotTable, rules: Rules | None = None) -> list[tuple[Op, int]]:
-    """Operation and slot per environment; what is chosen must be legal, and choosing must not touch the table."""
+    """Return operation and slot per environment. Assert that they are legal and the table is unchanged."""
     rules, before = rules or Rules(), table.clone()
     actions = controller.act(table, legal(table, rules))
     assert is_legal(table, actions, rules).all()
@@ -40,7 +40,7 @@ def choose(controller: Any, table: SlotTable, rules: Rules | None = None) -> lis
 
 
 def stalled(envs: int = 1, slots: int = 2, step: int = 10) -> SlotTable:
-    """A host whose loss and quality have not moved for ten epochs."""
+    """Return a table whose loss and quality have been constant for ten epochs."""
     table = SlotTable.empty(envs, slots)
     for _ in range(HISTORY):
         record(table, quality=np.full(envs, 0.5), val_loss=np.ones(envs), train_loss=np.ones(envs))
@@ -49,7 +49,7 @@ def stalled(envs: int = 1, slots: int = 2, step: int = 10) -> SlotTable:
 
 
 def hold(table: SlotTable, slot: int = 0, *, worth: float = 0.03, se: float = 0.01, birth: float = 0.5) -> SlotTable:
-    """A seed at full strength that has been measured once."""
+    """Put a seed at full alpha with one measurement into a slot. Return the table."""
     at = slice(None), slot
     table.stage[at], table.alpha[at], table.alpha_to[at], table.age[at] = S.HOLDING, 1, 1, 20
     table.blueprint[at], table.quality_birth[at], table.contribution_age[at] = 1, birth, 0
@@ -58,7 +58,7 @@ def hold(table: SlotTable, slot: int = 0, *, worth: float = 0.03, se: float = 0.
 
 
 def live_on(table: SlotTable, rules: Rules, controller: Any, epochs: int, rng: np.random.Generator) -> list[np.ndarray]:
-    """What a controller does in so many epochs of random measurements; everything it does must happen."""
+    """Return a controller's actions over epochs of random measurements. Assert that every action happens."""
     done = []
     for _ in range(epochs):
         actions = controller.act(table, legal(table, rules))
@@ -69,49 +69,49 @@ def live_on(table: SlotTable, rules: Rules, controller: Any, epochs: int, rng: n
     return done
 
 
-# -- both are legal
+# -- legality
 
 
 @settings(max_examples=25, deadline=None)
 @given(st.sampled_from(sorted(RULES)), st.integers(0, 1000), st.sampled_from([Heuristic, Random]))
-def test_any_reachable_table_is_answered_legally(name: str, seed: int, kind: Any):
+def test_actions_are_legal_on_any_reachable_table(name: str, seed: int, kind: Any):
     table = random_table(24, 3, seed, epochs=40)
     table.enabled[::3, seed % 3] = False
-    for _ in range(3):  # with a memory, too
+    for _ in range(3):  # also with internal state
         choose(controller := kind(), table, RULES[name])
         choose(controller, table, RULES[name])
 
 
 @pytest.mark.parametrize("kind", [Heuristic, Random])
 @pytest.mark.parametrize("name", RULES)
-def test_everything_done_in_a_life_happens(name: str, kind: Any):
+def test_all_chosen_actions_happen(name: str, kind: Any):
     table, rng = SlotTable.empty(12, 3), np.random.default_rng(0)
     done = np.stack(live_on(table, RULES[name], kind(), 80, rng))
     assert {int(Op.GERMINATE), int(Op.PRUNE)} <= set(done[..., Head.OP].ravel().tolist())
 
 
-# -- when it plants
+# -- when to germinate
 
 
-def test_it_plants_once_loss_has_settled_and_quality_has_stalled():
+def test_germinates_when_loss_settled_and_quality_stalled():
     assert choose(Heuristic(), stalled()) == [(Op.GERMINATE, 0)]
 
 
 @pytest.mark.parametrize(("step", "op"), [(1, Op.WAIT), (4, Op.WAIT), (5, Op.GERMINATE)])
-def test_nothing_is_planted_before_the_first_epoch_allowed(step: int, op: Op):
+def test_does_not_germinate_before_the_first_allowed_epoch(step: int, op: Op):
     assert choose(Heuristic(), stalled(step=step))[0][0] == op
 
 
-def test_nothing_is_planted_while_quality_rises():
+def test_does_not_germinate_while_quality_rises():
     table = stalled()
     for gain, op in ((0.004, Op.GERMINATE), (0.006, Op.WAIT)):
         table.quality_history[0, -1] = 0.5 + gain
         assert choose(Heuristic(), table)[0][0] == op
-    table.quality_history[0, -1] = 0.3  # a bad epoch is no progress
+    table.quality_history[0, -1] = 0.3  # a drop is not progress
     assert choose(Heuristic(), table)[0][0] == Op.GERMINATE
 
 
-def test_a_stall_is_not_known_before_there_are_enough_epochs():
+def test_plateau_requires_enough_epochs():
     table = SlotTable.empty(1, 1)
     table.step[:] = 50
     for k in range(6):
@@ -124,14 +124,14 @@ def test_a_stall_is_not_known_before_there_are_enough_epochs():
     [([1, 1, 1, 1], True), ([1, 0.96, 0.93, 0.9], True), ([1, 0.9, 0.9, 0.9], False), ([1, 1, 1.04, 1.04], False),
      ([0, 0, 0, 0], True), ([-1, -1.01, -1.02, -1.03], True), ([np.nan, 1, 1, 1], False)],
 )  # fmt: skip
-def test_nothing_is_planted_before_the_loss_has_settled(losses: list[float], settled: bool):
+def test_does_not_germinate_before_the_loss_settles(losses: list[float], settled: bool):
     table = stalled()
     table.loss_history[0, -4:], table.val_loss[0] = losses, losses[-1]
     with np.errstate(all="raise"):
         assert (choose(Heuristic(), table)[0][0] == Op.GERMINATE) == settled
 
 
-def test_once_settled_it_stays_so_until_the_environment_begins_anew():
+def test_settled_state_lasts_until_the_environment_resets():
     heuristic, table = Heuristic(), stalled()
     choose(heuristic, table)
     table.loss_history[0, -4:] = [1.0, 5.0, 1.0, 5.0]
@@ -139,23 +139,23 @@ def test_once_settled_it_stays_so_until_the_environment_begins_anew():
     table.step[:] = 0
     assert choose(heuristic, table)[0][0] == Op.WAIT
     table.step[:] = 10
-    assert choose(heuristic, table)[0][0] == Op.WAIT  # it has to settle again
+    assert choose(heuristic, table)[0][0] == Op.WAIT  # the loss must settle again
 
 
-def test_without_losses_stalling_alone_decides():
+def test_plateau_alone_decides_without_losses():
     table = stalled()
     table.val_loss[:], table.loss_history[:] = np.nan, np.nan
     assert choose(Heuristic(), table)[0][0] == Op.GERMINATE
 
 
-def test_the_free_slot_that_was_tried_least_is_next():
+def test_least_used_free_slot_is_next():
     heuristic, table = Heuristic(), stalled(slots=3)
     assert [choose(heuristic, table)[0][1] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
     table.stage[0, 1] = S.FOSSILIZED
     assert [choose(heuristic, table)[0][1] for _ in range(3)] == [2, 0, 2]
 
 
-# -- what it plants
+# -- blueprint choice
 
 
 def planted(heuristic: Heuristic, table: SlotTable) -> str:
@@ -164,20 +164,20 @@ def planted(heuristic: Heuristic, table: SlotTable) -> str:
     return BLUEPRINTS[actions[0, Head.BLUEPRINT]]
 
 
-def test_blueprints_take_turns_in_the_order_given_among_those_that_fit():
+def test_blueprints_rotate_among_those_that_fit():
     heuristic, table = Heuristic(HeuristicConfig(blueprints=("norm", "conv_light", "mlp"))), stalled(slots=1)
     table.takes[0, BLUEPRINTS.index("conv_light")] = False
     assert [planted(heuristic, table) for _ in range(4)] == ["norm", "mlp", "norm", "mlp"]
 
 
-def test_a_slot_that_takes_none_of_the_wanted_is_given_what_it_takes():
+def test_slot_without_configured_blueprints_gets_one_it_takes():
     heuristic, table = Heuristic(HeuristicConfig(blueprints=("norm",))), stalled(slots=1)
     table.takes[0] = False
     table.takes[0, BLUEPRINTS.index("flex_attention")] = True
     assert planted(heuristic, table) == "flex_attention"
 
 
-def test_a_blueprint_that_failed_lately_is_skipped_and_forgiven():
+def test_pruned_blueprint_is_penalised_with_decay():
     config = HeuristicConfig(blueprints=("conv_light", "norm"), penalty=14.0)
     heuristic, table = Heuristic(config), stalled(slots=2)
     hold(table, worth=-0.1)  # blueprint 1: conv_light
@@ -186,20 +186,20 @@ def test_a_blueprint_that_failed_lately_is_skipped_and_forgiven():
     assert [planted(heuristic, table) for _ in range(4)] == ["norm", "norm", "conv_light", "norm"]  # 7, 3.5, 1.8
 
 
-def test_if_all_failed_the_one_that_failed_least_is_planted():
+def test_least_penalised_blueprint_is_used_if_all_are_penalised():
     heuristic, table = Heuristic(HeuristicConfig(blueprints=("conv_light", "norm"))), stalled()
     choose(heuristic, table)
     heuristic.penalties[0, [BLUEPRINTS.index("conv_light"), BLUEPRINTS.index("norm")]] = 12.0, 10.0
     assert planted(heuristic, table) == "norm"
 
 
-def test_what_is_planted_goes_to_full_strength_at_the_usual_tempo():
+def test_germinates_with_full_target_and_default_tempo():
     table = stalled()
     action = Heuristic().act(table, legal(table, Rules()))[0]
     assert action[[Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET]].tolist() == [2, 1, 2]
 
 
-# -- what it keeps
+# -- fossilise or prune
 
 
 @pytest.mark.parametrize(
@@ -208,54 +208,54 @@ def test_what_is_planted_goes_to_full_strength_at_the_usual_tempo():
      (0.0, 0.0, Op.PRUNE), (-0.03, 0.01, Op.PRUNE), (-0.01, 0.01, Op.WAIT), (0.004, 0.0001, Op.FOSSILIZE)],
 )  # fmt: skip
 @pytest.mark.parametrize("name", ["default", "no gates"])
-def test_a_seed_is_committed_only_if_its_contribution_is_above_zero_by_z_errors(worth, se, op, name):
+def test_fossilises_only_if_contribution_exceeds_z_standard_errors(worth, se, op, name):
     table = hold(stalled(slots=1), worth=worth, se=se)
     assert choose(Heuristic(), table, RULES[name])[0][0] == op
 
 
 @pytest.mark.parametrize("z", [0.0, 1.0, 2.5, 4.0])
 @pytest.mark.parametrize("ratio", [0.5, 1.5, 3.0, 5.0])
-def test_z_says_how_sure_to_be(z: float, ratio: float):
+def test_z_sets_the_required_confidence(z: float, ratio: float):
     table = hold(stalled(slots=1), worth=0.02 * ratio, se=0.02)
     committed = choose(Heuristic(HeuristicConfig(z=z)), table, RULES["no gates"])[0][0] == Op.FOSSILIZE
     assert committed == (ratio > z)
 
 
 @pytest.mark.parametrize("name", ["default", "no gates"])
-def test_a_seed_not_measured_at_full_strength_is_neither_committed_nor_pruned(name: str):
+def test_waits_for_a_measurement_at_full_alpha(name: str):
     for worth, birth in ((0.5, 0.5), (-0.5, 0.5), (0.5, 0.9)):
         table = hold(stalled(slots=1), worth=worth, birth=birth)
-        table.contribution_age[:] = -1  # what is known of it was measured while it blended
+        table.contribution_age[:] = -1  # measured only while blending
         table.dwell[:] = 30
         assert choose(Heuristic(), table, RULES[name])[0][0] == Op.WAIT
 
 
-def test_a_seed_whose_network_is_worse_off_than_at_its_birth_is_pruned_though_it_is_needed():
+def test_prunes_if_quality_fell_since_germination():
     assert choose(Heuristic(), hold(stalled(slots=1), worth=0.2, birth=0.51)) == [(Op.FOSSILIZE, 0)]
     assert choose(Heuristic(), hold(stalled(slots=1), worth=0.2, birth=0.53)) == [(Op.PRUNE, 0)]
 
 
-def test_an_undecided_seed_is_pruned_when_patience_runs_out():
+def test_undecided_seed_is_pruned_after_patience():
     table = hold(stalled(slots=1), worth=0.01, se=0.01)
     for dwell, op in ((5, Op.WAIT), (6, Op.PRUNE)):
         table.dwell[:] = dwell
         assert choose(Heuristic(), table)[0][0] == op
 
 
-def test_what_is_pruned_goes_at_once():
+def test_prune_is_instant():
     table, rules = hold(stalled(slots=1), worth=-0.1), Rules()
     apply(table, Heuristic().act(table, legal(table, rules)), rules)
     assert table.stage[0, 0] == S.PRUNED
 
 
 @pytest.mark.parametrize(("worth", "se", "op"), [(-0.03, 0.001, Op.PRUNE), (-0.03, 0.01, Op.WAIT), (-0.01, 0, Op.WAIT)])
-def test_a_harmful_seed_that_rests_while_blending_is_pruned(worth: float, se: float, op: Op):
+def test_harmful_seed_at_rest_in_blending_is_pruned(worth: float, se: float, op: Op):
     table = hold(stalled(slots=1), worth=worth, se=se)
     table.stage[:], table.alpha[:], table.alpha_to[:] = S.BLENDING, 0.5, 0.5
     assert choose(Heuristic(), table)[0][0] == op
 
 
-def test_a_seed_that_cannot_pass_its_gate_is_pruned_and_the_hosts_fall_is_not_its_doing():
+def test_seed_stuck_in_training_is_pruned_after_patience():
     table = hold(stalled(slots=1), worth=np.nan, se=np.nan, birth=0.9)
     table.stage[:], table.alpha[:], table.contribution_age[:], table.grad_health[:] = S.TRAINING, 0, -1, 0.0
     for dwell, op in ((20, Op.WAIT), (21, Op.PRUNE)):
@@ -264,7 +264,7 @@ def test_a_seed_that_cannot_pass_its_gate_is_pruned_and_the_hosts_fall_is_not_it
 
 
 @pytest.mark.parametrize("auto", [True, False])
-def test_a_seed_leaves_training_by_its_gate_is_blended_measured_and_committed(auto: bool):
+def test_seed_passes_all_stages_to_fossilised(auto: bool):
     rules = Rules(auto_train=auto, auto_blend=auto, auto_hold=auto, thresholds=Thresholds(blend_dwell=3))
     heuristic, table, ops, stages = Heuristic(), stalled(slots=1), [], []
     for _ in range(25):
@@ -283,17 +283,17 @@ def test_a_seed_leaves_training_by_its_gate_is_blended_measured_and_committed(au
     assert stages[-1] == S.FOSSILIZED
 
 
-def test_a_verdict_comes_before_a_planting_and_a_commit_before_a_prune():
+def test_fossilise_precedes_prune_and_prune_precedes_germinate():
     table = hold(hold(stalled(slots=3), 0, worth=-0.1), 1, worth=0.1)
     assert choose(Heuristic(), table) == [(Op.FOSSILIZE, 1)]
     table.stage[0, 1] = S.FOSSILIZED
     assert choose(Heuristic(), table) == [(Op.PRUNE, 0)]
 
 
-# -- environments, shapes, nonsense
+# -- environments, shapes, invalid settings
 
 
-def test_environments_together_do_what_each_does_alone():
+def test_environments_are_independent():
     rules, epochs = RULES["lively"], 150
     table, heuristic = random_table(3, 3, 5, epochs=8), Heuristic()
     alone = [Heuristic() for _ in range(3)]
@@ -312,14 +312,14 @@ def test_environments_together_do_what_each_does_alone():
     assert {Op.GERMINATE, Op.PRUNE, Op.FOSSILIZE, Op.ADVANCE} <= seen
 
 
-def test_another_table_finds_it_ready():
+def test_controller_accepts_tables_of_other_shapes():
     heuristic = Heuristic()
     for envs, slots in ((1, 2), (1, 4), (3, 4), (3, 2)):
         table = stalled(envs, slots)
         assert choose(heuristic, table) == [(Op.GERMINATE, 0)] * envs
 
 
-def test_blueprints_registered_while_it_runs_can_fail_too():
+def test_penalties_grow_with_new_blueprints():
     heuristic = Heuristic()
     choose(heuristic, stalled(slots=1))
     takes = np.ones((1, len(BLUEPRINTS) + 2), dtype=bool)
@@ -334,12 +334,12 @@ def test_blueprints_registered_while_it_runs_can_fail_too():
     [({"plateau_epochs": 0}, ConfigError), ({"plateau_epochs": HISTORY}, ConfigError), ({"z": -1.0}, ConfigError),
      ({"settled_epochs": HISTORY}, ConfigError), ({"blueprints": ("conv_lite",)}, UnknownNameError)],
 )  # fmt: skip
-def test_nonsense_is_refused(nonsense: dict[str, Any], error: type[Exception]):
+def test_invalid_config_is_rejected(nonsense: dict[str, Any], error: type[Exception]):
     with pytest.raises(error):
         HeuristicConfig(**nonsense)
 
 
-def test_it_grows_a_body_in_a_loop_of_ones_own():
+def test_heuristic_grows_a_body_in_a_user_training_loop():
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Sequential(nn.Linear(4, 8), nn.ReLU()), nn.Sequential(nn.Linear(8, 8), nn.ReLU()), nn.Linear(8, 2)
@@ -358,13 +358,13 @@ def test_it_grows_a_body_in_a_loop_of_ones_own():
             optimizer.step()
         done.append(grower.step([(x[64:], y[64:])]).op)
     assert done.index(Op.GERMINATE) >= 5
-    assert {Op.FOSSILIZE, Op.PRUNE} & set(done)  # seeds come to a verdict
+    assert {Op.FOSSILIZE, Op.PRUNE} & set(done)  # seeds are fossilised or pruned
 
 
-# -- chance
+# -- random controller
 
 
-def test_chance_is_reproducible_by_its_seed():
+def test_random_controller_is_reproducible():
     def life(seed: int) -> list[list[int]]:
         done = live_on(SlotTable.empty(4, 3), LIVELY, Random(seed), 30, np.random.default_rng(0))
         return np.concatenate(done).tolist()
@@ -373,7 +373,7 @@ def test_chance_is_reproducible_by_its_seed():
     assert life(1) != life(2)
 
 
-def test_chance_gives_every_legal_operation_and_slot_its_turn():
+def test_random_controller_covers_all_legal_operations_and_slots():
     table = hold(stalled(envs=2000, slots=3), worth=0.5)
     seen = {tuple(x) for x in Random().act(table, legal(table, Rules()))[:, [Head.OP, Head.SLOT]].tolist()}
     waits = {(Op.WAIT, s) for s in range(3)}

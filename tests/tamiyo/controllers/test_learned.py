@@ -1,4 +1,4 @@
-"""A trained policy as a controller: legal, repeatable by world, and without memory of an episode that is over."""
+"""Test a trained policy as a controller: legal, reproducible per world, and reset between episodes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def some_network(core="gru"):
 
 
 def play(controller, worlds, steps=25, rules=None):
-    """The actions [T, E, 8] of one episode on simulated hosts, each checked to be legal."""
+    """Return the actions [T, E, 8] of one simulated episode. Assert that each is legal."""
     sim = Simulator(SimConfig(horizon=steps), worlds, rules)
     controller.bind(sim.context, worlds)
     told = []
@@ -40,14 +40,14 @@ def play(controller, worlds, steps=25, rules=None):
 
 @pytest.mark.parametrize("sample", [True, False])
 @pytest.mark.parametrize("core", ["gru", "lstm"])
-def test_a_whole_episode_is_legal_and_not_mere_waiting(core, sample):
+def test_episode_is_legal_and_uses_several_operations(core, sample):
     actions = play(Learned(some_network(core), sample=sample), range(12))
     assert len(np.unique(actions[..., Head.OP])) > (2 if sample else 1)
     for head, option in DEFAULT_FIXED.items():
         assert (actions[RELEVANCE[actions[..., Head.OP], head]][:, head] == option).all()
 
 
-def test_the_same_worlds_are_played_in_the_same_way_and_others_in_another():
+def test_actions_are_determined_by_world_and_seed():
     controller = Learned(some_network())
     once = play(controller, range(8))
     np.testing.assert_array_equal(play(controller, range(8)), once)
@@ -56,20 +56,20 @@ def test_the_same_worlds_are_played_in_the_same_way_and_others_in_another():
 
 
 @pytest.mark.parametrize("sample", [True, False])
-def test_a_world_is_played_alone_as_it_is_among_others(sample):
+def test_actions_do_not_depend_on_other_worlds(sample):
     together = play(Learned(some_network(), sample=sample), [5, 9, 2, 7])
     for place, world in enumerate([5, 9, 2, 7]):
         np.testing.assert_array_equal(play(Learned(some_network(), sample=sample), [world])[:, 0], together[:, place])
 
 
-def test_sampling_explores_and_the_likeliest_does_not_depend_on_the_seed():
+def test_greedy_actions_do_not_depend_on_the_seed():
     greedy = [play(Learned(some_network(), sample=False, seed=s), range(6)) for s in (0, 1)]
     np.testing.assert_array_equal(*greedy)
     assert (play(Learned(some_network(), seed=0), range(6)) != greedy[0]).any()
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])
-def test_an_environment_that_begins_anew_is_met_without_memories(core):
+def test_reset_environment_gets_a_zero_hidden_state(core):
     controller = Learned(some_network(core), sample=False)
     sim = Simulator(SimConfig(horizon=30), range(4))
     controller.bind(sim.context, range(4))
@@ -88,15 +88,15 @@ def test_an_environment_that_begins_anew_is_met_without_memories(core):
     torch.testing.assert_close(controller._hidden, fresh._hidden)
 
 
-def test_binding_to_another_host_forgets_the_last_one():
+def test_bind_resets_the_hidden_state():
     controller = Learned(some_network())
     first = play(controller, range(3))
     np.testing.assert_array_equal(play(controller, range(3)), first)
-    play(controller, range(5))  # another number of environments needs no new controller
+    play(controller, range(5))  # the number of environments may change
     np.testing.assert_array_equal(play(controller, range(3)), first)
 
 
-def test_heads_can_be_left_free_or_fixed_otherwise():
+def test_fixed_heads_are_configurable():
     free = play(Learned(some_network(), fixed={}), range(16), rules=Rules(min_prune_age=1))
     planted = free[free[..., Head.OP] == Op.GERMINATE]
     assert len(np.unique(planted[:, Head.TEMPO])) > 1
@@ -104,13 +104,13 @@ def test_heads_can_be_left_free_or_fixed_otherwise():
     assert (fixed[fixed[..., Head.OP] == Op.GERMINATE][:, Head.TEMPO] == 2).all()
 
 
-def test_without_a_host_it_says_what_to_call():
+def test_act_before_bind_raises():
     sim = Simulator(SimConfig(), range(2))
     with pytest.raises(ConfigError, match="bind"):
         Learned(some_network()).act(sim.table, legal(sim.table, sim.rules))
 
 
-def test_it_is_loaded_from_a_file_and_plays_as_the_network_that_was_saved(tmp_path):
+def test_loaded_policy_acts_as_the_saved_network(tmp_path):
     save_policy(some_network(), tmp_path / "policy.safetensors", fixed=DEFAULT_FIXED)
     np.testing.assert_array_equal(play(Learned.load(tmp_path), range(4)), play(Learned(some_network()), range(4)))
     with pytest.raises(DataError):

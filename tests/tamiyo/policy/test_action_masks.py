@@ -1,4 +1,4 @@
-"""Masks: equal to the slow twin, always leaving a move, and conditioned on what was chosen."""
+"""Test action masks: equal to the reference, never empty, and conditioned on the chosen op and slot."""
 
 from functools import cache
 
@@ -44,7 +44,7 @@ def layout_of(table):
 
 @cache
 def varied_table(envs, slots, seed, blueprints=13, **kwargs):
-    """A random table, to be read only, in which some slots are off and slots differ in what they take."""
+    """Return a random table with disabled slots and different blueprints per slot. Do not modify (cached)."""
     life = random_table(envs, slots, seed=seed, **kwargs)
     rng = np.random.default_rng(seed)
     arrays = life.arrays()
@@ -54,7 +54,7 @@ def varied_table(envs, slots, seed, blueprints=13, **kwargs):
 
 
 def slow_conditioned(row, layout, op, slot):
-    """The mask of every head of one environment, in ifs: [8, W] as nested lists."""
+    """Return the mask of every head of one environment as nested lists [8, W], in plain Python."""
     slots, blueprints = layout.slots, layout.blueprints
     row = row.tolist()
     by_op, by_slot = row[6 : 6 + 6 * slots], row[6 + 6 * slots : 6 + 6 * slots + slots * blueprints]
@@ -82,7 +82,7 @@ def slow_conditioned(row, layout, op, slot):
 
 @pytest.mark.parametrize("fixed", FIXES, ids=str)
 @pytest.mark.parametrize(("envs", "slots"), [(300, 3), (60, 1), (40, 9), (20, 25)])
-def test_random_tables_have_the_masks_of_the_slow_twin(envs, slots, fixed):
+def test_masks_match_the_reference_on_random_tables(envs, slots, fixed):
     table = varied_table(envs, slots, seed=slots)
     ops = legal(table, LIVELY)
     masks = compute_batch_masks(table, ops, fixed=fixed)
@@ -96,7 +96,7 @@ def test_random_tables_have_the_masks_of_the_slow_twin(envs, slots, fixed):
     seed=st.integers(0, 10**6), envs=st.integers(1, 10), slots=st.integers(1, 6), blueprints=st.integers(13, 17),
     fixed=st.sampled_from(FIXES), epochs=st.integers(0, 30),
 )  # fmt: skip
-def test_tables_of_any_shape_have_the_masks_of_the_slow_twin(seed, envs, slots, blueprints, fixed, epochs):
+def test_masks_match_the_reference_for_any_table_shape(seed, envs, slots, blueprints, fixed, epochs):
     table = varied_table(envs, slots, seed, blueprints, epochs=epochs)
     ops = legal(table, LIVELY)
     assert np.array_equal(
@@ -104,7 +104,7 @@ def test_tables_of_any_shape_have_the_masks_of_the_slow_twin(seed, envs, slots, 
     )
 
 
-def test_every_stage_ramp_and_age_boundary_has_the_masks_of_the_slow_twin():
+def test_masks_match_the_reference_at_stage_ramp_and_age_boundaries():
     cases = [(s, ramp, age) for s in SeedStage for ramp in ((0, 0), (3, 2), (3, 3)) for age in (0, 4, 5, 6, 50)]
     table = SlotTable.empty(len(cases), 2)
     for e, (stage, (length, place), age) in enumerate(cases):
@@ -119,7 +119,7 @@ def test_every_stage_ramp_and_age_boundary_has_the_masks_of_the_slow_twin():
         )
 
 
-def test_one_environment_has_the_same_mask_alone():
+def test_compute_action_masks_equals_the_batch_row():
     table = varied_table(12, 4, seed=2)
     ops = legal(table, LIVELY)
     for fixed in FIXES:
@@ -128,7 +128,7 @@ def test_one_environment_has_the_same_mask_alone():
             assert np.array_equal(compute_action_masks(table, ops, env, fixed=fixed), together[env])
 
 
-def test_the_parts_lie_side_by_side():
+def test_mask_layout_is_contiguous():
     layout = MaskLayout(slots=3, blueprints=13)
     parts = [layout.op, layout.slot_by_op, layout.blueprint_by_slot, *layout.tail.values()]
     assert [p.start for p in parts] == [0] + [p.stop for p in parts[:-1]]
@@ -137,24 +137,24 @@ def test_the_parts_lie_side_by_side():
         assert where.stop - where.start == len(HEAD_OPTIONS[head]) == layout.head_sizes[head]
 
 
-def test_masking_changes_neither_the_table_nor_what_is_legal():
+def test_compute_batch_masks_does_not_modify_its_inputs():
     table = varied_table(6, 3, seed=1)
     ops = legal(table, LIVELY)
     before, legal_before = table.clone(), ops.copy()
     masks = compute_batch_masks(table, ops, fixed={Head.OP: 1, Head.BLUEPRINT: 3, Head.SLOT: 1})
-    masks[:] = False  # what was handed out is nobody else's
+    masks[:] = False  # the returned array is not shared
     assert not table.diff(before)
     assert np.array_equal(ops, legal_before)
     assert compute_batch_masks(table, ops)[:, 0].all()
 
 
-def test_a_fixed_choice_that_does_not_exist_is_refused():
+def test_fixed_option_out_of_range_is_rejected():
     table = SlotTable.empty(1, 2)
     with pytest.raises(ConfigError, match="TEMPO has 3 options, 0 to 2; it cannot be fixed at 3"):
         compute_batch_masks(table, legal(table, LIVELY), fixed={Head.TEMPO: 3})
 
 
-def test_a_step_is_forced_where_only_waiting_is_possible():
+def test_step_is_forced_where_only_wait_is_legal():
     table = random_table(200, 3, seed=0, epochs=40)
     ops = legal(table, LIVELY)
     ops[::3, 1:] = False
@@ -171,7 +171,7 @@ def test_a_step_is_forced_where_only_waiting_is_possible():
 
 @pytest.mark.parametrize("fixed", FIXES, ids=str)
 @pytest.mark.parametrize(("slots", "blueprints"), [(1, 13), (3, 13), (4, 16), (25, 13), (2, 30)])
-def test_conditioned_masks_are_those_of_the_slow_twin(slots, blueprints, fixed):
+def test_conditioned_masks_match_the_reference(slots, blueprints, fixed):
     table = varied_table(24, slots, slots, blueprints, epochs=20)
     layout = layout_of(table)
     masks = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY), fixed=fixed))
@@ -184,7 +184,7 @@ def test_conditioned_masks_are_those_of_the_slow_twin(slots, blueprints, fixed):
         assert got[e].tolist() == slow_conditioned(masks[e], layout, int(op[e]), int(slot[e]))
 
 
-def test_leading_dimensions_do_not_matter():
+def test_conditioned_supports_any_leading_dimensions():
     table = varied_table(24, 3, seed=5)
     layout = layout_of(table)
     masks = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY)))
@@ -195,8 +195,8 @@ def test_leading_dimensions_do_not_matter():
     assert torch.equal(conditioned(masks[7], layout, op[7], slot[7]), flat[7])
 
 
-def test_whatever_is_fixed_and_chosen_every_head_has_a_choice_and_the_action_is_legal():
-    """Draw op, slot and blueprint in order, again and again: no dead end, and the rules agree."""
+def test_sequential_draws_are_never_empty_and_always_legal():
+    """Draw op, slot and the other heads in order. No mask is empty and every action is legal."""
     rng = torch.Generator().manual_seed(0)
 
     def draw(options):
@@ -218,7 +218,7 @@ def test_whatever_is_fixed_and_chosen_every_head_has_a_choice_and_the_action_is_
             assert (actions.numpy()[says_so, head] == choice).all()
 
 
-def test_what_an_op_does_not_read_has_one_canonical_choice():
+def test_irrelevant_heads_have_one_canonical_choice():
     table = random_table(64, 3, seed=1)
     layout = layout_of(table)
     masks = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY)))
@@ -230,7 +230,7 @@ def test_what_an_op_does_not_read_has_one_canonical_choice():
                 assert heads[:, head, CANONICAL[head]].all()
 
 
-def test_a_blueprint_is_offered_only_where_its_slot_takes_it():
+def test_blueprint_mask_matches_takes():
     table = varied_table(8, 4, seed=3)
     layout = layout_of(table)
     masks = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY)))

@@ -1,4 +1,4 @@
-"""The distribution over choices: equal to its slow twin, never illegal, never without a gradient."""
+"""Test the action distribution: equal to a reference, never illegal, never without a gradient."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from esper.tamiyo.policy.distribution import entropy, likeliest, log_distribution, pick
 
 LAST = 1.0 - 2.0**-53
-"""The largest number below 1 that a choice can fall by."""
+"""Largest float64 random number below 1."""
 
 
 def slow_distribution(logits, legal, epsilon):
-    """Probabilities of one head in plain Python: softmax over what is legal, mixed with the uniform over it."""
+    """Return probabilities of one head: softmax over legal options mixed with the uniform distribution."""
     options = [k for k, ok in enumerate(legal) if ok]
     top = max(logits[k] for k in options)
     weight = {k: math.exp(logits[k] - top) for k in options}
@@ -27,7 +27,7 @@ def slow_distribution(logits, legal, epsilon):
 
 
 def slow_entropy(probs, legal):
-    """Entropy over its largest value, ln n; 0 where there is no choice."""
+    """Return the entropy divided by its maximum ln n, or 0 with a single option."""
     options = [p for p, ok in zip(probs, legal, strict=True) if ok]
     if len(options) < 2:
         return 0.0
@@ -35,7 +35,7 @@ def slow_entropy(probs, legal):
 
 
 def heads(rows=200, width=9, seed=0, scale=3.0):
-    """Random logits and masks with at least one option each, some with exactly one."""
+    """Return random logits and masks with at least one option each, some with exactly one."""
     generator = torch.Generator().manual_seed(seed)
     logits = scale * torch.randn(rows, width, generator=generator)
     mask = torch.rand(rows, width, generator=generator) < torch.rand(rows, 1, generator=generator)
@@ -45,7 +45,7 @@ def heads(rows=200, width=9, seed=0, scale=3.0):
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.02, 0.5])
 @pytest.mark.parametrize("seed", range(3))
-def test_probabilities_and_entropies_equal_the_slow_twin(epsilon, seed):
+def test_probabilities_and_entropies_match_the_reference(epsilon, seed):
     logits, mask = heads(seed=seed)
     log_probs = log_distribution(logits, mask, epsilon)
     told = entropy(log_probs, mask)
@@ -57,14 +57,14 @@ def test_probabilities_and_entropies_equal_the_slow_twin(epsilon, seed):
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.02])
-def test_what_is_illegal_has_no_chance_and_the_rest_share_all_of_it(epsilon):
+def test_illegal_options_have_probability_zero_and_legal_sum_to_one(epsilon):
     logits, mask = heads(scale=50.0)
     log_probs = log_distribution(logits, mask, epsilon)
     assert (log_probs[~mask] == -torch.inf).all()
     torch.testing.assert_close(log_probs.exp().sum(-1), torch.ones(len(mask)))
 
 
-def test_logits_of_illegal_options_change_nothing_not_even_if_they_are_not_finite():
+def test_illegal_logits_have_no_effect_even_if_nan():
     logits, mask = heads()
     logits.requires_grad_()
     worse = logits.detach().clone()
@@ -80,14 +80,14 @@ def test_logits_of_illegal_options_change_nothing_not_even_if_they_are_not_finit
     assert not grads[0][~mask].any()
 
 
-def test_undecided_is_entropy_1_whatever_the_number_of_options():
+def test_uniform_distribution_has_entropy_one():
     for options in range(2, 9):
         mask = torch.arange(9) < options
         assert float(entropy(log_distribution(torch.zeros(9), mask, 0.02), mask)) == pytest.approx(1.0, abs=1e-6)
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.02])
-def test_one_option_is_certain_and_carries_no_gradient(epsilon):
+def test_single_option_is_certain_and_has_no_gradient(epsilon):
     logits = torch.tensor([3.0, -40.0, 2.0], requires_grad=True)
     mask = torch.tensor([False, True, False])
     log_probs = log_distribution(logits, mask, epsilon)
@@ -100,7 +100,7 @@ def test_one_option_is_certain_and_carries_no_gradient(epsilon):
 
 
 @pytest.mark.parametrize("gap", [0.0, 10.0, 80.0, 1e4])
-def test_every_legal_choice_keeps_its_share_of_epsilon(gap):
+def test_every_legal_option_keeps_its_share_of_epsilon(gap):
     epsilon, mask = 0.02, torch.tensor([True, True, True, False, True])
     probs = log_distribution(torch.tensor([gap, 0.0, -gap, 0.0, 0.0]), mask, epsilon).exp()
     assert (probs[mask] >= epsilon / 4 * (1 - 1e-6)).all()
@@ -108,13 +108,13 @@ def test_every_legal_choice_keeps_its_share_of_epsilon(gap):
 
 @pytest.mark.parametrize("gap", [5.0, 15.0, 40.0, 80.0])
 @pytest.mark.parametrize("chosen", [0, 1])
-def test_a_decided_head_still_has_a_gradient(gap, chosen):
-    """Under a floor a probability below it is a constant: such a head could never change its mind."""
+def test_saturated_head_has_a_gradient(gap, chosen):
+    """Clamping probabilities at a floor would give zero gradients below it, so the head could not change."""
     logits = torch.tensor([gap, 0.0, 0.0], requires_grad=True)
     mask = torch.ones(3, dtype=torch.bool)
     log_distribution(logits, mask, 0.02)[chosen].backward()
     assert logits.grad.abs().sum() > 0
-    assert torch.sign(logits.grad[1]) == (1 if chosen == 1 else -1)  # towards what was chosen, if it paid
+    assert torch.sign(logits.grad[1]) == (1 if chosen == 1 else -1)  # towards the chosen option
     other = logits.detach().clone().requires_grad_()
     entropy(log_distribution(other, mask, 0.02), mask).backward()
     assert (other.grad[1:] > 0).all()
@@ -129,19 +129,19 @@ def test_log_distribution_is_computed_in_at_least_float32(given, computed):
     assert log_distribution(logits.to(given), mask, 0.02).dtype == computed
 
 
-def test_picks_come_as_often_as_their_probability_says():
+def test_pick_frequencies_match_probabilities():
     logits, mask = heads(rows=20, scale=1.0, seed=4)
     log_probs = log_distribution(logits, mask, 0.02)
     draws = 4000
     chances = (torch.arange(draws, dtype=torch.double) + 0.5) / draws
     picked = pick(log_probs[:, None].expand(-1, draws, -1), chances.expand(len(logits), -1))
     share = torch.nn.functional.one_hot(picked, logits.shape[1]).double().mean(1)
-    assert (share - log_probs.double().exp()).abs().max() < 1.5 / draws  # evenly spread numbers: within one of them
+    assert (share - log_probs.double().exp()).abs().max() < 1.5 / draws  # evenly spaced numbers: exact within one
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 10_000), scale=st.sampled_from([0.1, 3.0, 100.0]), epsilon=st.sampled_from([0.0, 0.02]))
-def test_what_has_no_chance_is_never_picked_however_the_number_falls(seed, scale, epsilon):
+def test_options_of_probability_zero_are_never_picked(seed, scale, epsilon):
     logits, mask = heads(rows=50, seed=seed, scale=scale)
     log_probs = log_distribution(logits, mask, epsilon)
     for u in (0.0, 2.0**-53, 0.5, 1 - 2.0**-24, LAST):
@@ -151,7 +151,7 @@ def test_what_has_no_chance_is_never_picked_however_the_number_falls(seed, scale
         assert mask.gather(-1, picked[:, None]).all()
 
 
-def test_a_pick_is_the_first_option_whose_running_sum_exceeds_the_number():
+def test_pick_returns_the_first_option_with_cumulative_sum_above_u():
     probs = [0.25, 0.0, 0.5, 0.25, 0.0]
     log_probs = torch.tensor(probs, dtype=torch.double).log()
     for u, expected in ((0.0, 0), (0.2499, 0), (0.25, 2), (0.7499, 2), (0.75, 3), (LAST, 3)):

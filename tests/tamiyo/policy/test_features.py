@@ -1,4 +1,4 @@
-"""What the policy sees: equal to the slow twin, bounded, named, never dead, never doubled."""
+"""Test the observation features: equal to the reference, bounded, named, never constant, never duplicated."""
 
 import dataclasses
 import itertools
@@ -41,7 +41,7 @@ def observe(table, context, rules=LIVELY):
 
 
 def allowed(table, rules=LIVELY):
-    with np.errstate(invalid="ignore"):  # some tests put infinities into the table
+    with np.errstate(invalid="ignore"):  # some tests write infinities to the table
         return legal(table, rules)
 
 
@@ -67,7 +67,7 @@ def slot(obs, name):
 
 
 def other_contexts(slots):
-    """Hosts that differ in everything a context says."""
+    """Yield contexts that differ in every field."""
     first = example_context(slots)
     yield first
     yield dataclasses.replace(
@@ -78,11 +78,11 @@ def other_contexts(slots):
     yield dataclasses.replace(first, params_budget=7000, quality_span=0.5, slot_depth=first.slot_depth / 2)
 
 
-# --- the law: one column at a time, by hand, gives the same
+# --- equality with the reference
 
 
 @pytest.mark.parametrize(("envs", "slots"), [(300, 3), (60, 1), (30, 9), (10, 25), (1, 3)])
-def test_random_lives_look_the_same_to_the_slow_twin(envs, slots):
+def test_features_match_the_reference_on_random_tables(envs, slots):
     table = random_table(envs, slots, seed=envs)
     for context in other_contexts(slots):
         assert_same(table, context)
@@ -90,7 +90,7 @@ def test_random_lives_look_the_same_to_the_slow_twin(envs, slots):
 
 @settings(max_examples=15, deadline=None)
 @given(seed=st.integers(0, 10**6), envs=st.integers(1, 12), slots=st.integers(1, 5), epochs=st.integers(0, 40))
-def test_tables_of_any_shape_look_the_same_to_the_slow_twin(seed, envs, slots, epochs):
+def test_features_match_the_reference_for_any_table_shape(seed, envs, slots, epochs):
     table = random_table(envs, slots, seed=seed, epochs=epochs)
     rng = np.random.default_rng(seed)
     table.enabled[:] = rng.random(table.enabled.shape) < 0.8
@@ -98,7 +98,7 @@ def test_tables_of_any_shape_look_the_same_to_the_slow_twin(seed, envs, slots, e
     assert_same(table, next(itertools.islice(other_contexts(slots), seed % 3, None)))
 
 
-def test_every_stage_ramp_and_age_boundary_looks_the_same_to_the_slow_twin():
+def test_features_match_the_reference_at_boundaries():
     corners = list(
         itertools.product(
             [s for s in SeedStage if s is not SeedStage.DORMANT],
@@ -109,9 +109,9 @@ def test_every_stage_ramp_and_age_boundary_looks_the_same_to_the_slow_twin():
                 (3, 3, 0.5),
                 (8, 7, 1.0),
                 (8, 0, 0.0),
-            ],  # ramp length, place, target
+            ],  # ramp length, position, target
             [0, 4, 5, 9, 10, 11, 200],  # dwell and age
-            [-1, 0, 3],  # since the contribution was measured
+            [-1, 0, 3],  # epochs since the contribution was measured
         )
     )
     table = SlotTable.empty(len(corners), 1)
@@ -128,7 +128,7 @@ def test_every_stage_ramp_and_age_boundary_looks_the_same_to_the_slow_twin():
 
 
 @pytest.mark.parametrize("value", [0.0, -0.0, 1e-30, -1e-3, 0.1, -0.5, 1.0, 1e9, -1e9, INF, -INF, NAN])
-def test_strange_measurements_are_bounded_and_look_the_same_to_the_slow_twin(value):
+def test_extreme_measurements_are_bounded_and_match_the_reference(value):
     table = random_table(12, 3, seed=1)
     odd = np.random.default_rng(0).random(table.stage.shape) < 0.5
     alive = odd & (table.stage != SeedStage.DORMANT)
@@ -146,10 +146,10 @@ def test_strange_measurements_are_bounded_and_look_the_same_to_the_slow_twin(val
         assert_bounded(ours, 3)
 
 
-# --- the table of names
+# --- names and ranges
 
 
-def test_names_are_unique_and_in_the_order_of_the_columns():
+def test_names_are_unique_and_in_column_order():
     names = feature_names(3)
     assert len(names) == len(set(names)) == num_features(3) == BASE + 3 * PER_SLOT
     assert names[BASE + PER_SLOT + SLOT_COLUMN["alpha"]] == "slot1.alpha"
@@ -177,13 +177,13 @@ STATIC_WITHIN_A_HOST = {
 
 @pytest.fixture(scope="module")
 def lives():
-    """Observations of a long random rollout by the context that saw it: many lives of many ages, several hosts,
-    with and without limits on planting, some slots switched off."""
+    """Return observations of random tables per context: many lifecycles and ages, with and without limits on
+    germination, some slots disabled."""
     seen = [[], [], []]
     for seed, rules in enumerate((LIVELY, msgspec.structs.replace(LIVELY, one_at_a_time=True))):
         table, rng = random_table(500, 3, seed=seed), np.random.default_rng(seed)
         table.enabled[:] = rng.random(table.enabled.shape) < 0.9
-        table.train_loss[:] += rng.normal(0, 0.1, 500)  # random tables overfit by one and the same amount
+        table.train_loss[:] += rng.normal(0, 0.1, 500)  # random tables have a constant overfit
         table.takes[0, 1 + seed :: 2] = False
         for found, context in zip(seen, other_contexts(3), strict=True):
             found.append(observe(table, context, rules))
@@ -194,18 +194,18 @@ def still(obs):
     return {name.split(".")[-1] for name in np.array(feature_names(3))[(obs == obs[0]).all(axis=0)].tolist()}
 
 
-def test_no_column_is_dead(lives):
+def test_no_column_is_constant(lives):
     assert still(np.concatenate(lives)) == set()
 
 
-def test_only_sizes_and_prices_stand_still_within_a_host(lives):
+def test_only_sizes_and_prices_are_constant_within_a_host(lives):
     for obs in lives:
-        assert still(obs) <= set(STATIC_WITHIN_A_HOST) | {"budget_left"}  # without a budget it is 1
+        assert still(obs) <= set(STATIC_WITHIN_A_HOST) | {"budget_left"}  # constant 1 without a budget
     assert "budget_left" not in still(lives[0])
 
 
-def test_no_column_repeats_another(lives):
-    """Within a host, whatever moves moves in its own way; prices and sizes differ from slot to slot."""
+def test_no_column_duplicates_another(lives):
+    """Within a host no two varying columns are perfectly correlated, except prices."""
     for obs in lives:
         one_slot = obs[:, : BASE + PER_SLOT]
         moves = one_slot.std(axis=0) > 0
@@ -220,17 +220,17 @@ def test_every_column_stays_in_its_range(lives):
         assert_bounded(obs, 3)
 
 
-def test_the_command_prints_every_name(capsys):
+def test_features_command_prints_every_name(capsys):
     run_features()
     printed = capsys.readouterr().out
     for feature in FEATURES:
         assert feature.name in printed
 
 
-# --- what must be told apart
+# --- distinct values for distinct states
 
 
-def test_nothing_measured_is_not_a_zero():
+def test_unmeasured_values_differ_from_zero():
     table = SlotTable.empty(1, 2)
     obs = observe(table, example_context(2))
     for name in ("quality", "quality_1", "val_loss", "val_loss_4", "below_best"):
@@ -242,7 +242,7 @@ def test_nothing_measured_is_not_a_zero():
     assert (slot(obs, "interaction_known") == 0).all()
 
 
-def test_a_contribution_of_an_earlier_stage_is_seen_but_not_as_fresh():
+def test_contribution_of_an_earlier_stage_has_no_age():
     table = SlotTable.empty(1, 1)
     table.stage[:], table.contribution[:], table.contribution_se[:] = SeedStage.HOLDING, 0.1, 0.02
     stale = observe(table, example_context(1))
@@ -255,24 +255,24 @@ def test_a_contribution_of_an_earlier_stage_is_seen_but_not_as_fresh():
     assert slot(fresh, "contribution_age") == 0
 
 
-def test_an_infinite_gradient_is_large_not_unmeasured():
+def test_infinite_gradient_norm_is_large_and_not_unmeasured():
     table = random_table(4, 2, seed=0)
     table.grad_norm[:] = INF
     assert (slot(observe(table, example_context(2)), "grad_norm") > 0.999).all()
 
 
-def test_prices_show_what_can_be_planted_and_in_the_unit_of_rent():
+def test_prices_encode_relative_size_and_availability():
     table = SlotTable.empty(1, 2)
     table.takes[1, BLUEPRINTS.index("norm")] = False
     context = example_context(2)
     prices = np.array(context.slot_params)
-    prices[0, BLUEPRINTS.index("norm")] = context.host_params  # as large as the host: one doubling
+    prices[0, BLUEPRINTS.index("norm")] = context.host_params  # as large as the host: log2(1 + 1) = 1
     obs = observe(table, dataclasses.replace(context, slot_params=prices))
     assert slot(obs, "price_params_norm")[0, 0] == pytest.approx(1 / 8)
     assert slot(obs, "price_params_norm")[0, 1] == slot(obs, "price_macs_norm")[0, 1] == -1
 
 
-def test_a_users_own_blueprint_shows_by_its_costs():
+def test_custom_blueprint_is_encoded_by_its_costs():
     own = len(BLUEPRINTS)
     table = SlotTable.empty(1, 1, takes=np.ones((1, own + 1), dtype=bool))
     table.stage[:], table.blueprint[:], table.params[:] = SeedStage.HOLDING, own, 6400
@@ -283,7 +283,7 @@ def test_a_users_own_blueprint_shows_by_its_costs():
     assert slot(obs, "params") == slot(obs, "macs") == pytest.approx(1 / 8)
 
 
-def test_the_budget_is_seen_running_out():
+def test_budget_left_decreases_with_parameters():
     table, context = SlotTable.empty(3, 1), dataclasses.replace(example_context(1), params_budget=12_800)
     table.params[:, 0] = 0, 6400, 12_800
     np.testing.assert_allclose(env(observe(table, context), "budget_left"), [0.5, 0.0, -0.5], atol=1e-6)
@@ -292,18 +292,18 @@ def test_the_budget_is_seen_running_out():
     assert (env(observe(table, free), "has_budget") == 0).all()
 
 
-def test_the_slope_is_that_of_a_line():
+def test_quality_slope_is_a_least_squares_slope():
     table = SlotTable.empty(3, 1)
     table.quality_history[0] = 0.3 + 0.01 * np.arange(10)
     table.quality_history[1, -3:] = 0.5, NAN, 0.46
-    table.quality_history[2, -1] = 0.5  # one point has no slope
+    table.quality_history[2, -1] = 0.5  # one point: no slope
     np.testing.assert_allclose(env(observe(table, example_context(1)), "quality_slope"), [0.5, -2 / 3, 0.0], atol=1e-5)
 
 
-# --- the call itself
+# --- arguments
 
 
-def test_a_given_array_is_filled_whatever_it_held():
+def test_out_array_is_overwritten():
     table, context = random_table(8, 3, seed=3), example_context(3)
     out = np.full((8, num_features(3)), NAN, dtype=np.float32)
     got = batch_obs_to_features(table, context, legal=legal(table, LIVELY), out=out)
@@ -311,14 +311,14 @@ def test_a_given_array_is_filled_whatever_it_held():
     assert np.array_equal(out, observe(table, context))
 
 
-def test_observing_changes_nothing():
+def test_batch_obs_to_features_does_not_modify_the_table():
     table = random_table(8, 3, seed=4)
     before = table.clone()
     observe(table, example_context(3))
     assert not table.diff(before)
 
 
-def test_each_environment_is_seen_as_if_alone():
+def test_environments_are_independent():
     table, context = random_table(9, 4, seed=5), example_context(4)
     together = observe(table, context)
     for e in range(9):
@@ -333,13 +333,13 @@ def test_each_environment_is_seen_as_if_alone():
         np.empty((8, 2 * num_features(3)), dtype=np.float32)[:, ::2],
     ],
 )
-def test_an_array_that_does_not_fit_is_refused(out):
+def test_invalid_out_array_is_rejected(out):
     table = random_table(8, 3, seed=3, epochs=2)
     with pytest.raises(ConfigError, match="contiguous float32"):
         batch_obs_to_features(table, example_context(3), legal=legal(table, LIVELY), out=out)
 
 
-def test_a_context_that_does_not_fit_is_refused():
+def test_invalid_context_is_rejected():
     first = example_context(3)
     with pytest.raises(ConfigError, match="the context describes 3 slots, the table has 2"):
         observe(SlotTable.empty(1, 2), first)
@@ -354,7 +354,7 @@ def test_a_context_that_does_not_fit_is_refused():
 # --- costs
 
 
-def test_living_costs_are_those_counted_by_hand():
+def test_live_costs_match_a_plain_loop():
     table, context = random_table(200, 4, seed=7), example_context(4)
     params, macs = live_costs(table, context)
     for e in range(200):
@@ -366,7 +366,7 @@ def test_living_costs_are_those_counted_by_hand():
         assert (params[e], macs[e]) == (expected_params, expected_macs)
 
 
-def test_an_empty_table_costs_what_its_host_costs():
+def test_empty_table_has_the_costs_of_its_host():
     context = example_context(2)
     params, macs = live_costs(SlotTable.empty(3, 2), context)
     assert (params == context.host_params).all()
@@ -374,7 +374,7 @@ def test_an_empty_table_costs_what_its_host_costs():
     assert not seed_macs(SlotTable.empty(3, 2), context.slot_macs).any()
 
 
-def test_a_context_needs_no_budget_and_no_chance_loss():
+def test_budget_and_chance_loss_are_optional():
     prices = np.ones((1, len(BLUEPRINTS)), dtype=np.int64)
     context = ObsContext(
         horizon=1, host_params=1, host_macs=1, slot_width=np.ones(1, int), slot_params=prices, slot_macs=prices,
