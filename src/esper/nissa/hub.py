@@ -1,19 +1,19 @@
-"""The hub: takes events from any thread in about a microsecond and carries them to sinks on threads of its own.
+"""The telemetry hub: accepts events from any thread in about 1 µs and passes them to sinks on worker threads.
 
-    emit ──► log: one list, in order of seq ──► one lane per sink: take a chunk ─► write ─► flush when asked
+    emit ──► log: one list, ordered by seq ──► one worker per sink: take a chunk ─► write ─► flush on request
 
-`emit` numbers an event and appends it; nobody is woken. Every lane looks at the log twenty times a second, at once when
-the log is half full or somebody waits, and remembers how far it has come. What every living lane has taken leaves the
-log. So a slow sink delays nobody until the log is full. Then **must-keep** events make their callers wait (counted and
-reported); **gauges** never wait: from half full on, the newest value per key replaces the one a lane has not taken yet
-(counted; the seq of the replaced one stays a hole).
+`emit` numbers an event and appends it to the log without waking a thread. Each sink worker (`lane.py`) polls the log 20
+times a second, or at once when the log is half full or a caller waits, and stores its own position. Events that every
+active worker has taken leave the log, so a slow sink delays nobody until the log is full. Then callers of **must-keep**
+events block (counted and reported). **Gauges** never block: from half full on, the newest value per key replaces the
+one a worker has not taken yet (counted; the seq of the replaced one is skipped).
 
-A sink that keeps raising, or stays in one call for `hang_s`, is retired: what it has not written is given up, and the
-other sinks hear of it as a `Health` event. A durable sink (one with `flush()`) is only suspended while its disk is full
-or slow: it is retried, callers wait once the log is full, and a `Health` event says when it began and when it ended. It
-is given up at the earliest when `close` or `stop_waiting` has set a time limit and that is over.
+A sink that keeps raising, or stays in one call for `hang_s`, is retired: its unwritten events are dropped and the
+other sinks receive a `Health` event. A durable sink (one with `flush()`) is only suspended while its disk is full
+or slow: it is retried, callers block once the log is full, and `Health` events mark the start and the end. It is
+retired only when a time limit set by `close` or `stop_waiting` has expired.
 
-One re-entrant lock guards everything, and whoever waits releases it wholly: a signal handler may close the hub while
+One re-entrant lock guards all state, and waiting releases it completely: a signal handler may close the hub while
 the thread it interrupted is inside `emit`.
 """
 
@@ -40,21 +40,21 @@ from esper.nissa.record import Record
 from esper.nissa.sinks import Sink
 
 TICK_S = 0.05
-"""How often lanes look: a hard kill loses this, and the time of one write."""
+"""Polling interval of the sink workers, in seconds. A hard kill loses the events of this interval and of one write."""
 GRACE_S = 0.5
-"""A sink that looks hung gets this much more: after a pause of the whole process every sink looks so."""
+"""Extra time for a sink that looks hung, in seconds: after a pause of the whole process every sink looks hung."""
 TEXTS = ("retired", "suspended")
-"""What `Lane.health` says in words."""
+"""Fields of `Lane.health` that are text."""
 ENDING_SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 _log = logging.getLogger(__name__)
 _seq_of = itemgetter(0)
 Numbered = tuple[int, float, Event]  # seq, time, event
-_hubs: weakref.WeakSet[NissaHub] = weakref.WeakSet()  # only for what must happen in a forked child
+_hubs: weakref.WeakSet[NissaHub] = weakref.WeakSet()  # used only in a forked child
 
 
 class NissaHub:
-    """Carries the events of one rank of one run. `level` decides what is recorded, never what is measured."""
+    """Pass the events of one rank of one run to its sinks. `level` limits what is recorded, not what is measured."""
 
     def __init__(
         self,
@@ -76,32 +76,32 @@ class NissaHub:
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._lanes: list[Lane] = []
-        self._listening = -1  # the level while somebody listens, else below every kind's
+        self._listening = -1  # the level while a sink is active, else below the level of every kind
         self._seq = self._first_seq = first_seq
         self._log: list[Numbered] = []
-        self._dead: set[int] = set()  # seqs in the log that newer gauges replaced
-        self._newest: dict[tuple[Any, ...], int] = {}  # gauge key → seq of its newest value under pressure
-        self._waiting = 0  # threads that wait for lanes to move
-        self._held_up: list[int] = []  # those of them that wait within emit, by ident
+        self._dead: set[int] = set()  # seqs in the log that were replaced by newer gauges
+        self._newest: dict[tuple[Any, ...], int] = {}  # gauge key → seq of its newest value since the log was half full
+        self._waiting = 0  # threads that wait for a sink worker
+        self._held_up: list[int] = []  # idents of the threads that wait inside emit
         self._closing = self._ending = False
-        self._give_up_at = float("inf")  # on the monotonic clock: when a suspended sink is retired after all
+        self._give_up_at = float("inf")  # monotonic time at which suspended sinks are retired
         self._counts = {"coalesced": 0, "waits": 0, "after_close": 0, "peak": 0}
         self._wait_s = 0.0
-        self._blamed: set[type[Event]] = set()  # kinds whose unencodable events were reported
-        self._handlers: dict[int, tuple[Any, Any]] = {}  # signal → our handler, the one before
+        self._blamed: set[type[Event]] = set()  # kinds that were reported as unencodable
+        self._handlers: dict[int, tuple[Any, Any]] = {}  # signal → our handler, the previous handler
         _hubs.add(self)
         atexit.register(self.close)
         for sink in sinks:
             self.add_sink(sink)
 
-    # The caller's side ------------------------------------------------------------------------------------------
+    # API for callers --------------------------------------------------------------------------------------------
 
     def wants(self, kind: type[Event]) -> bool:
-        """Whether somebody would read an event of this kind: ask before building one that costs something."""
+        """Return whether an event of this kind would be recorded. Check it before building a costly event."""
         return self._listening >= kind.LEVEL
 
     def emit(self, event: Event) -> None:
-        """Number the event and leave it to the lanes. After close it is ignored, and counted."""
+        """Number the event and append it to the log. After close the event is ignored and counted."""
         if self._listening < type(event).LEVEL:
             if self._closing:
                 with self._lock:
@@ -113,17 +113,17 @@ class NissaHub:
             if len(self._log) >= self._half and not self._admit(event):
                 return
             now = time()
-            seq = self._seq  # from here to the append no signal handler can come between
+            seq = self._seq  # no signal handler can run between this line and the append
             self._seq = seq + 1
             self._log.append((seq, now, event))
 
     @property
     def next_seq(self) -> int:
-        """The number that the next event will have."""
+        """The seq of the next event."""
         return self._seq
 
     def add_sink(self, sink: Sink) -> None:
-        """From now on this sink receives what is emitted."""
+        """Send events emitted from now on to this sink as well."""
         if not (callable(getattr(sink, "write", None)) and callable(getattr(sink, "close", None))):
             raise ConfigError(f"a sink has write(records) and close(); {type(sink).__name__} has not")
         with self._lock:
@@ -137,10 +137,10 @@ class NissaHub:
             self._retune()
 
     def flush(self, timeout: float = 10.0) -> bool:
-        """Wait until everything emitted before this call is on disk; whether it is.
+        """Wait until everything emitted before this call is on disk. Return whether it is.
 
-        Only durable sinks (those with `flush()`) are waited for: no console can hold up a checkpoint. A durable sink
-        that was retired makes it False. A hub without durable sinks waits until its sinks have written.
+        Only durable sinks (those with `flush()`) are waited for: a console cannot delay a checkpoint. The result is
+        False if a durable sink was retired. A hub without durable sinks waits until its sinks have written.
         """
         with self._lock:
             target = self._seq
@@ -152,10 +152,10 @@ class NissaHub:
             return there and not any(lane.retired for lane in durable)
 
     def close(self, timeout: float = 10.0) -> None:
-        """Write what is queued, then the counters as a last `Health` event, and close the sinks. Twice is once.
+        """Write the queued events, then the counters as a last `Health` event, and close the sinks. Idempotent.
 
-        Sinks that have not caught up after `timeout` are given up, and that is reported; a further second is theirs
-        who have, to close.
+        Sinks that have not caught up after `timeout` seconds are retired, and that is reported. The others have one
+        more second to close.
         """
         self.stop_waiting(timeout)
         start = monotonic()
@@ -167,7 +167,7 @@ class NissaHub:
                 for lane in self._lanes:
                     if lane.written < target:
                         self._retire(lane, f"it had not caught up {timeout:g} s after the end")
-            if not self._ending:  # while this thread waited, another may have come so far
+            if not self._ending:  # another thread may have done this while this one waited
                 self._say_last_words()
                 self._ending = True
             left = max(1.0, timeout + start - monotonic())
@@ -178,19 +178,19 @@ class NissaHub:
         self._release_signals()
 
     def stop_waiting(self, timeout: float = 10.0) -> None:
-        """Give a suspended sink at most this many seconds more, so that no caller waits longer. Safe in a handler.
+        """Retire suspended sinks after `timeout` seconds, so that no caller waits longer. Safe in a signal handler.
 
-        Of several limits the earliest counts.
+        The earliest of several limits applies.
         """
         self._give_up_at = min(self._give_up_at, monotonic() + timeout)
 
     @property
     def has_lost(self) -> bool:
-        """Whether a durable sink was given up."""
+        """Whether a durable sink was retired."""
         return any(lane.durable and lane.retired for lane in self._lanes)
 
     def _is_drained(self) -> bool:
-        """Everything is written, and nobody is left within emit, save the thread whose signal handler asks."""
+        """Return whether everything is written and no thread is inside emit, except the one that calls."""
         me = threading.get_ident()
         return all(ident == me for ident in self._held_up) and all(
             lane.retired or lane.written == self._seq for lane in self._lanes
@@ -203,7 +203,7 @@ class NissaHub:
         self.close()
 
     def health(self) -> dict[str, Any]:
-        """Counters of the hub and of every sink."""
+        """Return the counters of the hub and of every sink."""
         with self._lock:
             self._retire_hung()
             return {
@@ -215,21 +215,21 @@ class NissaHub:
                 "sinks": {lane.name: lane.health() for lane in self._lanes},
             }
 
-    # Exit by signal ---------------------------------------------------------------------------------------------
+    # Signal handling --------------------------------------------------------------------------------------------
 
     def close_on_signals(
         self, *numbers: int, before: Callable[[int], None] | None = None, timeout: float = 5.0
     ) -> None:
-        """Close when the process is told to end (SIGTERM; SIGHUP where it exists), then do what was done before.
+        """Close the hub on SIGTERM (and SIGHUP where it exists), then run the previous handler.
 
-        `before` is called first, with the number: a place for a run's last event. The previous handler, or the default,
-        has the last word, so exit codes stay as they were; signals that are ignored stay ignored. Ctrl-C needs no
-        handler: `KeyboardInterrupt` leaves the `with` block. To be called from the main thread.
+        `before` is called first with the signal number, for example to emit a run's last event. The previous handler,
+        or the default, runs last, so exit codes do not change; ignored signals stay ignored. Ctrl-C needs no handler:
+        `KeyboardInterrupt` leaves the `with` block. Must be called from the main thread.
         """
 
         def handle(number: int, frame: FrameType | None) -> None:
             self.stop_waiting(timeout)
-            with suppress(Exception):  # nobody could catch it, and the events must reach the disk
+            with suppress(Exception):  # an error has no caller here, and the events must still reach the disk
                 if before is not None:
                     before(number)
             previous = self._handlers[number][1]
@@ -252,10 +252,10 @@ class NissaHub:
                 if signal.getsignal(number) is ours:
                     signal.signal(number, previous)
 
-    # Under pressure ---------------------------------------------------------------------------------------------
+    # Back-pressure ----------------------------------------------------------------------------------------------
 
     def _admit(self, event: Event) -> bool:
-        """Make room if it must be: the log is half full or more, or nobody listens any more. Whether to append."""
+        """Make room if needed and return whether to append. Called if the log is half full or no sink is active."""
         if self._listening < 0:
             self._counts["after_close"] += self._closing
             return False
@@ -272,11 +272,11 @@ class NissaHub:
         return len(self._log) - len(self._dead) >= self._capacity
 
     def _supersede(self, event: Event) -> None:
-        """Let the newest value of this gauge take the place of the one before, for lanes that have not taken it."""
+        """Replace the previous value of this gauge, for sink workers that have not taken it."""
         key = (type(event), *[getattr(event, name) for name in event.KEY])
         try:
             old, self._newest[key] = self._newest.get(key, -1), self._seq
-        except TypeError:  # a key that cannot be looked up: every value of it is kept
+        except TypeError:  # unhashable key: keep every value
             return
         if behind := [lane for lane in self._lanes if not lane.retired and lane.taken <= old]:
             self._dead.add(old)
@@ -302,7 +302,7 @@ class NissaHub:
             self._wait_s += monotonic() - start
 
     def _wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
-        """Wait for lanes to move. Whoever waits also watches for hung sinks."""
+        """Wait for `done` up to `timeout` seconds and return whether it holds. Check for hung sinks meanwhile."""
         deadline = monotonic() + timeout
         self._waiting += 1
         self._changed.notify_all()
@@ -317,10 +317,10 @@ class NissaHub:
         finally:
             self._waiting -= 1
 
-    # The lanes' side --------------------------------------------------------------------------------------------
+    # API for sink workers ---------------------------------------------------------------------------------------
 
     def _take(self, lane: Lane) -> list[Numbered] | None:
-        """The lane's next events, when it is time for them; [] if only a flush is due; None at the end."""
+        """Wait for and return the worker's next events; [] if only a flush is due, None at the end."""
         with self._lock:
             while True:
                 if lane.retired:
@@ -349,7 +349,7 @@ class NissaHub:
         return found
 
     def _trim(self) -> None:
-        """Forget what every living lane has taken; a few at a time, for the sake of cost."""
+        """Remove the events that every active worker has taken, in batches to save time."""
         self._counts["peak"] = max(self._counts["peak"], len(self._log))
         low = min((lane.taken for lane in self._lanes if not lane.retired), default=self._seq)
         free = bisect_left(self._log, low, key=_seq_of)
@@ -364,7 +364,7 @@ class NissaHub:
             self._changed.notify_all()
 
     def _report_unencodable(self, records: list[Record]) -> None:
-        """Name the first of each kind; the rest are only counted."""
+        """Report the first unencodable event of each kind. The others are only counted."""
         with self._lock:
             for record in records:
                 kind = type(record.event)
@@ -373,7 +373,7 @@ class NissaHub:
                     self._report("error", f"{kind.__name__} with seq {record.seq} cannot be recorded: {fault(record)}")
 
     def _retire_hung(self) -> None:
-        """Retire sinks that hang, suspend durable ones, and retire suspended ones whose time is over."""
+        """Retire hung sinks, suspend hung durable sinks, and retire suspended sinks whose time limit has expired."""
         now = monotonic()
         for lane in self._lanes:
             if lane.suspended and now >= self._give_up_at:
@@ -388,7 +388,7 @@ class NissaHub:
                 lane.suspend(why) if lane.durable else self._retire(lane, why)
 
     def _retire(self, lane: Lane, why: str) -> None:
-        """Go on without this sink, and tell the others."""
+        """Stop using this sink, and report it to the others."""
         with self._lock:
             if lane.retired or lane.finished:
                 return
@@ -404,12 +404,12 @@ class NissaHub:
     def _retune(self) -> None:
         heard = not self._closing and any(not lane.retired for lane in self._lanes)
         self._listening = int(self._level) if heard else -1
-        self._half = self._capacity // 2 if heard else 0  # 0: `emit` asks `_admit`
+        self._half = self._capacity // 2 if heard else 0  # 0: `emit` always calls `_admit`
 
     def _report(
         self, severity: str, text: str, counters: dict[str, Number] | None = None, *, aloud: bool = False
     ) -> None:
-        """Tell the sinks of the hub's own troubles, past all limits; aloud, or if nobody is left, the user too."""
+        """Emit a `Health` event of the hub, ignoring capacity. Log it as well if `aloud` or if no sink is active."""
         alone = self._ending or self._level < Health.LEVEL or all(lane.retired for lane in self._lanes)
         if (alone and severity != "info") or aloud:
             _log.warning("telemetry: %s", text)
@@ -435,7 +435,7 @@ class NissaHub:
         self._report("warning" if lost else "info", text, counters)
 
     def _forget(self) -> None:
-        """In a forked child: its threads are not here, its sinks are the parent's. Deaf from now on."""
+        """Disable the hub in a forked child: its worker threads do not exist there, and its sinks are the parent's."""
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
         self._closing = self._ending = True

@@ -1,7 +1,6 @@
-"""The journal's reader: the events of a run, live or afterwards, whatever happened to the files.
+"""Journal reader: the events of a run, running or ended, tolerant of damaged files.
 
-A line that cannot be read is skipped and counted, never raised; kinds and fields that this version does not know are
-handed on as they are.
+Unreadable lines are skipped and counted, never raised. Unknown kinds and fields are returned unchanged.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ from esper.leyline.files import (
 from esper.nissa.record import is_whole
 
 EVENTS = "events"
-CHUNK_BYTES = 1 << 17  # short-lived and within the cache: larger ones read slower
+CHUNK_BYTES = 1 << 17  # fits the cache: larger chunks are slower to read
 TAIL_BYTES = 1 << 16
 MOST_LINE_BYTES = 32 << 20
-"""A longer line is damage: it is skipped, and never in memory as a whole."""
+"""Maximum length of a line. A longer one is skipped as damage and never in memory as a whole."""
 MOST_REWIND_BYTES = 256 << 20
-"""A longer segment is none of ours: the writer begins a new one long before."""
+"""Maximum size of a segment that is rewound. The writer starts a new segment long before."""
 MOST_RANKS = 1024
 MOST_SEQ = 1 << 53
 MOST_TIME_S = 1e11
@@ -48,7 +47,7 @@ _new = tuple.__new__
 
 
 class Entry(NamedTuple):
-    """One line: where it stands in the run, its kind, and the kind's own fields."""
+    """One line of the journal: its position in the run, its kind, and the fields of that kind."""
 
     seq: int
     time_s: float
@@ -56,7 +55,7 @@ class Entry(NamedTuple):
     kind: str
     data: dict[str, Any]
     replaced: int = 0
-    """Seqs right before this one that are no loss: gauges that newer ones replaced."""
+    """Number of seqs right before this one that are not lost: their gauges were replaced by newer ones."""
 
 
 class Extent(NamedTuple):
@@ -68,27 +67,27 @@ class Extent(NamedTuple):
 
 @dataclass(slots=True)
 class Damage:
-    """What a reader passed over, and what it found no line of."""
+    """Counts of what a reader skipped or did not find."""
 
     lines: int = 0
-    """Whole lines that are no entries."""
+    """Complete lines that are not valid entries."""
     torn: int = 0
-    """Ends of segments that were cut within a line."""
+    """Segments that end within a line."""
     duplicates: int = 0
-    """Lines whose place in the run was taken already: the run was resumed, or a batch was written again."""
+    """Lines whose seq was read before: the run was resumed, or a batch was written again."""
     seen: dict[int, _Seen] = field(default_factory=dict, compare=False, repr=False)
 
     def gaps(self, rank: int) -> list[range]:
-        """The seqs of a rank that are missing below the last that was read."""
+        """Return the missing seqs of a rank below the last that was read."""
         return [range(*gap) for gap in self.seen[rank].gaps] if rank in self.seen else []
 
     def extents(self) -> dict[int, Extent]:
-        """Rank → how far it was read."""
+        """Return rank → how far it was read."""
         return {rank: Extent(seen.next, sum(map(len, self.gaps(rank)))) for rank, seen in self.seen.items()}
 
 
 def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
-    """Every entry of a run: per rank in the order of seq, ranks merged by time. `damage` is counted up."""
+    """Yield every entry of a run: per rank ordered by seq, ranks merged by time. `damage` is counted up."""
     damage = Damage() if damage is None else damage
     folder = Path(run_dir) / EVENTS
     found = segments(folder)
@@ -98,18 +97,18 @@ def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
 
 
 class Follower:
-    """Reads on from where it stopped. Made for a run that is still being written; any other will do."""
+    """Incremental reader of a run, also while it is being written."""
 
     def __init__(self, run_dir: Path) -> None:
         self.damage = Damage()
         self._folder = Path(run_dir) / EVENTS
         self._ranks: dict[int, _Rank] = {}
-        self._unread: Iterator[Entry] | None = None  # what the last poll left
+        self._unread: Iterator[Entry] | None = None  # entries that the last poll did not return
 
     def poll(self, most: int | None = None) -> list[Entry]:
-        """What is new, merged by time; of a long log at most so many at once, the rest with the next polls.
+        """Return new entries merged by time, at most `most`; later polls return the rest.
 
-        Where nothing is new, it costs a look at the directory and one at the last segment of every rank.
+        If nothing is new, it costs one directory listing and one stat of the last segment of every rank.
         """
         if self._unread is None:
             found = segments(self._folder)
@@ -123,7 +122,7 @@ class Follower:
 
 
 def holes(entries: Iterable[Entry]) -> dict[int, list[range]]:
-    """The seqs that are missing, per rank that misses any. Gauges that newer ones replaced are not."""
+    """Return the missing seqs of each rank that has any. Gauges replaced by newer ones are not missing."""
     seen: dict[int, _Seen] = {}
     for entry in entries:
         seen.setdefault(entry.rank, _Seen()).add(entry.seq, entry.replaced)
@@ -131,7 +130,7 @@ def holes(entries: Iterable[Entry]) -> dict[int, list[range]]:
 
 
 def next_seq(run_dir: Path, rank: int = 0) -> int:
-    """The first seq that a resumed run may use: no entry of the journal has it or a higher one."""
+    """Return the first seq that a resumed run may use: higher than any in the journal."""
     for _, path in reversed(segments(Path(run_dir) / EVENTS).get(rank, [])):
         last = max((entry.seq for entry in _Rank(rank, Damage()).lines([(0, path)])), default=None)
         if last is not None:
@@ -140,12 +139,12 @@ def next_seq(run_dir: Path, rank: int = 0) -> int:
 
 
 def rewind(run_dir: Path, rank: int, seq: int) -> int:
-    """Forget what this rank said from `seq` on, and how many entries that were. Whoever calls owns the run.
+    """Remove this rank's entries from `seq` on and return their number. The caller must own the run.
 
-    A resumed run says it again. Torn ends go too, and what cannot be read behind the last entry that stays; a damaged
-    line before it stays, as the reason of a hole. The run goes on in a new segment, so that whoever follows it need
-    not know: no segment that was read grows again. Each one is replaced at once or removed, and what stays is told by
-    the entries alone: killed in between, a second call ends the same.
+    A resumed run writes them again. Torn ends and unreadable lines after the last remaining entry are removed too; a
+    damaged line before it stays, as the cause of a gap. The run continues in a new segment, so readers that follow it
+    are not disturbed: no segment that was read grows again. Each segment is replaced atomically or removed, and the
+    result depends on the entries alone, so the call can be repeated after a kill.
     """
     folder = Path(run_dir) / EVENTS
     found = segments(folder).get(rank, [])
@@ -179,7 +178,7 @@ def rewind(run_dir: Path, rank: int, seq: int) -> int:
 
 
 def _before(content: bytes, rank: int, seq: int, is_end: bool) -> tuple[bytes, int]:
-    """What stays of a segment, and how many entries do not. Where the journal ends, it ends with an entry."""
+    """Return what remains of a segment and the number of removed entries. The journal's end must be an entry."""
     lines = content.split(b"\n")
     entries = [_entry(line, rank) for line in lines]
     stays = [entry.seq < seq if entry else i < len(lines) - 1 for i, entry in enumerate(entries)]
@@ -191,19 +190,19 @@ def _before(content: bytes, rank: int, seq: int, is_end: bool) -> tuple[bytes, i
 
 
 def head(run_dir: Path) -> list[Entry]:
-    """A few entries at the beginning, by time, without reading the rest."""
+    """Return a few entries from the beginning, ordered by time, without reading the rest."""
     found = segments(Path(run_dir) / EVENTS)
     return sorted((entry for rank in found for entry in _some(rank, found[rank], 0)), key=_time)
 
 
 def tail(run_dir: Path) -> list[Entry]:
-    """A few entries at the end, by time, without reading the rest."""
+    """Return a few entries from the end, ordered by time, without reading the rest."""
     found = segments(Path(run_dir) / EVENTS)
     return sorted((entry for rank in found for entry in _some(rank, found[rank][::-1], TAIL_BYTES)), key=_time)
 
 
 def _some(rank: int, found: list[tuple[int, Path]], from_end: int) -> list[Entry]:
-    """Entries of the first of these segments that has any, at its beginning or this far from its end."""
+    """Return entries of the first segment that has any, from its beginning or from `from_end` bytes before its end."""
     for _, path in found:
         with open_regular(path) as file:
             if from_end:
@@ -215,7 +214,7 @@ def _some(rank: int, found: list[tuple[int, Path]], from_end: int) -> list[Entry
 
 
 def each_line(path: Path) -> Iterator[bytes]:
-    """The lines of a segment without their ends, blank ones left out. Of one that is too long, only the beginning."""
+    """Yield the non-empty lines of a segment without line ends. Lines that are too long are cut."""
     with open_regular(path) as file:
         while line := file.readline(MOST_LINE_BYTES + 1):
             rest = line
@@ -226,13 +225,14 @@ def each_line(path: Path) -> Iterator[bytes]:
 
 
 def segment_name(rank: int, number: int) -> str:
+    """Return the file name of a segment."""
     return f"rank{rank}-{number:05d}.jsonl"
 
 
 def segments(events_dir: Path) -> dict[int, list[tuple[int, Path]]]:
-    """Rank → its segments, as (number, path), in order. Empty where there is no such directory.
+    """Return rank → its segments in order, as (number, path). Empty if the directory does not exist.
 
-    Links are no segments. RunError if the directory is a link, or has segments of more than MOST_RANKS ranks.
+    Links are ignored. Raise RunError if the directory is a link, or has segments of more than MOST_RANKS ranks.
     """
     found: dict[int, list[tuple[int, Path]]] = {}
     try:
@@ -256,14 +256,14 @@ def segments(events_dir: Path) -> dict[int, list[tuple[int, Path]]]:
 
 
 class _Seen:
-    """Which seqs there were, as a watermark and the gaps below it: a long run costs no memory."""
+    """The set of seqs that were read, stored as a watermark and the gaps below it to bound memory."""
 
     def __init__(self) -> None:
         self.next = 0
         self.gaps: list[tuple[int, int]] = []
 
     def add(self, seq: int, replaced: int = 0) -> bool:
-        """Whether it is new. The seqs that it replaced are no gap."""
+        """Add a seq and return whether it is new. The `replaced` seqs before it are not a gap."""
         if seq >= self.next:
             if seq - replaced > self.next:
                 self.gaps.append((self.next, seq - replaced))
@@ -278,18 +278,18 @@ class _Seen:
 
 
 class _Rank:
-    """The segments of one rank, read forward."""
+    """Reader of the segments of one rank."""
 
     def __init__(self, rank: int, damage: Damage) -> None:
         self.rank, self.damage = rank, damage
         self.seen = damage.seen.setdefault(rank, _Seen())
-        self.number = -1  # of the segment that is being read
-        self.offset = 0  # in it: everything before is read
-        self.rest = 0  # bytes behind `offset` that are no whole line yet
-        self.is_skipping = False  # everything before `offset` is read, but for the end of a line that is too long
+        self.number = -1  # number of the current segment
+        self.offset = 0  # position in it: everything before is read
+        self.rest = 0  # bytes after `offset` that are not a complete line yet
+        self.is_skipping = False  # whether `offset` is inside a line that is too long
 
     def advance(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
-        """The entries that came since, of the segments that were there when `found` was listed."""
+        """Yield the entries added since the last call, from the segments listed in `found`."""
         return self._once(self.lines(found))
 
     @property
@@ -298,21 +298,22 @@ class _Rank:
         return self.rest > 0 or self.is_skipping
 
     def lines(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
+        """Yield the valid entries of these segments, duplicates included."""
         for number, path in found:
             if number < self.number:
                 continue
-            if number > self.number:  # the one before is complete: what has no end will get none
+            if number > self.number:  # the previous segment is complete: its torn line stays torn
                 self.damage.torn += self.is_torn
                 self.number, self.offset, self.rest, self.is_skipping = number, 0, 0, False
             yield from self._segment(path)
 
     def _segment(self, path: Path) -> Iterator[Entry]:
-        """What can be read from `offset` on. No file stays open in between: there may be a thousand ranks."""
+        """Yield the entries after `offset`. No file stays open between calls: there may be a thousand ranks."""
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(path).st_size <= self.offset + self.rest:
                 return
-        pieces: list[bytes] = []  # of a line whose end has not been read
-        size = 0  # of all of them
+        pieces: list[bytes] = []  # parts of a line whose end has not been read
+        size = 0  # total length of the parts
         while chunk := _chunk(path, self.offset + size):
             first, *lines = chunk.split(b"\n")
             pieces.append(first)
@@ -334,7 +335,7 @@ class _Rank:
 
     def _read(self, lines: list[bytes]) -> Iterator[Entry]:
         for line in lines:
-            if self.is_skipping:  # the end of a line that was too long
+            if self.is_skipping:  # the end of a line that is too long
                 self.is_skipping = False
                 self.damage.lines += 1
             elif entry := _entry(line, self.rank):
@@ -343,10 +344,10 @@ class _Rank:
                 self.damage.lines += 1
 
     def _once(self, entries: Iterable[Entry]) -> Iterator[Entry]:
-        """Each seq once, the first that says it.
+        """Yield the first entry of each seq.
 
-        A line that leaps ahead, while the next one goes on below it, has a damaged seq. It is dropped before it can
-        take the place of the line that has this seq by right.
+        If a line's seq jumps ahead and the next line continues below it, that seq is damaged. The line is dropped
+        before it can displace the line that really has this seq.
         """
         seen, damage = self.seen, self.damage
         leaper: Entry | None = None
@@ -380,7 +381,7 @@ def _chunk(path: Path, at: int) -> bytes:
         with open_regular(path) as file:
             file.seek(at)
             return file.read(CHUNK_BYTES)
-    except FileNotFoundError:  # somebody tidied up while we read
+    except FileNotFoundError:  # removed while reading
         return b""
 
 
@@ -394,7 +395,7 @@ def _merged(ranks: list[_Rank], found: dict[int, list[tuple[int, Path]]]) -> Ite
 
 
 def _entry(line: bytes, rank: int) -> Entry | None:
-    """A line as an entry of this rank, or None if it is none, or not as it was written."""
+    """Decode a line as an entry of this rank. Return None if it is invalid or its checksum does not match."""
     if not is_whole(line):
         return None
     try:
@@ -424,4 +425,4 @@ def _texts(kind: type[Event]) -> set[str]:
 
 
 _TEXTS = {tag: _texts(kind) for tag, kind in KINDS.items()}
-"""Per kind: the fields that hold words, so that a thing named "NaN" keeps its name."""
+"""Text fields per kind, so that a text "NaN" is not converted to a number."""

@@ -1,7 +1,7 @@
-"""A lane: one sink, its thread, and how far it has come in the hub's log.
+"""The sink worker: one sink, its thread, and its position in the hub's log.
 
-A sink that raises is given the same records again. A durable sink that raises OSError (a full disk, for example) is
-suspended: the lane retries with back-off until the sink recovers or the hub is closed. Any other failing sink is
+A sink that raises gets the same records again. A durable sink that raises OSError (a full disk, for example) is
+suspended: the worker retries with back-off until the sink recovers or the hub is closed. Any other failing sink is
 retired after three failures in a row.
 """
 
@@ -20,32 +20,33 @@ if TYPE_CHECKING:
     from esper.nissa.hub import NissaHub, Numbered
 
 CHUNKS = (16, 256)
-"""Records per write, at first and at most: encoding 256 holds the interpreter for less than a millisecond."""
+"""Records per write, initial and maximal. Encoding 256 records holds the interpreter lock for less than 1 ms."""
 FAILURES = 3
 PAUSES_S = (0.05, 0.2)
-"""Between the tries of a failing sink: a moment's trouble passes."""
+"""Pauses between the attempts of a failing sink, in seconds."""
 BACK_OFF_S = (0.05, 2.0)
-"""Between the tries of a durable sink: the first pause, doubled after each failure, and the longest."""
+"""Pauses between the attempts of a durable sink, in seconds: the first, doubled after each failure, and the longest."""
 
 
 class Lane:
-    """One sink, its thread, and how far it has come. Seqs here are exclusive ends: the first not yet …"""
+    """One sink, its thread, and its position in the log. All seqs are exclusive ends."""
 
     def __init__(self, hub: NissaHub, sink: Sink, name: str, start: int) -> None:
         self.hub, self.sink, self.name = hub, sink, name
         self.durable = callable(getattr(sink, "flush", None))
         self.goal = self.taken = self.written = self.flushed = self.flush_asked = self.next = start
         self.chunk, self.in_hand = CHUNKS[0], 0
-        self.busy_since: float | None = None  # since when it is inside one call of the sink
-        self.suspected: float | None = None  # the call that looks hung, by its `busy_since`
+        self.busy_since: float | None = None  # start of the current call of the sink
+        self.suspected: float | None = None  # `busy_since` of the call that looks hung
         self.suspected_at = 0.0
-        self.retired = ""  # why
-        self.suspended = ""  # why; only a durable sink is, until its call returns or succeeds
+        self.retired = ""  # the reason, "" if it is not
+        self.suspended = ""  # the reason; only for durable sinks, until a call returns or succeeds
         self.finished = False
         self.events = self.coalesced = self.failures = self.given_up = self.unencodable = 0
         self.thread = threading.Thread(target=self._run, name=f"nissa-{name}", daemon=True)
 
     def health(self) -> dict[str, Any]:
+        """Return the state and the counters of this sink."""
         return {
             "retired": self.retired,
             "suspended": self.suspended,
@@ -78,7 +79,7 @@ class Lane:
             hub._moved()
 
     def _records(self, taken: list[Numbered]) -> list[Record]:
-        """The events as records. Each says how many seqs before it are absent since newer gauges replaced them."""
+        """Return the events as records. `replaced` counts the seqs before an event whose gauges were replaced."""
         records = []
         for seq, time_s, event in taken:
             records.append(Record(seq, time_s, self.hub._rank, event, seq - self.next))
@@ -110,7 +111,7 @@ class Lane:
         self.sink.flush()  # type: ignore[attr-defined]
 
     def _attempt(self, work: Callable[[list[Record]], None], records: list[Record]) -> bool:
-        """Do it, again if it fails; whether it was done. Records that cannot be encoded are nobody's failure."""
+        """Call `work` until it succeeds or the sink is retired; return whether it did. Drop unencodable records."""
         failed = refused = 0
         while not self.retired:
             self.busy_since = monotonic()
@@ -144,7 +145,7 @@ class Lane:
         return False
 
     def _back_off(self, refused: int, why: str) -> None:
-        """Wait before the next try; the first in a row is not reported. A hub that is closing is not kept waiting."""
+        """Wait before the next attempt, or return at once if the hub is closing. Report from the second failure on."""
         if refused > 1:
             self.suspend(why)
         first, longest = BACK_OFF_S
@@ -179,7 +180,7 @@ class Lane:
 
 
 def fault(record: Record) -> str:
-    """Why no journal can hold this record; "" if one can."""
+    """Return why this record cannot be encoded, "" if it can."""
     try:
         encode(record.event)
     except Exception as error:

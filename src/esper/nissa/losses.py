@@ -1,4 +1,4 @@
-"""What the journal of a run lacks, compared with what the run recorded in its manifest at its end."""
+"""Events missing from a run's journal, compared with the counts that the run wrote to its manifest at its end."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ JOURNAL = "journal"
 
 
 def lost_events(manifest: Mapping[str, Any], extents: Mapping[int, Extent], *, has_end: bool) -> list[str]:
-    """Describe the events that are missing; empty if none is. The only place where this is decided.
+    """Describe the missing events; empty if there are none. All other code uses this decision.
 
-    extents   rank → how far its journal was read, and the holes in it
+    extents   rank → how far its journal was read, and the gaps in it
     has_end   whether the journal has a `run_finished` event
     """
     emitted = emitted_events(manifest)
@@ -32,7 +32,7 @@ def lost_events(manifest: Mapping[str, Any], extents: Mapping[int, Extent], *, h
 
 
 def emitted_events(manifest: Mapping[str, Any]) -> dict[int, int]:
-    """Rank → events that it emitted, as the manifest says; empty if it does not."""
+    """Return rank → number of events it emitted according to the manifest; empty if not recorded."""
     recorded = manifest.get(JOURNAL)
     counts: dict[int, int] = {}
     for rank, facts in recorded.items() if isinstance(recorded, dict) else ():

@@ -1,4 +1,4 @@
-"""A record: an event with its place in the run."""
+"""A record: an event with its position in the run, and its encoding as a journal line."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ from esper.leyline.events import Event, encode
 
 
 class Record(NamedTuple):
-    seq: int  # per rank, from 0: a hole that `replaced` does not explain is a loss
+    """An event with its seq, time and rank."""
+
+    seq: int  # per rank, from 0: a gap that `replaced` does not explain is a loss
     time_s: float
     rank: int
     event: Event
-    replaced: int = 0  # seqs right before this one that are no loss: gauges that newer ones replaced
+    replaced: int = 0  # seqs right before this one that are not lost: their gauges were replaced by newer ones
 
 
 SEAL = b',"crc":'
 
 
 def line(record: Record) -> bytes:
-    """One line of a journal: flat JSON, the place first, a checksum of all before it last."""
+    """Encode a record as a journal line: flat JSON, position first, checksum of everything before it last."""
     place = f'{{"seq":{record.seq},"time_s":{record.time_s:.6f},"rank":{record.rank},'
     if record.replaced:
         place += f'"replaced":{record.replaced},'
@@ -28,11 +30,11 @@ def line(record: Record) -> bytes:
 
 
 def sealed(told: bytes) -> bytes:
-    """A line of an object that lacks its closing brace."""
+    """Append the checksum, closing brace and line end to an object that lacks its closing brace."""
     return b"%b%b%d}\n" % (told, SEAL, crc32(told))
 
 
 def is_whole(text: bytes) -> bool:
-    """Whether a line is as it was written."""
+    """Return whether a line matches its checksum."""
     at = text.rfind(SEAL)
     return at > 0 and text[at:].rstrip(b"\n") == b"%b%d}" % (SEAL, crc32(text[:at]))

@@ -1,9 +1,9 @@
-"""The run directory: one run, one place, one owner at a time.
+"""The run directory: the files of one run, owned by one process at a time.
 
-  manifest.json   what was run and how it ended: written first, finalised last
-  run.lock        locked while a process owns the run; the system frees it, however that process dies
+  manifest.json   configuration and outcome: written first, finalised last
+  run.lock        locked while a process owns the run; the system releases it if that process dies
   events/         the journal (`journal.py`)
-  checkpoints/    what the run can go on from
+  checkpoints/    files to resume the run from
 
 Nothing is overwritten: a new run gets a new directory.
 """
@@ -47,19 +47,19 @@ MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
 ENDINGS = ("finished", "failed", "interrupted")
 VERSIONS_OF = ("torch", "numpy", "msgspec", "safetensors")
 MOST_MANIFEST_BYTES = 16 << 20
-"""A manifest is a few kB; a longer file is none."""
+"""Upper bound for the size of a manifest, which is normally a few kB. Longer files are refused."""
 MOST_SECONDS = 1e11
-"""Some 3,000 years. A longer duration, or a larger count than MOST_STEPS, is not believed."""
+"""Upper bound for a duration, about 3,000 years. Longer durations and counts above MOST_STEPS are ignored."""
 MOST_STEPS = 10**15
-TRIES = 30  # of the lock, a hundredth of a second apart
+TRIES = 30  # attempts to lock, 0.01 s apart
 SIGNALLED = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
-"""The exit codes of a process that a signal asked to stop."""
+"""Exit codes of processes that a signal stopped."""
 
 
 class RunDirectory:
-    """A run of ours (`create`, `resume`) or somebody's to look at (`open`).
+    """A run owned by this process (`create`, `resume`) or opened read-only (`open`).
 
-    As a context it ends the run by how the block is left: finished, interrupted, or failed with the error.
+    As a context manager it ends the run by how the block is left: finished, interrupted, or failed with the error.
     """
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock | None) -> None:
@@ -67,21 +67,21 @@ class RunDirectory:
 
     @classmethod
     def create(cls, root: Path, task: str, *, name: str | None = None, manifest: dict[str, Any]) -> Self:
-        """A new run below `root`, owned by this process. Without a name it gets one of its time and task."""
-        _encoded(manifest)  # what cannot be written leaves no directory behind
+        """Create a run below `root`, owned by this process. The default name consists of the time and the task."""
+        _encoded(manifest)  # fail before a directory exists
         path = _new_directory(Path(root), task) if name is None else _named_directory(Path(root) / name)
         lock, self = Lock(path), None
         try:
-            _must_be_empty(path)  # of two that chose one name, the second to get the lock sees the first
+            _must_be_empty(path)  # two processes may choose one name: the second to get the lock sees the first
             self = cls(path, {}, lock)
             ours = {"schema": SCHEMA, "run_id": path.absolute().name, "task": task, "status": "running"}
             ours |= {"started": _now(), "pid": os.getpid()}
-            self.manifest = ours | manifest | ours  # ours first, and ours count
+            self.manifest = ours | manifest | ours  # `ours` sets the order of the keys, and overrides
             self.events_dir.mkdir()
             self._write()
             sync_directory(path.parent)
         except BaseException:
-            if self is not None:  # it is ours, and nothing is in it yet: a run that cannot begin leaves nothing
+            if self is not None:  # a run that cannot begin leaves no directory behind
                 with contextlib.suppress(OSError):
                     (path / MANIFEST).unlink(missing_ok=True)
                     self.events_dir.rmdir()
@@ -93,13 +93,13 @@ class RunDirectory:
 
     @classmethod
     def resume(cls, path: Path, changes: dict[str, Any] | None = None, lock: Lock | None = None) -> Self:
-        """An earlier run, owned by this process from now on. Its manifest keeps how it ended before.
+        """Take ownership of an earlier run. Its manifest keeps the outcome of its previous sessions.
 
-        changes  what it says otherwise from now on
-        lock     the lock of the directory, if this process has taken it already
+        changes  fields of the manifest to replace
+        lock     the lock of the directory, if this process already holds it
         """
         path = Path(path)
-        _read(path)  # what is no run gets no lock
+        _read(path)  # do not lock what is not a run
         must_have_real_parts(path)
         lock = lock or Lock(path)
         try:
@@ -120,20 +120,22 @@ class RunDirectory:
 
     @classmethod
     def open(cls, path: Path) -> Self:
-        """A run to look at, running or not. Takes nothing and writes nothing."""
+        """Open a run read-only, whether it is running or not."""
         return cls(Path(path), read_manifest(path), None)
 
     @property
     def events_dir(self) -> Path:
+        """The directory of the journal."""
         return self.path / journal.EVENTS
 
     @property
     def is_ours(self) -> bool:
+        """Whether this process owns the run."""
         return self._lock is not None and self._lock.is_held
 
     @property
     def earlier_s(self) -> float:
-        """Seconds that earlier sessions of the run worked."""
+        """Total seconds of the earlier sessions of the run."""
         return _earlier_s(self.manifest)
 
     def must_be_there(self) -> None:
@@ -145,7 +147,7 @@ class RunDirectory:
             )
 
     def finish(self, status: str, error: str | None = None, **extra: Any) -> None:
-        """Write how the run ended and let go of it. Once it has ended, no second end changes it."""
+        """Write the outcome of the run and release its lock. Has no effect once the run has ended."""
         if status not in ENDINGS:
             raise ConfigError(f"a run ends as one of {', '.join(ENDINGS)}; not as {status!r}")
         if self._lock is None:
@@ -179,25 +181,25 @@ class RunDirectory:
 
 @dataclass(frozen=True, slots=True)
 class RunInfo:
-    """One row of a list of runs. None where the files do not tell."""
+    """One row of a list of runs. None where the files do not contain the value."""
 
     path: Path
     id: str
     task: str | None
     controller: str | None
     status: str
-    """finished, failed, interrupted, running, killed; or unreadable, of a run whose manifest is."""
+    """finished, failed, interrupted, running, killed, or unreadable (damaged manifest)."""
     started: str | None
     seconds: float | None
-    """From the start to the end, or to the last sign of life."""
+    """Seconds from the start to the end, or to the last event."""
     env_steps: int | None
     size_bytes: int
     losses: list[str]
-    """What the journal lacks, judged by its end alone: holes before that are found by `esper report`."""
+    """Missing events, judged by the journal's end alone. Only `esper report` finds gaps before that."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest of a run, live or not. "running" without a process that owns it reads as "killed"."""
+    """Return the manifest of a run. "running" without a process that owns the run is returned as "killed"."""
     manifest = _read(path)
     if manifest["status"] == "running" and not is_owned(path):
         manifest = _read(path)  # it may have ended since
@@ -222,7 +224,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def must_have_real_parts(path: Path) -> None:
-    """Refuse to work in a run of which a part is a link to a directory elsewhere: files there would be changed."""
+    """Raise RunError if a part of the run is a link to a directory elsewhere: files there would be changed."""
     with os.scandir(path) as listing:
         links = sorted(each.name for each in listing if each.is_symlink() and each.is_dir())
     if links:
@@ -239,7 +241,7 @@ def must_have_real_parts(path: Path) -> None:
 
 
 def manifest_base() -> dict[str, Any]:
-    """What every manifest says of the machine and the software. Imports none of the packages it names."""
+    """Return the manifest's fields on machine and software. Imports none of the packages it names."""
     versions: dict[str, str | None] = {"esper": __version__, "python": platform.python_version()}
     versions |= {name: _version(name) for name in VERSIONS_OF}
     return {
@@ -251,7 +253,7 @@ def manifest_base() -> dict[str, Any]:
 
 
 def list_runs(root: Path) -> list[RunInfo]:
-    """The runs below `root`, newest first; those that tell no time come last."""
+    """Return the runs below `root`, newest first. Runs without a start time come last."""
     try:
         found = [path for path in Path(root).iterdir() if any(os.path.exists(path / name) for name in (MANIFEST, LOCK))]
     except (FileNotFoundError, NotADirectoryError):
@@ -261,7 +263,7 @@ def list_runs(root: Path) -> list[RunInfo]:
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
-    """Replace the manifest of a run at once. It holds a checksum of itself."""
+    """Replace the manifest of a run atomically. It contains a checksum of itself."""
     write_atomically(path / MANIFEST, _encoded(manifest))
 
 
@@ -271,7 +273,7 @@ def _encoded(manifest: dict[str, Any]) -> bytes:
 
 
 def is_owned(path: Path) -> bool:
-    """Whether a process owns the run. Of a copied run nobody does."""
+    """Return whether a process owns the run. A copied run is not owned."""
     try:
         file = open_regular(Path(path) / LOCK)
     except OSError:
@@ -279,12 +281,12 @@ def is_owned(path: Path) -> bool:
     with file:
         try:
             return not lock_file(file.fileno(), shared=True)
-        except OSError:  # a file system without locks cannot tell: trust the manifest
+        except OSError:  # the file system has no locks: trust the manifest
             return True
 
 
 class Lock:
-    """Ownership of a run directory, until `release` or the death of the process. RunError if another process has it."""
+    """Ownership of a run directory until `release` or process exit. Raise RunError if another process has it."""
 
     HELD: ClassVar[weakref.WeakSet[Lock]] = weakref.WeakSet()
 
@@ -304,7 +306,7 @@ class Lock:
         Lock.HELD.add(self)
 
     def _take(self, directory: Path) -> None:
-        for _ in range(TRIES):  # somebody who only looks holds it for a moment
+        for _ in range(TRIES):  # a reader may hold the lock for a moment
             if lock_file(self._fd):
                 break
             time.sleep(0.01)
@@ -318,10 +320,11 @@ class Lock:
 
     @property
     def is_held(self) -> bool:
+        """Whether the lock is held."""
         return self._fd >= 0
 
     def is_at(self, directory: Path) -> bool:
-        """Whether the locked file is still the lock of this directory. A disk that does not answer proves nothing."""
+        """Return whether the locked file is still the lock of this directory. True if the disk cannot be read."""
         try:
             there = os.stat(directory / LOCK)
         except (FileNotFoundError, NotADirectoryError):
@@ -331,13 +334,14 @@ class Lock:
         return os.path.samestat(there, os.fstat(self._fd))
 
     def release(self) -> None:
+        """Release the lock. Idempotent."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def _forget_locks() -> None:
-    """A forked worker owns nothing, and must not keep a dead parent's run locked."""
+    """Release all locks in a forked child, which must not keep a dead parent's run locked."""
     for lock in Lock.HELD:
         lock.release()
 
@@ -347,7 +351,7 @@ if hasattr(os, "register_at_fork"):
 
 
 def ending(error: BaseException | None) -> tuple[str, str | None]:
-    """How a run ended that was left with this error, and what to say of it."""
+    """Return the status and the error text of a run that was left with this error."""
     if isinstance(error, SystemExit):
         if error.code in (None, 0):
             return "finished", None
@@ -394,7 +398,7 @@ def _info(path: Path) -> RunInfo:
     said = (config if isinstance(config, dict) else {}) | manifest
     try:
         head, tail = journal.head(path), journal.tail(path)
-    except (OSError, RunError):  # no right to read it, removed while we looked, or no journal
+    except (OSError, RunError):  # not readable, removed meanwhile, or no journal
         head = tail = []
     env_steps = said.get("env_steps")
     has_end = False
@@ -423,13 +427,13 @@ def _info(path: Path) -> RunInfo:
 
 
 def _plausible(value: Any, most: float) -> float | None:
-    """A number between ± `most`, else None."""
+    """Return the value if it is a number between ± `most`, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and -most <= value <= most else None
 
 
 def _ends(tail: list[journal.Entry]) -> dict[int, journal.Extent]:
-    """Rank → how far its journal goes, by its last entries."""
+    """Return rank → extent of its journal, judged by its last entries."""
     return {entry.rank: journal.Extent(entry.seq + 1, 0) for entry in sorted(tail, key=lambda entry: entry.seq)}
 
 
@@ -450,7 +454,7 @@ def _epoch_s(told: Any) -> float | None:
 
 
 def _session_s(path: Path, session: dict[str, Any]) -> float:
-    """How long a session of a run worked: until it said its end or, if it was killed, its last event."""
+    """Return the seconds a session lasted: until its recorded end or, if it was killed, its last event."""
     seconds = _seconds(session.get("started"), session.get("finished"))
     if seconds is None:
         last, begun = journal.tail(path), _epoch_s(session.get("started"))
@@ -468,7 +472,7 @@ def _size(path: Path) -> int:
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:
-            with contextlib.suppress(OSError):  # removed while we looked
+            with contextlib.suppress(OSError):  # removed meanwhile
                 total += os.lstat(os.path.join(folder, name)).st_size
     return total
 

@@ -1,4 +1,4 @@
-"""Sinks: where records go. Two methods; whoever has them is a sink."""
+"""Sinks: the destinations of records. Any object with the two methods of `Sink` is one."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from esper.nissa.record import Record
 
 
 class Sink(Protocol):
-    """Receives the records of one run, in order, always from one thread that is its own.
+    """Receives the records of one run in order, always from the same dedicated thread.
 
-    A sink that also has `flush()` is durable: the hub's flush calls it, and returns when it has.
+    A sink that also has `flush()` is durable: the hub's flush calls it and waits for it.
     """
 
     def write(self, records: Sequence[Record]) -> None: ...

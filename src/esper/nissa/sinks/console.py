@@ -1,4 +1,4 @@
-"""The console sink: one line for what a person would want to be told, nothing for the rest."""
+"""The console sink: one line per event that a user needs to see."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class ConsoleSink:
-    """Writes to standard error, so that what a command prints can be piped; plain where it is no terminal."""
+    """Write to standard error, so that a command's output can be piped. No colours if it is not a terminal."""
 
     def __init__(self, console: Console | None = None) -> None:
         from rich.console import Console
@@ -33,6 +33,7 @@ class ConsoleSink:
         self._console = Console(stderr=True) if console is None else console
 
     def write(self, records: Sequence[Record]) -> None:
+        """Print the records that have a line."""
         for record in records:
             if said := told(record.event):
                 text, style = said
@@ -50,11 +51,11 @@ class ConsoleSink:
             console.file.flush()
 
     def close(self) -> None:
-        """The stream is not ours."""
+        """Do nothing: the stream belongs to the caller."""
 
 
 def told(event: Event) -> tuple[str, str] | None:
-    """The line for an event and its colour; None where a person would rather not be told."""
+    """Return the line for an event and its colour, None if the event is not shown."""
     tell = _TELLERS.get(type(event))
     return tell(event) if tell else None
 

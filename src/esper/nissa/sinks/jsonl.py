@@ -1,8 +1,8 @@
-"""The journal's writer: one JSON line per event, in segments that are only ever appended to.
+"""Journal writer: one JSON line per event, in append-only segments.
 
-A kill or a power cut tears at most one line: the torn line stays where it is, the next process starts a new segment,
-and the reader skips what it cannot read. After a write that failed (a full disk), the caller gives the same records
-again: the line that was begun is completed, and nothing is written twice.
+A kill or a power cut tears at most one line: the torn line stays, the next process starts a new segment, and the
+reader skips what it cannot read. After a failed write (a full disk), the caller passes the same records again: the
+incomplete line is completed, and nothing is written twice.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from esper.nissa.journal import MOST_LINE_BYTES, segment_name, segments
 from esper.nissa.record import Record, line
 
 SEGMENT_BYTES = 32 << 20
-"""Small enough to load or ship one alone, large enough that a day's run has few."""
+"""Maximum size of a segment in bytes: small enough to copy alone, large enough that a day's run has few."""
 Line = tuple[int, bytes]  # seq, text
 APPEND = os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
 
 class JsonlSink:
-    """Appends the records of one rank. `write` hands lines to the system at once; `flush` means on disk."""
+    """Append the records of one rank. `write` passes lines to the system at once; `flush` syncs them to disk."""
 
     def __init__(self, events_dir: Path, *, rank: int = 0, segment_bytes: int = SEGMENT_BYTES) -> None:
         if segment_bytes < 1:
@@ -34,7 +34,7 @@ class JsonlSink:
         make_real_directory(self._dir)
         self._fd = -1
         self._size = 0
-        self._rest = b""  # of the line within which the last write failed
+        self._rest = b""  # rest of the line within which the last write failed
         self._begun = -1  # the last seq of which a failed write has written anything
         found = segments(self._dir).get(rank, [])
         self._number = found[-1][0] if found else -1
@@ -45,7 +45,7 @@ class JsonlSink:
             self._rotate()
 
     def write(self, records: Sequence[Record]) -> None:
-        """Append them all. One that cannot be encoded raises before anything is written.
+        """Append all records. Raise before anything is written if one cannot be encoded.
 
         After an OSError, call it again with the same records.
         """
@@ -59,9 +59,11 @@ class JsonlSink:
         self._begun = -1
 
     def flush(self) -> None:
+        """Sync the current segment to disk."""
         os.fsync(self._fd)
 
     def close(self) -> None:
+        """Sync and close the current segment. Idempotent."""
         if self._fd >= 0:
             fd, self._fd = self._fd, -1
             try:
@@ -70,7 +72,7 @@ class JsonlSink:
                 os.close(fd)
 
     def _pieces(self, lines: list[Line]) -> Iterator[list[Line]]:
-        """The lines, together as far as they fit into a segment; a new segment is opened between two pieces."""
+        """Yield the lines in groups that fit into a segment, and open a new segment between groups."""
         piece: list[Line] = []
         size = self._size
         for each in lines:
@@ -88,7 +90,7 @@ class JsonlSink:
         data = b"".join(text for _, text in piece)
         done = 0
         try:
-            while done < len(data):  # the system may take a part
+            while done < len(data):  # the system may write only a part
                 done += os.write(self._fd, data[done:] if done else data)
         except BaseException:
             self._remember(piece, done)
@@ -98,7 +100,7 @@ class JsonlSink:
         self._begun = piece[-1][0]  # a later piece of these records may fail
 
     def _remember(self, piece: list[Line], done: int) -> None:
-        """Keep how far a failed write has come: the last seq of which it wrote anything, and what its line lacks."""
+        """Store the progress of a failed write: the last seq it wrote anything of, and the rest of its line."""
         for seq, text in piece:
             if done <= 0:
                 return
@@ -106,7 +108,7 @@ class JsonlSink:
             done -= len(text)
 
     def _rotate(self) -> None:
-        """Continue in a new segment. Where that cannot be made, the sink stays as it was."""
+        """Continue in a new segment. If it cannot be created, the sink does not change."""
         if self._fd >= 0:
             os.fsync(self._fd)
         path = self._dir / segment_name(self._rank, self._number + 1)
@@ -124,7 +126,7 @@ class JsonlSink:
 
 
 def _ends_whole(path: Path) -> bool:
-    """Whether a segment is empty or its last line is a whole one. A line that is too long is none."""
+    """Return whether a segment is empty or ends with a complete line of at most MOST_LINE_BYTES."""
     with open_regular(path) as file:
         end = file.seek(0, os.SEEK_END)
         tail, step = b"", 1 << 16

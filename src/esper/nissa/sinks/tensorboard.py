@@ -1,6 +1,6 @@
 """The TensorBoard sink: the run's numbers as scalars, written without torch or TensorFlow.
 
-One step axis per namespace, which only ever grows: `env3/…` counts that environment's steps over all its episodes,
+Each namespace has its own monotonic step axis: `env3/…` counts that environment's steps over all its episodes,
 `update/…` counts PPO updates, `episode/…` counts finished episodes.
 """
 
@@ -28,11 +28,11 @@ EPISODE_FIELDS = (
     "fossilized",
     "pruned",
 )
-HEAD_FIELDS = ("entropy", "learnable")  # of an update: one value per head
+HEAD_FIELDS = ("entropy", "learnable")  # fields of an update with one value per head
 
 
 class TensorBoardSink:
-    """One event file in `directory`; whatever is written is handed to the system with every batch."""
+    """Write one event file in `directory`, passed to the system with every batch."""
 
     def __init__(self, directory: Path) -> None:
         try:
@@ -55,6 +55,7 @@ class TensorBoardSink:
         self._file.flush()
 
     def write(self, records: Sequence[Record]) -> None:
+        """Write the scalars of these records."""
         for record in records:
             step, scalars = self._scalars.of(record.event)
             values = [
@@ -65,6 +66,7 @@ class TensorBoardSink:
         self._file.flush()
 
     def close(self) -> None:
+        """Close the event file. Idempotent."""
         if not self._file.closed:
             self._writer.close()
 
@@ -73,14 +75,15 @@ class TensorBoardSink:
 
 
 class Scalars:
-    """Events as scalars: the step they stand at, and their values by tag."""
+    """Convert events to scalars: a step, and values by tag."""
 
     def __init__(self) -> None:
         self._slots: tuple[str, ...] = ()
-        self._lives: dict[int, tuple[int, int, int]] = {}  # env → episode, its furthest step, steps of those before
+        self._lives: dict[int, tuple[int, int, int]] = {}  # env → episode, its furthest step, steps of earlier episodes
         self._updates = self._episodes = 0
 
     def of(self, event: Event) -> tuple[int, dict[str, Number]]:
+        """Return the step of an event and its values by tag; no values for events without scalars."""
         match event:
             case RunStarted():
                 self._slots = event.slots
@@ -113,7 +116,7 @@ class Scalars:
         return self._slots[index] if index < len(self._slots) else str(index)
 
     def _axis(self, env: int, episode: int, step: int) -> int:
-        """The environment's age in steps over all its episodes; a late word from before does not turn it back."""
+        """Return the environment's steps over all its episodes. Late events of earlier episodes do not reduce it."""
         now, furthest, before = self._lives.get(env, (episode, 0, 0))
         if episode > now:
             now, furthest, before = episode, 0, before + furthest
