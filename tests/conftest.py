@@ -1,10 +1,10 @@
-"""Settings of the whole suite."""
+"""Settings of the whole test suite."""
 
 import torch
 from hypothesis import HealthCheck, settings
 
-torch.set_num_threads(1)  # results are repeatable
+torch.set_num_threads(1)  # repeatable results
 
-# A slow or busy machine is no failure.
+# Tests do not fail on a slow or busy machine.
 settings.register_profile("esper", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("esper")

@@ -1,4 +1,4 @@
-"""What `esper eval` compares: whose settings, which opponents, and what it refuses before the first is played."""
+"""`esper eval`: the source of its settings, its opponents, and what it refuses before the first episode."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from esper.simic.training.learner import new_network, with_its_network
 from esper.tamiyo.network import NetworkConfig
 
 
-def test_the_settings_are_those_of_the_first_run_wherever_it_stands(tmp_path):
+def test_settings_come_from_the_first_run(tmp_path):
     config = load_config(more={"task": "digits", "epochs": 7})
     manifest = {"status": "finished", "config": as_tree(config)}
     (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps(spelled(manifest)).encode()))
@@ -28,20 +28,20 @@ def test_the_settings_are_those_of_the_first_run_wherever_it_stands(tmp_path):
 
 
 @pytest.mark.parametrize("names", [["none", "randm"], ["none", "wider"], ["wider", "none"], ["none", "no/such/run"]])
-def test_a_name_that_cannot_be_played_is_said_before_anybody_plays(names, monkeypatch):
+def test_unknown_controller_is_refused_before_any_episode(names, monkeypatch):
     arena = Arena(load_config(more={"simulated": True}))
     monkeypatch.setattr(Arena, "play_one", lambda *_: pytest.fail("somebody played"))
     with pytest.raises((ConfigError, UnknownNameError)):
         arena.play_all(names, range(2), Console(quiet=True))
 
 
-def test_the_best_schedule_is_fitted_to_the_episodes_that_are_played():
+def test_best_schedule_is_fitted_to_the_evaluated_episodes():
     arena = Arena(load_config(more={"simulated": True, "epochs": 12}))
     best, nothing = arena.play_all(["best-schedule", "none"], range(40_000, 40_020), Console(quiet=True))
     assert best.utility.mean() > nothing.utility.mean()
 
 
-def test_a_policy_to_start_from_brings_its_own_shape():
+def test_initial_policy_keeps_its_own_shape():
     shipped = load_config(more={"start_from": "tamiyo"})
     assert new_network(shipped).config == with_its_network(shipped).network
     other = load_config(sets=["network.hidden=32"], more={"start_from": "tamiyo"})
@@ -51,7 +51,7 @@ def test_a_policy_to_start_from_brings_its_own_shape():
 
 
 @pytest.mark.parametrize("name", ["scale", "rent_params", "worst_quality", "rollback_penalty"])
-def test_rewards_that_are_no_numbers_are_refused(name):
+def test_non_finite_rewards_are_refused(name):
     for value in ("inf", "nan"):
         with pytest.raises(ConfigError, match=rf"reward\.{name} must be"):
             load_config(sets=[f"reward.{name}={value}"])

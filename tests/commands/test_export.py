@@ -1,4 +1,6 @@
-"""A run's best host leaves as a plain model: it loads without Esper, answers as it was measured, and trains on."""
+"""Exporting a run's best host as a plain model: it loads without Esper, gives the measured outputs, and can
+be trained.
+"""
 
 import ast
 import dataclasses
@@ -36,7 +38,7 @@ SEEDS = {"cnn": ("conv_light", "attention"), "mlp": ("lora", "norm"), "transform
 
 
 def grown(host: str) -> Engine:
-    """A trained host with a gated fossil, a live seed at alpha 0.7, and one that it does not feel yet."""
+    """Return a trained host with a gated fossil, a live seed at alpha 0.7, and a seed that has no effect yet."""
     engine = Engine(TASKS[host], [5])
     engine.plant_fossils(0, {"r0c0": (SEEDS[host][0], Operator.GATE)})
     plot = engine.networks[0]
@@ -52,7 +54,7 @@ def grown(host: str) -> Engine:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
-    """A run of each host, with validation samples and what the averaged body says to them."""
+    """Return a run of each host, with validation samples and the outputs of the averaged body for them."""
     made = {}
     for host in TASKS:
         root = tmp_path_factory.mktemp(host)
@@ -125,7 +127,7 @@ ALL = [(host, tuple(FORMATS)) for host in TASKS]
 
 
 @pytest.mark.parametrize(("host", "formats"), [*QUICK, *(pytest.param(*each, marks=pytest.mark.slow) for each in ALL)])
-def test_every_form_loads_without_esper_and_answers_as_the_averaged_body(runs, host, formats):
+def test_every_format_loads_without_esper_and_matches_the_averaged_body(runs, host, formats):
     run = runs[host]
     for format in formats:
         run_export(run, format, out=None, force=True)
@@ -137,7 +139,7 @@ def test_every_form_loads_without_esper_and_answers_as_the_averaged_body(runs, h
     assert done.stdout.strip() == "alone"
 
 
-def test_a_text_may_be_shorter_than_those_it_was_exported_with(runs):
+def test_shorter_sequences_than_the_exported_ones_are_accepted(runs):
     model = Plain.of(BestHost.load(runs["transformer"] / BEST_HOST).host)
     program = torch.export.load(io.BytesIO(as_program(model, "model")[0])).module()
     x = model.host.inputs[:3, :17]
@@ -148,7 +150,7 @@ def test_a_text_may_be_shorter_than_those_it_was_exported_with(runs):
 @pytest.mark.parametrize(
     ("host", "layout"), [("cnn_host", "map"), ("mlp_host", "vector"), ("transformer_host", "sequence")]
 )
-def test_every_blueprint_becomes_source_that_computes_the_same(host, layout, operator):
+def test_generated_source_of_every_blueprint_computes_the_same(host, layout, operator):
     case = ZOO[host]
     for blueprint in blueprints_for(layout):
         body = case.body()
@@ -168,7 +170,7 @@ def test_every_blueprint_becomes_source_that_computes_the_same(host, layout, ope
             assert torch.allclose(model(case.batch(7)), expected, atol=1e-5, rtol=1e-5), blueprint
 
 
-def test_the_source_of_other_peoples_networks_computes_the_same_too():
+def test_generated_source_of_foreign_networks_computes_the_same():
     for name in ("cnn", "residual"):
         case = ZOO[name]
         body = case.body()
@@ -180,14 +182,14 @@ def test_the_source_of_other_peoples_networks_computes_the_same_too():
         assert torch.allclose(model(case.batch(5)), body.eval()(case.batch(5)), atol=1e-5)
 
 
-def test_layers_alike_share_a_class_and_what_is_long_is_laid_out():
+def test_identical_layers_share_a_class_and_long_lines_are_wrapped():
     text = source_of(ZOO["transformer_host"].model())
     tree = ast.parse(text)
     assert [n.name for n in tree.body if isinstance(n, ast.ClassDef)] == ["CausalAttention", "Block", "Model"]
     assert max(map(len, text.splitlines())) <= 130
 
 
-def test_what_cannot_be_written_is_refused_by_name():
+def test_unsupported_module_is_refused_by_name():
     hooked = PlainCNN()
     hooked.features[0].register_forward_hook(lambda *_: None)
     with pytest.raises(HardenError, match=r"features\.0.*hook.*torch-export"):
@@ -210,14 +212,14 @@ def test_what_cannot_be_written_is_refused_by_name():
         constructor(nn.MultiheadAttention(8, 2, add_bias_kv=True, kdim=4))
 
 
-def test_a_step_used_twice_or_later_gets_a_name_of_its_own():
+def test_node_used_twice_or_later_gets_its_own_variable():
     class Twice(nn.Module):
         def __init__(self):
             super().__init__()
             self.drop = nn.Dropout(0.5)
 
         def forward(self, x, scale=2.0):
-            y = self.drop(x.exp())  # drawn once, whoever uses it
+            y = self.drop(x.exp())  # drawn once, however many nodes use it
             z = y * y
             late = x.sin()
             return (z - scale) * -late[:, None, 1:2], [late.float(), {"a": x**-1}]
@@ -232,7 +234,7 @@ def test_a_step_used_twice_or_later_gets_a_name_of_its_own():
     assert torch.equal(names["Model"]()(x, 3.0)[1][1]["a"], Twice()(x)[1][1]["a"])
 
 
-def test_nothing_is_overwritten_unless_that_is_asked_for(runs, tmp_path):
+def test_existing_files_are_overwritten_only_with_force(runs, tmp_path):
     out = tmp_path / "mine" / "net.py"
     run_export(runs["mlp"], "torch", out=out, force=False)
     assert sorted(p.name for p in out.parent.iterdir()) == ["net.py", "net.safetensors"]
@@ -243,7 +245,7 @@ def test_nothing_is_overwritten_unless_that_is_asked_for(runs, tmp_path):
     assert out.read_text() == "# changed"
     run_export(runs["mlp"], "torch", out=out, force=True)
     assert out.read_text() == before
-    run_export(runs["mlp"], "safetensors", out=tmp_path, force=False)  # a directory: into it
+    run_export(runs["mlp"], "safetensors", out=tmp_path, force=False)  # a directory: the file is written into it
     weights = load_file(tmp_path / "model.safetensors")
     assert all(torch.equal(v, weights[k]) for k, v in load_file(out.with_suffix(".safetensors")).items())
 
@@ -253,13 +255,13 @@ def test_nothing_is_overwritten_unless_that_is_asked_for(runs, tmp_path):
     [("torch", "net.pt", r"ends in \.py"), ("onnx", "net", r"net\.onnx"), ("torch", "my-net.py", "no Python name"),
      ("pickle", "net.pkl", "no format named 'pickle'")],
 )  # fmt: skip
-def test_a_name_that_does_not_suit_is_refused(runs, tmp_path, format, name, said):
+def test_unsuitable_output_name_is_refused(runs, tmp_path, format, name, said):
     with pytest.raises(EsperError, match=said):
         run_export(runs["mlp"], format, out=tmp_path / name, force=False)
     assert not list(tmp_path.iterdir())
 
 
-def test_texts_of_a_run_never_become_code(runs, tmp_path):
+def test_text_from_a_run_is_never_emitted_as_code(runs, tmp_path):
     best = BestHost.load(runs["mlp"] / BEST_HOST)
     evil = '"""\nraise SystemExit("ran")\n{__import__}'
     task = dataclasses.replace(best.host.task, name=evil)
@@ -273,7 +275,7 @@ def test_texts_of_a_run_never_become_code(runs, tmp_path):
     assert home.ABOUT["task"] == evil
 
 
-def test_without_onnx_the_way_out_is_said(runs, tmp_path, monkeypatch):
+def test_missing_onnx_names_the_extra_to_install(runs, tmp_path, monkeypatch):
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("onnx") else find(name))
     with pytest.raises(ConfigError, match=r"onnx and onnxscript.*esper-lite\[onnx\]"):
@@ -281,7 +283,7 @@ def test_without_onnx_the_way_out_is_said(runs, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_run_without_a_host_says_why(tmp_path):
+def test_run_without_a_host_is_refused_with_the_reason(tmp_path):
     for name, manifest, said in (("sim", {"config": {"simulated": True}}, "simulated"), ("early", {}, "no grown host")):
         with RunDirectory.create(tmp_path, "x", name=name, manifest=manifest) as run:
             pass
@@ -291,7 +293,7 @@ def test_a_run_without_a_host_says_why(tmp_path):
         run_export(tmp_path / "nowhere", "torch", out=None, force=False)
 
 
-def test_a_write_that_fails_leaves_nothing_new_and_nothing_changed(tmp_path, monkeypatch):
+def test_failed_write_leaves_existing_files_unchanged(tmp_path, monkeypatch):
     deep = tmp_path / "a" / "b"
     files = {deep / "one": b"1", deep / "two": b"2"}
     replace = os.replace
@@ -312,7 +314,7 @@ def test_a_write_that_fails_leaves_nothing_new_and_nothing_changed(tmp_path, mon
     assert sorted((p.name, p.read_bytes()) for p in deep.iterdir()) == [("one", b"1"), ("two", b"2")]
 
 
-def test_images_come_in_any_batch_and_about_says_how_pixels_become_input(runs):
+def test_images_have_a_free_batch_size_and_about_states_the_preprocessing(runs):
     model = Plain.of(BestHost.load(runs["cnn"] / BEST_HOST).host)
     about = model.about()
     assert about["input"]["shape"] == ["batch", 1, 14, 14]

@@ -1,4 +1,4 @@
-"""`esper grow --resume`: a run that was interrupted ends bit for bit as one that was not."""
+"""`esper grow --resume`: an interrupted run ends bit-identical to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ ESPER = Path(sys.executable).with_name("esper")
 
 
 def outcome(run: Path) -> dict[str, Any]:
-    """Return what must not depend on interruptions: weights, figures without seconds, events without times."""
+    """Return what must not depend on interruptions: weights, figures without durations, events without times."""
     figures = json.loads((run / "result.json").read_text())
     for result in figures["results"]:
         del result["seconds"]
@@ -50,7 +50,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: Settings, run: Path) -> None:
-    """Grow until so many epochs are done in all, then stop as SIGTERM asks for it."""
+    """Grow until a total number of epochs is done, then stop as SIGTERM requests it."""
     count, take = 0, growing.snapshot
 
     def counted(engine: Any) -> dict[str, Any]:
@@ -100,7 +100,7 @@ def test_controller_resumes_with_its_memory(controller: str, monkeypatch: pytest
     assert outcome(tmp_path / "run") == outcome(tmp_path / "calm")
 
 
-def test_what_cannot_be_resumed_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_cannot_be_resumed_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(task="digits", controller="schedule", epochs=3, compare=False)
     run = tmp_path / "run"
     stop_after(1, monkeypatch, settings, run)
@@ -117,12 +117,12 @@ def test_what_cannot_be_resumed_is_refused_with_the_way_out(monkeypatch: pytest.
         resume_grow(tmp_path / "nothing", [], Asked())
 
 
-def test_full_disk_costs_checkpoints_and_not_the_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_full_disk_skips_checkpoints_and_the_run_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     def full(*_: Any, **__: Any) -> None:
         raise CheckpointError("no space left")
 
     monkeypatch.setattr(Checkpoints, "write", full)
-    monkeypatch.setattr(grow, "save_models", lambda *_: None)  # keeps the best host by the same function
+    monkeypatch.setattr(grow, "save_models", lambda *_: None)  # the best host is saved by the same function
     settings = Settings(task="digits", controller="schedule", epochs=2, compare=False)
     with pytest.warns(UserWarning, match="The run goes on"):
         run_grow(settings, Asked(out=tmp_path / "run"))
@@ -131,10 +131,8 @@ def test_full_disk_costs_checkpoints_and_not_the_run(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chance", [0, 1])
-def test_run_killed_at_random_moments_ends_as_if_it_had_not_been(
-    chance: int, calm: dict[str, Any], tmp_path: Path
-) -> None:
-    """Real processes and SIGKILL, over and over: each session may live a little longer than the one before."""
+def test_run_killed_at_random_moments_ends_bit_identical(chance: int, calm: dict[str, Any], tmp_path: Path) -> None:
+    """Kill real processes with SIGKILL repeatedly: each session may run a little longer than the one before."""
     rng, run, lives = random.Random(chance), tmp_path / "run", 3.0
     command = [str(ESPER), "grow", "--task", "digits", "--controller", "schedule", "--epochs", "17", "--out", str(run)]
     for _ in range(40):
@@ -146,7 +144,7 @@ def test_run_killed_at_random_moments_ends_as_if_it_had_not_been(
             process.communicate()
             if (run / "checkpoints").is_dir() and Checkpoints(run / "checkpoints").newest() is not None:
                 command = [str(ESPER), "grow", "--resume", str(run)]
-            elif run.exists():  # killed before its first checkpoint: begin again elsewhere
+            elif run.exists():  # killed before its first checkpoint: start again elsewhere
                 run = tmp_path / f"run-{time.monotonic_ns()}"
                 command[-1] = str(run)
             lives *= 1.3

@@ -1,4 +1,4 @@
-"""Training and comparing policies, as a user does it: real processes, real files."""
+"""Training and comparing policies from the command line: real processes, real files."""
 
 import json
 import os
@@ -25,14 +25,14 @@ def esper(*args, **kwargs):
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    """A policy trained, very shortly, on real hosts."""
+    """Return the directory of a policy trained very briefly on real hosts."""
     out = tmp_path_factory.mktemp("runs") / "mine"
     done = esper("train", "--task", "digits", *SMALL, "--out", out)
     assert done.returncode == 0, done.stderr
     return out, done.stdout
 
 
-def test_training_leaves_a_policy_a_record_and_a_report_and_ends_with_a_table(run):
+def test_train_writes_policy_journal_and_report_and_prints_a_table(run):
     out, said = run
     assert {p.name for p in out.iterdir()} >= {"manifest.json", "events", "policy.safetensors", "report.html", "twins"}
     told = read_manifest(out)
@@ -47,7 +47,7 @@ def test_training_leaves_a_policy_a_record_and_a_report_and_ends_with_a_table(ru
     assert "<svg" in (out / "report.html").read_text()
 
 
-def test_a_trained_policy_is_compared_world_by_world(run, tmp_path):
+def test_eval_compares_a_trained_policy_world_by_world(run, tmp_path):
     out, _ = run
     done = esper("eval", out, "none", "from-start", "--seeds", "2", "--out", tmp_path / "eval", "--json")
     assert done.returncode == 0, done.stderr
@@ -61,7 +61,7 @@ def test_a_trained_policy_is_compared_world_by_world(run, tmp_path):
     assert ET.parse(tmp_path / "eval" / "eval.svg").getroot().tag.endswith("svg")
 
 
-def test_a_trained_policy_grows_another_host(run, tmp_path):
+def test_trained_policy_grows_another_host(run, tmp_path):
     out, _ = run
     done = esper(
         "grow", "--task", "rescue", "--epochs", "2", "--no-compare", "--controller", out, "--out", tmp_path / "g"
@@ -70,7 +70,7 @@ def test_a_trained_policy_grows_another_host(run, tmp_path):
     assert read_manifest(tmp_path / "g")["status"] == "finished"
 
 
-def test_simulated_training_is_the_same_every_time_and_other_seeds_differ(tmp_path):
+def test_simulated_training_is_deterministic_per_seed(tmp_path):
     weights = []
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         done = esper("train", "--sim", *SMALL, "--seed", seed, "--no-compare", "--out", tmp_path / name)
@@ -96,14 +96,14 @@ def test_simulated_training_is_the_same_every_time_and_other_seeds_differ(tmp_pa
     ],
     ids=lambda v: v[-1] if isinstance(v, list) else "",
 )
-def test_what_makes_no_sense_is_said_in_one_paragraph(asked, said, tmp_path):
+def test_invalid_arguments_are_reported_in_one_paragraph(asked, said, tmp_path):
     done = esper("train", "--sim", *asked, cwd=tmp_path)
     assert done.returncode == 2, done.stdout
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_the_settings_can_be_shown_and_read_back(tmp_path):
+def test_printed_settings_can_be_read_back(tmp_path):
     shown = json.loads(esper("train", "--preset", "quick", "--set", "ppo.lr=0.5", "--show").stdout)
     assert shown["ppo"]["lr"] == 0.5
     (tmp_path / "mine.toml").write_text('task = "quick"\n[ppo]\nlr = 0.25\n')
@@ -111,7 +111,7 @@ def test_the_settings_can_be_shown_and_read_back(tmp_path):
     assert (shown["task"], shown["ppo"]["lr"], shown["ppo"]["epochs"]) == ("quick", 0.25, 2)
 
 
-def test_what_a_policy_sees_is_listed():
+def test_policy_features_are_listed():
     said = esper("features").stdout
     assert "contribution" in said
     assert "val_loss" in said

@@ -1,4 +1,4 @@
-"""The held-out comparison of a run: what is written is shown, and what a stranger wrote is refused or escaped."""
+"""The held-out comparison in the report: it is shown as written; damaged files are refused and names escaped."""
 
 import pytest
 
@@ -17,7 +17,7 @@ def row(name, mean, lead=None):
     return found | more
 
 
-def test_comparison_shows_every_controller_with_its_intervals_and_escapes_names(tmp_path):
+def test_comparison_shows_every_controller_with_intervals_and_escaped_names(tmp_path):
     sure, unsure = ({"mean": 0.011, "low": low, "high": 0.03} for low in (0.004, -0.004))
     figures = {"worlds": [100, 101, 102], "rows": [row("learned", 0.75), row(NAME, 0.74, sure), row("b", 0.7, unsure)]}
     held_out.write(tmp_path, figures, rounds=7)
@@ -46,12 +46,12 @@ def test_run_without_a_comparison_shows_none(tmp_path):
         b" " * (MOST_BYTES + 2),
     ],
 )
-def test_damaged_comparison_is_named_and_the_report_stays_whole(content, tmp_path):
+def test_damaged_comparison_is_named_and_the_report_is_complete(content, tmp_path):
     (tmp_path / HELD_OUT).write_bytes(content)
     assert "held_out.json" in held_out.held_out(RunSummary(tmp_path))
 
 
-def test_link_is_not_followed(tmp_path):
+def test_symlink_is_not_followed(tmp_path):
     secret = tmp_path / "secret.json"
     secret.write_bytes(seal_json(b'{"worlds": [1], "rows": [{"name": "secret"}]}'))
     (tmp_path / "run").mkdir()

@@ -1,4 +1,6 @@
-"""Every reader compares the journal with what the run recorded at its end, and says what is missing."""
+"""Every reader compares the journal with the event counts recorded at the end of the run, and reports missing
+events.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def event(step: int) -> Governor:
 
 @pytest.fixture
 def run(tmp_path: Path) -> Path:
-    """A finished run of two ranks: 20 events each, then `run_finished` of rank 0 and each hub's last words."""
+    """Return a finished run of two ranks: 20 events each, then `run_finished` of rank 0 and each hub's final record."""
     with record("mine", out=tmp_path / "runs" / "run") as recorded:
         for step in range(STEPS):
             recorded.say(event(step))
@@ -74,7 +76,7 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_every_reader_says_what_is_missing(run, damage, capsys):
+def test_every_reader_reports_missing_events(run, damage, capsys):
     assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == []
     damage(run)
     losses = DAMAGES[damage]
@@ -101,7 +103,7 @@ def test_every_reader_says_what_is_missing(run, damage, capsys):
         assert text in err
 
 
-def test_every_reader_says_a_hole_in_the_middle(run):
+def test_every_reader_reports_a_gap_in_the_middle(run):
     file = run / "events" / "rank0-00000.jsonl"
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[:5] + lines[8:]))
@@ -111,7 +113,7 @@ def test_every_reader_says_a_hole_in_the_middle(run):
     assert RunSummary.of(run).losses == ["3 events of rank 0 missing"]
 
 
-def test_replaced_gauges_are_no_loss_for_any_reader(tmp_path):
+def test_replaced_gauges_are_not_reported_as_lost(tmp_path):
     class Gate(JsonlSink):
         is_open = False
 
@@ -159,7 +161,7 @@ def test_events_lost_before_a_resume_are_still_reported(run):
 
 
 @pytest.mark.slow
-def test_counts_of_real_ranks_are_right_after_a_resume_with_other_workers(tmp_path):
+def test_counts_are_right_after_a_resume_with_another_number_of_workers(tmp_path):
     run = tmp_path / "run"
     for args in (["--out", run, *TINY, "--rounds", "2", "--workers", "2"], ["--resume", run, "--rounds", "4",
                  "--workers", "3", "--no-compare"]):  # fmt: skip
@@ -188,5 +190,5 @@ def test_counts_of_real_ranks_are_right_after_a_resume_with_other_workers(tmp_pa
         ({"status": "finished", "journal": "?"}, {0: Extent(5, 0)}, True, []),
     ],
 )
-def test_losses_of_a_manifest_and_a_journal(manifest, extents, has_end, losses):
+def test_losses_computed_from_a_manifest_and_a_journal(manifest, extents, has_end, losses):
     assert lost_events(manifest, extents, has_end=has_end) == losses

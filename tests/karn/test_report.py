@@ -1,4 +1,4 @@
-"""The report: the pure parts first, then the page as a real browser shows it."""
+"""The report: first the pure functions, then the page in a real browser."""
 
 import json
 import math
@@ -26,7 +26,7 @@ VOID = {"meta", "link", "img", "br"}
 
 
 class Structure(HTMLParser):
-    """Checks that every element is closed in order, and keeps what a hostile name could have made."""
+    """Check that every element is closed in order, and record tags and attributes that a hostile name could inject."""
 
     def __init__(self):
         super().__init__()
@@ -54,11 +54,11 @@ def parsed(html):
     return tree
 
 
-# -- fewer points
+# -- downsampling
 
 
 def obvious_downsample(points, most):
-    """The same, by the definition: buckets of almost equal size, and for each the first of its extremes."""
+    """Return the reference result: buckets of almost equal size, and for each the first of its extremes."""
     if len(points) <= most:
         return list(points)
     inner, buckets = list(points[1:-1]), max(1, (most - 2) // 3)
@@ -81,7 +81,7 @@ VALUES = st.lists(st.none() | st.floats(-5, 5) | st.sampled_from([math.inf, -mat
 
 @given(VALUES, st.integers(5, 40))
 @settings(max_examples=200, deadline=None)
-def test_downsampling_keeps_what_its_slow_twin_keeps(values, most):
+def test_downsampling_equals_the_reference(values, most):
     points = list(enumerate(values))
     thin = downsample(points, most)
     assert thin == obvious_downsample(points, most)
@@ -91,14 +91,14 @@ def test_downsampling_keeps_what_its_slow_twin_keeps(values, most):
     assert (not finite) or (min(left), max(left)) == (min(finite), max(finite))
 
 
-def test_a_long_gap_stays_a_gap_and_a_nan_stays_visible():
+def test_long_gap_stays_a_gap_and_nan_stays_visible():
     points = [(x, None if 3_000 <= x < 4_000 else math.nan if x == 7_777 else 1.0) for x in range(10_000)]
     thin = downsample(points)
     assert any(y is None for _, y in thin)
     assert [x for x, y in thin if y is not None and y != y] == [7_777]
 
 
-def test_a_gap_breaks_the_line_and_zero_is_not_drawn_in_it():
+def test_gap_breaks_the_line_and_is_not_drawn_as_zero():
     html = render(Chart("t", [Series("s", [(0, 0.5), (1, 0.6), (2, None), (3, 0.7), (4, 0.8)])]))
     (line,) = re.findall(r'class="line" d="([^"]+)"', html)
     assert line.count("M") == 2
@@ -106,12 +106,12 @@ def test_a_gap_breaks_the_line_and_zero_is_not_drawn_in_it():
     assert data["series"][0]["y"] == [0.5, 0.6, None, 0.7, 0.8]
 
 
-def test_a_chart_of_nothing_says_so():
+def test_empty_chart_says_so():
     assert "Not measured." in render(Chart("t", [Series("s", [(0, None), (1, None)])]))
     parsed(render(Chart("t", [])))
 
 
-def test_a_number_that_is_not_finite_is_marked_and_named():
+def test_non_finite_value_is_marked_and_named():
     html = render(Chart("t", [Series("s", [(0, 1.0), (1, math.nan)])]))
     assert 'class="odd"' in html
     assert '"NaN"' in html
@@ -127,7 +127,7 @@ def test_a_number_that_is_not_finite_is_marked_and_named():
      (0.014, "points", "+1.4"), (-0.014, "points", "−1.4"), (12_345, "count", "12\u2009345"), (0.0, "number", "0"),
      (1e-5, "number", "1.00e−05"), (91.4, "seconds", "1 min 31 s")],
 )  # fmt: skip
-def test_values_are_spoken(value, unit, text):
+def test_values_are_formatted(value, unit, text):
     assert spoken(value, unit) == text
 
 
@@ -139,7 +139,7 @@ def test_ticks_are_few_ordered_and_inside(low, width):
     assert all(low - width * 1e-6 <= t <= low + width * (1 + 1e-6) for t in found)
 
 
-def test_tick_labels_tell_neighbours_apart():
+def test_tick_labels_are_distinct():
     assert tick_labels([0.0, 0.25, 0.5], "number") == ["0.00", "0.25", "0.50"]
     assert tick_labels([0.2, 0.4], "percent") == ["20 %", "40 %"]
     assert duration(0.05) == "50 ms"
@@ -150,7 +150,7 @@ def test_tick_labels_tell_neighbours_apart():
 
 @pytest.fixture(scope="module")
 def places(tmp_path_factory):
-    """Reports of a grown host, a trained controller with trouble, hostile names, and two runs side by side."""
+    """Return reports of a grown host, a trained controller with failures, hostile names, and two runs compared."""
     root = tmp_path_factory.mktemp("runs")
     grown = grow_run(root / "grown")
     train = train_run(root / "train", envs=12, rounds=5, clean=False)
@@ -173,7 +173,7 @@ def test_every_page_is_well_formed_and_fetches_nothing(places, name):
     assert places[name].stat().st_size < 3_000_000
 
 
-def test_names_are_shown_as_they_are(places):
+def test_names_are_shown_verbatim(places):
     tree = parsed(places["hostile"].read_text())
     assert any(NASTY in text for text in tree.text)
     scripts = re.findall(r'<script type="application/json">(.*?)</script>', places["hostile"].read_text(), re.S)
@@ -181,14 +181,14 @@ def test_names_are_shown_as_they_are(places):
 
 
 @given(st.text())
-def test_no_text_can_leave_its_script(text):
+def test_no_text_can_escape_its_script_element(text):
     html = data_script({"x": text})
     inside = html.removeprefix('<script type="application/json">').removesuffix("</script>")
     assert "<" not in inside
     assert json.loads(inside) == {"x": text}
 
 
-def test_trouble_is_prominent_and_its_absence_quiet(places):
+def test_failures_are_prominent_only_when_present(places):
     assert 'class="trouble"' in places["train"].read_text()
     assert "sink retired" in places["train"].read_text()
     clean = places["grown"].read_text()
@@ -196,7 +196,7 @@ def test_trouble_is_prominent_and_its_absence_quiet(places):
     assert "Nothing amiss" in clean
 
 
-def test_alarms_that_needed_no_rollback_are_one_line(tmp_path):
+def test_alarms_without_rollback_take_one_line(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
     for step_, alarm, action in ((1, "divergence", "counted"), (2, "divergence", "counted"), (3, "collapse", "seen"),
@@ -208,7 +208,7 @@ def test_alarms_that_needed_no_rollback_are_one_line(tmp_path):
     assert "3 alarms that needed no rollback (divergence 2 times, collapse)" in told[1]
 
 
-def test_an_unmeasured_quality_is_not_a_zero(tmp_path):
+def test_unmeasured_quality_is_not_shown_as_zero(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
     for n in range(1, 5):
@@ -218,7 +218,7 @@ def test_an_unmeasured_quality_is_not_a_zero(tmp_path):
     assert "0.0 %" not in html
 
 
-def test_a_seed_whose_worth_was_never_measured_still_has_a_life(tmp_path):
+def test_seed_without_measured_worth_still_has_a_lifecycle(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
     journal.write(step(1, stages=(2, 0, 0), blueprints=("norm", "", "")))
@@ -228,12 +228,12 @@ def test_a_seed_whose_worth_was_never_measured_still_has_a_life(tmp_path):
 
 
 @pytest.mark.parametrize("status", ["running", "finished", "failed"])
-def test_a_run_with_only_a_manifest_has_a_report(tmp_path, status):
+def test_run_with_only_a_manifest_has_a_report(tmp_path, status):
     (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps({"status": status}).encode()))
     parsed(report.page([RunSummary.of(tmp_path)]))
 
 
-def test_of_many_episodes_some_are_shown_and_the_page_says_so(places, tmp_path):
+def test_page_states_how_many_of_many_episodes_it_shows(places, tmp_path):
     run = RunSummary.of(places["train"].parent / "train")
     shown = sections.views(run)
     assert len(shown) == sections.MOST_VIEWS
@@ -241,14 +241,14 @@ def test_of_many_episodes_some_are_shown_and_the_page_says_so(places, tmp_path):
     assert "12 of 60 episodes" in places["train"].read_text()
 
 
-# -- files that are damaged
+# -- damaged files
 
 
 ODD = (None, "text", -1, 10**30, 1.5, True, [], {}, ["x"], {"a": None}, "NaN", "Infinity")
 
 
 def one_of_each(path):
-    """A short run with one event of every kind that a report reads, as lines."""
+    """Return the lines of a short run with one event of every kind that a report reads."""
     journal = Journal(path)
     journal.write(started(env_names=("grown", "no growth"), steps=6))
     for env, name in enumerate(("grown", "no growth")):
@@ -262,7 +262,7 @@ def one_of_each(path):
     return [{name: value for name, value in each.items() if name != "crc"} for each in lines]
 
 
-def test_a_value_of_the_wrong_type_anywhere_in_the_journal_spoils_no_report(tmp_path):
+def test_wrong_type_anywhere_in_the_journal_breaks_no_report(tmp_path):
     path = tmp_path / "run"
     lines = one_of_each(path)
     places = {(each["kind"], name): i for i, each in enumerate(lines) for name in each}
@@ -282,7 +282,7 @@ def test_a_value_of_the_wrong_type_anywhere_in_the_journal_spoils_no_report(tmp_
         assert run.unreadable > 0, odd
 
 
-def test_a_value_of_the_wrong_type_anywhere_in_the_manifest_spoils_no_report(tmp_path):
+def test_wrong_type_anywhere_in_the_manifest_breaks_no_report(tmp_path):
     path = tmp_path / "run"
     one_of_each(path)
     manifest = open_json((path / "manifest.json").read_bytes())
@@ -301,7 +301,7 @@ def test_a_value_of_the_wrong_type_anywhere_in_the_manifest_spoils_no_report(tmp
     parsed(report.page([RunSummary.of(path)]))
 
 
-def test_facts_that_the_journal_lacks_come_from_the_manifest_unless_they_make_no_sense(tmp_path):
+def test_facts_missing_in_the_journal_come_from_a_valid_manifest(tmp_path):
     journal = Journal(tmp_path / "run", task="rescue", rounds="many", threads=3)
     journal.write(step(1))
     run = RunSummary.of(journal.close())
@@ -309,7 +309,7 @@ def test_facts_that_the_journal_lacks_come_from_the_manifest_unless_they_make_no
 
 
 @pytest.mark.parametrize("content", ["{", "[1]", '{"task": "x"}', None])
-def test_a_damaged_manifest_hides_no_journal(tmp_path, content):
+def test_damaged_manifest_hides_no_journal(tmp_path, content):
     path = grow_run(tmp_path / "run")
     (path / "manifest.json").unlink() if content is None else (path / "manifest.json").write_text(content)
     run = RunSummary.of(path)
@@ -320,13 +320,13 @@ def test_a_damaged_manifest_hides_no_journal(tmp_path, content):
     parsed(report.page([run]))
 
 
-def test_a_directory_named_as_a_segment_spoils_no_report(tmp_path):
+def test_directory_named_like_a_segment_breaks_no_report(tmp_path):
     path = grow_run(tmp_path / "run")
     (path / "events" / "rank0-00007.jsonl").mkdir()
     assert RunSummary.of(path).status == "finished"
 
 
-def test_a_text_of_any_length_is_cut(tmp_path):
+def test_text_of_any_length_is_truncated(tmp_path):
     journal = Journal(tmp_path / "run", error="e" * 9_000_000, status="failed", command="c" * 9_000_000)
     journal.write(started())
     journal.write(Health(source="x", severity="error", text="y" * 22_000_000))
@@ -335,7 +335,7 @@ def test_a_text_of_any_length_is_cut(tmp_path):
     assert any("(21,998,003 more characters)" in text for _, text in report.troubles(run))
 
 
-def test_what_a_retired_sink_missed_is_not_called_lost(tmp_path):
+def test_events_missed_by_a_retired_sink_are_not_called_lost(tmp_path):
     journal = Journal(tmp_path / "run", status="running")
     counters = {"emitted": 107.0, "coalesced": 0.0, "Board.given_up": 10.0, "JsonlSink.given_up": 0.0}
     journal.write(Health(source="hub", severity="warning", text="107 events; 10 events lost", counters=counters))
@@ -344,10 +344,10 @@ def test_what_a_retired_sink_missed_is_not_called_lost(tmp_path):
     assert run.losses == []
 
 
-# -- names, and what growth brought
+# -- run names, and the gain of growth
 
 
-def test_a_copy_is_called_as_its_directory(tmp_path):
+def test_copy_is_named_after_its_directory(tmp_path):
     path = grow_run(tmp_path / "run")
     copy = tmp_path / "a copy"
     path.rename(copy)
@@ -361,7 +361,7 @@ def test_a_copy_is_called_as_its_directory(tmp_path):
     assert f"{tmp_path.name}/a copy" in html
 
 
-def test_of_a_grow_run_the_gain_is_shown_over_the_bare_host_of_its_world(tmp_path):
+def test_grow_run_shows_the_gain_over_the_bare_host_of_its_world(tmp_path):
     journal = Journal(tmp_path / "run")
     names = ("grown", "no growth", "same structure", "wider")
     journal.write(started(env_names=names))
@@ -378,7 +378,7 @@ def test_of_a_grow_run_the_gain_is_shown_over_the_bare_host_of_its_world(tmp_pat
     assert "over twin" not in html
 
 
-def test_where_no_gain_is_known_none_is_explained(tmp_path):
+def test_unknown_gain_is_not_explained(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
     journal.write(step(1))
@@ -388,7 +388,7 @@ def test_where_no_gain_is_known_none_is_explained(tmp_path):
 # -- the command
 
 
-def test_the_command_writes_into_the_run_and_says_what_is_in_it(tmp_path, capsys):
+def test_command_writes_into_the_run_and_prints_a_summary(tmp_path, capsys):
     path = grow_run(tmp_path / "run")
     run_report([path], None, False, False)
     said = capsys.readouterr().out
@@ -397,7 +397,7 @@ def test_the_command_writes_into_the_run_and_says_what_is_in_it(tmp_path, capsys
     assert "nothing amiss" in said
 
 
-def test_the_command_gives_json(tmp_path, capsys):
+def test_command_prints_json(tmp_path, capsys):
     paths = [grow_run(tmp_path / name) for name in ("a", "b")]
     run_report(paths, tmp_path / "out.html", True, False)
     said = json.loads(capsys.readouterr().out)
@@ -405,7 +405,7 @@ def test_the_command_gives_json(tmp_path, capsys):
     assert said["runs"][0]["environments"][0]["germinated"] == 3
 
 
-def test_what_is_no_run_is_refused(tmp_path):
+def test_non_run_directory_is_refused(tmp_path):
     with pytest.raises(EsperError):
         run_report([tmp_path], None, False, False)
     with pytest.raises(EsperError):
@@ -430,7 +430,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """Opens a page; at the end, complains of whatever the page complained of or asked for."""
+    """Open a page; on exit, fail on any console message or network request of the page."""
     trouble, pages = [], []
 
     def go(path, width=1280):
@@ -460,7 +460,7 @@ def test_no_page_is_wider_than_the_screen(places, visit, name, width):
     assert page.evaluate("document.documentElement.scrollWidth") <= width
 
 
-def test_the_pointer_shows_values(places, visit):
+def test_pointer_shows_values(places, visit):
     page = visit(places["grown"])
     page.locator(".area").first.hover(position={"x": 400, "y": 60})
     tip = page.locator("#tip")
@@ -472,7 +472,7 @@ def test_the_pointer_shows_values(places, visit):
     assert not tip.is_visible()
 
 
-def test_the_arrow_keys_do_the_same(places, visit):
+def test_arrow_keys_show_values(places, visit):
     page = visit(places["grown"])
     page.locator(".area").first.focus()
     page.keyboard.press("ArrowLeft")
@@ -481,13 +481,13 @@ def test_the_arrow_keys_do_the_same(places, visit):
     assert "epoch 39" in page.locator("#tip").inner_text()
 
 
-def test_a_stage_says_what_it_is(places, visit):
+def test_stage_has_a_tooltip(places, visit):
     page = visit(places["grown"])
     page.locator(".panel .bar.fossilized").first.hover()
     assert "conv_light in r0c0" in page.locator("#tip").inner_text()
 
 
-def test_the_legend_switches_a_curve_everywhere(places, visit):
+def test_legend_toggles_a_curve_in_every_chart(places, visit):
     page = visit(places["grown"])
     curves = page.locator('g[data-key="e1"]')
     assert curves.count() == 4
@@ -499,7 +499,7 @@ def test_the_legend_switches_a_curve_everywhere(places, visit):
     assert curves.first.is_visible()
 
 
-def test_the_selector_shows_one_episode_at_a_time(places, visit):
+def test_selector_shows_one_episode_at_a_time(places, visit):
     page = visit(places["train"])
     assert page.locator(".panel:visible").count() == 1
     page.locator("select[data-panels]").select_option(index=3)
@@ -507,7 +507,7 @@ def test_the_selector_shows_one_episode_at_a_time(places, visit):
     assert page.locator(".panel:visible h4").inner_text() == chosen
 
 
-def test_a_link_opens_the_run_it_names(places, visit):
+def test_link_opens_the_run_it_names(places, visit):
     page = visit(places["both"])
     page.get_by_role("link", name="train").click()
     assert page.locator("#run1").evaluate("d => d.open")

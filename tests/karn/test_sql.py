@@ -1,4 +1,4 @@
-"""Questions to runs: every event arrives typed and once, the views answer, and nothing but the run can be reached."""
+"""SQL over runs: every event is read once and typed, the views are correct, and only the run is accessible."""
 
 import io
 import json
@@ -121,7 +121,7 @@ def runs(run):
         yield opened
 
 
-def test_every_kind_has_a_table_and_the_sample_speaks_of_each(runs):
+def test_every_kind_has_a_table_and_occurs_in_the_sample(runs):
     assert {type(event) for event in EVENTS} == set(KINDS.values())
     for name, kind in KINDS.items():
         expected = sum(type(event) is kind for event in EVENTS)
@@ -138,7 +138,7 @@ def same(a, b):
     return a == b
 
 
-def test_every_field_of_every_line_is_what_the_journal_reads(run, runs):
+def test_every_field_of_every_line_equals_the_journal_reader(run, runs):
     for entry in journal.read(run):
         table = views.table_name(entry.kind)
         answer = runs.ask(f"select * from {table} where seq = {entry.seq} and rank = {entry.rank}")
@@ -149,18 +149,18 @@ def test_every_field_of_every_line_is_what_the_journal_reads(run, runs):
         assert same({k: v for k, v in found.items() if k not in ("seq", "rank")}, entry.data), entry.kind
 
 
-def test_columns_never_clash_with_those_that_every_table_has():
+def test_field_columns_never_clash_with_common_columns():
     for kind in KINDS.values():
         assert not {"run", "seq", "time_s", "rank", "extra", "kind"} & set(kind.__struct_fields__)
 
 
-def test_what_is_not_measured_is_null_and_nan_stays_nan(runs):
+def test_unmeasured_is_null_and_nan_stays_nan(runs):
     assert runs.ask("select count(*) from steps where committed_quality is null").rows == [(3,)]
     assert runs.ask("select count(*) from steps where isnan(train_loss) and train_loss is not null").rows == [(3,)]
     assert runs.ask("select count(*) from steps where isinf(reward)").rows == [(1,)]
 
 
-def test_damaged_lines_duplicates_and_ranks_are_as_the_journal_has_them(tmp_path):
+def test_damaged_lines_duplicates_and_ranks_match_the_journal(tmp_path):
     path = make_run(tmp_path)
     first = path / "events" / "rank0-00000.jsonl"
     lines = first.read_bytes().splitlines(keepends=True)
@@ -170,7 +170,7 @@ def test_damaged_lines_duplicates_and_ranks_are_as_the_journal_has_them(tmp_path
     again = line(Record(1, 3e9, 0, step(1)))
     first.write_bytes(b"".join([lines[0], *damaged, lines[1], again, leap, *lines[2:]]))
     write(path, [step(n, env=1) for n in range(1, 6)], rank=1)
-    write(path, EVENTS[1:3], first_seq=1, since_s=2e9)  # places that are taken
+    write(path, EVENTS[1:3], first_seq=1, since_s=2e9)  # sequence numbers already used
     with (path / "events" / "rank1-00007.jsonl").open("wb") as torn:
         whole = line(Record(5, 2e9, 1, step(6, env=1)))
         torn.write(whole + whole[:30])
@@ -188,7 +188,7 @@ def test_damaged_lines_duplicates_and_ranks_are_as_the_journal_has_them(tmp_path
     assert damage.lines >= 8
 
 
-def test_segments_are_read_in_batches_with_the_same_result(run, runs, monkeypatch):
+def test_reading_segments_in_batches_gives_the_same_result(run, runs, monkeypatch):
     monkeypatch.setattr(sql, "BATCH_BYTES", 1)
     with Runs([run]) as opened:
         for table in ("events", "steps", "lifecycle"):
@@ -213,7 +213,7 @@ def test_fields_and_kinds_of_a_newer_version_are_kept(tmp_path):
         assert opened.ask("select kind, (event->>'rain_mm')::int from other_events").rows == [("weather", 3)]
 
 
-def test_a_run_that_lived_some_steps_again_shows_the_later_life(tmp_path):
+def test_steps_repeated_after_a_resume_show_the_later_version(tmp_path):
     first = [started(), step(1), step(1, env=1), step(2), step(2, env=1), moved(2, "DORMANT", "GERMINATED"), step(3)]
     again = [started(), step(2, quality=0.9), moved(2, "DORMANT", "GERMINATED", blueprint="lora"), step(3, quality=0.8)]
     path = make_run(tmp_path, [*first, *again])
@@ -222,12 +222,12 @@ def test_a_run_that_lived_some_steps_again_shows_the_later_life(tmp_path):
         assert opened.ask("select step, quality from steps where env = 0 order by step").rows == [
             (1, 0.1), (2, 0.9), (3, 0.8)
         ]  # fmt: skip
-        assert opened.ask("select count(*) from steps where env = 1").rows == [(2,)]  # it was not lived again
+        assert opened.ask("select count(*) from steps where env = 1").rows == [(2,)]  # this step was not repeated
         assert opened.ask("select blueprint from lifecycle").rows == [("lora",)]
         assert opened.ask("select count(*) from events").rows == [(len(first) + len(again),)]
 
 
-def test_the_views_answer(runs):
+def test_views_return_expected_rows(runs):
     def ask(query):
         return runs.ask(query).rows
 
@@ -255,7 +255,7 @@ def test_the_views_answer(runs):
     assert ask("select entropy['op'], entropy['slot'], learnable['slot'] from updates") == [(0.5, None, None)]
 
 
-def test_holes_in_the_sequence_are_losses(tmp_path):
+def test_gaps_in_the_sequence_are_losses(tmp_path):
     path = make_run(tmp_path, [step(1), step(2)], first_seq=2)
     write(path, [step(3)], first_seq=9)
 
@@ -266,7 +266,7 @@ def test_holes_in_the_sequence_are_losses(tmp_path):
     assert [(gap.start - 1, gap.stop, len(gap)) for gap in journal.holes(journal.read(path))[0]] == found
 
 
-def test_several_runs_stand_side_by_side_and_one_is_the_others_peer(tmp_path):
+def test_several_runs_are_queried_together_with_their_baseline(tmp_path):
     grown = make_run(tmp_path, [started(), episode(0, 0.9)], name="grown")
     bare = make_run(tmp_path, [started(), episode(0, 0.6, germinated=0, params=100)], name="bare")
     with Runs([grown, bare]) as opened:
@@ -281,8 +281,10 @@ def test_several_runs_stand_side_by_side_and_one_is_the_others_peer(tmp_path):
         Runs([grown, grown])
 
 
-def test_only_the_bare_host_of_the_same_world_is_a_peer(tmp_path):
-    """As `esper grow` leaves it: what grew, no growth, the same structure from step 0, a wider host; and strangers."""
+def test_only_the_bare_host_of_the_same_world_is_a_baseline(tmp_path):
+    """Use the runs that `esper grow` writes: grown, no growth, same structure from step 0, a wider host; and
+    unrelated ones.
+    """
     events = [
         started(env_names=tuple("abcdef")),
         episode(0, 0.9),
@@ -299,7 +301,7 @@ def test_only_the_bare_host_of_the_same_world_is_a_peer(tmp_path):
                     (5, "twin", 0.7, 0.1, 0.2)]  # fmt: skip
 
 
-def test_the_catalogue_names_every_view_with_its_columns_in_order(runs):
+def test_catalogue_lists_every_view_with_its_columns_in_order(runs):
     shown = {view.name: list(view.columns) for view in views.catalogue()}
     existing = {name for (name,) in runs.ask("show tables").rows} - {"places", "directories"}
     assert set(shown) == existing
@@ -315,7 +317,7 @@ def test_the_catalogue_names_every_view_with_its_columns_in_order(runs):
         "select 1; -- done", "table steps", "select * from query('select 1')",
     ],
 )  # fmt: skip
-def test_a_question_may_take_many_forms(runs, query):
+def test_read_only_statements_of_any_form_are_accepted(runs, query):
     assert runs.ask(query, limit=5).rows
 
 
@@ -338,7 +340,7 @@ REFUSED = [
 
 
 @pytest.mark.parametrize("query", REFUSED)
-def test_what_is_no_question_to_the_run_is_refused_in_one_paragraph(runs, query, tmp_path, monkeypatch):
+def test_other_statements_are_refused_in_one_paragraph(runs, query, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "notes.csv").write_text("a\n1\n")
     (tmp_path / "manifest.json").write_text("{}")
@@ -351,10 +353,10 @@ def test_what_is_no_question_to_the_run_is_refused_in_one_paragraph(runs, query,
     assert "\n" not in str(refusal.value)
     assert len(str(refusal.value)) > 20
     assert sorted(p.name for p in tmp_path.iterdir()) == ["manifest.json", "notes.csv"]
-    assert runs.ask("select count(*) from steps").rows == [(3,)]  # and it goes on answering
+    assert runs.ask("select count(*) from steps").rows == [(3,)]  # and the connection still answers
 
 
-def test_every_fence_is_up(runs):
+def test_every_sandbox_setting_is_active(runs):
     names = ("enable_external_access", "autoinstall_known_extensions", "autoload_known_extensions",
              "python_enable_replacements")  # fmt: skip
     for name in names:
@@ -364,7 +366,7 @@ def test_every_fence_is_up(runs):
     ]
 
 
-def test_refusals_say_what_is_allowed(runs):
+def test_refusals_state_what_is_allowed(runs):
     with pytest.raises(EsperError, match="COPY is not allowed here: a query may only read the run"):
         runs.ask("copy steps to 'x'")
     with pytest.raises(EsperError, match="reaches beyond the run"):
@@ -375,7 +377,7 @@ def test_refusals_say_what_is_allowed(runs):
         runs.ask("from stepz")
 
 
-def test_a_query_that_takes_too_long_is_stopped_and_the_next_one_runs(runs):
+def test_slow_query_is_stopped_and_the_next_one_runs(runs):
     with pytest.raises(EsperError, match=r"stopped after 0\.2 s"):
         runs.ask("select sum(a.range * b.range) from range(10000000) a, range(10000000) b", timeout_s=0.2)
     assert runs.ask("select 1", timeout_s=30).rows == [(1,)]
@@ -384,7 +386,7 @@ def test_a_query_that_takes_too_long_is_stopped_and_the_next_one_runs(runs):
 SLOW = "select sum(a.range * b.range) from range(10000000) a, range(10000000) b"
 
 
-def test_ctrl_c_stops_a_query_and_is_said_in_one_line(run):
+def test_ctrl_c_stops_a_query_with_a_one_line_message(run):
     code = """
 import sys
 from pathlib import Path
@@ -403,7 +405,7 @@ run_sql([Path(sys.argv[1])], sys.argv[2], timeout_s=600)
     asking = subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True, preexec_fn=heed_signals)
     try:
         assert asking.stdout.readline() == "read\n"
-        time.sleep(0.5)  # the query runs
+        time.sleep(0.5)  # the query is running
         asking.send_signal(signal.SIGINT)
         _, said = asking.communicate(timeout=120)
     finally:
@@ -411,7 +413,7 @@ run_sql([Path(sys.argv[1])], sys.argv[2], timeout_s=600)
     assert (asking.returncode, said) == (130, "esper: interrupted\n")
 
 
-def test_rows_beyond_the_limit_are_counted_whatever_the_form_of_the_question(runs):
+def test_rows_beyond_the_limit_are_counted_for_any_statement(runs):
     for query, more in (("from range(25)", 20), ("select * from range(25) -- all of them", 20), ("values (1), (2)", 0),
                         ("explain from steps", 0)):  # fmt: skip
         assert runs.ask(query, limit=5).more == more, query
@@ -419,7 +421,7 @@ def test_rows_beyond_the_limit_are_counted_whatever_the_form_of_the_question(run
     assert runs.ask("from range(30000)", limit=12_000).rows == [(i,) for i in range(12_000)]
 
 
-def test_a_damaged_manifest_hides_no_journal(tmp_path, capsys):
+def test_damaged_manifest_hides_no_journal(tmp_path, capsys):
     path = make_run(tmp_path)
     (path / "manifest.json").write_text('{"status": "fin')
     run_sql([path], "select status, events, task from runs", as_csv=True)
@@ -431,7 +433,7 @@ def test_a_damaged_manifest_hides_no_journal(tmp_path, capsys):
         assert "no manifest" in opened.ask("select damage from manifests where manifest is null").rows[0][0]
 
 
-def test_a_directory_named_as_a_segment_is_none(tmp_path):
+def test_directory_named_like_a_segment_is_ignored(tmp_path):
     path = make_run(tmp_path)
     (path / "events" / "rank0-00900.jsonl").mkdir()
     (path / "events" / "rank7-00000.jsonl").mkdir()
@@ -439,7 +441,7 @@ def test_a_directory_named_as_a_segment_is_none(tmp_path):
         assert opened.ask("select count(*) from events").rows == [(len(EVENTS),)]
 
 
-def test_slots_are_named_by_the_manifest_where_the_run_did_not_say_them(tmp_path):
+def test_slot_names_fall_back_to_the_manifest(tmp_path):
     with RunDirectory.create(tmp_path, "rescue", name="own", manifest={"slots": ["left", "right"]}) as run:
         write(run.path, [step(1), episode(0, 0.9)])
     with Runs([run.path]) as opened:
@@ -447,13 +449,13 @@ def test_slots_are_named_by_the_manifest_where_the_run_did_not_say_them(tmp_path
         assert opened.ask("select task from runs").rows == [("rescue",)]
 
 
-def test_without_duckdb_the_extra_is_named(run, monkeypatch):
+def test_missing_duckdb_names_the_extra(run, monkeypatch):
     monkeypatch.setitem(sys.modules, "duckdb", None)
     with pytest.raises(EsperError, match=r"pip install 'esper-lite\[sql\]'"):
         Runs([run])
 
 
-def test_what_is_no_run_is_told(tmp_path):
+def test_non_run_directory_is_reported(tmp_path):
     with pytest.raises(RunError, match="not a run"):
         run_sql([tmp_path / "nowhere"], "from steps")
     with pytest.raises(RunError, match="not a run"):
@@ -462,7 +464,7 @@ def test_what_is_no_run_is_told(tmp_path):
         run_sql([], "from steps")
 
 
-def test_a_run_with_odd_characters_in_its_path_and_no_events_can_be_asked(tmp_path):
+def test_run_with_odd_path_and_no_events_can_be_queried(tmp_path):
     odd = make_run(tmp_path, name="o[d]d *?'é")
     decoy = make_run(tmp_path, name="odd x1'é")
     empty = make_run(tmp_path, [], name="empty")
@@ -474,7 +476,7 @@ def test_a_run_with_odd_characters_in_its_path_and_no_events_can_be_asked(tmp_pa
     assert decoy.exists()
 
 
-def test_a_table_shows_dashes_trimmed_numbers_and_how_many_more(run):
+def test_table_shows_dashes_trimmed_numbers_and_remaining_rows(run):
     from rich.console import Console
 
     out = io.StringIO()
@@ -488,7 +490,7 @@ def test_a_table_shows_dashes_trimmed_numbers_and_how_many_more(run):
     run_sql([run], "from steps", console=Console(file=out, width=60, force_terminal=True))
     assert "columns do not fit" in out.getvalue()
     out = io.StringIO()
-    run_sql([run], "from steps", console=Console(file=out, width=60))  # to a file: everything
+    run_sql([run], "from steps", console=Console(file=out, width=60))  # to a file: all rows
     assert "extra" in out.getvalue()
     assert "do not fit" not in out.getvalue()
 
@@ -499,7 +501,7 @@ def test_text_of_a_run_cannot_move_the_cursor(runs):
     assert "\x1b" not in cell(text)
 
 
-def test_long_cells_are_cut_and_say_by_how_much():
+def test_long_cells_are_truncated_with_the_omitted_length():
     assert cell("x" * 500) == "x" * 500
     assert cell("x" * 10_000_500) == "x" * 500 + "… (10,000,000 more characters)"
     assert cell([1] * 150).endswith(", … 50 more]")
@@ -507,13 +509,13 @@ def test_long_cells_are_cut_and_say_by_how_much():
     assert cell([[["z" * 600] * 101] * 101]).endswith("more characters)")
 
 
-def test_json_keeps_columns_of_one_name_apart(run, capsys):
+def test_json_keeps_columns_of_the_same_name_apart(run, capsys):
     run_sql([run], "select 1 a, 2 a, 3 a_1, 4 a", as_json=True)
     assert json.loads(capsys.readouterr().out) == [{"a": 1, "a_2": 2, "a_1": 3, "a_3": 4}]
     assert distinct(["a", "a", "b"]) == ["a", "a_1", "b"]
 
 
-def test_json_and_csv_have_all_rows_and_say_what_is_not_finite(run, capsys):
+def test_json_and_csv_have_all_rows_and_spell_out_non_finite_values(run, capsys):
     run_sql(
         [run], "select i, 'NaN'::double as x, null as y, [1, 'inf'::double] as z from range(300) t(i)", as_json=True
     )
@@ -539,7 +541,7 @@ def test_without_a_query_the_views_are_listed(run, capsys):
     assert "Epochs it spent in the stage it left" in printed
 
 
-def test_the_last_argument_is_the_query_unless_it_is_a_run(run):
+def test_last_argument_is_the_query_unless_it_is_a_run(run):
     assert split_arguments([str(run), "from steps"]) == ([run], "from steps")
     assert split_arguments([str(run), str(run), "select 1"]) == ([run, run], "select 1")
     assert split_arguments([str(run)]) == ([run], None)
@@ -550,11 +552,11 @@ QUERIES = re.findall(r"^```sql\n(.*?)^```", DOC.read_text(), re.MULTILINE | re.D
 
 
 @pytest.mark.parametrize("query", QUERIES)
-def test_the_queries_of_the_document_find_something(runs, query):
+def test_documented_queries_return_rows(runs, query):
     assert runs.ask(query).rows
 
 
-def test_the_document_lists_every_kind_and_field():
+def test_document_lists_every_kind_and_field():
     text = DOC.read_text()
     assert len(QUERIES) >= 8
     start, end = "<!-- events: kept equal to the source by a test -->\n", "<!-- end of events -->"

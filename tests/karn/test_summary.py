@@ -1,4 +1,4 @@
-"""What a journal says of a run: stages as intervals, gaps, several episodes, losses, and runs that did not end."""
+"""Summaries of journals: stage intervals, gaps, several episodes, losses, and runs that did not finish."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from tests.support.sample_runs import Journal, grow_run, moved, started, step, t
 
 
 def told(*events):
-    """A summary of these events, without a file."""
+    """Return the summary of these events, without a file."""
     run = RunSummary(None)
     run.add(entries(events))
     return run
@@ -47,17 +47,17 @@ def test_steps_in_one_stage_make_one_interval():
     assert stages(run) == [(S.TRAINING, "norm", 2, 3), (S.BLENDING, "norm", 4, 4)]
 
 
-def test_a_seed_after_another_is_an_interval_of_its_own():
+def test_next_seed_of_a_slot_starts_a_new_interval():
     run = told(started(), row(1, S.TRAINING, "norm"), row(2, S.TRAINING, "lora"))
     assert stages(run) == [(S.TRAINING, "norm", 1, 1), (S.TRAINING, "lora", 2, 2)]
 
 
-def test_steps_that_are_missing_are_not_bridged():
+def test_missing_steps_are_not_bridged():
     run = told(started(), row(1, S.TRAINING), row(2, S.TRAINING), row(6, S.TRAINING), row(7, S.TRAINING))
     assert stages(run) == [(S.TRAINING, "norm", 1, 2), (S.TRAINING, "norm", 6, 7)]
 
 
-def test_moves_alone_tell_the_same_life():
+def test_transitions_alone_give_the_same_intervals():
     run = told(
         started(),
         moved(3, "r0c0", S.DORMANT, S.GERMINATED),
@@ -69,20 +69,20 @@ def test_moves_alone_tell_the_same_life():
     assert stages(run) == [(S.GERMINATED, "norm", 3, 3), (S.TRAINING, "norm", 4, 11), (S.BLENDING, "norm", 12, 20)]
 
 
-def test_a_move_tells_what_held_before_it_where_nothing_else_does():
+def test_transition_implies_the_stage_before_it():
     run = told(started(), moved(12, "r0c0", S.TRAINING, S.BLENDING, dwell=5))
     assert stages(run) == [(S.TRAINING, "norm", 7, 11), (S.BLENDING, "norm", 12, 12)]
 
 
 @pytest.mark.parametrize("moves_first", [True, False])
-def test_a_stage_passed_through_within_one_epoch_leaves_no_interval(moves_first):
+def test_stage_entered_and_left_in_one_epoch_has_no_interval(moves_first):
     moves = [moved(3, "r0c0", S.DORMANT, S.GERMINATED), moved(3, "r0c0", S.GERMINATED, S.TRAINING)]
     both = [*moves, row(3, S.TRAINING)] if moves_first else [row(3, S.TRAINING), *moves]
     run = told(started(), row(1, S.DORMANT), row(2, S.DORMANT), *both, row(4, S.TRAINING))
     assert stages(run) == [(S.TRAINING, "norm", 3, 4)]
 
 
-def test_a_resumed_run_goes_over_steps_again_and_the_new_ones_count():
+def test_repeated_steps_of_a_resumed_run_replace_the_old_ones():
     first = [row(n, S.TRAINING if n < 4 else S.BLENDING, quality=0.1) for n in range(1, 7)]
     again = [row(n, S.TRAINING, quality=0.9) for n in range(3, 6)]
     run = told(started(), *first, *again)
@@ -97,7 +97,7 @@ LIVES = st.lists(
 
 @given(LIVES, st.sets(st.integers(1, 30)))
 @settings(max_examples=150, deadline=None)
-def test_intervals_say_of_every_recorded_epoch_what_its_step_said(life, missing):
+def test_intervals_match_the_stage_of_every_recorded_epoch(life, missing):
     kept = {n: shown for n, shown in enumerate(life, 1) if n not in missing}
     run = told(started(), *(row(n, stage, blueprint) for n, (stage, blueprint) in kept.items()))
     found = {}
@@ -111,7 +111,7 @@ def test_intervals_say_of_every_recorded_epoch_what_its_step_said(life, missing)
 
 @given(LIVES, st.lists(st.integers(1, 8), max_size=10))
 @settings(max_examples=60, deadline=None)
-def test_it_does_not_matter_in_which_portions_entries_arrive(life, portions):
+def test_result_does_not_depend_on_how_entries_are_batched(life, portions):
     events = [started(), *(row(n, stage, blueprint) for n, (stage, blueprint) in enumerate(life, 1))]
     run, at = RunSummary(None), 0
     for size in [*portions, len(events)]:
@@ -123,7 +123,7 @@ def test_it_does_not_matter_in_which_portions_entries_arrive(life, portions):
     assert not life or run.envs[0].episodes[0].slots["r0c0"].alpha == whole.envs[0].episodes[0].slots["r0c0"].alpha
 
 
-def test_a_slot_keeps_alpha_where_it_changed():
+def test_alpha_is_kept_where_it_changed():
     run = told(started(), *(step(n, alphas=(a, 0.0, 0.0)) for n, a in enumerate((0.0, 0.5, 0.5, 1.0), 1)))
     assert run.envs[0].episodes[0].slots["r0c0"].alpha == [(1, 0.0), (2, 0.5), (4, 1.0)]
 
@@ -131,7 +131,7 @@ def test_a_slot_keeps_alpha_where_it_changed():
 # -- numbers
 
 
-def test_not_measured_and_not_a_number_stay_apart():
+def test_unmeasured_and_nan_are_distinct():
     table = Table(("step", "y"))
     for n, y in enumerate((0.5, None, math.nan, -math.inf, "words")):
         table.add({"step": n, "y": y})
@@ -141,19 +141,19 @@ def test_not_measured_and_not_a_number_stay_apart():
     assert got[3:] == [-math.inf, None]
 
 
-def test_fields_that_an_older_version_did_not_write_are_not_measured():
+def test_fields_missing_in_older_versions_are_unmeasured():
     table = Table(("step", "new"))
     table.add({"step": 1})
     assert table.column("new") == [None]
 
 
-def test_quality_at_the_end_is_the_last_that_was_measured():
+def test_final_quality_is_the_last_measured_one():
     run = told(started(), row(1, 0, quality=0.4), row(2, 0, quality=0.7), row(3, 0, quality=None))
     episode = run.envs[0].episodes[0]
     assert (episode.quality, episode.quality_best, episode.params) == (0.7, 0.7, 1_234)
 
 
-def test_best_passes_over_what_is_not_finite():
+def test_best_ignores_non_finite_values():
     run = told(started(), row(1, 0, quality=0.4), row(2, 0, quality=math.nan))
     assert run.envs[0].episodes[0].quality_best == 0.4
     assert math.isnan(run.envs[0].episodes[0].quality)
@@ -174,7 +174,7 @@ def test_worth_is_kept_per_slot():
 # -- episodes, phases, losses
 
 
-def test_every_environment_keeps_its_episodes_apart(tmp_path):
+def test_episodes_are_kept_per_environment(tmp_path):
     run = RunSummary.of(train_run(tmp_path / "run", envs=3, rounds=4, epochs=30))
     assert [len(env.episodes) for env in run.envs.values()] == [4, 4, 4]
     assert run.envs[2].name == "world 2"
@@ -189,7 +189,7 @@ def test_phases_are_totals_so_the_newest_counts():
     assert [(p.name, p.wall_ms, p.cpu_ms, p.calls) for p in run.phases] == [("train", 25.0, 12.5, 2)]
 
 
-def test_what_is_unknown_or_makes_no_sense_is_counted_and_passed_over():
+def test_unknown_or_invalid_entries_are_counted_and_skipped():
     run = RunSummary(None)
     wrong = {"phase": "train", "wall_ms": "soon", "cpu_ms": 1, "calls": 1}
     told = [("from_the_future", {"x": 1}), ("step", {"env": 0}), ("phase_profile", wrong)]
@@ -201,7 +201,7 @@ def test_what_is_unknown_or_makes_no_sense_is_counted_and_passed_over():
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_no_slot_has_two_names_where_only_moves_name_it(order):
+def test_no_slot_has_two_names_where_only_transitions_name_it(order):
     first = [moved(2, "left", S.DORMANT, S.TRAINING, dwell=0), row(2, S.TRAINING)][::order]
     run = told(row(1, S.DORMANT), *first, row(3, S.TRAINING), moved(4, "left", S.TRAINING, S.BLENDING, dwell=2))
     assert [s.name for s in run.episodes[0].slots.values()] == ["left"]
@@ -210,11 +210,11 @@ def test_no_slot_has_two_names_where_only_moves_name_it(order):
     ]  # fmt: skip
 
 
-def test_without_any_names_slots_are_places():
+def test_unnamed_slots_are_shown_by_index():
     assert stages(told(row(1, S.TRAINING)), "slot 0") == [(S.TRAINING, "norm", 1, 1)]
 
 
-def test_the_manifest_names_slots_where_the_run_does_not():
+def test_manifest_names_slots_where_the_run_does_not():
     run = RunSummary(None, {"slots": ["left", "right", "middle"]})
     run.add(entries([moved(1, "left", S.DORMANT, S.TRAINING), row(1, S.TRAINING), row(2, S.TRAINING)]))
     assert list(run.episodes[0].slots) == ["left", "right", "middle"]
@@ -224,14 +224,14 @@ def test_the_manifest_names_slots_where_the_run_does_not():
 # -- runs in every state
 
 
-def test_a_finished_run(tmp_path):
+def test_finished_run_is_summarised(tmp_path):
     run = RunSummary.of(grow_run(tmp_path / "run"))
     assert (run.status, run.wall_s, run.losses, run.unreadable) == ("finished", 91.4, [], 0)
     assert [e.name for e in run.episodes][:2] == ["grown", "no growth"]
     assert (run.episodes[0].germinated, run.episodes[0].fossilized, run.episodes[0].pruned) == (3, 1, 1)
 
 
-def test_a_run_that_was_killed_tells_what_it_wrote(tmp_path):
+def test_killed_run_shows_what_it_wrote(tmp_path):
     journal = Journal(tmp_path / "run", status="running")
     journal.write(started())
     journal.write(row(1, S.TRAINING))
@@ -240,13 +240,13 @@ def test_a_run_that_was_killed_tells_what_it_wrote(tmp_path):
     assert (run.status, run.damage.torn, len(run.episodes[0].steps)) == ("killed", 1, 1)
 
 
-def test_an_empty_run_is_only_a_manifest(tmp_path):
+def test_run_without_events_is_only_a_manifest(tmp_path):
     (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps({"status": "running", "task": "quick"}).encode()))
     run = RunSummary.of(tmp_path)
     assert (run.status, run.about("task"), run.episodes, run.wall_s, run.phases) == ("killed", "quick", [], None, [])
 
 
-def test_the_manifest_has_the_last_word_on_how_a_run_ended(tmp_path):
+def test_manifest_decides_how_a_run_ended(tmp_path):
     journal = Journal(tmp_path / "run", status="failed", error="boom")
     journal.write(RunFinished(status="finished", wall_s=1.0, env_steps=0))
     journal.write(Health(source="hub", severity="info", text="fine"))

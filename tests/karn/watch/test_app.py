@@ -1,4 +1,4 @@
-"""The terminal view with its keys, driven through Textual's pilot."""
+"""The terminal view and its keys, driven through Textual's pilot."""
 
 import asyncio
 import os
@@ -24,16 +24,16 @@ SIZES = [(80, 24), (120, 40), (200, 60)]
 
 
 def shown(app):
-    """What stands on the screen, row by row."""
+    """Return the rows of the screen as text."""
     strips = app.screen._compositor.render_strips()
     return ["".join(segment.text for segment in strip).rstrip() for strip in strips]
 
 
 def watch(run, drive, size=(80, 24), **options):
-    """Run the app on `run`, drive it, and give back what `drive` returns."""
+    """Run the app on `run`, drive it, and return what `drive` returns."""
 
     async def session():
-        app = WatchApp(run, poll_s=60.0, **options)  # a test reads when it wants to
+        app = WatchApp(run, poll_s=60.0, **options)  # tests trigger each read themselves
         async with app.run_test(size=size) as pilot:
             await pilot.pause()
             await app.read()
@@ -60,7 +60,7 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_one_screen_shows_the_run_its_environments_slots_and_events(finished, size):
+def test_one_screen_shows_run_environments_slots_and_events(finished, size):
     async def drive(app, pilot):
         return shown(app)
 
@@ -76,7 +76,7 @@ def test_one_screen_shows_the_run_its_environments_slots_and_events(finished, si
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_a_run_of_128_environments_and_25_slots_scrolls(large, size):
+def test_run_of_128_environments_and_25_slots_scrolls(large, size):
     async def drive(app, pilot):
         first, envs = shown(app), app.screen.query_one("#envs", Lines)
         await pilot.press("G")
@@ -91,7 +91,7 @@ def test_a_run_of_128_environments_and_25_slots_scrolls(large, size):
     assert any("more slots: Enter shows them all" in row for row in first)
 
 
-def test_only_lines_in_sight_are_made(large):
+def test_only_visible_lines_are_rendered(large):
     async def drive(app, pilot):
         made = []
         widget = app.screen.query_one("#envs", Lines)
@@ -104,7 +104,7 @@ def test_only_lines_in_sight_are_made(large):
     assert len(set(made)) == height < 20
 
 
-def test_nothing_is_drawn_when_nothing_changed(finished):
+def test_nothing_is_drawn_without_changes(finished):
     async def drive(app, pilot):
         drawn = []
         app.screen.draw = lambda **how: drawn.append(how)
@@ -116,7 +116,7 @@ def test_nothing_is_drawn_when_nothing_changed(finished):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_an_empty_directory_is_waited_for_and_the_run_appears_when_it_begins(tmp_path, size):
+def test_app_waits_for_a_run_in_an_empty_directory(tmp_path, size):
     async def drive(app, pilot):
         before = shown(app)
         write_run(tmp_path / "later", run_events(ends=False))
@@ -132,7 +132,7 @@ def test_an_empty_directory_is_waited_for_and_the_run_appears_when_it_begins(tmp
     assert any(row.startswith("digits/0") for row in after)
 
 
-def test_a_run_without_environments_says_so(tmp_path):
+def test_run_without_environments_says_so(tmp_path):
     async def drive(app, pilot):
         return shown(app)
 
@@ -142,7 +142,7 @@ def test_a_run_without_environments_says_so(tmp_path):
     assert "slots appear with the first environment" in rows
 
 
-def test_what_is_appended_appears_with_the_next_look(tmp_path):
+def test_appended_events_appear_at_the_next_refresh(tmp_path):
     events = list(run_events(envs=1, slots=1, steps=4, rounds=1, ends=False))
     run = write_run(tmp_path / "r", [])
     file = run / "events" / "rank0-00000.jsonl"
@@ -163,7 +163,7 @@ def test_what_is_appended_appears_with_the_next_look(tmp_path):
     assert any("episode ended" in row for row in rows)
 
 
-def test_j_and_k_choose_the_environment_whose_slots_are_shown(finished):
+def test_j_and_k_select_the_environment_whose_slots_are_shown(finished):
     async def drive(app, pilot):
         chosen = []
         for key in ("j", "j", "k", "down", "end", "j", "home", "k"):
@@ -174,7 +174,7 @@ def test_j_and_k_choose_the_environment_whose_slots_are_shown(finished):
     assert watch(finished, drive) == [1, 2, 1, 2, 3, 3, 0, 0]
 
 
-def test_enter_opens_the_environment_and_escape_comes_back(finished):
+def test_enter_opens_the_environment_and_escape_returns(finished):
     async def drive(app, pilot):
         await pilot.press("j", "enter")
         await settle(pilot)
@@ -194,7 +194,7 @@ def test_enter_opens_the_environment_and_escape_comes_back(finished):
     assert isinstance(outside, MainPage)
 
 
-def test_events_fill_the_screen_follow_the_newest_and_stay_where_they_are_scrolled(tmp_path):
+def test_event_list_follows_the_newest_unless_scrolled(tmp_path):
     events = list(run_events(ends=False))
     lines = lines_of(events)
     run = write_run(tmp_path / "r", events[:200])
@@ -221,7 +221,7 @@ def test_events_fill_the_screen_follow_the_newest_and_stay_where_they_are_scroll
     assert (at_end, followed, stayed) == (True, True, True)
 
 
-def test_a_filter_takes_names_numbers_and_states(finished):
+def test_filter_accepts_names_numbers_and_states(finished):
     async def drive(app, pilot):
         found = {}
         for query in ("its/2", "3", "ended", "rising", "nothing"):
@@ -244,7 +244,7 @@ def test_a_filter_takes_names_numbers_and_states(finished):
     assert after == [0, 1, 2, 3]
 
 
-def test_help_explains_keys_and_words(finished):
+def test_help_explains_keys_and_terms(finished):
     async def drive(app, pilot):
         await pilot.press("question_mark")
         await settle(pilot)
@@ -257,7 +257,7 @@ def test_help_explains_keys_and_words(finished):
         assert any(word in row for row in rows), word
 
 
-def test_r_reads_the_run_again(finished):
+def test_r_reloads_the_run(finished):
     async def drive(app, pilot):
         before = app.source.model
         await pilot.press("r")
@@ -279,7 +279,7 @@ def test_q_quits(finished):
     assert watch(finished, drive)
 
 
-def test_a_terminal_that_changes_its_size_is_laid_out_anew(finished):
+def test_resizing_the_terminal_updates_the_layout(finished):
     async def drive(app, pilot):
         await pilot.resize_terminal(200, 60)
         await settle(pilot)
@@ -315,7 +315,7 @@ def test_without_a_terminal_one_plain_frame_is_printed(finished):
     assert command(finished, "--once").stdout == done.stdout
 
 
-def test_a_plain_frame_needs_neither_textual_nor_a_terminal_that_knows_unicode(finished):
+def test_plain_frame_needs_neither_textual_nor_unicode(finished):
     code = "import sys; sys.modules['textual'] = None; from pathlib import Path; "
     code += f"from esper.commands.watch import run_watch; run_watch(Path({str(finished)!r}), True)"
     env = {"PYTHONIOENCODING": "ascii", "PATH": os.environ["PATH"]}
@@ -325,7 +325,7 @@ def test_a_plain_frame_needs_neither_textual_nor_a_terminal_that_knows_unicode(f
     assert b"FINISHED" in done.stdout
 
 
-def test_a_missing_textual_is_said_with_the_way_out(finished, monkeypatch):
+def test_missing_textual_names_the_extra(finished, monkeypatch):
     from esper.commands import watch as command_watch
 
     monkeypatch.setattr(sys, "stdout", type("Tty", (), {"isatty": lambda self: True})())
@@ -336,11 +336,11 @@ def test_a_missing_textual_is_said_with_the_way_out(finished, monkeypatch):
         command_watch.run_watch(finished, once=False)
 
 
-def test_once_on_a_run_that_has_not_begun_says_so(tmp_path):
+def test_once_on_a_run_that_has_not_started_says_so(tmp_path):
     assert "waiting for a run to begin" in command(tmp_path).stdout
 
 
-def test_a_copy_of_a_run_that_was_just_alive_is_killed_as_the_list_of_runs_says(tmp_path):
+def test_copy_of_a_running_run_is_shown_as_killed(tmp_path):
     with RunDirectory.create(tmp_path, "digits", name="it", manifest={}) as run:
         sink = JsonlSink(run.events_dir)
         sink.write([Record(0, time.time(), 0, started())])
@@ -352,7 +352,7 @@ def test_a_copy_of_a_run_that_was_just_alive_is_killed_as_the_list_of_runs_says(
     assert {row.path.name: row.status for row in list_runs(tmp_path)} == {"it": "finished", "copy": "killed"}
 
 
-def test_a_damaged_manifest_and_a_directory_in_the_journal_stop_no_frame(tmp_path):
+def test_damaged_manifest_and_directory_in_the_journal_break_no_frame(tmp_path):
     run = write_run(tmp_path / "run", run_events(envs=1, slots=1, steps=3, rounds=1))
     (run / "manifest.json").write_text("{")
     (run / "events" / "rank0-00007.jsonl").mkdir()
@@ -362,7 +362,7 @@ def test_a_damaged_manifest_and_a_directory_in_the_journal_stop_no_frame(tmp_pat
     assert "the manifest is damaged" in done.stdout
 
 
-def test_ctrl_c_leaves_quietly(monkeypatch, capsys):
+def test_ctrl_c_exits_without_traceback(monkeypatch, capsys):
     from esper.commands import watch as command_watch
 
     def stop(run):

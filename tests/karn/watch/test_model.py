@@ -1,4 +1,4 @@
-"""The terminal view without a terminal: the fold, the judgements, the words and the lines."""
+"""The model of the terminal view, without a terminal: event fold, status checks, text formatting and lines."""
 
 import math
 import os
@@ -44,7 +44,7 @@ def model_of(*events, apart=0.1, now=None):
 
 @cache
 def pretended(envs, slots):
-    """A short run of so many environments, and how it stands before its end."""
+    """Return a short synthetic run of `envs` environments, and its state before the end."""
     return model_of(*run_events(envs=envs, slots=slots, steps=6, rounds=1, ends=False))
 
 
@@ -55,7 +55,7 @@ def small_run(**more):
 # the fold
 
 
-def test_a_run_shows_its_environments_and_slots_before_their_first_step():
+def test_environments_and_slots_are_shown_before_their_first_step():
     model = model_of(small_run())
 
     assert [e.name for e in model.envs.values()] == ["digits/0", "digits/1"]
@@ -80,7 +80,7 @@ def test_steps_carry_quality_best_losses_and_slots():
     assert model.env_steps == 3
 
 
-def test_a_new_episode_forgets_the_old_one():
+def test_new_episode_resets_the_environment():
     model = model_of(small_run(), step(quality=0.9, stages=(F, B)), step(episode=1, quality=0.2))
     env = model.envs[0]
 
@@ -88,7 +88,7 @@ def test_a_new_episode_forgets_the_old_one():
     assert model.done == pytest.approx((1 + 1 / 10) / 4)  # one env of two has done 1.1 of its 2 episodes
 
 
-def test_worth_and_gradients_belong_to_a_seed_and_die_with_it():
+def test_worth_and_gradients_are_dropped_with_their_seed():
     worth = Worth(env=0, episode=0, step=1, slot="r0c0", seed=0, blueprint="norm", contribution=0.02,
                   contribution_se=0.01)  # fmt: skip
     alive = [small_run(), step(stages=(B, D), blueprints=("norm", "")), worth]
@@ -98,7 +98,7 @@ def test_worth_and_gradients_belong_to_a_seed_and_die_with_it():
     assert pruned.envs[0].slots[0].worth == {}
 
 
-def test_a_journal_without_steps_still_shows_lives_and_episodes():
+def test_journal_without_steps_still_shows_seeds_and_episodes():
     life = Lifecycle(env=1, episode=0, step=4, slot="r0c1", seed=0, blueprint="lora", was="DORMANT", now="GERMINATED",
                      cause="controller", params=10, alpha=0.0, dwell_epochs=0)  # fmt: skip
     end = Episode(env=1, episode=0, world=0, name="digits/1", steps=10, quality=0.8, quality_best=0.85, params=120,
@@ -110,22 +110,22 @@ def test_a_journal_without_steps_still_shows_lives_and_episodes():
     assert (env.has_ended, env.step, env.quality, env.best, model.env_steps) == (True, 10, 0.8, 0.85, 10)
 
 
-def test_actions_are_counted_over_free_steps_only():
+def test_actions_are_counted_over_unforced_steps_only():
     model = model_of(
         small_run(),
-        step(t=1, stages=(F, P)),  # before it both slots were empty: it could have germinated
-        step(t=2, stages=(F, F)),  # a fossil and a cooling slot: nothing but to wait
+        step(t=1, stages=(F, P)),  # both slots were empty before it: germinating was legal
+        step(t=2, stages=(F, F)),  # a fossil and a cooling slot: only WAIT is legal
         step(t=3, stages=(F, F)),
         step(env=1, t=1, op="GERMINATE", stages=(T, D)),
         Decision(env=1, episode=0, step=2, op="WAIT", slot="", happened=True, legal_ops=("WAIT",)),
-        step(env=1, t=2, stages=(T, D)),  # the journal itself says that there was no choice
+        step(env=1, t=2, stages=(T, D)),  # the journal itself marks the step as forced
     )
 
     assert model.ops == Counter(WAIT=1, GERMINATE=1)
     assert model.forced == 3
 
 
-def test_the_list_of_events_leaves_out_steps_and_decisions_to_wait():
+def test_event_list_omits_steps_and_wait_decisions():
     wait = Decision(env=0, episode=0, step=1, op="WAIT", slot="", happened=True, legal_ops=("WAIT", "GERMINATE"))
     grow = Decision(env=0, episode=0, step=2, op="GERMINATE", slot="r0c0", happened=True, legal_ops=("WAIT",))
     model = model_of(small_run(), wait, step(), grow, step(t=2, op="GERMINATE"))
@@ -135,7 +135,7 @@ def test_the_list_of_events_leaves_out_steps_and_decisions_to_wait():
     assert (model.envs[0].act, model.envs[0].act_slot) == ("GERMINATE", "r0c0")
 
 
-def test_the_best_episodes_come_first_and_unmeasured_ones_last():
+def test_best_episodes_come_first_and_unmeasured_ones_last():
     def end(q, i):
         return Episode(env=0, episode=i, world=0, name="a", steps=1, quality=q, quality_best=q, params=1,
                        host_params=1, germinated=0, fossilized=0, pruned=0, structure={})  # fmt: skip
@@ -146,7 +146,7 @@ def test_the_best_episodes_come_first_and_unmeasured_ones_last():
     assert model.episodes == 5
 
 
-def test_what_is_unknown_missing_or_of_the_wrong_type_is_no_error():
+def test_unknown_missing_or_wrongly_typed_fields_are_no_error():
     entries = [
         Entry(0, 1.0, 0, "from_the_future", {"x": 1}),
         Entry(1, 1.0, 0, "step", {}),
@@ -177,7 +177,7 @@ def test_what_is_unknown_missing_or_of_the_wrong_type_is_no_error():
     ),
     st.integers(1, 40),
 )
-def test_the_fold_is_what_a_slow_look_over_all_entries_says_however_they_are_cut(rows, cut):
+def test_fold_equals_the_reference_for_any_batching(rows, cut):
     events = [small_run()]
     events += [step(env=e, episode=i, t=k + 1, quality=q, stages=tuple(s)) for k, (e, i, q, s) in enumerate(rows)]
     entries = entries_of(events)
@@ -191,7 +191,7 @@ def test_the_fold_is_what_a_slow_look_over_all_entries_says_however_they_are_cut
             continue
         last = mine[-1]
         episode = []
-        for row in reversed(mine):  # the run of steps at the end that share its episode
+        for row in reversed(mine):  # the trailing steps that share its episode
             if row[2] != last[2]:
                 break
             episode.insert(0, row)
@@ -210,10 +210,10 @@ def test_the_fold_is_what_a_slow_look_over_all_entries_says_however_they_are_cut
     assert model.env_steps == len(rows)
 
 
-# is it alive, is anything wrong
+# run status and warnings
 
 
-def test_silence_is_judged_by_the_runs_own_habit():
+def test_silence_is_judged_by_the_runs_own_event_rate():
     quick = model_of(*run_events(ends=False), apart=0.1)
     slow = model_of(*run_events(ends=False), apart=20.0)
 
@@ -225,17 +225,19 @@ def test_silence_is_judged_by_the_runs_own_habit():
 
 
 @pytest.mark.parametrize("status", ["finished", "failed", "interrupted"])
-def test_the_run_says_how_it_ended(status):
+def test_final_status_comes_from_the_run(status):
     model = model_of(small_run(), RunFinished(status=status, wall_s=1.0, env_steps=0, error="boom"))
 
     assert judge.state(model, 1e9)[0] == status.upper()
     assert ("boom" in plain(views.anomaly(model, 1e9, 80))) == (status == "failed")
 
 
-def test_a_run_without_owner_is_killed_unless_events_still_arrive():
+def test_run_without_owner_is_killed_unless_events_still_arrive():
     model = model_of(small_run(), step())
     model.status = "killed"
-    assert judge.state(model, model.fresh_at + 1)[0] == "KILLED"  # what it wrote is young, but nobody goes on writing
+    assert (
+        judge.state(model, model.fresh_at + 1)[0] == "KILLED"
+    )  # its events are recent, but no process writes any more
 
     model = model_of(small_run(), step(), now=500.0)
     model.status = "killed"
@@ -243,7 +245,7 @@ def test_a_run_without_owner_is_killed_unless_events_still_arrive():
     assert judge.state(model, 560.0)[0] == "KILLED"
 
 
-def test_a_resumed_run_is_alive_again_and_its_pause_is_not_counted():
+def test_resumed_run_is_alive_and_its_pause_is_not_counted():
     entries = entries_of([small_run(), step(), RunFinished(status="interrupted", wall_s=1.0, env_steps=1)], at=0.0)
     again = entries_of([small_run(), step(t=2)], at=5000.0)
     model = WatchModel()
@@ -254,19 +256,19 @@ def test_a_resumed_run_is_alive_again_and_its_pause_is_not_counted():
     assert model.envs[0].step == 2
 
 
-def test_before_the_first_event_a_run_is_waited_for():
+def test_run_without_events_is_waited_for():
     assert judge.state(WatchModel(), 5.0)[0] == "WAITING"
     assert "no events yet" in frame(WatchModel(), "x", 5.0, 80)
 
 
-def test_pace_is_measured_over_a_window_and_tells_how_long_it_will_take():
+def test_pace_is_measured_over_a_window_and_gives_the_remaining_time():
     events = [started(envs=1, slots=0, steps=100, rounds=1), *(step(t=t, stages=()) for t in range(1, 51))]
     model = model_of(*events, apart=0.5)
     pace = judge.pace(model, model.last_s)
 
     assert pace.steps_per_s == pytest.approx(2.0, rel=0.1)
     assert pace.eta_s == pytest.approx(25.0, rel=0.1)
-    assert judge.pace(model, model.last_s + 25).steps_per_s < 1.0  # it stands still, and that is seen
+    assert judge.pace(model, model.last_s + 25).steps_per_s < 1.0  # it has stalled, and that is shown
 
 
 def anomaly(*events):
@@ -274,7 +276,7 @@ def anomaly(*events):
     return plain(views.anomaly(model, model.last_s, 200))
 
 
-def test_all_is_clear_when_nothing_is_wrong():
+def test_all_clear_without_problems():
     assert anomaly(step(), update(0)) == "ALL CLEAR"
 
 
@@ -297,14 +299,14 @@ def test_all_is_clear_when_nothing_is_wrong():
         (update(0, entropy={"op": 0.02}, learnable={"op": 0.5}), "entropy collapsed: op 0.02"),
     ],
 )
-def test_what_is_wrong_is_said(event, said):
+def test_each_problem_is_reported(event, said):
     line = anomaly(step(), event)
 
     assert said in line
     assert "ALL CLEAR" not in line
 
 
-def test_what_a_sink_missed_is_not_called_lost():
+def test_events_missed_by_a_sink_are_not_called_lost():
     counters = {"emitted": 107.0, "unencodable": 0.0, "Board.given_up": 10.0, "JsonlSink.given_up": 0.0}
     last = Health(source="hub", severity="warning", text="107 events; 10 events lost", counters=counters)
     model = model_of(small_run(), step(), last)
@@ -312,13 +314,13 @@ def test_what_a_sink_missed_is_not_called_lost():
     assert "lost" not in frame(model, "x", model.last_s, 100)
 
 
-def test_a_text_of_any_length_costs_no_time():
+def test_text_of_any_length_is_handled_in_bounded_time():
     model = model_of(small_run(), Health(source="x", severity="error", text="y" * 30_000_000))
     assert "yyy" in frame(model, "x", model.last_s, 80)
 
 
 @pytest.mark.parametrize("width", [60, 80, 100, 200])
-def test_where_words_are_cut_the_worth_of_a_seed_stays(width):
+def test_truncated_text_keeps_the_worth_of_a_seed(width):
     move = Lifecycle(env=0, episode=0, step=10, slot="r0c1", seed=0, blueprint="conv_light", was="BLENDING",
                      now="HOLDING", cause="rules", params=1, alpha=1.0, dwell_epochs=3, contribution=0.012,
                      contribution_se=0.004)  # fmt: skip
@@ -332,7 +334,7 @@ def test_where_words_are_cut_the_worth_of_a_seed_stays(width):
 
 
 def nameless(*events):
-    """What is shown of a run without `run_started`."""
+    """Return what is shown of a run without `run_started`."""
     model = model_of(*events)
     return model, [[(s.name, s.stage) for s in env.slots] for env in model.envs.values()]
 
@@ -342,7 +344,7 @@ def named_move(t=1, slot="left"):
                      cause="rules", params=1, alpha=0.0, dwell_epochs=0)  # fmt: skip
 
 
-def test_without_names_slots_are_places():
+def test_unnamed_slots_are_shown_by_index():
     assert nameless(step(stages=(0, T)))[1] == [[("slot 0", D), ("slot 1", T)]]
 
 
@@ -352,7 +354,7 @@ def test_no_slot_is_shown_under_two_names(order):
     assert nameless(*events, step(t=2, stages=(0, T)))[1] == [[("left", T)]]
 
 
-def test_the_manifest_names_slots_and_the_run_has_the_last_word():
+def test_manifest_names_slots_unless_the_run_does():
     model = WatchModel()
     model.name_slots(["right", "left"])
     model.feed(entries_of([named_move(), step(stages=(0, T))]))
@@ -362,11 +364,11 @@ def test_the_manifest_names_slots_and_the_run_has_the_last_word():
 
 
 @pytest.mark.parametrize("learnable", [{}, {"op": 0.0}, {"op": None}])
-def test_a_head_without_free_steps_has_not_collapsed(learnable):
+def test_head_without_unforced_steps_has_not_collapsed(learnable):
     assert anomaly(update(0, entropy={"op": 0.0}, learnable=learnable)) == "ALL CLEAR"
 
 
-def test_the_worst_comes_first_and_what_does_not_fit_is_counted():
+def test_worst_problem_comes_first_and_the_rest_are_counted():
     model = model_of(small_run(), update(0, kl=0.2), step(train_loss=math.nan), step(env=1, train_loss=math.inf))
     line = plain(views.anomaly(model, model.last_s, 60))
 
@@ -374,7 +376,7 @@ def test_the_worst_comes_first_and_what_does_not_fit_is_counted():
     assert line.endswith("+1 more")
 
 
-def test_past_alarm_is_a_note_and_the_run_is_not_called_all_clear():
+def test_past_alarm_is_a_note_and_prevents_all_clear():
     alarm = Governor(env=0, episode=0, step=3, alarm="loss_spike", action="rolled back")
     model = model_of(small_run(), alarm, *(step(t=t) for t in range(4, 200)), apart=1.0)
 
@@ -383,10 +385,10 @@ def test_past_alarm_is_a_note_and_the_run_is_not_called_all_clear():
     assert "ALL CLEAR" not in line
 
 
-# words
+# text
 
 
-def test_unmeasured_is_a_dash_and_not_finite_is_said():
+def test_unmeasured_is_a_dash_and_non_finite_is_spelled_out():
     for word in (short, count, duration, lambda v: quality(v, True), lambda v: points(v, None, True)):
         assert [word(None), word(math.nan), word(math.inf)] == ["–", "NaN", "inf"]
     assert points(0.012, math.nan, True) == "+1.2 ± NaN"
@@ -412,7 +414,7 @@ def test_durations(value, said):
 
 
 @given(st.lists(st.one_of(st.none(), st.floats(allow_nan=True, width=32)), max_size=60), st.integers(1, 30))
-def test_a_sparkline_has_its_width_and_ends_with_now(values, width):
+def test_sparkline_has_its_width_and_ends_with_the_newest_value(values, width):
     line = sparkline(values, width)
 
     assert len(line) == width
@@ -422,24 +424,24 @@ def test_a_sparkline_has_its_width_and_ends_with_now(values, width):
         assert (line[-1] == "!") == (last is not None and not math.isfinite(last))
 
 
-def test_a_sparkline_rises_with_its_values():
+def test_sparkline_rises_with_its_values():
     assert sparkline([1, 2, 3, 4, 5, 6, 7, 8], 8) == "▁▂▃▄▅▆▇█"
     assert sparkline([5, 5], 4) == "▄▄  "
 
 
 @given(st.one_of(st.none(), st.floats(allow_nan=True)), st.integers(1, 30))
-def test_a_bar_has_its_width(share, width):
+def test_bar_has_its_width(share, width):
     assert len(bar(share, width)) == width
 
 
-def test_letters_become_counts_where_there_is_no_room():
+def test_stage_letters_become_counts_in_narrow_columns():
     assert letters([D, T, B, F, P], 5) == "·TBFx"
     assert letters([T, T, B] + [D] * 22, 5) == "T2 B1"
     assert letters([D] * 25, 5) == "·"
 
 
 @given(st.text(max_size=40), st.integers(1, 30), st.booleans())
-def test_cells_fit_exactly(said, width, keep_end):
+def test_cells_have_the_exact_width(said, width, keep_end):
     assert cell_len(fit(said, width, keep_end=keep_end)) == width
 
 
@@ -469,7 +471,7 @@ def test_every_line_fits_and_tables_are_aligned(width, envs, slots):
         assert plain(table.line(env))[:column].endswith(quality(env.quality, True))
 
 
-def test_qualities_that_are_no_fractions_are_shown_in_their_own_unit():
+def test_qualities_that_are_no_fractions_keep_their_unit():
     model = model_of(small_run(), step(quality=-2.345))
 
     assert not model.is_percent
@@ -478,7 +480,7 @@ def test_qualities_that_are_no_fractions_are_shown_in_their_own_unit():
     assert "%" not in said.split("\n")[4]
 
 
-def test_a_frame_shows_unmeasured_as_a_dash_and_nan_as_nan():
+def test_frame_shows_unmeasured_as_a_dash_and_nan_as_nan():
     model = model_of(small_run(), step(quality=None, train_loss=math.nan, stages=(T, D), blueprints=("norm", "")))
     rows = frame(model, "x", model.last_s, 100).split("\n")
     row = next(r for r in rows if r.startswith("digits/0"))
@@ -488,7 +490,7 @@ def test_a_frame_shows_unmeasured_as_a_dash_and_nan_as_nan():
 
 @pytest.mark.parametrize("size", [(80, 24), (100, 30), (120, 40), (150, 50), (200, 60), (80, 12)])
 @pytest.mark.parametrize(("envs", "slots"), [(0, 0), (1, 1), (4, 3), (128, 25)])
-def test_a_plan_uses_every_row_and_no_more(size, envs, slots):
+def test_layout_uses_every_row_and_no_more(size, envs, slots):
     model = pretended(envs, slots) if envs else WatchModel()
     width, height = size
     p = layout.plan(model, width, height, envs)
@@ -503,10 +505,10 @@ def test_a_plan_uses_every_row_and_no_more(size, envs, slots):
         assert layout.FIXED + left + p.gap + 1 + p.events + tail == height
 
 
-# which run
+# run selection
 
 
-def test_a_run_is_found_by_directory_by_its_parent_by_id_and_as_the_latest(tmp_path, monkeypatch):
+def test_run_is_found_by_directory_parent_id_and_latest(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for i, name in enumerate(["20251115-120000-a-0001", "20251115-130000-b-0002"]):
         run = write_run(tmp_path / "runs" / name, [small_run()], status="finished")
@@ -519,7 +521,7 @@ def test_a_run_is_found_by_directory_by_its_parent_by_id_and_as_the_latest(tmp_p
     assert find_run(Path("20251115-12")).name == "20251115-120000-a-0001"
 
 
-def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path, monkeypatch):
+def test_unknown_run_is_an_error_that_lists_existing_ones(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     write_run(tmp_path / "runs" / "one-a", [small_run()])
     write_run(tmp_path / "runs" / "one-b", [small_run()])
@@ -530,11 +532,11 @@ def test_a_run_that_is_not_there_is_an_error_that_names_those_that_are(tmp_path,
         find_run(Path("one"))
 
 
-def test_an_empty_directory_is_waited_for(tmp_path):
+def test_empty_directory_is_waited_for(tmp_path):
     assert find_run(tmp_path) is None
 
 
-def test_the_pretended_run_is_what_it_says():
+def test_synthetic_run_has_the_requested_size():
     model = model_of(*run_events(envs=3, slots=4, steps=12, rounds=2))
 
     assert model.done == 1.0

@@ -22,7 +22,7 @@ PATIENCE_S = 120.0
 
 
 class Terminal:
-    """A tmux of our own: the screen as text, and keys."""
+    """A tmux server of its own: the screen as text, and keys."""
 
     def __init__(self, run, columns, rows, colour=True):
         self.name = f"esper-{uuid.uuid4().hex[:8]}"
@@ -31,7 +31,7 @@ class Terminal:
         self._tmux("new-session", "-d", "-x", str(columns), "-y", str(rows), command)
 
     def _tmux(self, *args):
-        # -f /dev/null: nobody's own settings
+        # -f /dev/null: ignore the user's tmux configuration
         base = ["tmux", "-L", self.name, "-f", "/dev/null"]
         environment = {k: v for k, v in os.environ.items() if k not in ("TMUX", "NO_COLOR", "COLUMNS", "LINES")} | {
             "LC_ALL": "C.UTF-8"
@@ -48,7 +48,7 @@ class Terminal:
         self._tmux("send-keys", *keys)
 
     def wait(self, holds):
-        """The rows of the first screen of which `holds` is true."""
+        """Wait for a screen for which `holds` is true and return its rows."""
         end = time.monotonic() + PATIENCE_S
         while time.monotonic() < end:
             rows = self.rows()
@@ -92,7 +92,7 @@ def has(word):
 
 
 @pytest.mark.parametrize(("columns", "rows"), [(80, 24), (120, 40), (200, 60)])
-def test_a_live_run_fills_the_terminal_and_moves_on(live, terminal, columns, rows):
+def test_live_run_fills_the_terminal_and_updates(live, terminal, columns, rows):
     screen = terminal(live, columns, rows)
     first = screen.wait(lambda r: r[0].startswith(" LIVE") and r[4 + (rows > 24)].startswith("digits/0"))
 
@@ -121,12 +121,12 @@ def test_keys_open_and_close_pages_and_quit(live, terminal):
     screen.wait(lambda rows: not has("ENV")(rows) and has("Esc back")(rows))
     screen.press("q")
     screen.wait(has("EVENTS"))
-    screen.press("/", "2")  # at once: no key may get lost
+    screen.press("/", "2")  # without delay: no key may be lost
     screen.wait(lambda rows: has("filter: 2")(rows) and rows[4].startswith("digits/2"))
     screen.press("Enter")
     screen.wait(has("Esc clear filter"))
     screen.press("q")
-    screen.wait(lambda rows: not has("EVENTS")(rows))  # the terminal is as it was
+    screen.wait(lambda rows: not has("EVENTS")(rows))  # the terminal is restored
 
 
 def test_no_color_is_respected(live, terminal):
