@@ -66,7 +66,7 @@ def walk(plan: ForkPlan, x: Tensor) -> list[Tensor]:
     st.data(),
 )
 def test_each_configuration_gets_its_own_row_of_every_output(configs: Any, at_root: list[bool], data: Any):
-    """Hold for outputs that leave the network early and for any mixture of fork points."""
+    """Includes outputs that leave the network early and any mixture of fork points."""
     points = {s: ForkPoint(True, "") if root else POINTS[s] for s, root in zip(SLOTS, at_root, strict=True)}
     main = data.draw(st.sampled_from(configs))
     plan = plan_of(configs, main, points)

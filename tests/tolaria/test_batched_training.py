@@ -185,7 +185,7 @@ UNEVEN = [("dots", "conv_small"), ("dots", "depthwise"), ("vectors", "mlp_small"
 
 
 def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[HostNetwork]:
-    """Return four networks, `rows` of them with a trained seed in the first slot. Odd and even operators differ."""
+    """Return four networks, `rows` with a trained seed in the first slot. Even rows multiply, odd rows add."""
     made = plots(task(host), 4)
     for row in rows:
         body = made[row].body

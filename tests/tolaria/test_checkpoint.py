@@ -351,7 +351,7 @@ def test_truncation_and_appended_bytes_are_detected(pair, name):
 
 
 def whole(folder, good):
-    """Return the number of the checkpoint whose files a directory holds completely, or None."""
+    """Return the number of the checkpoint whose files a directory holds completely, or None. Files may be swapped."""
     for i in (1, 2):
         mine = {each.name: content for each, content in good.items() if each.parent.name == f"round-{i}"}
         if all((folder / name).is_file() and (folder / name).read_bytes() == mine[name] for name in mine):
@@ -411,7 +411,7 @@ def test_newest_returns_the_newest_intact_one_under_any_damage(tmp_path_factory,
         assert said == slowly_newest(root, good)
         for i, j in ((1, 2), (2, 1)):
             index, its = root / f"round-{i}" / "index.json", good[root / f"round-{j}" / "index.json"]
-            is_the_others = index.exists() and index.read_bytes() == its  # then its name is the other's
+            is_the_others = index.exists() and index.read_bytes() == its  # then it has the other's number
             if said != 2 and not whole(index.parent, good) and not is_the_others:
                 assert any(f"round-{i}" in each for each in told)
     finally:
