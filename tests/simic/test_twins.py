@@ -217,3 +217,17 @@ def test_two_processes_that_share_a_directory_lose_nothing(tmp_path: Path) -> No
     found.on_progress = lambda done, of: pytest.fail("nothing was to be trained")
     np.testing.assert_array_equal(found.curves(range(6)), twins().curves(range(6)))
     assert not list(tmp_path.rglob("*.tmp"))
+
+
+@pytest.mark.parametrize(
+    ("source", "is_same"),
+    [
+        ('# other comment\ndef f(x):\n    """Other text."""\n\n    return x + 1\n', True),
+        ("def f(x):\n    return x + 1  # why\n", True),
+        ("def f(x):\n    return x + 2\n", False),
+        ("def f(x, y=0):\n    return x + 1\n", False),
+    ],
+)
+def test_code_hash_ignores_comments_and_docstrings_only(source: str, is_same: bool) -> None:
+    first = 'def f(x):\n    """Text."""\n    return x + 1\n'
+    assert (module.syntax_without_prose(source) == module.syntax_without_prose(first)) == is_same

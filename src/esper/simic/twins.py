@@ -11,6 +11,7 @@ damaged one is trained again.
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import hashlib
 import json
@@ -135,16 +136,31 @@ def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, An
 
 @lru_cache(maxsize=8)
 def code_hash(*packages: str) -> str:
-    """Return a hash of the source of these packages; by default those that train hosts.
+    """Return a hash of the code of these packages; by default those that train hosts.
 
-    It keeps curves of older code from being reused.
+    It keeps curves of older code from being reused. Comments, docstrings and layout do not count.
     """
     digest = hashlib.sha256()
     home = Path(esper.__path__[0])
     for package in packages or ("kasmina", "tolaria"):
         for file in sorted((home / package).rglob("*.py")):
-            digest.update(f"{file.relative_to(home).as_posix()}\n".encode() + file.read_bytes())
+            code = syntax_without_prose(file.read_text(encoding="utf-8"))
+            digest.update(f"{file.relative_to(home).as_posix()}\n{code}\n".encode())
     return digest.hexdigest()
+
+
+def syntax_without_prose(source: str) -> str:
+    """Return the syntax tree of a module as text, without comments, docstrings and attribute docstrings."""
+    tree = ast.parse(source)
+    for node in ast.walk(tree):
+        body = getattr(node, "body", None)
+        if isinstance(body, list):
+            node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
+    return ast.dump(tree)
+
+
+def _is_text(node: ast.AST) -> bool:
+    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
 
 
 @lru_cache(maxsize=8)
