@@ -71,7 +71,7 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
                 raise ConfigError(f"{name} must be ≥ 0, got {getattr(self, name)}")
 
 
-# ---- constants: blueprints, the host's shape ----------------------------------------------------------------------
+# ---- constants: blueprints, the host's shape ---------------------------------------------------------------------
 
 MAP_BLUEPRINTS = ("conv_light", "attention", "norm", "depthwise", "bottleneck", "conv_small", "conv_heavy")
 """Built-in blueprints for feature maps, which simulated slots accept."""

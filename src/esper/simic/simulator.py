@@ -51,10 +51,8 @@ __all__ = ["SimConfig", "Simulator"]
 
 S = SeedStage
 LESSONS = np.zeros(NUM_STAGES)
-"""Fraction of an epoch that a seed learns from, by stage. A TRAINING seed has a shadow pass on every other batch
-only."""
 LESSONS[[S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 0.7, 1.0, 1.0, 1.0
-"""Share of an epoch that a seed learns from: behind isolation only every other batch teaches it."""
+"""Fraction of an epoch that a seed learns from. A TRAINING seed has a shadow pass on every other batch only."""
 SHOCK_KEEP = 0.5
 """Fraction of a disturbance that remains after one epoch."""
 SAME_SPLIT = 0.5
@@ -252,8 +250,10 @@ class Simulator:
         return true + se * (np.sqrt(SAME_SPLIT) * lasting + np.sqrt(1.0 - SAME_SPLIT) * fresh), se
 
     def _record_gradients(self, where: Bools, first: Floats, second: Floats) -> None:
-        """Record gradient statistics: norms fall as a seed learns and grow with its slot's need; stillborn seeds
-        have dead tensors."""
+        """Record gradient statistics.
+
+        Norms fall with skill and grow with the slot's need; stillborn seeds have dead tensors.
+        """
         table, dead = self.table, self._of_blueprint(self.truth.stillborn)
         pull = self.truth.need * (1.0 - 0.9 * self.skill)
         norm = np.where(dead, 1e-3, 0.5 * pull) * (1.0 + 0.1 * first)

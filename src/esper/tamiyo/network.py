@@ -159,7 +159,7 @@ class TamiyoNetwork(nn.Module):
 
     @torch.no_grad()
     def act(self, obs: Tensor, masks: Tensor, hidden: Tensor, layout: MaskLayout, uniform: Tensor | None) -> Choice:
-        """Return actions for every environment, sampled with `uniform` numbers in [0, 1) [E, 8], or the likeliest if
+        """Return actions for every environment, sampled with `uniform` [E, 8] in [0, 1), or the likeliest ones if
         None."""
         masks = known_blueprints(masks, layout)
         look, slots = self._look(obs)

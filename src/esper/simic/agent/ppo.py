@@ -1,7 +1,7 @@
 """PPO for Tamiyo: clipped updates per action head, with the recurrent core unrolled in chunks.
 
     ppo = PPO(network, layout, PPOConfig())
-    report = ppo.update(buffer)
+    report = ppo.update(buffer, generator)
 
 Every head has its own ratio and clip. It contributes on the steps on which the op reads it and it had more than one
 option. Sums over heads are divided by the number of steps with a choice, so a head that is rarely used has a small
@@ -267,8 +267,7 @@ def losses(
 
 
 def counted(masks: Tensor, layout: MaskLayout, actions: Tensor, free: Tensor) -> Tensor:
-    """Return where a head contributes, [C, N, 8]: the step was free, the op reads the head, and it had several
-    options."""
+    """Return where a head contributes, [C, N, 8]: on free steps whose op reads it, if it had several options."""
     op = actions[..., Head.OP]
     relevant = _RELEVANCE.to(masks.device)[op]
     several = conditioned(masks, layout, op, actions[..., Head.SLOT]).sum(-1) > 1
@@ -276,8 +275,10 @@ def counted(masks: Tensor, layout: MaskLayout, actions: Tensor, free: Tensor) ->
 
 
 def critic_health(values: Tensor, returns: Tensor) -> tuple[Number, Number]:
-    """Return the explained variance, and the values' RMSE relative to the standard deviation of returns (below 1 is
-    useful)."""
+    """Return the explained variance, and the values' RMSE over the standard deviation of returns.
+
+    The critic is better than predicting the mean return if the second number is below 1.
+    """
     if returns.numel() < 2:
         return None, None
     spread = float(returns.var())

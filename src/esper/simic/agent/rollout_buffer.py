@@ -48,10 +48,10 @@ class Minibatch:
 
 
 class TamiyoRolloutBuffer:
-    """Data of one round. Call order: `add` per step, `finish`, `compute_advantages_and_returns`, `minibatches` per
-    pass, `reset`.
+    """Data of one round.
 
-    `hidden` is the shape of one environment's recurrent state, for example `(2, 64)` for an LSTM's h and c.
+    Call `add` per step, `finish`, `compute_advantages_and_returns`, `minibatches` per pass, then `reset`. `hidden`
+    is the shape of one environment's recurrent state, for example `(2, 64)` for an LSTM's h and c.
     """
 
     def __init__(

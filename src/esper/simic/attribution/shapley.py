@@ -27,8 +27,7 @@ ENUMERABLE_PLAYERS = 16
 
 @lru_cache(maxsize=32)
 def exact_weights(n: int) -> Array:
-    """Return the matrix [n, 2ⁿ] from the values of all coalitions, in the order of their bitmasks, to Shapley
-    values."""
+    """Return the matrix [n, 2ⁿ] from the values of all coalitions, ordered by bitmask, to Shapley values."""
     masks = np.arange(2**n)
     size = np.array([m.bit_count() for m in masks.tolist()])
     gain = np.array([factorial(s - 1) * factorial(n - s) / factorial(n) if s else 0.0 for s in range(n + 1)])

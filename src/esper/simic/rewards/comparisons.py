@@ -22,7 +22,7 @@ _FELT = np.isin(np.arange(NUM_STAGES), (S.BLENDING, S.HOLDING, S.FOSSILIZED))
 
 @reward_mode("shaped")
 def shaped(before: Frame, after: Frame, config: RewardConfig) -> Floats:
-    """Dense reward: measured contributions, progress through the stages, rent, and a share of the final gain.
+    """Return a dense reward: measured contributions, progress through the stages, rent, and a share of the final gain.
 
     Contributions and rent are paid as differences, so a seed is paid for once and loses everything when it is
     pruned. The stages form a potential, γΦ′ − Φ with Φ ≥ 0 and Φ = 0 at the end, so no cycle of stages earns
@@ -49,8 +49,7 @@ def _progress(frame: Frame, config: RewardConfig) -> Floats:
 
 @reward_mode("sparse")
 def sparse(before: Frame, after: Frame, config: RewardConfig) -> Floats:
-    """Sparse reward at the end of the episode only: quality with only fossils on, minus the rent of host and
-    fossils."""
+    """Return 0 until the end of the episode, then the quality with only fossils on, minus the committed rent."""
     sound = np.isfinite(after.committed_quality) & ~after.crashed
     value = np.where(sound, after.committed_quality, 0.0)
     value = value - rent(after.committed_params, after.committed_macs, after, config)

@@ -2,8 +2,8 @@
 
     U = (quality − baseline's quality) − rent on parameters − rent on multiply-adds,   r = U′ − U
 
-The return telescopes. With discount γ over T steps, Σ γᵗ rₜ = (1 − γ) Σ γᵗ⁻¹ Uₜ + γᵀ⁻¹ U_T − U₀ (the sum over t =
-1…T−1): the discounted mean of U plus its final value. A cycle of states earns nothing beyond the U held meanwhile.
+The return telescopes. With discount γ over T steps, Σ γᵗ rₜ = (1 − γ) Σ γᵗ⁻¹ Uₜ + γᵀ⁻¹ U_T − U₀ (sum over t = 1…T−1):
+the discounted mean of U plus its final value. A cycle of states earns nothing beyond the U held meanwhile.
 """
 
 from __future__ import annotations

@@ -195,8 +195,10 @@ class TelemetryEmitter:
             )
 
     def _lives(self, before: SlotTable, table: SlotTable, actions: Ints, outcome: Outcome) -> None:
-        """Emit one event per stage transition. A slot has at most three per step: the controller's, the rules', and the
-        governor's, which ends in PRUNED."""
+        """Emit one event per stage transition.
+
+        A slot has at most three per step: the controller's, the rules', and the governor's, which ends in PRUNED.
+        """
         wanted = self.hub.wants(events.Lifecycle)
         touched = np.zeros(table.stage.shape, dtype=bool)
         acted = outcome.happened & (actions[:, Head.OP] != Op.WAIT)

@@ -1,8 +1,8 @@
-"""State of a training run between two rounds: policy, optimiser and results. A checkpoint holds exactly this state.
+"""State of a training run between two rounds: policy, optimiser and results. Checkpoints save it.
 
     learner = Learner.new(config, layout)
-    learner.load(saved)                          # state of an earlier process
-    keeper.keep(learner)                         # flush the journal, then write a checkpoint
+    learner.load(state)                          # state of an earlier process
+    keeper.keep(learner, ground)                 # flush the journal, then write a checkpoint
 
 No host exists between rounds, so the state is small. The hosts of a round are a function of the round's number.
 """

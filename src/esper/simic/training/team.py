@@ -3,10 +3,10 @@
     team = Team.join()
     mine = team.share(config.envs)              # this rank's environments, as a slice
     …                                           # step them; act on a batch padded to [E]
-    team.gather(buffer.fields(), mine)          # once per round: every rank receives all rollouts
+    team.gather(buffer.fields())                # once per round: every rank receives all rollouts
     team.agree(learner.digest, "…")             # check that all ranks made the same update
 
-The policy's batch has the same shape for any number of ranks, so the bits of a row do not depend on who computes it.
+The policy's batch has the same shape for any number of ranks, so the bits of a row do not depend on the rank.
 Ranks on one machine rendezvous over a file and communicate over loopback; `torchrun` connects several machines.
 
 Legend: E environments of the run, R of them on this rank, T steps.

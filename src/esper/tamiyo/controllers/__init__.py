@@ -82,8 +82,7 @@ def find_controller(controller: str | Controller | None) -> Controller:
 
 
 def make_controller(name: str) -> Controller:
-    """Return a controller by its name: `tamiyo` is the policy shipped with the package, a path that of another
-    policy."""
+    """Return a controller by its name, `tamiyo` being the shipped policy, or that of a policy file or run directory."""
     if name in CONTROLLERS:
         return CONTROLLERS[name]()
     from esper.tamiyo.controllers.learned import SHIPPED, Learned  # imports torch, which other controllers do not need

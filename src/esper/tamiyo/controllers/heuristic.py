@@ -203,8 +203,7 @@ class Heuristic:
         )
 
     def _choose(self, env: int, takes: Bools) -> int:
-        """Return the next blueprint that fits and has not failed recently; if all have, the one with the least
-        penalty."""
+        """Return the next blueprint that fits and has not failed recently, or else the one with the least penalty."""
         fitting: Sequence[int] = [b for b in self.order if b < len(takes) and takes[b]] or np.nonzero(takes)[0].tolist()
         turn = int(self.tried[env])
         self.tried[env] += 1
