@@ -128,7 +128,7 @@ def _operator(state: SlotState) -> Operator:
 
 
 def check_tensors(found: Mapping[str, Any], here: Mapping[str, Any], what: str, *, every: bool = False) -> None:
-    """Raise unless each tensor in `found` has the shape and dtype of that name in `here`; if `every`, none may lack."""
+    """Raise unless each tensor in `found` matches `here` in name, shape and dtype; if `every`, none may be missing."""
     odd = [n for n in found if n not in here] + [n for n in here if every and n not in found]
     if odd:
         where = "only in the checkpoint" if odd[0] in found else "not in the checkpoint"

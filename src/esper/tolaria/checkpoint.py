@@ -117,7 +117,7 @@ class Checkpoints:
                 number = 1 + max((index.number for _, index in found), default=0)
                 score = score if score is not None and math.isfinite(score) else None
                 path, size = self._write(_Index(FORMAT, number, name, kind, score, {}), contents)
-                self._damaged.discard(path)  # a damaged one of the same name may have been removed by hand
+                self._damaged.discard(path)  # a damaged one of the same name may have been removed meanwhile
                 self._let_go()
         except OSError as error:
             raise CheckpointError(

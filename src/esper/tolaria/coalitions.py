@@ -168,10 +168,12 @@ class _Runner:
     guarded: bool = False
 
     def calibrate_on(self, inputs: Any, size: int) -> None:
+        """Use the first of these inputs to calibrate norms."""
         few = min(size, CALIBRATION_SAMPLES)
         self.calibration = self.body.cut(inputs, size, 0, few), few
 
     def run(self, inputs: Any, target: Any, max_rows: int) -> Tensor:
+        """Return the scores of every configuration on one batch, [K, B] or [K, B, Q]."""
         size = samples_in(target, inputs)
         if self.calibration is None:
             self.calibrate_on(inputs, size)

@@ -15,23 +15,23 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How hosts are trained and evaluated, for every task."""
 
     incubation: Incubation = "shadow"
-    """How a TRAINING seed learns: in a separate pass ("shadow"), or in the main pass ("straight_through")."""
+    """A TRAINING seed learns in a separate pass ("shadow") or in the main pass ("straight_through")."""
     shadow_every: int = 2
-    """Number of batches per shadow pass, at least 1. At 2, seeds learn nearly as much as at 1 (docs/incubation.md)."""
+    """A shadow pass runs every this many batches, at least 1; at 2 seeds learn nearly as much (docs/incubation.md)."""
     gradient_telemetry_stride: int = 10
-    """Number of batches between samples of gradient statistics, at least 1."""
+    """Gradient statistics are sampled every this many batches, at least 1."""
     ema_decay: float = 0.98
-    """Decay per batch of the weight average that quality is measured on, in [0, 1); 0 measures the raw weights."""
+    """Quality is measured on a moving average of the weights with this decay per batch, in [0, 1); 0 is no average."""
     device: str = "cpu"
-    """The torch device that hosts and data are placed on, such as "cpu" or "cuda:0"."""
+    """Hosts and data are placed on this torch device, such as "cpu" or "cuda:0"."""
     compile: bool = False
-    """Whether the forward passes are compiled; on a CPU compiling makes training slower."""
+    """The forward pass is compiled if this is true; on a CPU that makes training slower."""
     governor: GovernorConfig = GovernorConfig()
-    """When an environment is rolled back."""
+    """These settings determine when an environment is rolled back."""
     strategy: Strategy = "loop"
-    """How environments are trained: one by one ("loop"), all at once as one stack ("stacked"), or whichever a short
+    """Environments are trained one by one ("loop"), all at once as one batch ("stacked"), or in whichever way a short
     measurement at the start finds faster ("auto"). Only "loop" is bit-identical for any number of environments: the
-    rounding of a stack depends on its size, and the choice of "auto" on the load of the machine."""
+    rounding of a batch depends on its size, and the choice of "auto" on the load of the machine."""
 
     def __post_init__(self) -> None:
         if self.shadow_every < 1 or self.gradient_telemetry_stride < 1:

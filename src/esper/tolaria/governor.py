@@ -58,9 +58,9 @@ class GovernorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     window: int = 20
-    """Number of losses without alarm in the history, at least 1."""
+    """The history holds the last this many losses without alarm, at least 1."""
     enough: int = 5
-    """Number of losses from which the median and the spread are used, from 1 to `window`."""
+    """The median and the spread are used once the history holds this many losses, from 1 to `window`."""
     spreads: float = 6.0
     """A loss diverges if it exceeds the median by this many spreads (≥ 0) and exceeds `above_chance`."""
     above_chance: float = 1.25
@@ -76,11 +76,11 @@ class GovernorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     lead_left: float = 0.1
     """A loss collapses if at most this share of the lead is left, in [0, 1)."""
     patience: int = 3
-    """Number of divergences and collapses in a row after which the environment is rolled back, at least 1."""
+    """An environment is rolled back after this many divergences and collapses in a row, at least 1."""
     snapshot_every: int = 5
-    """Number of steps between snapshots of an environment without alarm, at least 1."""
+    """A snapshot of an environment without alarm is taken every this many steps, at least 1."""
     give_up: int = 3
-    """Number of steps in a row with an error in *every* environment after which the run ends, at least 1."""
+    """The run ends after this many steps in a row, at least 1, with an error in every environment."""
 
     def __post_init__(self) -> None:
         for name in ("window", "enough", "patience", "snapshot_every", "give_up"):
@@ -280,11 +280,11 @@ class Governor:
         """The alarms of the last step."""
         self.snapshots = [Snapshot(network) for network in networks]
         self._rows, self._losses = table.clone(), self.losses.copy()  # table and history as of each snapshot
-        self._failures: dict[int, Exception] = {}  # of this step
+        self._failures: dict[int, Exception] = {}  # the error of each environment that failed in this step
         self._broken: dict[int, Exception] = {}  # environments whose rollback failed, until one succeeds
         self._told: set[tuple[str, str]] = set()
         self._streak: list[Exception] = []  # the first error of each step on which every environment failed
-        self._sound = np.ones(len(networks), dtype=bool)  # [E] when last judged
+        self._sound = np.ones(len(networks), dtype=bool)  # [E] whether it had no alarm when last judged
         self._begun = False
 
     # -- each step
@@ -390,7 +390,7 @@ class Governor:
 
     @property
     def is_failing(self) -> bool:
-        """Whether every environment failed in the last step. The errors themselves are no part of `state_dict`."""
+        """Whether every environment failed in the last step. The errors themselves are not in `state_dict`."""
         return bool(self._streak)
 
     def state_dict(self) -> dict[str, Any]:

@@ -76,7 +76,7 @@ class HostNetwork(GrowingNetwork):
 
     @property
     def vital(self) -> Tensor:
-        """Largest magnitude of all state that affects the host's output, on the device; not finite if any of it is."""
+        """Largest magnitude of the state that affects the host's output, on the device; finite only if all of it is."""
         return largest(vital_tensors(self._active, self.average, self.optimizer))
 
     # -- training

@@ -31,7 +31,7 @@ class Steppable(Protocol[Result_co]):
 
     @property
     def legal(self) -> Bools:
-        """[E, O, S] the operations that are possible now."""
+        """[E, O, S] the operations that are legal now."""
         ...
 
     def step(self, actions: Ints, /) -> Result_co:

@@ -49,27 +49,27 @@ class Task:
     slots: tuple[str, ...]
     """The sites of the host that have a slot; at least one, without repetition."""
     batch: int = 64
-    """Samples per minibatch, at least 1."""
+    """A minibatch has this many samples, at least 1."""
     batches_per_epoch: int = 20
-    """Minibatches per epoch and decision, at least 1; independent of the number of environments."""
+    """An epoch, and so a step, has this many minibatches, at least 1, for any number of environments."""
     epochs: int = 40
-    """The default length of an episode in epochs, at least 1."""
+    """An episode lasts this many epochs by default, at least 1."""
     val_size: int = 2_000
-    """The largest number of validation samples, at least 1; the same samples for every environment."""
+    """Validation uses at most this many samples, at least 1, the same for every environment."""
     optimiser: Literal["sgd", "adamw"] = "sgd"
-    """The optimiser of host and seeds: "sgd" or "adamw"."""
+    """Host and seeds are trained with SGD ("sgd") or AdamW ("adamw")."""
     lr: float = 0.1
-    """The learning rate of the host, ≥ 0."""
+    """The host is trained with this learning rate, ≥ 0."""
     momentum: float = 0.9
-    """The momentum of SGD, ≥ 0; AdamW uses torch's default betas."""
+    """SGD uses this momentum, ≥ 0; AdamW uses torch's default betas."""
     weight_decay: float = 0.0
-    """The weight decay of host and seeds, ≥ 0."""
+    """Host and seeds are trained with this weight decay, ≥ 0."""
     seed_lr: float = 0.1
-    """The learning rate of seeds, ≥ 0."""
+    """Seeds are trained with this learning rate, ≥ 0."""
     clip: float = 1.0
-    """The limit of the gradient norm, above 0, for the host and for each growing seed separately; inf does not clip."""
+    """The gradients of the host, and of each growing seed, are clipped to this norm, above 0; inf does not clip."""
     augment: bool = False
-    """Whether training images are randomly shifted and mirrored."""
+    """Training images are randomly shifted and mirrored if this is true."""
     data: Dataset | None = field(default=None, compare=False, repr=False)
     """The data of a task that does not load any by name."""
 

@@ -202,6 +202,7 @@ class _ArraysOnly(pickle.Unpickler):
     """An unpickler that accepts numpy arrays only, so that a downloaded pickle cannot execute code."""
 
     def find_class(self, module: str, name: str) -> Any:
+        """Return an allowed class or function; raise UnpicklingError for any other."""
         if f"{module}.{name}" in _PICKLED:
             return _PICKLED[f"{module}.{name}"]
         raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR-10 batch needs")
