@@ -1,4 +1,4 @@
-"""Shows events: the terminal view, the report, SQL. Reads run directories only, and imports no torch.
+"""Views of recorded events: the terminal view, the report, SQL. Reads run directories only, and imports no torch.
 
-Read first: `summary.py`, what a run's journal says in a form that every view shares.
+Read first: `summary.py`, the summary of a run's journal that all views share.
 """

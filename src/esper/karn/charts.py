@@ -1,8 +1,8 @@
-"""Charts as HTML: curves in an SVG that stretches with the page, ticks and labels as text that does not.
+"""Charts as HTML: curves in a stretchable SVG, ticks and labels as text.
 
-A plot is drawn in a box of 1000 × 1000 units and stretched to whatever width the page has; strokes keep their
-width (`vector-effect`), so a phone and a wide screen show the same drawing with letters of the same size. The
-numbers behind the curves travel along as JSON, for the values shown under the pointer.
+A plot is drawn in a box of 1000 × 1000 units and stretched to the width of the page; strokes keep their width
+(`vector-effect`), so letters and lines have the same size on any screen. The numbers behind the curves are embedded
+as JSON, for the values shown under the pointer.
 """
 
 from __future__ import annotations
@@ -19,56 +19,58 @@ from esper.leyline.text import escape, printable
 Value = float | None
 Point = tuple[float, Value]
 MOST_POINTS = 500
-"""Of one curve. More cannot be told apart on a screen."""
+"""Maximum number of points per curve. More cannot be distinguished on a screen."""
 BOX = 1000.0
 COLOURS = 8
 
 
 @dataclass(slots=True)
 class Series:
-    """One curve. A value of None leaves a gap; one that is not finite is marked at the top edge."""
+    """One curve. None leaves a gap; a value that is not finite is marked at the top edge."""
 
     name: str
     points: Sequence[Point]
     colour: int = 0
     errors: Sequence[tuple[float, Value, Value]] = ()
-    """A band around it: (x, low, high)."""
+    """A band around the curve: (x, low, high)."""
     key: str = ""
-    """What the legend switches it by; the name if empty."""
+    """Key of the legend's switch; the name if empty."""
     dash: str = ""
-    """"" for what is in force, dash or dot for what is expected or inferred."""
+    """Line style: "" for actual values, dash or dot for expected or inferred ones, thin for background lines."""
     stairs: bool = False
-    """Values hold until the next one, instead of leading to it."""
+    """Whether values hold until the next one instead of being interpolated."""
     shown: bool = True
 
 
 @dataclass(slots=True)
 class Chart:
+    """A chart of one or more curves."""
+
     title: str
     series: list[Series]
     says: str = ""
-    """What to know when reading it, in a sentence."""
+    """One sentence of explanation below the title."""
     unit: str = "number"
-    """number, percent, points (hundredths, signed), count or seconds; the page formats values the same way."""
+    """number, percent, points (hundredths, signed), count or seconds. The page's script formats values the same way."""
     x_name: str = "epoch"
     x_range: tuple[float, float] | None = None
     zero: bool = False
-    """Whether the axis must show zero."""
+    """Whether the y axis must include zero."""
     height: int = 220
     legend: bool = False
-    """Whether it has a legend of its own; charts that share one leave it to their section."""
+    """Whether the chart has its own legend. Charts that share one leave it to their section."""
     marks: list[tuple[float, str]] = field(default_factory=list)
-    """Levels worth a line of their own: (y, what it is)."""
+    """Horizontal lines: (y, label)."""
 
 
-# -- fewer points, the same picture
+# -- downsampling
 
 
 def downsample(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
-    """At most `most` points that look the same: of each bucket its least and its greatest value, in order.
+    """Return at most `most` points with the same appearance: each bucket's minimum and maximum, in order.
 
-    The first and the last point stay. A bucket in which nothing was measured stays a gap; one that holds a number
-    that is not finite keeps one such number.
+    The first and the last point are kept. A bucket without measured values stays a gap; one with values that are not
+    finite keeps one of them.
     """
     if len(points) <= most:
         return list(points)
@@ -82,7 +84,7 @@ def downsample(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
 
 
 def _extremes(bucket: Sequence[Point]) -> list[Point]:
-    """In order: the least, the greatest, and the first number that is not finite; or one gap."""
+    """Return, in order, the minimum, the maximum and the first value that is not finite; or one gap."""
     low = high = odd = -1
     for i, (_, y) in enumerate(bucket):
         if y is None:
@@ -98,14 +100,14 @@ def _extremes(bucket: Sequence[Point]) -> list[Point]:
     return [bucket[i] for i in chosen] or ([(bucket[0][0], None)] if bucket else [])
 
 
-# -- numbers as people read them
+# -- number formats
 
 
 def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Round numbers within low…high, about so many of them."""
+    """Return about `about` round numbers within low…high."""
     if not (math.isfinite(low) and math.isfinite(high)):
         return []
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # narrower than floats can be divided
+    if high - low <= 1e-9 * max(abs(low), abs(high)):  # too narrow to divide in floating point
         return [low]
     raw = (high - low) / max(1, about)
     size = 10.0 ** math.floor(math.log10(raw))
@@ -115,7 +117,7 @@ def ticks(low: float, high: float, about: int = 5) -> list[float]:
 
 
 def spoken(value: Value, unit: str = "number", digits: int | None = None) -> str:
-    """A value as text. What was not measured says so; what is not finite is named."""
+    """Format a value as text: "not measured" for None, a name for values that are not finite."""
     if value is None:
         return "not measured"
     if not math.isfinite(value):
@@ -140,6 +142,7 @@ def spoken(value: Value, unit: str = "number", digits: int | None = None) -> str
 
 
 def duration(seconds: float) -> str:
+    """Format a duration."""
     if seconds < 1:
         return f"{1000 * seconds:.0f} ms"
     if seconds < 60:
@@ -150,7 +153,7 @@ def duration(seconds: float) -> str:
 
 
 def tick_labels(values: Sequence[float], unit: str) -> list[str]:
-    """Labels with as many digits as tell neighbours apart, and no more."""
+    """Return tick labels with as few digits as distinguish neighbours."""
     if unit in ("count", "seconds"):
         return [compact(v) if unit == "count" else spoken(v, unit) for v in values]
     scale = 100.0 if unit in ("percent", "points") else 1.0
@@ -164,17 +167,18 @@ def tick_labels(values: Sequence[float], unit: str) -> list[str]:
 
 
 def compact(value: float) -> str:
+    """Format a number with three digits and k, M or G."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}".replace("-", "−")
     return f"{value:.3g}".replace("-", "−")
 
 
-# -- one chart
+# -- rendering
 
 
 def render(chart: Chart) -> str:
-    """The chart as a `<figure>`, or a line that says that nothing was measured."""
+    """Return the chart as a `<figure>`. Without values it contains "Not measured."."""
     for each in chart.series:
         each.points = downsample(each.points)
         each.errors = thinned(each.errors)
@@ -224,7 +228,7 @@ def render(chart: Chart) -> str:
 
 
 def legend(items: Sequence[tuple[str, str, int, bool]], note: str = "") -> str:
-    """Buttons that switch curves: (key, text, colour, shown)."""
+    """Return buttons that switch curves: (key, text, colour, shown)."""
     buttons = "".join(
         f'<button type="button" aria-pressed="{str(shown).lower()}" data-key="{escape(key)}">'
         f'<i class="c{colour % COLOURS}"></i><span>{escape(text)}</span></button>'
@@ -263,7 +267,7 @@ def _drawn(s: Series, px: Any, py: Any) -> str:
 
 
 def _runs(points: Iterable[tuple[float, Any]]) -> list[list[tuple[float, Any]]]:
-    """Stretches without gaps."""
+    """Return the stretches without gaps."""
     runs: list[list[tuple[float, Any]]] = [[]]
     for x, y in points:
         if y is None:
@@ -274,7 +278,7 @@ def _runs(points: Iterable[tuple[float, Any]]) -> list[list[tuple[float, Any]]]:
 
 
 def thinned(errors: Sequence[tuple[float, Value, Value]]) -> list[tuple[float, Value, Value]]:
-    """A band of fewer points that still covers the whole of it."""
+    """Return a band of fewer points that still covers all of it."""
     if len(errors) <= MOST_POINTS // 2:
         return list(errors)
     buckets, thin = MOST_POINTS // 2, []
@@ -287,7 +291,7 @@ def thinned(errors: Sequence[tuple[float, Value, Value]]) -> list[tuple[float, V
 
 
 def _numbers(chart: Chart, x0: float, x1: float) -> dict[str, Any]:
-    """What the page needs to show values under the pointer."""
+    """Return the data for the values under the pointer."""
     series = []
     for s in chart.series:
         spread = {x: (hi - lo) / 2 for x, lo, hi in s.errors if lo is not None and hi is not None}
@@ -307,7 +311,7 @@ def _numbers(chart: Chart, x0: float, x1: float) -> dict[str, Any]:
 
 
 def data_script(data: Any) -> str:
-    """JSON inside HTML. `<` never stands in it as such, so no name can close the element it is in."""
+    """Return JSON in a script element. `<` is always escaped, so no name can close the element."""
     text = json.dumps(data, separators=(",", ":"), ensure_ascii=False)
     for sign in "<>&\u2028\u2029":
         text = text.replace(sign, f"\\u{ord(sign):04x}")
@@ -315,7 +319,7 @@ def data_script(data: Any) -> str:
 
 
 def x_labels(xs: Sequence[float], x0: float, x1: float) -> str:
-    """The first and the last stay within the plot."""
+    """Return the labels of the x axis. The first and the last stay within the plot."""
     return "".join(
         f'<span{" class=end" if x == x1 else ""} style="left:{100 * (x - x0) / (x1 - x0):.2f}%">{compact(x)}</span>'
         for x in xs
@@ -323,7 +327,7 @@ def x_labels(xs: Sequence[float], x0: float, x1: float) -> str:
 
 
 def whole_ticks(x0: float, x1: float) -> list[float]:
-    """Ticks of an axis that counts."""
+    """Return integer ticks."""
     return [x for x in ticks(x0, x1, 6) if x == int(x)]
 
 
@@ -354,7 +358,7 @@ def _short(value: float) -> str:
 
 
 def _round(value: Value) -> Any:
-    """Five digits are more than a tooltip shows. JSON has no NaN: its name goes instead."""
+    """Round to five digits, enough for a tooltip. JSON has no NaN: return its name instead."""
     if value is None:
         return None
     if not math.isfinite(value):

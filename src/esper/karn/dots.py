@@ -1,4 +1,4 @@
-"""A dot for every world, a row for every contender: the picture of a comparison, as SVG."""
+"""Dot plot of a comparison as SVG: one row per controller, one dot per world."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from esper.karn.charts import spoken, ticks
 from esper.leyline.text import escape
 
 LEFT, WIDTH, ROW, TOP = 250, 560, 34, 56
-COLOURS = ("#0072b2", "#777777")  # the first row, and those it is compared with
+COLOURS = ("#0072b2", "#777777")  # the first row, and the others
 
 
 def dots(rows: Sequence[tuple[str, Sequence[float]]], title: str) -> str:
-    """Rows of values; a bar marks the mean, a line its 95 % interval by the standard error."""
+    """Return the plot as SVG. A bar marks the mean, a line its 95 % interval from the standard error."""
     values = [v for _, row in rows for v in row]
     low, high = min(values), max(values)
     pad = 0.05 * (high - low or 1.0)

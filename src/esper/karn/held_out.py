@@ -1,6 +1,6 @@
-"""The comparison with other controllers in held-out worlds that `esper train` leaves in a run directory, and its table.
+"""The comparison with other controllers in held-out worlds that `esper train` writes, and its table in the report.
 
-The file comes from outside: it is checked against the types below before anything of it is shown.
+The file is validated against the types below before anything of it is shown.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from esper.leyline.text import cut, printable
 
 HELD_OUT = "held_out.json"
 MOST_BYTES = 1 << 22
-"""A comparison of 8 controllers in 64 worlds takes 50 kB; a larger file is none of ours."""
+"""Maximum file size. A comparison of 8 controllers in 64 worlds takes 50 kB."""
 
 
 class Figure(msgspec.Struct, frozen=True):
@@ -33,7 +33,7 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Lead(msgspec.Struct, frozen=True):
-    """How far the first row is ahead: the mean difference world by world, and its bootstrap 95 % interval."""
+    """Lead of the first row: the mean of the per-world differences and its bootstrap 95 % interval."""
 
     mean: float
     low: float
@@ -46,7 +46,7 @@ class Lead(msgspec.Struct, frozen=True):
 
 
 class Row(msgspec.Struct, frozen=True):
-    """One controller. None: this kind of host has no such figure."""
+    """One controller. None: the figure does not exist for this kind of host."""
 
     name: str
     test: Figure | None = None
@@ -58,16 +58,16 @@ class Row(msgspec.Struct, frozen=True):
 
 
 class HeldOut(msgspec.Struct, frozen=True):
-    """The whole comparison."""
+    """The complete comparison."""
 
     worlds: list[int]
     rows: list[Row]
     rounds: int | None = None
-    """Rounds of training behind the policy that was compared."""
+    """Training rounds of the compared policy."""
 
 
 def write(run: Path, figures: Mapping[str, Any], rounds: int) -> Path:
-    """Write the comparison into the run directory, in place of an earlier one."""
+    """Write the comparison into the run directory, replacing an earlier one. Return its path."""
     path = run / HELD_OUT
     content = msgspec.json.format(msgspec.json.encode({"rounds": rounds, **figures}), indent=1) + b"\n"
     write_atomically(path, seal_json(content))
@@ -75,7 +75,7 @@ def write(run: Path, figures: Mapping[str, Any], rounds: int) -> Path:
 
 
 def read(run: Path) -> tuple[HeldOut | None, str | None]:
-    """The comparison in a run directory, and what is wrong with it; None and None where there is none."""
+    """Return the comparison in a run directory and why it cannot be read; None and None if there is no file."""
     path = run / HELD_OUT
     try:
         return msgspec.json.decode(unseal_json(read_regular(path, MOST_BYTES)), type=HeldOut), None
@@ -86,7 +86,7 @@ def read(run: Path) -> tuple[HeldOut | None, str | None]:
 
 
 def held_out(run: RunSummary) -> str:
-    """The section of the report."""
+    """Return the section of the report, "" if there is no comparison."""
     found, damage = read(run.path)
     if damage is not None:
         return section("Held-out comparison", "", f'<p class="none">{escape(cut(printable(damage)))}</p>')
@@ -114,7 +114,7 @@ def held_out(run: RunSummary) -> str:
 
 
 def figure(found: Figure | None, unit: str) -> str:
-    """A mean and its standard deviation over worlds: in percent and points, or as a utility."""
+    """Format a mean and its standard deviation over worlds, in percent or as a utility."""
     if found is None:
         return cell(None)
     if unit == "percent":
@@ -123,7 +123,7 @@ def figure(found: Figure | None, unit: str) -> str:
 
 
 def lead(found: Lead | None, unit: str) -> str:
-    """A difference with its interval: in points, or of utilities."""
+    """Format a difference with its interval, in percentage points or as a utility."""
     if found is None:
         return cell(None)
     values = (found.mean, found.low, found.high)

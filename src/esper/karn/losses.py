@@ -1,4 +1,4 @@
-"""Who missed what, by the hub's counters."""
+"""Events missed by individual sinks, according to the hub's counters."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ GIVEN_UP = ".given_up"
 
 
 def missed_by_sinks(counters: object) -> dict[str, float]:
-    """Sink → events that it never got because it was retired. They are in the journal all the same.
+    """Return sink → events it did not receive because it was retired. The journal still has them.
 
-    The journal cannot say this of its own sink: what that one misses is a hole in the sequence numbers, or its end.
+    Events missing from the journal itself appear as gaps in its sequence numbers, or at its end.
     """
     told = counters if isinstance(counters, dict) else {}
     return {

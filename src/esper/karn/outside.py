@@ -1,4 +1,4 @@
-"""What comes from files that may be damaged: the manifest if it can be read, entries if they make sense."""
+"""Validation of input from files that may be damaged: manifests and journal entries."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Data = dict[str, Any]
 
 
 def manifest_of(path: Path) -> tuple[Data, str | None]:
-    """The manifest, and what is wrong with it. A run without a readable one is still a run if it has a journal."""
+    """Return the manifest and why it cannot be read. Without a readable manifest the run needs a journal."""
     try:
         return read_manifest(path), None
     except RunError as error:
@@ -27,7 +27,7 @@ def manifest_of(path: Path) -> tuple[Data, str | None]:
 
 
 def checker(kind: str) -> Callable[[Data], object]:
-    """Raises a ValueError at a field of the wrong type. A field may be missing: older versions knew fewer."""
+    """Return a function that raises ValueError at a field of the wrong type. Missing fields are accepted."""
     fields = [(f.name, f.type, msgspec.UNSET) for f in msgspec.structs.fields(KINDS[kind])]
     lenient = msgspec.defstruct(kind, fields)
     return lambda data: msgspec.convert(data, lenient)
@@ -37,7 +37,7 @@ CHECKS = {kind: checker(kind) for kind in KINDS}
 
 
 def fact(manifest: Data, name: str) -> Any:
-    """What the manifest says under a name of `run_started`; None where that is of another type."""
+    """Return a manifest value under a field name of `run_started`; None if its type differs."""
     value = manifest.get(name)
     types = {f.name: f.type for f in msgspec.structs.fields(RunStarted)}
     try:
@@ -47,5 +47,5 @@ def fact(manifest: Data, name: str) -> Any:
 
 
 def slot_names(manifest: Data) -> tuple[str, ...]:
-    """The names of the slots, in the order of the arrays in `step`; empty where the manifest does not tell."""
+    """Return the slot names in the order of the arrays in `step`; empty if the manifest has none."""
     return tuple(fact(manifest, "slots") or ())

@@ -1,6 +1,6 @@
-"""The report: one HTML file that needs nothing else, about one run or several side by side.
+"""The report: one self-contained HTML file about one run or several side by side.
 
-Everything that comes from a run passes through `escape` or `data_script`: a name can be shown, never obeyed.
+All values from a run pass through `escape` or `data_script`, so names cannot inject HTML or scripts.
 """
 
 from __future__ import annotations
@@ -22,21 +22,22 @@ from esper.leyline.text import cut, escape, printable
 
 PILL = {"finished": "good", "running": "", "failed": "bad", "killed": "bad", "interrupted": "warn"}
 GROWN = "grown"
-"""The environment of `esper grow` that is not there to be compared with."""
+"""The environment of `esper grow` that is not a baseline."""
 DEEPEST = 20
-"""Levels of a nested value that are shown."""
+"""Maximum depth of nested values that are shown."""
 VIEWS_COMPARED = 4
-"""Episodes shown in detail of each run where there are several."""
+"""Episodes shown in detail per run if there are several runs."""
 
 
 def write(runs: Sequence[RunSummary], out: Path) -> Path:
-    """Write the report, whole or not at all."""
+    """Write the report atomically and return its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page(runs).encode("utf-8", errors="backslashreplace"))
     return out
 
 
 def page(runs: Sequence[RunSummary]) -> str:
+    """Return the HTML of the report."""
     template = files("esper.karn").joinpath("template.html").read_text(encoding="utf-8")
     before, rest = template.split("<!--title-->")
     between, after = rest.split("<!--body-->")
@@ -56,6 +57,7 @@ def page(runs: Sequence[RunSummary]) -> str:
 
 
 def run_body(run: RunSummary, most: int = sections.MOST_VIEWS) -> str:
+    """Return the sections of one run."""
     return "".join((
         health(run), sections.results(run), held_out(run), sections.curves(run), sections.rounds(run),
         sections.lives(run, most), sections.updates(run), sections.phase_times(run), sections.records(run),
@@ -63,7 +65,7 @@ def run_body(run: RunSummary, most: int = sections.MOST_VIEWS) -> str:
 
 
 def title_of(run: RunSummary) -> str:
-    """Its directory: a copy keeps the id of what it was copied from, and must be told from it."""
+    """Return the directory name: a copied run keeps its run id and would be ambiguous."""
     return printable(run.name or run.path.resolve().name)
 
 
@@ -71,6 +73,7 @@ def title_of(run: RunSummary) -> str:
 
 
 def header(run: RunSummary, tag: str = "h1") -> str:
+    """Return the header of a run: status, facts, command, configuration and versions."""
     config = run.manifest.get("config")
     facts: dict[str, Any] = {name: run.about(name) for name in ("task", "controller", "seed")}
     if facts["controller"] is None and isinstance(config, dict):
@@ -93,7 +96,7 @@ def header(run: RunSummary, tag: str = "h1") -> str:
     rows = "".join(
         f"<div><dt>{escape(k)}</dt><dd>{escape(cut(str(v)))}</dd></div>" for k, v in facts.items() if v is not None
     )
-    command = run.manifest.get("command") or run.started.get("command")  # the manifest has its options too
+    command = run.manifest.get("command") or run.started.get("command")  # the manifest's command includes its options
     said = f'<p class="soft" style="margin-top:6px"><code>{escape(cut(str(command)))}</code></p>' if command else ""
     rest = {k: v for k, v in run.manifest.items() if k not in ("run_id", "status", "task", "command", "config")}
     folds = "".join(
@@ -109,7 +112,7 @@ def header(run: RunSummary, tag: str = "h1") -> str:
 
 
 def when(stamp: Any) -> str | None:
-    """2025-11-15T22:16:40.123+00:00 → 2025-11-15 22:16 UTC."""
+    """Format a time stamp: 2025-11-15T22:16:40.123+00:00 → 2025-11-15 22:16 UTC."""
     if not isinstance(stamp, str):
         return None
     utc = stamp.endswith(("Z", "+00:00"))
@@ -117,7 +120,7 @@ def when(stamp: Any) -> str | None:
 
 
 def tree(value: Any, depth: int = 0) -> str:
-    """A nested value as a list that folds."""
+    """Return a nested value as a foldable HTML list."""
     if not isinstance(value, dict):
         return f"<code>{escape(plain(value))}</code>"
     if depth == DEEPEST:
@@ -132,6 +135,7 @@ def tree(value: Any, depth: int = 0) -> str:
 
 
 def plain(value: Any) -> str:
+    """Return a value as text, cut to the maximum length."""
     if isinstance(value, str):
         return cut(value)
     try:
@@ -140,11 +144,11 @@ def plain(value: Any) -> str:
         return "…"
 
 
-# -- trouble
+# -- problems
 
 
 def troubles(run: RunSummary) -> list[tuple[str, str]]:
-    """What was not as it should be: (severity, text), worst first."""
+    """Return the problems of a run as (severity, text), errors first."""
     found: list[tuple[str, str]] = []
     error = run.manifest.get("error") or (run.finished or {}).get("error")
     if run.status == "failed":
@@ -179,7 +183,7 @@ def troubles(run: RunSummary) -> list[tuple[str, str]]:
 
 
 def words(health: Mapping[str, Any]) -> str:
-    """What a `health` event says; of the hub's last one, which sink missed what: the journal has its own account."""
+    """Return the text of a `health` event. For the hub's last one, list the events that each sink missed."""
     missed = missed_by_sinks(health.get("counters"))
     if not missed or "emitted" not in (health.get("counters") or {}):
         return str(health.get("text"))
@@ -188,6 +192,7 @@ def words(health: Mapping[str, Any]) -> str:
 
 
 def health(run: RunSummary) -> str:
+    """Return the section on problems, or a line that there are none."""
     found = troubles(run)
     if not found:
         events = spoken(sum(run.kinds.values()), "count")
@@ -196,6 +201,7 @@ def health(run: RunSummary) -> str:
 
 
 def trouble(title: str, found: Sequence[tuple[str, str]]) -> str:
+    """Return a list of problems as a section."""
     rows = "".join(f'<li><b class="{escape(s)}">{escape(s)}</b> {escape(text)}</li>' for s, text in found)
     return f'<section class="trouble" role="alert"><h2>{escape(title)}</h2><ul>{rows}</ul></section>'
 
@@ -204,7 +210,7 @@ def trouble(title: str, found: Sequence[tuple[str, str]]) -> str:
 
 
 def comparison(runs: Sequence[RunSummary]) -> str:
-    """Mean and range of quality over each run's environments, and what came out beside the first."""
+    """Compare runs: mean and range of quality over each run's environments, and results relative to the first."""
     percent = all(sections.units(r)[0] == "percent" for r in runs)
     unit, points = ("percent", "points") if percent else ("number", "number")
     groups = [compared(run) for run in runs]
@@ -248,7 +254,7 @@ def comparison(runs: Sequence[RunSummary]) -> str:
 
 
 def compared(run: RunSummary) -> list[tuple[str, list[EpisodeLife]]]:
-    """What stands for the run, then what it was trained beside; a run without such controls is one nameless group."""
+    """Return the run's own episodes, then its baselines, by name. Without baselines: one group with an empty name."""
     latest = [env.latest for _, env in sorted(run.envs.items()) if env.latest is not None]
     if not any(e.name == GROWN for e in latest):
         return [("", latest)]
@@ -257,12 +263,13 @@ def compared(run: RunSummary) -> list[tuple[str, list[EpisodeLife]]]:
 
 
 def average(values: Sequence[Value]) -> Value:
-    """Of what was measured; None if nothing was."""
+    """Return the mean of the measured values; None if there are none."""
     known = [v for v in values if v is not None]
     return sum(known) / len(known) if known else None
 
 
 def footer(runs: Sequence[RunSummary]) -> str:
+    """Return the footer: number of events and Esper versions."""
     told = [versions for r in runs if isinstance(versions := r.manifest.get("versions"), dict)]
     made = "".join(f", Esper {escape(cut(v))}" for v in sorted({str(each.get("esper") or "") for each in told}) if v)
     events = spoken(sum(sum(r.kinds.values()) for r in runs), "count")

@@ -1,4 +1,4 @@
-"""The sections of a report: each takes a run's summary and gives HTML, or nothing where there is nothing to show."""
+"""The sections of a report: each function takes a run's summary and returns HTML, "" if there is nothing to show."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from esper.leyline.stages import COOLING, GROWING, SeedStage
 from esper.leyline.text import escape
 
 MOST_LINES = 8
-"""Environments drawn as lines of their own; beyond that, their mean and range."""
+"""Maximum number of environments drawn as separate lines. Above it, their mean and range are drawn."""
 MOST_VIEWS = 12
-"""Episodes shown in detail."""
+"""Maximum number of episodes shown in detail."""
 MOST_ROWS = 250
-"""Of a table; the journal has them all."""
+"""Maximum number of rows of a table. The journal has all of them."""
 QUALIFIERS = ("style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
 LIVE = (*GROWING, SeedStage.FOSSILIZED)
 STAGE_TEXT = {
@@ -33,16 +33,17 @@ STAGE_TEXT = {
 }
 
 
-# -- pieces
+# -- HTML elements
 
 
 def section(title: str, says: str, body: str, scope: str = "scope") -> str:
+    """Return a section with a title and a note; "" if the body is empty."""
     note = f'<p class="says">{escape(says)}</p>' if says else ""
     return f'<section class="{scope}"><h2>{escape(title)}</h2>{note}{body}</section>' if body else ""
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequence[int] = (), caption: str) -> str:
-    """Cells are HTML already: whoever makes them escapes them. Columns in `right` hold numbers."""
+    """Return a table. Cells must be escaped HTML. Columns in `right` are right-aligned."""
 
     def side(i: int) -> str:
         return ' class="r"' if i in right else ""
@@ -56,30 +57,32 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]], *, right: Sequenc
 
 
 def cell(value: Value, unit: str = "number") -> str:
-    """A measured number; a dash with an explanation where there is none."""
+    """Format a number; a dash with an explanation if it was not measured."""
     if value is None:
         return '<span class="soft" title="not measured">–</span>'
     return escape(spoken(value, unit))
 
 
 def plus_minus(se: Value, unit: str) -> str:
+    """Format a standard error; "" if there is none."""
     return "" if se is None else f" ± {escape(spoken(se, unit).lstrip('+'))}"
 
 
 def chip(stage: str) -> str:
+    """Return a stage name as a coloured label."""
     name = stage.lower()
     kind = name if name in STAGE_TEXT else "cooling" if SeedStage.__members__.get(stage.upper()) in COOLING else ""
     return f'<span class="chip {kind}">{escape(name)}</span>' if kind else escape(name)
 
 
-# -- what is shown of a large run
+# -- selection of what is shown of a large run
 
 _Answer = TypeVar("_Answer")
 _answers: WeakKeyDictionary[RunSummary, dict[Any, Any]] = WeakKeyDictionary()
 
 
 def asked_often(question: Callable[[RunSummary], _Answer]) -> Callable[[RunSummary], _Answer]:
-    """Keep the answer as long as nothing new is known of the run."""
+    """Cache the result until the run has new entries."""
 
     @wraps(question)
     def answer(run: RunSummary) -> _Answer:
@@ -95,7 +98,7 @@ def asked_often(question: Callable[[RunSummary], _Answer]) -> Callable[[RunSumma
 
 @asked_often
 def views(run: RunSummary) -> list[EpisodeLife]:
-    """The episodes shown in detail: all, or the best one and the latest of the first environments."""
+    """Return the episodes shown in detail: all, or the best one and the latest of the first environments."""
     episodes = run.episodes
     if len(episodes) <= MOST_VIEWS:
         return episodes
@@ -107,18 +110,19 @@ def views(run: RunSummary) -> list[EpisodeLife]:
 
 
 def label(run: RunSummary, episode: EpisodeLife) -> str:
+    """Return the name of an episode, with its number if an environment has several."""
     several = any(len(env.episodes) > 1 for env in run.envs.values())
     return f"{episode.name}, {episode_word(run)} {episode.episode}" if several else episode.name
 
 
 def episode_word(run: RunSummary) -> str:
-    """What an episode's number counts: in training, the rounds."""
+    """Return what an episode's number counts: rounds in training, else episodes."""
     return "round" if run.updates else "episode"
 
 
 @asked_often
 def units(run: RunSummary) -> tuple[str, str]:
-    """How qualities and worth are written: fractions as percent and points, anything else as it is."""
+    """Return the units of quality and worth: percent and points for fractions, else plain numbers."""
     seen = [q for e in run.episodes for q in (e.quality, e.quality_best) if q is not None and math.isfinite(q)]
     seen += [q for e in views(run) for q in e.steps.column("quality") if q is not None and math.isfinite(q)]
     return ("percent", "points") if all(0 <= q <= 1 for q in seen) else ("number", "number")
@@ -128,6 +132,7 @@ def units(run: RunSummary) -> tuple[str, str]:
 
 
 def results(run: RunSummary) -> str:
+    """Return the table of results, one row per environment."""
     unit, points = units(run)
     latest = [env.latest for _, env in sorted(run.envs.items()) if env.latest is not None]
     if not latest:
@@ -176,7 +181,7 @@ def results(run: RunSummary) -> str:
 
 
 def over_steps(episodes: Sequence[EpisodeLife], name: str) -> tuple[list[tuple[float, Value]], list[Any]]:
-    """Mean and range of a column over episodes, step by step; not finite or unmeasured values are left out."""
+    """Return mean and range of a column per step over episodes. Skip values not measured or not finite."""
     total: dict[float, list[float]] = {}
     for e in episodes:
         rows = e.steps.array()
@@ -190,17 +195,18 @@ def over_steps(episodes: Sequence[EpisodeLife], name: str) -> tuple[list[tuple[f
 
 
 def curve(episode: EpisodeLife, name: str) -> list[tuple[float, Value]]:
+    """Return a column over steps, with gaps where steps are missing."""
     xs = [x or 0.0 for x in episode.steps.column("step")]
     points: list[tuple[float, Value]] = []
     for x, y in zip(xs, episode.steps.column(name), strict=True):
         if points and x > points[-1][0] + 1:
-            points.append((points[-1][0] + 1, None))  # steps nobody recorded
+            points.append((points[-1][0] + 1, None))  # steps without a record
         points.append((x, y))
     return points
 
 
 def curves(run: RunSummary) -> str:
-    """Quality, losses and parameters over the latest episode of every environment."""
+    """Return charts of quality, losses and parameters over the latest episode of every environment."""
     unit, _ = units(run)
     latest = [env.latest for _, env in sorted(run.envs.items()) if env.latest is not None and len(env.latest.steps)]
     if not latest:
@@ -251,7 +257,7 @@ def _committed(e: EpisodeLife, colour: int) -> Series | None:
 
 
 def rounds(run: RunSummary) -> str:
-    """What came of each episode, where there are several."""
+    """Return charts of the results per episode, "" if there is only one."""
     ended = [e for e in run.episodes if e.result is not None]
     if len({e.episode for e in ended}) < 2:
         return ""
@@ -288,10 +294,11 @@ def rounds(run: RunSummary) -> str:
     )
 
 
-# -- the lives of seeds
+# -- seed lifecycles
 
 
 def lives(run: RunSummary, most: int = MOST_VIEWS) -> str:
+    """Return the seed lifecycles: stage bars of several episodes, and one panel per episode."""
     chosen = [e for e in views(run)[:most] if any(s.was_used() for s in e.slots.values())]
     if not chosen:
         return ""
@@ -315,6 +322,7 @@ def lives(run: RunSummary, most: int = MOST_VIEWS) -> str:
 
 
 def panel(run: RunSummary, e: EpisodeLife) -> str:
+    """Return the panel of one episode: stages, alpha, worth and Shapley values."""
     _, unit = units(run)
     used = [s for s in e.slots.values() if s.was_used()]
     colour = {name: i for i, name in enumerate(run.slots)}
@@ -336,6 +344,7 @@ def panel(run: RunSummary, e: EpisodeLife) -> str:
 
 
 def lanes(e: EpisodeLife, length: int) -> str:
+    """Return one row of stage bars per used slot."""
     rows = []
     for slot in e.slots.values():
         if slot.was_used():
@@ -346,7 +355,7 @@ def lanes(e: EpisodeLife, length: int) -> str:
 
 
 def merged(intervals: Sequence[Interval]) -> list[Interval]:
-    """The three labels of one cooldown as one stretch."""
+    """Join the three stages of a cooldown into one interval."""
     out: list[Interval] = []
     for i in intervals:
         if out and i.stage in COOLING and out[-1].stage in COOLING and i.start == out[-1].end + 1:
@@ -369,12 +378,13 @@ def _bar(slot: str, i: Interval, length: int) -> str:
 
 
 def axis(length: int) -> str:
+    """Return the epoch axis below stage bars."""
     span = float(max(1, length))
     return f'<div class="xs" aria-hidden="true">{x_labels(whole_ticks(0.0, span), 0.0, span)}<em>epoch</em></div>'
 
 
 def alpha_points(slot: SlotLife) -> list[tuple[float, Value]]:
-    """Alpha while a seed lives there. Epoch n lasts from n − 1 to n, as the bars show it."""
+    """Return alpha while the slot has a live seed. Epoch n lasts from n − 1 to n, as in the bars."""
     points: list[tuple[float, Value]] = []
     stretches: list[list[int]] = []
     for i in slot.intervals:
@@ -394,7 +404,7 @@ def alpha_points(slot: SlotLife) -> list[tuple[float, Value]]:
 
 
 def worth_lines(slot: SlotLife, colour: int) -> list[Series]:
-    """Contribution, what a committed seed is leant on for, and what one in training promises."""
+    """Return the curves of contribution, of a committed seed's dependence, and of the prospect while in training."""
     t = slot.worth
     kinds = (
         (slot.name, "contribution", False, ""),
@@ -422,7 +432,7 @@ def worth_lines(slot: SlotLife, colour: int) -> list[Series]:
 
 
 def worth_bars(e: EpisodeLife, colour: dict[str, int], unit: str) -> str:
-    """Each seed's Shapley value as last measured, with its error."""
+    """Return each seed's last measured Shapley value, with its standard error, as bars."""
     found: list[tuple[SlotLife, int, float, float, Value]] = []
     for slot in e.slots.values():
         t = slot.worth
@@ -462,10 +472,11 @@ def worth_bars(e: EpisodeLife, colour: dict[str, int], unit: str) -> str:
     )
 
 
-# -- learning to decide
+# -- policy training
 
 
 def updates(run: RunSummary) -> str:
+    """Return charts of the PPO updates."""
     if not run.updates:
         return ""
 
@@ -511,6 +522,7 @@ def updates(run: RunSummary) -> str:
 
 
 def phase_times(run: RunSummary) -> str:
+    """Return bars and a table of the time per phase."""
     phases = run.phases
     if not phases:
         return ""
@@ -539,10 +551,11 @@ def phase_times(run: RunSummary) -> str:
     return section("Where the time went", "", bars + table(heads, rows, right=range(1, 6), caption="Phases"))
 
 
-# -- what was decided, and what followed
+# -- decisions and lifecycle moves
 
 
 def records(run: RunSummary) -> str:
+    """Return foldable tables of decisions and stage changes."""
     unit = units(run)[1]
     shown = views(run)
     decided = [(e, d) for e in shown for d in e.decisions]
@@ -579,5 +592,6 @@ def records(run: RunSummary) -> str:
 
 
 def folded(title: str, shown: int, total: int, body: str) -> str:
+    """Return a foldable element with the number of rows in its title."""
     count = f"{shown}" if shown == total else f"{shown} of {total}; <code>esper sql</code> reads them all"
     return f"<details><summary>{escape(title)} <small>({count})</small></summary>{body}</details>"

@@ -1,10 +1,10 @@
-"""SQL over run directories: DuckDB tables of every event, and nothing else within reach of the question.
+"""SQL over run directories: DuckDB tables of all events, isolated from everything else.
 
-    Runs(paths) ─ reads every segment into memory, one table per kind, views on top
-      └ ask(query) ─ one question, in a read-only transaction, with files, settings and extensions shut off
+    Runs(paths) ─ reads every segment into memory, one table per kind, and creates the views
+      └ ask(query) ─ one query in a read-only transaction, without access to files, settings and extensions
 
-The fences are DuckDB's own (no external access, locked configuration, a read-only transaction); here stands only what
-may be asked. DuckDB reads the segments because it is ten times as fast as we are; a test holds it to `nissa.journal`.
+Isolation uses DuckDB's own settings (no external access, locked configuration, read-only transaction). DuckDB parses
+the segments because it is ten times as fast as Python; a test compares the result with `nissa.journal`.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection
 
 BATCH_BYTES = 256 << 20
-"""Segments are read in batches of about this size: the text of more is never in memory at once."""
+"""Size in bytes of the batches in which segments are read, to limit the text in memory."""
 QUERY_BYTES = 2 << 30
-"""Memory that a query may take beyond that of the tables."""
+"""Memory in bytes that a query may use in addition to the tables."""
 TOO_MUCH_MEMORY = (
     f"the query needs more than {QUERY_BYTES >> 30} GB of memory, and was stopped. "
     "Select fewer rows or columns, or aggregate them"
@@ -43,28 +43,30 @@ TOO_MUCH_MEMORY = (
 FENCES = (
     "SET autoinstall_known_extensions = false",
     "SET autoload_known_extensions = false",
-    "SET python_enable_replacements = false",  # else a query could name our own variables
+    "SET python_enable_replacements = false",  # otherwise a query could read our Python variables
     "SET temp_directory = ''",
     "SET enable_external_access = false",
     "SET lock_configuration = true",
 )
 CHUNK_ROWS = 10_000
-"""Rows are fetched so many at a time: between them a query can be stopped."""
+"""Rows per fetch. A query can be stopped between fetches."""
 PLACED = [name for name, kind in KINDS.items() if {"env", "episode", "step"} <= set(kind.__struct_fields__)]
-"""Kinds that happen at a step of an environment."""
+"""Kinds of events that belong to a step of an environment."""
 
 
 @dataclass(frozen=True, slots=True)
 class Answer:
+    """The result of a query."""
+
     columns: list[str]
     types: list[str]
     rows: list[tuple[Any, ...]]
     more: int
-    """Rows beyond the limit."""
+    """Number of rows beyond the limit."""
 
 
 class Runs:
-    """The events of some runs, in memory; a context manager."""
+    """The events of some runs, in memory. A context manager."""
 
     def __init__(self, paths: Sequence[Path]) -> None:
         duckdb = _duckdb()
@@ -74,14 +76,14 @@ class Runs:
         self._allowed = {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI, duckdb.StatementType.EXPLAIN}
         self._db: DuckDBPyConnection = duckdb.connect(":memory:")
         self.troubles: list[str] = []
-        """What could not be read, for people."""
+        """Messages about what could not be read."""
         try:
             self._create_tables()
             for name, path in zip(run_names(paths), paths, strict=True):
                 self._load(name, Path(path))
             for view in VIEWS:
                 self._db.execute(f"create view {view.name} as {view.sql}")
-        except RuntimeError as error:  # as DuckDB says that it saw Ctrl-C
+        except RuntimeError as error:  # DuckDB's form of Ctrl-C
             if "INTERRUPT" in str(error).upper():
                 raise KeyboardInterrupt from None
             raise
@@ -98,12 +100,12 @@ class Runs:
         self._db.close()
 
     def ask(self, query: str, *, limit: int | None = None, timeout_s: float | None = None) -> Answer:
-        """The answer to one question. None as a limit is no limit."""
+        """Return the result of one query. Without a limit all rows are returned."""
         query = self._single(query)
         stop = threading.Event()
         self._db.execute("BEGIN TRANSACTION READ ONLY")
         try:
-            with ThreadPoolExecutor(1) as other:  # DuckDB does not always hear Ctrl-C; whoever only waits does
+            with ThreadPoolExecutor(1) as other:  # DuckDB does not always handle Ctrl-C; a waiting thread does
                 answer = other.submit(self._fetch, query, limit, stop)
                 try:
                     return answer.result(timeout_s)
@@ -123,7 +125,7 @@ class Runs:
             self._db.execute("ROLLBACK")
 
     def _single(self, query: str) -> str:
-        """The one statement that a query may be, without what follows it."""
+        """Return the single statement of a query, without what follows it. Raise EsperError if it is not allowed."""
         try:
             found = self._db.extract_statements(query)
             kinds = [statement.type for statement in found]
@@ -154,7 +156,7 @@ class Runs:
         return Answer(columns, types, rows[:limit], more)
 
     def _count(self, query: str) -> int:
-        """How many rows there are; 0 for what cannot be nested, which is only EXPLAIN."""
+        """Return the number of rows of a query; 0 for EXPLAIN, which cannot be nested."""
         if query.split(None, 1)[0].upper().startswith("EXPLAIN"):
             return 0
         (count,) = self._db.execute(f"select count(*) from ({query}\n)").fetchone() or (0,)
@@ -192,7 +194,7 @@ class Runs:
         self._db.execute("insert into directories values (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def _losses(self, run: str, manifest: dict[str, Any]) -> list[str]:
-        """What the journal of a run lacks, in words."""
+        """Describe the events missing from the journal of a run."""
         rows = self._db.execute(
             "select rank, max(seq) + 1, sum(greatest(0, seq - before - 1 - replaced))::bigint from (select *, "
             "coalesce(lag(seq) over (partition by rank order by seq), -1) as before from places where run = ?) "
@@ -204,7 +206,7 @@ class Runs:
         return lost_events(manifest, extents, has_end=ends > 0)
 
     def _read_lines(self, run: str, rank: int, files: list[Path]) -> int:
-        """Fill `lines` with the entries of these segments, each place in the run once; how many lines are none."""
+        """Fill `lines` with the entries of these segments, each seq once. Return the number of invalid lines."""
         db = self._db
         db.execute("truncate lines")
         db.execute(
@@ -231,7 +233,7 @@ class Runs:
         return int(damaged) if orderly else int(damaged) + self._keep_each_place_once(run, rank, last)
 
     def _keep_each_place_once(self, run: str, rank: int, last: int) -> int:
-        """As `nissa.journal` does: the first line of a place counts; one that leaps ahead of its next is damaged."""
+        """Keep the first line of each seq and drop damaged seqs that jump ahead, as `nissa.journal` does."""
         (leapt,) = self._db.execute(
             """
             delete from lines where line in (
@@ -250,7 +252,7 @@ class Runs:
         return int(leapt)
 
     def _keep_lines(self, run: str) -> int:
-        """Move `lines` to the tables of their kinds; how many there were."""
+        """Move `lines` to the tables of their kinds. Return their number."""
         db = self._db
         present = {kind for (kind,) in db.execute("select distinct kind from lines").fetchall()}
         for name in sorted(present & KINDS.keys()):
@@ -270,7 +272,7 @@ class Runs:
         known = [*types, *PLACE, "kind", "crc", "replaced"]
         keys = self._db.execute("select distinct json_keys(json) from lines where kind = ?", [name]).fetchall()
         is_newer = any(key not in known for (each,) in keys for key in each)
-        rest = json.dumps(dict.fromkeys(known))  # as a patch, it takes away what is known
+        rest = json.dumps(dict.fromkeys(known))  # as a merge patch, it removes the known fields
         extra = f"nullif(json_merge_patch(json, '{rest}')::varchar, '{{}}')" if is_newer else "null"
         own = "".join(f'event."{column}", ' for column in types)
         self._db.execute(
@@ -282,10 +284,10 @@ class Runs:
         )
 
     def _forget_what_was_lived_again(self, run: str) -> None:
-        """A run that went on from a checkpoint lives some steps twice: the later life counts.
+        """Delete steps that a resumed run repeated: the later ones count.
 
-        Each start of the process opens a session; whatever an earlier session did at or behind the first step of a
-        later one, in the same environment, was lived again.
+        Each start of the process opens a session. Whatever an earlier session did at or after the first step of a later
+        one, in the same environment, was repeated.
         """
         starts = self._db.execute("select seq from run_started where run = ? order by seq", [run]).fetchall()
         for (start,) in starts[1:]:
@@ -312,7 +314,7 @@ class Runs:
 
 
 def run_names(paths: Sequence[Path]) -> list[str]:
-    """What each run is called in the column `run`: its directory, with as many parents as tell it from the others."""
+    """Return the value of the column `run` per run: its directory, with parents where needed to be unique."""
     whole = [Path(path).resolve() for path in paths]
     if len(set(whole)) < len(whole):
         raise ConfigError(f"a run is given twice: {', '.join(str(p) for p in paths)}")
@@ -324,7 +326,7 @@ def run_names(paths: Sequence[Path]) -> list[str]:
 
 
 def batches(files: Sequence[Path]) -> Iterator[list[Path]]:
-    """The files in order, as many at a time as `BATCH_BYTES` allow."""
+    """Yield the files in order, in groups of up to `BATCH_BYTES`."""
     batch: list[Path] = []
     size = 0
     for file in files:
@@ -340,7 +342,7 @@ def batches(files: Sequence[Path]) -> Iterator[list[Path]]:
 
 @contextmanager
 def whole_lines(files: Sequence[Path]) -> Iterator[tuple[list[Path], int]]:
-    """These files, but where a line is not as it was written, a copy without it; and how many such lines there are."""
+    """Yield these files, with damaged lines removed in temporary copies, and the number of damaged lines."""
     with TemporaryDirectory() as place:
         found, broken = [], 0
         for i, file in enumerate(files):
@@ -355,12 +357,12 @@ def whole_lines(files: Sequence[Path]) -> Iterator[tuple[list[Path], int]]:
 
 
 def literal_path(path: Path) -> str:
-    """A path of which DuckDB takes no character for a pattern."""
+    """Return a path in which DuckDB's pattern characters are escaped."""
     return "".join(f"[{c}]" if c in "*?[" else c for c in str(path))
 
 
 def _explain(message: str) -> str:
-    """DuckDB's message as one paragraph, with the way out."""
+    """Return DuckDB's message as one paragraph, with advice."""
     text = " ".join(message.split("\n\nLINE ")[0].split())
     if text.startswith("Out of Memory") or "bad_alloc" in text or "bad allocation" in text:
         return TOO_MUCH_MEMORY

@@ -1,10 +1,10 @@
-"""Queries in a process of their own, which can be stopped at any moment and has an upper limit of memory.
+"""Queries in a separate process, which can be killed at any time and has a memory limit.
 
-DuckDB hears an interrupt only between two chunks of rows, and its memory limit counts neither what functions such as
-`repeat` and `range` allocate nor the Python objects of an answer. A process can be killed, and the system limits it.
+DuckDB handles an interrupt only between two chunks of rows, and its memory limit counts neither the allocations of
+functions such as `repeat` and `range` nor the Python objects of a result. The system can limit and kill a process.
 
-The process gets one JSON object on stdin and writes JSON lines: what could not be read, then columns and types, then
-one line per row. A line with "error" may stand instead of any of the first two.
+The process reads one JSON object from stdin and writes JSON lines: what could not be read, then columns and types, then
+one line per row. A line with "error" may replace either of the first two.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from esper.leyline import errors
 from esper.leyline.errors import EsperError
 
 SPARE_S = 60.0
-"""Processor time beyond the timeout, after which the system ends a process whose parent has died."""
+"""Processor time in seconds beyond the timeout, after which the system kills a process whose parent has died."""
 
 
 def ask(
@@ -36,10 +36,10 @@ def ask(
     timeout_s: float | None,
     on_trouble: Callable[[str], None],
 ) -> Answer:
-    """Return the answer to a query over these runs. EsperError if it takes too long or too much memory.
+    """Return the result of a query over these runs. Raise EsperError if it takes too long or too much memory.
 
-    `on_trouble` is called with every remark about what could not be read. Reading the runs is not part of the time.
-    Values that JSON does not have, such as dates, come as text.
+    `on_trouble` is called with each message about what could not be read. Reading the runs does not count as query
+    time. Values that JSON does not have, such as dates, are returned as text.
     """
     question = {"paths": [str(path) for path in paths], "query": query, "limit": limit, "timeout_s": timeout_s}
     process = subprocess.Popen(
@@ -55,7 +55,7 @@ def ask(
     timer = threading.Timer(timeout_s or 0.0, stop)
     try:
         assert process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it could not start: `_line` says so
+        with contextlib.suppress(BrokenPipeError):  # the process could not start: `_line` raises
             process.stdin.write(json.dumps(question).encode())
             process.stdin.close()
         for trouble in _line(process)["troubles"]:
@@ -89,7 +89,7 @@ def _line(process: subprocess.Popen[bytes]) -> dict[str, Any]:
 
 
 def _ended(process: subprocess.Popen[bytes]) -> EsperError:
-    """Why a process ended before its answer: the system killed it, or an error that it wrote to stderr."""
+    """Return the error of a process that ended early: killed for its memory, or failed with an exit code."""
     code = process.wait()
     return EsperError(TOO_MUCH_MEMORY if code < 0 else f"the process of the query ended with exit code {code}")
 
@@ -102,12 +102,12 @@ def _answer(process: subprocess.Popen[bytes], head: dict[str, Any]) -> Answer:
     return Answer(head["columns"], head["types"], rows, head["more"])
 
 
-# In the process of the query ---------------------------------------------------------------------------------------
+# In the query process ----------------------------------------------------------------------------------------------
 
 
 def main() -> None:
-    """Read the question from stdin, write the answer to stdout."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever asked hears Ctrl-C and ends this process
+    """Read the query from stdin and write its result to stdout."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C and ends this process
     question = json.loads(sys.stdin.buffer.read())
     try:
         with Runs([Path(path) for path in question["paths"]]) as runs:
@@ -119,7 +119,7 @@ def main() -> None:
         _send({"error": str(error), "kind": type(error).__name__})
     except MemoryError:
         _send({"error": TOO_MUCH_MEMORY, "kind": "EsperError"})
-    os._exit(0)  # a thread of DuckDB may still be busy
+    os._exit(0)  # a DuckDB thread may still be busy
 
 
 def _send_answer(answer: Answer) -> None:
@@ -142,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 
 def _limit_resources(timeout_s: float | None) -> None:
-    """Let the system limit memory, and processor time in case that the parent dies. Windows has neither."""
+    """Set system limits for memory, and for CPU time in case the parent dies. Windows has neither."""
     try:
         import resource
     except ImportError:
@@ -157,9 +157,9 @@ def _limit_resources(timeout_s: float | None) -> None:
 
 
 def _within(limits: tuple[int, int], most: int) -> tuple[int, int]:
-    """A soft limit of at most `most`; the hard limit stays."""
+    """Return a soft limit of at most `most` and the unchanged hard limit."""
     soft, hard = limits
-    return min(each for each in (soft, hard, most) if each >= 0), hard  # -1 is no limit
+    return min(each for each in (soft, hard, most) if each >= 0), hard  # -1 means no limit
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""What can be asked of a run: one table per kind of event, and views that answer what people ask most.
+"""The SQL schema of runs: one table per kind of event, and views for common queries.
 
-Tables follow `leyline.events`: a new kind or field appears here by itself, with the words that explain it there.
-Every table and view has a column `run`, so several runs can be set side by side.
+Tables are derived from `leyline.events`: a new kind or field appears here automatically, with its documentation.
+Every table and view has a column `run`, so several runs can be compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PLURALS = {
     "step": "steps", "decision": "decisions", "gradient": "gradients", "update": "updates", "episode": "episodes",
     "checkpoint": "checkpoints", "phase_profile": "phases",
 }  # fmt: skip
-"""Tables that are not named as their kind."""
+"""Tables whose name differs from their kind."""
 PLACE = {"seq": "BIGINT", "time_s": "DOUBLE", "rank": "BIGINT"}
 PLACE_NOTES = {
     "run": "Directory of the run.",
@@ -36,6 +36,8 @@ ATOMS: dict[type, str] = {int: "BIGINT", float: "DOUBLE", str: "VARCHAR", bool: 
 
 @dataclass(frozen=True, slots=True)
 class View:
+    """A view or table: name, description, columns and SQL."""
+
     name: str
     meaning: str
     columns: dict[str, str]  # name → meaning
@@ -43,15 +45,17 @@ class View:
 
 
 def table_name(kind: str) -> str:
+    """Return the table name of a kind of event."""
     return PLURALS.get(kind, kind)
 
 
 def column_types(kind: type[Event]) -> dict[str, str]:
-    """The kind's own fields as DuckDB types."""
+    """Return the kind's own fields as DuckDB types."""
     return {f.name: duck_type(f.type) for f in msgspec.structs.fields(kind)}
 
 
 def duck_type(hint: typing.Any) -> str:
+    """Return the DuckDB type of a type annotation."""
     origin, inner = typing.get_origin(hint), typing.get_args(hint)
     if origin in (typing.Union, types.UnionType):
         (one,) = (t for t in inner if t is not types.NoneType)
@@ -64,12 +68,12 @@ def duck_type(hint: typing.Any) -> str:
 
 
 def meaning(kind: type[Event]) -> str:
-    """The first sentence or two of the kind's docstring."""
+    """Return the kind's docstring on one line."""
     return " ".join((kind.__doc__ or "").split())
 
 
 def field_notes(kind: type[Event]) -> dict[str, str]:
-    """What stands below each field in the source; nothing where the source is not at hand."""
+    """Return the attribute docstrings of the kind; empty if the source is not available."""
     return _all_notes().get(kind.__name__, {})
 
 
@@ -281,7 +285,7 @@ VIEWS = (
 
 
 def catalogue() -> list[View]:
-    """Everything that can be asked, views first; a table of a kind has no SQL of its own."""
+    """Return all views and tables, views first. The table of a kind has no SQL."""
     place = {name: PLACE_NOTES[name] for name in PLACE}
     tables = [
         View(table_name(name), meaning(kind), {"run": PLACE_NOTES["run"]}
