@@ -1,6 +1,4 @@
-"""Exporting a run's best host as a plain model: it loads without Esper, gives the measured outputs, and can
-be trained.
-"""
+"""Export of a run's best host as a plain model that loads without Esper, gives the same outputs and can be trained."""
 
 import ast
 import dataclasses

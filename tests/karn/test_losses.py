@@ -1,6 +1,4 @@
-"""Every reader compares the journal with the event counts recorded at the end of the run, and reports missing
-events.
-"""
+"""Every reader compares the journal with the counts recorded at the end of the run, and reports missing events."""
 
 from __future__ import annotations
 

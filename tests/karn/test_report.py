@@ -430,7 +430,7 @@ def browser():
 
 @pytest.fixture
 def visit(browser):
-    """Open a page; on exit, fail on any console message or network request of the page."""
+    """Return a function that opens a page; afterwards fail on any console message or network request."""
     trouble, pages = [], []
 
     def go(path, width=1280):

@@ -222,7 +222,7 @@ def test_steps_repeated_after_a_resume_show_the_later_version(tmp_path):
         assert opened.ask("select step, quality from steps where env = 0 order by step").rows == [
             (1, 0.1), (2, 0.9), (3, 0.8)
         ]  # fmt: skip
-        assert opened.ask("select count(*) from steps where env = 1").rows == [(2,)]  # this step was not repeated
+        assert opened.ask("select count(*) from steps where env = 1").rows == [(2,)]  # its steps were not repeated
         assert opened.ask("select blueprint from lifecycle").rows == [("lora",)]
         assert opened.ask("select count(*) from events").rows == [(len(first) + len(again),)]
 
@@ -282,9 +282,7 @@ def test_several_runs_are_queried_together_with_their_baseline(tmp_path):
 
 
 def test_only_the_bare_host_of_the_same_world_is_a_baseline(tmp_path):
-    """Use the runs that `esper grow` writes: grown, no growth, same structure from step 0, a wider host; and
-    unrelated ones.
-    """
+    """Use the runs of `esper grow`: grown, no growth, same structure from step 0, a wider host; and unrelated runs."""
     events = [
         started(env_names=tuple("abcdef")),
         episode(0, 0.9),

@@ -1,4 +1,4 @@
-"""Events: every kind says what it is, reads back as it was written, and refuses loudly what cannot be written."""
+"""Event classes: each kind is documented, survives a round trip, and rejects what cannot be written."""
 
 import ast
 import inspect
@@ -28,7 +28,7 @@ QUALITY = {
     "contribution", "contribution_se", "solo", "solo_se", "shapley", "shapley_se",
     "interaction", "prospect", "prospect_se",
 }  # fmt: skip
-"""Fractions, or the task's own unit: the convention of the module."""
+"""Fractions, or the task's own unit, by the convention of the module."""
 DIMENSIONLESS = {
     "val_loss", "train_loss", "test_loss", "policy_loss", "value_loss", "entropy_loss",
     "reward", "episode_return", "utility", "value", "return_mean", "return_sd",
@@ -36,11 +36,11 @@ DIMENSIONLESS = {
     "ratio_min", "ratio_max", "ratio", "health",
     "explained_variance", "value_nrmse", "grad_norm", "norm", "lr", "multiply_adds", "counters", "limit",
 }  # fmt: skip
-"""Pure numbers. A new field that is none of these needs its unit in its name, or its place here."""
+"""Dimensionless numbers. A new field that is none of these needs its unit in its name, or an entry here."""
 
 
 def same(a, b):
-    """Equal, where NaN equals NaN, 1.0 is not True, and None is nothing else."""
+    """Return whether two values are equal, where NaN equals NaN, 1.0 differs from True, and None equals only None."""
     if isinstance(a, float) and isinstance(b, float):
         return a == b or (a != a and b != b)
     if isinstance(a, (list, tuple)) and isinstance(b, (list, tuple)):
@@ -51,7 +51,7 @@ def same(a, b):
 
 
 def values_of(hint):
-    """Whatever a field of this type may hold."""
+    """Return a strategy for the values that a field of this type may hold."""
     if hint == events.Number:
         return NUMBERS
     if typing.get_origin(hint) is tuple:
@@ -73,7 +73,7 @@ def hints_of(kind):
 
 
 def example(kind, **given):
-    """An event with something in every required field."""
+    """Return an event with a value in every required field."""
     plain = {str: "x", int: 3, float: 1.5, bool: True}
     values = {}
     for field in msgspec.structs.fields(kind):
@@ -84,11 +84,11 @@ def example(kind, **given):
     return kind(**(values | given))
 
 
-# Reading back -------------------------------------------------------------------------------------------------------
+# Round trips --------------------------------------------------------------------------------------------------------
 
 
 @ALL
-def test_every_kind_comes_back_from_a_line_as_it_was(kind, tmp_path_factory):
+def test_every_kind_survives_a_round_trip(kind, tmp_path_factory):
     @given(event=any_event(kind), seq=st.integers(0, 2**40), rank=st.integers(0, 9))
     @settings(max_examples=25, deadline=None)
     def check(event, seq, rank):
@@ -107,7 +107,7 @@ def test_every_kind_comes_back_from_a_line_as_it_was(kind, tmp_path_factory):
 
 
 @pytest.mark.parametrize("number", [math.nan, math.inf, -math.inf, None, 0.0, -0.0, 5e-324, 1.7976931348623157e308])
-def test_not_finite_not_measured_and_finite_are_told_apart(number):
+def test_non_finite_unmeasured_and_finite_are_distinct(number):
     event = example(Update, kl=number, entropy={"op": number})
     data = unspelled(msgspec.json.decode(encode(event)))
     assert same(data["kl"], number)
@@ -116,7 +116,7 @@ def test_not_finite_not_measured_and_finite_are_told_apart(number):
 
 
 @ALL
-def test_what_is_written_is_json_for_everybody(kind):
+def test_lines_are_standard_json(kind):
     import json
 
     def refuse(word):
@@ -128,14 +128,14 @@ def test_what_is_written_is_json_for_everybody(kind):
 
 
 @ALL
-def test_a_later_version_may_add_fields_and_leave_out_what_has_a_default(kind):
+def test_later_version_may_add_fields_and_omit_defaults(kind):
     data = msgspec.json.decode(encode(example(kind)))
     required = {field.name for field in msgspec.structs.fields(kind) if field.required}
     data = {name: value for name, value in data.items() if name in required or name == "kind"} | {"moons": [1]}
     assert msgspec.convert(data, kind) == example(kind)
 
 
-# Refusing -----------------------------------------------------------------------------------------------------------
+# Rejection ----------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -144,7 +144,7 @@ def test_a_later_version_may_add_fields_and_leave_out_what_has_a_default(kind):
     ids=lambda value: f"{type(value).__name__}",
 )
 @pytest.mark.parametrize("where", ["alone", "beside NaN", "within"])
-def test_a_forgotten_tensor_or_array_fails_loudly(forgotten, where):
+def test_tensor_or_array_in_an_event_raises(forgotten, where):
     fields = {
         "alone": {"kl": forgotten},
         "beside NaN": {"kl": forgotten, "grad_norm": math.nan},
@@ -154,7 +154,7 @@ def test_a_forgotten_tensor_or_array_fails_loudly(forgotten, where):
         encode(example(Update, **fields))
 
 
-def test_events_cannot_be_changed_or_misspelled():
+def test_events_are_frozen_and_reject_unknown_fields():
     event = example(PhaseProfile)
     with pytest.raises(AttributeError):
         event.calls = 4
@@ -164,10 +164,10 @@ def test_events_cannot_be_changed_or_misspelled():
         PhaseProfile("p", 1.0, 1.0, 1)
 
 
-# What a kind says of itself -----------------------------------------------------------------------------------------
+# Metadata of kinds --------------------------------------------------------------------------------------------------
 
 
-def test_the_kinds_are_those_of_the_module():
+def test_kinds_are_those_of_the_module():
     classes = {value for value in vars(events).values() if inspect.isclass(value) and issubclass(value, Event)}
     assert set(KINDS.values()) == classes - {Event}
     assert list(KINDS) == [
@@ -177,7 +177,7 @@ def test_the_kinds_are_those_of_the_module():
 
 
 @ALL
-def test_every_kind_says_in_words_what_it_is(kind):
+def test_every_kind_has_a_docstring(kind):
     source = ast.parse(inspect.getsource(events))
     (node,) = [n for n in source.body if isinstance(n, ast.ClassDef) and n.name == kind.__name__]
     text = ast.get_docstring(node)
@@ -186,7 +186,7 @@ def test_every_kind_says_in_words_what_it_is(kind):
 
 
 @ALL
-def test_every_number_says_its_unit_or_is_known_to_have_none(kind):
+def test_every_number_has_a_unit_or_is_listed_as_dimensionless(kind):
     for name, hint in hints_of(kind).items():
         if "float" in str(hint) and (kind, name) != (events.Governor, "value"):
             assert name.endswith(UNITS) or name in QUALITY | DIMENSIONLESS, f"{kind.__name__}.{name}: in which unit?"
@@ -195,18 +195,18 @@ def test_every_number_says_its_unit_or_is_known_to_have_none(kind):
 
 
 @ALL
-def test_no_field_stands_where_a_line_has_its_place(kind):
+def test_no_field_clashes_with_the_envelope_of_a_line(kind):
     assert not PLACE & set(kind.__struct_fields__)
 
 
 @ALL
-def test_gauges_have_a_key_among_their_fields_and_what_must_be_kept_needs_none(kind):
+def test_gauge_keys_are_fields_and_must_keep_kinds_have_none(kind):
     assert set(kind.KEY) <= set(kind.__struct_fields__)
     assert bool(kind.KEY) == (not kind.KEEP)
     assert Level.MINIMAL <= kind.LEVEL <= Level.DEBUG
 
 
-def test_lives_outcomes_and_trouble_are_kept_at_every_level_that_records():
+def test_lifecycle_outcome_and_failure_kinds_are_kept_at_every_level():
     always = {kind for kind in KINDS.values() if kind.KEEP and kind.LEVEL == Level.MINIMAL}
     assert {"RunStarted", "RunFinished", "Lifecycle", "Update", "Episode", "Governor", "Checkpoint", "Health"} == {
         kind.__name__ for kind in always
@@ -219,6 +219,6 @@ def test_levels_by_name():
         level("norml")
 
 
-def test_silence_wants_nothing():
+def test_silent_hub_wants_nothing():
     assert not any(Silence().wants(kind) for kind in KINDS.values())
     Silence().emit(example(PhaseProfile))

@@ -1,4 +1,4 @@
-"""A disk that is full or slow for a while costs no event; what is lost for good is recorded and reported."""
+"""A temporarily full or slow disk loses no event; what is lost permanently is recorded and reported."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ def wait_until(done) -> None:
 
 
 class Disk:
-    """Makes `os.write` and `os.fsync` of the journal's segments fail or hang until `mend`."""
+    """Make `os.write` and `os.fsync` of the journal's segments fail or hang until `mend`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_mended, self.failures = threading.Event(), 0
-        self.room = 500  # bytes that a full disk still takes
+        self.room = 500  # bytes that the full disk still accepts
         self._write, self._fsync, self._patch = os.write, os.fsync, monkeypatch
 
     def fill(self) -> None:
@@ -87,7 +87,7 @@ def disk(monkeypatch):
 
 
 def steps_of(run_dir: Path) -> list[int]:
-    """The steps in the journal, which must be undamaged and have no line twice."""
+    """Return the steps in the journal, which must be undamaged and have no duplicate line."""
     damage = Damage()
     entries = list(read(run_dir, damage))
     assert damage == Damage()
@@ -123,7 +123,7 @@ def test_journal_is_suspended_and_recovers_without_loss(tmp_path, disk, trouble,
     assert not hub.has_lost
 
 
-def test_callers_wait_while_the_disk_is_full_and_memory_stays_bounded(tmp_path, disk):
+def test_callers_wait_while_the_disk_is_full_and_memory_is_bounded(tmp_path, disk):
     disk.fill()
     hub = NissaHub([JsonlSink(tmp_path / "events")], capacity=64)
     done = threading.Event()
@@ -143,7 +143,7 @@ def test_callers_wait_while_the_disk_is_full_and_memory_stays_bounded(tmp_path, 
     assert steps_of(tmp_path) == list(range(1_000))
 
 
-def test_close_gives_a_full_disk_up_after_its_timeout(tmp_path, disk, caplog):
+def test_close_gives_up_on_a_full_disk_after_its_timeout(tmp_path, disk, caplog):
     disk.fill()
     hub = NissaHub([JsonlSink(tmp_path / "events")])
     for step in range(100):
@@ -154,7 +154,7 @@ def test_close_gives_a_full_disk_up_after_its_timeout(tmp_path, disk, caplog):
     assert "JsonlSink was retired" in caplog.text
 
 
-def test_stop_waiting_frees_a_caller_that_waits_for_a_full_disk(tmp_path, disk):
+def test_stop_waiting_releases_a_caller_blocked_on_a_full_disk(tmp_path, disk):
     disk.fill()
     hub = NissaHub([JsonlSink(tmp_path / "events")], capacity=8)
     done = threading.Event()
@@ -187,8 +187,8 @@ def test_durable_sink_with_a_defect_is_still_retired():
 
 
 @pytest.mark.parametrize("segment_bytes", [250, 1 << 20])
-def test_interrupted_writes_leave_the_same_bytes_as_undisturbed_ones(tmp_path, disk, segment_bytes, monkeypatch):
-    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of syncs take their time
+def test_interrupted_writes_leave_the_same_bytes(tmp_path, disk, segment_bytes, monkeypatch):
+    monkeypatch.setattr(os, "fsync", lambda _: None)  # thousands of syncs are slow
     records = [Record(seq, 1e9 + seq, 0, event(seq)) for seq in range(5)]
 
     def content(run_dir: Path) -> list[bytes]:
@@ -228,7 +228,7 @@ def test_replaced_gauges_are_not_counted_as_missing(tmp_path, disk):
 # Whole runs ---------------------------------------------------------------------------------------------------------
 
 
-def test_loss_is_recorded_in_the_manifest_and_told(tmp_path, disk, monkeypatch, capsys):
+def test_loss_is_recorded_in_the_manifest_and_reported(tmp_path, disk, monkeypatch, capsys):
     monkeypatch.setattr("esper.recording.END_S", 0.5)
     with record("mine", out=tmp_path / "run") as run:
         for step in range(10):
@@ -250,7 +250,7 @@ def test_loss_is_recorded_in_the_manifest_and_told(tmp_path, disk, monkeypatch, 
     assert run.losses
 
 
-def test_a_manifest_that_cannot_be_written_is_told(tmp_path, monkeypatch, capsys):
+def test_unwritable_manifest_is_reported(tmp_path, monkeypatch, capsys):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
@@ -274,7 +274,7 @@ LIMIT = 50_000
 
 
 def child_with_small_files(run: Path, events: int) -> subprocess.Popen[str]:
-    """A process in which no file can grow beyond a limit: the journal cannot, the manifest is far smaller."""
+    """Start a process whose files cannot grow beyond a limit that the journal exceeds and the manifest does not."""
 
     def limit() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -296,7 +296,7 @@ def wait_for_suspension(process: subprocess.Popen[str]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="needs prlimit")
-def test_a_process_waits_for_room_and_then_writes_everything(tmp_path):
+def test_process_waits_for_space_and_then_writes_everything(tmp_path):
     process = child_with_small_files(tmp_path / "run", 100_000)  # more than the hub's queue holds
     wait_for_suspension(process)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
@@ -307,7 +307,7 @@ def test_a_process_waits_for_room_and_then_writes_everything(tmp_path):
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
-def test_a_signal_ends_a_process_that_waits_for_a_full_disk(tmp_path, number, code):
+def test_signal_ends_a_process_waiting_for_a_full_disk(tmp_path, number, code):
     process = child_with_small_files(tmp_path / "run", 100_000)
     wait_for_suspension(process)
     process.send_signal(number)
@@ -319,7 +319,7 @@ def test_a_signal_ends_a_process_that_waits_for_a_full_disk(tmp_path, number, co
     assert manifest["journal"]["0"]["lost"]["events"] > 0
 
 
-def test_a_second_signal_leaves_at_once(tmp_path):
+def test_second_signal_exits_immediately(tmp_path):
     process = child_with_small_files(tmp_path / "run", 100_000)
     wait_for_suspension(process)
     process.send_signal(signal.SIGTERM)
@@ -332,7 +332,7 @@ def test_a_second_signal_leaves_at_once(tmp_path):
 
 
 def fill(path: Path) -> None:
-    """Write until the file system has no room left."""
+    """Write until the file system has no space left."""
     with path.open("wb", buffering=0) as file, contextlib.suppress(OSError):
         while file.write(bytes(4096)):
             pass
@@ -349,7 +349,7 @@ def small_file_system(tmp_path):
     subprocess.run(["umount", "-l", place], check=True)
 
 
-def test_a_real_file_system_that_is_full_for_a_while_costs_no_event(small_file_system):
+def test_temporarily_full_file_system_loses_no_event(small_file_system):
     with record("mine", out=small_file_system / "run") as run:
         ballast = small_file_system / "ballast"
         fill(ballast)

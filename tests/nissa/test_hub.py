@@ -1,4 +1,4 @@
-"""The hub's laws: nothing that must be kept is lost, order is kept, no sink can harm another or the caller."""
+"""Guarantees of the hub: must-keep events are not lost, order is kept, no sink affects another sink or the caller."""
 
 import logging
 import os
@@ -29,7 +29,7 @@ def gauge(calls, phase="train"):
 
 
 class ListSink:
-    """Keeps what it is given."""
+    """A sink that stores its events in a list."""
 
     def __init__(self):
         self.records, self.closed, self.threads = [], 0, set()
@@ -61,7 +61,7 @@ class RaisingSink(ListSink):
 
 
 class GatedSink(ListSink):
-    """Stays in `write` until the gate is opened."""
+    """A sink that blocks in `write` until its gate is opened."""
 
     def __init__(self):
         super().__init__()
@@ -83,7 +83,7 @@ class DurableSink(ListSink):
 
 
 def blocked(sink, **settings):
-    """A hub whose only sink has taken one event and waits at its gate."""
+    """Return a hub whose only sink has taken one event and blocks at its gate."""
     hub = NissaHub([sink], hang_s=PATIENCE, **settings)
     hub.emit(keep(0))
     assert sink.entered.wait(PATIENCE)
@@ -97,10 +97,10 @@ def wait_until(done):
         time.sleep(0.005)
 
 
-# What arrives ---------------------------------------------------------------------------------------------------
+# Delivery -------------------------------------------------------------------------------------------------------
 
 
-def test_events_arrive_in_order_numbered_from_the_first_seq_and_from_another_thread():
+def test_events_arrive_in_order_numbered_and_from_another_thread():
     sink = ListSink()
     with NissaHub([sink], rank=3, first_seq=40) as hub:
         for step in range(500):
@@ -114,7 +114,7 @@ def test_events_arrive_in_order_numbered_from_the_first_seq_and_from_another_thr
     assert sink.closed == 1
 
 
-def test_nothing_is_formatted_encoded_or_written_by_the_caller():
+def test_caller_does_not_format_encode_or_write():
     me = threading.current_thread()
 
     class Loud(str):
@@ -125,12 +125,12 @@ def test_nothing_is_formatted_encoded_or_written_by_the_caller():
     sink = ListSink()
     with NissaHub([sink]) as hub:
         hub.emit(RunFinished(status=Loud("finished"), wall_s=1.0, env_steps=1))
-        hub.emit(keep(np.float32(1)))  # cannot be encoded: who only appends does not notice
+        hub.emit(keep(np.float32(1)))  # cannot be encoded: a caller that only enqueues does not notice
         assert hub.flush()
     assert me not in sink.threads
 
 
-def test_a_burst_beside_slow_raising_and_hanging_sinks_loses_nothing(tmp_path):
+def test_burst_beside_slow_raising_and_hanging_sinks_loses_nothing(tmp_path):
     slow, raising, hanging = SlowSink(), RaisingSink(), GatedSink()
     hub = NissaHub([hanging, JsonlSink(tmp_path / "events"), raising, slow], capacity=1_000, hang_s=0.3)
     for step in range(5_000):
@@ -158,7 +158,7 @@ def test_a_burst_beside_slow_raising_and_hanging_sinks_loses_nothing(tmp_path):
     hanging.gate.set()
 
 
-def test_every_thread_keeps_its_order_and_the_numbers_have_no_holes():
+def test_order_is_kept_per_thread_and_numbers_have_no_gaps():
     sinks = [ListSink(), SlowSink()]
 
     def work(env):
@@ -181,7 +181,7 @@ def test_every_thread_keeps_its_order_and_the_numbers_have_no_holes():
 
 
 @pytest.mark.parametrize("level", Level)
-def test_a_kind_is_wanted_from_its_level_on(level):
+def test_kind_is_wanted_from_its_level_on(level):
     sink = ListSink()
     with NissaHub([sink], level=level) as hub:
         assert hub.wants(Governor) == (level >= Level.MINIMAL)
@@ -193,7 +193,7 @@ def test_a_kind_is_wanted_from_its_level_on(level):
     assert len(sink.of(Health)) == (level >= Level.MINIMAL)
 
 
-def test_nothing_is_wanted_without_a_living_sink():
+def test_nothing_is_wanted_without_an_active_sink():
     hub = NissaHub()
     assert not hub.wants(Governor)
     hub.emit(keep(0))
@@ -210,21 +210,21 @@ def test_nothing_is_wanted_without_a_living_sink():
     assert [event.step for event in late.of(Governor)] == [3]
 
 
-def test_two_sinks_of_one_class_are_told_apart():
+def test_two_sinks_of_one_class_get_distinct_names():
     with NissaHub([ListSink(), ListSink(), ListSink()]) as hub:
         assert list(hub.health()["sinks"]) == ["ListSink", "ListSink-2", "ListSink-3"]
 
 
 @pytest.mark.parametrize("nonsense", [{"capacity": 1}, {"hang_s": 0.0}])
-def test_a_hub_refuses_nonsense(nonsense):
+def test_invalid_arguments_are_refused(nonsense):
     with pytest.raises(ConfigError):
         NissaHub(**nonsense)
 
 
-# Pressure -------------------------------------------------------------------------------------------------------
+# Backpressure ---------------------------------------------------------------------------------------------------
 
 
-def test_a_full_queue_makes_the_caller_wait_and_counts_it():
+def test_full_queue_blocks_the_caller_and_counts_it():
     sink = GatedSink()
     hub = blocked(sink, capacity=4)
     done = threading.Event()
@@ -237,7 +237,7 @@ def test_a_full_queue_makes_the_caller_wait_and_counts_it():
     threading.Thread(target=work, daemon=True).start()
     wait_until(lambda: hub.health()["waits"] > 0)
     assert not done.wait(0.1)
-    assert hub.health()["emitted"] == 1 + 4 + 1  # taken, queued, and the word that callers wait
+    assert hub.health()["emitted"] == 1 + 4 + 1  # taken, queued, and the report that callers wait
     sink.gate.set()
     assert done.wait(PATIENCE)
     hub.close()
@@ -247,7 +247,7 @@ def test_a_full_queue_makes_the_caller_wait_and_counts_it():
     assert "callers waited" in last.text
 
 
-def test_under_pressure_the_newest_value_of_a_gauge_wins_and_each_replacement_is_counted():
+def test_under_pressure_the_newest_gauge_wins_and_replacements_are_counted():
     sink = GatedSink()
     hub = blocked(sink, capacity=8)
     for calls in range(100):  # more than the queue holds: gauges never wait
@@ -259,11 +259,11 @@ def test_under_pressure_the_newest_value_of_a_gauge_wins_and_each_replacement_is
     assert [e.calls for e in sink.of(PhaseProfile) if e.phase == "train"] == [0, 1, 2, 3, 99]
     assert [e.calls for e in sink.of(PhaseProfile) if e.phase == "validate"] == [-1]
     assert hub.health()["coalesced"] == hub.health()["sinks"]["GatedSink"]["coalesced"] == 95
-    assert set(range(102)) - set(sink.seqs) == set(range(5, 100))  # holes where the replaced ones were
+    assert set(range(102)) - set(sink.seqs) == set(range(5, 100))  # gaps where gauges were replaced
     assert "95 gauges replaced" in sink.records[-1].event.text
 
 
-def test_a_gauge_is_replaced_only_for_the_sink_that_lags():
+def test_gauge_is_replaced_only_for_the_sink_that_lags():
     gated, quick = GatedSink(), ListSink()
     hub = blocked(gated, capacity=8)
     hub.add_sink(quick)
@@ -279,7 +279,7 @@ def test_a_gauge_is_replaced_only_for_the_sink_that_lags():
 
 
 def kept_by_the_plain_rule(events, half):
-    """Which of the events are delivered, if nobody takes any meanwhile."""
+    """Return which of the events are delivered if no sink takes any meanwhile."""
     queue, newest = [], {}
     for event in events:
         if len(queue) >= half and not event.KEEP:
@@ -292,7 +292,7 @@ def kept_by_the_plain_rule(events, half):
 
 @settings(max_examples=25, deadline=None)
 @given(st.lists(st.sampled_from(["", "train", "validate", "worth"]), max_size=60), st.integers(0, 10))
-def test_coalescing_follows_the_plain_rule(phases, half):
+def test_coalescing_equals_the_reference(phases, half):
     events = [gauge(i, phase) if phase else keep(i) for i, phase in enumerate(phases)]
     sink = GatedSink()
     hub = blocked(sink, capacity=64)
@@ -309,7 +309,7 @@ def test_coalescing_follows_the_plain_rule(phases, half):
     st.lists(st.lists(st.sampled_from(["", "", "train", "validate"]), max_size=150), min_size=1, max_size=4),
     st.integers(2, 40),
 )
-def test_whatever_the_schedule_the_laws_hold(schedules, capacity):
+def test_guarantees_hold_for_any_schedule(schedules, capacity):
     sinks = [ListSink(), SlowSink()]
     hub = NissaHub(sinks, capacity=capacity)
 
@@ -336,10 +336,10 @@ def test_whatever_the_schedule_the_laws_hold(schedules, capacity):
     assert found["queued"] == 0
 
 
-# Sinks that fail ------------------------------------------------------------------------------------------------
+# Failing sinks --------------------------------------------------------------------------------------------------
 
 
-def test_a_moments_trouble_loses_nothing():
+def test_transient_failure_loses_nothing():
     class Flaky(ListSink):
         tries = 0
 
@@ -357,7 +357,7 @@ def test_a_moments_trouble_loses_nothing():
     assert not hub.health()["sinks"]["Flaky"]["retired"]
 
 
-def test_a_hanging_sink_is_retired_and_nobody_waits_for_it_longer():
+def test_hanging_sink_is_retired_and_no_longer_waited_for():
     hanging, healthy = GatedSink(), ListSink()
     hub = NissaHub([hanging, healthy], capacity=16, hang_s=0.2)
     for step in range(200):
@@ -369,10 +369,10 @@ def test_a_hanging_sink_is_retired_and_nobody_waits_for_it_longer():
     assert any(f"misses {lost} queued events" in event.text for event in healthy.of(Health))
     assert healthy.records[-1].event.severity == "warning"
     hanging.gate.set()
-    wait_until(lambda: hanging.closed)  # when it comes back, it is closed by its own thread
+    wait_until(lambda: hanging.closed)  # when `write` returns, its own thread closes it
 
 
-def test_a_slow_sink_is_not_taken_for_a_hung_one():
+def test_slow_sink_is_not_treated_as_hung():
     class Sluggish(ListSink):
         def write(self, records):
             time.sleep(0.02 * len(records))  # 0.3 s at most per call, 2 s together
@@ -385,7 +385,7 @@ def test_a_slow_sink_is_not_taken_for_a_hung_one():
     assert not hub.health()["sinks"]["Sluggish"]["retired"]
 
 
-def test_when_the_last_sink_is_retired_the_log_says_so(caplog):
+def test_retiring_the_last_sink_is_logged(caplog):
     with caplog.at_level(logging.WARNING), NissaHub([RaisingSink()]) as hub:
         hub.emit(keep(0))
         assert hub.flush()
@@ -393,7 +393,7 @@ def test_when_the_last_sink_is_retired_the_log_says_so(caplog):
     assert hub.health()["sinks"]["RaisingSink"]["failures"] == 3
 
 
-def test_a_sink_that_cannot_close_harms_nobody():
+def test_sink_that_fails_to_close_affects_no_other():
     class Stubborn(ListSink):
         def close(self):
             raise OSError("still busy")
@@ -411,16 +411,16 @@ def test_a_sink_that_cannot_close_harms_nobody():
 @pytest.mark.parametrize(
     "value", [np.float64(1), np.zeros(2), object(), "\ud800"], ids=["numpy", "array", "object", "surrogate"]
 )
-def test_a_strict_hub_refuses_at_once_what_no_journal_can_hold(value):
+def test_strict_hub_refuses_unencodable_events_at_once(value):
     with NissaHub([sink := ListSink()], strict=True) as hub:
         with pytest.raises(DataError, match="Governor cannot be recorded"):
             hub.emit(keep(0, value=value))
         hub.emit(keep(1))
     assert [event.step for event in sink.of(Governor)] == [1]
-    assert sink.seqs == [0, 1]  # what was refused took no number
+    assert sink.seqs == [0, 1]  # the refused event took no number
 
 
-def test_a_lenient_hub_counts_and_reports_it_and_writes_the_rest(tmp_path):
+def test_lenient_hub_counts_and_reports_unencodable_events(tmp_path):
     hub = NissaHub([JsonlSink(tmp_path / "events")])
     for step in range(50):
         hub.emit(keep(step, value=np.float32(1) if step % 10 == 3 else 1.0))
@@ -434,7 +434,7 @@ def test_a_lenient_hub_counts_and_reports_it_and_writes_the_rest(tmp_path):
     assert hub.health()["sinks"]["JsonlSink"]["failures"] == 0
 
 
-def test_a_gauge_whose_key_cannot_be_looked_up_is_kept():
+def test_gauge_with_an_unhashable_key_is_kept():
     sink = GatedSink()
     hub = blocked(sink, capacity=8)
     for calls in range(20):
@@ -447,7 +447,7 @@ def test_a_gauge_whose_key_cannot_be_looked_up_is_kept():
 # Flush and close ------------------------------------------------------------------------------------------------
 
 
-def test_flush_means_that_durable_sinks_have_flushed_what_was_emitted_before():
+def test_flush_waits_until_durable_sinks_have_flushed():
     with NissaHub([sink := DurableSink(), hanging := GatedSink()], hang_s=PATIENCE) as hub:
         for step in range(300):
             hub.emit(keep(step))
@@ -457,7 +457,7 @@ def test_flush_means_that_durable_sinks_have_flushed_what_was_emitted_before():
         hanging.gate.set()
 
 
-def test_flush_says_so_when_time_is_up():
+def test_flush_returns_false_on_timeout():
     sink = GatedSink()
     hub = blocked(sink)
     assert not hub.flush(timeout=0.05)
@@ -487,7 +487,7 @@ def test_flush_without_events_or_sinks_is_true():
         assert hub.flush()
 
 
-def test_close_is_idempotent_and_what_comes_after_is_ignored_and_counted():
+def test_close_is_idempotent_and_later_events_are_counted():
     hub = NissaHub([sink := ListSink()])
     hub.emit(keep(0))
     hub.close()
@@ -502,7 +502,7 @@ def test_close_is_idempotent_and_what_comes_after_is_ignored_and_counted():
         hub.add_sink(ListSink())
 
 
-def test_many_threads_may_close_at_once():
+def test_concurrent_close_is_safe():
     hub = NissaHub([sink := SlowSink()])
     for step in range(1_000):
         hub.emit(keep(step))
@@ -515,7 +515,7 @@ def test_many_threads_may_close_at_once():
     assert sink.closed == 1
 
 
-def test_who_waits_for_room_when_the_hub_is_closed_is_still_let_in():
+def test_caller_blocked_at_close_still_delivers_its_event():
     sink = GatedSink()
     hub = blocked(sink, capacity=2)
     threads = [threading.Thread(target=hub.emit, args=(keep(step),)) for step in range(1, 6)]
@@ -528,10 +528,10 @@ def test_who_waits_for_room_when_the_hub_is_closed_is_still_let_in():
     closer.join()
     assert sorted(event.step for event in sink.of(Governor)) == list(range(6))
     assert sink.seqs == list(range(len(sink.seqs)))
-    assert isinstance(sink.records[-1].event, Health)  # the last word comes after theirs
+    assert isinstance(sink.records[-1].event, Health)  # the final record comes after theirs
 
 
-def test_close_gives_up_what_cannot_catch_up_and_the_others_hear_of_it():
+def test_close_gives_up_on_lagging_sinks_and_reports_them():
     hanging, healthy = GatedSink(), ListSink()
     hub = NissaHub([hanging, healthy], hang_s=PATIENCE)
     hub.emit(keep(0))
@@ -543,7 +543,7 @@ def test_close_gives_up_what_cannot_catch_up_and_the_others_hear_of_it():
     hanging.gate.set()
 
 
-def test_the_last_record_holds_the_counters():
+def test_final_record_holds_the_counters():
     with NissaHub([sink := ListSink()]) as hub:
         for step in range(7):
             hub.emit(keep(step))
@@ -556,7 +556,7 @@ def test_the_last_record_holds_the_counters():
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_a_forked_child_is_deaf_and_the_parent_goes_on(tmp_path):
+def test_hub_is_disabled_in_a_forked_child(tmp_path):
     hub = NissaHub([JsonlSink(tmp_path / "events")])
     hub.emit(keep(0))
     child = os.fork()
@@ -574,7 +574,7 @@ def test_a_forked_child_is_deaf_and_the_parent_goes_on(tmp_path):
     assert [entry.data["step"] for entry in read(tmp_path) if entry.kind == "governor"] == [0, 1]
 
 
-def test_a_lost_journal_is_reported_to_the_user_although_other_sinks_listen(caplog):
+def test_lost_journal_is_reported_to_the_user_despite_other_sinks(caplog):
     class Full:
         def write(self, records):
             raise OSError(28, "No space left on device")

@@ -1,4 +1,4 @@
-"""How a process ends: whatever the way, what was emitted is on disk and the exit code is the right one."""
+"""Process exit: however a process ends, emitted events are on disk and the exit code is correct."""
 
 import os
 import signal
@@ -53,7 +53,7 @@ def last(tmp_path):
     return list(read(tmp_path))[-1]
 
 
-def test_a_normal_exit_closes_a_hub_that_nobody_closed(tmp_path):
+def test_normal_exit_closes_an_open_hub(tmp_path):
     process = start(
         tmp_path,
         """
@@ -68,7 +68,7 @@ def test_a_normal_exit_closes_a_hub_that_nobody_closed(tmp_path):
 
 
 @pytest.mark.parametrize(("end", "code"), [("sys.exit(3)", 3), ("raise ValueError('mine')", 1)])
-def test_an_exit_by_error_keeps_its_code(tmp_path, end, code):
+def test_exit_by_error_keeps_its_code(tmp_path, end, code):
     process = start(tmp_path, f"with NissaHub([journal]) as hub:\n    hub.emit(keep(0))\n    {end}\n")
     assert process.wait(60) == code
     assert steps(tmp_path) == [0]
@@ -76,7 +76,7 @@ def test_an_exit_by_error_keeps_its_code(tmp_path, end, code):
 
 
 @pytest.mark.parametrize("opening", ["with NissaHub([journal]) as hub:", "hub = NissaHub([journal])\nif True:"])
-def test_ctrl_c_keeps_everything(tmp_path, opening):
+def test_ctrl_c_loses_nothing(tmp_path, opening):
     body = """
     for step in range(5_000):
         hub.emit(keep(step))
@@ -100,7 +100,7 @@ TERMINATED = {
 
 
 @pytest.mark.parametrize(("before", "code"), TERMINATED.values(), ids=TERMINATED.keys())
-def test_sigterm_keeps_everything_and_does_what_was_done_before(tmp_path, before, code):
+def test_sigterm_loses_nothing_and_calls_the_previous_handler(tmp_path, before, code):
     script = f"""
     {before}
     hub = NissaHub([journal])
@@ -121,8 +121,8 @@ def test_sigterm_keeps_everything_and_does_what_was_done_before(tmp_path, before
 
 
 @pytest.mark.parametrize(("capacity", "timeout"), [(65_536, 0.5), (8, 300.0)])
-def test_sigterm_in_the_midst_of_emitting_does_not_lock_up(tmp_path, capacity, timeout):
-    """The handler interrupts `emit`, at a full queue one that waits: it must not wait for the caller it interrupted."""
+def test_sigterm_during_emit_does_not_deadlock(tmp_path, capacity, timeout):
+    """The handler interrupts `emit`, possibly blocked at a full queue: it must not wait for the interrupted caller."""
     script = f"""
     hub = NissaHub([journal, Slow()], capacity={capacity})
     hub.close_on_signals(timeout={timeout})
@@ -145,7 +145,7 @@ def test_sigterm_in_the_midst_of_emitting_does_not_lock_up(tmp_path, capacity, t
     assert last(tmp_path).kind == "health"
 
 
-def test_signals_that_are_ignored_stay_ignored_and_a_closed_hub_gives_the_handler_back(tmp_path):
+def test_ignored_signals_stay_ignored_and_close_restores_the_handler(tmp_path):
     script = """
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
     hub = NissaHub([journal])
@@ -161,8 +161,8 @@ def test_signals_that_are_ignored_stay_ignored_and_a_closed_hub_gives_the_handle
     assert steps(tmp_path) == [0]
 
 
-def test_a_hard_kill_loses_nothing_that_is_older_than_one_tick(tmp_path):
-    """Events reach the file without flush or close. The sinks look for new ones every `TICK_S`."""
+def test_sigkill_loses_nothing_older_than_one_tick(tmp_path):
+    """Events reach the file without flush or close: the sinks check for new ones every `TICK_S`."""
     assert TICK_S <= 0.2
     script = """
     hub = NissaHub([journal])

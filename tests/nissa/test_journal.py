@@ -22,7 +22,7 @@ from esper.nissa.sinks.jsonl import JsonlSink
 
 @pytest.fixture(autouse=True)
 def a_quick_disk(monkeypatch):
-    """What these tests see does not depend on power cuts, and thousands of syncs take their time."""
+    """Disable fsync: these tests do not depend on power cuts, and thousands of syncs are slow."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -51,7 +51,7 @@ def last_segment(run_dir, rank=0):
 
 
 def slowly(run_dir, rank=0):
-    """The obvious reader of one undamaged rank: every line that is JSON."""
+    """Read one undamaged rank by the simplest method: every line that is JSON."""
     lines = b"".join(path.read_bytes() for _, path in segments(run_dir / "events")[rank]).split(b"\n")
     for text in lines:
         try:
@@ -63,10 +63,10 @@ def slowly(run_dir, rank=0):
         yield Entry(*place, data)
 
 
-# What is written is read --------------------------------------------------------------------------------------------
+# Writing and reading ------------------------------------------------------------------------------------------------
 
 
-def test_entries_carry_place_kind_and_the_kinds_own_fields(tmp_path):
+def test_entries_carry_position_kind_and_fields(tmp_path):
     write(tmp_path, range(2))
     assert list(read(tmp_path)) == [
         Entry(0, 1e9, 0, "phase_profile", {"phase": "phase 0", "wall_ms": 0.0, "cpu_ms": 0.0, "calls": 0}),
@@ -74,14 +74,14 @@ def test_entries_carry_place_kind_and_the_kinds_own_fields(tmp_path):
     ]
 
 
-def test_a_directory_without_a_journal_has_no_entries(tmp_path):
+def test_directory_without_a_journal_has_no_entries(tmp_path):
     assert list(read(tmp_path)) == [] == Follower(tmp_path).poll() == head(tmp_path) == tail(tmp_path)
     assert next_seq(tmp_path) == 0
 
 
 @pytest.mark.parametrize("batch", [1, 4, 100])
 @pytest.mark.parametrize("segment_bytes", [1, 150, 400, 1 << 20])
-def test_rotation_cuts_between_lines_and_changes_nothing_else(tmp_path, segment_bytes, batch):
+def test_rotation_splits_between_lines_and_changes_nothing_else(tmp_path, segment_bytes, batch):
     write(tmp_path, range(40), segment_bytes=segment_bytes, batch=batch)
     found = segments(tmp_path / "events")[0]
     sizes = [path.stat().st_size for _, path in found]
@@ -94,14 +94,14 @@ def test_rotation_cuts_between_lines_and_changes_nothing_else(tmp_path, segment_
     assert list(read(tmp_path)) == list(slowly(tmp_path))
 
 
-def test_a_segment_is_filled_before_the_next_begins(tmp_path):
+def test_segment_is_filled_before_the_next_begins(tmp_path):
     write(tmp_path, range(40), segment_bytes=400, batch=100)
     sizes = [path.stat().st_size for _, path in segments(tmp_path / "events")[0]]
     longest = max(len(line(record)) for record in records(range(40)))
     assert all(400 - longest < size <= 400 for size in sizes[:-1])
 
 
-def test_segments_are_read_in_the_order_of_their_numbers_even_past_five_digits(tmp_path):
+def test_segments_are_read_in_numeric_order_past_five_digits(tmp_path):
     events = tmp_path / "events"
     events.mkdir()
     for seq, number in enumerate([99_998, 99_999, 100_000, 100_001]):
@@ -122,7 +122,7 @@ def test_one_write_per_batch(tmp_path, monkeypatch):
     assert len(calls) == 1
 
 
-def test_a_segment_of_no_size_is_refused(tmp_path):
+def test_segment_size_of_zero_is_refused(tmp_path):
     with pytest.raises(ConfigError, match="segment_bytes=0"):
         JsonlSink(tmp_path, segment_bytes=0)
 
@@ -144,7 +144,7 @@ def test_ranks_are_merged_by_time_and_each_keeps_its_order(tmp_path_factory, tim
     assert [(e.time_s, e.rank, e.seq) for e in Follower(run_dir).poll()] == sorted(every)
 
 
-def test_a_line_that_claims_another_rank_is_damage(tmp_path):
+def test_line_of_another_rank_is_damage(tmp_path):
     write(tmp_path, [0])
     with last_segment(tmp_path).open("ab") as file:
         file.write(line(records([1], rank=1)[0]) + line(records([2])[0]))
@@ -156,7 +156,7 @@ def test_a_line_that_claims_another_rank_is_damage(tmp_path):
 # Torn tails ---------------------------------------------------------------------------------------------------------
 
 
-def test_cut_at_every_byte_of_the_last_segment_only_the_torn_line_is_lost_and_the_sink_goes_on(tmp_path):
+def test_truncation_at_every_byte_loses_only_the_torn_line(tmp_path):
     whole = tmp_path / "whole"
     write(whole, range(8), segment_bytes=500)
     earlier, last = segments(whole / "events")[0][:-1], last_segment(whole)
@@ -172,7 +172,7 @@ def test_cut_at_every_byte_of_the_last_segment_only_the_torn_line_is_lost_and_th
             os.link(path, run_dir / "events" / path.name)
         torn = run_dir / "events" / last.name
         torn.write_bytes(content[:cut])
-        # a line is whole from its closing brace on: only its end is missing
+        # a line is complete from its closing brace on: only its line end is missing
         ended = content[:cut].count(b"\n") + (content[cut : cut + 1] == b"\n")
         is_torn = cut > 0 and content[cut - 1] != ord("\n") and content[cut : cut + 1] != b"\n"
 
@@ -186,7 +186,7 @@ def test_cut_at_every_byte_of_the_last_segment_only_the_torn_line_is_lost_and_th
         first = next_seq(run_dir)
         assert first == len(survivors)
         write(run_dir, range(first, first + 4), segment_bytes=500)
-        assert torn.read_bytes().startswith(content[:cut])  # nothing is destroyed
+        assert torn.read_bytes().startswith(content[:cut])  # no bytes are removed
         damage = Damage()
         assert seqs_of(run_dir, damage) == list(range(first + 4))
         assert damage == Damage(torn=int(is_torn))
@@ -195,7 +195,7 @@ def test_cut_at_every_byte_of_the_last_segment_only_the_torn_line_is_lost_and_th
 
 
 @pytest.mark.parametrize("end", [b'{"seq":3', b"no json\n", b"\xff\xfe\n", b"\0" * 40, b"\0" * 40 + b"\n", b"[" * 5000])
-def test_a_sink_starts_a_segment_of_its_own_after_a_bad_end(tmp_path, end):
+def test_sink_starts_a_new_segment_after_a_bad_end(tmp_path, end):
     write(tmp_path, range(3))
     with last_segment(tmp_path).open("ab") as file:
         file.write(end)
@@ -207,7 +207,7 @@ def test_a_sink_starts_a_segment_of_its_own_after_a_bad_end(tmp_path, end):
 
 
 @pytest.mark.parametrize("length", [10, 70_000, 200_000])
-def test_a_sink_appends_after_a_whole_last_line_however_long(tmp_path, length):
+def test_sink_appends_after_a_complete_last_line_of_any_length(tmp_path, length):
     sink = JsonlSink(tmp_path / "events")
     sink.write([Record(0, 1.0, 0, Health(source="test", severity="info", text="x" * length))])
     sink.close()
@@ -216,13 +216,13 @@ def test_a_sink_appends_after_a_whole_last_line_however_long(tmp_path, length):
     assert seqs_of(tmp_path) == [0, 1]
 
 
-def test_an_empty_segment_is_used(tmp_path):
+def test_empty_segment_is_used(tmp_path):
     JsonlSink(tmp_path / "events").close()
     JsonlSink(tmp_path / "events").close()
     assert len(segments(tmp_path / "events")[0]) == 1
 
 
-def test_a_killed_process_leaves_a_readable_log(tmp_path):
+def test_killed_process_leaves_a_readable_log(tmp_path):
     code = f"""
 from pathlib import Path
 from esper.leyline.events import PhaseProfile
@@ -248,11 +248,11 @@ while True:
     assert damage.torn <= 1
 
 
-# Trouble while writing ----------------------------------------------------------------------------------------------
+# Write failures -----------------------------------------------------------------------------------------------------
 
 
 class FullDisk:
-    """Takes so many bytes and no more, as a full disk does: a part of the last write, then an error."""
+    """Accept a number of bytes, as a full disk does: part of the last write, then an error."""
 
     def __init__(self, monkeypatch, room):
         self.monkeypatch, self.room, self.system = monkeypatch, room, os.write
@@ -273,9 +273,7 @@ class FullDisk:
 
 
 @pytest.mark.parametrize("segment_bytes", [250, 1 << 20])
-def test_a_disk_that_is_full_for_a_while_costs_nothing_when_the_batch_is_written_again(
-    tmp_path, monkeypatch, segment_bytes
-):
+def test_temporarily_full_disk_loses_nothing_when_the_batch_is_retried(tmp_path, monkeypatch, segment_bytes):
     size = sum(len(line(record)) for record in records(range(3)))
     for room in range(size):
         run_dir = tmp_path / f"room {room}"
@@ -293,7 +291,7 @@ def test_a_disk_that_is_full_for_a_while_costs_nothing_when_the_batch_is_written
         assert damage == Damage()
 
 
-def test_a_batch_that_is_given_up_tears_no_later_line(tmp_path, monkeypatch):
+def test_abandoned_batch_tears_no_later_line(tmp_path, monkeypatch):
     for room in range(1, 120):
         run_dir = tmp_path / f"room {room}"
         sink = JsonlSink(run_dir / "events")
@@ -306,7 +304,7 @@ def test_a_batch_that_is_given_up_tears_no_later_line(tmp_path, monkeypatch):
         assert [seq for seq in seqs_of(run_dir) if seq >= 2] == [2, 3]
 
 
-def test_where_no_new_segment_can_be_made_the_sink_stays_as_it_was(tmp_path, monkeypatch):
+def test_sink_is_unchanged_when_no_new_segment_can_be_created(tmp_path, monkeypatch):
     sink = JsonlSink(tmp_path / "events", segment_bytes=200)
     sink.write(records([0]))
 
@@ -322,7 +320,7 @@ def test_where_no_new_segment_can_be_made_the_sink_stays_as_it_was(tmp_path, mon
     assert seqs_of(tmp_path) == [0, 1, 2, 3]
 
 
-def test_a_record_that_cannot_be_encoded_raises_before_anything_is_written(tmp_path):
+def test_unencodable_record_raises_before_anything_is_written(tmp_path):
     sink = JsonlSink(tmp_path / "events")
     broken = Record(1, 1.0, 0, PhaseProfile(phase="p", wall_ms=object(), cpu_ms=1.0, calls=1))
     with pytest.raises(TypeError, match="object"):
@@ -331,7 +329,7 @@ def test_a_record_that_cannot_be_encoded_raises_before_anything_is_written(tmp_p
     assert seqs_of(tmp_path) == [0, 2]
 
 
-def test_flush_is_on_disk_and_close_may_come_twice(tmp_path, monkeypatch):
+def test_flush_syncs_to_disk_and_close_is_idempotent(tmp_path, monkeypatch):
     synced = []
     monkeypatch.setattr(os, "fsync", synced.append)
     sink = JsonlSink(tmp_path / "events", segment_bytes=200)
@@ -351,7 +349,7 @@ def test_flush_is_on_disk_and_close_may_come_twice(tmp_path, monkeypatch):
 
 @given(data=st.data())
 @settings(max_examples=150, deadline=None)
-def test_a_flipped_byte_raises_nothing_and_alters_no_other_line(tmp_path_factory, data):
+def test_flipped_byte_raises_nothing_and_alters_no_other_line(tmp_path_factory, data):
     run_dir = tmp_path_factory.mktemp("run")
     gauges_missing = data.draw(st.sets(st.integers(0, 14), max_size=4))
     write(run_dir, [seq for seq in range(15) if seq not in gauges_missing], segment_bytes=600)
@@ -359,7 +357,7 @@ def test_a_flipped_byte_raises_nothing_and_alters_no_other_line(tmp_path_factory
     _, path = data.draw(st.sampled_from(segments(run_dir / "events")[0]))
     content = bytearray(path.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
-    number = content[:at].count(b"\n")  # of the line that is hit; a line end belongs to both its sides
+    number = content[:at].count(b"\n")  # of the affected line; a line end belongs to both neighbours
     hit = {number, number + 1} if content[at] == ord("\n") else {number}
     content[at] = data.draw(st.integers(0, 255))
     first = next(msgspec.json.decode(line)["seq"] for line in path.read_bytes().splitlines())
@@ -378,7 +376,7 @@ def test_a_flipped_byte_raises_nothing_and_alters_no_other_line(tmp_path_factory
 
 @given(garbage=st.binary(max_size=300), at=st.integers(0, 10_000))
 @settings(max_examples=100, deadline=None)
-def test_whatever_bytes_are_in_a_journal_reading_it_raises_nothing(tmp_path_factory, garbage, at):
+def test_reading_arbitrary_bytes_raises_nothing(tmp_path_factory, garbage, at):
     run_dir = tmp_path_factory.mktemp("run")
     write(run_dir, range(10))
     content = last_segment(run_dir).read_bytes()
@@ -412,7 +410,7 @@ def test_whatever_bytes_are_in_a_journal_reading_it_raises_nothing(tmp_path_fact
         b"[" * 100_000,
     ],
 )
-def test_lines_that_are_no_entries_are_counted_and_passed_over(tmp_path, junk):
+def test_lines_that_are_no_entries_are_counted_and_skipped(tmp_path, junk):
     write(tmp_path, range(3))
     path = last_segment(tmp_path)
     path.write_bytes(junk + b"\n" + path.read_bytes())
@@ -430,10 +428,10 @@ def test_empty_lines_are_no_damage(tmp_path):
     assert damage == Damage()
 
 
-# Numbers: duplicates, leaps, holes -----------------------------------------------------------------------------------
+# Numbers: duplicates, jumps, gaps ------------------------------------------------------------------------------------
 
 
-def test_a_resumed_run_that_says_things_again_is_read_once(tmp_path):
+def test_repeated_entries_of_a_resumed_run_are_read_once(tmp_path):
     write(tmp_path, range(10))
     write(tmp_path, range(6, 14))
     damage = Damage()
@@ -441,7 +439,7 @@ def test_a_resumed_run_that_says_things_again_is_read_once(tmp_path):
     assert damage == Damage(duplicates=4)
 
 
-def test_what_the_first_time_lost_the_second_time_gives(tmp_path):
+def test_entries_lost_at_first_are_taken_from_the_repetition(tmp_path):
     write(tmp_path, [0, 1, 2, 5, 6, 7])
     write(tmp_path, range(2, 9))
     damage = Damage()
@@ -450,7 +448,7 @@ def test_what_the_first_time_lost_the_second_time_gives(tmp_path):
     assert holes(read(tmp_path)) == {}
 
 
-def test_a_number_that_leaps_ahead_of_the_next_line_is_damage_and_takes_nobodys_place(tmp_path):
+def test_number_ahead_of_the_next_line_is_damage_and_reserves_nothing(tmp_path):
     write(tmp_path, [0, 1, 92, 3, 4])
     write(tmp_path, range(5, 100))
     damage = Damage()
@@ -459,7 +457,7 @@ def test_a_number_that_leaps_ahead_of_the_next_line_is_damage_and_takes_nobodys_
 
 
 @given(st.lists(st.integers(0, 30), max_size=60))
-def test_holes_are_the_numbers_below_the_highest_that_nobody_has(seqs):
+def test_holes_are_the_missing_numbers_below_the_highest(seqs):
     found = holes(Entry(seq, 0.0, 7, "step", {}) for seq in seqs)
     missing = sorted(set(range(max(seqs, default=-1) + 1)) - set(seqs))
     assert [seq for each in found.get(7, []) for seq in each] == missing
@@ -467,7 +465,7 @@ def test_holes_are_the_numbers_below_the_highest_that_nobody_has(seqs):
     assert set(found) == ({7} if missing else set())
 
 
-def test_holes_are_told_per_rank(tmp_path):
+def test_holes_are_reported_per_rank(tmp_path):
     write(tmp_path, [0, 1, 4, 5], rank=0)
     write(tmp_path, range(3), rank=1)
     write(tmp_path, [2, 9], rank=2)
@@ -477,7 +475,7 @@ def test_holes_are_told_per_rank(tmp_path):
 # Following ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_follower_sees_every_entry_once_through_rotation_new_ranks_and_late_starts(tmp_path):
+def test_follower_sees_every_entry_once_through_rotation_and_new_ranks(tmp_path):
     follower = Follower(tmp_path)
     assert follower.poll() == []
     sinks = [JsonlSink(tmp_path / "events", rank=rank, segment_bytes=300) for rank in range(2)]
@@ -495,7 +493,7 @@ def test_a_follower_sees_every_entry_once_through_rotation_new_ranks_and_late_st
     assert follower.damage == Damage()
 
 
-def test_a_follower_waits_for_the_rest_of_a_line(tmp_path):
+def test_follower_waits_for_the_rest_of_a_line(tmp_path):
     events = tmp_path / "events"
     events.mkdir()
     follower = Follower(tmp_path)
@@ -510,7 +508,7 @@ def test_a_follower_waits_for_the_rest_of_a_line(tmp_path):
     assert seen == list(read(tmp_path))
 
 
-def test_a_follower_takes_a_long_log_in_portions_of_any_size(tmp_path):
+def test_follower_reads_a_long_log_in_chunks_of_any_size(tmp_path):
     write(tmp_path, range(50), segment_bytes=700)
     write(tmp_path, range(20), rank=1)
     follower = Follower(tmp_path)
@@ -521,7 +519,7 @@ def test_a_follower_takes_a_long_log_in_portions_of_any_size(tmp_path):
     assert [entry.seq for entry in follower.poll(most=15)] == [50, 51, 52]
 
 
-def test_an_idle_follower_opens_no_file(tmp_path, monkeypatch):
+def test_idle_follower_opens_no_file(tmp_path, monkeypatch):
     write(tmp_path, range(50), segment_bytes=700)
     with last_segment(tmp_path).open("ab") as file:
         file.write(b'{"seq":50,"time')
@@ -535,7 +533,7 @@ def test_an_idle_follower_opens_no_file(tmp_path, monkeypatch):
     assert follower.poll() == []
 
 
-def test_a_follower_outlives_the_journal(tmp_path):
+def test_follower_survives_removal_of_the_journal(tmp_path):
     write(tmp_path, range(5))
     follower = Follower(tmp_path)
     assert len(follower.poll()) == 5
@@ -544,7 +542,7 @@ def test_a_follower_outlives_the_journal(tmp_path):
     assert follower.poll() == []
 
 
-def test_a_follower_reads_what_another_process_writes(tmp_path):
+def test_follower_reads_what_another_process_writes(tmp_path):
     code = f"""
 from pathlib import Path
 from esper.leyline.events import PhaseProfile
@@ -566,10 +564,10 @@ sink.close()
     assert follower.damage == Damage()
 
 
-# Ends ---------------------------------------------------------------------------------------------------------------
+# Head and tail ------------------------------------------------------------------------------------------------------
 
 
-def test_head_and_tail_need_not_read_the_middle(tmp_path):
+def test_head_and_tail_do_not_read_the_middle(tmp_path):
     write(tmp_path, range(5000), segment_bytes=200_000, batch=500)
     with last_segment(tmp_path).open("ab") as file:
         file.write(b'{"torn')
@@ -581,10 +579,10 @@ def test_head_and_tail_need_not_read_the_middle(tmp_path):
     assert next_seq(tmp_path) == 5000
 
 
-# Strangers ----------------------------------------------------------------------------------------------------------
+# Unknown content ----------------------------------------------------------------------------------------------------
 
 
-def test_unknown_kinds_fields_and_schemas_are_handed_on_as_they_are(tmp_path):
+def test_unknown_kinds_fields_and_schemas_are_passed_through(tmp_path):
     (tmp_path / "events").mkdir()
     (tmp_path / "events" / segment_name(0, 0)).write_bytes(
         sealed(b'{"seq":0,"time_s":1.5,"rank":0,"kind":"run_started","schema":99,"run_id":"x","moons":[1,{"a":null}]')
@@ -598,7 +596,7 @@ def test_unknown_kinds_fields_and_schemas_are_handed_on_as_they_are(tmp_path):
     assert damage == Damage()
 
 
-def test_numbers_that_are_not_finite_come_back_as_numbers_and_names_stay_names(tmp_path):
+def test_non_finite_numbers_are_read_as_numbers_and_names_as_names(tmp_path):
     sink = JsonlSink(tmp_path / "events")
     slots = {"stages": (0, 1), "alphas": (math.nan, 1.0), "blueprints": ("NaN", "Infinity")}
     losses = {"val_loss": math.inf, "train_loss": -math.inf, "quality": math.nan, "committed_quality": None}

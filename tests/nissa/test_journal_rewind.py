@@ -1,4 +1,4 @@
-"""Rewinding the journal: what a resumed run says again is forgotten, and nothing else."""
+"""Rewinding the journal: exactly the entries that a resumed run writes again are removed."""
 
 import errno
 import os
@@ -22,7 +22,7 @@ SYSTEM = {name: getattr(os, name) for name in ("open", "write", "fsync", "replac
 
 @pytest.fixture(autouse=True)
 def a_quick_disk(monkeypatch):
-    """What these tests see does not depend on power cuts, and thousands of syncs take their time."""
+    """Disable fsync: these tests do not depend on power cuts, and thousands of syncs are slow."""
     monkeypatch.setattr(os, "fsync", lambda _: None)
 
 
@@ -51,12 +51,12 @@ def files_of(run_dir):
 damaged_lines = st.sampled_from([b"", b"{", b"\xff\x00", b'{"seq":1}', b"[" * 3000, line(row(2, rank=7))[:-1]])
 lines = st.lists(st.one_of(*[st.integers(0, 12)] * 4, damaged_lines), max_size=6)
 ends = st.one_of(st.just(b""), st.integers(1, 60), st.just("whole"))
-"""Of a segment: a line end, a line cut after so many bytes, or a line that only misses its end."""
+"""The end of a segment: a line end, a line cut after so many bytes, or a line that only lacks its line end."""
 journals = st.lists(st.tuples(lines, ends, st.integers(0, 12)), max_size=4)
 
 
 def put(folder, journal, rank):
-    """Write it, and the same as a list of (segment, seq or bytes), torn ends left out."""
+    """Write the journal; return the same as a list of (segment, seq or bytes), without torn ends."""
     folder.mkdir(exist_ok=True)
     said = []
     for number, (content, end, seq) in enumerate(journal):
@@ -72,9 +72,9 @@ def put(folder, journal, rank):
 
 
 def slowly(before, said, rank, limit):
-    """The files of a rank after a rewind, written anew from the list of what was said.
+    """Return the files of a rank after a rewind, rewritten from the list of entries.
 
-    Whatever changes, the run goes on in an empty segment behind all that there were.
+    After any change, the run continues in an empty segment behind all existing ones.
     """
     said = [(number, each) for number, each in said if not isinstance(each, int) or each < limit]
     while said and not isinstance(said[-1][1], int):
@@ -93,7 +93,7 @@ def slowly(before, said, rank, limit):
 
 @settings(deadline=None, max_examples=250)
 @given(st.lists(journals, min_size=1, max_size=3), st.integers(-1, 14), st.data())
-def test_a_rewind_leaves_what_the_slow_twin_writes_anew(tmp_path_factory, ranks, limit, data):
+def test_rewind_equals_the_reference(tmp_path_factory, ranks, limit, data):
     run_dir = tmp_path_factory.mktemp("run")
     said = [put(run_dir / "events", journal, rank) for rank, journal in enumerate(ranks)]
     before = files_of(run_dir)
@@ -121,10 +121,8 @@ def test_a_rewind_leaves_what_the_slow_twin_writes_anew(tmp_path_factory, ranks,
     st.integers(0, 40),
     st.data(),
 )
-def test_of_a_run_that_was_killed_and_resumed_each_number_below_stays_once(
-    tmp_path_factory, sessions, segment_bytes, limit, data
-):
-    """Each session goes a little back, rewinds or says it twice, goes on, and is torn in its last line."""
+def test_killed_and_resumed_run_keeps_each_lower_number_once(tmp_path_factory, sessions, segment_bytes, limit, data):
+    """Each session steps back, rewinds or repeats entries, continues, and ends with a torn line."""
     run_dir = tmp_path_factory.mktemp("run")
     at = 0
     for more, back, rewinds in sessions:
@@ -149,7 +147,7 @@ def test_of_a_run_that_was_killed_and_resumed_each_number_below_stays_once(
     assert seqs_of(run_dir) == list(range(at + 3))
 
 
-def test_holes_below_stay_and_holes_above_are_forgotten(tmp_path):
+def test_holes_below_stay_and_holes_above_are_removed(tmp_path):
     write(tmp_path, [0, 1, 3, 4, 8, 9])
     rewind(tmp_path, 0, 8)
     assert seqs_of(tmp_path) == [0, 1, 3, 4]
@@ -157,7 +155,7 @@ def test_holes_below_stay_and_holes_above_are_forgotten(tmp_path):
     assert next_seq(tmp_path) == 5
 
 
-def test_a_run_without_a_journal_or_without_this_rank_has_nothing_to_forget(tmp_path):
+def test_rewind_without_a_journal_or_rank_does_nothing(tmp_path):
     assert rewind(tmp_path, 0, 0) == 0
     write(tmp_path, range(5))
     before = files_of(tmp_path)
@@ -165,7 +163,7 @@ def test_a_run_without_a_journal_or_without_this_rank_has_nothing_to_forget(tmp_
     assert files_of(tmp_path) == before
 
 
-def test_what_a_killed_rewind_left_is_removed(tmp_path):
+def test_leftovers_of_a_killed_rewind_are_removed(tmp_path):
     write(tmp_path, range(5))
     before = files_of(tmp_path)
     for rank in (0, 1):
@@ -185,7 +183,7 @@ def test_segments_below_are_not_touched(tmp_path):
     assert after[-1][0] == found[-1][0] + 1
 
 
-# Trouble in the middle ------------------------------------------------------------------------------------------------
+# Failures in the middle -----------------------------------------------------------------------------------------------
 
 
 class Killed(BaseException):
@@ -193,7 +191,7 @@ class Killed(BaseException):
 
 
 def after_calls(monkeypatch, most, what):
-    """From the n-th call on that changes the disk, nothing is done any more: the process is dead, or the disk is."""
+    """From the n-th call that changes the disk on, do nothing: the process was killed, or the disk failed."""
     left = [most]
 
     def failing(name):
@@ -212,11 +210,11 @@ def after_calls(monkeypatch, most, what):
     return left
 
 
-def test_killed_at_any_call_a_second_rewind_ends_the_same(tmp_path, monkeypatch):
+def test_second_rewind_after_a_kill_at_any_call_gives_the_same_result(tmp_path, monkeypatch):
     def journal(folder):
         write(folder, [*range(12), *range(8, 20)], segment_bytes=500)
         with segments(folder / "events")[0][1][1].open("ab") as file:
-            file.write(line(row(30)) + b"torn")  # out of place, and an end to cut off in an early segment
+            file.write(line(row(30)) + b"torn")  # out of order, and an end to cut off in an early segment
         return folder
 
     whole = journal(tmp_path / "whole")
@@ -234,13 +232,13 @@ def test_killed_at_any_call_a_second_rewind_ends_the_same(tmp_path, monkeypatch)
             else:
                 break
             assert left[0] < 0
-        assert [seq for seq in seqs_of(run_dir) if seq < 7] == list(range(7))  # also in between nothing is lost
+        assert [seq for seq in seqs_of(run_dir) if seq < 7] == list(range(7))  # nothing is lost in between either
         rewind(run_dir, 0, 7)
-        assert files_of(run_dir) == files_of(whole)  # and no draft is left
+        assert files_of(run_dir) == files_of(whole)  # and no temporary file is left
     assert calls > 10
 
 
-def test_a_full_disk_is_said_and_loses_nothing_that_stays(tmp_path, monkeypatch):
+def test_full_disk_is_reported_and_loses_no_kept_entry(tmp_path, monkeypatch):
     for calls in range(5):
         run_dir = tmp_path / str(calls)
         write(run_dir, range(10))
@@ -254,7 +252,7 @@ def test_a_full_disk_is_said_and_loses_nothing_that_stays(tmp_path, monkeypatch)
 
 
 @pytest.mark.slow
-def test_a_rewind_killed_for_real_is_ended_by_the_next(tmp_path):
+def test_rewind_killed_by_sigkill_is_completed_by_the_next(tmp_path):
     write(tmp_path, range(1500), segment_bytes=700)
     code = "import sys; from pathlib import Path; from esper.nissa.journal import rewind\n"
     code += "print('on', flush=True); rewind(Path(sys.argv[1]), 0, int(sys.argv[2]))"
@@ -274,7 +272,7 @@ def test_a_rewind_killed_for_real_is_ended_by_the_next(tmp_path):
     assert all(path.name.startswith("rank0-") for path in (tmp_path / "events").iterdir())
 
 
-# Whoever watches ------------------------------------------------------------------------------------------------------
+# Followers ------------------------------------------------------------------------------------------------------------
 
 
 @settings(deadline=None, max_examples=150)
@@ -287,10 +285,10 @@ def test_a_rewind_killed_for_real_is_ended_by_the_next(tmp_path):
     st.booleans(),
     st.sampled_from([1234567890.123456, 1.0]),
 )
-def test_a_follower_of_a_rewound_run_sees_each_number_once(
+def test_follower_of_a_rewound_run_sees_each_number_once(
     tmp_path_factory, first, most, limit, more, segment_bytes, looks_between, time_s
 ):
-    """The lines said again are a little longer or shorter: no offset fits by luck."""
+    """The repeated lines are a little longer or shorter, so no offset matches by accident."""
     run_dir = tmp_path_factory.mktemp("run")
     follower, seen = Follower(run_dir), []
     write(run_dir, range(first), segment_bytes=segment_bytes)
@@ -307,7 +305,7 @@ def test_a_follower_of_a_rewound_run_sees_each_number_once(
     assert follower.poll() == []
 
 
-def test_a_follower_within_a_segment_that_is_replaced_reads_on(tmp_path):
+def test_follower_inside_a_replaced_segment_reads_on(tmp_path):
     write(tmp_path, range(20), segment_bytes=1 << 20)
     follower = Follower(tmp_path)
     seen = follower.poll(5)  # the rest is being read

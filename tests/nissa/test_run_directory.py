@@ -1,4 +1,4 @@
-"""The run directory: one owner, nothing overwritten, and a manifest that tells how it ended."""
+"""The run directory: one owner, nothing overwritten, and a manifest that states how the run ended."""
 
 import io
 import json
@@ -47,7 +47,7 @@ time.sleep(60)
 
 @pytest.fixture
 def owner(tmp_path):
-    """A process that owns `tmp_path/it`."""
+    """Start a process that owns `tmp_path/it`."""
     child = subprocess.Popen([sys.executable, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE)
     assert child.stdout.readline() == b"ready\n"
     yield child
@@ -64,10 +64,10 @@ def on_disk(run):
     return open_json((run.path / "manifest.json").read_bytes())
 
 
-# Birth --------------------------------------------------------------------------------------------------------------
+# Creation -----------------------------------------------------------------------------------------------------------
 
 
-def test_a_new_run_has_a_manifest_before_anything_happens(tmp_path):
+def test_new_run_has_a_manifest_from_the_start(tmp_path):
     run = create(tmp_path / "runs", seed=3)
     manifest = on_disk(run)
     assert manifest == run.manifest
@@ -85,14 +85,14 @@ def test_a_new_run_has_a_manifest_before_anything_happens(tmp_path):
 
 
 @pytest.mark.parametrize(("task", "word"), [("a/b c", "a-b-c"), ("../..", "run"), ("größe", "gr-e"), ("", "run")])
-def test_any_task_makes_a_name_that_is_safe_in_a_path(tmp_path, task, word):
+def test_any_task_makes_a_path_safe_name(tmp_path, task, word):
     run = create(tmp_path, task=task)
     assert run.path.parent == tmp_path
     assert run.path.name[16:-5] == word
     run.finish("finished")
 
 
-def test_runs_of_the_same_second_get_names_of_their_own(tmp_path, monkeypatch):
+def test_runs_of_the_same_second_get_distinct_names(tmp_path, monkeypatch):
     draws, random = iter(["aaaa", "aaaa", "bbbb", "cccc"] * 2), run_module.secrets.token_hex
     monkeypatch.setattr(run_module.secrets, "token_hex", lambda size: next(draws) if size == 2 else random(size))
 
@@ -106,7 +106,7 @@ def test_runs_of_the_same_second_get_names_of_their_own(tmp_path, monkeypatch):
     assert names == [f"20300101-120000-digits-{end}" for end in ("aaaa", "bbbb", "cccc")]
 
 
-def test_what_the_caller_says_cannot_change_who_and_when(tmp_path):
+def test_caller_cannot_override_status_pid_id_and_start(tmp_path):
     run = create(tmp_path, status="finished", pid=1, run_id="other", started="never", schema=0)
     assert run.manifest["status"] == "running"
     assert run.manifest["pid"] == os.getpid()
@@ -131,7 +131,7 @@ def test_nothing_is_overwritten(tmp_path):
         create(tmp_path, name="done")
 
 
-def test_an_empty_directory_of_the_wanted_name_is_used(tmp_path):
+def test_empty_directory_of_the_requested_name_is_used(tmp_path):
     (tmp_path / "a" / "b").mkdir(parents=True)
     with create(tmp_path / "a", name="b") as run:
         assert run.path == tmp_path / "a" / "b"
@@ -140,13 +140,13 @@ def test_an_empty_directory_of_the_wanted_name_is_used(tmp_path):
 
 
 @pytest.mark.parametrize("value", [np.float64(1.0), np.zeros(2), object()])
-def test_a_manifest_that_cannot_be_written_leaves_no_directory_behind(tmp_path, value):
+def test_unwritable_manifest_leaves_no_directory(tmp_path, value):
     with pytest.raises(TypeError):
         create(tmp_path / "runs", seed=value)
     assert not (tmp_path / "runs").exists()
 
 
-# The end ------------------------------------------------------------------------------------------------------------
+# End of a run -------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -163,7 +163,7 @@ def test_a_manifest_that_cannot_be_written_leaves_no_directory_behind(tmp_path, 
         (SystemExit(143), "interrupted", "SIGTERM"),
     ],
 )
-def test_how_the_block_is_left_is_how_the_run_ended(tmp_path, error, status, said):
+def test_exit_of_the_block_decides_the_final_status(tmp_path, error, status, said):
     run = create(tmp_path)
     leaving = nullcontext() if error is None else pytest.raises(type(error))
     with leaving as caught, run:
@@ -179,7 +179,7 @@ def test_how_the_block_is_left_is_how_the_run_ended(tmp_path, error, status, sai
     assert not is_owned(run.path)
 
 
-def test_the_first_end_counts(tmp_path):
+def test_first_final_status_counts(tmp_path):
     with create(tmp_path) as run:
         run.finish("failed", "the reason", env_steps=7)
         run.finish("finished")
@@ -187,7 +187,7 @@ def test_the_first_end_counts(tmp_path):
     assert on_disk(run) == run.manifest
 
 
-def test_an_end_that_is_none_is_refused(tmp_path):
+def test_invalid_final_status_is_refused(tmp_path):
     with create(tmp_path) as run:
         with pytest.raises(ConfigError, match="'killed'"):
             run.finish("killed")
@@ -195,7 +195,7 @@ def test_an_end_that_is_none_is_refused(tmp_path):
             RunDirectory.open(run.path).finish("finished")
 
 
-def test_a_manifest_that_cannot_be_finalised_hides_no_error_and_frees_the_run(tmp_path, monkeypatch):
+def test_failing_finalisation_hides_no_error_and_releases_the_run(tmp_path, monkeypatch):
     def refuse(*_):
         raise OSError("disk full")
 
@@ -215,7 +215,7 @@ def test_a_manifest_that_cannot_be_finalised_hides_no_error_and_frees_the_run(tm
     assert not list(run.path.glob(".*"))
 
 
-def test_numbers_that_are_not_finite_are_said(tmp_path):
+def test_non_finite_numbers_are_spelled_out(tmp_path):
     with create(tmp_path, limit=math.inf, config={"clip": math.nan}) as run:
         pass
     assert '"limit": "Infinity"' in (run.path / "manifest.json").read_text()
@@ -223,7 +223,7 @@ def test_numbers_that_are_not_finite_are_said(tmp_path):
     assert math.isnan(read_manifest(run.path)["config"]["clip"])
 
 
-def test_a_file_is_replaced_at_once(tmp_path, monkeypatch):
+def test_file_is_replaced_atomically(tmp_path, monkeypatch):
     path = tmp_path / "file"
     write_atomically(path, b"old")
 
@@ -243,7 +243,7 @@ def test_a_file_is_replaced_at_once(tmp_path, monkeypatch):
 # Owners -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_second_process_is_refused_and_told_who_owns_the_run(tmp_path, owner):
+def test_second_process_is_refused_and_shown_the_owner(tmp_path, owner):
     code = (
         "import sys; from pathlib import Path; from esper.nissa.run import RunDirectory; "
         "RunDirectory.resume(Path(sys.argv[1]))"
@@ -259,7 +259,7 @@ def test_a_second_process_is_refused_and_told_who_owns_the_run(tmp_path, owner):
     assert RunDirectory.open(tmp_path / "it").manifest["status"] == "running"
 
 
-def test_a_killed_owner_leaves_a_run_that_reads_as_killed_and_can_be_resumed(tmp_path, owner):
+def test_run_of_a_killed_owner_reads_as_killed_and_can_be_resumed(tmp_path, owner):
     path = tmp_path / "it"
     assert read_manifest(path)["status"] == "running"
     owner.send_signal(signal.SIGKILL)
@@ -279,7 +279,7 @@ def test_a_killed_owner_leaves_a_run_that_reads_as_killed_and_can_be_resumed(tmp
     assert read_manifest(path)["status"] == "finished"
 
 
-def test_a_resumed_run_remembers_how_it_ended_before(tmp_path):
+def test_resumed_run_records_how_it_ended_before(tmp_path):
     with pytest.raises(ValueError), create(tmp_path, seed=1) as run:
         raise ValueError("out of luck")
     with RunDirectory.resume(run.path) as again:
@@ -295,12 +295,12 @@ def test_a_resumed_run_remembers_how_it_ended_before(tmp_path):
     assert manifest["sessions"][1]["started"] == again.manifest["resumed"]
 
 
-def test_only_looking_disturbs_nobody(tmp_path):
-    """Readers ask for the lock for a moment; an owner who comes just then tries again."""
+def test_readers_do_not_disturb_owners(tmp_path):
+    """Readers take the lock for a moment; an owner that starts at that moment retries."""
     create(tmp_path, name="it").finish("finished")
     looking = os.open(tmp_path / "it" / "run.lock", os.O_RDONLY)
     assert lock_file(looking, shared=True)
-    assert not is_owned(tmp_path / "it")  # two may look at once
+    assert not is_owned(tmp_path / "it")  # two readers at once are fine
     timer = threading.Timer(0.05, os.close, [looking])
     timer.start()
     RunDirectory.resume(tmp_path / "it").finish("finished")
@@ -308,7 +308,7 @@ def test_only_looking_disturbs_nobody(tmp_path):
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="nothing is forked here")
-def test_a_forked_worker_owns_nothing_and_outlives_its_parent_without_keeping_the_lock(tmp_path):
+def test_forked_worker_owns_nothing_and_does_not_keep_the_lock(tmp_path):
     code = """
 import os, sys, time
 from pathlib import Path
@@ -334,7 +334,7 @@ with RunDirectory.create(Path(sys.argv[1]), "digits", name="it", manifest={}) as
         parent.stdout.close()
 
 
-def test_a_copy_of_a_running_run_is_nobodys(tmp_path, owner):
+def test_copy_of_a_running_run_has_no_owner(tmp_path, owner):
     shutil.copytree(tmp_path / "it", tmp_path / "copy")
     assert read_manifest(tmp_path / "copy")["status"] == "killed"
     (tmp_path / "copy" / "run.lock").unlink()
@@ -350,7 +350,7 @@ def test_a_copy_of_a_running_run_is_nobodys(tmp_path, owner):
     [b"", b"{", b"[]", b'{"status": "finished"}', b"\xff\xfe", b"\0" * 100]
     + [seal_json(body) for body in (b'{"a": 1}', b'{"status": 3}', b'{"a": \xff}', b'{"a": ' + b"[" * 99_999)],
 )
-def test_a_damaged_manifest_is_a_clear_error(tmp_path, content):
+def test_damaged_manifest_is_a_clear_error(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
     for look in (read_manifest, RunDirectory.open, RunDirectory.resume):
         with pytest.raises(RunError, match=r"manifest\.json"):
@@ -372,13 +372,13 @@ def test_every_flipped_bit_and_truncation_of_a_manifest_is_refused(tmp_path):
                 read_manifest(run.path)
 
 
-def test_a_directory_without_a_manifest_is_no_run(tmp_path):
+def test_directory_without_a_manifest_is_no_run(tmp_path):
     for path in (tmp_path, tmp_path / "nowhere"):
         with pytest.raises(EsperError, match="is not a run"):
             read_manifest(path)
 
 
-def test_a_manifest_of_a_later_schema_is_readable(tmp_path):
+def test_manifest_of_a_later_schema_is_readable(tmp_path):
     with create(tmp_path) as run:
         pass
     content = on_disk(run) | {"schema": 99, "moons": {"phobos": 1}}
@@ -387,7 +387,7 @@ def test_a_manifest_of_a_later_schema_is_readable(tmp_path):
     assert list_runs(tmp_path)[0].status == "finished"
 
 
-def test_the_base_names_versions_and_no_places_of_this_machine(monkeypatch):
+def test_manifest_base_has_versions_and_no_machine_paths(monkeypatch):
     monkeypatch.setattr(sys, "argv", ["/somewhere/private/bin/esper", "grow", "--task", "rescue"])
     base = manifest_base()
     assert base["command"] == "esper grow --task rescue"
@@ -398,7 +398,7 @@ def test_the_base_names_versions_and_no_places_of_this_machine(monkeypatch):
     assert "private" not in json.dumps(base)
 
 
-def test_the_base_tells_versions_without_importing_torch():
+def test_manifest_base_does_not_import_torch():
     code = "import sys; from esper.nissa.run import manifest_base; manifest_base(); print('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True).stdout == "False\n"
 
@@ -411,7 +411,7 @@ def three_runs(root):
         sink = JsonlSink(run.events_dir)
         sink.write([Record(0, 1.0, 0, RunFinished(status="finished", wall_s=1.0, env_steps=1234))])
         sink.close()
-    time.sleep(0.002)  # starts are told to the millisecond
+    time.sleep(0.002)  # start times have millisecond resolution
     create(root, name="second", config={"controller": "ppo"}).finish("failed", "why")
     time.sleep(0.002)
     third = create(root, name="third")
@@ -421,7 +421,7 @@ def three_runs(root):
     return third
 
 
-def test_runs_are_listed_newest_first_with_what_their_files_tell(tmp_path):
+def test_runs_are_listed_newest_first_with_their_file_data(tmp_path):
     third = three_runs(tmp_path)
     rows = list_runs(tmp_path)
     assert [row.id for row in rows] == ["third", "second", "first"]
@@ -434,7 +434,7 @@ def test_runs_are_listed_newest_first_with_what_their_files_tell(tmp_path):
     third.finish("finished")
 
 
-def test_a_list_passes_over_strangers_and_shows_broken_runs(tmp_path):
+def test_list_skips_other_directories_and_shows_broken_runs(tmp_path):
     three_runs(tmp_path).finish("finished")
     (tmp_path / "notes.txt").write_text("hello")
     (tmp_path / "elsewhere").mkdir()
@@ -454,13 +454,13 @@ def test_a_list_passes_over_strangers_and_shows_broken_runs(tmp_path):
 
 
 @pytest.mark.parametrize("root", ["nowhere", "file"])
-def test_where_nothing_is_nothing_is_listed(tmp_path, root):
+def test_missing_directory_lists_nothing(tmp_path, root):
     (tmp_path / "file").touch()
     assert list_runs(tmp_path / root) == []
 
 
 def shown_by_the_command(root, width=None):
-    """On a terminal of this width; without one, in a pipe."""
+    """Return the output on a terminal of this width; without one, in a pipe."""
     out = io.StringIO()
     terminal = {} if width is None else {"force_terminal": True, "no_color": True, "width": width}
     run_runs(root, as_json=False, console=Console(file=out, **terminal))
@@ -468,7 +468,7 @@ def shown_by_the_command(root, width=None):
 
 
 @pytest.mark.parametrize("width", [80, 160, None])
-def test_the_command_shows_a_table_with_whole_names(tmp_path, width):
+def test_command_shows_a_table_with_complete_names(tmp_path, width):
     three_runs(tmp_path).finish("interrupted")
     create(tmp_path, task="tinystories").finish("finished")
     shown = shown_by_the_command(tmp_path, width)
@@ -480,12 +480,12 @@ def test_the_command_shows_a_table_with_whole_names(tmp_path, width):
     assert ("left out, for want of width: started (UTC), size" in shown) == (width == 80)
 
 
-def test_where_there_is_room_for_the_size_it_is_shown(tmp_path):
+def test_size_is_shown_where_it_fits(tmp_path):
     three_runs(tmp_path).finish("finished")
     assert "size" in shown_by_the_command(tmp_path, 80).splitlines()[0]
 
 
-def test_the_command_tells_copies_apart_and_no_name_breaks_the_table(tmp_path):
+def test_command_distinguishes_copies_and_no_name_breaks_the_table(tmp_path):
     three_runs(tmp_path).finish("finished")
     shutil.copytree(tmp_path / "first", tmp_path / "a copy")
     shutil.copytree(tmp_path / "first", tmp_path / "two\nlines")
@@ -495,14 +495,14 @@ def test_the_command_tells_copies_apart_and_no_name_breaks_the_table(tmp_path):
 
 
 @pytest.mark.parametrize("root", ["nosuch", "file"])
-def test_the_command_refuses_a_place_that_is_not_there(tmp_path, root):
+def test_command_refuses_a_missing_directory(tmp_path, root):
     (tmp_path / "file").touch()
     for as_json in (False, True):
         with pytest.raises(ConfigError, match="no runs at"):
             run_runs(tmp_path / root, as_json)
 
 
-def test_the_command_gives_json(tmp_path, capsys):
+def test_command_prints_json(tmp_path, capsys):
     three_runs(tmp_path).finish("finished")
     run_runs(tmp_path, as_json=True)
     rows = json.loads(capsys.readouterr().out)
@@ -510,15 +510,15 @@ def test_the_command_gives_json(tmp_path, capsys):
     assert Path(rows[0]["path"]) == tmp_path / "third"
 
 
-def test_the_command_says_what_to_do_where_there_are_no_runs(tmp_path, capsys, monkeypatch):
+def test_command_gives_a_hint_where_there_are_no_runs(tmp_path, capsys, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_runs(Path("runs"), as_json=False)  # the usual place, before the first run
+    run_runs(Path("runs"), as_json=False)  # the default directory, before the first run
     assert "esper grow" in " ".join(capsys.readouterr().out.split())
     run_runs(Path("runs"), as_json=True)
     assert json.loads(capsys.readouterr().out) == []
 
 
-def test_a_resumed_run_worked_as_long_as_its_sessions_together(tmp_path, monkeypatch):
+def test_duration_of_a_resumed_run_is_the_sum_of_its_sessions(tmp_path, monkeypatch):
     from esper.nissa import run as module
 
     clock = iter(f"2026-01-01T00:00:{second:02d}+00:00" for second in (0, 4, 30, 35, 50, 56))

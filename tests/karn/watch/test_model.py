@@ -235,9 +235,7 @@ def test_final_status_comes_from_the_run(status):
 def test_run_without_owner_is_killed_unless_events_still_arrive():
     model = model_of(small_run(), step())
     model.status = "killed"
-    assert (
-        judge.state(model, model.fresh_at + 1)[0] == "KILLED"
-    )  # its events are recent, but no process writes any more
+    assert judge.state(model, model.fresh_at + 1)[0] == "KILLED"  # its events are recent, but it has no owner
 
     model = model_of(small_run(), step(), now=500.0)
     model.status = "killed"

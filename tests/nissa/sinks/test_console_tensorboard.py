@@ -1,4 +1,4 @@
-"""The console tells what a person wants to know, whatever the characters; TensorBoard's axes only grow."""
+"""The console sink prints one line per relevant event; the step axes of TensorBoard are monotonic."""
 
 import io
 import math
@@ -105,7 +105,7 @@ def printed(*events, encoding="utf-8", terminal=False):
 
 @pytest.mark.parametrize("terminal", [False, True])
 @pytest.mark.parametrize(("text", "event"), TOLD.items())
-def test_what_matters_is_one_line(text, event, terminal):
+def test_relevant_event_prints_one_line(text, event, terminal):
     line = printed(event, terminal=terminal)
     assert line.endswith("\n")
     assert line.count("\n") == 1
@@ -113,11 +113,11 @@ def test_what_matters_is_one_line(text, event, terminal):
     assert ("\x1b" in line) == terminal
 
 
-def test_the_rest_is_silence():
+def test_other_events_print_nothing():
     assert printed(*UNTOLD) == ""
 
 
-def test_every_kind_was_considered():
+def test_every_kind_is_covered():
     assert {type(event) for event in [*TOLD.values(), *UNTOLD]} == set(KINDS.values())
 
 
@@ -126,7 +126,7 @@ def test_every_kind_was_considered():
 @pytest.mark.parametrize(
     "odd", ["a\nb\r\tc", "\x1b[2J", "\ud800", "\x00", "[bold]x[/", ":smile:", "→ λ 漢字", "\u202e"]
 )
-def test_odd_characters_do_no_harm(odd, encoding, terminal):
+def test_odd_characters_are_printed_safely(odd, encoding, terminal):
     event = Health(source="a", severity="error", text=f"before {odd} after")
     line = printed(event, encoding=encoding, terminal=terminal)
     assert line.count("\n") == 1
@@ -170,18 +170,18 @@ def test_tensorboard_reads_back_what_was_emitted(tmp_path):
     assert not absent & found.keys()
 
 
-def test_each_environment_has_an_axis_that_only_grows():
+def test_each_environment_has_a_monotonic_axis():
     scalars = Scalars()
     worth = {"slot": "a", "seed": 0, "blueprint": "b", "contribution": 1.0}
     order = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (3, 1)]
     assert [scalars.of(step(0, *at))[0] for at in order] == [1, 2, 3, 4, 5, 6]
     assert scalars.of(Worth(env=0, episode=3, step=1, **worth))[0] == 6
-    assert scalars.of(Worth(env=0, episode=1, step=2, **worth))[0] == 6  # late: it does not turn the axis back
+    assert scalars.of(Worth(env=0, episode=1, step=2, **worth))[0] == 6  # late: it does not move the axis back
     assert scalars.of(step(1, 0, 1))[0] == 1
     assert [scalars.of(update(round))[0] for round in (0, 0, 5)] == [1, 2, 3]
 
 
-def test_what_is_written_can_be_read_while_the_run_goes_on(tmp_path):
+def test_data_can_be_read_while_the_run_continues(tmp_path):
     hub = NissaHub([TensorBoardSink(tmp_path)])
     hub.emit(step())
     assert hub.flush()
@@ -189,7 +189,7 @@ def test_what_is_written_can_be_read_while_the_run_goes_on(tmp_path):
     hub.close()
 
 
-def test_without_the_package_the_way_out_is_named(tmp_path, monkeypatch):
+def test_missing_package_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     for name in [name for name in sys.modules if name.startswith("tensorboard.")]:
         monkeypatch.setitem(sys.modules, name, None)
@@ -206,7 +206,7 @@ def test_sinks_import_neither_torch_nor_tensorflow(tmp_path):
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0
 
 
-def test_closing_twice_is_closing_once(tmp_path):
+def test_close_is_idempotent(tmp_path):
     sink = TensorBoardSink(tmp_path)
     sink.write([Record(0, 0.0, 0, step())])
     sink.close()
