@@ -1,4 +1,4 @@
-"""Advantages against a scalar twin: done, truncated and short columns, several episodes, garbage behind every end."""
+"""Advantages against a scalar reference: done, truncated and short columns, several episodes, garbage in padding."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ NAN, INF = float("nan"), float("inf")
 
 
 def scalar_gae(rewards, values, done, truncated, bootstrap, step_counts, gamma, lam, kind=float):
-    """The definition, one number at a time. `kind` sets the precision."""
+    """Return advantages by the definition, one number at a time. `kind` sets the precision."""
     advantages, returns = np.zeros(rewards.shape, kind), np.zeros(rewards.shape, kind)
     gamma, carry = kind(gamma), kind(gamma * lam)
     for e, count in enumerate(step_counts):
@@ -48,7 +48,7 @@ WAYS = pytest.mark.parametrize("gae", [by_rows, by_scan])
 
 
 def random_case(seed, steps, envs, *, ends=0.2, poison=0.0, full=False):
-    """Columns with ends anywhere, and garbage wherever nothing should be read."""
+    """Return columns with ends anywhere, and garbage wherever nothing may be read."""
     rng = np.random.default_rng(seed)
     shape = steps, envs
     rewards, values, bootstrap = (rng.normal(size=shape).astype(np.float32) for _ in range(3))
@@ -67,7 +67,7 @@ def random_case(seed, steps, envs, *, ends=0.2, poison=0.0, full=False):
 
 
 def assert_same(found, expected):
-    """Equal where finite; what is not finite is so in both."""
+    """Assert equality where finite; non-finite values must be non-finite in both."""
     for f, e in zip(found, expected, strict=True):
         finite = np.isfinite(e)
         np.testing.assert_array_equal(np.isfinite(f), finite)
@@ -86,10 +86,10 @@ cases = {
 
 @given(**cases, width=st.sampled_from([1, 4, 16, 1024]), full=st.booleans())
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_every_mix_of_ends_equals_the_scalar_twin(seed, steps, envs, ends, gamma, lam, width, full):
+def test_every_mix_of_ends_equals_the_scalar_reference(seed, steps, envs, ends, gamma, lam, width, full):
     case = (*random_case(seed, steps, envs, ends=ends, full=full), gamma, lam)
     expected = scalar_gae(*case)
-    assert np.isfinite(expected[0]).all()  # garbage is nowhere the definition looks
+    assert np.isfinite(expected[0]).all()  # garbage is never where the definition reads
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIN_WIDTH", width)
         assert_same(by_rows(*case), expected)
@@ -98,7 +98,7 @@ def test_every_mix_of_ends_equals_the_scalar_twin(seed, steps, envs, ends, gamma
 
 @given(**cases, width=st.sampled_from([1, 4, 16, 1024]), poison=st.sampled_from([0.02, 0.2]))
 @settings(max_examples=EXAMPLES, deadline=None)
-def test_what_is_not_finite_spoils_its_own_episode_and_no_other(seed, steps, envs, ends, gamma, lam, width, poison):
+def test_non_finite_values_affect_only_their_own_episode(seed, steps, envs, ends, gamma, lam, width, poison):
     case = (*random_case(seed, steps, envs, ends=ends, poison=poison), gamma, lam)
     with np.errstate(all="ignore"):
         expected = scalar_gae(*case)
@@ -110,7 +110,7 @@ def test_what_is_not_finite_spoils_its_own_episode_and_no_other(seed, steps, env
 
 @given(**cases)
 @settings(max_examples=EXAMPLES // 4, deadline=None)
-def test_rows_of_enough_environments_equal_a_float32_twin_bit_for_bit(seed, steps, envs, ends, gamma, lam):
+def test_wide_rows_equal_a_float32_reference_bit_for_bit(seed, steps, envs, ends, gamma, lam):
     case = (*random_case(seed, steps, envs, ends=ends), gamma, lam)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIN_WIDTH", 1)  # every row counts as wide enough
@@ -121,14 +121,14 @@ def test_rows_of_enough_environments_equal_a_float32_twin_bit_for_bit(seed, step
 
 @WAYS
 @pytest.mark.parametrize(("envs", "steps"), [(4, 25), (16, 150), (128, 150), (100, 37), (600, 40), (1100, 3), (1, 1)])
-def test_shapes_on_both_sides_of_every_choice_equal_the_twin(gae, envs, steps):
+def test_shapes_around_every_threshold_equal_the_reference(gae, envs, steps):
     for poison in (0.0, 0.001):
         case = (*random_case(1, steps, envs, ends=0.02, poison=poison), 0.99, 0.95)
         with np.errstate(all="ignore"):
             assert_same(gae(*case), scalar_gae(*case))
 
 
-# Three steps, γ = λ = ½, rewards 1 2 3, values 1, bootstraps 8 10 4; deltas of steps that go on: ½ and 1½.
+# Three steps, γ = λ = ½, rewards 1 2 3, values 1, bootstraps 8 10 4; deltas of non-final steps: ½ and 1½.
 HAND_WORKED = {
     "goes on behind the last step": ("---", 3, [1.125, 2.5, 4.0]),
     "done at the last step": ("--d", 3, [1.0, 2.0, 2.0]),
@@ -147,7 +147,7 @@ HAND_WORKED = {
 
 @WAYS
 @pytest.mark.parametrize("name", HAND_WORKED)
-def test_numbers_worked_out_by_hand(gae, name):
+def test_advantages_match_values_computed_by_hand(gae, name):
     flags, count, expected = HAND_WORKED[name]
     column = lambda *x: np.array(x, np.float32)[:, None]  # noqa: E731
     done, truncated = (np.array([f in kinds for f in flags])[:, None] for kinds in ("db", "tb"))
@@ -159,7 +159,7 @@ def test_numbers_worked_out_by_hand(gae, name):
 
 
 @WAYS
-def test_inputs_are_left_as_they_were_and_any_layout_will_do(gae):
+def test_inputs_are_unchanged_and_any_layout_is_accepted(gae):
     case = random_case(3, 20, 6, poison=0.1)
     before = [x.copy() for x in case]
     expected = gae(*case, 0.9, 0.9)
@@ -169,7 +169,7 @@ def test_inputs_are_left_as_they_were_and_any_layout_will_do(gae):
     assert_same(turned, expected)
 
 
-def test_double_precision_in_gives_double_precision_out():
+def test_float64_input_gives_float64_output():
     *fields, counts = random_case(4, 50, 3)
     case = (*(x.astype(float) if x.dtype == np.float32 else x for x in fields), counts, 0.99, 0.95)
     for gae in (by_rows, by_scan):
@@ -178,7 +178,7 @@ def test_double_precision_in_gives_double_precision_out():
             np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
 
 
-def test_normalised_advantages_have_mean_zero_and_spread_one_over_counted_steps():
+def test_normalised_advantages_have_mean_0_and_spread_1_over_counted_steps():
     advantages = torch.randn(30, 7, generator=torch.Generator().manual_seed(0)) * 4 + 3
     counted = torch.rand(30, 7, generator=torch.Generator().manual_seed(1)) < 0.6
     advantages[~counted] = NAN
@@ -188,10 +188,10 @@ def test_normalised_advantages_have_mean_zero_and_spread_one_over_counted_steps(
     assert (found[~counted] == 0).all()
 
 
-def test_a_spread_below_the_floor_is_not_blown_up():
+def test_spread_below_the_floor_is_not_scaled_up():
     found = normalized_advantages(torch.tensor([1.0, 1.0 + 2e-4]), torch.tensor([True, True]), std_floor=1e-3)
     torch.testing.assert_close(found, torch.tensor([-0.1, 0.1]), rtol=1e-2, atol=0.0)
 
 
-def test_without_a_counted_step_nothing_is_left():
+def test_no_counted_step_gives_zero_advantages():
     assert normalized_advantages(torch.tensor([NAN, 2.0]), torch.tensor([False, False])).tolist() == [0.0, 0.0]

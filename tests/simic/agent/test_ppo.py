@@ -1,4 +1,4 @@
-"""PPO: equal to a twin that goes step by step and head by head, healthy or stopped, and able to learn."""
+"""PPO: equal to a reference that goes step by step and head by head, its health checks, and its ability to learn."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def empty_buffer(net, steps, envs, layout):
 
 
 def random_masks(rng, envs, layout):
-    """Packed masks such as the rules could give: some environments can only wait, some slots take one blueprint."""
+    """Return packed masks that the rules could give: some environments can only wait, some slots take one blueprint."""
     masks = np.zeros((envs, layout.size), dtype=bool)
     by_op = masks[:, layout.slot_by_op].reshape(envs, NUM_OPS, layout.slots)
     by_op[:, 1:] = (rng.random((envs, NUM_OPS - 1, layout.slots)) < 0.5) & (rng.random((envs, 1, 1)) < 0.75)
@@ -58,7 +58,7 @@ def random_masks(rng, envs, layout):
 
 
 def invented(net, *, steps=14, envs=6, counts=None, slots=3, blueprints=BUILT_IN, seed=0):
-    """A rollout over invented observations, masks and rewards, with several episodes per column and short columns."""
+    """Return a rollout of synthetic data with several episodes per column and short columns."""
     rng, layout = np.random.default_rng(seed), MaskLayout(slots=slots, blueprints=blueprints)
     buffer = empty_buffer(net, steps, envs, layout)
     hidden, starts = net.initial(envs), np.ones(envs, dtype=bool)
@@ -78,7 +78,7 @@ def invented(net, *, steps=14, envs=6, counts=None, slots=3, blueprints=BUILT_IN
 
 
 def simulated(net, envs=16, fixed=None, rules=None, seed=0, horizon=30):
-    """A rollout of whole episodes on simulated hosts."""
+    """Return a rollout of whole episodes on simulated hosts."""
     env = GrowthVectorEnv(Simulator(SimConfig(horizon=horizon), range(envs), rules), range(envs), fixed=fixed)
     buffer, rng = empty_buffer(net, horizon, envs, env.layout), np.random.default_rng(seed)
     obs, info = env.reset()
@@ -96,7 +96,7 @@ def simulated(net, envs=16, fixed=None, rules=None, seed=0, horizon=30):
 
 
 def prepared(buffer, layout, net, config=CONFIG):
-    """What an update does before its first minibatch."""
+    """Do what an update does before its first minibatch."""
     buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
     buffer.forced |= forced(known_blueprints(buffer.masks, layout), layout)
     buffer.advantages.copy_(normalized_advantages(buffer.advantages, buffer.valid & ~buffer.forced))
@@ -125,11 +125,11 @@ def weights(net):
     return {name: x.clone() for name, x in net.state_dict().items()}
 
 
-# --- the loss, and a twin of it
+# --- the loss, and a reference implementation
 
 
 def slow_head(logits, legal, epsilon):
-    """[chance of every legal option], and the entropy over its largest value, of one head of one step."""
+    """Return the probability of every legal option, and the normalised entropy, of one head of one step."""
     top = max(logits[k] for k in legal)
     total = sum(math.exp(logits[k] - top) for k in legal)
     chance = {k: (1 - epsilon) * math.exp(logits[k] - top) / total + epsilon / len(legal) for k in legal}
@@ -138,7 +138,7 @@ def slow_head(logits, legal, epsilon):
 
 
 def slow_losses(net, layout, config, buffer, coef):
-    """The same loss over a whole rollout: environment by environment, step by step, head by head, in plain Python."""
+    """Return the loss of a whole rollout: environment by environment, step by step, head by head, in plain Python."""
     policy = value = spread = kl = 0.0
     decided = steps = clipped = 0
     used = dict.fromkeys(Head, 0)
@@ -157,7 +157,7 @@ def slow_losses(net, layout, config, buffer, coef):
             value += 0.5 * (float(net._value(state)) - target) ** 2
             masks = known_blueprints(buffer.masks[t, e][None], layout)
             if not bool(masks[0, 1:NUM_OPS].any()):
-                continue  # nothing but WAIT: a lesson for the critic alone
+                continue  # only WAIT is legal: the step trains the critic alone
             decided += 1
             logits = net._logits(state, slots, op, slot, layout.widest)[0].tolist()
             mask = conditioned(masks, layout, op, slot)[0].tolist()
@@ -188,13 +188,13 @@ def slow_losses(net, layout, config, buffer, coef):
 @pytest.mark.parametrize(
     ("blueprints", "counts"), [(13, None), (13, [14, 3, 9, 1, 14, 0]), (16, [14, 14, 6, 14, 2, 10])]
 )
-def test_the_loss_equals_its_slow_twin(core, blueprints, counts):
+def test_loss_equals_the_slow_reference(core, blueprints, counts):
     net = network(core)
     buffer, layout = invented(net, counts=counts, blueprints=blueprints, seed=blueprints)
     prepared(buffer, layout, net)
     moved(net)
     with torch.no_grad():
-        # chunks of the whole length: once weights have moved, states stored on the way are those of the old ones
+        # chunks of the whole length: after weights have changed, stored hidden states are those of the old weights
         _, told = losses(net, layout, CONFIG, one_batch(buffer, chunk=14), 0.03)
         expected = slow_losses(net, layout, CONFIG, buffer, 0.03)
     assert expected["clip_fraction"] > 0.02
@@ -203,7 +203,7 @@ def test_the_loss_equals_its_slow_twin(core, blueprints, counts):
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 14, 64])
-def test_before_the_first_step_no_chunk_length_changes_the_loss(chunk):
+def test_chunk_length_does_not_change_the_loss_before_the_first_step(chunk):
     net = network("lstm")
     buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
     prepared(buffer, layout, net)
@@ -214,7 +214,7 @@ def test_before_the_first_step_no_chunk_length_changes_the_loss(chunk):
         assert told[name] == pytest.approx(number, rel=1e-4, abs=1e-5, nan_ok=True), name
 
 
-def test_numbers_told_are_per_head_over_the_steps_on_which_it_mattered():
+def test_reported_numbers_are_per_head_over_the_steps_where_it_mattered():
     net = network()
     buffer, layout = invented(net)
     prepared(buffer, layout, net)
@@ -234,10 +234,10 @@ def test_numbers_told_are_per_head_over_the_steps_on_which_it_mattered():
             assert told[f"entropy_{head.name}"] == pytest.approx(float(judged.entropy[..., head][mattered].mean()))
 
 
-# --- who carries a gradient, and who does not
+# --- which parts receive a gradient
 
 
-def test_each_part_of_the_loss_has_a_gradient_of_its_own():
+def test_each_loss_term_has_its_own_gradient():
     net = network()
     buffer, layout = invented(net)
     prepared(buffer, layout, net)
@@ -252,7 +252,7 @@ def test_each_part_of_the_loss_has_a_gradient_of_its_own():
     assert gradients(net, layout, calm, nothing, 0.0).norm() == 0.0
 
 
-def test_advantages_of_forced_steps_and_of_padding_teach_nothing():
+def test_advantages_of_forced_steps_and_padding_have_no_effect():
     net = network()
     buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
     prepared(buffer, layout, net)
@@ -284,7 +284,7 @@ def test_stored_log_probabilities_count_only_where_a_head_mattered():
     assert not torch.equal(gradients(net, layout, batch), before)
 
 
-def test_a_forced_step_reaches_the_critic_alone():
+def test_forced_step_trains_the_critic_alone():
     net = network()
     buffer, layout = invented(net)
     prepared(buffer, layout, net)
@@ -298,7 +298,7 @@ def test_a_forced_step_reaches_the_critic_alone():
 
 
 def test_update_discounts_by_gamma_and_weighs_by_lambda():
-    """With λ = 1 returns are discounted sums of rewards; with λ = 0 they are one step and the next value."""
+    """With λ = 1 returns are discounted sums of rewards; with λ = 0 they are one reward and the next value."""
     net = network()
     sums, _ = invented(net)
     one_step, layout = invented(net)
@@ -314,7 +314,7 @@ def test_update_discounts_by_gamma_and_weighs_by_lambda():
     torch.testing.assert_close(one_step.returns, one_step.rewards + 0.5 * next_values * ~one_step.done)
 
 
-def test_garbage_behind_the_end_of_a_column_is_harmless():
+def test_garbage_behind_the_end_of_a_column_has_no_effect():
     net = network()
     buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
     twin, _ = invented(net, counts=[14, 3, 9, 1, 14, 7])
@@ -333,7 +333,7 @@ def test_garbage_behind_the_end_of_a_column_is_harmless():
     assert all(torch.equal(updated[0][name], updated[1][name]) for name in updated[0])
 
 
-def test_a_step_on_which_only_unknown_blueprints_fit_is_forced_for_this_network():
+def test_step_with_only_unknown_blueprints_is_forced_for_this_network():
     net = network()
     buffer, layout = invented(net, blueprints=16)
     buffer.masks[3, :, 1:NUM_OPS] = False
@@ -343,13 +343,13 @@ def test_a_step_on_which_only_unknown_blueprints_fit_is_forced_for_this_network(
     buffer.masks[3][:, layout.blueprint_by_slot] = takes.flatten(1)
     buffer.actions[3] = torch.tensor([0, 0, 2, 1, 2, 0, 0, 0])
     buffer.log_probs[3] = 0.0
-    buffer.forced[3] = False  # by the rules something could be planted
+    buffer.forced[3] = False  # by the rules a seed could be germinated
     PPO(net, layout, CONFIG).update(buffer, seeded())
     assert buffer.forced[3].all()
     assert not buffer.advantages[3].any()
 
 
-def test_a_slot_with_one_known_blueprint_leaves_that_head_nothing_to_learn():
+def test_slot_with_one_known_blueprint_gives_that_head_no_gradient():
     layout = MaskLayout(slots=1, blueprints=14)
     masks = torch.zeros(1, 1, layout.size, dtype=torch.bool)
     masks[..., [Op.WAIT, Op.GERMINATE, layout.slot_by_op.start, layout.slot_by_op.start + Op.GERMINATE]] = True
@@ -362,8 +362,8 @@ def test_a_slot_with_one_known_blueprint_leaves_that_head_nothing_to_learn():
     assert [h for h in Head if counts[h]] == [Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.OP]
 
 
-def test_on_free_heads_a_round_teaches_every_row_of_every_head_that_was_open():
-    """The earlier system had loss terms that were never wired: here each output must be reached by a real rollout."""
+def test_one_round_gives_every_row_of_every_free_head_a_gradient():
+    """Every output must receive a gradient from a real rollout, so that no loss term is left unconnected."""
     net = network(patience=0.0)
     buffer, layout = simulated(net, envs=32, fixed={}, rules=LIVELY)
     prepared(buffer, layout, net)
@@ -389,7 +389,7 @@ def test_on_free_heads_a_round_teaches_every_row_of_every_head_that_was_open():
 # --- health
 
 
-def test_an_update_tells_how_it_went():
+def test_update_reports_its_statistics():
     net = network()
     buffer, layout = simulated(net)
     told = PPO(net, layout, PPOConfig(lr=3e-3)).update(buffer, seeded())
@@ -408,7 +408,7 @@ def test_an_update_tells_how_it_went():
     assert encode(told)
 
 
-def test_the_critics_health_by_hand():
+def test_critic_statistics_match_values_computed_by_hand():
     returns = torch.tensor([1.0, 2.0, 3.0, 4.0])
     assert critic_health(returns, returns) == (1.0, 0.0)
     ev, nrmse = critic_health(torch.full((4,), 2.5), returns)
@@ -420,7 +420,7 @@ def test_the_critics_health_by_hand():
 
 
 @pytest.mark.parametrize("field", ["hidden", "masks", "log_probs", "starts", "obs"])
-def test_an_update_that_sees_another_policy_than_the_rollout_did_is_refused(field):
+def test_rollout_of_another_policy_is_refused(field):
     net = network("lstm")
     buffer, layout = invented(net)
     before = weights(net)
@@ -435,14 +435,14 @@ def test_an_update_that_sees_another_policy_than_the_rollout_did_is_refused(fiel
         getattr(buffer, field).add_(0.01)
     with pytest.raises(TrainingError, match="ratio differs from 1"):
         PPO(net, layout, CONFIG).update(buffer, seeded())
-    for name, x in net.state_dict().items():  # the value head may be read in other units by then
+    for name, x in net.state_dict().items():  # the value head may be in other units by then
         if not name.startswith(("value_head", "mean", "std")):
             assert torch.equal(x, before[name]), name
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])
 @pytest.mark.parametrize("chunk", [3, 64])
-def test_an_honest_rollout_begins_with_ratios_of_1(core, chunk):
+def test_first_ratios_of_a_rollout_are_1(core, chunk):
     net = network(core)
     buffer, layout = simulated(net, fixed={})
     prepared(buffer, layout, net)
@@ -451,7 +451,7 @@ def test_an_honest_rollout_begins_with_ratios_of_1(core, chunk):
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
-def test_a_reward_that_is_not_finite_skips_the_update_and_the_third_stops_the_run(bad):
+def test_non_finite_reward_skips_the_update_and_the_third_stops_the_run(bad):
     net = network()
     ppo = PPO(net, MaskLayout(slots=3, blueprints=13), CONFIG)
     before = weights(net)
@@ -469,7 +469,7 @@ def test_a_reward_that_is_not_finite_skips_the_update_and_the_third_stops_the_ru
         assert all(torch.equal(x, before[name]) for name, x in net.state_dict().items())
 
 
-def test_a_healthy_update_between_bad_ones_starts_the_count_anew():
+def test_healthy_update_resets_the_count_of_bad_ones():
     net = network()
     layout = MaskLayout(slots=3, blueprints=13)
     ppo = PPO(net, layout, CONFIG)
@@ -481,7 +481,7 @@ def test_a_healthy_update_between_bad_ones_starts_the_count_anew():
     assert ppo.bad_in_a_row == 2
 
 
-def test_one_bad_minibatch_is_left_out_and_the_others_are_learnt_from():
+def test_one_bad_minibatch_is_skipped_and_the_others_are_used():
     net = network()
     buffer, layout = invented(net)
     buffer.obs[5, 1] = math.nan  # an observation, so that advantages stay finite
@@ -495,7 +495,7 @@ def test_one_bad_minibatch_is_left_out_and_the_others_are_learnt_from():
     assert any(not torch.equal(x, before[name]) for name, x in net.state_dict().items())
 
 
-def test_gradients_that_are_not_finite_move_nothing():
+def test_non_finite_gradients_change_no_weight():
     net = network()
     buffer, layout = invented(net)
     net.op_head[-1].weight.register_hook(lambda grad: grad * math.inf)
@@ -507,7 +507,7 @@ def test_gradients_that_are_not_finite_move_nothing():
     assert torch.equal(net.slot_encoder[0].weight, before["slot_encoder.0.weight"])
 
 
-def test_the_target_kl_stops_the_passes():
+def test_target_kl_stops_the_passes():
     far, near = PPOConfig(epochs=8, groups=2, target_kl=1e9), PPOConfig(epochs=8, groups=2, lr=0.02, target_kl=0.01)
     net = network()
     buffer, layout = invented(net)
@@ -519,7 +519,7 @@ def test_the_target_kl_stops_the_passes():
     assert told.minibatches == 2 * told.epochs
 
 
-def test_gradients_are_clipped_to_the_largest_norm():
+def test_gradients_are_clipped_to_the_maximum_norm():
     config = msgspec.structs.replace(CONFIG, max_grad_norm=0.5)
     net = network()
     buffer, layout = invented(net)
@@ -536,7 +536,7 @@ def test_gradients_are_clipped_to_the_largest_norm():
     assert max(norms) == pytest.approx(0.5, rel=1e-3)
 
 
-def test_the_weight_of_entropy_falls_over_the_rounds():
+def test_entropy_weight_decreases_over_the_rounds():
     ppo = PPO(network(), MaskLayout(slots=3, blueprints=13), PPOConfig(entropy_coef=0.1, entropy_final=0.02), rounds=5)
     told = []
     for ppo.round in range(7):
@@ -544,7 +544,7 @@ def test_the_weight_of_entropy_falls_over_the_rounds():
     assert told == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02, 0.02, 0.02])
 
 
-def test_an_update_is_repeatable_bit_by_bit():
+def test_update_is_repeatable_bit_for_bit():
     results = []
     for _ in range(2):
         net = network()
@@ -560,15 +560,15 @@ def test_an_update_is_repeatable_bit_by_bit():
      {"groups": 0}, {"chunk": 0}, {"target_kl": 0.0}, {"value_coef": -1.0}, {"max_grad_norm": 0.0}],
     ids=str,
 )  # fmt: skip
-def test_settings_that_make_no_sense_are_refused_by_name(wrong):
+def test_invalid_settings_are_refused_by_name(wrong):
     with pytest.raises(ConfigError, match=next(iter(wrong))):
         PPOConfig(**wrong)
 
 
-# --- the one normaliser
+# --- the return normaliser
 
 
-def test_the_scale_of_returns_is_their_mean_and_spread():
+def test_return_scale_is_mean_and_spread():
     scale = ReturnScale()
     assert scale.now() == (0.0, 1.0)
     first = torch.tensor([1.0, 3.0])
@@ -580,7 +580,7 @@ def test_the_scale_of_returns_is_their_mean_and_spread():
     assert scale.see(torch.empty(0)) == (mean, std)
 
 
-def test_the_scale_settles_forgets_slowly_and_is_never_0():
+def test_return_scale_converges_decays_slowly_and_is_never_0():
     scale = ReturnScale()
     for _ in range(200):
         mean, std = scale.see(torch.full((5,), 1e2))
@@ -592,7 +592,7 @@ def test_the_scale_settles_forgets_slowly_and_is_never_0():
     assert std == pytest.approx(1.0, abs=0.2)
 
 
-def test_the_scale_is_saved_and_loaded():
+def test_return_scale_is_saved_and_loaded():
     scale, other = ReturnScale(), ReturnScale()
     scale.see(torch.tensor([1.0, 2.0, 7.0]))
     other.load(scale.state())
@@ -600,7 +600,7 @@ def test_the_scale_is_saved_and_loaded():
     assert other.see(more) == scale.see(more)
 
 
-def test_an_update_reads_values_in_the_units_of_the_returns():
+def test_update_reads_values_in_units_of_the_returns():
     net = network()
     buffer, layout = invented(net)
     buffer.rewards.mul_(50.0).add_(20.0)
@@ -615,11 +615,11 @@ def test_an_update_reads_values_in_the_units_of_the_returns():
 
 
 SHOWN, RIGHT = 3, (5, 8)
-"""A column of the observation, and the blueprint that pays when it shows 0 or 1."""
+"""A column of the observation, and the blueprint that is rewarded when it shows 0 or 1."""
 
 
 def puzzle_masks(envs, layout, answers):
-    """WAIT alone, or WAIT and GERMINATE where `answers` are asked for."""
+    """Return masks of WAIT alone, or of WAIT and GERMINATE where `answers` are due."""
     masks = torch.zeros(envs, layout.size, dtype=torch.bool)
     by_op = torch.zeros(envs, NUM_OPS, layout.slots, dtype=torch.bool)
     by_op[:, 0, 0] = True
@@ -635,7 +635,7 @@ def puzzle_masks(envs, layout, answers):
 
 
 def puzzle_round(net, layout, generator, *, envs=48, length=1, pause=0):
-    """Episodes: a bit is shown, then after `pause` steps the blueprint that it asks for pays 1, waiting 0.2, else 0."""
+    """Play episodes: a bit is shown, then after `pause` steps the matching blueprint pays 1, waiting 0.2, else 0."""
     steps = length * (pause + 1)
     buffer = empty_buffer(net, steps, envs, layout)
     hidden, shares = net.initial(envs), []
@@ -678,25 +678,25 @@ def learn_puzzle(core, rounds, **shape):
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])
-def test_the_right_answer_to_what_is_seen_is_learnt(core):
+def test_correct_answer_to_the_current_observation_is_learnt(core):
     shares = learn_puzzle(core, rounds=16, length=4)
-    assert shares[0] < 0.3  # op by chance and one blueprint of three
+    assert shares[0] < 0.3  # random op and one blueprint of three
     assert shares[-1] > 0.8
 
 
 @pytest.mark.parametrize("core", ["gru", pytest.param("lstm", marks=pytest.mark.slow)])
-def test_the_right_answer_to_what_was_seen_some_steps_ago_is_learnt(core):
-    """Only the hidden state knows the bit by then: it must be kept, stored, unrolled and taught through."""
+def test_correct_answer_to_an_earlier_observation_is_learnt(core):
+    """Only the hidden state holds the bit by then: it must be kept, stored, unrolled and backpropagated through."""
     shares = learn_puzzle(core, rounds=30, length=3, pause=3)
     assert shares[0] < 0.3
     assert max(shares[-3:]) > 0.75  # without memory at best 0.5
 
 
-def test_the_column_that_puzzles_use_is_one_of_the_base():
+def test_puzzle_column_is_a_base_feature():
     assert SHOWN < BASE
 
 
-def test_the_horizon_is_an_end_and_nothing_is_expected_beyond_it():
+def test_horizon_is_terminal_and_is_not_bootstrapped():
     net = network()
     buffer, _ = simulated(net)
     assert buffer.done[-1].all()
@@ -704,7 +704,7 @@ def test_the_horizon_is_an_end_and_nothing_is_expected_beyond_it():
     assert not buffer.truncated.any()
     assert buffer.starts[0].all()
     assert not buffer.starts[1:].any()
-    buffer.bootstrap[-1] = 1e6  # what nobody may read
+    buffer.bootstrap[-1] = 1e6  # must not be read
     _, returns = buffer.compute_advantages_and_returns(1.0, 1.0)
     torch.testing.assert_close(returns[0], buffer.rewards.sum(0), atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(returns[-1], buffer.rewards[-1], atol=1e-5, rtol=1e-4)

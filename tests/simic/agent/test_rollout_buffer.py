@@ -1,4 +1,4 @@
-"""The rollout buffer: what is written is read back, padding is never read, an epoch sees every step once."""
+"""The rollout buffer: stored rows are read back, padding is never read, an epoch visits every step once."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def random_row(rng, envs=E):
 
 
 def filled(counts, seed=0, steps=T):
-    """A buffer whose columns have these many valid steps, and the rows that were written."""
+    """Return a buffer whose columns have these numbers of valid steps, and the rows that were written."""
     rng, counts = np.random.default_rng(seed), np.asarray(counts)
     buffer, rows = empty_buffer(steps, len(counts)), []
     for t in range(steps):
@@ -55,7 +55,7 @@ def test_everything_written_is_read_back(kind):
     assert buffer.valid.all()
 
 
-def test_a_row_is_copied_and_keeps_no_tie_to_the_callers_arrays_or_graph():
+def test_row_is_copied_without_ties_to_the_callers_arrays_or_graph():
     buffer, row = empty_buffer(), random_row(np.random.default_rng(0))
     before = {name: x.copy() for name, x in row.items()}
     values = torch.from_numpy(row["values"].copy()).requires_grad_()
@@ -68,7 +68,7 @@ def test_a_row_is_copied_and_keeps_no_tie_to_the_callers_arrays_or_graph():
         np.testing.assert_array_equal(stored[0].numpy(), before[name])
 
 
-def test_read_only_arrays_are_taken_as_well(recwarn):
+def test_read_only_arrays_are_accepted(recwarn):
     row = random_row(np.random.default_rng(0))
     row["masks"].setflags(write=False)
     buffer = empty_buffer()
@@ -77,7 +77,7 @@ def test_read_only_arrays_are_taken_as_well(recwarn):
     assert not recwarn.list
 
 
-def test_what_is_left_out_is_zero_even_where_an_older_round_wrote():
+def test_omitted_fields_are_zero_even_where_an_older_round_wrote():
     buffer, _ = filled([T] * E)
     buffer.reset()
     row = random_row(np.random.default_rng(5))
@@ -87,7 +87,7 @@ def test_what_is_left_out_is_zero_even_where_an_older_round_wrote():
     assert not buffer.forced[0].any()
 
 
-def test_counts_follow_who_is_alive():
+def test_counts_follow_the_alive_mask():
     counts = [0, 3, T, 1, 7]
     buffer, _ = filled(counts)
     assert buffer.step_counts.dtype == torch.int64
@@ -96,7 +96,7 @@ def test_counts_follow_who_is_alive():
     assert buffer.valid[:3, 1].all()
 
 
-def test_nobody_comes_back_to_life():
+def test_finished_environment_cannot_become_alive_again():
     buffer, row = empty_buffer(), random_row(np.random.default_rng(0))
     for alive in (True, False, True):
         buffer.add(**row, alive=np.array([True, alive, True, True, True]))
@@ -107,7 +107,7 @@ def test_nobody_comes_back_to_life():
     assert buffer.finish() is buffer
 
 
-def test_a_reset_buffer_is_as_good_as_new():
+def test_reset_buffer_equals_a_new_one():
     used, _ = filled([T] * E, seed=1)
     used.compute_advantages_and_returns(0.9, 0.9)
     used.reset()
@@ -130,7 +130,7 @@ def test_a_reset_buffer_is_as_good_as_new():
 
 @given(seed=st.integers(0, 2**32 - 1), counts=st.lists(st.integers(0, T), min_size=1, max_size=6))
 @settings(max_examples=100, deadline=None)
-def test_advantages_are_those_of_the_stored_rows_by_either_way(seed, counts):
+def test_advantages_of_stored_rows_are_equal_by_both_methods(seed, counts):
     buffer, rows = filled(counts, seed)
     advantages, returns = buffer.finish().compute_advantages_and_returns(0.97, 0.9)
     assert advantages is buffer.advantages
@@ -143,10 +143,10 @@ def test_advantages_are_those_of_the_stored_rows_by_either_way(seed, counts):
         torch.testing.assert_close(found, s, rtol=1e-5, atol=1e-5)
 
 
-def test_a_buffer_on_another_device_fills_the_same_numbers_by_scan():
+def test_buffer_on_another_device_gives_the_same_numbers_by_scan():
     here, _ = filled([0, 3, 6, 1, 7], seed=1, steps=8)
     there, _ = filled([0, 3, 6, 1, 7], seed=1, steps=8)
-    there.device = torch.device("cuda")  # the tensors stay: only the choice is under test
+    there.device = torch.device("cuda")  # the tensors stay: only the choice of method is tested
     for found, expected in zip(
         there.compute_advantages_and_returns(0.9, 0.8), here.compute_advantages_and_returns(0.9, 0.8), strict=True
     ):
@@ -154,7 +154,7 @@ def test_a_buffer_on_another_device_fills_the_same_numbers_by_scan():
         torch.testing.assert_close(found, expected)
 
 
-def test_last_values_serve_columns_that_stop_without_an_end_and_no_others():
+def test_last_values_apply_only_to_columns_without_an_end():
     buffer, row = empty_buffer(), random_row(np.random.default_rng(0))
     row["done"], row["truncated"] = np.arange(E) == 1, np.arange(E) == 2
     row["starts"][:] = False
@@ -169,7 +169,7 @@ def test_last_values_serve_columns_that_stop_without_an_end_and_no_others():
     assert torch.equal(buffer.bootstrap[0, :4], before[0, :4])
 
 
-def test_an_empty_buffer_has_no_advantages_and_no_minibatch():
+def test_empty_buffer_has_no_advantages_and_no_minibatch():
     buffer = empty_buffer()
     advantages, _ = buffer.finish(np.ones(E)).compute_advantages_and_returns(0.9, 0.9)
     assert not advantages.any()
@@ -186,7 +186,7 @@ columns = {
 
 @given(**columns)
 @settings(max_examples=200, deadline=None)
-def test_an_epoch_sees_every_valid_step_once_as_it_was_stored(seed, counts, groups, chunk):
+def test_epoch_visits_every_valid_step_once_as_stored(seed, counts, groups, chunk):
     buffer, _ = filled(counts, seed)
     buffer.compute_advantages_and_returns(0.9, 0.9)
     seen: list[tuple[int, int]] = []
@@ -217,7 +217,7 @@ def test_an_epoch_sees_every_valid_step_once_as_it_was_stored(seed, counts, grou
 
 @given(**columns)
 @settings(max_examples=100, deadline=None)
-def test_a_sequence_is_one_chunk_in_order_and_begins_with_the_stored_hidden_state(seed, counts, groups, chunk):
+def test_sequence_is_one_chunk_and_begins_with_the_stored_hidden_state(seed, counts, groups, chunk):
     buffer, _ = filled(counts, seed)
     buffer.compute_advantages_and_returns(0.9, 0.9)
     home: dict[int, int] = {}
@@ -233,8 +233,8 @@ def test_a_sequence_is_one_chunk_in_order_and_begins_with_the_stored_hidden_stat
             assert batch.steps[:length, n].tolist() == list(range(first, first + length))
 
 
-def test_the_unroll_of_chunks_equals_the_rollout():
-    """A recurrent sum stands for the network: stored hidden states and `starts` must bring back every state."""
+def test_unrolling_chunks_equals_the_rollout():
+    """A recurrent sum replaces the network: stored hidden states and `starts` must reproduce every state."""
     rng, counts, buffer = np.random.default_rng(0), [T, 4, 9], empty_buffer(envs=3)
     state = np.zeros((3, *HIDDEN), np.float32)
     for t in range(T):
@@ -272,7 +272,7 @@ def test_garbage_in_padding_changes_nothing():
         assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in a.__slots__)
 
 
-def test_the_generator_alone_decides_the_groups():
+def test_generator_alone_decides_the_minibatches():
     buffer, _ = filled([T] * E)
     buffer.compute_advantages_and_returns(0.9, 0.9)
     generator = torch.Generator().manual_seed(0)
@@ -282,7 +282,7 @@ def test_the_generator_alone_decides_the_groups():
     assert any(epoch != epochs[0] for epoch in epochs)
 
 
-def test_what_makes_no_sense_is_refused_with_the_way_out():
+def test_invalid_input_is_refused_with_a_remedy():
     buffer, row = empty_buffer(steps=1), random_row(np.random.default_rng(0))
     with pytest.raises(DataError, match=r"obs of one step has shape \(5, 3\)"):
         buffer.add(**{**row, "obs": row["obs"][0]})  # would broadcast

@@ -1,4 +1,4 @@
-"""Worth from coalitions: on tables made by hand, on a grown residual net, and in the training loop."""
+"""Worth from coalitions: on hand-made tables, on a grown residual net, and in the training loop."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def coalitions(configs: Sequence[Config], players: int, scores: Any) -> Coalitio
 
 
 def full_table(n: int) -> list[Config]:
-    """Every coalition, by bitmask."""
+    """Return every coalition, by bitmask."""
     return [tuple(bool(m >> i & 1) for i in range(n)) for m in range(2**n)]
 
 
 def paired(a: Any, b: Any) -> tuple[float, float]:
-    """The slow twin: a mean and its standard error, sample by sample."""
+    """Return a mean and its standard error, computed sample by sample (the slow reference)."""
     d = [float(x) - float(y) for x, y in zip(a, b, strict=True)]
     mean = sum(d) / len(d)
     return mean, (sum((x - mean) ** 2 for x in d) / (len(d) - 1) / len(d)) ** 0.5
@@ -54,13 +54,13 @@ def everything(worth: Worth) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("n", range(7))
-def test_few_players_are_given_the_whole_table(n: int):
+def test_few_players_get_the_complete_table(n: int):
     configs = CounterfactualEngine.coalitions(n)
     assert len(configs) == 2**n
     assert set(configs) == set(product((False, True), repeat=n))
 
 
-def test_more_players_get_a_budget_and_no_prospect_is_on():
+def test_more_players_get_a_budget_and_prospects_are_off():
     configs = CounterfactualEngine.coalitions(12, 3)
     assert len(configs) == len(set(configs)) == 200
     assert not any(any(c[12:]) for c in configs)
@@ -72,7 +72,7 @@ def test_more_players_get_a_budget_and_no_prospect_is_on():
 @pytest.mark.parametrize(
     ("n", "budget", "count"), [(8, 0, 18), (8, 3, 18), (8, 100, 100), (8, 1000, 256), (3, 2, 8), (5, 20, 20)]
 )
-def test_a_budget_is_kept_but_holds_every_player_alone_and_off(n: int, budget: int, count: int):
+def test_budget_includes_every_player_alone_and_left_out(n: int, budget: int, count: int):
     configs = CounterfactualEngine.coalitions(n, budget=budget)
     assert len(configs) == count
     for i in range(n):
@@ -83,8 +83,8 @@ def test_a_budget_is_kept_but_holds_every_player_alone_and_off(n: int, budget: i
 # -- from scores to worth
 
 
-def test_two_players_by_hand():
-    #        nobody        first         second        both
+def test_two_players_match_values_computed_by_hand():
+    # none          first         second        both
     scores = [[0, 0, 1, 0], [1, 0, 1, 0], [0, 1, 1, 0], [1, 1, 1, 1]]
     worth = CounterfactualEngine.worth(coalitions(full_table(2), 2, np.array(scores, dtype=np.float32)))
     assert worth.slots == ("slot0", "slot1")
@@ -93,7 +93,7 @@ def test_two_players_by_hand():
     assert worth.quality_se == 0.0
     assert worth.contribution.tolist() == [0.5, 0.5]
     assert worth.solo.tolist() == [0.25, 0.25]
-    assert worth.interaction[0, 1] == worth.interaction[1, 0] == 0.25  # the earlier system had none for two
+    assert worth.interaction[0, 1] == worth.interaction[1, 0] == 0.25  # an interaction exists for two players too
     assert worth.shapley.tolist() == [0.375, 0.375]
     assert worth.shapley_design_se.tolist() == [0.0, 0.0]
     np.testing.assert_allclose(worth.contribution_se, (1 / 3) ** 0.5 / 2)
@@ -103,12 +103,12 @@ def test_two_players_by_hand():
 
 
 @pytest.mark.parametrize("n", [1, 2, 3, 4, 5])
-def test_every_number_agrees_with_its_slow_twin(n: int):
+def test_every_number_equals_the_slow_reference(n: int):
     configs = [(*c, False) for c in full_table(n)]
     configs.append((*(True,) * n, True))
     rng = np.random.default_rng(n)
     order = rng.permutation(len(configs))
-    scores = rng.normal(size=(len(configs), 50)) + rng.normal(size=50)  # samples differ in how hard they are
+    scores = rng.normal(size=(len(configs), 50)) + rng.normal(size=50)  # samples differ in difficulty
     at = dict(zip(configs, scores, strict=True))
     worth = CounterfactualEngine.worth(coalitions([configs[k] for k in order], n, scores[order]))
 
@@ -132,7 +132,7 @@ def test_every_number_agrees_with_its_slow_twin(n: int):
     assert worth.committed == pytest.approx(at[on()].mean())
 
 
-def test_the_first_of_several_scores_is_the_quality():
+def test_first_of_several_scores_is_the_quality():
     rng = np.random.default_rng(0)
     scores = rng.normal(size=(4, 10, 2))
     a = CounterfactualEngine.worth(coalitions(full_table(2), 2, scores))
@@ -140,7 +140,7 @@ def test_the_first_of_several_scores_is_the_quality():
     np.testing.assert_equal(everything(a), everything(b))
 
 
-def test_five_players_of_an_ordinary_step_have_contributions_and_no_interactions():
+def test_five_players_have_contributions_and_no_interactions():
     configs = step_configs(5, 1)
     scores = np.random.default_rng(0).normal(size=(len(configs), 20))
     worth = CounterfactualEngine.worth(coalitions(configs, 5, scores))
@@ -159,7 +159,7 @@ def test_five_players_of_an_ordinary_step_have_contributions_and_no_interactions
     assert list(worth.prospect) == ["slot5"]
 
 
-def test_what_was_not_evaluated_is_unknown():
+def test_unevaluated_coalitions_are_unknown():
     worth = CounterfactualEngine.worth(coalitions([(True, True, False), (True, False, False)], 2, np.ones((2, 5))))
     assert np.isnan(worth.contribution).tolist() == [True, False]
     assert np.isnan(worth.committed)
@@ -167,7 +167,7 @@ def test_what_was_not_evaluated_is_unknown():
     assert worth.prospect == {}
 
 
-def test_one_sample_tells_no_error():
+def test_one_sample_gives_no_error():
     worth = CounterfactualEngine.worth(coalitions(full_table(2), 2, np.arange(4.0)[:, None]))
     assert worth.contribution.tolist() == [1.0, 2.0]
     assert worth.shapley.tolist() == [1.0, 2.0]
@@ -175,7 +175,7 @@ def test_one_sample_tells_no_error():
         assert np.isnan(se).all()
 
 
-def test_a_body_without_players_has_its_quality_and_prospects():
+def test_body_without_players_has_quality_and_prospects():
     worth = CounterfactualEngine.worth(coalitions([(False,), (True,)], 0, np.array([[0.0, 1.0], [1.0, 1.0]])))
     assert (worth.slots, worth.quality, worth.committed) == ((), 0.5, 0.5)
     assert worth.prospect == {"slot0": (0.5, 0.5)}
@@ -183,7 +183,7 @@ def test_a_body_without_players_has_its_quality_and_prospects():
 
 @pytest.mark.parametrize("bad", [NAN, float("inf"), float("-inf")])
 @pytest.mark.parametrize("n", [3, 7])
-def test_a_network_that_diverged_has_no_numbers_and_raises_nothing(n: int, bad: float):
+def test_diverged_network_has_no_numbers_and_raises_nothing(n: int, bad: float):
     configs = CounterfactualEngine.coalitions(n, budget=40)
     scores = np.random.default_rng(0).normal(size=(len(configs), 10))
     scores[1] = bad  # with all on
@@ -209,18 +209,18 @@ def test_ten_players_within_a_budget_add_up():
     assert np.isfinite(worth.solo).all()
 
 
-# -- what the errors promise
+# -- error estimates
 
 
-def test_stated_95_percent_intervals_cover_the_truth_about_95_percent_of_the_time():
-    """Answers of three seeds' coalitions on the same samples, right or wrong, as alike as on real networks."""
+def test_stated_95_percent_intervals_have_95_percent_coverage():
+    """Simulate answers of three seeds' coalitions on the same samples, correlated as on real networks."""
     n, samples, repeats = 3, 200, 1500
     rng = np.random.default_rng(0)
     inside = np.array(full_table(n), dtype=float)
     effect = inside @ [0.25, 0.15, 0.0] - 0.15 * inside[:, 0] * inside[:, 1]  # [8]
 
     def population(count: int) -> np.ndarray:
-        """[8, count] correct or not: an ability against a difficulty, which all coalitions share, and own noise."""
+        """Return [8, count] correct or not: ability against a difficulty shared by all coalitions, plus own noise."""
         hard = rng.normal(size=count)
         return (0.4 + effect[:, None] + 0.6 * rng.normal(size=(8, count)) > hard).astype(float)
 
@@ -238,7 +238,7 @@ def test_stated_95_percent_intervals_cover_the_truth_about_95_percent_of_the_tim
         assert 0.93 <= share.min() <= share.max() <= 0.97, (what, share)
 
 
-def test_an_unpaired_error_would_say_less():
+def test_unpaired_error_is_larger():
     rng = np.random.default_rng(0)
     hard = rng.normal(size=500)
     scores = np.stack([hard > 0, hard > -0.1]).astype(float)
@@ -251,7 +251,7 @@ def test_an_unpaired_error_would_say_less():
 
 
 def hand_switched(body: Body, x: Tensor, on: set[str]) -> Tensor:
-    """One plain pass with these seeds as they are, and no other."""
+    """Run one plain pass with only these seeds on."""
     told = {name: (slot.stage, slot.amplitude) for name, slot in body.slots.items()}
     for name, slot in body.slots.items():
         if name not in on and slot.seed is not None:
@@ -265,19 +265,19 @@ def hand_switched(body: Body, x: Tensor, on: set[str]) -> Tensor:
 
 
 def score(output: Any, target: Tensor) -> Tensor:
-    """The log-probability of the target."""
+    """Return the log-probability of the target."""
     return main_output(output).log_softmax(1)[torch.arange(len(target)), target]
 
 
 def residual_without_norms() -> tuple[Body, Tensor]:
-    """A grown residual net whose norms keep their statistics whoever is on."""
+    """Return a grown residual net whose norms keep their statistics whichever seeds are on."""
     body = ZOO["residual"].body()
     body.norms = []
     return body, ZOO["residual"].batch(24)
 
 
 @pytest.mark.parametrize("stage", [SeedStage.HOLDING, SeedStage.FOSSILIZED])
-def test_a_report_of_a_residual_net_equals_switching_by_hand(stage: SeedStage):
+def test_report_of_a_residual_net_equals_switching_by_hand(stage: SeedStage):
     body, x = residual_without_norms()
     first, second, third = body.slots
     grow(body, first, alpha=0.4, seed=1)
@@ -303,12 +303,12 @@ def test_a_report_of_a_residual_net_equals_switching_by_hand(stage: SeedStage):
         assert worth.solo[i] == pytest.approx((table[1 << i] - table[0]).mean(), abs=1e-5)
     pair = table[3] - table[1] - table[2] + table[0]
     assert worth.interaction[0, 1] == pytest.approx(pair.mean(), abs=1e-5)
-    assert abs(worth.contribution).min() > 1e-4  # the seeds do say something
+    assert abs(worth.contribution).min() > 1e-4  # the seeds do have an effect
 
 
 @pytest.mark.parametrize("name", ["residual", "cnn_host", "transformer_host"])
-def test_a_fossil_is_switched_as_a_live_seed_is_norms_and_all(name: str):
-    """How live seeds are switched is proven configuration by configuration in test_coalitions."""
+def test_fossil_is_switched_like_a_live_seed_norms_included(name: str):
+    """Switching of live seeds is tested configuration by configuration in test_coalitions."""
     body, x = ZOO[name].body(), ZOO[name].batch(16)
     for i, slot in enumerate(body.slots):
         grow(body, slot, stage=SeedStage.HOLDING, alpha=1.0, seed=i)
@@ -325,7 +325,7 @@ def test_a_fossil_is_switched_as_a_live_seed_is_norms_and_all(name: str):
     assert np.abs(told[0].contribution).min() > 1e-4
 
 
-def test_on_keeps_a_seed_at_its_present_strength():
+def test_on_keeps_a_seed_at_its_current_alpha():
     found = []
     for alpha in (0.3, 0.3, 1.0):
         body, x = residual_without_norms()
@@ -388,7 +388,7 @@ def test_eight_seeds_are_reported_within_their_budget():
 
 
 def make_engine(live: Sequence[int], worlds: int = 2) -> Engine:
-    """An engine whose first environment holds blending seeds in these slots."""
+    """Return an engine whose first environment holds blending seeds in these slots."""
     noise = torch.Generator().manual_seed(0)
     x = torch.randn(160, 6, generator=noise)
     y = (x[:, 0] > 0).long() + 2 * (x[:, 1] > 0).long()
@@ -414,7 +414,7 @@ def plant(engine: Engine, live: Sequence[int]) -> None:
 
 
 @pytest.mark.parametrize("live", [(0, 2), (0, 1, 3)])
-def test_the_loops_one_call_writes_each_seeds_interactions_into_the_table(live: tuple[int, ...]):
+def test_loop_call_writes_interactions_into_the_table(live: tuple[int, ...]):
     engine = make_engine(live)
     engine.step(wait_everywhere(2))
     before = engine.table.clone()
@@ -437,7 +437,7 @@ def test_the_loops_one_call_writes_each_seeds_interactions_into_the_table(live: 
     np.testing.assert_allclose(worth.contribution_se, engine.table.contribution_se[0, list(live)], atol=1e-6)
 
 
-def test_interactions_with_a_seed_that_is_gone_are_forgotten():
+def test_interactions_with_a_removed_seed_are_dropped():
     engine = make_engine((0, 2))
     engine.step(wait_everywhere(2))
     CounterfactualHelper().process_batch(engine)

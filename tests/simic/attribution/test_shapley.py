@@ -1,4 +1,4 @@
-"""Shapley values: exact ones against the textbook, anytime ones by their laws, their errors and their rivals."""
+"""Shapley values: exact ones against the definition; estimates by their axioms, their errors and alternatives."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ players = st.integers(1, 6)
 dice = st.integers(0, 2**32 - 1)
 
 
-# -- slow twins and random games
+# -- slow references and random games
 
 
 def textbook(n: int, value: np.ndarray) -> np.ndarray:
-    """The mean marginal over every order of arrival."""
+    """Return the mean marginal over every order of arrival."""
     total, orders = np.zeros(n), list(permutations(range(n)))
     for order in orders:
         mask = 0
@@ -34,12 +34,12 @@ def textbook(n: int, value: np.ndarray) -> np.ndarray:
 
 
 def members(n: int) -> np.ndarray:
-    """[2ⁿ, n] who is in which coalition."""
+    """Return [2ⁿ, n]: the membership of every coalition."""
     return np.array([[m >> i & 1 for i in range(n)] for m in range(2**n)], dtype=float)
 
 
 def game_of_interactions(n: int, rng: np.random.Generator) -> np.ndarray:
-    """[2ⁿ]: main effects, and weaker ones of pairs and triples."""
+    """Return [2ⁿ]: main effects, and weaker ones of pairs and triples."""
     inside, value = members(n), np.zeros(2**n)
     for size, scale in ((1, 1.0), (2, 0.3), (3, 0.1)):
         for group in combinations(range(n), size):
@@ -48,7 +48,7 @@ def game_of_interactions(n: int, rng: np.random.Generator) -> np.ndarray:
 
 
 def game_of_saturation(n: int, rng: np.random.Generator) -> np.ndarray:
-    """[2ⁿ]: what seeds do to accuracy, each further one helping less."""
+    """Return [2ⁿ]: an accuracy-like game in which each further seed helps less."""
     return np.tanh(members(n) @ rng.gamma(2.0, 0.25, n) * 1.5)
 
 
@@ -70,7 +70,7 @@ def shuffled_table(n: int, seed: int) -> list[int]:
 
 @quick
 @given(players, dice)
-def test_exact_weights_agree_with_the_mean_over_all_orders(n: int, seed: int):
+def test_exact_weights_equal_the_mean_over_all_orders(n: int, seed: int):
     value = np.random.default_rng(seed).normal(size=2**n)
     np.testing.assert_allclose(exact_weights(n) @ value, textbook(n, value), atol=1e-12)
 
@@ -79,27 +79,27 @@ def test_exact_weights_agree_with_the_mean_over_all_orders(n: int, seed: int):
     ("value", "expected"),
     [
         ([3.0, 5.0], [2.0]),
-        ([0.0, 1.0, 2.0, 5.0], [2.0, 3.0]),  # each its own and half of what they bring together
-        ([0, 0, 0, 0, 0, 1, 1, 1], [1 / 6, 1 / 6, 4 / 6]),  # a boss and two helpers
+        ([0.0, 1.0, 2.0, 5.0], [2.0, 3.0]),  # each its own and half of the joint gain
+        ([0, 0, 0, 0, 0, 1, 1, 1], [1 / 6, 1 / 6, 4 / 6]),  # one essential player and two helpers
     ],
 )
-def test_cases_worked_out_by_hand(value: list[float], expected: list[float]):
+def test_exact_values_match_cases_computed_by_hand(value: list[float], expected: list[float]):
     n = len(expected)
     np.testing.assert_allclose(estimate(n, range(2**n), np.array(value)).values, expected)
 
 
-def test_weights_are_computed_once_and_cannot_be_spoiled():
+def test_weights_are_computed_once_and_are_read_only():
     assert exact_weights(4) is exact_weights(4)
     with pytest.raises(ValueError, match="read-only"):
         exact_weights(4)[0, 0] = 1.0
 
 
-def test_nobody_is_worth_nothing():
+def test_no_players_give_no_values():
     assert estimate(0, [0], np.array([0.7])).values.shape == (0,)
 
 
 @pytest.mark.parametrize("n", [*range(1, 7), 7, 8, 9, 10])
-def test_the_whole_table_in_any_order_gives_the_exact_values_by_either_road(n: int):
+def test_complete_table_in_any_order_gives_exact_values_by_both_methods(n: int):
     masks = shuffled_table(n, n)
     value = np.random.default_rng(n).normal(size=2**n)
     exact = exact_weights(n) @ value
@@ -110,12 +110,12 @@ def test_the_whole_table_in_any_order_gives_the_exact_values_by_either_road(n: i
     assert found.evaluations == 2**n
 
 
-# -- laws
+# -- axioms
 
 
 @quick
 @given(st.integers(1, 12), st.integers(2, 150), dice)
-def test_values_add_up_to_the_whole_whatever_was_evaluated(n: int, count: int, seed: int):
+def test_values_add_up_to_the_total_for_any_evaluations(n: int, count: int, seed: int):
     masks = first(n, count, seed)
     value = np.random.default_rng(seed).normal(size=len(masks))
     found = estimate(n, masks, value).values
@@ -125,7 +125,7 @@ def test_values_add_up_to_the_whole_whatever_was_evaluated(n: int, count: int, s
 
 @quick
 @given(st.integers(2, 9), dice)
-def test_equal_players_get_equal_shares_from_the_whole_table(n: int, seed: int):
+def test_equal_players_get_equal_values_from_the_complete_table(n: int, seed: int):
     rng = np.random.default_rng(seed)
     i, j = rng.choice(n, 2, replace=False).tolist()
     table = rng.normal(size=2**n)
@@ -138,7 +138,7 @@ def test_equal_players_get_equal_shares_from_the_whole_table(n: int, seed: int):
 
 @quick
 @given(st.integers(1, 9), dice)
-def test_who_changes_nothing_gets_nothing_from_the_whole_table(n: int, seed: int):
+def test_null_player_gets_zero_from_the_complete_table(n: int, seed: int):
     rng = np.random.default_rng(seed)
     i = int(rng.integers(n))
     value = rng.normal(size=2**n)[[m & ~(1 << i) for m in range(2**n)]]
@@ -148,7 +148,7 @@ def test_who_changes_nothing_gets_nothing_from_the_whole_table(n: int, seed: int
 
 @quick
 @given(st.integers(1, 8), st.integers(2, 256), dice)
-def test_least_squares_of_a_sum_of_games_are_the_sum_of_theirs(n: int, count: int, seed: int):
+def test_least_squares_is_additive_over_games(n: int, count: int, seed: int):
     masks, rng = first(n, count, seed), np.random.default_rng(seed)
     a, b = rng.normal(size=(2, len(masks)))
     weights = weights_for(n, masks)
@@ -157,7 +157,7 @@ def test_least_squares_of_a_sum_of_games_are_the_sum_of_theirs(n: int, count: in
 
 @quick
 @given(st.integers(2, 10), st.integers(0, 100), dice)
-def test_an_additive_game_is_read_exactly_from_any_part_that_shows_every_player(n: int, more: int, seed: int):
+def test_additive_game_is_exact_from_any_part_that_shows_every_player(n: int, more: int, seed: int):
     rng = np.random.default_rng(seed)
     own = rng.normal(size=n)
     masks = first(n, 2 * n + 2 + more, seed)
@@ -167,7 +167,9 @@ def test_an_additive_game_is_read_exactly_from_any_part_that_shows_every_player(
 
 @quick
 @given(st.integers(2, 9), st.integers(0, 60), dice, st.floats(0.01, 100.0), st.floats(-10, 10))
-def test_the_unit_and_the_zero_of_quality_do_not_matter(n: int, more: int, seed: int, unit: float, zero: float):
+def test_values_scale_with_the_unit_and_ignore_the_offset_of_quality(
+    n: int, more: int, seed: int, unit: float, zero: float
+):
     masks = first(n, 2 * n + 2 + more, seed)
     value = game_of_interactions(n, np.random.default_rng(seed))[masks]
     a, b = estimate(n, masks, value), estimate(n, masks, unit * value + zero)
@@ -177,7 +179,7 @@ def test_the_unit_and_the_zero_of_quality_do_not_matter(n: int, more: int, seed:
 
 @quick
 @given(st.integers(4, 8), st.integers(0, 40), dice)
-def test_names_of_players_do_not_matter(n: int, more: int, seed: int):
+def test_values_do_not_depend_on_player_order(n: int, more: int, seed: int):
     rng = np.random.default_rng(seed)
     masks, value = first(n, 2 * n + 2 + more, seed), game_of_interactions(n, rng)
     name = rng.permutation(n)
@@ -186,14 +188,14 @@ def test_names_of_players_do_not_matter(n: int, more: int, seed: int):
     np.testing.assert_allclose(other.values[name], found.values, atol=1e-6)
 
 
-def test_without_the_empty_or_the_full_coalition_it_says_so():
+def test_missing_empty_or_full_coalition_raises():
     with pytest.raises(ValueError, match="empty and the full"):
         weights_for(3, [0, 1, 2, 4])
     with pytest.raises(ValueError, match="empty and the full"):
         weights_for(3, [7, 1, 2, 4])
 
 
-def test_with_nothing_but_none_and_all_the_shares_are_equal():
+def test_only_empty_and_full_coalition_give_equal_values():
     np.testing.assert_allclose(estimate(4, [0, 15], np.array([0.2, 0.6])).values, [0.1] * 4)
 
 
@@ -201,14 +203,14 @@ def test_with_nothing_but_none_and_all_the_shares_are_equal():
 
 
 @pytest.mark.parametrize("n", range(11))
-def test_the_order_lists_every_coalition_once(n: int):
+def test_order_lists_every_coalition_once(n: int):
     masks = list(coalition_order(n, seed=n))
     assert len(masks) == 2**n
     assert set(masks) == set(range(2**n))
 
 
 @pytest.mark.parametrize("n", [3, 4, 5, 8, 17, 25])
-def test_none_all_solos_and_leave_one_outs_come_first_then_complementary_pairs(n: int):
+def test_empty_full_solos_and_leave_one_outs_come_first_then_pairs(n: int):
     full, masks = 2**n - 1, first(n, min(2**n, 300))
     assert masks[:2] == [0, full]
     assert masks[2 : n + 2] == [1 << i for i in range(n)]
@@ -219,25 +221,25 @@ def test_none_all_solos_and_leave_one_outs_come_first_then_complementary_pairs(n
 
 
 @pytest.mark.parametrize("n", [8, 25])
-def test_sizes_take_turns(n: int):
+def test_sizes_alternate(n: int):
     pairs = first(n, 2 * n + 2 + 4 * (n // 2 - 1))[2 * n + 2 :: 2]
     turn = list(range(2, n // 2 + 1))
     assert [m.bit_count() for m in pairs] == turn * 2
 
 
-def test_the_order_depends_on_its_seed_alone():
+def test_order_depends_on_its_seed_alone():
     assert first(25, 200, seed=3) == first(25, 200, seed=3)
     assert first(25, 200, seed=3) != first(25, 200, seed=4)
     assert first(8, 100, seed=3) == first(8, 200, seed=3)[:100]
 
 
-def test_large_pools_of_small_sizes_run_out_and_the_rest_goes_on():
+def test_exhausted_small_sizes_do_not_stop_the_order():
     masks = first(18, 2 * 18 + 2 + 2 * 8 * (18 * 17 // 2 + 5))  # beyond all pairs of two
     assert len(set(masks)) == len(masks)
     assert sum(m.bit_count() == 2 for m in masks) == 18 * 17 // 2
 
 
-def test_estimate_for_25_players_from_200_evaluations_never_lists_all_coalitions():
+def test_estimate_for_25_players_never_lists_all_coalitions():
     n = 25
     masks = first(n, 200)
     value = np.array([np.tanh(0.1 * m.bit_count()) for m in masks])
@@ -251,7 +253,7 @@ def test_estimate_for_25_players_from_200_evaluations_never_lists_all_coalitions
     assert found.values.tolist() == estimate(n, first(n, 200), value).values.tolist()
 
 
-def test_more_players_than_a_machine_word_has_bits_are_welcome():
+def test_more_players_than_bits_in_a_machine_word_are_accepted():
     n = 70
     masks = first(n, 250)
     own = np.random.default_rng(0).normal(size=n)
@@ -264,11 +266,11 @@ def test_no_permutation_is_ever_listed():
     assert "permutations(" not in inspect.getsource(shapley)
 
 
-# -- how good part of a table is
+# -- accuracy of partial tables
 
 
 def by_permutations(n: int, value: np.ndarray, budget: int, rng: np.random.Generator) -> np.ndarray:
-    """The rival: marginals along random orders until so many distinct coalitions were evaluated."""
+    """Estimate by marginals along random orders until this many distinct coalitions were evaluated."""
     total, count, seen = np.zeros(n), np.zeros(n), {0, 2**n - 1}
     while True:
         mask = 0
@@ -282,7 +284,7 @@ def by_permutations(n: int, value: np.ndarray, budget: int, rng: np.random.Gener
 
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("budget", [32, 64, 128])
-def test_part_of_a_table_says_more_than_sampled_permutations_of_the_same_cost(game: str, budget: int):
+def test_partial_table_beats_sampled_permutations_of_equal_cost(game: str, budget: int):
     n, ours, theirs = 8, [], []
     for k in range(30):
         rng = np.random.default_rng(k)
@@ -295,7 +297,7 @@ def test_part_of_a_table_says_more_than_sampled_permutations_of_the_same_cost(ga
 
 
 @pytest.mark.parametrize("game", GAMES)
-def test_more_evaluations_leave_a_smaller_error(game: str):
+def test_more_evaluations_reduce_the_error(game: str):
     n, error = 8, {24: [], 64: [], 128: [], 240: []}
     for k in range(30):
         value = GAMES[game](n, np.random.default_rng(k))
@@ -309,7 +311,7 @@ def test_more_evaluations_leave_a_smaller_error(game: str):
 
 @pytest.mark.parametrize("game", GAMES)
 @pytest.mark.parametrize("n", [7, 8, 9])
-def test_the_stated_error_of_the_design_covers_what_was_not_evaluated(game: str, n: int):
+def test_stated_design_error_covers_the_unevaluated_coalitions(game: str, n: int):
     within = []
     for k in range(60):
         value = GAMES[game](n, np.random.default_rng(k))
@@ -332,7 +334,7 @@ def test_errors_are_those_of_per_sample_values():
     np.testing.assert_allclose(found.se, each.std(0, ddof=1) / np.sqrt(40), atol=1e-12)
 
 
-def test_without_samples_no_error_is_claimed():
+def test_without_samples_no_error_is_reported():
     assert np.isnan(estimate(2, range(4), np.arange(4.0)).se).all()
     assert np.isnan(estimate(2, range(4), np.arange(4.0)[:, None]).se).all()
 
@@ -356,6 +358,6 @@ def test_two_players_have_an_interaction():
     assert np.isnan(se).all()
 
 
-def test_interactions_of_pairs_not_evaluated_are_unknown():
+def test_interactions_of_unevaluated_pairs_are_unknown():
     value, _ = interactions(3, [0, 1, 2, 4, 3, 7], np.arange(6.0))
     assert np.isfinite(value).tolist() == [[False, True, False], [True, False, False], [False] * 3]

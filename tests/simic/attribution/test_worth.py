@@ -1,4 +1,4 @@
-"""Worth as people meet it: a table, a dict, a picture; and whether it tells a good seed from a useless one."""
+"""Worth reports as a table, a dict and a picture; and whether they separate a useful seed from a useless one."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 
 
 def make(n: int = 3, fossils: tuple[str, ...] = (), seed: int = 0, samples: int = 40) -> Worth:
-    """A full table of n players named a, b, c… and a prospect."""
+    """Return a complete table of n players named a, b, c… and a prospect."""
     configs = [(*(bool(m >> i & 1) for i in range(n)), False) for m in range(2**n)] + [(*(True,) * n, True)]
     scores = torch.randn(len(configs), samples, generator=torch.Generator().manual_seed(seed))
     scores += torch.tensor([float(sum(c)) for c in configs])[:, None]
@@ -36,7 +36,7 @@ def make(n: int = 3, fossils: tuple[str, ...] = (), seed: int = 0, samples: int 
 
 
 def unknown(n: int = 2) -> Worth:
-    """A body of which nothing but its quality was measured."""
+    """Return the report of a body of which only the quality was measured."""
     none, pairs = np.full(n, NAN), np.full((n, n), NAN)
     return Worth(
         slots=tuple("ab"[:n]), fossils=(False,) * n, quality=0.5, quality_se=NAN, committed=NAN, contribution=none,
@@ -48,7 +48,7 @@ def unknown(n: int = 2) -> Worth:
 # -- as a dict
 
 
-def test_a_dict_holds_plain_numbers_that_json_takes():
+def test_dict_holds_plain_json_serialisable_numbers():
     worth = make(3, fossils=("b",))
     told = json.loads(json.dumps(worth.to_dict(), allow_nan=False))
     assert told == worth.to_dict()
@@ -67,7 +67,7 @@ def test_a_dict_holds_plain_numbers_that_json_takes():
     }
 
 
-def test_what_was_not_measured_is_none():
+def test_unmeasured_values_are_none():
     told = unknown().to_dict()
     json.dumps(told, allow_nan=False)
     assert told["quality"] == 0.5
@@ -79,10 +79,10 @@ def test_what_was_not_measured_is_none():
     assert told["prospects"] == {"learner": {"prospect": 0.1, "prospect_se": None}}
 
 
-# -- in print
+# -- as text
 
 
-def test_print_tells_contribution_from_dependence_with_errors():
+def test_print_separates_contribution_from_dependence_with_errors():
     worth = make(3, fossils=("b",))
     head, columns, a, b, _, learner = str(worth).splitlines()
     numbers = f"quality {worth.quality:.4f} ± {worth.quality_se:.4f}, without these seeds {worth.committed:.4f}"
@@ -99,7 +99,7 @@ def test_print_tells_contribution_from_dependence_with_errors():
     assert "prospect" in learner
 
 
-def test_print_leaves_out_what_is_unknown():
+def test_print_omits_unknown_values():
     assert "nan" not in str(unknown()).split("\n", 1)[1]
     assert len(str(make(0)).splitlines()) == 2
 
@@ -113,7 +113,7 @@ WORTHS = {
 
 
 @pytest.mark.parametrize("name", WORTHS)
-def test_a_picture_is_valid_svg_and_png_and_nothing_leaves_it(name: str, tmp_path: Path):
+def test_picture_is_valid_self_contained_svg_or_png(name: str, tmp_path: Path):
     worth = WORTHS[name]
     path = worth.picture(tmp_path / "worth.svg")
     root = ElementTree.parse(path).getroot()
@@ -129,15 +129,15 @@ def test_a_picture_is_valid_svg_and_png_and_nothing_leaves_it(name: str, tmp_pat
     assert len(image.getcolors(100_000)) > 1
 
 
-def test_a_picture_shows_every_seed_bar_and_pair(tmp_path: Path):
+def test_picture_shows_every_seed_bar_and_pair(tmp_path: Path):
     root = ElementTree.parse(WORTHS["three"].picture(tmp_path / "worth.svg")).getroot()
     said = [t.text for t in root.iter(f"{SVG}text")]
     assert {"a", "b (fossil)", "c", "interactions"} <= set(said)
-    assert len(list(root.iter(f"{SVG}rect"))) == 1 + 2 + 6 + 6  # paper, legend, two bars a seed, pairs both ways
+    assert len(list(root.iter(f"{SVG}rect"))) == 1 + 2 + 6 + 6  # paper, legend, 2 bars a seed, pairs both ways
     assert f"{WORTHS['three'].contribution[0]:+.4f}" in said
 
 
-def test_negative_worth_goes_to_the_left_of_zero(tmp_path: Path):
+def test_negative_worth_is_drawn_to_the_left_of_zero(tmp_path: Path):
     scores = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
     configs = [(False, False), (True, False), (False, True), (True, True)]
     worth = CounterfactualEngine.worth(Coalitions(("bad", "good"), 2, configs, scores))
@@ -146,31 +146,31 @@ def test_negative_worth_goes_to_the_left_of_zero(tmp_path: Path):
     assert bad < good
 
 
-def test_names_with_signs_are_escaped(tmp_path: Path):
+def test_names_with_markup_are_escaped(tmp_path: Path):
     scores = torch.zeros(2, 4)
     worth = CounterfactualEngine.worth(Coalitions(("<a & b>",), 1, [(False,), (True,)], scores))
     said = [t.text for t in ElementTree.parse(worth.picture(tmp_path / "w.svg")).getroot().iter(f"{SVG}text")]
     assert "<a & b>" in said
 
 
-def test_another_ending_is_refused_with_the_way_out(tmp_path: Path):
+def test_unknown_file_suffix_is_refused_with_a_remedy(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"a picture is a \.svg or a \.png, got 'worth\.pdf'"):
         make(2).picture(tmp_path / "worth.pdf")
 
 
-def test_without_pillow_it_says_what_to_do(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_missing_pillow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ConfigError, match=r"Pillow.*\.svg"):
         make(2).picture(tmp_path / "worth.png")
     assert make(2).picture(tmp_path / "worth.svg").exists()
 
 
-# -- does it tell a good seed from a useless one?
+# -- does it separate a useful seed from a useless one?
 
 
 @pytest.fixture(scope="module")
 def grown() -> tuple[esper.Grower, Any]:
-    """A narrow MLP on digits, trained; then one seed taught on the frozen host, one left with nothing to say."""
+    """Return a trained narrow MLP on digits, with one seed trained on the frozen host and one left without effect."""
     torch.manual_seed(0)
     digits = load("digits")
     x, y = digits.train.x.flatten(1), digits.train.y
@@ -199,7 +199,7 @@ def train(body: nn.Module, x: torch.Tensor, y: torch.Tensor, params: Any, steps:
         optimizer.step()
 
 
-def test_a_good_seed_is_worth_more_than_nothing_and_a_useless_one_is_not(grown):
+def test_useful_seed_has_positive_worth_and_a_useless_one_has_not(grown):
     grower, held = grown
     worth = grower.worth(held)
     good, useless = worth.contribution
@@ -214,7 +214,7 @@ def test_a_good_seed_is_worth_more_than_nothing_and_a_useless_one_is_not(grown):
     assert worth.quality - worth.committed == pytest.approx(worth.shapley.sum())
 
 
-def test_any_quality_serves(grown):
+def test_any_quality_is_accepted(grown):
     grower, held = grown
     told = {}
     for name in ("accuracy", "log_probability"):
@@ -225,7 +225,7 @@ def test_any_quality_serves(grown):
     assert told["log_probability"].contribution[0] > 2.5 * told["log_probability"].contribution_se[0]
 
 
-def test_a_committed_seed_is_told_as_dependence_and_nobody_is_left_switched_off(grown):
+def test_fossil_is_reported_as_dependence_and_no_seed_stays_switched_off(grown):
     grower, held = grown
     body = grower.body
     before = body(held[0][0])
@@ -239,7 +239,7 @@ def test_a_committed_seed_is_told_as_dependence_and_nobody_is_left_switched_off(
     assert torch.equal(body(held[0][0]), before)
 
 
-def test_a_tolerance_stops_as_soon_as_the_values_are_known_that_well():
+def test_tolerance_stops_once_the_values_are_precise_enough():
     torch.manual_seed(0)
     names = [str(i) for i in range(8)]
     body = esper.graft(nn.Sequential(*(nn.Linear(6, 6) for _ in range(9))), at=names, probe=torch.randn(3, 6))

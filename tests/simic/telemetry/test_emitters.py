@@ -1,4 +1,4 @@
-"""What the emitter says is what happened: a reader of its events alone can tell every seed's life."""
+"""Emitters: every seed's lifecycle can be reconstructed from the emitted events alone."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ SLOTS = ("r0c0", "r0c1", "r0c2")
 
 
 class Listener(list):
-    """A hub that keeps events in a list, and can encode each of them."""
+    """A hub that keeps events in a list, and checks that each can be encoded."""
 
     def __init__(self, level: Level = Level.DEBUG) -> None:
         self.level = level
@@ -42,7 +42,7 @@ class Listener(list):
 
 
 def play(rules: Rules, envs: int, steps: int, seed: int, level: Level = Level.DEBUG, sane: float = 0.9):
-    """Random play, and after each step what the table says."""
+    """Play random actions; return the hub, the table after each step, and the emitter."""
     rng, table, hub = np.random.default_rng(seed), SlotTable.empty(envs, len(SLOTS)), Listener(level)
     emit = TelemetryEmitter(hub, slots=SLOTS, worlds=range(envs), host_params=1000, level=level)
     seen = []
@@ -59,7 +59,7 @@ def play(rules: Rules, envs: int, steps: int, seed: int, level: Level = Level.DE
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), auto=st.booleans())
-def test_lives_told_by_events_are_the_lives_in_the_table(seed, auto):
+def test_lifecycles_from_events_equal_those_in_the_table(seed, auto):
     rules = Rules() if auto else LIVELY
     hub, seen, _ = play(rules, envs=4, steps=60, seed=seed)
     stage = {(e, s): SeedStage.DORMANT for e in range(4) for s in SLOTS}
@@ -88,7 +88,7 @@ def test_lives_told_by_events_are_the_lives_in_the_table(seed, auto):
 
 @settings(max_examples=40, deadline=None)
 @given(seed=st.integers(0, 2**31), auto=st.booleans())
-def test_lives_that_the_governor_ends_are_told_to_the_end(seed, auto):
+def test_lifecycles_ended_by_the_governor_are_reported_completely(seed, auto):
     rules = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None)) if auto else LIVELY
     rng, table, hub = np.random.default_rng(seed), SlotTable.empty(4, len(SLOTS)), Listener()
     emit = TelemetryEmitter(hub, slots=SLOTS, worlds=range(4), host_params=1000)
@@ -117,7 +117,7 @@ def test_lives_that_the_governor_ends_are_told_to_the_end(seed, auto):
     assert expelled > 3
 
 
-def test_every_act_of_the_controller_is_told_as_its_own():
+def test_every_action_of_the_controller_is_reported_as_its_own():
     hub, seen, _ = play(LIVELY, envs=8, steps=60, seed=3)
     moved = {Op.GERMINATE, Op.FOSSILIZE, Op.ADVANCE}
     acts = {
@@ -131,7 +131,7 @@ def test_every_act_of_the_controller_is_told_as_its_own():
     assert len(acts) > 50
 
 
-def test_a_step_says_how_each_environment_stands_and_null_is_what_was_not_measured():
+def test_step_reports_each_environment_and_null_where_unmeasured():
     hub, seen, _ = play(Rules(), envs=3, steps=30, seed=1)
     steps = hub.of(events.Step)
     assert len(steps) == 3 * 30
@@ -146,7 +146,7 @@ def test_a_step_says_how_each_environment_stands_and_null_is_what_was_not_measur
     assert all(x.reward is None and x.value is None for x in steps)
 
 
-def test_waiting_is_told_at_debug_only_and_what_was_refused_is_said():
+def test_wait_is_reported_at_debug_only_and_refusals_are_flagged():
     loud, seen, _ = play(LIVELY, envs=4, steps=40, seed=2, sane=0.5)
     quiet, _, _ = play(LIVELY, envs=4, steps=40, seed=2, level=Level.NORMAL, sane=0.5)
     assert len(loud.of(events.Decision)) == 160
@@ -155,14 +155,14 @@ def test_waiting_is_told_at_debug_only_and_what_was_refused_is_said():
     assert sum(not d.happened for d in loud.of(events.Decision)) == refused > 0
 
 
-def test_levels_leave_out_kinds_and_off_leaves_out_all():
+def test_levels_omit_kinds_and_off_omits_all():
     minimal, _, _ = play(LIVELY, envs=2, steps=20, seed=0, level=Level.MINIMAL)
     assert {type(e) for e in minimal} == {events.Lifecycle}
     play_off, _, _ = play(LIVELY, envs=2, steps=20, seed=0, level=Level.OFF)
     assert play_off == []
 
 
-def test_an_action_that_asks_for_what_there_is_not_is_told_by_number():
+def test_out_of_range_action_is_reported_by_number():
     table, hub = SlotTable.empty(1, 3), Listener()
     emit = TelemetryEmitter(hub, slots=SLOTS, worlds=[0], host_params=10, level=Level.DEBUG)
     asked = np.array([[99, 99, 9, 9, 9, 9, 9, Op.GERMINATE]])
@@ -172,7 +172,7 @@ def test_an_action_that_asks_for_what_there_is_not_is_told_by_number():
     assert (told.slot, told.blueprint, told.happened) == ("99", "99", False)
 
 
-def test_a_real_engine_tells_of_steps_worth_gradients_episodes_and_phases():
+def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
     torch.manual_seed(0)
     engine, hub = Engine(get_task("digits"), [0, 1]), Listener(Level.NORMAL)
     emit = TelemetryEmitter(hub, slots=engine.task.slots, worlds=[0, 1], host_params=engine.networks[0].host_size)
@@ -214,7 +214,7 @@ def test_episodes_are_counted_and_begin_with_empty_slots():
     assert [(s.episode, s.world) for s in hub.of(events.Step)] == [(2, 7), (2, 8)]
 
 
-def test_nobody_listening_costs_no_event():
+def test_without_listeners_no_event_is_built():
     table = SlotTable.empty(2, 3)
     emit = TelemetryEmitter(Silence(), slots=SLOTS, worlds=[0, 1], host_params=10)
     asked = np.zeros((2, 8), dtype=np.int64)
