@@ -1,4 +1,4 @@
-"""The app: reads what is new twice a second, redraws what changed, and turns keys into movement."""
+"""The app: reads new entries once a second, redraws what changed, and handles keys."""
 
 from __future__ import annotations
 
@@ -29,10 +29,11 @@ KEYS = [
     ("r", "re-read"),
 ]  # fmt: skip
 SLICE = 5_000
-"""Entries folded at a time: a long journal is read without the keys going dead."""
+"""Entries folded at a time, so that keys respond while a long journal is read."""
 
 
 def keys_line(pairs: list[tuple[str, str]], width: int) -> Line:
+    """Return the line of keys."""
     return joined([[(key, "strong"), (f" {word}", "dim")] for key, word in pairs], width, gap="  ")
 
 
@@ -42,25 +43,29 @@ class Page(Screen[None]):
     AUTO_FOCUS = ""
 
     def draw(self, *, is_new: bool) -> None:
-        """`is_new`: the model changed; otherwise only time has passed."""
+        """Draw the page. `is_new`: the model changed; otherwise only time has passed."""
 
     @property
     def watch_app(self) -> WatchApp:
+        """The app of this page."""
         assert isinstance(self.app, WatchApp)
         return self.app
 
     def on_mount(self) -> None:
+        """Draw the page."""
         self.call_after_refresh(self.draw, is_new=True)
 
     def on_resize(self, event: Resize) -> None:
+        """Draw the page in its new size."""
         self.call_after_refresh(self.draw, is_new=True)
 
     def on_screen_resume(self) -> None:
+        """Draw the page, which may have changed meanwhile."""
         self.call_after_refresh(self.draw, is_new=True)
 
 
 class MainPage(Page):
-    """One screen: is it alive, is anything wrong, what does each environment grow, what just happened."""
+    """The main screen: state, alarms, environments, slots and events."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("j,down", "move(1)", show=False),
@@ -83,6 +88,7 @@ class MainPage(Page):
         self._events = EventLines()
 
     def compose(self) -> ComposeResult:
+        """Yield the widgets."""
         yield Lines(id="header")
         yield Lines(id="anomaly")
         with Horizontal(id="body"):
@@ -105,9 +111,11 @@ class MainPage(Page):
     # drawing
 
     def lines(self, name: str) -> Lines:
+        """Return the widget of this name."""
         return self.query_one(f"#{name}", Lines)
 
     def draw(self, *, is_new: bool) -> None:
+        """Draw the header, and everything else if the model changed."""
         if not self.is_mounted or self.size.height == 0:
             return
         app, width = self.watch_app, self.size.width
@@ -120,7 +128,7 @@ class MainPage(Page):
             self._draw_rest()
 
     def _arrange(self) -> None:
-        """Give each part its rows; touch styles only where that changed, for it means a new layout."""
+        """Set the rows of each part. Styles are set only if they change, since that causes a new layout."""
         model = self.watch_app.source.model
         plan = layout.plan(model, self.size.width, self.size.height, len(self.matching()))
         if plan == self._plan:
@@ -141,11 +149,12 @@ class MainPage(Page):
         self.call_after_refresh(self._settle)
 
     def _settle(self) -> None:
-        """Once the new heights hold, draw again: what is in sight has changed."""
+        """Draw again after the heights have changed."""
         self._draw_tables()
         self._draw_rest()
 
     def matching(self) -> list[EnvState]:
+        """Return the environments that match the filter."""
         return [e for e in self.watch_app.source.model.envs.values() if tables.matches(e, self.query_text)]
 
     def _draw_tables(self) -> None:
@@ -204,10 +213,11 @@ class MainPage(Page):
     # keys
 
     def chosen(self, envs: list[EnvState]) -> EnvState | None:
-        """The selected environment; the first where it is gone or filtered out."""
+        """Return the selected environment; the first if it is gone or filtered out."""
         return next((e for e in envs if e.index == self.selected), envs[0] if envs else None)
 
     def action_move(self, by: int) -> None:
+        """Move the selection."""
         envs = self.matching()
         if not envs:
             return
@@ -217,21 +227,24 @@ class MainPage(Page):
         self._draw_tables()
 
     def action_detail(self) -> None:
+        """Open the page of the selected environment."""
         chosen = self.chosen(self.matching())
         if chosen is not None:
             self.app.push_screen(DetailPage(chosen.index))
 
     def action_events(self) -> None:
+        """Open the page of all events."""
         self.app.push_screen(EventsPage())
 
     def action_clear(self) -> None:
+        """Clear the filter."""
         self.is_filtering, self.query_text = False, ""
         self.draw(is_new=True)
 
     def on_key(self, event: Key) -> None:
-        """While a filter is being typed, every key belongs to it.
+        """Handle the keys of the filter: while it is being typed, all keys belong to it.
 
-        The key that begins it is no binding: bindings run later, when the next key has already gone elsewhere.
+        The slash is not a binding: bindings run later, when the next key has already been handled elsewhere.
         """
         if event.key == "escape" or not (self.is_filtering or event.key == "slash"):
             return
@@ -248,7 +261,7 @@ class MainPage(Page):
 
 
 class ScrollPage(Page):
-    """A long list in the whole screen."""
+    """A long list on a full screen."""
 
     NAME = ""
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -262,14 +275,17 @@ class ScrollPage(Page):
     ]
 
     def compose(self) -> ComposeResult:
+        """Yield the widgets."""
         yield Lines(id=self.NAME)
         yield Lines(id="keys")
 
     @property
     def list(self) -> Lines:
+        """The widget of the list."""
         return self.query_one(f"#{self.NAME}", Lines)
 
     def draw(self, *, is_new: bool) -> None:
+        """Draw the list if the model changed."""
         if is_new and self.is_mounted and self.size.height:
             self.fill(max(20, self.size.width - 1))
             pairs = [("Esc", "back"), ("j/k", "scroll"), ("g/G", "first, last")]
@@ -279,18 +295,21 @@ class ScrollPage(Page):
         """Show the list."""
 
     def action_scroll(self, by: int) -> None:
+        """Scroll by lines."""
         shown = self.list
         shown.scroll_to(y=max(0, min(shown.max_scroll_y, shown.scroll_offset.y + by)), animate=False)
 
     def action_page(self, by: int) -> None:
+        """Scroll by pages."""
         self.action_scroll(by * max(1, self.list.size.height - 1))
 
     def action_back(self) -> None:
+        """Return to the previous page."""
         self.app.pop_screen()
 
 
 class EventsPage(ScrollPage):
-    """Every event that is kept, the newest last; it follows them unless scrolled up."""
+    """All kept events, newest last. Follows new events unless scrolled up."""
 
     NAME = "events-all"
 
@@ -299,6 +318,7 @@ class EventsPage(ScrollPage):
         self._events = EventLines()
 
     def fill(self, width: int) -> None:
+        """Show the events."""
         model, shown = self.watch_app.source.model, self.list
         follows = shown.is_at_end
         entries = list(model.happenings)
@@ -311,7 +331,7 @@ class EventsPage(ScrollPage):
 
 
 class DetailPage(ScrollPage):
-    """Everything about one environment."""
+    """The page of one environment."""
 
     NAME = "detail"
 
@@ -320,6 +340,7 @@ class DetailPage(ScrollPage):
         self.env = env
 
     def fill(self, width: int) -> None:
+        """Show the environment."""
         model = self.watch_app.source.model
         env = model.envs.get(self.env)
         if env is None:
@@ -330,16 +351,17 @@ class DetailPage(ScrollPage):
 
 
 class HelpPage(ScrollPage):
-    """Keys and words."""
+    """The help page."""
 
     NAME = "help"
 
     def fill(self, width: int) -> None:
+        """Show the help."""
         self.list.show_all(help_lines(width))
 
 
 class WatchApp(App[None]):
-    """Watches one run."""
+    """The app that shows one run."""
 
     CSS_PATH = Path(__file__).with_name("style.tcss")
     ENABLE_COMMAND_PALETTE = False
@@ -358,9 +380,11 @@ class WatchApp(App[None]):
         self._drawn: tuple[int, int] | None = None
 
     def get_default_screen(self) -> MainPage:
+        """Return the main page."""
         return MainPage()
 
     def on_mount(self) -> None:
+        """Start reading the run."""
         self.run_worker(self._follow(), exclusive=True)
 
     async def _follow(self) -> None:
@@ -369,7 +393,7 @@ class WatchApp(App[None]):
             await asyncio.sleep(self._poll_s)
 
     async def read(self) -> None:
-        """Fold what is new; draw if that, or the passing of a second, changed anything."""
+        """Read and fold new entries. Redraw if they, or the passing of a second, changed anything."""
         entries = await asyncio.to_thread(self.source.poll)
         for start in range(0, len(entries), SLICE):
             self.source.feed(entries[start : start + SLICE])
@@ -378,6 +402,7 @@ class WatchApp(App[None]):
         self.redraw()
 
     def redraw(self) -> None:
+        """Draw the page if something has changed."""
         model = self.source.model
         over = judge.is_over(judge.state(model, self.clock())[0])
         drawn = (self.source.version, 0 if over else int(self.clock()))
@@ -387,9 +412,11 @@ class WatchApp(App[None]):
             self.screen.draw(is_new=is_new)
 
     def action_help(self) -> None:
+        """Open the help page."""
         if not isinstance(self.screen, HelpPage):
             self.push_screen(HelpPage())
 
     async def action_reread(self) -> None:
+        """Read the run again from the beginning."""
         self.source.restart()
         await self.read()

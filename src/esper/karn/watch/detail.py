@@ -1,4 +1,4 @@
-"""Everything about one environment: its numbers, its slots and their lives, what was decided and what came of it."""
+"""The page of one environment: its numbers, its slots and their stages, its decisions and their results."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ T = TypeVar("T")
 
 
 def detail_lines(model: WatchModel, env: EnvState, width: int) -> list[Maker]:
-    """One maker per line, so that only lines in sight cost anything."""
+    """Return one function per line, so that only visible lines are created."""
     table = slot_table(model, env, width)
     out: list[Maker] = [lambda: _title(model, env, width), lambda: _numbers(model, env, width), _nothing]
     out += [table.head]
@@ -76,7 +76,7 @@ def _lives_head(env: EnvState, width: int) -> Line:
 
 
 def _life(of: tuple[EnvState, int, SlotState, int]) -> Line:
-    """A slot's stages over the steps of this episode, one letter for one stretch."""
+    """Return a slot's stages over the steps of this episode, one letter per group of steps."""
     env, index, slot, width = of
     room = max(10, width - 14)
     n = len(env.stages)

@@ -1,4 +1,4 @@
-"""What the help screen says."""
+"""Texts of the help screen."""
 
 from __future__ import annotations
 
@@ -59,6 +59,7 @@ GLOSSARY = (
 
 
 def help_lines(width: int) -> list[Line]:
+    """Return the lines of the help screen."""
     out: list[Line] = []
     for title, rows in (("KEYS", KEYS), ("THE RUN", STATES), ("STAGES OF A SEED", STAGES), ("WORDS", GLOSSARY)):
         out += [*([()] if out else []), ((title, "strong"),)]

@@ -1,4 +1,4 @@
-"""Events in a few words, the important ones first."""
+"""Events as short texts, most important words first."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from esper.nissa.journal import Entry
 
 
 class EventLines:
-    """Lines of events for one width. They do not change once made, so each is made once while it is in use."""
+    """Cache of event lines for one width."""
 
     KEPT = 512
 
@@ -36,6 +36,7 @@ class EventLines:
         self._for: tuple[object, ...] = ()
 
     def line(self, model: WatchModel, entry: Entry, width: int) -> Line:
+        """Return the line of an event."""
         made_for = (id(model), width, model.is_percent, len(model.envs), model.first_s)
         if made_for != self._for or len(self._made) > self.KEPT:
             self._for, self._made = made_for, {}
@@ -46,7 +47,7 @@ class EventLines:
 
 
 def event_line(model: WatchModel, entry: Entry, width: int, *, with_env: bool = True) -> Line:
-    """When, which environment, which step, what."""
+    """Return the line of an event: time, environment, step, text."""
     d: Mapping[str, Any] = entry.data
     first = model.first_s if model.first_s is not None else entry.time_s
     out: list[Piece] = [(f"{duration(entry.time_s - first):>7} ", "dim")]
@@ -62,7 +63,7 @@ def event_line(model: WatchModel, entry: Entry, width: int, *, with_env: bool = 
 
 
 def event_text(model: WatchModel, kind: str, d: Mapping[str, Any], width: int = 1000) -> tuple[str, str]:
-    """An event in a few words, the important ones first."""
+    """Return the short text of an event and its tone."""
     if kind == "lifecycle":
         forms = _lifecycle_forms(model, d)
         said = next((form for form in forms if cell_len(form) <= width), forms[-1])
@@ -82,7 +83,7 @@ def _run_finished_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, st
 
 
 def _lifecycle_forms(model: WatchModel, d: Mapping[str, Any]) -> list[str]:
-    """A move and what the seed was worth, from the longest words to the shortest: the worth goes last."""
+    """Return texts of a move and the seed's worth, from the longest to the shortest."""
     slot, blueprint, was, now, by = (text(d.get(k)) for k in ("slot", "blueprint", "was", "now", "cause"))
     worth = ""
     if number(d.get("contribution")) is not None:
@@ -156,6 +157,6 @@ _TEXTS = {
 
 
 def over_twin(episode: Mapping[str, Any]) -> Number:
-    """What growth brought, against the same world without it; on the same split as the twin if that is known."""
+    """Return the quality gained over the no-growth baseline, None if one of them was not measured."""
     mine, twin = number(episode.get("quality")), number(episode.get("twin_quality"))
     return None if mine is None or twin is None else mine - twin

@@ -1,4 +1,4 @@
-"""Is the run alive, how far is it, is anything wrong? Judgements over a `WatchModel`; `now` is the reader's clock."""
+"""State, pace and alarms of a run, derived from a `WatchModel`. `now` is the reader's clock."""
 
 from __future__ import annotations
 
@@ -11,45 +11,47 @@ from esper.karn.watch.states import EnvState, number, numbers, text, whole
 from esper.karn.watch.words import NONE, duration, short
 
 LIVE_S, SLOW_S = 5.0, 15.0
-"""Silences up to here are nothing, or slow, whatever the run's habit; a run that pauses longer by habit may."""
+"""Seconds without events up to which a run is LIVE, or SLOW. Runs with longer regular gaps have larger limits."""
 RATE_WINDOW_S, ETA_WINDOW_S = 30.0, 300.0
 RECENT_S = 60.0
-"""An alarm of the governor is news for so long."""
+"""Seconds for which an alarm of the governor counts as recent."""
 KL_LIMIT, CLIP_LIMIT, ENTROPY_LIMIT = 0.03, 0.3, 0.1
 FLAT_STEPS = 10
 """Steps without a new best after which an environment is called flat."""
 WORSE = 0.01
-"""Below its best by more than this an environment is called worse; a share of the best where that is larger."""
+"""Distance below its best at which an environment is called worse; relative to the best where that is larger."""
 LOSS_WORDS = ("lost", "dropped", "unencodable")
-"""Counters so named count events that no longer exist."""
+"""Counters whose names contain these words count lost events."""
 
 
 @dataclass(frozen=True, slots=True)
 class Alarm:
+    """One alarm: its tone and text."""
+
     tone: str  # bad, warn or note
     text: str
 
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """Time, as the header shows it; None where it cannot be said."""
+    """Times and rates of the header; None if unknown."""
 
     elapsed_s: float | None
     steps_per_s: float | None
     events_per_s: float | None
     eta_s: float | None
-    is_mean: bool  # over the whole run, for it is over
+    is_mean: bool  # whether rates are means over the whole run, which has ended
 
 
 def silence_s(model: WatchModel, now: float) -> float:
-    """Since the last event was new."""
+    """Return the seconds since the last event was new."""
     return 0.0 if model.fresh_at is None else max(0.0, now - model.fresh_at)
 
 
 def state(model: WatchModel, now: float) -> tuple[str, str]:
-    """One word and its tone. The run's own last word counts before the manifest's.
+    """Return the state in one word and its tone. The `run_finished` event takes precedence over the manifest.
 
-    A run without an owner is killed, unless events arrive before our eyes: a lock cannot be seen from everywhere.
+    A run without an owner is killed, unless events are arriving: a lock may not be visible on another machine.
     """
     ended = text(model.ending.get("status")) if model.ending is not None else model.status
     quiet = silence_s(model, now)
@@ -67,10 +69,12 @@ def state(model: WatchModel, now: float) -> tuple[str, str]:
 
 
 def is_over(word: str) -> bool:
+    """Return whether the state means that the run has ended."""
     return word in ("FINISHED", "FAILED", "INTERRUPTED", "KILLED")
 
 
 def pace(model: WatchModel, now: float) -> Pace:
+    """Return times and rates of the run."""
     if model.first_s is None or model.last_s is None:
         return Pace(None, None, None, None, False)
     over = is_over(state(model, now)[0])
@@ -90,7 +94,7 @@ def pace(model: WatchModel, now: float) -> Pace:
 
 
 def env_state(env: EnvState) -> tuple[str, str]:
-    """One word for an environment, which the filter understands too, and its tone."""
+    """Return the state of an environment in one word, as used by the filter, and its tone."""
     if env.broken:
         return "broken", "bad"
     if env.episode is None:
@@ -107,7 +111,7 @@ def env_state(env: EnvState) -> tuple[str, str]:
 
 
 def alarms(model: WatchModel, now: float) -> list[Alarm]:
-    """What is wrong, the worst first; empty where all is clear. Notes are past or harmless."""
+    """Return the alarms, worst first; empty if there are none. Notes are past or harmless."""
     found = [*_run(model, now), *_envs(model), *_governor(model, now), *_machinery(model), *_ppo(model)]
     return sorted(found, key=lambda a: ("bad", "warn", "note").index(a.tone))
 
@@ -154,7 +158,7 @@ def _machinery(model: WatchModel) -> list[Alarm]:
     found += [
         Alarm("bad" if e.data.get("severity") == "error" else "warn", f"{text(e.data.get('source'))}: {said}")
         for said, e in model.troubles.items()
-        if not (missed and "emitted" in numbers(e.data.get("counters")))  # the hub's last words: said above
+        if not (missed and "emitted" in numbers(e.data.get("counters")))  # the hub's last event: already listed above
     ]
     if model.manifest_damage:
         found.append(Alarm("warn", "the manifest is damaged; this is what the journal tells"))
@@ -188,7 +192,7 @@ def _ppo(model: WatchModel) -> list[Alarm]:
 
 
 def collapsed(model: WatchModel) -> dict[str, float]:
-    """Heads that no longer explore although they had a choice. A head without free steps has nothing to explore."""
+    """Return heads whose entropy has collapsed although they had a choice. Heads without free steps are excluded."""
     u = model.update or {}
     learnable = numbers(u.get("learnable"))
     return {

@@ -1,4 +1,4 @@
-"""Who gets how many rows. The list of environments and their slots come first; events take what is left."""
+"""Distribution of rows: environments and slots come first, events take the rest."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from esper.karn.watch.model import WatchModel
 
 WIDE = 150
-"""From here on events stand beside the tables."""
+"""Minimum width at which events are shown beside the tables."""
 TALL = 34
-"""From here on the best episodes are a table, and the environments get a line of their own that sums them up."""
+"""Minimum height at which the best episodes are a table and the environments have a summary line."""
 FIXED = 4
-"""Header, anomalies, keys."""
+"""Rows of the header, the anomalies and the keys."""
 
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Rows of each part, without its head; 0 hides it."""
+    """Rows of each part without its header; 0 hides it."""
 
     envs: int
     slots: int
@@ -27,10 +27,11 @@ class Plan:
     mix: int
     summary: int
     gap: int  # empty rows above each table
-    right: int  # width of the column of events, 0: below
+    right: int  # width of the events column; 0: below the tables
 
 
 def plan(model: WatchModel, width: int, height: int, matching: int) -> Plan:
+    """Return the rows of each part for this screen size."""
     tall = height >= TALL
     ppo, mix = int(model.update is not None), int(bool(model.ops))
     best = min(len(model.best), max(3, height // 8)) if tall else 0

@@ -1,4 +1,4 @@
-"""Lines of coloured text and tables of them, with no terminal in sight: the app and the plain summary share them."""
+"""Lines of coloured text and tables, independent of the terminal: shared by the app and the plain frame."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ from rich.cells import cell_len, set_cell_size
 from esper.leyline.text import printable
 
 Piece = tuple[str, str]
-"""Some text and its tone."""
+"""A text and its tone."""
 Line = tuple[Piece, ...]
 Row = TypeVar("Row")
 
 
 def plain(line: Line) -> str:
+    """Return a line without colours."""
     return printable("".join(said for said, _ in line), None).rstrip()
 
 
 def fit(said: str, width: int, *, right: bool = False, keep_end: bool = False) -> str:
-    """Exactly `width` cells: padded, or cut with an ellipsis."""
+    """Return exactly `width` cells: padded, or cut with an ellipsis."""
     size = cell_len(said)
     if size > width:
         if keep_end:
@@ -35,7 +36,7 @@ def fit(said: str, width: int, *, right: bool = False, keep_end: bool = False) -
 
 
 def whole_words(said: str, width: int) -> str:
-    """Cut where a clause ends, or else a word, so that nothing is broken in the middle."""
+    """Cut at the end of a clause, or else of a word."""
     if cell_len(said) <= width:
         return said
     cut = set_cell_size(said, max(0, width - 1)).rstrip()
@@ -44,7 +45,7 @@ def whole_words(said: str, width: int) -> str:
 
 
 def wrap(said: str, width: int, indent: str = "") -> list[str]:
-    """Lines of whole words."""
+    """Wrap at words."""
     out: list[str] = []
     line = ""
     for word in said.split():
@@ -58,7 +59,7 @@ def wrap(said: str, width: int, indent: str = "") -> list[str]:
 
 
 def joined(parts: Iterable[Sequence[Piece]], width: int, gap: str = "   ") -> Line:
-    """As many whole parts as fit, the first ones first."""
+    """Join as many complete parts as fit, the first ones first."""
     line: list[Piece] = []
     used = 0
     for part in parts:
@@ -72,28 +73,30 @@ def joined(parts: Iterable[Sequence[Piece]], width: int, gap: str = "   ") -> Li
 
 @dataclass(frozen=True, slots=True)
 class Column(Generic[Row]):
-    """One column: what it shows of a row in so many characters."""
+    """One column: its title, width and cell function."""
 
     title: str
     width: int
     cell: Callable[[Row, int], Line]
     right: bool = False
-    drop: int = 0  # where the room is short, the highest goes first; 0 never goes
-    grow: int = 0  # up to so many more characters where there is room
+    drop: int = 0  # the highest is dropped first if space is short; 0 is never dropped
+    grow: int = 0  # maximum number of additional characters
 
 
 @dataclass(frozen=True, slots=True)
 class Table(Generic[Row]):
-    """Columns that have been given their widths."""
+    """Columns with their final widths."""
 
     columns: tuple[tuple[Column[Row], int], ...]
     width: int
 
     def head(self) -> Line:
+        """Return the header line."""
         said = " ".join(fit(c.title, w, right=c.right) for c, w in self.columns)
         return ((fit(said, self.width), "head"),)
 
     def line(self, row: Row) -> Line:
+        """Return the line of a row."""
         out: list[Piece] = []
         for column, width in self.columns:
             pieces = column.cell(row, width)
@@ -107,7 +110,7 @@ class Table(Generic[Row]):
 
 
 def table(columns: Sequence[Column[Row]], width: int) -> Table[Row]:
-    """The columns that fit, widened where there is room: the first ones first."""
+    """Return a table of the columns that fit, widened where there is space, the first ones first."""
     kept = list(columns)
     while sum(c.width + 1 for c in kept) - 1 > width and any(c.drop for c in kept):
         kept.remove(max(kept, key=lambda c: c.drop))

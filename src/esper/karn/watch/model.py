@@ -1,7 +1,7 @@
-"""What a screen shows of a run: a fold over its journal, one entry at a time. Pure: no clock, no files, no terminal.
+"""The data shown on screen, folded from the journal one entry at a time. Pure: no clock, no files, no terminal.
 
-None means *not measured*; numbers that are not finite stay what they are. Unknown kinds and missing fields are no
-error: a view of a run must never be the thing that fails.
+None means *not measured*; values that are not finite are kept. Unknown kinds and missing fields are not errors: a view
+must never fail because of a run's data.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ from esper.leyline.stages import COOLING, SeedStage
 from esper.nissa.journal import Entry
 
 HAPPENINGS = 2000
-"""Events kept for the list of a run."""
+"""Maximum number of events kept for the list of a run."""
 BEST = 20
-"""Episodes kept in the table of the best."""
+"""Maximum number of episodes kept in the table of the best."""
 TROUBLES = 8
-"""Warnings and errors kept."""
+"""Maximum number of warnings and errors kept."""
 PAUSE_S = 0.2
-"""Events closer together than this are one burst: the silence between bursts tells how often a run speaks."""
+"""Gap in seconds above which two events belong to different bursts. The gaps show how often a run emits events."""
 SHOWN = {
     "run_started", "run_finished", "lifecycle", "decision", "episode", "governor", "health", "checkpoint", "update",
 }  # fmt: skip
-"""Kinds that stand in the list of events; decisions to wait do not."""
+"""Kinds shown in the list of events, except decisions to wait."""
 
 
 @dataclass(slots=True)
 class Mark:
-    """How far a run had come at some time."""
+    """The progress of a run at one time."""
 
     time_s: float
     env_steps: int
@@ -41,43 +41,43 @@ class Mark:
 
 
 class WatchModel:
-    """Everything a screen shows, folded from entries in the order of the journal."""
+    """All data of a screen, folded from entries in the order of the journal."""
 
     def __init__(self) -> None:
         self.run: dict[str, Any] = {}  # of `run_started`
-        self.status: str | None = None  # what the manifest says; the reader sets it
-        self.manifest_damage: str | None = None  # why it cannot be read; the reader sets it
-        self.damage = 0  # unreadable lines; the reader sets it
-        self.losses: list[str] = []  # what the journal lacks, in words; the reader sets it
+        self.status: str | None = None  # from the manifest; set by the reader
+        self.manifest_damage: str | None = None  # why the manifest cannot be read; set by the reader
+        self.damage = 0  # number of unreadable lines; set by the reader
+        self.losses: list[str] = []  # descriptions of missing events; set by the reader
         self.ending: dict[str, Any] | None = None  # of `run_finished`
         self.envs: dict[int, EnvState] = {}
         self.slot_names: list[str] = []
         self.happenings: deque[Entry] = deque(maxlen=HAPPENINGS)
-        self.happened = 0  # in all, the forgotten ones too
+        self.happened = 0  # total, including those no longer kept
         self.best: list[dict[str, Any]] = []  # episodes, best first
         self.episodes = 0
         self.update: dict[str, Any] | None = None
         self.updates = 0
-        self.ops: Counter[str] = Counter()  # over free steps
+        self.ops: Counter[str] = Counter()  # over steps with a choice
         self.forced = 0
         self.governor: Counter[str] = Counter()  # alarms by name
         self.last_alarm: Entry | None = None
-        self.troubles: dict[str, Entry] = {}  # warnings and errors by their text, the last ones
-        self.counters: dict[str, Number] = {}  # of the run's own machinery
+        self.troubles: dict[str, Entry] = {}  # latest warnings and errors by text
+        self.counters: dict[str, Number] = {}  # from `health` events
         self.phases: dict[str, dict[str, Any]] = {}
-        self.is_percent = True  # qualities so far are fractions, so they are shown in points
-        self.version = 0  # rises with whatever changes what is shown
+        self.is_percent = True  # all qualities so far are fractions: show percent and points
+        self.version = 0  # increases with every change of what is shown
         self.events = 0
         self.env_steps = 0
         self.first_s: float | None = None
         self.last_s: float | None = None
         self.fresh_at: float | None = None  # reader's clock when the last event was new
-        self.arrived_at: float | None = None  # the same, of an event that was written while the reader looked on
-        self.paused_s = 0.0  # between an end and a resumption
+        self.arrived_at: float | None = None  # same, for events written while the reader was running
+        self.paused_s = 0.0  # total time between an end and a resumption
         self.marks: deque[Mark] = deque(maxlen=2400)
         self.pauses: deque[float] = deque(maxlen=32)
         self._slot_index: dict[str, int] = {}
-        self._slots_from = ""  # run: it named them in order; steps: only their places are known; events: only names
+        self._slots_from = ""  # run: named in order; steps: only positions are known; events: only names are known
         self._folds = {
             "run_started": self._run_started, "run_finished": self._run_finished, "step": self._step,
             "decision": self._decision, "lifecycle": self._lifecycle, "worth": self._worth,
@@ -86,10 +86,10 @@ class WatchModel:
         }  # fmt: skip
 
     def feed(self, entries: Iterable[Entry], now: float | None = None) -> int:
-        """Take entries; how many there were. `now`: the reader's clock, if they have only just been written.
+        """Add entries and return their number. `now` is the reader's clock if they have just been written.
 
-        Without it, the times in the entries say how fresh they are, which is right for what was there before the
-        reader came; afterwards arrival is what counts, since two machines' clocks disagree.
+        Without it, the entries' own times define their age, which is right for entries older than the reader. Later the
+        time of arrival counts, since the clocks of two machines may differ.
         """
         count = 0
         for entry in entries:
@@ -107,36 +107,37 @@ class WatchModel:
         return count
 
     def name_slots(self, names: list[str]) -> None:
-        """The slots' names in the order of a step's arrays. The run says them first; a manifest may know them too."""
+        """Set the slot names in the order of a step's arrays, from `run_started` or the manifest."""
         self._slots_from = "run"
         if names != self.slot_names:
             self._forget_slots()
             self._grow_slots(names)
 
-    # what follows from the fold
+    # derived values
 
     @property
     def steps(self) -> int | None:
-        """Per episode, if the run said so."""
+        """Steps per episode, if the run recorded it."""
         return whole(self.run.get("steps")) or None
 
     @property
     def rounds(self) -> int:
+        """Number of rounds."""
         return max(1, whole(self.run.get("rounds"), 1))
 
     @property
     def round(self) -> int:
-        """The round that runs now, counted from 1; 0 before the first step."""
+        """The current round, counted from 1; 0 before the first step."""
         return max((e.episodes for e in self.envs.values()), default=0)
 
     @property
     def step(self) -> int:
-        """Of the environment that is furthest behind in the round that runs now."""
+        """The smallest step of the environments in the current round."""
         return min((e.step for e in self.envs.values() if e.episodes == self.round), default=0)
 
     @property
     def done(self) -> float | None:
-        """Share of all env-steps that are done, if the run said how many there will be."""
+        """Completed share of all env-steps, if the run recorded their number."""
         if self.steps is None or not self.envs:
             return None
         each = [min(self.rounds, (max(0, e.episodes - 1) + min(1.0, e.step / self.steps))) for e in self.envs.values()]
@@ -144,11 +145,11 @@ class WatchModel:
 
     @property
     def usual_pause_s(self) -> float:
-        """The longest silence among the recent ones."""
+        """The longest of the recent gaps between events, in seconds."""
         return max(self.pauses, default=0.0)
 
     def rate(self, window_s: float, now_s: float) -> tuple[float, float] | None:
-        """Env-steps and events per second over the window that ends now, in the run's own clock."""
+        """Return env-steps and events per second over the last `window_s` seconds of the run's clock."""
         if self.first_s is None or len(self.marks) < 2:
             return None
         begin = now_s - window_s
@@ -187,7 +188,7 @@ class WatchModel:
             env.happenings.append(entry)
 
     def _env(self, data: Mapping[str, Any]) -> EnvState:
-        """The environment an event speaks of, in the episode it speaks of."""
+        """Return the environment of an event, set to the event's episode."""
         index = whole(data.get("env"))
         env = self.envs.get(index)
         if env is None:
@@ -203,7 +204,7 @@ class WatchModel:
 
     def _slot(self, env: EnvState, name: str) -> SlotState:
         if name not in self._slot_index:
-            if self._slots_from == "steps":  # which of those places it is, nobody tells: show each slot once
+            if self._slots_from == "steps":  # the position of this name is unknown: show each slot once
                 self._forget_slots()
             self._slots_from = self._slots_from if self._slots_from == "run" else "events"
             self._grow_slots([*self.slot_names, name])
@@ -215,7 +216,7 @@ class WatchModel:
             env.slots = []
 
     def _grow_slots(self, names: list[str]) -> None:
-        """Every environment has the same slots; a run that did not name them all shows them as they appear."""
+        """Extend the slots of all environments. Slots that the run did not name are added as they appear."""
         fresh = names[len(self.slot_names) :]
         self.slot_names = names
         self._slot_index = {name: i for i, name in enumerate(names)}
@@ -223,7 +224,7 @@ class WatchModel:
             env.slots += [SlotState(name) for name in fresh]
 
     def _run_started(self, entry: Entry) -> None:
-        """The first of a run, or its resumption: that changes nothing but the names."""
+        """Handle the start or a resumption of a run. A resumption changes only names."""
         before, self.run, self.ending = self.run, entry.data, None
         names = [text(n) for n in items(entry.data.get("slots"))]
         if names:
@@ -273,9 +274,9 @@ class WatchModel:
             env.best, env.best_step = q, env.step
 
     def _count_op(self, env: EnvState, op: str) -> None:
-        """Count what was chosen where there was a choice.
+        """Count the ops chosen where there was a choice.
 
-        A journal at the normal level does not say which ops were legal on a step that waited. There was no choice
+        A journal at the normal level does not record which ops were legal on a step that waited. There was no choice
         if before it every slot was fossilised or cooling down.
         """
         forced, env.is_forced = env.is_forced, None
@@ -328,7 +329,7 @@ class WatchModel:
         d = entry.data
         env = self._env(d)
         env.has_ended = True
-        if not env.qualities:  # a journal without steps: the episode itself says how it went
+        if not env.qualities:  # a journal without steps: use the episode's own numbers
             self.env_steps += whole(d.get("steps"))
         env.step = max(env.step, whole(d.get("steps")))
         env.quality = number(d.get("quality")) if d.get("quality") is not None else env.quality
@@ -358,6 +359,6 @@ class WatchModel:
 
 
 def _rank(episode: Mapping[str, Any]) -> float:
-    """The best first; what was not measured, or is not finite, last."""
+    """Sort key: best first; not measured or not finite last."""
     quality = number(episode.get("quality"))
     return -quality if quality is not None and math.isfinite(quality) else math.inf

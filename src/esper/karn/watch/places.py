@@ -1,4 +1,4 @@
-"""Which run is meant: a run directory, a directory of runs (its newest), an id in `runs`, or "latest"."""
+"""Selection of a run: a run directory, a directory of runs (its newest), an id in `runs`, or "latest"."""
 
 from __future__ import annotations
 
@@ -11,17 +11,18 @@ MANIFEST, EVENTS = "manifest.json", "events"
 
 
 def is_run(path: Path) -> bool:
+    """Return whether a directory is a run."""
     return (path / MANIFEST).is_file() or (path / EVENTS).is_dir()
 
 
 def newest(root: Path) -> Path | None:
-    """The run below `root` that began last: ids begin with their date, and time of change settles the rest."""
+    """Return the run below `root` that started last, by modification time and then by name."""
     runs = [p for p in root.iterdir() if p.is_dir() and is_run(p)]
     return max(runs, key=lambda p: (_began(p), p.name), default=None)
 
 
 def _began(run: Path) -> float:
-    """When its manifest was made, or its journal: neither is ever older than the run."""
+    """Return the modification time of its journal directory, or of its manifest."""
     for part in (run / EVENTS, run / MANIFEST):
         if part.exists():
             return part.stat().st_mtime
@@ -29,7 +30,7 @@ def _began(run: Path) -> float:
 
 
 def find_run(asked: Path, root: Path = RUNS) -> Path | None:
-    """The directory of the run that is meant; None where there is none *yet*, so that a reader can wait for it."""
+    """Return the run directory; None if there is no run *yet*, so that a reader can wait for it."""
     if asked.is_dir():
         return asked if is_run(asked) else newest(asked)
     if str(asked) == "latest":

@@ -1,4 +1,4 @@
-"""One frame as plain text: for pipes, logs and terminals that are none."""
+"""One frame as plain text, for pipes, logs and files."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from esper.karn.watch.lines import Line, plain
 from esper.karn.watch.model import WatchModel
 
 ENVS, EVENTS, BEST = 40, 15, 5
-"""Rows of each at most."""
+"""Maximum number of rows of each list."""
 
 
 def frame(model: WatchModel, name: str, now: float, width: int) -> str:
-    """The same lines that the screen shows, without colour, one under the other."""
+    """Return the lines of the screen without colour, one below the other."""
     lines: list[Line] = [*views.header(model, name, now, width), views.anomaly(model, now, width), ()]
     envs = list(model.envs.values())
     if not envs:

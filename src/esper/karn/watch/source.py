@@ -1,4 +1,4 @@
-"""Where entries come from: finds the run, follows its journal, asks its manifest how it stands."""
+"""Input of the view: finds the run, follows its journal and reads its manifest."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATUS_EVERY_S = 2.0
 
 
 class Source:
-    """One run and the model of it. A run that is not there yet is waited for."""
+    """One run and its model. A run that does not exist yet is waited for."""
 
     def __init__(self, asked: Path, clock: Callable[[], float]) -> None:
         self._asked, self._clock = asked, clock
@@ -28,21 +28,22 @@ class Source:
         self._has_named_slots = False
         self._is_caught_up = False
         self._status_at: float | None = None
-        self._manifest: dict[str, Any] = {}  # as it was last read
+        self._manifest: dict[str, Any] = {}  # as last read
         self._restarts = 0
         self._changes = 0
 
     @property
     def name(self) -> str:
+        """The name of the run directory, "" if there is none yet."""
         return self.run.resolve().name if self.run is not None else ""
 
     @property
     def version(self) -> int:
-        """Changes whenever what is shown may have changed, across re-reading too."""
+        """A number that changes whenever what is shown may have changed, also by a restart."""
         return self.model.version + self._changes + 1_000_000_000 * self._restarts
 
     def poll(self) -> list[Entry]:
-        """What is new in the journal. Safe in a thread of its own: it touches no model."""
+        """Return the new journal entries. Does not touch the model, so it may run in its own thread."""
         if self.run is None:
             self.run = find_run(self._asked)
         if self.run is None:
@@ -52,14 +53,15 @@ class Source:
         return self._follower.poll()
 
     def feed(self, entries: list[Entry]) -> None:
-        if entries and not self._has_named_slots:  # for a run that did not say its slots itself
+        """Add entries to the model."""
+        if entries and not self._has_named_slots:  # for a run that did not record its slot names
             self._has_named_slots = True
             if names := list(slot_names(self._read_manifest())):
                 self.model.name_slots(names)
         self.model.feed(entries, self._clock() if self._is_caught_up else None)
 
     def caught_up(self) -> None:
-        """What was there is read; from now on what comes is fresh. Looks at the manifest now and then."""
+        """Mark existing entries as read: later ones are fresh. Read the manifest from time to time."""
         if self.run is None:
             return
         now = self._clock()
@@ -85,7 +87,7 @@ class Source:
         return lost_events(self._manifest, extents, has_end=self.model.ending is not None)
 
     def _read_manifest(self) -> dict[str, Any]:
-        """Empty where there is none, or a damaged one: its journal is still worth watching."""
+        """Return the manifest; empty if it is missing or damaged, since the journal can still be shown."""
         assert self.run is not None
         try:
             manifest, damage = manifest_of(self.run)
@@ -95,14 +97,14 @@ class Source:
         return manifest
 
     def restart(self) -> None:
-        """Forget everything and read from the beginning; a directory of runs may have a newer one by now."""
+        """Read everything again from the beginning. A directory of runs may have a newer run by now."""
         self.run = find_run(self._asked)
         self.model, self._follower, self._has_named_slots = WatchModel(), None, False
         self._is_caught_up, self._status_at, self._manifest = False, None, {}
         self._restarts += 1
 
     def nothing(self, query: str = "") -> str:
-        """Why there is no environment to show."""
+        """Return why there is no environment to show."""
         if query:
             return f"no environment matches “{query}”: Esc clears the filter"
         if self.run is None:

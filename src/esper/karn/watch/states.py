@@ -1,6 +1,6 @@
-"""One environment and one slot as last heard of, and how values are taken from outside data.
+"""Latest state of one environment and one slot, and conversion of values from external data.
 
-None means *not measured*; numbers that are not finite stay what they are.
+None means *not measured*; values that are not finite are kept.
 """
 
 from __future__ import annotations
@@ -17,43 +17,46 @@ from esper.nissa.journal import Entry
 Number = float | None
 
 HISTORY = 4096
-"""Steps of an episode kept per environment."""
+"""Maximum number of steps of an episode kept per environment."""
 OWN_HAPPENINGS = 200
-"""Events kept for the list of one environment."""
+"""Maximum number of events kept for the list of one environment."""
 
 
 def number(value: object) -> Number:
-    """A measurement, or None for whatever is not one."""
+    """Return the value as a float, None if it is not a number."""
     return float(value) if isinstance(value, int | float) and not isinstance(value, bool) else None
 
 
 def whole(value: object, default: int = 0) -> int:
+    """Return the value as an int, `default` if it is not a finite number."""
     n = number(value)
     return default if n is None or not math.isfinite(n) else int(n)
 
 
 def text(value: object) -> str:
+    """Return the value as printable text, "" if it is not a string."""
     return printable(value) if isinstance(value, str) else ""
 
 
 def items(value: object) -> list[Any]:
+    """Return the value as a list, empty if it is not a list or tuple."""
     return list(value) if isinstance(value, list | tuple) else []
 
 
 def numbers(value: object) -> dict[str, Number]:
-    """Named measurements."""
+    """Return a dict of numbers, empty if the value is not a dict."""
     return {str(k): number(v) for k, v in value.items()} if isinstance(value, dict) else {}
 
 
 def stage_number(name: object) -> int:
-    """A stage by its name as events write it; an unknown one counts as empty."""
+    """Return the stage of this name. An unknown name counts as DORMANT."""
     stage = SeedStage.__members__.get(text(name).upper())
     return int(SeedStage.DORMANT if stage is None else stage)
 
 
 @dataclass(slots=True)
 class SlotState:
-    """One slot of one environment as last heard of."""
+    """Latest state of one slot of one environment."""
 
     name: str
     stage: int = int(SeedStage.DORMANT)
@@ -62,15 +65,16 @@ class SlotState:
     alpha: Number = None
     health: Number = None
     ratio: Number = None
-    worth: dict[str, Number] = field(default_factory=dict)  # by the names of the `worth` event
+    worth: dict[str, Number] = field(default_factory=dict)  # by the field names of the `worth` event
     worth_step: int | None = None
 
     @property
     def is_growing(self) -> bool:
+        """Whether the slot has a seed that is still growing."""
         return self.stage in GROWING
 
     def enter(self, stage: int, step: int) -> None:
-        """Begin a stage. A new seed, or none, has not been measured."""
+        """Begin a stage. Measurements are reset if the seed is new or gone."""
         if stage == self.stage:
             return
         if stage in (SeedStage.DORMANT, SeedStage.GERMINATED, *COOLING):
@@ -81,20 +85,20 @@ class SlotState:
 
 @dataclass(slots=True)
 class EnvState:
-    """One environment: the episode that runs now, or the last one."""
+    """One environment: its current or last episode."""
 
     index: int
     name: str
     slots: list[SlotState]
     episode: int | None = None
-    episodes: int = 0  # begun so far, this one included
+    episodes: int = 0  # number of episodes begun
     has_ended: bool = False
     step: int = 0
     op: str = ""
     act: str = ""  # the last op that was not WAIT
     act_slot: str = ""
     act_step: int = 0
-    is_forced: bool | None = None  # whether the decision now pending had one legal op; None: nobody said
+    is_forced: bool | None = None  # whether the pending decision has only one legal op; None: not recorded
     quality: Number = None
     committed_quality: Number = None
     best: Number = None
@@ -110,20 +114,22 @@ class EnvState:
 
     @property
     def growing(self) -> int:
+        """Number of growing seeds."""
         return sum(s.is_growing for s in self.slots)
 
     @property
     def fossils(self) -> int:
+        """Number of fossilised seeds."""
         return sum(s.stage == SeedStage.FOSSILIZED for s in self.slots)
 
     @property
     def broken(self) -> list[str]:
-        """Which of its measurements are not finite."""
+        """Names of the measurements that are not finite."""
         values = {"train loss": self.train_loss, "validation loss": self.val_loss, "quality": self.quality}
         return [name for name, v in values.items() if v is not None and not math.isfinite(v)]
 
     def begin(self, episode: int) -> None:
-        """A new episode forgets the one before."""
+        """Reset the state for a new episode."""
         if episode == self.episode:
             return
         self.episode, self.episodes = episode, self.episodes + 1

@@ -1,4 +1,4 @@
-"""The tables: environments, the slots of one of them, the best episodes."""
+"""The tables: environments, the slots of one environment, the best episodes."""
 
 from __future__ import annotations
 
@@ -31,12 +31,13 @@ from esper.leyline.stages import SeedStage
 
 
 def env_table(model: WatchModel, width: int) -> Table[EnvState]:
+    """Return the table of environments."""
     pc = model.is_percent
     steps = model.steps
     step_width = max(4, len(f"{steps}/{steps}") if steps else 4)
     names = max((cell_len(e.name) for e in model.envs.values()), default=3)
     slots = max(5, len(model.slot_names))
-    least = min(slots, 12 if width < 110 else 25)  # letters where they fit, else counts
+    least = min(slots, 12 if width < 110 else 25)  # letters if they fit, else counts
 
     def step_cell(e: EnvState, w: int) -> Line:
         if e.episode is None:
@@ -87,7 +88,7 @@ def _loss(value: Number) -> Piece:
 
 
 def env_summary(model: WatchModel, shown: int, query: str) -> str:
-    """What the environments are together."""
+    """Return one line on all environments."""
     qualities = [e.quality for e in model.envs.values() if e.quality is not None and math.isfinite(e.quality)]
     unit = " %" if model.is_percent else ""
     said = f"{len(model.envs)} environment{'s' * (len(model.envs) != 1)}"
@@ -101,12 +102,13 @@ def env_summary(model: WatchModel, shown: int, query: str) -> str:
 
 
 def matches(env: EnvState, query: str) -> bool:
-    """By name, by number, or by the word for its state."""
+    """Return whether an environment matches by name, number or state."""
     query = query.strip().lower()
     return not query or query in env.name.lower() or query == str(env.index) or judge.env_state(env)[0] == query
 
 
 def slot_table(model: WatchModel, env: EnvState | None, width: int) -> Table[SlotState]:
+    """Return the table of an environment's slots."""
     pc = model.is_percent
     names = max((cell_len(s) for s in model.slot_names), default=4)
     step = env.step if env else 0
@@ -158,7 +160,7 @@ def slot_table(model: WatchModel, env: EnvState | None, width: int) -> Table[Slo
 
 
 def _worth_tone(value: Number, se: Number) -> str:
-    """Coloured only where it is more than its own noise."""
+    """Return a colour only if the value exceeds two standard errors."""
     if value is None:
         return "dim"
     if not math.isfinite(value):
@@ -168,7 +170,7 @@ def _worth_tone(value: Number, se: Number) -> str:
 
 
 def shown_slots(env: EnvState, room: int) -> tuple[list[SlotState], int]:
-    """The slots that fit, those with a seed first if not all do; and how many are left out."""
+    """Return the slots that fit, those with a seed first if not all do, and the number left out."""
     if len(env.slots) <= room:
         return env.slots, 0
     alive = sorted(env.slots, key=lambda s: (s.stage == SeedStage.DORMANT, not s.is_growing))
@@ -176,12 +178,14 @@ def shown_slots(env: EnvState, room: int) -> tuple[list[SlotState], int]:
 
 
 def empty_slots(model: WatchModel, env: EnvState | None) -> str:
+    """Return why there is no slot to show."""
     if env is None:
         return "no environment selected" if model.envs else "slots appear with the first environment"
     return "this run has no slots: nothing can grow"
 
 
 def best_table(model: WatchModel, width: int) -> Table[dict[str, Any]]:
+    """Return the table of the best episodes."""
     pc = model.is_percent
 
     def size(d: dict[str, Any], w: int) -> Line:

@@ -1,4 +1,4 @@
-"""The lines above and below the tables: is it alive, is anything wrong, what does it choose, how does it learn."""
+"""The lines above and below the tables: state, alarms, chosen ops, PPO updates, best episodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from esper.leyline.actions import Op
 
 
 def header(model: WatchModel, name: str, now: float, width: int) -> list[Line]:
-    """Two lines: what runs and is it alive; how far it is and how fast."""
+    """Return two lines: what runs and its state; its progress and speed."""
     word, tone = judge.state(model, now)
     done = model.done
     task, controller = text(model.run.get("task")), text(model.run.get("controller"))
@@ -56,11 +56,12 @@ def _progress(model: WatchModel, now: float, is_narrow: bool) -> list[list[Piece
 
 
 def rate(value: Number) -> str:
+    """Format a rate."""
     return NONE if value is None else f"{value:.0f}" if value >= 100 else f"{value:.1f}" if value >= 1 else short(value)
 
 
 def anomaly(model: WatchModel, now: float, width: int) -> Line:
-    """What is wrong, the worst first; else notes of what is past or harmless; ALL CLEAR where there is neither."""
+    """Return the alarms, worst first; else notes on past or harmless events; else ALL CLEAR."""
     found = judge.alarms(model, now)
     wrong = [a for a in found if a.tone != "note"]
     notes = [a for a in found if a.tone == "note"]
@@ -83,7 +84,7 @@ def anomaly(model: WatchModel, now: float, width: int) -> Line:
 
 
 def ppo_line(model: WatchModel, width: int) -> Line:
-    """The last update, what tells most about its health first."""
+    """Return the last PPO update, most important numbers first."""
     u = model.update
     if u is None:
         return ()
@@ -116,7 +117,7 @@ def ppo_line(model: WatchModel, width: int) -> Line:
 
 
 def mix_line(model: WatchModel, width: int) -> Line:
-    """What was chosen where there was a choice."""
+    """Return the shares of the ops chosen where there was a choice."""
     total = sum(model.ops.values())
     if not total:
         return ()
@@ -132,13 +133,13 @@ def mix_line(model: WatchModel, width: int) -> Line:
 
 
 def share(part: float) -> str:
-    """Whole percent, but what happened is never 0 %, and what is not over never 100 %."""
+    """Format a share in whole percent. Only exactly 0 is 0 %, and only exactly 1 is 100 %."""
     exact = 100 * part
     return "<1%" if 0 < exact < 1 else ">99%" if 99 < exact < 100 else f"{exact:.0f}%"
 
 
 def best_line(model: WatchModel, width: int) -> Line:
-    """The best episodes in one line."""
+    """Return the best episodes in one line."""
     if not model.best:
         return ()
     parts: list[list[Piece]] = [[("BEST", "strong")]]

@@ -1,4 +1,4 @@
-"""One widget for everything: lines of text, of which only those in sight are made and only those that changed drawn."""
+"""The widget of all screens: a list of lines that creates only visible lines and redraws only changed ones."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ STYLES = {
     "badge-bad": Style(color="red", bold=True, reverse=True),
     "badge-note": Style(color="cyan", bold=True, reverse=True),
 }
-"""The terminal's own sixteen colours: they fit its background, whatever it is, and words never lean on them alone."""
+"""The terminal's sixteen colours, which fit any background. No information is shown by colour alone."""
 GROUND = Style(color="default", bgcolor="default")
 CURSOR = Style(reverse=True)
 
 
 @lru_cache(maxsize=4096)
 def strip(line: Line, width: int, is_cursor: bool) -> Strip:
-    """A line as Textual draws it: one segment per change of tone, for the fewer there are, the less it costs."""
+    """Return a line as a Textual strip, with one segment per change of tone to keep drawing cheap."""
     base = GROUND + CURSOR if is_cursor else GROUND
     segments = [
         Segment(printable("".join(said for said, _ in pieces), None), base + STYLES[tone])
@@ -49,7 +49,7 @@ def strip(line: Line, width: int, is_cursor: bool) -> Strip:
 
 
 class Lines(ScrollView, can_focus=False):
-    """Shows `count` lines, each made when it comes into sight."""
+    """A scrollable list of `count` lines, each created when it becomes visible."""
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
@@ -71,16 +71,18 @@ class Lines(ScrollView, can_focus=False):
             self.refresh(Region(0, changed[0], width, changed[-1] - changed[0] + 1))
 
     def show_all(self, lines: list[Line]) -> None:
+        """Show a list of lines."""
         self.show(len(lines), lines.__getitem__)
 
     def reveal(self, index: int) -> None:
-        """Scroll as little as will bring a line into sight."""
+        """Scroll as little as needed to make a line visible."""
         top, height = self.scroll_offset.y, max(1, self.size.height)
         if not top <= index < top + height:
             self.scroll_to(y=index if index < top else index - height + 1, animate=False)
 
     @property
     def is_at_end(self) -> bool:
+        """Whether the list is scrolled to its end."""
         return self.scroll_offset.y >= self.max_scroll_y
 
     def _line(self, index: int) -> tuple[Line, bool]:
@@ -90,8 +92,10 @@ class Lines(ScrollView, can_focus=False):
         return self._drawn[index]
 
     def render_line(self, y: int) -> Strip:
+        """Return the strip at a row of the widget."""
         line, is_cursor = self._line(y + self.scroll_offset.y)
         return strip(line, self.size.width, is_cursor)
 
     def on_resize(self, event: Resize) -> None:
+        """Discard the drawn lines."""
         self._drawn = {}

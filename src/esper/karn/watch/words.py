@@ -1,4 +1,4 @@
-"""Numbers as a screen shows them: – for what was not measured, NaN for NaN, and never a 0 that nobody measured."""
+"""Number formats of the screen: – for values not measured, NaN for NaN, and 0 only for a measured 0."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LETTERS = {
     SeedStage.RESETTING: "x",
 }
 TONES = {"·": "dim", "G": "note", "T": "note", "B": "warn", "H": "accent", "F": "good", "x": "bad"}
-"""The colour of each letter: the same in every table."""
+"""The colour of each letter in all tables."""
 OP_WORDS = {Op.SET_ALPHA_TARGET.name: "SET ALPHA"}
 OP_TONES = {"GERMINATE": "note", "SET_ALPHA_TARGET": "warn", "PRUNE": "bad", "FOSSILIZE": "good", "ADVANCE": "accent"}
 
@@ -40,7 +40,7 @@ def _said(value: Number, show: Callable[[float], str]) -> str:
 
 
 def short(value: Number, digits: int = 3) -> str:
-    """A number in few characters: 0.432, 12.3, 1.2e-05."""
+    """Format a number in few characters: 0.432, 12.3, 1.2e-05."""
 
     def show(v: float) -> str:
         size = abs(v)
@@ -52,7 +52,7 @@ def short(value: Number, digits: int = 3) -> str:
 
 
 def count(value: Number) -> str:
-    """A count in at most five characters: 950, 12.3k, 4.56M."""
+    """Format a count in at most five characters: 950, 12.3k, 4.56M."""
 
     def show(v: float) -> str:
         for size, unit in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -64,12 +64,12 @@ def count(value: Number) -> str:
 
 
 def quality(value: Number, is_percent: bool) -> str:
-    """In percent if qualities are fractions, else in the task's own unit."""
+    """Format a quality, in percent if qualities are fractions, else in the task's own unit."""
     return _said(value, lambda v: f"{100 * v:.1f}") if is_percent else short(value)
 
 
 def points(value: Number, se: Number, is_percent: bool) -> str:
-    """A difference of qualities with its standard error: +1.2 ± 0.4."""
+    """Format a difference of qualities with its standard error: +1.2 ± 0.4."""
     scale = 100.0 if is_percent else 1.0
 
     def signed(v: float) -> str:
@@ -82,7 +82,7 @@ def points(value: Number, se: Number, is_percent: bool) -> str:
 
 
 def duration(seconds: Number) -> str:
-    """0:41, 12:05, 3:02:10, 2d 04h."""
+    """Format a duration: 0:41, 12:05, 3:02:10, 2d 04h."""
 
     def show(v: float) -> str:
         s = max(0, int(v))
@@ -95,9 +95,9 @@ def duration(seconds: Number) -> str:
 
 
 def sparkline(values: Sequence[Number], width: int) -> str:
-    """The course of a series in `width` characters, oldest left; "!" where it was not finite.
+    """Draw a series in `width` characters, oldest left; "!" where it is not finite.
 
-    A long series is cut into `width` stretches and each shows its last value, so the right end is always now.
+    A long series is cut into `width` parts, each shown by its last value, so the right end is the latest value.
     """
     if width <= 0:
         return ""
@@ -118,7 +118,7 @@ def sparkline(values: Sequence[Number], width: int) -> str:
 
 
 def bar(share: Number, width: int) -> str:
-    """0…1 as a bar, to an eighth of a character."""
+    """Draw a value in 0…1 as a bar with a resolution of an eighth of a character."""
     if share is None or not math.isfinite(share):
         return " " * width
     eighths = round(min(1.0, max(0.0, share)) * width * 8)
@@ -127,11 +127,12 @@ def bar(share: Number, width: int) -> str:
 
 
 def letter(stage: int) -> str:
+    """Return the letter of a stage."""
     return LETTERS[SeedStage(stage)] if stage in SeedStage._value2member_map_ else "?"
 
 
 def letters(stages: Sequence[int], width: int) -> str:
-    """One letter per slot; where that does not fit, how many there are of each but the empty: T3 B2 F4."""
+    """Return one letter per slot; if that does not fit, counts without the empty slots: T3 B2 F4."""
     said = "".join(map(letter, stages))
     if len(said) <= width:
         return said
@@ -144,12 +145,15 @@ def letters(stages: Sequence[int], width: int) -> str:
 
 
 def op_word(op: str) -> str:
+    """Return the displayed name of an op."""
     return OP_WORDS.get(op, op)
 
 
 def op_tone(op: str) -> str:
+    """Return the tone of an op."""
     return OP_TONES.get(op, "dim")
 
 
 def stage_word(stage: int) -> str:
+    """Return the displayed name of a stage."""
     return SeedStage(stage).name if stage in SeedStage._value2member_map_ else f"stage {stage}"
