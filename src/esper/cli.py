@@ -256,13 +256,13 @@ def main() -> None:
     """Run the command line; what goes wrong outside the program is said in one line, not as a stack trace."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot show × still shows the rest
+            stream.reconfigure(errors="replace")  # a terminal that cannot encode × still shows the rest
     warnings.showwarning = lambda message, *_: say(f"warning: {message}")
     try:
         app()
     except KeyboardInterrupt:
         sys.exit(130)
-    except BrokenPipeError:  # whoever read our output has left
+    except BrokenPipeError:  # the reader of our output has closed it
         sys.stderr.close()
         sys.exit(141)
     except Exception as error:
@@ -272,7 +272,7 @@ def main() -> None:
 
 def say(text: str) -> None:
     """Print a line to stderr, with the characters of strangers' files made harmless."""
-    from esper.leyline.text import printable  # here, so that help loads no NumPy
+    from esper.leyline.text import printable  # imported here, so that help does not load NumPy
 
     print(f"esper: {printable(text)}", file=sys.stderr)
 

@@ -1,4 +1,4 @@
-"""What the commands do. Like `cli`, these modules may use every part; nothing imports them but `cli`."""
+"""Implementations of the commands. Like `cli`, these modules may import every package; only `cli` imports them."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ if TYPE_CHECKING:
 
 
 def plainly(console: Console, text: str) -> None:
-    """Print words with a path in them: as they are, on one line."""
+    """Print text that contains a path unchanged, on one line."""
     console.print(printable(text, None), markup=False, highlight=False, soft_wrap=True)
 
 
 def must_be_recorded(run: Run) -> None:
-    """Exit with code 1 if a part of the run's record could not be written. What is missing was printed at its end."""
+    """Exit with code 1 if part of the run's record could not be written. What is missing was printed at its end."""
     if run.losses:
         raise SystemExit(1)

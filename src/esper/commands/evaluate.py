@@ -1,4 +1,4 @@
-"""`esper eval`: controllers in the same held-out worlds, differences world by world, a table and a picture."""
+"""`esper eval`: compare controllers in the same held-out worlds, as a table and a plot."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ STATIC = {
 }
 EVERYTHING = ("heuristic", "random", "schedule", BEST_SCHEDULE, "none", FROM_START, WIDER, DEEPER)
 SEARCH_WORLDS = 2
-"""Training worlds that the best fixed schedule is searched in: 21 schedules take 42 episodes of a task of 3 slots."""
+"""Number of training worlds for the schedule search: 21 schedules take 42 episodes of a task of 3 slots."""
 
 
 class Arena:
-    """Where controllers are compared: the ground, rules and reward of one config."""
+    """Comparison of controllers with the backend, rules and reward of one config."""
 
     def __init__(self, config: TrainConfig, *, data_root: Path | None = None, twins: Path | None = None) -> None:
         self.config = config
@@ -59,7 +59,7 @@ class Arena:
             )
 
     def play_all(self, names: Sequence[str], worlds: Sequence[int], console: Console) -> list[Played]:
-        """Every contender in the same worlds; static hosts are sized by what the first one grew."""
+        """Play all controllers in the same worlds. Static hosts are sized by what the first one grew."""
         self.must_know(names)
         played: list[Played] = []
         columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
@@ -74,7 +74,7 @@ class Arena:
         return played
 
     def must_know(self, names: Sequence[str]) -> None:
-        """All of them, before the first is played: not after an hour."""
+        """Check all names before the first is played, which may take an hour."""
         for i, name in enumerate(names):
             if name in STATIC:
                 if i == 0 or not isinstance(self.ground, HostGround):
@@ -88,6 +88,7 @@ class Arena:
                 raise unknown_name("controller or run", name, ["tamiyo", *EVERYTHING])
 
     def play_one(self, name: str, worlds: list[int], before: list[Played]) -> Played:
+        """Play one controller or static host in these worlds."""
         reward = self.config.reward
         if name in STATIC:
             return self.play_static(name, worlds, before)
@@ -98,6 +99,7 @@ class Arena:
         return play(self.ground, make_controller(name), worlds, reward, label)
 
     def play_static(self, name: str, worlds: list[int], before: list[Played]) -> Played:
+        """Play a static host of the size or structure that the first controller grew."""
         assert isinstance(self.ground, HostGround)
         grown, reward, label = before[0], self.config.reward, STATIC[name]
         if name == FROM_START:
@@ -108,7 +110,7 @@ class Arena:
         return static(self.ground, other, worlds, reward, label)
 
     def best_schedule(self) -> tuple[Controller, str]:
-        """The best fixed schedule, found in worlds for training."""
+        """Return the best fixed schedule, searched in training worlds, and its description."""
         config = self.config
         if isinstance(self.ground, HostGround):
             return best_schedule_on(self.ground, range(SEARCH_WORLDS), config.reward)
@@ -128,10 +130,11 @@ def run_eval(
     data_root: Path | None,
     threads: int,
 ) -> None:
+    """Compare controllers and print the results, or write them to `out`."""
     torch.set_num_threads(threads)
     if out is not None:
         try:
-            out.mkdir(parents=True, exist_ok=True)  # now: not after an hour of playing
+            out.mkdir(parents=True, exist_ok=True)  # fail before the comparison, which may take an hour
         except OSError as error:
             raise ConfigError(
                 f"cannot write into {out}: {error.strerror or error}. Name another place with --out"
@@ -156,7 +159,7 @@ def run_eval(
 
 
 def complete(names: list[str], simulated: bool) -> list[str]:
-    """One name alone is compared with everything there is to compare with."""
+    """Add all other controllers and static hosts to a single name."""
     if len(names) > 1:
         return names
     others = [n for n in EVERYTHING if n not in names and not (simulated and n in STATIC)]
@@ -164,7 +167,7 @@ def complete(names: list[str], simulated: bool) -> list[str]:
 
 
 def config_of(names: Sequence[str], task: str | None, simulated: bool) -> TrainConfig:
-    """The settings to compare under: those of the first run among these names, if there is one."""
+    """Return the settings to compare under: those of the first run among the names, if any."""
     more: dict[str, Any] = {"task": task, "simulated": simulated or None}
     for run in [Path(name) for name in names if (Path(name) / "manifest.json").exists()][:1]:
         tree = read_manifest(run).get("config")
@@ -174,7 +177,7 @@ def config_of(names: Sequence[str], task: str | None, simulated: bool) -> TrainC
 
 
 def figures(played: Sequence[Played]) -> dict[str, Any]:
-    """Everything that was found, as plain data; differences are the first one's lead."""
+    """Return all results as plain data. Differences are leads of the first controller."""
     first = played[0]
     rows = []
     for p in played:
@@ -195,12 +198,12 @@ def figures(played: Sequence[Played]) -> dict[str, Any]:
 
 
 def spread(values: Any) -> float:
-    """The standard deviation over worlds."""
+    """Return the standard deviation over worlds."""
     return float(np.std(values, ddof=1))
 
 
 def results_tables(played: Sequence[Played], simulated: bool) -> Group:
-    """What came out, one row per contender; `lead` is how far the first is ahead of it, world by world."""
+    """Return the results, one row per controller. `lead` is the first one's mean per-world difference."""
     first, worlds = played[0], len(played[0].worlds)
     notes = (
         f"{worlds} held-out worlds, the same for all. Lead: of the first row, mean difference world by world, with its "
@@ -223,7 +226,7 @@ def results_tables(played: Sequence[Played], simulated: bool) -> Group:
 
 
 def contenders(*columns: str) -> Table:
-    """A table of contenders: numbers keep their line, names wrap where the terminal is narrow."""
+    """Return an empty table in which numbers do not wrap and names do."""
     table = Table(box=None, pad_edge=False)
     table.add_column("", overflow="fold")
     for name in columns:
@@ -232,6 +235,7 @@ def contenders(*columns: str) -> Table:
 
 
 def lead(ours: Any, theirs: Any, is_first: bool, scale: float, digits: int) -> str:
+    """Format the lead with its interval; "" in the first row."""
     if is_first:
         return ""
     d = compare(ours, theirs)
@@ -240,5 +244,5 @@ def lead(ours: Any, theirs: Any, is_first: bool, scale: float, digits: int) -> s
 
 
 def picture(played: Sequence[Played]) -> str:
-    """Every world's utility as a dot, one line per contender, with means and intervals."""
+    """Return a dot plot of the utility in every world, with means and intervals."""
     return dots([(p.name, p.utility.tolist()) for p in played], "Utility in held-out worlds")

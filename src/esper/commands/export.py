@@ -1,7 +1,7 @@
-"""`esper export`: a run's best host as a plain model, in a form that loads where Esper is not installed.
+"""`esper export`: a run's best host as a plain model, in a form that loads without Esper.
 
-Every form is made in memory, read back, and asked the validation samples that the host answered when it was measured.
-Only what answers the same is written, whole or not at all.
+Every form is built in memory, read back, and run on the validation samples for which the host's outputs were stored.
+It is written, atomically, only if its outputs match.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
 from esper.tolaria.data.catalogue import SOURCES
 
 FORMATS = {"torch": ".py", "torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
-"""How each form's file name ends."""
+"""File name extension of each form."""
 HOW = {
     "torch": "from {stem} import load; model = load()",
     "torch-export": "torch.export.load({path!r}).module()",
@@ -73,6 +73,7 @@ def load(weights=None):
 
 
 def run_export(run: Path, format: str, *, out: Path | None, force: bool) -> None:
+    """Write the best host of a run in this format and print how to load it."""
     if format not in FORMATS:
         raise unknown_name("format", format, FORMATS)
     target = place_for(run, format, out)
@@ -92,7 +93,7 @@ def run_export(run: Path, format: str, *, out: Path | None, force: bool) -> None
 
 
 def kept_host(run: Path) -> GrownHost:
-    """The best host of a run; if it has none, why."""
+    """Return the best host of a run. Raise RunError with the reason if it has none."""
     manifest = read_manifest(run)
     if not (run / BEST_HOST).is_dir():
         config = manifest.get("config")
@@ -108,7 +109,7 @@ def kept_host(run: Path) -> GrownHost:
 
 
 def place_for(run: Path, format: str, out: Path | None) -> Path:
-    """The file to write: below the run, in the directory given, or as it was named."""
+    """Return the file to write: below the run, in the given directory, or the given file."""
     ending = FORMATS[format]
     if out is None:
         return run / "export" / format / f"model{ending}"
@@ -122,6 +123,7 @@ def place_for(run: Path, format: str, out: Path | None) -> Path:
 
 
 def names_of(format: str, target: Path) -> Iterator[Path]:
+    """Yield the files of a format."""
     if format == "torch":
         yield target.with_suffix(".safetensors")
     yield target
@@ -129,7 +131,7 @@ def names_of(format: str, target: Path) -> Iterator[Path]:
 
 @dataclass(frozen=True, slots=True)
 class Plain:
-    """The hardened model, with what is known of it."""
+    """The hardened model and the host it comes from."""
 
     host: GrownHost
     body: Body
@@ -137,17 +139,19 @@ class Plain:
 
     @classmethod
     def of(cls, host: GrownHost) -> Plain:
+        """Harden a host."""
         body = host.body()
         model = harden(body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         return cls(host, body, model)
 
     @property
     def params(self) -> int:
+        """Number of parameters."""
         return sum(p.numel() for p in self.model.parameters())
 
     @property
     def grown(self) -> list[dict[str, Any]]:
-        """The seeds inside, in the words of people."""
+        """The seeds in the model, with readable names."""
         return [
             {"slot": name, "after": slot.module_name, "blueprint": slot.blueprint,
              "operator": Operator(slot.operator).name.lower(), "alpha": round(slot.amplitude, 6),
@@ -157,7 +161,7 @@ class Plain:
         ]  # fmt: skip
 
     def about(self) -> dict[str, Any]:
-        """What goes with the model in every form."""
+        """Return the metadata that is stored with the model in every form."""
         host = self.host
         return {
             "task": host.task.name, "data": host.data["name"], "data_sha256": host.data["sha256"],
@@ -166,7 +170,7 @@ class Plain:
         }  # fmt: skip
 
     def input(self) -> dict[str, Any]:
-        """What the model takes: shape, type, and how pixels or characters become it."""
+        """Return the model's input: shape, dtype, and preprocessing of pixels or characters."""
         host, x = self.host, self.host.inputs
         told: dict[str, Any] = {"shape": ["batch", *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")}
         source = SOURCES.get(host.data["name"])
@@ -178,6 +182,7 @@ class Plain:
         return told
 
     def said(self) -> str:
+        """Return a description of the model for the terminal."""
         grown = ", ".join(
             f"{g['slot']} {g['blueprint']}" + ("" if g["committed"] else f" at alpha {g['alpha']:g}")
             for g in self.grown
@@ -189,29 +194,32 @@ class Plain:
         )
 
     def check(self, model: Callable[[Tensor], Tensor], what: str) -> None:
+        """Raise if the outputs of `model` differ from the host's."""
         with torch.no_grad():
             self.host.compare(model(self.host.inputs), what)
 
     def weights(self) -> dict[str, Tensor]:
+        """Return the weights as contiguous tensors."""
         return {name: value.contiguous() for name, value in self.model.state_dict().items()}
 
     def example(self) -> Tensor:
-        """A few samples to trace with: a batch of one would be taken for a constant."""
+        """Return a few samples to trace with. A batch of one would be specialised as a constant."""
         x = self.host.inputs[:4]
         return x if len(x) > 1 else x.repeat(2, *[1] * (x.dim() - 1))
 
     def free_sizes(self) -> tuple[dict[int, Any]]:
-        """Which sizes of the input may vary: the batch, and the length of a text."""
+        """Return the dynamic dimensions of the input: the batch, and the length of a text."""
         sizes = {0: torch.export.Dim("batch")}
         if self.host.inputs.dim() == 2 and self.host.data["kind"] == "text":
             sizes[1] = torch.export.Dim("tokens", min=2, max=self.host.inputs.shape[1])
         return (sizes,)
 
 
-# -- the forms: each gives the content of its files, proven
+# -- forms: each function returns the verified content of its files
 
 
 def as_safetensors(model: Plain, stem: str) -> list[bytes]:
+    """Return the weights."""
     content = save_tensors(model.weights(), {"about": json.dumps(model.about())})
     again = source_of(model.model)
     model.check(_built(again, load_tensors(content)), "the model of the weights written")
@@ -219,7 +227,7 @@ def as_safetensors(model: Plain, stem: str) -> list[bytes]:
 
 
 def as_torch(model: Plain, stem: str) -> list[bytes]:
-    """Source and weights: readable, changeable, trainable, with no pickle of anybody's class."""
+    """Return weights and source: readable, editable, trainable, and without pickled classes."""
     about = pprint.pformat(model.about(), width=100, sort_dicts=False)  # as literals: no text of a run becomes code
     source = SOURCE.format(stem=stem, code=source_of(model.model).rstrip(), about=about)
     weights = save_tensors(model.weights(), {"about": json.dumps(model.about())})
@@ -236,6 +244,7 @@ def _built(source: str, weights: dict[str, Tensor]) -> nn.Module:
 
 
 def as_program(model: Plain, stem: str) -> list[bytes]:
+    """Return a torch.export program."""
     content = exported_program(
         model.model, model.example(), model.free_sizes(), {"about.json": json.dumps(model.about())}
     )
@@ -247,11 +256,11 @@ def as_program(model: Plain, stem: str) -> list[bytes]:
 def exported_program(
     plain: nn.Module, example: Tensor, sizes: tuple[dict[int, Any]], extra: dict[str, Any] | None = None
 ) -> bytes:
-    """The content of a .pt2 file."""
+    """Return the content of a .pt2 file."""
     file = io.BytesIO()
     with quiet():
         program = torch.export.export(plain, (example,), dynamic_shapes=sizes)
-        for module in program.graph_module.modules():  # where the code lay that was traced is nobody's business
+        for module in program.graph_module.modules():  # remove paths of the traced code
             for node in getattr(getattr(module, "graph", None), "nodes", ()):
                 for trace in ("stack_trace", "nn_module_stack", "source_fn_stack"):
                     node.meta.pop(trace, None)
@@ -260,6 +269,7 @@ def exported_program(
 
 
 def as_onnx(model: Plain, stem: str) -> list[bytes]:
+    """Return an ONNX model. It is verified only if onnxruntime is installed."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:
         raise ConfigError(
@@ -275,7 +285,7 @@ def as_onnx(model: Plain, stem: str) -> list[bytes]:
         proto = program.model_proto
     graphs = [proto.graph, *proto.functions]
     for part in [*graphs, *(node for graph in graphs for node in graph.node)]:
-        part.ClearField("metadata_props")  # where the code lay that was traced is nobody's business
+        part.ClearField("metadata_props")  # remove paths of the traced code
         part.ClearField("doc_string")
     entry = proto.metadata_props.add()
     entry.key, entry.value = "about", json.dumps(model.about())
@@ -300,7 +310,7 @@ MAKERS: dict[str, Callable[[Plain, str], list[bytes]]] = {
 
 @contextmanager
 def quiet() -> Iterator[None]:
-    """Within: torch's exporters keep their remarks to themselves. What they raise is raised."""
+    """Suppress warnings and logs of torch's exporters. Errors are raised."""
     log = logging.getLogger("torch.onnx")
     before = log.level
     log.setLevel(logging.ERROR)
@@ -313,7 +323,7 @@ def quiet() -> Iterator[None]:
 
 
 def write_all(files: dict[Path, bytes]) -> None:
-    """Write files, all of them or none; what stood in their place is replaced at the end."""
+    """Write all files or none. Existing files are replaced at the end."""
     folder = next(iter(files)).parent
     made = [p for p in (folder, *folder.parents) if not p.exists()]
     drafts: list[Draft] = []

@@ -1,4 +1,4 @@
-"""`esper features`: what a policy sees, column by column."""
+"""`esper features`: list the columns of the policy's observation."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from esper.tamiyo.policy.features import BASE, FEATURES, PER_SLOT
 
 
 def run_features() -> None:
+    """Print the table of features."""
     table = Table("name", "scope", "meaning", "formula", "range", box=None, pad_edge=False)
     for f in FEATURES:
         table.add_row(f.name, f.scope, f.meaning, f.formula, f"{f.low:g} … {f.high:g}")
     table.columns[0].no_wrap = table.columns[1].no_wrap = table.columns[4].no_wrap = (
-        True  # names are there to be copied
+        True  # without line breaks, names can be copied
     )
     console = Console()
     console.print(table)

@@ -1,4 +1,4 @@
-"""`esper grow`: train and grow one host, then set it beside hosts that did not grow."""
+"""`esper grow`: train and grow one host, then compare it with hosts that did not grow."""
 
 from __future__ import annotations
 
@@ -62,12 +62,12 @@ from esper.tolaria.host_network import score
 from esper.tolaria.tasks import Task, get_task
 
 PLAIN_EVERY = 5
-"""Epochs between lines where the output is not a terminal."""
+"""Epochs between two lines of output if it is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a command line asks for besides the settings of the run."""
+    """Command-line options that are not settings of the run."""
 
     out: Path | None = None
     data_root: Path | None = None
@@ -101,7 +101,7 @@ def resume_grow(path: Path, given: list[str], asked: Asked) -> None:
 
 
 def facts_of(saved: Saved) -> dict[str, Any]:
-    """Return what a manifest says of a run that left this checkpoint."""
+    """Return the manifest fields of the run that wrote this checkpoint."""
     settings = Kept.of(saved).settings
     return {"task": settings.task, "controller": settings.controller, "seed": settings.seed}
 
@@ -152,7 +152,7 @@ def _recording(
     settings: Settings, asked: Asked, task: Task, config: EngineConfig, data: Dataset, path: Path | None,
     saved: Saved | None, lock: Lock | None,
 ) -> AbstractContextManager[Run]:  # fmt: skip
-    """A new run, or an earlier one that goes on."""
+    """Return the context of a new run, or of an earlier one that is resumed."""
     level = level_by_name(settings.telemetry)
     if path is not None and saved is not None:
         return record_on(path, [Kept.of(saved).next_seq], level=level, tensorboard=asked.tensorboard, lock=lock)
@@ -169,7 +169,7 @@ def _recording(
 def _train_all(
     scene: Scene, settings: Settings, controller: Controller, saved: Saved | None, console: Console
 ) -> Worth:
-    """Train the host that grows and the hosts to compare with, from the start or from a checkpoint."""
+    """Train the growing host and the hosts to compare with, from the start or from a checkpoint. Return its worth."""
     task, run, engine = scene.task, scene.run, scene.engine()
     names = HOSTS_COMPARED if settings.compare and settings.controller != "none" else HOSTS_COMPARED[:1]
     if isinstance(controller, Learned):
@@ -193,7 +193,7 @@ def _train_all(
     worth = judge(engine)
     if is_new:
         scene.emitter(GROWN, engine).worth(engine.table, [worth])
-    save_models(run.path, engine, worth)  # at once: not lost if the comparisons are interrupted
+    save_models(run.path, engine, worth)  # before the comparisons, which may be interrupted
     save_figures(run.path, task, settings.seed, settings.controller, scene.results, engine, worth)
     if len(names) > 1:
         for _ in scene.compare():
@@ -202,16 +202,16 @@ def _train_all(
 
 
 def settings_of(task: Task) -> dict[str, Any]:
-    """A task as a manifest keeps it: everything but the data itself."""
+    """Return a task as stored in the manifest: all fields except the data."""
     return {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.name != "data"}
 
 
-# -- what it shows
+# -- output
 
 
 @contextmanager
 def progress(console: Console, name: str, engine: Engine, result: Result) -> Iterator[Any]:
-    """A live picture in a terminal; a line now and then elsewhere."""
+    """Show the progress of one host: a live display in a terminal, else a line every few epochs."""
     if not console.is_terminal:
 
         def line() -> None:
@@ -230,6 +230,7 @@ def progress(console: Console, name: str, engine: Engine, result: Result) -> Ite
 
 
 def headline(engine: Engine, result: Result) -> str:
+    """Return the numbers of the last epoch in one line."""
     last = result.history[-1]
     return (
         f"epoch {last['epoch']:>3}/{engine.task.epochs}  train loss {last['train_loss']:.3f}  "
@@ -238,6 +239,7 @@ def headline(engine: Engine, result: Result) -> str:
 
 
 def slots_line(engine: Engine) -> str:
+    """Return the stages of the used slots in one line."""
     t = engine.table
     alive = [s for s in range(t.num_slots) if t.stage[0, s] != SeedStage.DORMANT]
     return "  ".join(
@@ -248,7 +250,7 @@ def slots_line(engine: Engine) -> str:
 
 
 def judged(table: SlotTable, s: int) -> str:
-    """The contribution as last measured; of a fossil, that was before it was committed."""
+    """Return the contribution as last measured; for a fossil, before it was committed."""
     if np.isfinite(table.contribution[0, s]):
         return points(float(table.contribution[0, s]), float(table.contribution_se[0, s]))
     if np.isfinite(table.prospect[0, s]):
@@ -257,6 +259,7 @@ def judged(table: SlotTable, s: int) -> str:
 
 
 def live_table(engine: Engine) -> Table:
+    """Return the live table of the slots."""
     t = engine.table
     table = Table("slot", "stage", "blueprint", "alpha", "contribution ± se", box=None)
     for s, name in enumerate(engine.task.slots):
@@ -268,6 +271,7 @@ def live_table(engine: Engine) -> Table:
 
 
 def summary(results: list[Result]) -> Table:
+    """Return the table that compares the hosts."""
     bare = next((r.accuracy for r in results if r.name == NO_GROWTH), float("nan"))
     table = Table(
         "",
@@ -289,16 +293,16 @@ def summary(results: list[Result]) -> Table:
 
 
 def judge(engine: Engine) -> Worth:
-    """What every seed is worth at the end, on the validation split and the averaged weights."""
+    """Return the worth of every seed at the end, on the validation split with averaged weights."""
     plot, split = engine.networks[0], engine.data.val
     with plot.average.applied():
         return report(plot.body, [(split.x, split.y)], score, calibration=engine.calibration)
 
 
 def seed_table(engine: Engine, worth: Worth) -> Table:
-    """What grew where: its contribution when it was judged; and what the network would lose without it now.
+    """Return the table of what grew: contribution when judged, and what the network would lose without it now.
 
-    Of a fossil the latter is *dependence*: the host has learnt to lean on it, so it is more than it brought.
+    For a fossil the latter is *dependence*: the host has adapted to it, so it is more than the seed contributed.
     """
     t = engine.table
     table = Table("slot", "stage", "blueprint", "params", "contribution", "dependence", "Shapley",
@@ -321,7 +325,7 @@ def seed_table(engine: Engine, worth: Worth) -> Table:
 
 
 def not_in_the_network(engine: Engine) -> str:
-    """Name the seeds that an export leaves out because the host does not feel them yet; empty if there are none."""
+    """Name the seeds that an export omits because they are still in training; "" if there are none."""
     table = engine.table
     early = (table.stage[0] == SeedStage.GERMINATED) | (table.stage[0] == SeedStage.TRAINING)
     names = [engine.task.slots[s] for s in np.nonzero(early)[0]]
@@ -334,13 +338,14 @@ def not_in_the_network(engine: Engine) -> str:
 
 
 def points(value: float, se: float) -> str:
+    """Format a difference of accuracies with its standard error, in points; "" if not measured."""
     return f"{100 * value:+.1f} ± {100 * se:.1f}" if np.isfinite(value) else ""
 
 
 def save_figures(
     out: Path, task: Task, seed: int, controller: str, results: list[Result], engine: Engine, worth: Worth
 ) -> None:
-    """What was asked and what came out, as JSON."""
+    """Write the settings and the results to result.json."""
     record = {
         "task": task.name,
         "seed": seed,
@@ -355,7 +360,7 @@ def save_figures(
 
 
 def save_models(out: Path, engine: Engine, worth: Worth) -> None:
-    """The host for `esper export`, the body as tensors, the plain model as a program, and a picture of worth."""
+    """Write the host for `esper export`, the body's tensors, the plain model as a program, and a plot of worth."""
     plot = engine.networks[0]
     host = GrownHost.of(engine, 0)
     if host.is_finite:

@@ -1,7 +1,7 @@
-"""Train the hosts of `esper grow` one after another, with checkpoints that the run can be resumed from.
+"""Train the hosts of `esper grow` one after another, with checkpoints to resume from.
 
-A checkpoint holds the host under way between two epochs, the hosts that are done, and the position in the journal. A
-resumed run repeats the epochs behind it bit for bit.
+A checkpoint contains the current host between two epochs, the finished hosts, and the position in the journal. A
+resumed run repeats the epochs after it bit for bit.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ HOSTS_COMPARED = (GROWN, NO_GROWTH, FROM_START, WIDER)
 GROW, RUN = "grow", "run"
 """Names of the documents in a checkpoint: the state of the hosts, and what is read before they are built."""
 CHECKPOINT_SHARE = 0.01
-"""Share of the time that checkpoints may take. Epochs longer than a few seconds all get one."""
+"""Maximum share of the time spent on checkpoints. Epochs longer than a few seconds all get one."""
 KEEP = 2
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What decides the result of a run of `esper grow`; a resumed run continues with the same."""
+    """The settings that determine the result of `esper grow`. A resumed run keeps them."""
 
     task: str
     controller: str
@@ -69,19 +69,19 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 @dataclass(slots=True)
 class Result:
-    """One host's training."""
+    """The training of one host."""
 
     name: str
     accuracy: float = float("nan")
     loss: float = float("nan")
     params: int = 0
-    """Of the network that an export holds: seeds still in training are no part of it."""
+    """Parameters of the exported network, without seeds that are still in training."""
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
 class Kept(msgspec.Struct, frozen=True, kw_only=True):
-    """What a checkpoint says before any host is built."""
+    """The part of a checkpoint that is read before any host is built."""
 
     settings: Settings
     exact: dict[str, str]
@@ -90,6 +90,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
     @classmethod
     def of(cls, saved: Saved) -> Kept:
+        """Read it from a checkpoint. Raise CheckpointError if the checkpoint is not one of `esper grow`."""
         try:
             return msgspec.convert(saved.document(RUN), cls)
         except msgspec.ValidationError as error:
@@ -97,7 +98,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exact_for(settings: Settings, config: EngineConfig, data: Dataset, controller: Controller) -> dict[str, str]:
-    """Return what must be the same for a run to be resumed bit for bit: `exactness`, and the policy's weights."""
+    """Return what must not change for a bit-exact resume: `exactness`, and the policy's weights."""
     found = exactness(settings.threads, config.device, data.sha256)
     if isinstance(controller, Learned):
         digest = hashlib.sha256()
@@ -108,7 +109,7 @@ def exact_for(settings: Settings, config: EngineConfig, data: Dataset, controlle
 
 
 class Keeper:
-    """Writes the checkpoints of a run. One that cannot be written costs a warning, not the run."""
+    """Writes the checkpoints of a run. A failed write gives a warning and does not end the run."""
 
     def __init__(self, run: Run, settings: Settings, exact: dict[str, str]) -> None:
         self.run, self.settings, self.exact = run, settings, exact
@@ -117,14 +118,14 @@ class Keeper:
         self._ended, self._cost_s = -math.inf, 0.0
 
     def keep(self, name: str, state: Callable[[], dict[str, Any]], *, always: bool = False) -> None:
-        """Write a checkpoint of this name if one is due. The journal is flushed first, so that it has no hole.
+        """Write a checkpoint of this name if one is due. The journal is flushed first, so that it has no gap.
 
-        While it cannot be flushed, a checkpoint is put off, unless `always` is set.
+        If it cannot be flushed, the checkpoint is postponed, unless `always` is set.
         """
         start = time.monotonic()
         if name == self.last or not (always or (start - self._ended) * CHECKPOINT_SHARE >= self._cost_s):
             return
-        self.run.directory.must_be_there()  # a directory that is gone is not made again
+        self.run.directory.must_be_there()  # do not create a removed directory again
         if not self.run.hub.flush() and not (always or self.run.hub.has_lost):
             warnings.warn("the journal cannot be flushed to disk; this checkpoint is put off", stacklevel=2)
             return
@@ -143,7 +144,7 @@ class Keeper:
         self._cost_s = self._ended - start
 
     def resumed(self, saved: Saved) -> None:
-        """Say which checkpoint the run continues from."""
+        """Record which checkpoint the run continues from."""
         self.last = saved.name
         self._told(saved.path, sum(file.stat().st_size for file in saved.path.iterdir()), "resumed", None)
 
@@ -154,7 +155,7 @@ class Keeper:
 
 @dataclass(slots=True)
 class Scene:
-    """Where hosts are trained side by side: the same task, data, world and budget, recorded in one run."""
+    """Training of several hosts with the same task, data, world and budget, recorded in one run."""
 
     run: Run
     task: Task
@@ -164,30 +165,32 @@ class Scene:
     level: Level
     keeper: Keeper
     stop: Callable[[], None]
-    """Called between epochs: raises SystemExit once a signal has asked for the end."""
+    """Called between epochs; raises SystemExit after a signal to stop."""
     progress: Callable[[str, Engine, Result], AbstractContextManager[Callable[[], None]]]
-    """Opens the display of one host's training; what it yields is called after every epoch."""
+    """Opens the display of one host's training. The function it yields is called after every epoch."""
     phases: Phases = field(default_factory=Phases)
     results: list[Result] = field(default_factory=list)
-    """Of the hosts that are done."""
+    """Results of the finished hosts."""
     grown: Engine | None = None
-    """The host that has grown, once it is done."""
+    """The engine of the growing host, once it is finished."""
     saved: Mapping[str, Any] | None = None
-    """The state to continue from; None once it was used."""
+    """The state to continue from; None after it was used."""
 
     def engine(self, task: Task | None = None) -> Engine:
+        """Return a new engine of this task, data and world."""
         return Engine(
             task or self.task, [self.seed], rules=Rules(), config=self.config, data=self.data, phases=self.phases
         )
 
     def emitter(self, name: str, engine: Engine) -> TelemetryEmitter:
+        """Return the emitter of the host of this name."""
         return TelemetryEmitter(
             self.run.hub, slots=self.task.slots, worlds=[self.seed], envs=[HOSTS_COMPARED.index(name)],
             host_params=engine.networks[0].host_size, level=self.level,
         )  # fmt: skip
 
     def load(self, saved: Saved, grown: Engine) -> None:
-        """Continue from a checkpoint; `grown` becomes the host that has grown if it was done."""
+        """Continue from a checkpoint. The state of the growing host is loaded into `grown` if it was finished."""
         self.keeper.resumed(saved)
         state = unpacked(saved.document(GROW), saved.tensors(GROW))
         self.results = [Result(**told) for told in state["results"]]
@@ -196,7 +199,7 @@ class Scene:
         self.saved = state
 
     def train(self, name: str, engine: Engine, controller: Controller) -> Result:
-        """Train one host for the task's epochs, or what is left of them, showing and recording how it goes."""
+        """Train one host for the task's remaining epochs, with display and telemetry. Return its result."""
         result, helper, phases, emit = Result(name), CounterfactualHelper(), self.phases, self.emitter(name, engine)
         if self.saved is None:
             emit.planted(engine.table)
@@ -236,7 +239,7 @@ class Scene:
         return result
 
     def _look(self, keep: Callable[..., None]) -> None:
-        """End here if a signal has asked for it, with a checkpoint of the last whole epoch."""
+        """Stop if a signal requested it, after writing a checkpoint of the last complete epoch."""
         try:
             self.stop()
         except SystemExit:
@@ -265,7 +268,7 @@ class Scene:
         return Result(**state["current"])
 
     def compare(self) -> Iterator[Result]:
-        """Train the hosts to compare with that are not done yet, each with the same budget of epochs."""
+        """Train the hosts to compare with that are not finished, each with the same number of epochs."""
         assert self.grown is not None
         done = {result.name for result in self.results}
         if NO_GROWTH not in done:
@@ -282,6 +285,7 @@ class Scene:
 
 
 def snapshot(engine: Engine) -> dict[str, Any]:
+    """Return the numbers of the current epoch."""
     t = engine.table
     return {
         "epoch": int(t.step[0]),

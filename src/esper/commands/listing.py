@@ -23,7 +23,7 @@ EMBEDDED = ("digits", "fashion", "moby")
 
 
 def list_tasks() -> None:
-    """Print a row of facts per task and below it the question that it asks: both fit into 80 columns."""
+    """Print a row of facts per task and its question below. Both fit into 80 columns."""
     rows = [("task", "host", "parameters", "data", "slots", "epochs")]
     for task in TASKS.values():
         with torch.device("meta"):
@@ -41,6 +41,7 @@ def list_tasks() -> None:
 
 
 def list_blueprints(task_name: str | None) -> None:
+    """Print the blueprints and their costs, at a task's slots or for example shapes."""
     console = Console()
     if task_name is None:
         for layout, site in EXAMPLES.items():

@@ -1,4 +1,4 @@
-"""`esper report`: a run, or several side by side, as one HTML file and a few lines in the terminal."""
+"""`esper report`: one run, or several side by side, as one HTML file and a short summary in the terminal."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.text import printable
 
 MOST_LINES = 20
-"""Environments listed in the terminal."""
+"""Maximum number of environments listed in the terminal."""
 TOP_PHASES = 3
 
 
 def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: bool) -> None:
-    """Write the report (into the run, or `./report.html` for several) and say in short what is in it."""
+    """Write the report (into the run, or `./report.html` for several) and print a summary."""
     if not runs:
         raise ConfigError("which run? Name one run directory or several; `esper runs` lists them")
     out = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
@@ -56,11 +56,11 @@ def _write(runs: list[Path], out: Path, as_json: bool) -> None:
         plainly(console, f"report: {out}")
 
 
-# -- in the terminal
+# -- terminal output
 
 
 def digest(run: RunSummary) -> Group:
-    """Per environment what came out, then where time went and whether anything was amiss."""
+    """Return the results per environment, the longest phases, and any problems."""
     parts: list[Any] = [f"[b]{escape(report.title_of(run))}[/b]  {headline(run)}"]
     latest = [env.latest for _, env in sorted(run.envs.items()) if env.latest is not None]
     if latest:
@@ -88,6 +88,7 @@ def digest(run: RunSummary) -> Group:
 
 
 def headline(run: RunSummary) -> str:
+    """Return status, task, controller, seed and duration of a run."""
     facts = [run.status, run.about("task"), run.about("controller")]
     facts += [f"seed {run.about('seed')}"] if run.about("seed") is not None else []
     facts += [spoken(run.wall_s, "seconds")] if run.wall_s is not None else []
@@ -95,14 +96,15 @@ def headline(run: RunSummary) -> str:
 
 
 def said(value: float | None, unit: str) -> str:
+    """Format a value, or "not measured"."""
     return "[dim]not measured[/dim]" if value is None else spoken(value, unit)
 
 
-# -- for other programs
+# -- JSON output
 
 
 def facts(run: RunSummary) -> dict[str, Any]:
-    """What the terminal says, as data; numbers that are not finite by name."""
+    """Return the summary as data. Numbers that are not finite are strings."""
     return {
         "run": report.title_of(run),
         "run_id": run.manifest.get("run_id"),
@@ -136,6 +138,7 @@ def facts(run: RunSummary) -> dict[str, Any]:
 
 
 def named(value: float | None) -> float | str | None:
+    """Return the value, or its name if it is not finite."""
     if value is None or math.isfinite(value):
         return value
     return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"

@@ -1,4 +1,4 @@
-"""What `esper train --resume` and `esper grow --resume` share: find the checkpoint, refuse what is not exact."""
+"""Code shared by `esper train --resume` and `esper grow --resume`: find the checkpoint, refuse inexact resumes."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ KINDS = {"train": "run", "grow": "grow"}
 
 
 def owns_run() -> bool:
-    """Whether this process is the rank that owns the run directory, as far as is known before the ranks have met."""
+    """Return whether this process is the rank that owns the run directory, judged before the ranks have met."""
     return MEETING not in os.environ and os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager
 def ownership(path: Path | None) -> Iterator[Lock | None]:
-    """Within: this process owns the run, so that its checkpoints do not change. RunError if another process does.
+    """Own the run within the context, so that its checkpoints do not change. Raise RunError if another process does.
 
-    Yields None if there is no run at `path`, or if it is for another rank to own.
+    Yields None if there is no run at `path`, or if another rank has to own it.
     """
     is_run = path is not None and any((path / name).exists() for name in (MANIFEST, LOCK, CHECKPOINTS))
     if path is None or not is_run or not owns_run():
@@ -46,7 +46,7 @@ def ownership(path: Path | None) -> Iterator[Lock | None]:
 
 
 def checkpoint_of(path: Path, command: str, facts: Callable[[Saved], dict[str, Any]]) -> Saved:
-    """Return the newest whole checkpoint of a run of this command; who resumes it has taken `ownership` first.
+    """Return the newest complete checkpoint of a run of this command. The caller must hold `ownership`.
 
     A lost or damaged manifest is rebuilt from the checkpoint: `facts` returns its task and settings.
     """
@@ -78,7 +78,7 @@ def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], d
 
 
 def must_fit(changed: list[str], allow_inexact: bool) -> None:
-    """Refuse to resume where something has changed that could change bits, unless the user allows it."""
+    """Refuse to resume if a change could affect bit-exactness, unless the user allows it."""
     if not allow_inexact:
         refuse_changes(changed)
     elif changed:

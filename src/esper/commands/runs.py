@@ -1,4 +1,4 @@
-"""`esper runs`: what was run, and how it ended."""
+"""`esper runs`: list runs and how they ended."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from esper.nissa.run import RunInfo, list_runs
 
 STYLES = {"running": "green", "failed": "red", "killed": "red", "unreadable": "red", "interrupted": "yellow"}
 DROPPED = ("started (UTC)", "size")
-"""Columns that go first where the terminal is narrow."""
+"""Columns that are dropped first on a narrow terminal."""
 DEFAULT_ROOT = Path("runs")
 
 
 def run_runs(root: Path, as_json: bool, console: Console | None = None) -> None:
-    """List the runs below `root`. The usual place need not exist yet; any other that is named must."""
+    """List the runs below `root`. Only the default directory need not exist."""
     if not root.is_dir() and (root != DEFAULT_ROOT or root.exists()):
         found = "it is a file" if root.exists() else "there is nothing"
         raise ConfigError(
@@ -50,6 +50,7 @@ def run_runs(root: Path, as_json: bool, console: Console | None = None) -> None:
 
 
 def as_table(rows: list[RunInfo], names: list[str]) -> Table:
+    """Return a table of these columns."""
     table = Table(box=None, pad_edge=False)
     for name in names:
         numeric, shrinks = name in ("time", "steps", "size"), name in ("task", "controller")
@@ -60,11 +61,12 @@ def as_table(rows: list[RunInfo], names: list[str]) -> Table:
 
 
 def natural_width(table: Table, console: Console) -> int:
+    """Return the width of a table without wrapping."""
     return Measurement.get(console, console.options.update(max_width=100_000), table).maximum
 
 
 def _status(row: RunInfo) -> Text:
-    """How the run ended, and what its journal lacks."""
+    """Return the status of a run and its missing events."""
     text = ", ".join([printable(row.status, 100), *row.losses])
     return Text(text, "red" if row.losses else STYLES.get(row.status, ""))
 
@@ -91,7 +93,7 @@ def _size(row: RunInfo) -> str:
 
 
 COLUMNS: dict[str, Callable[[RunInfo], str | Text]] = {
-    "run": lambda row: Text(printable(row.path.absolute().name, 200)),  # copies share an id
+    "run": lambda row: Text(printable(row.path.absolute().name, 200)),  # copies have the same id
     "task": lambda row: Text(printable(row.task or "–", 100)),
     "controller": lambda row: Text(printable(row.controller or "–", 100)),
     "status": lambda row: _status(row),

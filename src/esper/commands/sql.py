@@ -1,4 +1,4 @@
-"""`esper sql RUN… "select …"`: ask runs anything, and print the answer as a table, JSON or CSV."""
+"""`esper sql RUN… "select …"`: run a query and print the result as a table, JSON or CSV."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.text import cut, printable
 
 SHOWN_ROWS = 200
-"""Rows of a table on the screen, unless asked otherwise. JSON and CSV have them all: half a file helps nobody."""
+"""Default number of rows of a table on the screen. JSON and CSV contain all rows."""
 LONGEST_NAME, LONGEST_CELL, MOST_ITEMS = 100, 500, 100
-"""Of a table: characters of a column's name and of a cell, and values of a list in it. JSON and CSV have them all."""
+"""Limits of a table: characters of a column name and of a cell, and values of a list. JSON and CSV have no limits."""
 NUMBERS = ("INT", "DOUBLE", "FLOAT", "DECIMAL")
 NOTHING = "–"
 
@@ -42,7 +42,7 @@ def run_sql(
     timeout_s: float | None = 60.0,
     console: Console | None = None,
 ) -> None:
-    """Print the answer; without a query, what can be asked. A limit of 0 is no limit, None is the default."""
+    """Print the result; without a query, the schema. A limit of 0 is no limit, None is the default."""
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other: an answer has one form")
     if limit is not None and limit < 0:
@@ -50,7 +50,7 @@ def run_sql(
     console = console or Console()
     if query is None:
         for run in runs:
-            manifest_of(run)  # a misspelt run is told here too
+            manifest_of(run)  # raises for a misspelt run
         show_catalogue(console)
         return
     rows = (None if as_json or as_csv else SHOWN_ROWS) if limit is None else limit or None
@@ -67,6 +67,7 @@ def _warn(trouble: str) -> None:
 
 
 def show(answer: Answer, as_json: bool, as_csv: bool, console: Console) -> None:
+    """Print a result in the requested form."""
     if as_json:
         names = distinct(answer.columns)
         print(json.dumps([dict(zip(names, map(jsonable, row), strict=True)) for row in answer.rows], indent=1))
@@ -82,7 +83,7 @@ def show(answer: Answer, as_json: bool, as_csv: bool, console: Console) -> None:
 
 
 def distinct(columns: list[str]) -> list[str]:
-    """Names for JSON, where two columns of one name would be one: a, a becomes a, a_1."""
+    """Make column names unique, as JSON needs: a, a becomes a, a_1."""
     out: list[str] = []
     for name in columns:
         other, count = name, 0
@@ -94,19 +95,19 @@ def distinct(columns: list[str]) -> list[str]:
 
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], str | None]:
-    """`RUN… [QUERY]`: the last argument is the query, unless it is a directory."""
+    """Split `RUN… [QUERY]`: the last argument is the query, unless it is a directory."""
     if arguments and not Path(arguments[-1]).is_dir() and _reads_as_query(arguments[-1]):
         return [Path(a) for a in arguments[:-1]], arguments[-1]
     return [Path(a) for a in arguments], None
 
 
 def _reads_as_query(text: str) -> bool:
-    """A query has more than one word, a path to a run that is not there has seldom."""
+    """Return whether a text looks like a query: a path rarely has more than one word."""
     return len(text.split()) > 1 or text.strip().lower() in ("describe", "show")
 
 
 def show_answer(answer: Answer, console: Console) -> None:
-    """A table as wide as it needs; on a terminal the columns that fit, and a line about what is left out."""
+    """Print a table; on a terminal only the columns that fit, and a line on what is left out."""
     count = len(answer.columns)
     table = as_table(answer, count)
     if console.is_terminal:
@@ -124,10 +125,12 @@ def show_answer(answer: Answer, console: Console) -> None:
 
 
 def natural_width(table: Table, console: Console) -> int:
+    """Return the width of a table without wrapping."""
     return Measurement.get(console, console.options.update(max_width=100_000), table).maximum
 
 
 def as_table(answer: Answer, count: int) -> Table:
+    """Return the first `count` columns as a table."""
     table = Table()
     for name, kind in list(zip(answer.columns, answer.types, strict=True))[:count]:
         is_number = any(word in kind for word in NUMBERS) and not kind.endswith("]") and "(VARCHAR" not in kind
@@ -138,7 +141,7 @@ def as_table(answer: Answer, count: int) -> Table:
 
 
 def cell(value: Any) -> str:
-    """A value for people: nothing measured is a dash, floats have six digits, and text cannot move the cursor."""
+    """Format a value: – for null, floats with six digits, control characters escaped."""
     if value is None:
         return NOTHING
     if isinstance(value, bool):
@@ -159,7 +162,7 @@ def _left(values: list[Any] | dict[Any, Any]) -> list[str]:
 
 
 def jsonable(value: Any) -> Any:
-    """As in the journal: null is unmeasured, and a number that is not finite is a word."""
+    """Convert a value to JSON as in the journal: null is not measured, numbers that are not finite are strings."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -170,7 +173,7 @@ def jsonable(value: Any) -> Any:
 
 
 def csv_cell(value: Any) -> Any:
-    """Null is empty; what is no plain value is JSON; control characters but line ends and tabs are escaped."""
+    """Convert a value to CSV: null is empty, nested values are JSON, most control characters are escaped."""
     value = jsonable(value)
     if isinstance(value, str):
         return printable(value, None, keep="\n\t")
@@ -178,7 +181,7 @@ def csv_cell(value: Any) -> Any:
 
 
 def show_catalogue(console: Console) -> None:
-    """Every view and table with its columns and what they mean."""
+    """Print every view and table with its columns and their meaning."""
     shared = "; ".join(explained(PLACE_NOTES.items()))
     console.print(Text(f"Every table has {shared}. Every view has run. Null is unmeasured, NaN is NaN.\n"))
     for view in catalogue():
@@ -189,5 +192,6 @@ def show_catalogue(console: Console) -> None:
 
 
 def explained(columns: Iterable[tuple[str, str]]) -> Iterable[str]:
+    """Yield column names with their notes."""
     for name, note in columns:
         yield f"{name} ({note.rstrip('.')})" if note and name != "run" else name

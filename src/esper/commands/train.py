@@ -1,4 +1,4 @@
-"""`esper train`: train a policy on real or simulated hosts, recorded, ending with a table and a report."""
+"""`esper train`: train a policy on real or simulated hosts, with telemetry, a final table and a report."""
 
 from __future__ import annotations
 
@@ -47,14 +47,14 @@ from esper.tolaria.checkpoint import Checkpoints, Saved
 from esper.tolaria.data.dataset import must_be_usable
 
 OPTION = {"simulated": "--sim"}
-"""Options whose name is not that of their setting."""
+"""Options whose name differs from their setting."""
 SHOWN_WORLDS = 3
-"""Held-out worlds of the table at the end: a first look, not a result. `esper eval` gives one."""
+"""Held-out worlds of the final table: a first look. `esper eval` gives a reliable result."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """What a command line asks for besides the settings of the run."""
+    """Command-line options that are not settings of the run."""
 
     resume: Path | None = None
     allow_inexact: bool = False
@@ -65,7 +65,7 @@ class Asked:
     tensorboard: bool = False
 
     def as_before(self) -> str:
-        """Options with which a run that is resumed goes on as it was begun."""
+        """Return the options to repeat when the run is resumed."""
         said = "" if self.data_root is None else f" --data {self.data_root}"
         said += "" if self.workers == 1 else f" --workers {self.workers}"
         return said + ("" if self.compare else " --no-compare")
@@ -74,6 +74,7 @@ class Asked:
 def run_train(
     asked: Asked, *, preset: str | None, config_file: Path | None, sets: list[str], more: dict[str, Any], show: bool
 ) -> None:
+    """Train a policy from a config or from a checkpoint, or only print the config if `show`."""
     with ownership(asked.resume) as lock:
         if asked.resume is not None:
             settings = {"preset": preset, "config": config_file, "set": sets or None} | more
@@ -95,7 +96,7 @@ def run_train(
 
 
 def train_as_team(config: TrainConfig, saved: Saved | None, asked: Asked, lock: Lock | None) -> None:
-    """Start or join the other ranks and train, as the leading rank or as a further one."""
+    """Start or join the process group and train, as rank 0 or as another rank."""
     team = Team()
     try:
         with terminable(), Workers(asked.workers) as workers:
@@ -112,11 +113,11 @@ def train_as_team(config: TrainConfig, saved: Saved | None, asked: Asked, lock: 
             else:
                 follow(config, saved, asked, team)
     finally:
-        team.leave()  # after the workers were told to end: they do not take it for the loss of this rank
+        team.leave()  # after the workers were asked to exit, so that they do not report rank 0 as lost
 
 
 def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Asked) -> tuple[Saved, TrainConfig]:
-    """What a run goes on from, and its settings: its own, but for a larger number of rounds."""
+    """Return the checkpoint to resume from and its settings, with a larger number of rounds if given."""
     given += ["--out"] if asked.out is not None else []
     if given:
         raise ConfigError(
@@ -125,7 +126,7 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
         )
     with warnings.catch_warnings():
         if not owns_run():
-            warnings.simplefilter("ignore")  # the leading rank warns
+            warnings.simplefilter("ignore")  # rank 0 warns
         saved = checkpoint_of(path, "train", facts_of)
     told = about(saved)
     planned, done = int(told["config"].get("rounds", 0)), told["done"]
@@ -138,21 +139,22 @@ def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Ask
 
 
 def facts_of(saved: Saved) -> dict[str, Any]:
-    """Return what a manifest says of a run that left this checkpoint."""
+    """Return the manifest fields of the run that wrote this checkpoint."""
     config = built(TrainConfig, about(saved)["config"])
     return {"task": "sim" if config.simulated else config.task} | manifest_of(config)
 
 
 def manifest_of(config: TrainConfig) -> dict[str, Any]:
+    """Return the manifest fields of a config."""
     return {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
 
 
 def lead(
     config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, workers: Workers, lock: Lock | None
 ) -> None:
-    """The whole command, as the rank that owns the run directory."""
+    """Run the command as rank 0, which owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
-    env = make_env(config, data_root=asked.data_root)  # what is wrong with data, device or policy leaves no run behind
+    env = make_env(config, data_root=asked.data_root)  # an error in data, device or policy leaves no run behind
     if saved is not None:
         must_fit(differences(saved, config, env.ground), asked.allow_inexact)
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, team.size)
@@ -215,7 +217,7 @@ def lead(
 
 
 def resumable(path: Path, command: str) -> str:
-    """Say from which checkpoint a run that ended early can be resumed, and how."""
+    """Describe from which checkpoint a run that ended early can be resumed, and how."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kept = Checkpoints(path / CHECKPOINTS).newest()
@@ -223,7 +225,7 @@ def resumable(path: Path, command: str) -> str:
 
 
 def named(error: TrainingError, workers: Workers) -> str:
-    """What ended the team: of a process that has gone, which one and how, if it was ours."""
+    """Return the reason why the process group ended: which worker ended and how, if it was a local one."""
     if isinstance(error, Deserted):
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
@@ -238,7 +240,7 @@ def named(error: TrainingError, workers: Workers) -> str:
 def recording(
     config: TrainConfig, saved: Saved | None, asked: Asked, label: str, lock: Lock | None
 ) -> AbstractContextManager[Run]:
-    """A new run, or an earlier one that goes on."""
+    """Return the context of a new run, or of an earlier one that is resumed."""
     if saved is not None and asked.resume is not None:
         next_seq, changes = about(saved)["next_seq"], {"config": as_tree(config)}
         return record_on(
@@ -249,7 +251,7 @@ def recording(
 
 
 def follow(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team) -> None:
-    """A further rank: it trains its share of the environments and keeps a journal of its own. It says nothing."""
+    """Train a share of the environments as another rank, with its own journal and without output."""
     told = team.told()
     first = told["next_seq"][team.rank] if team.rank < len(told["next_seq"]) else 0
     path = Path(told["path"])
@@ -261,17 +263,17 @@ def follow(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team) -
             train_ppo_vectorized(
                 config, hub, directory=path, data_root=asked.data_root, resume=saved, team=team, look_up=stop
             )
-            hub.close()  # so that the leading rank hears of every event
+            hub.close()  # so that the event count sent to rank 0 is final
             team.each(hub.next_seq)
     except Deserted as error:
         if error.rank != 0:
-            raise SystemExit(3) from None  # rank 0 says it
+            raise SystemExit(3) from None  # rank 0 reports it
         again = f"esper train --resume {path}{asked.as_before()}"
         raise TrainingError(f"{error}. {resumable(path, again)}, once rank 0 has ended") from error
 
 
 def what_is_set(config: TrainConfig) -> str:
-    """The settings that differ from the defaults, and the few that always matter."""
+    """Return the settings that differ from the defaults, and the most important ones."""
     usual, mine = as_tree(TrainConfig()), as_tree(config)
     said = [f"{k}={mine[k]}" for k in ("task", "seed", "rounds", "envs") if not (k == "task" and config.simulated)]
     said += ["simulated hosts"] if config.simulated else []
@@ -284,7 +286,7 @@ def what_is_set(config: TrainConfig) -> str:
 
 
 class Shown:
-    """Progress: a bar in a terminal, a line now and then elsewhere."""
+    """Progress output: a bar in a terminal, else a line every few rounds."""
 
     def __init__(self, console: Console, config: TrainConfig, done: int = 0) -> None:
         self.console, self.rounds, self.done, self.start = console, config.rounds, done, time.monotonic()
@@ -303,6 +305,7 @@ class Shown:
         self.bar.stop()
 
     def round(self, told: Round) -> None:
+        """Show a finished round."""
         update = told.update
         short = f"return {said(update.return_mean, '+.4f')}"
         quality = f"quality {told.quality.mean():.1%}"
@@ -322,11 +325,12 @@ class Shown:
 
 
 def said(value: float | None, form: str) -> str:
+    """Format a value; – if it was not measured."""
     return "–" if value is None else format(value, form)
 
 
 def learning_table(trained: Trained) -> Table:
-    """How returns and choices changed, in at most eight rows."""
+    """Return a table of returns and other statistics over training, in at most eight rows."""
     table = Table("rounds", "return ± se", "quality", "op entropy", "KL", "value NRMSE", box=None, pad_edge=False,
                   title="Learning (± se: standard error over the rounds' episodes)")  # fmt: skip
     for group in np.array_split(np.arange(len(trained.rounds)), min(8, len(trained.rounds))):
@@ -345,5 +349,6 @@ def learning_table(trained: Trained) -> Table:
 
 
 def mean_of(values: list[float | None]) -> float | None:
+    """Return the mean of the measured values, None if there are none."""
     there = [v for v in values if v is not None]
     return float(np.mean(there)) if there else None

@@ -1,4 +1,4 @@
-"""`esper watch`: see a run while it goes on, or afterwards."""
+"""`esper watch`: show a run while it goes on, or afterwards."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from pathlib import Path
 from esper.leyline.errors import EsperError
 
 PLAIN_WIDTH = 100
-"""Of a frame that goes into a pipe or a file."""
+"""Width in characters of a frame that is written to a pipe or a file."""
 
 
 def run_watch(run: Path, once: bool) -> None:
-    """Open the live view, or print one plain frame if `once`, or if the output is no terminal."""
+    """Open the live view. Print one plain frame if `once`, or if the output is not a terminal."""
     try:
         if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
             _print_frame(run)

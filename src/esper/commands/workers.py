@@ -1,4 +1,4 @@
-"""Workers: `esper train --workers N` is this process and N − 1 like it, started with the same command line."""
+"""Worker processes: `esper train --workers N` is this process and N − 1 more with the same command line."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ from esper.recording import unhurried
 from esper.simic.training.team import MEETING
 
 GRACE_S = 3.0
-"""Seconds that workers have to leave when they are told to. One that does not has nothing to lose: what it recorded
-since the last checkpoint is recorded again."""
+"""Seconds that workers have to exit after a request. Killing one later loses nothing: events after the last checkpoint
+are recorded again.
+"""
 LEADER = "ESPER_LEADER"
-"""The environment variable that tells a spawned rank who started it."""
+"""Environment variable with the pid of the process that started a rank."""
 
 
 class Workers:
-    """The other ranks of this machine, for as long as the context lasts. They meet over a file of their own."""
+    """Context manager of the other ranks on this machine. They meet through a temporary file."""
 
     def __init__(self, count: int) -> None:
         if count > 1 and "RANK" in os.environ:
@@ -34,9 +35,9 @@ class Workers:
     def __enter__(self) -> Workers:
         if self.count > 1 and self.leads:
             try:
-                with unhurried():  # a worker that nobody knows of could not be told to end
+                with unhurried():  # a signal in between would leave an untracked worker
                     self._start()
-            except BaseException as error:  # a signal, for one
+            except BaseException as error:  # a signal, for example
                 self.__exit__(type(error), error, None)
                 raise
         return self
@@ -57,12 +58,12 @@ class Workers:
         return f"{rank}/{self.count}/{self.place}/meeting"
 
     def met(self) -> None:
-        """All have met: the meeting place is needed no more, and is not left behind whatever happens."""
+        """Remove the meeting file after all ranks have met."""
         if self.place is not None:
             shutil.rmtree(self.place, ignore_errors=True)
 
     def look_up(self) -> None:
-        """All are there, or this rank must not wait for them."""
+        """Raise TrainingError if a worker has ended."""
         for rank, process in enumerate(self.processes, 1):
             if process.poll() is not None:
                 how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
@@ -90,12 +91,13 @@ class Workers:
 
 
 class Parent:
-    """The process that started this rank: when it is gone, so is the run."""
+    """The process that started this rank. The run ends with it."""
 
     def __init__(self) -> None:
         leader = os.environ.get(LEADER, "")
         self.pid = int(leader) if leader.isdecimal() and len(leader) < 10 else os.getppid()
 
     def look_up(self) -> None:
+        """Raise TrainingError if the parent has ended."""
         if os.getppid() != self.pid:
             raise TrainingError("the process that started this rank is gone")
