@@ -1,4 +1,4 @@
-"""The best host of a run: chosen by utility, kept whole, and known again when it comes back."""
+"""The best host of a run: selected by utility, saved completely, and verified when loaded."""
 
 import copy
 import dataclasses
@@ -22,7 +22,7 @@ SHORT = dataclasses.replace(get_task("digits"), batches_per_epoch=2, val_size=60
 
 
 def grown_engine(task: Task = SHORT, worlds: tuple[int, ...] = (4, 7, 9), steps: int = 2) -> Engine:
-    """Hosts with a fossil each, trained so far that average and weights differ."""
+    """Return hosts with a fossil each, trained until average and weights differ."""
     engine = Engine(task, list(worlds))
     for env in range(len(worlds)):
         blueprint = {"cnn": "conv_light", "mlp": "lora", "transformer": "attention"}[task.host]
@@ -48,41 +48,41 @@ def world_of(best: BestHost) -> int:
     return best.host.world
 
 
-def test_the_highest_utility_is_kept_until_a_higher_one_comes(engine):
+def test_highest_utility_is_kept_until_a_higher_one(engine):
     best = BestHost()
     assert best.document() == {}
     assert best.tensors() == {}
     assert best.offer(engine, np.array([0.1, 0.3, 0.2]), 0)
     assert world_of(best) == 7
-    assert not best.offer(engine, [0.3, 0.2, 0.1], 1)  # as good is not better
+    assert not best.offer(engine, [0.3, 0.2, 0.1], 1)  # equal is not better
     assert (world_of(best), best.host.round) == (7, 0)
     assert best.offer(engine, [0.3, 0.2, 0.31], 2)
     assert (world_of(best), best.host.round, best.host.utility) == (9, 2, 0.31)
 
 
-def test_of_equals_the_first_is_kept_and_a_negative_utility_is_still_the_best_of_one_round(engine):
+def test_first_of_equals_is_kept_and_negative_utility_is_accepted(engine):
     assert world_of(kept(engine, [-0.2, -0.1, -0.1])) == 7
     assert world_of(kept(engine, [math.inf, -0.1, math.nan])) == 7
 
 
 @pytest.mark.parametrize("utility", [[math.nan] * 3, [math.nan, -math.inf, math.inf]])
-def test_what_was_not_measured_is_never_kept(engine, utility):
+def test_unmeasured_utility_is_never_kept(engine, utility):
     best = BestHost()
     assert not best.offer(engine, utility, 0)
     assert best.host is None
 
 
-def test_a_sick_host_is_passed_over_for_the_next_best():
+def test_non_finite_host_is_skipped_for_the_next_best():
     engine = grown_engine()
     with torch.no_grad():
         engine.networks[1].average.average[0].view(-1)[0] = math.nan
     assert world_of(kept(engine, [0.1, 0.3, 0.2])) == 9
     best = kept(engine, [0.25, math.nan, 0.1])
-    assert not best.offer(engine, [0.2, 0.9, 0.2], 1)  # the next best does not beat what is kept
+    assert not best.offer(engine, [0.2, 0.9, 0.2], 1)  # the next best is below the kept one
     assert world_of(best) == 4
 
 
-def test_averaged_weights_are_kept_and_the_engine_does_not_notice():
+def test_averaged_weights_are_kept_and_the_engine_is_unchanged():
     engine, other = grown_engine(), grown_engine()
     best = kept(engine)
     plot = engine.networks[1]
@@ -95,14 +95,14 @@ def test_averaged_weights_are_kept_and_the_engine_does_not_notice():
     for each in (engine, other):
         each.step(wait_everywhere(len(each.networks)))
 
-    assert all(torch.equal(best.host.state[n], t) for n, t in before.items())  # copies: training goes on without them
+    assert all(torch.equal(best.host.state[n], t) for n, t in before.items())  # copies: training does not change them
     for a, b in zip(engine.networks, other.networks, strict=True):
         assert all(torch.equal(v, b.body.state_dict()[k]) for k, v in a.body.state_dict().items())
         assert all(torch.equal(v, w) for v, w in zip(a.average.average, b.average.average, strict=True))
     assert np.array_equal(engine.table.quality, other.table.quality)
 
 
-def test_the_test_split_is_not_looked_at():
+def test_test_split_is_not_read():
     engine = grown_engine()
     poisoned = dataclasses.replace(engine.data, test=None)
     engine.data = poisoned
@@ -119,7 +119,7 @@ def test_the_test_split_is_not_looked_at():
         pytest.param(dataclasses.replace(get_task("moby"), batches_per_epoch=1, batch=4, val_size=8), id="transformer"),
     ],
 )
-def test_a_body_comes_back_from_json_and_tensors_and_answers_as_before(task):
+def test_body_restored_from_json_and_tensors_gives_the_same_outputs(task):
     engine = grown_engine(task, (4,), steps=1)
     plot = engine.networks[0]
     live = plot.body.plant("r0c1", "norm", Operator.MULTIPLY, seed=3)
@@ -139,7 +139,7 @@ def test_a_body_comes_back_from_json_and_tensors_and_answers_as_before(task):
         assert torch.equal(body(x), plot.body.eval()(x))
 
 
-def test_it_is_saved_in_a_directory_of_its_own_in_place_of_the_one_before(engine, tmp_path):
+def test_saved_host_replaces_the_previous_one_in_its_own_directory(engine, tmp_path):
     best = kept(engine)
     assert BestHost().save(tmp_path / "none") is None
     assert not (tmp_path / "none").exists()
@@ -155,7 +155,7 @@ def test_it_is_saved_in_a_directory_of_its_own_in_place_of_the_one_before(engine
 
 
 @pytest.mark.filterwarnings("ignore:checkpoint")
-def test_a_directory_without_a_whole_host_is_refused(engine, tmp_path):
+def test_directory_without_a_complete_host_is_refused(engine, tmp_path):
     with pytest.raises(DataError, match="no grown host"):
         BestHost.load(tmp_path)
     path = kept(engine).save(tmp_path)
@@ -175,7 +175,7 @@ def rebuilt(document, tensors):
     return BestHost.restored(document, tensors).host.body()
 
 
-def test_what_was_tampered_with_is_refused_in_words(engine):
+def test_modified_host_is_refused_with_a_reason(engine):
     best = kept(engine)
     document, tensors = best.document(), best.tensors()
     first = next(n for n in tensors if n.startswith("state/layers"))
@@ -200,7 +200,7 @@ def test_what_was_tampered_with_is_refused_in_words(engine):
         BestHost.restored(document, without)
 
 
-def test_a_comparison_knows_another_model_from_rounding(engine):
+def test_comparison_distinguishes_another_model_from_rounding(engine):
     host = GrownHost.of(engine, 0)
     assert host.compare(host.answers + 1e-7, "this") < 1e-6
     with pytest.raises(DataError, match="does not answer as the host did"):

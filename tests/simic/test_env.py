@@ -1,4 +1,4 @@
-"""The environments: Gymnasium's contracts, seeds as worlds, rounds, illegal actions, and learners of other houses."""
+"""The environments: Gymnasium's contracts, seeds as worlds, rounds, illegal actions, and third-party learners."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def digits() -> GrowthEnv:
 
 
 @pytest.mark.parametrize("make", [one, digits])
-def test_gymnasium_has_nothing_to_complain_about(make: Any) -> None:
+def test_gymnasium_checker_passes(make: Any) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         check_env(make(), skip_render_check=True)
@@ -72,7 +72,7 @@ def test_spaces_are_one_box_and_eight_heads() -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 2**32 - 1), st.booleans())
-def test_observations_stay_in_the_box_whatever_is_done(dice: int, only_legal: bool) -> None:
+def test_observations_stay_in_the_box_for_any_actions(dice: int, only_legal: bool) -> None:
     env, rng = sim_env(4), np.random.default_rng(dice)
     obs, info = env.reset(seed=dice)
     for _ in range(HORIZON):
@@ -87,7 +87,7 @@ def test_observations_stay_in_the_box_whatever_is_done(dice: int, only_legal: bo
     assert env.observation_space.contains(obs)
 
 
-def test_an_end_is_told_once_and_the_next_step_begins_a_round() -> None:
+def test_end_is_reported_once_and_the_next_step_starts_a_round() -> None:
     env = sim_env(2)
     first, _ = env.reset()
     for t in range(HORIZON):
@@ -105,7 +105,7 @@ def test_an_end_is_told_once_and_the_next_step_begins_a_round() -> None:
     assert not env.step(wait_everywhere(2))[2].any()
 
 
-def test_what_was_returned_is_never_written_again() -> None:
+def test_returned_arrays_are_never_written_again() -> None:
     env, rng = sim_env(3), np.random.default_rng(0)
     kept, copies = [], []
     result: tuple[Any, ...] = env.reset()
@@ -119,7 +119,7 @@ def test_what_was_returned_is_never_written_again() -> None:
             np.testing.assert_array_equal(a, b)
 
 
-def test_infos_can_be_read_by_gymnasiums_own_wrappers() -> None:
+def test_infos_are_compatible_with_gymnasium_wrappers() -> None:
     env = DictInfoToList(sim_env(2))
     _, infos = env.reset()
     assert [sorted(i) for i in infos] == [["happened", "masks", "quality", "utility"]] * 2
@@ -127,7 +127,7 @@ def test_infos_can_be_read_by_gymnasiums_own_wrappers() -> None:
     assert told[0]["quality"] != told[1]["quality"]
 
 
-def test_gymnasium_counts_our_episodes() -> None:
+def test_gymnasium_wrapper_counts_episodes() -> None:
     inner = sim_env(2)
     env = RecordEpisodeStatistics(inner)
     env.reset()
@@ -138,10 +138,10 @@ def test_gymnasium_counts_our_episodes() -> None:
         earned += paid
     np.testing.assert_array_equal(info["episode"]["l"], HORIZON)
     np.testing.assert_allclose(info["episode"]["r"], earned, rtol=1e-5)
-    np.testing.assert_allclose(earned, info["utility"], atol=1e-6)  # rewards add up to what was reached
+    np.testing.assert_allclose(earned, info["utility"], atol=1e-6)  # rewards add up to the final utility
 
 
-def test_single_environments_stand_side_by_side_in_gymnasium_as_in_ours() -> None:
+def test_gymnasium_vector_of_single_environments_equals_ours() -> None:
     theirs, ours = SyncVectorEnv([partial(one, (w,)) for w in range(3)]), sim_env(3)
     np.testing.assert_array_equal(theirs.reset()[0], ours.reset()[0])
     rng = np.random.default_rng(2)
@@ -155,7 +155,7 @@ def test_single_environments_stand_side_by_side_in_gymnasium_as_in_ours() -> Non
             np.testing.assert_array_equal(a[-1][key], value, err_msg=key)
 
 
-def test_stepping_without_a_reset_is_said_to_be_wrong() -> None:
+def test_step_without_reset_is_refused() -> None:
     for env in (sim_env(), one()):
         with pytest.raises(gym.error.ResetNeeded, match="reset"):
             env.step(env.action_space.sample())
@@ -172,7 +172,7 @@ def test_stepping_without_a_reset_is_said_to_be_wrong() -> None:
 # ---- worlds, seeds and rounds
 
 
-def test_a_seed_is_a_world() -> None:
+def test_reset_seed_selects_the_world() -> None:
     env = sim_env(3)
     env.reset(seed=7)
     assert env.ground.worlds == [7, 8, 9]
@@ -185,7 +185,7 @@ def test_a_seed_is_a_world() -> None:
     assert single.env.ground.worlds == [9]
 
 
-def test_a_seed_begins_the_count_of_rounds_anew() -> None:
+def test_reset_seed_restarts_the_round_count() -> None:
     env = GrowthVectorEnv(Simulator(SIM, [0, 1]), lambda n: [10 * n, 10 * n + 1])
     seen = []
     for _ in range(2):
@@ -196,7 +196,7 @@ def test_a_seed_begins_the_count_of_rounds_anew() -> None:
     assert seen == [[10, 11], [20, 21], [30, 31]] * 2
 
 
-def test_rounds_go_through_the_worlds() -> None:
+def test_rounds_cycle_through_the_worlds() -> None:
     env = one((3, 4, 9))
     seen = []
     for _ in range(4):
@@ -205,7 +205,7 @@ def test_rounds_go_through_the_worlds() -> None:
     assert seen == [3, 4, 9, 3]
 
 
-def test_options_name_worlds() -> None:
+def test_options_select_worlds() -> None:
     env = sim_env(2)
     env.reset(options={"worlds": np.array([8, 0])}, seed=4)
     assert env.ground.worlds == [8, 0]
@@ -215,7 +215,7 @@ def test_options_name_worlds() -> None:
         env.reset(options={"world": [1, 2]})
 
 
-def test_an_environment_needs_a_world() -> None:
+def test_environment_needs_a_world() -> None:
     with pytest.raises(ConfigError, match="at least one world"):
         one(())
     with pytest.raises(ConfigError, match="at least one world"):
@@ -223,7 +223,7 @@ def test_an_environment_needs_a_world() -> None:
 
 
 @pytest.mark.parametrize("make", [one, digits])
-def test_the_same_seed_and_actions_give_the_same_episode(make: Any) -> None:
+def test_same_seed_and_actions_give_the_same_episode(make: Any) -> None:
     episodes = []
     for _ in range(2):
         env = make()
@@ -239,17 +239,17 @@ def test_the_same_seed_and_actions_give_the_same_episode(make: Any) -> None:
         assert a[1:-1] == b[1:-1]
 
 
-def test_different_worlds_live_different_lives() -> None:
+def test_different_worlds_give_different_episodes() -> None:
     env = sim_env(2)
     env.reset()
     _, _, _, _, info = env.step(wait_everywhere(2))
     assert info["quality"][0] != info["quality"][1]
 
 
-# ---- what acts do and what they pay
+# ---- effects and rewards of actions
 
 
-def test_an_illegal_action_does_nothing_and_says_so() -> None:
+def test_illegal_action_does_nothing_and_is_flagged() -> None:
     plain, odd = sim_env(1), sim_env(1)
     plain.reset()
     odd.reset()
@@ -275,18 +275,18 @@ def test_actions_of_another_shape_are_refused() -> None:
 
 
 @pytest.mark.parametrize("odd", [np.nan, np.inf, 0.5])
-def test_actions_that_are_no_whole_numbers_are_refused(odd: float) -> None:
+def test_actions_that_are_not_integers_are_refused(odd: float) -> None:
     env = sim_env(2)
     env.reset()
     actions = np.zeros((2, 8))
-    env.step(actions)  # floats that are whole numbers will do
+    env.step(actions)  # integral floats are accepted
     actions[1, 3] = odd
     with pytest.raises(ConfigError, match="whole and finite"):
         env.step(actions)
 
 
 @pytest.mark.parametrize("mode", ["utility", "shaped", "sparse"])
-def test_a_step_pays_for_what_it_led_to(mode: str) -> None:
+def test_reward_is_for_the_state_the_step_led_to(mode: str) -> None:
     config = RewardConfig(mode=mode, scale=2.0)
     env, rng = sim_env(4, reward=config), np.random.default_rng(3)
     env.reset()
@@ -302,10 +302,10 @@ def test_a_step_pays_for_what_it_led_to(mode: str) -> None:
         before = after
 
 
-# ---- learners of other houses
+# ---- third-party learners
 
 
-def test_masks_for_each_head_alone_are_those_of_all_legal_actions() -> None:
+def test_per_head_masks_are_those_of_all_legal_actions() -> None:
     env, rng = one(), np.random.default_rng(4)
     env.reset()
     sizes = env.env.layout.head_sizes
@@ -313,7 +313,7 @@ def test_masks_for_each_head_alone_are_those_of_all_legal_actions() -> None:
     for _ in range(HORIZON):
         table = env.env.ground.table
         heads = np.split(env.action_masks(), np.cumsum(sizes)[:-1])
-        for op in Op:  # slow and plain: try every slot and blueprint
+        for op in Op:  # slow reference: try every slot and blueprint
             rows = np.array([CANONICAL] * (3 * 13))
             rows[:, Head.OP], rows[:, Head.SLOT] = op, np.repeat(np.arange(3), 13)
             rows[:, Head.BLUEPRINT] = np.tile(np.arange(13), 3)
@@ -332,15 +332,15 @@ def test_masks_for_each_head_alone_are_those_of_all_legal_actions() -> None:
     assert grown
 
 
-def test_a_head_without_choices_still_says_something() -> None:
-    env = one(fixed={Head.BLUEPRINT: 0})  # noop is nobody's choice: nothing can be planted
+def test_head_without_choices_still_has_a_legal_option() -> None:
+    env = one(fixed={Head.BLUEPRINT: 0})  # noop is never a choice: nothing can be germinated
     env.reset()
     heads = np.split(env.action_masks(), np.cumsum(env.env.layout.head_sizes)[:-1])
     assert heads[Head.BLUEPRINT].nonzero()[0].tolist() == [0]
     assert heads[Head.OP].nonzero()[0].tolist() == [Op.WAIT]
 
 
-def test_heads_that_do_not_fit_together_act_as_wait() -> None:
+def test_inconsistent_heads_act_as_wait() -> None:
     env, waits = one(), one()
     env.reset()
     waits.reset()

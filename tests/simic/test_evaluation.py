@@ -1,4 +1,4 @@
-"""Comparing controllers: the same worlds for all, and intervals that mean what they say."""
+"""Comparing controllers: the same worlds for all, and intervals with the stated coverage."""
 
 import dataclasses
 
@@ -23,7 +23,7 @@ def ground():
     return HostGround(dataclasses.replace(get_task("digits"), epochs=18))
 
 
-def test_the_interval_covers_the_true_difference_about_as_often_as_it_says():
+def test_interval_has_the_stated_coverage():
     rng = np.random.default_rng(0)
     covered = 0
     for i in range(300):
@@ -34,13 +34,13 @@ def test_the_interval_covers_the_true_difference_about_as_often_as_it_says():
     assert 0.88 <= covered / 300 <= 0.98
 
 
-def test_a_difference_is_sure_only_if_its_interval_lies_on_one_side():
+def test_difference_is_significant_only_if_its_interval_excludes_zero():
     assert compare(np.arange(20) + 1.0, np.arange(20)).is_sure
     assert not compare(np.array([1.0, -1.0] * 10), np.zeros(20)).is_sure
     assert compare(np.zeros(5), np.ones(5)) == (-1.0, -1.0, -1.0)
 
 
-def test_simulated_worlds_are_the_same_for_everybody_and_in_any_company():
+def test_simulated_worlds_do_not_depend_on_controller_or_other_worlds():
     sim = Simulator(SimConfig(), [0])
     for controller in (Random, Schedule):
         many = play(sim, controller(), range(100, 132), REWARD, "schedule")
@@ -54,7 +54,7 @@ def test_simulated_worlds_are_the_same_for_everybody_and_in_any_company():
     assert np.isnan(many.test).all()  # a simulated host has no test split
 
 
-def test_a_trained_policy_plays_the_same_worlds_the_same_way_every_time():
+def test_trained_policy_is_deterministic_in_the_same_worlds():
     sim = Simulator(SimConfig(), [0])
     learned = Learned(TamiyoNetwork())
     first = play(sim, learned, range(16), REWARD)
@@ -64,11 +64,11 @@ def test_a_trained_policy_plays_the_same_worlds_the_same_way_every_time():
     assert alone.utility[0] == pytest.approx(first.utility[7], abs=1e-6)
 
 
-def test_real_hosts_are_measured_on_test_data_and_against_their_twins(ground):
-    worlds = list(range(20, 20 + AT_ONCE + 1))  # more than live side by side
+def test_real_hosts_are_measured_on_test_data_against_their_baselines(ground):
+    worlds = list(range(20, 20 + AT_ONCE + 1))  # more than run side by side
     nothing = play(ground, Wait(), worlds, REWARD, "none")
     assert nothing.worlds == worlds
-    assert np.allclose(nothing.utility, 0.0)  # no growth is its own twin, and pays no rent
+    assert np.allclose(nothing.utility, 0.0)  # no growth is its own baseline, and pays no rent
     assert ((nothing.test > 0.1) & (nothing.test < 1.0)).all()
     grown = play(ground, Schedule(), worlds[:2], REWARD, "schedule")
     assert (grown.params > nothing.params[:2]).all()
@@ -83,7 +83,7 @@ def test_real_hosts_are_measured_on_test_data_and_against_their_twins(ground):
     assert [set(s) for s in same.structures] == [set(s) for s in grown.structures]
 
 
-def test_static_hosts_are_charged_for_their_size_against_the_same_twin(ground):
+def test_static_hosts_are_charged_for_their_size_against_the_same_baseline(ground):
     size = 3 * ground.context.host_params
     wide = static(ground, ground.task.widened(size), [20, 21], REWARD, "wider")
     assert (wide.params >= size).all()
@@ -95,7 +95,7 @@ def test_static_hosts_are_charged_for_their_size_against_the_same_twin(ground):
     assert np.allclose(same_host.utility, 0.0, atol=1e-6)
 
 
-def test_the_best_schedule_is_the_best_of_those_tried():
+def test_best_schedule_is_the_best_of_those_tried():
     ground, tried = HostGround(dataclasses.replace(get_task("digits"), epochs=2, batches_per_epoch=2)), []
     schedule, told = best_schedule_on(ground, [0], REWARD, tried.append)
     values = {text.split(":")[0]: float(text.split(":")[1]) for text in tried}
@@ -104,7 +104,7 @@ def test_the_best_schedule_is_the_best_of_those_tried():
     assert isinstance(schedule, Schedule)
 
 
-def test_a_deeper_host_keeps_its_pools_and_a_wider_one_its_depth():
+def test_deeper_host_keeps_its_pools_and_wider_one_its_depth():
     task = get_task("rescue")
     deep = task.deepened(3000)
     assert deep.host_kwargs["blocks"] > task.host_kwargs["blocks"]
@@ -113,7 +113,7 @@ def test_a_deeper_host_keeps_its_pools_and_a_wider_one_its_depth():
     assert get_task("moby").deepened(200_000).host_kwargs["layers"] > 3
 
 
-def test_random_play_is_no_better_than_nothing_in_the_simulator():
+def test_random_play_is_no_better_than_no_growth_in_the_simulator():
     sim = Simulator(SimConfig(), [0])
     lucky = play(sim, Random(), range(256), REWARD)
     assert abs(lucky.utility.mean()) < 0.01

@@ -1,4 +1,4 @@
-"""Ground: real hosts behind one face. Alone as among others, equal to the engine driven by hand, priced by leyline."""
+"""The backend for real hosts: one interface, independent environments, equal to the engine used directly."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def digits() -> Task:
 
 @lru_cache
 def images() -> Task:
-    """A small convolutional host with BatchNorm, on columns of light."""
+    """Return a task: a small convolutional host with BatchNorm, on images with a bright column."""
     noise = torch.Generator().manual_seed(0)
     y = torch.randint(3, (200,), generator=noise)
     x = torch.randn(200, 1, 8, 8, generator=noise)
@@ -64,7 +64,7 @@ TASKS = {"digits": digits, "images": images, "text": text}
 
 
 def weights(plot: HostNetwork) -> str:
-    """Of everything that a host and its seeds have learnt."""
+    """Return a hash of all weights of a host and its seeds."""
     digest = hashlib.sha256()
     for name, value in sorted(plot.body.state_dict().items()):
         digest.update(name.encode() + value.detach().contiguous().numpy().tobytes())
@@ -72,7 +72,7 @@ def weights(plot: HostNetwork) -> str:
 
 
 def choices(task: Task, envs: int) -> list[np.ndarray]:
-    """Random legal actions, one row per environment and step, as played by a ground of their own."""
+    """Return random legal actions, one row per environment and step, as played on a separate backend."""
     ground, chance, found = HostGround(task, rules=BRISK), Random(5), []
     ground.reset(range(envs))
     for _ in range(STEPS):
@@ -89,7 +89,7 @@ def same_rows(one: SlotTable, two: SlotTable) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_a_ground_is_the_engine_driven_by_hand(name: str) -> None:
+def test_backend_equals_the_engine_used_directly(name: str) -> None:
     task = TASKS[name]()
     actions = choices(task, 3)
     ground, helper = HostGround(task, rules=BRISK), CounterfactualHelper()
@@ -106,7 +106,7 @@ def test_a_ground_is_the_engine_driven_by_hand(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_an_environment_is_the_same_alone_as_among_others(name: str) -> None:
+def test_environment_alone_equals_itself_among_others(name: str) -> None:
     task = TASKS[name]()
     actions = choices(task, 3)
     crowd = GrowthVectorEnv(HostGround(task, rules=BRISK), [0, 1, 2])
@@ -129,7 +129,7 @@ def same_worth(one: Any, two: Any) -> None:
     np.testing.assert_array_equal(one.shapley, two.shapley)
 
 
-def test_a_reset_begins_the_same_lives_again() -> None:
+def test_reset_repeats_the_same_episodes() -> None:
     actions = choices(digits(), 2)
     ground, ends = HostGround(digits(), rules=BRISK), []
     for _ in range(2):
@@ -142,7 +142,7 @@ def test_a_reset_begins_the_same_lives_again() -> None:
     assert ends[0] == ends[1]
 
 
-def test_twins_are_asked_for_only_when_there_is_something_to_compare() -> None:
+def test_baselines_are_requested_only_when_there_is_growth_to_compare() -> None:
     ground = HostGround(digits())
     ground.reset([0, 1])
     assert np.isnan(ground.twin_quality).all()
@@ -152,7 +152,7 @@ def test_twins_are_asked_for_only_when_there_is_something_to_compare() -> None:
     assert ground.twins.known.keys() == {0, 1}
 
 
-def test_sizes_are_those_that_leyline_counts() -> None:
+def test_sizes_equal_those_counted_by_leyline() -> None:
     task = images()
     env = GrowthVectorEnv(HostGround(task, rules=BRISK), [0, 1, 2])
     env.reset()
@@ -176,11 +176,11 @@ def test_sizes_are_those_that_leyline_counts() -> None:
     assert dearer > 0
 
 
-# ---- what a policy is told of a body
+# ---- the observation context of a body
 
 
 def macs_by_hand(model: nn.Module, sample: Tensor) -> int:
-    """Multiply-adds of convolutions and linear layers: weights times the places where they are used."""
+    """Return the multiply-adds of convolutions and linear layers: weights times the positions where they are used."""
     total = 0
 
     def count(module: Any, args: Any, out: Tensor) -> None:
@@ -197,7 +197,7 @@ def macs_by_hand(model: nn.Module, sample: Tensor) -> int:
 
 
 @pytest.mark.parametrize("name", TASKS)
-def test_the_context_of_our_own_hosts(name: str) -> None:
+def test_context_of_builtin_hosts(name: str) -> None:
     task = TASKS[name]()
     ground = HostGround(task)
     body, context = ground.engine.networks[0].body, ground.context
@@ -222,7 +222,7 @@ GRAFTS = ("cnn", "residual", "tuple_blocks", "keyword_mask", "two_inputs", "dict
 
 
 @pytest.mark.parametrize("case", [ZOO[name] for name in GRAFTS], ids=GRAFTS)
-def test_the_context_of_a_grafted_model(case: Case) -> None:
+def test_context_of_a_grafted_model(case: Case) -> None:
     body = graft(case.model(0), list(case.at), probe=case.batch(4), select=case.select)
     context = context_of(body, 12, Thresholds())
     assert context.host_macs > 100
@@ -231,13 +231,13 @@ def test_the_context_of_a_grafted_model(case: Case) -> None:
     assert (context.slot_params.max(axis=1) > 0).all()
 
 
-def test_depth_follows_the_forward_pass_whatever_order_slots_were_named_in() -> None:
+def test_depth_follows_the_forward_pass_for_any_slot_order() -> None:
     case = ZOO["cnn"]
     body = graft(case.model(0), ["features.2", "features.0", "features.1"], probe=case.batch(4))
     np.testing.assert_array_equal(context_of(body, 12, Thresholds()).slot_depth, [1.0, 0.0, 0.5])
 
 
-def test_looking_at_a_body_leaves_no_trace() -> None:
+def test_computing_the_context_leaves_the_body_unchanged() -> None:
     case = ZOO["cnn"]
     body = graft(case.model(0), list(case.at), probe=case.batch(4))
     body.train()
@@ -253,7 +253,7 @@ def test_looking_at_a_body_leaves_no_trace() -> None:
 
 
 @pytest.mark.parametrize("name", ["cnn", "transformer_host", "two_inputs", "batch_mixer"])
-def test_a_grown_body_has_the_context_of_the_bare_host(name: str) -> None:
+def test_grown_body_has_the_context_of_the_bare_host(name: str) -> None:
     case = ZOO[name]
     body = graft(case.model(0), list(case.at), probe=case.batch(4))
     bare = context_of(body, 12, Thresholds())
@@ -265,11 +265,11 @@ def test_a_grown_body_has_the_context_of_the_bare_host(name: str) -> None:
     assert all(slot.fork is None for slot in body.slots.values())
 
 
-# ---- both grounds have one face
+# ---- both backends have one interface
 
 
 @pytest.mark.parametrize("make", [lambda: HostGround(digits()), lambda: Simulator(SimConfig(horizon=STEPS), [0])])
-def test_every_ground_has_the_same_face(make: Any) -> None:
+def test_every_backend_has_the_same_interface(make: Any) -> None:
     ground: Ground = make()
     ground.reset([3])
     assert ground.worlds == [3]

@@ -1,4 +1,4 @@
-"""`examples/ppo_one_file.py` is the package's algorithm in one view: it must give the same update, and learn."""
+"""`examples/ppo_one_file.py` implements the package's algorithm: it must give the same update, and learn."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ FILE = Path(__file__).parents[2] / "examples" / "ppo_one_file.py"
 
 @pytest.fixture(scope="module")
 def one():
-    """The example as a module."""
+    """Import the example as a module."""
     spec = importlib.util.spec_from_file_location("ppo_one_file", FILE)
     module = importlib.util.module_from_spec(spec)
     sys.modules["ppo_one_file"] = module  # dataclasses look their module up
@@ -48,7 +48,7 @@ def package_config(settings):
 
 
 def as_buffer(data, network, layout):
-    """The example's rollout as the package keeps it: whole episodes, so the first hidden state is all that is read."""
+    """Return the example's rollout as a package buffer: whole episodes, so only the first hidden state is read."""
     steps, envs = data["rewards"].shape
     buffer = TamiyoRolloutBuffer(
         steps=steps, envs=envs, features=num_features(layout.slots), masks=layout.size, hidden=(network.hidden_size,)
@@ -66,7 +66,7 @@ def as_buffer(data, network, layout):
     return buffer.finish()
 
 
-def test_its_settings_are_the_packages_defaults(one):
+def test_settings_equal_the_packages_defaults(one):
     ours, theirs, settings = PPOConfig(), NetworkConfig(), one.Settings()
     told = package_config(settings)
     for name in ("lr", "gamma", "gae_lambda", "clip_ratio", "epochs", "groups", "target_kl", "value_coef"):
@@ -76,14 +76,14 @@ def test_its_settings_are_the_packages_defaults(one):
         assert getattr(settings, name) == getattr(theirs, name), name
 
 
-def test_its_weights_have_the_packages_names_and_shapes(one):
+def test_weights_have_the_packages_names_and_shapes(one):
     settings = one.Settings()
     ours, theirs = TamiyoNetwork().state_dict(), one.Policy(settings).state_dict()
     assert {k: x.shape for k, x in ours.items()} == {k: x.shape for k, x in theirs.items()}
 
 
 class Float64Env(GrowthVectorEnv):
-    """Hands out observations and rewards in float64, so that rounding cannot decide a comparison."""
+    """Return observations and rewards in float64, so that rounding cannot decide a comparison."""
 
     def reset(self, **options):
         obs, info = super().reset(**options)
@@ -104,7 +104,7 @@ def float64():
 
 @pytest.mark.usefixtures("float64")
 @pytest.mark.parametrize("fixed", [None, {}], ids=["usual heads", "free heads"])
-def test_three_updates_give_the_weights_that_the_package_gives(one, fixed):
+def test_three_updates_give_the_packages_weights(one, fixed):
     settings = one.Settings(
         envs=8, groups=3, width=24, hidden=20, patience=0.5, rounds=3, target_kl=1e-3, gamma=0.9, lam=0.6
     )
@@ -136,7 +136,7 @@ def test_three_updates_give_the_weights_that_the_package_gives(one, fixed):
     assert min(passes) < settings.epochs  # the target KL did stop some
 
 
-def test_its_loss_and_gradients_are_the_packages_where_ratios_are_clipped(one):
+def test_loss_and_gradients_equal_the_packages_where_ratios_are_clipped(one):
     torch.manual_seed(0)
     settings = one.Settings(envs=6, width=24, hidden=20, patience=0.5)
     policy, network = one.Policy(settings), TamiyoNetwork(NetworkConfig(width=24, hidden=20, patience=0.5))
@@ -162,7 +162,7 @@ def test_its_loss_and_gradients_are_the_packages_where_ratios_are_clipped(one):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_its_advantages_are_the_packages_with_ends_anywhere(one):
+def test_advantages_equal_the_packages_with_ends_anywhere(one):
     rng = np.random.default_rng(0)
     rewards, values = rng.normal(size=(2, 30, 7)).astype(np.float32)
     done = rng.random((30, 7)) < 0.2
@@ -172,7 +172,7 @@ def test_its_advantages_are_the_packages_with_ends_anywhere(one):
     np.testing.assert_allclose(told.numpy(), expected, atol=1e-5)
 
 
-def test_it_takes_nothing_of_the_learner_from_the_package():
+def test_example_imports_no_learner_code_from_the_package():
     tree = ast.parse(FILE.read_text())
     taken = {n.module for n in ast.walk(tree) if isinstance(n, ast.ImportFrom) and n.module.startswith("esper")}
     assert taken == {"esper.leyline.actions", "esper.simic.env", "esper.simic.simulator", "esper.tamiyo.policy"}
@@ -180,13 +180,13 @@ def test_it_takes_nothing_of_the_learner_from_the_package():
 
 
 def run(*arguments):
-    """The returns that the example prints, run as a reader would run it."""
+    """Run the example from the command line and return the returns it prints."""
     done = subprocess.run([sys.executable, FILE, *arguments], capture_output=True, text=True, check=True, timeout=600)
     assert not done.stderr
     return [float(number) for number in re.findall(r"return ([+-]\S+)", done.stdout)]
 
 
-def test_run_from_the_command_line_it_prints_a_finite_return_each_round():
+def test_command_line_run_prints_a_finite_return_each_round():
     returns = run("--rounds", "2", "--envs", "4")
     assert len(returns) == 2
     assert all(math.isfinite(r) for r in returns)

@@ -1,4 +1,4 @@
-"""Rewards: the return is what it says, going round in circles and crashing never pay, scalar twins agree."""
+"""Rewards: returns follow their definition, cycles and crashes never pay, and scalar references agree."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ HORIZON, SLOTS = 30, 4
 
 
 def random_frame(rng: np.random.Generator, envs: int = 6, **given: object) -> Frame:
-    """Any state, sound or not, of networks good and bad, small and huge."""
+    """Return any state, valid or not, of good and bad, small and huge networks."""
     stage = rng.integers(0, 9, (envs, SLOTS))
     host_params, host_macs = 1000.0, 50_000.0
     committed_params = host_params * 2 ** rng.uniform(0, 3, envs)
@@ -51,11 +51,11 @@ def random_frame(rng: np.random.Generator, envs: int = 6, **given: object) -> Fr
     return replace(frame, **given)
 
 
-# -- scalar twins: the same rewards, one environment and one plain number at a time
+# -- scalar references: the same rewards, one environment and one plain number at a time
 
 
 def one(frame: Frame, e: int) -> dict:
-    """Environment e as plain numbers."""
+    """Return environment e as plain numbers."""
     values = {f.name: getattr(frame, f.name) for f in fields(frame)}
     return {k: v if np.isscalar(v) else v[e].tolist() for k, v in values.items()}
 
@@ -112,7 +112,7 @@ TWINS = {"utility": lambda a, b, c: utility_of(b, c) - utility_of(a, c), "shaped
 @pytest.mark.parametrize("mode", TWINS)
 @quick
 @given(seed=dice, scale=st.sampled_from([1.0, 10.0]))
-def test_every_mode_agrees_with_its_scalar_twin(mode, seed, scale):
+def test_every_mode_equals_its_scalar_reference(mode, seed, scale):
     rng = np.random.default_rng(seed)
     config = RewardConfig(mode=mode, scale=scale, rollback_penalty=0.2, rent_params=0.01, rent_macs=0.03)
     before, after = random_frame(rng), random_frame(rng)
@@ -125,15 +125,15 @@ def test_every_mode_agrees_with_its_scalar_twin(mode, seed, scale):
         assert found == pytest.approx(expected, abs=1e-9)
 
 
-def test_every_mode_has_a_twin_here():
+def test_every_mode_has_a_reference_here():
     assert set(TWINS) == set(REWARDS)
 
 
-# -- laws
+# -- properties
 
 
 def played(seed: int, steps: int, envs: int = 4) -> list[Frame]:
-    """The frames of a random legal life in the simulator."""
+    """Return the frames of a random legal episode in the simulator."""
     rng = np.random.default_rng(seed)
     sim = Simulator(SimConfig(horizon=steps), rng.integers(0, 2**40, envs), LIVELY)
     frames = [Frame.of(sim.table, sim.context, sim.twin_quality)]
@@ -145,7 +145,7 @@ def played(seed: int, steps: int, envs: int = 4) -> list[Frame]:
 
 @settings(max_examples=12, deadline=None)
 @given(seed=dice, gamma=discounts)
-def test_the_utility_return_is_the_discounted_mean_of_utility_and_its_end(seed, gamma):
+def test_utility_return_is_the_discounted_mean_of_utility_and_its_end(seed, gamma):
     config, frames = RewardConfig(), played(seed, steps=30)
     values = np.array([utility(f, config) for f in frames])  # [T + 1, E]
     horizon = len(frames) - 1
@@ -160,7 +160,7 @@ def test_the_utility_return_is_the_discounted_mean_of_utility_and_its_end(seed, 
 
 @settings(max_examples=12, deadline=None)
 @given(seed=dice)
-def test_the_shaped_potential_cancels_out_over_an_episode(seed):
+def test_shaped_potential_cancels_out_over_an_episode(seed):
     plain, config = RewardConfig(mode="shaped", stage_bonus=0.0), RewardConfig(mode="shaped", stage_bonus=0.05)
     frames = played(seed, steps=30)
     pairs = list(pairwise(frames))
@@ -174,7 +174,7 @@ def test_the_shaped_potential_cancels_out_over_an_episode(seed):
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
 @quick
 @given(seed=dice, length=st.integers(1, 6))
-def test_no_way_that_leads_back_to_the_same_state_earns_anything(config, seed, length):
+def test_cycle_back_to_the_same_state_earns_nothing(config, seed, length):
     rng = np.random.default_rng(seed)
     calm = {"rollbacks": np.zeros(6, dtype=int)}
     way = [random_frame(rng, step=np.full(6, 3 + k), **calm) for k in range(length)]
@@ -188,7 +188,7 @@ def test_no_way_that_leads_back_to_the_same_state_earns_anything(config, seed, l
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
 @quick
 @given(seed=dice, length=st.integers(1, 6), crashes=st.integers(1, 3))
-def test_no_way_that_a_crash_leads_back_earns_anything_and_every_crash_costs_the_penalty(config, seed, length, crashes):
+def test_cycle_through_a_crash_earns_nothing_and_costs_the_penalty(config, seed, length, crashes):
     rng = np.random.default_rng(seed)
     count = np.zeros(6, dtype=int)
     here = random_frame(rng, step=np.full(6, 3), rollbacks=count)
@@ -196,13 +196,13 @@ def test_no_way_that_a_crash_leads_back_earns_anything_and_every_crash_costs_the
     for k in range(1, crashes + 1):
         way = [here]
         way += [random_frame(rng, step=here.step + i, rollbacks=here.rollbacks) for i in range(1, length)]
-        back = replace(here, step=here.step + length, rollbacks=count + k)  # what the snapshot held
+        back = replace(here, step=here.step + length, rollbacks=count + k)  # the content of the snapshot
         earned += sum(reward(a, b, config) for a, b in pairwise([*way, back]))
         here = back
     assert (earned <= -crashes * config.rollback_penalty * config.scale + 1e-12).all()
 
 
-def test_planting_and_pruning_again_and_again_earns_nothing():
+def test_repeated_germinating_and_pruning_earns_nothing():
     sim = Simulator(SimConfig(horizon=60, noise=0.0), range(8))
     start = Frame.of(sim.table, sim.context, sim.twin_quality)
     total, before = {c.mode: np.zeros(8) for c in CONFIGS}, start
@@ -223,7 +223,7 @@ def test_planting_and_pruning_again_and_again_earns_nothing():
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
 @quick
 @given(seed=dice, broken=st.sampled_from([np.nan, np.inf, -np.inf]))
-def test_a_crash_pays_less_than_anything_else_and_is_never_nan(config, seed, broken):
+def test_crash_pays_less_than_anything_else_and_is_never_nan(config, seed, broken):
     rng = np.random.default_rng(seed)
     before = random_frame(rng)
     step = np.maximum(before.step + 1, 1)
@@ -235,10 +235,10 @@ def test_a_crash_pays_less_than_anything_else_and_is_never_nan(config, seed, bro
     assert np.isfinite(paid).all()
     assert (paid <= reward(before, sound, config) + 1e-12).all()
     if config.mode != "sparse":
-        assert (paid <= 1e-12).all()  # not even out of a miserable state
+        assert (paid <= 1e-12).all()  # not even from a very bad state
 
 
-def test_crashing_does_not_pay_even_if_the_host_was_as_bad_as_can_be_and_the_rent_falls():
+def test_crash_does_not_pay_even_from_the_worst_host_with_falling_rent():
     rng, config = np.random.default_rng(0), RewardConfig()
     miserable = random_frame(
         rng, step=np.full(6, 5), quality=np.zeros(6), twin_quality=np.full(6, 0.99), params=np.full(6, 1e9)
@@ -249,7 +249,7 @@ def test_crashing_does_not_pay_even_if_the_host_was_as_bad_as_can_be_and_the_ren
 
 @quick
 @given(seed=dice)
-def test_a_rollback_pays_for_the_restored_state_minus_the_penalty(seed):
+def test_rollback_pays_for_the_restored_state_minus_the_penalty(seed):
     rng, config = np.random.default_rng(seed), RewardConfig(rollback_penalty=0.25)
     before = random_frame(rng)
     restored = random_frame(rng, rollbacks=before.rollbacks + rng.integers(1, 3))
@@ -257,7 +257,7 @@ def test_a_rollback_pays_for_the_restored_state_minus_the_penalty(seed):
     np.testing.assert_allclose(reward(before, restored, config), expected)
 
 
-def test_crashing_and_being_rolled_back_costs_the_penalty():
+def test_crash_and_rollback_cost_the_penalty():
     rng, config = np.random.default_rng(1), RewardConfig()
     good = random_frame(rng, step=np.full(6, 5), quality=np.full(6, 0.7), rollbacks=np.zeros(6, dtype=int))
     crash = replace(good, quality=np.full(6, np.nan))
@@ -266,7 +266,7 @@ def test_crashing_and_being_rolled_back_costs_the_penalty():
     np.testing.assert_allclose(earned, -config.rollback_penalty)
 
 
-def test_a_doubling_of_parameters_costs_half_a_point_and_no_growth_nothing():
+def test_doubling_the_parameters_costs_half_a_point_and_no_growth_nothing():
     sim = Simulator(SimConfig(), [0, 1])
     sim.step(wait_everywhere(2))
     frame = Frame.of(sim.table, sim.context, sim.twin_quality)
@@ -275,7 +275,7 @@ def test_a_doubling_of_parameters_costs_half_a_point_and_no_growth_nothing():
     assert utility(replace(frame, macs=frame.macs * 4), RewardConfig()) == pytest.approx(-0.01)
 
 
-def test_rent_on_multiply_adds_is_owed_once_a_seed_has_a_say_and_on_parameters_from_its_birth():
+def test_rent_on_macs_starts_with_alpha_and_on_parameters_at_germination():
     sim = Simulator(SimConfig(horizon=60), range(16), LIVELY)
     rng, seen = np.random.default_rng(8), set()
     for _ in range(40):
@@ -296,7 +296,7 @@ def test_rent_on_multiply_adds_is_owed_once_a_seed_has_a_say_and_on_parameters_f
     assert len(seen) == 9
 
 
-def test_a_frame_is_a_copy_and_counts_what_the_simulator_counts():
+def test_frame_is_a_copy_and_matches_the_simulators_counts():
     rng = np.random.default_rng(3)
     sim = Simulator(SimConfig(slots=5), range(16), LIVELY)
     for _ in range(25):
@@ -314,7 +314,7 @@ def test_a_frame_is_a_copy_and_counts_what_the_simulator_counts():
         np.testing.assert_array_equal(now, then)
 
 
-def test_sparse_pays_only_at_the_end_and_only_for_what_is_committed():
+def test_sparse_pays_only_at_the_end_for_committed_seeds():
     rng, config = np.random.default_rng(5), RewardConfig(mode="sparse")
     frames = [random_frame(rng, step=np.full(6, k), rollbacks=np.zeros(6, dtype=int)) for k in (HORIZON - 1, HORIZON)]
     end = replace(frames[1], quality=rng.random(6))
@@ -326,7 +326,7 @@ def test_sparse_pays_only_at_the_end_and_only_for_what_is_committed():
     assert (paid != 0).any()
 
 
-def test_a_new_mode_is_one_function_and_a_wrong_name_is_told_the_right_one():
+def test_new_mode_is_one_function_and_unknown_names_list_the_valid_ones():
     try:
 
         @reward_mode("constant")
@@ -344,6 +344,6 @@ def test_a_new_mode_is_one_function_and_a_wrong_name_is_told_the_right_one():
 @pytest.mark.parametrize(
     "wrong", [{"scale": 0.0}, {"rent_params": -1.0}, {"gamma": 1.5}, {"floor": 0.1}, {"floor": -math.inf}], ids=str
 )
-def test_a_config_refuses_nonsense(wrong):
+def test_invalid_config_is_refused(wrong):
     with pytest.raises(ConfigError):
         RewardConfig(**wrong)

@@ -1,4 +1,4 @@
-"""The simulator: the same table and rules as the engine, an environment alone as among others, and laws of growth."""
+"""The simulator: the same table and rules as the engine, independent environments, and the properties of growth."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 
 
 @pytest.mark.parametrize("slots", [1, 3, 9, 25])
-def test_an_environment_alone_is_bit_for_bit_itself_among_many(slots):
+def test_environment_alone_equals_itself_among_many_bit_for_bit(slots):
     config, rng = SimConfig(slots=slots), np.random.default_rng(slots)
     worlds = [7, 3, 2**62 + 1, 0, *range(100, 133)]
     crowd = Simulator(config, worlds, LIVELY)
@@ -83,14 +83,14 @@ def test_an_environment_alone_is_bit_for_bit_itself_among_many(slots):
                 assert same(value, other), name
 
 
-def test_the_same_worlds_and_controller_give_the_same_run_and_other_worlds_another():
+def test_runs_are_deterministic_per_world_and_controller():
     runs = [play(Simulator(SimConfig(), w), Random(3), RewardConfig()) for w in (range(8), range(8), range(8, 16))]
     np.testing.assert_array_equal(runs[0].discounted, runs[1].discounted)
     np.testing.assert_array_equal(runs[0].quality, runs[1].quality)
     assert (runs[0].quality != runs[2].quality).all()
 
 
-def test_a_reset_begins_anew_and_keeps_the_table():
+def test_reset_starts_new_worlds_in_the_same_table():
     sim = Simulator(SimConfig(), range(8))
     table = sim.table
     first = play(sim, Random(1), RewardConfig())
@@ -104,7 +104,7 @@ def test_a_reset_begins_anew_and_keeps_the_table():
         sim.reset([1])
 
 
-def test_bits_are_uniform_bells_have_mean_0_and_deviation_1_and_addresses_do_not_collide():
+def test_hashed_draws_are_uniform_normal_and_distinct_per_address():
     keys = world_keys(range(2000))
     flat, round_ = uniform(random_bits(keys, "a", 20)), bell(random_bits(keys, "b", 20))
     assert np.abs(np.histogram(flat, 10, (0, 1))[0] / flat.size - 0.1).max() < 0.01
@@ -117,10 +117,10 @@ def test_bits_are_uniform_bells_have_mean_0_and_deviation_1_and_addresses_do_not
         assert abs(np.corrcoef(flat.ravel(), uniform(other).ravel())[0, 1]) < 0.02
 
 
-# -- laws of growth
+# -- properties of growth
 
 
-def test_without_growth_a_host_is_its_twin():
+def test_without_growth_a_host_equals_its_baseline():
     sim = Simulator(SimConfig(), range(32))
     for _ in range(40):
         wait(sim, 1)
@@ -128,7 +128,7 @@ def test_without_growth_a_host_is_its_twin():
         np.testing.assert_array_equal(sim.table.committed_quality, sim.table.quality)
 
 
-def test_germination_changes_nothing_and_a_training_seed_is_not_felt():
+def test_germination_and_training_seeds_do_not_change_the_output():
     grown, bare = Simulator(SimConfig(), range(64)), Simulator(SimConfig(), range(64))
     grown.step(plant(grown, 1, CONV_LIGHT))
     wait(bare, 1)
@@ -145,7 +145,7 @@ def test_germination_changes_nothing_and_a_training_seed_is_not_felt():
     assert (grown.true_quality != bare.true_quality).mean() > 0.8
 
 
-def test_what_is_at_alpha_0_has_no_effect_and_effects_grow_with_alpha():
+def test_alpha_0_has_no_effect_and_effects_grow_with_alpha():
     sim = Simulator(msgspec.structs.replace(QUIET, shock=0.0, stillborn_share=0.0), range(64))
     sim.step(plant(sim, 0, CONV_LIGHT))
     wait(sim, 10)
@@ -163,7 +163,7 @@ def test_what_is_at_alpha_0_has_no_effect_and_effects_grow_with_alpha():
     assert (np.sign(gains[-1]) == np.sign(kept)).all()
 
 
-def test_returns_diminish_and_fossils_keep_learning():
+def test_gains_diminish_and_fossils_keep_learning():
     sim = Simulator(msgspec.structs.replace(QUIET, stillborn_share=0.0), range(64))
     sim.step(plant(sim, 2, NORM))
     skills = [sim.skill[:, 2].copy()]
@@ -182,7 +182,7 @@ def test_returns_diminish_and_fossils_keep_learning():
     assert (sim.skill[:, 2] > before).all()
 
 
-def test_the_next_seed_of_a_slot_begins_with_nothing():
+def test_next_seed_of_a_slot_starts_from_zero():
     sim = Simulator(msgspec.structs.replace(QUIET, stillborn_share=0.0), range(8))
     sim.step(plant(sim, 0, CONV_LIGHT))
     first = sim.skill[:, 0].copy()
@@ -195,7 +195,7 @@ def test_the_next_seed_of_a_slot_begins_with_nothing():
     np.testing.assert_array_equal(sim.skill[:, 0], first)
 
 
-def test_a_seed_on_its_way_down_does_not_learn():
+def test_seed_being_pruned_does_not_learn():
     sim = Simulator(msgspec.structs.replace(QUIET, stillborn_share=0.0), range(8))
     sim.step(plant(sim, 0, CONV_LIGHT))
     wait(sim, 16)
@@ -210,7 +210,7 @@ def test_a_seed_on_its_way_down_does_not_learn():
     assert (sim.skill[:, 0] > before).all()
 
 
-def test_pruning_loses_the_seed_and_shakes_the_host_for_a_while():
+def test_pruning_removes_the_gain_and_disturbs_the_host_temporarily():
     sim = Simulator(QUIET, range(64))
     sim.step(plant(sim, 0, CONV_LIGHT))
     wait(sim, 16)
@@ -225,7 +225,7 @@ def test_pruning_loses_the_seed_and_shakes_the_host_for_a_while():
     np.testing.assert_allclose(sim.true_quality, sim.truth.host_quality(sim.table.step), atol=1e-4)
 
 
-def test_a_late_seed_is_worth_less():
+def test_late_seed_is_worth_less():
     worlds, option = range(40), (1, BLUEPRINTS.index("conv_heavy"), 0)
     early = play(Simulator(QUIET, worlds), FollowPlans([(option,)]), RewardConfig()).total
 
@@ -238,13 +238,13 @@ def test_a_late_seed_is_worth_less():
     assert (early > late)[helpful].all()
 
 
-def test_neighbours_that_are_alike_repeat_each_other_and_different_ones_help():
+def test_similar_neighbours_are_redundant_and_different_ones_help():
     assert (np.diag(INTERACTION)[[BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS]] < 0).all()
     assert INTERACTION[BLUEPRINTS.index("depthwise"), NORM] > 0
     np.testing.assert_array_equal(INTERACTION, INTERACTION.T)
 
 
-def test_bad_seeds_are_as_many_as_asked_and_stillborn_ones_cannot_pass_their_gate():
+def test_stillborn_seeds_have_the_configured_rate_and_never_blend():
     config = SimConfig(bad_share=0.3, stillborn_share=0.2, surprise=0.0)
     truth = draw_worlds(range(2000), config)
     assert truth.stillborn[:, :, 1:8].mean() == pytest.approx(0.2, abs=0.01)
@@ -258,7 +258,7 @@ def test_bad_seeds_are_as_many_as_asked_and_stillborn_ones_cannot_pass_their_gat
     assert (sim.table.stage[~dead, 0] == S.BLENDING).all()
 
 
-def test_a_gate_halves_harm_and_operators_suit_blueprints():
+def test_gate_halves_harm_and_operators_suit_blueprints():
     gated = next(i for i, s in enumerate(STYLES) if s.operator == Operator.GATE)
     times = next(i for i, s in enumerate(STYLES) if s.operator == Operator.MULTIPLY)
     sims = {style: Simulator(QUIET, range(200)) for style in (0, times, gated)}
@@ -272,11 +272,11 @@ def test_a_gate_halves_harm_and_operators_suit_blueprints():
     np.testing.assert_allclose(multiplied, plain * 1.15)
 
 
-# -- slow twins
+# -- slow references
 
 
 def brute_value(sim: Simulator, e: int, on: dict[int, float]) -> float:
-    """The gain of environment e with these slots at these alphas, from the words of the model."""
+    """Return the gain of environment e with these slots at these alphas, by the definition of the model."""
     table, truth = sim.table, sim.truth
     strength = sim.strength()[e]
     now = [strength[s] * on.get(s, 0.0) for s in range(table.num_slots)]
@@ -291,7 +291,7 @@ def brute_value(sim: Simulator, e: int, on: dict[int, float]) -> float:
 
 @settings(max_examples=8, deadline=None)
 @given(seed=dice)
-def test_quality_contributions_and_prospects_are_what_switching_seeds_on_and_off_gives(seed):
+def test_quality_contributions_and_prospects_equal_switching_seeds_by_hand(seed):
     rng = np.random.default_rng(seed)
     sim = Simulator(
         msgspec.structs.replace(QUIET, slots=4, stillborn_share=0.0), range(seed % 1000, seed % 1000 + 12), LIVELY
@@ -317,7 +317,7 @@ def test_quality_contributions_and_prospects_are_what_switching_seeds_on_and_off
 
 
 @pytest.mark.slow
-def test_costs_are_those_of_the_real_blueprints():
+def test_costs_equal_those_of_the_real_blueprints():
     shape = host_shape(3)
     for s in range(3):
         width, side = BASE_WIDTH * 2**s, (IMAGE >> s) // 2
@@ -328,10 +328,10 @@ def test_costs_are_those_of_the_real_blueprints():
             assert shape.macs[s, BLUEPRINTS.index(name)] == pytest.approx(real.macs, abs=width), name
 
 
-# -- what is measured
+# -- measurements
 
 
-def test_measured_contributions_are_the_truth_with_noise_of_the_stated_error():
+def test_measured_contributions_have_noise_of_the_stated_error():
     noisy, quiet = (Simulator(c, range(1500)) for c in (SimConfig(), QUIET))
     for sim in (noisy, quiet):
         sim.step(plant(sim, 1, CONV_LIGHT))
@@ -348,7 +348,7 @@ def test_measured_contributions_are_the_truth_with_noise_of_the_stated_error():
     assert z.std() == pytest.approx(1, abs=0.08)
 
 
-def test_noise_is_partly_the_same_from_epoch_to_epoch_and_new_for_the_next_seed():
+def test_noise_is_correlated_between_epochs_and_new_for_the_next_seed():
     errors = []
     sims = [Simulator(c, range(800)) for c in (SimConfig(bad_share=0.0), msgspec.structs.replace(QUIET, bad_share=0.0))]
     for t in range(20):
@@ -362,7 +362,7 @@ def test_noise_is_partly_the_same_from_epoch_to_epoch_and_new_for_the_next_seed(
     assert abs(np.corrcoef(errors[6], errors[18])[0, 1]) < 0.12
 
 
-def test_every_column_that_is_measured_varies():
+def test_every_measured_column_varies():
     rng, sim = np.random.default_rng(0), Simulator(SimConfig(slots=4), range(32), LIVELY)
     seen: dict[str, list[np.ndarray]] = {}
     for _ in range(60):
@@ -370,13 +370,13 @@ def test_every_column_that_is_measured_varies():
         for name, column in sim.table.arrays().items():
             seen.setdefault(name, []).append(column[np.isfinite(column)].astype(float))
     for name, columns in seen.items():
-        if name not in ("enabled", "rollbacks"):  # there is no governor: no simulated host falls ill
+        if name not in ("enabled", "rollbacks"):  # there is no governor: no simulated host diverges
             assert np.unique(np.concatenate(columns)).size > 1, name
 
 
 @settings(max_examples=10, deadline=None)
 @given(seed=dice, slots=st.sampled_from([1, 3, 9]))
-def test_random_legal_play_keeps_the_table_sound(seed, slots):
+def test_random_legal_play_keeps_the_table_valid(seed, slots):
     rng, rules = np.random.default_rng(seed), LIVELY if seed % 2 else Rules()
     sim = Simulator(SimConfig(slots=slots), rng.integers(0, 2**32, 8), rules)
     for t in range(40):
@@ -415,17 +415,17 @@ def test_every_controller_runs_unchanged(name):
 
 
 @pytest.mark.parametrize("wrong", [{"slots": 0}, {"noise": -1.0}, {"bad_share": 0.8, "stillborn_share": 0.3}], ids=str)
-def test_a_config_refuses_worlds_that_cannot_be(wrong):
+def test_impossible_config_is_refused(wrong):
     with pytest.raises(ConfigError):
         SimConfig(**wrong)
 
 
-# -- the best that can be done
+# -- the optimum
 
 SMALL = SimConfig(slots=2, horizon=30)
 
 
-def test_the_oracle_is_the_best_of_all_plans_and_no_fixed_schedule_beats_it():
+def test_oracle_is_the_best_of_all_plans_and_of_fixed_schedules():
     options = plantings([3], SMALL)  # in world 3 the greedy plan is not the best
     every = [(), *((a,) for a in options), *((a, b) for a in options for b in options if a[0] != b[0])]
     returns = values(every, [3], SMALL)[0]
@@ -439,14 +439,14 @@ def test_the_oracle_is_the_best_of_all_plans_and_no_fixed_schedule_beats_it():
     assert all(oracle(SMALL, w)[1] >= v - 1e-12 for w, v in zip(worlds, each, strict=True))
 
 
-def test_for_one_world_no_other_style_does_better():
+def test_no_other_style_beats_the_oracle_in_one_world():
     for world in range(2):
         plan, value = oracle(SMALL, world)
         others = [tuple((s, b, style) for s, b, _ in plan) for style in (0, 1, 3)]
         assert values(others, [world], SMALL).max() <= value + 1e-12
 
 
-def test_a_beam_finds_nearly_the_best_and_serves_many_slots():
+def test_beam_search_is_near_optimal_and_handles_many_slots():
     exact, beamed = best_schedule(SMALL, range(2)), best_schedule(SMALL, range(2), beam=5)
     assert 0.9 * exact[1] <= beamed[1] <= exact[1]
     plan, value = oracle(SimConfig(slots=9), 0, beam=3, longest=2)
@@ -454,7 +454,7 @@ def test_a_beam_finds_nearly_the_best_and_serves_many_slots():
     assert value > 0
 
 
-def test_a_plan_is_carried_out_as_written():
+def test_plan_is_carried_out_as_written():
     plan = ((2, NORM, 1), (0, CONV_LIGHT, 0))
     sim = Simulator(SimConfig(stillborn_share=0.0), range(8))
     play(sim, FollowPlans([plan]), RewardConfig())
@@ -466,7 +466,7 @@ def test_a_plan_is_carried_out_as_written():
 
 
 @pytest.mark.slow
-def test_knowing_beats_looking_beats_a_fixed_schedule_beats_rules_of_thumb_beats_chance():
+def test_controllers_rank_from_oracle_to_random():
     scores = {s.name: s for s in scoreboard(SimConfig(), range(24), range(1000, 1032), beam=12)}
     order = ["random", "heuristic", "best fixed", "best fixed, pruned", "oracle"]
     for worse, better in pairwise(order):

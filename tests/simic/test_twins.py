@@ -1,4 +1,4 @@
-"""Twins: found is what would be computed; whatever changes bits changes the name; damage is noticed."""
+"""No-growth baselines: cached curves equal computed ones, every input is part of the key, damage is detected."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def twins(directory: Path | None = None, **changes: Any) -> Twins:
     return Twins(given["task"], given["data"], given["config"], directory)
 
 
-def test_a_twin_is_its_world_with_nothing_but_waiting() -> None:
+def test_baseline_is_its_world_with_wait_only() -> None:
     worlds = [4, 0, 9]
     ground = HostGround(TASK, data=DATA)
     ground.reset(worlds)
@@ -43,7 +43,7 @@ def test_a_twin_is_its_world_with_nothing_but_waiting() -> None:
     np.testing.assert_array_equal(twins().curves(worlds), np.stack(played, axis=1))
 
 
-def test_worlds_have_curves_of_their_own_in_the_order_asked() -> None:
+def test_curves_are_per_world_in_the_requested_order() -> None:
     found = twins()
     curves = found.curves([2, 1, 2])
     assert curves.shape == (3, TASK.epochs)
@@ -52,14 +52,14 @@ def test_worlds_have_curves_of_their_own_in_the_order_asked() -> None:
     np.testing.assert_array_equal(found.curves([1])[0], curves[1])
 
 
-def test_a_curve_on_disk_is_the_curve_that_was_computed(tmp_path: Path) -> None:
+def test_curve_on_disk_equals_the_computed_curve(tmp_path: Path) -> None:
     computed = twins(tmp_path).curves([1, 0])
     again = twins(tmp_path)
     again.on_progress = lambda done, of: pytest.fail("nothing was to be trained")
     np.testing.assert_array_equal(again.curves([1, 0]), computed)
 
 
-def test_a_curve_that_is_no_number_survives_the_disk(tmp_path: Path) -> None:
+def test_non_finite_curve_survives_the_disk(tmp_path: Path) -> None:
     one = twins(tmp_path)
     one.known[0] = [0.5, float("nan"), float("inf")]
     one._write(0)
@@ -93,7 +93,7 @@ DATA_CHANGES = {
 }
 
 
-def test_the_table_of_changes_below_knows_every_setting() -> None:
+def test_table_of_changes_covers_every_setting() -> None:
     fields = set(type(TASK).__slots__) - set(module._NO_BITS)
     assert fields == TASK_CHANGES.keys()
     assert {f.name for f in msgspec.structs.fields(EngineConfig)} - {"device", "strategy"} == ENGINE_CHANGES.keys()
@@ -144,12 +144,12 @@ def test_another_torch_code_or_processor_has_another_key(
     assert twins().key() != key
 
 
-def test_the_code_that_trains_hosts_is_part_of_the_key() -> None:
+def test_code_that_trains_hosts_is_part_of_the_key() -> None:
     assert ingredients(TASK, DATA, EngineConfig())["code"] == module.code_hash()
     assert len(module.code_hash()) == 64
 
 
-def test_what_a_task_asks_in_words_does_not_change_its_key() -> None:
+def test_description_of_a_task_does_not_change_its_key() -> None:
     assert twins(task=replace(TASK, question="something else?")).key() == twins().key()
 
 
@@ -169,7 +169,7 @@ def spoil(text: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("damage", list(spoil('{"quality": [1.0, 2.0], "sha256": ""}')))
-def test_a_damaged_file_is_trained_again_with_a_warning(damage: str, tmp_path: Path) -> None:
+def test_damaged_file_is_recomputed_with_a_warning(damage: str, tmp_path: Path) -> None:
     first = twins(tmp_path)
     curve = first.curves([0])
     file = first._file(0)
@@ -181,7 +181,7 @@ def test_a_damaged_file_is_trained_again_with_a_warning(damage: str, tmp_path: P
     assert file.read_text() == whole
 
 
-def test_the_curve_of_another_world_is_not_taken_for_this_one(tmp_path: Path) -> None:
+def test_curve_of_another_world_is_not_used(tmp_path: Path) -> None:
     first = twins(tmp_path)
     first.curves([0, 1])
     zero, one = first._file(0), first._file(1)
@@ -192,7 +192,7 @@ def test_the_curve_of_another_world_is_not_taken_for_this_one(tmp_path: Path) ->
         np.testing.assert_array_equal(twins(tmp_path).curves([0]), first.curves([0]))
 
 
-def test_a_directory_that_cannot_be_written_costs_no_more_than_memory(tmp_path: Path) -> None:
+def test_unwritable_directory_falls_back_to_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     one = twins(tmp_path / "file")
     with pytest.warns(UserWarning, match="cannot keep the twin"):
@@ -205,7 +205,7 @@ def _train(directory: str, worlds: list[int]) -> None:
 
 
 @pytest.mark.slow
-def test_two_processes_that_share_a_directory_lose_nothing(tmp_path: Path) -> None:
+def test_two_processes_sharing_a_directory_lose_nothing(tmp_path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     both = [context.Process(target=_train, args=(str(tmp_path), worlds)) for worlds in ([0, 1, 2, 3], [3, 2, 5, 4])]
     for one in both:

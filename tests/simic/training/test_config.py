@@ -1,4 +1,4 @@
-"""One tree of settings: who overrides whom, that nothing is lost on the way, and that errors lead to the fault."""
+"""The settings tree: precedence, lossless round trips, and errors that name the path of the fault."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def toml(tmp_path: Path, text: str) -> Path:
     return file
 
 
-# ---- who overrides whom
+# ---- precedence
 
 
-def test_later_words_win(tmp_path: Path) -> None:
+def test_later_sources_override_earlier_ones(tmp_path: Path) -> None:
     file = toml(tmp_path, "envs = 5\n[ppo]\ngroups = 1\nlr = 0.5\n")
     assert load_config().envs == 16
     assert load_config(preset="quick").envs == 4
@@ -45,7 +45,7 @@ def test_later_words_win(tmp_path: Path) -> None:
     assert (last.envs, last.rounds) == (8, PRESETS["quick"]["rounds"])
 
 
-def test_naming_one_setting_of_a_group_keeps_the_others(tmp_path: Path) -> None:
+def test_setting_one_field_of_a_group_keeps_the_others(tmp_path: Path) -> None:
     file = toml(tmp_path, "[rules]\nmin_prune_age = 9\n[rules.thresholds]\nblend_dwell = 3\n")
     config = load_config(preset="quick", file=file, sets=["rules.thresholds.z=1", "rules.max_seeds=2", "ppo.lr=0.1"])
     plain = TrainConfig().rules
@@ -68,7 +68,7 @@ EVERY_SETTING = leaves(as_tree(TrainConfig()))
 
 @pytest.mark.parametrize(("path", "value"), EVERY_SETTING, ids=[path for path, _ in EVERY_SETTING])
 def test_every_setting_can_be_set_alone(path: str, value: Any) -> None:
-    """To its default, by name: whatever it belongs to stays as it was."""
+    """Set each to its default by name: its siblings stay unchanged."""
     tree: Any = value
     for part in reversed(path.split(".")):
         tree = {part: tree}
@@ -81,12 +81,12 @@ def test_every_setting_can_be_set_alone(path: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize("preset", [None, *PRESETS])
-def test_a_config_survives_as_plain_data(preset: str | None) -> None:
+def test_config_survives_a_round_trip_as_plain_data(preset: str | None) -> None:
     config = load_config(preset=preset, sets=["rules.thresholds.fossil_contribution=-inf", "fixed.style=LINEAR_ADD"])
     assert built(TrainConfig, as_tree(config)) == config
 
 
-def test_presets_name_tasks_that_exist_and_worlds_are_told_apart() -> None:
+def test_presets_name_existing_tasks_and_no_held_out_worlds() -> None:
     for name in PRESETS:
         config = load_config(preset=name)
         assert config.task in TASKS
@@ -99,7 +99,7 @@ trees = st.recursive(
 
 
 @given(trees, trees)
-def test_merging_keeps_what_is_not_said_again(tree: dict[str, Any], over: dict[str, Any]) -> None:
+def test_merge_keeps_what_is_not_overridden(tree: dict[str, Any], over: dict[str, Any]) -> None:
     before = repr(tree), repr(over)
     out = merged(tree, over)
     assert (repr(tree), repr(over)) == before
@@ -111,7 +111,7 @@ def test_merging_keeps_what_is_not_said_again(tree: dict[str, Any], over: dict[s
             assert (path, value) in leaves(out)
 
 
-# ---- words
+# ---- values
 
 
 @pytest.mark.parametrize(
@@ -128,32 +128,32 @@ def test_merging_keeps_what_is_not_said_again(tree: dict[str, Any], over: dict[s
         ("x=[1, 2]", {"x": [1, 2]}),
     ],
 )
-def test_a_set_is_read_as_toml_or_else_as_a_word(text: str, tree: dict[str, Any]) -> None:
+def test_set_value_is_parsed_as_toml_or_else_as_a_string(text: str, tree: dict[str, Any]) -> None:
     assert parse_set(text) == tree
 
 
 @pytest.mark.parametrize("text", ["ppo.lr", "=3", "a..b=1", ".a=1", "a b=1", ""])
-def test_a_set_that_is_none_is_refused(text: str) -> None:
+def test_malformed_set_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match=r"a\.b=c"):
         load_config(sets=[text])
 
 
-# ---- heads that are fixed
+# ---- fixed heads
 
 
-def test_the_heads_that_are_fixed_by_default_are_those_of_the_masks() -> None:
+def test_default_fixed_heads_are_those_of_the_masks() -> None:
     assert TrainConfig().fixed_heads() == DEFAULT_FIXED
     assert load_config(sets=["fixed={}"]).fixed_heads() == {}
 
 
-def test_an_empty_table_frees_what_a_file_fixed(tmp_path: Path) -> None:
+def test_empty_table_frees_the_heads_a_file_fixed(tmp_path: Path) -> None:
     file = toml(tmp_path, "[fixed]\ntempo = 'FAST'\n")
     assert load_config(file=file).fixed_heads() == {Head.TEMPO: 0}
     assert load_config(file=file, sets=["fixed={}"]).fixed_heads() == {}
 
 
 @pytest.mark.parametrize("head", [h for h in Head if HEAD_OPTIONS[h] is not None])
-def test_any_head_can_be_fixed_at_any_option_by_name_but_not_the_op_at_waiting(head: Head) -> None:
+def test_any_head_can_be_fixed_at_any_option_except_op_at_wait(head: Head) -> None:
     for number, option in enumerate(HEAD_OPTIONS[head] or ()):
         if option == "WAIT":
             continue
@@ -161,7 +161,7 @@ def test_any_head_can_be_fixed_at_any_option_by_name_but_not_the_op_at_waiting(h
             assert load_config(sets=[f"fixed.{head.name.lower()}={word}"]).fixed_heads() == {head: number}
 
 
-# ---- errors that lead to the fault
+# ---- errors that name the fault
 
 
 @pytest.mark.parametrize(
@@ -198,14 +198,14 @@ def test_any_head_can_be_fixed_at_any_option_by_name_but_not_the_op_at_waiting(h
         ("fixed.tempo=1", ["fixed", "str", "1"]),
     ],
 )
-def test_an_error_names_the_path_what_was_found_and_the_nearest_right_word(text: str, words: list[str]) -> None:
+def test_error_names_the_path_the_value_and_the_nearest_valid_name(text: str, words: list[str]) -> None:
     with pytest.raises(EsperError) as error:
         load_config(sets=[text])
     for word in words:
         assert word in str(error.value)
 
 
-def test_unknown_presets_and_unreadable_files_are_said(tmp_path: Path) -> None:
+def test_unknown_presets_and_unreadable_files_are_reported(tmp_path: Path) -> None:
     cases: list[tuple[dict[str, Any], str]] = [
         ({"preset": "quik"}, "Did you mean 'quick'"),
         ({"file": tmp_path / "none.toml"}, "there is no config file"),
@@ -217,6 +217,6 @@ def test_unknown_presets_and_unreadable_files_are_said(tmp_path: Path) -> None:
             load_config(**given_)
 
 
-def test_a_key_that_is_wrong_in_a_file_is_found_too(tmp_path: Path) -> None:
+def test_wrong_key_in_a_file_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"rules\.thresholds\.blendwell.*blend_dwell"):
         load_config(file=toml(tmp_path, "[rules.thresholds]\nblendwell = 3"))

@@ -1,4 +1,4 @@
-"""A run that was interrupted goes on as if it had not been: the same weights, optimiser, luck and events."""
+"""Resuming: an interrupted run ends with the same weights, optimiser, random generators and events."""
 
 from __future__ import annotations
 
@@ -48,11 +48,11 @@ SIMULATED: Any = SimpleNamespace(data_hash="simulated")
 
 
 class Interrupted(Exception):
-    """Stands for whatever ends a process."""
+    """Represents whatever ends a process."""
 
 
 class Countdown:
-    """Raises at its n-th call."""
+    """Raise at the n-th call."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
@@ -82,7 +82,7 @@ def go_on(config: TrainConfig, run: Path, **kwargs: Any) -> None:
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fate]:
-    """How the runs end that nobody interrupts."""
+    """Return the outcomes of the uninterrupted runs."""
     home = tmp_path_factory.mktemp("calm")
     for name, config in (("sim", SIM), ("hosts", HOSTS)):
         start(config, home / name)
@@ -91,9 +91,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fate]:
 
 
 @pytest.mark.parametrize("calls", [1, 2, 15, 16, 17, 31, 44, 60])
-def test_a_run_interrupted_at_any_step_ends_as_if_it_had_not_been(
-    calls: int, calm: dict[str, Fate], tmp_path: Path
-) -> None:
+def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[str, Fate], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", look_up=Countdown(calls))
     go_on(SIM, tmp_path / "run")
@@ -106,7 +104,7 @@ def test_a_run_interrupted_at_any_step_ends_as_if_it_had_not_been(
     [(PPO, "_step", 3), (PPO, "_judge", 2), (Keeper, "_keep_policy", 3), (Checkpoints, "write", 2),
      (Checkpoints, "write", 4), (Learner, "state", 3)],
 )  # fmt: skip
-def test_an_interruption_in_an_update_or_a_checkpoint_changes_nothing(
+def test_interruption_in_an_update_or_checkpoint_changes_nothing(
     where: type, name: str, calls: int, calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, countdown = getattr(where, name), Countdown(calls)
@@ -124,7 +122,7 @@ def test_an_interruption_in_an_update_or_a_checkpoint_changes_nothing(
     assert is_whole(tmp_path / "run")
 
 
-def test_a_run_interrupted_in_every_round_ends_as_if_it_had_not_been(calm: dict[str, Fate], tmp_path: Path) -> None:
+def test_run_interrupted_in_every_round_ends_bit_identical(calm: dict[str, Fate], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", look_up=Countdown(9))
     for calls in (3, 18, 30, 22):
@@ -135,7 +133,7 @@ def test_a_run_interrupted_in_every_round_ends_as_if_it_had_not_been(calm: dict[
     assert is_whole(tmp_path / "run")
 
 
-def test_a_run_of_real_hosts_goes_on_bit_for_bit_from_a_step_and_from_a_twin(
+def test_run_of_real_hosts_resumes_bit_for_bit_from_step_and_baseline(
     calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Twins, "_write", Countdown(2))
@@ -152,10 +150,10 @@ def test_a_run_of_real_hosts_goes_on_bit_for_bit_from_a_step_and_from_a_twin(
 SMALLER = ["simulated=true", "envs=4", "worlds=8", "epochs=8", "network.width=16", "checkpoint_share=1"]
 
 
-def test_a_run_can_go_on_to_more_rounds(tmp_path: Path) -> None:
+def test_run_can_be_extended_to_more_rounds(tmp_path: Path) -> None:
     less, more = (
         load_config(sets=[*SMALLER, "ppo.entropy_final=0.01", f"rounds={rounds}"]) for rounds in (2, 3)
-    )  # the weight of the entropy does not fall, so nothing depends on how many rounds were planned
+    )  # the entropy weight is constant, so nothing depends on the planned number of rounds
     start(more, tmp_path / "more")
     start(less, tmp_path / "less")
     go_on(more, tmp_path / "less")
@@ -167,7 +165,7 @@ def damaged(saved: Saved) -> None:
         file.write_bytes(file.read_bytes()[:-1] + b"?")
 
 
-def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(calm: dict[str, Fate], tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(calm: dict[str, Fate], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", look_up=Countdown(50))
     last = newest(tmp_path / "run")
@@ -179,7 +177,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(calm: dict[str
     assert is_whole(tmp_path / "run")
 
 
-def test_a_disk_that_is_full_costs_checkpoints_and_not_the_run(
+def test_full_disk_skips_checkpoints_and_the_run_continues(
     calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, writes = Checkpoints.write, iter([False, True, True, False, False])
@@ -198,7 +196,7 @@ def test_a_disk_that_is_full_costs_checkpoints_and_not_the_run(
 
 
 @pytest.mark.parametrize("changed", ["torch", "python", "processor", "esper's code"])
-def test_what_would_change_bits_is_named_and_refused(
+def test_settings_that_would_change_bits_are_named_and_refused(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Interrupted):
@@ -212,7 +210,7 @@ def test_what_would_change_bits_is_named_and_refused(
         must_be_exact(saved, SIM, SIMULATED)
 
 
-def test_the_policy_that_a_run_began_with_is_not_needed_to_go_on(tmp_path: Path) -> None:
+def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
     start(SIM, tmp_path / "first")
     policy = tmp_path / "policy.safetensors"
     policy.write_bytes((tmp_path / "first" / "policy.safetensors").read_bytes())
@@ -229,7 +227,7 @@ def test_the_policy_that_a_run_began_with_is_not_needed_to_go_on(tmp_path: Path)
     assert fate(tmp_path / "run") == fate(tmp_path / "calm")
 
 
-def test_other_data_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
+def test_other_data_than_at_the_start_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run", look_up=Countdown(20))
     saved, ground = newest(tmp_path / "run"), make_env(HOSTS).ground
@@ -239,9 +237,7 @@ def test_other_data_than_the_run_began_with_are_refused(tmp_path: Path) -> None:
         must_be_exact(saved, HOSTS, ground)
 
 
-def test_a_best_host_that_could_not_be_written_does_not_keep_out_the_next(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
@@ -278,7 +274,7 @@ def test_resume_keeps_the_best_host_until_a_better_one_is_grown(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("share", [1, 1e-9], ids=["after every round", "when stopped"])
-def test_the_journal_is_synced_to_disk_before_each_checkpoint(
+def test_journal_is_synced_to_disk_before_each_checkpoint(
     share: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A resumed run continues the journal at the checkpoint's `next_seq`: events before it must not be lost."""
@@ -306,7 +302,7 @@ def test_the_journal_is_synced_to_disk_before_each_checkpoint(
     assert len(written) == (4 if share == 1 else 2)
 
 
-def test_a_champion_that_is_not_finite_is_passed_over_and_does_not_raise_the_best_utility(tmp_path: Path) -> None:
+def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> None:
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
@@ -324,7 +320,7 @@ def test_a_champion_that_is_not_finite_is_passed_over_and_does_not_raise_the_bes
 
 
 class Pair(Team):
-    """The leading rank of two; of the other one it hears what the test says."""
+    """The leading rank of two; the messages of the other rank come from the test."""
 
     heard = 0
 
@@ -337,7 +333,7 @@ class Pair(Team):
     [(learning.NOT_WRITTEN, -math.inf), (learning.NOT_FINITE, 0.1), (learning.KEPT, 0.5)],
 )
 def test_ranks_agree_on_the_best_utility(outcome: int, best: float, tmp_path: Path) -> None:
-    """The champion is the other rank's: what became of it there counts here."""
+    """The champion belongs to the other rank: its result there counts here."""
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
@@ -348,8 +344,8 @@ def test_ranks_agree_on_the_best_utility(outcome: int, best: float, tmp_path: Pa
     assert keeper.best_utility == best
 
 
-def test_a_resume_owns_the_run_before_it_chooses_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Otherwise another resume could go on from the same checkpoint, and remove it, meanwhile."""
+def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise another resume could continue from the same checkpoint, and remove it, meanwhile."""
     run = tmp_path / "run"
     with pytest.raises(Interrupted):
         start(SIM, run, look_up=Countdown(40))
@@ -369,7 +365,7 @@ def test_a_resume_owns_the_run_before_it_chooses_a_checkpoint(tmp_path: Path, mo
     assert not is_owned(run)
 
 
-def test_the_last_whole_round_is_kept_when_a_rank_is_lost_while_the_rollouts_are_gathered(
+def test_last_complete_round_is_saved_when_a_rank_is_lost_during_gather(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rare = msgspec.structs.replace(SIM, checkpoint_share=1e-9)
@@ -386,7 +382,9 @@ def test_the_last_whole_round_is_kept_when_a_rank_is_lost_while_the_rollouts_are
     assert newest(tmp_path / "run").name == "round-000002"
 
 
-def test_twins_of_another_code_are_not_taken_from_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_baselines_of_other_code_are_not_taken_from_a_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run", look_up=Countdown(20))
     saved, env = newest(tmp_path / "run"), make_env(HOSTS)
@@ -398,7 +396,7 @@ def test_twins_of_another_code_are_not_taken_from_a_checkpoint(tmp_path: Path, m
     assert not env.ground.twin_curves()
 
 
-def test_the_best_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
+def test_best_and_last_checkpoints_are_kept(tmp_path: Path) -> None:
     config = load_config(sets=[*SMALLER, "rounds=9", "keep=2"])
     scores: list[float] = []
     with warnings.catch_warnings():
@@ -414,7 +412,7 @@ def test_the_best_and_the_last_checkpoints_are_kept(tmp_path: Path) -> None:
     assert found.name == f"round-{best:06d}"
 
 
-def test_checkpoints_are_told_in_the_journal(tmp_path: Path) -> None:
+def test_checkpoints_are_recorded_in_the_journal(tmp_path: Path) -> None:
     start(SIM, tmp_path / "run")
     told = [e.data for e in read(tmp_path / "run") if e.kind == "checkpoint"]
     assert [t["round"] for t in told] == [0, 1, 2, 3, 4]
@@ -423,7 +421,7 @@ def test_checkpoints_are_told_in_the_journal(tmp_path: Path) -> None:
     assert told[-1]["size_bytes"] > 1000
 
 
-def test_a_stop_keeps_the_last_whole_round_although_no_checkpoint_was_due(tmp_path: Path) -> None:
+def test_stop_saves_the_last_complete_round_without_a_due_checkpoint(tmp_path: Path) -> None:
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9", "ppo.entropy_final=0.01"])
     with pytest.raises(Interrupted):
         start(rare, tmp_path / "run", look_up=Countdown(8 * 5 + 3))
@@ -434,7 +432,7 @@ def test_a_stop_keeps_the_last_whole_round_although_no_checkpoint_was_due(tmp_pa
     assert is_whole(tmp_path / "run")
 
 
-def test_a_journal_that_lacks_events_is_said_when_the_run_goes_on(tmp_path: Path) -> None:
+def test_incomplete_journal_is_reported_on_resume(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", look_up=Countdown(40))
     journal = next((tmp_path / "run" / "events").iterdir())
@@ -445,7 +443,7 @@ def test_a_journal_that_lacks_events_is_said_when_the_run_goes_on(tmp_path: Path
 
 
 @pytest.mark.parametrize("content", [None, b'{"status":'])
-def test_a_manifest_that_is_lost_or_damaged_is_written_anew_from_the_checkpoint(
+def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
     content: bytes | None, calm: dict[str, Fate], tmp_path: Path
 ) -> None:
     with pytest.raises(Interrupted):
@@ -461,7 +459,7 @@ def test_a_manifest_that_is_lost_or_damaged_is_written_anew_from_the_checkpoint(
     assert fate(tmp_path / "run") == calm["sim"]
 
 
-def test_a_run_whose_updates_go_wrong_keeps_every_round_it_still_ends(tmp_path: Path) -> None:
+def test_run_with_a_failed_update_saves_every_round(tmp_path: Path) -> None:
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9"])
     env, keeper = make_env(rare), Keeper(rare, tmp_path, Silence(), Team())
     learner = Learner.new(rare, env.layout)
@@ -473,7 +471,7 @@ def test_a_run_whose_updates_go_wrong_keeps_every_round_it_still_ends(tmp_path: 
     assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000", "round-000000"]
 
 
-def test_checkpoint_is_put_off_while_the_journal_cannot_be_flushed(tmp_path: Path) -> None:
+def test_checkpoint_is_deferred_while_the_journal_cannot_be_flushed(tmp_path: Path) -> None:
     class Unflushable:
         next_seq = 0
 

@@ -1,4 +1,4 @@
-"""One run by several processes is the run by one: the same weights, rewards and events."""
+"""A run by several processes equals the run by one: the same weights, rewards and events."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ROUNDS = ["--rounds", "3"]
 
 
 @given(st.integers(1, 40), st.data())
-def test_shares_are_all_environments_once_and_as_even_as_it_goes(envs: int, data: st.DataObject) -> None:
+def test_shares_cover_all_environments_once_and_evenly(envs: int, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, envs))
     shares = [range(envs)[Team(rank, size).share(envs)] for rank in range(size)]
     assert [e for share in shares for e in share] == list(range(envs))
@@ -43,7 +43,7 @@ def test_more_processes_than_environments_are_refused() -> None:
         Team(0, 3).share(2)
 
 
-def test_rows_are_placed_where_they_belong() -> None:
+def test_rows_are_placed_at_their_environments() -> None:
     rows = np.arange(4, dtype=np.float32).reshape(2, 2)
     placed = Team(1, 3).placed(rows, 5, blank=9)
     assert placed.tolist() == [[9, 9], [9, 9], [0, 1], [2, 3], [9, 9]]
@@ -51,7 +51,7 @@ def test_rows_are_placed_where_they_belong() -> None:
 
 
 def talk(rank: int, file: str, out: str) -> None:
-    """What each rank of three says and hears; run in a process of its own."""
+    """Write down what one rank of three receives; runs in its own process."""
     os.environ["ESPER_TEAM"] = f"{rank}/3/{file}"
     team = Team.join()
     field = torch.full((2, 7), float("nan"))
@@ -75,7 +75,7 @@ def same_or_not(team: Team, digest: bytes) -> str:
     return "agreed"
 
 
-def test_ranks_hear_every_bit_of_each_other(tmp_path: Path) -> None:
+def test_ranks_receive_every_bit_of_each_other(tmp_path: Path) -> None:
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.simic.training.test_team import talk; talk"
     meet = str(tmp_path / "meet")
     calls = [f"{code}({rank}, {meet!r}, {str(tmp_path / str(rank))!r})" for rank in range(3)]
@@ -93,7 +93,7 @@ def test_ranks_hear_every_bit_of_each_other(tmp_path: Path) -> None:
 
 
 def arrive(rank: int, file: str, through: str) -> None:
-    """Rank 1 lingers in the door; the leading rank says whether it waited for it."""
+    """Delay rank 1 at the barrier; the leading rank records whether it waited."""
     enter = torch.distributed.init_process_group
 
     def linger(*args: object, **kwargs: object) -> None:
@@ -109,8 +109,8 @@ def arrive(rank: int, file: str, through: str) -> None:
     team.leave()
 
 
-def test_nobody_goes_on_before_all_are_through_the_door(tmp_path: Path) -> None:
-    """The leading rank removes the meeting place, and one who still looks for it would wait for hours."""
+def test_no_rank_continues_before_all_passed_the_barrier(tmp_path: Path) -> None:
+    """The leading rank removes the rendezvous directory, and a rank still looking for it would wait for hours."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.simic.training.test_team import arrive; arrive"
     places = f"{str(tmp_path / 'meet')!r}, {str(tmp_path / 'through')!r}"
     started = [subprocess.Popen([sys.executable, "-c", f"{code}({rank}, {places})"]) for rank in range(2)]
@@ -126,7 +126,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 4])
-def test_the_run_is_the_same_for_any_number_of_workers(workers: int, alone: Path, tmp_path: Path) -> None:
+def test_run_is_the_same_for_any_number_of_workers(workers: int, alone: Path, tmp_path: Path) -> None:
     said = finished(esper("train", "--out", tmp_path / "run", "--workers", str(workers), *TINY, *ROUNDS))
     assert "Learning" in said
     assert "Traceback" not in said
@@ -155,7 +155,7 @@ def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("ends", "code"), [("ctrl-c", 130), ("worker", 2), ("leader", -9), ("term", 143)])
-def test_a_team_that_has_not_met_yet_ends_when_one_of_it_does(ends: str, code: int, tmp_path: Path) -> None:
+def test_process_group_still_starting_ends_when_one_rank_does(ends: str, code: int, tmp_path: Path) -> None:
     process = esper(
         "train", "--out", tmp_path / "run", "--workers", "2", *TINY, env=os.environ | {"TMPDIR": str(tmp_path)}
     )
@@ -191,7 +191,7 @@ def test_nothing_listens_beyond_loopback(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_rank_ends_the_run_cleanly_and_it_can_go_on_with_another_number(tmp_path: Path) -> None:
+def test_killed_rank_ends_the_run_and_it_resumes_with_another_number(tmp_path: Path) -> None:
     run, rounds = tmp_path / "run", ["--rounds", "9"]
     process = esper("train", "--out", run, "--workers", "3", *TINY, *rounds)
     until(process, lambda: newest(run) >= "round-000002")

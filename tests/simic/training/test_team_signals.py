@@ -1,4 +1,4 @@
-"""Real processes and signals: a rank that waits for another hears them, and a lost rank ends the run resumably."""
+"""Real processes and signals: a rank waiting for another handles them, and a lost rank ends the run resumably."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ from tests.support import ROOT
 from tests.support.run_outcomes import TINY, esper, finished, newest
 
 LONG = "600"
-"""Seconds of silence that no test waits for."""
+"""Silence timeout in seconds, longer than any test waits."""
 
 
 def waiting(run: Path, silence: str) -> tuple[subprocess.Popen[bytes], psutil.Process]:
-    """A run of two ranks with two rounds behind it; the leading rank and the worker."""
+    """Return the processes of a run of two ranks after two rounds: the leading rank and the worker."""
     env = os.environ | {"ESPER_SILENCE_S": silence}
     process = esper("train", "--out", run, "--workers", "2", *TINY, "--rounds", "4000", env=env)
     end = time.monotonic() + 240
@@ -38,14 +38,14 @@ def waiting(run: Path, silence: str) -> tuple[subprocess.Popen[bytes], psutil.Pr
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """End a whole family, stopped members included."""
+    """End a whole process group, stopped members included."""
     if process.poll() is None:
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()
 
 
 def stand_still(run: Path) -> None:
-    """Return once no round ends any more: the leading rank waits for the one that was stopped."""
+    """Return once no round ends any more: the leading rank waits for the stopped one."""
     before = ""
     while newest(run) != before:
         before = newest(run)
@@ -109,7 +109,7 @@ def wait_for_end(worker: psutil.Process) -> None:
 
 
 @pytest.mark.slow
-def test_run_suspended_as_a_whole_for_longer_than_the_silence_continues(tmp_path: Path) -> None:
+def test_whole_run_suspended_longer_than_the_silence_timeout_continues(tmp_path: Path) -> None:
     process, worker = waiting(tmp_path / "run", "6")
     try:
         process.send_signal(signal.SIGSTOP)
@@ -128,7 +128,7 @@ def test_run_suspended_as_a_whole_for_longer_than_the_silence_continues(tmp_path
 
 
 def lose_rank_two(rank: int, file: str, out: str, how: str) -> None:
-    """Meet, then lose rank 2 while the others wait for it; write down what they noticed."""
+    """Connect, then lose rank 2 while the others wait for it; each writes down the rank it reports as lost."""
     os.environ["ESPER_TEAM"] = f"{rank}/3/{file}"
     os.environ["ESPER_SILENCE_S"] = "6"
     team = Team.join()
@@ -160,7 +160,7 @@ def test_every_rank_learns_which_one_was_lost(how: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["soon", "0", "-1", "nan", "inf"])
-def test_silence_that_is_no_time_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_silence_timeout_is_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ESPER_SILENCE_S", text)
     with pytest.raises(ConfigError, match="ESPER_SILENCE_S must be a number of seconds above 0"):
         silence_s()

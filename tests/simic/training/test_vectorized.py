@@ -1,4 +1,4 @@
-"""The training loop as a whole: repeatable, blind to telemetry and to company, wired throughout, and it learns."""
+"""The training loop: repeatable, independent of telemetry and of other worlds, fully connected, able to learn."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ SMALL = ["simulated=true", "rounds=2", "envs=4", "worlds=8", "epochs=15", "ppo.g
 EVENTFUL = ["fixed={}", "network.patience=0.0", "rules.auto_train=false", "rules.auto_blend=false",
             "rules.one_at_a_time=false", "rules.thresholds.blend_dwell=2", "rules.thresholds.blend_health=0.0",
             "rules.thresholds.z=0.5", "rules.min_prune_age=6", "ppo.groups=2"]  # fmt: skip
-"""Rules under which a short run sees every op and stage, and every head is the policy's."""
+"""Rules under which a short run visits every op and stage, and every head is decided by the policy."""
 DIGITS = ["task=digits", "rounds=2", "envs=4", "worlds=4", "epochs=24"]
 
 
@@ -72,30 +72,30 @@ def same(one: Trained, two: Trained) -> bool:
     return alike and weights(one.network) == weights(two.network)
 
 
-def test_the_same_seed_gives_the_same_run_bit_for_bit() -> None:
+def test_same_seed_gives_the_same_run_bit_for_bit() -> None:
     first = train_ppo_vectorized(config())
-    torch.manual_seed(99)  # nobody's business
+    torch.manual_seed(99)  # must have no influence
     np.random.seed(99)
     assert same(first, train_ppo_vectorized(config()))
     assert not same(first, train_ppo_vectorized(config("seed=1")))
 
 
 @pytest.mark.parametrize("level", ["off", "minimal", "normal", "debug"])
-def test_telemetry_never_changes_what_is_learnt(level: str) -> None:
+def test_telemetry_never_changes_the_weights(level: str) -> None:
     hub = Everything()
     assert same(train_ppo_vectorized(config(f"telemetry={level}"), hub), train_ppo_vectorized(config()))
     assert hub.heard
 
 
 @pytest.mark.parametrize("envs", [1, 2])
-def test_fewer_environments_than_groups_are_a_group_each(envs: int) -> None:
+def test_fewer_environments_than_groups_form_one_group_each(envs: int) -> None:
     assert TrainConfig().ppo.groups > envs
     asked = [s for s in SMALL if "groups" not in s and "envs" not in s]
     trained = train_ppo_vectorized(load_config(sets=[*asked, f"envs={envs}"]))
     assert all(not r.update.skipped for r in trained.rounds)
 
 
-def test_updates_that_were_skipped_are_said_in_whatever_round(capsys: pytest.CaptureFixture[str]) -> None:
+def test_skipped_updates_are_reported_in_any_round(capsys: pytest.CaptureFixture[str]) -> None:
     small = load_config(sets=SMALL)
     told = train_ppo_vectorized(small).rounds[1]
     shown = Shown(Console(force_terminal=False), msgspec.structs.replace(small, rounds=100))
@@ -105,23 +105,23 @@ def test_updates_that_were_skipped_are_said_in_whatever_round(capsys: pytest.Cap
     assert "3 updates were not finite and skipped" in capsys.readouterr().out
 
 
-def test_training_leaves_the_callers_random_numbers_alone() -> None:
+def test_training_leaves_the_callers_generators_unchanged() -> None:
     before = torch.get_rng_state(), np.random.get_state()[1]
     train_ppo_vectorized(config("rounds=1"))
     assert torch.equal(torch.get_rng_state(), before[0])
     np.testing.assert_array_equal(np.random.get_state()[1], before[1])
 
 
-def test_a_real_run_is_repeatable_too() -> None:
+def test_run_on_real_hosts_is_repeatable() -> None:
     real = ["simulated=false", "task=digits", "rounds=1", "envs=2", "worlds=2", "epochs=5", *EVENTFUL]
     assert same(*(train_ppo_vectorized(config(*real)) for _ in range(2)))
 
 
-# ---- company does not matter
+# ---- independence of environments
 
 
 def rollout(env: Any, network: TamiyoNetwork, number: int, seed: int) -> list[tuple[np.ndarray, ...]]:
-    """A round under a policy: observations, actions, rewards and values of every step."""
+    """Play a round under a policy: observations, actions, rewards and values of every step."""
     obs, info = env.reset()
     hidden, told = network.initial(env.num_envs), []
     luck = choice_draws(seed, number, env.ground.worlds, env.horizon)
@@ -134,7 +134,7 @@ def rollout(env: Any, network: TamiyoNetwork, number: int, seed: int) -> list[tu
 
 
 @pytest.mark.parametrize("ground", [[], ["simulated=false", "task=digits", "epochs=6"]], ids=["simulator", "digits"])
-def test_an_environment_among_eight_is_the_same_world_alone(ground: list[str]) -> None:
+def test_environment_among_eight_equals_the_same_world_alone(ground: list[str]) -> None:
     eight = config("envs=8", *EVENTFUL, *ground)
     network = new_network(eight)
     crowd = rollout(make_env(eight), network, 0, eight.seed)
@@ -150,7 +150,7 @@ def test_an_environment_among_eight_is_the_same_world_alone(ground: list[str]) -
     assert acted > 3
 
 
-def test_a_run_visits_every_world_of_its_pool_equally_often() -> None:
+def test_run_visits_every_world_of_its_pool_equally_often() -> None:
     setting = config("worlds=8")
     for turn in range(3):
         assert sorted(pool_world(setting, 8 * turn + i) for i in range(8)) == list(range(8))
@@ -158,7 +158,7 @@ def test_a_run_visits_every_world_of_its_pool_equally_often() -> None:
     assert orders[0] != orders[1] != orders[2]
 
 
-def test_choices_fall_by_seed_round_world_and_step_alone() -> None:
+def test_choices_depend_only_on_seed_round_world_and_step() -> None:
     a, b = choice_draws(0, 0, [0, 1, 2, 3], 5), choice_draws(0, 0, [3, 9, 1, 7], 5)  # [T, E, 8]
     assert torch.equal(a[:, [3, 1]], b[:, [0, 2]])
     assert len(torch.unique(torch.cat([a, b[:, [1, 3]]], dim=1))) == 5 * 6 * 8
@@ -169,11 +169,11 @@ def test_choices_fall_by_seed_round_world_and_step_alone() -> None:
     assert not torch.isclose(twice[:, 0], twice[:, 1]).any()
 
 
-# ---- everything is wired
+# ---- everything is connected
 
 
 class Kept(TamiyoRolloutBuffer):
-    """A buffer that keeps what went through it."""
+    """A buffer that keeps a copy of its observations."""
 
     seen: list[np.ndarray]
     last: TamiyoRolloutBuffer
@@ -191,7 +191,7 @@ def watched(monkeypatch: pytest.MonkeyPatch, *sets: str) -> Trained:
 
 
 def still() -> tuple[set[str], set[str]]:
-    """Features that had one value throughout: of environments, and of slots (taken together)."""
+    """Return features that had one value throughout: of environments, and of slots (taken together)."""
     rows = np.concatenate([o.reshape(-1, o.shape[-1]) for o in Kept.seen])
     env, slot = rows[:, :BASE], rows[:, BASE:].reshape(-1, PER_SLOT)
     names = zip((ENV_FEATURES, SLOT_FEATURES), (env, slot), strict=True)
@@ -212,7 +212,7 @@ def test_every_feature_that_can_vary_does_on_the_simulator(monkeypatch: pytest.M
     env, slot = still()
     assert env == ONE_HOST | NO_BUDGET
     not_for_maps = set(BLUEPRINTS[1:]) - set(MAP_BLUEPRINTS)
-    assert slot == columns_of(not_for_maps) | {"enabled", "price_macs_norm"}  # a norm multiplies nothing anywhere
+    assert slot == columns_of(not_for_maps) | {"enabled", "price_macs_norm"}  # a norm has no multiply-adds
 
 
 @pytest.mark.slow
@@ -221,11 +221,11 @@ def test_every_feature_that_can_vary_does_on_real_hosts(monkeypatch: pytest.Monk
     env, slot = still()
     assert env == ONE_HOST | NO_BUDGET
     for_vectors = {"norm", "lora", "lora_large", "mlp_small", "mlp"}
-    alike = {"width"} | {name for name in columns_of(for_vectors) if name.startswith("price")}  # all layers are as wide
+    alike = {"width"} | {name for name in columns_of(for_vectors) if name.startswith("price")}  # all of one width
     assert slot == columns_of(set(BLUEPRINTS[1:]) - for_vectors) | alike | {"enabled"}
 
 
-def test_every_head_is_learnt_from_and_every_weight_moves(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_head_is_trained_and_every_weight_changes(monkeypatch: pytest.MonkeyPatch) -> None:
     sets = ["simulated=true", "rounds=2", "envs=8", "worlds=8", *EVENTFUL]
     before = {k: v.clone() for k, v in new_network(load_config(sets=sets)).state_dict().items()}
     trained = watched(monkeypatch, *sets)
@@ -238,7 +238,7 @@ def test_every_head_is_learnt_from_and_every_weight_moves(monkeypatch: pytest.Mo
         assert not torch.equal(value, before[name]), name
 
 
-def test_every_term_of_the_loss_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_loss_term_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     trained = watched(monkeypatch, "simulated=true", "rounds=1", "envs=8", "worlds=8", *EVENTFUL)
     layout = make_env(load_config(sets=["simulated=true"])).layout
     batch = next(iter(Kept.last.minibatches(1, 64, torch.Generator().manual_seed(0))))
@@ -257,16 +257,16 @@ def test_every_term_of_the_loss_has_a_gradient(monkeypatch: pytest.MonkeyPatch) 
     assert gradient(entropy=1.0) > 0.0
 
 
-# ---- what a run leaves
+# ---- outputs of a run
 
 OF_A_LOOP = {events.Step, events.Decision, events.Lifecycle, events.Worth, events.Gradient, events.Update,
              events.Episode, events.PhaseProfile}  # fmt: skip
 OF_OTHERS = {events.RunStarted, events.RunFinished, events.Checkpoint, events.Governor, events.Health}
-"""Said by whoever records the run, by its governor, or by the hub."""
+"""Emitted by the recorder of the run, by its governor, or by the hub."""
 
 
 @pytest.mark.slow
-def test_every_kind_of_event_is_said_and_can_be_read_again(tmp_path: Path) -> None:
+def test_every_kind_of_event_is_emitted_and_can_be_read_back(tmp_path: Path) -> None:
     assert set(events.KINDS.values()) == OF_A_LOOP | OF_OTHERS
     setting = load_config(sets=[*DIGITS, *EVENTFUL, "telemetry=debug"])
     with record("digits", out=tmp_path / "run", level="debug") as run:
@@ -280,7 +280,7 @@ def test_every_kind_of_event_is_said_and_can_be_read_again(tmp_path: Path) -> No
     steps = [e for e in found if isinstance(e, events.Step)]
     assert len(steps) == trained.env_steps == 2 * 4 * 24
     assert {e.episode for e in steps} == {1, 2}
-    assert len([e for e in found if isinstance(e, events.Decision)]) == len(steps)  # at debug: waiting too
+    assert len([e for e in found if isinstance(e, events.Decision)]) == len(steps)  # at debug: WAIT too
     ends = [e for e in found if isinstance(e, events.Episode)]
     told = np.concatenate([r.returns for r in trained.rounds])
     assert [e.episode_return for e in ends] == pytest.approx(told)
@@ -296,18 +296,19 @@ def test_every_kind_of_event_is_said_and_can_be_read_again(tmp_path: Path) -> No
     assert len(list((tmp_path / "run" / "twins").rglob("*.json"))) == 4
 
 
-# ---- and it learns
+# ---- learning
 
 LEARNING = ["simulated=true", "rounds=24", "envs=32", "worlds=64", "ppo.lr=3e-3", "network.width=32",
             "network.hidden=32"]  # fmt: skip
 AT_LEAST = 0.008
-"""By how much the mean return of the last four rounds is above that of the first four, in quality less rent. Measured
-with seeds 0 to 5: 0.038, 0.039, 0.043, 0.030, 0.016 and 0.026, in 17 to 21 s of a busy core each."""
+"""Minimum gain in mean return (quality less rent) of the last four rounds over the first four. Measured with
+seeds 0 to 5: 0.038, 0.039, 0.043, 0.030, 0.016 and 0.026, in 17 to 21 s of a busy core each.
+"""
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", [0, 1, 2])
-def test_a_policy_learns_on_the_simulator(seed: int) -> None:
+def test_policy_learns_on_the_simulator(seed: int) -> None:
     trained = train_ppo_vectorized(load_config(sets=[*LEARNING, f"seed={seed}"]))
     returns = np.array([r.returns.mean() for r in trained.rounds])
     assert returns[-4:].mean() > returns[:4].mean() + AT_LEAST
