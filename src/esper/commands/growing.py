@@ -49,22 +49,30 @@ GROW, RUN = "grow", "run"
 CHECKPOINT_SHARE = 0.01
 """Maximum share of the time spent on checkpoints. Epochs longer than a few seconds all get one."""
 KEEP = 2
+"""Number of checkpoints kept."""
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings that determine the result of `esper grow`. A resumed run keeps them."""
 
     task: str
+    """Name of the task."""
     controller: str
+    """Name of the controller, or the path of a run or policy file."""
     controller_path: str = ""
     """Absolute path of the controller's run or policy file; empty for a controller that has a name."""
     epochs: int | None = None
     """Epochs to train each host; None: the task's own number."""
     seed: int = 0
+    """The world of all hosts: initialisation and data order."""
     compare: bool = True
+    """Whether to train the hosts to compare with as well."""
     incubation: str = "shadow"
+    """How a TRAINING seed learns: "shadow" or "straight_through", see `EngineConfig`."""
     threads: int = 1
+    """Threads of PyTorch, ≥ 1."""
     telemetry: str = "normal"
+    """How much is recorded: off, minimal, normal or debug."""
 
 
 @dataclass(slots=True)

@@ -173,7 +173,7 @@ def jsonable(value: Any) -> Any:
 
 
 def csv_cell(value: Any) -> Any:
-    """Convert a value to CSV: null is empty, nested values are JSON, most control characters are escaped."""
+    """Convert a value to CSV: null is empty, nested values are JSON. Line ends and tabs are not escaped."""
     value = jsonable(value)
     if isinstance(value, str):
         return printable(value, None, keep="\n\t")

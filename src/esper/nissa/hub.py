@@ -4,14 +4,14 @@
 
 `emit` numbers an event and appends it to the log without waking a thread. Each sink worker (`lane.py`) polls the log 20
 times a second, or at once when the log is half full or a caller waits, and stores its own position. Events that every
-active worker has taken leave the log, so a slow sink delays nobody until the log is full. Then callers of **must-keep**
-events block (counted and reported). **Gauges** never block: from half full on, the newest value per key replaces the
-one a worker has not taken yet (counted; the seq of the replaced one is skipped).
+active worker has taken leave the log, so a slow sink delays no caller until the log is full. Then callers of
+**must-keep** events block (counted and reported). **Gauges** never block: from half full on, the newest value per key
+replaces the one a worker has not taken yet (counted; the seq of the replaced one is skipped).
 
 A sink that keeps raising, or stays in one call for `hang_s`, is retired: its unwritten events are dropped and the
 other sinks receive a `Health` event. A durable sink (one with `flush()`) is only suspended while its disk is full
-or slow: it is retried, callers block once the log is full, and `Health` events mark the start and the end. It is
-retired only when a time limit set by `close` or `stop_waiting` has expired.
+or slow: it is retried, callers block once the log is full, and `Health` events mark the start and the end. A suspended
+sink is retired only when a time limit set by `close` or `stop_waiting` has expired.
 
 One re-entrant lock guards all state, and waiting releases it completely: a signal handler may close the hub while
 the thread it interrupted is inside `emit`.
@@ -54,7 +54,15 @@ _hubs: weakref.WeakSet[NissaHub] = weakref.WeakSet()  # used only in a forked ch
 
 
 class NissaHub:
-    """Pass the events of one rank of one run to its sinks. `level` limits what is recorded, not what is measured."""
+    """Pass the events of one rank of one run to its sinks.
+
+    level      limits what is recorded, not what is measured
+    rank       the rank of this process, stored in every record
+    first_seq  seq of the first event, ≥ 0; larger than 0 for a resumed run
+    capacity   events held in memory before callers of must-keep events block, ≥ 2
+    strict     raise DataError in `emit` if an event cannot be encoded
+    hang_s     seconds in one call after which a sink counts as hung, > 0
+    """
 
     def __init__(
         self,
@@ -154,8 +162,8 @@ class NissaHub:
     def close(self, timeout: float = 10.0) -> None:
         """Write the queued events, then the counters as a last `Health` event, and close the sinks. Idempotent.
 
-        Sinks that have not caught up after `timeout` seconds are retired, and that is reported. The others have one
-        more second to close.
+        Sinks that have not caught up after `timeout` seconds are retired, and that is reported. The others have at
+        least one more second to close.
         """
         self.stop_waiting(timeout)
         start = monotonic()
@@ -409,7 +417,7 @@ class NissaHub:
     def _report(
         self, severity: str, text: str, counters: dict[str, Number] | None = None, *, aloud: bool = False
     ) -> None:
-        """Emit a `Health` event of the hub, ignoring capacity. Log it as well if `aloud` or if no sink is active."""
+        """Emit a `Health` event regardless of capacity. Log it too if `aloud`, or instead if no sink can take it."""
         alone = self._ending or self._level < Health.LEVEL or all(lane.retired for lane in self._lanes)
         if (alone and severity != "info") or aloud:
             _log.warning("telemetry: %s", text)

@@ -41,6 +41,7 @@ MOST_REWIND_BYTES = 256 << 20
 MOST_RANKS = 1024
 MOST_SEQ = 1 << 53
 MOST_TIME_S = 1e11
+"""Entries with a larger seq or time, in seconds, are damaged. A run has at most MOST_RANKS ranks."""
 _SEGMENT = re.compile(r"rank(\d{1,6})-(\d{1,12})\.jsonl")
 _decode = msgspec.json.Decoder().decode
 _new = tuple.__new__

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 CHUNKS = (16, 256)
 """Records per write, initial and maximal. Encoding 256 records holds the interpreter lock for less than 1 ms."""
 FAILURES = 3
+"""Failures in a row after which a sink is retired."""
 PAUSES_S = (0.05, 0.2)
 """Pauses between the attempts of a failing sink, in seconds."""
 BACK_OFF_S = (0.05, 2.0)
@@ -145,7 +146,7 @@ class Lane:
         return False
 
     def _back_off(self, refused: int, why: str) -> None:
-        """Wait before the next attempt, or return at once if the hub is closing. Report from the second failure on."""
+        """Wait before the next attempt, less if the hub is closing. Report from the second failure in a row on."""
         if refused > 1:
             self.suspend(why)
         first, longest = BACK_OFF_S

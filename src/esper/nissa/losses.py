@@ -12,7 +12,7 @@ JOURNAL = "journal"
 
 
 def lost_events(manifest: Mapping[str, Any], extents: Mapping[int, Extent], *, has_end: bool) -> list[str]:
-    """Describe the missing events; empty if there are none. All other code uses this decision.
+    """Describe the missing events; empty if there are none. No other code decides this.
 
     extents   rank → how far its journal was read, and the gaps in it
     has_end   whether the journal has a `run_finished` event

@@ -195,7 +195,7 @@ class RunInfo:
     env_steps: int | None
     size_bytes: int
     losses: list[str]
-    """Missing events, judged by the journal's end alone. Only `esper report` finds gaps before that."""
+    """Missing events, judged by the journal's end alone. `esper report` also finds gaps before that."""
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

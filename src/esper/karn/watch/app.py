@@ -24,6 +24,7 @@ from esper.karn.watch.states import EnvState, SlotState
 from esper.karn.watch.widgets import Lines
 
 POLL_S = 1.0
+"""Seconds between two reads of the journal."""
 KEYS = [
     ("q", "quit"), ("?", "help"), ("j/k", "move"), ("Enter", "detail"), ("e", "events"), ("/", "filter"),
     ("r", "re-read"),

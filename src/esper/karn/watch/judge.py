@@ -13,9 +13,11 @@ from esper.karn.watch.words import NONE, duration, short
 LIVE_S, SLOW_S = 5.0, 15.0
 """Seconds without events up to which a run is LIVE, or SLOW. Runs with longer regular gaps have larger limits."""
 RATE_WINDOW_S, ETA_WINDOW_S = 30.0, 300.0
+"""Seconds over which the shown rates and the remaining time are averaged, at least."""
 RECENT_S = 60.0
 """Seconds for which an alarm of the governor counts as recent."""
 KL_LIMIT, CLIP_LIMIT, ENTROPY_LIMIT = 0.03, 0.3, 0.1
+"""A PPO update with a larger KL or clip fraction, or a smaller relative entropy (0…1), raises an alarm."""
 FLAT_STEPS = 10
 """Steps without a new best after which an environment is called flat."""
 WORSE = 0.01

@@ -22,7 +22,7 @@ def newest(root: Path) -> Path | None:
 
 
 def _began(run: Path) -> float:
-    """Return the modification time of its journal directory, or of its manifest."""
+    """Return the modification time of its journal directory or manifest: neither is older than the run."""
     for part in (run / EVENTS, run / MANIFEST):
         if part.exists():
             return part.stat().st_mtime

@@ -15,6 +15,7 @@ from esper.nissa.journal import Entry, Follower
 from esper.nissa.losses import JOURNAL, lost_events
 
 STATUS_EVERY_S = 2.0
+"""Minimum seconds between two reads of the manifest."""
 
 
 class Source:

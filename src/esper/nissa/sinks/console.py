@@ -51,7 +51,7 @@ class ConsoleSink:
             console.file.flush()
 
     def close(self) -> None:
-        """Do nothing: the stream belongs to the caller."""
+        """Do nothing: the sink does not own the stream."""
 
 
 def told(event: Event) -> tuple[str, str] | None:

@@ -25,7 +25,10 @@ APPEND = os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
 
 class JsonlSink:
-    """Append the records of one rank. `write` passes lines to the system at once; `flush` syncs them to disk."""
+    """Append the records of one rank. `write` passes lines to the system at once; `flush` syncs them to disk.
+
+    A new segment starts before a line that would exceed `segment_bytes`, ≥ 1.
+    """
 
     def __init__(self, events_dir: Path, *, rank: int = 0, segment_bytes: int = SEGMENT_BYTES) -> None:
         if segment_bytes < 1:
