@@ -1,4 +1,4 @@
-"""Imports point one way, quick things stay quick, and nothing unsafe creeps in."""
+"""Import directions, package docstrings, the layout of the tests, and lazy imports of torch."""
 
 import ast
 import subprocess
@@ -33,7 +33,7 @@ FILES = [p for p in sorted(SRC.rglob("*.py")) if p.relative_to(SRC).parts[0] in 
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(SRC)))
-def test_imports_point_one_way(path):
+def test_imports_follow_the_layers(path):
     package = path.relative_to(SRC).parts[0]
     for name in imports_of(path):
         parts = name.split(".")
@@ -43,7 +43,7 @@ def test_imports_point_one_way(path):
             assert parts[0] != "torch", f"{package} imports no torch"
 
 
-def test_every_package_says_what_it_is():
+def test_every_package_has_a_docstring():
     for package in SRC.iterdir():
         if (package / "__init__.py").exists():
             assert ast.get_docstring(ast.parse((package / "__init__.py").read_text())), package.name

@@ -1,6 +1,6 @@
-"""Bad input, one table: exit code 2, one paragraph with what was found and the way out, nothing half-written left.
+"""Bad input, one table: exit code 2, one paragraph with the fault and the remedy, no partial files left.
 
-The commands run through `esper.cli.main`, in this process: what a user sees, at the speed of a function call.
+The commands run through `esper.cli.main`, in this process, for speed.
 """
 
 import contextlib
@@ -44,7 +44,7 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task, get_task
 
 MOST = 600
-"""Characters of a paragraph."""
+"""Maximum length of a paragraph in characters."""
 SIM = ["train", "--sim", "--rounds", "1", "--envs", "2", "--epochs", "2", "--no-compare", "--set", "ppo.groups=1"]
 HOSTS = ["train", "--task", "digits", *SIM[2:]]
 GROW = ["grow", "--task", "digits", "--epochs", "1", "--no-compare"]
@@ -54,21 +54,21 @@ TEXT = ["grow", "--task", "tinystories", "--epochs", "1", "--no-compare", "--dat
 
 @dataclass(frozen=True)
 class Case:
-    """A command line, made where it will run, and words of what it must say."""
+    """A command line, built in the directory where it will run, and texts that its error must contain."""
 
     name: str
     args: list[str] | Callable[[], list[object]]
     said: tuple[str, ...]
     begun: bool = False
-    """The run had begun when it failed: it leaves a run directory that says so."""
+    """The run had begun when it failed: it leaves a run directory with that status."""
     usage: bool = False
-    """The parser's own error: it shows the usage instead of a paragraph."""
+    """An error of the argument parser: it shows the usage instead of a paragraph."""
     warned: bool = False
-    """Warnings name what was damaged, before the error says the rest."""
+    """Warnings name what was damaged, before the error states the rest."""
 
 
 def esper(*args: object) -> tuple[int, str]:
-    """Run the command line; its exit code and what it said on stderr, warnings included."""
+    """Run the command line; return its exit code and its stderr, warnings included."""
     said, before = io.StringIO(), sys.argv
     sys.argv = ["esper", *map(str, args)]
     try:
@@ -84,7 +84,7 @@ def esper(*args: object) -> tuple[int, str]:
 
 
 def tree(root: Path) -> dict[str, str]:
-    """Every file below a directory, with its content's hash."""
+    """Return every file below a directory, with the hash of its content."""
     files = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in root.rglob("*")}
     return {str(p.relative_to(root)): h for p, h in files.items()}
 
@@ -201,14 +201,14 @@ SETTINGS = [
 
 
 class Evil:
-    """What runs a command when it is unpickled."""
+    """Runs a command when it is unpickled."""
 
     def __reduce__(self):
         return os.system, ("touch canary",)
 
 
 def batches(content: bytes, ending: str = "", *labels: str) -> Callable[[], list[object]]:
-    """CIFAR-10 files, all with the same content."""
+    """Write CIFAR-10 files, all with the same content."""
 
     def args() -> list[object]:
         folder = Path("data")
@@ -285,7 +285,7 @@ DATA = [
 ]
 
 
-# -- policies from strangers
+# -- untrusted policies
 
 
 def policy(
@@ -361,7 +361,7 @@ POLICIES = [
 ]
 
 
-# -- places, runs and models
+# -- paths, runs and models
 
 
 def in_a_file(*args: object) -> Callable[[], list[object]]:
@@ -402,7 +402,7 @@ def of_a_run(*args: str, **manifest: object) -> Callable[[], list[object]]:
 
 
 def a_host(change: Callable[[dict, dict], None] = lambda document, tensors: None) -> list[object]:
-    """A run whose kept host a stranger changed, checksums and all."""
+    """Return the export arguments for a run whose saved host was modified by `change`, checksums included."""
     path = a_run()
     engine = Engine(get_task("digits"), [0])
     engine.table.quality[:] = 0.5
@@ -494,9 +494,9 @@ CASES = [*SETTINGS, *DATA, *POLICIES, *PLACES]
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name.replace(" ", "-"))
-def test_bad_input_is_said_in_one_paragraph_and_leaves_nothing(case, place):
+def test_bad_input_is_reported_in_one_paragraph_and_leaves_no_files(case, place):
     check(case, place)
-    assert not (place / "canary").exists()  # no stranger's code ran
+    assert not (place / "canary").exists()  # no foreign code ran
 
 
 ENVIRONMENTS = [
@@ -512,7 +512,7 @@ ENVIRONMENTS = [
 
 
 @pytest.mark.parametrize(("variables", "words"), ENVIRONMENTS, ids=lambda each: str(each)[:60])
-def test_an_environment_that_describes_no_team_is_refused(place, monkeypatch, variables, words):
+def test_invalid_process_group_environment_is_refused(place, monkeypatch, variables, words):
     for name in ("WORLD_SIZE", "RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():
@@ -520,7 +520,7 @@ def test_an_environment_that_describes_no_team_is_refused(place, monkeypatch, va
     check(Case("", SIM, words), place)
 
 
-def test_no_case_is_there_twice():
+def test_cases_are_unique():
     names = [case.name for case in CASES]
     assert len(set(names)) == len(names)
 
@@ -528,7 +528,7 @@ def test_no_case_is_there_twice():
 # -- two runs on one directory
 
 
-def test_of_two_runs_on_one_directory_the_second_is_told_of_the_first(place):
+def test_second_run_on_a_directory_is_refused_and_names_the_first(place):
     run = RunDirectory.create(place, "digits", name="run", manifest={})
     for args, said in (
         ([*GROW, "--out", "run"], "not empty"),
@@ -547,7 +547,7 @@ def test_of_two_runs_on_one_directory_the_second_is_told_of_the_first(place):
 
 @contextlib.contextmanager
 def files_of_at_most(size: int):
-    """Within: no file of this process can grow beyond so many bytes, as on a full disk."""
+    """Within the block, no file of this process can grow beyond a number of bytes, as on a full disk."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
     try:
@@ -556,13 +556,13 @@ def files_of_at_most(size: int):
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
-def test_a_run_that_cannot_write_its_manifest_does_not_begin(place):
+def test_run_that_cannot_write_its_manifest_does_not_start(place):
     with files_of_at_most(200):
         check(Case("", [*GROW, "--out", "run"], ("cannot make a run directory", "another place")), place)
 
 
 @pytest.mark.parametrize("size", [3_000, 12_000])
-def test_a_full_disk_ends_a_run_in_words_and_leaves_no_half_of_a_file(place, size):
+def test_full_disk_ends_a_run_with_a_message_and_no_partial_file(place, size):
     with files_of_at_most(size):
         code, said = esper(*GROW, "--out", "run")
     assert code == 2, said
@@ -574,14 +574,14 @@ def test_a_full_disk_ends_a_run_in_words_and_leaves_no_half_of_a_file(place, siz
     assert read_manifest(place / "run")["status"] == "failed"
 
 
-def test_a_full_disk_keeps_an_export_whole_or_away(place):
+def test_full_disk_leaves_an_export_complete_or_absent(place):
     args = a_host()
     with files_of_at_most(2_000):
         check(Case("", args, ("cannot write", "too large", "--out")), place)
 
 
-def test_a_disk_without_room_is_told_apart_from_a_damaged_one(place):
-    """The same with a real file system that is full, where we may mount one."""
+def test_full_file_system_is_reported_as_such_on_export(place):
+    """The same with a real full file system, where mounting one is permitted."""
     full = place / "full"
     full.mkdir()
     mounted = subprocess.run(
@@ -599,7 +599,7 @@ def test_a_disk_without_room_is_told_apart_from_a_damaged_one(place):
     assert "--out" in said
 
 
-# -- in Python: tensors, IDX files and blueprints that break the laws
+# -- in Python: tensors, IDX files and blueprints that violate their contract
 
 
 def idx(shape: tuple[int, ...], body: bytes, kind: int = 8) -> bytes:
@@ -620,7 +620,7 @@ IDX = {
 
 
 @pytest.mark.parametrize("name", IDX)
-def test_an_idx_file_that_is_damaged_is_named(place, name):
+def test_damaged_idx_file_is_named(place, name):
     content, said = IDX[name]
     for stem in ("train", "t10k"):
         (place / f"{stem}-images-idx3-ubyte").write_bytes(content)
@@ -642,7 +642,7 @@ TENSORS = {
 
 
 @pytest.mark.parametrize("name", TENSORS)
-def test_tensors_that_cannot_be_learnt_from_are_refused(name):
+def test_unusable_tensors_are_refused(name):
     given, said = TENSORS[name]
     with pytest.raises(DataError, match=said):
         Task.from_tensors("mine", *given)
@@ -669,7 +669,7 @@ LAWLESS = {
 
 
 @pytest.mark.parametrize("name", LAWLESS)
-def test_a_blueprint_that_breaks_a_law_is_not_planted(name):
+def test_blueprint_that_violates_a_rule_is_not_germinated(name):
     change, said = LAWLESS[name]
     blueprint("lawless", layouts="vector")(lambda dim: Bad(dim, change))
     try:
@@ -684,7 +684,7 @@ def test_a_blueprint_that_breaks_a_law_is_not_planted(name):
         unregister("lawless")
 
 
-def test_a_blueprint_that_gives_no_module_or_learns_nothing_is_refused():
+def test_blueprint_without_module_or_parameters_is_refused():
     for make in (lambda dim: "conv", lambda dim: nn.Identity(), lambda dim: None):
         blueprint("lawless", layouts="vector")(make)
         try:

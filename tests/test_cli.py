@@ -1,4 +1,4 @@
-"""The commands, run as a user runs them: real processes, real files, a real terminal."""
+"""The commands as a user runs them: real processes, real files, a real terminal."""
 
 import json
 import os
@@ -22,7 +22,7 @@ def esper(*args: str, **kwargs) -> subprocess.CompletedProcess[str]:
     return subprocess.run([str(ESPER), *args], capture_output=True, text=True, env=ENV, timeout=300, **kwargs)
 
 
-def test_grow_trains_compares_and_leaves_everything_behind(tmp_path):
+def test_grow_trains_compares_and_writes_all_outputs(tmp_path):
     out = tmp_path / "run"
     done = esper("grow", "--task", "digits", "--controller", "schedule", "--epochs", "19", "--out", str(out))
     assert done.returncode == 0, done.stderr
@@ -50,7 +50,7 @@ def test_grow_trains_compares_and_leaves_everything_behind(tmp_path):
     assert "not empty" in again.stderr
 
 
-def test_the_same_seed_gives_the_same_figures(tmp_path):
+def test_same_seed_gives_the_same_figures(tmp_path):
     figures = []
     for name in ("a", "b"):
         esper("grow", "--task", "digits", "--epochs", "3", "--no-compare", "--out", str(tmp_path / name), "--seed", "5")
@@ -59,7 +59,7 @@ def test_the_same_seed_gives_the_same_figures(tmp_path):
     assert figures[0] == figures[1]
 
 
-def test_a_terminal_shows_the_life_of_every_slot_while_it_runs():
+def test_terminal_shows_the_lifecycle_of_every_slot_while_running():
     ours, theirs = pty.openpty()
     command = [str(ESPER), "grow", "--task", "digits", "--controller", "schedule", "--epochs", "6", "--no-compare"]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=ENV)
@@ -90,14 +90,14 @@ def test_a_terminal_shows_the_life_of_every_slot_while_it_runs():
         (["blueprints", "--task", "rescu"], "Did you mean 'rescue'?"),
     ],
 )
-def test_what_goes_wrong_on_purpose_is_said_in_words(args, said):
+def test_expected_failures_are_reported_with_a_message(args, said):
     done = esper(*args)
     assert done.returncode == 2
     assert said in done.stderr
     assert "Traceback" not in done.stderr
 
 
-def test_interrupt_ends_after_the_epoch_and_says_how_to_resume(tmp_path):
+def test_interrupt_ends_after_the_epoch_and_prints_how_to_resume(tmp_path):
     process = subprocess.Popen(
         [str(ESPER), "grow", "--task", "digits", "--epochs", "5000", "--out", str(tmp_path / "run")],
         stdout=subprocess.PIPE,
@@ -124,7 +124,7 @@ def test_tasks_and_blueprints_are_listed_with_their_sizes():
     assert re.search(r"conv_light\W+152\W+28,224", costs)  # 4 channels at 14×14
 
 
-def test_help_says_what_a_command_does():
+def test_help_describes_each_command():
     for command in (["--help"], ["grow", "--help"], ["train", "--help"]):
         done = esper(*command)
         assert done.returncode == 0

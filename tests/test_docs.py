@@ -1,4 +1,4 @@
-"""What the documents show is run."""
+"""The code shown in the documentation is run."""
 
 import os
 import re
@@ -14,11 +14,11 @@ PAGES = [p for p in sorted(ROOT.glob("docs/*.md")) if BLOCK.search(p.read_text()
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
-def test_the_blocks_of_a_page_run_one_after_the_other(page):
+def test_code_blocks_of_a_page_run_in_order(page):
     run("\n".join(BLOCK.findall(page.read_text())))
 
 
-def test_the_readme_shows_the_example_and_the_example_runs():
+def test_readme_shows_the_example_and_the_example_runs():
     code = (ROOT / "examples" / "grow_one_model.py").read_text()
     shown = BLOCK.search((ROOT / "README.md").read_text())
     assert shown is not None

@@ -1,4 +1,4 @@
-"""An engine that has loaded a state continues bit for bit, through growth, commits and rollbacks."""
+"""An engine that has loaded a state continues bit-identically, through growth, commits and rollbacks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_loaded_engine_continues_bit_for_bit(task: str, stopped: int) -> None:
     advance(first, 0, stopped)
     document, kept = packed(engine_state(first))
     kept = {name: tensor.clone() for name, tensor in kept.items()}
-    advance(first, stopped, STEPS)  # what the first does later must not reach the second
+    advance(first, stopped, STEPS)  # later changes of the first must not affect the second
     load_engine(second, unpacked(document, kept))
     advance(second, stopped, STEPS)
     assert whole.table.rollbacks[0] == 1

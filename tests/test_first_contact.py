@@ -1,4 +1,4 @@
-"""What people meet when they try it on models of their own: each was once a trap."""
+"""Mistakes and surprises met when growing models of one's own."""
 
 import warnings
 
@@ -43,7 +43,7 @@ def test_features_with_channels_before_length_are_refused():
         esper.graft(audio, at=["0"], probe=torch.randn(4, 2, 20))
 
 
-def test_where_time_comes_first_only_seeds_that_look_at_one_position_fit():
+def test_time_first_features_accept_only_position_wise_seeds():
     class TimeFirst(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -83,7 +83,7 @@ def test_nested_tensors_of_an_encoder_are_explained():
         esper.graft(Encoder(), at=["encoder.layers.0"], probe=(torch.randn(4, 5, 8), mask))
 
 
-def test_a_causal_language_model_is_not_judged_by_its_own_inputs():
+def test_causal_language_model_is_not_scored_on_its_own_inputs():
     class TinyForCausalLM(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -102,7 +102,7 @@ def test_a_causal_language_model_is_not_judged_by_its_own_inputs():
     assert report.quality == pytest.approx((answer == tokens[:, 1:]).float().mean().item())
 
 
-def test_tokens_that_do_not_count_are_left_out():
+def test_ignored_tokens_are_left_out():
     logits, target = torch.randn(2, 4, 5), torch.randint(0, 5, (2, 4))
     target[0, 2:] = -100
     loss = nn.functional.cross_entropy(logits[0, :2], target[0, :2])
@@ -111,14 +111,14 @@ def test_tokens_that_do_not_count_are_left_out():
     assert per_sample_correct(logits, target)[0] == pytest.approx(right.item())
 
 
-def test_a_broken_answer_is_not_measured_and_commits_nothing():
+def test_non_finite_output_is_not_measured_and_commits_nothing():
     _, _, grower = grafted(controller="schedule")
     x, y = torch.full((16, 6), float("nan")), torch.zeros(16, dtype=torch.long)
     report = grower.step([(x, y)])
     assert np.isnan(report.quality)
 
 
-def test_a_seed_whose_lessons_are_forgotten_is_noticed():
+def test_seed_without_shadow_pass_raises_a_warning():
     body, optimizer, grower = grafted(incubation="shadow")
     grower.germinate("1", "lora")
     grower.step()
@@ -126,20 +126,20 @@ def test_a_seed_whose_lessons_are_forgotten_is_noticed():
         epoch(body, optimizer, grower, 0)
 
 
-def test_a_quality_must_be_one_score_per_sample():
+def test_quality_must_be_one_score_per_sample():
     body, _, _ = grafted()
     grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), quality=lambda out, y: out)
     with pytest.raises(ConfigError, match="one score per sample"):
         grower.step([(torch.randn(8, 6), torch.zeros(8))])
 
 
-def test_targets_and_inputs_must_be_as_many():
+def test_targets_and_inputs_must_be_of_equal_number():
     body, _, _ = grafted()
     with pytest.raises(ConfigError, match="5 targets"):
         evaluate(body, [(torch.randn(16, 6), torch.zeros(5))], lambda out, y: out[:, 0])
 
 
-def test_plain_mistakes_get_plain_words():
+def test_common_mistakes_get_clear_messages():
     with pytest.raises(GraftError, match="names of modules"):
         esper.graft(small_model(), at=[nn.ReLU()], probe=torch.randn(4, 6))
     with pytest.raises(esper.EsperError, match=r"expected a body from esper\.graft"):
@@ -149,7 +149,7 @@ def test_plain_mistakes_get_plain_words():
         grower.germinate("1", "lora", tempo=5)
 
 
-def test_a_state_without_growth_loaded_into_a_grown_body_says_what_it_drops():
+def test_loading_a_bare_state_into_a_grown_body_reports_what_it_drops():
     body, _, grower = grafted()
     plain = body.state_dict()
     grower.germinate("1", "lora")
@@ -161,7 +161,7 @@ def test_a_state_without_growth_loaded_into_a_grown_body_says_what_it_drops():
 
 
 @pytest.mark.parametrize("style", ["SIGMOID_ADD", "LINEAR_MULTIPLY", "GATED_GATE"])
-def test_a_seed_lives_its_whole_life_under_autocast(style):
+def test_seed_completes_its_lifecycle_under_autocast(style):
     body, optimizer, grower = grafted()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         grower.germinate("1", "lora", style=style)
@@ -179,12 +179,12 @@ def test_a_seed_lives_its_whole_life_under_autocast(style):
     assert next(body.slots["1"].parameters()).dtype == torch.float32
 
 
-# -- blueprints of one's own
+# -- custom blueprints
 
 
 @pytest.fixture
 def own_blueprint():
-    """Register a recipe as `mine` for vectors; forgotten after the test."""
+    """Register a recipe as `mine` for vectors; unregister it after the test."""
     yield lambda recipe: esper.blueprint("mine", layouts="vector")(recipe)
     if "mine" in registered():
         unregister("mine")
@@ -203,7 +203,7 @@ def two_widths(**options) -> esper.Grower:
     return esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.05), **options)
 
 
-def test_a_blueprint_that_raises_is_named_when_the_grower_is_built(own_blueprint):
+def test_raising_blueprint_is_named_when_the_grower_is_built(own_blueprint):
     own_blueprint(lambda dim: nn.Linear(dim, dim // 0))
     with pytest.raises(BlueprintError, match=r"'mine' cannot be built .* width 8: .*ZeroDivisionError") as error:
         two_widths()
@@ -211,7 +211,7 @@ def test_a_blueprint_that_raises_is_named_when_the_grower_is_built(own_blueprint
     assert "unregister('mine')" in str(error.value)
 
 
-def test_a_blueprint_that_raises_is_named_when_it_is_planted(own_blueprint):
+def test_raising_blueprint_is_named_when_it_is_germinated(own_blueprint):
     body, _, grower = grafted()
     own_blueprint(lambda dim: nn.Linear(dim, dim // 0))
     with pytest.raises(BlueprintError, match=r"'mine' cannot be built .*ZeroDivisionError"):
@@ -222,13 +222,13 @@ def test_a_blueprint_that_raises_is_named_when_it_is_planted(own_blueprint):
         cost("mine", body.slots["1"].site)
 
 
-def test_a_blueprint_that_breaks_a_law_is_refused_when_the_grower_is_built(own_blueprint):
+def test_blueprint_violating_a_rule_is_refused_when_the_grower_is_built(own_blueprint):
     own_blueprint(lambda dim: nn.Linear(dim, dim))
     with pytest.raises(BlueprintError, match=r"no slot can take blueprint 'mine'.*Δ is not zero at birth"):
         two_widths()
 
 
-def test_a_blueprint_is_offered_only_where_it_can_be_built(own_blueprint):
+def test_blueprint_is_offered_only_where_it_can_be_built(own_blueprint):
     def mine(dim: int) -> nn.Module:
         assert dim % 4 == 0, "the width must be a multiple of 4"
         return zero_linear(dim)
@@ -244,13 +244,13 @@ def test_a_blueprint_is_offered_only_where_it_can_be_built(own_blueprint):
 # -- controllers
 
 
-def test_controller_none_is_the_one_that_waits():
+def test_controller_none_always_waits():
     _, _, grower = grafted(controller=None)
     assert grower.step([(torch.randn(8, 6), torch.zeros(8, dtype=torch.long))]).op.name == "WAIT"
 
 
 @pytest.mark.parametrize("controller", [Schedule, 3, object(), lambda table, legal: None])
-def test_a_controller_that_cannot_act_is_refused_at_construction(controller):
+def test_controller_that_cannot_act_is_refused_at_construction(controller):
     with pytest.raises(ConfigError, match=r"controller must be a name .* or an object with act"):
         grafted(controller=controller)
 
@@ -274,7 +274,7 @@ def test_rules_must_be_rules():
 # -- a body in a file
 
 
-def test_torch_save_of_a_body_leaves_its_grower_out(tmp_path):
+def test_torch_save_of_a_body_omits_its_grower(tmp_path):
     body, optimizer, grower = grafted(quality=lambda output, target: output[:, 0])
     grower.on_change(lambda effect, slot: None)
     grower.germinate("1", "lora")

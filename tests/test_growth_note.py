@@ -1,4 +1,4 @@
-"""A controller that plants nothing says which condition holds it back."""
+"""A controller that germinates nothing reports the condition that prevents it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAMES = ("a", "b")
 
 
 def table_at(epoch: int, *, quality: list[float] | None = None, loss: list[float] | None = None) -> SlotTable:
-    """A table without seeds after so many epochs, with the end of its histories."""
+    """Return a table without seeds after so many epochs, with the end of its histories."""
     table = SlotTable.empty(1, 2)
     table.step[:] = epoch
     for history, values in ((table.quality_history, quality), (table.loss_history, loss)):
@@ -68,13 +68,13 @@ def test_note_names_the_condition_and_its_threshold(case):
     assert text in why_nothing_was_planted(controller, table, Rules(), NAMES)
 
 
-def test_note_names_the_rule_that_forbids_planting():
+def test_note_names_the_rule_that_forbids_germination():
     table = table_at(3)
     table.takes[:] = False
     assert "no blueprint fits 'a'" in why_nothing_was_planted(Schedule(), table, Rules(), NAMES)
 
 
-def test_note_is_empty_once_a_seed_was_planted():
+def test_note_is_empty_once_a_seed_was_germinated():
     table = table_at(3)
     table.next_serial[:] = 1
     assert why_nothing_was_planted(Wait(), table, Rules(), NAMES) == ""

@@ -1,4 +1,4 @@
-"""No pickle anywhere: what comes from outside, or from our own disk, must not be able to run code."""
+"""No pickle anywhere: input from outside, or from our own files, must not be able to run code."""
 
 import ast
 from pathlib import Path
@@ -26,12 +26,12 @@ CALLS = {
 }
 METHODS = {"read_pickle", "to_pickle"}
 READER = "tolaria/data/readers.py"
-"""CIFAR-10 comes as a pickle: its reader has an unpickler that knows numpy arrays and nothing else."""
+"""CIFAR-10 is distributed as a pickle: its reader has an unpickler restricted to numpy arrays."""
 ALLOWED_OF_PICKLE = {"pickle.Unpickler", "pickle.UnpicklingError"}
 
 
 def faults(tree, *, may_unpickle=False):
-    """What a module does that could load or write a pickle: (line, what)."""
+    """Return what in a module could load or write a pickle: (line, what)."""
     alias = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -61,7 +61,7 @@ def faults(tree, *, may_unpickle=False):
 
 
 def dotted(node, alias):
-    """A name as it would be written without aliases: np.load → numpy.load. Empty where it starts with a call."""
+    """Return a name without aliases: np.load → numpy.load. Empty where it starts with a call."""
     parts = []
     while isinstance(node, ast.Attribute):
         parts.append(node.attr)
@@ -72,7 +72,7 @@ def dotted(node, alias):
 
 
 def parsed(text):
-    """The tree, in which what is called knows its call."""
+    """Return the tree, with a link from each called expression to its call."""
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
@@ -81,7 +81,7 @@ def parsed(text):
 
 
 def is_safe(node):
-    """numpy's own reader and writer, told to refuse pickles."""
+    """Return whether this is numpy's own reader or writer with pickles disabled."""
     call = getattr(node, "called_by", None)
     return call is not None and any(_is(each, "allow_pickle", False) for each in call.keywords)
 
@@ -96,7 +96,7 @@ def test_no_module_reads_or_writes_pickles(path):
     assert list(faults(parsed(path.read_text()), may_unpickle=may_unpickle)) == []
 
 
-def test_the_one_unpickler_finds_no_class_but_those_it_lists():
+def test_restricted_unpickler_finds_only_the_classes_it_lists():
     tree = ast.parse((SRC / READER).read_text())
     unpicklers = [
         node
@@ -126,11 +126,11 @@ def test_the_one_unpickler_finds_no_class_but_those_it_lists():
         "frame.to_pickle('x')",
     ],
 )
-def test_the_check_sees(text):
+def test_check_detects_unsafe_calls(text):
     assert list(faults(parsed(text)))
 
 
-def test_the_check_lets_pass_what_runs_no_code():
+def test_check_accepts_code_that_runs_no_foreign_code():
     text = "import numpy as np, torch\nfrom safetensors.torch import load, save\n"
     text += (
         "np.load('x', allow_pickle=False)\nmodel.eval()\nload(b'')\nsave({})\ntorch.export.save(p, 'x')\njson.load(f)"
@@ -138,6 +138,6 @@ def test_the_check_lets_pass_what_runs_no_code():
     assert list(faults(parsed(text))) == []
 
 
-def test_the_reader_may_subclass_but_not_load():
+def test_reader_may_subclass_but_not_load():
     assert list(faults(parsed("import pickle\nclass A(pickle.Unpickler): ..."), may_unpickle=True)) == []
     assert list(faults(parsed("import pickle\npickle.loads(b'')"), may_unpickle=True))

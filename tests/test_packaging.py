@@ -1,4 +1,4 @@
-"""The built wheel: what it holds, and that it works in a fresh environment outside the checkout."""
+"""The built wheel: its content, and that it works in a fresh environment outside the checkout."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def package_files(folder: Path) -> dict[str, bytes]:
     return {path.relative_to(folder).as_posix(): path.read_bytes() for path in files}
 
 
-def test_the_version_is_stated_once() -> None:
+def test_version_is_stated_once() -> None:
     assert "version" not in PROJECT["project"]
     assert PROJECT["project"]["dynamic"] == ["version"]
     assert ROOT / PROJECT["tool"]["hatch"]["version"]["path"] == SOURCE / "__init__.py"
@@ -36,7 +36,7 @@ def test_the_version_is_stated_once() -> None:
     assert stated == [SOURCE / "__init__.py"]
 
 
-def test_all_names_every_extra_for_users() -> None:
+def test_all_extra_names_every_extra_for_users() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     users = sorted(extras.keys() - {"all", "dev"})
     assert extras["all"] == [f"esper-lite[{','.join(users)}]"]
@@ -45,7 +45,7 @@ def test_all_names_every_extra_for_users() -> None:
     assert named <= set(users)
 
 
-def test_the_package_is_marked_as_typed() -> None:
+def test_package_is_marked_as_typed() -> None:
     assert (SOURCE / "py.typed").read_bytes() == b""
     assert "Typing :: Typed" in PROJECT["project"]["classifiers"]
 
@@ -82,7 +82,7 @@ def site_packages(environment: Path) -> Path:
 
 
 @pytest.mark.slow
-def test_the_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
+def test_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
     assert package_files(site_packages(installed) / "esper") == package_files(SOURCE)
     ours = {path.name for path in site_packages(installed).iterdir() if not path.name.startswith(("pip", "setuptools"))}
     info = f"esper_lite-{esper.__version__}.dist-info"
@@ -92,7 +92,7 @@ def test_the_wheel_holds_the_package_and_nothing_else(installed: Path) -> None:
 
 
 @pytest.mark.slow
-def test_the_installed_package_grows_reports_and_loads_its_policy(installed: Path, tmp_path: Path) -> None:
+def test_installed_package_grows_reports_and_loads_its_policy(installed: Path, tmp_path: Path) -> None:
     python = installed / "bin" / "python"
     where = run(python, "-c", "import esper; print(esper.__version__, esper.__file__)", cwd=tmp_path)
     assert where.split() == [esper.__version__, str(site_packages(installed) / "esper" / "__init__.py")]

@@ -1,4 +1,4 @@
-"""Named qualities: what each scores, which shapes it takes, and how a wrong shape is said."""
+"""Named qualities: what each scores, which shapes it accepts, and how a wrong shape is reported."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def vector_grower(outputs: int = 3, **options) -> esper.Grower:
 
 
 @pytest.mark.parametrize("positions", [(), (7,), (4, 5), (2, 3, 4)])
-def test_classes_may_lie_on_axis_1_or_last(positions):
+def test_classes_may_be_on_axis_1_or_last(positions):
     logits, target = noise(5, *positions, 6), classes(6, 5, *positions)
     first = logits.movedim(-1, 1)
     right = (logits.argmax(-1) == target).float().reshape(5, -1).mean(1)
@@ -54,7 +54,7 @@ def test_classes_may_lie_on_axis_1_or_last(positions):
         assert torch.allclose(log_probability(given, target), -loss, atol=1e-6)
 
 
-def test_an_ambiguous_class_axis_is_refused_and_can_be_named():
+def test_ambiguous_class_axis_is_refused_and_can_be_named():
     logits, target = noise(5, 4, 4), classes(4, 5, 4)
     with pytest.raises(ConfigError, match=r"could both be the classes: got logits \[5, 4, 4\] .*class_axis=1"):
         accuracy(logits, target)
@@ -85,7 +85,7 @@ def test_multilabel_accuracy_decides_at_logit_zero():
 
 
 @pytest.mark.parametrize("name", ["accuracy", "mean_iou", "pixel_accuracy"])
-def test_broken_logits_score_nan(name):
+def test_non_finite_logits_score_nan(name):
     logits = noise(2, 3, 4, 4)
     logits[0] = torch.nan
     scores = QUALITIES[name](logits, classes(3, 2, 4, 4))
@@ -103,7 +103,7 @@ def test_negative_mse_does_not_broadcast_a_column_against_a_row():
 
 
 @pytest.mark.parametrize("outputs", [1, 3])
-def test_the_mean_of_r2_over_uneven_batches_is_r2_of_the_validation_set(outputs):
+def test_mean_of_r2_over_uneven_batches_is_r2_of_the_validation_set(outputs):
     grower = vector_grower(outputs, quality="r2")
     x, y = noise(50, 6), 5 + 2 * noise(50, outputs, seed=1)
     predicted = grower.body.eval()(x)
@@ -112,7 +112,7 @@ def test_the_mean_of_r2_over_uneven_batches_is_r2_of_the_validation_set(outputs)
     assert report.quality == pytest.approx(expected.item(), rel=1e-5)
 
 
-def test_r2_serves_worth_and_seeds():
+def test_r2_works_for_worth_and_seeds():
     easy = esper.Thresholds(blend_dwell=0, blend_health=None)
     grower = vector_grower(1, quality="r2", rules=esper.Rules(thresholds=easy))
     x, y = noise(30, 6), noise(30, 1, seed=1)
@@ -122,7 +122,7 @@ def test_r2_serves_worth_and_seeds():
     assert grower.worth([(x, y)]).slots == ("1",)
 
 
-def test_r2_refuses_targets_that_do_not_differ():
+def test_r2_refuses_constant_targets():
     with pytest.raises(ConfigError, match="their variance is 0"):
         vector_grower(1, quality="r2").step([(noise(5, 6), torch.ones(5, 1))])
 
@@ -145,7 +145,7 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_shape_names_what_was_expected_and_found(case):
+def test_wrong_shape_names_expected_and_actual(case):
     output, target, name, message = WRONG[case]
     with pytest.raises(ConfigError, match=message):
         QUALITIES[name](output, target)
@@ -162,7 +162,7 @@ def test_check_tries_the_quality_before_the_first_epoch():
 
 
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
-def test_a_step_that_could_not_measure_is_repeated_with_a_mended_quality(incubation):
+def test_failed_measurement_can_be_repeated_with_a_fixed_quality(incubation):
     grower = vector_grower(quality=lambda output, target: output[0, 0, 0], incubation=incubation)
     grower.germinate("1", "lora")
     grower.step()
@@ -182,14 +182,14 @@ def test_a_step_that_could_not_measure_is_repeated_with_a_mended_quality(incubat
     assert grower.table.grad_norm[0, 0] > 0  # sampled in the epoch before the failed call
 
 
-def test_an_unknown_quality_lists_every_name():
+def test_unknown_quality_lists_every_name():
     with pytest.raises(UnknownNameError, match=r"no quality named 'acuracy'. Did you mean 'accuracy'") as error:
         vector_grower(quality="acuracy")
     assert all(name in str(error.value) for name in QUALITIES)
 
 
 @pytest.mark.parametrize("quality", [None, 3])
-def test_a_quality_that_is_no_function_is_refused_at_construction(quality):
+def test_non_callable_quality_is_refused_at_construction(quality):
     with pytest.raises(ConfigError, match="quality must be a function"):
         vector_grower(quality=quality)
 
@@ -199,7 +199,7 @@ def test_documentation_lists_every_named_quality():
     assert [name for name in QUALITIES if f'`"{name}"`' not in page] == []
 
 
-def test_a_segmentation_model_grows_under_a_named_quality():
+def test_segmentation_model_grows_under_a_named_quality():
     model = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.ReLU(), nn.Conv2d(8, 4, 1))
     grower = grower_of(model, "1", noise(3, 2, 6, 5), quality="accuracy")
     x, y = noise(9, 2, 6, 5), classes(4, 9, 6, 5)

@@ -1,4 +1,4 @@
-"""Recording: every run tells how it ended, and none learns otherwise for being watched."""
+"""Recording: every run records how it ended, and recording never changes what is learnt."""
 
 import hashlib
 import json
@@ -63,7 +63,7 @@ class Keeps:
 
 
 def trained(hub, level=Level.NORMAL) -> str:
-    """The hash of every weight and of the table after a short life under a schedule, told to `hub`."""
+    """Return the hash of every weight and of the table after a short scheduled run recorded by `hub`."""
     torch.manual_seed(0)
     engine = Engine(get_task("digits"), [0, 1])
     emit = TelemetryEmitter(hub, slots=engine.task.slots, worlds=[0, 1], host_params=1, level=level)
@@ -83,7 +83,7 @@ def trained(hub, level=Level.NORMAL) -> str:
     return digest.hexdigest()
 
 
-def test_what_is_recorded_never_changes_what_is_learnt():
+def test_recording_never_changes_what_is_learnt():
     alone = trained(Silence())
     for level in Level:
         keeps = Keeps()
@@ -103,8 +103,8 @@ def test_what_is_recorded_never_changes_what_is_learnt():
 
 
 @pytest.mark.parametrize("stride", [1, 3, 50])
-def test_how_often_gradients_are_sampled_never_changes_what_is_learnt(stride):
-    """The table's gradient columns are what was sampled; the weights are the same."""
+def test_gradient_sampling_rate_never_changes_what_is_learnt(stride):
+    """The table's gradient columns are the sampled ones; the weights are the same."""
 
     def weights(every: int) -> torch.Tensor:
         engine = Engine(get_task("digits"), [0], config=EngineConfig(gradient_telemetry_stride=every))
@@ -117,7 +117,7 @@ def test_how_often_gradients_are_sampled_never_changes_what_is_learnt(stride):
     assert torch.equal(weights(10), weights(stride))
 
 
-def test_tensorboard_reads_what_it_is_given(tmp_path):
+def test_tensorboard_reads_what_was_recorded(tmp_path):
     with record("mine", out=tmp_path / "run", tensorboard=True) as run:
         run.say(step(1))
     accumulator = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
@@ -130,7 +130,7 @@ def step(i: int) -> Step:
                 train_loss=1.0, params=1, stages=(), alphas=(), blueprints=())  # fmt: skip
 
 
-def test_a_run_that_ends_says_so_in_its_manifest_and_in_its_journal(tmp_path):
+def test_finished_run_is_recorded_in_manifest_and_journal(tmp_path):
     with record("mine", root=tmp_path, manifest={"seed": 3}) as run:
         for i in range(100):
             run.say(step(i))
@@ -147,7 +147,7 @@ def test_a_run_that_ends_says_so_in_its_manifest_and_in_its_journal(tmp_path):
 @pytest.mark.parametrize(
     ("error", "status"), [(ValueError("no"), "failed"), (KeyboardInterrupt(), "interrupted"), (SystemExit(3), "failed")]
 )
-def test_a_run_that_breaks_says_how(tmp_path, error, status):
+def test_failed_run_records_its_error(tmp_path, error, status):
     def breaks() -> None:
         with record("mine", out=tmp_path / "run") as run:
             run.say(step(0))
@@ -180,7 +180,7 @@ def start_growing(place: Path) -> tuple[subprocess.Popen, Path]:
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
-def test_growing_that_is_stopped_leaves_a_whole_journal(tmp_path, number, code):
+def test_stopped_grow_leaves_a_complete_journal(tmp_path, number, code):
     process, run = start_growing(tmp_path)
     process.send_signal(number)
     assert process.wait(120) == code
@@ -191,7 +191,7 @@ def test_growing_that_is_stopped_leaves_a_whole_journal(tmp_path, number, code):
     assert not any(holes(entries).values())
 
 
-def test_growing_that_is_killed_leaves_everything_its_journal_held(tmp_path):
+def test_killed_grow_keeps_all_events_its_journal_held(tmp_path):
     process, run = start_growing(tmp_path)
     before = list(read(run))
     os.kill(process.pid, signal.SIGKILL)
@@ -204,7 +204,7 @@ def test_growing_that_is_killed_leaves_everything_its_journal_held(tmp_path):
 
 
 @pytest.mark.parametrize("place", ["afile/x", "dangling", "x" * 300, "bad\udcff"])
-def test_a_place_where_no_run_can_be_is_one_line_and_exit_code_2(tmp_path, place):
+def test_unusable_run_directory_gives_one_line_and_exit_code_2(tmp_path, place):
     (tmp_path / "afile").write_text("")
     (tmp_path / "dangling").symlink_to(tmp_path / "nowhere" / "at" / "all")
     command = [str(ESPER), "grow", "--task", "digits", "--epochs", "1", "--no-compare", "--out", place]
@@ -215,7 +215,7 @@ def test_a_place_where_no_run_can_be_is_one_line_and_exit_code_2(tmp_path, place
 
 
 @pytest.mark.parametrize("name", ["[/b]x", "a*b?[c]", "ü ö"])
-def test_odd_names_are_said_as_they_are_also_where_only_ascii_can_be_shown(tmp_path, name):
+def test_odd_names_are_shown_verbatim_even_on_ascii_output(tmp_path, name):
     command = [str(ESPER), "grow", "--task", "digits", "--epochs", "1", "--no-compare", "--out", name]
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, env=environment, check=False)
@@ -223,7 +223,7 @@ def test_odd_names_are_said_as_they_are_also_where_only_ascii_can_be_shown(tmp_p
     assert f"report: {name}/report.html".encode("ascii", "replace").decode() in done.stdout
 
 
-def test_a_directory_that_goes_away_while_a_run_lasts_is_said(tmp_path, capsys):
+def test_directory_removed_during_a_run_is_reported(tmp_path, capsys):
     def loses() -> None:
         with record("mine", out=tmp_path / "run") as run:
             shutil.rmtree(run.path)
@@ -232,7 +232,7 @@ def test_a_directory_that_goes_away_while_a_run_lasts_is_said(tmp_path, capsys):
     assert "the manifest could not be written" in capsys.readouterr().err
 
 
-def test_a_sink_without_its_two_methods_is_refused(tmp_path):
+def test_sink_without_its_two_methods_is_refused(tmp_path):
     def refused() -> None:
         with record("mine", out=tmp_path / "run", sinks=[object()]):
             pass

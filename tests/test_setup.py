@@ -12,7 +12,7 @@ CPU = "--extra-index-url https://download.pytorch.org/whl/cpu"
 
 
 @pytest.mark.parametrize(("target", "installed"), [("run", '-e "."'), ("test", '-e ".[dev]"'), ("lint", '-e ".[dev]"')])
-def test_make_run_installs_the_package_alone_and_other_targets_the_dev_extra(tmp_path, target, installed):
+def test_make_run_installs_only_the_package_other_targets_the_dev_extra(tmp_path, target, installed):
     command = ["make", "-n", target, f"VENV={tmp_path / 'venv'}", f"PIP_ARGS={CPU}"]
     printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
     (pip,) = [line for line in printed.splitlines() if "/bin/pip " in line]
@@ -23,13 +23,13 @@ IMPORT_NAMES = {"pillow": "PIL", "pytest-xdist": "xdist", "sb3-contrib": "sb3_co
 
 
 def names_of_extras() -> set[str]:
-    """Import names of every package that only an extra asks for."""
+    """Return the import names of every package that only an extra requires."""
     extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
     packages = {entry.split(">=")[0] for entries in extras.values() for entry in entries if "[" not in entry}
     return {IMPORT_NAMES.get(package, package) for package in packages}
 
 
-def test_train_and_its_report_need_none_of_the_optional_packages(tmp_path):
+def test_train_and_its_report_need_no_optional_package(tmp_path):
     blocked = names_of_extras()
     assert {"transformers", "duckdb", "playwright", "PIL"} <= blocked
     code = f"""

@@ -37,7 +37,7 @@ def sql(run, query):
     return json.loads(esper("sql", "--json", run, query))
 
 
-def test_return_of_a_round_is_one_number_wherever_it_is_shown(trained):
+def test_return_of_a_round_is_the_same_number_everywhere(trained):
     run, printed = trained
     told = sql(run, "select round, return_mean, return_sd from updates order by round")
     episodes = sql(run, "select episode, avg(episode_return) as mean, stddev_samp(episode_return) as sd "
@@ -64,7 +64,7 @@ def test_return_of_a_round_is_one_number_wherever_it_is_shown(trained):
     assert float(shown[2]) == pytest.approx(told[-1]["return_sd"], abs=1e-4)
 
 
-def test_held_out_comparison_is_kept_and_shown_in_the_report(trained):
+def test_held_out_comparison_is_saved_and_shown_in_the_report(trained):
     run, printed = trained
     kept = json.loads((run / "held_out.json").read_text())
     page = (run / "report.html").read_text()
@@ -78,7 +78,7 @@ def test_held_out_comparison_is_kept_and_shown_in_the_report(trained):
         assert f"{row['utility']['mean']:+.4f} ± {row['utility']['sd']:.4f}" in page
 
 
-def test_tables_of_training_fit_into_80_columns(trained):
+def test_training_tables_fit_into_80_columns(trained):
     _, printed = trained
     table = printed[printed.index("Learning") :]
     rows = [row for row in table.splitlines() if not row.startswith(("policy:", "report:"))]
@@ -86,7 +86,7 @@ def test_tables_of_training_fit_into_80_columns(trained):
     assert "…" not in table
 
 
-def test_list_of_tasks_fits_into_80_columns_and_every_question_is_whole():
+def test_task_list_fits_into_80_columns_with_complete_descriptions():
     from esper.tolaria.tasks import TASKS
 
     printed = esper("tasks")
@@ -99,9 +99,9 @@ def test_list_of_tasks_fits_into_80_columns_and_every_question_is_whole():
     assert len(printed.splitlines()) < 3.5 * len(TASKS)
 
 
-def test_every_plus_minus_that_is_printed_says_what_it_is(trained):
+def test_every_printed_plus_minus_states_its_meaning(trained):
     run, printed = trained
     for text in (printed, esper("watch", "--once", run)):
         for row in text.splitlines():
-            if "±" in row and not re.search(r"[0-9.]+ ± [0-9.]+  ", row):  # a cell: its column's head says it
+            if "±" in row and not re.search(r"[0-9.]+ ± [0-9.]+  ", row):  # a cell: its column header states it
                 assert re.search(r"± (se|sd|SE|standard)|± \S+ (\(sd|sd|se)", row), row

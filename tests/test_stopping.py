@@ -1,4 +1,4 @@
-"""Real processes that are told to stop, or killed: what is lost is at most the round under way."""
+"""Real processes that are stopped or killed: at most the current round is lost."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def started(run: Path, *more: str) -> subprocess.Popen[bytes]:
-    """A run that has two rounds behind it."""
+    """Start a run and return its process after two rounds."""
     process = esper("train", "--out", run, *TINY, *(more or ROUNDS))
     end = time.monotonic() + 120
     while newest(run) < "round-000002":
@@ -48,7 +48,7 @@ def started(run: Path, *more: str) -> subprocess.Popen[bytes]:
 
 
 @pytest.mark.parametrize(("number", "word"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_a_signal_ends_the_run_at_a_good_moment_and_says_how_to_go_on(
+def test_signal_ends_the_run_after_the_step_and_prints_how_to_resume(
     number: int, word: int, calm: Path, tmp_path: Path
 ) -> None:
     process = started(tmp_path / "run")
@@ -64,7 +64,7 @@ def test_a_signal_ends_the_run_at_a_good_moment_and_says_how_to_go_on(
     assert read_manifest(tmp_path / "run")["status"] == "finished"
 
 
-def test_a_signal_that_the_process_was_told_to_ignore_is_ignored(tmp_path: Path) -> None:
+def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
     nohup = partial(heed_signals, (signal.SIGHUP,))
     process = esper("train", "--out", tmp_path / "run", *TINY, "--rounds", "8", preexec_fn=nohup)
     while newest(tmp_path / "run") < "round-000002":
@@ -75,7 +75,7 @@ def test_a_signal_that_the_process_was_told_to_ignore_is_ignored(tmp_path: Path)
     assert read_manifest(tmp_path / "run")["status"] == "finished"
 
 
-def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
+def test_second_signal_exits_immediately(tmp_path: Path) -> None:
     slow = ["--task", "rescue", "--envs", "16", "--rounds", "2", "--set", "worlds=16"]  # seconds per step
     process = esper("train", "--out", tmp_path / "run", *slow)
     while not (tmp_path / "run" / "checkpoints").is_dir():
@@ -88,7 +88,7 @@ def test_a_second_signal_leaves_at_once(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "run")["status"] in ("killed", "interrupted")
 
 
-def test_a_run_killed_five_times_ends_as_if_nothing_had_happened(calm: Path, tmp_path: Path) -> None:
+def test_run_killed_five_times_ends_bit_identical(calm: Path, tmp_path: Path) -> None:
     pace = seconds_per_round(calm)
     assert survive(tmp_path / "run", [*TINY, *ROUNDS], kills=5, seed=os.getpid(), round_s=pace) == 5
     assert fate(tmp_path / "run") == fate(calm)
@@ -96,7 +96,7 @@ def test_a_run_killed_five_times_ends_as_if_nothing_had_happened(calm: Path, tmp
 
 
 @pytest.mark.parametrize("fate_of_directory", ["moved", "removed"])
-def test_a_run_whose_directory_is_moved_or_removed_ends(fate_of_directory: str, tmp_path: Path) -> None:
+def test_run_whose_directory_is_moved_or_removed_ends(fate_of_directory: str, tmp_path: Path) -> None:
     process = started(tmp_path / "run", "--rounds", "4000")
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     if fate_of_directory == "removed":
@@ -114,7 +114,7 @@ def test_a_run_whose_directory_is_moved_or_removed_ends(fate_of_directory: str, 
         process.communicate()
 
 
-def test_of_several_resumes_at_once_one_runs_and_the_others_are_told(tmp_path: Path) -> None:
+def test_only_one_of_several_concurrent_resumes_runs(tmp_path: Path) -> None:
     process = started(tmp_path / "run", "--rounds", "4000")
     process.send_signal(signal.SIGINT)
     finished(process, code=130)

@@ -1,4 +1,4 @@
-"""Run directories from strangers: no command changes a file outside them, waits for one, or reads without end."""
+"""Untrusted run directories: no command changes a file outside them, blocks on one, or reads without bound."""
 
 import contextlib
 import io
@@ -65,7 +65,7 @@ LINKED = ["run.lock", "manifest.json", "events", "checkpoints", "twins", "best_h
 
 
 @pytest.mark.parametrize("part", LINKED)
-def test_a_run_with_a_link_in_it_is_not_resumed_and_nothing_outside_changes(place, part):
+def test_run_with_a_symlink_is_not_resumed_and_nothing_outside_changes(place, part):
     folder, path = mine(), resumable()
     target = folder if part not in ("run.lock", "manifest.json") else folder / "thesis.txt"
     if part == "manifest.json":
@@ -82,7 +82,7 @@ def test_a_run_with_a_link_in_it_is_not_resumed_and_nothing_outside_changes(plac
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
-def test_a_lock_with_a_second_name_is_not_taken(place):
+def test_lock_with_a_second_hard_link_is_not_taken(place):
     folder, path = mine(), resumable()
     os.link(folder / "thesis.txt", path / "run.lock")
     with pytest.raises(RunError, match="hard link"):
@@ -100,7 +100,7 @@ def test_segments_that_are_links_are_neither_read_nor_written(place):
     assert (folder / "log").read_bytes() == entry(1)
 
 
-def test_checkpoints_that_are_links_are_not_removed_nor_read(place):
+def test_checkpoints_that_are_links_are_neither_removed_nor_read(place):
     folder = mine()
     kept = Checkpoints(Path("kept"), keep=1)
     Checkpoints(folder).write("old", documents={"run": {"secret": 1}})
@@ -114,7 +114,7 @@ def test_checkpoints_that_are_links_are_not_removed_nor_read(place):
     assert (folder / "thesis.txt").read_text() == "years"
 
 
-def test_a_report_changes_nothing_but_itself(place):
+def test_report_changes_nothing_but_itself(place):
     folder, path = mine(), a_run(Path("run"), entry(0))
     (path / "report.html").symlink_to(folder / "thesis.txt")
     for pid in (os.getpid(), os.getpid() + 1):
@@ -124,12 +124,12 @@ def test_a_report_changes_nothing_but_itself(place):
     assert "<html" in (path / "report.html").read_text()
 
 
-# -- files that never end
+# -- endless files
 
 
 @pytest.mark.parametrize("part", ["manifest.json", "run.lock"])
 @pytest.mark.parametrize("make", [os.mkfifo, lambda path: os.symlink("/dev/zero", path)], ids=["fifo", "device"])
-def test_a_fifo_or_device_is_no_part_of_a_run(place, part, make):
+def test_fifo_or_device_is_no_part_of_a_run(place, part, make):
     path = a_run(Path("run"), entry(0), **({"status": "running"} if part == "run.lock" else {}))
     (path / part).unlink(missing_ok=True)
     make(path / part)
@@ -142,7 +142,7 @@ def test_a_fifo_or_device_is_no_part_of_a_run(place, part, make):
         assert esper(*command)[0] == 0, command
 
 
-def test_a_manifest_larger_than_any_of_ours_is_refused_unread(place):
+def test_oversized_manifest_is_refused_unread(place):
     path = a_run(Path("run"))
     with (path / "manifest.json").open("wb") as file:
         file.truncate(1 << 36)
@@ -151,7 +151,7 @@ def test_a_manifest_larger_than_any_of_ours_is_refused_unread(place):
     assert [row.status for row in list_runs(Path("."))] == ["unreadable"]
 
 
-def test_a_line_without_end_is_one_damaged_line(place, monkeypatch):
+def test_endless_line_is_one_damaged_line(place, monkeypatch):
     monkeypatch.setattr(journal, "MOST_LINE_BYTES", 1 << 20)
     path = a_run(Path("run"), entry(0), b"\0" * (5 << 20), b"\n", entry(1), b"\0" * (3 << 20))
     damage = Damage()
@@ -160,7 +160,7 @@ def test_a_line_without_end_is_one_damaged_line(place, monkeypatch):
     assert journal.next_seq(path) == 2
 
 
-def test_a_follower_skips_a_line_that_grows_too_long_and_reads_on_behind_it(place, monkeypatch):
+def test_follower_skips_an_overlong_line_and_reads_on_behind_it(place, monkeypatch):
     monkeypatch.setattr(journal, "MOST_LINE_BYTES", 1 << 20)
     path = a_run(Path("run"), entry(0))
     follower, segment = Follower(path), path / "events" / journal.segment_name(0, 0)
@@ -175,7 +175,7 @@ def test_a_follower_skips_a_line_that_grows_too_long_and_reads_on_behind_it(plac
     assert follower.damage.lines == 1
 
 
-def test_half_a_gigabyte_of_nothing_is_read_in_linear_time_and_little_memory(place):
+def test_half_a_gigabyte_without_newline_is_read_in_linear_time(place):
     path = a_run(Path("run"), entry(0))
     with (path / "events" / journal.segment_name(0, 0)).open("r+b") as file:
         file.truncate(1 << 29)
@@ -183,11 +183,11 @@ def test_half_a_gigabyte_of_nothing_is_read_in_linear_time_and_little_memory(pla
     started = time.process_time()
     assert [each.seq for each in read(path)] == [0]
     assert journal.next_seq(path) == 1
-    assert time.process_time() - started < 60  # by pieces it takes a second; joined again and again, an hour
+    assert time.process_time() - started < 60  # one second in pieces; an hour if joined repeatedly
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
 
 
-def test_ranks_beyond_any_team_are_refused_and_many_need_no_open_files(place, monkeypatch):
+def test_impossible_ranks_are_refused_and_many_need_no_open_files(place, monkeypatch):
     path = a_run(Path("run"))
     for rank in range(200):
         (path / "events" / journal.segment_name(rank, 0)).write_bytes(entry(0, rank=rank))
@@ -212,7 +212,7 @@ NUMBERS = [1e308, -1e308, 2**62, -(2**62), 2**64, 10**30, "Infinity", "-Infinity
 
 
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
-def test_a_number_that_cannot_be_is_left_out_of_one_line_of_the_list(place, value):
+def test_impossible_number_breaks_no_command_and_no_other_run(place, value):
     told = {"env_steps": value, "started": value, "finished": value, "sessions": [{"seconds": value}, value]}
     a_run(Path("strange"), entry(0, time_s=1e10), **told)
     a_run(Path("strange-id"), run_id=value, task=value, controller=value, config=value, status="killed")
@@ -228,7 +228,7 @@ def test_a_number_that_cannot_be_is_left_out_of_one_line_of_the_list(place, valu
 
 
 @pytest.mark.parametrize("time_s", [1e308, -1e308, 2.0**62, 1e15])
-def test_an_entry_of_an_impossible_time_is_damage_to_every_reader(place, time_s):
+def test_entry_with_an_impossible_time_is_damage_to_every_reader(place, time_s):
     path = a_run(Path("run"), entry(0), entry(1, time_s=time_s), entry(2))
     damage = Damage()
     assert [each.seq for each in read(path, damage)] == [0, 2]
@@ -247,7 +247,7 @@ ACTS = "\x1b]0;owned\x07\x9b31m\u202ereversed\u2028\r\n\t\x00\x7f"
 
 
 def speaking_run(name: str) -> Path:
-    """A run in which every text, name and kind acts on a terminal."""
+    """Return a run in which every text, name and kind contains terminal control characters."""
     place = {"env": 0, "episode": 0, "step": 1}
     lines = [
         entry(0, "run_started", run_id=ACTS, command=ACTS, task=ACTS, controller=ACTS, seed=1, env_names=[ACTS],
@@ -313,18 +313,18 @@ def run_esper(command: list[str]) -> tuple[str, str]:
 @pytest.mark.parametrize(
     "query",
     [
-        "select levenshtein(repeat('a', 200000), repeat('b', 200000))",  # hears no interrupt
-        "select range(20000000) as r from range(1000)",  # Python objects without end
+        "select levenshtein(repeat('a', 200000), repeat('b', 200000))",  # ignores interrupts
+        "select range(20000000) as r from range(1000)",  # unbounded Python objects
         "with recursive t(n) as (select 1 union all select n + 1 from t) select max(n) from t",
     ],
 )
-def test_a_query_ends_at_its_timeout_whatever_it_does(place, query):
+def test_any_query_ends_at_its_timeout(place, query):
     a_run(Path("run"), entry(0, "run_finished", status="finished", wall_s=1.0, env_steps=1))
     check(Case("", ["sql", "run", query, "--timeout", "1", "--csv"], ("stopped",)), place)
 
 
 @pytest.mark.parametrize("query", ["select range(1000000000)", "select list(range) from range(10000000000)"])
-def test_a_query_has_a_limit_of_memory(place, query):
+def test_query_has_a_memory_limit(place, query):
     a_run(Path("run"), entry(0, "run_finished", status="finished", wall_s=1.0, env_steps=1))
     before = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss
     check(Case("", ["sql", "run", query, "--timeout", "600"], ("more than 2 GB of memory", "fewer rows")), place)

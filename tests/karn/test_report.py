@@ -26,7 +26,7 @@ VOID = {"meta", "link", "img", "br"}
 
 
 class Structure(HTMLParser):
-    """Check that every element is closed in order, and record tags and attributes that a hostile name could inject."""
+    """A parser that checks that every element is closed in order, and records tags, attributes and text."""
 
     def __init__(self):
         super().__init__()

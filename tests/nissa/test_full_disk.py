@@ -38,7 +38,7 @@ def wait_until(done) -> None:
 
 
 class Disk:
-    """Make `os.write` and `os.fsync` of the journal's segments fail or hang until `mend`."""
+    """A fake disk: `os.write` and `os.fsync` of the journal's segments fail or hang until `mend`."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_mended, self.failures = threading.Event(), 0

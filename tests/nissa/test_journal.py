@@ -252,7 +252,7 @@ while True:
 
 
 class FullDisk:
-    """Accept a number of bytes, as a full disk does: part of the last write, then an error."""
+    """A fake disk that accepts a number of bytes: part of the last write, then an error."""
 
     def __init__(self, monkeypatch, room):
         self.monkeypatch, self.room, self.system = monkeypatch, room, os.write

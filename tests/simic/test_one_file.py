@@ -83,7 +83,7 @@ def test_weights_have_the_packages_names_and_shapes(one):
 
 
 class Float64Env(GrowthVectorEnv):
-    """Return observations and rewards in float64, so that rounding cannot decide a comparison."""
+    """An environment with observations and rewards in float64, so that rounding cannot decide a comparison."""
 
     def reset(self, **options):
         obs, info = super().reset(**options)

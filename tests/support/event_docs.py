@@ -1,4 +1,4 @@
-"""The event reference of docs/telemetry.md, written from the event classes."""
+"""The event reference of docs/telemetry.md, generated from the event classes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from esper.leyline.events import KINDS
 
 
 def events_markdown() -> str:
-    """Every kind and field as the documents show them."""
+    """Return every kind and field in the format of the documentation."""
     parts = []
     for name, kind in KINDS.items():
         promise = "must-keep" if kind.KEEP else f"gauge per {', '.join(kind.KEY)}"
@@ -27,7 +27,7 @@ def events_markdown() -> str:
 
 
 def plain_type(hint: typing.Any) -> str:
-    """A type in words."""
+    """Return the description of a type."""
     inner = typing.get_args(hint)
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
         return " or ".join("null" if t is types.NoneType else plain_type(t) for t in inner)

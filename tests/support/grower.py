@@ -35,7 +35,7 @@ def make_body() -> esper.Body:
 
 
 def batch(seed: int, size: int = 16) -> tuple[torch.Tensor, torch.Tensor]:
-    """Images whose class is the place of a bright column."""
+    """Return images whose class is the position of a bright column."""
     noise = torch.Generator().manual_seed(seed)
     y = torch.randint(3, (size,), generator=noise)
     x = torch.randn(size, 1, 6, 6, generator=noise)

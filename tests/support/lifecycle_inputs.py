@@ -36,12 +36,12 @@ any_rules = st.builds(
 
 @cache
 def reached(slots: int) -> SlotTable:
-    """Many lives to draw from, built once."""
+    """Return many reachable tables to draw from, built once."""
     return random_table(512, slots, seed=slots)
 
 
 def mixed_actions(table: SlotTable, rules: Rules, rng: np.random.Generator) -> np.ndarray:
-    """Half legal, the rest anything; a tenth of the rows has a head out of range."""
+    """Return actions: half of them legal, the rest random; a tenth of the rows has a head out of range."""
     anything = random_actions(table, rng)
     sensible = rng.random((table.num_envs, 1)) < 0.5
     actions = np.where(sensible, random_legal_actions(table, rules, rng), anything)

@@ -1,4 +1,4 @@
-"""A pretended run for the tests of the terminal view: real events of growth that never happened.
+"""A synthetic run for the tests of the terminal view: valid events of invented growth.
 
 python -m tests.support.live_run DIRECTORY --events-per-s 10      keeps appending, as a hub's sink would
 """
@@ -41,7 +41,7 @@ def started(envs=4, slots=3, steps=30, rounds=2, names=None, **more):
 
 
 def stage_at(step, slot):
-    """A seed germinates in slot k at step 2 + 3k and lives its life; every fourth is pruned while it blends."""
+    """Return the stage at a step: slot k germinates at step 2 + 3k; every fourth seed is pruned while it blends."""
     age = step - 3 * slot
     if slot % 4 == 3 and age >= 11:
         return SeedStage.PRUNED if age < 12 else SeedStage.EMBARGOED if age < 17 else SeedStage.DORMANT
@@ -56,7 +56,7 @@ def alpha_at(stage, step, slot):
 
 
 def step_events(env, episode, t, slots, rng):
-    """What one environment says of one step."""
+    """Return the events of one environment in one step."""
     was, now = ([stage_at(u, s) for s in range(slots)] for u in (t - 1, t))
     names = [f"r{i // 5}c{i % 5}" for i in range(slots)]
     prints = [BLUEPRINTS[(i + env) % 4] for i in range(slots)]
@@ -117,7 +117,7 @@ def update(round, **more):
 
 
 def run_events(envs=4, slots=3, steps=30, rounds=2, names=None, seed=0, ends=True):
-    """A whole run."""
+    """Return the events of a whole run."""
     rng = random.Random(seed)
     first = started(envs, slots, steps, rounds, names)
     yield first
@@ -139,14 +139,14 @@ def lines_of(events, at=1000.0, apart=0.1):
 
 
 def entries_of(events, at=1000.0, apart=0.1) -> list[Entry]:
-    """Events as a reader of the journal meets them: through the file's own spelling."""
+    """Return events as a reader of the journal sees them, encoded and decoded."""
     found = [_entry(raw.rstrip(b"\n"), 0) for raw in lines_of(events, at, apart)]
     assert None not in found
     return [e for e in found if e is not None]
 
 
 def write_run(path: Path, events, at=None, apart=0.1, status=None):
-    """A run directory with a journal; with `status`, a manifest too."""
+    """Write a run directory with a journal; with `status`, a manifest too."""
     (path / "events").mkdir(parents=True, exist_ok=True)
     events = list(events)
     at = time.time() - apart * len(events) if at is None else at

@@ -1,4 +1,4 @@
-"""A small zoo of models to graft: every shape of forward that people write, a few thousand parameters each."""
+"""Small models to graft: common forms of forward passes, a few thousand parameters each."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class TupleBlock(nn.Module):
 
 
 class Transformer(nn.Module):
-    """Blocks that return (features, attention weights); an optional padding mask [B, T] goes around all slots."""
+    """Blocks that return (features, attention weights); an optional padding mask [B, T] bypasses all slots."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ class DictBlock(nn.Module):
 
 
 class DictNet(nn.Module):
-    """Blocks return a dict of two floating tensors: where the features are must be said."""
+    """Blocks return a dict of two floating tensors: the position of the features must be specified."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -249,7 +249,7 @@ class SequenceFirst(nn.Module):
 
 
 class BatchMixer(nn.Module):
-    """Each sample feels the mean of its batch."""
+    """Each sample depends on the mean of its batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ class TokenNorm(nn.Module):
 
 
 class TransposedTokenNorm(TokenNorm):
-    """The same, tokens first: rows of a forked pass do not lie together at the norm."""
+    """The same, tokens first: rows of a forked pass are not contiguous at the norm."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer, norm in zip(self.layers, self.norms, strict=True):
@@ -301,7 +301,7 @@ class TransposedTokenNorm(TokenNorm):
 
 
 class NormAct(nn.BatchNorm2d):
-    """A BatchNorm with its activation inside, as timm has them."""
+    """A BatchNorm with its activation inside, as in timm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return F.silu(super().forward(x))
@@ -322,7 +322,7 @@ class NormActCNN(nn.Module):
 
 
 class BatchStatistics(nn.Module):
-    """BatchNorm without running statistics mixes samples even in eval."""
+    """BatchNorm without running statistics mixes samples even in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -338,7 +338,7 @@ class BatchStatistics(nn.Module):
 
 
 class EarlyExits(nn.Module):
-    """A head after every stage: outputs that part before the last slot."""
+    """A head after every stage: outputs that branch off before the last slot."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -360,7 +360,7 @@ class Answer:
 
 
 class DataclassNet(nn.Module):
-    """Returns an object that torch knows nothing of."""
+    """Returns an object of a type that is no pytree node."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -427,7 +427,7 @@ def tokens(n: int) -> Tensor:
 
 
 def padding(n: int) -> Tensor:
-    """True where a token is padding: a different length per sample."""
+    """Return a mask that is True where a token is padding, with a different length per sample."""
     return torch.arange(TOKENS)[None] >= integers(TOKENS - 2, n, 1) + 2
 
 
@@ -437,7 +437,7 @@ def causal() -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Case:
-    """One animal: how to build it, what it eats, where slots go, and whether its batch can fork."""
+    """One model of the zoo: how to build it, its inputs, its slots, and whether its batch can fork."""
 
     build: Callable[[], nn.Module]
     batch: Callable[[int], Any]
@@ -447,7 +447,7 @@ class Case:
     select: dict[str, int | str] = field(default_factory=dict)
 
     def model(self, seed: int = 0) -> nn.Module:
-        """In eval, with BatchNorm statistics that fit it, and every parameter moved off its special first value."""
+        """Return the model in eval mode, with fitted BatchNorm statistics and no parameter at its initial value."""
         return copy.deepcopy(_built(self, seed))
 
     def body(self, seed: int = 0) -> Body:
@@ -543,7 +543,7 @@ ZOO: dict[str, Case] = {
 
 
 def awaken(slot: Slot, scale: float = 0.5, seed: int = 1) -> None:
-    """Give a newborn seed something to say."""
+    """Add noise to every parameter of a new seed, so that it has an effect."""
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in slot.parameters():
@@ -561,7 +561,7 @@ def grow(
     seed: int = 1,
     scale: float = 0.5,
 ) -> Slot:
-    """Plant a seed that has learnt something, at any stage."""
+    """Germinate a seed with non-zero output, at any stage."""
     slot = body.slots[name]
     body.plant(name, blueprint or blueprints_for(slot.site.layout)[0], operator, seed=seed)
     awaken(slot, scale, seed)
@@ -570,7 +570,7 @@ def grow(
 
 
 def grow_everywhere(body: Body, stages: dict[str, SeedStage] | None = None) -> None:
-    """Seeds in every slot, by different blueprints and operators."""
+    """Put seeds into every slot, with different blueprints and operators."""
     for i, (name, slot) in enumerate(body.slots.items()):
         choices = blueprints_for(slot.site.layout)
         stage = (stages or {}).get(name, SeedStage.BLENDING)
@@ -580,7 +580,7 @@ def grow_everywhere(body: Body, stages: dict[str, SeedStage] | None = None) -> N
 
 
 def main_output(output: Any) -> Tensor:
-    """Every sample's answer [B, Q], out of whatever a model returns."""
+    """Return every sample's output [B, Q] from whatever a model returns."""
     if isinstance(output, (tuple, list)):
         return torch.cat([main_output(o) for o in output], 1) if isinstance(output, list) else main_output(output[0])
     if isinstance(output, Mapping):

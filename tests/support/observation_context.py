@@ -1,4 +1,4 @@
-"""An observation context to test and time features with."""
+"""An observation context for tests and benchmarks of features."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from esper.tamiyo.policy.features import ObsContext
 
 
 def example_context(slots: int) -> ObsContext:
-    """Sizes as those of a small convolutional host, growing with depth."""
+    """Return sizes like those of a small convolutional host, growing with depth."""
     rng = np.random.default_rng(slots)
     width = 8 * 2 ** (np.arange(slots) * 3 // slots)
     prices = width[:, None] ** 2 * rng.integers(1, 10, (slots, len(BLUEPRINTS)))

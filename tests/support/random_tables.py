@@ -1,4 +1,4 @@
-"""For tests and benchmarks: random tables that a real run could reach.
+"""Random tables that a real run could reach, for tests and benchmarks.
 
 Legend: E environments, S slots, O operations, B blueprints.
 """
@@ -21,29 +21,29 @@ LIVELY = Rules(
     auto_hold=False,
     one_at_a_time=False,
 )
-"""Rules under which sixty epochs show every stage: seeds wait in each of them, side by side."""
+"""Rules under which sixty epochs reach every stage, with seeds waiting in each of them."""
 
 _OP_WEIGHT = np.zeros(NUM_OPS)
 _OP_WEIGHT[[Op.WAIT, Op.GERMINATE, Op.SET_ALPHA_TARGET]] = 1.0, 4.0, 1.5
 _OP_WEIGHT[[Op.PRUNE, Op.FOSSILIZE, Op.ADVANCE]] = 1.5, 0.7, 7.0
-_STAGE_WEIGHT = np.array([1.0, 1.0, 2.0, 5.0, 5.0, 1.0, 1.0, 1.0, 1.0])  # few seeds get far: mind those
+_STAGE_WEIGHT = np.array([1.0, 1.0, 2.0, 5.0, 5.0, 1.0, 1.0, 1.0, 1.0])  # few seeds get far: prefer those
 
 
 def _pick(allowed: Bools, rng: np.random.Generator, weight: Floats | None = None) -> Ints:
-    """One allowed option per row of `allowed` [E, N], by weight; 0 in a row that allows none."""
+    """Return one allowed option per row of `allowed` [E, N], by weight; 0 in a row that allows none."""
     chance = -rng.standard_exponential(allowed.shape)
     return np.where(allowed, chance / (1.0 if weight is None else weight), -np.inf).argmax(axis=1)
 
 
 def random_actions(table: SlotTable, rng: np.random.Generator) -> Ints:
-    """Any action rows [E, 8], legal or not."""
+    """Return random action rows [E, 8], legal or not."""
     sizes = [len(HEAD_OPTIONS[h] or ()) for h in Head]
     sizes[Head.SLOT], sizes[Head.BLUEPRINT] = table.num_slots, table.takes.shape[1]
     return rng.integers(0, sizes, size=(table.num_envs, len(Head)))
 
 
 def random_legal_actions(table: SlotTable, rules: Rules, rng: np.random.Generator) -> Ints:
-    """Action rows [E, 8] that all happen: some legal operation, then a slot that admits it."""
+    """Return action rows [E, 8] that all take effect: some legal operation, then a slot that admits it."""
     ops = legal(table, rules)  # [E, O, S]
     actions = random_actions(table, rng)
     op = _pick(np.asarray(ops.any(axis=2)), rng, _OP_WEIGHT)
@@ -54,7 +54,7 @@ def random_legal_actions(table: SlotTable, rules: Rules, rng: np.random.Generato
 
 
 def random_measurements(table: SlotTable, rng: np.random.Generator) -> None:
-    """What an epoch could have measured; in half of the environments only qualities and losses."""
+    """Record plausible measurements of one epoch; in half of the environments only qualities and losses."""
     envs, shape = table.num_envs, table.stage.shape
     quality = rng.uniform(0.05, 0.95, envs)
     record(table, quality=quality, val_loss=-np.log(quality), train_loss=-np.log(quality) - 0.01)
@@ -62,7 +62,7 @@ def random_measurements(table: SlotTable, rng: np.random.Generator) -> None:
     training = looked & (table.stage == SeedStage.TRAINING)
     blended = looked & ((table.stage == SeedStage.BLENDING) | (table.stage == SeedStage.HOLDING))
 
-    seen = blended & (table.serial % 5 != 4)  # every fifth seed is never judged
+    seen = blended & (table.serial % 5 != 4)  # every fifth seed is never measured
     worth, se = rng.normal(0.01, 0.05, shape), rng.uniform(0, 0.02, shape)
     record_contribution(table, np.where(seen, worth, np.nan), np.where(seen, se, np.nan))
     table.committed_quality[looked[:, 0]] = quality[looked[:, 0]] - 0.01
@@ -78,10 +78,10 @@ def random_measurements(table: SlotTable, rng: np.random.Generator) -> None:
 def random_table(
     envs: int, slots: int, seed: int, *, rules: Rules = LIVELY, epochs: int = 60, legal_share: float = 0.9
 ) -> SlotTable:
-    """A reachable random table: every environment lived 0…`epochs` epochs under mostly legal actions."""
+    """Return a reachable random table: every environment ran 0…`epochs` epochs under mostly legal actions."""
     rng = np.random.default_rng(seed)
     table = SlotTable.empty(envs, slots)
-    born = (rng.random(envs) ** 2 * (epochs + 1)).astype(np.int64)  # more old lives than young ones
+    born = (rng.random(envs) ** 2 * (epochs + 1)).astype(np.int64)  # more long histories than short ones
     for t in range(epochs):
         table.reset(np.nonzero(born == t)[0])
         sensible = rng.random((envs, 1)) < legal_share

@@ -1,4 +1,4 @@
-"""What became of a run, as far as it must be the same however often it was interrupted and by how many it was run."""
+"""Outcomes of runs: what must not depend on interruptions or on the number of processes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from esper.simic.training.learner import CHECKPOINTS, LEARNER
 from esper.tolaria.checkpoint import Checkpoints, unpacked
 
 OF_THE_PROCESS = {"run_started", "run_finished", "checkpoint", "health"}
-"""Kinds that tell of processes, not of the run."""
+"""Kinds that describe processes, not the run."""
 SMALL_NUMBERS = ("return_scale", "updates", "bad_in_a_row", "told", "env_steps")
 OF_THE_CLOCK = {"wall_ms"}
 TINY = [
@@ -32,7 +32,7 @@ TINY = [
 
 @dataclass(frozen=True)
 class Fate:
-    """How a run ended: everything learnt, and everything that happened, in order, per environment."""
+    """The outcome of a run: everything learnt, and all events in order, per environment."""
 
     learnt: str
     happened: str
@@ -54,7 +54,7 @@ def fate(run: Path) -> Fate:
 
 
 def events(run: Path) -> list[tuple[int, str, Any]]:
-    """The must-keep events of a run without clocks, those of the run first, then environment by environment."""
+    """Return the must-keep events of a run without clocks: those of the run first, then environment by environment."""
     told = [
         (int(e.data.get("env", -1)), e.kind, timeless(e.data))
         for e in read(run)
@@ -70,21 +70,21 @@ def timeless(tree: Any) -> Any:
 
 
 def is_whole(run: Path) -> bool:
-    """Every number of the journal is there once; only gauges may have been replaced by newer ones."""
+    """Return whether every number of the journal occurs once; only gauges may have been replaced by newer ones."""
     damage = Damage()
     entries = list(read(run, damage))
     return not (damage.lines or damage.torn or damage.duplicates or holes(entries))
 
 
 def esper(*args: str | Path, **kwargs: Any) -> subprocess.Popen[bytes]:
-    """A real process of its own session, so that its whole family can be killed."""
+    """Start a real process in its own session, so that its whole process group can be killed."""
     command = [sys.executable, "-m", "esper", *map(str, args)]
     options: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "start_new_session": True}
     return subprocess.Popen(command, **options | {"preexec_fn": heed_signals} | kwargs)
 
 
 def heed_signals(ignored: tuple[int, ...] = ()) -> None:
-    """Whoever started these tests may have been told to ignore signals; what they start is not, but for these."""
+    """Restore default signal handling, which the parent of these tests may have disabled, except for `ignored`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN if number in ignored else signal.SIG_DFL)
 
@@ -98,9 +98,9 @@ def finished(process: subprocess.Popen[bytes], code: int = 0, timeout: float = 3
 def survive(
     run: Path, args: list[str], kills: int, seed: int, round_s: float = 1.0, say: Any = lambda text: None
 ) -> int:
-    """Start a run, kill it -9 at random moments and resume it, `kills` times; the kills it took.
+    """Start a run, kill it with SIGKILL at random moments and resume it `kills` times; return the kills.
 
-    Each life lasts none, one or two rounds and a part of one more.
+    Each session lasts zero, one or two rounds and a part of one more.
     """
     rng, done = random.Random(seed), 0
     while True:
@@ -121,7 +121,7 @@ def survive(
         process.communicate()
         done += 1
         say(f"kill {done}: {newest(run) or 'before its first checkpoint'}")
-        if not newest(run):  # nothing to go on from yet: start anew
+        if not newest(run):  # no checkpoint yet: start anew
             subprocess.run(["rm", "-rf", str(run)], check=True)
 
 
@@ -135,13 +135,13 @@ def newest(run: Path) -> str:
 
 
 def seconds_per_round(run: Path) -> float:
-    """Of a run that nobody interrupted, as its checkpoints tell."""
+    """Return the seconds per round of an uninterrupted run, by its checkpoints."""
     told = [e.time_s for e in read(run) if e.kind == "checkpoint"]
     return (told[-1] - told[0]) / (len(told) - 1)
 
 
 def wait_for_life(run: Path, process: subprocess.Popen[bytes], begun: bool) -> None:
-    """Until the process writes into the run: a kill before that tests nothing but Python's start."""
+    """Wait until the process writes into the run: a kill before that only tests Python's startup."""
 
     def seen() -> int:
         total = 0

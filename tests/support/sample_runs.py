@@ -1,4 +1,4 @@
-"""Run directories as a real run would leave them, written line by line: what is in them is known exactly."""
+"""Run directories as a real run writes them, with exactly known content."""
 
 import json
 import math
@@ -26,7 +26,7 @@ from esper.leyline.stages import SeedStage as S
 from esper.nissa.record import Record, line
 
 SLOTS = ("r0c0", "r0c1", "r1c0")
-LIFE = (  # slot, blueprint, epoch of germination, dwell in training / blending / holding, how it ends
+LIFE = (  # slot, blueprint, epoch of germination, epochs in training / blending / holding, how it ends
     (0, "conv_light", 3, (8, 5, 4), S.FOSSILIZED),
     (1, "norm", 10, (6, 5, 3), S.PRUNED),
     (2, "attention", 16, (7, 8, 60), S.HOLDING),
@@ -35,7 +35,7 @@ HEADS = ("slot", "blueprint", "style", "tempo", "op")
 
 
 class Journal:
-    """Writes a run directory one event at a time."""
+    """A run directory that is written one event at a time."""
 
     def __init__(self, path: Path, *, status="finished", start_s=1_763_245_000.0, **manifest):
         self.path, self.seq, self.time_s = path, 0, start_s
@@ -83,7 +83,7 @@ def moved(n, slot, was, now, *, dwell=1, **changed):
 
 
 def life_of(plan, epochs):
-    """Per epoch of one slot: (stage, alpha)."""
+    """Return (stage, alpha) of one slot for each epoch."""
     _, _, birth, (training, blending, holding), end = plan
     course = [S.GERMINATED] + [S.TRAINING] * training + [S.BLENDING] * blending + [S.HOLDING] * holding
     course += [S.PRUNED] + [S.EMBARGOED] * 5 + [S.RESETTING] if end == S.PRUNED else [end] * epochs
@@ -96,7 +96,7 @@ def life_of(plan, epochs):
 
 
 def grow_like(journal, env, name, *, episode=0, epochs=40, grows=True, skill=0.0, seed=0, decisions=True):
-    """One episode as `esper grow` writes it: steps, decisions, lives, worth, result."""
+    """Write one episode as `esper grow` does: steps, decisions, lifecycles, worth, result."""
     rng = random.Random(1_000 * seed + 10 * env + episode)
     lives = [life_of(plan, epochs) if grows else [(S.DORMANT, 0.0)] * epochs for plan in LIFE]
     gains = (0.14, -0.01, 0.09)
@@ -167,7 +167,7 @@ def phases(journal, scale=1.0):
 
 
 def grow_run(path, *, controller="heuristic", seed=1, names=("grown", "no growth", "same structure from step 0", "wider host of equal size"), skill=0.0):  # fmt: skip  # noqa: E501
-    """A finished `esper grow`: what grew, and the hosts to compare it with."""
+    """Write a finished `esper grow`: the grown host, and the hosts to compare it with."""
     journal = Journal(path)
     journal.write(started(run_id=path.name, controller=controller, seed=seed, env_names=names))
     for env, name in enumerate(names):
@@ -179,7 +179,7 @@ def grow_run(path, *, controller="heuristic", seed=1, names=("grown", "no growth
 
 
 def train_run(path, *, envs=8, rounds=30, epochs=40, status="finished", clean=True):
-    """A PPO run: many environments, many episodes, an update after each round."""
+    """Write a PPO run: many environments, many episodes, an update after each round."""
     journal = Journal(path, status=status)
     names = tuple(f"world {e}" for e in range(envs))
     journal.write(started(run_id=path.name, command="esper train", controller="tamiyo", env_names=names, rounds=rounds,

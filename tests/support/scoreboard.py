@@ -1,4 +1,4 @@
-"""Controllers in the same simulated worlds, from doing nothing to knowing everything."""
+"""Scores of controllers in the same simulated worlds, from no growth to the oracle."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TYPICAL_RENT = 0.004
 
 
 class FollowAndPrune(FollowPlans):
-    """Carries out plans, and prunes the seeds whose measurements are below a typical rent."""
+    """A controller that carries out plans and prunes seeds whose measurements are below a typical rent."""
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         actions = super().act(table, legal)
@@ -28,7 +28,7 @@ class FollowAndPrune(FollowPlans):
 
 
 def unpromising(table: SlotTable) -> Bools:
-    """[E, S] seeds that have learnt for a while and seem to add less than a typical rent."""
+    """Return [E, S] seeds that have trained for a while and seem to add less than a typical rent."""
     training = (table.stage == SeedStage.TRAINING) & (table.dwell >= 4) & (table.prospect < TYPICAL_RENT)
     holding = (table.stage == SeedStage.HOLDING) & (table.contribution < TYPICAL_RENT)
     return np.asarray(training | holding)
@@ -41,7 +41,7 @@ def oracle(sim: SimConfig, world: int, *, beam: int | None = None, longest: int 
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """Means of what one controller earned over some worlds."""
+    """Mean results of one controller over some worlds."""
 
     name: str
     total: float

@@ -1,4 +1,4 @@
-"""`make torture`: kill -9 a real training run again and again; it must end as if nothing had happened.
+"""`make torture`: kill a real training run repeatedly with SIGKILL; the result must be bit-identical.
 
 python -m tests.support.torture 100 [rng_seed]
 """

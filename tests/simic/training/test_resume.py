@@ -52,7 +52,7 @@ class Interrupted(Exception):
 
 
 class Countdown:
-    """Raise at the n-th call."""
+    """A callable that raises at its n-th call."""
 
     def __init__(self, calls: int) -> None:
         self.calls = calls
