@@ -1,4 +1,4 @@
-"""Growth inside a loop of one's own: by hand, by a controller, and never to the host's harm."""
+"""Growth inside a user's own training loop: by hand, by a controller, and without harm to the host."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def make_grower(rules: esper.Rules = EASY, lr: float = 0.05, **options: Any) -> 
 
 
 def train(grower: Grower, epoch: int = 0, batches: int = 4) -> None:
-    """An epoch of somebody's own loop."""
+    """Run one epoch of a user's training loop."""
     body, optimizer = grower.body.train(), grower.optimizer
     for i in range(batches):
         x, y = batch(1000 * epoch + i)
@@ -64,11 +64,11 @@ def bring(grower: Grower, slot: str, stage: SeedStage, blueprint: str = "conv_li
         grower.fossilize(slot)
 
 
-# -- a whole life by hand
+# -- a complete lifecycle by hand
 
 
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
-def test_a_seed_lives_its_whole_life_by_hand(incubation):
+def test_seed_completes_its_lifecycle_by_hand(incubation):
     grower = make_grower(BY_HAND, incubation=incubation, gradient_telemetry_stride=1)
     heard: list[str] = []
     grower.on_change(lambda effect, slot: heard.append(f"{effect.kind.name} {slot.name}"))
@@ -110,7 +110,7 @@ def test_a_seed_lives_its_whole_life_by_hand(incubation):
     assert "FOSSILIZED" in repr(grower)
 
 
-def test_a_printed_grower_has_a_line_per_slot_with_what_is_known():
+def test_printed_grower_has_a_line_per_slot_with_known_values():
     grower = make_grower()
     assert repr(grower).split() == ["first", "DORMANT", "second", "DORMANT"]
     bring(grower, "second", SeedStage.TRAINING)
@@ -129,7 +129,7 @@ def test_a_printed_grower_has_a_line_per_slot_with_what_is_known():
 
 
 def no_growth(kind: str, epochs: int, between: Callable[[Grower, int], None], incubation: str) -> Any:
-    """Weights, buffers and optimiser state of the host after a run with something between the epochs."""
+    """Return weights, buffers and optimiser state of the host after a run with a callback between the epochs."""
     body = make_body()
     names = [n for n, _ in body.model.named_parameters()]
     optimizer: optim.Optimizer
@@ -152,7 +152,7 @@ def no_growth(kind: str, epochs: int, between: Callable[[Grower, int], None], in
 
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "adafactor"])
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
-def test_a_seed_pruned_while_training_leaves_the_host_as_if_it_had_never_been(kind, incubation):
+def test_seed_pruned_while_training_leaves_the_host_bit_identical(kind, incubation):
     learnt = []
 
     def grow(grower: Grower, epoch: int) -> None:
@@ -168,7 +168,7 @@ def test_a_seed_pruned_while_training_leaves_the_host_as_if_it_had_never_been(ki
     grown, grown_states = no_growth(kind, 6, grow, incubation)
     plain, plain_states = no_growth(kind, 6, lambda grower, epoch: None, incubation)
 
-    assert learnt[0] > 0  # its last projection left zero
+    assert learnt[0] > 0  # its last projection stays zero
     for name, value in plain.items():
         assert torch.equal(value, grown[name]), name
     for name, state in plain_states.items():
@@ -177,7 +177,7 @@ def test_a_seed_pruned_while_training_leaves_the_host_as_if_it_had_never_been(ki
 
 
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
-def test_a_seed_gone_mad_does_not_touch_the_host(incubation):
+def test_non_finite_seed_does_not_affect_the_host(incubation):
     def grow(grower: Grower, epoch: int) -> None:
         if epoch == 1:
             bring(grower, "first", SeedStage.TRAINING, "conv_heavy")
@@ -190,7 +190,7 @@ def test_a_seed_gone_mad_does_not_touch_the_host(incubation):
     assert all(torch.equal(grown[n], plain[n]) for n in plain)
 
 
-def test_a_seed_on_its_way_out_is_frozen_and_the_host_still_learns_through_it():
+def test_seed_being_pruned_is_frozen_and_passes_gradients_to_the_host():
     grower = make_grower()
     bring(grower, "first", SeedStage.HOLDING)
     train(grower)
@@ -211,7 +211,7 @@ def test_a_seed_on_its_way_out_is_frozen_and_the_host_still_learns_through_it():
     assert not list(grower.body.slots["first"].parameters())
 
 
-def test_a_seed_lowered_in_part_learns_again_as_soon_as_its_alpha_rests():
+def test_partly_lowered_seed_trains_again_once_its_alpha_is_constant():
     grower = make_grower()
     bring(grower, "first", SeedStage.HOLDING)
     grower.set_alpha_target("first", 0.5, speed="fast")
@@ -222,7 +222,7 @@ def test_a_seed_lowered_in_part_learns_again_as_soon_as_its_alpha_rests():
     assert frozen == [True, True, True, False]
 
 
-def test_a_gate_is_in_the_optimiser_from_birth_and_learns_while_blending():
+def test_gate_is_in_the_optimiser_from_germination_and_trains_while_blending():
     grower = make_grower()
     grower.germinate("first", "conv_light", style="GATED_GATE")
     gate = grower.body.slots["first"].gate
@@ -238,7 +238,7 @@ def test_a_gate_is_in_the_optimiser_from_birth_and_learns_while_blending():
     assert all(not torch.equal(p, b) for p, b in zip(gate.parameters(), before, strict=True))
 
 
-# -- refusals that say why, and the way out
+# -- refusals with reason and remedy
 
 
 def cooling(grower: Grower) -> None:
@@ -360,7 +360,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
 
 
 @pytest.mark.parametrize(("rules", "before", "act", "text"), CASES.values(), ids=CASES.keys())
-def test_what_the_rules_do_not_allow_is_said_with_the_reason(rules, before, act, text):
+def test_illegal_operation_is_refused_with_the_reason(rules, before, act, text):
     grower = make_grower(rules)
     before(grower)
     table = grower.table.clone()
@@ -386,7 +386,7 @@ def test_what_the_rules_do_not_allow_is_said_with_the_reason(rules, before, act,
         (lambda g: make_grower(controller="scheduled"), "no controller named 'scheduled'. Did you mean 'schedule'?"),
     ],
 )
-def test_a_wrong_name_is_answered_with_the_nearest(act, text):
+def test_wrong_name_suggests_the_nearest(act, text):
     with pytest.raises(UnknownNameError) as error:
         act(make_grower())
     assert text in str(error.value)
@@ -407,13 +407,13 @@ def test_a_wrong_name_is_answered_with_the_nearest(act, text):
         (lambda g: g.step([{"x": 1}]), "needs a key 'labels', it has ['x']"),
     ],
 )
-def test_a_setting_without_sense_is_refused(act, text):
+def test_invalid_setting_is_refused(act, text):
     with pytest.raises(ConfigError) as error:
         act(make_grower())
     assert text in str(error.value)
 
 
-def test_a_second_grower_on_the_optimiser_is_refused():
+def test_second_grower_on_the_optimiser_is_refused():
     grower = make_grower()
     with pytest.raises(OptimizerError, match="one optimiser serves one grower"):
         Grower(grower.body, grower.optimizer)
@@ -433,7 +433,7 @@ def test_without_validation_batches_nothing_is_measured():
     assert np.isnan(grower.table.quality).all()
 
 
-def test_quality_is_that_of_the_body_in_eval_and_committed_that_of_the_host():
+def test_quality_is_of_the_body_in_eval_mode_and_committed_of_the_host():
     grower = make_grower()
     train(grower, batches=20)
     bring(grower, "second", SeedStage.HOLDING)
@@ -446,11 +446,11 @@ def test_quality_is_that_of_the_body_in_eval_and_committed_that_of_the_host():
     assert grower.slots["second"].contribution == pytest.approx(report.quality - report.committed, abs=1e-6)
     grower.body.train()
     grower.step(VAL)
-    assert all(m.training for m in grower.body.modules())  # modes are put back
+    assert all(m.training for m in grower.body.modules())  # modes are restored
 
 
 class Pair(nn.Module):
-    """Answers in a mapping, takes two named inputs."""
+    """Returns its output in a mapping, takes two named inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -461,7 +461,7 @@ class Pair(nn.Module):
 
 
 @pytest.mark.parametrize("quality", ["accuracy", "log_probability"])
-def test_batches_may_be_mappings_with_labels_and_answers_too(quality):
+def test_batches_may_be_mappings_with_labels_and_outputs_too(quality):
     torch.manual_seed(0)
     x, shift, y = torch.randn(12, 4), torch.randn(12, 4), torch.randint(3, (12,))
     body = esper.graft(Pair(), at="one", probe={"x": x, "shift": shift})
@@ -473,7 +473,7 @@ def test_batches_may_be_mappings_with_labels_and_answers_too(quality):
     assert math.isfinite(grower.slots["one"].contribution)
 
 
-def test_a_quality_of_ones_own_is_the_one_that_counts():
+def test_custom_quality_is_the_one_that_counts():
     grower = make_grower(quality=lambda output, target: -(output - 1.0).square().mean(1))
     bring(grower, "first", SeedStage.HOLDING)
     train(grower)
@@ -484,7 +484,7 @@ def test_a_quality_of_ones_own_is_the_one_that_counts():
     assert grower.slots["first"].contribution != 0
 
 
-def test_a_batch_is_split_into_inputs_and_target():
+def test_batch_is_split_into_inputs_and_target():
     assert split_batch(("x", "y")) == ("x", "y")
     assert split_batch({"a": 1, "labels": 2}) == ({"a": 1}, 2)
 
@@ -500,10 +500,10 @@ def test_gradients_are_sampled_by_the_stride_and_read_once_per_step(monkeypatch)
     assert np.isnan(grower.table.grad_norm).all()
     grower.step()
     assert np.isfinite(grower.table.grad_norm[0, 0])
-    assert np.isnan(grower.table.grad_norm[0, 1])  # nobody there: unmeasured, not zero
+    assert np.isnan(grower.table.grad_norm[0, 1])  # no seed: unmeasured, not zero
 
 
-def test_a_seed_taught_on_odd_batches_only_is_measured_none_the_less():
+def test_seed_trained_on_odd_batches_only_is_still_measured():
     grower = make_grower(incubation="shadow", gradient_telemetry_stride=2)
     bring(grower, "first", SeedStage.HOLDING)  # has a gradient on every batch
     bring(grower, "second", SeedStage.TRAINING)
@@ -518,7 +518,7 @@ def test_a_seed_taught_on_odd_batches_only_is_measured_none_the_less():
     assert np.isfinite(grower.table.grad_norm).all()
 
 
-def test_what_was_sampled_of_a_pruned_seed_is_not_told_of_the_next():
+def test_samples_of_a_pruned_seed_are_not_attributed_to_the_next():
     grower = make_grower(gradient_telemetry_stride=1)
     bring(grower, "first", SeedStage.TRAINING)
     train(grower)
@@ -537,7 +537,7 @@ def test_what_was_sampled_of_a_pruned_seed_is_not_told_of_the_next():
 # -- controllers
 
 
-def test_the_schedule_grows_by_itself():
+def test_schedule_grows_on_its_own():
     rules = esper.Rules(thresholds=Thresholds(blend_dwell=2))
     grower = make_grower(rules, controller="schedule", gradient_telemetry_stride=1)
     said = []
@@ -552,7 +552,7 @@ def test_the_schedule_grows_by_itself():
 
 
 class Contrary:
-    """Asks for what is not allowed, then for a slot that does not exist."""
+    """Requests what is not allowed, then a slot that does not exist."""
 
     def __init__(self) -> None:
         self.seen: list[Any] = []
@@ -564,7 +564,7 @@ class Contrary:
         return actions
 
 
-def test_an_object_of_ones_own_decides_and_what_is_illegal_does_not_happen():
+def test_custom_controller_decides_and_illegal_actions_have_no_effect():
     controller = Contrary()
     grower = make_grower(controller=controller)
     for _ in range(2):
@@ -573,7 +573,7 @@ def test_an_object_of_ones_own_decides_and_what_is_illegal_does_not_happen():
     assert controller.seen == [(1, len(Op), 2)] * 2
 
 
-# -- loops of many kinds
+# -- kinds of training loops
 
 
 def test_accumulated_gradients_grow_as_whole_batches_do():
@@ -596,7 +596,7 @@ def test_accumulated_gradients_grow_as_whole_batches_do():
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("unscale", [True, False])
-def test_with_a_gradient_scaler_the_run_and_its_gradient_statistics_are_in_true_units(fused, unscale):
+def test_gradient_scaler_leaves_the_run_and_its_statistics_unscaled(fused, unscale):
     def run(scaler: torch.amp.GradScaler) -> tuple[list[torch.Tensor], np.ndarray]:
         body = make_body()
         optimizer = optim.SGD(body.parameters(), lr=0.05, momentum=0.9, fused=fused)
@@ -633,7 +633,7 @@ def test_named_parameters_keep_their_names_through_growth():
     assert seeds == ["esper.second.seed.theta", "esper.second.seed.norm.weight", "esper.second.seed.norm.bias"]
 
 
-def test_options_for_seeds_are_those_of_their_group():
+def test_seed_options_are_those_of_their_parameter_group():
     grower = make_grower(lr=0.1)
     assert grower.optimizer.param_groups[-1]["lr"] == 0.1
     body = make_body()
@@ -641,7 +641,7 @@ def test_options_for_seeds_are_those_of_their_group():
     assert [(g["lr"], g["momentum"]) for g in optimizer.param_groups] == [(0.1, 0), (0.01, 0.5)]
 
 
-def test_host_and_seeds_are_clipped_apart_and_fossils_with_the_host():
+def test_host_and_seeds_are_clipped_separately_and_fossils_with_the_host():
     grower = make_grower()
     bring(grower, "first", SeedStage.FOSSILIZED)
     bring(grower, "second", SeedStage.HOLDING)
@@ -655,11 +655,11 @@ def test_host_and_seeds_are_clipped_apart_and_fossils_with_the_host():
         assert norm.item() == pytest.approx(1.0, rel=1e-4)
 
 
-# -- bodies that have grown already
+# -- bodies that have already grown
 
 
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_grown_body_is_taken_over_whenever_it_is_loaded(when):
+def test_grown_body_is_adopted_before_or_after_loading(when):
     old = make_grower()
     bring(old, "first", SeedStage.FOSSILIZED, style="GATED_GATE")
     bring(old, "second", SeedStage.BLENDING, "bottleneck", style="LINEAR_MULTIPLY")
@@ -673,7 +673,7 @@ def test_a_grown_body_is_taken_over_whenever_it_is_loaded(when):
         grower = Grower(body, optim.SGD(body.parameters(), lr=0.05, momentum=0.9), rules=EASY, lr=0.01)
     else:
         grower = make_grower()
-        bring(grower, "second", SeedStage.TRAINING, "norm")  # replaced by what the state says
+        bring(grower, "second", SeedStage.TRAINING, "norm")  # replaced by the loaded state
         train(grower)
         grower.body.load_state_dict(state)
         body = grower.body
@@ -690,7 +690,7 @@ def test_a_grown_body_is_taken_over_whenever_it_is_loaded(when):
     assert set(grower.optimizer.param_groups[-1]["params"]) == set(body.slots["second"].parameters())
     assert set(grower.optimizer.state) <= set(held)
 
-    for epoch in range(8):  # its ramp goes on to 1
+    for epoch in range(8):  # its ramp continues to 1
         train(grower, epoch)
         grower.step(VAL)
     assert grower.slots["second"].alpha == 1.0
@@ -698,7 +698,7 @@ def test_a_grown_body_is_taken_over_whenever_it_is_loaded(when):
     grower.fossilize("second")
 
 
-def test_a_seed_parked_below_full_strength_stays_there_after_loading():
+def test_seed_held_below_full_alpha_stays_there_after_loading():
     old = make_grower()
     bring(old, "first", SeedStage.HOLDING)
     old.set_alpha_target("first", 0.7, speed="instant")
@@ -706,13 +706,13 @@ def test_a_seed_parked_below_full_strength_stays_there_after_loading():
     grower.body.load_state_dict(old.body.state_dict())
     grower.step()
     assert grower.slots["first"].alpha == pytest.approx(0.7)
-    grower.set_alpha_target("first", 1.0)  # at rest, so it may be sent on
+    grower.set_alpha_target("first", 1.0)  # constant alpha, so it may be advanced
 
 
-# -- blueprints of one's own
+# -- custom blueprints
 
 
-def test_a_blueprint_registered_after_the_grower_was_built_can_be_planted():
+def test_blueprint_registered_after_construction_can_be_germinated():
     grower = make_grower()
 
     @esper.blueprint("late", layouts="map")
@@ -729,7 +729,7 @@ def test_a_blueprint_registered_after_the_grower_was_built_can_be_planted():
         unregister("late")
 
 
-def test_a_blueprint_that_breaks_a_law_leaves_table_and_body_as_they_were():
+def test_blueprint_violating_a_rule_leaves_table_and_body_unchanged():
     grower = make_grower()
 
     @esper.blueprint("loud", layouts="map")
@@ -747,13 +747,13 @@ def test_a_blueprint_that_breaks_a_law_leaves_table_and_body_as_they_were():
         unregister("loud")
 
 
-def test_what_every_blueprint_would_cost_is_known_before_anything_is_built():
+def test_costs_of_every_blueprint_are_available_before_building():
     costs = make_grower().costs()
     assert costs["first"]["conv_light"].params == 336
     assert costs["first"]["conv_light"].macs > 0
 
 
-def test_a_recorded_grower_tells_of_what_was_done_by_hand_and_by_itself(tmp_path):
+def test_recorded_grower_reports_manual_and_automatic_changes(tmp_path):
     with esper.record("mine", out=tmp_path / "run") as run:
         grower = make_grower(esper.Rules(thresholds=Thresholds(blend_dwell=1)), telemetry=run.hub)
         grower.step([batch(0)])
@@ -773,7 +773,7 @@ def test_a_recorded_grower_tells_of_what_was_done_by_hand_and_by_itself(tmp_path
     ]
     steps = [e.data for e in entries if e.kind == "step"]
     assert len(steps) == 13
-    assert all(s["val_loss"] is None for s in steps)  # nobody measures it here: unmeasured, not NaN
+    assert all(s["val_loss"] is None for s in steps)  # not measured here: unmeasured, not NaN
     assert steps[1]["quality"] is None
     assert steps[2]["quality"] is not None
     assert any(e.kind == "worth" and e.data["contribution"] is not None for e in entries)
@@ -783,7 +783,7 @@ def test_a_recorded_grower_tells_of_what_was_done_by_hand_and_by_itself(tmp_path
     assert read_manifest(tmp_path / "run")["env_steps"] == 13
 
 
-def test_recording_a_grower_changes_nothing_it_learns():
+def test_recording_a_grower_does_not_change_training():
     grown = []
     for hub in (None, EventList()):
         grower = make_grower(esper.Rules(thresholds=Thresholds(blend_dwell=1)), controller="schedule", telemetry=hub)

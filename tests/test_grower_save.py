@@ -1,6 +1,6 @@
-"""A grower that is saved, and loaded by another process, goes on as if nothing had happened.
+"""A grower that is saved, and loaded by another process, continues without any difference.
 
-The slow twin of every resumed run is the run that was not interrupted: both must agree to the bit.
+The reference for every resumed run is the uninterrupted run: both must be bit-identical.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ Story = dict[int, Callable[[Grower], object]]
 
 
 def life(one: str = "conv_light", two: str = "bottleneck") -> Story:
-    """Every stage, both ways of alpha, a gate that comes with the seed and one that comes later, a prune, a rebirth."""
+    """Return operations by step: every stage, both directions of alpha, early and late gates, a prune, a new seed."""
     return {
         1: lambda g: g.germinate("first", one, tempo="FAST", style="LINEAR_ADD"),
         2: lambda g: (g.advance("first"), g.germinate("second", two, style="GATED_GATE")),
@@ -63,7 +63,7 @@ def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 class Loop:
-    """Somebody's training loop, cut into the smallest steps between which one may save."""
+    """A user's training loop, divided into the smallest steps between which one may save."""
 
     def __init__(self, make: Make, story: Story) -> None:
         self.grower, self.scheduler, self.data = make()
@@ -85,7 +85,7 @@ class Loop:
     def backward(self, epoch: int, b: int) -> None:
         body = self.grower.body.train()
         x, y = self.data(1000 * epoch + b, 16)
-        if x.is_floating_point():  # draw from every stream
+        if x.is_floating_point():  # draw from every generator
             x = x + 0.01 * torch.randn_like(x) + 0.1 * random.random() + 0.1 * np.random.rand()
         self.grower.optimizer.zero_grad()
         loss(body(x), y).backward()
@@ -101,7 +101,7 @@ class Loop:
         self.grower.step(self.held_out if epoch % 3 else None)
 
     def run(self, until: int | None = None) -> Iterator[int]:
-        """Step by step; yields how many are done."""
+        """Run step by step; yield the number of steps done."""
         steps = self.steps
         while self.at < (len(steps) if until is None else until):
             do, *where = steps[self.at]
@@ -119,7 +119,7 @@ class Loop:
 
 
 def digest(value: Any) -> Any:
-    """Any tree of tensors and arrays as something that can be compared to the bit."""
+    """Return a bit-exact comparable form of any tree of tensors and arrays."""
     if isinstance(value, torch.Tensor):
         value = value.detach()
         return str(value.dtype), tuple(value.shape), value.contiguous().view(-1).view(torch.uint8).numpy().tobytes()
@@ -131,7 +131,7 @@ def digest(value: Any) -> Any:
 
 
 def everything(grower: Grower) -> dict[str, str]:
-    """A hash of each part of what decides how training goes on."""
+    """Return a hash of each part of the state that decides how training continues."""
     body, optimizer, controller = grower.body, grower.optimizer, grower.controller
     parts = {
         "weights": digest(dict(body.state_dict())),
@@ -160,14 +160,14 @@ def sow() -> None:
 
 
 def disturb() -> None:
-    """As a new process would: random streams stand elsewhere."""
+    """Change the state of all random generators, as in a new process."""
     torch.manual_seed(99)
     np.random.seed(98)
     random.seed(97)
 
 
 def uninterrupted(make: Make, story: Story, saves: dict[int, Path]) -> tuple[Loop, list[Any]]:
-    """A whole run that saves at some points, and everything after each of its steps."""
+    """Run without interruption, saving at some points; return the loop and its state after each step."""
     loop = Loop(make, story)
     sow()
     seen: list[Any] = []
@@ -175,13 +175,13 @@ def uninterrupted(make: Make, story: Story, saves: dict[int, Path]) -> tuple[Loo
         seen.append((everything(loop.grower), len(loop.grower.emit.hub)))
         if at in saves:
             loop.save(saves[at])
-            assert everything(loop.grower) == seen[-1][0]  # looking changes nothing
+            assert everything(loop.grower) == seen[-1][0]  # saving changes nothing
             assert type(loop.grower.emit.hub.pop()) is Checkpoint
     return loop, seen
 
 
 def goes_on(make: Make, story: Story, points: list[int], root: Path, more: int) -> Loop:
-    """Assert that a run resumed at each of these points is the uninterrupted one for `more` further steps."""
+    """Assert that a run resumed at each of these points equals the uninterrupted one for `more` further steps."""
     saves = {at: root / str(at) for at in points}
     whole, seen = uninterrupted(make, story, saves)
     for at in points:
@@ -215,7 +215,7 @@ def optimizer_of(kind: str, body: esper.Body) -> optim.Optimizer:
 
 
 class Odd(nn.Module):
-    """Channels last, weights under two names, a buffer no state has, a number that is no tensor, a layer at rest."""
+    """Channels last, shared weights, a buffer outside the state dict, extra state, a layer in eval mode."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -252,7 +252,7 @@ def odd() -> tuple[esper.Body, Data]:
 
 
 def text() -> tuple[esper.Body, Data]:
-    """A causal language model whose head shares the embedding's weights."""
+    """Return a causal language model whose head shares the embedding's weights."""
     torch.manual_seed(1)
     model = TransformerHost(vocab=11, dim=8, heads=2, layers=3, block_size=6, dropout=0.1)
 
@@ -295,7 +295,7 @@ AT = {
 }
 
 
-def test_the_story_has_every_stage_in_it():
+def test_scenario_visits_every_stage():
     loop, met = Loop(maker(), life()), set()
     for at in loop.run():
         now = {view.stage for view in loop.grower.slots.values()}
@@ -307,18 +307,18 @@ def test_the_story_has_every_stage_in_it():
 
 
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
-def test_a_run_goes_on_bit_for_bit_from_every_stage(incubation, tmp_path):
+def test_run_resumes_bit_for_bit_from_every_stage(incubation, tmp_path):
     goes_on(maker(incubation=incubation), life(), list(AT.values()), tmp_path, more=PER_EPOCH)
 
 
 @pytest.mark.parametrize("kind", ["fused sgd", "adamw", "fused adamw", "groups", "named", "adafactor", "rmsprop"])
-def test_a_run_goes_on_bit_for_bit_with_every_optimiser(kind, tmp_path):
+def test_run_resumes_bit_for_bit_with_every_optimiser(kind, tmp_path):
     points = [AT["on its way to another alpha, by a gate born later"], AT["FOSSILIZED, and one on its way out"]]
     goes_on(maker(kind, incubation="shadow", lr=0.02), life(), points, tmp_path, more=PER_EPOCH)
 
 
 @pytest.mark.parametrize(("host", "seeds"), [("odd", ("conv_light", "bottleneck")), ("text", ("lora", "mlp_small"))])
-def test_a_run_goes_on_bit_for_bit_with_every_host(host, seeds, tmp_path):
+def test_run_resumes_bit_for_bit_with_every_host(host, seeds, tmp_path):
     points = [AT["BLENDING, mid-ramp and mid-epoch"], AT["FOSSILIZED, and one on its way out"]]
     goes_on(maker("adamw", host), life(*seeds), points, tmp_path, more=PER_EPOCH)
 
@@ -328,17 +328,17 @@ def test_a_run_goes_on_bit_for_bit_with_every_host(host, seeds, tmp_path):
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step:UserWarning")
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
 @pytest.mark.parametrize("kind", ["sgd", "groups"])
-def test_a_run_goes_on_bit_for_bit_from_anywhere(kind, incubation, tmp_path):
+def test_run_resumes_bit_for_bit_from_any_step(kind, incubation, tmp_path):
     goes_on(maker(kind, incubation=incubation), life(), list(range(0, EPOCHS * PER_EPOCH, 5)), tmp_path, more=PER_EPOCH)
 
 
 @pytest.mark.slow
-def test_a_resumed_run_ends_as_the_uninterrupted_one(tmp_path):
+def test_resumed_run_ends_as_the_uninterrupted_one(tmp_path):
     goes_on(maker("adamw"), life(), [AT["HOLDING"]], tmp_path, more=10_000)
 
 
 class Fickle:
-    """A controller of one's own that remembers something."""
+    """A custom controller with state."""
 
     def __init__(self) -> None:
         self.turns = 0
@@ -367,17 +367,17 @@ EAGER = HeuristicConfig(plateau_epochs=1, settled_epochs=1, first_epoch=1, holdi
     ["schedule", "random", "tamiyo", lambda: Heuristic(EAGER), Fickle],
     ids=lambda c: getattr(c, "__name__", c),
 )
-def test_a_run_goes_on_bit_for_bit_under_every_controller(controller, tmp_path):
+def test_run_resumes_bit_for_bit_under_every_controller(controller, tmp_path):
     def make() -> tuple[Grower, Any, Data]:
         chosen = controller if isinstance(controller, str) else controller()
         return maker("adamw", rules=BRISK, controller=chosen, horizon=EPOCHS)()
 
     points = [PER_EPOCH * 3 - 1, PER_EPOCH * 9 + 2]
     whole = goes_on(make, {}, points, tmp_path, more=6 * PER_EPOCH)
-    assert whole.grower.table.next_serial[0] > 0  # it did plant something
+    assert whole.grower.table.next_serial[0] > 0  # it did germinate something
 
 
-# -- in processes of their own
+# -- in separate processes
 
 
 PROCESS = """
@@ -406,7 +406,7 @@ def python(script: str, *args: object) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_of_three_processes_is_the_run_of_one(tmp_path):
+def test_run_of_three_processes_equals_the_run_of_one(tmp_path):
     end = 15 * PER_EPOCH
     for until in (AT["BLENDING, mid-ramp and mid-epoch"], AT["FOSSILIZED, and one on its way out"], end):
         last = python(PROCESS, tmp_path / "many", until)
@@ -456,19 +456,19 @@ assert not list(where.glob(".draft*")), "what the dead ones left is in nobody's 
 
 
 @pytest.mark.slow
-def test_a_process_killed_anywhere_while_it_saves_leaves_the_save_before_or_the_new_one(tmp_path):
+def test_kill_at_any_point_while_saving_leaves_the_old_or_the_new_save(tmp_path):
     done = python(KILLED, tmp_path / "saves")
     found = [int(line.split()[1]) for line in done.splitlines()]
     assert set(found) == {AT["GERMINATED"], AT["HOLDING"]}
     assert found == sorted(found)
-    assert len(found) > 20  # places where it died
+    assert len(found) > 20  # points at which it was killed
 
 
-# -- where the save is not what it should be
+# -- faulty saves
 
 
 def grown(where: Path, at: str = "HOLDING", **options: Any) -> Loop:
-    """A run that has come to a point, and saved."""
+    """Run to a point and save."""
     loop = Loop(maker(**options), life())
     sow()
     for _ in loop.run(AT[at]):
@@ -477,7 +477,7 @@ def grown(where: Path, at: str = "HOLDING", **options: Any) -> Loop:
     return loop
 
 
-def test_a_damaged_save_is_named_and_the_one_before_is_used(tmp_path):
+def test_damaged_save_is_named_and_the_previous_one_is_used(tmp_path):
     loop = grown(tmp_path, "TRAINING, between backward and step")
     before = everything(loop.grower)
     for _ in loop.run(AT["HOLDING"]):
@@ -495,7 +495,7 @@ def test_a_damaged_save_is_named_and_the_one_before_is_used(tmp_path):
     assert everything(again.grower) == before
 
 
-def test_as_many_saves_are_kept_as_were_asked_for(tmp_path):
+def test_as_many_saves_are_kept_as_requested(tmp_path):
     loop = grown(tmp_path)
     for _ in range(3):
         path = loop.grower.save(tmp_path, keep=3)
@@ -505,7 +505,7 @@ def test_as_many_saves_are_kept_as_were_asked_for(tmp_path):
     assert len(list(tmp_path.glob("epoch*"))) == 2
 
 
-def test_a_place_without_a_save_is_said_to_have_none(tmp_path):
+def test_directory_without_a_save_is_reported(tmp_path):
     grower = maker()()[0]
     with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nowhere"):
         grower.load(tmp_path / "nowhere")
@@ -517,7 +517,7 @@ def test_a_place_without_a_save_is_said_to_have_none(tmp_path):
         grower.load(tmp_path / "run")
 
 
-def test_what_cannot_be_kept_is_refused_before_anything_is_written(tmp_path):
+def test_unsaveable_state_is_refused_before_anything_is_written(tmp_path):
     grower = maker()()[0]
     with pytest.raises(CheckpointError, match=r"extra\.loader: it is a .*DataLoader"):
         grower.save(tmp_path, extra={"loader": DataLoader([1])})
@@ -585,7 +585,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.parametrize("case", MISFITS)
 @pytest.mark.parametrize("fresh", [True, False])
-def test_what_does_not_fit_is_refused_with_nothing_changed(case, fresh, saved):
+def test_mismatching_save_is_refused_with_nothing_changed(case, fresh, saved):
     build, optimiser, text = MISFITS[case]
     body = build()
     grower = Grower(body, optimiser(body), rules=EASY, gradient_telemetry_stride=3)
@@ -627,7 +627,7 @@ FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
 
 
 @pytest.mark.parametrize("case", FORGED)
-def test_a_save_forged_with_a_right_checksum_is_refused_with_nothing_changed(case, saved, tmp_path):
+def test_forged_save_with_a_valid_checksum_is_refused_with_nothing_changed(case, saved, tmp_path):
     forge, text = FORGED[case]
     true = Checkpoints(saved).newest()
     tree = unpacked(true.document("grower"), true.tensors("grower"))
@@ -642,7 +642,7 @@ def test_a_save_forged_with_a_right_checksum_is_refused_with_nothing_changed(cas
     assert everything(grower) == before
 
 
-def test_the_bodys_part_of_a_save_is_a_state_that_a_body_takes(saved):
+def test_body_part_of_a_save_loads_as_a_state_dict(saved):
     again = Loop(maker(), life())
     again.load(saved)
     body = make_body()
@@ -653,14 +653,14 @@ def test_the_bodys_part_of_a_save_is_a_state_that_a_body_takes(saved):
 @pytest.mark.parametrize(
     ("controller", "state"), [(Heuristic(), {"settled": 3}), (Random(), {}), (Random(), {"rng": 3})]
 )
-def test_a_controller_refuses_a_state_that_is_not_its_own(controller, state):
+def test_controller_refuses_a_foreign_state(controller, state):
     before = digest(controller.state_dict())
     with pytest.raises(ConfigError, match="this is no"):
         controller.load_state_dict(state)
     assert digest(controller.state_dict()) == before
 
 
-def test_a_save_replaces_whatever_had_grown(saved):
+def test_save_replaces_whatever_had_grown(saved):
     again = Loop(maker(), life())
     again.grower.germinate("second", "norm")
     again.grower.germinate("first", "attention")
@@ -674,7 +674,7 @@ def test_a_save_replaces_whatever_had_grown(saved):
     assert everything(again.grower) == everything(fresh.grower)
 
 
-def test_a_save_of_a_bare_body_takes_away_what_had_grown_and_listeners_hear_of_it(tmp_path):
+def test_save_of_a_bare_body_removes_growth_and_notifies_listeners(tmp_path):
     maker()()[0].save(tmp_path)
     grower = maker()()[0]
     grower.germinate("second", "norm")
@@ -687,7 +687,7 @@ def test_a_save_of_a_bare_body_takes_away_what_had_grown_and_listeners_hear_of_i
     grower.germinate("second", "norm")
 
 
-def test_what_is_given_in_another_way_now_is_said_and_used(saved):
+def test_changed_arguments_are_reported_and_used(saved):
     rules = esper.Rules(**{f: getattr(EASY, f) for f in EASY.__struct_fields__} | {"max_seeds": 3})
     grower = maker(rules=rules, incubation="shadow", controller="heuristic", seed=4)()[0]
     with pytest.warns(UserWarning, match="another way") as said:
@@ -705,7 +705,7 @@ def test_what_is_given_in_another_way_now_is_said_and_used(saved):
     assert grower.body.incubation == "shadow"
 
 
-def test_a_policy_with_another_memory_is_refused_with_nothing_changed(tmp_path):
+def test_policy_with_another_memory_is_refused_with_nothing_changed(tmp_path):
     def tamiyo(hidden: int) -> Grower:
         torch.manual_seed(0)
         return maker(controller=Learned(TamiyoNetwork(NetworkConfig(width=16, hidden=hidden))))()[0]
@@ -720,7 +720,7 @@ def test_a_policy_with_another_memory_is_refused_with_nothing_changed(tmp_path):
     assert everything(other) == before
 
 
-def test_a_trained_policy_takes_over_a_body_that_has_grown(saved):
+def test_trained_policy_takes_over_a_grown_body(saved):
     again = Loop(maker(), life())
     again.load(saved)
     body = make_body()
@@ -733,7 +733,7 @@ def test_a_trained_policy_takes_over_a_body_that_has_grown(saved):
     grower.step([batch(1)])
 
 
-# -- blueprints of one's own
+# -- custom blueprints
 
 
 def zero_conv(dim: int) -> nn.Module:
@@ -757,7 +757,7 @@ def register() -> Iterator[Callable[..., None]]:
         unregister(name)
 
 
-def test_a_seed_of_ones_own_comes_back_and_is_asked_for_if_it_is_not_known(register, tmp_path):
+def test_custom_seed_is_restored_and_an_unknown_one_is_named(register, tmp_path):
     grower = maker()()[0]
     register("mine")  # after the grower was built
     grower.germinate("second", "mine")
@@ -784,7 +784,7 @@ def test_a_seed_of_ones_own_comes_back_and_is_asked_for_if_it_is_not_known(regis
     assert everything(stranger) == before
 
 
-def test_blueprints_numbered_in_another_way_are_refused(register, tmp_path):
+def test_blueprints_with_other_numbers_are_refused(register, tmp_path):
     register("mine")
     grower = maker()()[0]
     grower.germinate("second", "mine")
@@ -798,7 +798,7 @@ def test_blueprints_numbered_in_another_way_are_refused(register, tmp_path):
         maker()()[0].load(tmp_path)
 
 
-def test_a_blueprint_that_nobody_planted_may_be_missing_and_is_no_choice_then(register, tmp_path):
+def test_unused_blueprint_may_be_missing_and_is_no_choice_then(register, tmp_path):
     register("mine")
     maker()()[0].save(tmp_path)
     register.forget("mine")
@@ -808,10 +808,10 @@ def test_a_blueprint_that_nobody_planted_may_be_missing_and_is_no_choice_then(re
     assert again.table.takes[:, 1].all()
 
 
-# -- what else belongs to it
+# -- further state
 
 
-def test_gradients_are_kept_so_half_a_batch_is_not_lost_and_none_cost_nothing(tmp_path):
+def test_gradients_are_saved_and_none_take_no_space(tmp_path):
     loop = grown(tmp_path / "with", "TRAINING, between backward and step")
     loop.grower.optimizer.zero_grad()
     loop.save(tmp_path / "without")
@@ -819,7 +819,7 @@ def test_gradients_are_kept_so_half_a_batch_is_not_lost_and_none_cost_nothing(tm
     assert sizes[0] > 1000 > sizes[1]
 
 
-def test_a_sparse_gradient_is_refused_with_the_way_out(tmp_path):
+def test_sparse_gradient_is_refused_with_a_remedy(tmp_path):
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 3))
     body = esper.graft(model, at=["2"], probe=torch.zeros(3, 2, dtype=torch.long))
     grower = Grower(body, optim.SGD(body.parameters(), lr=0.1))
@@ -830,7 +830,7 @@ def test_a_sparse_gradient_is_refused_with_the_way_out(tmp_path):
     grower.save(tmp_path)
 
 
-def test_what_its_owner_froze_or_put_to_rest_stays_so(tmp_path):
+def test_frozen_parameters_and_eval_modes_are_kept(tmp_path):
     def frozen(loop: Loop) -> list[bool]:
         return [p.requires_grad for p in loop.grower.body.parameters()]
 
@@ -846,7 +846,7 @@ def test_what_its_owner_froze_or_put_to_rest_stays_so(tmp_path):
     assert again.grower.body.model[2][1].training
 
 
-def test_a_state_kept_in_more_precision_than_its_parameter_is_not_rounded(tmp_path):
+def test_optimiser_state_of_higher_precision_is_not_rounded(tmp_path):
     grower = maker("adamw")()[0]
     loss(grower.body(batch(0)[0]), batch(0)[1]).backward()
     grower.optimizer.step()
@@ -860,7 +860,7 @@ def test_a_state_kept_in_more_precision_than_its_parameter_is_not_rounded(tmp_pa
     assert torch.equal(found, grower.optimizer.state[p]["exp_avg"])
 
 
-def test_parameters_find_their_state_by_name_whatever_their_order(saved):
+def test_parameters_find_their_state_by_name_in_any_order(saved):
     again = Loop(maker(), life())
     again.load(saved)
     body = make_body()
@@ -871,7 +871,7 @@ def test_parameters_find_their_state_by_name_whatever_their_order(saved):
     assert everything(turned) == everything(again.grower)
 
 
-def test_parameters_that_are_not_the_bodys_keep_their_state_too(tmp_path):
+def test_parameters_outside_the_body_keep_their_state(tmp_path):
     def make() -> tuple[Grower, nn.Parameter]:
         body, own = make_body(), nn.Parameter(torch.ones(3))
         return Grower(body, optim.AdamW([*body.parameters(), own]), rules=EASY), own
@@ -888,7 +888,7 @@ def test_parameters_that_are_not_the_bodys_keep_their_state_too(tmp_path):
     assert torch.equal(mine, own)
 
 
-def test_extra_comes_back_as_it_was(tmp_path):
+def test_extra_is_returned_unchanged(tmp_path):
     grower = maker()()[0]
     stream = torch.Generator().manual_seed(5)
     torch.rand(3, generator=stream)
@@ -908,7 +908,7 @@ def test_extra_comes_back_as_it_was(tmp_path):
 
 
 class Flushed(EventList):
-    """Notes when it is asked to write, as the hub does."""
+    """Records when it is flushed, as the hub is."""
 
     def flush(self) -> bool:
         self.append("flushed")
@@ -927,7 +927,7 @@ def test_events_reach_the_disk_before_the_save_which_is_an_event_itself(tmp_path
     assert event.write_ms > 0
 
 
-def test_a_recorded_run_tells_of_its_saves(tmp_path):
+def test_recorded_run_reports_its_saves(tmp_path):
     with esper.record("mine", out=tmp_path / "run") as run:
         grower = maker(telemetry=run.hub)()[0]
         grower.step()
