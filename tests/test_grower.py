@@ -633,7 +633,7 @@ def test_named_parameters_keep_their_names_through_growth():
     assert seeds == ["esper.second.seed.theta", "esper.second.seed.norm.weight", "esper.second.seed.norm.bias"]
 
 
-def test_seed_options_are_those_of_their_parameter_group():
+def test_seed_options_apply_to_their_own_parameter_group():
     grower = make_grower(lr=0.1)
     assert grower.optimizer.param_groups[-1]["lr"] == 0.1
     body = make_body()

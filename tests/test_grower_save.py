@@ -215,7 +215,7 @@ def optimizer_of(kind: str, body: esper.Body) -> optim.Optimizer:
 
 
 class Odd(nn.Module):
-    """Channels last, shared weights, a buffer outside the state dict, extra state, a layer in eval mode."""
+    """Channels last, shared weights, a buffer outside the state dict, extra state, a frozen layer."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -187,7 +187,7 @@ def test_half_a_gigabyte_without_newline_is_read_in_linear_time(place):
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
 
 
-def test_impossible_ranks_are_refused_and_many_need_no_open_files(place, monkeypatch):
+def test_too_many_ranks_are_refused_and_many_need_few_open_files(place, monkeypatch):
     path = a_run(Path("run"))
     for rank in range(200):
         (path / "events" / journal.segment_name(rank, 0)).write_bytes(entry(0, rank=rank))

@@ -17,7 +17,7 @@ from esper.simic.training.learner import new_network, with_its_network
 from esper.tamiyo.network import NetworkConfig
 
 
-def test_settings_come_from_the_first_run(tmp_path):
+def test_settings_come_from_the_first_run_at_any_position(tmp_path):
     config = load_config(more={"task": "digits", "epochs": 7})
     manifest = {"status": "finished", "config": as_tree(config)}
     (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps(spelled(manifest)).encode()))
@@ -51,7 +51,7 @@ def test_initial_policy_keeps_its_own_shape():
 
 
 @pytest.mark.parametrize("name", ["scale", "rent_params", "worst_quality", "rollback_penalty"])
-def test_non_finite_rewards_are_refused(name):
+def test_non_finite_reward_settings_are_refused(name):
     for value in ("inf", "nan"):
         with pytest.raises(ConfigError, match=rf"reward\.{name} must be"):
             load_config(sets=[f"reward.{name}={value}"])

@@ -142,7 +142,7 @@ def test_reset_repeats_the_same_episodes() -> None:
     assert ends[0] == ends[1]
 
 
-def test_baselines_are_requested_only_when_there_is_growth_to_compare() -> None:
+def test_baselines_are_computed_only_after_the_first_step() -> None:
     ground = HostGround(digits())
     ground.reset([0, 1])
     assert np.isnan(ground.twin_quality).all()
