@@ -21,8 +21,8 @@ from benchmarks.body import coalition_ratios, train_ratio
 from benchmarks.hosts import BLUEPRINTS, reference_task
 from benchmarks.measure import make_parser
 from benchmarks.train import Case, cases, compare, stacked_factor
+from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import DataError
-from esper.leyline.files import write_atomically
 
 RATIOS = Path(__file__).with_name("ratios.json")
 MOST_LOSS = 0.15

@@ -22,7 +22,7 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulated_worlds import SimConfig
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.simic.training.team import Team
+from esper.simic.training.distributed import Team
 from esper.simic.training.vectorized import Sampler
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tolaria.rollout import rollout
@@ -71,10 +71,10 @@ def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
     host's training is. CPU time of the loop's thread; the median step of the quietest of several blocks, because a
     core that is shared with other machines is slower at times.
     """
-    ground = _Timed(SimConfig(slots=slots, horizon=10_000), range(envs))
-    env, network = GrowthVectorEnv(ground, range(envs)), TamiyoNetwork()
+    backend = _Timed(SimConfig(slots=slots, horizon=10_000), range(envs))
+    env, network = GrowthVectorEnv(backend, range(envs)), TamiyoNetwork()
     with NissaHub([_Nowhere()], level=Level.NORMAL) as hub:
-        emit = TelemetryEmitter(hub, slots=env.ground.slots, worlds=range(envs), host_params=1)
+        emit = TelemetryEmitter(hub, slots=env.backend.slots, worlds=range(envs), host_params=1)
         obs, info = env.reset()
         count = WARM_UP + BLOCK * repeats
         draws = torch.rand(envs, 8, dtype=torch.float64).expand(count, -1, -1)
@@ -84,11 +84,11 @@ def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
         for step in rollout(env, sampler, count):
             obs, _, _, _, info = step.result
             sampler.observe(obs, info["masks"])
-            emit.step(env.ground.table, step.actions, env.outcome, step.allowed)
+            emit.step(env.backend.table, step.actions, env.outcome, step.allowed)
             now = time.thread_time()
             steps.append(1e3 * (now - start))
-            hosts.append(1e3 * ground.spent_s)
-            start, ground.spent_s = now, 0.0
+            hosts.append(1e3 * backend.spent_s)
+            start, backend.spent_s = now, 0.0
     blocks = [slice(i, i + BLOCK) for i in range(WARM_UP, len(steps), BLOCK)]
     whole, of_hosts = min((statistics.median(steps[b]), statistics.median(hosts[b])) for b in blocks)
     return {"envs": envs, "slots": slots, "step_ms": whole, "hosts_ms": of_hosts, "overhead_ms": whole - of_hosts}

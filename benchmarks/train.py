@@ -43,7 +43,7 @@ from esper.leyline.slot_table import Ints
 from esper.leyline.stages import SeedStage
 from esper.nissa.hub import NissaHub
 from esper.recording import record
-from esper.simic.ground import HostGround
+from esper.simic.backend import HostBackend
 from esper.simic.training import vectorized
 from esper.simic.training.config import TrainConfig, load_config
 from esper.tamiyo.controllers import wait_everywhere
@@ -111,7 +111,7 @@ def cases(quick: bool) -> list[Case]:
     ]
 
 
-class HeldGround(HostGround):
+class HeldBackend(HostBackend):
     """Hosts whose first slots hold live seeds: actions are not applied, so the seeds stay in BLENDING."""
 
     blueprints: tuple[str, ...] = ()
@@ -130,19 +130,19 @@ class HeldGround(HostGround):
 
 
 @contextmanager
-def held(case: Case) -> Iterator[list[HeldGround]]:
-    """Let `train_ppo_vectorized` train this case's task on held hosts; yield the grounds that it makes."""
-    grounds: list[HeldGround] = []
+def held(case: Case) -> Iterator[list[HeldBackend]]:
+    """Let `train_ppo_vectorized` train this case's task on held hosts; yield the backends that it makes."""
+    backends: list[HeldBackend] = []
 
-    class Ground(HeldGround):
+    class Backend(HeldBackend):
         blueprints = case.blueprints
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            grounds.append(self)
+            backends.append(self)
 
-    with mock.patch.dict(TASKS, {case.task.name: case.task}), mock.patch.object(vectorized, "HostGround", Ground):
-        yield grounds
+    with mock.patch.dict(TASKS, {case.task.name: case.task}), mock.patch.object(vectorized, "HostBackend", Backend):
+        yield backends
 
 
 @dataclass(slots=True)
@@ -159,10 +159,10 @@ class RoundTimes:
 class RoundTimer:
     """Measures each round of ours when it ends, then runs and measures as many steps of the bare loop."""
 
-    def __init__(self, case: Case, hub: NissaHub, grounds: list[HeldGround]) -> None:
+    def __init__(self, case: Case, hub: NissaHub, backends: list[HeldBackend]) -> None:
         self.case = case
         self.hub = hub
-        self.grounds = grounds
+        self.backends = backends
         self.bare = BareLoop(case.task, case.envs, case.blueprints)
         self.totals_ms: dict[str, float] = {}
         self.rounds: list[RoundTimes] = []
@@ -178,7 +178,7 @@ class RoundTimer:
         ours_s = time.process_time() - self.cpu_s
         wall_s = time.perf_counter() - self.wall_s
         events = self.hub.next_seq - self.events
-        totals_ms = {name: total.cpu_ms for name, total in self.grounds[0].phases.totals().items()}
+        totals_ms = {name: total.cpu_ms for name, total in self.backends[0].phases.totals().items()}
         phases_ms = {name: ms - self.totals_ms.get(name, 0.0) for name, ms in totals_ms.items()}
         self.totals_ms = totals_ms
         self.rounds.append(RoundTimes(ours_s, timed(self.bare_round), wall_s, events, phases_ms))
@@ -194,9 +194,9 @@ def train_rounds(case: Case, repeats: int) -> list[RoundTimes]:
     with (
         tempfile.TemporaryDirectory() as folder,
         record("benchmark", out=Path(folder) / "run") as run,
-        held(case) as grounds,
+        held(case) as backends,
     ):
-        timer = RoundTimer(case, run.hub, grounds)
+        timer = RoundTimer(case, run.hub, backends)
         config = case.config(repeats + 1)
         vectorized.train_ppo_vectorized(config, run.hub, directory=run.path, on_round=timer.on_round)
     return timer.rounds[1:]

@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.hosts import reference_task
 from benchmarks.measure import add_output_options, make_parser, print_json
 from esper.simic.training.config import load_config
-from esper.simic.training.team import MEETING, Team
+from esper.simic.training.distributed import MEETING, Team
 from esper.simic.training.vectorized import train_ppo_vectorized
 from esper.tolaria.tasks import TASKS
 
@@ -65,7 +65,7 @@ def measure(workers: int, repeats: int, quick: bool) -> dict[str, Any]:
 
 
 def round_s(size: int, quick: bool, twins: Path) -> float:
-    """Median wall seconds of a round by a team of this size. Twins are trained once, for all runs."""
+    """Median wall seconds of a round by a team of this size. NoGrowthBaselines are trained once, for all runs."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "twins").symlink_to(twins)
         code = f"from benchmarks.workers import run_rank; run_rank({quick}, {place!r})"

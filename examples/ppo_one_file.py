@@ -271,7 +271,7 @@ def train(settings: Settings) -> Policy:
         coef = settings.entropy_coef + done * (settings.entropy_final - settings.entropy_coef)
         told = update(policy, optimizer, env.layout, settings, scale, data, coef, generator)
         acted = (data["actions"][..., Head.OP] != Op.WAIT)[data["free"]].float().mean()
-        returns, quality = data["rewards"].sum(0), env.ground.table.quality
+        returns, quality = data["rewards"].sum(0), env.backend.table.quality
         print(
             f"round {number:3}  return {returns.mean():+.4f}  quality {quality.mean():.3f}  acted {acted:.2f}  "
             f"kl {told['kl']:.4f}  value loss {told['value_loss']:.3f}",

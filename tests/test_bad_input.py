@@ -35,9 +35,9 @@ from esper.kasmina.graft import graft
 from esper.leyline.checksums import seal_json, seal_tensors
 from esper.leyline.errors import BlueprintError, DataError, EsperError
 from esper.nissa.run import Lock, RunDirectory, read_manifest
-from esper.simic.best_host import BEST_HOST, BestHost
 from esper.tamiyo.controllers.learned import SHIPPED
 from esper.tamiyo.policy_file import FORMAT, view
+from esper.tolaria.best_host import BEST_HOST, BestHost
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.data import load
 from esper.tolaria.engine import Engine

@@ -73,7 +73,7 @@ def _load_network(network: HostNetwork, state: Mapping[str, Any], table: SlotTab
     body.load_state_dict(state["body"])
     for name, slot in body.slots.items():
         slot.birth = state["births"][name]
-    network.surgeon.reload()
+    network.optimizer_sync.reload()
     groups = tuple(GroupState(**group) for group in state["optimizer"]["groups"])
     load_optimizer(OptimizerState(**{**state["optimizer"], "groups": groups}), network.optimizer, body)
     body.sync(table, env)

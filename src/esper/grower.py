@@ -49,7 +49,7 @@ from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
 from esper.qualities import NeedsTargets, Quality, find_quality, guarded
 from esper.simic.attribution import CounterfactualEngine, Worth, report
-from esper.simic.ground import context_of
+from esper.simic.backend import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, find_controller, wait_everywhere
 from esper.tamiyo.controllers.learned import Learned
@@ -379,7 +379,7 @@ class Grower:
 
     def on_change(self, listener: Callable[[Effect, Slot], None]) -> None:
         """Call `listener(effect, slot)` after each structural change, for example to update an EMA or rewrap DDP."""
-        self.network.surgeon.on_change.append(listener)
+        self.network.optimizer_sync.on_change.append(listener)
 
     # -- internal
 
@@ -496,7 +496,7 @@ class Grower:
 
         A state dict holds alpha but not its target: an alpha between targets continues to 1.
         """
-        self.network.surgeon.reload()
+        self.network.optimizer_sync.reload()
         t = self.table
         t.reset()
         for s, name in enumerate(self.network.slot_names):

@@ -127,7 +127,7 @@ def take_over(grower: Grower, told: GrowerState, weights: Mapping[str, Any], gra
     for s, slot in enumerate(body.slots.values()):
         if slot.seed is not seeds[slot.name]:
             effect = Effect(EffectKind.DROP if slot.seed is None else EffectKind.BUILD, 0, s)
-            for listener in grower.network.surgeon.on_change:
+            for listener in grower.network.optimizer_sync.on_change:
                 listener(effect, slot)
     device = next(body.model.parameters()).device
     sampled = {name: value.to(device) for name, value in told.sampled.items()}

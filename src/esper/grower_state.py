@@ -113,7 +113,7 @@ def settings(grower: Grower) -> dict[str, Any]:
         "controller": type(grower.controller).__name__,
         "quality": quality_name(grower.quality),
         "incubation": grower.body.incubation,
-        "seed": grower.network.surgeon.seed,
+        "seed": grower.network.optimizer_sync.seed,
         "horizon": grower.horizon,
         "gradient_telemetry_stride": grower.network.meter.stride,
         **{f"rules.{name}": value for name, value in rules.items()},

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.surgery import SEED_GROUP
+from esper.kasmina.optimizer_sync import SEED_GROUP
 from esper.leyline.errors import CheckpointError
 
 SEEDS = "esper."

@@ -28,7 +28,7 @@ from esper.leyline.events import level as level_by_name
 from esper.leyline.text import printable
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal import EVENTS, Damage, Extent, read, rewind, segments
-from esper.nissa.losses import JOURNAL
+from esper.nissa.missed_events import JOURNAL
 from esper.nissa.record import Record
 from esper.nissa.run import Lock, RunDirectory, ending, manifest_base
 from esper.nissa.sinks import Sink

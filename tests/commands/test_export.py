@@ -15,14 +15,14 @@ from torch import nn
 
 from esper.commands.export import FORMATS, Plain, as_program, run_export, write_all
 from esper.kasmina.blueprints import blueprints_for
+from esper.kasmina.codegen import constructor, source_of
 from esper.kasmina.harden import harden
-from esper.kasmina.plain_source import constructor, source_of
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError, DataError, EsperError, HardenError, RunError
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import RunDirectory
-from esper.simic.best_host import BEST_HOST, BestHost
 from esper.tamiyo.controllers.schedule import wait_everywhere
+from esper.tolaria.best_host import BEST_HOST, BestHost
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task
 from tests.support.models import ZOO, PlainCNN, awaken, grow, grow_everywhere
@@ -299,7 +299,7 @@ def test_failed_write_leaves_existing_files_unchanged(tmp_path, monkeypatch):
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("esper.leyline.files.os.fsync", full)
+    monkeypatch.setattr("esper.leyline.atomic_io.os.fsync", full)
     with pytest.raises(DataError, match=r"No space left.*--out"):
         write_all(files)
     assert not list(tmp_path.iterdir())

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from esper.kasmina.blending import MOST_PULL, FeelNothing, Gate, Leash, blend, detached, straight_through
-from esper.kasmina.site import Layout
+from esper.kasmina.feature_spec import Layout
 from esper.leyline.actions import Operator
 
 SHAPE = {Layout.MAP: (4, 8, 6, 5), Layout.SEQUENCE: (4, 7, 8), Layout.VECTOR: (4, 8)}

@@ -24,7 +24,7 @@ from esper.kasmina.blueprints import (
 )
 from esper.kasmina.blueprints.maps import group_norm
 from esper.kasmina.blueprints.sequences import CausalAttention, flex_causal
-from esper.kasmina.site import Layout, Site
+from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.leyline.actions import BLUEPRINTS, Operator
 from esper.leyline.errors import BlueprintError, UnknownNameError
 
@@ -33,9 +33,9 @@ SEQUENCES = ("attention", "norm", "lora", "lora_large", "mlp_small", "mlp", "fle
 VECTORS = ("norm", "lora", "lora_large", "mlp_small", "mlp")
 
 SITE = {
-    Layout.MAP: Site(Layout.MAP, 8, (8, 6, 5)),
-    Layout.SEQUENCE: Site(Layout.SEQUENCE, 12, (7, 12)),
-    Layout.VECTOR: Site(Layout.VECTOR, 12, (12,)),
+    Layout.MAP: FeatureSpec(Layout.MAP, 8, (8, 6, 5)),
+    Layout.SEQUENCE: FeatureSpec(Layout.SEQUENCE, 12, (7, 12)),
+    Layout.VECTOR: FeatureSpec(Layout.VECTOR, 12, (12,)),
 }
 SEEDS = [(n, Layout.MAP) for n in MAPS] + [(n, Layout.SEQUENCE) for n in SEQUENCES]
 SEEDS += [(n, Layout.VECTOR) for n in VECTORS]
@@ -44,13 +44,13 @@ every_operator = pytest.mark.parametrize("operator", Operator, ids=lambda o: o.n
 channels_last = torch.channels_last
 
 
-def features(site: Site, batch: int = 16, seed: int = 0) -> Tensor:
+def features(site: FeatureSpec, batch: int = 16, seed: int = 0) -> Tensor:
     """Return features as after a ReLU: non-negative, half of them zero. Maps are channels_last, as in the hosts."""
     h = torch.randn(batch, *site.shape, generator=torch.Generator().manual_seed(seed)).relu()
     return h.to(memory_format=channels_last) if h.ndim == 4 else h
 
 
-def grown(name: str, site: Site) -> nn.Module:
+def grown(name: str, site: FeatureSpec) -> nn.Module:
     """Return a seed whose weights are all non-zero, as after training."""
     seed = build(name, site, seed=1)
     draw = torch.Generator().manual_seed(2)
@@ -94,10 +94,10 @@ def test_all_parameters_change_within_three_steps(name, layout, operator):
 @pytest.mark.parametrize("name", MAPS)
 @pytest.mark.parametrize("dim", [2, 8, 16])
 def test_seed_on_a_one_pixel_map_learns(name, dim):
-    assert_learns(name, Site(Layout.MAP, dim, (dim, 1, 1)), Operator.ADD, least_part=0.0)
+    assert_learns(name, FeatureSpec(Layout.MAP, dim, (dim, 1, 1)), Operator.ADD, least_part=0.0)
 
 
-def assert_learns(name: str, site: Site, operator: Operator, *, least_part: float) -> None:
+def assert_learns(name: str, site: FeatureSpec, operator: Operator, *, least_part: float) -> None:
     torch.manual_seed(0)
     seed, gate, h = build(name, site, seed=3), Gate(site.dim, site.layout), detached(features(site))
     target = torch.randn(h.shape)
@@ -193,7 +193,7 @@ def test_noop_returns_zero_and_costs_zero(layout):
     ],
 )
 def test_map_blueprints_have_documented_sizes(name, sizes):
-    sites = [Site(Layout.MAP, c, (c, 4, 4)) for c in (8, 16, 32, 64)]
+    sites = [FeatureSpec(Layout.MAP, c, (c, 4, 4)) for c in (8, 16, 32, 64)]
     assert tuple(cost(name, site).params for site in sites) == sizes
     assert tuple(sum(p.numel() for p in build(name, site).parameters()) for site in sites) == sizes
 
@@ -211,15 +211,15 @@ def test_map_blueprints_have_documented_sizes(name, sizes):
     ],
 )
 def test_sequence_blueprints_have_documented_sizes(name, size):
-    assert cost(name, Site(Layout.SEQUENCE, 384, (16, 384))).params == size
+    assert cost(name, FeatureSpec(Layout.SEQUENCE, 384, (16, 384))).params == size
 
 
 def test_multiply_adds_match_hand_computed_values():
-    site = Site(Layout.MAP, 8, (8, 6, 5))
+    site = FeatureSpec(Layout.MAP, 8, (8, 6, 5))
     assert cost("conv_light", site).macs == 9 * 8 * 8 * 30
     assert cost("depthwise", site).macs == (9 * 8 + 8 * 8) * 30
-    assert cost("lora", Site(Layout.VECTOR, 12, (12,))).macs == 2 * 8 * 12
-    assert cost("attention", Site(Layout.SEQUENCE, 12, (7, 12))).macs == 7 * 4 * 12 * 12 + 2 * 7 * 7 * 12
+    assert cost("lora", FeatureSpec(Layout.VECTOR, 12, (12,))).macs == 2 * 8 * 12
+    assert cost("attention", FeatureSpec(Layout.SEQUENCE, 12, (7, 12))).macs == 7 * 4 * 12 * 12 + 2 * 7 * 7 * 12
 
 
 @given(dim=st.integers(1, 600))
@@ -237,7 +237,7 @@ def test_group_norm_groups_divide_channels_and_hold_at_least_16(dim):
     width=st.integers(1, 5),
 )
 def test_map_seeds_pass_check_at_any_width_and_size(name, dim, height, width):
-    site = Site(Layout.MAP, dim, (dim, height, width))
+    site = FeatureSpec(Layout.MAP, dim, (dim, height, width))
     seed = build(name, site)
     check(seed, site)
     assert cost(name, site).params == sum(p.numel() for p in seed.parameters())
@@ -246,7 +246,7 @@ def test_map_seeds_pass_check_at_any_width_and_size(name, dim, height, width):
 @pytest.mark.parametrize("name", SEQUENCES)
 @pytest.mark.parametrize("dim", [1, 2, 3, 10])
 def test_sequence_seeds_pass_check_at_any_width(name, dim):
-    site = Site(Layout.SEQUENCE, dim, (5, dim))
+    site = FeatureSpec(Layout.SEQUENCE, dim, (5, dim))
     check(build(name, site), site)
 
 
@@ -273,7 +273,7 @@ def test_rng_seed_sets_weights_without_global_rng_state():
     site = SITE[Layout.MAP]
     before = torch.get_rng_state()
     one, same, other = (build("conv_heavy", site, seed=s).state_dict() for s in (1, 1, 2))
-    cost("conv_heavy", Site(Layout.MAP, 24, (24, 3, 3)))
+    cost("conv_heavy", FeatureSpec(Layout.MAP, 24, (24, 3, 3)))
 
     assert torch.equal(torch.get_rng_state(), before)
     assert all(torch.equal(one[key], same[key]) for key in one)

@@ -20,10 +20,10 @@ import pytest
 from rich.console import Console
 
 from esper.commands.runs import run_runs
+from esper.leyline.atomic_io import lock_file, write_atomically
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import ConfigError, EsperError, RunError
 from esper.leyline.events import PhaseProfile, RunFinished
-from esper.leyline.files import lock_file, write_atomically
 from esper.nissa import run as run_module
 from esper.nissa.journal import next_seq, read
 from esper.nissa.record import Record

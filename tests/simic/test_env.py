@@ -20,8 +20,8 @@ from esper.kasmina.lifecycle import Rules, is_legal
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.stages import SeedStage, Thresholds
+from esper.simic.backend import HostBackend
 from esper.simic.env import GrowthEnv, GrowthVectorEnv
-from esper.simic.ground import HostGround
 from esper.simic.rewards import Frame, RewardConfig, reward, utility
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import wait_everywhere
@@ -44,7 +44,7 @@ def one(worlds: tuple[int, ...] = (0,), rules: Rules = LIVELY, **settings: Any) 
 
 
 def digits() -> GrowthEnv:
-    return GrowthEnv(HostGround(DIGITS, rules=BRISK))
+    return GrowthEnv(HostBackend(DIGITS, rules=BRISK))
 
 
 # ---- Gymnasium's contracts
@@ -78,7 +78,7 @@ def test_observations_stay_in_the_box_for_any_actions(dice: int, only_legal: boo
     for _ in range(HORIZON):
         assert env.observation_space.contains(obs)
         assert info["masks"].shape == (4, env.layout.size)
-        table = env.ground.table
+        table = env.backend.table
         actions = random_legal_actions(table, LIVELY, rng) if only_legal else random_actions(table, rng)
         obs, paid, _, _, info = env.step(actions)
         assert paid.shape == (4,)
@@ -101,7 +101,7 @@ def test_end_is_reported_once_and_the_next_step_starts_a_round() -> None:
     assert not cut.any()
     np.testing.assert_array_equal(paid, 0.0)
     np.testing.assert_array_equal(obs, first)
-    assert not env.ground.table.step.any()
+    assert not env.backend.table.step.any()
     assert not env.step(wait_everywhere(2))[2].any()
 
 
@@ -113,7 +113,7 @@ def test_returned_arrays_are_never_written_again() -> None:
         arrays = [*result[:-1], *result[-1].values()]
         kept.append(arrays)
         copies.append([a.copy() for a in arrays])
-        result = env.step(random_legal_actions(env.ground.table, LIVELY, rng))
+        result = env.step(random_legal_actions(env.backend.table, LIVELY, rng))
     for arrays, before in zip(kept, copies, strict=True):
         for a, b in zip(arrays, before, strict=True):
             np.testing.assert_array_equal(a, b)
@@ -134,7 +134,7 @@ def test_gymnasium_wrapper_counts_episodes() -> None:
     earned = np.zeros(2)
     rng = np.random.default_rng(1)
     for _ in range(HORIZON):
-        _, paid, _, _, info = env.step(random_legal_actions(inner.ground.table, LIVELY, rng))
+        _, paid, _, _, info = env.step(random_legal_actions(inner.backend.table, LIVELY, rng))
         earned += paid
     np.testing.assert_array_equal(info["episode"]["l"], HORIZON)
     np.testing.assert_allclose(info["episode"]["r"], earned, rtol=1e-5)
@@ -146,7 +146,7 @@ def test_gymnasium_vector_of_single_environments_equals_ours() -> None:
     np.testing.assert_array_equal(theirs.reset()[0], ours.reset()[0])
     rng = np.random.default_rng(2)
     for _ in range(HORIZON + 3):
-        actions = random_legal_actions(ours.ground.table, LIVELY, rng)
+        actions = random_legal_actions(ours.backend.table, LIVELY, rng)
         a, b = theirs.step(actions), ours.step(actions)
         for x, y in zip(a[:-1], b[:-1], strict=True):
             np.testing.assert_array_equal(np.asarray(x, np.float32), np.asarray(y, np.float32))
@@ -175,14 +175,14 @@ def test_step_without_reset_is_refused() -> None:
 def test_reset_seed_selects_the_world() -> None:
     env = sim_env(3)
     env.reset(seed=7)
-    assert env.ground.worlds == [7, 8, 9]
+    assert env.backend.worlds == [7, 8, 9]
     env.reset(seed=np.int64(7))
-    assert env.ground.worlds == [7, 8, 9]
+    assert env.backend.worlds == [7, 8, 9]
     env.reset(seed=[5, None, 6])
-    assert env.ground.worlds == [5, 1, 6]
+    assert env.backend.worlds == [5, 1, 6]
     single = one((3, 4))
     single.reset(seed=9)
-    assert single.env.ground.worlds == [9]
+    assert single.env.backend.worlds == [9]
 
 
 def test_reset_seed_restarts_the_round_count() -> None:
@@ -192,7 +192,7 @@ def test_reset_seed_restarts_the_round_count() -> None:
         env.reset(seed=3)
         for _ in range(3):
             env.reset()
-            seen.append(env.ground.worlds)
+            seen.append(env.backend.worlds)
     assert seen == [[10, 11], [20, 21], [30, 31]] * 2
 
 
@@ -201,14 +201,14 @@ def test_rounds_cycle_through_the_worlds() -> None:
     seen = []
     for _ in range(4):
         env.reset()
-        seen += env.env.ground.worlds
+        seen += env.env.backend.worlds
     assert seen == [3, 4, 9, 3]
 
 
 def test_options_select_worlds() -> None:
     env = sim_env(2)
     env.reset(options={"worlds": np.array([8, 0])}, seed=4)
-    assert env.ground.worlds == [8, 0]
+    assert env.backend.worlds == [8, 0]
     with pytest.raises(ConfigError, match="2 environments and 3 worlds"):
         env.reset(options={"worlds": [1, 2, 3]})
     with pytest.raises(UnknownNameError, match="worlds"):
@@ -255,9 +255,9 @@ def test_illegal_action_does_nothing_and_is_flagged() -> None:
     odd.reset()
     rng, refused = np.random.default_rng(0), 0
     for _ in range(HORIZON):
-        actions = random_actions(odd.ground.table, rng)
+        actions = random_actions(odd.backend.table, rng)
         actions[:, Head.SLOT] += rng.integers(0, 2) * 100  # out of range altogether
-        if is_legal(odd.ground.table, actions, LIVELY).all():
+        if is_legal(odd.backend.table, actions, LIVELY).all():
             actions = wait_everywhere(1)
         a, b = odd.step(actions), plain.step(wait_everywhere(1))
         np.testing.assert_array_equal(a[0], b[0])
@@ -293,7 +293,7 @@ def test_reward_is_for_the_state_the_step_led_to(mode: str) -> None:
     by_hand = Simulator(SIM, range(4), LIVELY)
     before = Frame.of(by_hand.table, by_hand.context, by_hand.twin_quality)
     for _ in range(HORIZON):
-        actions = random_legal_actions(env.ground.table, LIVELY, rng)
+        actions = random_legal_actions(env.backend.table, LIVELY, rng)
         paid = env.step(actions)[1]
         by_hand.step(actions)
         after = Frame.of(by_hand.table, by_hand.context, by_hand.twin_quality)
@@ -311,7 +311,7 @@ def test_per_head_masks_are_those_of_all_legal_actions() -> None:
     sizes = env.env.layout.head_sizes
     grown = 0
     for _ in range(HORIZON):
-        table = env.env.ground.table
+        table = env.env.backend.table
         heads = np.split(env.action_masks(), np.cumsum(sizes)[:-1])
         for op in Op:  # slow reference: try every slot and blueprint
             rows = np.array([CANONICAL] * (3 * 13))
@@ -391,4 +391,4 @@ def test_maskable_ppo_trains_on_a_real_host() -> None:
     env = digits()
     model = learn(env, 16, n_steps=8, batch_size=8, n_epochs=2)
     assert model.num_timesteps == 16
-    assert len(env.env.ground.twins.known) == 1  # one world, trained once
+    assert len(env.env.backend.twins.known) == 1  # one world, trained once

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 
 from esper.leyline.actions import Operator
+from esper.simic.backend import HostBackend
 from esper.simic.evaluation import AT_ONCE, best_schedule_on, compare, from_start, play, static
-from esper.simic.ground import HostGround
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, Schedule, Wait
@@ -19,8 +19,8 @@ REWARD = RewardConfig()
 
 
 @pytest.fixture(scope="module")
-def ground():
-    return HostGround(dataclasses.replace(get_task("digits"), epochs=18))
+def backend():
+    return HostBackend(dataclasses.replace(get_task("digits"), epochs=18))
 
 
 def test_interval_has_the_stated_coverage():
@@ -64,42 +64,42 @@ def test_trained_policy_is_deterministic_in_the_same_worlds():
     assert alone.utility[0] == pytest.approx(first.utility[7], abs=1e-6)
 
 
-def test_real_hosts_are_measured_on_test_data_against_their_baselines(ground):
+def test_real_hosts_are_measured_on_test_data_against_their_baselines(backend):
     worlds = list(range(20, 20 + AT_ONCE + 1))  # more than run side by side
-    nothing = play(ground, Wait(), worlds, REWARD, "none")
+    nothing = play(backend, Wait(), worlds, REWARD, "none")
     assert nothing.worlds == worlds
     assert np.allclose(nothing.utility, 0.0)  # no growth is its own baseline, and pays no rent
     assert ((nothing.test > 0.1) & (nothing.test < 1.0)).all()
-    grown = play(ground, Schedule(), worlds[:2], REWARD, "schedule")
+    grown = play(backend, Schedule(), worlds[:2], REWARD, "schedule")
     assert (grown.params > nothing.params[:2]).all()
     assert (grown.macs > nothing.macs[:2]).all()
     assert grown.structures[0]["r0c0"] == ("mlp_small", Operator.ADD)
 
-    same = from_start(ground, grown, REWARD, "from start")
-    assert np.array_equal(same.params[0], ground.context.host_params + sum(
-        ground.engine.networks[0].body.slots[s].seed is not None and ground.table.params[0, i]
-        for i, s in enumerate(ground.slots)
+    same = from_start(backend, grown, REWARD, "from start")
+    assert np.array_equal(same.params[0], backend.context.host_params + sum(
+        backend.engine.networks[0].body.slots[s].seed is not None and backend.table.params[0, i]
+        for i, s in enumerate(backend.slots)
     ))  # fmt: skip
     assert [set(s) for s in same.structures] == [set(s) for s in grown.structures]
 
 
-def test_static_hosts_are_charged_for_their_size_against_the_same_baseline(ground):
-    size = 3 * ground.context.host_params
-    wide = static(ground, ground.task.widened(size), [20, 21], REWARD, "wider")
+def test_static_hosts_are_charged_for_their_size_against_the_same_baseline(backend):
+    size = 3 * backend.context.host_params
+    wide = static(backend, backend.task.widened(size), [20, 21], REWARD, "wider")
     assert (wide.params >= size).all()
-    twin = ground.twins.curves([20, 21])[:, -1]
-    doublings = np.log2(wide.params / ground.context.host_params), np.log2(wide.macs / ground.context.host_macs)
+    twin = backend.twins.curves([20, 21])[:, -1]
+    doublings = np.log2(wide.params / backend.context.host_params), np.log2(wide.macs / backend.context.host_macs)
     rent = REWARD.rent_params * doublings[0] + REWARD.rent_macs * doublings[1]
     assert np.allclose(wide.utility, wide.quality - twin - rent, atol=1e-6)
-    same_host = static(ground, ground.task, [20], REWARD, "same")
+    same_host = static(backend, backend.task, [20], REWARD, "same")
     assert np.allclose(same_host.utility, 0.0, atol=1e-6)
 
 
 def test_best_schedule_is_the_best_of_those_tried():
-    ground, tried = HostGround(dataclasses.replace(get_task("digits"), epochs=2, batches_per_epoch=2)), []
-    schedule, told = best_schedule_on(ground, [0], REWARD, tried.append)
+    backend, tried = HostBackend(dataclasses.replace(get_task("digits"), epochs=2, batches_per_epoch=2)), []
+    schedule, told = best_schedule_on(backend, [0], REWARD, tried.append)
     values = {text.split(":")[0]: float(text.split(":")[1]) for text in tried}
-    assert len(tried) == ground.table.takes.any(0).sum() * 3
+    assert len(tried) == backend.table.takes.any(0).sum() * 3
     assert values[told] == max(values.values())
     assert isinstance(schedule, Schedule)
 

@@ -11,15 +11,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.kasmina.blueprints import cost
+from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.kasmina.lifecycle import Rules, legal
-from esper.kasmina.site import Layout, Site
 from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
 from esper.leyline.chance import bell, random_bits, uniform, world_keys
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import NEXT_STAGES, SeedStage
 from esper.simic.rewards import RewardConfig
-from esper.simic.simulated_plans import FollowPlans, best_schedule, plantings, play, values
+from esper.simic.sim_oracle import FollowPlans, best_schedule, plantings, play, values
 from esper.simic.simulated_worlds import (
     BASE_WIDTH,
     IMAGE,
@@ -323,7 +323,7 @@ def test_costs_equal_those_of_the_real_blueprints():
         width, side = BASE_WIDTH * 2**s, (IMAGE >> s) // 2
         assert shape.width[s] == width
         for name in MAP_BLUEPRINTS:
-            real = cost(name, Site(Layout.MAP, width, (width, side, side)))
+            real = cost(name, FeatureSpec(Layout.MAP, width, (width, side, side)))
             assert shape.params[s, BLUEPRINTS.index(name)] == real.params, name
             assert shape.macs[s, BLUEPRINTS.index(name)] == pytest.approx(real.macs, abs=width), name
 

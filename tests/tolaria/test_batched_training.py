@@ -152,7 +152,7 @@ def test_fossils_are_clipped_with_the_host_and_seeds_separately(double: None):
             for name, stage in zip(plot.body.slots, (SeedStage.FOSSILIZED, SeedStage.BLENDING), strict=False):
                 slot = plot.body.plant(name, "mlp_small", seed=plot.world)
                 plot.body.set_slot(slot, stage, 0.7)
-                plot.surgeon._settle(slot, committed=stage == SeedStage.FOSSILIZED)
+                plot.optimizer_sync._settle(slot, committed=stage == SeedStage.FOSSILIZED)
             plot.average.resync()
             plot.regroup()
     together = BatchedTrainer(stack)
@@ -194,7 +194,7 @@ def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[
             for p in slot.parameters():
                 p.add_(0.1 * torch.randn_like(p))
         body.set_slot(slot, stage, 0.7 if stage == SeedStage.BLENDING else 0.0)
-        made[row].surgeon._settle(slot)
+        made[row].optimizer_sync._settle(slot)
         made[row].average.resync()
         made[row].regroup()
     return made
@@ -281,7 +281,7 @@ def test_custom_seeds_match_the_loop_and_do_not_affect_other_rows():
         slot = made[way][2].body.slots["r0c0"]
         slot.seed = Falling(*slot.seed)
         for plot in made[way][:3]:
-            plot.surgeon._settle(plot.body.slots["r0c0"])
+            plot.optimizer_sync._settle(plot.body.slots["r0c0"])
             plot.average.resync()
             plot.regroup()
     stack = BatchedTrainer(made["odd"])
@@ -325,7 +325,7 @@ def test_rows_match_the_loop_for_any_host_shape(shape: str):
                 for row in rows:
                     place = made[row].body.plant(list(made[row].body.slots)[slot], blueprint, seed=row)
                     made[row].body.set_slot(place, SeedStage.BLENDING, 0.7)
-                    made[row].surgeon._settle(place)
+                    made[row].optimizer_sync._settle(place)
                     made[row].average.resync()
                     made[row].regroup()
                 if rows == [2]:
@@ -359,7 +359,7 @@ def test_error_or_nan_stays_in_its_row():
     sound, sick = plots(task("mlp"), 4), plots(task("mlp"), 4)
     slot = sick[1].body.plant("r0c1", "mlp_small")
     sick[1].body.set_slot(slot, SeedStage.BLENDING, 1.0)
-    sick[1].surgeon._settle(slot)
+    sick[1].optimizer_sync._settle(slot)
     sick[1].average.resync()
     sick[1].regroup()
     one, other = BatchedTrainer(sound), BatchedTrainer(sick)

@@ -354,7 +354,7 @@ def test_fossils_may_be_planted_before_the_first_step():
         assert engine.table.stage[1, :2].tolist() == [SeedStage.FOSSILIZED] * 2
         assert not engine.table.stage[0].any()
         assert (engine.table.params[1, :2] > 0).all()
-        assert engine.networks[1].surgeon.group["params"] == []
+        assert engine.networks[1].optimizer_sync.group["params"] == []
 
         fossils = [p for s in ("r0c0", "r0c1") for p in engine.networks[1].body.slots[s].parameters()]
         weights = [p.detach().clone() for p in fossils]

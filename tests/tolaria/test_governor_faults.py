@@ -26,8 +26,8 @@ from esper.leyline.events import Event
 from esper.leyline.slot_table import Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
+from esper.simic.backend import HostBackend
 from esper.simic.env import GrowthVectorEnv
-from esper.simic.ground import HostGround
 from esper.simic.rewards import RewardConfig, utility
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import wait_everywhere
@@ -362,8 +362,8 @@ def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Excepti
 def test_failed_optimiser_sync_leaves_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed is in its slot, but adding it to the optimiser fails."""
     life = Life(digits(), S.DORMANT)
-    surgeon = life.engine.networks[SICK].surgeon
-    monkeypatch.setattr(surgeon, "_settle", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
+    optimizer_sync = life.engine.networks[SICK].optimizer_sync
+    monkeypatch.setattr(optimizer_sync, "_settle", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
     life.target = S.GERMINATED
     life.step()
     monkeypatch.undo()
@@ -555,7 +555,7 @@ def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
     engine, plot = life.engine, life.engine.networks[SICK]
     poison(plot)
     owner, name = {
-        "drop": (plot, "carry_out"),
+        "drop": (plot, "apply_effects"),
         "average": (plot.average, "resync"),
         "restore": (engine.governor.snapshots[SICK], "restore"),
     }[part]
@@ -779,8 +779,8 @@ def test_dropout_does_not_depend_on_other_environments() -> None:
 
 
 def grounded(worlds: list[int], epochs: int = 8, **reward: Any) -> GrowthVectorEnv:
-    ground = HostGround(replace(digits(), epochs=epochs), rules=LIVELY)
-    return GrowthVectorEnv(ground, worlds, reward=RewardConfig(**reward))
+    backend = HostBackend(replace(digits(), epochs=epochs), rules=LIVELY)
+    return GrowthVectorEnv(backend, worlds, reward=RewardConfig(**reward))
 
 
 def test_rollback_penalty_is_paid_in_its_step_and_does_not_end() -> None:
@@ -789,13 +789,13 @@ def test_rollback_penalty_is_paid_in_its_step_and_does_not_end() -> None:
     for _ in range(4):
         env.step(wait_everywhere(2))
     before = env.utility
-    spoil(math.nan)(env.ground.engine.networks[1])  # type: ignore[attr-defined]
+    spoil(math.nan)(env.backend.engine.networks[1])  # type: ignore[attr-defined]
     _, paid, ended, cut, info = env.step(wait_everywhere(2))
-    assert env.ground.alarms[0].action == "rolled back"
+    assert env.backend.alarms[0].action == "rolled back"
     np.testing.assert_allclose(paid, env.utility - before - [0.0, 0.1], atol=1e-6)
     assert not ended.any()
     assert not cut.any()
-    assert info["quality"][1] == env.ground.table.quality[1]
+    assert info["quality"][1] == env.backend.table.quality[1]
     assert np.isfinite(info["quality"]).all()
     _, paid, *_ = env.step(wait_everywhere(2))
     assert abs(paid).max() < 0.1 + 1e-6
@@ -812,11 +812,11 @@ def test_crashing_a_host_never_increases_the_return(seed: int) -> None:
     rng, penalty, epochs = np.random.default_rng(seed), 0.1, 7
     env = grounded([0, 1, 2], epochs)
     env.reset()
-    engine: Engine = env.ground.engine  # type: ignore[attr-defined]
+    engine: Engine = env.backend.engine  # type: ignore[attr-defined]
     crashes = rng.random((epochs, 3)) < 0.3
     crashes[-1, 0] = True  # also in the last step
     worth = [env.utility]
-    quality: list[Floats] = [env.ground.table.quality.copy()]
+    quality: list[Floats] = [env.backend.table.quality.copy()]
     total, grown = np.zeros(3), np.zeros(3, dtype=bool)
     for t in range(epochs):
         for e in np.nonzero(crashes[t])[0]:
@@ -826,21 +826,21 @@ def test_crashing_a_host_never_increases_the_return(seed: int) -> None:
         total += paid
         assert np.isfinite(obs).all()
         worth.append(env.utility)
-        quality.append(env.ground.table.quality.copy())
+        quality.append(env.backend.table.quality.copy())
         assert ended.all() == (t == epochs - 1)
         hit = {a.env: a for a in engine.alarms if a.action == "rolled back"}
         assert set(hit) == set(np.nonzero(crashes[t])[0].tolist())
         np.testing.assert_allclose(paid, worth[-1] - worth[-2] - penalty * crashes[t], atol=1e-6)
         for e, alarm in hit.items():
-            live = (env.ground.table.stage[e] >= 1) & (env.ground.table.stage[e] <= 4)
+            live = (env.backend.table.stage[e] >= 1) & (env.backend.table.stage[e] <= 4)
             assert not live.any()
             if not grown[e] and alarm.restored_step:  # no seed by then: same host, same quality
                 then = quality[alarm.restored_step][e]
-                assert env.ground.table.quality[e] == pytest.approx(then, abs=1e-6)
-        grown |= (env.ground.table.stage >= S.BLENDING).any(1)
+                assert env.backend.table.quality[e] == pytest.approx(then, abs=1e-6)
+        grown |= (env.backend.table.stage >= S.BLENDING).any(1)
         np.testing.assert_array_equal(env.utility, utility(env.frame, env.config))
     n = crashes.sum(0)
-    np.testing.assert_array_equal(env.ground.table.rollbacks, n)
+    np.testing.assert_array_equal(env.backend.table.rollbacks, n)
     np.testing.assert_allclose(total, worth[-1] - worth[0] - penalty * n, atol=1e-5)
 
 

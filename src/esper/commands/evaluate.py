@@ -19,13 +19,13 @@ from rich.text import Text
 
 from esper.commands import plainly
 from esper.karn.dots import dots
+from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
-from esper.leyline.files import write_atomically
 from esper.nissa.run import read_manifest
+from esper.simic.backend import Backend, HostBackend
 from esper.simic.evaluation import Played, best_schedule_on, compare, from_start, play, static
-from esper.simic.ground import Ground, HostGround
-from esper.simic.simulated_plans import FollowPlans
-from esper.simic.simulated_plans import best_schedule as best_plan
+from esper.simic.sim_oracle import FollowPlans
+from esper.simic.sim_oracle import best_schedule as best_plan
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, built, load_config
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
@@ -47,14 +47,14 @@ class Arena:
 
     def __init__(self, config: TrainConfig, *, data_root: Path | None = None, twins: Path | None = None) -> None:
         self.config = config
-        self.ground: Ground
+        self.backend: Backend
         if config.simulated:
             horizon = config.sim.horizon if config.epochs is None else config.epochs
-            self.ground = Simulator(msgspec.structs.replace(config.sim, horizon=horizon), [0], config.rules)
+            self.backend = Simulator(msgspec.structs.replace(config.sim, horizon=horizon), [0], config.rules)
         else:
             task = get_task(config.task)
             task = task if config.epochs is None else dataclasses.replace(task, epochs=config.epochs)
-            self.ground = HostGround(
+            self.backend = HostBackend(
                 task, rules=config.rules, config=config.engine, data=task.load_data(data_root), twins=twins
             )
 
@@ -77,7 +77,7 @@ class Arena:
         """Check all names before the first is played, which may take an hour."""
         for i, name in enumerate(names):
             if name in STATIC:
-                if i == 0 or not isinstance(self.ground, HostGround):
+                if i == 0 or not isinstance(self.backend, HostBackend):
                     raise ConfigError(
                         f"{name!r} compares real hosts with what grew: name a controller before it, and no --sim"
                     )
@@ -94,28 +94,28 @@ class Arena:
             return self.play_static(name, worlds, before)
         if name == BEST_SCHEDULE:
             controller, told = self.best_schedule()
-            return play(self.ground, controller, worlds, reward, f"best schedule ({told})")
+            return play(self.backend, controller, worlds, reward, f"best schedule ({told})")
         label = name if name in CONTROLLERS or name == "tamiyo" else f"learned ({Path(name).name})"
-        return play(self.ground, make_controller(name), worlds, reward, label)
+        return play(self.backend, make_controller(name), worlds, reward, label)
 
     def play_static(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         """Play a static host of the size or structure that the first controller grew."""
-        assert isinstance(self.ground, HostGround)
+        assert isinstance(self.backend, HostBackend)
         grown, reward, label = before[0], self.config.reward, STATIC[name]
         if name == FROM_START:
-            return from_start(self.ground, grown, reward, label)
+            return from_start(self.backend, grown, reward, label)
         size = round(float(grown.params.mean()))
-        task = self.ground.task
+        task = self.backend.task
         other = task.widened(size) if name == WIDER else task.deepened(size)
-        return static(self.ground, other, worlds, reward, label)
+        return static(self.backend, other, worlds, reward, label)
 
     def best_schedule(self) -> tuple[Controller, str]:
         """Return the best fixed schedule, searched in training worlds, and its description."""
         config = self.config
-        if isinstance(self.ground, HostGround):
-            return best_schedule_on(self.ground, range(SEARCH_WORLDS), config.reward)
-        assert isinstance(self.ground, Simulator)
-        plan, _ = best_plan(self.ground.config, range(64), config.rules, config.reward, beam=48)
+        if isinstance(self.backend, HostBackend):
+            return best_schedule_on(self.backend, range(SEARCH_WORLDS), config.reward)
+        assert isinstance(self.backend, Simulator)
+        plan, _ = best_plan(self.backend.config, range(64), config.rules, config.reward, beam=48)
         return FollowPlans([plan]), f"{len(plan)} seeds"
 
 

@@ -27,14 +27,14 @@ from torch import Tensor, nn
 
 from esper.commands import plainly
 from esper.kasmina.body import Body
+from esper.kasmina.codegen import source_of
 from esper.kasmina.harden import harden
-from esper.kasmina.plain_source import source_of
 from esper.leyline.actions import Operator
+from esper.leyline.atomic_io import Draft, sync_directory
 from esper.leyline.errors import ConfigError, DataError, RunError, unknown_name
-from esper.leyline.files import Draft, sync_directory
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import read_manifest
-from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
+from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
 from esper.tolaria.data.catalogue import SOURCES
 
 FORMATS = {"torch": ".py", "torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}

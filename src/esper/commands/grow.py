@@ -40,20 +40,20 @@ from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
+from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import RunStarted
 from esper.leyline.events import level as level_by_name
-from esper.leyline.files import write_atomically
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import Lock, read_manifest
 from esper.recording import Run, record, record_on, stoppable
 from esper.simic.attribution import Worth, report
-from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
-from esper.simic.ground import context_of
+from esper.simic.backend import context_of
 from esper.simic.training.learner import changes
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned
+from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
 from esper.tolaria.checkpoint import Saved
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine

@@ -25,7 +25,7 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline.costs import network_params
 from esper.leyline.errors import CheckpointError
 from esper.leyline.events import Checkpoint, Level
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import CHECKPOINTS
 from esper.recording import Run

@@ -10,14 +10,14 @@ from rich.text import Text
 
 from esper.commands import plainly
 from esper.kasmina.blueprints import blueprints_for, cost
-from esper.kasmina.site import Layout, Site
+from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.tolaria.host_network import build_body
 from esper.tolaria.tasks import TASKS, get_task
 
 EXAMPLES = {
-    Layout.MAP: Site(Layout.MAP, 16, (16, 14, 14)),
-    Layout.SEQUENCE: Site(Layout.SEQUENCE, 64, (64, 64)),
-    Layout.VECTOR: Site(Layout.VECTOR, 64, (64,)),
+    Layout.MAP: FeatureSpec(Layout.MAP, 16, (16, 14, 14)),
+    Layout.SEQUENCE: FeatureSpec(Layout.SEQUENCE, 64, (64, 64)),
+    Layout.VECTOR: FeatureSpec(Layout.VECTOR, 64, (64,)),
 }
 EMBEDDED = ("digits", "fashion", "moby")
 

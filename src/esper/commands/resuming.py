@@ -15,8 +15,8 @@ from esper.leyline.errors import RunError
 from esper.leyline.text import printable
 from esper.nissa.journal import head
 from esper.nissa.run import CHECKPOINTS, LOCK, MANIFEST, Lock, read_manifest, write_manifest
+from esper.simic.training.distributed import MEETING
 from esper.simic.training.learner import refuse_changes
-from esper.simic.training.team import MEETING
 from esper.tolaria.checkpoint import Checkpoints, Saved
 
 KINDS = {"train": "run", "grow": "grow"}

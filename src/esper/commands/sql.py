@@ -18,7 +18,7 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.karn import sql_process
-from esper.karn.outside import manifest_of
+from esper.karn.lenient_manifest import manifest_of
 from esper.karn.sql import Answer
 from esper.karn.views import PLACE_NOTES, catalogue
 from esper.leyline.errors import ConfigError

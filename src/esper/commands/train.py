@@ -28,8 +28,9 @@ from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.events import RunStarted
 from esper.nissa.run import Lock
 from esper.recording import Run, record, record_beside, record_on, stoppable, terminable
-from esper.simic.training import memory
+from esper.simic.training import memory_estimate as memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
+from esper.simic.training.distributed import Team
 from esper.simic.training.heartbeat import Deserted
 from esper.simic.training.learner import (
     CHECKPOINTS,
@@ -40,7 +41,6 @@ from esper.simic.training.learner import (
     new_network,
     with_its_network,
 )  # fmt: skip
-from esper.simic.training.team import Team
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.policy_file import POLICY
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -156,7 +156,7 @@ def lead(
     console, label = Console(), "sim" if config.simulated else config.task
     env = make_env(config, data_root=asked.data_root)  # an error in data, device or policy leaves no run behind
     if saved is not None:
-        must_fit(differences(saved, config, env.ground), asked.allow_inexact)
+        must_fit(differences(saved, config, env.backend), asked.allow_inexact)
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, team.size)
     room = memory.told(need, memory.available(), team.size)
     with recording(config, saved, asked, label, lock) as run:
@@ -170,8 +170,8 @@ def lead(
         run.say(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
-                env_names=tuple(f"env {e}" for e in range(config.envs)), slots=env.ground.slots, steps=env.horizon,
-                rounds=config.rounds, host_params=env.ground.context.host_params, threads=config.threads,
+                env_names=tuple(f"env {e}" for e in range(config.envs)), slots=env.backend.slots, steps=env.horizon,
+                rounds=config.rounds, host_params=env.backend.context.host_params, threads=config.threads,
                 telemetry=config.telemetry,
             )
         )  # fmt: skip

@@ -13,7 +13,7 @@ from types import TracebackType
 
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.recording import unhurried
-from esper.simic.training.team import MEETING
+from esper.simic.training.distributed import MEETING
 
 GRACE_S = 3.0
 """Seconds that workers have to exit after a request. Killing one later loses nothing: events after the last checkpoint

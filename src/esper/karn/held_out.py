@@ -15,8 +15,8 @@ import msgspec
 from esper.karn.charts import spoken
 from esper.karn.sections import cell, section, table
 from esper.karn.summary import RunSummary
+from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import seal_json, unseal_json
-from esper.leyline.files import read_regular, write_atomically
 from esper.leyline.text import cut, printable
 
 HELD_OUT = "held_out.json"

@@ -17,7 +17,7 @@ from esper.karn.held_out import held_out
 from esper.karn.losses import missed_by_sinks
 from esper.karn.sql import run_names
 from esper.karn.summary import EpisodeLife, RunSummary
-from esper.leyline.files import write_atomically
+from esper.leyline.atomic_io import write_atomically
 from esper.leyline.text import cut, escape, printable
 
 PILL = {"finished": "good", "running": "", "failed": "bad", "killed": "bad", "interrupted": "warn"}

@@ -19,13 +19,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from esper.karn.outside import manifest_of
+from esper.karn.lenient_manifest import manifest_of
 from esper.karn.views import PLACE, VIEWS, column_types, table_name
+from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import KINDS
-from esper.leyline.files import read_regular
 from esper.nissa.journal import EVENTS, MOST_SEQ, MOST_TIME_S, Extent, each_line, segments
-from esper.nissa.losses import lost_events
+from esper.nissa.missed_events import lost_events
 from esper.nissa.record import is_whole
 from esper.nissa.run import MANIFEST, MOST_MANIFEST_BYTES
 

@@ -25,10 +25,10 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esper.karn.outside import CHECKS, fact, manifest_of, slot_names
+from esper.karn.lenient_manifest import CHECKS, fact, manifest_of, slot_names
 from esper.leyline.stages import SeedStage
 from esper.nissa.journal import Damage, Entry, read
-from esper.nissa.losses import lost_events
+from esper.nissa.missed_events import lost_events
 
 Data = dict[str, Any]
 Value = float | None

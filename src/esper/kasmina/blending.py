@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.kasmina.site import Layout
+from esper.kasmina.feature_spec import Layout
 from esper.leyline.actions import Operator
 
 GATE_BIAS = 2.0

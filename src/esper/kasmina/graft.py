@@ -19,9 +19,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import FAILURES, Body, as_arguments, call
+from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Known, is_batched
 from esper.kasmina.probing import PROBE_SAMPLES, floating_items, leaves_of, quietly, unread_modules
-from esper.kasmina.site import Layout, Site
 from esper.kasmina.slot import Path, Select, Slot
 from esper.leyline.errors import GraftError, unknown_name
 from esper.leyline.stages import SeedStage
@@ -282,7 +282,7 @@ def _floating(name: str, features: Tensor) -> Tensor:
     return features
 
 
-def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> Site:
+def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> FeatureSpec:
     """Return the site for these features. Raise GraftError if their layout is not supported."""
     layout = LAYOUTS.get(features.ndim)
     if layout == Layout.SEQUENCE and _channels_first(module, features):
@@ -300,7 +300,7 @@ def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> S
     dim = features.shape[1] if layout == Layout.MAP else features.shape[-1]
     strided = features.ndim == 4 and features.shape[1] > 1 and features.shape[2] * features.shape[3] > 1
     channels_last = strided and features.is_contiguous(memory_format=torch.channels_last)
-    return Site(layout, dim, tuple(features.shape[1:]), channels_last)
+    return FeatureSpec(layout, dim, tuple(features.shape[1:]), channels_last)
 
 
 def _samples_second(module: nn.Module, select: Select) -> bool:

@@ -19,8 +19,8 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina import blueprints
 from esper.kasmina.blending import Gate, blend, detached, straight_through
+from esper.kasmina.feature_spec import FeatureSpec
 from esper.kasmina.forking import ForkPlan
-from esper.kasmina.site import Site
 from esper.leyline.actions import Operator
 from esper.leyline.errors import GraftError
 from esper.leyline.stages import SeedStage
@@ -88,7 +88,7 @@ class Slot(nn.Module):
 
     alpha: Tensor
 
-    def __init__(self, name: str, module_name: str, site: Site, select: Select) -> None:
+    def __init__(self, name: str, module_name: str, site: FeatureSpec, select: Select) -> None:
         super().__init__()
         self.name, self.module_name, self.site, self.select = name, module_name, site, select
         self.seed: nn.Module | None = None

@@ -35,8 +35,8 @@ from typing import Any
 
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import Event, Health, Level, Number, encode
-from esper.nissa.lane import Lane, fault
 from esper.nissa.record import Record
+from esper.nissa.sink_worker import SinkWorker, fault
 from esper.nissa.sinks import Sink
 
 TICK_S = 0.05
@@ -44,7 +44,7 @@ TICK_S = 0.05
 GRACE_S = 0.5
 """Extra time for a sink that looks hung, in seconds: after a pause of the whole process every sink looks hung."""
 TEXTS = ("retired", "suspended")
-"""Fields of `Lane.health` that are text."""
+"""Fields of `SinkWorker.health` that are text."""
 ENDING_SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 _log = logging.getLogger(__name__)
@@ -83,7 +83,7 @@ class NissaHub:
         self._capacity, self._half = capacity, capacity // 2
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._lanes: list[Lane] = []
+        self._lanes: list[SinkWorker] = []
         self._listening = -1  # the level while a sink is active, else below the level of every kind
         self._seq = self._first_seq = first_seq
         self._log: list[Numbered] = []
@@ -139,7 +139,7 @@ class NissaHub:
                 raise EsperError(f"cannot add {type(sink).__name__}: the hub is closed. Make a new hub")
             name = type(sink).__name__
             same = sum(type(lane.sink).__name__ == name for lane in self._lanes)
-            lane = Lane(self, sink, f"{name}-{same + 1}" if same else name, self._seq)
+            lane = SinkWorker(self, sink, f"{name}-{same + 1}" if same else name, self._seq)
             lane.thread.start()
             self._lanes.append(lane)
             self._retune()
@@ -327,7 +327,7 @@ class NissaHub:
 
     # API for sink workers ---------------------------------------------------------------------------------------
 
-    def _take(self, lane: Lane) -> list[Numbered] | None:
+    def _take(self, lane: SinkWorker) -> list[Numbered] | None:
         """Wait for and return the worker's next events; [] if only a flush is due, None at the end."""
         with self._lock:
             while True:
@@ -346,7 +346,7 @@ class NissaHub:
                 lane.goal = self._seq
                 self._retire_hung()
 
-    def _cut(self, lane: Lane) -> list[Numbered]:
+    def _cut(self, lane: SinkWorker) -> list[Numbered]:
         first = bisect_left(self._log, lane.taken, key=_seq_of)
         found = self._log[first : first + lane.chunk]
         lane.taken = self._seq if first + lane.chunk >= len(self._log) else found[-1][0] + 1
@@ -395,7 +395,7 @@ class NissaHub:
                 why = f"it did not return for {now - since:.1f} s"
                 lane.suspend(why) if lane.durable else self._retire(lane, why)
 
-    def _retire(self, lane: Lane, why: str) -> None:
+    def _retire(self, lane: SinkWorker, why: str) -> None:
         """Stop using this sink, and report it to the others."""
         with self._lock:
             if lane.retired or lane.finished:

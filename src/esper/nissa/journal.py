@@ -18,9 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from esper.leyline.errors import RunError
-from esper.leyline.events import KINDS, Event, unspelled
-from esper.leyline.files import (
+from esper.leyline.atomic_io import (
     create_empty,
     must_be_real_directory,
     open_regular,
@@ -29,6 +27,8 @@ from esper.leyline.files import (
     sync_directory,
     write_atomically,
 )
+from esper.leyline.errors import RunError
+from esper.leyline.events import KINDS, Event, unspelled
 from esper.nissa.record import is_whole
 
 EVENTS = "events"

@@ -28,10 +28,7 @@ from typing import Any, ClassVar, Self
 import msgspec
 
 from esper import __version__
-from esper.leyline.checksums import seal_json, unseal_json
-from esper.leyline.errors import ConfigError, RunError
-from esper.leyline.events import SCHEMA, spelled, unspelled
-from esper.leyline.files import (
+from esper.leyline.atomic_io import (
     lock_file,
     must_be_real_directory,
     open_own,
@@ -40,8 +37,11 @@ from esper.leyline.files import (
     sync_directory,
     write_atomically,
 )
+from esper.leyline.checksums import seal_json, unseal_json
+from esper.leyline.errors import ConfigError, RunError
+from esper.leyline.events import SCHEMA, spelled, unspelled
 from esper.nissa import journal
-from esper.nissa.losses import JOURNAL, lost_events
+from esper.nissa.missed_events import JOURNAL, lost_events
 
 MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
 ENDINGS = ("finished", "failed", "interrupted")

@@ -1,6 +1,6 @@
 """Gymnasium environments of growing hosts.
 
-    env = GrowthVectorEnv(ground, worlds=[0, 1, 2, 3])
+    env = GrowthVectorEnv(backend, worlds=[0, 1, 2, 3])
     obs, info = env.reset()                               # [E, F]; info["masks"] [E, M] packed
     obs, reward, terminated, truncated, info = env.step(actions)      # actions [E, 8]
 
@@ -31,9 +31,9 @@ from gymnasium.vector.utils import batch_space
 from esper.kasmina.lifecycle import Outcome, legal
 from esper.leyline.actions import NUM_HEADS, Head
 from esper.leyline.errors import ConfigError, unknown_name
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
-from esper.simic.ground import Ground
+from esper.simic.backend import Backend
 from esper.simic.rewards import Frame, RewardConfig, reward, utility
 from esper.tamiyo.policy.action_masks import CANONICAL, DEFAULT_FIXED, MaskLayout, compute_batch_masks
 from esper.tamiyo.policy.features import batch_obs_to_features, num_features
@@ -45,7 +45,7 @@ Worlds = Callable[[int], Sequence[int]]
 class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
     """Vector environment of E growing hosts on one backend.
 
-    ground   the backend: real or simulated hosts
+    backend   the backend: real or simulated hosts
     worlds   the world of each environment, or a function from the round's number to these worlds
     reward   settings of the reward
     fixed    heads fixed to one option; default: tempo, alpha speed and alpha curve
@@ -54,20 +54,20 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
 
     def __init__(
         self,
-        ground: Ground,
+        backend: Backend,
         worlds: Sequence[int] | Worlds,
         *,
         reward: RewardConfig | None = None,
         fixed: Mapping[Head, int] | None = None,
         phases: Phases | None = None,
     ) -> None:
-        self.ground, self.config, self.phases = ground, reward or RewardConfig(), phases or Phases()
+        self.backend, self.config, self.phases = backend, reward or RewardConfig(), phases or Phases()
         self.fixed = dict(DEFAULT_FIXED if fixed is None else fixed)
         self._worlds: Worlds = worlds if callable(worlds) else lambda _: worlds
         self.num_envs = len(self._worlds(0))
         if not self.num_envs:
             raise ConfigError("a growth environment needs at least one world")
-        slots, blueprints = ground.table.num_slots, ground.table.takes.shape[1]
+        slots, blueprints = backend.table.num_slots, backend.table.takes.shape[1]
         self.layout = MaskLayout(slots=slots, blueprints=blueprints)
         self.single_observation_space = gym.spaces.Box(-1.0, 1.0, (num_features(slots),), np.float32)
         self.single_action_space = gym.spaces.MultiDiscrete(list(self.layout.head_sizes))
@@ -81,12 +81,12 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
     @property
     def table(self) -> SlotTable:
         """The backend's slot table."""
-        return self.ground.table
+        return self.backend.table
 
     @property
     def horizon(self) -> int:
         """Steps per episode."""
-        return self.ground.context.horizon
+        return self.backend.context.horizon
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -98,7 +98,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         seed = int(seed) if isinstance(seed, np.integer) else seed
         super().reset(seed=seed if isinstance(seed, int) else None)
         self.round = self.round + 1 if seed is None else 0
-        self.ground.reset(self._worlds_of(seed, dict(options or {})))
+        self.backend.reset(self._worlds_of(seed, dict(options or {})))
         self.outcome, self.over = Outcome(np.ones(self.num_envs, dtype=bool), []), False
         self._frame = self._framed()
         return self._seen(), self._info()
@@ -130,7 +130,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
             raise ConfigError(f"actions must have shape {(self.num_envs, NUM_HEADS)}, got {rows.shape}")
         if (rows != asked).any():
             raise ConfigError(f"actions are numbers of options, whole and finite, got {asked[rows != asked][0]}")
-        self.outcome = self.ground.step(rows)
+        self.outcome = self.backend.step(rows)
         before, self._frame = self._frame, self._framed()
         paid = reward(before, self._frame, self.config)
         ended = self._frame.ended
@@ -153,15 +153,15 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         return self._masks
 
     def _framed(self) -> Frame:
-        return Frame.of(self.ground.table, self.ground.context, self.ground.twin_quality)
+        return Frame.of(self.backend.table, self.backend.context, self.backend.twin_quality)
 
     def _seen(self) -> Floats:
         """Return the observations, and update `legal` and `masks`."""
-        table = self.ground.table
+        table = self.backend.table
         with self.phases("features"):
-            self.legal = legal(table, self.ground.rules)
+            self.legal = legal(table, self.backend.rules)
             self._masks = compute_batch_masks(table, self.legal, fixed=self.fixed)
-            return batch_obs_to_features(table, self.ground.context, legal=self.legal)
+            return batch_obs_to_features(table, self.backend.context, legal=self.legal)
 
     def _info(self) -> dict[str, Any]:
         """Return one row per environment and key.
@@ -171,7 +171,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         rows = {
             "masks": self._masks,
             "utility": self.utility,
-            "quality": self.ground.table.quality.copy(),
+            "quality": self.backend.table.quality.copy(),
             "happened": self.outcome.happened,
         }
         everyone = np.ones(self.num_envs, dtype=bool)
@@ -185,14 +185,14 @@ class GrowthEnv(gym.Env[Any, Any]):
 
     def __init__(
         self,
-        ground: Ground,
+        backend: Backend,
         worlds: Sequence[int] = (0,),
         *,
         reward: RewardConfig | None = None,
         fixed: Mapping[Head, int] | None = None,
     ) -> None:
         pool = list(worlds)
-        self.env = GrowthVectorEnv(ground, lambda n: [pool[n % len(pool)]] if pool else [], reward=reward, fixed=fixed)
+        self.env = GrowthVectorEnv(backend, lambda n: [pool[n % len(pool)]] if pool else [], reward=reward, fixed=fixed)
         self.observation_space, self.action_space = self.env.single_observation_space, self.env.single_action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:

@@ -1,6 +1,6 @@
 """Compare controllers on the same worlds, with paired differences and confidence intervals.
 
-    grown = play(ground, controller, worlds, reward)        # one episode per world
+    grown = play(backend, controller, worlds, reward)        # one episode per world
     compare(grown.utility, other.utility)                   # mean difference, bootstrap 95 % interval
 
 All controllers run in the same worlds (initial weights, data order), so a world's difficulty cancels out of the
@@ -23,7 +23,7 @@ from esper.leyline.actions import Operator
 from esper.leyline.costs import live_costs, network_params
 from esper.leyline.slot_table import Floats
 from esper.leyline.stages import SeedStage
-from esper.simic.ground import Ground, HostGround
+from esper.simic.backend import Backend, HostBackend
 from esper.simic.rewards import Frame, RewardConfig, utility
 from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import Controller, Random, Schedule, Wait
@@ -85,7 +85,7 @@ def compare(ours: Floats, theirs: Floats, *, repeats: int = 10_000, seed: int = 
 
 
 def play(
-    ground: Ground,
+    backend: Backend,
     controller: Controller,
     worlds: Sequence[int],
     reward: RewardConfig,
@@ -94,31 +94,34 @@ def play(
 ) -> Played:
     """Run one episode per world under one controller and return the results."""
     parts = []
-    for some in chunks(worlds, AT_ONCE if isinstance(ground, HostGround) else len(worlds)):
-        if isinstance(ground, Simulator):
-            ground = Simulator(ground.config, some, ground.rules)
-        ground.reset(some)
+    for some in chunks(worlds, AT_ONCE if isinstance(backend, HostBackend) else len(worlds)):
+        if isinstance(backend, Simulator):
+            backend = Simulator(backend.config, some, backend.rules)
+        backend.reset(some)
         if isinstance(controller, Learned):
-            controller.bind(ground.context, some)
+            controller.bind(backend.context, some)
         elif isinstance(controller, Random):
             controller.bind(some)
-        for _ in rollout(ground, controller, ground.context.horizon):
+        for _ in rollout(backend, controller, backend.context.horizon):
             on_step()
-        parts.append(judged(ground, reward, name))
+        parts.append(judged(backend, reward, name))
     return Played.gather(name, parts)
 
 
-def judged(ground: Ground, reward: RewardConfig, name: str) -> Played:
+def judged(backend: Backend, reward: RewardConfig, name: str) -> Played:
     """Return the current results of a backend's environments."""
-    frame = Frame.of(ground.table, ground.context, ground.twin_quality)
-    params, macs = network_params(ground.table, ground.context.host_params), live_costs(ground.table, ground.context)[1]
+    frame = Frame.of(backend.table, backend.context, backend.twin_quality)
+    params, macs = (
+        network_params(backend.table, backend.context.host_params),
+        live_costs(backend.table, backend.context)[1],
+    )
     test, structures = np.full(len(frame.quality), np.nan), []
-    if isinstance(ground, HostGround):
-        engine = ground.engine
+    if isinstance(backend, HostBackend):
+        engine = backend.engine
         test = np.array([plot.test(engine.data.test)[0] for plot in engine.networks])
         structures = [structure_of(engine, e) for e in range(len(engine.networks))]
     sizes = (params.astype(np.float64), macs.astype(np.float64))
-    return Played(name, list(ground.worlds), frame.quality, test, *sizes, utility(frame, reward), structures)
+    return Played(name, list(backend.worlds), frame.quality, test, *sizes, utility(frame, reward), structures)
 
 
 def structure_of(engine: Engine, env: int) -> Structure:
@@ -130,34 +133,34 @@ def structure_of(engine: Engine, env: int) -> Structure:
     }
 
 
-def from_start(ground: HostGround, grown: Played, reward: RewardConfig, name: str) -> Played:
+def from_start(backend: HostBackend, grown: Played, reward: RewardConfig, name: str) -> Played:
     """Train the grown structures as parts of the host from the first step, and return the results."""
     parts = []
     for i in range(0, len(grown.worlds), AT_ONCE):
-        ground.reset(grown.worlds[i : i + AT_ONCE])
+        backend.reset(grown.worlds[i : i + AT_ONCE])
         for env, structure in enumerate(grown.structures[i : i + AT_ONCE]):
-            ground.engine.plant_fossils(env, structure)
-        for _ in rollout(ground, Wait(), ground.context.horizon):
+            backend.engine.plant_fossils(env, structure)
+        for _ in rollout(backend, Wait(), backend.context.horizon):
             pass
-        parts.append(judged(ground, reward, name))
+        parts.append(judged(backend, reward, name))
     return Played.gather(name, parts)
 
 
-def static(ground: HostGround, task: Task, worlds: Sequence[int], reward: RewardConfig, name: str) -> Played:
+def static(backend: HostBackend, task: Task, worlds: Sequence[int], reward: RewardConfig, name: str) -> Played:
     """Train another host without growth for the same number of epochs.
 
     Utility is relative to the backend's own host.
     """
-    other = HostGround(task, rules=ground.rules, config=ground.config, data=ground.data)
+    other = HostBackend(task, rules=backend.rules, config=backend.config, data=backend.data)
     parts = []
     for some in chunks(worlds, AT_ONCE):
         other.reset(some)
-        ground.reset(some)
+        backend.reset(some)
         for _ in rollout(other.engine, Wait(), task.epochs):
             pass
         params, macs = (np.full(len(some), float(x)) for x in (other.context.host_params, other.context.host_macs))
-        ground.table.step[:] = task.epochs
-        frame = Frame.of(ground.table, ground.context, ground.twin_quality)
+        backend.table.step[:] = task.epochs
+        frame = Frame.of(backend.table, backend.context, backend.twin_quality)
         frame = frame.measured(other.table.quality.astype(np.float64), params, macs)
         test = np.array([plot.test(other.data.test)[0] for plot in other.engine.networks])
         parts.append(Played(name, list(some), frame.quality, test, params, macs, utility(frame, reward)))
@@ -165,7 +168,7 @@ def static(ground: HostGround, task: Task, worlds: Sequence[int], reward: Reward
 
 
 def best_schedule_on(
-    ground: HostGround, worlds: Sequence[int], reward: RewardConfig, on_try: Callable[[str], None] = lambda text: None
+    backend: HostBackend, worlds: Sequence[int], reward: RewardConfig, on_try: Callable[[str], None] = lambda text: None
 ) -> tuple[Schedule, str]:
     """Return the fixed schedule with the highest mean utility in these worlds, and its description.
 
@@ -173,12 +176,12 @@ def best_schedule_on(
     the rules allow and committed as soon as they have been measured.
     """
     best: tuple[float, Schedule, str] | None = None
-    table = ground.table
+    table = backend.table
     taken = [b for b in range(table.takes.shape[1]) if table.takes[:, b].any()]
     for blueprint, slots in itertools.product(taken, range(1, table.num_slots + 1)):
         schedule = Schedule([blueprint], slots=slots)
         told = f"{blueprint_name(blueprint)} in the first {slots}"
-        value = float(play(ground, schedule, worlds, reward).utility.mean())
+        value = float(play(backend, schedule, worlds, reward).utility.mean())
         on_try(f"{told}: {value:+.4f}")
         if best is None or value > best[0]:
             best = value, schedule, told

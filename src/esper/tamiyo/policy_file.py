@@ -15,9 +15,9 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from esper.leyline.actions import HEAD_OPTIONS, Head
+from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import check_tensors, seal_tensors
 from esper.leyline.errors import DataError
-from esper.leyline.files import read_regular, write_atomically
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.features import feature_names
 

@@ -37,9 +37,9 @@ from safetensors import SafetensorError
 from safetensors.torch import load, save
 from torch import Tensor, nn
 
+from esper.leyline.atomic_io import locked, open_regular, sync_directory, write_durably
 from esper.leyline.checksums import METADATA, seal_json, unseal_json
 from esper.leyline.errors import CheckpointError, ConfigError, unknown_name
-from esper.leyline.files import locked, open_regular, sync_directory, write_durably
 
 INDEX, LOCK, DRAFT = "index.json", ".lock", ".draft-"
 FORMAT = "esper-checkpoint-1"

@@ -25,7 +25,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.forking import ForkError, ForkPlan, Norm, RowNorms, is_batched
 from esper.kasmina.graft import same
 from esper.leyline.errors import ConfigError
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.stages import SeedStage
 
 Score = Callable[[Any, Any], Tensor]

@@ -22,7 +22,7 @@ from esper.kasmina.blueprints import blueprint_index, registered
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules, apply, legal, record, record_contribution, tick
 from esper.leyline.actions import Operator
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched_training import BatchedTrainer, choose

@@ -27,8 +27,8 @@ from esper.kasmina.blueprints import seeded
 from esper.kasmina.body import Body, Incubation
 from esper.kasmina.gradients import GradientMeter, GradientStats, gradient_norms
 from esper.kasmina.lifecycle import Effect, EffectKind
+from esper.kasmina.optimizer_sync import OptimizerSync, clip_separately
 from esper.kasmina.slot import Slot
-from esper.kasmina.surgery import Surgeon, clip_separately
 from esper.leyline.slot_table import Floats, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions, Measured, Score, evaluate
@@ -115,20 +115,20 @@ class GrowingNetwork:
         max_norm: float = float("inf"),
         **seed_options: Any,
     ) -> None:
-        self.surgeon = Surgeon(body, optimizer, seed=rng_seed, **seed_options)
+        self.optimizer_sync = OptimizerSync(body, optimizer, seed=rng_seed, **seed_options)
         self.body, self.optimizer, self.max_norm = body, optimizer, max_norm
         body.incubation = incubation
         self.average = None if ema_decay is None else WeightAverage(body, ema_decay)
         self.meter = GradientMeter(gradient_stride)
         self.unsampled: set[str] = set()
         """Slots whose seed's gradients are due to be sampled."""
-        self.surgeon.on_change.append(self._forget_gradients)
+        self.optimizer_sync.on_change.append(self._forget_gradients)
         self.regroup()
 
     @property
     def slot_names(self) -> list[str]:
         """Names of the slots, in the order of the table's columns."""
-        return self.surgeon.names
+        return self.optimizer_sync.names
 
     @property
     def host_size(self) -> int:
@@ -144,7 +144,7 @@ class GrowingNetwork:
 
     def apply_effects(self, effects: Sequence[Effect], table: SlotTable, env: int = 0) -> None:
         """Build, drop and commit seeds as the effects say; update optimiser, average and slots."""
-        self.surgeon.carry_out(list(effects), table, env)
+        self.optimizer_sync.carry_out(list(effects), table, env)
         changed = any(effect.env == env for effect in effects)
         if changed and self.average is not None:
             self.average.resync()

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.seeding import derive_seed
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions

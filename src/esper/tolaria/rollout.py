@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 
 Result = TypeVar("Result")

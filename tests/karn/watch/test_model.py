@@ -12,13 +12,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.cells import cell_len
 
-from esper.karn.watch import judge, layout, tables, views
-from esper.karn.watch.happenings import event_line
+from esper.karn.watch import alarm_rules, layout, tables, views
+from esper.karn.watch.event_text import event_line
+from esper.karn.watch.find_run import find_run
+from esper.karn.watch.formatting import bar, count, duration, letters, points, quality, short, sparkline
 from esper.karn.watch.lines import fit, plain, whole_words
 from esper.karn.watch.model import WatchModel
-from esper.karn.watch.places import find_run
 from esper.karn.watch.plain import frame
-from esper.karn.watch.words import bar, count, duration, letters, points, quality, short, sparkline
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Decision, Episode, Governor, Health, Lifecycle, RunFinished, Step, Worth
 from esper.leyline.stages import SeedStage
@@ -218,7 +218,7 @@ def test_silence_is_judged_by_the_runs_own_event_rate():
     slow = model_of(*run_events(ends=False), apart=20.0)
 
     def words(model, *quiet):
-        return [judge.state(model, model.last_s + q)[0] for q in quiet]
+        return [alarm_rules.state(model, model.last_s + q)[0] for q in quiet]
 
     assert words(quick, 1, 10, 60) == ["LIVE", "SLOW", "STALE"]
     assert words(slow, 1, 10, 60, 200) == ["LIVE", "LIVE", "SLOW", "STALE"]
@@ -228,19 +228,19 @@ def test_silence_is_judged_by_the_runs_own_event_rate():
 def test_final_status_comes_from_the_run(status):
     model = model_of(small_run(), RunFinished(status=status, wall_s=1.0, env_steps=0, error="boom"))
 
-    assert judge.state(model, 1e9)[0] == status.upper()
+    assert alarm_rules.state(model, 1e9)[0] == status.upper()
     assert ("boom" in plain(views.anomaly(model, 1e9, 80))) == (status == "failed")
 
 
 def test_run_without_owner_is_killed_unless_events_still_arrive():
     model = model_of(small_run(), step())
     model.status = "killed"
-    assert judge.state(model, model.fresh_at + 1)[0] == "KILLED"  # its events are recent, but it has no owner
+    assert alarm_rules.state(model, model.fresh_at + 1)[0] == "KILLED"  # its events are recent, but it has no owner
 
     model = model_of(small_run(), step(), now=500.0)
     model.status = "killed"
-    assert judge.state(model, 501.0)[0] == "LIVE"
-    assert judge.state(model, 560.0)[0] == "KILLED"
+    assert alarm_rules.state(model, 501.0)[0] == "LIVE"
+    assert alarm_rules.state(model, 560.0)[0] == "KILLED"
 
 
 def test_resumed_run_is_alive_and_its_pause_is_not_counted():
@@ -249,24 +249,24 @@ def test_resumed_run_is_alive_and_its_pause_is_not_counted():
     model = WatchModel()
     model.feed([*entries, *(e._replace(seq=e.seq + 3) for e in again)])
 
-    assert judge.state(model, 5000.2)[0] == "LIVE"
-    assert judge.pace(model, model.last_s).elapsed_s < 1.0
+    assert alarm_rules.state(model, 5000.2)[0] == "LIVE"
+    assert alarm_rules.pace(model, model.last_s).elapsed_s < 1.0
     assert model.envs[0].step == 2
 
 
 def test_run_without_events_is_waited_for():
-    assert judge.state(WatchModel(), 5.0)[0] == "WAITING"
+    assert alarm_rules.state(WatchModel(), 5.0)[0] == "WAITING"
     assert "no events yet" in frame(WatchModel(), "x", 5.0, 80)
 
 
 def test_pace_is_measured_over_a_window_and_gives_the_remaining_time():
     events = [started(envs=1, slots=0, steps=100, rounds=1), *(step(t=t, stages=()) for t in range(1, 51))]
     model = model_of(*events, apart=0.5)
-    pace = judge.pace(model, model.last_s)
+    pace = alarm_rules.pace(model, model.last_s)
 
     assert pace.steps_per_s == pytest.approx(2.0, rel=0.1)
     assert pace.eta_s == pytest.approx(25.0, rel=0.1)
-    assert judge.pace(model, model.last_s + 25).steps_per_s < 1.0  # it has stalled, and that is shown
+    assert alarm_rules.pace(model, model.last_s + 25).steps_per_s < 1.0  # it has stalled, and that is shown
 
 
 def anomaly(*events):
@@ -539,4 +539,4 @@ def test_synthetic_run_has_the_requested_size():
 
     assert model.done == 1.0
     assert model.env_steps == 72
-    assert judge.state(model, 1e9)[0] == "FINISHED"
+    assert alarm_rules.state(model, 1e9)[0] == "FINISHED"

@@ -11,7 +11,7 @@ from esper.kasmina.lifecycle import Outcome, Rules, apply, expel, legal, tick
 from esper.leyline import events
 from esper.leyline.actions import Head, Op
 from esper.leyline.events import Event, Level, Silence
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper

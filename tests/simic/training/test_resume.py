@@ -23,14 +23,14 @@ from esper.nissa.run import RunDirectory, is_owned
 from esper.nissa.sinks.jsonl import JsonlSink
 from esper.recording import record, record_on
 from esper.simic.agent.ppo import PPO
-from esper.simic.best_host import BestHost
+from esper.simic.no_growth_baseline import NoGrowthBaselines
 from esper.simic.training import learner as learning
 from esper.simic.training.config import TrainConfig, load_config
+from esper.simic.training.distributed import Team
 from esper.simic.training.heartbeat import Deserted
 from esper.simic.training.learner import CHECKPOINTS, Keeper, Learner, differences, must_be_exact
-from esper.simic.training.team import Team
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
-from esper.simic.twins import Twins
+from esper.tolaria.best_host import BestHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
 from tests.support.run_outcomes import Fate, fate, is_whole
 
@@ -136,7 +136,7 @@ def test_run_interrupted_in_every_round_ends_bit_identical(calm: dict[str, Fate]
 def test_run_of_real_hosts_resumes_bit_for_bit_from_step_and_baseline(
     calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Twins, "_write", Countdown(2))
+    monkeypatch.setattr(NoGrowthBaselines, "_write", Countdown(2))
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run")
     monkeypatch.undo()
@@ -204,7 +204,7 @@ def test_settings_that_would_change_bits_are_named_and_refused(
     saved = newest(tmp_path / "run")
     must_be_exact(saved, SIM, SIMULATED)
     real: Callable[[TrainConfig, Any], dict[str, str]] = learning.fingerprint
-    monkeypatch.setattr(learning, "fingerprint", lambda config, ground: real(config, ground) | {changed: "another"})
+    monkeypatch.setattr(learning, "fingerprint", lambda config, backend: real(config, backend) | {changed: "another"})
     assert len(differences(saved, SIM, SIMULATED)) == 1
     with pytest.raises(ConfigError, match=rf"{changed}: .* then, another now.*--allow-inexact"):
         must_be_exact(saved, SIM, SIMULATED)
@@ -230,11 +230,11 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
 def test_other_data_than_at_the_start_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run", look_up=Countdown(20))
-    saved, ground = newest(tmp_path / "run"), make_env(HOSTS).ground
-    must_be_exact(saved, HOSTS, ground)
-    ground.data_hash = "0" * 64
+    saved, backend = newest(tmp_path / "run"), make_env(HOSTS).backend
+    must_be_exact(saved, HOSTS, backend)
+    backend.data_hash = "0" * 64
     with pytest.raises(ConfigError, match=r"data: \w+ then, 0{16} now.*--allow-inexact"):
-        must_be_exact(saved, HOSTS, ground)
+        must_be_exact(saved, HOSTS, backend)
 
 
 def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,8 +249,8 @@ def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(BestHost, "save", full)
         with pytest.warns(UserWarning, match="this best host is not kept"):
-            keeper.offer(env.ground, np.array([0.5, 0.1]), 0)
-    keeper.offer(env.ground, np.array([0.2, 0.3]), 1)
+            keeper.offer(env.backend, np.array([0.5, 0.1]), 0)
+    keeper.offer(env.backend, np.array([0.2, 0.3]), 1)
     host = BestHost.load(tmp_path / "best_host").host
     assert host is not None
     assert (host.utility, host.round) == (0.3, 1)
@@ -267,7 +267,7 @@ def test_resume_keeps_the_best_host_until_a_better_one_is_grown(tmp_path: Path) 
     keeper = Keeper(HOSTS, tmp_path / "run", Silence(), Team())
     keeper.went_on(newest(tmp_path / "run"))
     for number, gain in ((7, -0.1), (8, 0.0), (9, 0.1)):
-        keeper.offer(env.ground, np.array([best.utility + gain, -1.0]), number)
+        keeper.offer(env.backend, np.array([best.utility + gain, -1.0]), number)
         kept = BestHost.load(tmp_path / "run" / "best_host").host
         assert kept is not None
         assert kept.round == (9 if gain > 0 else best.round)
@@ -307,12 +307,12 @@ def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> 
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
     keeper = Keeper(HOSTS, tmp_path, Silence(), Team())
-    average = env.ground.engine.networks[0].average.average[0]  # type: ignore[attr-defined]
+    average = env.backend.engine.networks[0].average.average[0]  # type: ignore[attr-defined]
     with torch.no_grad():
         average.view(-1)[0] = math.nan
-    keeper.offer(env.ground, np.array([0.5, -math.inf]), 0)
+    keeper.offer(env.backend, np.array([0.5, -math.inf]), 0)
     assert keeper.best_utility == -math.inf
-    keeper.offer(env.ground, np.array([0.5, 0.1]), 1)
+    keeper.offer(env.backend, np.array([0.5, 0.1]), 1)
     assert keeper.best_utility == 0.1
     host = BestHost.load(tmp_path / "best_host").host
     assert host is not None
@@ -340,7 +340,7 @@ def test_ranks_agree_on_the_best_utility(outcome: int, best: float, tmp_path: Pa
     team = Pair(0, 2)
     team.heard = outcome
     keeper = Keeper(HOSTS, tmp_path, Silence(), team)
-    keeper.offer(env.ground, np.array([0.1, 0.5]), 0)
+    keeper.offer(env.backend, np.array([0.1, 0.5]), 0)
     assert keeper.best_utility == best
 
 
@@ -388,12 +388,12 @@ def test_baselines_of_other_code_are_not_taken_from_a_checkpoint(
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run", look_up=Countdown(20))
     saved, env = newest(tmp_path / "run"), make_env(HOSTS)
-    learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.ground)
-    assert env.ground.twin_curves()
-    monkeypatch.setattr(learning, "differences", lambda saved, config, ground: ["torch: 1 then, 2 now"])
+    learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.backend)
+    assert env.backend.twin_curves()
+    monkeypatch.setattr(learning, "differences", lambda saved, config, backend: ["torch: 1 then, 2 now"])
     env = make_env(HOSTS)
-    learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.ground)
-    assert not env.ground.twin_curves()
+    learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.backend)
+    assert not env.backend.twin_curves()
 
 
 def test_best_and_last_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -463,11 +463,11 @@ def test_run_with_a_failed_update_saves_every_round(tmp_path: Path) -> None:
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9"])
     env, keeper = make_env(rare), Keeper(rare, tmp_path, Silence(), Team())
     learner = Learner.new(rare, env.layout)
-    keeper.keep(learner, env.ground)
-    keeper.keep(learner, env.ground)
+    keeper.keep(learner, env.backend)
+    keeper.keep(learner, env.backend)
     assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000"]
     learner.ppo.bad_in_a_row = 1
-    keeper.keep(learner, env.ground)
+    keeper.keep(learner, env.backend)
     assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000", "round-000000"]
 
 

@@ -124,7 +124,7 @@ def rollout(env: Any, network: TamiyoNetwork, number: int, seed: int) -> list[tu
     """Play a round under a policy: observations, actions, rewards and values of every step."""
     obs, info = env.reset()
     hidden, told = network.initial(env.num_envs), []
-    luck = choice_draws(seed, number, env.ground.worlds, env.horizon)
+    luck = choice_draws(seed, number, env.backend.worlds, env.horizon)
     for step in range(env.horizon):
         choice = network.act(torch.from_numpy(obs), torch.from_numpy(info["masks"]), hidden, env.layout, luck[step])
         after, paid, _, _, info = env.step(choice.actions.numpy())
@@ -133,14 +133,14 @@ def rollout(env: Any, network: TamiyoNetwork, number: int, seed: int) -> list[tu
     return told
 
 
-@pytest.mark.parametrize("ground", [[], ["simulated=false", "task=digits", "epochs=6"]], ids=["simulator", "digits"])
-def test_environment_among_eight_equals_the_same_world_alone(ground: list[str]) -> None:
-    eight = config("envs=8", *EVENTFUL, *ground)
+@pytest.mark.parametrize("backend", [[], ["simulated=false", "task=digits", "epochs=6"]], ids=["simulator", "digits"])
+def test_environment_among_eight_equals_the_same_world_alone(backend: list[str]) -> None:
+    eight = config("envs=8", *EVENTFUL, *backend)
     network = new_network(eight)
     crowd = rollout(make_env(eight), network, 0, eight.seed)
     acted = 0
     for e in (0, 5):
-        alone = make_env(config("envs=1", "ppo.groups=1", *EVENTFUL[:-1], *ground))
+        alone = make_env(config("envs=1", "ppo.groups=1", *EVENTFUL[:-1], *backend))
         alone._worlds = lambda _, e=e: [pool_world(eight, e)]
         for among, lone in zip(crowd, rollout(alone, network, 0, eight.seed), strict=True):
             for theirs, mine in zip(among[:3], lone[:3], strict=True):

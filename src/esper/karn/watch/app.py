@@ -14,10 +14,10 @@ from textual.containers import Horizontal, Vertical
 from textual.events import Key, Resize
 from textual.screen import Screen
 
-from esper.karn.watch import judge, layout, tables, views
+from esper.karn.watch import alarm_rules, layout, tables, views
 from esper.karn.watch.detail import detail_lines
+from esper.karn.watch.event_text import EventLines
 from esper.karn.watch.guide import help_lines
-from esper.karn.watch.happenings import EventLines
 from esper.karn.watch.lines import Line, Table, fit, joined
 from esper.karn.watch.source import Source
 from esper.karn.watch.states import EnvState, SlotState
@@ -405,7 +405,7 @@ class WatchApp(App[None]):
     def redraw(self) -> None:
         """Draw the page if something has changed."""
         model = self.source.model
-        over = judge.is_over(judge.state(model, self.clock())[0])
+        over = alarm_rules.is_over(alarm_rules.state(model, self.clock())[0])
         drawn = (self.source.version, 0 if over else int(self.clock()))
         if drawn != self._drawn and isinstance(self.screen, Page):
             is_new = self._drawn is None or drawn[0] != self._drawn[0]

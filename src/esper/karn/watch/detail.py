@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from esper.karn.watch import judge
-from esper.karn.watch.happenings import event_line
+from esper.karn.watch import alarm_rules
+from esper.karn.watch.event_text import event_line
+from esper.karn.watch.formatting import LETTERS, NONE, TONES, count, letter, quality, short
 from esper.karn.watch.lines import Line, fit, joined
 from esper.karn.watch.model import WatchModel
 from esper.karn.watch.states import EnvState, SlotState
 from esper.karn.watch.tables import empty_slots, slot_table
-from esper.karn.watch.words import LETTERS, NONE, TONES, count, letter, quality, short
 from esper.leyline.stages import SeedStage
 
 Maker = Callable[[], Line]
@@ -45,7 +45,7 @@ def _nothing() -> Line:
 
 
 def _title(model: WatchModel, env: EnvState, width: int) -> Line:
-    word, tone = judge.env_state(env)
+    word, tone = alarm_rules.env_state(env)
     steps = f"/{model.steps}" if model.steps else ""
     episode = f"episode {env.episode}" if env.episode is not None else "not begun"
     return joined(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from esper.karn.watch import tables, views
-from esper.karn.watch.happenings import event_line
+from esper.karn.watch.event_text import event_line
 from esper.karn.watch.lines import Line, plain
 from esper.karn.watch.model import WatchModel
 

@@ -6,13 +6,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from esper.karn.outside import manifest_of, slot_names
-from esper.karn.watch import judge
+from esper.karn.lenient_manifest import manifest_of, slot_names
+from esper.karn.watch import alarm_rules
+from esper.karn.watch.find_run import MANIFEST, find_run
 from esper.karn.watch.model import WatchModel
-from esper.karn.watch.places import MANIFEST, find_run
 from esper.leyline.errors import EsperError
 from esper.nissa.journal import Entry, Follower
-from esper.nissa.losses import JOURNAL, lost_events
+from esper.nissa.missed_events import JOURNAL, lost_events
 
 STATUS_EVERY_S = 2.0
 """Minimum seconds between two reads of the manifest."""
@@ -68,7 +68,7 @@ class Source:
         now = self._clock()
         self._is_caught_up = True
         damage = self._follower.damage.lines if self._follower else 0
-        quiet = self._status_at is None or judge.silence_s(self.model, now) > STATUS_EVERY_S
+        quiet = self._status_at is None or alarm_rules.silence_s(self.model, now) > STATUS_EVERY_S
         has_end, is_final = self.model.ending is not None, JOURNAL in self._manifest
         is_stale = is_final and not has_end  # the run may have been resumed since
         due = self._status_at is None or now - self._status_at > STATUS_EVERY_S
@@ -111,6 +111,6 @@ class Source:
         if self.run is None:
             return f"waiting for a run to begin in {self._asked}"
         if self.model.events == 0:
-            over = judge.is_over(judge.state(self.model, self._clock())[0])
+            over = alarm_rules.is_over(alarm_rules.state(self.model, self._clock())[0])
             return "the run ended before its first event" if over else "waiting for the first event"
         return "no environment has begun yet"

@@ -7,12 +7,9 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from esper.karn.watch import judge
-from esper.karn.watch.happenings import over_twin
-from esper.karn.watch.lines import Column, Line, Piece, Table, fit, table, whole_words
-from esper.karn.watch.model import WatchModel
-from esper.karn.watch.states import EnvState, Number, SlotState, number, text, whole
-from esper.karn.watch.words import (
+from esper.karn.watch import alarm_rules
+from esper.karn.watch.event_text import over_twin
+from esper.karn.watch.formatting import (
     NONE,
     TONES,
     bar,
@@ -27,6 +24,9 @@ from esper.karn.watch.words import (
     sparkline,
     stage_word,
 )
+from esper.karn.watch.lines import Column, Line, Piece, Table, fit, table, whole_words
+from esper.karn.watch.model import WatchModel
+from esper.karn.watch.states import EnvState, Number, SlotState, number, text, whole
 from esper.leyline.stages import SeedStage
 
 
@@ -71,7 +71,7 @@ def env_table(model: WatchModel, width: int) -> Table[EnvState]:
         Column("LIVE", 4, lambda e, w: ((str(e.growing) if e.episode is not None else NONE, "plain"),), right=True,
                drop=6),
         Column("SLOTS", least, slots_cell, grow=slots - least),
-        Column("STATE", 7, lambda e, w: (judge.env_state(e),), drop=7),
+        Column("STATE", 7, lambda e, w: (alarm_rules.env_state(e),), drop=7),
         Column("COMMIT" + "%" * pc, 7, lambda e, w: (_quality(e.committed_quality, pc),), right=True, drop=9),
         Column("VAL LOSS", 8, lambda e, w: (_loss(e.val_loss),), right=True, drop=10),
         Column("REWARD", 7, lambda e, w: ((short(e.reward), "plain"),), right=True, drop=11),
@@ -104,7 +104,7 @@ def env_summary(model: WatchModel, shown: int, query: str) -> str:
 def matches(env: EnvState, query: str) -> bool:
     """Return whether an environment matches by name, number or state."""
     query = query.strip().lower()
-    return not query or query in env.name.lower() or query == str(env.index) or judge.env_state(env)[0] == query
+    return not query or query in env.name.lower() or query == str(env.index) or alarm_rules.env_state(env)[0] == query
 
 
 def slot_table(model: WatchModel, env: EnvState | None, width: int) -> Table[SlotState]:

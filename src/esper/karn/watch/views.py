@@ -6,12 +6,9 @@ import math
 
 from rich.cells import cell_len
 
-from esper.karn.watch import judge
-from esper.karn.watch.happenings import over_twin
-from esper.karn.watch.lines import Line, Piece, joined, whole_words
-from esper.karn.watch.model import WatchModel
-from esper.karn.watch.states import Number, number, numbers, text, whole
-from esper.karn.watch.words import (
+from esper.karn.watch import alarm_rules
+from esper.karn.watch.event_text import over_twin
+from esper.karn.watch.formatting import (
     NONE,
     bar,
     duration,
@@ -21,12 +18,15 @@ from esper.karn.watch.words import (
     quality,
     short,
 )
+from esper.karn.watch.lines import Line, Piece, joined, whole_words
+from esper.karn.watch.model import WatchModel
+from esper.karn.watch.states import Number, number, numbers, text, whole
 from esper.leyline.actions import Op
 
 
 def header(model: WatchModel, name: str, now: float, width: int) -> list[Line]:
     """Return two lines: what runs and its state; its progress and speed."""
-    word, tone = judge.state(model, now)
+    word, tone = alarm_rules.state(model, now)
     done = model.done
     task, controller = text(model.run.get("task")), text(model.run.get("controller"))
     what = [*([(task, "strong")] if task else []), *([(" by ", "dim"), (controller, "strong")] if controller else [])]
@@ -38,8 +38,8 @@ def header(model: WatchModel, name: str, now: float, width: int) -> list[Line]:
 
 
 def _progress(model: WatchModel, now: float, is_narrow: bool) -> list[list[Piece]]:
-    pace = judge.pace(model, now)
-    over = judge.is_over(judge.state(model, now)[0])
+    pace = alarm_rules.pace(model, now)
+    over = alarm_rules.is_over(alarm_rules.state(model, now)[0])
     parts: list[list[Piece]] = []
     if model.envs:
         of = f"/{model.steps}" if model.steps else ""
@@ -62,7 +62,7 @@ def rate(value: Number) -> str:
 
 def anomaly(model: WatchModel, now: float, width: int) -> Line:
     """Return the alarms, worst first; else notes on past or harmless events; else ALL CLEAR."""
-    found = judge.alarms(model, now)
+    found = alarm_rules.alarms(model, now)
     wrong = [a for a in found if a.tone != "note"]
     notes = [a for a in found if a.tone == "note"]
     if model.events == 0:
@@ -88,7 +88,7 @@ def ppo_line(model: WatchModel, width: int) -> Line:
     u = model.update
     if u is None:
         return ()
-    flat = judge.collapsed(model)
+    flat = alarm_rules.collapsed(model)
 
     def part(name: str, value: Number, limit: float = math.inf) -> list[Piece]:
         odd = value is not None and not value <= limit
@@ -101,8 +101,8 @@ def ppo_line(model: WatchModel, width: int) -> Line:
     around: list[Piece] = [] if spread is None else [(f" ± {short(spread, 4)} sd", "dim")]
     parts: list[list[Piece]] = [
         [(f"PPO round {whole(u.get('round'))}", "strong")],
-        part("KL", number(u.get("kl")), judge.KL_LIMIT),
-        part("clip", number(u.get("clip_fraction")), judge.CLIP_LIMIT),
+        part("KL", number(u.get("kl")), alarm_rules.KL_LIMIT),
+        part("clip", number(u.get("clip_fraction")), alarm_rules.CLIP_LIMIT),
         entropy if width >= 110 else entropy[:3],
         [("return ", "dim"), (short(number(u.get("return_mean")), 4), "plain"), *around],
         part("NRMSE", number(u.get("value_nrmse")), 1.0),

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina.blueprints.registry import Noop, blueprint
-from esper.kasmina.site import Layout
+from esper.kasmina.feature_spec import Layout
 
 MAP = (Layout.MAP,)
 Layer = TypeVar("Layer", bound=nn.Module)

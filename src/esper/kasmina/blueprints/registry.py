@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.site import Layout, Site
+from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.leyline.actions import BLUEPRINTS
 from esper.leyline.errors import BlueprintError, unknown_name
 
@@ -104,7 +104,7 @@ def blueprints_for(layout: Layout | str) -> list[str]:
 
 def build(
     name: str,
-    site: Site,
+    site: FeatureSpec,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
@@ -127,7 +127,7 @@ def seeded(seed: int | None) -> Iterator[None]:
 
 
 @lru_cache(maxsize=4096)
-def cost(name: str, site: Site) -> Cost:
+def cost(name: str, site: FeatureSpec) -> Cost:
     """Return what a blueprint would add at a site, counted on the meta device without memory or arithmetic."""
     try:
         return _count(name, site, "meta")
@@ -136,7 +136,7 @@ def cost(name: str, site: Site) -> Cost:
             return _count(name, site, "cpu")
 
 
-def _count(name: str, site: Site, device: str) -> Cost:
+def _count(name: str, site: FeatureSpec, device: str) -> Cost:
     """Build the seed on `device` and count its parameters and multiply-adds."""
     with torch.device(device), FlopCounterMode(display=False) as counter:
         seed = _make(name, site).eval()
@@ -144,7 +144,7 @@ def _count(name: str, site: Site, device: str) -> Cost:
     return Cost(sum(p.numel() for p in seed.parameters()), counter.get_total_flops() // 2)
 
 
-def check(seed: nn.Module, site: Site, *, name: str | None = None) -> None:
+def check(seed: nn.Module, site: FeatureSpec, *, name: str | None = None) -> None:
     """Check a new seed. Raise BlueprintError with the rule it breaks.
 
     Germination must not change the host: Δ has the shape and dtype of the features, is exactly zero, and the features
@@ -179,7 +179,7 @@ def check(seed: nn.Module, site: Site, *, name: str | None = None) -> None:
         raise broken("it has no trainable parameters")
 
 
-def check_own(name: str, site: Site, *, device: torch.device, dtype: torch.dtype) -> None:
+def check_own(name: str, site: FeatureSpec, *, device: torch.device, dtype: torch.dtype) -> None:
     """Raise BlueprintError if a user-defined blueprint does not build a valid seed at this site.
 
     Built-in blueprints are skipped: tests verify them at every width, so large ones need not be built here.
@@ -188,12 +188,12 @@ def check_own(name: str, site: Site, *, device: torch.device, dtype: torch.dtype
         check(build(name, site, device=device, dtype=dtype, seed=0), site, name=name)
 
 
-def _broken(label: str, site: Site, reason: str) -> BlueprintError:
+def _broken(label: str, site: FeatureSpec, reason: str) -> BlueprintError:
     """Return the error for a broken rule."""
     return BlueprintError(f"{label} breaks a law at a {site.layout} site of shape {site.shape}: {reason}")
 
 
-def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: Site) -> object:
+def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: FeatureSpec) -> object:
     """Run the seed in eval mode without gradients, then restore the mode of each submodule.
 
     Autocast is disabled: it would change the output dtype whatever the seed does.
@@ -216,7 +216,7 @@ def _autocast_off(device: torch.device) -> AbstractContextManager[object]:
     return torch.autocast(device.type, enabled=False)
 
 
-def _make(name: str, site: Site) -> nn.Module:
+def _make(name: str, site: FeatureSpec) -> nn.Module:
     """Call the factory of a blueprint for this site. Raise BlueprintError if it fails."""
     blueprint_index(name)
     factory = _FACTORIES.get((name, site.layout))

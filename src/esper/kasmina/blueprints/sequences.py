@@ -16,7 +16,7 @@ from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex
 
 from esper.kasmina.blueprints.maps import Renorm, zeroed
 from esper.kasmina.blueprints.registry import blueprint
-from esper.kasmina.site import Layout
+from esper.kasmina.feature_spec import Layout
 
 LAST_DIM = (Layout.SEQUENCE, Layout.VECTOR)
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import msgspec
 
+from esper.leyline.atomic_io import make_real_directory, open_own, open_regular, sync_directory
 from esper.leyline.errors import ConfigError
-from esper.leyline.files import make_real_directory, open_own, open_regular, sync_directory
 from esper.nissa.journal import MOST_LINE_BYTES, segment_name, segments
 from esper.nissa.record import Record, line
 

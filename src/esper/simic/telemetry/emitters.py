@@ -30,7 +30,7 @@ from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
 from esper.leyline.costs import network_params
 from esper.leyline.errors import UnknownNameError
 from esper.leyline.events import Emits, Event, Level, Number
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NEXT_STAGES, SeedStage
 from esper.simic.attribution.worth import Worth

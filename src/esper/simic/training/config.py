@@ -16,9 +16,9 @@ import msgspec
 
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import HEAD_OPTIONS, Head, Op
+from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, UnknownNameError, unknown_name
 from esper.leyline.events import level
-from esper.leyline.files import read_regular
 from esper.leyline.text import cut
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.rewards import RewardConfig

@@ -2,7 +2,7 @@
 
     learner = Learner.new(config, layout)
     learner.load(state)                          # state of an earlier process
-    keeper.keep(learner, ground)                 # flush the journal, then write a checkpoint
+    keeper.keep(learner, backend)                 # flush the journal, then write a checkpoint
 
 No host exists between rounds, so the state is small. The hosts of a round are a function of the round's number.
 """
@@ -32,15 +32,15 @@ from esper.leyline.events import Checkpoint, Emits, Update, spelled, unspelled
 from esper.leyline.seeding import derive_seed
 from esper.leyline.slot_table import Floats
 from esper.simic.agent.ppo import PPO
-from esper.simic.best_host import BEST_HOST, BestHost, GrownHost
-from esper.simic.ground import Ground, HostGround
+from esper.simic.backend import Backend, HostBackend
+from esper.simic.no_growth_baseline import code_hash, processor
 from esper.simic.training.config import TrainConfig, as_tree
-from esper.simic.training.team import Team
-from esper.simic.twins import code_hash, processor
+from esper.simic.training.distributed import Team
 from esper.tamiyo.controllers.learned import SHIPPED
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tamiyo.policy_file import POLICY, load_policy, save_policy
+from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
 from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
 
 CHECKPOINTS = "checkpoints"
@@ -188,7 +188,7 @@ class Keeper:
         self._next_seq = [0] * team.size  # of every rank's journal, at the end of the last round
         self._kept = -1  # completed rounds at the last checkpoint
 
-    def keep(self, learner: Learner, ground: Ground) -> None:
+    def keep(self, learner: Learner, backend: Backend) -> None:
         """Write a checkpoint at the start of the run or the end of a round, if one is due.
 
         The journal is flushed first, so that a resumed run has no gap in it. While flushing fails, checkpoints are
@@ -205,7 +205,7 @@ class Keeper:
         if due and not flushed and learner.done < self.config.rounds:
             warnings.warn("the journal cannot be flushed to disk; this checkpoint is put off", stacklevel=2)
         elif due:
-            self._write(learner, ground)
+            self._write(learner, backend)
             self._ended = time.monotonic()
             self._cost_s = self._ended - start
 
@@ -224,27 +224,27 @@ class Keeper:
             self.hub.emit(Checkpoint(path=path, reason="resumed", round=told["done"], size_bytes=size))
 
     @contextmanager
-    def keeping(self, learner: Learner, ground: Ground) -> Iterator[None]:
+    def keeping(self, learner: Learner, backend: Backend) -> Iterator[None]:
         """Context manager around the work between two updates: on an exception, save the last completed round first."""
         try:
             yield
         except BaseException:
             if self._kept < learner.done and self.directory is not None:
                 self._flush()
-                self._write(learner, ground)
+                self._write(learner, backend)
             raise
 
-    def _write(self, learner: Learner, ground: Ground) -> None:
+    def _write(self, learner: Learner, backend: Backend) -> None:
         """Write a checkpoint numbered by the completed rounds, and the current policy."""
         if not self.team.leads or self.checkpoints is None or self.directory is None:
             return
         if not self.directory.is_dir():  # moved or removed: do not recreate it
             warnings.warn(f"{self.directory} is gone: no checkpoint can be written", stacklevel=2)
             return
-        document, tensors = packed(learner.state() | {"twins": ground.twin_curves()})
+        document, tensors = packed(learner.state() | {"twins": backend.twin_curves()})
         config = msgspec.structs.replace(self.config, network=learner.network.config)  # `start_from` may set another
         run = {"config": as_tree(config), "done": learner.done, "best_utility": self.best_utility}
-        run |= {"next_seq": self._next_seq, "exact": fingerprint(self.config, ground)}
+        run |= {"next_seq": self._next_seq, "exact": fingerprint(self.config, backend)}
         recent = learner.trained.rounds[-1:]
         score = float(np.mean(recent[0].returns)) if recent else None
         try:
@@ -264,13 +264,13 @@ class Keeper:
             )
         )  # fmt: skip
 
-    def offer(self, ground: Ground, utility: Floats, number: int) -> None:
+    def offer(self, backend: Backend, utility: Floats, number: int) -> None:
         """Save the best finite host of a round [E] if its utility exceeds all previous ones.
 
         The host's rank writes it. All ranks receive the outcome: `best_utility` is raised on all of them, and only if
         the host was written.
         """
-        if self.directory is None or not isinstance(ground, HostGround):
+        if self.directory is None or not isinstance(backend, HostBackend):
             return
         scores = np.where(np.isfinite(utility), utility, -math.inf)
         mine = range(len(scores))[self.team.share(len(scores))]
@@ -280,7 +280,7 @@ class Keeper:
                 return
             outcome = NOT_MINE
             if champion in mine:
-                host = GrownHost.of(ground.engine, mine.index(champion), utility=best, round=number)
+                host = GrownHost.of(backend.engine, mine.index(champion), utility=best, round=number)
                 outcome = self._save_host(host, self.directory)
             outcome = max(self.team.each(outcome))
             if outcome == KEPT:
@@ -320,20 +320,20 @@ def about(saved: Saved) -> dict[str, Any]:
     return told
 
 
-def restore(saved: Saved, config: TrainConfig, learner: Learner, ground: Ground) -> None:
+def restore(saved: Saved, config: TrainConfig, learner: Learner, backend: Backend) -> None:
     """Load a checkpoint. No-growth baselines are reused only if they would be trained identically now."""
     try:
         state = unpacked(saved.document(LEARNER), saved.tensors(LEARNER))
         learner.load(state)
-        if not differences(saved, config, ground):
-            ground.know_twins(state["twins"])
+        if not differences(saved, config, backend):
+            backend.know_twins(state["twins"])
     except (KeyError, TypeError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
         raise CheckpointError(f"the checkpoint {saved.path} does not fit this run: {error!r}") from error
 
 
-def fingerprint(config: TrainConfig, ground: Ground) -> dict[str, str]:
+def fingerprint(config: TrainConfig, backend: Backend) -> dict[str, str]:
     """Return what must be unchanged for a bit-identical resume."""
-    return exactness(config.threads, config.engine.device, ground.data_hash)
+    return exactness(config.threads, config.engine.device, backend.data_hash)
 
 
 def exactness(threads: int, device: str, data_hash: str) -> dict[str, str]:
@@ -349,9 +349,9 @@ def exactness(threads: int, device: str, data_hash: str) -> dict[str, str]:
     }
 
 
-def differences(saved: Saved, config: TrainConfig, ground: Ground) -> list[str]:
+def differences(saved: Saved, config: TrainConfig, backend: Backend) -> list[str]:
     """Return descriptions of what has changed since a checkpoint and could change bits."""
-    return changes(about(saved)["exact"], fingerprint(config, ground))
+    return changes(about(saved)["exact"], fingerprint(config, backend))
 
 
 def changes(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
@@ -360,9 +360,9 @@ def changes(then: Mapping[str, str], now: Mapping[str, str]) -> list[str]:
     return [f"{name}: {then.get(name)} then, {now.get(name)} now" for name in changed]
 
 
-def must_be_exact(saved: Saved, config: TrainConfig, ground: Ground) -> None:
+def must_be_exact(saved: Saved, config: TrainConfig, backend: Backend) -> None:
     """Raise ConfigError if resuming would not be bit-identical."""
-    refuse_changes(differences(saved, config, ground))
+    refuse_changes(differences(saved, config, backend))
 
 
 def refuse_changes(changed: list[str]) -> None:

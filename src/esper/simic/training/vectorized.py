@@ -2,7 +2,7 @@
 
     trained = train_ppo_vectorized(load_config(preset="sim"))
 
-Telemetry goes through the emitter; `leyline.phases` records how long each phase of the loop takes.
+Telemetry goes through the emitter; `leyline.profiler` records how long each phase of the loop takes.
 
 Legend: E environments, R of them on this rank, T steps, F features, M mask columns.
 """
@@ -22,17 +22,17 @@ from torch import Tensor
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.chance import random_bits, uniform, world_keys
 from esper.leyline.events import Emits, Silence, Update, level
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.seeding import derive_seed
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.backend import Backend, HostBackend
 from esper.simic.env import GrowthVectorEnv
-from esper.simic.ground import Ground, HostGround
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.simic.training.config import TrainConfig
+from esper.simic.training.distributed import Team
 from esper.simic.training.learner import Keeper, Learner, Round, Trained, restore
-from esper.simic.training.team import Team
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced
 from esper.tamiyo.policy.features import num_features
@@ -72,13 +72,13 @@ def train_ppo_vectorized(
         hidden=(network.hidden_size,),
     )  # fmt: skip
     emit = TelemetryEmitter(
-        hub, slots=env.ground.slots, worlds=env.ground.worlds, host_params=env.ground.context.host_params,
+        hub, slots=env.backend.slots, worlds=env.backend.worlds, host_params=env.backend.context.host_params,
         envs=range(E)[mine], level=level(config.telemetry), leads=team.leads,
     )  # fmt: skip
     if resume is None:
-        keeper.keep(learner, env.ground)
+        keeper.keep(learner, env.backend)
     else:
-        restore(resume, config, learner, env.ground)
+        restore(resume, config, learner, env.backend)
         keeper.went_on(resume)
         env.round = learner.done - 1
 
@@ -86,12 +86,12 @@ def train_ppo_vectorized(
         look_up()
         team.check()
 
-    env.ground.on_pause = look
+    env.backend.on_pause = look
 
     for number in range(learner.done, config.rounds):
-        with keeper.keeping(learner, env.ground):
+        with keeper.keeping(learner, env.backend):
             obs, info = env.reset()
-            emit.begin(env.ground.worlds, episode=number + 1)
+            emit.begin(env.backend.worlds, episode=number + 1)
             buffer.reset()
             draws = choice_draws(config.seed, number, round_worlds(config, number), env.horizon)
             sampler = Sampler(network, env.layout, team, draws, obs, info["masks"])
@@ -108,9 +108,9 @@ def train_ppo_vectorized(
                 earned = earned + paid
                 with phases("telemetry"):
                     thought = thoughts(choice, mine, paid, info["utility"])
-                    emit.step(env.ground.table, step.actions, env.outcome, step.allowed, thought)
-                    emit.governed(env.ground.alarms)
-                    emit.worth(env.ground.table, env.ground.worth)
+                    emit.step(env.backend.table, step.actions, env.outcome, step.allowed, thought)
+                    emit.governed(env.backend.alarms)
+                    emit.worth(env.backend.table, env.backend.worth)
                     emit.phases(phases)
             with phases("gather"):
                 team.gather(buffer.fields(), look_up=look_up)
@@ -121,7 +121,7 @@ def train_ppo_vectorized(
         with phases("telemetry"):
             emit.say(told)
             emit.episode(
-                env.ground.table, [f"env {e}" for e in range(E)[mine]], episode_return=earned.tolist(),
+                env.backend.table, [f"env {e}" for e in range(E)[mine]], episode_return=earned.tolist(),
                 utility=info["utility"].tolist(), twin_quality=env.frame.twin_quality.tolist(),
                 multiply_adds=env.frame.macs.tolist(),
             )  # fmt: skip
@@ -129,9 +129,9 @@ def train_ppo_vectorized(
         trained.rounds.append(Round(number=number, update=told, **ends))
         trained.env_steps += E * env.horizon
         with phases("checkpoint"):
-            keeper.offer(env.ground, ends["utility"], number + 1)
+            keeper.offer(env.backend, ends["utility"], number + 1)
             team.agree(learner.digest, "what the ranks learnt")
-            keeper.keep(learner, env.ground)
+            keeper.keep(learner, env.backend)
         on_round(trained.rounds[-1])
     return trained
 
@@ -182,18 +182,18 @@ def make_env(
     def worlds(number: int) -> list[int]:
         return round_worlds(config, number)[mine]
 
-    ground: Ground
+    backend: Backend
     if config.simulated:
         sim = config.sim if config.epochs is None else msgspec.structs.replace(config.sim, horizon=config.epochs)
-        ground = Simulator(sim, worlds(0), config.rules)
+        backend = Simulator(sim, worlds(0), config.rules)
     else:
         task = get_task(config.task)
         task = task if config.epochs is None else replace(task, epochs=config.epochs)
         twins = None if directory is None else directory / "twins"
-        ground = HostGround(
+        backend = HostBackend(
             task, rules=config.rules, config=config.engine, data=task.load_data(data_root), twins=twins, phases=phases
         )
-    return GrowthVectorEnv(ground, worlds, reward=config.reward, fixed=config.fixed_heads(), phases=phases)
+    return GrowthVectorEnv(backend, worlds, reward=config.reward, fixed=config.fixed_heads(), phases=phases)
 
 
 def pool_world(config: TrainConfig, number: int) -> int:

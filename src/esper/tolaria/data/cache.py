@@ -11,8 +11,8 @@ import numpy as np
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
+from esper.leyline.atomic_io import write_atomically
 from esper.leyline.checksums import check_tensors, seal_tensors
-from esper.leyline.files import write_atomically
 from esper.tolaria.data.dataset import digest
 from esper.tolaria.data.readers import READER_VERSION, Arrays
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.leyline.files import (
+from esper.leyline.atomic_io import (
     Draft,
     locked,
     make_real_directory,
@@ -22,7 +22,7 @@ from esper.leyline.files import (
 DYING_WRITER = """
 import os, signal, sys
 from pathlib import Path
-from esper.leyline.files import Draft
+from esper.leyline.atomic_io import Draft
 Draft(Path(sys.argv[1]), b"half")
 os.kill(os.getpid(), signal.SIGKILL)
 """
@@ -80,7 +80,7 @@ def test_lock_on_a_link_is_rejected(tmp_path, mine, make):
 
 def test_drafts_never_open_an_existing_file(tmp_path, mine, monkeypatch):
     """A symlink under the name of the next draft is not followed."""
-    monkeypatch.setattr("esper.leyline.files.secrets.token_hex", lambda _: "guessed")
+    monkeypatch.setattr("esper.leyline.atomic_io.secrets.token_hex", lambda _: "guessed")
     (tmp_path / ".file.guessed.tmp").symlink_to(mine)
     with pytest.raises(FileExistsError):
         write_atomically(tmp_path / "file", b"new")
@@ -118,7 +118,7 @@ def test_draft_of_a_live_writer_is_kept(tmp_path):
 
 
 def test_draft_removed_before_locking_is_created_again(tmp_path, monkeypatch):
-    from esper.leyline import files
+    from esper.leyline import atomic_io as files
 
     lock, calls = files.lock_file, []
 
@@ -149,7 +149,7 @@ def test_make_real_directory_rejects_links_and_files(tmp_path, mine):
 def test_concurrent_writers_leave_a_complete_file(tmp_path):
     """Writers remove only abandoned drafts of others."""
     code = (
-        "import sys; from pathlib import Path; from esper.leyline.files import write_atomically\n"
+        "import sys; from pathlib import Path; from esper.leyline.atomic_io import write_atomically\n"
         "for i in range(200): write_atomically(Path(sys.argv[1]), sys.argv[2].encode() * 1000)"
     )
     writers = [subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "file"), letter]) for letter in "abc"]

@@ -17,8 +17,8 @@ from esper.kasmina.body import Body
 from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.errors import ConfigError
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
+from esper.simic.backend import HostBackend
 from esper.simic.env import GrowthVectorEnv
-from esper.simic.ground import HostGround
 from esper.simic.training.config import TrainConfig
 from esper.tamiyo.policy.features import num_features
 
@@ -43,12 +43,12 @@ def needed(config: TrainConfig, env: GrowthVectorEnv, hidden: int, ranks: int = 
     group = -(-config.envs // min(config.ppo.groups, config.envs))  # environments of one minibatch
     taught = env.horizon * group * (env.layout.slots + 2)  # rows
     found = {"the program": _now(), "rollouts": rollouts, "updates": LAYERS * 4 * taught * config.network.width}
-    if isinstance(env.ground, HostGround):
-        ground, mine = env.ground, -(-config.envs // ranks)
-        params = ground.context.host_params + int(ground.context.slot_params.max(1).sum())
+    if isinstance(env.backend, HostBackend):
+        backend, mine = env.backend, -(-config.envs // ranks)
+        params = backend.context.host_params + int(backend.context.slot_params.max(1).sum())
         found["hosts"] = mine * COPIES * 4 * params
-        rows = max(ground.task.batch, min(VALIDATED, ground.task.val_size))
-        found["activations"] = PASSES * rows * _sample_bytes(ground.engine.networks[0].body)
+        rows = max(backend.task.batch, min(VALIDATED, backend.task.val_size))
+        found["activations"] = PASSES * rows * _sample_bytes(backend.engine.networks[0].body)
     return found
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from esper.leyline.actions import Operator
 from esper.leyline.errors import CheckpointError, DataError
 from esper.leyline.stages import SeedStage
-from esper.simic.best_host import BestHost, GrownHost
 from esper.tamiyo.controllers.schedule import wait_everywhere
+from esper.tolaria.best_host import BestHost, GrownHost
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task, get_task
 

@@ -6,9 +6,9 @@ import math
 from dataclasses import dataclass
 
 from esper.karn.losses import missed_by_sinks
+from esper.karn.watch.formatting import NONE, duration, short
 from esper.karn.watch.model import WatchModel
 from esper.karn.watch.states import EnvState, number, numbers, text, whole
-from esper.karn.watch.words import NONE, duration, short
 
 LIVE_S, SLOW_S = 5.0, 15.0
 """Seconds without events up to which a run is LIVE, or SLOW. Runs with longer regular gaps have larger limits."""

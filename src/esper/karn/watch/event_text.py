@@ -8,10 +8,7 @@ from typing import Any
 from rich.cells import cell_len
 
 from esper.karn.losses import missed_by_sinks
-from esper.karn.watch.lines import Line, Piece, fit, whole_words
-from esper.karn.watch.model import WatchModel
-from esper.karn.watch.states import Number, number, numbers, text, whole
-from esper.karn.watch.words import (
+from esper.karn.watch.formatting import (
     TONES,
     count,
     duration,
@@ -22,6 +19,9 @@ from esper.karn.watch.words import (
     quality,
     short,
 )
+from esper.karn.watch.lines import Line, Piece, fit, whole_words
+from esper.karn.watch.model import WatchModel
+from esper.karn.watch.states import Number, number, numbers, text, whole
 from esper.leyline.stages import SeedStage
 from esper.nissa.journal import Entry
 

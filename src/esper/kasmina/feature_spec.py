@@ -15,7 +15,7 @@ class Layout(StrEnum):
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class FeatureSpec:
     """The features at one slot, as observed in the probe."""
 
     layout: Layout

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from esper.simic import twins as module
-from esper.simic.ground import HostGround
-from esper.simic.twins import Twins, ingredients
+from esper.simic import no_growth_baseline as module
+from esper.simic.backend import HostBackend
+from esper.simic.no_growth_baseline import NoGrowthBaselines, ingredients
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.data import Split
 from esper.tolaria.engine_config import EngineConfig
@@ -26,20 +26,20 @@ TASK = replace(get_task("digits"), epochs=3, batches_per_epoch=4)
 DATA = TASK.load_data()
 
 
-def twins(directory: Path | None = None, **changes: Any) -> Twins:
+def twins(directory: Path | None = None, **changes: Any) -> NoGrowthBaselines:
     given = {"task": TASK, "data": DATA, "config": EngineConfig()} | changes
-    return Twins(given["task"], given["data"], given["config"], directory)
+    return NoGrowthBaselines(given["task"], given["data"], given["config"], directory)
 
 
 def test_baseline_is_its_world_with_wait_only() -> None:
     worlds = [4, 0, 9]
-    ground = HostGround(TASK, data=DATA)
-    ground.reset(worlds)
+    backend = HostBackend(TASK, data=DATA)
+    backend.reset(worlds)
     played = []
     for _ in range(TASK.epochs):
-        ground.step(wait_everywhere(3))
-        played.append(ground.table.quality.copy())
-        np.testing.assert_array_equal(ground.twin_quality, ground.table.quality)
+        backend.step(wait_everywhere(3))
+        played.append(backend.table.quality.copy())
+        np.testing.assert_array_equal(backend.twin_quality, backend.table.quality)
     np.testing.assert_array_equal(twins().curves(worlds), np.stack(played, axis=1))
 
 

@@ -1,7 +1,7 @@
 """Backends of growth environments: real hosts here, simulated ones in `simulator.py`.
 
-    ground.reset(worlds)        new hosts, one per world
-    ground.step(actions)        apply, tick, train an epoch, validate, record → Outcome
+    backend.reset(worlds)        new hosts, one per world
+    backend.step(actions)        apply, tick, train an epoch, validate, record → Outcome
 
 A backend owns the table, the prices and the no-growth baselines. Observations and rewards are computed in `env.py`.
 
@@ -24,11 +24,11 @@ from esper.kasmina.body import Body
 from esper.kasmina.forking import ForkPlan, lent
 from esper.kasmina.lifecycle import Outcome, Rules
 from esper.kasmina.probing import PROBE_SAMPLES, quietly
-from esper.leyline.phases import Phases
+from esper.leyline.profiler import Phases
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import Thresholds
 from esper.simic.attribution import CounterfactualHelper, Worth
-from esper.simic.twins import Twins
+from esper.simic.no_growth_baseline import NoGrowthBaselines
 from esper.tamiyo.policy.features import ObsContext
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine, takes_of
@@ -37,7 +37,7 @@ from esper.tolaria.governor import Alarm
 from esper.tolaria.tasks import Task
 
 
-class Ground(Protocol):
+class Backend(Protocol):
     """Interface of a backend: E environments that are stepped together."""
 
     table: SlotTable
@@ -84,7 +84,7 @@ class Ground(Protocol):
         ...
 
 
-class HostGround:
+class HostBackend:
     """Backend of real hosts of one task. No-growth baselines are trained once per world and cached in `twins`."""
 
     def __init__(
@@ -100,7 +100,7 @@ class HostGround:
         self.task, self.rules, self.config = task, rules or Rules(), config or EngineConfig()
         self.data = data or task.load_data()
         self.phases = phases or Phases()
-        self.twins = Twins(task, self.data, self.config, twins)
+        self.twins = NoGrowthBaselines(task, self.data, self.config, twins)
         self.on_pause: Callable[[], None] = lambda: None
         self.twins.on_progress = lambda done, of: self.on_pause()
         self.slots, self.data_hash = task.slots, self.data.sha256

@@ -14,13 +14,13 @@ from esper.commands.sql import run_sql
 from esper.karn import report
 from esper.karn.sql import Runs
 from esper.karn.summary import RunSummary
-from esper.karn.watch import judge
+from esper.karn.watch import alarm_rules
 from esper.karn.watch.source import Source
 from esper.leyline.checksums import seal_json
 from esper.leyline.events import Governor, PhaseProfile, RunFinished
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal import Damage, Extent, read
-from esper.nissa.losses import lost_events
+from esper.nissa.missed_events import lost_events
 from esper.nissa.run import list_runs, read_manifest
 from esper.nissa.sinks.jsonl import JsonlSink
 from esper.recording import record, record_beside, record_on
@@ -89,7 +89,7 @@ def test_every_reader_reports_missing_events(run, damage, capsys):
     source = Source(run, lambda: 0.0)
     source.feed(source.poll())
     source.caught_up()
-    texts = [alarm.text for alarm in judge.alarms(source.model, 0.0)]
+    texts = [alarm.text for alarm in alarm_rules.alarms(source.model, 0.0)]
     assert [text for text in texts if "incomplete" in text] == [f"the journal is incomplete: {text}" for text in losses]
 
     run_runs(run.parent, as_json=False)

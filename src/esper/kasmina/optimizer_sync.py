@@ -35,7 +35,7 @@ REFUSED = {
 """Unsupported optimiser class names, each with the reason and an alternative."""
 
 
-class Surgeon:
+class OptimizerSync:
     """Keep the modules and the optimiser consistent with the table of one environment."""
 
     def __init__(self, body: Body, optimizer: Optimizer, *, seed: int = 0, **seed_options: Any) -> None:
@@ -196,11 +196,11 @@ def seed_group(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
-_ACTS: dict[EffectKind, Callable[[Surgeon, Slot, SlotTable, Effect], None]] = {
-    EffectKind.BUILD: Surgeon._build,
-    EffectKind.DROP: Surgeon._drop,
-    EffectKind.COMMIT: Surgeon._commit,
-    EffectKind.SET_OPERATOR: Surgeon._set_operator,
+_ACTS: dict[EffectKind, Callable[[OptimizerSync, Slot, SlotTable, Effect], None]] = {
+    EffectKind.BUILD: OptimizerSync._build,
+    EffectKind.DROP: OptimizerSync._drop,
+    EffectKind.COMMIT: OptimizerSync._commit,
+    EffectKind.SET_OPERATOR: OptimizerSync._set_operator,
 }
 
 

@@ -21,8 +21,8 @@ from esper.leyline.costs import live_costs
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
+from esper.simic.backend import Backend, HostBackend, context_of, walk
 from esper.simic.env import GrowthVectorEnv
-from esper.simic.ground import Ground, HostGround, context_of, walk
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, wait_everywhere
 from esper.tolaria.engine import Engine
@@ -73,11 +73,11 @@ def weights(plot: HostNetwork) -> str:
 
 def choices(task: Task, envs: int) -> list[np.ndarray]:
     """Return random legal actions, one row per environment and step, as played on a separate backend."""
-    ground, chance, found = HostGround(task, rules=BRISK), Random(5), []
-    ground.reset(range(envs))
+    backend, chance, found = HostBackend(task, rules=BRISK), Random(5), []
+    backend.reset(range(envs))
     for _ in range(STEPS):
-        found.append(chance.act(ground.table, legal(ground.table, BRISK)))
-        ground.step(found[-1])
+        found.append(chance.act(backend.table, legal(backend.table, BRISK)))
+        backend.step(found[-1])
     ops = np.stack(found)[..., Head.OP]
     assert {Op.GERMINATE, Op.PRUNE} <= set(ops.ravel().tolist())
     return found
@@ -92,16 +92,16 @@ def same_rows(one: SlotTable, two: SlotTable) -> None:
 def test_backend_equals_the_engine_used_directly(name: str) -> None:
     task = TASKS[name]()
     actions = choices(task, 3)
-    ground, helper = HostGround(task, rules=BRISK), CounterfactualHelper()
-    ground.reset([0, 1, 2])
+    backend, helper = HostBackend(task, rules=BRISK), CounterfactualHelper()
+    backend.reset([0, 1, 2])
     engine = Engine(task, [0, 1, 2], rules=BRISK)
     for rows in actions:
-        told, outcome = ground.step(rows), engine.step(rows)
+        told, outcome = backend.step(rows), engine.step(rows)
         helper.process_batch(engine)
         np.testing.assert_array_equal(told.happened, outcome.happened)
         assert told.effects == outcome.effects
-        same_rows(ground.table, engine.table)
-    assert [weights(p) for p in ground.engine.networks] == [weights(p) for p in engine.networks]
+        same_rows(backend.table, engine.table)
+    assert [weights(p) for p in backend.engine.networks] == [weights(p) for p in engine.networks]
     assert any(slot.seed is not None for plot in engine.networks for slot in plot.body.slots.values())
 
 
@@ -109,18 +109,18 @@ def test_backend_equals_the_engine_used_directly(name: str) -> None:
 def test_environment_alone_equals_itself_among_others(name: str) -> None:
     task = TASKS[name]()
     actions = choices(task, 3)
-    crowd = GrowthVectorEnv(HostGround(task, rules=BRISK), [0, 1, 2])
+    crowd = GrowthVectorEnv(HostBackend(task, rules=BRISK), [0, 1, 2])
     seen = [crowd.reset()] + [crowd.step(rows) for rows in actions]
     for e in (2, 0):
-        alone = GrowthVectorEnv(HostGround(task, rules=BRISK), [e])
+        alone = GrowthVectorEnv(HostBackend(task, rules=BRISK), [e])
         for among, told in zip(seen, [alone.reset()] + [alone.step(rows[e : e + 1]) for rows in actions], strict=True):
             for theirs, mine in zip(among[:-1], told[:-1], strict=True):
                 np.testing.assert_array_equal(theirs[e : e + 1], mine)
             for key, value in told[-1].items():
                 np.testing.assert_array_equal(among[-1][key][e : e + 1], value, err_msg=key)
-        assert weights(crowd.ground.engine.networks[e]) == weights(alone.ground.engine.networks[0])
-        same_rows(crowd.ground.table.rows([e]), alone.ground.table)
-        same_worth(crowd.ground.worth[e], alone.ground.worth[0])
+        assert weights(crowd.backend.engine.networks[e]) == weights(alone.backend.engine.networks[0])
+        same_rows(crowd.backend.table.rows([e]), alone.backend.table)
+        same_worth(crowd.backend.worth[e], alone.backend.worth[0])
 
 
 def same_worth(one: Any, two: Any) -> None:
@@ -131,40 +131,40 @@ def same_worth(one: Any, two: Any) -> None:
 
 def test_reset_repeats_the_same_episodes() -> None:
     actions = choices(digits(), 2)
-    ground, ends = HostGround(digits(), rules=BRISK), []
+    backend, ends = HostBackend(digits(), rules=BRISK), []
     for _ in range(2):
-        ground.reset([0, 1])
-        assert ground.worth == []
-        assert not ground.table.step.any()
+        backend.reset([0, 1])
+        assert backend.worth == []
+        assert not backend.table.step.any()
         for rows in actions:
-            ground.step(rows)
-        ends.append([weights(p) for p in ground.engine.networks])
+            backend.step(rows)
+        ends.append([weights(p) for p in backend.engine.networks])
     assert ends[0] == ends[1]
 
 
 def test_baselines_are_computed_only_after_the_first_step() -> None:
-    ground = HostGround(digits())
-    ground.reset([0, 1])
-    assert np.isnan(ground.twin_quality).all()
-    assert ground.twins.known == {}
-    ground.step(wait_everywhere(2))
-    np.testing.assert_array_equal(ground.twin_quality, ground.table.quality)
-    assert ground.twins.known.keys() == {0, 1}
+    backend = HostBackend(digits())
+    backend.reset([0, 1])
+    assert np.isnan(backend.twin_quality).all()
+    assert backend.twins.known == {}
+    backend.step(wait_everywhere(2))
+    np.testing.assert_array_equal(backend.twin_quality, backend.table.quality)
+    assert backend.twins.known.keys() == {0, 1}
 
 
 def test_sizes_equal_those_counted_by_leyline() -> None:
     task = images()
-    env = GrowthVectorEnv(HostGround(task, rules=BRISK), [0, 1, 2])
+    env = GrowthVectorEnv(HostBackend(task, rules=BRISK), [0, 1, 2])
     env.reset()
     with_a_say = (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
     dearer = 0
     for rows in choices(task, 3):
         env.step(rows)
-        table, context = env.ground.table, env.ground.context
+        table, context = env.backend.table, env.backend.context
         params, macs = live_costs(table, context)
         np.testing.assert_array_equal(env.frame.params, params)
         np.testing.assert_array_equal(env.frame.macs, macs)
-        for e, plot in enumerate(env.ground.engine.networks):
+        for e, plot in enumerate(env.backend.engine.networks):
             assert params[e] == plot.params
             added = 0
             for s, slot in enumerate(plot.body.slots.values()):
@@ -199,23 +199,23 @@ def macs_by_hand(model: nn.Module, sample: Tensor) -> int:
 @pytest.mark.parametrize("name", TASKS)
 def test_context_of_builtin_hosts(name: str) -> None:
     task = TASKS[name]()
-    ground = HostGround(task)
-    body, context = ground.engine.networks[0].body, ground.context
+    backend = HostBackend(task)
+    body, context = backend.engine.networks[0].body, backend.context
     # scores and sums of 3 layers, tokens² · width each; and the head, which shares the embedding's weights
     no_layer = 3 * 2 * 16 * 16 * 16 + 16 * 16 * 81 if name == "text" else 0
-    assert context.host_macs == macs_by_hand(task.build_host(0), ground.data.train.x[:1]) + no_layer
+    assert context.host_macs == macs_by_hand(task.build_host(0), backend.data.train.x[:1]) + no_layer
     assert context.host_params == sum(p.numel() for p in task.build_host(0).parameters())
     assert context.horizon == STEPS
-    assert context.chance_loss == log(ground.data.classes)
-    assert ground.slots == task.slots == tuple(body.slots)
+    assert context.chance_loss == log(backend.data.classes)
+    assert backend.slots == task.slots == tuple(body.slots)
     np.testing.assert_array_equal(context.slot_depth, np.linspace(0, 1, len(task.slots)))
     for s, (slot, prices) in enumerate(zip(body.slots.values(), body.costs().values(), strict=True)):
         assert context.slot_width[s] == slot.site.dim
         for blueprint, price in prices.items():
             at = s, blueprint_index(blueprint)
-            assert ground.table.takes[at]
+            assert backend.table.takes[at]
             assert (context.slot_params[at], context.slot_macs[at]) == (price.params, price.macs)
-        assert not context.slot_params[s][~ground.table.takes[s]].any()
+        assert not context.slot_params[s][~backend.table.takes[s]].any()
 
 
 GRAFTS = ("cnn", "residual", "tuple_blocks", "keyword_mask", "two_inputs", "dict_blocks", "shared", "early_exits")
@@ -268,16 +268,16 @@ def test_grown_body_has_the_context_of_the_bare_host(name: str) -> None:
 # ---- both backends have one interface
 
 
-@pytest.mark.parametrize("make", [lambda: HostGround(digits()), lambda: Simulator(SimConfig(horizon=STEPS), [0])])
+@pytest.mark.parametrize("make", [lambda: HostBackend(digits()), lambda: Simulator(SimConfig(horizon=STEPS), [0])])
 def test_every_backend_has_the_same_interface(make: Any) -> None:
-    ground: Ground = make()
-    ground.reset([3])
-    assert ground.worlds == [3]
-    assert ground.slots == ("r0c0", "r0c1", "r0c2")
-    assert ground.worth == []
-    assert ground.context.horizon == STEPS
-    assert np.isnan(ground.twin_quality).all()
-    assert ground.step(wait_everywhere(1)).happened.all()
-    np.testing.assert_array_equal(ground.table.step, 1)
-    assert np.isfinite(ground.twin_quality).all()
-    assert all(worth.slots == () for worth in ground.worth)
+    backend: Backend = make()
+    backend.reset([3])
+    assert backend.worlds == [3]
+    assert backend.slots == ("r0c0", "r0c1", "r0c2")
+    assert backend.worth == []
+    assert backend.context.horizon == STEPS
+    assert np.isnan(backend.twin_quality).all()
+    assert backend.step(wait_everywhere(1)).happened.all()
+    np.testing.assert_array_equal(backend.table.step, 1)
+    assert np.isfinite(backend.twin_quality).all()
+    assert all(worth.slots == () for worth in backend.worth)

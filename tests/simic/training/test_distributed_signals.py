@@ -15,8 +15,8 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
+from esper.simic.training.distributed import Team
 from esper.simic.training.heartbeat import Deserted, silence_s
-from esper.simic.training.team import Team
 from tests.support import ROOT
 from tests.support.run_outcomes import TINY, esper, finished, newest
 

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
-from esper.simic.training.team import Team
+from esper.simic.training.distributed import Team
 from tests.support import ROOT
 from tests.support.run_outcomes import TINY, esper, events, fate, finished, is_whole, newest
 

@@ -29,7 +29,7 @@ BACK_OFF_S = (0.05, 2.0)
 """Pauses between the attempts of a durable sink, in seconds: the first, doubled after each failure, and the longest."""
 
 
-class Lane:
+class SinkWorker:
     """One sink, its thread, and its position in the log. All seqs are exclusive ends."""
 
     def __init__(self, hub: NissaHub, sink: Sink, name: str, start: int) -> None:

@@ -1,7 +1,7 @@
 import pytest
 
-from esper.leyline import phases as phases_module
-from esper.leyline.phases import Phases
+from esper.leyline import profiler as phases_module
+from esper.leyline.profiler import Phases
 
 
 class Clock:

@@ -1,6 +1,6 @@
 """No-growth baselines: quality per step of each world without growth. Trained once and cached on disk.
 
-    twins = Twins(task, data, EngineConfig(), run_directory / "twins")
+    twins = NoGrowthBaselines(task, data, EngineConfig(), run_directory / "twins")
     twins.curves([0, 1, 2])          # [3, T] quality after every step; trains what is neither in memory nor on disk
 
 The cache directory is named by a hash of everything that can change a curve: task, data, engine, our own code, torch
@@ -28,8 +28,8 @@ import numpy as np
 import torch
 
 import esper
+from esper.leyline.atomic_io import must_be_real_directory, read_regular, write_atomically
 from esper.leyline.checksums import open_json, seal_json
-from esper.leyline.files import must_be_real_directory, read_regular, write_atomically
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
@@ -43,7 +43,7 @@ MOST_BYTES = 1 << 20
 _NO_BITS = ("data", "question")  # fields of a task that are not hashed: data has its own hash, question has no effect
 
 
-class Twins:
+class NoGrowthBaselines:
     """Quality per step of worlds without growth, in memory and, if a directory is given, on disk."""
 
     def __init__(self, task: Task, data: Dataset, config: EngineConfig, directory: Path | None = None) -> None:

@@ -18,7 +18,7 @@ from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
 from esper.kasmina.lifecycle import Effect, EffectKind, Rules, apply, tick
-from esper.kasmina.surgery import SEED_GROUP, Surgeon, clip_separately
+from esper.kasmina.optimizer_sync import SEED_GROUP, OptimizerSync, clip_separately
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import BlueprintError, OptimizerError
 from esper.leyline.slot_table import SlotTable
@@ -97,26 +97,26 @@ class Garden:
         self.body = make_body()
         self.body.incubation = "straight_through"
         self.optimizer = make(params(self.body) if params else self.body.parameters())
-        self.surgeon = Surgeon(self.body, self.optimizer)
+        self.optimizer_sync = OptimizerSync(self.body, self.optimizer)
         self.table = SlotTable.empty(1, 3, takes=takes_of(self.body))
 
     def act(self, actions: Any) -> list[Effect]:
         outcome = apply(self.table, actions, FREE)
         assert outcome.happened.all()
-        self.surgeon.carry_out(outcome.effects, self.table)
+        self.optimizer_sync.carry_out(outcome.effects, self.table)
         return outcome.effects
 
     def do(self, op: Op, slot: str, blueprint: str = "norm", style: int = 0, target: int = 2, speed: int = 0) -> None:
         actions = wait_everywhere(1)
         heads = [Head.OP, Head.SLOT, Head.BLUEPRINT, Head.STYLE, Head.ALPHA_TARGET, Head.ALPHA_SPEED]
-        number = self.surgeon.names.index(slot)
+        number = self.optimizer_sync.names.index(slot)
         actions[0, heads] = op, number, blueprint_index(blueprint), style, target, speed
         self.act(actions)
 
     def grow_to(self, stage: SeedStage, slot: str, blueprint: str, style: int = 0, train: bool = True) -> None:
         """Germinate and advance until the seed reaches the stage, with a training step in each stage."""
         self.do(Op.GERMINATE, slot, blueprint, style)
-        s = self.surgeon.names.index(slot)
+        s = self.optimizer_sync.names.index(slot)
         while self.table.stage[0, s] < min(stage, SeedStage.HOLDING):
             if train:
                 train_step(self.body, self.optimizer, int(self.table.stage[0, s]))
@@ -128,7 +128,7 @@ class Garden:
             self.do(Op.FOSSILIZE, slot)
 
     def tick(self) -> None:
-        self.surgeon.carry_out(tick(self.table, FREE), self.table)
+        self.optimizer_sync.carry_out(tick(self.table, FREE), self.table)
 
     def states(self) -> dict[nn.Parameter, dict[str, Any]]:
         return {p: copy.deepcopy(s) for p, s in self.optimizer.state.items()}
@@ -145,7 +145,7 @@ class Garden:
         assert set(held) == set(self.body.parameters())
         assert set(self.optimizer.state) <= set(held)
         seeds = {p for s in self.body.slots.values() if s.stage != SeedStage.FOSSILIZED for p in s.parameters()}
-        assert set(self.surgeon.group["params"]) == seeds
+        assert set(self.optimizer_sync.group["params"]) == seeds
         assert sum(SEED_GROUP in g for g in self.optimizer.param_groups) == 1
         if "param_names" in self.optimizer.param_groups[0]:
             names = [n for g in self.optimizer.param_groups for n in g["param_names"]]
@@ -227,12 +227,12 @@ def test_grown_optimiser_loads_before_or_after_the_body(groups, load_first):
     if load_first:
         body.load_state_dict(saved[0])
         optimizer = OPTIMISERS["adamw fused"](groups(body))
-        surgeon = Surgeon(body, optimizer)
+        optimizer_sync = OptimizerSync(body, optimizer)
     else:
         optimizer = OPTIMISERS["adamw fused"](groups(body))
-        surgeon = Surgeon(body, optimizer)
+        optimizer_sync = OptimizerSync(body, optimizer)
         body.load_state_dict(saved[0])
-        surgeon.reload()
+        optimizer_sync.reload()
     optimizer.load_state_dict(saved[1])
 
     for (name, p), (name2, q) in zip(named(garden.body), named(body), strict=True):
@@ -242,7 +242,7 @@ def test_grown_optimiser_loads_before_or_after_the_body(groups, load_first):
     # Growth continues after loading, which replaces the group dicts.
     other = SlotTable.empty(1, 3)
     other.restore(garden.table)
-    for one in (garden.surgeon, surgeon):
+    for one in (garden.optimizer_sync, optimizer_sync):
         one.carry_out([Effect(EffectKind.COMMIT, 0, 0)], other)
     for one in (garden.body, body):
         train_step(one, garden.optimizer if one is garden.body else optimizer, 6)
@@ -262,17 +262,17 @@ def test_loading_a_plain_state_removes_seed_parameters():
 
     with pytest.warns(UserWarning, match="no seed in stem, middle: what grew there is dropped"):
         garden.body.load_state_dict(plain)
-    garden.surgeon.reload()
+    garden.optimizer_sync.reload()
 
     garden.check()
-    assert len(garden.surgeon.group["params"]) == 0
+    assert len(garden.optimizer_sync.group["params"]) == 0
 
 
 def test_parameters_of_other_models_stay_in_the_optimiser():
     other = nn.Linear(2, 2)
     garden = Garden(OPTIMISERS["adam"], lambda body: [*body.parameters(), *other.parameters()])
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
-    garden.surgeon.reload()
+    garden.optimizer_sync.reload()
     held = {p for g in garden.optimizer.param_groups for p in g["params"]}
     assert held == {*garden.body.parameters(), *other.parameters()}
 
@@ -329,18 +329,18 @@ def test_seed_may_be_fossilised_before_the_first_step(name):
 def test_seed_group_options_and_defaults():
     body = make_body()
     optimizer = optim.AdamW(decay_groups(body), lr=0.3, weight_decay=0.2)
-    group = Surgeon(body, optimizer, betas=(0.5, 0.6)).group
+    group = OptimizerSync(body, optimizer, betas=(0.5, 0.6)).group
     assert (group["lr"], group["weight_decay"], group["betas"]) == (0.3, 0.0, (0.5, 0.6))
 
     body = make_body()
     with pytest.raises(OptimizerError, match=r"SGD has no option 'beta'; it has lr, momentum"):
-        Surgeon(body, optim.SGD(body.parameters(), lr=0.1), beta=1)
+        OptimizerSync(body, optim.SGD(body.parameters(), lr=0.1), beta=1)
 
 
 def test_tensor_learning_rate_is_not_shared_with_the_host():
     body = make_body()
     optimizer = optim.SGD(body.parameters(), lr=torch.tensor(0.1))
-    Surgeon(body, optimizer).group["lr"].fill_(7.0)
+    OptimizerSync(body, optimizer).group["lr"].fill_(7.0)
     assert optimizer.param_groups[0]["lr"] == torch.tensor(0.1)
 
 
@@ -352,7 +352,7 @@ def test_on_change_is_called_after_each_change():
         garden.check()
         heard.append((effect.kind.name, slot.name, slot.stage.name, len(list(slot.parameters()))))
 
-    garden.surgeon.on_change.append(listen)
+    garden.optimizer_sync.on_change.append(listen)
     garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
     garden.do(Op.SET_ALPHA_TARGET, "middle", style=3)
     garden.do(Op.FOSSILIZE, "middle")
@@ -396,7 +396,7 @@ def test_incompatible_blueprint_raises_and_changes_nothing():
     with pytest.raises(BlueprintError, match="'lora'"):
         garden.do(Op.GERMINATE, "middle", "lora")
     assert garden.body.slots["middle"].seed is None
-    assert garden.surgeon.group["params"] == []
+    assert garden.optimizer_sync.group["params"] == []
 
 
 # -- schedulers
@@ -469,7 +469,7 @@ def test_scheduler_built_before_the_grower_is_rejected(name):
     optimizer = OPTIMISERS["sgd fused momentum"](body.parameters())
     scheduler = SCHEDULERS[name](optimizer)
     with pytest.raises(OptimizerError, match="before the grower"):
-        Surgeon(body, optimizer)
+        OptimizerSync(body, optimizer)
     assert scheduler is not None
     assert len(optimizer.param_groups) == 1
 
@@ -478,7 +478,7 @@ def test_plateau_scheduler_built_first_includes_the_seed_group():
     body = make_body()
     optimizer = OPTIMISERS["sgd"](body.parameters())
     scheduler = plateau(optimizer)
-    Surgeon(body, optimizer)
+    OptimizerSync(body, optimizer)
     for _ in range(3):
         scheduler.step(1.0)
     assert [g["lr"] for g in optimizer.param_groups] == [0.01, 0.01]
@@ -493,7 +493,7 @@ def test_loaded_scheduled_state_can_grow_and_be_scheduled():
 
     new = optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
     new.load_state_dict(old.state_dict())
-    Surgeon(body, new, lr=0.03)
+    OptimizerSync(body, new, lr=0.03)
     sched.StepLR(new, 1, last_epoch=3)
     assert [g["initial_lr"] for g in new.param_groups] == [0.1, 0.03]
 
@@ -521,14 +521,14 @@ def test_unsupported_optimiser_is_rejected_unchanged(make, text):
     optimizer = make(body)
     before = len(getattr(optimizer, "param_groups", []))
     with pytest.raises(OptimizerError, match=text):
-        Surgeon(body, optimizer)
+        OptimizerSync(body, optimizer)
     assert len(getattr(optimizer, "param_groups", [])) == before
 
 
 def test_two_growers_on_one_optimiser_are_rejected():
     garden = Garden(OPTIMISERS["sgd"])
     with pytest.raises(OptimizerError, match="one optimiser serves one grower"):
-        Surgeon(garden.body, garden.optimizer)
+        OptimizerSync(garden.body, garden.optimizer)
 
 
 def test_wrapped_body_is_rejected_with_a_fix():
@@ -536,9 +536,9 @@ def test_wrapped_body_is_rejected_with_a_fix():
     optimizer = OPTIMISERS["sgd"](body.parameters())
     for wrapped in (nn.DataParallel(body), torch.compile(body, backend="eager")):
         with pytest.raises(OptimizerError, match=f"got {type(wrapped).__name__}. Give the grower the body within it"):
-            Surgeon(wrapped, optimizer)
+            OptimizerSync(wrapped, optimizer)
     with pytest.raises(OptimizerError, match=r"got Linear. Graft the model first."):
-        Surgeon(nn.Linear(2, 2), optimizer)
+        OptimizerSync(nn.Linear(2, 2), optimizer)
 
 
 def test_sharded_parameters_are_rejected():
@@ -548,7 +548,7 @@ def test_sharded_parameters_are_rejected():
     body = make_body()
     body.model.head.weight = nn.Parameter(body.model.head.weight.detach().as_subclass(DTensor))
     with pytest.raises(OptimizerError, match=r"sharded \(FSDP\)"):
-        Surgeon(body, OPTIMISERS["sgd"](body.parameters()))
+        OptimizerSync(body, OPTIMISERS["sgd"](body.parameters()))
 
 
 # -- clipping
