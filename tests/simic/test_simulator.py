@@ -14,8 +14,8 @@ from esper.kasmina.blueprints import cost
 from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
-from esper.leyline.chance import bell, random_bits, uniform, world_keys
 from esper.leyline.errors import ConfigError
+from esper.leyline.rng import bell, random_bits, uniform, world_keys
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import NEXT_STAGES, SeedStage
 from esper.simic.rewards import RewardConfig

@@ -20,7 +20,7 @@ from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import OptimizerError
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 

@@ -21,8 +21,8 @@ import msgspec
 import numpy as np
 
 from esper.leyline.actions import BLUEPRINTS, Operator
-from esper.leyline.chance import Bits, bell, random_bits, uniform, world_keys
 from esper.leyline.errors import ConfigError
+from esper.leyline.rng import Bits, bell, random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Floats, Ints
 
 MOST_SLOTS = 1000

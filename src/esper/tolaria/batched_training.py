@@ -29,7 +29,7 @@ from torch.optim.sgd import sgd
 from esper.kasmina.blueprints import seeded
 from esper.kasmina.slot import Slot
 from esper.leyline.errors import ConfigError
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched_modules import Wide
 from esper.tolaria.growing_network import train_epoch

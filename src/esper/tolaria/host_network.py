@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
 from esper.leyline.profiler import Phases
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.data import Dataset, Split

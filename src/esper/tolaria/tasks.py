@@ -16,7 +16,7 @@ from torch import Tensor
 
 from esper.kasmina.hosts import HOSTS, AnyHost
 from esper.leyline.errors import ConfigError, DataError, unknown_name
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed
 from esper.tolaria.data import (
     Dataset,
     Split,

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError, DataError, UnknownNameError
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed
 from esper.tolaria.data import SOURCES, catalogue, crop_and_flip, load, minibatch_indices, window_starts
 from esper.tolaria.data.dataset import balanced_order, from_tensors
 from esper.tolaria.tasks import get_task

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.events import Checkpoint, Emits, Update, spelled, unspelled
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import Floats
 from esper.simic.agent.ppo import PPO
 from esper.simic.backend import Backend, HostBackend

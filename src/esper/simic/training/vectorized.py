@@ -20,10 +20,9 @@ import torch
 from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
-from esper.leyline.chance import random_bits, uniform, world_keys
 from esper.leyline.events import Emits, Silence, Update, level
 from esper.leyline.profiler import Phases
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed, random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.backend import Backend, HostBackend

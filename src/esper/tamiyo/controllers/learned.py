@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from esper.leyline.actions import NUM_HEADS, Head
-from esper.leyline.chance import random_bits, uniform, world_keys
 from esper.leyline.errors import ConfigError
+from esper.leyline.rng import random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tamiyo.policy.action_masks import DEFAULT_FIXED, MaskLayout, compute_batch_masks

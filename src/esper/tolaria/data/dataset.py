@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed
 
 Kind = Literal["image", "text", "vector"]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.seeding import derive_seed
+from esper.leyline.rng import derive_seed
 
 
 def minibatch_indices(world: int, step: int, *, size: int, batch: int, batches_per_step: int) -> Tensor:
