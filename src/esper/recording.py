@@ -255,6 +255,7 @@ class Stop:
         self.asked = 0  # the number of the signal received
 
     def __call__(self) -> None:
+        """Raise SystemExit if a signal was received."""
         if self.asked:
             raise SystemExit(128 + self.asked)
 

@@ -31,7 +31,7 @@ from esper.recording import Run, record, record_beside, record_on, stoppable, te
 from esper.simic.training import memory_estimate as memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
 from esper.simic.training.distributed import Team
-from esper.simic.training.heartbeat import Deserted
+from esper.simic.training.heartbeat import RankLostError
 from esper.simic.training.learner import (
     CHECKPOINTS,
     Round,
@@ -226,7 +226,7 @@ def resumable(path: Path, command: str) -> str:
 
 def named(error: TrainingError, workers: Workers) -> str:
     """Return the reason why the process group ended: which worker ended and how, if it was a local one."""
-    if isinstance(error, Deserted):
+    if isinstance(error, RankLostError):
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
             try:
@@ -265,7 +265,7 @@ def follow(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team) -
             )
             hub.close()  # so that the event count sent to rank 0 is final
             team.each(hub.next_seq)
-    except Deserted as error:
+    except RankLostError as error:
         if error.rank != 0:
             raise SystemExit(3) from None  # rank 0 reports it
         again = f"esper train --resume {path}{asked.as_before()}"

@@ -19,11 +19,19 @@ class Priced(Protocol):
     """Provider of costs. Multiply-adds are per sample."""
 
     @property
-    def host_params(self) -> int: ...
+    def host_params(self) -> int:
+        """Return the number of parameters of the host."""
+        ...
+
     @property
-    def host_macs(self) -> int: ...
+    def host_macs(self) -> int:
+        """Return the multiply-adds of the host."""
+        ...
+
     @property
-    def slot_macs(self) -> Ints: ...  # [S, B] multiply-adds of each blueprint at each slot
+    def slot_macs(self) -> Ints:
+        """Return the multiply-adds of each blueprint at each slot, [S, B]."""
+        ...
 
 
 def seed_macs(table: SlotTable, slot_macs: Ints) -> Ints:

@@ -362,16 +362,23 @@ def unspelled(value: Any) -> Any:
 
 
 class Emits(Protocol):
-    """Whatever takes events: the hub, or a list in a test. The parts of the loop know no more of telemetry."""
+    """A receiver of events: the hub, or a list in a test. The training loop knows no more of telemetry."""
 
-    def wants(self, kind: type[Event]) -> bool: ...
-    def emit(self, event: Event) -> None: ...
+    def wants(self, kind: type[Event]) -> bool:
+        """Return whether events of this kind are read by anyone."""
+        ...
+
+    def emit(self, event: Event) -> None:
+        """Take one event."""
+        ...
 
 
 class Silence:
-    """Takes nothing."""
+    """A receiver that ignores every event."""
 
     def wants(self, kind: type[Event]) -> bool:
+        """Return False: no event is read."""
         return False
 
-    def emit(self, event: Event) -> None: ...
+    def emit(self, event: Event) -> None:
+        """Ignore the event."""

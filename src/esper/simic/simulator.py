@@ -92,7 +92,8 @@ class Simulator:
         """Return an empty dict: no-growth baselines are formulas and need no cache."""
         return {}
 
-    def know_twins(self, curves: Mapping[int, list[float]]) -> None: ...  # no-growth baselines are formulas
+    def know_twins(self, curves: Mapping[int, list[float]]) -> None:
+        """Ignore the curves: no-growth baselines are formulas."""
 
     def reset(self, worlds: Sequence[int] | None = None) -> None:
         """Restart all environments, in the given worlds or in the same ones."""

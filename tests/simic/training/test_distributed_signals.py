@@ -16,7 +16,7 @@ import torch
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
 from esper.simic.training.distributed import Team
-from esper.simic.training.heartbeat import Deserted, silence_s
+from esper.simic.training.heartbeat import RankLostError, silence_s
 from tests.support import ROOT
 from tests.support.run_outcomes import TINY, esper, finished, newest
 
@@ -137,7 +137,7 @@ def lose_rank_two(rank: int, file: str, out: str, how: str) -> None:
         os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
     try:
         team.gather([torch.zeros(2, 3)])
-    except Deserted as error:
+    except RankLostError as error:
         Path(out).write_text(f"{error.rank}")
     team.leave()
 

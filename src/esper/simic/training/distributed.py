@@ -32,7 +32,7 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.text import cut
-from esper.simic.training.heartbeat import PATIENCE, Deserted, Heartbeat, close
+from esper.simic.training.heartbeat import PATIENCE, Heartbeat, RankLostError, close
 
 MEETING = "ESPER_TEAM"
 """Environment variable that gives a spawned rank its rank, the group's size and the rendezvous file: rank/size/file."""
@@ -202,7 +202,7 @@ class Team:
         except RuntimeError as error:
             if self.heartbeat is not None:
                 self.heartbeat.name_lost()
-            raise Deserted(f"another rank of this run has gone (noticed by rank {self.rank})") from error
+            raise RankLostError(f"another rank of this run has gone (noticed by rank {self.rank})") from error
 
 
 _WAY_OUT = "Start with torchrun, or unset WORLD_SIZE and RANK"

@@ -1,7 +1,7 @@
 """Heartbeat: detect within seconds that another rank is stopped, frozen, unreachable or terminated.
 
     heartbeat = Heartbeat(rank, size)      # collective: every rank constructs it, in the same order
-    heartbeat.check()                      # raises Deserted with the number of the lost rank
+    heartbeat.check()                      # raises RankLostError with the number of the lost rank
     heartbeat.stop()
 
 Rank 0 and each other rank exchange one number per beat, in a separate process group, from a daemon thread. A rank
@@ -36,7 +36,7 @@ PATIENCE = timedelta(hours=2)
 """Maximum time that a rank waits in a collective for another rank that is alive but does not arrive."""
 
 
-class Deserted(TrainingError):
+class RankLostError(TrainingError):
     """Another rank of the run is lost. `rank` is its number, None if unknown."""
 
     def __init__(self, message: str, rank: int | None = None) -> None:
@@ -58,7 +58,7 @@ class Heartbeat:
                 self._groups[other if rank == 0 else 0] = group
         self._silent_s = dict.fromkeys(self._groups, 0.0)
         self._exchanges: dict[int, tuple[Any, Tensor]] = {}  # peer → pending exchange and its tensor
-        self._lost: Deserted | None = None
+        self._lost: RankLostError | None = None
         self._lost_since = 0.0
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="esper-heartbeat", daemon=True)
@@ -125,7 +125,7 @@ class Heartbeat:
         """Record the first lost rank. Later losses are consequences of it."""
         if self._lost is None:
             self._lost_since = time.monotonic()
-            self._lost = Deserted(f"rank {rank} {how}", rank)
+            self._lost = RankLostError(f"rank {rank} {how}", rank)
 
 
 def close(group: Any) -> None:
