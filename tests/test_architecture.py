@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "esper"
-PACKAGES = {"leyline", "kasmina", "tolaria", "tamiyo", "simic", "nissa", "karn"}
+PACKAGES = {"grower", "leyline", "kasmina", "tolaria", "tamiyo", "simic", "nissa", "karn"}
 MAY_IMPORT = {
     "leyline": set(),
     "kasmina": {"leyline"},
@@ -17,6 +17,7 @@ MAY_IMPORT = {
     "nissa": {"leyline"},
     "karn": {"leyline", "nissa"},
     "simic": {"leyline", "kasmina", "tolaria", "tamiyo"},
+    "grower": {"leyline", "kasmina", "tolaria", "tamiyo", "simic"},
 }
 NO_TORCH = {"leyline", "nissa", "karn"}
 

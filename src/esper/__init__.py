@@ -25,7 +25,7 @@ _HOME = {
     "record": "esper.recording",
     "Task": "esper.tolaria.tasks",
     "Engine": "esper.tolaria.engine",
-    "EngineConfig": "esper.tolaria.engine",
+    "EngineConfig": "esper.tolaria.engine_config",
     "SlotTable": "esper.leyline.slot_table",
     "SeedStage": "esper.leyline.stages",
     "Thresholds": "esper.leyline.stages",

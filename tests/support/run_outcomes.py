@@ -17,7 +17,8 @@ from typing import Any
 from esper.leyline.events import KINDS
 from esper.nissa.journal import Damage, holes, read
 from esper.simic.training.learner import CHECKPOINTS, LEARNER
-from esper.tolaria.checkpoint import Checkpoints, unpacked
+from esper.tolaria.checkpoint import Checkpoints
+from esper.tolaria.packing import unpacked
 
 OF_THE_PROCESS = {"run_started", "run_finished", "checkpoint", "health"}
 """Kinds that describe processes, not the run."""

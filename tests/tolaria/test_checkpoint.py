@@ -26,7 +26,8 @@ from torch import nn
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import CheckpointError, ConfigError, UnknownNameError
 from esper.tolaria import checkpoint
-from esper.tolaria.checkpoint import Checkpoints, packed, unpacked
+from esper.tolaria.checkpoint import Checkpoints
+from esper.tolaria.packing import packed, unpacked
 from tests.support import ROOT
 
 SYSTEM = {name: getattr(os, name) for name in ("open", "write", "fsync", "mkdir", "rename", "rmdir", "unlink")}

@@ -20,7 +20,6 @@ from typing import Any
 import msgspec
 
 from esper.commands.resuming import KINDS
-from esper.engine_state import engine_state, load_engine
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.costs import network_params
 from esper.leyline.errors import CheckpointError
@@ -35,10 +34,12 @@ from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.simic.training.learner import exactness
 from esper.tamiyo.controllers import Controller, Remembers, Wait
 from esper.tamiyo.controllers.learned import Learned
-from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
+from esper.tolaria.checkpoint import Checkpoints, Saved
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.engine_state import engine_state, load_engine
+from esper.tolaria.packing import packed, unpacked
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 

@@ -377,3 +377,12 @@ def _report_refusal(name: str, reasons: Mapping[str, BlueprintError], *, is_take
             f"esper.kasmina.blueprints.unregister({name!r})"
         ) from reason
     warnings.warn(f"blueprint {name!r} is not offered in {', '.join(map(repr, reasons))}: {reason}", stacklevel=5)
+
+
+def hidden_buffers(body: Body) -> Iterator[tuple[str, Tensor]]:
+    """Yield the non-persistent buffers, which no state dict has. Some models keep state in them."""
+    for path, module in body.named_modules():
+        for name in sorted(module._non_persistent_buffers_set):
+            buffer = module._buffers.get(name)
+            if buffer is not None and not isinstance(module, Slot):
+                yield f"{path}.{name}", buffer

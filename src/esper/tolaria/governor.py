@@ -26,15 +26,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
 import msgspec
 import numpy as np
-import torch
-from torch import Tensor, nn
 
-from esper.kasmina.forking import ForkPoint, Norm
 from esper.kasmina.lifecycle import Effect, EffectKind, expel
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
-from esper.tolaria.weight_average import WeightAverage
+from esper.tolaria.snapshot import Snapshot
 
 if TYPE_CHECKING:
     from esper.tolaria.host_network import HostNetwork
@@ -167,106 +164,6 @@ def judge(
             value[where] = (bad_loss, bad_loss, vital, val_loss, val_loss)[number - 1][where]
             limit[where] = (nothing, nothing, nothing, diverged, collapsed)[number - 1][where]
     return Verdict(alarm, value, limit)
-
-
-class Snapshot:
-    """A copy of one environment's host and fossils with their optimiser state and averages.
-
-    `restore` writes into the tensors that the snapshot was taken of, so references to them (optimiser, average, hooks)
-    stay valid. Live seeds are not part of it: a rollback drops them.
-    """
-
-    def __init__(self, network: HostNetwork) -> None:
-        self.network = network
-        self.tensors: list[Tensor] = []
-        self.copies: list[Tensor] = []
-
-    @property
-    def is_taken(self) -> bool:
-        """Whether there is a snapshot to restore."""
-        return bool(self.tensors)
-
-    @torch.no_grad()
-    def take(self) -> None:
-        """Copy the current state, into the previous snapshot's memory if nothing was committed since.
-
-        Raise TrainingError if anything is not finite; the previous snapshot is kept then.
-        """
-        body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
-        fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
-        kept = [body.model, *(body.slots[name] for name in fossils)]
-        params = [p for module in kept for p in module.parameters()]
-        state = {p: dict(optimizer.state[p]) for p in params if p in optimizer.state}
-        averages = dict(zip(average.params, average.average, strict=True))
-        tensors = [*params, *(b for module in kept for b in module.buffers()), *(averages[p] for p in params)]
-        tensors += state_tensors(optimizer, params)
-        if not bool(largest(tensors).isfinite()):  # sync: once per snapshot
-            raise TrainingError("weights, statistics of norms or optimiser state are not finite: no snapshot is taken")
-        options = [_options(group) for group in optimizer.param_groups]
-        if len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True)):
-            torch._foreach_copy_(self.copies, tensors)
-        else:
-            copies = [t.detach().clone() for t in tensors]
-            self.tensors, self.copies = tensors, copies
-        self.params, self.state, self.updates = params, state, average.updates
-        self.fossils, self.options = fossils, options
-        self.forking = body.cannot_fork, set(body.proven_forks)
-
-    @torch.no_grad()
-    def restore(self) -> None:
-        """Restore the state bit for bit. Allocates next to no memory, because there may be none left."""
-        body, optimizer = self.network.body, self.network.optimizer
-        torch._foreach_copy_(self.tensors, self.copies)
-        for p in self.params:
-            if p in self.state:
-                optimizer.state[p] = dict(self.state[p])
-            else:
-                optimizer.state.pop(p, None)
-        for group, options in zip(optimizer.param_groups, self.options, strict=True):
-            group.update(_options(options))
-        self.network.average.updates = self.updates
-        body.cannot_fork, body.proven_forks = self.forking[0], set(self.forking[1])
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the snapshot. Tensors of the optimiser state are in `copies`; `state` has None in their place."""
-        return {
-            "fossils": list(self.fossils),
-            "copies": list(self.copies),
-            "state": [
-                {k: None if isinstance(v, Tensor) else (v,) for k, v in self.state[p].items()}
-                if p in self.state
-                else None
-                for p in self.params
-            ],
-            "updates": self.updates,
-            "options": [dict(options) for options in self.options],
-            "forking": (self.forking[0], tuple((p.at_input, p.name) for p in sorted(self.forking[1]))),
-        }
-
-    @torch.no_grad()
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned in another process. The network must have loaded its own state before."""
-        body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
-        self.fossils = list(state["fossils"])
-        kept = [body.model, *(body.slots[name] for name in self.fossils)]
-        self.params = [p for module in kept for p in module.parameters()]
-        self.state = {
-            p: {k: optimizer.state[p][k] if v is None else v[0] for k, v in values.items()}
-            for p, values in zip(self.params, state["state"], strict=True)
-            if values is not None
-        }
-        averages = dict(zip(average.params, average.average, strict=True))
-        self.tensors = [*self.params, *(b for m in kept for b in m.buffers()), *(averages[p] for p in self.params)]
-        self.tensors += [v for each in self.state.values() for v in each.values() if isinstance(v, Tensor)]
-        self.copies = [torch.empty_like(t).copy_(c) for t, c in zip(self.tensors, state["copies"], strict=True)]
-        self.updates, self.options = state["updates"], [dict(options) for options in state["options"]]
-        self.forking = state["forking"][0], {ForkPoint(*point) for point in state["forking"][1]}
-
-
-def _options(group: dict[str, Any]) -> dict[str, Any]:
-    """Return the options of an optimiser group: everything but its parameters."""
-    told = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in told.items()}
 
 
 class Governor:
@@ -479,24 +376,3 @@ def _let_go(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
-
-
-def vital_tensors(felt: Sequence[nn.Module], average: WeightAverage, optimizer: torch.optim.Optimizer) -> list[Tensor]:
-    """Return what must stay finite: weights, their averages and optimiser state, and the statistics of norms."""
-    averages = dict(zip(average.params, average.average, strict=True))
-    params = [p for module in felt for p in module.parameters()]
-    norms = [m for module in felt for m in module.modules() if isinstance(m, Norm)]
-    found = [*params, *(averages[p] for p in params), *state_tensors(optimizer, params)]
-    return found + [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
-
-
-def state_tensors(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor]:
-    """Return the tensors of the optimiser's state for these parameters."""
-    return [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
-
-
-@torch.no_grad()
-def largest(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the largest magnitude in these tensors, on the device; NaN if any value is NaN."""
-    numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
-    return torch.stack([n.float() for n in torch._foreach_norm(numbers, inf)]).max()

@@ -14,8 +14,8 @@ from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.data import Dataset, Split
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.governor import largest, vital_tensors
 from esper.tolaria.growing_network import GrowingNetwork, own_generator, train_epoch
+from esper.tolaria.snapshot import largest, vital_tensors
 from esper.tolaria.tasks import Task, per_sample_correct, per_sample_loss
 from esper.tolaria.weight_average import WeightAverage
 

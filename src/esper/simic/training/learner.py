@@ -41,7 +41,8 @@ from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tamiyo.policy_file import POLICY, load_policy, save_policy
 from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
-from esper.tolaria.checkpoint import Checkpoints, Saved, packed, unpacked
+from esper.tolaria.checkpoint import Checkpoints, Saved
+from esper.tolaria.packing import packed, unpacked
 
 CHECKPOINTS = "checkpoints"
 LEARNER, RUN = "learner", "run"

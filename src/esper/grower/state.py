@@ -15,12 +15,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from esper.grower.qualities import quality_name
 from esper.kasmina.blueprints import blueprint_index, registered
-from esper.kasmina.body import Body
+from esper.kasmina.body import Body, hidden_buffers
+from esper.kasmina.optimizer_state import OptimizerState, optimizer_state
 from esper.kasmina.slot import Slot
 from esper.leyline.errors import CheckpointError
-from esper.optimizer_names import OptimizerState, optimizer_state
-from esper.qualities import quality_name
 from esper.tamiyo.controllers import Remembers
 
 if TYPE_CHECKING:
@@ -133,15 +133,6 @@ def slot_state(body: Body, slot: Slot) -> SlotState:
         operator=int(slot.operator),
         birth=slot.birth,
     )
-
-
-def hidden_buffers(body: Body) -> Iterator[tuple[str, Tensor]]:
-    """Yield the non-persistent buffers, which no state dict has. Some models keep state in them."""
-    for path, module in body.named_modules():
-        for name in sorted(module._non_persistent_buffers_set):
-            buffer = module._buffers.get(name)
-            if buffer is not None and not isinstance(module, Slot):
-                yield f"{path}.{name}", buffer
 
 
 def gradients(body: Body) -> Iterator[tuple[str, Tensor]]:

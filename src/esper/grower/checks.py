@@ -11,15 +11,15 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.grower_state import GrowerState, SlotState, settings, slot_state
+from esper.grower.state import GrowerState, SlotState, settings, slot_state
 from esper.kasmina.blueprints import blueprint_index, registered
 from esper.kasmina.body import Body
+from esper.kasmina.optimizer_state import check_optimizer
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import CheckpointError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
-from esper.optimizer_names import check_optimizer
 
 if TYPE_CHECKING:
     from esper.grower import Grower

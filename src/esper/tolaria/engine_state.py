@@ -16,12 +16,12 @@ from typing import Any
 import msgspec
 import torch
 
-from esper.grower_state import hidden_buffers
+from esper.kasmina.body import hidden_buffers
 from esper.kasmina.forking import ForkPoint
 from esper.kasmina.gradients import GradientMeter
+from esper.kasmina.optimizer_state import GroupState, OptimizerState, load_optimizer, optimizer_state
 from esper.leyline.errors import CheckpointError
 from esper.leyline.slot_table import SlotTable
-from esper.optimizer_names import GroupState, OptimizerState, load_optimizer, optimizer_state
 from esper.tolaria.engine import Engine
 from esper.tolaria.host_network import HostNetwork
 

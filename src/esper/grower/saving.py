@@ -21,18 +21,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from esper.grower_check import check
-from esper.grower_state import FORMAT, GrowerState, gradients, grower_state, hidden_buffers
+from esper.grower.checks import check
+from esper.grower.state import FORMAT, GrowerState, gradients, grower_state
 from esper.kasmina.blueprints import registered
-from esper.kasmina.body import STRUCTURE, Body
+from esper.kasmina.body import STRUCTURE, Body, hidden_buffers
 from esper.kasmina.forking import ForkPoint
 from esper.kasmina.gradients import GradientMeter
 from esper.kasmina.lifecycle import Effect, EffectKind
+from esper.kasmina.optimizer_state import load_optimizer
 from esper.leyline.errors import CheckpointError, EsperError
 from esper.leyline.slot_table import SlotTable
-from esper.optimizer_names import load_optimizer
 from esper.tamiyo.controllers import Remembers
-from esper.tolaria.checkpoint import Checkpoints, Saved, Written, packed, unpacked
+from esper.tolaria.checkpoint import Checkpoints, Saved, Written
+from esper.tolaria.packing import packed, unpacked
 
 if TYPE_CHECKING:
     from esper.grower import Grower

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import esper
-from esper.growth_note import why_nothing_was_planted
+from esper.grower.growth_note import why_nothing_was_planted
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.slot_table import SlotTable
 from esper.tamiyo.controllers import Heuristic, Random, Schedule, Wait, wait_everywhere

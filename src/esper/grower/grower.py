@@ -23,8 +23,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from esper import grower_file
-from esper.growth_note import why_nothing_was_planted
+from esper.grower import saving
+from esper.grower.growth_note import why_nothing_was_planted
+from esper.grower.qualities import NeedsTargets, Quality, find_quality, guarded
 from esper.kasmina.blueprints import Cost, blueprint_index
 from esper.kasmina.body import Body, Incubation
 from esper.kasmina.gate_reasons import gate_reasons, germination_reason
@@ -47,7 +48,6 @@ from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
-from esper.qualities import NeedsTargets, Quality, find_quality, guarded
 from esper.simic.attribution import CounterfactualEngine, Worth, report
 from esper.simic.backend import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
@@ -120,8 +120,8 @@ class Grower:
 
     controller  "none" or None (you call the operations yourself), "schedule", "heuristic", "tamiyo" (the trained policy
                 of the package), a run or policy file of `esper train`, or your own object with `act`
-    quality     a score per sample, higher is better: a name in `esper.qualities.QUALITIES` ("accuracy", "negative_mse",
-                …), or (output, target) → [B]; `grower.check(batch)` tests it before the first epoch
+    quality     a score per sample, higher is better: a name in `esper.grower.qualities.QUALITIES` ("accuracy",
+                "negative_mse", …), or (output, target) → [B]; `grower.check(batch)` tests it before the first epoch
     rules       thresholds, automatic advances, limits
     incubation  how a TRAINING seed learns: "straight_through" in your own backward pass; "shadow" in a pass of its own,
                 for which you call `grower.shadow(closure)` after backward
@@ -344,7 +344,7 @@ class Grower:
         flush = getattr(self.emit.hub, "flush", None)
         if flush is not None:
             flush()
-        done = grower_file.save(self, Path(directory), keep=keep, extra=extra)
+        done = saving.save(self, Path(directory), keep=keep, extra=extra)
         self.emit.say(
             Checkpoint(path=str(done.path), reason="asked", size_bytes=done.size_bytes, write_ms=done.write_ms)
         )
@@ -357,7 +357,7 @@ class Grower:
         fit, raise CheckpointError and change nothing. A damaged checkpoint is skipped with a warning. Rules and
         settings are those of this grower; a warning lists those that differ from the checkpoint's.
         """
-        return grower_file.load(self, Path(directory))
+        return saving.load(self, Path(directory))
 
     # -- in the training loop, optional
 

@@ -176,7 +176,7 @@ def _prediction(output: Any) -> Tensor:
     if not isinstance(found, Tensor):
         raise ConfigError(
             f"a named quality takes a tensor, or an output with 'logits'; the model returns {described(output)}. "
-            "Give a function, such as quality=lambda output, target: esper.qualities.accuracy(output[0], target)"
+            "Give a function, such as quality=lambda output, target: esper.grower.qualities.accuracy(output[0], target)"
         )
     return found
 
@@ -197,7 +197,7 @@ def _classes_last(logits: Tensor, target: Tensor, class_axis: int | None) -> tup
     if len(fitting) == 2 and logits.ndim > 2:
         raise ConfigError(
             f"axis 1 and the last axis of the logits could both be the classes: {shapes}. Say which: "
-            "quality=functools.partial(esper.qualities.accuracy, class_axis=1), or -1"
+            "quality=functools.partial(esper.grower.qualities.accuracy, class_axis=1), or -1"
         )
     logits = logits.movedim(fitting[0], -1)
     if logits.shape[-1] == 1:

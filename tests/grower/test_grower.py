@@ -15,6 +15,7 @@ from torch.nn import functional as F
 
 import esper
 from esper.grower import Grower, split_batch
+from esper.grower.qualities import accuracy, log_probability
 from esper.kasmina.blueprints import unregister
 from esper.kasmina.gradients import GradientMeter
 from esper.leyline.actions import Head, Op
@@ -22,7 +23,6 @@ from esper.leyline.errors import BlueprintError, ConfigError, LifecycleError, Op
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.nissa.journal import read
 from esper.nissa.run import read_manifest
-from esper.qualities import accuracy, log_probability
 from esper.tamiyo.controllers import wait_everywhere
 from tests.support.grower import EASY, EventList, batch, make_body
 

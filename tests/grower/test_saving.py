@@ -33,7 +33,8 @@ from esper.nissa.journal import read
 from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random, wait_everywhere
 from esper.tamiyo.controllers.learned import Learned
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
-from esper.tolaria.checkpoint import Checkpoints, packed, unpacked
+from esper.tolaria.checkpoint import Checkpoints
+from esper.tolaria.packing import packed, unpacked
 from tests.support import ROOT
 from tests.support.grower import EASY, EventList, batch, make_body
 

@@ -8,13 +8,13 @@ import numpy as np
 import pytest
 import torch
 
-from esper.engine_state import engine_state, load_engine
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.errors import CheckpointError
 from esper.leyline.stages import Thresholds
 from esper.tamiyo.controllers import Schedule
-from esper.tolaria.checkpoint import packed, unpacked
 from esper.tolaria.engine import Engine
+from esper.tolaria.engine_state import engine_state, load_engine
+from esper.tolaria.packing import packed, unpacked
 from esper.tolaria.tasks import get_task
 
 STEPS = 24

@@ -10,8 +10,7 @@ import torch
 from torch import nn
 
 import esper
-from esper.leyline.errors import ConfigError, UnknownNameError
-from esper.qualities import (
+from esper.grower.qualities import (
     QUALITIES,
     accuracy,
     log_probability,
@@ -20,6 +19,7 @@ from esper.qualities import (
     negative_mse,
     pixel_accuracy,
 )
+from esper.leyline.errors import ConfigError, UnknownNameError
 
 
 def noise(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -195,7 +195,7 @@ def test_non_callable_quality_is_refused_at_construction(quality):
 
 
 def test_documentation_lists_every_named_quality():
-    page = (Path(__file__).parent.parent / "docs" / "graft.md").read_text()
+    page = (Path(__file__).parents[2] / "docs" / "graft.md").read_text()
     assert [name for name in QUALITIES if f'`"{name}"`' not in page] == []
 
 
