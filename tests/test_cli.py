@@ -120,6 +120,7 @@ def test_tasks_and_blueprints_are_listed_with_their_sizes():
     tasks = esper("tasks").stdout
     assert re.search(r"rescue\s+cnn\s+390", tasks)
     assert "cifar10*" in tasks
+    assert "\\n" not in tasks
     costs = esper("blueprints", "--task", "rescue").stdout
     assert re.search(r"conv_light\W+152\W+28,224", costs)  # 4 channels at 14×14
 

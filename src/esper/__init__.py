@@ -57,6 +57,8 @@ if TYPE_CHECKING:
 def __getattr__(name: str) -> Any:
     if name in _HOME:
         return getattr(importlib.import_module(_HOME[name]), name)
+    if name == "grower":
+        return importlib.import_module("esper.grower")
     raise AttributeError(f"module 'esper' has no attribute {name!r}")
 
 

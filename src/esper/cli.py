@@ -47,7 +47,7 @@ def grow(
     parameters and time, against the same host without growth, the same final structure trained from the start,
     and a wider host of equal size, all with the same budget of epochs. Everything is recorded in a run directory:
     `esper watch` looks on while it runs, `esper report` and `esper sql` look back. A checkpoint is written after
-    every epoch (short epochs share one): Ctrl-C, a kill or a power cut costs the epoch that was under way.
+    every epoch (short epochs share one): Ctrl-C costs nothing, a kill or a power cut the epochs since the last one.
 
     Example:  esper grow --task rescue --seed 1 --out runs/rescue
     Example:  esper grow --resume runs/rescue

@@ -196,6 +196,27 @@ def test_failures_are_prominent_only_when_present(places):
     assert "Nothing amiss" in clean
 
 
+def test_quality_that_is_not_finite_is_a_trouble(tmp_path):
+    journal = Journal(tmp_path / "run")
+    for event in (started(), step(1), step(2, quality=math.nan)):
+        journal.write(event)
+    found = report.troubles(RunSummary.of(journal.close()))
+    assert any(severity == "error" and "not finite" in text for severity, text in found)
+
+
+def test_figures_have_no_escaped_spaces(places):
+    assert not re.search(r"\d\\u2009\d", places["train"].read_text() + places["grown"].read_text())
+
+
+@pytest.mark.parametrize("y", [1e308, -1e308, 1e200])
+@pytest.mark.parametrize("x", [1.0, 2.0**63, 2.0**70])
+def test_numbers_too_large_for_arithmetic_are_drawn_as_not_finite(x, y):
+    page = render(Chart("t", [Series("a", [(0.0, 1.0), (x, y), (x + 1, 0.5)])], unit="percent"))
+    assert "<figure" in page
+    assert "Not measured" not in page
+    assert "<figure" in render(Chart("t", [Series("a", [(x, 1.0)])], x_range=(x, x)))
+
+
 def test_alarms_without_rollback_take_one_line(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())

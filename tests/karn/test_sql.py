@@ -542,6 +542,8 @@ def test_without_a_query_the_views_are_listed(run, capsys):
 def test_last_argument_is_the_query_unless_it_is_a_run(run):
     assert split_arguments([str(run), "from steps"]) == ([run], "from steps")
     assert split_arguments([str(run), str(run), "select 1"]) == ([run, run], "select 1")
+    long = f"select {', '.join(f'{i} as column_{i}' for i in range(60))}"
+    assert split_arguments([str(run), long]) == ([run], long)
     assert split_arguments([str(run)]) == ([run], None)
     assert split_arguments(["misspelt"]) == ([Path("misspelt")], None)
 

@@ -19,6 +19,7 @@ def test_control_characters_are_escaped(name):
 
 def test_printable_text_is_kept_and_length_is_bounded():
     assert printable("λ × 日本 é") == "λ × 日本 é"
+    assert printable("1\u2009754\u00a0MB") == "1\u2009754\u00a0MB"  # thin and no-break spaces of our own figures
     assert printable("a\n\x1b", keep="\n") == "a\n\\x1b"
     assert len(printable("x" * 10**7)) < LONGEST + 100
     assert printable("x" * 10**4, None) == "x" * 10**4

@@ -563,7 +563,7 @@ def test_moved_statistics_are_accurate_where_stale_ones_are_not(world: int):
             truth = per_sample_correct(body.eval()(data.val.x), data.val.y).mean().item()
     said = f"truth {truth:.3f}, moved {moved.committed:.3f}, stale {stale.committed:.3f}, with {moved.quality:.3f}"
     assert truth - stale.committed > 0.2, said
-    assert abs(truth - moved.committed) < 0.04, said
+    assert abs(truth - moved.committed) < 0.06, said  # a few points, on any processor
 
 
 # -- errors

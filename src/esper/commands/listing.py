@@ -37,7 +37,8 @@ def list_tasks() -> None:
         plainly(console, "  ".join(cells))
         if question:
             console.print(Padding(Text(question, "dim"), (0, 0, 0, 2), expand=False))
-    plainly(console, "\n* from your own files: esper grow --task NAME --data DIR")
+    console.print()
+    plainly(console, "* from your own files: esper grow --task NAME --data DIR")
 
 
 def list_blueprints(task_name: str | None) -> None:

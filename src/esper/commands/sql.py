@@ -96,9 +96,16 @@ def distinct(columns: list[str]) -> list[str]:
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], str | None]:
     """Split `RUN… [QUERY]`: the last argument is the query, unless it is a directory."""
-    if arguments and not Path(arguments[-1]).is_dir() and _reads_as_query(arguments[-1]):
+    if arguments and _reads_as_query(arguments[-1]) and not _is_directory(arguments[-1]):
         return [Path(a) for a in arguments[:-1]], arguments[-1]
     return [Path(a) for a in arguments], None
+
+
+def _is_directory(text: str) -> bool:
+    try:
+        return Path(text).is_dir()
+    except (OSError, ValueError):  # a query can be longer than any name of a file
+        return False
 
 
 def _reads_as_query(text: str) -> bool:

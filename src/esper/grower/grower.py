@@ -544,4 +544,5 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     raise ConfigError(
         f"a validation batch is (inputs, target) or a mapping with 'labels', got {type(batch).__name__}"
         + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        + ". Pass a list of batches, such as grower.step([(inputs, target)])"
     )

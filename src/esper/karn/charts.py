@@ -21,6 +21,8 @@ Point = tuple[float, Value]
 MOST_POINTS = 500
 """Maximum number of points per curve. More cannot be distinguished on a screen."""
 BOX = 1000.0
+LARGEST = 1e150
+"""Magnitude up to which values are drawn; larger ones are marked as not finite."""
 COLOURS = 8
 
 
@@ -166,6 +168,11 @@ def tick_labels(values: Sequence[float], unit: str) -> list[str]:
     return [f"{v * scale:{sign if v else ''}.{digits}f}{tail}".replace("-", "−") for v in values]
 
 
+def _bounded(y: Value) -> Value:
+    """Return the value, or an infinity if differences or percentages of it could overflow."""
+    return y if y is None or not abs(y) > LARGEST else math.copysign(math.inf, y)
+
+
 def compact(value: float) -> str:
     """Format a number with three digits and k, M or G."""
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
@@ -180,8 +187,8 @@ def compact(value: float) -> str:
 def render(chart: Chart) -> str:
     """Return the chart as a `<figure>`. Without values it contains "Not measured."."""
     for each in chart.series:
-        each.points = downsample(each.points)
-        each.errors = thinned(each.errors)
+        each.points = [(x, _bounded(y)) for x, y in downsample(each.points)]
+        each.errors = [(x, _bounded(low), _bounded(high)) for x, low, high in thinned(each.errors)]
     finite = [y for s in chart.series for y in _heights(s) if y is not None and math.isfinite(y)]
     head = f"<h3>{escape(chart.title)}</h3>" + (f'<p class="says">{escape(chart.says)}</p>' if chart.says else "")
     if chart.legend:
@@ -190,6 +197,7 @@ def render(chart: Chart) -> str:
     if not finite and not odd:
         return f'<figure class="chart"><figcaption>{head}</figcaption><p class="none">Not measured.</p></figure>'
     x0, x1 = chart.x_range or _x_range(chart.series)
+    x1 = max(x1, math.nextafter(x0, math.inf))  # equal for numbers too large to differ by one
     finite += [y for y, _ in chart.marks] + ([0.0] if chart.zero else [])
     y0, y1 = _y_range(finite or [0.0, 1.0])
 
@@ -204,8 +212,9 @@ def render(chart: Chart) -> str:
     parts += [f'<path class="mark" d="M0 {py(y)}H{BOX:g}"/>' for y, _ in chart.marks]
     for s in chart.series:
         parts.append(_drawn(s, px, py))
-    described = f"{len(chart.series)} curves over {chart.x_name} {x0:g} to {x1:g}: " + ", ".join(
-        f"{s.name} ends at {spoken(_last(s), chart.unit)}" for s in chart.series[:12]
+    described = (
+        f"{len(chart.series)} curve{'s' * (len(chart.series) != 1)} over {chart.x_name} {x0:g} to {x1:g}: "
+        + ", ".join(f"{s.name} ends at {spoken(_last(s), chart.unit)}" for s in chart.series[:12])
     )
     y_labels = "".join(
         f'<span style="top:{float(py(y)) / 10:.2f}%">{label}</span>'

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from importlib.resources import files
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ def troubles(run: RunSummary) -> list[tuple[str, str]]:
         found.append(("warning", f"{run.damage.lines + run.unreadable} lines of the journal could not be read."))
     if run.damage.torn and run.status not in ("running", "killed"):
         found.append(("warning", "The journal ends within a line."))
+    found += [("error", text) for text in not_finite(run)]
     undone = [g for g in run.governor if g.get("action") == "rolled back"]
     for g in undone[:20]:
         limit = f", limit {spoken(g['limit'])}" if g.get("limit") is not None else ""
@@ -180,6 +182,17 @@ def troubles(run: RunSummary) -> list[tuple[str, str]]:
         each = ", ".join(f"{alarm} {count} times" if count > 1 else alarm for alarm, count in watched.most_common(5))
         found.append(("warning", f"Governor: {sum(watched.values())} alarms that needed no rollback ({each})"))
     return sorted(((severity, printable(text)) for severity, text in found), key=lambda each: each[0] != "error")
+
+
+def not_finite(run: RunSummary) -> list[str]:
+    """Return one text if the last measured quality or loss of some environment is not a finite number."""
+    broken = []
+    for env in run.envs.values():
+        last = [] if env.latest is None else [env.latest.steps.last(name) for name in ("quality", "val_loss")]
+        if any(isinstance(value, float) and not isfinite(value) for value in last):
+            broken.append(env.name)
+    more = f" and in {len(broken) - 1} more" if len(broken) > 1 else ""
+    return [f"Quality or loss is not finite in {broken[0]}{more}."] if broken else []
 
 
 def words(health: Mapping[str, Any]) -> str:

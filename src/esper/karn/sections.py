@@ -173,7 +173,7 @@ def results(run: RunSummary) -> str:
     says += f"; {against}: against the same world without growth{unit_said}." if against else "."
     says += " Seeds: germinated / committed / pruned."
     if len(run.episodes) > len(latest):
-        says += f" The latest of {len(run.episodes)} episodes of each environment."
+        says += f" Shown is the latest episode of each environment, of {len(run.episodes)} in all."
     return section("Results", says, table(list(columns), rows, right=right, caption="Results"))
 
 

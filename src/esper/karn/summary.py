@@ -71,6 +71,10 @@ class Table:
             rows = rows[::-1][newest]
         return rows
 
+    def last(self, name: str) -> Any:
+        """Return the field of the row added last, as it was recorded; None if there is no row."""
+        return self._flat[self.fields.index(name) - len(self.fields)] if self._flat else None
+
     def column(self, name: str) -> list[Value]:
         """Return one column, None where not measured."""
         return [None if v == UNMEASURED else v for v in self.array()[:, self.fields.index(name)].tolist()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import html
+import unicodedata
 
 LONGEST = 2000
 """Maximum number of characters of one text in a report or on a screen. The journal is not truncated."""
@@ -16,13 +17,17 @@ def cut(text: str, most: int = LONGEST) -> str:
 def printable(text: str, most: int | None = LONGEST, *, keep: str = "") -> str:
     """Return the text with every non-printable character replaced by its escape, such as \\x1b.
 
-    These are control characters, line ends, bidirectional overrides, invisible and unassigned characters. Those in
-    `keep` are kept. A text longer than `most` characters is truncated.
+    These are control characters, line ends, bidirectional overrides, invisible and unassigned characters. Spaces of any
+    width and the characters in `keep` are kept. A text longer than `most` characters is truncated.
     """
     text = text if most is None else cut(text, most)
     if text.isprintable():
         return text
-    return "".join(c if c.isprintable() or c in keep else c.encode("unicode_escape").decode() for c in text)
+    return "".join(c if _is_shown(c) or c in keep else c.encode("unicode_escape").decode() for c in text)
+
+
+def _is_shown(c: str) -> bool:
+    return c.isprintable() or unicodedata.category(c) == "Zs"
 
 
 def escape(text: str) -> str:

@@ -217,7 +217,8 @@ class _Runner:
         if not is_batched(scores, samples):
             found = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
             raise ConfigError(
-                f"a quality is one score per sample, [{samples}, …]; for {samples} samples it gave {found}"
+                f"a quality is one score per sample, [{samples}]; for {samples} samples it gave {found}. "
+                "Average over every dimension but the first, and over no samples (reduction='none')"
             )
         return scores
 

@@ -278,6 +278,16 @@ def test_all_clear_without_problems():
     assert anomaly(step(), update(0)) == "ALL CLEAR"
 
 
+def test_interrupted_run_is_not_all_clear():
+    interrupted = RunFinished(status="interrupted", wall_s=1.0, env_steps=1)
+    assert anomaly(step(), update(0), interrupted) == "interrupted before its end"
+
+
+def test_return_is_shown_at_80_columns():
+    model = model_of(small_run(), step(), update(0))
+    assert "return" in plain(views.ppo_line(model, 80))
+
+
 @pytest.mark.parametrize(
     ("event", "said"),
     [

@@ -181,6 +181,7 @@ def test_any_head_can_be_fixed_at_any_option_except_op_at_wait(head: Head) -> No
         ("ppo.lr=-1", ["ppo.lr", "-1"]),
         ("ppo.lr=nan", ["ppo.lr", "nan"]),
         ("envs=0", ["envs", "0"]),
+        ("envs=1000000000", ["envs", "65536"]),
         ("rounds=0", ["rounds", "0"]),
         ("epochs=0", ["epochs", "0"]),
         ("ppo.groups=0", ["ppo.groups", "1"]),

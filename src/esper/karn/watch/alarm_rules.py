@@ -125,6 +125,8 @@ def _run(model: WatchModel, now: float) -> list[Alarm]:
         return [Alarm("bad", f"failed: {' '.join(error.split())}")]
     if word == "KILLED":
         return [Alarm("bad", "killed: no process owns this run and it has no end")]
+    if word == "INTERRUPTED":
+        return [Alarm("warn", "interrupted before its end")]
     if word in ("SLOW", "STALE"):
         usual = f", pauses of {model.usual_pause_s:.0f} s are usual" if model.usual_pause_s >= 1 else ""
         return [Alarm("bad" if word == "STALE" else "warn", f"silent for {duration(silence_s(model, now))}{usual}")]

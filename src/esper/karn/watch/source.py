@@ -110,6 +110,8 @@ class Source:
             return f"no environment matches “{query}”: Esc clears the filter"
         if self.run is None:
             return f"waiting for a run to begin in {self._asked}"
+        if self.model.losses:
+            return f"the journal is incomplete: {'; '.join(self.model.losses)}"
         if self.model.events == 0:
             over = alarm_rules.is_over(alarm_rules.state(self.model, self._clock())[0])
             return "the run ended before its first event" if over else "waiting for the first event"

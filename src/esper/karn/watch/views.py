@@ -65,7 +65,7 @@ def anomaly(model: WatchModel, now: float, width: int) -> Line:
     found = alarm_rules.alarms(model, now)
     wrong = [a for a in found if a.tone != "note"]
     notes = [a for a in found if a.tone == "note"]
-    if model.events == 0:
+    if model.events == 0 and not wrong:
         return (("no events yet", "dim"),)
     shown = wrong or notes
     line: list[Piece] = [] if wrong else [("NOTES", "note")] if notes else [("ALL CLEAR", "good")]
@@ -101,10 +101,10 @@ def ppo_line(model: WatchModel, width: int) -> Line:
     around: list[Piece] = [] if spread is None else [(f" ± {short(spread, 4)} sd", "dim")]
     parts: list[list[Piece]] = [
         [(f"PPO round {whole(u.get('round'))}", "strong")],
+        [("return ", "dim"), (short(number(u.get("return_mean")), 4), "plain"), *around],
         part("KL", number(u.get("kl")), alarm_rules.KL_LIMIT),
         part("clip", number(u.get("clip_fraction")), alarm_rules.CLIP_LIMIT),
         entropy if width >= 110 else entropy[:3],
-        [("return ", "dim"), (short(number(u.get("return_mean")), 4), "plain"), *around],
         part("NRMSE", number(u.get("value_nrmse")), 1.0),
         part("grad", number(u.get("grad_norm"))),
         part("ratio max", number(u.get("ratio_max"))),

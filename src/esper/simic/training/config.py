@@ -31,6 +31,7 @@ TRAIN_WORLDS = 64
 HELD_OUT_FROM = 10_000
 """By default, training uses worlds 0 to 63. Worlds from 10,000 on are reserved for evaluation."""
 MOST_THREADS = 1024
+MOST_ENVS = 1 << 16
 MOST_BYTES = 1 << 20
 """Maximum size of a config file in bytes."""
 
@@ -49,7 +50,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     rounds: int = 40
     """Number of rounds, ≥ 1. A round is one episode in each of `envs` environments, then one policy update."""
     envs: int = 16
-    """Number of environments that run in parallel, ≥ 1."""
+    """Number of environments that run in parallel, 1 to 65,536."""
     epochs: int | None = None
     """Steps per episode, ≥ 1, or None for the task's own number. A step trains the host for one epoch."""
     worlds: int = TRAIN_WORLDS
@@ -87,6 +88,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 raise ConfigError(f"{name} must be ≥ 1, got {getattr(self, name)}")
         if not 0 < self.checkpoint_share <= 1:
             raise ConfigError(f"checkpoint_share must be above 0 and at most 1, got {self.checkpoint_share}")
+        if self.envs > MOST_ENVS:
+            raise ConfigError(f"envs must be at most {MOST_ENVS}, got {self.envs}")
         if self.threads > MOST_THREADS:
             raise ConfigError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
         if self.worlds > HELD_OUT_FROM:
