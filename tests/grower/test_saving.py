@@ -387,7 +387,7 @@ sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from tests.test_grower_save import *
+from tests.grower.test_saving import *
 loop, where, until = Loop(maker("adamw", "odd", incubation="shadow"), life()), Path(sys.argv[1]), int(sys.argv[2])
 sow()
 if where.exists():
@@ -420,7 +420,7 @@ sys.path.insert(0, {root!r})
 import torch
 torch.set_num_threads(1)
 from pathlib import Path
-from tests.test_grower_save import *
+from tests.grower.test_saving import *
 loop, where = Loop(maker(), life()), Path(sys.argv[1])
 sow()
 for at in loop.run(AT["HOLDING"]):
