@@ -113,7 +113,7 @@ def arrive(rank: int, file: str, through: str) -> None:
 
 def test_no_rank_continues_before_all_passed_the_barrier(tmp_path: Path) -> None:
     """The leading rank removes the rendezvous directory, and a rank still looking for it would wait for hours."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.simic.training.test_distributed import arrive; arrive"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {__name__} import arrive; arrive"
     places = f"{str(tmp_path / 'meet')!r}, {str(tmp_path / 'through')!r}"
     started = [subprocess.Popen([sys.executable, "-c", f"{code}({rank}, {places})"]) for rank in range(2)]
     assert [p.wait(120) for p in started] == [0, 0]
