@@ -442,8 +442,13 @@ def die_at(nth):
     loop.grower.save(where, keep=1, extra={{"at": loop.at, "scheduler": loop.scheduler.state_dict()}})
     os._exit(0)
 
+import shutil
+first = where.with_name("first")
+shutil.copytree(where, first)
 nth = status = 1
 while status:
+    shutil.rmtree(where)
+    shutil.copytree(first, where)
     pid = os.fork() or die_at(nth)
     status = os.waitpid(pid, 0)[1]
     assert status in (0, signal.SIGKILL), status
@@ -451,8 +456,9 @@ while status:
     again.load(where)
     print(nth, again.at, [p.name for p in where.glob(".draft*")])
     nth += 1
+os.waitpid(os.fork() or die_at(nth // 2), 0)
 again.save(where)
-assert not list(where.glob(".draft*")), "what the dead ones left is in nobody's way"
+assert not list(where.glob(".draft*")), "drafts of killed writers are removed"
 """
 
 
