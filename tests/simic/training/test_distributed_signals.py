@@ -144,7 +144,7 @@ def lose_rank_two(rank: int, file: str, out: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_every_rank_learns_which_one_was_lost(how: str, tmp_path: Path) -> None:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import tests.simic.training.test_team_signals as t; t"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {__name__} as t; t"
     calls = [
         f"{code}.lose_rank_two({rank}, {str(tmp_path / 'meet')!r}, {str(tmp_path / str(rank))!r}, {how!r})"
         for rank in range(3)

@@ -27,7 +27,7 @@ from esper.simic.no_growth_baseline import NoGrowthBaselines
 from esper.simic.training import learner as learning
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.distributed import Team
-from esper.simic.training.heartbeat import Deserted
+from esper.simic.training.heartbeat import RankLostError
 from esper.simic.training.learner import CHECKPOINTS, Keeper, Learner, differences, must_be_exact
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tolaria.best_host import BestHost
@@ -374,10 +374,10 @@ def test_last_complete_round_is_saved_when_a_rank_is_lost_during_gather(
     def gather(team: Team, fields: Any, axis: int = 1, look_up: Any = None) -> None:
         gathered.append(look_up is not None)
         if sum(gathered) == 3:
-            raise Deserted("rank 1 has gone", 1)
+            raise RankLostError("rank 1 has gone", 1)
 
     monkeypatch.setattr(Team, "gather", gather)
-    with pytest.raises(Deserted):
+    with pytest.raises(RankLostError):
         start(rare, tmp_path / "run")
     assert newest(tmp_path / "run").name == "round-000002"
 
