@@ -22,7 +22,7 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulated_worlds import SimConfig
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.simic.training.distributed import Team
+from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.vectorized import Sampler
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tolaria.rollout import rollout
@@ -78,7 +78,7 @@ def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
         obs, info = env.reset()
         count = WARM_UP + BLOCK * repeats
         draws = torch.rand(envs, 8, dtype=torch.float64).expand(count, -1, -1)
-        sampler = Sampler(network, env.layout, Team(), draws, obs, info["masks"])
+        sampler = Sampler(network, env.layout, ProcessGroup(), draws, obs, info["masks"])
         steps, hosts = [], []
         start = time.thread_time()
         for step in rollout(env, sampler, count):

@@ -24,7 +24,7 @@ from rich.table import Table
 from benchmarks.hosts import reference_task
 from benchmarks.measure import add_output_options, make_parser, print_json
 from esper.simic.training.config import load_config
-from esper.simic.training.distributed import MEETING, Team
+from esper.simic.training.distributed import RENDEZVOUS, ProcessGroup
 from esper.simic.training.vectorized import train_ppo_vectorized
 from esper.tolaria.tasks import TASKS
 
@@ -65,12 +65,12 @@ def measure(workers: int, repeats: int, quick: bool) -> dict[str, Any]:
 
 
 def round_s(size: int, quick: bool, twins: Path) -> float:
-    """Median wall seconds of a round by a team of this size. NoGrowthBaselines are trained once, for all runs."""
+    """Median wall seconds of a round by a group of this size. NoGrowthBaselines are trained once, for all runs."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / "twins").symlink_to(twins)
         code = f"from benchmarks.workers import run_rank; run_rank({quick}, {place!r})"
         command = [sys.executable, "-c", code]
-        known = [os.environ | {MEETING: f"{rank}/{size}/{place}/meeting"} for rank in range(size)]
+        known = [os.environ | {RENDEZVOUS: f"{rank}/{size}/{place}/meeting"} for rank in range(size)]
         ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in known]
         said = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
@@ -85,11 +85,13 @@ def run_rank(quick: bool, place: str) -> None:
     TASKS["reference"] = reference_task(size, size)
     shape = [f"envs={envs}", f"worlds={envs}", f"epochs={steps}", "rounds=2", "ppo.groups=2"]
     config = load_config(sets=["task=reference", *shape])
-    team = Team.join()
+    group = ProcessGroup.join()
     ends: list[float] = []
-    train_ppo_vectorized(config, directory=Path(place), team=team, on_round=lambda _: ends.append(time.perf_counter()))
-    team.leave()
-    if team.leads:
+    train_ppo_vectorized(
+        config, directory=Path(place), group=group, on_round=lambda _: ends.append(time.perf_counter())
+    )
+    group.leave()
+    if group.leads:
         print(json.dumps(statistics.median(b - a for a, b in pairwise(ends))))
 
 

@@ -507,7 +507,7 @@ ENVIRONMENTS = [
     ({"WORLD_SIZE": "2", "RANK": "x"}, ("RANK", "'x'")),
     ({"WORLD_SIZE": "2", "RANK": "2"}, ("RANK=2 is none of WORLD_SIZE=2",)),
     ({"WORLD_SIZE": "2", "RANK": "0"}, ("MASTER_ADDR is not set",)),
-    ({"ESPER_TEAM": "nonsense", "ESPER_LEADER": "x"}, ("ESPER_TEAM", "Unset it")),
+    ({"ESPER_RENDEZVOUS": "nonsense", "ESPER_LEADER": "x"}, ("ESPER_RENDEZVOUS", "Unset it")),
 ]
 
 

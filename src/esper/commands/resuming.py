@@ -15,7 +15,7 @@ from esper.leyline.errors import RunError
 from esper.leyline.text import printable
 from esper.nissa.journal import head
 from esper.nissa.run import CHECKPOINTS, LOCK, MANIFEST, Lock, read_manifest, write_manifest
-from esper.simic.training.distributed import MEETING
+from esper.simic.training.distributed import RENDEZVOUS
 from esper.simic.training.learner import refuse_changes
 from esper.tolaria.checkpoint import Checkpoints, Saved
 
@@ -25,7 +25,7 @@ KINDS = {"train": "run", "grow": "grow"}
 
 def owns_run() -> bool:
     """Return whether this process is the rank that owns the run directory, judged before the ranks have met."""
-    return MEETING not in os.environ and os.environ.get("RANK", "0") == "0"
+    return RENDEZVOUS not in os.environ and os.environ.get("RANK", "0") == "0"
 
 
 @contextmanager

@@ -30,7 +30,7 @@ from esper.nissa.run import Lock
 from esper.recording import Run, record, record_beside, record_on, stoppable, terminable
 from esper.simic.training import memory_estimate as memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
-from esper.simic.training.distributed import Team
+from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
 from esper.simic.training.learner import (
     CHECKPOINTS,
@@ -92,28 +92,28 @@ def run_train(
             return
         must_be_usable(config.engine.device)
         torch.set_num_threads(config.threads)
-        train_as_team(config, saved, asked, lock)
+        train_in_group(config, saved, asked, lock)
 
 
-def train_as_team(config: TrainConfig, saved: Saved | None, asked: Asked, lock: Lock | None) -> None:
+def train_in_group(config: TrainConfig, saved: Saved | None, asked: Asked, lock: Lock | None) -> None:
     """Start or join the process group and train, as rank 0 or as another rank."""
-    team = Team()
+    group = ProcessGroup()
     try:
         with terminable(), Workers(asked.workers) as workers:
-            team = Team.join(workers.look_up if workers.leads else Parent().look_up)
+            group = ProcessGroup.join(workers.poll if workers.leads else Parent().poll)
             workers.met()
-            team.share(config.envs)
-            if team.size > 1 and config.engine.strategy != "loop":
+            group.share(config.envs)
+            if group.size > 1 and config.engine.strategy != "loop":
                 raise ConfigError(
                     f"engine.strategy = {config.engine.strategy!r} computes other bits for other numbers of "
                     "environments, and several processes must agree: use engine.strategy=loop, or one process"
                 )
-            if team.leads:
-                lead(config, saved, asked, team, workers, lock)
+            if group.leads:
+                lead(config, saved, asked, group, workers, lock)
             else:
-                follow(config, saved, asked, team)
+                follow(config, saved, asked, group)
     finally:
-        team.leave()  # after the workers were asked to exit, so that they do not report rank 0 as lost
+        group.leave()  # after the workers were asked to exit, so that they do not report rank 0 as lost
 
 
 def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Asked) -> tuple[Saved, TrainConfig]:
@@ -150,18 +150,18 @@ def manifest_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def lead(
-    config: TrainConfig, saved: Saved | None, asked: Asked, team: Team, workers: Workers, lock: Lock | None
+    config: TrainConfig, saved: Saved | None, asked: Asked, group: ProcessGroup, workers: Workers, lock: Lock | None
 ) -> None:
     """Run the command as rank 0, which owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
     env = make_env(config, data_root=asked.data_root)  # an error in data, device or policy leaves no run behind
     if saved is not None:
         must_fit(differences(saved, config, env.backend), asked.allow_inexact)
-    need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, team.size)
-    room = memory.told(need, memory.available(), team.size)
+    need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, group.size)
+    room = memory.told(need, memory.available(), group.size)
     with recording(config, saved, asked, label, lock) as run:
-        seqs = [0] * team.size if saved is None else about(saved)["next_seq"]
-        team.told({"path": str(run.path.absolute()), "next_seq": seqs})
+        seqs = [0] * group.size if saved is None else about(saved)["next_seq"]
+        group.broadcast({"path": str(run.path.absolute()), "next_seq": seqs})
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
         plainly(console, what_is_set(config))
         plainly(console, room)
@@ -181,13 +181,13 @@ def lead(
             saying = "ending after this step; once more leaves at once"
             with progress, stoppable(saying, run.hub.stop_waiting) as stop:
 
-                def look_up() -> None:
+                def poll() -> None:
                     stop()
                     run.directory.must_be_there()
 
                 trained = train_ppo_vectorized(
-                    config, run.hub, directory=run.path, data_root=asked.data_root, resume=saved, team=team,
-                    look_up=look_up, on_round=progress.round,
+                    config, run.hub, directory=run.path, data_root=asked.data_root, resume=saved, group=group,
+                    poll=poll, on_round=progress.round,
                 )  # fmt: skip
         except SystemExit:
             plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Go on with: {again}")
@@ -195,7 +195,7 @@ def lead(
         except TrainingError as error:
             raise TrainingError(f"{named(error, workers)}. {resumable(run.path, again)}") from error
         run.env_steps = trained.env_steps
-        run.emitted = dict(enumerate(team.each(run.hub.next_seq)))
+        run.emitted = dict(enumerate(group.gather_ints(run.hub.next_seq)))
     kept = Checkpoints(run.path / CHECKPOINTS).newest()
     if kept is None or about(kept)["done"] < config.rounds:
         print(
@@ -230,7 +230,7 @@ def named(error: TrainingError, workers: Workers) -> str:
         end = time.monotonic() + 2.0
         while time.monotonic() < end:
             try:
-                workers.look_up()
+                workers.poll()
             except TrainingError as known:
                 return str(known)
             time.sleep(0.05)
@@ -250,21 +250,21 @@ def recording(
     return record(label, out=asked.out, level=config.telemetry, manifest=manifest, tensorboard=asked.tensorboard)
 
 
-def follow(config: TrainConfig, saved: Saved | None, asked: Asked, team: Team) -> None:
+def follow(config: TrainConfig, saved: Saved | None, asked: Asked, group: ProcessGroup) -> None:
     """Train a share of the environments as another rank, with its own journal and without output."""
-    told = team.told()
-    first = told["next_seq"][team.rank] if team.rank < len(told["next_seq"]) else 0
+    told = group.broadcast()
+    first = told["next_seq"][group.rank] if group.rank < len(told["next_seq"]) else 0
     path = Path(told["path"])
     try:
         with (
-            record_beside(path, team.rank, first, config.telemetry) as hub,
-            stoppable(f"rank {team.rank} ends after this step", hub.stop_waiting) as stop,
+            record_beside(path, group.rank, first, config.telemetry) as hub,
+            stoppable(f"rank {group.rank} ends after this step", hub.stop_waiting) as stop,
         ):
             train_ppo_vectorized(
-                config, hub, directory=path, data_root=asked.data_root, resume=saved, team=team, look_up=stop
+                config, hub, directory=path, data_root=asked.data_root, resume=saved, group=group, poll=stop
             )
             hub.close()  # so that the event count sent to rank 0 is final
-            team.each(hub.next_seq)
+            group.gather_ints(hub.next_seq)
     except RankLostError as error:
         if error.rank != 0:
             raise SystemExit(3) from None  # rank 0 reports it

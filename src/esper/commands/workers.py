@@ -13,7 +13,7 @@ from types import TracebackType
 
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.recording import unhurried
-from esper.simic.training.distributed import MEETING
+from esper.simic.training.distributed import RENDEZVOUS
 
 GRACE_S = 3.0
 """Seconds that workers have to exit after a request. Killing one later loses nothing: events after the last checkpoint
@@ -30,7 +30,7 @@ class Workers:
         if count > 1 and "RANK" in os.environ:
             raise ConfigError("torchrun has started the ranks already: leave out --workers, or start without torchrun")
         self.count, self.processes, self.place = count, [], None  # type: tuple[int, list[subprocess.Popen[bytes]], Path | None]
-        self.leads = MEETING not in os.environ
+        self.leads = RENDEZVOUS not in os.environ
 
     def __enter__(self) -> Workers:
         if self.count > 1 and self.leads:
@@ -45,16 +45,16 @@ class Workers:
     def _start(self) -> None:
         self.place = Path(tempfile.mkdtemp(prefix="esper-"))
         for rank in range(1, self.count):
-            known = os.environ | {MEETING: self._meeting(rank), LEADER: str(os.getpid())}
+            known = os.environ | {RENDEZVOUS: self._rendezvous(rank), LEADER: str(os.getpid())}
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "esper", *sys.argv[1:]], env=known, stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                 )
             )  # fmt: skip
-        os.environ[MEETING] = self._meeting(0)
+        os.environ[RENDEZVOUS] = self._rendezvous(0)
 
-    def _meeting(self, rank: int) -> str:
+    def _rendezvous(self, rank: int) -> str:
         return f"{rank}/{self.count}/{self.place}/meeting"
 
     def met(self) -> None:
@@ -62,7 +62,7 @@ class Workers:
         if self.place is not None:
             shutil.rmtree(self.place, ignore_errors=True)
 
-    def look_up(self) -> None:
+    def poll(self) -> None:
         """Raise TrainingError if a worker has ended."""
         for rank, process in enumerate(self.processes, 1):
             if process.poll() is not None:
@@ -76,7 +76,7 @@ class Workers:
     ) -> None:
         if self.place is None:
             return
-        os.environ.pop(MEETING, None)
+        os.environ.pop(RENDEZVOUS, None)
         for process in self.processes:
             if kind is not None:
                 process.terminate()
@@ -97,7 +97,7 @@ class Parent:
         leader = os.environ.get(LEADER, "")
         self.pid = int(leader) if leader.isdecimal() and len(leader) < 10 else os.getppid()
 
-    def look_up(self) -> None:
+    def poll(self) -> None:
         """Raise TrainingError if the parent has ended."""
         if os.getppid() != self.pid:
             raise TrainingError("the process that started this rank is gone")

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
-from esper.simic.training.distributed import Team
+from esper.simic.training.distributed import ProcessGroup
 from tests.support import ROOT
 from tests.support.run_outcomes import TINY, esper, events, fate, finished, is_whole, newest
 
@@ -33,43 +33,43 @@ ROUNDS = ["--rounds", "3"]
 @given(st.integers(1, 40), st.data())
 def test_shares_cover_all_environments_once_and_evenly(envs: int, data: st.DataObject) -> None:
     size = data.draw(st.integers(1, envs))
-    shares = [range(envs)[Team(rank, size).share(envs)] for rank in range(size)]
+    shares = [range(envs)[ProcessGroup(rank, size).share(envs)] for rank in range(size)]
     assert [e for share in shares for e in share] == list(range(envs))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_more_processes_than_environments_are_refused() -> None:
     with pytest.raises(ConfigError, match="3 processes cannot share 2"):
-        Team(0, 3).share(2)
+        ProcessGroup(0, 3).share(2)
 
 
 def test_rows_are_placed_at_their_environments() -> None:
     rows = np.arange(4, dtype=np.float32).reshape(2, 2)
-    placed = Team(1, 3).placed(rows, 5, blank=9)
+    placed = ProcessGroup(1, 3).pad_rows(rows, 5, blank=9)
     assert placed.tolist() == [[9, 9], [9, 9], [0, 1], [2, 3], [9, 9]]
-    assert torch.equal(Team().placed(rows, 2), torch.from_numpy(rows))
+    assert torch.equal(ProcessGroup().pad_rows(rows, 2), torch.from_numpy(rows))
 
 
 def talk(rank: int, file: str, out: str) -> None:
     """Write down what one rank of three receives; runs in its own process."""
-    os.environ["ESPER_TEAM"] = f"{rank}/3/{file}"
-    team = Team.join()
+    os.environ["ESPER_RENDEZVOUS"] = f"{rank}/3/{file}"
+    group = ProcessGroup.join()
     field = torch.full((2, 7), float("nan"))
-    field[:, team.share(7)] = torch.tensor([[-0.0], [float("inf")]]) if rank == 1 else float(rank + 1)
+    field[:, group.share(7)] = torch.tensor([[-0.0], [float("inf")]]) if rank == 1 else float(rank + 1)
     flags = torch.zeros(2, 7, dtype=torch.bool)
-    flags[1, team.share(7)] = True
-    team.gather([field, flags])
-    told = team.told({"path": "ä", "n": [1, 2]} if team.leads else None)
-    same = same_or_not(team, b"x" * 32)
-    other = same_or_not(team, bytes([rank]) * 32)
-    said = [field.view(torch.int32).tolist(), flags.tolist(), told, team.each(rank * 10), same, other]
+    flags[1, group.share(7)] = True
+    group.gather([field, flags])
+    told = group.broadcast({"path": "ä", "n": [1, 2]} if group.leads else None)
+    same = same_or_not(group, b"x" * 32)
+    other = same_or_not(group, bytes([rank]) * 32)
+    said = [field.view(torch.int32).tolist(), flags.tolist(), told, group.gather_ints(rank * 10), same, other]
     Path(out).write_text(repr(said))
-    team.leave()
+    group.leave()
 
 
-def same_or_not(team: Team, digest: bytes) -> str:
+def same_or_not(group: ProcessGroup, digest: bytes) -> str:
     try:
-        team.agree(lambda: digest, "these bytes")
+        group.agree(lambda: digest, "these bytes")
     except Exception as error:
         return str(error)
     return "agreed"
@@ -105,10 +105,10 @@ def arrive(rank: int, file: str, through: str) -> None:
 
     if rank == 1:
         torch.distributed.init_process_group = linger
-    os.environ["ESPER_TEAM"] = f"{rank}/2/{file}"
-    team = Team.join()
+    os.environ["ESPER_RENDEZVOUS"] = f"{rank}/2/{file}"
+    group = ProcessGroup.join()
     assert Path(through).exists()
-    team.leave()
+    group.leave()
 
 
 def test_no_rank_continues_before_all_passed_the_barrier(tmp_path: Path) -> None:

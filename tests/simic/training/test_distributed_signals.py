@@ -15,7 +15,7 @@ import torch
 
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
-from esper.simic.training.distributed import Team
+from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError, silence_s
 from tests.support import ROOT
 from tests.support.run_outcomes import TINY, esper, finished, newest
@@ -129,17 +129,17 @@ def test_whole_run_suspended_longer_than_the_silence_timeout_continues(tmp_path:
 
 def lose_rank_two(rank: int, file: str, out: str, how: str) -> None:
     """Connect, then lose rank 2 while the others wait for it; each writes down the rank it reports as lost."""
-    os.environ["ESPER_TEAM"] = f"{rank}/3/{file}"
+    os.environ["ESPER_RENDEZVOUS"] = f"{rank}/3/{file}"
     os.environ["ESPER_SILENCE_S"] = "6"
-    team = Team.join()
-    team.each(rank)
+    group = ProcessGroup.join()
+    group.gather_ints(rank)
     if rank == 2:
         os.kill(os.getpid(), signal.SIGSTOP if how == "stopped" else signal.SIGKILL)
     try:
-        team.gather([torch.zeros(2, 3)])
+        group.gather([torch.zeros(2, 3)])
     except RankLostError as error:
         Path(out).write_text(f"{error.rank}")
-    team.leave()
+    group.leave()
 
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])

@@ -26,7 +26,7 @@ from esper.simic.agent.ppo import PPO
 from esper.simic.no_growth_baseline import NoGrowthBaselines
 from esper.simic.training import learner as learning
 from esper.simic.training.config import TrainConfig, load_config
-from esper.simic.training.distributed import Team
+from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
 from esper.simic.training.learner import CHECKPOINTS, Keeper, Learner, differences, must_be_exact
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
@@ -93,7 +93,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fate]:
 @pytest.mark.parametrize("calls", [1, 2, 15, 16, 17, 31, 44, 60])
 def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[str, Fate], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        start(SIM, tmp_path / "run", look_up=Countdown(calls))
+        start(SIM, tmp_path / "run", poll=Countdown(calls))
     go_on(SIM, tmp_path / "run")
     assert fate(tmp_path / "run") == calm["sim"]
     assert is_whole(tmp_path / "run")
@@ -124,10 +124,10 @@ def test_interruption_in_an_update_or_checkpoint_changes_nothing(
 
 def test_run_interrupted_in_every_round_ends_bit_identical(calm: dict[str, Fate], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        start(SIM, tmp_path / "run", look_up=Countdown(9))
+        start(SIM, tmp_path / "run", poll=Countdown(9))
     for calls in (3, 18, 30, 22):
         with pytest.raises(Interrupted):
-            go_on(SIM, tmp_path / "run", look_up=Countdown(calls))
+            go_on(SIM, tmp_path / "run", poll=Countdown(calls))
     go_on(SIM, tmp_path / "run")
     assert fate(tmp_path / "run") == calm["sim"]
     assert is_whole(tmp_path / "run")
@@ -141,7 +141,7 @@ def test_run_of_real_hosts_resumes_bit_for_bit_from_step_and_baseline(
         start(HOSTS, tmp_path / "run")
     monkeypatch.undo()
     with pytest.raises(Interrupted):
-        go_on(HOSTS, tmp_path / "run", look_up=Countdown(20))
+        go_on(HOSTS, tmp_path / "run", poll=Countdown(20))
     go_on(HOSTS, tmp_path / "run")
     assert fate(tmp_path / "run") == calm["hosts"]
     assert is_whole(tmp_path / "run")
@@ -167,7 +167,7 @@ def damaged(saved: Saved) -> None:
 
 def test_damaged_checkpoint_is_named_and_the_previous_one_used(calm: dict[str, Fate], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        start(SIM, tmp_path / "run", look_up=Countdown(50))
+        start(SIM, tmp_path / "run", poll=Countdown(50))
     last = newest(tmp_path / "run")
     damaged(last)
     with pytest.warns(UserWarning, match=last.name):
@@ -200,7 +200,7 @@ def test_settings_that_would_change_bits_are_named_and_refused(
     changed: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Interrupted):
-        start(SIM, tmp_path / "run", look_up=Countdown(16))
+        start(SIM, tmp_path / "run", poll=Countdown(16))
     saved = newest(tmp_path / "run")
     must_be_exact(saved, SIM, SIMULATED)
     real: Callable[[TrainConfig, Any], dict[str, str]] = learning.fingerprint
@@ -220,7 +220,7 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
     )  # of another shape than a new policy would have
     start(config, tmp_path / "calm")
     with pytest.raises(Interrupted):
-        start(config, tmp_path / "run", look_up=Countdown(31))
+        start(config, tmp_path / "run", poll=Countdown(31))
     policy.unlink()
     _, told = last_checkpoint(tmp_path / "run", None, [], Asked())
     go_on(told, tmp_path / "run")
@@ -229,7 +229,7 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
 
 def test_other_data_than_at_the_start_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        start(HOSTS, tmp_path / "run", look_up=Countdown(20))
+        start(HOSTS, tmp_path / "run", poll=Countdown(20))
     saved, backend = newest(tmp_path / "run"), make_env(HOSTS).backend
     must_be_exact(saved, HOSTS, backend)
     backend.data_hash = "0" * 64
@@ -241,7 +241,7 @@ def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, m
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    keeper = Keeper(HOSTS, tmp_path, Silence(), Team())
+    keeper = Keeper(HOSTS, tmp_path, Silence(), ProcessGroup())
 
     def full(*_: Any) -> None:
         raise CheckpointError("No space left on device")
@@ -258,13 +258,13 @@ def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, m
 
 def test_resume_keeps_the_best_host_until_a_better_one_is_grown(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        start(HOSTS, tmp_path / "run", look_up=Countdown(20))
+        start(HOSTS, tmp_path / "run", poll=Countdown(20))
     best = BestHost.load(tmp_path / "run" / "best_host").host
     assert best is not None
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    keeper = Keeper(HOSTS, tmp_path / "run", Silence(), Team())
+    keeper = Keeper(HOSTS, tmp_path / "run", Silence(), ProcessGroup())
     keeper.went_on(newest(tmp_path / "run"))
     for number, gain in ((7, -0.1), (8, 0.0), (9, 0.1)):
         keeper.offer(env.backend, np.array([best.utility + gain, -1.0]), number)
@@ -298,7 +298,7 @@ def test_journal_is_synced_to_disk_before_each_checkpoint(
     monkeypatch.setattr(Checkpoints, "write", write_after_sync)
     config = msgspec.structs.replace(SIM, checkpoint_share=share)
     with pytest.raises(Interrupted):
-        start(config, run, look_up=Countdown(50))
+        start(config, run, poll=Countdown(50))
     assert len(written) == (4 if share == 1 else 2)
 
 
@@ -306,7 +306,7 @@ def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> 
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    keeper = Keeper(HOSTS, tmp_path, Silence(), Team())
+    keeper = Keeper(HOSTS, tmp_path, Silence(), ProcessGroup())
     average = env.backend.engine.networks[0].average.average[0]  # type: ignore[attr-defined]
     with torch.no_grad():
         average.view(-1)[0] = math.nan
@@ -319,13 +319,13 @@ def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> 
     assert (host.utility, host.round) == (0.1, 1)
 
 
-class Pair(Team):
+class Pair(ProcessGroup):
     """The leading rank of two; the messages of the other rank come from the test."""
 
-    heard = 0
+    reply = 0
 
-    def each(self, number: int) -> list[int]:
-        return [number, self.heard]
+    def gather_ints(self, number: int) -> list[int]:
+        return [number, self.reply]
 
 
 @pytest.mark.parametrize(
@@ -337,9 +337,9 @@ def test_ranks_agree_on_the_best_utility(outcome: int, best: float, tmp_path: Pa
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    team = Pair(0, 2)
-    team.heard = outcome
-    keeper = Keeper(HOSTS, tmp_path, Silence(), team)
+    group = Pair(0, 2)
+    group.reply = outcome
+    keeper = Keeper(HOSTS, tmp_path, Silence(), group)
     keeper.offer(env.backend, np.array([0.1, 0.5]), 0)
     assert keeper.best_utility == best
 
@@ -348,7 +348,7 @@ def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(tmp_path: Path, mo
     """Otherwise another resume could continue from the same checkpoint, and remove it, meanwhile."""
     run = tmp_path / "run"
     with pytest.raises(Interrupted):
-        start(SIM, run, look_up=Countdown(40))
+        start(SIM, run, poll=Countdown(40))
     choose, rivals = train.last_checkpoint, []
 
     def chosen(*args: Any) -> Any:
@@ -371,12 +371,12 @@ def test_last_complete_round_is_saved_when_a_rank_is_lost_during_gather(
     rare = msgspec.structs.replace(SIM, checkpoint_share=1e-9)
     gathered = []
 
-    def gather(team: Team, fields: Any, axis: int = 1, look_up: Any = None) -> None:
-        gathered.append(look_up is not None)
+    def gather(group: ProcessGroup, fields: Any, axis: int = 1, poll: Any = None) -> None:
+        gathered.append(poll is not None)
         if sum(gathered) == 3:
             raise RankLostError("rank 1 has gone", 1)
 
-    monkeypatch.setattr(Team, "gather", gather)
+    monkeypatch.setattr(ProcessGroup, "gather", gather)
     with pytest.raises(RankLostError):
         start(rare, tmp_path / "run")
     assert newest(tmp_path / "run").name == "round-000002"
@@ -386,7 +386,7 @@ def test_baselines_of_other_code_are_not_taken_from_a_checkpoint(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Interrupted):
-        start(HOSTS, tmp_path / "run", look_up=Countdown(20))
+        start(HOSTS, tmp_path / "run", poll=Countdown(20))
     saved, env = newest(tmp_path / "run"), make_env(HOSTS)
     learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.backend)
     assert env.backend.twin_curves()
@@ -424,7 +424,7 @@ def test_checkpoints_are_recorded_in_the_journal(tmp_path: Path) -> None:
 def test_stop_saves_the_last_complete_round_without_a_due_checkpoint(tmp_path: Path) -> None:
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9", "ppo.entropy_final=0.01"])
     with pytest.raises(Interrupted):
-        start(rare, tmp_path / "run", look_up=Countdown(8 * 5 + 3))
+        start(rare, tmp_path / "run", poll=Countdown(8 * 5 + 3))
     assert learning.about(newest(tmp_path / "run"))["done"] == 5
     start(rare, tmp_path / "calm")
     go_on(rare, tmp_path / "run")
@@ -434,7 +434,7 @@ def test_stop_saves_the_last_complete_round_without_a_due_checkpoint(tmp_path: P
 
 def test_incomplete_journal_is_reported_on_resume(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
-        start(SIM, tmp_path / "run", look_up=Countdown(40))
+        start(SIM, tmp_path / "run", poll=Countdown(40))
     journal = next((tmp_path / "run" / "events").iterdir())
     lines = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join(lines[:5] + lines[8:]))
@@ -447,7 +447,7 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
     content: bytes | None, calm: dict[str, Fate], tmp_path: Path
 ) -> None:
     with pytest.raises(Interrupted):
-        start(SIM, tmp_path / "run", look_up=Countdown(20))
+        start(SIM, tmp_path / "run", poll=Countdown(20))
     manifest = tmp_path / "run" / "manifest.json"
     manifest.unlink()
     if content is not None:
@@ -461,7 +461,7 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
 
 def test_run_with_a_failed_update_saves_every_round(tmp_path: Path) -> None:
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9"])
-    env, keeper = make_env(rare), Keeper(rare, tmp_path, Silence(), Team())
+    env, keeper = make_env(rare), Keeper(rare, tmp_path, Silence(), ProcessGroup())
     learner = Learner.new(rare, env.layout)
     keeper.keep(learner, env.backend)
     keeper.keep(learner, env.backend)

@@ -1,10 +1,10 @@
 """The group of processes (ranks) that train one policy together. Most runs have a single process.
 
-    team = Team.join()
-    mine = team.share(config.envs)              # this rank's environments, as a slice
+    group = ProcessGroup.join()
+    mine = group.share(config.envs)             # this rank's environments, as a slice
     …                                           # step them; act on a batch padded to [E]
-    team.gather(buffer.fields())                # once per round: every rank receives all rollouts
-    team.agree(learner.digest, "…")             # check that all ranks made the same update
+    group.gather(buffer.fields())               # once per round: every rank receives all rollouts
+    group.agree(learner.digest, "…")            # check that all ranks made the same update
 
 The policy's batch has the same shape for any number of ranks, so the bits of a row do not depend on the rank.
 Ranks on one machine rendezvous over a file and communicate over loopback; `torchrun` connects several machines.
@@ -34,7 +34,7 @@ from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.text import cut
 from esper.simic.training.heartbeat import PATIENCE, Heartbeat, RankLostError, close
 
-MEETING = "ESPER_TEAM"
+RENDEZVOUS = "ESPER_RENDEZVOUS"
 """Environment variable that gives a spawned rank its rank, the group's size and the rendezvous file: rank/size/file."""
 SLICES_S = (0.00005, 0.05)
 """First and longest pause in seconds between two polls of a pending collective. Each is 1.5 times the previous one."""
@@ -43,24 +43,24 @@ _BITS = {1: torch.uint8, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(slots=True, eq=False)
-class Team:
+class ProcessGroup:
     """Rank and size of the process group. A group of one process does not communicate."""
 
     rank: int = 0
     size: int = 1
-    look_up: Callable[[], None] = lambda: None
+    poll: Callable[[], None] = lambda: None
     """Called while this rank waits for others. It may raise."""
     heartbeat: Heartbeat | None = None
 
     @classmethod
-    def join(cls, look_up: Callable[[], None] = lambda: None) -> Team:
+    def join(cls, poll: Callable[[], None] = lambda: None) -> ProcessGroup:
         """Join the group that this process was started in, by `--workers` or torchrun; otherwise return a group of one.
 
-        `look_up` is called while this rank waits for others. It may raise.
+        `poll` is called while this rank waits for others. It may raise.
         """
-        if MEETING in os.environ:
+        if RENDEZVOUS in os.environ:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
-            return cls._meet(*_meeting(os.environ[MEETING]), look_up)
+            return cls._meet(*_rendezvous(os.environ[RENDEZVOUS]), poll)
         size = _from_environment("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
         if size == 1:
             return cls()
@@ -72,29 +72,31 @@ class Team:
                 raise ConfigError(
                     f"WORLD_SIZE={size} says that torchrun started this, but {name} is not set. {_WAY_OUT}"
                 )
-        return cls._meet(rank, size, "env://", look_up)
+        return cls._meet(rank, size, "env://", poll)
 
     @classmethod
-    def _meet(cls, rank: int, size: int, where: str, look_up: Callable[[], None]) -> Team:
-        """Rendezvous in a separate thread, so that this one can handle signals and call `look_up`."""
-        team, failed = cls(rank, size, look_up), []  # type: tuple[Team, list[Exception]]
+    def _meet(cls, rank: int, size: int, where: str, poll: Callable[[], None]) -> ProcessGroup:
+        """Rendezvous in a separate thread, so that this one can handle signals and call `poll`."""
+        group, failed = cls(rank, size, poll), []  # type: tuple[ProcessGroup, list[Exception]]
 
         def meet() -> None:
             try:
                 dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
-                team.heartbeat = Heartbeat(rank, size)
-                team.each(0)  # once it returns, all ranks have connected, and the rendezvous file can be removed
+                group.heartbeat = Heartbeat(rank, size)
+                group.gather_ints(
+                    0
+                )  # once it returns, all ranks have connected, and the rendezvous file can be removed
             except Exception as error:
                 failed.append(error)
 
-        thread = threading.Thread(target=meet, name="esper-meeting", daemon=True)
+        thread = threading.Thread(target=meet, name="esper-rendezvous", daemon=True)
         thread.start()
         while thread.is_alive():
             thread.join(0.1)
-            look_up()
+            poll()
         for error in failed:
             raise TrainingError(f"rank {rank} of {size} could not meet the others ({where}): {error}") from error
-        return team
+        return group
 
     def leave(self) -> None:
         """Close the connections to the other ranks. A pending collective is aborted."""
@@ -104,8 +106,8 @@ class Team:
             close(dist.group.WORLD)
 
     def check(self) -> None:
-        """Raise if `look_up` does, or if another rank is lost."""
-        self.look_up()
+        """Raise if `poll` does, or if another rank is lost."""
+        self.poll()
         if self.heartbeat is not None:
             self.heartbeat.check()
 
@@ -125,7 +127,7 @@ class Team:
         start = self.rank * least + min(self.rank, more)
         return slice(start, start + least + (self.rank < more))
 
-    def placed(self, rows: NDArray[Any], envs: int, blank: Any = 0) -> Tensor:
+    def pad_rows(self, rows: NDArray[Any], envs: int, blank: Any = 0) -> Tensor:
         """Return this rank's rows [R, …] at their positions in a tensor [E, …], filled with `blank` elsewhere."""
         if self.size == 1:
             return torch.from_numpy(rows)
@@ -133,10 +135,10 @@ class Team:
         whole[self.share(envs)] = rows
         return torch.from_numpy(whole)
 
-    def gather(self, fields: Iterable[Tensor], axis: int = 1, look_up: Callable[[], None] = lambda: None) -> None:
+    def gather(self, fields: Iterable[Tensor], axis: int = 1, poll: Callable[[], None] = lambda: None) -> None:
         """Exchange each tensor's parts between the ranks, in place. Each rank provides its own slice along `axis`.
 
-        `look_up` is called while this rank waits for others. It may raise.
+        `poll` is called while this rank waits for others. It may raise.
         """
         if self.size == 1:
             return
@@ -145,22 +147,22 @@ class Team:
             mine = self.share(field.shape[axis])
             bits.narrow(axis, 0, mine.start).zero_()
             bits.narrow(axis, mine.stop, field.shape[axis] - mine.stop).zero_()
-            self._run(dist.all_reduce, bits, look_up=look_up)
+            self._run(dist.all_reduce, bits, poll=poll)
 
-    def whole(self, rows: NDArray[np.float64], envs: int) -> NDArray[np.float64]:
+    def gather_rows(self, rows: NDArray[np.float64], envs: int) -> NDArray[np.float64]:
         """Return the numbers of all environments [E], given those of this rank [R]."""
-        numbers = self.placed(np.asarray(rows, np.float64), envs)
+        numbers = self.pad_rows(np.asarray(rows, np.float64), envs)
         self.gather([numbers], axis=0)
         return numbers.numpy()
 
-    def each(self, number: int) -> list[int]:
+    def gather_ints(self, number: int) -> list[int]:
         """Return the `number` of every rank, by rank."""
         numbers = torch.zeros(self.size, dtype=torch.int64)
         numbers[self.rank] = number
         self.gather([numbers], axis=0)
         return [int(n) for n in numbers]
 
-    def told(self, message: Any = None) -> Any:
+    def broadcast(self, message: Any = None) -> Any:
         """Return rank 0's message, sent as JSON. The messages of other ranks are ignored."""
         if self.size == 1:
             return message
@@ -188,7 +190,7 @@ class Team:
                 "same bits. Use one kind of processor, the same versions and threads on all of them"
             )
 
-    def _run(self, collective: Any, *args: Any, look_up: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
+    def _run(self, collective: Any, *args: Any, poll: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
         """Run a collective and poll for its completion, so that Python handles signals and lost ranks are noticed."""
         pause_s, longest_s = SLICES_S
         try:
@@ -196,7 +198,7 @@ class Team:
             while not work.is_completed():
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, longest_s)
-                look_up()
+                poll()
                 self.check()
             work.wait()
         except RuntimeError as error:
@@ -220,9 +222,9 @@ def _from_environment(name: str, least: int) -> int:
     return int(text)
 
 
-def _meeting(text: str) -> tuple[int, int, str]:
+def _rendezvous(text: str) -> tuple[int, int, str]:
     """Return rank, size and rendezvous address of a spawned rank."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})/(.+)", text)
     if match is None:
-        raise ConfigError(f"{MEETING} is for `esper train --workers` alone, and says {cut(text, 100)!r}. Unset it")
+        raise ConfigError(f"{RENDEZVOUS} is for `esper train --workers` alone, and says {cut(text, 100)!r}. Unset it")
     return int(match[1]), int(match[2]), f"file://{match[3]}"

@@ -35,7 +35,7 @@ from esper.simic.agent.ppo import PPO
 from esper.simic.backend import Backend, HostBackend
 from esper.simic.no_growth_baseline import code_hash, processor
 from esper.simic.training.config import TrainConfig, as_tree
-from esper.simic.training.distributed import Team
+from esper.simic.training.distributed import ProcessGroup
 from esper.tamiyo.controllers.learned import SHIPPED
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout
@@ -181,12 +181,12 @@ def with_its_network(config: TrainConfig) -> TrainConfig:
 class Keeper:
     """Writes the checkpoints and the best host of a run. Write errors become warnings, and the run continues."""
 
-    def __init__(self, config: TrainConfig, directory: Path | None, hub: Emits, team: Team) -> None:
-        self.config, self.hub, self.team, self.directory = config, hub, team, directory
+    def __init__(self, config: TrainConfig, directory: Path | None, hub: Emits, group: ProcessGroup) -> None:
+        self.config, self.hub, self.group, self.directory = config, hub, group, directory
         self.checkpoints = None if directory is None else Checkpoints(directory / CHECKPOINTS, keep=config.keep)
         self.best_utility = -math.inf  # of all hosts so far
         self._ended, self._cost_s = -math.inf, 0.0  # end and duration of the last write
-        self._next_seq = [0] * team.size  # of every rank's journal, at the end of the last round
+        self._next_seq = [0] * group.size  # of every rank's journal, at the end of the last round
         self._kept = -1  # completed rounds at the last checkpoint
 
     def keep(self, learner: Learner, backend: Backend) -> None:
@@ -201,8 +201,8 @@ class Keeper:
         sick = learner.ppo.bad_in_a_row > 0  # the run may stop soon: keep its last completed round
         always = sick or learner.done == self.config.rounds or self.config.checkpoint_share == 1
         due = always or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
-        flushed = self._flush() if due or self.team.size > 1 else True
-        self._next_seq = self.team.each(getattr(self.hub, "next_seq", 0))
+        flushed = self._flush() if due or self.group.size > 1 else True
+        self._next_seq = self.group.gather_ints(getattr(self.hub, "next_seq", 0))
         if due and not flushed and learner.done < self.config.rounds:
             warnings.warn("the journal cannot be flushed to disk; this checkpoint is put off", stacklevel=2)
         elif due:
@@ -219,7 +219,7 @@ class Keeper:
         """Take over the state of the checkpoint that the run resumes from, and emit an event."""
         told = about(saved)
         self.best_utility, self._next_seq, self._kept = told["best_utility"], told["next_seq"], told["done"]
-        if self.team.leads:
+        if self.group.leads:
             size = sum(file.stat().st_size for file in saved.path.iterdir())
             path = f"{CHECKPOINTS}/{saved.path.name}"
             self.hub.emit(Checkpoint(path=path, reason="resumed", round=told["done"], size_bytes=size))
@@ -237,7 +237,7 @@ class Keeper:
 
     def _write(self, learner: Learner, backend: Backend) -> None:
         """Write a checkpoint numbered by the completed rounds, and the current policy."""
-        if not self.team.leads or self.checkpoints is None or self.directory is None:
+        if not self.group.leads or self.checkpoints is None or self.directory is None:
             return
         if not self.directory.is_dir():  # moved or removed: do not recreate it
             warnings.warn(f"{self.directory} is gone: no checkpoint can be written", stacklevel=2)
@@ -274,7 +274,7 @@ class Keeper:
         if self.directory is None or not isinstance(backend, HostBackend):
             return
         scores = np.where(np.isfinite(utility), utility, -math.inf)
-        mine = range(len(scores))[self.team.share(len(scores))]
+        mine = range(len(scores))[self.group.share(len(scores))]
         for champion in np.argsort(-scores, kind="stable").tolist():
             best = float(scores[champion])
             if not best > self.best_utility:
@@ -283,7 +283,7 @@ class Keeper:
             if champion in mine:
                 host = GrownHost.of(backend.engine, mine.index(champion), utility=best, round=number)
                 outcome = self._save_host(host, self.directory)
-            outcome = max(self.team.each(outcome))
+            outcome = max(self.group.gather_ints(outcome))
             if outcome == KEPT:
                 self.best_utility = best
             if outcome != NOT_FINITE:

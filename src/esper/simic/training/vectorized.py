@@ -30,7 +30,7 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.simic.training.config import TrainConfig
-from esper.simic.training.distributed import Team
+from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.learner import Keeper, Learner, Round, Trained, restore
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced
@@ -47,32 +47,32 @@ def train_ppo_vectorized(
     directory: Path | None = None,
     data_root: Path | None = None,
     resume: Saved | None = None,
-    team: Team | None = None,
-    look_up: Callable[[], None] = lambda: None,
+    group: ProcessGroup | None = None,
+    poll: Callable[[], None] = lambda: None,
     on_round: Callable[[Round], None] = lambda told: None,
 ) -> Trained:
     """Train a policy and return it with the results of every round.
 
     directory  run directory for the policy, the no-growth baselines and the checkpoints; None writes nothing
     resume     checkpoint to resume from; the result is bit-identical to an uninterrupted run
-    team       process group that shares the environments; results do not depend on its size
-    look_up    called between steps; it may raise, and the run can be resumed from its last completed round
+    group      process group that shares the environments; results do not depend on its size
+    poll       called between steps; it may raise, and the run can be resumed from its last completed round
     on_round   called with the result of each round
     """
     torch.set_num_threads(config.threads)  # results depend on the number of threads
-    phases, hub, team = Phases(), Silence() if hub is None else hub, team or Team()
-    E, mine = config.envs, team.share(config.envs)
-    env = make_env(config, phases, directory, data_root, team)
+    phases, hub, group = Phases(), Silence() if hub is None else hub, group or ProcessGroup()
+    E, mine = config.envs, group.share(config.envs)
+    env = make_env(config, phases, directory, data_root, group)
     learner = Learner.new(config, env.layout, resumed=resume is not None)
     network, trained = learner.network, learner.trained
-    keeper = Keeper(config, directory, hub, team)
+    keeper = Keeper(config, directory, hub, group)
     buffer = TamiyoRolloutBuffer(
         steps=env.horizon, envs=E, features=num_features(env.layout.slots), masks=env.layout.size,
         hidden=(network.hidden_size,),
     )  # fmt: skip
     emit = TelemetryEmitter(
         hub, slots=env.backend.slots, worlds=env.backend.worlds, host_params=env.backend.context.host_params,
-        envs=range(E)[mine], level=level(config.telemetry), leads=team.leads,
+        envs=range(E)[mine], level=level(config.telemetry), leads=group.leads,
     )  # fmt: skip
     if resume is None:
         keeper.keep(learner, env.backend)
@@ -82,8 +82,8 @@ def train_ppo_vectorized(
         env.round = learner.done - 1
 
     def look() -> None:
-        look_up()
-        team.check()
+        poll()
+        group.check()
 
     env.backend.on_pause = look
 
@@ -93,14 +93,14 @@ def train_ppo_vectorized(
             emit.begin(env.backend.worlds, episode=number + 1)
             buffer.reset()
             draws = choice_draws(config.seed, number, round_worlds(config, number), env.horizon)
-            sampler = Sampler(network, env.layout, team, draws, obs, info["masks"])
+            sampler = Sampler(network, env.layout, group, draws, obs, info["masks"])
             earned = np.zeros(env.num_envs)
             for step in rollout(env, sampler, env.horizon, before_step=look, phases=phases):
                 obs, paid, ended, cut, info = step.result  # after apply, tick, training and validation
-                done, choice = team.placed(ended, E, ended.all()), sampler.choice
+                done, choice = group.pad_rows(ended, E, ended.all()), sampler.choice
                 buffer.add(
                     obs=sampler.obs, masks=sampler.masks, actions=choice.actions, log_probs=choice.log_probs,
-                    values=choice.values, rewards=team.placed(paid, E), done=done, truncated=team.placed(cut, E),
+                    values=choice.values, rewards=group.pad_rows(paid, E), done=done, truncated=group.pad_rows(cut, E),
                     starts=sampler.starts, hidden=sampler.hidden, forced=forced(sampler.masks, env.layout),
                 )  # fmt: skip
                 sampler.observe(obs, info["masks"])
@@ -112,9 +112,9 @@ def train_ppo_vectorized(
                     emit.worth(env.backend.table, env.backend.worth)
                     emit.phases(phases)
             with phases("gather"):
-                team.gather(buffer.fields(), look_up=look_up)
+                group.gather(buffer.fields(), poll=poll)
                 ends = {"returns": earned, "utility": info["utility"], "quality": info["quality"]}
-                ends = {name: team.whole(rows, E) for name, rows in ends.items()}
+                ends = {name: group.gather_rows(rows, E) for name, rows in ends.items()}
         with phases("update"):
             told = with_returns(learner.ppo.update(buffer.finish(), learner.shuffle), ends["returns"])
         with phases("telemetry"):
@@ -129,7 +129,7 @@ def train_ppo_vectorized(
         trained.env_steps += E * env.horizon
         with phases("checkpoint"):
             keeper.offer(env.backend, ends["utility"], number + 1)
-            team.agree(learner.digest, "what the ranks learnt")
+            group.agree(learner.digest, "what the ranks learnt")
             keeper.keep(learner, env.backend)
         on_round(trained.rounds[-1])
     return trained
@@ -142,9 +142,9 @@ class Sampler:
     """
 
     def __init__(
-        self, network: TamiyoNetwork, layout: MaskLayout, team: Team, draws: Tensor, obs: Floats, masks: Bools
+        self, network: TamiyoNetwork, layout: MaskLayout, group: ProcessGroup, draws: Tensor, obs: Floats, masks: Bools
     ) -> None:
-        self.network, self.layout, self.team, self.draws = network, layout, team, draws  # draws [T, E, 8]
+        self.network, self.layout, self.group, self.draws = network, layout, group, draws  # draws [T, E, 8]
         self.envs = draws.shape[1]
         self.hidden = network.initial(self.envs)
         self.starts = torch.ones(self.envs, dtype=torch.bool)  # [E] whether the next step is the first of an episode
@@ -156,7 +156,7 @@ class Sampler:
         """Return actions [R, 8]. The arguments are unused: `obs` and `masks` hold the environment's current state."""
         self.choice = self.network.act(self.obs, self.masks, self.hidden, self.layout, self.draws[self._step])
         self._step += 1
-        return np.asarray(self.choice.actions.numpy()[self.team.share(self.envs)])
+        return np.asarray(self.choice.actions.numpy()[self.group.share(self.envs)])
 
     def observe(self, obs: Floats, masks: Bools) -> None:
         """Store the observations and masks after a step. No episode starts within a round."""
@@ -165,7 +165,7 @@ class Sampler:
         self.obs, self.masks = self._padded(obs, masks)
 
     def _padded(self, obs: Floats, masks: Bools) -> tuple[Tensor, Tensor]:
-        return self.team.placed(obs, self.envs), self.team.placed(masks, self.envs, True)
+        return self.group.pad_rows(obs, self.envs), self.group.pad_rows(masks, self.envs, True)
 
 
 def make_env(
@@ -173,10 +173,10 @@ def make_env(
     phases: Phases | None = None,
     directory: Path | None = None,
     data_root: Path | None = None,
-    team: Team | None = None,
+    group: ProcessGroup | None = None,
 ) -> GrowthVectorEnv:
     """Return this rank's environments of a config: simulated or real hosts, in the worlds of each round."""
-    mine = (team or Team()).share(config.envs)
+    mine = (group or ProcessGroup()).share(config.envs)
 
     def worlds(number: int) -> list[int]:
         return round_worlds(config, number)[mine]
