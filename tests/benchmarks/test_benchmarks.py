@@ -14,7 +14,7 @@ from benchmarks import observations, simulator
 from benchmarks.hosts import reference_task
 from benchmarks.train import BareLoop, Case, HeldBackend, compare
 from esper.simic.agent.ppo import PPO
-from esper.simic.training.learner import Keeper
+from esper.simic.training.learner import Checkpointer
 from tests.support import ROOT
 
 SHARED = {"__init__", "bars", "bare_loop", "hosts", "measure", "recorded_run"}
@@ -50,12 +50,12 @@ def test_train_benchmark_times_update_checkpoint_and_telemetry(
     blueprints: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: dict[str, int] = {}
-    for owner, name in ((PPO, "update"), (Keeper, "keep"), (HeldBackend, "step"), (BareLoop, "step")):
+    for owner, name in ((PPO, "update"), (Checkpointer, "save_if_due"), (HeldBackend, "step"), (BareLoop, "step")):
         monkeypatch.setattr(owner, name, counted(calls, f"{owner.__name__}.{name}", getattr(owner, name)))
     row = compare(Case("small", reference_task(8, 8), envs=2, steps=2, blueprints=blueprints), repeats=2)
 
     assert calls["PPO.update"] == 3  # the first round is not counted
-    assert calls["Keeper.keep"] >= 3
+    assert calls["Checkpointer.save_if_due"] >= 3
     assert calls["HeldBackend.step"] == calls["BareLoop.step"] == 6
     assert {"train", "policy", "update", "checkpoint", "telemetry"} <= row["phases_ms"].keys()
     assert row["phases_ms"]["update"] > 0.0

@@ -27,7 +27,7 @@ from esper.commands.growing import (
     GROWN,
     HOSTS_COMPARED,
     NO_GROWTH,
-    Keeper,
+    Checkpointer,
     Kept,
     Result,
     Scene,
@@ -125,13 +125,15 @@ def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | No
         console.print(Text(about))  # wrapped between words
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
         with stoppable("ending after this epoch; once more leaves at once", run.hub.stop_waiting) as stop:
-            keeper = Keeper(run, settings, exact)
+            checkpointer = Checkpointer(run, settings, exact)
             show = partial(progress, console)
-            scene = Scene(run, task, data, settings.seed, config, level, keeper, stop, show)
+            scene = Scene(run, task, data, settings.seed, config, level, checkpointer, stop, show)
             try:
                 worth = _train_all(scene, settings, controller, saved, console)
             except SystemExit:
-                where = f"its last checkpoint is {keeper.last}" if keeper.last else "it has no checkpoint yet"
+                where = (
+                    f"its last checkpoint is {checkpointer.last}" if checkpointer.last else "it has no checkpoint yet"
+                )
                 plainly(console, f"stopped; {where}. Go on with: {asked.again(run.path)}")
                 raise
         assert scene.grown is not None

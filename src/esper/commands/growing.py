@@ -117,7 +117,7 @@ def exact_for(settings: Settings, config: EngineConfig, data: Dataset, controlle
     return found
 
 
-class Keeper:
+class Checkpointer:
     """Writes the checkpoints of a run. A failed write gives a warning and does not end the run."""
 
     def __init__(self, run: Run, settings: Settings, exact: dict[str, str]) -> None:
@@ -126,7 +126,7 @@ class Keeper:
         self.last = ""
         self._ended, self._cost_s = -math.inf, 0.0
 
-    def keep(self, name: str, state: Callable[[], dict[str, Any]], *, always: bool = False) -> None:
+    def save_if_due(self, name: str, state: Callable[[], dict[str, Any]], *, always: bool = False) -> None:
         """Write a checkpoint of this name if one is due. The journal is flushed first, so that it has no gap.
 
         If it cannot be flushed, the checkpoint is postponed, unless `always` is set.
@@ -148,16 +148,16 @@ class Keeper:
         except CheckpointError as error:
             warnings.warn(f"{error}. The run goes on; its last checkpoint is an earlier one", stacklevel=2)
             return
-        self._told(written.path, written.size_bytes, "start" if not self.last else "epoch", written.write_ms)
+        self._emit(written.path, written.size_bytes, "start" if not self.last else "epoch", written.write_ms)
         self.last, self._ended = name, time.monotonic()
         self._cost_s = self._ended - start
 
-    def resumed(self, saved: Saved) -> None:
+    def resume_from(self, saved: Saved) -> None:
         """Record which checkpoint the run continues from."""
         self.last = saved.name
-        self._told(saved.path, sum(file.stat().st_size for file in saved.path.iterdir()), "resumed", None)
+        self._emit(saved.path, sum(file.stat().st_size for file in saved.path.iterdir()), "resumed", None)
 
-    def _told(self, path: Path, size: int, reason: str, write_ms: float | None) -> None:
+    def _emit(self, path: Path, size: int, reason: str, write_ms: float | None) -> None:
         shown = f"{CHECKPOINTS}/{path.name}"
         self.run.say(Checkpoint(path=shown, reason=reason, size_bytes=size, write_ms=write_ms))
 
@@ -172,7 +172,7 @@ class Scene:
     seed: int
     config: EngineConfig
     level: Level
-    keeper: Keeper
+    checkpointer: Checkpointer
     stop: Callable[[], None]
     """Called between epochs; raises SystemExit after a signal to stop."""
     progress: Callable[[str, Engine, Result], AbstractContextManager[Callable[[], None]]]
@@ -200,7 +200,7 @@ class Scene:
 
     def load(self, saved: Saved, grown: Engine) -> None:
         """Continue from a checkpoint. The state of the growing host is loaded into `grown` if it was finished."""
-        self.keeper.resumed(saved)
+        self.checkpointer.resume_from(saved)
         state = unpacked(saved.document(GROW), saved.tensors(GROW))
         self.results = [Result(**told) for told in state["results"]]
         if state["grown"] is not None:
@@ -218,7 +218,7 @@ class Scene:
         def keep(*, always: bool = False) -> None:
             if not engine.governor.is_failing:
                 at = f"{name.replace(' ', '-')}-{len(result.history):05d}"
-                self.keeper.keep(at, lambda: self._state(result, engine, controller, emit), always=always)
+                self.checkpointer.save_if_due(at, lambda: self._state(result, engine, controller, emit), always=always)
 
         if name == GROWN:
             keep(always=not result.history)

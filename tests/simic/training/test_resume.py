@@ -28,7 +28,7 @@ from esper.simic.training import learner as learning
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
-from esper.simic.training.learner import CHECKPOINTS, Keeper, Learner, differences, must_be_exact
+from esper.simic.training.learner import CHECKPOINTS, Checkpointer, Learner, differences, must_be_exact
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tolaria.best_host import BestHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -101,7 +101,7 @@ def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[s
 
 @pytest.mark.parametrize(
     ("where", "name", "calls"),
-    [(PPO, "_step", 3), (PPO, "_judge", 2), (Keeper, "_keep_policy", 3), (Checkpoints, "write", 2),
+    [(PPO, "_step", 3), (PPO, "_judge", 2), (Checkpointer, "_save_policy", 3), (Checkpoints, "write", 2),
      (Checkpoints, "write", 4), (Learner, "state", 3)],
 )  # fmt: skip
 def test_interruption_in_an_update_or_checkpoint_changes_nothing(
@@ -241,7 +241,7 @@ def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, m
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    keeper = Keeper(HOSTS, tmp_path, Silence(), ProcessGroup())
+    checkpointer = Checkpointer(HOSTS, tmp_path, Silence(), ProcessGroup())
 
     def full(*_: Any) -> None:
         raise CheckpointError("No space left on device")
@@ -249,8 +249,8 @@ def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, m
     with monkeypatch.context() as patch:
         patch.setattr(BestHost, "save", full)
         with pytest.warns(UserWarning, match="this best host is not kept"):
-            keeper.offer(env.backend, np.array([0.5, 0.1]), 0)
-    keeper.offer(env.backend, np.array([0.2, 0.3]), 1)
+            checkpointer.offer_hosts(env.backend, np.array([0.5, 0.1]), 0)
+    checkpointer.offer_hosts(env.backend, np.array([0.2, 0.3]), 1)
     host = BestHost.load(tmp_path / "best_host").host
     assert host is not None
     assert (host.utility, host.round) == (0.3, 1)
@@ -264,10 +264,10 @@ def test_resume_keeps_the_best_host_until_a_better_one_is_grown(tmp_path: Path) 
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    keeper = Keeper(HOSTS, tmp_path / "run", Silence(), ProcessGroup())
-    keeper.went_on(newest(tmp_path / "run"))
+    checkpointer = Checkpointer(HOSTS, tmp_path / "run", Silence(), ProcessGroup())
+    checkpointer.resume_from(newest(tmp_path / "run"))
     for number, gain in ((7, -0.1), (8, 0.0), (9, 0.1)):
-        keeper.offer(env.backend, np.array([best.utility + gain, -1.0]), number)
+        checkpointer.offer_hosts(env.backend, np.array([best.utility + gain, -1.0]), number)
         kept = BestHost.load(tmp_path / "run" / "best_host").host
         assert kept is not None
         assert kept.round == (9 if gain > 0 else best.round)
@@ -306,14 +306,14 @@ def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> 
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    keeper = Keeper(HOSTS, tmp_path, Silence(), ProcessGroup())
+    checkpointer = Checkpointer(HOSTS, tmp_path, Silence(), ProcessGroup())
     average = env.backend.engine.networks[0].average.average[0]  # type: ignore[attr-defined]
     with torch.no_grad():
         average.view(-1)[0] = math.nan
-    keeper.offer(env.backend, np.array([0.5, -math.inf]), 0)
-    assert keeper.best_utility == -math.inf
-    keeper.offer(env.backend, np.array([0.5, 0.1]), 1)
-    assert keeper.best_utility == 0.1
+    checkpointer.offer_hosts(env.backend, np.array([0.5, -math.inf]), 0)
+    assert checkpointer.best_utility == -math.inf
+    checkpointer.offer_hosts(env.backend, np.array([0.5, 0.1]), 1)
+    assert checkpointer.best_utility == 0.1
     host = BestHost.load(tmp_path / "best_host").host
     assert host is not None
     assert (host.utility, host.round) == (0.1, 1)
@@ -339,9 +339,9 @@ def test_ranks_agree_on_the_best_utility(outcome: int, best: float, tmp_path: Pa
     env.step(np.zeros((2, 8), dtype=np.int64))
     group = Pair(0, 2)
     group.reply = outcome
-    keeper = Keeper(HOSTS, tmp_path, Silence(), group)
-    keeper.offer(env.backend, np.array([0.1, 0.5]), 0)
-    assert keeper.best_utility == best
+    checkpointer = Checkpointer(HOSTS, tmp_path, Silence(), group)
+    checkpointer.offer_hosts(env.backend, np.array([0.1, 0.5]), 0)
+    assert checkpointer.best_utility == best
 
 
 def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -461,13 +461,13 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
 
 def test_run_with_a_failed_update_saves_every_round(tmp_path: Path) -> None:
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9"])
-    env, keeper = make_env(rare), Keeper(rare, tmp_path, Silence(), ProcessGroup())
+    env, checkpointer = make_env(rare), Checkpointer(rare, tmp_path, Silence(), ProcessGroup())
     learner = Learner.new(rare, env.layout)
-    keeper.keep(learner, env.backend)
-    keeper.keep(learner, env.backend)
+    checkpointer.save_if_due(learner, env.backend)
+    checkpointer.save_if_due(learner, env.backend)
     assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000"]
     learner.ppo.bad_in_a_row = 1
-    keeper.keep(learner, env.backend)
+    checkpointer.save_if_due(learner, env.backend)
     assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000", "round-000000"]
 
 

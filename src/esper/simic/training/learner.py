@@ -2,7 +2,7 @@
 
     learner = Learner.new(config, layout)
     learner.load(state)                          # state of an earlier process
-    keeper.keep(learner, backend)                 # flush the journal, then write a checkpoint
+    checkpointer.save_if_due(learner, backend)                 # flush the journal, then write a checkpoint
 
 No host exists between rounds, so the state is small. The hosts of a round are a function of the round's number.
 """
@@ -178,7 +178,7 @@ def with_its_network(config: TrainConfig) -> TrainConfig:
     return msgspec.structs.replace(config, network=found)
 
 
-class Keeper:
+class Checkpointer:
     """Writes the checkpoints and the best host of a run. Write errors become warnings, and the run continues."""
 
     def __init__(self, config: TrainConfig, directory: Path | None, hub: Emits, group: ProcessGroup) -> None:
@@ -189,7 +189,7 @@ class Keeper:
         self._next_seq = [0] * group.size  # of every rank's journal, at the end of the last round
         self._kept = -1  # completed rounds at the last checkpoint
 
-    def keep(self, learner: Learner, backend: Backend) -> None:
+    def save_if_due(self, learner: Learner, backend: Backend) -> None:
         """Write a checkpoint at the start of the run or the end of a round, if one is due.
 
         The journal is flushed first, so that a resumed run has no gap in it. While flushing fails, checkpoints are
@@ -215,7 +215,7 @@ class Keeper:
         flush = getattr(self.hub, "flush", None)
         return flush is None or bool(flush()) or bool(getattr(self.hub, "has_lost", False))
 
-    def went_on(self, saved: Saved) -> None:
+    def resume_from(self, saved: Saved) -> None:
         """Take over the state of the checkpoint that the run resumes from, and emit an event."""
         told = about(saved)
         self.best_utility, self._next_seq, self._kept = told["best_utility"], told["next_seq"], told["done"]
@@ -225,7 +225,7 @@ class Keeper:
             self.hub.emit(Checkpoint(path=path, reason="resumed", round=told["done"], size_bytes=size))
 
     @contextmanager
-    def keeping(self, learner: Learner, backend: Backend) -> Iterator[None]:
+    def save_on_error(self, learner: Learner, backend: Backend) -> Iterator[None]:
         """Context manager around the work between two updates: on an exception, save the last completed round first."""
         try:
             yield
@@ -249,7 +249,7 @@ class Keeper:
         recent = learner.trained.rounds[-1:]
         score = float(np.mean(recent[0].returns)) if recent else None
         try:
-            self._keep_policy(learner.trained)
+            self._save_policy(learner.trained)
             written = self.checkpoints.write(
                 f"round-{learner.done:06d}", tensors={LEARNER: tensors}, score=score,
                 documents={LEARNER: document, RUN: spelled(run)},
@@ -265,7 +265,7 @@ class Keeper:
             )
         )  # fmt: skip
 
-    def offer(self, backend: Backend, utility: Floats, number: int) -> None:
+    def offer_hosts(self, backend: Backend, utility: Floats, number: int) -> None:
         """Save the best finite host of a round [E] if its utility exceeds all previous ones.
 
         The host's rank writes it. All ranks receive the outcome: `best_utility` is raised on all of them, and only if
@@ -301,7 +301,7 @@ class Keeper:
             return NOT_WRITTEN
         return KEPT
 
-    def _keep_policy(self, trained: Trained) -> None:
+    def _save_policy(self, trained: Trained) -> None:
         assert self.directory is not None
         where = "sim" if self.config.simulated else self.config.task
         save_policy(

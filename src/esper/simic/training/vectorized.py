@@ -31,7 +31,7 @@ from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distributed import ProcessGroup
-from esper.simic.training.learner import Keeper, Learner, Round, Trained, restore
+from esper.simic.training.learner import Checkpointer, Learner, Round, Trained, restore
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced
 from esper.tamiyo.policy.features import num_features
@@ -65,7 +65,7 @@ def train_ppo_vectorized(
     env = make_env(config, phases, directory, data_root, group)
     learner = Learner.new(config, env.layout, resumed=resume is not None)
     network, trained = learner.network, learner.trained
-    keeper = Keeper(config, directory, hub, group)
+    checkpointer = Checkpointer(config, directory, hub, group)
     buffer = TamiyoRolloutBuffer(
         steps=env.horizon, envs=E, features=num_features(env.layout.slots), masks=env.layout.size,
         hidden=(network.hidden_size,),
@@ -75,10 +75,10 @@ def train_ppo_vectorized(
         envs=range(E)[mine], level=level(config.telemetry), leads=group.leads,
     )  # fmt: skip
     if resume is None:
-        keeper.keep(learner, env.backend)
+        checkpointer.save_if_due(learner, env.backend)
     else:
         restore(resume, config, learner, env.backend)
-        keeper.went_on(resume)
+        checkpointer.resume_from(resume)
         env.round = learner.done - 1
 
     def look() -> None:
@@ -88,7 +88,7 @@ def train_ppo_vectorized(
     env.backend.on_pause = look
 
     for number in range(learner.done, config.rounds):
-        with keeper.keeping(learner, env.backend):
+        with checkpointer.save_on_error(learner, env.backend):
             obs, info = env.reset()
             emit.begin(env.backend.worlds, episode=number + 1)
             buffer.reset()
@@ -128,9 +128,9 @@ def train_ppo_vectorized(
         trained.rounds.append(Round(number=number, update=told, **ends))
         trained.env_steps += E * env.horizon
         with phases("checkpoint"):
-            keeper.offer(env.backend, ends["utility"], number + 1)
+            checkpointer.offer_hosts(env.backend, ends["utility"], number + 1)
             group.agree(learner.digest, "what the ranks learnt")
-            keeper.keep(learner, env.backend)
+            checkpointer.save_if_due(learner, env.backend)
         on_round(trained.rounds[-1])
     return trained
 
