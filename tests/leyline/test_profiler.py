@@ -1,7 +1,7 @@
 import pytest
 
 from esper.leyline import profiler as phases_module
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 
 
 class Clock:
@@ -28,7 +28,7 @@ def clock(monkeypatch):
 
 
 def test_nested_phase_pauses_the_outer_phase(clock):
-    phases = Phases()
+    phases = PhaseTimers()
     with phases("validate"):
         clock.work(4)
         with phases("norms"):
@@ -38,7 +38,7 @@ def test_nested_phase_pauses_the_outer_phase(clock):
 
 
 def test_waiting_is_wall_time_but_not_cpu_time(clock):
-    phases = Phases()
+    phases = PhaseTimers()
     with phases("telemetry"):
         clock.work(2)
         clock.wait(30)
@@ -46,7 +46,7 @@ def test_waiting_is_wall_time_but_not_cpu_time(clock):
 
 
 def test_time_outside_phases_is_not_counted_and_errors_close_phases(clock):
-    phases = Phases()
+    phases = PhaseTimers()
     with pytest.raises(ValueError), phases("train"):
         raise ValueError
     clock.work(5)
@@ -54,14 +54,14 @@ def test_time_outside_phases_is_not_counted_and_errors_close_phases(clock):
 
 
 def test_totals_include_open_phases(clock):
-    phases = Phases()
+    phases = PhaseTimers()
     with phases("train"):
         clock.work(5)
         assert phases.totals() == {"train": (5, 5, 1)}
 
 
 def test_phases_read_the_system_clocks():
-    phases = Phases()
+    phases = PhaseTimers()
     with phases("train"):
         sum(range(100_000))
     total = phases.totals()["train"]

@@ -24,7 +24,7 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline.costs import network_params
 from esper.leyline.errors import CheckpointError
 from esper.leyline.events import Checkpoint, Level
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import CHECKPOINTS
 from esper.recording import Run
@@ -177,7 +177,7 @@ class Scene:
     """Called between epochs; raises SystemExit after a signal to stop."""
     progress: Callable[[str, Engine, Result], AbstractContextManager[Callable[[], None]]]
     """Opens the display of one host's training. The function it yields is called after every epoch."""
-    phases: Phases = field(default_factory=Phases)
+    phases: PhaseTimers = field(default_factory=PhaseTimers)
     results: list[Result] = field(default_factory=list)
     """Results of the finished hosts."""
     grown: Engine | None = None

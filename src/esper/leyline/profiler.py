@@ -1,6 +1,6 @@
 """Wall and CPU time per phase of the loop. Always on; costs two clock reads per change of phase.
 
-    phases = Phases()
+    phases = PhaseTimers()
     with phases("train"):
         …
     phases.totals()["train"].wall_ms
@@ -34,7 +34,7 @@ class _Phase(AbstractContextManager[None]):
 
     __slots__ = ("calls", "cpu", "owner", "wall")
 
-    def __init__(self, owner: Phases) -> None:
+    def __init__(self, owner: PhaseTimers) -> None:
         self.owner, self.wall, self.cpu, self.calls = owner, 0, 0, 0
 
     def __enter__(self) -> None:
@@ -47,7 +47,7 @@ class _Phase(AbstractContextManager[None]):
         self.owner._stack.pop()
 
 
-class Phases:
+class PhaseTimers:
     """Clocks of one loop, which must run in one thread."""
 
     def __init__(self) -> None:

@@ -24,7 +24,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.forking import ForkPlan, lent
 from esper.kasmina.lifecycle import Outcome, Rules
 from esper.kasmina.probing import PROBE_SAMPLES, quietly
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import Thresholds
 from esper.simic.attribution import CounterfactualHelper, Worth
@@ -95,11 +95,11 @@ class HostBackend:
         config: EngineConfig | None = None,
         data: Dataset | None = None,
         twins: Path | None = None,
-        phases: Phases | None = None,
+        phases: PhaseTimers | None = None,
     ) -> None:
         self.task, self.rules, self.config = task, rules or Rules(), config or EngineConfig()
         self.data = data or task.load_data()
-        self.phases = phases or Phases()
+        self.phases = phases or PhaseTimers()
         self.twins = NoGrowthBaselines(task, self.data, self.config, twins)
         self.on_pause: Callable[[], None] = lambda: None
         self.twins.on_progress = lambda done, of: self.on_pause()

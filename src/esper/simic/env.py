@@ -31,7 +31,7 @@ from gymnasium.vector.utils import batch_space
 from esper.kasmina.lifecycle import Outcome, legal
 from esper.leyline.actions import NUM_HEADS, Head
 from esper.leyline.errors import ConfigError, unknown_name
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.backend import Backend
 from esper.simic.rewards import Frame, RewardConfig, reward, utility
@@ -59,9 +59,9 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         *,
         reward: RewardConfig | None = None,
         fixed: Mapping[Head, int] | None = None,
-        phases: Phases | None = None,
+        phases: PhaseTimers | None = None,
     ) -> None:
-        self.backend, self.config, self.phases = backend, reward or RewardConfig(), phases or Phases()
+        self.backend, self.config, self.phases = backend, reward or RewardConfig(), phases or PhaseTimers()
         self.fixed = dict(DEFAULT_FIXED if fixed is None else fixed)
         self._worlds: Worlds = worlds if callable(worlds) else lambda _: worlds
         self.num_envs = len(self._worlds(0))

@@ -25,7 +25,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.forking import ForkError, ForkPlan, Norm, RowNorms, is_batched
 from esper.kasmina.graft import same
 from esper.leyline.errors import ConfigError
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.stages import SeedStage
 
 Score = Callable[[Any, Any], Tensor]
@@ -113,7 +113,7 @@ def evaluate(
     calibration: Any = None,
     fossils: bool = False,
     max_rows: int | None = None,
-    phases: Phases | None = None,
+    phases: PhaseTimers | None = None,
 ) -> Coalitions:
     """Score every configuration on every sample of `batches` of (inputs, target); duplicate configurations are dropped.
 
@@ -134,7 +134,7 @@ def evaluate(
     rows = wanted if main in wanted else [*wanted, main]  # norms are corrected relative to main
     # a norm in eval mode while the model trains was frozen by the user: its statistics stay
     norms = [n for n in body.norms if n.training or not body.model.training] if len(rows) > 1 else []
-    phases = phases or Phases()
+    phases = phases or PhaseTimers()
     runner = _Runner(body, slots, rows, main, score, norms, phases)
     if calibration is not None:
         runner.calibrate_on(plain(calibration), samples_in(None, calibration))
@@ -161,7 +161,7 @@ class _Runner:
     main: Config
     score: Score
     norms: list[Norm]
-    phases: Phases
+    phases: PhaseTimers
     calibration: tuple[Any, int] | None = None
     plan: ForkPlan | None = None
     singles: list[ForkPlan] | None = None

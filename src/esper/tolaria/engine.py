@@ -22,7 +22,7 @@ from esper.kasmina.blueprints import blueprint_index, registered
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules, apply, legal, record, record_contribution, tick
 from esper.leyline.actions import Operator
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched_training import BatchedTrainer, choose
@@ -66,9 +66,9 @@ class Engine:
         rules: Rules | None = None,
         config: EngineConfig | None = None,
         data: Dataset | None = None,
-        phases: Phases | None = None,
+        phases: PhaseTimers | None = None,
     ) -> None:
-        self.task, self.worlds, self.phases = task, list(worlds), phases or Phases()
+        self.task, self.worlds, self.phases = task, list(worlds), phases or PhaseTimers()
         self.rules, self.config = rules or Rules(), config or EngineConfig()
         self.data = (data or task.load_data()).to(self.config.device)
         self.networks = [HostNetwork(task, self.data, world, self.config) for world in self.worlds]

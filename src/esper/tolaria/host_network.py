@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.rng import derive_seed
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions
@@ -104,7 +104,7 @@ class HostNetwork(GrowingNetwork):
 
     # -- measuring
 
-    def validate(self, split: Split, calibration: Tensor, phases: Phases | None = None) -> Coalitions:
+    def validate(self, split: Split, calibration: Tensor, phases: PhaseTimers | None = None) -> Coalitions:
         """Evaluate every configuration of this epoch on the averaged weights: scores [K, N, 2]."""
         return self.evaluate(split.portions(), score, calibration=calibration, phases=phases)
 

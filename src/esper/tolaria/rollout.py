@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Generic, Protocol, TypeVar
 
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 
 Result = TypeVar("Result")
@@ -65,14 +65,14 @@ def rollout(
     steps: int,
     *,
     before_step: Callable[[], None] = lambda: None,
-    phases: Phases | None = None,
+    phases: PhaseTimers | None = None,
 ) -> Iterator[RolloutStep[Result]]:
     """Let `controller` act for `steps` steps; yield each step after its epoch has been trained and measured.
 
     before_step  called before each decision; it may raise to stop the rollout
     phases       clocks of the caller's loop: time spent deciding counts as "policy"
     """
-    phases = phases or Phases()
+    phases = phases or PhaseTimers()
     for number in range(steps):
         before_step()
         allowed = envs.legal

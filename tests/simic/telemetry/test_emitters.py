@@ -11,7 +11,7 @@ from esper.kasmina.lifecycle import Outcome, Rules, apply, expel, legal, tick
 from esper.leyline import events
 from esper.leyline.actions import Head, Op
 from esper.leyline.events import Event, Level, Silence
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
@@ -220,5 +220,5 @@ def test_without_listeners_no_event_is_built():
     asked = np.zeros((2, 8), dtype=np.int64)
     emit.step(table, asked, apply(table, asked, Rules()))
     emit.worth(table, [])
-    emit.phases(Phases(), last=True)
+    emit.phases(PhaseTimers(), last=True)
     emit.episode(table, ["a", "b"])

@@ -30,7 +30,7 @@ from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
 from esper.leyline.costs import network_params
 from esper.leyline.errors import UnknownNameError
 from esper.leyline.events import Emits, Event, Level, Number
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NEXT_STAGES, SeedStage
 from esper.simic.attribution.worth import Worth
@@ -391,7 +391,7 @@ class TelemetryEmitter:
         if self.leads:
             self.hub.emit(event)
 
-    def phases(self, phases: Phases, *, last: bool = False) -> None:
+    def phases(self, phases: PhaseTimers, *, last: bool = False) -> None:
         """Emit the time spent per phase so far; at most once a second, and once more at the end."""
         now = self._clock()
         if (

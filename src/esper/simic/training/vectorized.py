@@ -21,7 +21,7 @@ from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.events import Emits, Silence, Update, level
-from esper.leyline.profiler import Phases
+from esper.leyline.profiler import PhaseTimers
 from esper.leyline.rng import derive_seed, random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -60,7 +60,7 @@ def train_ppo_vectorized(
     on_round   called with the result of each round
     """
     torch.set_num_threads(config.threads)  # results depend on the number of threads
-    phases, hub, group = Phases(), Silence() if hub is None else hub, group or ProcessGroup()
+    phases, hub, group = PhaseTimers(), Silence() if hub is None else hub, group or ProcessGroup()
     E, mine = config.envs, group.share(config.envs)
     env = make_env(config, phases, directory, data_root, group)
     learner = Learner.new(config, env.layout, resumed=resume is not None)
@@ -170,7 +170,7 @@ class Sampler:
 
 def make_env(
     config: TrainConfig,
-    phases: Phases | None = None,
+    phases: PhaseTimers | None = None,
     directory: Path | None = None,
     data_root: Path | None = None,
     group: ProcessGroup | None = None,
