@@ -52,23 +52,23 @@ def grow(
     Example:  esper grow --task rescue --seed 1 --out runs/rescue
     Example:  esper grow --resume runs/rescue
     """
-    from esper.commands.grow import Asked, resume_grow, run_grow
+    from esper.commands.grow import GrowOptions, resume_grow, run_grow
     from esper.commands.growing import Settings
 
-    asked = Asked(out, data, tensorboard, allow_inexact)
+    options = GrowOptions(out, data, tensorboard, allow_inexact)
     try:
         if resume is not None:
             settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "threads", "telemetry")
             sources = {name: context.get_parameter_source(name) for name in settings}
             given = [f"--{name}" for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-            resume_grow(resume, given, asked)
+            resume_grow(resume, given, options)
             return
         run_grow(
             Settings(
                 task=task, controller=controller, epochs=epochs, seed=seed, compare=compare, incubation=incubation,
                 threads=threads, telemetry=telemetry,
             ),
-            asked,
+            options,
         )  # fmt: skip
     except KeyboardInterrupt:
         print("esper: interrupted", file=sys.stderr)
@@ -112,12 +112,12 @@ def train(
     Example:  esper train --task rescue --rounds 60 --workers 2 --set ppo.lr=5e-4
     Example:  esper train --resume runs/mine
     """
-    from esper.commands.train import Asked, run_train
+    from esper.commands.train import TrainOptions, run_train
 
     more = {"task": task, "simulated": sim or None, "rounds": rounds, "envs": envs, "epochs": epochs, "seed": seed,
             "start_from": start_from, "telemetry": telemetry}  # fmt: skip
-    asked = Asked(resume, allow_inexact, workers, out, data, compare, tensorboard)
-    run_train(asked, preset=preset, config_file=config, sets=sets or [], more=more, show=show)
+    options = TrainOptions(resume, allow_inexact, workers, out, data, compare, tensorboard)
+    run_train(options, preset=preset, config_file=config, sets=sets or [], more=more, show=show)
 
 
 @app.command("eval")

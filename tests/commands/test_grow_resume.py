@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from esper.commands import grow, growing
-from esper.commands.grow import Asked, resume_grow, run_grow
+from esper.commands.grow import GrowOptions, resume_grow, run_grow
 from esper.commands.growing import Settings
 from esper.leyline.errors import CheckpointError, ConfigError, RunError
 from esper.nissa.run import read_manifest
@@ -45,7 +45,7 @@ def every_epoch(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     run = tmp_path_factory.mktemp("calm") / "run"
-    run_grow(SETTINGS, Asked(out=run))
+    run_grow(SETTINGS, GrowOptions(out=run))
     return outcome(run)
 
 
@@ -63,7 +63,7 @@ def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: Settings,
     with monkeypatch.context() as patch:
         patch.setattr(growing, "snapshot", counted)
         with pytest.raises(SystemExit) as ended:
-            run_grow(settings, Asked(out=run))
+            run_grow(settings, GrowOptions(out=run))
     assert ended.value.code == 128 + signal.SIGTERM
 
 
@@ -80,7 +80,7 @@ def test_stopped_run_resumes_bit_for_bit(
     said = capsys.readouterr()
     assert f"Go on with: esper grow --resume {run}" in said.out.replace("\n", "")
     assert read_manifest(run)["status"] == "interrupted"
-    resume_grow(run, [], Asked())
+    resume_grow(run, [], GrowOptions())
     found = outcome(run)
     assert found["weights"] == calm["weights"]
     assert found["figures"] == calm["figures"]
@@ -94,9 +94,9 @@ def test_stopped_run_resumes_bit_for_bit(
 @pytest.mark.parametrize("controller", ["heuristic", "random", "tamiyo"])
 def test_controller_resumes_with_its_memory(controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(task="digits", controller=controller, epochs=20, compare=False, seed=3)
-    run_grow(settings, Asked(out=tmp_path / "calm"))
+    run_grow(settings, GrowOptions(out=tmp_path / "calm"))
     stop_after(11, monkeypatch, settings, tmp_path / "run")
-    resume_grow(tmp_path / "run", [], Asked())
+    resume_grow(tmp_path / "run", [], GrowOptions())
     assert outcome(tmp_path / "run") == outcome(tmp_path / "calm")
 
 
@@ -105,16 +105,16 @@ def test_what_cannot_be_resumed_is_refused_with_a_remedy(monkeypatch: pytest.Mon
     run = tmp_path / "run"
     stop_after(1, monkeypatch, settings, run)
     with pytest.raises(ConfigError, match=r"--epochs cannot be given with --resume"):
-        resume_grow(run, ["--epochs"], Asked())
+        resume_grow(run, ["--epochs"], GrowOptions())
     with monkeypatch.context() as patch:
         patch.setattr(growing, "exactness", lambda *_: {"torch": "0.1"})
         with pytest.raises(ConfigError, match=r"cannot go on bit for bit: torch: .* Restore these"):
-            resume_grow(run, [], Asked())
-    resume_grow(run, [], Asked())
+            resume_grow(run, [], GrowOptions())
+    resume_grow(run, [], GrowOptions())
     with pytest.raises(ConfigError, match="has finished"):
-        resume_grow(run, [], Asked())
+        resume_grow(run, [], GrowOptions())
     with pytest.raises(RunError, match="is not a run"):
-        resume_grow(tmp_path / "nothing", [], Asked())
+        resume_grow(tmp_path / "nothing", [], GrowOptions())
 
 
 def test_full_disk_skips_checkpoints_and_the_run_continues(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_full_disk_skips_checkpoints_and_the_run_continues(monkeypatch: pytest.M
     monkeypatch.setattr(grow, "save_models", lambda *_: None)  # the best host is saved by the same function
     settings = Settings(task="digits", controller="schedule", epochs=2, compare=False)
     with pytest.warns(UserWarning, match="The run goes on"):
-        run_grow(settings, Asked(out=tmp_path / "run"))
+        run_grow(settings, GrowOptions(out=tmp_path / "run"))
     assert read_manifest(tmp_path / "run")["status"] == "finished"
 
 

@@ -66,7 +66,7 @@ PLAIN_EVERY = 5
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class GrowOptions:
     """Command-line options that are not settings of the run."""
 
     out: Path | None = None
@@ -79,14 +79,14 @@ class Asked:
         return f"esper grow --resume {path}" + ("" if self.data_root is None else f" --data {self.data_root}")
 
 
-def run_grow(settings: Settings, asked: Asked) -> None:
+def run_grow(settings: Settings, options: GrowOptions) -> None:
     """Train and grow a new host."""
     if settings.controller not in CONTROLLERS and Path(settings.controller).exists():
         settings = msgspec.structs.replace(settings, controller_path=str(Path(settings.controller).absolute()))
-    _grow(settings, asked, None, None)
+    _grow(settings, options, None, None)
 
 
-def resume_grow(path: Path, given: list[str], asked: Asked) -> None:
+def resume_grow(path: Path, given: list[str], options: GrowOptions) -> None:
     """Resume a run that was stopped or killed. The result is bit-identical to an uninterrupted run."""
     if given:
         raise ConfigError(
@@ -97,7 +97,7 @@ def resume_grow(path: Path, given: list[str], asked: Asked) -> None:
         saved = checkpoint_of(path, "grow", facts_of)
         if read_manifest(path)["status"] == "finished":
             raise ConfigError(f"{path} has finished: there is nothing to go on with. `esper report {path}` shows it")
-        _grow(Kept.of(saved).settings, asked, path, saved, lock)
+        _grow(Kept.of(saved).settings, options, path, saved, lock)
 
 
 def facts_of(saved: Saved) -> dict[str, Any]:
@@ -106,18 +106,20 @@ def facts_of(saved: Saved) -> dict[str, Any]:
     return {"task": settings.task, "controller": settings.controller, "seed": settings.seed}
 
 
-def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | None, lock: Lock | None = None) -> None:
+def _grow(
+    settings: Settings, options: GrowOptions, path: Path | None, saved: Saved | None, lock: Lock | None = None
+) -> None:
     torch.set_num_threads(settings.threads)
     console, task = Console(), get_task(settings.task)
     controller = make_controller(settings.controller_path or settings.controller)
     if settings.epochs is not None:
         task = dataclasses.replace(task, epochs=settings.epochs)
     config, level = EngineConfig(incubation=settings.incubation), level_by_name(settings.telemetry)  # type: ignore[arg-type]
-    data = task.load_data(asked.data_root)
+    data = task.load_data(options.data_root)
     exact = exact_for(settings, config, data, controller)
     if saved is not None:
-        must_fit(changes(Kept.of(saved).exact, exact), asked.allow_inexact)
-    with _recording(settings, asked, task, config, data, path, saved, lock) as run:
+        must_fit(changes(Kept.of(saved).exact, exact), options.allow_inexact)
+    with _recording(settings, options, task, config, data, path, saved, lock) as run:
         about = (
             f"task {task.name}: {task.question}  ({task.host}, {len(data.train):,} training samples, {task.epochs} "
             f"epochs of {task.batches_per_epoch} × {task.batch}, seed {settings.seed})"
@@ -134,7 +136,7 @@ def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | No
                 where = (
                     f"its last checkpoint is {checkpointer.last}" if checkpointer.last else "it has no checkpoint yet"
                 )
-                plainly(console, f"stopped; {where}. Go on with: {asked.again(run.path)}")
+                plainly(console, f"stopped; {where}. Go on with: {options.again(run.path)}")
                 raise
         assert scene.grown is not None
         console.print(summary(scene.results))
@@ -151,13 +153,13 @@ def _grow(settings: Settings, asked: Asked, path: Path | None, saved: Saved | No
 
 
 def _recording(
-    settings: Settings, asked: Asked, task: Task, config: EngineConfig, data: Dataset, path: Path | None,
+    settings: Settings, options: GrowOptions, task: Task, config: EngineConfig, data: Dataset, path: Path | None,
     saved: Saved | None, lock: Lock | None,
 ) -> AbstractContextManager[Run]:  # fmt: skip
     """Return the context of a new run, or of an earlier one that is resumed."""
     level = level_by_name(settings.telemetry)
     if path is not None and saved is not None:
-        return record_on(path, [Kept.of(saved).next_seq], level=level, tensorboard=asked.tensorboard, lock=lock)
+        return record_on(path, [Kept.of(saved).next_seq], level=level, tensorboard=options.tensorboard, lock=lock)
     manifest = {
         "controller": settings.controller,
         "seed": settings.seed,
@@ -165,7 +167,7 @@ def _recording(
         "config": {"task": settings_of(task), "engine": msgspec.to_builtins(config)},
         "data": {data.name: data.sha256},
     }
-    return record(task.name, out=asked.out, level=level, manifest=manifest, tensorboard=asked.tensorboard)
+    return record(task.name, out=options.out, level=level, manifest=manifest, tensorboard=options.tensorboard)
 
 
 def _train_all(

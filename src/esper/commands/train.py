@@ -53,7 +53,7 @@ SHOWN_WORLDS = 3
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TrainOptions:
     """Command-line options that are not settings of the run."""
 
     resume: Path | None = None
@@ -72,18 +72,24 @@ class Asked:
 
 
 def run_train(
-    asked: Asked, *, preset: str | None, config_file: Path | None, sets: list[str], more: dict[str, Any], show: bool
+    options: TrainOptions,
+    *,
+    preset: str | None,
+    config_file: Path | None,
+    sets: list[str],
+    more: dict[str, Any],
+    show: bool,
 ) -> None:
     """Train a policy from a config or from a checkpoint, or only print the config if `show`."""
-    with ownership(asked.resume) as lock:
-        if asked.resume is not None:
+    with ownership(options.resume) as lock:
+        if options.resume is not None:
             settings = {"preset": preset, "config": config_file, "set": sets or None} | more
             given = [
                 OPTION.get(n, f"--{n.replace('_', '-')}")
                 for n, v in settings.items()
                 if v is not None and n != "rounds"
             ]
-            saved, config = last_checkpoint(asked.resume, more.get("rounds"), given, asked)
+            saved, config = last_checkpoint(options.resume, more.get("rounds"), given, options)
         else:
             saved = None
             config = with_its_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
@@ -92,14 +98,14 @@ def run_train(
             return
         must_be_usable(config.engine.device)
         torch.set_num_threads(config.threads)
-        train_in_group(config, saved, asked, lock)
+        train_in_group(config, saved, options, lock)
 
 
-def train_in_group(config: TrainConfig, saved: Saved | None, asked: Asked, lock: Lock | None) -> None:
+def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptions, lock: Lock | None) -> None:
     """Start or join the process group and train, as rank 0 or as another rank."""
     group = ProcessGroup()
     try:
-        with terminable(), Workers(asked.workers) as workers:
+        with terminable(), Workers(options.workers) as workers:
             group = ProcessGroup.join(workers.poll if workers.leads else Parent().poll)
             workers.met()
             group.share(config.envs)
@@ -109,16 +115,18 @@ def train_in_group(config: TrainConfig, saved: Saved | None, asked: Asked, lock:
                     "environments, and several processes must agree: use engine.strategy=loop, or one process"
                 )
             if group.leads:
-                lead(config, saved, asked, group, workers, lock)
+                lead(config, saved, options, group, workers, lock)
             else:
-                follow(config, saved, asked, group)
+                follow(config, saved, options, group)
     finally:
         group.leave()  # after the workers were asked to exit, so that they do not report rank 0 as lost
 
 
-def last_checkpoint(path: Path, rounds: int | None, given: list[str], asked: Asked) -> tuple[Saved, TrainConfig]:
+def last_checkpoint(
+    path: Path, rounds: int | None, given: list[str], options: TrainOptions
+) -> tuple[Saved, TrainConfig]:
     """Return the checkpoint to resume from and its settings, with a larger number of rounds if given."""
-    given += ["--out"] if asked.out is not None else []
+    given += ["--out"] if options.out is not None else []
     if given:
         raise ConfigError(
             f"a run goes on with its own settings: {', '.join(given)} cannot be given with --resume "
@@ -150,16 +158,21 @@ def manifest_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def lead(
-    config: TrainConfig, saved: Saved | None, asked: Asked, group: ProcessGroup, workers: Workers, lock: Lock | None
+    config: TrainConfig,
+    saved: Saved | None,
+    options: TrainOptions,
+    group: ProcessGroup,
+    workers: Workers,
+    lock: Lock | None,
 ) -> None:
     """Run the command as rank 0, which owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
-    env = make_env(config, data_root=asked.data_root)  # an error in data, device or policy leaves no run behind
+    env = make_env(config, data_root=options.data_root)  # an error in data, device or policy leaves no run behind
     if saved is not None:
-        must_fit(differences(saved, config, env.backend), asked.allow_inexact)
+        must_fit(differences(saved, config, env.backend), options.allow_inexact)
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, group.size)
     room = memory.told(need, memory.available(), group.size)
-    with recording(config, saved, asked, label, lock) as run:
+    with recording(config, saved, options, label, lock) as run:
         seqs = [0] * group.size if saved is None else about(saved)["next_seq"]
         group.broadcast({"path": str(run.path.absolute()), "next_seq": seqs})
         plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
@@ -176,7 +189,7 @@ def lead(
             )
         )  # fmt: skip
         progress = Shown(console, config, 0 if saved is None else about(saved)["done"])
-        again = f"esper train --resume {run.path}{asked.as_before()}"
+        again = f"esper train --resume {run.path}{options.as_before()}"
         try:
             saying = "ending after this step; once more leaves at once"
             with progress, stoppable(saying, run.hub.stop_waiting) as stop:
@@ -186,7 +199,7 @@ def lead(
                     run.directory.must_be_there()
 
                 trained = train_ppo_vectorized(
-                    config, run.hub, directory=run.path, data_root=asked.data_root, resume=saved, group=group,
+                    config, run.hub, directory=run.path, data_root=options.data_root, resume=saved, group=group,
                     poll=poll, on_round=progress.round,
                 )  # fmt: skip
         except SystemExit:
@@ -204,8 +217,8 @@ def lead(
             file=sys.stderr,
         )
     console.print(learning_table(trained))
-    if asked.compare:
-        arena = Arena(config, data_root=asked.data_root, twins=run.path / "twins")
+    if options.compare:
+        arena = Arena(config, data_root=options.data_root, twins=run.path / "twins")
         worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
         played = arena.play_all([str(run.path), "heuristic", "schedule", "random", "none"], worlds, console)
         held_out.write(run.path, figures(played), config.rounds)
@@ -238,19 +251,24 @@ def named(error: TrainingError, workers: Workers) -> str:
 
 
 def recording(
-    config: TrainConfig, saved: Saved | None, asked: Asked, label: str, lock: Lock | None
+    config: TrainConfig, saved: Saved | None, options: TrainOptions, label: str, lock: Lock | None
 ) -> AbstractContextManager[Run]:
     """Return the context of a new run, or of an earlier one that is resumed."""
-    if saved is not None and asked.resume is not None:
+    if saved is not None and options.resume is not None:
         next_seq, changes = about(saved)["next_seq"], {"config": as_tree(config)}
         return record_on(
-            asked.resume, next_seq, level=config.telemetry, manifest=changes, tensorboard=asked.tensorboard, lock=lock
+            options.resume,
+            next_seq,
+            level=config.telemetry,
+            manifest=changes,
+            tensorboard=options.tensorboard,
+            lock=lock,
         )
     manifest = manifest_of(config)
-    return record(label, out=asked.out, level=config.telemetry, manifest=manifest, tensorboard=asked.tensorboard)
+    return record(label, out=options.out, level=config.telemetry, manifest=manifest, tensorboard=options.tensorboard)
 
 
-def follow(config: TrainConfig, saved: Saved | None, asked: Asked, group: ProcessGroup) -> None:
+def follow(config: TrainConfig, saved: Saved | None, options: TrainOptions, group: ProcessGroup) -> None:
     """Train a share of the environments as another rank, with its own journal and without output."""
     told = group.broadcast()
     first = told["next_seq"][group.rank] if group.rank < len(told["next_seq"]) else 0
@@ -261,14 +279,14 @@ def follow(config: TrainConfig, saved: Saved | None, asked: Asked, group: Proces
             stoppable(f"rank {group.rank} ends after this step", hub.stop_waiting) as stop,
         ):
             train_ppo_vectorized(
-                config, hub, directory=path, data_root=asked.data_root, resume=saved, group=group, poll=stop
+                config, hub, directory=path, data_root=options.data_root, resume=saved, group=group, poll=stop
             )
             hub.close()  # so that the event count sent to rank 0 is final
             group.gather_ints(hub.next_seq)
     except RankLostError as error:
         if error.rank != 0:
             raise SystemExit(3) from None  # rank 0 reports it
-        again = f"esper train --resume {path}{asked.as_before()}"
+        again = f"esper train --resume {path}{options.as_before()}"
         raise TrainingError(f"{error}. {resumable(path, again)}, once rank 0 has ended") from error
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from esper.commands import train
-from esper.commands.train import Asked, last_checkpoint
+from esper.commands.train import TrainOptions, last_checkpoint
 from esper.leyline.errors import CheckpointError, ConfigError, RunError
 from esper.leyline.events import Silence, unspelled
 from esper.nissa.journal import read
@@ -222,7 +222,7 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(config, tmp_path / "run", poll=Countdown(31))
     policy.unlink()
-    _, told = last_checkpoint(tmp_path / "run", None, [], Asked())
+    _, told = last_checkpoint(tmp_path / "run", None, [], TrainOptions())
     go_on(told, tmp_path / "run")
     assert fate(tmp_path / "run") == fate(tmp_path / "calm")
 
@@ -360,7 +360,7 @@ def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(tmp_path: Path, mo
 
     monkeypatch.setattr(train, "last_checkpoint", chosen)
     with pytest.raises(Interrupted):
-        train.run_train(Asked(resume=run), preset=None, config_file=None, sets=[], more={}, show=False)
+        train.run_train(TrainOptions(resume=run), preset=None, config_file=None, sets=[], more={}, show=False)
     assert len(rivals) == 1
     assert not is_owned(run)
 
@@ -453,7 +453,7 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
     if content is not None:
         manifest.write_bytes(content)
     with pytest.warns(UserWarning, match="written anew from round-000001"):
-        saved, config = last_checkpoint(tmp_path / "run", None, [], Asked(resume=tmp_path / "run"))
+        saved, config = last_checkpoint(tmp_path / "run", None, [], TrainOptions(resume=tmp_path / "run"))
     assert (config, saved.name) == (SIM, "round-000001")
     go_on(SIM, tmp_path / "run")
     assert fate(tmp_path / "run") == calm["sim"]
