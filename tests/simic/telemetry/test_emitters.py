@@ -15,7 +15,7 @@ from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
-from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
+from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task
@@ -180,7 +180,7 @@ def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
     for _ in range(16):
         allowed = legal(engine.table, engine.rules)
         asked = controller.act(engine.table, allowed)
-        emit.step(engine.table, asked, engine.step(asked), allowed, Mind(reward=np.array([0.5, -0.5])))
+        emit.step(engine.table, asked, engine.step(asked), allowed, StepStats(reward=np.array([0.5, -0.5])))
         with engine.phases("worth"):
             found = helper.process_batch(engine)
         emit.worth(engine.table, found)

@@ -71,8 +71,8 @@ def _path(was: int, between: int, now: int, expelled: bool) -> list[int]:
 
 
 @dataclass(slots=True)
-class Mind:
-    """Outputs of a learned controller, [E] each; None if it has no such output."""
+class StepStats:
+    """Policy outputs, rewards and utilities of a step, [E] each; None if there is no such number."""
 
     value: Floats | None = None
     log_prob: Floats | None = None
@@ -87,8 +87,8 @@ class Mind:
 
     def column(self, name: str, envs: int) -> list[Number]:
         """Return the values of all environments; None each if there are none."""
-        thought: Floats | None = getattr(self, name)
-        return [None] * envs if thought is None else thought.tolist()
+        values: Floats | None = getattr(self, name)
+        return [None] * envs if values is None else values.tolist()
 
 
 class TelemetryEmitter:
@@ -144,7 +144,7 @@ class TelemetryEmitter:
         actions: Ints,
         outcome: Outcome,
         legal: Bools | None = None,
-        mind: Mind | None = None,
+        stats: StepStats | None = None,
         *,
         unmeasured: Collection[str] = (),
     ) -> None:
@@ -152,23 +152,30 @@ class TelemetryEmitter:
 
         `unmeasured` names columns of the step event that are not measured: they are emitted as None instead of NaN.
         """
-        mind = mind or Mind()
-        self.acted(table, actions, outcome, legal, mind)
+        stats = stats or StepStats()
+        self.acted(table, actions, outcome, legal, stats)
         if self.hub.wants(events.Step):
-            self._steps(table, mind, unmeasured)
+            self._steps(table, stats, unmeasured)
         if self.hub.wants(events.Gradient):
             self._gradients(table)
 
     def acted(
-        self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None = None, mind: Mind | None = None
+        self,
+        table: SlotTable,
+        actions: Ints,
+        outcome: Outcome,
+        legal: Bools | None = None,
+        stats: StepStats | None = None,
     ) -> None:
         """Emit the decisions and lifecycle transitions of a step."""
         before = self._before if self._before is not None else SlotTable.empty(table.num_envs, table.num_slots)
-        self._decisions(table, actions, outcome, legal, mind or Mind())
+        self._decisions(table, actions, outcome, legal, stats or StepStats())
         self._lives(before, table, actions, outcome)
         self._before = table.clone()
 
-    def _decisions(self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None, mind: Mind) -> None:
+    def _decisions(
+        self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None, stats: StepStats
+    ) -> None:
         if not self.hub.wants(events.Decision):
             return
         ops = actions[:, Head.OP]
@@ -187,9 +194,9 @@ class TelemetryEmitter:
                     blueprint=_blueprint(row[Head.BLUEPRINT]) if reads[Head.BLUEPRINT] else "",
                     happened=bool(outcome.happened[e]),
                     legal_ops=() if legal is None else tuple(OPS[o] for o in np.nonzero(legal[e].any(1))[0]),
-                    log_prob=mind.at("log_prob", e),
-                    entropy=mind.at("entropy", e),
-                    value=mind.at("value", e),
+                    log_prob=stats.at("log_prob", e),
+                    entropy=stats.at("entropy", e),
+                    value=stats.at("value", e),
                     **heads,
                 )
             )
@@ -266,7 +273,7 @@ class TelemetryEmitter:
             )
         )
 
-    def _steps(self, table: SlotTable, mind: Mind, unmeasured: Collection[str]) -> None:
+    def _steps(self, table: SlotTable, stats: StepStats, unmeasured: Collection[str]) -> None:
         """Emit one step event per environment. Non-finite losses and qualities are measurements and are emitted."""
         used = np.unique(table.blueprint)
         name = np.full(int(used[-1]) + 2, "", dtype=object)  # index: blueprint + 1, since an empty slot has −1
@@ -284,7 +291,7 @@ class TelemetryEmitter:
             "blueprints": map(tuple, name[table.blueprint + 1].tolist()),
         }
         told |= {c: getattr(table, c).tolist() for c in ("quality", "val_loss", "train_loss") if c not in unmeasured}
-        told |= {c: mind.column(c, table.num_envs) for c in ("reward", "utility", "value")}
+        told |= {c: stats.column(c, table.num_envs) for c in ("reward", "utility", "value")}
         told |= {c: [None] * table.num_envs for c in unmeasured}
         names = tuple(told)
         for row in zip(*told.values(), strict=True):

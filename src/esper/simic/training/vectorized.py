@@ -28,7 +28,7 @@ from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.backend import Backend, HostBackend
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulator import Simulator
-from esper.simic.telemetry.emitters import Mind, TelemetryEmitter
+from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.learner import Checkpointer, Learner, Round, Trained, restore
@@ -106,8 +106,8 @@ def train_ppo_vectorized(
                 sampler.observe(obs, info["masks"])
                 earned = earned + paid
                 with phases("telemetry"):
-                    thought = thoughts(choice, mine, paid, info["utility"])
-                    emit.step(env.backend.table, step.actions, env.outcome, step.allowed, thought)
+                    stats = step_stats(choice, mine, paid, info["utility"])
+                    emit.step(env.backend.table, step.actions, env.outcome, step.allowed, stats)
                     emit.governed(env.backend.alarms)
                     emit.worth(env.backend.table, env.backend.worth)
                     emit.phases(phases)
@@ -229,7 +229,7 @@ def with_returns(update: Update, returns: Floats) -> Update:
     return msgspec.structs.replace(update, return_mean=float(returns.mean()), return_sd=spread)
 
 
-def thoughts(choice: Choice, mine: slice, paid: Floats, worth: Floats) -> Mind:
-    """Return the policy's values, log-probabilities and entropies of this rank's environments for telemetry."""
+def step_stats(choice: Choice, mine: slice, rewards: Floats, utility: Floats) -> StepStats:
+    """Return the policy's outputs of this rank's environments, with their rewards and utilities, for telemetry."""
     value, log_prob = choice.values.numpy()[mine], choice.log_probs.sum(-1).numpy()[mine]
-    return Mind(value, log_prob, choice.entropy.numpy()[mine], paid, worth)
+    return StepStats(value, log_prob, choice.entropy.numpy()[mine], rewards, utility)
