@@ -5,14 +5,20 @@ import os
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
+from collections import Counter
+from functools import wraps
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from esper.commands.train import Asked, run_train
 from esper.nissa.journal import read
 from esper.nissa.run import read_manifest
+from esper.simic import backend
+from esper.simic.backend import HostBackend
+from esper.tolaria.tasks import Task
 
 ESPER = Path(sys.executable).parent / "esper"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
@@ -78,6 +84,27 @@ def test_simulated_training_is_deterministic_per_seed(tmp_path):
         weights.append(load_file(tmp_path / name / "policy.safetensors"))
     assert all(torch.equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
     assert any(not torch.equal(tensor, weights[2][key]) for key, tensor in weights[0].items())
+
+
+def test_start_builds_and_probes_the_environments_once(tmp_path, monkeypatch):
+    """Each rank loads the data, builds the environments and probes a host for its costs once per start."""
+    calls = Counter()
+    for owner, name in ((HostBackend, "__init__"), (backend, "walk"), (Task, "load_data")):
+        monkeypatch.setattr(owner, name, counted(getattr(owner, name), calls))
+    options = {"task": "digits", "rounds": 1, "envs": 2, "epochs": 2, "seed": 0}
+    asked = Asked(out=tmp_path / "run", compare=False)
+    run_train(asked, preset=None, config_file=None, sets=["ppo.groups=1", "worlds=2"], more=options, show=False)
+    assert calls == {"__init__": 1, "walk": 1, "load_data": 1}
+    assert list((tmp_path / "run" / "twins").rglob("*.json"))
+
+
+def counted(function, calls):
+    @wraps(function)
+    def wrapper(*args, **kwargs):
+        calls[function.__name__] += 1
+        return function(*args, **kwargs)
+
+    return wrapper
 
 
 @pytest.mark.parametrize(

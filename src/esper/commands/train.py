@@ -167,7 +167,7 @@ def lead(
 ) -> None:
     """Run the command as rank 0, which owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
-    env = make_env(config, data_root=options.data_root)  # an error in data, device or policy leaves no run behind
+    env = make_env(config, options.data_root, group)  # an error in data, device or policy leaves no run behind
     if saved is not None:
         must_fit(differences(saved, config, env.backend), options.allow_inexact)
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, group.size)
@@ -199,8 +199,8 @@ def lead(
                     run.directory.must_be_there()
 
                 trained = train_ppo_vectorized(
-                    config, run.hub, directory=run.path, data_root=options.data_root, resume=saved, group=group,
-                    poll=poll, on_round=progress.round,
+                    config, run.hub, env=env, directory=run.path, resume=saved, group=group, poll=poll,
+                    on_round=progress.round,
                 )  # fmt: skip
         except SystemExit:
             plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Go on with: {again}")

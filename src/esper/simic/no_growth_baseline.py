@@ -48,10 +48,16 @@ class NoGrowthBaselines:
 
     def __init__(self, task: Task, data: Dataset, config: EngineConfig, directory: Path | None = None) -> None:
         self.task, self.data, self.config = task, data, config
-        self.directory = None if directory is None else directory / self.key()
+        self.directory: Path | None = None
+        if directory is not None:
+            self.store_in(directory)
         self.known: dict[int, list[float]] = {}
         self.on_progress: Callable[[int, int], None] = lambda done, of: None
         """Called with the numbers of trained worlds and of worlds to train: (0, n) … (n, n)."""
+
+    def store_in(self, directory: Path) -> None:
+        """Cache curves in the subdirectory of `directory` that is named by their key."""
+        self.directory = directory / self.key()
 
     def key(self) -> str:
         """Return the hash of everything that can change a curve."""

@@ -44,6 +44,7 @@ def train_ppo_vectorized(
     config: TrainConfig,
     hub: Emits | None = None,
     *,
+    env: GrowthVectorEnv | None = None,
     directory: Path | None = None,
     data_root: Path | None = None,
     resume: Saved | None = None,
@@ -53,6 +54,7 @@ def train_ppo_vectorized(
 ) -> Trained:
     """Train a policy and return it with the results of every round.
 
+    env        environments of this rank, from `make_env` with the same config and group; None builds them
     directory  run directory for the policy, the no-growth baselines and the checkpoints; None writes nothing
     resume     checkpoint to resume from; the result is bit-identical to an uninterrupted run
     group      process group that shares the environments; results do not depend on its size
@@ -60,9 +62,12 @@ def train_ppo_vectorized(
     on_round   called with the result of each round
     """
     torch.set_num_threads(config.threads)  # results depend on the number of threads
-    phases, hub, group = PhaseTimers(), Silence() if hub is None else hub, group or ProcessGroup()
+    hub, group = Silence() if hub is None else hub, group or ProcessGroup()
     E, mine = config.envs, group.share(config.envs)
-    env = make_env(config, phases, directory, data_root, group)
+    env = make_env(config, data_root, group) if env is None else env
+    phases = env.phases
+    if directory is not None and isinstance(env.backend, HostBackend):
+        env.backend.twins.store_in(directory / "twins")
     learner = Learner.new(config, env.layout, resumed=resume is not None)
     network, trained = learner.network, learner.trained
     checkpointer = Checkpointer(config, directory, hub, group)
@@ -168,15 +173,9 @@ class Sampler:
         return self.group.pad_rows(obs, self.envs), self.group.pad_rows(masks, self.envs, True)
 
 
-def make_env(
-    config: TrainConfig,
-    phases: PhaseTimers | None = None,
-    directory: Path | None = None,
-    data_root: Path | None = None,
-    group: ProcessGroup | None = None,
-) -> GrowthVectorEnv:
+def make_env(config: TrainConfig, data_root: Path | None = None, group: ProcessGroup | None = None) -> GrowthVectorEnv:
     """Return this rank's environments of a config: simulated or real hosts, in the worlds of each round."""
-    mine = (group or ProcessGroup()).share(config.envs)
+    mine, phases = (group or ProcessGroup()).share(config.envs), PhaseTimers()
 
     def worlds(number: int) -> list[int]:
         return round_worlds(config, number)[mine]
@@ -188,10 +187,8 @@ def make_env(
     else:
         task = get_task(config.task)
         task = task if config.epochs is None else replace(task, epochs=config.epochs)
-        twins = None if directory is None else directory / "twins"
-        backend = HostBackend(
-            task, rules=config.rules, config=config.engine, data=task.load_data(data_root), twins=twins, phases=phases
-        )
+        data = task.load_data(data_root)
+        backend = HostBackend(task, rules=config.rules, config=config.engine, data=data, phases=phases)
     return GrowthVectorEnv(backend, worlds, reward=config.reward, fixed=config.fixed_heads(), phases=phases)
 
 
