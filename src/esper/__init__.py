@@ -22,6 +22,7 @@ _HOME = {
     "Rules": "esper.kasmina.lifecycle",
     "blueprint": "esper.kasmina.blueprints",
     "Grower": "esper.grower",
+    "plot_worth": "esper.karn.worth_plot",
     "record": "esper.recording",
     "Task": "esper.tolaria.tasks",
     "Engine": "esper.tolaria.engine",
@@ -37,6 +38,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from esper.grower import Grower as Grower
+    from esper.karn.worth_plot import plot_worth as plot_worth
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.body import Body as Body
     from esper.kasmina.graft import graft as graft

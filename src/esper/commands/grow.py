@@ -38,6 +38,7 @@ from esper.commands.resuming import checkpoint_of, must_fit, ownership
 from esper.grower.growth_note import why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
+from esper.karn.worth_plot import plot_worth
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
 from esper.leyline.atomic_io import write_atomically
@@ -378,4 +379,4 @@ def save_models(out: Path, engine: Engine, worth: Worth) -> None:
         program = exported_program(plain, example, ({0: torch.export.Dim("batch")},))
     for name, content in (("body.safetensors", save_tensors(state)), ("plain.pt2", program)):
         write_atomically(out / name, content)
-    worth.picture(out / "worth.svg")
+    plot_worth(worth, out / "worth.svg")

@@ -322,7 +322,7 @@ class Grower:
         self._evaluate([val_batch])
 
     def worth(self, val_batches: Iterable[Any], *, budget: int | None = None, tolerance: float | None = None) -> Worth:
-        """Return the worth of every seed with standard errors: print it, or call `to_dict()` or `picture(path)`.
+        """Return the worth of every seed with standard errors: print it, call `to_dict()`, or `esper.plot_worth`.
 
         Committed seeds are included with their *dependence*: what the network would lose without them now, which is
         more than they contributed. With more than six seeds, `budget` limits the number of coalitions evaluated, and

@@ -1,22 +1,17 @@
-"""Worth reports as a table, a dict and a picture; and whether they separate a useful seed from a useless one."""
+"""Worth reports as a table and a dict; and whether they separate a useful seed from a useless one."""
 
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import numpy as np
 import pytest
 import torch
-from PIL import Image
 from torch import nn
 from torch.nn import functional as F
 
 import esper
-from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
 from esper.simic.attribution import CounterfactualEngine, Worth, report
 from esper.tolaria.coalitions import Coalitions
@@ -24,7 +19,6 @@ from esper.tolaria.data import load
 from tests.support.models import grow
 
 NAN = float("nan")
-SVG = "{http://www.w3.org/2000/svg}"
 
 
 def make(n: int = 3, fossils: tuple[str, ...] = (), seed: int = 0, samples: int = 40) -> Worth:
@@ -102,67 +96,6 @@ def test_print_separates_contribution_from_dependence_with_errors():
 def test_print_omits_unknown_values():
     assert "nan" not in str(unknown()).split("\n", 1)[1]
     assert len(str(make(0)).splitlines()) == 2
-
-
-# -- as a picture
-
-WORTHS = {
-    "three": make(3, fossils=("b",)), "one": make(1), "nobody": make(0), "unknown": unknown(), "eight": make(8),
-    "one sample": make(2, samples=1),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", WORTHS)
-def test_picture_is_valid_self_contained_svg_or_png(name: str, tmp_path: Path):
-    worth = WORTHS[name]
-    path = worth.picture(tmp_path / "worth.svg")
-    root = ElementTree.parse(path).getroot()
-    width, height = float(root.get("width")), float(root.get("height"))
-    for bar in list(root.iter(f"{SVG}rect"))[1:]:
-        x, y, w, h = (float(bar.get(k)) for k in ("x", "y", "width", "height"))
-        assert 0 <= x <= x + w <= width
-        assert 0 <= y <= y + h <= height
-    for line in root.iter(f"{SVG}line"):
-        assert all(0 <= float(line.get(k)) <= width for k in ("x1", "x2"))
-    image = Image.open(worth.picture(str(tmp_path / "worth.PNG")))
-    assert image.size == (round(width), round(height))
-    assert len(image.getcolors(100_000)) > 1
-
-
-def test_picture_shows_every_seed_bar_and_pair(tmp_path: Path):
-    root = ElementTree.parse(WORTHS["three"].picture(tmp_path / "worth.svg")).getroot()
-    said = [t.text for t in root.iter(f"{SVG}text")]
-    assert {"a", "b (fossil)", "c", "interactions"} <= set(said)
-    assert len(list(root.iter(f"{SVG}rect"))) == 1 + 2 + 6 + 6  # paper, legend, 2 bars a seed, pairs both ways
-    assert f"{WORTHS['three'].contribution[0]:+.4f}" in said
-
-
-def test_negative_worth_is_drawn_to_the_left_of_zero(tmp_path: Path):
-    scores = torch.tensor([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0], [0.0, 1.0]])
-    configs = [(False, False), (True, False), (False, True), (True, True)]
-    worth = CounterfactualEngine.worth(Coalitions(("bad", "good"), 2, configs, scores))
-    root = ElementTree.parse(worth.picture(tmp_path / "worth.svg")).getroot()
-    bad, good = [float(b.get("x")) for b in list(root.iter(f"{SVG}rect"))[3:7]][::2]
-    assert bad < good
-
-
-def test_names_with_markup_are_escaped(tmp_path: Path):
-    scores = torch.zeros(2, 4)
-    worth = CounterfactualEngine.worth(Coalitions(("<a & b>",), 1, [(False,), (True,)], scores))
-    said = [t.text for t in ElementTree.parse(worth.picture(tmp_path / "w.svg")).getroot().iter(f"{SVG}text")]
-    assert "<a & b>" in said
-
-
-def test_unknown_file_suffix_is_refused_with_a_remedy(tmp_path: Path):
-    with pytest.raises(ConfigError, match=r"a picture is a \.svg or a \.png, got 'worth\.pdf'"):
-        make(2).picture(tmp_path / "worth.pdf")
-
-
-def test_missing_pillow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(ConfigError, match=r"Pillow.*\.svg"):
-        make(2).picture(tmp_path / "worth.png")
-    assert make(2).picture(tmp_path / "worth.svg").exists()
 
 
 # -- does it separate a useful seed from a useless one?

@@ -1,4 +1,4 @@
-"""Worth of the seeds of one body, with standard errors, as a table, a dict and a plot.
+"""Worth of the seeds of one body, with standard errors, as a table and a dict. `esper.plot_worth` draws it.
 
 *Gain* is the improvement of a grown network over its no-growth baseline. *Dependence* is the quality lost when a part
 is switched off now. For a fossil, on which the host has come to rely, dependence says little about its gain.
@@ -10,7 +10,6 @@ Legend: n players.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -93,12 +92,6 @@ class Worth:
         for name, (value, se) in self.prospect.items():
             lines.append(f"{name:<20} {'prospect':<12} {_with_error(value, se):>18}")
         return "\n".join(lines)
-
-    def picture(self, path: str | Path) -> Path:
-        """Write a plot of contributions and interactions as SVG, or as PNG if Pillow is installed. Return its path."""
-        from esper.simic.attribution.picture import draw
-
-        return draw(self, Path(path))
 
 
 def _number(value: float) -> float | None:
