@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from esper.commands.train import Asked, run_train
+from esper.commands.train import TrainOptions, run_train
 from esper.nissa.journal import read
 from esper.nissa.run import read_manifest
 from esper.simic import backend
@@ -92,8 +92,8 @@ def test_start_builds_and_probes_the_environments_once(tmp_path, monkeypatch):
     for owner, name in ((HostBackend, "__init__"), (backend, "walk"), (Task, "load_data")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), calls))
     options = {"task": "digits", "rounds": 1, "envs": 2, "epochs": 2, "seed": 0}
-    asked = Asked(out=tmp_path / "run", compare=False)
-    run_train(asked, preset=None, config_file=None, sets=["ppo.groups=1", "worlds=2"], more=options, show=False)
+    flags = TrainOptions(out=tmp_path / "run", compare=False)
+    run_train(flags, preset=None, config_file=None, sets=["ppo.groups=1", "worlds=2"], more=options, show=False)
     assert calls == {"__init__": 1, "walk": 1, "load_data": 1}
     assert list((tmp_path / "run" / "twins").rglob("*.json"))
 
