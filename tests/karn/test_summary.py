@@ -7,7 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.karn.summary import RunSummary, SlotLife, Table
+from esper.karn.number_table import NumberTable
+from esper.karn.sections import COUNTED
+from esper.karn.summary import RunSummary, SlotLife
 from esper.leyline.checksums import seal_json
 from esper.leyline.events import Episode, Health, PhaseProfile, RunFinished, Worth
 from esper.leyline.stages import SeedStage as S
@@ -132,7 +134,7 @@ def test_alpha_is_kept_where_it_changed():
 
 
 def test_unmeasured_and_nan_are_distinct():
-    table = Table(("step", "y"))
+    table = NumberTable(("step", "y"))
     for n, y in enumerate((0.5, None, math.nan, -math.inf, "words")):
         table.add({"step": n, "y": y})
     got = table.column("y")
@@ -142,7 +144,7 @@ def test_unmeasured_and_nan_are_distinct():
 
 
 def test_fields_missing_in_older_versions_are_unmeasured():
-    table = Table(("step", "new"))
+    table = NumberTable(("step", "new"))
     table.add({"step": 1})
     assert table.column("new") == [None]
 
@@ -228,7 +230,7 @@ def test_finished_run_is_summarised(tmp_path):
     run = RunSummary.of(grow_run(tmp_path / "run"))
     assert (run.status, run.wall_s, run.losses, run.unreadable) == ("finished", 91.4, [], 0)
     assert [e.name for e in run.episodes][:2] == ["grown", "no growth"]
-    assert (run.episodes[0].germinated, run.episodes[0].fossilized, run.episodes[0].pruned) == (3, 1, 1)
+    assert [run.episodes[0].count(stage) for stage in COUNTED] == [3, 1, 1]
 
 
 def test_killed_run_shows_what_it_wrote(tmp_path):

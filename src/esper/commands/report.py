@@ -62,7 +62,7 @@ def _write(runs: list[Path], out: Path, as_json: bool) -> None:
 def digest(run: RunSummary) -> Group:
     """Return the results per environment, the longest phases, and any problems."""
     parts: list[Any] = [f"[b]{escape(report.title_of(run))}[/b]  {headline(run)}"]
-    latest = [env.latest for _, env in sorted(run.envs.items()) if env.latest is not None]
+    latest = run.latest
     if latest:
         unit, _ = sections.units(run)
         table = Table("", box=None, pad_edge=False)
@@ -71,7 +71,7 @@ def digest(run: RunSummary) -> Group:
         for e in latest[:MOST_LINES]:
             label = escape(printable(sections.label(run, e), 100))
             table.add_row(label, said(e.quality, unit), said(e.quality_best, unit),
-                          said(e.params, "count"), str(e.germinated), str(e.fossilized), str(e.pruned),
+                          said(e.params, "count"), *(str(e.count(stage)) for stage in sections.COUNTED),
                           said(e.wall_s, "seconds"))  # fmt: skip
         parts.append(table)
         if len(latest) > MOST_LINES:
@@ -124,13 +124,10 @@ def facts(run: RunSummary) -> dict[str, Any]:
                 "quality": named(e.quality),
                 "quality_best": named(e.quality_best),
                 "params": e.params,
-                "germinated": e.germinated,
-                "fossilized": e.fossilized,
-                "pruned": e.pruned,
+                **{stage.name.lower(): e.count(stage) for stage in sections.COUNTED},
                 "wall_s": named(e.wall_s),
             }
-            for _, env in sorted(run.envs.items())
-            if (e := env.latest) is not None
+            for e in run.latest
         ],
         "phases": {p.name: {"wall_ms": p.wall_ms, "cpu_ms": p.cpu_ms, "calls": p.calls} for p in run.phases},
         "health": [{"severity": severity, "text": text} for severity, text in report.troubles(run)],

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from esper.karn.charts import spoken
-from esper.karn.sections import cell, section, table
+from esper.karn.html import cell, section, table
 from esper.karn.summary import RunSummary
 from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import seal_json, unseal_json

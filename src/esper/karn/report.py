@@ -15,6 +15,8 @@ from typing import Any
 from esper.karn import sections
 from esper.karn.charts import Chart, Series, Value, legend, render, spoken
 from esper.karn.held_out import held_out
+from esper.karn.html import cell, section, table
+from esper.karn.lifecycles import lives
 from esper.karn.losses import missed_by_sinks
 from esper.karn.sql import run_names
 from esper.karn.summary import EpisodeLife, RunSummary
@@ -61,7 +63,7 @@ def run_body(run: RunSummary, most: int = sections.MOST_VIEWS) -> str:
     """Return the sections of one run."""
     return "".join((
         health(run), sections.results(run), held_out(run), sections.curves(run), sections.rounds(run),
-        sections.lives(run, most), sections.updates(run), sections.phase_times(run), sections.records(run),
+        lives(run, most), sections.updates(run), sections.phase_times(run), sections.records(run),
     ))  # fmt: skip
 
 
@@ -244,31 +246,31 @@ def comparison(runs: Sequence[RunSummary]) -> str:
             link = f'<a href="#run{i}">{escape(title_of(run))}</a>'
             rows.append((
                 link if own else f'<span class="soft">beside it: {escape(name)}</span>', *map(escape, facts),
-                pill if own else "", str(len(episodes)), sections.cell(final, unit),
-                "" if not rows else sections.cell(gain, points),
-                sections.cell(max((q for e in episodes if (q := e.quality_best) is not None), default=None), unit),
-                sections.cell(average([(e.result or {}).get("test_quality") for e in episodes]), unit),
-                sections.cell(average([e.params for e in episodes]), "count"),
-                sections.cell(run.wall_s, "seconds") if own else "",
+                pill if own else "", str(len(episodes)), cell(final, unit),
+                "" if not rows else cell(gain, points),
+                cell(max((q for e in episodes if (q := e.quality_best) is not None), default=None), unit),
+                cell(average([e.recorded("test_quality") for e in episodes]), unit),
+                cell(average([e.params for e in episodes]), "count"),
+                cell(run.wall_s, "seconds") if own else "",
             ))  # fmt: skip
     heads = ("run", "task", "controller", "seed", "status", "envs", "quality", "vs first", "best", "test",
              "params", "time")  # fmt: skip
     says = "Mean over a run's environments, latest episodes; the band spans the worst and the best."
     chart = Chart("Quality after each epoch", quality, says, unit, height=320)
     chart.x_range = (0.0, max((x for s in quality for x, _ in s.points), default=1.0))
-    body = sections.table(heads, rows, right=range(5, 12), caption="Runs")
+    body = table(heads, rows, right=range(5, 12), caption="Runs")
     body += legend([(f"run{i}", title_of(run), i, True) for i, run in enumerate(runs)]) + render(chart)
     says = "Means over the latest episode of every environment" + ("; differences in points." if percent else ".")
     return (
         f'<header><p class="brand">Esper report</p><h1>{len(runs)} runs compared</h1></header>'
-        + sections.section("Side by side", says, body)
+        + section("Side by side", says, body)
         + "".join(trouble(title_of(run), found) for run in runs if (found := troubles(run)))
     )
 
 
 def compared(run: RunSummary) -> list[tuple[str, list[EpisodeLife]]]:
     """Return the run's own episodes, then its baselines, by name. Without baselines: one group with an empty name."""
-    latest = [env.latest for _, env in sorted(run.envs.items()) if env.latest is not None]
+    latest = run.latest
     if not any(e.name == GROWN for e in latest):
         return [("", latest)]
     names = dict.fromkeys([GROWN, *(e.name for e in latest)])

@@ -13,71 +13,22 @@ from __future__ import annotations
 
 import gc
 import math
-import sys
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import numpy.typing as npt
-
-from esper.karn.lenient_manifest import CHECKS, fact, manifest_of, slot_names
+from esper.karn.charts import Value
+from esper.karn.lenient_manifest import CHECKS, Data, fact, manifest_of, slot_names
+from esper.karn.number_table import NumberTable
 from esper.leyline.stages import SeedStage
 from esper.nissa.journal import Damage, Entry, read
 from esper.nissa.missed_events import lost_events
 
-Data = dict[str, Any]
-Value = float | None
-"""None: not measured. NaN and infinities: measured with that result."""
-
-UNMEASURED = -sys.float_info.max
-"""Encoding of None in a table of floats. NaN cannot be used: it is a measured value."""
 STEP_FIELDS = ("step", "quality", "committed_quality", "val_loss", "train_loss", "reward", "params")
 WORTH_FIELDS = ("step", "seed", "committed", "contribution", "contribution_se", "shapley", "shapley_se",
                 "prospect", "prospect_se", "interaction")  # fmt: skip
-
-
-class Table:
-    """Rows of numbers ordered by their first field. Of rows with the same first field the last one counts.
-
-    Rows are converted to an array only on request: most rows of a large run are never drawn.
-    """
-
-    def __init__(self, fields: Sequence[str]) -> None:
-        self.fields = tuple(fields)
-        self.pick = itemgetter(*fields)
-        self._flat: list[Any] = []
-
-    def add(self, d: Data) -> None:
-        """Append a row. Missing fields are None."""
-        try:
-            self._flat += self.pick(d)
-        except KeyError:  # written by a version with fewer fields
-            self._flat += map(d.get, self.fields)
-
-    def __len__(self) -> int:
-        return len(self._flat) // len(self.fields)
-
-    def array(self) -> npt.NDArray[np.float64]:
-        """Return [rows, fields]. None and values that are not numbers are UNMEASURED."""
-        numbers = [v if isinstance(v, float | int) else UNMEASURED for v in self._flat]
-        rows = np.array(numbers, np.float64).reshape(-1, len(self.fields))
-        if len(rows) > 1 and not (np.diff(rows[:, 0]) > 0).all():  # a resumed run repeats some steps
-            _, newest = np.unique(rows[::-1, 0], return_index=True)
-            rows = rows[::-1][newest]
-        return rows
-
-    def last(self, name: str) -> Any:
-        """Return the field of the row added last, as it was recorded; None if there is no row."""
-        return self._flat[self.fields.index(name) - len(self.fields)] if self._flat else None
-
-    def column(self, name: str) -> list[Value]:
-        """Return one column, None where not measured."""
-        return [None if v == UNMEASURED else v for v in self.array()[:, self.fields.index(name)].tolist()]
 
 
 @dataclass(slots=True)
@@ -98,7 +49,7 @@ class SlotLife:
     intervals: list[Interval] = field(default_factory=list)
     alpha: list[tuple[int, Value]] = field(default_factory=list)
     """Changes of alpha: (step, the value from there on)."""
-    worth: Table = field(default_factory=lambda: Table(WORTH_FIELDS))
+    worth: NumberTable = field(default_factory=lambda: NumberTable(WORTH_FIELDS))
     blueprints: dict[int, str] = field(default_factory=dict)
     """Seed → its blueprint, for seeds whose worth was measured."""
 
@@ -141,7 +92,7 @@ class EpisodeLife:
     env: int
     episode: int
     name: str
-    steps: Table = field(default_factory=lambda: Table(STEP_FIELDS))
+    steps: NumberTable = field(default_factory=lambda: NumberTable(STEP_FIELDS))
     slots: dict[str, SlotLife] = field(default_factory=dict)
     decisions: list[Data] = field(default_factory=list)
     lifecycle: list[Data] = field(default_factory=list)
@@ -214,72 +165,57 @@ class EpisodeLife:
 
     # -- results
 
-    @property
-    def is_bare(self) -> bool:
-        """Whether it ended as the bare host: no seed germinated, and none was present from the beginning."""
-        d = self.result or {}
-        return d.get("germinated") == 0 and d.get("params") == d.get("host_params") and not d.get("structure")
+    def recorded(self, name: str) -> Any:
+        """Return a field of the result, None if it is missing or the episode has not ended."""
+        return (self.result or {}).get(name)
+
+    def _newest(self, name: str) -> Value:
+        """Return a field of the result, else its last measured value."""
+        if self.recorded(name) is not None:
+            return float(self.recorded(name))
+        return next((v for v in reversed(self.steps.column(name)) if v is not None), None)
 
     def grew_from(self, bare: EpisodeLife) -> bool:
-        """Return whether `bare` is the no-growth baseline of this episode: same world, length and host."""
-        mine, other = self.result or {}, bare.result or {}
-        same = all(mine.get(k) == other.get(k) for k in ("world", "steps", "host_params"))
-        return bare.is_bare and same and bool(mine.get("germinated"))
+        """Return whether `bare` is the no-growth baseline of this episode: same world, length and host, no seed."""
+        same = all(self.recorded(k) == bare.recorded(k) for k in ("world", "steps", "host_params"))
+        is_bare = bare.recorded("germinated") == 0 and bare.recorded("params") == bare.recorded("host_params")
+        return same and is_bare and not bare.recorded("structure") and bool(self.recorded("germinated"))
 
     @property
     def quality(self) -> Value:
         """Final quality, or the last measured one."""
-        if self.result and self.result.get("quality") is not None:
-            return float(self.result["quality"])
-        return next((v for v in reversed(self.steps.column("quality")) if v is not None), None)
+        return self._newest("quality")
 
     @property
     def quality_best(self) -> Value:
         """Best quality of the episode."""
-        if self.result and self.result.get("quality_best") is not None:
-            return float(self.result["quality_best"])
+        if self.recorded("quality_best") is not None:
+            return float(self.recorded("quality_best"))
         return max((v for v in self.steps.column("quality") if v is not None and math.isfinite(v)), default=None)
 
     @property
     def params(self) -> int | None:
         """Final number of parameters, or the last recorded one."""
-        if self.result and self.result.get("params") is not None:
-            return int(self.result["params"])
-        last = next((v for v in reversed(self.steps.column("params")) if v is not None), None)
-        return None if last is None else int(last)
+        params = self._newest("params")
+        return None if params is None else int(params)
 
     @property
     def length(self) -> int:
         """Length of the episode in steps."""
-        return max(self.last_step, (self.result or {}).get("steps") or 0)
+        return max(self.last_step, self.recorded("steps") or 0)
 
     @property
     def wall_s(self) -> Value:
         """Recorded duration in seconds, else the time from its first to its last event."""
-        if self.result and self.result.get("wall_s") is not None:
-            return float(self.result["wall_s"])
+        if self.recorded("wall_s") is not None:
+            return float(self.recorded("wall_s"))
         return self.last_s - self.first_s if self.last_s >= self.first_s else None
 
-    def count(self, stage: SeedStage, told: str) -> int:
-        """Return how many seeds entered a stage, from field `told` of the result or else from the recorded moves."""
-        if self.result and self.result.get(told) is not None:
-            return int(self.result[told])
+    def count(self, stage: SeedStage) -> int:
+        """Return how many seeds entered a stage, from the result or else from the recorded moves."""
+        if self.recorded(stage.name.lower()) is not None:
+            return int(self.recorded(stage.name.lower()))
         return sum(_stage(move.get("now")) == stage for move in self.lifecycle)
-
-    @property
-    def germinated(self) -> int:
-        """Number of germinated seeds."""
-        return self.count(SeedStage.GERMINATED, "germinated")
-
-    @property
-    def fossilized(self) -> int:
-        """Number of fossilised seeds."""
-        return self.count(SeedStage.FOSSILIZED, "fossilized")
-
-    @property
-    def pruned(self) -> int:
-        """Number of pruned seeds."""
-        return self.count(SeedStage.PRUNED, "pruned")
 
 
 @dataclass(slots=True)
@@ -321,15 +257,25 @@ class RunSummary:
         self.updates: list[Data] = []
         self.governor: list[Data] = []
         self.health: list[Data] = []
-        self.checkpoints: list[Data] = []
         self.kinds: Counter[str] = Counter()
         self.damage = Damage()
         self.unreadable = 0
         """Entries with fields of the wrong type."""
-        self.first_s = self.last_s = math.nan
+        self.is_percent = True
+        """Whether all qualities are fractions, to be shown as percent and points."""
+        self.first_s = math.nan
+        self.last_s = math.nan
+        """Time of the latest entry, in seconds."""
+        self._rank = 0  # of the latest entry
         self._phases: dict[tuple[int, str], Phase] = {}
         self._order = slot_names(self.manifest)  # until the run_started event
         self._recent: EpisodeLife | None = None
+        self._handlers: dict[str, Callable[[Data], None]] = {
+            "step": self._step, "worth": self._worth, "decision": self._decision, "lifecycle": self._lifecycle,
+            "run_started": self._run_started, "run_finished": self._run_finished, "episode": self._episode_end,
+            "phase_profile": self._phase, "update": self.updates.append, "governor": self.governor.append,
+            "health": self.health.append,
+        }  # fmt: skip
 
     @classmethod
     def of(cls, path: Path) -> RunSummary:
@@ -337,29 +283,28 @@ class RunSummary:
         manifest, damage = manifest_of(path)
         summary = cls(path, manifest)
         summary.manifest_damage = damage
-        with no_garbage_collection():
+        collects = gc.isenabled()
+        gc.disable()  # rows contain no cycles, and collecting takes a third of the reading time
+        try:
             summary.add(read(path, summary.damage))
+        finally:
+            if collects:
+                gc.enable()
         return summary
 
     def add(self, entries: Iterable[Entry]) -> None:
         """Add the next entries."""
-        known = {"step": self._step, "worth": self._worth, "decision": self._decision, "lifecycle": self._lifecycle,
-                 "run_started": self._run_started, "run_finished": self._run_finished, "episode": self._episode_end,
-                 "update": self._update, "phase_profile": self._phase, "governor": self._governor,
-                 "health": self._health, "checkpoint": self._checkpoint}  # fmt: skip
-        count, time_s = self.kinds, self.last_s
-        for _, time_s, rank, kind, data, _ in entries:  # the last time is the run's last sign of activity
-            count[kind] += 1
-            handle = known.get(kind)
+        for _, self.last_s, self._rank, kind, data, _ in entries:
+            self.kinds[kind] += 1
+            if self.first_s != self.first_s:
+                self.first_s = self.last_s
+            handle = self._handlers.get(kind)
             if handle is not None:
                 try:
                     CHECKS[kind](data)
-                    handle(data, time_s, rank)
+                    handle(data)
                 except (KeyError, TypeError, ValueError, AttributeError, IndexError, OverflowError):
                     self.unreadable += 1
-            if self.first_s != self.first_s:
-                self.first_s = time_s
-        self.last_s = time_s
         for env in self.envs.values():
             if env.latest is not None:
                 env.latest.settle()
@@ -380,27 +325,27 @@ class RunSummary:
             life = self.envs[index] = EnvLife(index, name)
         return life
 
-    def _episode(self, d: Data, time_s: float) -> EpisodeLife:
+    def _episode(self, d: Data) -> EpisodeLife:
         life = self._recent
         if life is None or life.episode != d["episode"] or life.env != d["env"]:
-            life = self._recent = self._other_episode(d["env"], d["episode"], time_s)
-        life.last_s = time_s
+            life = self._recent = self._other_episode(d["env"], d["episode"])
+        life.last_s = self.last_s
         return life
 
-    def _other_episode(self, index: int, number: int, time_s: float) -> EpisodeLife:
+    def _other_episode(self, index: int, number: int) -> EpisodeLife:
         env = self.env(index)
         life = env.episodes.get(number)
         if life is None:
             if env.latest is not None:
                 env.latest.settle()
-            life = env.episodes[number] = EpisodeLife(env.index, number, env.name, first_s=time_s)
+            life = env.episodes[number] = EpisodeLife(env.index, number, env.name, first_s=self.last_s)
             for name in self._order:
                 life.slot(name)
         return life
 
     # -- one handler per kind
 
-    def _run_started(self, d: Data, time_s: float, rank: int) -> None:
+    def _run_started(self, d: Data) -> None:
         if self.started:  # a resumed run emits it again; the first one counts
             return
         self.started = d
@@ -408,54 +353,47 @@ class RunSummary:
         for index in range(len(d.get("env_names") or ())):
             self.env(index)
 
-    def _run_finished(self, d: Data, time_s: float, rank: int) -> None:
+    def _run_finished(self, d: Data) -> None:
         self.finished = d
 
-    def _step(self, d: Data, time_s: float, rank: int) -> None:
-        self._episode(d, time_s).add_step(d, self._order)
+    def _step(self, d: Data) -> None:
+        self._episode(d).add_step(d, self._order)
+        self._see_quality(d.get("quality"))
 
-    def _decision(self, d: Data, time_s: float, rank: int) -> None:
-        self._episode(d, time_s).decisions.append(d)
+    def _decision(self, d: Data) -> None:
+        self._episode(d).decisions.append(d)
 
-    def _lifecycle(self, d: Data, time_s: float, rank: int) -> None:
-        life = self._episode(d, time_s)
+    def _lifecycle(self, d: Data) -> None:
+        life = self._episode(d)
         life.lifecycle.append(d)
         was, now = _stage(d["was"]), _stage(d["now"])
         slot = life.named_slot(d["slot"], self._order)
-        told_better = d["step"] <= life.last_step and not life.has_own_names  # the step event is more accurate
-        if was is not None and now is not None and not told_better:
+        has_step = d["step"] <= life.last_step and not life.has_own_names  # the step event is more accurate
+        if was is not None and now is not None and not has_step:
             slot.moved(d["step"], was, now, d.get("dwell_epochs") or 0, d.get("blueprint") or "")
 
-    def _worth(self, d: Data, time_s: float, rank: int) -> None:
-        slot = self._episode(d, time_s).named_slot(d["slot"], self._order)
+    def _worth(self, d: Data) -> None:
+        slot = self._episode(d).named_slot(d["slot"], self._order)
         slot.worth.add(d)
         slot.blueprints[d["seed"]] = d["blueprint"]
 
-    def _episode_end(self, d: Data, time_s: float, rank: int) -> None:
-        life = self._episode(d, time_s)
+    def _episode_end(self, d: Data) -> None:
+        life = self._episode(d)
         life.result = d
-        if (
-            not len(life.steps) or life.has_own_names
-        ):  # only moves were recorded: the last stage lasted until the end of the episode
+        self._see_quality(d.get("quality"))
+        self._see_quality(d.get("quality_best"))
+        if not len(life.steps) or life.has_own_names:  # only moves were recorded: the last stage lasted until the end
             for slot in life.slots.values():
                 if slot.intervals:
                     slot.intervals[-1].end = max(slot.intervals[-1].end, d["steps"])
 
-    def _update(self, d: Data, time_s: float, rank: int) -> None:
-        self.updates.append(d)
+    def _see_quality(self, quality: Value) -> None:
+        if quality is not None and not 0 <= quality <= 1 and math.isfinite(quality):
+            self.is_percent = False
 
-    def _phase(self, d: Data, time_s: float, rank: int) -> None:
+    def _phase(self, d: Data) -> None:
         totals = Phase(str(d["phase"]), float(d["wall_ms"]), float(d["cpu_ms"]), int(d["calls"]))
-        self._phases[rank, totals.name] = totals
-
-    def _governor(self, d: Data, time_s: float, rank: int) -> None:
-        self.governor.append(d)
-
-    def _health(self, d: Data, time_s: float, rank: int) -> None:
-        self.health.append(d)
-
-    def _checkpoint(self, d: Data, time_s: float, rank: int) -> None:
-        self.checkpoints.append(d)
+        self._phases[self._rank, totals.name] = totals
 
     # -- queries of the views
 
@@ -465,12 +403,14 @@ class RunSummary:
         return [e for env in sorted(self.envs) for _, e in sorted(self.envs[env].episodes.items())]
 
     @property
+    def latest(self) -> list[EpisodeLife]:
+        """The latest episode of every environment that has one, ordered by environment."""
+        return [env.latest for _, env in sorted(self.envs.items()) if env.latest is not None]
+
+    @property
     def slots(self) -> list[str]:
         """Slot names in the run's order, followed by any others."""
-        seen = dict.fromkeys(self._order)
-        for episode in self.episodes:
-            seen.update(dict.fromkeys(episode.slots))
-        return list(seen)
+        return list(dict.fromkeys([*self._order, *(name for e in self.episodes for name in e.slots)]))
 
     @property
     def status(self) -> str:
@@ -502,18 +442,6 @@ class RunSummary:
         if self.started.get(name) not in (None, ""):
             return self.started[name]
         return fact(self.manifest, name)
-
-
-@contextmanager
-def no_garbage_collection() -> Iterator[None]:
-    """Disable garbage collection: rows contain no cycles, and collecting takes a third of the reading time."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
 
 
 def _stage(name: object) -> SeedStage | None:
