@@ -139,15 +139,13 @@ def everything(grower: Grower) -> dict[str, str]:
         "gradients": [digest(p.grad) for p in body.parameters()],
         "learning": [(n, p.requires_grad, p.stride()) for n, p in body.named_parameters()],
         "modes": [m.training for m in body.modules()],
-        "slots": [
-            (s.stage, s.alpha.item(), s.operator, s.birth, s.blueprint, s.incubating) for s in body.slots.values()
-        ],
+        "slots": [(s.stage, s.alpha.item(), s.operator, s.birth, s.blueprint, s.mode) for s in body.slots.values()],
         "optimizer": digest(optimizer.state_dict()),
         "strides": [v.stride() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)],
         "table": digest(grower.table.arrays()),
         "counters": [grower._batches, grower._lessons, sorted(grower.network.unsampled)],
         "meter": [digest(grower.network.meter.latest), grower.network.meter.smoothed],
-        "forks": [body.forks, sorted(body.proven_forks), body.cannot_fork],
+        "forks": [body.forking.points, sorted(body.forking.proven), body.forking.failure],
         "chance": [digest(torch.get_rng_state()), digest(np.random.get_state()), random.getstate()],
         "controller": digest(getattr(controller, "state_dict", dict)()),
     }

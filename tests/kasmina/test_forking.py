@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
+from collections import OrderedDict
 from itertools import product
 from typing import Any
 
@@ -13,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, batched_leaves
-from esper.kasmina.graft import graft, known_form
+from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, argument_form, batched_leaves
+from esper.kasmina.graft import graft
 from esper.kasmina.hosts import CNNHost, MLPHost, TransformerHost
 from esper.leyline.actions import Operator
 from esper.leyline.stages import SeedStage
@@ -97,6 +98,21 @@ def test_plan_forks_only_where_configurations_differ():
     assert [len(f.parents) for f in plan_of([ALL[3], ALL[5]], ALL[5]).forks] == [2, 2, 2]
 
 
+def test_two_slot_example_of_the_documentation():
+    """The plan in the docstring of `ForkState`."""
+    model = nn.Sequential(OrderedDict(a=nn.Linear(8, 8), b=nn.Linear(8, 8), head=nn.Linear(8, 2)))
+    body = graft(model, ["a", "b"], probe=vectors(3))
+
+    plan = body.forking.plan([(False, False), (False, True), (True, False), (True, True)], ["a", "b"], (True, True))
+
+    assert body.forking.points == {"a": (False, "a"), "b": (False, "b")}
+    assert [fork.parents for fork in plan.forks] == [[0, 0], [0, 1, 0, 1]]
+    assert plan.forks[0].on == {"a": [False, True]}
+    assert plan.forks[1].on == {"a": [False, True, False, True], "b": [False, False, True, True]}
+    assert plan.forks[1].main == 3
+    assert plan.order == [0, 2, 1, 3]
+
+
 def test_outputs_without_rows_are_none():
     plan = plan_of(ALL, ALL[-1])
     features = walk(plan, torch.ones(2, 1))[-1]
@@ -128,7 +144,7 @@ def test_single_configuration_accepts_any_batch_dimension():
 
 def test_unbatched_tensor_of_batch_size_is_not_forked():
     arguments = ((torch.zeros(5, 2), torch.zeros(3, 3)), {"mask": None, "flag": True})
-    known = known_form(arguments, 5)
+    known = argument_form(arguments, 5)
     now = ((torch.zeros(3, 2), torch.zeros(3, 3)), {"mask": torch.zeros(3), "flag": True})
     assert batched_leaves(now, 3) == [True, True, True, False]
     assert batched_leaves(now, 3, known) == [True, False, True, False]

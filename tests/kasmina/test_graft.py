@@ -106,7 +106,7 @@ def test_states_of_body_and_model_are_interchangeable(name: str):
 def test_each_slot_forks_at_the_innermost_exact_point(name: str):
     case = ZOO[name]
     body = case.body()
-    for slot, point in body.forks.items():
+    for slot, point in body.forking.points.items():
         assert point == case.forks.get(slot, (False, slot)), slot
 
 
@@ -226,7 +226,7 @@ def test_auto_raises_where_no_slot_is_possible():
 def test_slot_follows_dtype_of_its_features():
     for dtype in (torch.float64, torch.bfloat16, torch.float16):
         body = graft(ResidualNet().to(dtype).eval(), ["stage1", "stage2.0.bn2"], probe=images(3).to(dtype))
-        assert body.forks == {"stage1": (False, "stage1"), "stage2.0.bn2": (True, "stage2.0")}
+        assert body.forking.points == {"stage1": (False, "stage1"), "stage2.0.bn2": (True, "stage2.0")}
         slot = grow(body, "stage1")
         assert {p.dtype for p in slot.parameters()} == {dtype}
         assert body(images(3).to(dtype)).dtype == dtype
@@ -245,7 +245,7 @@ def test_cross_sample_arithmetic_is_detected_at_any_scale():
     for scale in (1e-5, 1.0, 1e5):
         model = Scaled(scale)
         model.norm = nn.Identity()
-        assert graft(model, ["norm"], probe=vectors(3)).forks == {"norm": None}
+        assert graft(model, ["norm"], probe=vectors(3)).forking.points == {"norm": None}
 
 
 # -- what cannot be grafted

@@ -184,10 +184,10 @@ def two_configurations(model: nn.Module) -> esper.Body:
 
 def test_model_error_is_raised_and_forking_stays_enabled():
     body = two_configurations(Picky())
-    assert body.forks["first"] is not None
+    assert body.forking.points["first"] is not None
     with pytest.raises(ValueError, match="out of range"):
         evaluate(body, [(torch.full((5, 4), 1000.0), torch.zeros(5))], lambda out, y: out[:, 0])
-    assert body.cannot_fork == ""
+    assert body.forking.failure == ""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
@@ -198,7 +198,7 @@ def test_seed_error_is_raised():
     body.slots["first"].seed = nn.Linear(7, 7)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
         evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
-    assert body.cannot_fork == ""
+    assert body.forking.failure == ""
 
 
 def test_fork_error_falls_back_to_one_by_one_evaluation():
@@ -221,4 +221,4 @@ def test_model_failing_on_noise_is_grafted_with_a_warning():
             return h.sqrt()
 
     with pytest.warns(UserWarning, match="fails when noise changes the features at slot 'first'.*negative"):
-        assert graft(Roots(), "first", probe=torch.randn(3, 4)).forks == {"first": None}
+        assert graft(Roots(), "first", probe=torch.randn(3, 4)).forking.points == {"first": None}

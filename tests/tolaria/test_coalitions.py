@@ -186,7 +186,7 @@ def test_any_configurations_and_chunk_sizes_are_exact(name: str, chosen: list[in
 
     assert result.configs == list(dict.fromkeys(configs))
     assert agree(result.scores, brute_force(body, x, result.configs))
-    assert not body.cannot_fork
+    assert not body.forking.failure
 
 
 def test_evaluate_keeps_state_modes_and_rng_state():
@@ -290,7 +290,7 @@ def test_unbatched_mask_of_batch_size_is_not_split():
     result = evaluate(body, [((tokens(n), causal()), torch.arange(n))], score, max_rows=2 * n)
 
     assert agree(result.scores, brute_force(body, (tokens(n), causal()), result.configs))
-    assert not body.cannot_fork
+    assert not body.forking.failure
 
 
 def test_tokenizer_output_is_accepted_as_a_batch():
@@ -312,7 +312,7 @@ def test_tokenizer_output_is_accepted_as_a_batch():
 def test_model_mixing_samples_is_detected_at_graft_and_warned_once(name: str):
     case = ZOO[name]
     body, x = case.body(), case.batch(12)
-    assert None in body.forks.values()
+    assert None in body.forking.points.values()
     grow_everywhere(body)
 
     with pytest.warns(UserWarning, match="one by one"):
@@ -327,7 +327,7 @@ def test_model_mixing_samples_is_detected_at_graft_and_warned_once(name: str):
 @pytest.mark.parametrize("case", [Case(LateMixer, vectors, ("layers.0", "layers.1")), ZOO["transposed_token_norm"]])
 def test_mixing_missed_by_the_probe_is_detected_by_the_first_chunk(case: Case):
     body, x = case.body(), case.batch(12)
-    assert None not in body.forks.values()
+    assert None not in body.forking.points.values()
     grow_everywhere(body)
 
     with pytest.warns(UserWarning, match="influence each other"):
@@ -341,7 +341,7 @@ def test_zero_delta_does_not_verify_a_fork():
     body, x = case.body(), case.batch(12)
     grow(body, "layers.1", scale=0.0)
     evaluate(body, [(x, torch.arange(12))], score)  # rows are equal: mixing cannot be detected
-    assert not body.proven_forks
+    assert not body.forking.proven
 
     grow(body, "layers.1")
     with pytest.warns(UserWarning, match="influence each other"):
@@ -359,7 +359,7 @@ def test_nan_host_is_not_reported_as_mixing():
     result = evaluate(body, [(images(6), torch.arange(6))], score)
 
     assert result.scores.isnan().any()
-    assert not body.cannot_fork
+    assert not body.forking.failure
 
 
 def test_nan_seed_affects_only_its_own_rows():
@@ -387,7 +387,7 @@ def test_each_fork_is_verified_at_first_use():
     body, x = case.body(), case.batch(12)
     grow(body, "layers.1")
     evaluate(body, [(x, torch.arange(12))], score)  # after the mixing: exact
-    assert not body.cannot_fork
+    assert not body.forking.failure
 
     grow(body, "layers.0")
     with pytest.warns(UserWarning, match="influence each other"):
@@ -445,7 +445,7 @@ def test_plan_has_one_row_per_prefix_and_configuration():
     configs = [(False, False, True), (True, False, True), (True, True, False)]
     body = proven(ZOO["mlp_host"])
 
-    plan = body.plan(configs, list(body.slots), configs[2])
+    plan = body.forking.plan(configs, list(body.slots), configs[2])
 
     assert [len(f.parents) for f in plan.forks] == [2, 3, 3]
     assert sorted(plan.order) == [0, 1, 2]

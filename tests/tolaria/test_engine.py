@@ -19,6 +19,7 @@ from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
 from esper.kasmina.hosts import CNNHost, MLPHost
 from esper.kasmina.lifecycle import EffectKind, Rules, legal
+from esper.kasmina.slot import Mode
 from esper.leyline.actions import Head, Op, Operator
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.slot_table import SlotTable
@@ -309,7 +310,7 @@ def test_training_seed_learns_in_both_incubation_modes(task, incubation):
     engine = run(task(), [0], 3, incubation=incubation)
     slot = engine.networks[0].body.slots["r0c0"]
     assert slot.stage == SeedStage.TRAINING
-    assert slot.incubating == (incubation == "straight_through")
+    assert (slot.mode == Mode.STRAIGHT_THROUGH) == (incubation == "straight_through")
     x, y = engine.data.val.x[:8], engine.data.val.y[:8]
     off = score(engine.networks[0].body.eval()(x), y)
     engine.networks[0].body.set_slot(slot, SeedStage.HOLDING, 1.0)

@@ -27,7 +27,7 @@ from esper.grower import saving
 from esper.grower.growth_note import why_nothing_was_planted
 from esper.grower.qualities import NeedsTargets, Quality, find_quality, guarded
 from esper.kasmina.blueprints import Cost, blueprint_index
-from esper.kasmina.body import Body, Incubation
+from esper.kasmina.body import Body
 from esper.kasmina.gate_reasons import gate_reasons, germination_reason
 from esper.kasmina.gradients import GradientMeter
 from esper.kasmina.lifecycle import (
@@ -42,7 +42,7 @@ from esper.kasmina.lifecycle import (
     record_contribution,
     tick,
 )
-from esper.kasmina.slot import Slot
+from esper.kasmina.slot import Incubation, Slot
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, TEMPO_EPOCHS, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence

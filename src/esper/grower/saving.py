@@ -153,10 +153,10 @@ def _load_table(grower: Grower, told: GrowerState) -> None:
 
 @torch.no_grad()
 def _load_body(body: Body, told: GrowerState, grads: Mapping[str, Tensor]) -> None:
-    body.forks = {name: None if s.fork is None else ForkPoint(*s.fork) for name, s in told.slots.items()}
-    body.fork_sequence = [ForkPoint(*point) for point in told.fork_sequence]
-    body.proven_forks = {ForkPoint(*point) for point in told.proven_forks}
-    body.cannot_fork = told.cannot_fork
+    body.forking.points = {name: None if s.fork is None else ForkPoint(*s.fork) for name, s in told.slots.items()}
+    body.forking.sequence = [ForkPoint(*point) for point in told.fork_sequence]
+    body.forking.proven = {ForkPoint(*point) for point in told.proven_forks}
+    body.forking.failure = told.cannot_fork
     for name, buffer in hidden_buffers(body):
         kept = told.hidden.get(name)
         if kept is not None and kept.shape == buffer.shape:

@@ -87,9 +87,9 @@ def grower_state(grower: Grower, extra: Any = None) -> GrowerState:
         hidden=dict(hidden_buffers(body)),
         frozen=tuple(name for name, p in body.named_parameters() if not p.requires_grad),
         resting=tuple(name for name, module in body.named_modules() if not module.training),
-        fork_sequence=tuple((p.at_input, p.name) for p in body.fork_sequence),
-        proven_forks=tuple((p.at_input, p.name) for p in sorted(body.proven_forks)),
-        cannot_fork=body.cannot_fork,
+        fork_sequence=tuple((p.at_input, p.name) for p in body.forking.sequence),
+        proven_forks=tuple((p.at_input, p.name) for p in sorted(body.forking.proven)),
+        cannot_fork=body.forking.failure,
         optimizer=optimizer_state(grower.optimizer, body),
         table=grower.table.arrays(),
         batches=grower._batches,
@@ -123,7 +123,7 @@ def settings(grower: Grower) -> dict[str, Any]:
 
 def slot_state(body: Body, slot: Slot) -> SlotState:
     """Return the state of one slot."""
-    fork = body.forks.get(slot.name)
+    fork = body.forking.points.get(slot.name)
     return SlotState(
         module=slot.module_name,
         layout=str(slot.site.layout),

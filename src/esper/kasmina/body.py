@@ -10,40 +10,23 @@ import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils import _pytree as pytree
 
 from esper.kasmina import blueprints
 from esper.kasmina.blueprints import Cost
-from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Known, Norm, batched_leaves, lent
-from esper.kasmina.slot import Slot
+from esper.kasmina.fork_state import ForkState
+from esper.kasmina.forking import Norm
+from esper.kasmina.slot import Incubation, Mode, Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import BlueprintError, ConfigError, GraftError, unknown_name
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 
-Incubation = Literal["shadow", "straight_through"]
-FAILURES = (RuntimeError, ValueError, IndexError, TypeError, AssertionError)
-"""Exceptions that a model may raise when shapes do not fit."""
 STRUCTURE = "esper.structure"
 """State key under which a grown body stores which seeds it holds."""
-
-
-def call(model: nn.Module, batch: Any) -> Any:
-    """Call a model on one batch. A mapping is passed as keywords, a tuple or list as positional arguments."""
-    if isinstance(batch, Mapping):
-        return model(**batch)
-    return model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
-
-
-def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as positional and keyword arguments."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
 
 
 class Body(nn.Module):
@@ -62,11 +45,7 @@ class Body(nn.Module):
         self.esper.train(model.training)
         self.probe = probe  # a few samples, on which `harden` compares outputs
         self.incubation: Incubation = "shadow"
-        self.forks: dict[str, ForkPoint | None] = {}  # None: this slot cannot fork
-        self.fork_sequence: list[ForkPoint] = []
-        self.cannot_fork = ""  # reason, set once forking has failed
-        self.proven_forks: set[ForkPoint] = set()  # points where forked and single passes agreed on a real batch
-        self.batched: dict[str, Known] = {}  # module name ("" = model) → which arguments have a batch dimension
+        self.forking = ForkState(model, self.slots)
         self.on_load: list[Callable[[], None]] = []
         modules = dict(model.named_modules())
         for slot in slots:
@@ -122,7 +101,7 @@ class Body(nn.Module):
     def set_slot(self, slot: Slot, stage: SeedStage, alpha: float, frozen: bool = False) -> None:
         """Set a slot's stage and alpha, and `requires_grad` of its parameters."""
         slot.stage = stage
-        slot.incubating = stage == SeedStage.TRAINING and self.incubation == "straight_through"
+        slot.mode = Mode.of(stage, self.incubation)
         if slot.amplitude != alpha:
             slot.amplitude = alpha
             slot.alpha.fill_(alpha)
@@ -198,13 +177,12 @@ class Body(nn.Module):
                     if b is not None]  # fmt: skip
         device = slot.alpha.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
-            slot.shadow = True
             for n in norms:
                 n.track_running_stats = False
             try:
-                yield
+                with slot.shadowing():
+                    yield
             finally:
-                slot.shadow, slot.lesson = False, None
                 for n in norms:
                     n.track_running_stats = True
                 for buffer, version, before in memories:
@@ -218,73 +196,16 @@ class Body(nn.Module):
             params = [p for p in slot.parameters() if p.requires_grad]
             with self.shadowed(slot):
                 value = loss()
-                if slot.lesson is None:
+                if slot.shadow_input is None:
                     continue  # the forward pass did not reach the slot on this batch
                 # inside the context: activation checkpointing runs the model again here
                 # also request the features' gradient: GroupNorm's backward crashes torch 2.13 without it
-                *grads, _ = torch.autograd.grad(value, [*params, slot.lesson], allow_unused=True)
+                *grads, _ = torch.autograd.grad(value, [*params, slot.shadow_input], allow_unused=True)
             for p, g in zip(params, grads, strict=True):
                 if g is not None:
                     if g.stride() != p.stride():  # fused optimisers pair elements by memory offset
                         g = torch.empty_like(p).copy_(g)
                     p.grad = g if p.grad is None else p.grad + g
-
-    # -- evaluation of configurations: see tolaria.coalitions
-
-    @torch.no_grad()
-    def run_rows(self, batch: Any, size: int, plan: ForkPlan) -> Any:
-        """Run one batch of `size` samples under every row of a plan. Return the output, rows × size samples long.
-
-        Raise ForkError if the model accepts each configuration alone but not several at once. An error that a single
-        configuration also raises is the model's own and is not wrapped.
-        """
-        try:
-            return self._run(batch, size, plan)
-        except FAILURES as error:
-            if plan.alone or not plan.done:
-                raise
-            for single in plan.singles():
-                self._run(batch, size, single)
-            raise ForkError(f"the model does not take several configurations at once ({error})") from error
-
-    def _run(self, batch: Any, size: int, plan: ForkPlan) -> Any:
-        plan.batch, plan.done = size, 0
-        with lent(plan, list(self.slots.values()), dict(self.model.named_modules())):
-            args, kwargs = plan.at_input("", as_arguments(batch))
-            with torch.compiler.set_stance("force_eager"):
-                output = self.model(*args, **kwargs)
-        plan.finish()
-        return output
-
-    def evaluate_rows(self, batch: Any, size: int, plan: ForkPlan) -> list[Any]:
-        """Return the output of each configuration of a plan."""
-        return plan.split(self.run_rows(batch, size, plan))
-
-    def plan(self, configs: Sequence[Sequence[bool]], slots: Sequence[str], main: Sequence[bool]) -> ForkPlan:
-        """Return a fork plan for these configurations. Raise ForkError if one of the slots cannot fork."""
-        if self.cannot_fork:
-            raise ForkError(self.cannot_fork)
-        points: dict[str, ForkPoint] = {}
-        for s in slots:
-            point = self.forks[s]
-            if point is None:
-                raise ForkError(f"slot {s!r} cannot fork: samples of a batch influence each other behind it")
-            points[s] = point
-        plan = ForkPlan.build(configs, list(slots), points, self.fork_sequence, main)
-        plan.batched = self.batched
-        return plan
-
-    def cut(self, batch: Any, size: int, start: int, stop: int) -> Any:
-        """Return the samples `start` to `stop` of a batch of `size`."""
-        leaves, form = pytree.tree_flatten(batch)
-        flags = batched_leaves(as_arguments(batch), size, self.batched.get(""))
-        return pytree.tree_unflatten([x[start:stop] if f else x for x, f in zip(leaves, flags, strict=True)], form)
-
-    def give_up_forking(self, why: str) -> None:
-        """Evaluate configurations one by one from now on. Warn on the first call."""
-        if not self.cannot_fork:
-            self.cannot_fork = why
-            warnings.warn(f"configurations of this model are evaluated one by one: {why}", stacklevel=2)
 
     # -- state
 

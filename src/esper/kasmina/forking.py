@@ -29,7 +29,7 @@ class ForkPoint(NamedTuple):
     name: str
 
 
-Known = tuple[str, list[bool]]
+ArgumentForm = tuple[str, list[bool]]
 """Tree structure of a module's arguments, and per leaf whether it may have a batch dimension."""
 
 
@@ -72,7 +72,7 @@ class ForkPlan:
     """Configuration index of each row after the last fork."""
     players: frozenset[str]
     """Slots that the configurations cover. Other slots behave according to their stage."""
-    batched: dict[str, Known] = field(default_factory=dict)
+    arguments: dict[str, ArgumentForm] = field(default_factory=dict)
     """Module name → which of its arguments have a batch dimension, as seen in the probe."""
     batch: int = 0
     done: int = 0
@@ -180,7 +180,7 @@ class ForkPlan:
         before, parents = self.rows * self.batch, self.forks[self.done].parents
         self.done += 1
         leaves, form = pytree.tree_flatten(arguments)
-        flags = batched_leaves(arguments, before, self.batched.get(name))
+        flags = batched_leaves(arguments, before, self.arguments.get(name))
         pairs = zip(leaves, flags, strict=True)
         return pytree.tree_unflatten([_pick(x, parents, self.batch) if yes else x for x, yes in pairs], form)
 
@@ -227,13 +227,19 @@ def is_batched(x: Any, samples: int) -> bool:
     return isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == samples
 
 
-def batched_leaves(arguments: Any, samples: int, known: Known | None = None) -> list[bool]:
+def argument_form(arguments: Any, samples: int) -> ArgumentForm:
+    """Return the tree structure of the arguments, and per leaf False if it is a tensor without a batch dimension."""
+    leaves, form = pytree.tree_flatten(arguments)
+    return str(form), [not isinstance(x, Tensor) or is_batched(x, samples) for x in leaves]
+
+
+def batched_leaves(arguments: Any, samples: int, probed: ArgumentForm | None = None) -> list[bool]:
     """Return per leaf whether it has a batch dimension: its size fits and the probe did not rule it out.
 
     The probe is needed because a mask [T, T] also fits if the batch has T samples.
     """
     leaves, form = pytree.tree_flatten(arguments)
-    flags = known[1] if known is not None and known[0] == str(form) else [True] * len(leaves)
+    flags = probed[1] if probed is not None and probed[0] == str(form) else [True] * len(leaves)
     return [flag and is_batched(x, samples) for x, flag in zip(leaves, flags, strict=True)]
 
 
@@ -338,31 +344,20 @@ class _NormForward:
 
 
 @contextmanager
-def lent(plan: ForkPlan, slots: Sequence[Any], modules: dict[str, nn.Module]) -> Iterator[None]:
-    """Attach the plan to the slots, the fork modules and the norms. Detach it on exit."""
-    handles = []
-    norms = plan.norms.norms if plan.norms is not None else []
+def replaced_norms(plan: ForkPlan) -> Iterator[None]:
+    """Replace the forward of the plan's norms by one with statistics per row. Restore it on exit."""
+    if plan.norms is None:
+        yield
+        return
+    norms = plan.norms.norms
     forwards = [norm.__dict__.get("forward") for norm in norms]  # a library may have set an instance attribute
+    plan.norms.begin()
     try:
-        for slot in slots:
-            slot.fork = plan
-        for point in {f.point for f in plan.forks if f.point.at_input and f.point.name}:
-
-            def expand(module: nn.Module, args: Any, kwargs: Any, name: str = point.name) -> Any:
-                return plan.at_input(name, (args, kwargs))
-
-            handles.append(modules[point.name].register_forward_pre_hook(expand, with_kwargs=True))
-        if plan.norms is not None:
-            plan.norms.begin()
-            for norm in norms:
-                norm.__dict__["forward"] = _NormForward(norm, plan)
+        for norm in norms:
+            norm.__dict__["forward"] = _NormForward(norm, plan)
         yield
     finally:
-        for handle in handles:
-            handle.remove()
         for norm, forward in zip(norms, forwards, strict=True):
             norm.__dict__.pop("forward", None)
             if forward is not None:
                 norm.__dict__["forward"] = forward
-        for slot in slots:
-            slot.fork = None

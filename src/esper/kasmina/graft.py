@@ -4,27 +4,25 @@
 
 A forward hook is installed after each named module, once. Then the model is run on a few samples of `probe`.
 Every slot must be reached, and its features must be a floating-point tensor with a supported layout. The point
-where the batch may fork for coalition evaluation is found by trial (see `forking`).
+where the batch may fork for coalition evaluation is found by trial (see `fork_state`).
 """
 
 from __future__ import annotations
 
 import fnmatch
-import warnings
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.body import FAILURES, Body, as_arguments, call
+from esper.kasmina.body import Body
 from esper.kasmina.feature_spec import FeatureSpec, Layout
-from esper.kasmina.forking import ForkError, ForkPlan, ForkPoint, Known, is_batched
-from esper.kasmina.probing import PROBE_SAMPLES, floating_items, leaves_of, quietly, unread_modules
+from esper.kasmina.forking import ArgumentForm, argument_form, is_batched
+from esper.kasmina.probing import PROBE_SAMPLES, as_arguments, floating_items, quietly, unread_modules
 from esper.kasmina.slot import Path, Select, Slot
 from esper.leyline.errors import GraftError, unknown_name
-from esper.leyline.stages import SeedStage
 
 AUTO_SLOTS = 3
 LAYOUTS = {4: Layout.MAP, 3: Layout.SEQUENCE, 2: Layout.VECTOR}
@@ -53,7 +51,7 @@ def graft(
             item within an item, such as (1, 0) for the last hidden state of an LSTM
     """
     refuse_wrapped(model)
-    probe, known = few_samples(dict(probe) if isinstance(probe, Mapping) else probe)
+    probe, form = few_samples(dict(probe) if isinstance(probe, Mapping) else probe)
     sites = find_sites(model, at, probe)
     handles: list[Any] = []
     seen: dict[str, list[Any]] = {}
@@ -95,8 +93,8 @@ def graft(
             raise unknown_name("module with a slot", name, seen)
     refuse_unread(model, probe, {slot.module_name: slot.select for slot in slots})
     body = Body(model, slots, probe)
-    body.batched[""] = known
-    find_forks(body, probe)
+    body.forking.arguments[""] = form
+    body.forking.find_points(probe)
     return body
 
 
@@ -137,7 +135,7 @@ def _shown(path: Path) -> str:
     return repr(path[0] if len(path) == 1 else path)
 
 
-def few_samples(probe: Any) -> tuple[Any, Known]:
+def few_samples(probe: Any) -> tuple[Any, ArgumentForm]:
     """Return the first few samples of a batch, and which of its tensors have a batch dimension."""
     tensors = [x for x in pytree.tree_leaves(probe) if isinstance(x, Tensor) and x.ndim > 0]
     if not tensors:
@@ -149,13 +147,7 @@ def few_samples(probe: Any) -> tuple[Any, Known]:
             "each other could not be told from samples that do not."
         )
     few = pytree.tree_map(lambda x: x[:PROBE_SAMPLES] if is_batched(x, size) else x, probe)
-    return few, known_form(as_arguments(probe), size)
-
-
-def known_form(arguments: Any, samples: int) -> Known:
-    """Return the tree structure of the arguments, and per leaf False if it is a tensor without a batch dimension."""
-    leaves, form = pytree.tree_flatten(arguments)
-    return str(form), [not isinstance(x, Tensor) or is_batched(x, samples) for x in leaves]
+    return few, argument_form(as_arguments(probe), size)
 
 
 def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], probe: Any) -> dict[str, str]:
@@ -315,125 +307,3 @@ def _channels_first(module: nn.Module, features: Tensor) -> bool:
     made |= {m.num_features for m in module.modules() if isinstance(m, nn.BatchNorm1d)}
     pools = (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
     return isinstance(module, pools) or (middle in made and last not in made)
-
-
-# -- fork points
-
-
-class _Noise(nn.Module):
-    """Stand-in seed for the probe: per-sample noise as large as the features, so that mixing of samples is visible."""
-
-    def forward(self, h: Tensor) -> Tensor:
-        """Return the same noise for every row."""
-        generator = torch.Generator().manual_seed(h[0].numel())
-        noise = torch.randn(PROBE_SAMPLES, *h.shape[1:], generator=generator).to(h)
-        size = h.float().square().mean().sqrt()  # equal in a forked pass and in a single one
-        noise = noise * torch.where(size > 0, size, 1.0).to(h)
-        if h.shape[0] % PROBE_SAMPLES:
-            raise ForkError("the leading dimension is not a multiple of the batch")
-        return noise.repeat(h.shape[0] // PROBE_SAMPLES, *[1] * (h.ndim - 1))
-
-
-def _ancestors(name: str) -> Iterable[str]:
-    """Yield the enclosing modules from the nearest to the model itself ("")."""
-    parts = name.split(".")
-    for i in range(len(parts) - 1, -1, -1):
-        yield ".".join(parts[:i])
-
-
-@torch.no_grad()
-def find_forks(body: Body, probe: Any) -> None:
-    """Find the innermost fork point of each slot, and the order in which the model reaches them."""
-    training = [m for m in body.modules() if m.training]
-    body.eval()
-    try:
-        with torch.random.fork_rng(devices=[]):
-            sequence = _meeting_order(body, probe)
-            for slot in body.slots.values():
-                body.forks[slot.name] = _find_fork(body, slot, probe, sequence)
-    finally:
-        for module in training:
-            module.training = True
-    used = {point for point in body.forks.values() if point is not None}
-    body.fork_sequence = [p for p in sequence if p in used]
-
-
-def _meeting_order(body: Body, probe: Any) -> list[ForkPoint]:
-    """Return every possible fork point in the order of one plain run. Also record which arguments are batched."""
-    met: list[ForkPoint] = [ForkPoint(True, "")]
-    handles = []
-    modules = dict(body.model.named_modules())
-
-    def enter(name: str) -> Any:
-        def note(module: nn.Module, args: Any, kwargs: Any) -> None:
-            met.append(ForkPoint(True, name))
-            body.batched.setdefault(name, known_form((args, kwargs), PROBE_SAMPLES))
-
-        return note
-
-    def leave(name: str) -> Any:
-        return lambda *_: met.append(ForkPoint(False, name))
-
-    try:
-        for name in {a for s in body.slots.values() for a in (s.module_name, *_ancestors(s.module_name)) if a}:
-            handles.append(modules[name].register_forward_pre_hook(enter(name), with_kwargs=True))
-        for slot in body.slots.values():
-            handles.append(modules[slot.module_name].register_forward_hook(leave(slot.name)))
-        call(body.model, probe)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return list(dict.fromkeys(met))
-
-
-def _find_fork(body: Body, slot: Slot, probe: Any, sequence: list[ForkPoint]) -> ForkPoint | None:
-    """Return the innermost point at which this slot can fork, or None."""
-    slot.seed, slot.stage = _Noise(), SeedStage.TRAINING
-    own, size = slot.name, PROBE_SAMPLES
-    candidates = [
-        ForkPoint(False, own),
-        *(ForkPoint(True, a) for a in (slot.module_name, *_ancestors(slot.module_name))),
-    ]
-    try:
-        alone = [ForkPlan.single([on], [own]) for on in (False, True)]
-        expected = [body.evaluate_rows(probe, size, plan)[0] for plan in alone]
-        for point in candidates:
-            if point not in sequence:
-                continue  # some modules are never called, such as a ModuleList
-            plan = ForkPlan.build([[False], [True]], [own], {own: point}, [point], [True])
-            plan.batched = body.batched
-            try:
-                got = body.evaluate_rows(probe, size, plan)
-            except ForkError:
-                continue  # shapes do not fit: a connection bypasses this point
-            if all(same(a, b) for a, b in zip(got, expected, strict=True)):
-                return point
-        return None
-    except ForkError:
-        return None  # the batch is not the first dimension here
-    except FAILURES as error:
-        warnings.warn(
-            f"the model fails when noise changes the features at slot {own!r} ({type(error).__name__}: {error}), so it "
-            "is not known whether its batch can fork: configurations are evaluated one by one",
-            stacklevel=4,
-        )
-        return None
-    finally:
-        slot.uproot()
-        slot.stage = SeedStage.DORMANT
-
-
-def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
-    """Return whether two outputs agree up to the rounding caused by a different batch size. NaN equals NaN."""
-    compared = 0
-    for x, y in zip(leaves_of(a), leaves_of(b), strict=True):
-        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
-            if x.shape != y.shape:
-                return False
-            x, y = x.nan_to_num(), y.nan_to_num()
-            scale = y.abs().amax().clamp(min=1e-6) if y.numel() else 1.0
-            most = max(tolerance, 8 * torch.finfo(x.dtype).eps)  # half precision needs a larger tolerance
-            if not bool(((x - y).abs() <= most * scale).all()):  # sync: once, at graft
-                return False
-            compared += 1
-    return compared > 0

@@ -19,8 +19,7 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.graft import same
-from esper.kasmina.probing import quietly
+from esper.kasmina.probing import quietly, same
 from esper.kasmina.slot import Select, Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import GraftError, HardenError

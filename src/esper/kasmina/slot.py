@@ -1,17 +1,17 @@
 """Slots: the modules that hold a seed and blend it into a host module's output.
 
 The forward hook of the host module calls `Slot.after`, which extracts the features from the output (`Select`)
-and passes them through `Slot.forward`. Its behaviour depends on `stage`, `alpha` and `incubating`, which only
-`Body.sync` writes.
+and passes them through `Slot.forward`. That calls one function, chosen by the slot's `mode`.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import Any
+from enum import IntEnum
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -83,6 +83,28 @@ class Select:
         return type(output)(item if i == self.key else each for i, each in enumerate(output))
 
 
+Incubation = Literal["shadow", "straight_through"]
+"""How a TRAINING seed learns: in a shadow pass of its own, or in the main pass by the straight-through estimator."""
+
+
+class Mode(IntEnum):
+    """What a slot does with the features. `Body.sync` sets one of the first three."""
+
+    PASS = 0  # no seed, or one that the main pass does not use
+    BLEND = 1  # from BLENDING on
+    STRAIGHT_THROUGH = 2  # TRAINING with incubation "straight_through"
+    SHADOW = 3  # during the shadow pass of this slot's seed
+    FORK = 4  # during an evaluation of configurations that cover this slot
+
+    @classmethod
+    def of(cls, stage: SeedStage, incubation: Incubation) -> Mode:
+        """Return the mode of a seed in the main pass."""
+        if stage >= SeedStage.BLENDING:
+            return cls.BLEND
+        is_straight = stage == SeedStage.TRAINING and incubation == "straight_through"
+        return cls.STRAIGHT_THROUGH if is_straight else cls.PASS
+
+
 class Slot(nn.Module):
     """Hold at most one seed and blend it into the features that pass through."""
 
@@ -98,10 +120,9 @@ class Slot(nn.Module):
         self.operator = Operator.ADD
         self.stage = SeedStage.DORMANT
         self.amplitude = 0.0  # alpha as a Python float, so that the buffer is written only when it changes
-        self.incubating = False  # train by the straight-through estimator in the main pass
-        self.shadow = False  # shadow pass: apply the seed at full strength to detached features
-        self.lesson: Tensor | None = None  # detached features of the shadow pass
-        self.fork: ForkPlan | None = None  # set during one forked evaluation
+        self.mode = Mode.PASS
+        self.shadow_input: Tensor | None = None  # detached features of the shadow pass
+        self.fork: ForkPlan | None = None  # set in mode FORK
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
 
     def plant(self, blueprint: str, operator: Operator, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
@@ -128,7 +149,7 @@ class Slot(nn.Module):
         """Remove the seed and its gate."""
         self.seed, self.gate, self.blueprint, self.operator = None, None, "", Operator.ADD
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, _args: Any, output: Any) -> Any:
         """Forward hook: return the output with its features blended, or None to leave it unchanged."""
         if self.seed is None:
             return None
@@ -137,18 +158,17 @@ class Slot(nn.Module):
         return None if y is h else self.select.put(output, y)
 
     def forward(self, h: Tensor, training: bool = False) -> Tensor:
-        """Return the features after this slot, according to its stage and mode."""
-        if self.fork is not None and self.name in self.fork.players:
-            return self.fork.at_slot(self.name, h, self.switched_on)
-        if self.stage >= SeedStage.BLENDING:
-            return self.blended(h, self.alpha)
-        if self.shadow:
-            self.lesson = detached(h)
-            return self.switched_on(self.lesson)
-        if self.incubating and training and torch.is_grad_enabled():
-            with self._own_luck():
-                return straight_through(h, self.change(detached(h)))
-        return h
+        """Return the features after this slot. `training` is the mode of the host module."""
+        return FORWARDS[self.mode](self, h, training)
+
+    @contextmanager
+    def shadowing(self) -> Iterator[None]:
+        """Set mode SHADOW. Restore the mode and discard `shadow_input` on exit."""
+        mode, self.mode = self.mode, Mode.SHADOW
+        try:
+            yield
+        finally:
+            self.mode, self.shadow_input = mode, None
 
     def change(self, h: Tensor) -> Tensor:
         """Return the change that the seed at full strength adds to the features."""
@@ -157,7 +177,7 @@ class Slot(nn.Module):
             return h * torch.tanh(delta)
         return delta if self.gate is None else delta * self.gate(h)
 
-    def _own_luck(self) -> AbstractContextManager[None]:
+    def preserved_rng(self) -> AbstractContextManager[None]:
         """Return a context that restores the global random generator if the seed uses dropout."""
         assert self.seed is not None
         if torch.compiler.is_compiling() or not any(isinstance(m, _DropoutNd) for m in self.seed.modules()):
@@ -189,3 +209,45 @@ class Slot(nn.Module):
         """Return the slot's name, location, layout and seed for `repr`."""
         state = f"{self.blueprint} {self.stage.name} alpha={self.amplitude:.2f}" if self.seed is not None else "empty"
         return f"{self.name!r} after {self.module_name!r}, {self.site.layout} of {self.site.dim}: {state}"
+
+
+# -- one function per mode
+
+
+def _pass(_slot: Slot, h: Tensor, _training: bool) -> Tensor:
+    """Return the features unchanged."""
+    return h
+
+
+def _blend(slot: Slot, h: Tensor, _training: bool) -> Tensor:
+    """Blend the seed in at the current alpha."""
+    return slot.blended(h, slot.alpha)
+
+
+def _straight_through(slot: Slot, h: Tensor, training: bool) -> Tensor:
+    """Return the features unchanged; in training, the backward pass also trains the seed."""
+    if not (training and torch.is_grad_enabled()):
+        return h
+    with slot.preserved_rng():
+        return straight_through(h, slot.change(detached(h)))
+
+
+def _shadow(slot: Slot, h: Tensor, _training: bool) -> Tensor:
+    """Apply the seed at full strength to detached features, which become `shadow_input`."""
+    slot.shadow_input = detached(h)
+    return slot.switched_on(slot.shadow_input)
+
+
+def _fork(slot: Slot, h: Tensor, _training: bool) -> Tensor:
+    """Return the features of every row of the fork plan."""
+    assert slot.fork is not None
+    return slot.fork.at_slot(slot.name, h, slot.switched_on)
+
+
+FORWARDS: dict[Mode, Callable[[Slot, Tensor, bool], Tensor]] = {
+    Mode.PASS: _pass,
+    Mode.BLEND: _blend,
+    Mode.STRAIGHT_THROUGH: _straight_through,
+    Mode.SHADOW: _shadow,
+    Mode.FORK: _fork,
+}

@@ -21,7 +21,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
-from esper.kasmina.forking import ForkPlan, lent
+from esper.kasmina.fork_state import attached
+from esper.kasmina.forking import ForkPlan
 from esper.kasmina.lifecycle import Outcome, Rules
 from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.profiler import PhaseTimers
@@ -195,7 +196,7 @@ def walk(body: Body) -> tuple[int, list[str]]:
     everything_off = ForkPlan.single([False] * len(slots), [slot.name for slot in slots])
     try:
         with (
-            lent(everything_off, slots, modules),
+            attached(everything_off, slots, body.model),
             sdpa_kernel(SDPBackend.MATH),  # the counter ignores fused attention
             FlopCounterMode(display=False) as counter,
         ):

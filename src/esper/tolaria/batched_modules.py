@@ -20,10 +20,9 @@ from torch import Tensor, nn
 
 from esper.kasmina.blending import detached
 from esper.kasmina.body import Body
-from esper.kasmina.slot import Slot
+from esper.kasmina.slot import Mode, Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import SeedStage
 
 Member = tuple[int, Slot]
 """A row (environment) and one of its slots."""
@@ -71,7 +70,7 @@ class Wide(Code):
         self.tensors, self.rows, self.felt = tensors, len(x), {}
         groups: dict[Hashable, list[Member]] = {}
         for row, slot in felt:
-            groups.setdefault((slot.name, slot.shadow, self._kind(slot, x.shape[1])), []).append((row, slot))
+            groups.setdefault((slot.name, slot.mode, self._kind(slot, x.shape[1])), []).append((row, slot))
         for group in groups.values():
             self.felt.setdefault(group[0][1].name, []).append(group)
         wide = x.transpose(1, 2).flatten(0, 1).contiguous() if x.dim() == 5 else x  # [R·C, B, H, W]
@@ -170,10 +169,10 @@ class WideSeed(Code):
             seen, each = seen * 2, [*each, [p.detach() for p in each[0]]]
         tensors = {n: torch.stack(p) for (n, _), *p in zip(self.module.named_parameters(), *each, strict=True)}
         h = self._joined(seen)
-        if first.shadow or not h.requires_grad:
+        if first.mode == Mode.SHADOW or not h.requires_grad:
             h = detached(h)
-        if first.shadow:
-            first.lesson = h
+        if first.mode == Mode.SHADOW:
+            first.shadow_input = h
             weight = h.new_ones(len(seen))
         else:
             weight = torch.stack([slot.alpha for slot in slots]).expand(len(seen)).to(h.dtype)
@@ -229,7 +228,7 @@ def kind_of(slot: Slot) -> Hashable:
 
 def is_straight(slot: Slot) -> bool:
     """Return whether the seed learns straight-through in the main pass, which uses another formula."""
-    return slot.stage < SeedStage.BLENDING and slot.incubating
+    return slot.mode == Mode.STRAIGHT_THROUGH
 
 
 # -- rules: the batched forward of each type of layer. Maps are fastest as [R·C, B, H, W] in memory ("planes").

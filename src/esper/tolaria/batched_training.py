@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -27,7 +27,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.sgd import sgd
 
 from esper.kasmina.blueprints import seeded
-from esper.kasmina.slot import Slot
+from esper.kasmina.slot import Mode, Slot
 from esper.leyline.errors import ConfigError
 from esper.leyline.rng import derive_seed
 from esper.leyline.stages import SeedStage
@@ -178,7 +178,7 @@ class BatchedEpoch:
                 params = list(slot.parameters())
                 self.seeds += params
                 self.seed_rows += [e] * len(params)
-                if slot.seed is not None and (slot.stage >= SeedStage.BLENDING or slot.incubating):
+                if slot.seed is not None and slot.mode in (Mode.BLEND, Mode.STRAIGHT_THROUGH):
                     self.felt.append((e, slot))
                 elif slot.stage == SeedStage.TRAINING:
                     self.learners.setdefault(name, []).append((e, slot))
@@ -278,10 +278,10 @@ class BatchedEpoch:
         """
         with ExitStack() as shadows:
             for _, slot in learners:
-                shadows.enter_context(_shadowed(slot))
+                shadows.enter_context(slot.shadowing())  # these seeds have no buffers to restore
             output = self.trainer.wide(self.tensors(forgetful=True), (*self.felt, *learners), x)
             params = [p for _, slot in learners for p in slot.parameters() if p.requires_grad]
-            lessons = [slot.lesson for _, slot in learners if slot.lesson is not None]
+            lessons = [slot.shadow_input for _, slot in learners if slot.shadow_input is not None]
             if not lessons:
                 return
             grads = torch.autograd.grad(mean_losses(output, y).sum(), [*params, *lessons], allow_unused=True)
@@ -347,16 +347,6 @@ def is_known(network: HostNetwork) -> bool:
         for slot in network.body.slots.values() if slot.seed is not None
         for m in slot.seed.modules()
     )  # fmt: skip
-
-
-@contextmanager
-def _shadowed(slot: Slot) -> Iterator[None]:
-    """Switch the slot to its shadow pass, as `Body.shadowed` does; these seeds have no buffers to restore."""
-    slot.shadow = True
-    try:
-        yield
-    finally:
-        slot.shadow, slot.lesson = False, None
 
 
 def mean_losses(output: Tensor, target: Tensor) -> Tensor:

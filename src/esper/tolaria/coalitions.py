@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
 from esper.kasmina.forking import ForkError, ForkPlan, Norm, RowNorms, is_batched
-from esper.kasmina.graft import same
+from esper.kasmina.probing import same
 from esper.leyline.errors import ConfigError
 from esper.leyline.profiler import PhaseTimers
 from esper.leyline.stages import SeedStage
@@ -170,7 +170,7 @@ class _Runner:
     def calibrate_on(self, inputs: Any, size: int) -> None:
         """Use the first of these inputs to calibrate norms."""
         few = min(size, CALIBRATION_SAMPLES)
-        self.calibration = self.body.cut(inputs, size, 0, few), few
+        self.calibration = self.body.forking.cut(inputs, size, 0, few), few
 
     def run(self, inputs: Any, target: Any, max_rows: int) -> Tensor:
         """Return the scores of every configuration on one batch, [K, B] or [K, B, Q]."""
@@ -181,24 +181,24 @@ class _Runner:
             try:
                 return self._forked(inputs, target, size, max(1, max_rows // len(self.rows)))
             except ForkError as error:
-                self.body.give_up_forking(str(error))
+                self.body.forking.give_up(str(error))
                 self.singles = self._alone(self.rows)
-        outputs = (self.body.evaluate_rows(inputs, size, plan)[0] for plan in self.singles)
+        outputs = (self.body.forking.outputs(inputs, size, plan)[0] for plan in self.singles)
         return torch.stack([self._scored(output, target, size) for output in outputs])
 
     def _forked(self, inputs: Any, target: Any, size: int, most: int) -> Tensor:
         if self.plan is None:
-            self.plan = self.body.plan(self.rows, self.slots, self.main)
+            self.plan = self.body.forking.plan(self.rows, self.slots, self.main)
             if self.norms:
                 assert self.calibration is not None
                 self.plan.norms = RowNorms(self.norms)
                 with self.phases("norms"):
-                    self.body.run_rows(*self.calibration, self.plan)
+                    self.body.forking.run(*self.calibration, self.plan)
                 self.plan.norms.calibrating = False
         parts = []
         for start, stop in chunks(size, most):
-            x, y = self.body.cut(inputs, size, start, stop), cut(target, size, start, stop)
-            output = self.body.run_rows(x, stop - start, self.plan)
+            x, y = self.body.forking.cut(inputs, size, start, stop), cut(target, size, start, stop)
+            output = self.body.forking.run(x, stop - start, self.plan)
             self._guard(x, stop - start, output)
             parts.append(self._scores(output, y, stop - start))
         return torch.cat(parts, 1)
@@ -229,10 +229,10 @@ class _Runner:
             assert self.calibration is not None
             main = ForkPlan.single(self.main, self.slots)
             main.norms = RowNorms(self.norms, referring=True)
-            self.body.run_rows(*self.calibration, main)
+            self.body.forking.run(*self.calibration, main)
             for plan in plans:
                 plan.norms = RowNorms(self.norms, reference=main.norms.reference)
-                self.body.run_rows(*self.calibration, plan)
+                self.body.forking.run(*self.calibration, plan)
                 plan.norms.calibrating = False
         return plans
 
@@ -242,23 +242,23 @@ class _Runner:
         A fork point counts as proven only if the compared outputs differ: otherwise an influence would not show.
         """
         assert self.plan is not None
-        unproven = {f.point for f in self.plan.forks} - self.body.proven_forks
+        unproven = {f.point for f in self.plan.forks} - self.body.forking.proven
         if self.guarded or self.plan.alone or not unproven:
             return
         self.guarded = True
         together = self.plan.split(output)
-        doubted = [i for i, s in enumerate(self.slots) if self.body.forks[s] in unproven]
+        doubted = [i for i, s in enumerate(self.slots) if self.body.forking.points[s] in unproven]
         others = [next((c for c in self.rows if c[i] != self.main[i]), self.main) for i in doubted]
         configs = list(dict.fromkeys([self.main, *others]))
         answers = {}
         for config, plan in zip(configs, self._alone(configs), strict=True):
-            answers[config] = self.body.evaluate_rows(inputs, size, plan)[0]
+            answers[config] = self.body.forking.outputs(inputs, size, plan)[0]
             if not same(together[self.rows.index(config)], answers[config]):
                 raise ForkError("samples of a batch influence each other: a forked pass gave another result")
         for i, other in zip(doubted, others, strict=True):
-            point = self.body.forks[self.slots[i]]
+            point = self.body.forking.points[self.slots[i]]
             if point is not None and not same(answers[other], answers[self.main], tolerance=PLAIN_DIFFERENCE):
-                self.body.proven_forks.add(point)
+                self.body.forking.proven.add(point)
 
 
 def plain(batch: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import torch
 
-from esper.kasmina.body import Incubation
+from esper.kasmina.slot import Incubation
 from esper.leyline.errors import ConfigError
 from esper.tolaria.batched_training import Strategy
 from esper.tolaria.governor import GovernorConfig

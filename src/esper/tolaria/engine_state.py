@@ -57,8 +57,8 @@ def _network_state(network: HostNetwork) -> dict[str, Any]:
         "hidden": dict(hidden_buffers(body)),
         "births": {name: slot.birth for name, slot in body.slots.items()},
         "frozen": tuple(name for name, p in body.named_parameters() if not p.requires_grad),
-        "proven_forks": tuple((p.at_input, p.name) for p in sorted(body.proven_forks)),
-        "cannot_fork": body.cannot_fork,
+        "proven_forks": tuple((p.at_input, p.name) for p in sorted(body.forking.proven)),
+        "cannot_fork": body.forking.failure,
         "optimizer": tree,
         "average": list(network.average.average),
         "updates": network.average.updates,
@@ -81,8 +81,8 @@ def _load_network(network: HostNetwork, state: Mapping[str, Any], table: SlotTab
         buffer.copy_(state["hidden"][name])
     for name, p in body.named_parameters():
         p.requires_grad_(name not in state["frozen"])
-    body.proven_forks = {ForkPoint(*point) for point in state["proven_forks"]}
-    body.cannot_fork = state["cannot_fork"]
+    body.forking.proven = {ForkPoint(*point) for point in state["proven_forks"]}
+    body.forking.failure = state["cannot_fork"]
     average.restart()
     for mine, kept in zip(average.average, state["average"], strict=True):
         mine.copy_(kept)

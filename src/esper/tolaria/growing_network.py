@@ -24,11 +24,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper.kasmina.blueprints import seeded
-from esper.kasmina.body import Body, Incubation
+from esper.kasmina.body import Body
 from esper.kasmina.gradients import GradientMeter, GradientStats, gradient_norms
 from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.kasmina.optimizer_sync import OptimizerSync, clip_separately
-from esper.kasmina.slot import Slot
+from esper.kasmina.slot import Incubation, Slot
 from esper.leyline.slot_table import Floats, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions, Measured, Score, evaluate

@@ -59,7 +59,7 @@ class Snapshot:
             self.tensors, self.copies = tensors, copies
         self.params, self.state, self.updates = params, state, average.updates
         self.fossils, self.options = fossils, options
-        self.forking = body.cannot_fork, set(body.proven_forks)
+        self.forking = body.forking.failure, set(body.forking.proven)
 
     @torch.no_grad()
     def restore(self) -> None:
@@ -74,7 +74,7 @@ class Snapshot:
         for group, options in zip(optimizer.param_groups, self.options, strict=True):
             group.update(_options(options))
         self.network.average.updates = self.updates
-        body.cannot_fork, body.proven_forks = self.forking[0], set(self.forking[1])
+        body.forking.failure, body.forking.proven = self.forking[0], set(self.forking[1])
 
     def state_dict(self) -> dict[str, Any]:
         """Return the snapshot. Tensors of the optimiser state are in `copies`; `state` has None in their place."""
