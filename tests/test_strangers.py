@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from esper import cli
+from esper.commands.resuming import must_fit
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import RunError
 from esper.nissa import journal
@@ -294,6 +295,22 @@ def test_no_character_of_a_run_acts_on_the_terminal(place, command):
         if not page.exists():
             continue
         assert not [c for c in page.read_text() if not c.isprintable() and c != "\n"]
+
+
+@pytest.mark.parametrize("command", ["report", "watch --once", "runs", "sql"])
+def test_name_of_a_run_directory_does_not_act_on_the_terminal(place, command):
+    path = a_run(Path("all") / ACTS.replace("\x00", ""), entry(0), b"damaged\n")
+    verb, *options = command.split()
+    query = ["select 1 as a"] if verb == "sql" else []
+    shown, errors = run_esper([verb, "all" if verb == "runs" else str(path), *query, *options])
+    text = shown + errors
+    assert "\\x1b]0;owned" in text
+    assert not [c for c in text if not c.isprintable() and c != "\n"]
+
+
+def test_differences_of_a_checkpoint_do_not_act_on_the_terminal(capsys):
+    must_fit([f"torch: {ACTS} then, 2 now"], allow_inexact=True)
+    assert capsys.readouterr().err.rstrip("\n").isprintable()
 
 
 def run_esper(command: list[str]) -> tuple[str, str]:

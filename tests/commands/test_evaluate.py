@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import json
 
 import numpy as np
 import pytest
 from rich.console import Console
 
-from esper.commands.evaluate import Arena, config_of
+from esper.commands.evaluate import Arena, config_of, results_tables
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
+from esper.simic.evaluation import Played
 from esper.simic.training.config import as_tree, load_config
 from esper.simic.training.learner import new_network, with_its_network
 from esper.tamiyo.network import NetworkConfig
@@ -39,6 +41,24 @@ def test_best_schedule_is_fitted_to_the_evaluated_episodes():
     arena = Arena(load_config(more={"simulated": True, "epochs": 12}))
     best, nothing = arena.play_all(["best-schedule", "none"], range(40_000, 40_020), Console(quiet=True))
     assert best.utility.mean() > nothing.utility.mean()
+
+
+def test_tables_of_real_hosts_fit_into_80_columns():
+    rng = np.random.default_rng(0)
+    names = ["learned (20261115-230455-fashion-3f2a)", "same structure from step 0", "none"]
+    played = [
+        Played(name, [0, 1, 2], *(size * (1 + rng.random(3)) for size in (0.4, 0.4, 1e6, 1e9, 0.1))) for name in names
+    ]
+    out = io.StringIO()
+    Console(file=out, width=80).print(results_tables(played, simulated=False))
+    text = out.getvalue()
+    assert max(map(len, text.splitlines())) <= 80
+    assert "…" not in text
+    for p in played:
+        assert f"{p.test.mean():.1%} ± {100 * p.test.std(ddof=1):.1f}" in text
+        assert f"{p.utility.mean():+.4f}" in text
+        assert f"{p.params.mean():,.0f}" in text
+        assert f"{p.macs.mean():,.0f}" in text
 
 
 def test_initial_policy_keeps_its_own_shape():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
@@ -18,7 +19,10 @@ from esper.commands import grow, growing
 from esper.commands.grow import GrowOptions, resume_grow, run_grow
 from esper.commands.growing import Settings
 from esper.leyline.errors import CheckpointError, ConfigError, RunError
-from esper.nissa.run import read_manifest
+from esper.nissa.hub import NissaHub
+from esper.nissa.journal import read
+from esper.nissa.run import RunDirectory, read_manifest
+from esper.nissa.sinks.jsonl import JsonlSink
 from esper.tolaria.checkpoint import Checkpoints
 from tests.support.run_outcomes import events, heed_signals, is_whole
 
@@ -127,6 +131,74 @@ def test_full_disk_skips_checkpoints_and_the_run_continues(monkeypatch: pytest.M
     with pytest.warns(UserWarning, match="The run goes on"):
         run_grow(settings, GrowOptions(out=tmp_path / "run"))
     assert read_manifest(tmp_path / "run")["status"] == "finished"
+
+
+def test_journal_is_synced_to_disk_before_each_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, flush, write = tmp_path / "run", JsonlSink.flush, Checkpoints.write
+    synced, written = [-1], 0
+
+    def flush_and_note(self: JsonlSink) -> None:
+        flush(self)
+        synced.append(max((entry.seq for entry in read(run)), default=-1))
+
+    def write_after_sync(self: Checkpoints, *args: Any, **kwargs: Any) -> Any:
+        nonlocal written
+        if kwargs.get("kind") == "grow":
+            assert synced[-1] >= kwargs["documents"]["run"]["next_seq"] - 1
+            written += 1
+        return write(self, *args, **kwargs)
+
+    monkeypatch.setattr(JsonlSink, "flush", flush_and_note)
+    monkeypatch.setattr(Checkpoints, "write", write_after_sync)
+    run_grow(Settings(task="digits", controller="schedule", epochs=3, compare=False), GrowOptions(out=run))
+    assert written == 4
+
+
+def test_checkpoint_is_deferred_while_the_journal_cannot_be_flushed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(NissaHub, "flush", lambda self, timeout=10.0: False)
+    settings = Settings(task="digits", controller="schedule", epochs=3, compare=False)
+    with pytest.warns(UserWarning, match="this checkpoint is put off"):
+        run_grow(settings, GrowOptions(out=tmp_path / "run"))
+    assert Checkpoints(tmp_path / "run" / "checkpoints").names() == ["grown-00000", "grown-00003"]
+
+
+@pytest.mark.parametrize("is_removed", [False, True], ids=["moved", "removed"])
+def test_run_whose_directory_is_moved_or_removed_ends(
+    is_removed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(growing, "CHECKPOINT_SHARE", 0.0)  # no checkpoint is due after the epoch
+    epochs, take = [], growing.snapshot
+
+    def moved(engine: Any) -> dict[str, Any]:
+        epochs.append(take(engine))
+        if len(epochs) == 2:
+            (tmp_path / "run").rename(tmp_path / "elsewhere")
+            if is_removed:
+                shutil.rmtree(tmp_path / "elsewhere")
+        return epochs[-1]
+
+    monkeypatch.setattr(growing, "snapshot", moved)
+    with pytest.raises(RunError, match="was moved or removed while the run was under way"):
+        run_grow(Settings(task="digits", controller="none", epochs=9), GrowOptions(out=tmp_path / "run"))
+    assert len(epochs) == 2
+    assert not (tmp_path / "run").exists()
+
+
+def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    run, choose, rivals = tmp_path / "run", grow.checkpoint_of, []
+    stop_after(1, monkeypatch, Settings(task="digits", controller="none", epochs=2), run)
+
+    def chosen(*args: Any) -> Any:
+        with pytest.raises(RunError, match=r"owned by a running process \(pid") as error:
+            RunDirectory.resume(run)
+        rivals.append(error.value)
+        return choose(*args)
+
+    monkeypatch.setattr(grow, "checkpoint_of", chosen)
+    resume_grow(run, [], GrowOptions())
+    assert len(rivals) == 1
 
 
 @pytest.mark.slow

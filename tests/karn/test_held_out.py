@@ -7,7 +7,7 @@ from esper.karn.held_out import HELD_OUT, MOST_BYTES
 from esper.karn.summary import RunSummary
 from esper.leyline.checksums import seal_json
 
-NAME = "<script>alert(1)</script>"
+NAME = "<script>alert(1)</script>\x1b[2J"
 
 
 def row(name, mean, lead=None):
@@ -29,6 +29,7 @@ def test_comparison_shows_every_controller_with_intervals_and_escaped_names(tmp_
     assert "+0.0110 [+0.0040, +0.0300]" in shown
     assert "75.0" in shown
     assert NAME not in shown
+    assert "\x1b" not in shown
 
 
 def test_run_without_a_comparison_shows_none(tmp_path):
@@ -49,6 +50,13 @@ def test_run_without_a_comparison_shows_none(tmp_path):
 def test_damaged_comparison_is_named_and_the_report_is_complete(content, tmp_path):
     (tmp_path / HELD_OUT).write_bytes(content)
     assert "held_out.json" in held_out.held_out(RunSummary(tmp_path))
+
+
+def test_path_of_a_damaged_comparison_is_escaped(tmp_path):
+    run = tmp_path / "a\x1b[2J"
+    run.mkdir()
+    (run / HELD_OUT).write_bytes(b"")
+    assert "a\\x1b[2J" in held_out.held_out(RunSummary(run))
 
 
 def test_symlink_is_not_followed(tmp_path):

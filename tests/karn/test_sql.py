@@ -499,6 +499,16 @@ def test_text_of_a_run_cannot_move_the_cursor(runs):
     assert "\x1b" not in cell(text)
 
 
+def test_names_of_columns_that_do_not_fit_cannot_move_the_cursor(run):
+    from rich.console import Console
+
+    out = io.StringIO()
+    names = ", ".join(f'1 as "column {i} \x1b]0;owned"' for i in range(9))
+    run_sql([run], f"select {names}", console=Console(file=out, width=60, force_terminal=True))
+    assert "columns do not fit" in out.getvalue()
+    assert "\x1b]" not in out.getvalue()
+
+
 def test_long_cells_are_truncated_with_the_omitted_length():
     assert cell("x" * 500) == "x" * 500
     assert cell("x" * 10_000_500) == "x" * 500 + "… (10,000,000 more characters)"

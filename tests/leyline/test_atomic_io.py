@@ -1,5 +1,6 @@
 """Test file access in untrusted run directories: no writes outside, no blocking, bounded reads."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from esper.leyline.atomic_io import (
     locked,
     make_real_directory,
     must_be_real_directory,
+    open_own,
     open_regular,
     read_regular,
     write_atomically,
@@ -75,6 +77,16 @@ def test_lock_on_a_link_is_rejected(tmp_path, mine, make):
     make(mine, lock)
     with pytest.raises(OSError, match="link"), locked(lock, wait_s=1.0):
         pass
+    assert mine.read_bytes() == b"years"
+
+
+def test_link_made_after_the_check_is_not_followed(tmp_path, mine, monkeypatch):
+    (tmp_path / "file").symlink_to(mine)
+    monkeypatch.setattr(os.path, "islink", lambda _: False)  # as if it became a link later
+    for act in (lambda: open_regular(tmp_path / "file"), lambda: open_own(tmp_path / "file", os.O_RDWR | os.O_TRUNC)):
+        with pytest.raises(OSError) as error:
+            act()
+        assert error.value.errno == errno.ELOOP
     assert mine.read_bytes() == b"years"
 
 

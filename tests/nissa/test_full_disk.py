@@ -20,6 +20,7 @@ from esper.nissa.hub import NissaHub
 from esper.nissa.journal import Damage, read, segments
 from esper.nissa.record import Record, line
 from esper.nissa.run import read_manifest
+from esper.nissa.sink_worker import BACK_OFF_S
 from esper.nissa.sinks.jsonl import JsonlSink
 from esper.recording import record
 
@@ -143,6 +144,21 @@ def test_callers_wait_while_the_disk_is_full_and_memory_is_bounded(tmp_path, dis
     assert steps_of(tmp_path) == list(range(1_000))
 
 
+def test_retries_on_a_full_disk_become_rarer(tmp_path, disk):
+    disk.fill()
+    start = time.monotonic()
+    hub = NissaHub([JsonlSink(tmp_path / "events")])
+    for step in range(100):
+        hub.emit(event(step))
+    wait_until(lambda: disk.failures > 4)
+    pauses = disk.failures - 1
+    first, longest = BACK_OFF_S
+    assert time.monotonic() - start >= sum(min(longest, first * 2.0**i) for i in range(pauses))
+    disk.mend()
+    hub.close()
+    assert steps_of(tmp_path) == list(range(100))
+
+
 def test_close_gives_up_on_a_full_disk_after_its_timeout(tmp_path, disk, caplog):
     disk.fill()
     hub = NissaHub([JsonlSink(tmp_path / "events")])
@@ -254,9 +270,12 @@ def test_unwritable_manifest_is_reported(tmp_path, monkeypatch, capsys):
     def refuse(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with record("mine", out=tmp_path / "run") as run:
+    with record("mine", out=tmp_path / "run\x1b[2J") as run:
         monkeypatch.setattr("esper.nissa.run.write_atomically", refuse)
-    assert "the manifest could not be written" in capsys.readouterr().err
+    message = capsys.readouterr().err
+    assert "the manifest could not be written" in message
+    assert "run\\x1b[2J" in message
+    assert "\x1b" not in message
     assert run.losses
 
 

@@ -19,6 +19,7 @@ from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory, list_runs
 from esper.nissa.sinks.jsonl import JsonlSink
 from tests.support.live_run import lines_of, run_events, started, write_run
+from tests.test_strangers import speaking_run
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -89,6 +90,21 @@ def test_run_of_128_environments_and_25_slots_scrolls(large, size):
     assert any(row.startswith("digits/127  3/3") for row in last)
     assert at == end > 0
     assert any("more slots: Enter shows them all" in row for row in first)
+
+
+@pytest.mark.parametrize("key", ["", "enter", "e"], ids=["main page", "environment page", "events page"])
+def test_no_character_of_a_run_acts_on_the_terminal(tmp_path, monkeypatch, key):
+    async def drive(app, pilot):
+        if key:
+            await pilot.press(key)
+            await settle(pilot)
+        return shown(app)
+
+    monkeypatch.chdir(tmp_path)
+    rows = watch(speaking_run("run"), drive, (200, 60))
+
+    assert any("\\x1b]0;owned" in row for row in rows)
+    assert not [c for row in rows for c in row if not c.isprintable()]
 
 
 def test_only_visible_lines_are_rendered(large):
