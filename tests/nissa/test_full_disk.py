@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from esper.leyline.errors import RunError
 from esper.leyline.events import Governor, PhaseProfile
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal import Damage, read, segments
@@ -23,6 +24,7 @@ from esper.nissa.run import read_manifest
 from esper.nissa.sink_worker import BACK_OFF_S
 from esper.nissa.sinks.jsonl import JsonlSink
 from esper.recording import record
+from tests.support.run_outcomes import TINY, esper, finished, wait_for_life
 
 PATIENCE = 60.0
 
@@ -271,7 +273,7 @@ def test_unwritable_manifest_is_reported(tmp_path, monkeypatch, capsys):
         raise OSError(errno.ENOSPC, "No space left on device")
 
     with record("mine", out=tmp_path / "run\x1b[2J") as run:
-        monkeypatch.setattr("esper.nissa.run.write_atomically", refuse)
+        monkeypatch.setattr(os, "replace", refuse)
     message = capsys.readouterr().err
     assert "the manifest could not be written" in message
     assert "run\\x1b[2J" in message
@@ -282,6 +284,7 @@ def test_unwritable_manifest_is_reported(tmp_path, monkeypatch, capsys):
 CHILD = """
 import sys
 import esper
+from esper.leyline.errors import RunError
 from esper.leyline.events import Governor
 with esper.record("mine", out=sys.argv[1]) as run:
     for step in range(int(sys.argv[2])):
@@ -378,3 +381,42 @@ def test_temporarily_full_file_system_loses_no_event(small_file_system):
         ballast.unlink()
     assert steps_of(run.path) == list(range(500))
     assert not run.losses
+
+
+def test_loss_is_recorded_on_a_file_system_that_stays_full(small_file_system, monkeypatch, capsys):
+    monkeypatch.setattr("esper.recording.END_S", 0.5)
+    with record("mine", out=small_file_system / "run") as run:
+        fill(small_file_system / "ballast")
+        for step in range(500):
+            run.say(event(step))
+    manifest = read_manifest(run.path)
+    facts = manifest["journal"]["0"]
+    assert manifest["status"] == "finished"
+    assert facts["lost"]["events"] == facts["events"] - len(list(read(run.path))) > 0
+    assert "manifest" not in capsys.readouterr().err
+    assert [each.name for each in run.path.iterdir() if each.name.startswith(".")] == []
+
+
+@pytest.mark.slow
+def test_train_exits_with_code_1_on_a_file_system_that_stays_full(small_file_system):
+    """The report cannot be written either, which must not hide that events are lost."""
+    run = small_file_system / "run"
+    process = esper("train", *TINY, "--rounds", "1", "--out", run)
+    wait_for_life(run, process, begun=False)
+    (run / "report.html").mkdir()
+    fill(small_file_system / "ballast")
+    output = finished(process, code=1)
+    assert "events could not be written" in output
+    assert "Is a directory" in output
+    manifest = read_manifest(run)
+    assert manifest["status"] == "finished"
+    assert manifest["journal"]["0"]["lost"]["events"] > 0
+
+
+def test_run_is_refused_without_space_for_its_last_manifest(small_file_system):
+    fill(small_file_system / "ballast")
+    with (small_file_system / "ballast").open("r+b") as file:
+        file.truncate(file.seek(0, os.SEEK_END) - (24 << 10))
+    with pytest.raises(RunError, match="No space left"), record("mine", out=small_file_system / "run"):
+        pass
+    assert not (small_file_system / "run").exists()

@@ -27,7 +27,7 @@ from esper.leyline.events import PhaseProfile, RunFinished
 from esper.nissa import run as run_module
 from esper.nissa.journal import next_seq, read
 from esper.nissa.record import Record
-from esper.nissa.run import RunDirectory, is_owned, list_runs, manifest_base, read_manifest
+from esper.nissa.run import END_BYTES, RunDirectory, is_owned, list_runs, manifest_base, read_manifest
 from esper.nissa.sinks.jsonl import JsonlSink
 
 OWNER = """
@@ -80,8 +80,20 @@ def test_new_run_has_a_manifest_from_the_start(tmp_path):
     assert datetime.fromisoformat(manifest["started"]).utcoffset().total_seconds() == 0
     assert run.events_dir.is_dir()
     assert re.fullmatch(r"\d{8}-\d{6}-digits-[0-9a-f]{4}", run.path.name)
-    assert not list(run.path.glob("*.tmp")) + list(run.path.glob(".*"))
+    (reserved,) = run.path.glob(".*")
+    assert reserved.stat().st_blocks * 512 >= END_BYTES
     run.finish("finished")
+    assert not list(run.path.glob(".*"))
+
+
+def test_space_reserved_by_a_killed_run_is_freed_when_it_is_resumed(tmp_path, owner):
+    owner.send_signal(signal.SIGKILL)
+    owner.wait()
+    path = tmp_path / "it"
+    (left,) = path.glob(".*")
+    with RunDirectory.resume(path):
+        assert left not in path.glob(".*")
+    assert not list(path.glob(".*"))
 
 
 @pytest.mark.parametrize(("task", "word"), [("a/b c", "a-b-c"), ("../..", "run"), ("größe", "gr-e"), ("", "run")])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
+from esper.leyline.errors import EsperError
 from esper.leyline.text import printable
 
 if TYPE_CHECKING:
@@ -17,7 +21,17 @@ def plainly(console: Console, text: str) -> None:
     console.print(printable(text, None), markup=False, highlight=False, soft_wrap=True)
 
 
-def must_be_recorded(run: Run) -> None:
-    """Exit with code 1 if part of the run's record could not be written. What is missing was printed at its end."""
+@contextmanager
+def losses_decide_exit_code(run: Run) -> Iterator[None]:
+    """After the block, exit with code 1 if part of the run's record could not be written, even if the block fails.
+
+    What is missing was printed at the end of the run.
+    """
+    try:
+        yield
+    except (OSError, EsperError) as error:  # the disk may still be full
+        if not run.losses:
+            raise
+        print(f"esper: {printable(str(error))}", file=sys.stderr)
     if run.losses:
         raise SystemExit(1)

@@ -21,7 +21,7 @@ from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save as save_tensors
 
-from esper.commands import must_be_recorded, plainly
+from esper.commands import losses_decide_exit_code, plainly
 from esper.commands.export import exported_program
 from esper.commands.growing import (
     GROWN,
@@ -146,11 +146,11 @@ def _grow(
             plainly(console, note)
         if note := why_nothing_was_planted(controller, scene.grown.table, scene.grown.rules, task.slots):
             plainly(console, note)
-    written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
-    plainly(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
-    plainly(console, f"take it home without Esper: esper export {run.path} --format torch  (or onnx, torch-export)")
-    plainly(console, f"report: {written}")
-    must_be_recorded(run)
+    with losses_decide_exit_code(run):
+        written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
+        plainly(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
+        plainly(console, f"take it home without Esper: esper export {run.path} --format torch  (or onnx, torch-export)")
+        plainly(console, f"report: {written}")
 
 
 def _recording(

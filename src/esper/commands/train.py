@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from esper.commands import must_be_recorded, plainly
+from esper.commands import losses_decide_exit_code, plainly
 from esper.commands.evaluate import Arena, figures, results_tables
 from esper.commands.resuming import checkpoint_of, must_fit, ownership, owns_run
 from esper.commands.workers import Parent, Workers
@@ -209,24 +209,24 @@ def lead(
             raise TrainingError(f"{named(error, workers)}. {resumable(run.path, again)}") from error
         run.env_steps = trained.env_steps
         run.emitted = dict(enumerate(group.gather_ints(run.hub.next_seq)))
-    kept = Checkpoints(run.path / CHECKPOINTS).newest()
-    if kept is None or about(kept)["done"] < config.rounds:
-        print(
-            f"esper: the end of this run could not be kept as a checkpoint; --resume would go on from "
-            f"{'nothing' if kept is None else kept.path.name}. What could be written is in {run.path}",
-            file=sys.stderr,
-        )
-    console.print(learning_table(trained))
-    if options.compare:
-        arena = Arena(config, data_root=options.data_root, twins=run.path / "twins")
-        worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
-        played = arena.play_all([str(run.path), "heuristic", "schedule", "random", "none"], worlds, console)
-        held_out.write(run.path, figures(played), config.rounds)
-        console.print(results_tables(played, config.simulated))
-    written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
-    plainly(console, f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)")
-    plainly(console, f"report: {written}")
-    must_be_recorded(run)
+    with losses_decide_exit_code(run):
+        kept = Checkpoints(run.path / CHECKPOINTS).newest()
+        if kept is None or about(kept)["done"] < config.rounds:
+            print(
+                f"esper: the end of this run could not be kept as a checkpoint; --resume would go on from "
+                f"{'nothing' if kept is None else kept.path.name}. What could be written is in {run.path}",
+                file=sys.stderr,
+            )
+        console.print(learning_table(trained))
+        if options.compare:
+            arena = Arena(config, data_root=options.data_root, twins=run.path / "twins")
+            worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
+            played = arena.play_all([str(run.path), "heuristic", "schedule", "random", "none"], worlds, console)
+            held_out.write(run.path, figures(played), config.rounds)
+            console.print(results_tables(played, config.simulated))
+        written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
+        plainly(console, f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)")
+        plainly(console, f"report: {written}")
 
 
 def resumable(path: Path, command: str) -> str:

@@ -108,10 +108,10 @@ class Draft:
     """New content for `path`, stored under a random name in the same directory until `replace` or `discard`.
 
     The writer holds a lock on its draft. An unlocked draft was left by a writer that died; the next writer of the same
-    file removes it.
+    file removes it. `reserve_bytes` of disk space are allocated, so that `write` succeeds later even on a full disk.
     """
 
-    def __init__(self, path: Path, content: bytes) -> None:
+    def __init__(self, path: Path, content: bytes = b"", *, reserve_bytes: int = 0) -> None:
         self.path = path
         remove_abandoned_drafts(path.parent, f"{path.name}.")
         self._fd = -1
@@ -122,10 +122,18 @@ class Draft:
                 os.close(self._fd)
                 self._fd = -1
         try:
-            _write(self._fd, content, self.draft)
+            self.write(content)
+            if reserve_bytes:
+                _allocate(self._fd, reserve_bytes, self.draft)
         except BaseException:
             self.discard()
             raise
+
+    def write(self, content: bytes) -> None:
+        """Replace the content of the draft and fsync it. Uses the reserved space first."""
+        os.ftruncate(self._fd, len(content))
+        os.lseek(self._fd, 0, os.SEEK_SET)
+        _write(self._fd, content, self.draft)
 
     def replace(self) -> None:
         """Rename the draft to its final name. Call `sync_directory` to make the name durable."""
@@ -204,6 +212,17 @@ def _write(fd: int, content: bytes, path: Path) -> None:
         if error.errno is not None:
             error.filename = str(path)  # os.write does not set the file name
         raise
+
+
+def _allocate(fd: int, size: int, path: Path) -> None:
+    """Allocate disk space for an empty file. Writes zeros where the system cannot allocate."""
+    try:
+        os.posix_fallocate(fd, 0, size)
+    except (AttributeError, OSError) as error:
+        if isinstance(error, OSError) and error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+            error.filename = str(path)
+            raise
+        _write(fd, bytes(size), path)
 
 
 def sync_directory(path: Path) -> None:

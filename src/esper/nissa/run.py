@@ -29,6 +29,7 @@ import msgspec
 
 from esper import __version__
 from esper.leyline.atomic_io import (
+    Draft,
     lock_file,
     must_be_real_directory,
     open_own,
@@ -48,6 +49,8 @@ ENDINGS = ("finished", "failed", "interrupted")
 VERSIONS_OF = ("torch", "numpy", "msgspec", "safetensors")
 MOST_MANIFEST_BYTES = 16 << 20
 """Upper bound for the size of a manifest, which is normally a few kB. Longer files are refused."""
+END_BYTES = 32 << 10
+"""Disk space reserved for what the end of a run adds to its manifest: status, error, event counts per rank."""
 MOST_SECONDS = 1e11
 """Upper bound for a duration, about 3,000 years. Longer durations and counts above MOST_STEPS are ignored."""
 MOST_STEPS = 10**15
@@ -64,6 +67,7 @@ class RunDirectory:
 
     def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock | None) -> None:
         self.path, self.manifest, self._lock = path, manifest, lock
+        self._final: Draft | None = None  # space for the last manifest, reserved while the disk is not full
 
     @classmethod
     def create(cls, root: Path, task: str, *, name: str | None = None, manifest: dict[str, Any]) -> Self:
@@ -78,11 +82,13 @@ class RunDirectory:
             ours |= {"started": _now(), "pid": os.getpid()}
             self.manifest = ours | manifest | ours  # `ours` sets the order of the keys, and overrides
             self.events_dir.mkdir()
-            self._write()
+            self._begin()
             sync_directory(path.parent)
         except BaseException:
             if self is not None:  # a run that cannot begin leaves no directory behind
                 with contextlib.suppress(OSError):
+                    if self._final is not None:
+                        self._final.discard()
                     (path / MANIFEST).unlink(missing_ok=True)
                     self.events_dir.rmdir()
                     (path / LOCK).unlink()
@@ -112,7 +118,7 @@ class RunDirectory:
             self = cls(
                 path, before | (changes or {}) | now | {"sessions": [*before.get("sessions", []), session]}, lock
             )
-            self._write()
+            self._begin()
         except BaseException:
             lock.release()
             raise
@@ -156,7 +162,7 @@ class RunDirectory:
             return
         self.manifest |= {"status": status, "finished": _now()} | ({"error": error} if error else {}) | extra
         try:
-            self._write()
+            self._write_last()
         finally:
             self._lock.release()
 
@@ -175,8 +181,21 @@ class RunDirectory:
                 raise
             error.add_note(f"and the manifest of {self.path} could not be finalised: {trouble}")
 
-    def _write(self) -> None:
+    def _begin(self) -> None:
+        """Write the manifest and reserve space for its last version."""
         write_manifest(self.path, self.manifest)
+        self._final = Draft(self.path / MANIFEST, reserve_bytes=len(_encoded(self.manifest)) + END_BYTES)
+
+    def _write_last(self) -> None:
+        """Write the manifest into the space reserved for it. The disk may be full."""
+        assert self._final is not None
+        try:
+            self._final.write(_encoded(self.manifest))
+            self._final.replace()
+            sync_directory(self.path)
+        except OSError:
+            self._final.discard()
+            write_manifest(self.path, self.manifest)
 
 
 @dataclass(frozen=True, slots=True)
