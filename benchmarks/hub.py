@@ -17,9 +17,9 @@ from benchmarks.measure import add_output_options, make_parser, print_json
 from benchmarks.recorded_run import train_recorded
 from esper.leyline.events import Level, Step
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import read
+from esper.nissa.journal_reader import read
+from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record
-from esper.nissa.sinks.jsonl import JsonlSink
 
 BURST = 50_000
 SLOW_S = 0.0002

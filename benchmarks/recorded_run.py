@@ -12,7 +12,7 @@ from time import process_time, thread_time
 import torch
 
 from esper.leyline.events import Level
-from esper.recording import record
+from esper.nissa.recorder import record
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Schedule

@@ -15,11 +15,13 @@ from esper import cli
 from esper.commands.resuming import must_fit
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import RunError
-from esper.nissa import journal
-from esper.nissa.journal import Damage, Follower, read
+from esper.nissa.journal_reader import Damage, Follower, read, segment_name
+from esper.nissa.journal_writer import rewind
 from esper.nissa.record import sealed
-from esper.nissa.run import RunDirectory, is_owned, list_runs, read_manifest
+from esper.nissa.run import RunDirectory, is_owned, read_manifest
+from esper.nissa.run_list import list_runs
 from esper.tolaria.checkpoint import Checkpoints
+from tests.support.journal_checks import next_seq
 from tests.test_bad_input import Case, check, esper
 
 
@@ -41,7 +43,7 @@ def a_run(path: Path, *lines: bytes, **manifest: object) -> Path:
     (path / "events").mkdir(parents=True)
     (path / "manifest.json").write_bytes(seal_json(json.dumps(FINISHED | manifest).encode()))
     if lines:
-        (path / "events" / journal.segment_name(0, 0)).write_bytes(b"".join(lines))
+        (path / "events" / segment_name(0, 0)).write_bytes(b"".join(lines))
     return path
 
 
@@ -94,10 +96,10 @@ def test_lock_with_a_second_hard_link_is_not_taken(place):
 def test_segments_that_are_links_are_neither_read_nor_written(place):
     folder, path = mine(), a_run(Path("run"), entry(0))
     (folder / "log").write_bytes(entry(1))
-    (path / "events" / journal.segment_name(0, 1)).symlink_to(folder / "log")
+    (path / "events" / segment_name(0, 1)).symlink_to(folder / "log")
     assert [each.seq for each in read(path)] == [0]
     with pytest.raises(RunError, match="cannot rewind"):
-        journal.rewind(path, 0, 0)
+        rewind(path, 0, 0)
     assert (folder / "log").read_bytes() == entry(1)
 
 
@@ -153,18 +155,18 @@ def test_oversized_manifest_is_refused_unread(place):
 
 
 def test_endless_line_is_one_damaged_line(place, monkeypatch):
-    monkeypatch.setattr(journal, "MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("esper.nissa.journal_reader.MOST_LINE_BYTES", 1 << 20)
     path = a_run(Path("run"), entry(0), b"\0" * (5 << 20), b"\n", entry(1), b"\0" * (3 << 20))
     damage = Damage()
     assert [each.seq for each in read(path, damage)] == [0, 1]
     assert (damage.lines, damage.torn) == (1, 1)
-    assert journal.next_seq(path) == 2
+    assert next_seq(path) == 2
 
 
 def test_follower_skips_an_overlong_line_and_reads_on_behind_it(place, monkeypatch):
-    monkeypatch.setattr(journal, "MOST_LINE_BYTES", 1 << 20)
+    monkeypatch.setattr("esper.nissa.journal_reader.MOST_LINE_BYTES", 1 << 20)
     path = a_run(Path("run"), entry(0))
-    follower, segment = Follower(path), path / "events" / journal.segment_name(0, 0)
+    follower, segment = Follower(path), path / "events" / segment_name(0, 0)
     assert len(follower.poll()) == 1
     for _ in range(4):
         with segment.open("ab") as file:
@@ -178,12 +180,12 @@ def test_follower_skips_an_overlong_line_and_reads_on_behind_it(place, monkeypat
 
 def test_half_a_gigabyte_without_newline_is_read_in_linear_time(place):
     path = a_run(Path("run"), entry(0))
-    with (path / "events" / journal.segment_name(0, 0)).open("r+b") as file:
+    with (path / "events" / segment_name(0, 0)).open("r+b") as file:
         file.truncate(1 << 29)
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     started = time.process_time()
     assert [each.seq for each in read(path)] == [0]
-    assert journal.next_seq(path) == 1
+    assert next_seq(path) == 1
     assert time.process_time() - started < 60  # one second in pieces; an hour if joined repeatedly
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 300_000  # kB
 
@@ -191,14 +193,14 @@ def test_half_a_gigabyte_without_newline_is_read_in_linear_time(place):
 def test_too_many_ranks_are_refused_and_many_need_few_open_files(place, monkeypatch):
     path = a_run(Path("run"))
     for rank in range(200):
-        (path / "events" / journal.segment_name(rank, 0)).write_bytes(entry(0, rank=rank))
+        (path / "events" / segment_name(rank, 0)).write_bytes(entry(0, rank=rank))
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/dev/fd")) + 40, hard))
     try:
         assert len(list(read(path))) == 200
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    monkeypatch.setattr(journal, "MOST_RANKS", 100)
+    monkeypatch.setattr("esper.nissa.journal_reader.MOST_RANKS", 100)
     with pytest.raises(RunError, match="200 ranks"):
         list(read(path))
     a_run(Path("other"))

@@ -23,7 +23,7 @@ _HOME = {
     "blueprint": "esper.kasmina.blueprints",
     "Grower": "esper.grower",
     "plot_worth": "esper.karn.worth_plot",
-    "record": "esper.recording",
+    "record": "esper.nissa.recorder",
     "Task": "esper.tolaria.tasks",
     "Engine": "esper.tolaria.engine",
     "EngineConfig": "esper.tolaria.engine_config",
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
     from esper.leyline.stages import STRICT as STRICT
     from esper.leyline.stages import SeedStage as SeedStage
     from esper.leyline.stages import Thresholds as Thresholds
-    from esper.recording import record as record
+    from esper.nissa.recorder import record as record
     from esper.tolaria.engine import Engine as Engine
     from esper.tolaria.engine_config import EngineConfig as EngineConfig
     from esper.tolaria.tasks import Task as Task

@@ -20,9 +20,9 @@ from esper.commands.grow import GrowOptions, resume_grow, run_grow
 from esper.commands.growing import Settings
 from esper.leyline.errors import CheckpointError, ConfigError, RunError
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import read
+from esper.nissa.journal_reader import read
+from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.run import RunDirectory, read_manifest
-from esper.nissa.sinks.jsonl import JsonlSink
 from esper.tolaria.checkpoint import Checkpoints
 from tests.support.run_outcomes import events, heed_signals, is_whole
 

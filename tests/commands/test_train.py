@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from esper.commands.train import TrainOptions, run_train
-from esper.nissa.journal import read
+from esper.nissa.journal_reader import read
 from esper.nissa.run import read_manifest
 from esper.simic import backend
 from esper.simic.backend import HostBackend

@@ -21,7 +21,7 @@ from esper.kasmina.gradients import GradientMeter
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import BlueprintError, ConfigError, LifecycleError, OptimizerError, UnknownNameError
 from esper.leyline.stages import SeedStage, Thresholds
-from esper.nissa.journal import read
+from esper.nissa.journal_reader import read
 from esper.nissa.run import read_manifest
 from esper.tamiyo.controllers import wait_everywhere
 from tests.support.grower import EASY, EventList, batch, make_body

@@ -29,7 +29,7 @@ from esper.leyline.actions import Head, Op
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.events import Checkpoint
 from esper.leyline.stages import SeedStage, Thresholds
-from esper.nissa.journal import read
+from esper.nissa.journal_reader import read
 from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random, wait_everywhere
 from esper.tamiyo.controllers.learned import Learned
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork

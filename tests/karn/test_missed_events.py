@@ -19,11 +19,12 @@ from esper.karn.watch.source import Source
 from esper.leyline.checksums import seal_json
 from esper.leyline.events import Governor, PhaseProfile, RunFinished
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import Damage, Extent, read
+from esper.nissa.journal_reader import Damage, Extent, read
+from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.missed_events import lost_events
-from esper.nissa.run import list_runs, read_manifest
-from esper.nissa.sinks.jsonl import JsonlSink
-from esper.recording import record, record_beside, record_on
+from esper.nissa.recorder import record, record_beside, record_on
+from esper.nissa.run import read_manifest
+from esper.nissa.run_list import list_runs
 from tests.support.run_outcomes import TINY, esper, finished
 
 STEPS = 20

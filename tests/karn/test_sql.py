@@ -34,11 +34,12 @@ from esper.leyline.events import (
     Update,
     Worth,
 )  # fmt: skip
-from esper.nissa import journal
+from esper.nissa import journal_reader as journal
+from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record, line, sealed
 from esper.nissa.run import RunDirectory
-from esper.nissa.sinks.jsonl import JsonlSink
 from tests.support.event_docs import events_markdown
+from tests.support.journal_checks import holes
 from tests.support.run_outcomes import heed_signals
 
 pytest.importorskip("duckdb")
@@ -263,7 +264,7 @@ def test_gaps_in_the_sequence_are_losses(tmp_path):
         found = opened.ask("select after_seq, before_seq, missing from losses order by before_seq").rows
 
     assert found == [(-1, 2, 2), (3, 9, 5)]
-    assert [(gap.start - 1, gap.stop, len(gap)) for gap in journal.holes(journal.read(path))[0]] == found
+    assert [(gap.start - 1, gap.stop, len(gap)) for gap in holes(journal.read(path))[0]] == found
 
 
 def test_several_runs_are_queried_together_with_their_baseline(tmp_path):

@@ -13,7 +13,7 @@ from esper.karn.summary import RunSummary, SlotLife
 from esper.leyline.checksums import seal_json
 from esper.leyline.events import Episode, Health, PhaseProfile, RunFinished, Worth
 from esper.leyline.stages import SeedStage as S
-from esper.nissa.journal import Entry
+from esper.nissa.journal_reader import Entry
 from tests.support.sample_runs import Journal, grow_run, moved, started, step, train_run
 
 

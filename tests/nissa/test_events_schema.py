@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from esper.leyline import events
 from esper.leyline.errors import UnknownNameError
 from esper.leyline.events import KINDS, WORDS, Event, Level, PhaseProfile, Silence, Update, encode, level, unspelled
-from esper.nissa.journal import read, segment_name
+from esper.nissa.journal_reader import read, segment_name
 from esper.nissa.record import Record, line
 
 ALL = pytest.mark.parametrize("kind", list(KINDS.values()), ids=list(KINDS))

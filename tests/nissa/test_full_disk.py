@@ -18,12 +18,12 @@ import pytest
 from esper.leyline.errors import RunError
 from esper.leyline.events import Governor, PhaseProfile
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import Damage, read, segments
+from esper.nissa.journal_reader import Damage, read, segments
+from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record, line
+from esper.nissa.recorder import record
 from esper.nissa.run import read_manifest
 from esper.nissa.sink_worker import BACK_OFF_S
-from esper.nissa.sinks.jsonl import JsonlSink
-from esper.recording import record
 from tests.support.run_outcomes import TINY, esper, finished, wait_for_life
 
 PATIENCE = 60.0
@@ -247,7 +247,7 @@ def test_replaced_gauges_are_not_counted_as_missing(tmp_path, disk):
 
 
 def test_loss_is_recorded_in_the_manifest_and_reported(tmp_path, disk, monkeypatch, capsys):
-    monkeypatch.setattr("esper.recording.END_S", 0.5)
+    monkeypatch.setattr("esper.nissa.recorder.END_S", 0.5)
     with record("mine", out=tmp_path / "run") as run:
         for step in range(10):
             run.say(event(step))
@@ -384,7 +384,7 @@ def test_temporarily_full_file_system_loses_no_event(small_file_system):
 
 
 def test_loss_is_recorded_on_a_file_system_that_stays_full(small_file_system, monkeypatch, capsys):
-    monkeypatch.setattr("esper.recording.END_S", 0.5)
+    monkeypatch.setattr("esper.nissa.recorder.END_S", 0.5)
     with record("mine", out=small_file_system / "run") as run:
         fill(small_file_system / "ballast")
         for step in range(500):

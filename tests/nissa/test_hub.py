@@ -14,8 +14,9 @@ from hypothesis import strategies as st
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import Governor, Gradient, Health, Level, PhaseProfile, RunFinished, Step
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import holes, read
-from esper.nissa.sinks.jsonl import JsonlSink
+from esper.nissa.journal_reader import read
+from esper.nissa.journal_writer import JsonlSink
+from tests.support.journal_checks import holes
 
 PATIENCE = 60.0  # for waits that end by themselves: only a failing test reaches it
 

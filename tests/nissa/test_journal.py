@@ -15,9 +15,10 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import Gradient, Health, PhaseProfile, Step
-from esper.nissa.journal import Damage, Entry, Follower, head, holes, next_seq, read, segment_name, segments, tail
+from esper.nissa.journal_reader import Damage, Entry, Follower, head, read, segment_name, segments, tail
+from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record, line, sealed
-from esper.nissa.sinks.jsonl import JsonlSink
+from tests.support.journal_checks import holes, next_seq
 
 
 @pytest.fixture(autouse=True)
@@ -227,7 +228,7 @@ def test_killed_process_leaves_a_readable_log(tmp_path):
 from pathlib import Path
 from esper.leyline.events import PhaseProfile
 from esper.nissa.record import Record
-from esper.nissa.sinks.jsonl import JsonlSink
+from esper.nissa.journal_writer import JsonlSink
 sink, seq = JsonlSink(Path({str(tmp_path)!r}) / "events", segment_bytes=20_000), 0
 while True:
     event = PhaseProfile(phase="p", wall_ms=1.0, cpu_ms=1.0, calls=seq)
@@ -547,7 +548,7 @@ def test_follower_reads_what_another_process_writes(tmp_path):
 from pathlib import Path
 from esper.leyline.events import PhaseProfile
 from esper.nissa.record import Record
-from esper.nissa.sinks.jsonl import JsonlSink
+from esper.nissa.journal_writer import JsonlSink
 sink = JsonlSink(Path({str(tmp_path)!r}) / "events", segment_bytes=5_000)
 for seq in range(2000):
     sink.write([Record(seq, 1.0, 0, PhaseProfile(phase="p", wall_ms=1.0, cpu_ms=1.0, calls=seq))])

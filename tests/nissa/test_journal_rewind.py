@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import RunError
 from esper.leyline.events import PhaseProfile
-from esper.nissa.journal import Damage, Follower, holes, next_seq, read, rewind, segment_name, segments
+from esper.nissa.journal_reader import Damage, Follower, read, segment_name, segments
+from esper.nissa.journal_writer import JsonlSink, rewind
 from esper.nissa.record import Record, line
-from esper.nissa.sinks.jsonl import JsonlSink
+from tests.support.journal_checks import holes, next_seq
 
 SYSTEM = {name: getattr(os, name) for name in ("open", "write", "fsync", "replace", "unlink")}
 
@@ -254,7 +255,7 @@ def test_full_disk_is_reported_and_loses_no_kept_entry(tmp_path, monkeypatch):
 @pytest.mark.slow
 def test_rewind_killed_by_sigkill_is_completed_by_the_next(tmp_path):
     write(tmp_path, range(1500), segment_bytes=700)
-    code = "import sys; from pathlib import Path; from esper.nissa.journal import rewind\n"
+    code = "import sys; from pathlib import Path; from esper.nissa.journal_writer import rewind\n"
     code += "print('on', flush=True); rewind(Path(sys.argv[1]), 0, int(sys.argv[2]))"
     for step in range(10):
         child = subprocess.Popen(

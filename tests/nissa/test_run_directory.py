@@ -25,10 +25,12 @@ from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import ConfigError, EsperError, RunError
 from esper.leyline.events import PhaseProfile, RunFinished
 from esper.nissa import run as run_module
-from esper.nissa.journal import next_seq, read
+from esper.nissa.journal_reader import read
+from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record
-from esper.nissa.run import END_BYTES, RunDirectory, is_owned, list_runs, manifest_base, read_manifest
-from esper.nissa.sinks.jsonl import JsonlSink
+from esper.nissa.run import END_BYTES, RunDirectory, is_owned, manifest_base, read_manifest
+from esper.nissa.run_list import list_runs
+from tests.support.journal_checks import next_seq
 
 OWNER = """
 import sys, time
@@ -36,7 +38,7 @@ from pathlib import Path
 from esper.leyline.events import PhaseProfile
 from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory
-from esper.nissa.sinks.jsonl import JsonlSink
+from esper.nissa.journal_writer import JsonlSink
 run = RunDirectory.create(Path(sys.argv[1]), "digits", name="it", manifest={})
 sink = JsonlSink(run.events_dir)
 sink.write([Record(i, float(i), 0, PhaseProfile(phase="p", wall_ms=1.0, cpu_ms=1.0, calls=i)) for i in range(5)])
@@ -179,7 +181,7 @@ def test_exit_of_the_block_decides_the_final_status(tmp_path, error, status, sai
     run = create(tmp_path)
     leaving = nullcontext() if error is None else pytest.raises(type(error))
     with leaving as caught, run:
-        assert run.is_ours
+        assert is_owned(run.path)
         if error is not None:
             raise error
     assert error is None or caught.value is error
@@ -187,7 +189,6 @@ def test_exit_of_the_block_decides_the_final_status(tmp_path, error, status, sai
     assert manifest["status"] == status
     assert manifest.get("error") == said
     assert manifest["finished"] >= manifest["started"]
-    assert not run.is_ours
     assert not is_owned(run.path)
 
 
@@ -200,11 +201,8 @@ def test_first_final_status_counts(tmp_path):
 
 
 def test_invalid_final_status_is_refused(tmp_path):
-    with create(tmp_path) as run:
-        with pytest.raises(ConfigError, match="'killed'"):
-            run.finish("killed")
-        with pytest.raises(RunError, match="to be read"):
-            RunDirectory.open(run.path).finish("finished")
+    with create(tmp_path) as run, pytest.raises(ConfigError, match="'killed'"):
+        run.finish("killed")
 
 
 def test_failing_finalisation_hides_no_error_and_releases_the_run(tmp_path, monkeypatch):
@@ -268,7 +266,7 @@ def test_second_process_is_refused_and_shown_the_owner(tmp_path, owner):
     with pytest.raises(ConfigError):
         create(tmp_path, name="it")
     assert owner.poll() is None
-    assert RunDirectory.open(tmp_path / "it").manifest["status"] == "running"
+    assert read_manifest(tmp_path / "it")["status"] == "running"
 
 
 def test_run_of_a_killed_owner_reads_as_killed_and_can_be_resumed(tmp_path, owner):
@@ -327,7 +325,6 @@ from pathlib import Path
 from esper.nissa.run import RunDirectory
 with RunDirectory.create(Path(sys.argv[1]), "digits", name="it", manifest={}) as run:
     if os.fork() == 0:
-        assert not run.is_ours
         run.finish("failed")
         print(os.getpid(), flush=True)
         time.sleep(60)
@@ -364,7 +361,7 @@ def test_copy_of_a_running_run_has_no_owner(tmp_path, owner):
 )
 def test_damaged_manifest_is_a_clear_error(tmp_path, content):
     (tmp_path / "manifest.json").write_bytes(content)
-    for look in (read_manifest, RunDirectory.open, RunDirectory.resume):
+    for look in (read_manifest, RunDirectory.resume):
         with pytest.raises(RunError, match=r"manifest\.json"):
             look(tmp_path)
     assert not (tmp_path / "run.lock").exists()

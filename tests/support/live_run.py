@@ -25,7 +25,7 @@ from esper.leyline.events import (
     Worth,
 )  # fmt: skip
 from esper.leyline.stages import SeedStage
-from esper.nissa.journal import Entry, _entry
+from esper.nissa.journal_reader import Entry, decoded_entry
 from esper.nissa.record import Record, line
 
 LIFE = [(2, "GERMINATED"), (4, "TRAINING"), (9, "BLENDING"), (13, "HOLDING"), (16, "FOSSILIZED")]
@@ -140,7 +140,7 @@ def lines_of(events, at=1000.0, apart=0.1):
 
 def entries_of(events, at=1000.0, apart=0.1) -> list[Entry]:
     """Return events as a reader of the journal sees them, encoded and decoded."""
-    found = [_entry(raw.rstrip(b"\n"), 0) for raw in lines_of(events, at, apart)]
+    found = [decoded_entry(raw.rstrip(b"\n"), 0) for raw in lines_of(events, at, apart)]
     assert None not in found
     return [e for e in found if e is not None]
 

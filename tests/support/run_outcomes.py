@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from esper.leyline.events import KINDS
-from esper.nissa.journal import Damage, holes, read
+from esper.nissa.journal_reader import Damage, read
 from esper.simic.training.learner import CHECKPOINTS, LEARNER
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.packing import unpacked
+from tests.support.journal_checks import holes
 
 OF_THE_PROCESS = {"run_started", "run_finished", "checkpoint", "health"}
 """Kinds that describe processes, not the run."""

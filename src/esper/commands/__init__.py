@@ -13,7 +13,7 @@ from esper.leyline.text import printable
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from esper.recording import Run
+    from esper.nissa.recorder import Run
 
 
 def plainly(console: Console, text: str) -> None:

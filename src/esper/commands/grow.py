@@ -47,8 +47,9 @@ from esper.leyline.events import RunStarted
 from esper.leyline.events import level as level_by_name
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
+from esper.nissa.recorder import Run, record, record_on
 from esper.nissa.run import Lock, read_manifest
-from esper.recording import Run, record, record_on, stoppable
+from esper.nissa.signals import stoppable
 from esper.simic.attribution import Worth, report
 from esper.simic.backend import context_of
 from esper.simic.training.learner import changes

@@ -26,8 +26,8 @@ from esper.leyline.errors import CheckpointError
 from esper.leyline.events import Checkpoint, Level
 from esper.leyline.profiler import PhaseTimers
 from esper.leyline.stages import SeedStage
+from esper.nissa.recorder import Run
 from esper.nissa.run import CHECKPOINTS
-from esper.recording import Run
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.evaluation import structure_of
 from esper.simic.telemetry.emitters import TelemetryEmitter

@@ -13,7 +13,7 @@ from typing import Any
 
 from esper.leyline.errors import RunError
 from esper.leyline.text import printable
-from esper.nissa.journal import head
+from esper.nissa.journal_reader import head
 from esper.nissa.run import CHECKPOINTS, LOCK, MANIFEST, Lock, read_manifest, write_manifest
 from esper.simic.training.distributed import RENDEZVOUS
 from esper.simic.training.learner import refuse_changes

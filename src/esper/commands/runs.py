@@ -14,7 +14,7 @@ from rich.text import Text
 
 from esper.leyline.errors import ConfigError
 from esper.leyline.text import printable
-from esper.nissa.run import RunInfo, list_runs
+from esper.nissa.run_list import RunInfo, list_runs
 
 STYLES = {"running": "green", "failed": "red", "killed": "red", "unreadable": "red", "interrupted": "yellow"}
 DROPPED = ("started (UTC)", "size")

@@ -26,8 +26,9 @@ from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.events import RunStarted
+from esper.nissa.recorder import Run, record, record_beside, record_on
 from esper.nissa.run import Lock
-from esper.recording import Run, record, record_beside, record_on, stoppable, terminable
+from esper.nissa.signals import stoppable, terminable
 from esper.simic.training import memory_estimate as memory
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
 from esper.simic.training.distributed import ProcessGroup

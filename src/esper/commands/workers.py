@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from esper.leyline.errors import ConfigError, TrainingError
-from esper.recording import unhurried
+from esper.nissa.signals import unhurried
 from esper.simic.training.distributed import RENDEZVOUS
 
 GRACE_S = 3.0

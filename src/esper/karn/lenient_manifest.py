@@ -10,7 +10,7 @@ import msgspec
 
 from esper.leyline.errors import RunError
 from esper.leyline.events import KINDS, RunStarted
-from esper.nissa.journal import EVENTS, segments
+from esper.nissa.journal_reader import EVENTS, segments
 from esper.nissa.run import is_owned, read_manifest
 
 Data = dict[str, Any]

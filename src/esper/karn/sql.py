@@ -4,7 +4,7 @@
       └ ask(query) ─ one query in a read-only transaction, without access to files, settings and extensions
 
 Isolation uses DuckDB's own settings (no external access, locked configuration, read-only transaction). DuckDB parses
-the segments because it is ten times as fast as Python; a test compares the result with `nissa.journal`.
+the segments because it is ten times as fast as Python; a test compares the result with `nissa.journal_reader`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from esper.karn.views import PLACE, VIEWS, column_types, table_name
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import KINDS
-from esper.nissa.journal import EVENTS, MOST_SEQ, MOST_TIME_S, Extent, each_line, segments
+from esper.nissa.journal_reader import EVENTS, MOST_SEQ, MOST_TIME_S, Extent, each_line, segments
 from esper.nissa.missed_events import lost_events
 from esper.nissa.record import is_whole
 from esper.nissa.run import MANIFEST, MOST_MANIFEST_BYTES
@@ -233,7 +233,7 @@ class Runs:
         return int(damaged) if orderly else int(damaged) + self._keep_each_place_once(run, rank, last)
 
     def _keep_each_place_once(self, run: str, rank: int, last: int) -> int:
-        """Keep the first line of each seq and drop damaged seqs that jump ahead, as `nissa.journal` does."""
+        """Keep the first line of each seq and drop damaged seqs that jump ahead, as `nissa.journal_reader` does."""
         (leapt,) = self._db.execute(
             """
             delete from lines where line in (

@@ -23,7 +23,7 @@ from esper.karn.charts import Value
 from esper.karn.lenient_manifest import CHECKS, Data, fact, manifest_of, slot_names
 from esper.karn.number_table import NumberTable
 from esper.leyline.stages import SeedStage
-from esper.nissa.journal import Damage, Entry, read
+from esper.nissa.journal_reader import Damage, Entry, read
 from esper.nissa.missed_events import lost_events
 
 STEP_FIELDS = ("step", "quality", "committed_quality", "val_loss", "train_loss", "reward", "params")

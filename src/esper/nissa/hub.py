@@ -2,9 +2,9 @@
 
     emit ──► log: one list, ordered by seq ──► one worker per sink: take a chunk ─► write ─► flush on request
 
-`emit` numbers an event and appends it to the log without waking a thread. Each sink worker (`lane.py`) polls the log 20
-times a second, or at once when the log is half full or a caller waits, and stores its own position. Events that every
-active worker has taken leave the log, so a slow sink delays no caller until the log is full. Then callers of
+`emit` numbers an event and appends it to the log without waking a thread. Each sink worker (`sink_worker.py`) polls
+the log 20 times a second, or at once when the log is half full or a caller waits, and stores its own position. Events
+that every active worker has taken leave the log, so a slow sink delays no caller until the log is full. Then callers of
 **must-keep** events block (counted and reported). **Gauges** never block: from half full on, the newest value per key
 replaces the one a worker has not taken yet (counted; the seq of the replaced one is skipped).
 
@@ -22,15 +22,13 @@ from __future__ import annotations
 import atexit
 import logging
 import os
-import signal
 import threading
 import weakref
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from operator import itemgetter
 from time import monotonic, time
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any
 
 from esper.leyline.errors import ConfigError, DataError, EsperError
@@ -45,7 +43,6 @@ GRACE_S = 0.5
 """Extra time for a sink that looks hung, in seconds: after a pause of the whole process every sink looks hung."""
 TEXTS = ("retired", "suspended")
 """Fields of `SinkWorker.health` that are text."""
-ENDING_SIGNALS = [signal.SIGTERM, *([signal.SIGHUP] if hasattr(signal, "SIGHUP") else [])]
 
 _log = logging.getLogger(__name__)
 _seq_of = itemgetter(0)
@@ -96,7 +93,6 @@ class NissaHub:
         self._counts = {"coalesced": 0, "waits": 0, "after_close": 0, "peak": 0}
         self._wait_s = 0.0
         self._blamed: set[type[Event]] = set()  # kinds that were reported as unencodable
-        self._handlers: dict[int, tuple[Any, Any]] = {}  # signal → our handler, the previous handler
         _hubs.add(self)
         atexit.register(self.close)
         for sink in sinks:
@@ -183,7 +179,6 @@ class NissaHub:
                 for lane in self._lanes:
                     self._retire(lane, f"its close() took longer than {left:g} s")
         atexit.unregister(self.close)
-        self._release_signals()
 
     def stop_waiting(self, timeout: float = 10.0) -> None:
         """Retire suspended sinks after `timeout` seconds, so that no caller waits longer. Safe in a signal handler.
@@ -222,43 +217,6 @@ class NissaHub:
                 "queued": len(self._log) - len(self._dead),
                 "sinks": {lane.name: lane.health() for lane in self._lanes},
             }
-
-    # Signal handling --------------------------------------------------------------------------------------------
-
-    def close_on_signals(
-        self, *numbers: int, before: Callable[[int], None] | None = None, timeout: float = 5.0
-    ) -> None:
-        """Close the hub on SIGTERM (and SIGHUP where it exists), then run the previous handler.
-
-        `before` is called first with the signal number, for example to emit a run's last event. The previous handler,
-        or the default, runs last, so exit codes do not change; ignored signals stay ignored. Ctrl-C needs no handler:
-        `KeyboardInterrupt` leaves the `with` block. Must be called from the main thread.
-        """
-
-        def handle(number: int, frame: FrameType | None) -> None:
-            self.stop_waiting(timeout)
-            with suppress(Exception):  # an error has no caller here, and the events must still reach the disk
-                if before is not None:
-                    before(number)
-            previous = self._handlers[number][1]
-            self.close(timeout)
-            signal.signal(number, previous)
-            if callable(previous):
-                previous(number, frame)
-            else:
-                os.kill(os.getpid(), number)
-
-        for number in numbers or ENDING_SIGNALS:
-            previous = signal.getsignal(number)
-            if previous not in (signal.SIG_IGN, None) and number not in self._handlers:
-                self._handlers[number] = handle, previous
-                signal.signal(number, handle)
-
-    def _release_signals(self) -> None:
-        if threading.current_thread() is threading.main_thread():
-            for number, (ours, previous) in self._handlers.items():
-                if signal.getsignal(number) is ours:
-                    signal.signal(number, previous)
 
     # Back-pressure ----------------------------------------------------------------------------------------------
 

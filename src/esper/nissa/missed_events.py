@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from esper.nissa.journal import Extent
+from esper.nissa.journal_reader import Extent
 
 JOURNAL = "journal"
 """Field of the manifest: rank → `{"events": n}`, the number of events that the rank emitted in the whole run."""

@@ -2,7 +2,7 @@
 
   manifest.json   configuration and outcome: written first, finalised last
   run.lock        locked while a process owns the run; the system releases it if that process dies
-  events/         the journal (`journal.py`)
+  events/         the journal (`journal_writer.py`, `journal_reader.py`)
   checkpoints/    files to resume the run from
 
 Nothing is overwritten: a new run gets a new directory.
@@ -18,7 +18,6 @@ import secrets
 import sys
 import time
 import weakref
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -41,8 +40,8 @@ from esper.leyline.atomic_io import (
 from esper.leyline.checksums import seal_json, unseal_json
 from esper.leyline.errors import ConfigError, RunError
 from esper.leyline.events import SCHEMA, spelled, unspelled
-from esper.nissa import journal
-from esper.nissa.missed_events import JOURNAL, lost_events
+from esper.nissa.journal_reader import EVENTS, tail
+from esper.nissa.missed_events import JOURNAL
 
 MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
 ENDINGS = ("finished", "failed", "interrupted")
@@ -52,20 +51,19 @@ MOST_MANIFEST_BYTES = 16 << 20
 END_BYTES = 32 << 10
 """Disk space reserved for what the end of a run adds to its manifest: status, error, event counts per rank."""
 MOST_SECONDS = 1e11
-"""Upper bound for a duration, about 3,000 years. Longer durations and counts above MOST_STEPS are ignored."""
-MOST_STEPS = 10**15
+"""Upper bound for a duration, about 3,000 years. Longer durations are ignored."""
 TRIES = 30  # attempts to lock, 0.01 s apart
 SIGNALLED = {129: "SIGHUP", 130: "SIGINT", 143: "SIGTERM"}
 """Exit codes of processes that a signal stopped."""
 
 
 class RunDirectory:
-    """A run owned by this process (`create`, `resume`) or opened read-only (`open`).
+    """A run owned by this process, from `create` or `resume` to `finish`.
 
     As a context manager it ends the run by how the block is left: finished, interrupted, or failed with the error.
     """
 
-    def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock | None) -> None:
+    def __init__(self, path: Path, manifest: dict[str, Any], lock: Lock) -> None:
         self.path, self.manifest, self._lock = path, manifest, lock
         self._final: Draft | None = None  # space for the last manifest, reserved while the disk is not full
 
@@ -124,29 +122,19 @@ class RunDirectory:
             raise
         return self
 
-    @classmethod
-    def open(cls, path: Path) -> Self:
-        """Open a run read-only, whether it is running or not."""
-        return cls(Path(path), read_manifest(path), None)
-
     @property
     def events_dir(self) -> Path:
         """The directory of the journal."""
-        return self.path / journal.EVENTS
-
-    @property
-    def is_ours(self) -> bool:
-        """Whether this process owns the run."""
-        return self._lock is not None and self._lock.is_held
+        return self.path / EVENTS
 
     @property
     def earlier_s(self) -> float:
         """Total seconds of the earlier sessions of the run."""
-        return _earlier_s(self.manifest)
+        return earlier_seconds(self.manifest)
 
     def must_be_there(self) -> None:
         """Raise RunError if the directory was moved, removed or replaced since this process took it."""
-        if self._lock is not None and self._lock.is_held and not self._lock.is_at(self.path):
+        if self._lock.is_held and not self._lock.is_at(self.path):
             raise RunError(
                 f"{self.path} was moved or removed while the run was under way, so nothing that it learns would be "
                 "kept: it ends here. If you moved it, resume it at its new place"
@@ -156,8 +144,6 @@ class RunDirectory:
         """Write the outcome of the run and release its lock. Has no effect once the run has ended."""
         if status not in ENDINGS:
             raise ConfigError(f"a run ends as one of {', '.join(ENDINGS)}; not as {status!r}")
-        if self._lock is None:
-            raise RunError(f"{self.path} was opened to be read; only a run of create() or resume() can be finished")
         if not self._lock.is_held:
             return
         self.manifest |= {"status": status, "finished": _now()} | ({"error": error} if error else {}) | extra
@@ -172,8 +158,6 @@ class RunDirectory:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._lock is None:
-            return
         try:
             self.finish(*ending(error))
         except OSError as trouble:
@@ -198,25 +182,6 @@ class RunDirectory:
             write_manifest(self.path, self.manifest)
 
 
-@dataclass(frozen=True, slots=True)
-class RunInfo:
-    """One row of a list of runs. None where the files do not contain the value."""
-
-    path: Path
-    id: str
-    task: str | None
-    controller: str | None
-    status: str
-    """finished, failed, interrupted, running, killed, or unreadable (damaged manifest)."""
-    started: str | None
-    seconds: float | None
-    """Seconds from the start to the end, or to the last event."""
-    env_steps: int | None
-    size_bytes: int
-    losses: list[str]
-    """Missing events, judged by the journal's end alone. `esper report` also finds gaps before that."""
-
-
 def read_manifest(path: Path) -> dict[str, Any]:
     """Return the manifest of a run. "running" without a process that owns the run is returned as "killed"."""
     manifest = _read(path)
@@ -236,7 +201,7 @@ def _read(path: Path) -> dict[str, Any]:
     except OSError as error:
         raise RunError(f"cannot read {file}: {error.strerror or error}") from error
     except (ValueError, RecursionError) as error:
-        raise RunError(f"{file} is damaged ({error}). The run's journal in {journal.EVENTS}/ may be whole") from error
+        raise RunError(f"{file} is damaged ({error}). The run's journal in {EVENTS}/ may be whole") from error
     if not isinstance(manifest, dict) or not isinstance(manifest.get("status"), str):
         raise RunError(f"{file} is no manifest of a run: it is JSON without a status")
     return manifest
@@ -251,7 +216,7 @@ def must_have_real_parts(path: Path) -> None:
             f"{path} holds a symbolic link to a directory elsewhere, {links[0]!r}, and nothing outside a run is "
             "changed. Put a real directory in its place"
         )
-    for name in (journal.EVENTS, CHECKPOINTS):
+    for name in (EVENTS, CHECKPOINTS):
         if os.path.lexists(path / name):
             try:
                 must_be_real_directory(path / name)
@@ -269,16 +234,6 @@ def manifest_base() -> dict[str, Any]:
         "platform": platform.platform(),
         "cpus": os.cpu_count(),
     }
-
-
-def list_runs(root: Path) -> list[RunInfo]:
-    """Return the runs below `root`, newest first. Runs without a start time come last."""
-    try:
-        found = [path for path in Path(root).iterdir() if any(os.path.exists(path / name) for name in (MANIFEST, LOCK))]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    rows = sorted((_info(path) for path in found), key=lambda row: row.id, reverse=True)
-    return sorted(rows, key=lambda row: row.started or "", reverse=True)
 
 
 def write_manifest(path: Path, manifest: dict[str, Any]) -> None:
@@ -408,92 +363,40 @@ def _must_be_empty(path: Path) -> None:
         )
 
 
-def _info(path: Path) -> RunInfo:
-    try:
-        manifest = read_manifest(path)
-    except RunError:
-        manifest = {"status": "unreadable"}
-    config = manifest.get("config")
-    said = (config if isinstance(config, dict) else {}) | manifest
-    try:
-        head, tail = journal.head(path), journal.tail(path)
-    except (OSError, RunError):  # not readable, removed meanwhile, or no journal
-        head = tail = []
-    env_steps = said.get("env_steps")
-    has_end = False
-    for entry in tail:
-        if entry.kind == "run_finished":
-            env_steps = entry.data.get("env_steps", env_steps)
-            has_end = True
-    begun = said.get("resumed", said.get("started"))
-    seconds = _seconds(begun, said.get("finished"))
-    if seconds is None and head and tail:
-        seconds = tail[-1].time_s - (_epoch_s(said.get("resumed")) or head[0].time_s)
-    seconds = _plausible(seconds, MOST_SECONDS)
-    steps = _plausible(env_steps, MOST_STEPS)
-    return RunInfo(
-        path=path,
-        id=_text(said.get("run_id")) or path.name,
-        task=_text(said.get("task")),
-        controller=_text(said.get("controller")),
-        status=manifest["status"],
-        started=_text(said.get("started")),
-        seconds=None if seconds is None else max(0.0, seconds) + _earlier_s(manifest),
-        env_steps=None if steps is None else int(steps),
-        size_bytes=_size(path),
-        losses=lost_events(manifest, _ends(tail), has_end=has_end),
-    )
-
-
-def _plausible(value: Any, most: float) -> float | None:
+def plausible(value: Any, most: float) -> float | None:
     """Return the value if it is a number between ± `most`, else None."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return value if is_number and -most <= value <= most else None
 
 
-def _ends(tail: list[journal.Entry]) -> dict[int, journal.Extent]:
-    """Return rank → extent of its journal, judged by its last entries."""
-    return {entry.rank: journal.Extent(entry.seq + 1, 0) for entry in sorted(tail, key=lambda entry: entry.seq)}
-
-
-def _text(value: Any) -> str | None:
-    return value if isinstance(value, str) else None
-
-
-def _seconds(started: Any, finished: Any) -> float | None:
-    begun, ended = _epoch_s(started), _epoch_s(finished)
+def seconds_between(started: Any, finished: Any) -> float | None:
+    """Return the seconds between two times of a manifest, None if one is missing or invalid."""
+    begun, ended = epoch_s(started), epoch_s(finished)
     return None if begun is None or ended is None else ended - begun
 
 
-def _epoch_s(told: Any) -> float | None:
+def epoch_s(text: Any) -> float | None:
+    """Return a time of a manifest in seconds since 1970, None if it is missing or invalid."""
     try:
-        return datetime.fromisoformat(told).timestamp()
+        return datetime.fromisoformat(text).timestamp()
     except (TypeError, ValueError, OverflowError):
         return None
 
 
 def _session_s(path: Path, session: dict[str, Any]) -> float:
     """Return the seconds a session lasted: until its recorded end or, if it was killed, its last event."""
-    seconds = _seconds(session.get("started"), session.get("finished"))
+    seconds = seconds_between(session.get("started"), session.get("finished"))
     if seconds is None:
-        last, begun = journal.tail(path), _epoch_s(session.get("started"))
+        last, begun = tail(path), epoch_s(session.get("started"))
         seconds = last[-1].time_s - begun if last and begun is not None else 0.0
-    return max(0.0, _plausible(seconds, MOST_SECONDS) or 0.0)
+    return max(0.0, plausible(seconds, MOST_SECONDS) or 0.0)
 
 
-def _earlier_s(manifest: dict[str, Any]) -> float:
+def earlier_seconds(manifest: dict[str, Any]) -> float:
+    """Return the total seconds of the earlier sessions of a run."""
     sessions = manifest.get("sessions")
-    told = [s.get("seconds") for s in sessions if isinstance(s, dict)] if isinstance(sessions, list) else []
-    return float(sum(_plausible(s, MOST_SECONDS) or 0.0 for s in told))
-
-
-def _size(path: Path) -> int:
-    total = 0
-    for folder, _, names in os.walk(path):
-        for name in names:
-            with contextlib.suppress(OSError):  # removed meanwhile
-                total += os.lstat(os.path.join(folder, name)).st_size
-    return total
+    rows = [row for row in sessions if isinstance(row, dict)] if isinstance(sessions, list) else []
+    return float(sum(plausible(row.get("seconds"), MOST_SECONDS) or 0.0 for row in rows))
 
 
 def _now() -> str:

@@ -15,9 +15,10 @@ pytest.importorskip("textual", reason="the terminal view needs the extra tui")
 from esper.karn.watch.app import DetailPage, EventsPage, HelpPage, MainPage, WatchApp
 from esper.karn.watch.widgets import Lines
 from esper.leyline.errors import EsperError
+from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record
-from esper.nissa.run import RunDirectory, list_runs
-from esper.nissa.sinks.jsonl import JsonlSink
+from esper.nissa.run import RunDirectory
+from esper.nissa.run_list import list_runs
 from tests.support.live_run import lines_of, run_events, started, write_run
 from tests.test_strangers import speaking_run
 

@@ -22,7 +22,7 @@ from esper.karn.watch.plain import frame
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Decision, Episode, Governor, Health, Lifecycle, RunFinished, Step, Worth
 from esper.leyline.stages import SeedStage
-from esper.nissa.journal import Entry
+from esper.nissa.journal_reader import Entry
 from tests.support.live_run import entries_of, run_events, started, update, write_run
 
 D, T, B, F, P = (int(SeedStage[n]) for n in ("DORMANT", "TRAINING", "BLENDING", "FOSSILIZED", "PRUNED"))

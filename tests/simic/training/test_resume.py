@@ -18,10 +18,10 @@ from esper.commands import train
 from esper.commands.train import TrainOptions, last_checkpoint
 from esper.leyline.errors import CheckpointError, ConfigError, RunError
 from esper.leyline.events import Silence, unspelled
-from esper.nissa.journal import read
+from esper.nissa.journal_reader import read
+from esper.nissa.journal_writer import JsonlSink
+from esper.nissa.recorder import record, record_on
 from esper.nissa.run import RunDirectory, is_owned
-from esper.nissa.sinks.jsonl import JsonlSink
-from esper.recording import record, record_on
 from esper.simic.agent.ppo import PPO
 from esper.simic.no_growth_baseline import NoGrowthBaselines
 from esper.simic.training import learner as learning

@@ -17,8 +17,8 @@ from esper.commands.train import Shown
 from esper.leyline import events
 from esper.leyline.actions import BLUEPRINTS, Head
 from esper.leyline.events import Event
-from esper.nissa.journal import Damage, read
-from esper.recording import record
+from esper.nissa.journal_reader import Damage, read
+from esper.nissa.recorder import record
 from esper.simic.agent.ppo import PPOConfig, losses
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.simulated_worlds import MAP_BLUEPRINTS

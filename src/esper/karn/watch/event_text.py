@@ -23,7 +23,7 @@ from esper.karn.watch.lines import Line, Piece, fit, whole_words
 from esper.karn.watch.model import WatchModel
 from esper.karn.watch.states import Number, number, numbers, text, whole
 from esper.leyline.stages import SeedStage
-from esper.nissa.journal import Entry
+from esper.nissa.journal_reader import Entry
 
 
 class EventLines:

@@ -15,7 +15,7 @@ from typing import Any
 from esper.karn.watch.states import EnvState, Number, SlotState, items, number, numbers, stage_number, text, whole
 from esper.leyline.actions import Op
 from esper.leyline.stages import COOLING, SeedStage
-from esper.nissa.journal import Entry
+from esper.nissa.journal_reader import Entry
 
 HAPPENINGS = 2000
 """Maximum number of events kept for the list of a run."""

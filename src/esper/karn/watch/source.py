@@ -11,7 +11,7 @@ from esper.karn.watch import alarm_rules
 from esper.karn.watch.find_run import MANIFEST, find_run
 from esper.karn.watch.model import WatchModel
 from esper.leyline.errors import EsperError
-from esper.nissa.journal import Entry, Follower
+from esper.nissa.journal_reader import Entry, Follower
 from esper.nissa.missed_events import JOURNAL, lost_events
 
 STATUS_EVERY_S = 2.0

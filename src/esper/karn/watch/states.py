@@ -12,7 +12,7 @@ from typing import Any
 
 from esper.leyline.stages import COOLING, GROWING, SeedStage
 from esper.leyline.text import printable
-from esper.nissa.journal import Entry
+from esper.nissa.journal_reader import Entry
 
 Number = float | None
 

@@ -13,13 +13,24 @@ from pathlib import Path
 
 import msgspec
 
-from esper.leyline.atomic_io import make_real_directory, open_own, open_regular, sync_directory
-from esper.leyline.errors import ConfigError
-from esper.nissa.journal import MOST_LINE_BYTES, segment_name, segments
+from esper.leyline.atomic_io import (
+    create_empty,
+    make_real_directory,
+    open_own,
+    open_regular,
+    read_regular,
+    remove_abandoned_drafts,
+    sync_directory,
+    write_atomically,
+)
+from esper.leyline.errors import ConfigError, RunError
+from esper.nissa.journal_reader import EVENTS, MOST_LINE_BYTES, decoded_entry, segment_name, segments
 from esper.nissa.record import Record, line
 
 SEGMENT_BYTES = 32 << 20
 """Maximum size of a segment in bytes: small enough to copy alone, large enough that a day's run has few."""
+MOST_REWIND_BYTES = 256 << 20
+"""Maximum size of a segment that is rewound. The writer starts a new segment long before."""
 Line = tuple[int, bytes]  # seq, text
 APPEND = os.O_WRONLY | os.O_APPEND | getattr(os, "O_BINARY", 0)
 
@@ -126,6 +137,57 @@ class JsonlSink:
         self._number, self._size = self._number + 1, 0
         if old >= 0:
             os.close(old)
+
+
+def rewind(run_dir: Path, rank: int, seq: int) -> int:
+    """Remove this rank's entries from `seq` on and return their number. The caller must own the run.
+
+    A resumed run writes them again. Torn ends and unreadable lines after the last remaining entry are removed too; a
+    damaged line before it stays, as the cause of a gap. The run continues in a new segment, so readers that follow it
+    are not disturbed: no segment that was read grows again. Each segment is replaced atomically or removed, and the
+    result depends on the entries alone, so the call can be repeated after a kill.
+    """
+    folder = Path(run_dir) / EVENTS
+    found = segments(folder).get(rank, [])
+    forgotten, is_end, is_ready = 0, True, False
+    try:
+        remove_abandoned_drafts(folder, f"rank{rank}-")
+        for number, path in reversed(found):
+            content = read_regular(path, MOST_REWIND_BYTES)
+            if not content and number == found[-1][0]:
+                is_ready = True
+                continue
+            kept, dropped = _before(content, rank, seq, is_end)
+            forgotten, is_end = forgotten + dropped, is_end and not kept
+            if kept and kept == content:
+                continue
+            if not is_ready:
+                create_empty(folder / segment_name(rank, found[-1][0] + 1))
+                sync_directory(folder)
+                is_ready = True
+            if kept:
+                write_atomically(path, kept)
+            else:
+                path.unlink()
+                sync_directory(folder)
+    except OSError as error:
+        raise RunError(
+            f"cannot rewind the journal in {folder}: {error.strerror or error}. "
+            "Nothing that stays is lost; see to it that the directory is writable, and resume again"
+        ) from error
+    return forgotten
+
+
+def _before(content: bytes, rank: int, seq: int, is_end: bool) -> tuple[bytes, int]:
+    """Return what remains of a segment and the number of removed entries. The journal's end must be an entry."""
+    lines = content.split(b"\n")
+    entries = [decoded_entry(line, rank) for line in lines]
+    stays = [entry.seq < seq if entry else i < len(lines) - 1 for i, entry in enumerate(entries)]
+    if is_end:
+        last = max((i for i, entry in enumerate(entries) if entry and stays[i]), default=-1)
+        stays[last + 1 :] = [False] * (len(lines) - last - 1)
+    forgotten = sum(entry is not None and entry.seq >= seq for entry in entries)
+    return b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay), forgotten
 
 
 def _ends_whole(path: Path) -> bool:

@@ -20,15 +20,16 @@ from esper.kasmina.lifecycle import legal
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import Level, Silence, Step
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import holes, read
+from esper.nissa.journal_reader import read
+from esper.nissa.recorder import record
 from esper.nissa.run import read_manifest
-from esper.recording import record
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import get_task
+from tests.support.journal_checks import holes
 from tests.support.run_outcomes import heed_signals
 
 

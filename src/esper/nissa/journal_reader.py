@@ -18,15 +18,7 @@ from typing import Any, NamedTuple
 
 import msgspec
 
-from esper.leyline.atomic_io import (
-    create_empty,
-    must_be_real_directory,
-    open_regular,
-    read_regular,
-    remove_abandoned_drafts,
-    sync_directory,
-    write_atomically,
-)
+from esper.leyline.atomic_io import must_be_real_directory, open_regular
 from esper.leyline.errors import RunError
 from esper.leyline.events import KINDS, Event, unspelled
 from esper.nissa.record import is_whole
@@ -36,8 +28,6 @@ CHUNK_BYTES = 1 << 17  # fits the cache: larger chunks are slower to read
 TAIL_BYTES = 1 << 16
 MOST_LINE_BYTES = 32 << 20
 """Maximum length of a line. A longer one is skipped as damage and never in memory as a whole."""
-MOST_REWIND_BYTES = 256 << 20
-"""Maximum size of a segment that is rewound. The writer starts a new segment long before."""
 MOST_RANKS = 1024
 MOST_SEQ = 1 << 53
 MOST_TIME_S = 1e11
@@ -122,74 +112,6 @@ class Follower:
         return entries
 
 
-def holes(entries: Iterable[Entry]) -> dict[int, list[range]]:
-    """Return the missing seqs of each rank that has any. Gauges replaced by newer ones are not missing."""
-    seen: dict[int, _Seen] = {}
-    for entry in entries:
-        seen.setdefault(entry.rank, _Seen()).add(entry.seq, entry.replaced)
-    return {rank: [range(*gap) for gap in each.gaps] for rank, each in sorted(seen.items()) if each.gaps}
-
-
-def next_seq(run_dir: Path, rank: int = 0) -> int:
-    """Return the first seq that a resumed run may use: higher than any in the journal."""
-    for _, path in reversed(segments(Path(run_dir) / EVENTS).get(rank, [])):
-        last = max((entry.seq for entry in _Rank(rank, Damage()).lines([(0, path)])), default=None)
-        if last is not None:
-            return last + 1
-    return 0
-
-
-def rewind(run_dir: Path, rank: int, seq: int) -> int:
-    """Remove this rank's entries from `seq` on and return their number. The caller must own the run.
-
-    A resumed run writes them again. Torn ends and unreadable lines after the last remaining entry are removed too; a
-    damaged line before it stays, as the cause of a gap. The run continues in a new segment, so readers that follow it
-    are not disturbed: no segment that was read grows again. Each segment is replaced atomically or removed, and the
-    result depends on the entries alone, so the call can be repeated after a kill.
-    """
-    folder = Path(run_dir) / EVENTS
-    found = segments(folder).get(rank, [])
-    forgotten, is_end, is_ready = 0, True, False
-    try:
-        remove_abandoned_drafts(folder, f"rank{rank}-")
-        for number, path in reversed(found):
-            content = read_regular(path, MOST_REWIND_BYTES)
-            if not content and number == found[-1][0]:
-                is_ready = True
-                continue
-            kept, dropped = _before(content, rank, seq, is_end)
-            forgotten, is_end = forgotten + dropped, is_end and not kept
-            if kept and kept == content:
-                continue
-            if not is_ready:
-                create_empty(folder / segment_name(rank, found[-1][0] + 1))
-                sync_directory(folder)
-                is_ready = True
-            if kept:
-                write_atomically(path, kept)
-            else:
-                path.unlink()
-                sync_directory(folder)
-    except OSError as error:
-        raise RunError(
-            f"cannot rewind the journal in {folder}: {error.strerror or error}. "
-            "Nothing that stays is lost; see to it that the directory is writable, and resume again"
-        ) from error
-    return forgotten
-
-
-def _before(content: bytes, rank: int, seq: int, is_end: bool) -> tuple[bytes, int]:
-    """Return what remains of a segment and the number of removed entries. The journal's end must be an entry."""
-    lines = content.split(b"\n")
-    entries = [_entry(line, rank) for line in lines]
-    stays = [entry.seq < seq if entry else i < len(lines) - 1 for i, entry in enumerate(entries)]
-    if is_end:
-        last = max((i for i, entry in enumerate(entries) if entry and stays[i]), default=-1)
-        stays[last + 1 :] = [False] * (len(lines) - last - 1)
-    forgotten = sum(entry is not None and entry.seq >= seq for entry in entries)
-    return b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay), forgotten
-
-
 def head(run_dir: Path) -> list[Entry]:
     """Return a few entries from the beginning, ordered by time, without reading the rest."""
     found = segments(Path(run_dir) / EVENTS)
@@ -209,7 +131,7 @@ def _some(rank: int, found: list[tuple[int, Path]], from_end: int) -> list[Entry
             if from_end:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - from_end))
             lines = file.read(TAIL_BYTES).split(b"\n")
-        if entries := [entry for line in lines if (entry := _entry(line, rank))]:
+        if entries := [entry for line in lines if (entry := decoded_entry(line, rank))]:
             return entries
     return []
 
@@ -329,7 +251,7 @@ class _Rank:
                 self.is_skipping = True
                 self.offset, pieces, size = self.offset + size, [], 0
         line = b"".join(pieces)
-        if line and not self.is_skipping and (entry := _entry(line, self.rank)):  # only its line end is missing
+        if line and not self.is_skipping and (entry := decoded_entry(line, self.rank)):  # only its line end is missing
             self.offset, size = self.offset + size, 0
             yield entry
         self.rest = size
@@ -339,7 +261,7 @@ class _Rank:
             if self.is_skipping:  # the end of a line that is too long
                 self.is_skipping = False
                 self.damage.lines += 1
-            elif entry := _entry(line, self.rank):
+            elif entry := decoded_entry(line, self.rank):
                 yield entry
             elif line:
                 self.damage.lines += 1
@@ -395,7 +317,7 @@ def _merged(ranks: list[_Rank], found: dict[int, list[tuple[int, Path]]]) -> Ite
     return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_time)
 
 
-def _entry(line: bytes, rank: int) -> Entry | None:
+def decoded_entry(line: bytes, rank: int) -> Entry | None:
     """Decode a line as an entry of this rank. Return None if it is invalid or its checksum does not match."""
     if not is_whole(line):
         return None

@@ -8,18 +8,13 @@ with esper.record("my-model") as run:
 
 from __future__ import annotations
 
-import contextlib
-import os
-import signal
 import sys
-import threading
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from esper.leyline.errors import RunError
@@ -27,19 +22,19 @@ from esper.leyline.events import Event, Level, RunFinished, Step
 from esper.leyline.events import level as level_by_name
 from esper.leyline.text import printable
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal import EVENTS, Damage, Extent, read, rewind, segments
+from esper.nissa.journal_reader import EVENTS, Damage, Extent, read, segments
+from esper.nissa.journal_writer import JsonlSink, rewind
 from esper.nissa.missed_events import JOURNAL
 from esper.nissa.record import Record
 from esper.nissa.run import Lock, RunDirectory, ending, manifest_base
+from esper.nissa.signals import stoppable, terminable
 from esper.nissa.sinks import Sink
-from esper.nissa.sinks.jsonl import JsonlSink
 from esper.nissa.sinks.tensorboard import TensorBoardSink
 
 END_S = 10.0
 """Seconds that the end of a run waits for a full or slow disk."""
 RUNS = Path("runs")
 """The default parent of run directories."""
-ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
 
 
 @dataclass(slots=True)
@@ -209,80 +204,3 @@ class _Counter:
 
     def flush(self) -> None: ...
     def close(self) -> None: ...
-
-
-@contextmanager
-def terminable() -> Iterator[None]:
-    """Within the context SIGTERM and SIGHUP raise SystemExit, so that a run can record how it ended."""
-
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, leave) for number in heeded(ENDING)}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def unhurried() -> Iterator[None]:
-    """Within the context signals that end the program are deferred until its end, for work that must be completed."""
-    came: list[int] = []
-    before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in heeded([signal.SIGINT, *ENDING])}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-    for number in came[:1]:
-        signal.raise_signal(number)
-
-
-def heeded(numbers: Sequence[int]) -> list[int]:
-    """Return the signals that this process does not ignore; `nohup`, for example, sets SIGHUP to be ignored."""
-    return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
-
-
-class Stop:
-    """A request to end the process. Calling it raises SystemExit if a signal was received."""
-
-    def __init__(self) -> None:
-        self.asked = 0  # the number of the signal received
-
-    def __call__(self) -> None:
-        """Raise SystemExit if a signal was received."""
-        if self.asked:
-            raise SystemExit(128 + self.asked)
-
-
-@contextmanager
-def stoppable(say: str, on_stop: Callable[[], None] = lambda: None) -> Iterator[Stop]:
-    """Within the context the first SIGINT, SIGTERM or SIGHUP is stored in the `Stop` and `say` is printed.
-
-    The caller calls the `Stop` when it is safe to end. A second signal exits at once. The handler of the first signal
-    calls `on_stop`, for example to end waits that would delay the caller.
-    """
-    stop = Stop()
-
-    def asked(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
-            os._exit(128 + number)
-        stop.asked = number
-        on_stop()
-        with contextlib.suppress(OSError):
-            os.write(2, f"\nesper: {say}\n".encode())
-
-    if threading.current_thread() is not threading.main_thread():
-        yield stop
-        return
-    before = {number: signal.signal(number, asked) for number in heeded([signal.SIGINT, *ENDING])}
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -1,0 +1,110 @@
+"""A list of runs: one row per run directory, from its manifest and the ends of its journal."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from esper.leyline.errors import RunError
+from esper.nissa.journal_reader import Entry, Extent, head, tail
+from esper.nissa.missed_events import lost_events
+from esper.nissa.run import (
+    LOCK,
+    MANIFEST,
+    MOST_SECONDS,
+    earlier_seconds,
+    epoch_s,
+    plausible,
+    read_manifest,
+    seconds_between,
+)
+
+MOST_STEPS = 10**15
+"""Upper bound for the number of steps. Larger numbers are ignored."""
+
+
+@dataclass(frozen=True, slots=True)
+class RunInfo:
+    """One row of a list of runs. None where the files do not contain the value."""
+
+    path: Path
+    id: str
+    task: str | None
+    controller: str | None
+    status: str
+    """finished, failed, interrupted, running, killed, or unreadable (damaged manifest)."""
+    started: str | None
+    seconds: float | None
+    """Seconds from the start to the end, or to the last event."""
+    env_steps: int | None
+    size_bytes: int
+    losses: list[str]
+    """Missing events, judged by the journal's end alone. `esper report` also finds gaps before that."""
+
+
+def list_runs(root: Path) -> list[RunInfo]:
+    """Return the runs below `root`, newest first. Runs without a start time come last."""
+    try:
+        found = [path for path in Path(root).iterdir() if any(os.path.exists(path / name) for name in (MANIFEST, LOCK))]
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    rows = sorted((_info(path) for path in found), key=lambda row: row.id, reverse=True)
+    return sorted(rows, key=lambda row: row.started or "", reverse=True)
+
+
+def _info(path: Path) -> RunInfo:
+    try:
+        manifest = read_manifest(path)
+    except RunError:
+        manifest = {"status": "unreadable"}
+    config = manifest.get("config")
+    fields = (config if isinstance(config, dict) else {}) | manifest
+    try:
+        first, last = head(path), tail(path)
+    except (OSError, RunError):  # not readable, removed meanwhile, or no journal
+        first = last = []
+    env_steps = fields.get("env_steps")
+    has_end = False
+    for entry in last:
+        if entry.kind == "run_finished":
+            env_steps = entry.data.get("env_steps", env_steps)
+            has_end = True
+    begun = fields.get("resumed", fields.get("started"))
+    seconds = seconds_between(begun, fields.get("finished"))
+    if seconds is None and first and last:
+        seconds = last[-1].time_s - (epoch_s(fields.get("resumed")) or first[0].time_s)
+    seconds = plausible(seconds, MOST_SECONDS)
+    steps = plausible(env_steps, MOST_STEPS)
+    return RunInfo(
+        path=path,
+        id=_text(fields.get("run_id")) or path.name,
+        task=_text(fields.get("task")),
+        controller=_text(fields.get("controller")),
+        status=manifest["status"],
+        started=_text(fields.get("started")),
+        seconds=None if seconds is None else max(0.0, seconds) + earlier_seconds(manifest),
+        env_steps=None if steps is None else int(steps),
+        size_bytes=_size(path),
+        losses=lost_events(manifest, _ends(last), has_end=has_end),
+    )
+
+
+def _ends(tail: list[Entry]) -> dict[int, Extent]:
+    """Return rank → extent of its journal, judged by its last entries."""
+    return {entry.rank: Extent(entry.seq + 1, 0) for entry in sorted(tail, key=lambda entry: entry.seq)}
+
+
+def _text(value: Any) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _size(path: Path) -> int:
+    total = 0
+    for folder, _, names in os.walk(path):
+        for name in names:
+            with contextlib.suppress(OSError):  # removed meanwhile
+                total += os.lstat(os.path.join(folder, name)).st_size
+    return total
