@@ -2,6 +2,7 @@
 
 import errno
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +29,20 @@ from esper.leyline.atomic_io import Draft
 Draft(Path(sys.argv[1]), b"half")
 os.kill(os.getpid(), signal.SIGKILL)
 """
+
+
+@pytest.fixture(autouse=True)
+def blocking_fails():
+    """Fail a test that blocks, for example in opening a FIFO."""
+
+    def fail(number, frame):
+        raise RuntimeError("the call blocks")
+
+    before = signal.signal(signal.SIGALRM, fail)
+    signal.alarm(120)
+    yield
+    signal.alarm(0)
+    signal.signal(signal.SIGALRM, before)
 
 
 @pytest.fixture
