@@ -218,7 +218,7 @@ class Plain:
 # -- forms: each function returns the verified content of its files
 
 
-def as_safetensors(model: Plain, stem: str) -> list[bytes]:
+def as_safetensors(model: Plain, _stem: str) -> list[bytes]:
     """Return the weights."""
     content = save_tensors(model.weights(), {"about": json.dumps(model.about())})
     again = source_of(model.model)
@@ -243,7 +243,7 @@ def _built(source: str, weights: dict[str, Tensor]) -> nn.Module:
     return model.eval()
 
 
-def as_program(model: Plain, stem: str) -> list[bytes]:
+def as_program(model: Plain, _stem: str) -> list[bytes]:
     """Return a torch.export program."""
     content = exported_program(
         model.model, model.example(), model.free_sizes(), {"about.json": json.dumps(model.about())}
@@ -268,7 +268,7 @@ def exported_program(
     return file.getvalue()
 
 
-def as_onnx(model: Plain, stem: str) -> list[bytes]:
+def as_onnx(model: Plain, _stem: str) -> list[bytes]:
     """Return an ONNX model. It is verified only if onnxruntime is installed."""
     missing = [name for name in ("onnx", "onnxscript") if importlib.util.find_spec(name) is None]
     if missing:

@@ -10,9 +10,7 @@ the segments because it is ten times as fast as Python; a test compares the resu
 from __future__ import annotations
 
 import json
-import threading
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,8 +46,6 @@ FENCES = (
     "SET enable_external_access = false",
     "SET lock_configuration = true",
 )
-CHUNK_ROWS = 10_000
-"""Rows per fetch. A query can be stopped between fetches."""
 PLACED = [name for name, kind in KINDS.items() if {"env", "episode", "step"} <= set(kind.__struct_fields__)]
 """Kinds of events that belong to a step of an environment."""
 
@@ -71,7 +67,7 @@ class Runs:
     def __init__(self, paths: Sequence[Path]) -> None:
         duckdb = _duckdb()
         if not paths:
-            raise ConfigError("no run was given: name at least one run directory")
+            raise ConfigError("no run was given: pass at least one run directory")
         self._error, self._tokenize = duckdb.Error, duckdb.tokenize
         self._allowed = {duckdb.StatementType.SELECT, duckdb.StatementType.MULTI, duckdb.StatementType.EXPLAIN}
         self._db: DuckDBPyConnection = duckdb.connect(":memory:")
@@ -99,26 +95,19 @@ class Runs:
     def __exit__(self, *_: object) -> None:
         self._db.close()
 
-    def ask(self, query: str, *, limit: int | None = None, timeout_s: float | None = None) -> Answer:
-        """Return the result of one query. Without a limit all rows are returned."""
+    def ask(self, query: str, *, limit: int | None = None) -> Answer:
+        """Return the result of one query. Without a limit all rows are returned. `sql_process.ask` adds a timeout."""
         query = self._single(query)
-        stop = threading.Event()
         self._db.execute("BEGIN TRANSACTION READ ONLY")
         try:
-            with ThreadPoolExecutor(1) as other:  # DuckDB does not always handle Ctrl-C; a waiting thread does
-                answer = other.submit(self._fetch, query, limit, stop)
-                try:
-                    return answer.result(timeout_s)
-                except BaseException:
-                    stop.set()
-                    while not answer.done():
-                        self._db.interrupt()
-                        wait([answer], 0.05)
-                    raise
-        except TimeoutError:
-            raise EsperError(
-                f"the query was stopped after {timeout_s:g} s. Narrow it, or give it more time with --timeout"
-            ) from None
+            cursor = self._db.execute(query)
+            columns = [each[0] for each in cursor.description]
+            types = [str(each[1]) for each in cursor.description]
+            if limit is None:
+                return Answer(columns, types, cursor.fetchall(), 0)
+            rows = cursor.fetchmany(limit + 1)
+            more = max(self._count(query), len(rows)) - limit if len(rows) > limit else 0
+            return Answer(columns, types, rows[:limit], more)
         except (self._error, RuntimeError) as error:
             raise EsperError(_explain(str(error))) from None
         finally:
@@ -127,12 +116,12 @@ class Runs:
     def _single(self, query: str) -> str:
         """Return the single statement of a query, without what follows it. Raise EsperError if it is not allowed."""
         try:
-            found = self._db.extract_statements(query)
-            kinds = [statement.type for statement in found]
+            statements = self._db.extract_statements(query)
+            kinds = [statement.type for statement in statements]
         except (self._error, ValueError) as error:
             raise EsperError(_explain(str(error))) from None
-        if len(found) != 1:
-            raise EsperError(f"one question at a time: this has {len(found)} statements. Give a single SELECT")
+        if len(statements) != 1:
+            raise EsperError(f"a query must be one statement, got {len(statements)} statements. Use a single SELECT")
         if kinds[0] not in self._allowed:
             raise EsperError(
                 f"{kinds[0].name} is not allowed here: a query may only read the run. "
@@ -141,19 +130,6 @@ class Runs:
         text = query.encode()
         ends = [at for at, _ in self._tokenize(query) if text[at : at + 1] == b";"]
         return text[: ends[0]].decode() if ends else query
-
-    def _fetch(self, query: str, limit: int | None, stop: threading.Event) -> Answer:
-        found = self._db.execute(query)
-        columns, types = [each[0] for each in found.description], [str(each[1]) for each in found.description]
-        rows: list[tuple[Any, ...]] = []
-        while not stop.is_set() and (limit is None or len(rows) <= limit):
-            rows += (some := found.fetchmany(CHUNK_ROWS if limit is None else min(CHUNK_ROWS, limit + 1 - len(rows))))
-            if not some:
-                break
-        more = 0
-        if limit is not None and len(rows) > limit and not stop.is_set():
-            more = max(self._count(query), len(rows)) - limit
-        return Answer(columns, types, rows[:limit], more)
 
     def _count(self, query: str) -> int:
         """Return the number of rows of a query; 0 for EXPLAIN, which cannot be nested."""
@@ -178,8 +154,8 @@ class Runs:
     def _load(self, run: str, path: Path) -> None:
         manifest, damage = manifest_of(path)
         if damage:
-            self.troubles.append(f"{damage}. What the journal tells is read")
-        said = None if damage else read_regular(path / MANIFEST, MOST_MANIFEST_BYTES).decode()
+            self.troubles.append(f"{damage}. The journal is read without it")
+        content = None if damage else read_regular(path / MANIFEST, MOST_MANIFEST_BYTES).decode()
         good = damaged = 0
         for rank, found in segments(path / EVENTS).items():
             for batch in batches([each for _, each in found]):
@@ -188,9 +164,9 @@ class Runs:
                 good, damaged = good + self._keep_lines(run), damaged + wrong
         losses = self._losses(run, manifest)
         self.troubles += [f"the journal of {run} is incomplete: {text}" for text in losses]
-        self._forget_what_was_lived_again(run)
+        self._delete_repeated_steps(run)
         missing = "; ".join(losses) or None
-        row = [run, str(path), manifest.get("status", "unreadable"), said, damage, good, damaged, missing]
+        row = [run, str(path), manifest.get("status", "unreadable"), content, damage, good, damaged, missing]
         self._db.execute("insert into directories values (?, ?, ?, ?, ?, ?, ?, ?)", row)
 
     def _losses(self, run: str, manifest: dict[str, Any]) -> list[str]:
@@ -283,7 +259,7 @@ class Runs:
             [run],
         )
 
-    def _forget_what_was_lived_again(self, run: str) -> None:
+    def _delete_repeated_steps(self, run: str) -> None:
         """Delete steps that a resumed run repeated: the later ones count.
 
         Each start of the process opens a session. Whatever an earlier session did at or after the first step of a later

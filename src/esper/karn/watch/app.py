@@ -11,7 +11,7 @@ from typing import ClassVar
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical
-from textual.events import Key, Resize
+from textual.events import Key
 from textual.screen import Screen
 
 from esper.karn.watch import alarm_rules, layout, tables, views
@@ -29,6 +29,8 @@ KEYS = [
     ("q", "quit"), ("?", "help"), ("j/k", "move"), ("Enter", "detail"), ("e", "events"), ("/", "filter"),
     ("r", "re-read"),
 ]  # fmt: skip
+FAR = 1_000_000
+"""More lines than any list has."""
 SLICE = 5_000
 """Entries folded at a time, so that keys respond while a long journal is read."""
 
@@ -36,6 +38,12 @@ SLICE = 5_000
 def keys_line(pairs: list[tuple[str, str]], width: int) -> Line:
     """Return the line of keys."""
     return joined([[(key, "strong"), (f" {word}", "dim")] for key, word in pairs], width, gap="  ")
+
+
+def movement(action: str, by: int = 1, forwards: str = "j,down", back: str = "k,up") -> list[BindingType]:
+    """Return the keys of an action by a number of lines or pages; with j and k, also those to both ends."""
+    keys = [(forwards, by), (back, -by)] + ([("g,home", -FAR), ("G,end", FAR)] if forwards == "j,down" else [])
+    return [Binding(key, f"{action}({distance})", show=False) for key, distance in keys]
 
 
 class Page(Screen[None]):
@@ -52,33 +60,19 @@ class Page(Screen[None]):
         assert isinstance(self.app, WatchApp)
         return self.app
 
-    def on_mount(self) -> None:
-        """Draw the page."""
+    def _draw_soon(self) -> None:
         self.call_after_refresh(self.draw, is_new=True)
 
-    def on_resize(self, event: Resize) -> None:
-        """Draw the page in its new size."""
-        self.call_after_refresh(self.draw, is_new=True)
-
-    def on_screen_resume(self) -> None:
-        """Draw the page, which may have changed meanwhile."""
-        self.call_after_refresh(self.draw, is_new=True)
+    on_mount = on_resize = on_screen_resume = _draw_soon
 
 
 class MainPage(Page):
     """The main screen: state, alarms, environments, slots and events."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j,down", "move(1)", show=False),
-        Binding("k,up", "move(-1)", show=False),
-        Binding("pagedown", "move(10)", show=False),
-        Binding("pageup", "move(-10)", show=False),
-        Binding("g,home", "move(-1000000)", show=False),
-        Binding("G,end", "move(1000000)", show=False),
-        Binding("enter", "detail", show=False),
-        Binding("e", "events", show=False),
-        Binding("escape", "clear", show=False),
-    ]
+        *movement("move"), *movement("move", 10, "pagedown", "pageup"), Binding("enter", "detail", show=False),
+        Binding("e", "events", show=False), Binding("escape", "clear", show=False),
+    ]  # fmt: skip
 
     def __init__(self) -> None:
         super().__init__()
@@ -90,24 +84,14 @@ class MainPage(Page):
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""
-        yield Lines(id="header")
-        yield Lines(id="anomaly")
+        yield from (Lines(id=name) for name in ("header", "anomaly"))
         with Horizontal(id="body"):
             with Vertical(id="left"):
-                yield Lines(id="summary")
-                yield Lines(id="envs-head")
-                yield Lines(id="envs")
-                yield Lines(id="slots-head")
-                yield Lines(id="slots")
-                yield Lines(id="best-head")
-                yield Lines(id="best")
+                yield from (Lines(id=name) for name in ("summary", "envs-head", "envs", "slots-head", "slots"))
+                yield from (Lines(id=name) for name in ("best-head", "best"))
             with Vertical(id="right"):
-                yield Lines(id="events-head")
-                yield Lines(id="events")
-        yield Lines(id="ppo")
-        yield Lines(id="mix")
-        yield Lines(id="best-line")
-        yield Lines(id="keys")
+                yield from (Lines(id=name) for name in ("events-head", "events"))
+        yield from (Lines(id=name) for name in ("ppo", "mix", "best-line", "keys"))
 
     # drawing
 
@@ -266,14 +250,8 @@ class ScrollPage(Page):
 
     NAME = ""
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("j,down", "scroll(1)", show=False),
-        Binding("k,up", "scroll(-1)", show=False),
-        Binding("pagedown,space", "page(1)", show=False),
-        Binding("pageup", "page(-1)", show=False),
-        Binding("g,home", "scroll(-1000000)", show=False),
-        Binding("G,end", "scroll(1000000)", show=False),
-        Binding("escape,q", "back", show=False),
-    ]
+        *movement("scroll"), *movement("page", 1, "pagedown,space", "pageup"), Binding("escape,q", "back", show=False),
+    ]  # fmt: skip
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""

@@ -68,14 +68,16 @@ def event_text(model: WatchModel, kind: str, d: Mapping[str, Any], width: int = 
         forms = _lifecycle_forms(model, d)
         said = next((form for form in forms if cell_len(form) <= width), forms[-1])
         return said, TONES.get(_letter_of(text(d.get("now"))), "plain")
-    return _TEXTS[kind](model, d) if kind in _TEXTS else (text(kind).replace("_", " "), "dim")
+    if kind == "episode":
+        return _episode_text(model, d)
+    return _TEXTS[kind](d) if kind in _TEXTS else (text(kind).replace("_", " "), "dim")
 
 
-def _run_started_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+def _run_started_text(d: Mapping[str, Any]) -> tuple[str, str]:
     return f"run began: {text(d.get('command'))} {text(d.get('task'))}, seed {whole(d.get('seed'))}", "strong"
 
 
-def _run_finished_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+def _run_finished_text(d: Mapping[str, Any]) -> tuple[str, str]:
     status = text(d.get("status"))
     error = f": {text(d.get('error'))}" if d.get("error") else ""
     said = f"run {status} after {duration(number(d.get('wall_s')))}, {whole(d.get('env_steps'))} env-steps{error}"
@@ -103,7 +105,7 @@ def _letter_of(name: str) -> str:
     return letter(int(SeedStage[name.upper()])) if name.upper() in SeedStage.__members__ else "?"
 
 
-def _decision_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+def _decision_text(d: Mapping[str, Any]) -> tuple[str, str]:
     op = text(d.get("op"))
     heads = [text(d.get(h)) for h in ("blueprint", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")]
     said = " ".join([op_word(op), text(d.get("slot")), *(h for h in heads if h)])
@@ -122,7 +124,7 @@ def _episode_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
     return f"{said}, {whole(d.get('fossilized'))} fossilised, {whole(d.get('pruned'))} pruned", "accent"
 
 
-def _governor_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+def _governor_text(d: Mapping[str, Any]) -> tuple[str, str]:
     said = f"governor: {text(d.get('alarm'))}, {text(d.get('action'))}"
     if number(d.get("value")) is not None:
         said += f", {short(number(d.get('value')))}"
@@ -130,7 +132,7 @@ def _governor_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
     return said + (f", back to step {whole(d['restored_step'])}" if d.get("restored_step") is not None else ""), "bad"
 
 
-def _health_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+def _health_text(d: Mapping[str, Any]) -> tuple[str, str]:
     tone = {"error": "bad", "warning": "warn"}.get(text(d.get("severity")), "dim")
     missed = missed_by_sinks(d.get("counters"))
     if missed and "emitted" in numbers(d.get("counters")):
@@ -138,11 +140,11 @@ def _health_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
     return f"{text(d.get('source'))}: {text(d.get('text'))}", tone
 
 
-def _checkpoint_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+def _checkpoint_text(d: Mapping[str, Any]) -> tuple[str, str]:
     return f"checkpoint {text(d.get('path'))}, {count(number(d.get('size_bytes')))}B ({text(d.get('reason'))})", "dim"
 
 
-def _update_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
+def _update_text(d: Mapping[str, Any]) -> tuple[str, str]:
     said = f"PPO update of round {whole(d.get('round'))}: KL {short(number(d.get('kl')))}"
     said += f", clip {short(number(d.get('clip_fraction')))}"
     mean = number(d.get("return_mean"))
@@ -151,7 +153,7 @@ def _update_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
 
 _TEXTS = {
     "run_started": _run_started_text, "run_finished": _run_finished_text,
-    "decision": _decision_text, "episode": _episode_text, "governor": _governor_text, "health": _health_text,
+    "decision": _decision_text, "governor": _governor_text, "health": _health_text,
     "checkpoint": _checkpoint_text, "update": _update_text,
 }  # fmt: skip
 

@@ -62,19 +62,19 @@ def env_table(model: WatchModel, width: int) -> Table[EnvState]:
     columns: list[Column[EnvState]] = [
         Column("ENV", min(max(3, names), 10), lambda e, w: ((fit(e.name, w), "strong"),), grow=max(0, names - 10)),
         Column("STEP", step_width, step_cell, right=True),
-        Column("QUAL%" if pc else "QUAL", 5, lambda e, w: (_quality(e.quality, pc),), right=True),
-        Column("BEST", 5, lambda e, w: ((quality(e.best, pc), "dim"),), right=True),
+        Column("QUAL%" if pc else "QUAL", 5, lambda e, _: (_quality(e.quality, pc),), right=True),
+        Column("BEST", 5, lambda e, _: ((quality(e.best, pc), "dim"),), right=True),
         Column("TREND", 8, lambda e, w: ((sparkline(e.qualities, w), "accent"),), drop=3, grow=8),
-        Column("LOSS", 5, lambda e, w: (_loss(e.train_loss),), right=True, drop=1),
-        Column("PARAMS", 6, lambda e, w: ((count(e.params), "plain"),), right=True, drop=2),
+        Column("LOSS", 5, lambda e, _: (_loss(e.train_loss),), right=True, drop=1),
+        Column("PARAMS", 6, lambda e, _: ((count(e.params), "plain"),), right=True, drop=2),
         Column("LAST OP", 9, op_cell, drop=4, grow=9),
-        Column("LIVE", 4, lambda e, w: ((str(e.growing) if e.episode is not None else NONE, "plain"),), right=True,
+        Column("LIVE", 4, lambda e, _: ((str(e.growing) if e.episode is not None else NONE, "plain"),), right=True,
                drop=6),
         Column("SLOTS", least, slots_cell, grow=slots - least),
-        Column("STATE", 7, lambda e, w: (alarm_rules.env_state(e),), drop=7),
-        Column("COMMIT" + "%" * pc, 7, lambda e, w: (_quality(e.committed_quality, pc),), right=True, drop=9),
-        Column("VAL LOSS", 8, lambda e, w: (_loss(e.val_loss),), right=True, drop=10),
-        Column("REWARD", 7, lambda e, w: ((short(e.reward), "plain"),), right=True, drop=11),
+        Column("STATE", 7, lambda e, _: (alarm_rules.env_state(e),), drop=7),
+        Column("COMMIT" + "%" * pc, 7, lambda e, _: (_quality(e.committed_quality, pc),), right=True, drop=9),
+        Column("VAL LOSS", 8, lambda e, _: (_loss(e.val_loss),), right=True, drop=10),
+        Column("REWARD", 7, lambda e, _: ((short(e.reward), "plain"),), right=True, drop=11),
     ]  # fmt: skip
     return table(columns, width)
 
@@ -113,7 +113,7 @@ def slot_table(model: WatchModel, env: EnvState | None, width: int) -> Table[Slo
     names = max((cell_len(s) for s in model.slot_names), default=4)
     step = env.step if env else 0
 
-    def stage_cell(s: SlotState, w: int) -> Line:
+    def stage_cell(s: SlotState, _: int) -> Line:
         return ((stage_word(s.stage), TONES.get(letter(s.stage), "plain")),)
 
     def alpha_cell(s: SlotState, w: int) -> Line:
@@ -133,18 +133,18 @@ def slot_table(model: WatchModel, env: EnvState | None, width: int) -> Table[Slo
 
         return cell
 
-    def health_cell(s: SlotState, w: int) -> Line:
+    def health_cell(s: SlotState, _: int) -> Line:
         low = s.health is not None and not s.health >= 0.7
         return ((short(s.health, 2), "dim" if s.health is None else "warn" if low else "plain"),)
 
-    def age_cell(s: SlotState, w: int) -> Line:
+    def age_cell(s: SlotState, _: int) -> Line:
         return ((str(max(0, step - s.since)), "plain"),) if s.stage != SeedStage.DORMANT else ((NONE, "dim"),)
 
     columns: list[Column[SlotState]] = [
         Column("SLOT", min(max(4, names), 12),
                lambda s, w: ((fit(s.name, w, keep_end=True), "strong"),), grow=max(0, names - 12)),
         Column("STAGE", 10, stage_cell),
-        Column("BLUEPRINT", 10, lambda s, w: ((s.blueprint or NONE, "plain" if s.blueprint else "dim"),), grow=6),
+        Column("BLUEPRINT", 10, lambda s, _: ((s.blueprint or NONE, "plain" if s.blueprint else "dim"),), grow=6),
         Column("ALPHA", 11, alpha_cell, grow=10),
         Column("CONTRIB ± SE", 12, worth_cell("contribution"), right=True, grow=2),
         Column("PROSPECT ± SE", 13, worth_cell("prospect"), right=True, drop=2),
@@ -153,7 +153,7 @@ def slot_table(model: WatchModel, env: EnvState | None, width: int) -> Table[Slo
         Column("SHAPLEY ± SE", 12, worth_cell("shapley"), right=True, drop=4),
         Column("SOLO ± SE", 12, worth_cell("solo"), right=True, drop=5),
         Column("INTERACT", 8, worth_cell("interaction"), right=True, drop=6),
-        Column("GRAD RATIO", 10, lambda s, w: ((short(s.ratio), "plain" if s.ratio is not None else "dim"),),
+        Column("GRAD RATIO", 10, lambda s, _: ((short(s.ratio), "plain" if s.ratio is not None else "dim"),),
                right=True, drop=7),
     ]  # fmt: skip
     return table(columns, width)
@@ -188,7 +188,7 @@ def best_table(model: WatchModel, width: int) -> Table[dict[str, Any]]:
     """Return the table of the best episodes."""
     pc = model.is_percent
 
-    def size(d: dict[str, Any], w: int) -> Line:
+    def size(d: dict[str, Any], _: int) -> Line:
         host = whole(d.get("host_params"))
         return ((f"{whole(d.get('params')) / host:.2f}x" if host else NONE, "plain"),)
 
@@ -200,11 +200,11 @@ def best_table(model: WatchModel, width: int) -> Table[dict[str, Any]]:
     names = max((cell_len(text(d.get("name"))) for d in model.best), default=3)
     columns: list[Column[dict[str, Any]]] = [
         Column("BEST EPISODES", min(max(13, names), 20), lambda d, w: ((fit(text(d.get("name")), w), "strong"),)),
-        Column("#", 4, lambda d, w: ((str(whole(d.get("episode"))), "dim"),), right=True),
+        Column("#", 4, lambda d, _: ((str(whole(d.get("episode"))), "dim"),), right=True),
         Column("QUAL%" if pc else "QUAL", 5,
-               lambda d, w: ((quality(number(d.get("quality")), pc), "good"),), right=True),
-        Column("TEST", 5, lambda d, w: ((quality(number(d.get("test_quality")), pc), "plain"),), right=True, drop=2),
-        Column("TWIN", 6, lambda d, w: ((points(over_twin(d), None, pc), "plain"),), right=True, drop=1),
+               lambda d, _: ((quality(number(d.get("quality")), pc), "good"),), right=True),
+        Column("TEST", 5, lambda d, _: ((quality(number(d.get("test_quality")), pc), "plain"),), right=True, drop=2),
+        Column("TWIN", 6, lambda d, _: ((points(over_twin(d), None, pc), "plain"),), right=True, drop=1),
         Column("SIZE", 6, size, right=True),
         Column("GREW", 16, grown, grow=60),
     ]  # fmt: skip

@@ -8,7 +8,6 @@ from itertools import groupby
 
 from rich.segment import Segment
 from rich.style import Style
-from textual.events import Resize
 from textual.geometry import Region, Size
 from textual.scroll_view import ScrollView
 from textual.strip import Strip
@@ -53,7 +52,7 @@ class Lines(ScrollView, can_focus=False):
 
     def __init__(self, *, id: str) -> None:
         super().__init__(id=id)
-        self._make: Callable[[int], Line] = lambda i: ()
+        self._make: Callable[[int], Line] = lambda _: ()
         self._count = 0
         self._cursor: int | None = None
         self._drawn: dict[int, tuple[Line, bool]] = {}
@@ -96,6 +95,6 @@ class Lines(ScrollView, can_focus=False):
         line, is_cursor = self._line(y + self.scroll_offset.y)
         return strip(line, self.size.width, is_cursor)
 
-    def on_resize(self, event: Resize) -> None:
+    def on_resize(self) -> None:
         """Discard the drawn lines."""
         self._drawn = {}
