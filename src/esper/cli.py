@@ -5,12 +5,40 @@ from __future__ import annotations
 import sys
 import warnings
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+
+DataRoot = Annotated[Path | None, typer.Option(help="Directory of the data files of a task that is not embedded.")]
+RunDirectory = Annotated[Path | None, typer.Option(help="Run directory to create; default: a new one in runs/.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write scalars for TensorBoard.")]
+Resume = Annotated[
+    Path | None,
+    typer.Option(help="Resume a stopped or killed run. The result is bit-identical to an uninterrupted run."),
+]
+AllowInexact = Annotated[
+    bool, typer.Option("--allow-inexact", help="Resume although versions, threads or processor differ.")
+]
+Threads = Annotated[int, typer.Option(min=1, help="CPU threads. Small hosts do not benefit from more than one.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+class Commands(TyperGroup):
+    """The commands. Ctrl-C ends each of them with one line and exit code 130."""
+
+    def invoke(self, context: Any) -> Any:
+        """Run the selected command."""
+        try:
+            return super().invoke(context)
+        except KeyboardInterrupt:
+            say("interrupted")
+            raise typer.Exit(130) from None
+
 
 app = typer.Typer(
     name="esper",
+    cls=Commands,
     help="Neural networks that grow while they train.",
     no_args_is_help=True,
     add_completion=False,
@@ -22,32 +50,27 @@ app = typer.Typer(
 @app.command()
 def grow(
     context: typer.Context,
-    task: Annotated[str, typer.Option(help="What to train; `esper tasks` lists them.")] = "fashion",
+    task: Annotated[str, typer.Option(help="Task to train; `esper tasks` lists them.")] = "fashion",
     controller: Annotated[str, typer.Option(help="heuristic, schedule, tamiyo, random, none, or a run.")] = "heuristic",
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to train; the task's own by default.")] = None,
-    seed: Annotated[int, typer.Option(help="The world: initial weights and order of data.")] = 0,
-    out: Annotated[Path | None, typer.Option(help="The run directory; by default a new one in runs/.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Where the files of a task that is not embedded lie.")] = None,
-    compare: Annotated[bool, typer.Option(help="Also train the hosts to compare with.")] = True,
-    incubation: Annotated[str, typer.Option(help="How a seed learns apart: shadow or straight_through.")] = "shadow",
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads; small hosts gain nothing from more.")] = 1,
-    telemetry: Annotated[str, typer.Option(help="How much to record: off, minimal, normal or debug.")] = "normal",
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write scalars for TensorBoard.")] = False,
-    resume: Annotated[
-        Path | None,
-        typer.Option(help="Resume a stopped or killed run. The result is bit-identical to an uninterrupted run."),
-    ] = None,
-    allow_inexact: Annotated[
-        bool, typer.Option("--allow-inexact", help="Resume although versions, threads or processor differ.")
-    ] = False,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to train; default: the task's own number.")] = None,
+    seed: Annotated[int, typer.Option(help="World: initial weights and data order.")] = 0,
+    out: RunDirectory = None,
+    data: DataRoot = None,
+    compare: Annotated[bool, typer.Option(help="Also train the hosts it is compared with.")] = True,
+    incubation: Annotated[str, typer.Option(help="How a seed is trained: shadow or straight_through.")] = "shadow",
+    threads: Threads = 1,
+    telemetry: Annotated[str, typer.Option(help="Telemetry level: off, minimal, normal or debug.")] = "normal",
+    tensorboard: TensorBoard = False,
+    resume: Resume = None,
+    allow_inexact: AllowInexact = False,
 ) -> None:
     """Train and grow one host, then compare it with hosts that did not grow.
 
-    Shows each epoch's loss and accuracy and the life of every slot while it runs. At the end: test accuracy,
-    parameters and time, against the same host without growth, the same final structure trained from the start,
-    and a wider host of equal size, all with the same budget of epochs. Everything is recorded in a run directory:
-    `esper watch` looks on while it runs, `esper report` and `esper sql` look back. A checkpoint is written after
-    every epoch (short epochs share one): Ctrl-C costs nothing, a kill or a power cut the epochs since the last one.
+    Shows loss, accuracy and the stage of every slot after each epoch. At the end, prints test accuracy, parameters
+    and time next to the same host without growth, the same final structure trained from the start, and a wider host
+    of equal size, each trained for the same number of epochs. The run directory holds all results: `esper watch`
+    shows a run while it is running; `esper report` and `esper sql` analyse it. A checkpoint is written after every
+    epoch (several short epochs share one). Ctrl-C loses nothing; a kill loses the epochs since the last checkpoint.
 
     Example:  esper grow --task rescue --seed 1 --out runs/rescue
     Example:  esper grow --resume runs/rescue
@@ -56,59 +79,51 @@ def grow(
     from esper.commands.growing import Settings
 
     options = GrowOptions(out, data, tensorboard, allow_inexact)
-    try:
-        if resume is not None:
-            settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "threads", "telemetry")
-            sources = {name: context.get_parameter_source(name) for name in settings}
-            given = [f"--{name}" for name, source in sources.items() if source and source.name == "COMMANDLINE"]
-            resume_grow(resume, given, options)
-            return
-        run_grow(
-            Settings(
-                task=task, controller=controller, epochs=epochs, seed=seed, compare=compare, incubation=incubation,
-                threads=threads, telemetry=telemetry,
-            ),
-            options,
-        )  # fmt: skip
-    except KeyboardInterrupt:
-        print("esper: interrupted", file=sys.stderr)
-        raise typer.Exit(130) from None
+    if resume is not None:
+        settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "threads", "telemetry")
+        sources = {name: context.get_parameter_source(name) for name in settings}
+        given = [f"--{name}" for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+        resume_grow(resume, given, options)
+        return
+    new = Settings(
+        task=task, controller=controller, epochs=epochs, seed=seed, compare=compare, incubation=incubation,
+        threads=threads, telemetry=telemetry,
+    )  # fmt: skip
+    run_grow(new, options)
 
 
 @app.command()
 def train(
-    task: Annotated[str | None, typer.Option(help="What the hosts learn; `esper tasks` lists them.")] = None,
-    sim: Annotated[bool, typer.Option("--sim", help="Simulated hosts: thousands of steps per second.")] = False,
-    preset: Annotated[str | None, typer.Option(help="Where settings begin: quick, standard or sim.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds: episodes side by side, then an update.")] = None,
-    envs: Annotated[int | None, typer.Option(min=1, help="Hosts side by side.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Steps of an episode; the task's own by default.")] = None,
-    seed: Annotated[int | None, typer.Option(help="The root of all randomness.")] = None,
-    config: Annotated[Path | None, typer.Option(help="A TOML file of settings.")] = None,
-    sets: Annotated[list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting; repeat it.")] = None,
-    start_from: Annotated[str | None, typer.Option(help="A run or policy file to begin with.")] = None,
-    resume: Annotated[
-        Path | None, typer.Option(help="Go on with a run that was stopped or killed, as it would have gone on.")
+    task: Annotated[str | None, typer.Option(help="Task of the hosts; `esper tasks` lists them.")] = None,
+    sim: Annotated[bool, typer.Option("--sim", help="Use simulated hosts (thousands of steps per second).")] = False,
+    preset: Annotated[str | None, typer.Option(help="Preset of settings: quick, standard or sim.")] = None,
+    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds: an episode per host, then an update.")] = None,
+    envs: Annotated[int | None, typer.Option(min=1, help="Number of hosts trained side by side.")] = None,
+    epochs: Annotated[int | None, typer.Option(min=1, help="Steps per episode; default: the task's own.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers.")] = None,
+    config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting. Can be repeated.")
     ] = None,
-    allow_inexact: Annotated[
-        bool, typer.Option("--allow-inexact", help="Go on although versions, threads or processor differ.")
-    ] = False,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that share the hosts; the run stays the same.")] = 1,
-    out: Annotated[Path | None, typer.Option(help="The run directory; by default a new one in runs/.")] = None,
-    data: Annotated[Path | None, typer.Option(help="Where the files of a task that is not embedded lie.")] = None,
-    telemetry: Annotated[str | None, typer.Option(help="How much to record: off, minimal, normal, debug.")] = None,
-    tensorboard: Annotated[bool, typer.Option("--tensorboard", help="Also write scalars for TensorBoard.")] = False,
-    show: Annotated[bool, typer.Option("--show", help="Print the settings and leave.")] = False,
-    compare: Annotated[bool, typer.Option(help="At the end, a first look at other controllers.")] = True,
+    start_from: Annotated[str | None, typer.Option(help="Run or policy file with the initial policy.")] = None,
+    resume: Resume = None,
+    allow_inexact: AllowInexact = False,
+    workers: Annotated[int, typer.Option(min=1, help="Processes that share the hosts. The result is the same.")] = 1,
+    out: RunDirectory = None,
+    data: DataRoot = None,
+    telemetry: Annotated[str | None, typer.Option(help="Telemetry level: off, minimal, normal or debug.")] = None,
+    tensorboard: TensorBoard = False,
+    show: Annotated[bool, typer.Option("--show", help="Print the settings and exit.")] = False,
+    compare: Annotated[bool, typer.Option(help="At the end, compare with other controllers.")] = True,
 ) -> None:
     """Train a policy that decides when, where and what to grow.
 
-    Many hosts grow side by side; after each round of episodes the policy learns from what its decisions led to,
-    against the same hosts without growth. The run directory keeps the policy, everything that happened, and the
-    no-growth twins. Settings: defaults < --preset < --config < --set < the other options. After every round a
-    checkpoint is written (short rounds share one): a kill or a power cut costs the round that was under way.
+    Many hosts grow side by side. After each round of episodes the policy is updated; rewards compare each host with
+    the same host without growth. The run directory holds the policy, the journal and the no-growth baselines.
+    Precedence of settings: defaults < --preset < --config < --set < other options. A checkpoint is written after
+    every round (several short rounds share one). A kill loses the rounds since the last checkpoint.
 
-    Example:  esper train --sim --preset sim        a policy in minutes
+    Example:  esper train --sim --preset sim
     Example:  esper train --task rescue --rounds 60 --workers 2 --set ppo.lr=5e-4
     Example:  esper train --resume runs/mine
     """
@@ -125,22 +140,23 @@ def evaluate(
     controllers: Annotated[
         list[str],
         typer.Argument(
-            help="Runs, policy files, tamiyo, heuristic, schedule, best-schedule, random, none; and, sized by what the "
-            "first one grew: from-start, wider, deeper. One alone is compared with all the others."
+            help="Run directories, policy files, tamiyo, heuristic, schedule, best-schedule, random, none; and static "
+            "hosts sized like what the first one grew: from-start, wider, deeper. A single name is compared with all."
         ),
     ],
-    task: Annotated[str | None, typer.Option(help="The task; that of the first run by default.")] = None,
+    task: Annotated[str | None, typer.Option(help="Task; default: that of the first run.")] = None,
     sim: Annotated[bool, typer.Option("--sim", help="Compare on simulated hosts.")] = False,
-    seeds: Annotated[int, typer.Option(min=2, help="Held-out worlds, the same for all.")] = 16,
-    out: Annotated[Path | None, typer.Option(help="Leave eval.json and eval.svg here.")] = None,
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
-    data: Annotated[Path | None, typer.Option(help="Where the files of a task that is not embedded lie.")] = None,
-    threads: Annotated[int, typer.Option(min=1, help="CPU threads.")] = 1,
+    seeds: Annotated[int, typer.Option(min=2, help="Number of held-out worlds, the same for all.")] = 16,
+    out: Annotated[Path | None, typer.Option(help="Directory for eval.json and eval.svg.")] = None,
+    json: Json = False,
+    data: DataRoot = None,
+    threads: Threads = 1,
 ) -> None:
     """Compare controllers in worlds that no policy was trained in.
 
-    The same worlds for all; differences are taken world by world, with a bootstrap 95 % interval. U is the utility a
-    policy is trained for: validation quality above the no-growth twin, minus rent on parameters and multiply-adds.
+    All controllers get the same worlds. Differences are computed per world, with a bootstrap 95 % interval. U is the
+    utility that a policy is trained to maximise: validation quality minus that of the same world without growth, minus
+    a rent on parameters and multiply-adds.
 
     Example:  esper eval runs/mine --seeds 16 --out runs/mine/eval
     """
@@ -151,16 +167,15 @@ def evaluate(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="A run directory of `esper grow` or `esper train`.")],
+    run: Annotated[Path, typer.Argument(help="Run directory of `esper grow` or `esper train`.")],
     format: Annotated[str, typer.Option(help="torch, torch-export, onnx or safetensors.")] = "torch",
-    out: Annotated[Path | None, typer.Option(help="The file to write; below RUN/export by default.")] = None,
-    force: Annotated[bool, typer.Option("--force", help="Replace what is there.")] = False,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: below RUN/export.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
-    """Write the best host that a run has grown as a plain model, which loads where Esper is not installed.
+    """Export the best host of a run as a plain model that loads without Esper.
 
-    torch: readable Python source with its weights beside it, which trains on; torch-export: one .pt2 file; onnx: for
-    other runtimes; safetensors: the weights alone. Each is asked what the host was asked when it was measured, and
-    written only if it answers the same.
+    torch: Python source and weights, which can be trained further; torch-export: one .pt2 file; onnx: for other
+    runtimes; safetensors: weights only. A file is written only if its outputs on validation samples equal the host's.
 
     Example:  esper export runs/mine --format onnx --out grown.onnx
     """
@@ -171,10 +186,10 @@ def export(
 
 @app.command()
 def runs(
-    root: Annotated[Path, typer.Argument(help="Where runs lie.")] = Path("runs"),
-    json: Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")] = False,
+    root: Annotated[Path, typer.Argument(help="Directory that contains run directories.")] = Path("runs"),
+    json: Json = False,
 ) -> None:
-    """List the runs: task, controller, how each ended, how long it took, how large it is."""
+    """List runs: task, controller, status, duration and size."""
     from esper.commands.runs import run_runs
 
     run_runs(root, json)
@@ -183,14 +198,14 @@ def runs(
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="One run directory, or several to compare.")],
-    out: Annotated[Path | None, typer.Option(help="Where to write; RUN/report.html by default.")] = None,
+    out: Annotated[Path | None, typer.Option(help="File to write; default: RUN/report.html.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
     open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
 ) -> None:
-    """Write a run, or several side by side, as one HTML file that needs nothing else, and a summary here.
+    """Write a report on one or several runs as a self-contained HTML file, and print a summary.
 
-    Curves of accuracy and loss, the life of every slot, alpha, worth with error bars, parameters, decisions, where
-    the time went, and whether anything was lost. Works on a run that still goes on.
+    Contains curves of accuracy and loss, the stages of every slot, alpha, worth with error bars, parameters, decisions,
+    time per phase and problems. The run may still be running.
     """
     from esper.commands.report import run_report
 
@@ -199,10 +214,10 @@ def report(
 
 @app.command()
 def watch(
-    run: Annotated[Path, typer.Argument(help="A run directory, or a directory of runs for the newest.")] = Path("runs"),
-    once: Annotated[bool, typer.Option(help="Print one plain frame and leave.")] = False,
+    run: Annotated[Path, typer.Argument(help="Run directory, or a directory of runs (the newest).")] = Path("runs"),
+    once: Annotated[bool, typer.Option(help="Print one frame as plain text and exit.")] = False,
 ) -> None:
-    """Look on while a run goes on, or look at one that has ended: environments, slots, events. ? is help, q leaves."""
+    """Show environments, slots and events of a run in the terminal, live or afterwards. Press ? for help, q to quit."""
     from esper.commands.watch import run_watch
 
     run_watch(run, once)
@@ -210,13 +225,15 @@ def watch(
 
 @app.command()
 def sql(
-    arguments: Annotated[list[str], typer.Argument(metavar="RUN… [QUERY]", help="Run directories, then a query.")],
+    arguments: Annotated[list[str], typer.Argument(metavar="RUN… [QUERY]", help="Run directories, then an SQL query.")],
     json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print rows as CSV.")] = False,
-    limit: Annotated[int | None, typer.Option(min=0, help="Rows to print; 0 for all. 200 on a terminal.")] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Seconds a query may take.")] = 60.0,
+    limit: Annotated[
+        int | None, typer.Option(min=0, help="Maximum number of rows; 0: all. Default: 200 in a table.")
+    ] = None,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Time limit of the query in seconds.")] = 60.0,
 ) -> None:
-    """Ask a run in SQL. Without a query: the views there are, and what their columns mean.
+    """Query runs with SQL. Without a query, list the views and their columns.
 
     Example:  esper sql runs/* "select blueprint, count(*) from lifecycle where now = 'FOSSILIZED' group by 1"
     """
@@ -228,7 +245,7 @@ def sql(
 
 @app.command()
 def features() -> None:
-    """List what a policy sees: the name, meaning, formula and range of every column of an observation."""
+    """List the observation of a policy: name, meaning, formula and range of every column."""
     from esper.commands.features import run_features
 
     run_features()
@@ -236,7 +253,7 @@ def features() -> None:
 
 @app.command()
 def tasks() -> None:
-    """List the tasks: host, data, size, slots and the question each asks."""
+    """List the tasks: host, data, size, slots and purpose."""
     from esper.commands.listing import list_tasks
 
     list_tasks()
@@ -244,41 +261,39 @@ def tasks() -> None:
 
 @app.command()
 def blueprints(
-    task: Annotated[str | None, typer.Option(help="Show the costs at this task's slots.")] = None,
+    task: Annotated[str | None, typer.Option(help="Show the costs at the slots of this task.")] = None,
 ) -> None:
-    """List the blueprints: which features they serve, parameters and multiply-adds."""
+    """List the blueprints per kind of features, with parameters and multiply-adds."""
     from esper.commands.listing import list_blueprints
 
     list_blueprints(task)
 
 
 def main() -> None:
-    """Run the command line; what goes wrong outside the program is said in one line, not as a stack trace."""
+    """Run the command line. Errors outside the program are printed in one line, without a stack trace."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="replace")  # a terminal that cannot encode × still shows the rest
     warnings.showwarning = lambda message, *_: say(f"warning: {message}")
     try:
         app()
-    except KeyboardInterrupt:
-        sys.exit(130)
     except BrokenPipeError:  # the reader of our output has closed it
         sys.stderr.close()
         sys.exit(141)
     except Exception as error:
-        say(in_words(error))
+        say(error_text(error))
         sys.exit(2)
 
 
 def say(text: str) -> None:
-    """Print a line to stderr, with the characters of strangers' files made harmless."""
+    """Print a line to stderr, with control characters escaped."""
     from esper.leyline.text import printable  # imported here, so that help does not load NumPy
 
     print(f"esper: {printable(text)}", file=sys.stderr)
 
 
-def in_words(error: Exception) -> str:
-    """What went wrong outside the program, and the way out. An error inside it is raised again: a bug has a trace."""
+def error_text(error: Exception) -> str:
+    """Return the message of an error outside the program. Raise any other error again, so that bugs have a trace."""
     import errno
 
     from esper.leyline.errors import EsperError
@@ -288,10 +303,10 @@ def in_words(error: Exception) -> str:
         return text
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return f"{text}. Make room there, or choose another place"
+            return f"{text}. Free disk space, or choose another directory"
         return text
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text:
-        return f"there is not enough memory: {text[-200:] or 'no more was given'}. Ask for less: envs, batch or sizes"
+        return f"out of memory: {text[-200:] or 'allocation failed'}. Reduce the number of envs, the batch or the host"
     raise error
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -32,16 +31,6 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
     out = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if out.is_dir():
         out = out / "report.html"
-    try:
-        _write(runs, out, as_json)
-    except KeyboardInterrupt:
-        print("esper: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
-    if open_browser:
-        webbrowser.open(out.absolute().as_uri())
-
-
-def _write(runs: list[Path], out: Path, as_json: bool) -> None:
     summaries = [RunSummary.of(path) for path in runs]
     try:
         report.write(summaries, out)
@@ -54,6 +43,8 @@ def _write(runs: list[Path], out: Path, as_json: bool) -> None:
         for summary in summaries:
             console.print(digest(summary))
         plainly(console, f"report: {out}")
+    if open_browser:
+        webbrowser.open(out.absolute().as_uri())
 
 
 # -- terminal output

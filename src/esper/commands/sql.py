@@ -54,12 +54,8 @@ def run_sql(
         show_catalogue(console)
         return
     rows = (None if as_json or as_csv else SHOWN_ROWS) if limit is None else limit or None
-    try:
-        answer = sql_process.ask(runs, query, limit=rows, timeout_s=timeout_s, on_trouble=_warn)
-        show(answer, as_json, as_csv, console)
-    except KeyboardInterrupt:
-        print("esper: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    answer = sql_process.ask(runs, query, limit=rows, timeout_s=timeout_s, on_trouble=_warn)
+    show(answer, as_json, as_csv, console)
 
 
 def _warn(trouble: str) -> None:

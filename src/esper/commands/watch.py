@@ -1,4 +1,4 @@
-"""`esper watch`: show a run while it goes on, or afterwards."""
+"""`esper watch`: show a run while it is running, or afterwards."""
 
 from __future__ import annotations
 
@@ -16,21 +16,17 @@ PLAIN_WIDTH = 100
 
 def run_watch(run: Path, once: bool) -> None:
     """Open the live view. Print one plain frame if `once`, or if the output is not a terminal."""
-    try:
-        if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
-            _print_frame(run)
-        else:
-            _open(run)
-    except KeyboardInterrupt:
-        print("esper: interrupted", file=sys.stderr)
-        raise SystemExit(130) from None
+    if once or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        _print_frame(run)
+    else:
+        _open(run)
 
 
 def _open(run: Path) -> None:
     if importlib.util.find_spec("textual") is None:
         raise EsperError(
             "`esper watch` needs Textual, which is not installed. Install it with: pip install 'esper-lite[tui]'. "
-            "Or see one plain frame with: esper watch --once"
+            "Or print one plain frame with: esper watch --once"
         )
     from esper.karn.watch.app import WatchApp
 

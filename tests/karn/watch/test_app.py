@@ -6,7 +6,6 @@ import shutil
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
@@ -380,13 +379,15 @@ def test_damaged_manifest_and_directory_in_the_journal_break_no_frame(tmp_path):
 
 
 def test_ctrl_c_exits_without_traceback(monkeypatch, capsys):
+    from esper import cli
     from esper.commands import watch as command_watch
 
-    def stop(run):
+    def stop(run, once):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_watch, "_print_frame", stop)
+    monkeypatch.setattr(command_watch, "run_watch", stop)
+    monkeypatch.setattr(sys, "argv", ["esper", "watch", "x"])
     with pytest.raises(SystemExit) as left:
-        command_watch.run_watch(Path("x"), once=True)
+        cli.main()
     assert left.value.code == 130
     assert capsys.readouterr().err == "esper: interrupted\n"
