@@ -112,8 +112,8 @@ def test_interrupt_ends_after_the_epoch_and_prints_how_to_resume(tmp_path):
     process.send_signal(signal.SIGINT)
     printed, said = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert said.strip() == "esper: ending after this epoch; once more leaves at once"
-    assert f"Go on with: esper grow --resume {tmp_path / 'run'}" in printed.replace("\n", "")
+    assert said.strip() == "esper: stopping after this epoch; repeat the signal to exit immediately"
+    assert f"Resume with: esper grow --resume {tmp_path / 'run'}" in printed.replace("\n", "")
 
 
 def test_tasks_and_blueprints_are_listed_with_their_sizes():

@@ -54,8 +54,8 @@ def test_signal_ends_the_run_after_the_step_and_prints_how_to_resume(
     process = started(tmp_path / "run")
     process.send_signal(number)
     said = finished(process, code=word)
-    assert "ending after this step" in said
-    assert f"Go on with: esper train --resume {tmp_path / 'run'}" in said.replace("\n", "")
+    assert "stopping after this step" in said
+    assert f"Resume with: esper train --resume {tmp_path / 'run'}" in said.replace("\n", "")
     assert "Traceback" not in said
     assert read_manifest(tmp_path / "run")["status"] == "interrupted"
     finished(esper("train", "--resume", tmp_path / "run", "--no-compare"))
@@ -108,7 +108,7 @@ def test_run_whose_directory_is_moved_or_removed_ends(fate_of_directory: str, tm
     if fate_of_directory == "moved":
         assert read_manifest(tmp_path / "elsewhere")["status"] == "killed"
         process = esper("train", "--resume", tmp_path / "elsewhere", "--no-compare")
-        while "going on from" not in (line := process.stdout.readline().decode()):
+        while "resuming from" not in (line := process.stdout.readline().decode()):
             assert line, "it ended"
         os.killpg(process.pid, signal.SIGKILL)
         process.communicate()

@@ -250,7 +250,7 @@ def test_existing_files_are_overwritten_only_with_force(runs, tmp_path):
 
 @pytest.mark.parametrize(
     ("format", "name", "said"),
-    [("torch", "net.pt", r"ends in \.py"), ("onnx", "net", r"net\.onnx"), ("torch", "my-net.py", "no Python name"),
+    [("torch", "net.pt", r"is \.py"), ("onnx", "net", r"net\.onnx"), ("torch", "my-net.py", "not a Python identifier"),
      ("pickle", "net.pkl", "no format named 'pickle'")],
 )  # fmt: skip
 def test_unsuitable_output_name_is_refused(runs, tmp_path, format, name, said):

@@ -82,7 +82,7 @@ def test_stopped_run_resumes_bit_for_bit(
     run = tmp_path / "run"
     stop_after(epochs, monkeypatch, SETTINGS, run)
     said = capsys.readouterr()
-    assert f"Go on with: esper grow --resume {run}" in said.out.replace("\n", "")
+    assert f"Resume with: esper grow --resume {run}" in said.out.replace("\n", "")
     assert read_manifest(run)["status"] == "interrupted"
     resume_grow(run, [], GrowOptions())
     found = outcome(run)

@@ -486,7 +486,7 @@ def test_command_shows_a_table_with_complete_names(tmp_path, width):
     assert "interrupted" in shown
     assert "1,234" in shown
     assert ("started" in shown.splitlines()[0]) == ("size" in shown.splitlines()[0]) == (width != 80)
-    assert ("left out, for want of width: started (UTC), size" in shown) == (width == 80)
+    assert ("hidden, the terminal is too narrow: started (UTC), size" in shown) == (width == 80)
 
 
 def test_size_is_shown_where_it_fits(tmp_path):

@@ -79,7 +79,8 @@ class Arena:
             if name in STATIC:
                 if i == 0 or not isinstance(self.backend, HostBackend):
                     raise ConfigError(
-                        f"{name!r} compares real hosts with what grew: name a controller before it, and no --sim"
+                        f"{name!r} is a static host sized like what the first controller grew: put a controller before "
+                        "it, and do not use --sim"
                     )
             elif name in EVERYTHING or name == "tamiyo" or Path(name).exists():
                 if name != BEST_SCHEDULE:
@@ -93,8 +94,8 @@ class Arena:
         if name in STATIC:
             return self.play_static(name, worlds, before)
         if name == BEST_SCHEDULE:
-            controller, told = self.best_schedule()
-            return play(self.backend, controller, worlds, reward, f"best schedule ({told})")
+            controller, description = self.best_schedule()
+            return play(self.backend, controller, worlds, reward, f"best schedule ({description})")
         label = name if name in CONTROLLERS or name == "tamiyo" else f"learned ({Path(name).name})"
         return play(self.backend, make_controller(name), worlds, reward, label)
 
@@ -137,7 +138,7 @@ def run_eval(
             out.mkdir(parents=True, exist_ok=True)  # fail before the comparison, which may take an hour
         except OSError as error:
             raise ConfigError(
-                f"cannot write into {out}: {error.strerror or error}. Name another place with --out"
+                f"cannot write into {out}: {error.strerror or error}. Use --out to choose another directory"
             ) from error
     names = complete(names, simulated)
     config = config_of(names, task, simulated)
@@ -155,7 +156,7 @@ def run_eval(
         return
     console.print(results_tables(played, config.simulated))
     if out is not None:
-        plainly(console, f"left in {out}: eval.json, eval.svg")
+        plainly(console, f"files in {out}: eval.json, eval.svg")
 
 
 def complete(names: list[str], simulated: bool) -> list[str]:
@@ -205,13 +206,15 @@ def spread(values: Any) -> float:
 def results_tables(played: Sequence[Played], simulated: bool) -> Group:
     """Return the results, one row per controller. `lead` is the first one's mean per-world difference."""
     first, worlds = played[0], len(played[0].worlds)
-    notes = (
-        f"{worlds} held-out worlds, the same for all. Lead: of the first row, mean difference world by world, with its "
-        "bootstrap 95 % interval over worlds; bold where the interval excludes 0."
-    )
+    notes = [
+        f"{worlds} held-out worlds, the same for every row",
+        "lead: mean over worlds of first row − this row, with its bootstrap 95 % interval",
+        "bold: the interval excludes 0",
+        "U: utility, the quality gained over no growth minus rent on size and compute",
+    ]
     parts: list[RenderableType] = []
     if not simulated:
-        notes += f" Test accuracy: mean ± standard deviation over the {worlds} worlds; its lead is in points."
+        notes.append("test accuracy: mean ± standard deviation over worlds; its lead is in points")
         accuracy = contenders("test accuracy", "lead [95 %]")
         for p in played:
             mean = f"{p.test.mean():.1%} ± {100 * spread(p.test):.1f}"
@@ -222,7 +225,7 @@ def results_tables(played: Sequence[Played], simulated: bool) -> Group:
         sizes = f"{p.params.mean():,.0f}", f"{p.macs.mean():,.0f}"
         gap = lead(first.utility, p.utility, p is first, 1, 4)
         utility.add_row(escape(p.name), f"{p.utility.mean():+.4f}", gap, *sizes)
-    return Group(*parts, utility, Text(notes, "dim"))
+    return Group(*parts, utility, Text("\n".join(notes), "dim"))
 
 
 def contenders(*columns: str) -> Table:

@@ -43,16 +43,16 @@ HOW = {
     "torch": "from {stem} import load; model = load()",
     "torch-export": "torch.export.load({path!r}).module()",
     "onnx": "onnxruntime.InferenceSession({path!r})",
-    "safetensors": "safetensors.torch.load_file({path!r}): the weights alone, under the names of --format torch",
+    "safetensors": "safetensors.torch.load_file({path!r})  (weights only, named as in --format torch)",
 }
-SOURCE = '''"""A network that grew while it trained, as plain PyTorch: nothing but torch and safetensors is needed.
+SOURCE = '''"""A network that grew while it trained, as plain PyTorch. Requires torch and safetensors only.
 
     from {stem} import load
 
-    model = load()            # in eval, as it was measured; model.train() goes on training
-    logits = model(x)         # what x is, says ABOUT["input"]
+    model = load()            # in eval mode, as it was measured; model.train() to train it further
+    logits = model(x)         # ABOUT["input"] describes x
 
-The weights lie beside this file, under the same name with .safetensors.
+The weights are in the file of the same name with the suffix .safetensors.
 """
 
 from pathlib import Path
@@ -63,7 +63,7 @@ ABOUT = {about}
 
 
 def load(weights=None):
-    """The trained model. Without a path, its weights are those beside this file."""
+    """Return the trained model. Default of `weights`: the .safetensors file next to this file."""
     from safetensors.torch import load_file
 
     model = Model()
@@ -79,17 +79,17 @@ def run_export(run: Path, format: str, *, out: Path | None, force: bool) -> None
     target = place_for(run, format, out)
     host = kept_host(run)
     files = list(names_of(format, target))
-    there = [str(file) for file in files if os.path.lexists(file)]
-    if there and not force:
+    existing = [str(file) for file in files if os.path.lexists(file)]
+    if existing and not force:
         raise ConfigError(
-            f"{', '.join(there)} exists; nothing is overwritten. Say --force, or another place with --out"
+            f"{', '.join(existing)} already exists. Use --force to overwrite, or --out to choose another path"
         )
     model = Plain.of(host)
     written = dict(zip(files, MAKERS[format](model, target.stem), strict=True))
     write_all(written)
     console = Console()
-    plainly(console, f"{' and '.join(map(str, written))}: {model.said()}")
-    plainly(console, f"load it without Esper: {HOW[format].format(stem=target.stem, path=str(target))}")
+    plainly(console, f"{' and '.join(map(str, written))}: {model.description()}")
+    plainly(console, f"load it with: {HOW[format].format(stem=target.stem, path=str(target))}")
 
 
 def kept_host(run: Path) -> GrownHost:
@@ -98,10 +98,10 @@ def kept_host(run: Path) -> GrownHost:
     if not (run / BEST_HOST).is_dir():
         config = manifest.get("config")
         if isinstance(config, dict) and config.get("simulated"):
-            raise RunError(f"{run} trained on simulated hosts: there is no network to export. Train on a task instead")
+            raise RunError(f"{run} used simulated hosts, so there is no network to export. Train on a task instead")
         raise RunError(
-            f"{run} has kept no grown host (no {BEST_HOST}/ in it): it ended before its first round, or was recorded "
-            "by something else. `esper grow` and `esper train` keep one; harden and torch.export serve your own model"
+            f"{run} contains no grown host (no {BEST_HOST}/): it ended before its first round, or was not recorded by "
+            "`esper grow` or `esper train`. For your own model use esper.harden and torch.export"
         )
     host = BestHost.load(run / BEST_HOST).host
     assert host is not None
@@ -116,9 +116,11 @@ def place_for(run: Path, format: str, out: Path | None) -> Path:
     if out.is_dir():
         return out / f"model{ending}"
     if out.suffix != ending:
-        raise ConfigError(f"a file of format {format} ends in {ending}, got {out}. Name it {out.with_suffix(ending)}")
+        raise ConfigError(f"the suffix of --format {format} is {ending}, got {out}. Use {out.with_suffix(ending)}")
     if format == "torch" and not out.stem.isidentifier():
-        raise ConfigError(f"{out.name} could not be imported: {out.stem!r} is no Python name. Choose another")
+        raise ConfigError(
+            f"{out.name} could not be imported: {out.stem!r} is not a Python identifier. Choose another name"
+        )
     return out
 
 
@@ -172,16 +174,16 @@ class Plain:
     def input(self) -> dict[str, Any]:
         """Return the model's input: shape, dtype, and preprocessing of pixels or characters."""
         host, x = self.host, self.host.inputs
-        told: dict[str, Any] = {"shape": ["batch", *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")}
+        facts: dict[str, Any] = {"shape": ["batch", *x.shape[1:]], "dtype": str(x.dtype).removeprefix("torch.")}
         source = SOURCES.get(host.data["name"])
         if source is not None and source.mean:
-            told |= {"pixels": "(pixel / white - mean) / std, per channel", "white": source.white,
+            facts |= {"pixels": "(pixel / white - mean) / std, per channel", "white": source.white,
                      "mean": list(source.mean), "std": list(source.std)}  # fmt: skip
         if host.data["vocabulary"]:
-            told |= {"characters": host.data["vocabulary"]}
-        return told
+            facts |= {"characters": host.data["vocabulary"]}
+        return facts
 
-    def said(self) -> str:
+    def description(self) -> str:
         """Return a description of the model for the terminal."""
         grown = ", ".join(
             f"{g['slot']} {g['blueprint']}" + ("" if g["committed"] else f" at alpha {g['alpha']:g}")
@@ -274,7 +276,7 @@ def as_onnx(model: Plain, _stem: str) -> list[bytes]:
     if missing:
         raise ConfigError(
             f"--format onnx needs {' and '.join(missing)}: pip install 'esper-lite[onnx]'. "
-            "The other formats need nothing more"
+            "The other formats have no extra requirements"
         )
     with quiet():
         program = torch.onnx.export(
@@ -291,7 +293,9 @@ def as_onnx(model: Plain, _stem: str) -> list[bytes]:
     entry.key, entry.value = "about", json.dumps(model.about())
     content: bytes = proto.SerializeToString()
     if importlib.util.find_spec("onnxruntime") is None:
-        warnings.warn("onnxruntime is not installed: the ONNX file was written, but not run", stacklevel=2)
+        warnings.warn(
+            "onnxruntime is not installed: the ONNX file is written without a check of its outputs", stacklevel=2
+        )
         return [content]
     import onnxruntime
 
@@ -342,5 +346,5 @@ def write_all(files: dict[Path, bytes]) -> None:
             raise
         raise DataError(
             f"cannot write {' and '.join(map(str, files))}: {error.strerror or error}. "
-            "Make room there, or name another place with --out"
+            "Free disk space, or use --out to choose another path"
         ) from error

@@ -34,7 +34,7 @@ from esper.commands.growing import (
     Settings,
     exact_for,
 )
-from esper.commands.resuming import checkpoint_of, must_fit, ownership
+from esper.commands.resuming import checkpoint_of, must_fit, ownership, refuse_settings
 from esper.grower.growth_note import why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
@@ -63,6 +63,10 @@ from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.host_network import score
 from esper.tolaria.tasks import Task, get_task
 
+WORTH_NOTES = """\
+contribution: accuracy with the seed minus without it, before it was committed
+dependence: accuracy that the network would lose now without the seed
+Shapley φ: mean gain from adding the seed, over all orders of adding seeds"""
 PLAIN_EVERY = 5
 """Epochs between two lines of output if it is not a terminal."""
 
@@ -76,8 +80,8 @@ class GrowOptions:
     tensorboard: bool = False
     allow_inexact: bool = False
 
-    def again(self, path: Path) -> str:
-        """Return the command that resumes the run."""
+    def resume_command(self, path: Path) -> str:
+        """Return the command that resumes the run at `path` with the same options."""
         return f"esper grow --resume {path}" + ("" if self.data_root is None else f" --data {self.data_root}")
 
 
@@ -90,15 +94,11 @@ def run_grow(settings: Settings, options: GrowOptions) -> None:
 
 def resume_grow(path: Path, given: list[str], options: GrowOptions) -> None:
     """Resume a run that was stopped or killed. The result is bit-identical to an uninterrupted run."""
-    if given:
-        raise ConfigError(
-            f"a run goes on with its own settings: {', '.join(given)} cannot be given with --resume "
-            "(--data, --tensorboard and --allow-inexact can)"
-        )
+    refuse_settings(given, "--data, --tensorboard and --allow-inexact")
     with ownership(path) as lock:
         saved = checkpoint_of(path, "grow", facts_of)
         if read_manifest(path)["status"] == "finished":
-            raise ConfigError(f"{path} has finished: there is nothing to go on with. `esper report {path}` shows it")
+            raise ConfigError(f"{path} has finished and cannot be resumed. Show its results with: esper report {path}")
         _grow(Kept.of(saved).settings, options, path, saved, lock)
 
 
@@ -127,30 +127,32 @@ def _grow(
             f"epochs of {task.batches_per_epoch} × {task.batch}, seed {settings.seed})"
         )
         console.print(Text(about))  # wrapped between words
-        plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
-        with stoppable("ending after this epoch; once more leaves at once", run.hub.stop_waiting) as stop:
+        plainly(console, f"run {run.path}  (live view: esper watch {run.path})")
+        notice = "stopping after this epoch; repeat the signal to exit immediately"
+        with stoppable(notice, run.hub.stop_waiting) as stop:
             checkpointer = Checkpointer(run, settings, exact)
             show = partial(progress, console)
             scene = Scene(run, task, data, settings.seed, config, level, checkpointer, stop, show)
             try:
                 worth = _train_all(scene, settings, controller, saved, console)
             except SystemExit:
-                where = (
-                    f"its last checkpoint is {checkpointer.last}" if checkpointer.last else "it has no checkpoint yet"
-                )
-                plainly(console, f"stopped; {where}. Go on with: {options.again(run.path)}")
+                where = f"last checkpoint: {checkpointer.last}" if checkpointer.last else "no checkpoint yet"
+                plainly(console, f"stopped, {where}. Resume with: {options.resume_command(run.path)}")
                 raise
         assert scene.grown is not None
         console.print(summary(scene.results))
         console.print(seed_table(scene.grown, worth))
+        console.print(Text(WORTH_NOTES, "dim"))
         if note := not_in_the_network(scene.grown):
             plainly(console, note)
         if note := why_nothing_was_planted(controller, scene.grown.table, scene.grown.rules, task.slots):
             plainly(console, note)
     with losses_decide_exit_code(run):
         written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
-        plainly(console, f"left in {run.path}: result.json, worth.svg, body.safetensors (graft and load it), plain.pt2")
-        plainly(console, f"take it home without Esper: esper export {run.path} --format torch  (or onnx, torch-export)")
+        plainly(
+            console, f"files in {run.path}: result.json, worth.svg, body.safetensors (grafted), plain.pt2 (plain model)"
+        )
+        plainly(console, f"export a plain model: esper export {run.path} --format torch  (or onnx, torch-export)")
         plainly(console, f"report: {written}")
 
 
@@ -191,7 +193,7 @@ def _train_all(
     if saved is not None:
         run.env_steps = Kept.of(saved).env_steps
         scene.load(saved, engine)
-        plainly(console, f"going on from {saved.path.name}")
+        plainly(console, f"resuming from {saved.path.name}")
     is_new = not scene.results
     if is_new:
         scene.train(GROWN, engine, controller)
@@ -260,7 +262,7 @@ def judged(table: SlotTable, s: int) -> str:
     if np.isfinite(table.contribution[0, s]):
         return points(float(table.contribution[0, s]), float(table.contribution_se[0, s]))
     if np.isfinite(table.prospect[0, s]):
-        return f"({100 * table.prospect[0, s]:+.1f} if switched on)"
+        return f"({100 * table.prospect[0, s]:+.1f} expected)"
     return ""
 
 
@@ -279,16 +281,8 @@ def live_table(engine: Engine) -> Table:
 def summary(results: list[Result]) -> Table:
     """Return the table that compares the hosts."""
     bare = next((r.accuracy for r in results if r.name == NO_GROWTH), float("nan"))
-    table = Table(
-        "",
-        "test accuracy",
-        "gain",
-        "test loss",
-        "parameters",
-        "seconds",
-        title="Same data, same budget of epochs",
-        box=None,
-    )
+    table = Table("", "test accuracy", "gain", "test loss", "parameters", "seconds", box=None,
+                  title="Results with the same data and number of epochs")  # fmt: skip
     best = max(r.accuracy for r in results)
     for r in results:
         mark = "bold" if r.accuracy == best else ""
@@ -306,13 +300,13 @@ def judge(engine: Engine) -> Worth:
 
 
 def seed_table(engine: Engine, worth: Worth) -> Table:
-    """Return the table of what grew: contribution when judged, and what the network would lose without it now.
+    """Return the table of seeds, with the columns that `WORTH_NOTES` defines.
 
-    For a fossil the latter is *dependence*: the host has adapted to it, so it is more than the seed contributed.
+    The dependence of a fossil exceeds its contribution, because the host has adapted to it.
     """
     t = engine.table
-    table = Table("slot", "stage", "blueprint", "params", "contribution", "dependence", "Shapley",
-                  title="What grew where (points of validation accuracy ± standard error)", box=None)  # fmt: skip
+    table = Table("slot", "stage", "blueprint", "params", "contribution", "dependence", "Shapley φ", box=None,
+                  title="Seeds (points of validation accuracy ± standard error)")  # fmt: skip
     for s, name in enumerate(engine.task.slots):
         stage = SeedStage(int(t.stage[0, s]))
         if stage == SeedStage.DORMANT:
@@ -321,10 +315,8 @@ def seed_table(engine: Engine, worth: Worth) -> Table:
         now = ["", ""]
         if name in worth.slots:
             i = worth.slots.index(name)
-            now = [
-                points(worth.contribution[i], worth.contribution_se[i]),
-                points(worth.shapley[i], worth.shapley_se[i]),
-            ]
+            measured = (worth.contribution, worth.contribution_se), (worth.shapley, worth.shapley_se)
+            now = [points(value[i], se[i]) for value, se in measured]
         blueprint = engine.networks[0].body.slots[name].blueprint
         table.add_row(name, stage.name.lower(), blueprint, f"{t.params[0, s]:,}", judged(t, s), *now)
     return table
@@ -338,8 +330,8 @@ def not_in_the_network(engine: Engine) -> str:
     if not names:
         return ""
     return (
-        f"{', '.join(names)}: still in training at the end, so not part of the grown network. The parameters above and "
-        "`esper export` leave such a seed out; more --epochs let it join"
+        f"{', '.join(names)}: still in training at the end, so not part of the grown network, of the parameters above "
+        "and of `esper export`. Use more --epochs to blend it in"
     )
 
 
@@ -372,7 +364,7 @@ def save_models(out: Path, engine: Engine, worth: Worth) -> None:
     if host.is_finite:
         BestHost(host).save(out / BEST_HOST)
     else:
-        warnings.warn("the grown host is not finite: none is kept for `esper export`", stacklevel=2)
+        warnings.warn("the grown host has values that are not finite; it is not saved for `esper export`", stacklevel=2)
     with plot.average.applied():
         state = {k: v.contiguous() for k, v in plot.body.state_dict().items()}
         plain = harden(plot.body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]

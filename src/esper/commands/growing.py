@@ -202,7 +202,7 @@ class Scene:
         """Continue from a checkpoint. The state of the growing host is loaded into `grown` if it was finished."""
         self.checkpointer.resume_from(saved)
         state = unpacked(saved.document(GROW), saved.tensors(GROW))
-        self.results = [Result(**told) for told in state["results"]]
+        self.results = [Result(**fields) for fields in state["results"]]
         if state["grown"] is not None:
             load_engine(grown, state["grown"])
         self.saved = state

@@ -38,7 +38,7 @@ def list_tasks() -> None:
         if question:
             console.print(Padding(Text(question, "dim"), (0, 0, 0, 2), expand=False))
     console.print()
-    plainly(console, "* from your own files: esper grow --task NAME --data DIR")
+    plainly(console, "* needs data files of your own: esper grow --task NAME --data DIR")
 
 
 def list_blueprints(task_name: str | None) -> None:
@@ -52,7 +52,7 @@ def list_blueprints(task_name: str | None) -> None:
                 price = cost(name, site)
                 table.add_row(name, f"{price.params:,}", f"{price.macs:,}")
             console.print(table)
-        console.print("Costs at a task's own slots: esper blueprints --task NAME")
+        console.print("For the costs at the slots of a task: esper blueprints --task NAME")
         return
     task = get_task(task_name)
     body = build_body(task, task.load_data(), world=0)

@@ -27,7 +27,7 @@ TOP_PHASES = 3
 def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: bool) -> None:
     """Write the report (into the run, or `./report.html` for several) and print a summary."""
     if not runs:
-        raise ConfigError("which run? Name one run directory or several; `esper runs` lists them")
+        raise ConfigError("no run was given: pass one or several run directories; `esper runs` lists them")
     out = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if out.is_dir():
         out = out / "report.html"
@@ -35,7 +35,7 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
     try:
         report.write(summaries, out)
     except OSError as error:
-        raise ConfigError(f"cannot write {out}: {error.strerror}. Name another place with --out") from error
+        raise ConfigError(f"cannot write {out}: {error.strerror}. Use --out to choose another path") from error
     if as_json:
         print(json.dumps({"report": str(out), "runs": [facts(s) for s in summaries]}, indent=1))
     else:
@@ -61,9 +61,9 @@ def digest(run: RunSummary) -> Group:
             table.add_column(head, justify="right")
         for e in latest[:MOST_LINES]:
             label = escape(printable(sections.label(run, e), 100))
-            table.add_row(label, said(e.quality, unit), said(e.quality_best, unit),
-                          said(e.params, "count"), *(str(e.count(stage)) for stage in sections.COUNTED),
-                          said(e.wall_s, "seconds"))  # fmt: skip
+            table.add_row(label, shown(e.quality, unit), shown(e.quality_best, unit),
+                          shown(e.params, "count"), *(str(e.count(stage)) for stage in sections.COUNTED),
+                          shown(e.wall_s, "seconds"))  # fmt: skip
         parts.append(table)
         if len(latest) > MOST_LINES:
             parts.append(f"[dim]and {len(latest) - MOST_LINES} more environments[/dim]")
@@ -74,7 +74,7 @@ def digest(run: RunSummary) -> Group:
     found = report.troubles(run)
     colour = {"error": "red", "warning": "yellow"}
     parts += [f"[{colour.get(kind, 'yellow')}]{escape(kind)}[/]: {escape(text)}" for kind, text in found]
-    parts.append("" if found else f"[dim]nothing amiss: {sum(run.kinds.values())} events, none lost[/dim]")
+    parts.append("" if found else f"[dim]no problems: {sum(run.kinds.values())} events, none lost[/dim]")
     return Group(*parts)
 
 
@@ -86,7 +86,7 @@ def headline(run: RunSummary) -> str:
     return escape(", ".join(printable(str(f), 200) for f in facts if f))
 
 
-def said(value: float | None, unit: str) -> str:
+def shown(value: float | None, unit: str) -> str:
     """Format a value, or "not measured"."""
     return "[dim]not measured[/dim]" if value is None else spoken(value, unit)
 

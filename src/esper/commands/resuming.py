@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import RunError
+from esper.leyline.errors import ConfigError, RunError
 from esper.leyline.text import printable
 from esper.nissa.journal_reader import head
 from esper.nissa.run import CHECKPOINTS, LOCK, MANIFEST, Lock, read_manifest, write_manifest
@@ -53,12 +53,12 @@ def checkpoint_of(path: Path, command: str, facts: Callable[[Saved], dict[str, A
     saved = Checkpoints(path / CHECKPOINTS).newest() if path.is_dir() else None
     if saved is not None and saved.kind != KINDS[command]:
         other = next((name for name, kind in KINDS.items() if kind == saved.kind), None)
-        way_out = f". Resume it with: esper {other} --resume {path}" if other else ""
-        raise RunError(f"{path} is not a run of `esper {command}`: its checkpoints are of kind {saved.kind!r}{way_out}")
+        remedy = f". Resume it with: esper {other} --resume {path}" if other else ""
+        raise RunError(f"{path} is not a run of `esper {command}`: its checkpoints are of kind {saved.kind!r}{remedy}")
     _read_or_rebuild(path, saved, facts)
     if saved is None:
         raise RunError(
-            f"{path} has no whole checkpoint to go on from. Runs of `esper {command}` have, once they have begun"
+            f"{path} has no complete checkpoint to resume from. `esper {command}` writes the first one when it starts"
         )
     return saved
 
@@ -70,11 +70,19 @@ def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], d
     except RunError:
         if saved is None:
             raise
-    warnings.warn(f"the manifest of {path} is lost or damaged; it is written anew from {saved.path.name}", stacklevel=2)
+    warnings.warn(f"the manifest of {path} is missing or damaged; it is rebuilt from {saved.path.name}", stacklevel=2)
     rebuilt = {"run_id": path.absolute().name, "status": "killed"} | facts(saved)
     if begun := [entry for entry in head(path) if entry.time_s >= 0]:
         rebuilt["started"] = datetime.fromtimestamp(begun[0].time_s, UTC).isoformat(timespec="milliseconds")
     write_manifest(path, rebuilt)
+
+
+def refuse_settings(given: list[str], allowed: str) -> None:
+    """Raise ConfigError if settings were given together with --resume."""
+    if given:
+        raise ConfigError(
+            f"a resumed run keeps its settings: {', '.join(given)} cannot be given with --resume ({allowed} can)"
+        )
 
 
 def must_fit(changed: list[str], allow_inexact: bool) -> None:
@@ -82,4 +90,4 @@ def must_fit(changed: list[str], allow_inexact: bool) -> None:
     if not allow_inexact:
         refuse_changes(changed)
     elif changed:
-        print(f"esper: going on, but not bit for bit: {printable('; '.join(changed))}", file=sys.stderr)
+        print(f"esper: resuming, but not bit-exactly: {printable('; '.join(changed))}", file=sys.stderr)

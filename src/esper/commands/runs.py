@@ -25,10 +25,8 @@ DEFAULT_ROOT = Path("runs")
 def run_runs(root: Path, as_json: bool, console: Console | None = None) -> None:
     """List the runs below `root`. Only the default directory need not exist."""
     if not root.is_dir() and (root != DEFAULT_ROOT or root.exists()):
-        found = "it is a file" if root.exists() else "there is nothing"
-        raise ConfigError(
-            f"no runs at {root}: {found}. Name the directory in which runs lie; {DEFAULT_ROOT} by default"
-        )
+        reason = "it is a file" if root.exists() else "it does not exist"
+        raise ConfigError(f"no runs at {root}: {reason}. Pass a directory of runs; default: {DEFAULT_ROOT}")
     rows = list_runs(root)
     if as_json:
         print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows], indent=2))
@@ -46,7 +44,7 @@ def run_runs(root: Path, as_json: bool, console: Console | None = None) -> None:
         console.width = max(console.width, natural_width(as_table(rows, names), console))
     console.print(as_table(rows, names))
     if left := [name for name in DROPPED if name not in names]:
-        console.print(Text(f"left out, for want of width: {', '.join(left)}; --json has them", "dim"))
+        console.print(Text(f"hidden, the terminal is too narrow: {', '.join(left)}; use --json for all", "dim"))
 
 
 def as_table(rows: list[RunInfo], names: list[str]) -> Table:

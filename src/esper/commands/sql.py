@@ -44,9 +44,9 @@ def run_sql(
 ) -> None:
     """Print the result; without a query, the schema. A limit of 0 is no limit, None is the default."""
     if as_json and as_csv:
-        raise ConfigError("--json and --csv exclude each other: an answer has one form")
+        raise ConfigError("--json and --csv exclude each other: choose one output format")
     if limit is not None and limit < 0:
-        raise ConfigError(f"--limit must be ≥ 0 (0 shows everything), got {limit}")
+        raise ConfigError(f"--limit must be ≥ 0 (0: no limit), got {limit}")
     console = console or Console()
     if query is None:
         for run in runs:
@@ -75,7 +75,7 @@ def show(answer: Answer, as_json: bool, as_csv: bool, console: Console) -> None:
         show_answer(answer, console)
         return
     if answer.more:
-        print(f"esper: {answer.more} more rows; --limit 0 gives all", file=sys.stderr)
+        print(f"esper: {answer.more} more rows; use --limit 0 for all", file=sys.stderr)
 
 
 def distinct(columns: list[str]) -> list[str]:
@@ -122,9 +122,9 @@ def show_answer(answer: Answer, console: Console) -> None:
     console.print(table)
     if count < len(answer.columns):
         left = printable(", ".join(answer.columns[count:]))
-        console.print(Text(f"{len(answer.columns) - count} columns do not fit: {left}. Select the ones you want"))
+        console.print(Text(f"{len(answer.columns) - count} columns do not fit: {left}. Select fewer columns"))
     if answer.more:
-        console.print(Text(f"{answer.more:,} more rows; --limit 0 shows all"))
+        console.print(Text(f"{answer.more:,} more rows; use --limit 0 for all"))
 
 
 def natural_width(table: Table, console: Console) -> int:
@@ -186,12 +186,12 @@ def csv_cell(value: Any) -> Any:
 def show_catalogue(console: Console) -> None:
     """Print every view and table with its columns and their meaning."""
     shared = "; ".join(explained(PLACE_NOTES.items()))
-    console.print(Text(f"Every table has {shared}. Every view has run. Null is unmeasured, NaN is NaN.\n"))
+    console.print(Text(f"Every table has {shared}. Every view has run. Null: not measured. NaN: measured as NaN.\n"))
     for view in catalogue():
         own = {name: note for name, note in view.columns.items() if view.sql or name not in PLACE_NOTES}
         console.print(Text.assemble((view.name, "bold"), "  ", view.meaning))
         console.print(Padding(Text("; ".join(explained(own.items()))), (0, 0, 0, 4)))
-    console.print(Text('\nesper sql RUN "select blueprint, count(*) from lifecycle group by all"   asks one of them.'))
+    console.print(Text('\nExample: esper sql RUN "select blueprint, count(*) from lifecycle group by all"'))
 
 
 def explained(columns: Iterable[tuple[str, str]]) -> Iterable[str]:

@@ -19,7 +19,7 @@ from rich.table import Table
 
 from esper.commands import losses_decide_exit_code, plainly
 from esper.commands.evaluate import Arena, figures, results_tables
-from esper.commands.resuming import checkpoint_of, must_fit, ownership, owns_run
+from esper.commands.resuming import checkpoint_of, must_fit, ownership, owns_run, refuse_settings
 from esper.commands.workers import Parent, Workers
 from esper.karn import held_out
 from esper.karn import report as karn_report
@@ -49,6 +49,7 @@ from esper.tolaria.data.dataset import must_be_usable
 
 OPTION = {"simulated": "--sim"}
 """Options whose name differs from their setting."""
+KEPT_WITH_RESUME = "--rounds, --workers, --data, --tensorboard, --no-compare and --allow-inexact"
 SHOWN_WORLDS = 3
 """Held-out worlds of the final table: a first look. `esper eval` gives a reliable result."""
 
@@ -65,11 +66,11 @@ class TrainOptions:
     compare: bool = True
     tensorboard: bool = False
 
-    def as_before(self) -> str:
-        """Return the options to repeat when the run is resumed."""
-        said = "" if self.data_root is None else f" --data {self.data_root}"
-        said += "" if self.workers == 1 else f" --workers {self.workers}"
-        return said + ("" if self.compare else " --no-compare")
+    def resume_command(self, path: Path) -> str:
+        """Return the command that resumes the run at `path` with the same options."""
+        command = f"esper train --resume {path}" + ("" if self.data_root is None else f" --data {self.data_root}")
+        command += "" if self.workers == 1 else f" --workers {self.workers}"
+        return command + ("" if self.compare else " --no-compare")
 
 
 def run_train(
@@ -84,13 +85,10 @@ def run_train(
     """Train a policy from a config or from a checkpoint, or only print the config if `show`."""
     with ownership(options.resume) as lock:
         if options.resume is not None:
-            settings = {"preset": preset, "config": config_file, "set": sets or None} | more
-            given = [
-                OPTION.get(n, f"--{n.replace('_', '-')}")
-                for n, v in settings.items()
-                if v is not None and n != "rounds"
-            ]
-            saved, config = last_checkpoint(options.resume, more.get("rounds"), given, options)
+            settings = {"preset": preset, "config": config_file, "set": sets or None, "out": options.out} | more
+            given = [n for n, v in settings.items() if v is not None and n != "rounds"]
+            refuse_settings([OPTION.get(n, f"--{n.replace('_', '-')}") for n in given], KEPT_WITH_RESUME)
+            saved, config = last_checkpoint(options.resume, more.get("rounds"))
         else:
             saved = None
             config = with_its_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
@@ -112,8 +110,8 @@ def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptio
             group.share(config.envs)
             if group.size > 1 and config.engine.strategy != "loop":
                 raise ConfigError(
-                    f"engine.strategy = {config.engine.strategy!r} computes other bits for other numbers of "
-                    "environments, and several processes must agree: use engine.strategy=loop, or one process"
+                    f"engine.strategy={config.engine.strategy} does not support several processes: its results depend "
+                    "on the number of environments per process. Use engine.strategy=loop, or one process"
                 )
             if group.leads:
                 lead(config, saved, options, group, workers, lock)
@@ -123,27 +121,19 @@ def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptio
         group.leave()  # after the workers were asked to exit, so that they do not report rank 0 as lost
 
 
-def last_checkpoint(
-    path: Path, rounds: int | None, given: list[str], options: TrainOptions
-) -> tuple[Saved, TrainConfig]:
+def last_checkpoint(path: Path, rounds: int | None) -> tuple[Saved, TrainConfig]:
     """Return the checkpoint to resume from and its settings, with a larger number of rounds if given."""
-    given += ["--out"] if options.out is not None else []
-    if given:
-        raise ConfigError(
-            f"a run goes on with its own settings: {', '.join(given)} cannot be given with --resume "
-            "(--rounds, --workers, --data, --tensorboard, --no-compare and --allow-inexact can)"
-        )
     with warnings.catch_warnings():
         if not owns_run():
             warnings.simplefilter("ignore")  # rank 0 warns
         saved = checkpoint_of(path, "train", facts_of)
-    told = about(saved)
-    planned, done = int(told["config"].get("rounds", 0)), told["done"]
+    settings, done = about(saved)["config"], about(saved)["done"]
+    planned = int(settings.get("rounds", 0))
     if rounds is not None and rounds < planned:
-        raise ConfigError(f"--rounds can let a run go on for longer, not for less: {path} is one of {planned}")
-    config = built(TrainConfig, told["config"] | ({} if rounds is None else {"rounds": rounds}))
+        raise ConfigError(f"--rounds can only be increased: {path} was started with {planned} rounds, got {rounds}")
+    config = built(TrainConfig, settings | ({} if rounds is None else {"rounds": rounds}))
     if config.rounds <= done:
-        raise ConfigError(f"{path} has done all its {done} rounds. `--rounds N` lets it go on to more")
+        raise ConfigError(f"{path} has completed all {done} rounds. Use --rounds N with a larger N to train further")
     return saved, config
 
 
@@ -159,13 +149,9 @@ def manifest_of(config: TrainConfig) -> dict[str, Any]:
 
 
 def lead(
-    config: TrainConfig,
-    saved: Saved | None,
-    options: TrainOptions,
-    group: ProcessGroup,
-    workers: Workers,
+    config: TrainConfig, saved: Saved | None, options: TrainOptions, group: ProcessGroup, workers: Workers,
     lock: Lock | None,
-) -> None:
+) -> None:  # fmt: skip
     """Run the command as rank 0, which owns the run directory."""
     console, label = Console(), "sim" if config.simulated else config.task
     env = make_env(config, options.data_root, group)  # an error in data, device or policy leaves no run behind
@@ -176,11 +162,11 @@ def lead(
     with recording(config, saved, options, label, lock) as run:
         seqs = [0] * group.size if saved is None else about(saved)["next_seq"]
         group.broadcast({"path": str(run.path.absolute()), "next_seq": seqs})
-        plainly(console, f"run {run.path}  (esper watch {run.path} looks on)")
-        plainly(console, what_is_set(config))
+        plainly(console, f"run {run.path}  (live view: esper watch {run.path})")
+        plainly(console, settings_line(config))
         plainly(console, room)
         if saved is not None:
-            plainly(console, f"going on from {saved.path.name}: round {about(saved)['done'] + 1} comes next")
+            plainly(console, f"resuming from {saved.path.name}, next round: {about(saved)['done'] + 1}")
         run.say(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
@@ -189,11 +175,11 @@ def lead(
                 telemetry=config.telemetry,
             )
         )  # fmt: skip
-        progress = Shown(console, config, 0 if saved is None else about(saved)["done"])
-        again = f"esper train --resume {run.path}{options.as_before()}"
+        progress = ProgressDisplay(console, config, 0 if saved is None else about(saved)["done"])
+        again = options.resume_command(run.path)
         try:
-            saying = "ending after this step; once more leaves at once"
-            with progress, stoppable(saying, run.hub.stop_waiting) as stop:
+            notice = "stopping after this step; repeat the signal to exit immediately"
+            with progress, stoppable(notice, run.hub.stop_waiting) as stop:
 
                 def poll() -> None:
                     stop()
@@ -204,7 +190,7 @@ def lead(
                     on_round=progress.round,
                 )  # fmt: skip
         except SystemExit:
-            plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Go on with: {again}")
+            plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Resume with: {again}")
             raise
         except TrainingError as error:
             raise TrainingError(f"{named(error, workers)}. {resumable(run.path, again)}") from error
@@ -214,8 +200,8 @@ def lead(
         kept = Checkpoints(run.path / CHECKPOINTS).newest()
         if kept is None or about(kept)["done"] < config.rounds:
             print(
-                f"esper: the end of this run could not be kept as a checkpoint; --resume would go on from "
-                f"{'nothing' if kept is None else kept.path.name}. What could be written is in {run.path}",
+                "esper: the last checkpoint of this run could not be written; --resume would continue from "
+                f"{'the start' if kept is None else kept.path.name}. All other results are in {run.path}",
                 file=sys.stderr,
             )
         console.print(learning_table(trained))
@@ -235,7 +221,11 @@ def resumable(path: Path, command: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kept = Checkpoints(path / CHECKPOINTS).newest()
-    return "No checkpoint was written" if kept is None else f"{kept.path.name} is kept. Go on with: {command}"
+    return (
+        "No checkpoint was written"
+        if kept is None
+        else f"The last checkpoint is {kept.path.name}. Resume with: {command}"
+    )
 
 
 def named(error: TrainingError, workers: Workers) -> str:
@@ -245,8 +235,8 @@ def named(error: TrainingError, workers: Workers) -> str:
         while time.monotonic() < end:
             try:
                 workers.poll()
-            except TrainingError as known:
-                return str(known)
+            except TrainingError as reason:
+                return str(reason)
             time.sleep(0.05)
     return str(error)
 
@@ -258,26 +248,22 @@ def recording(
     if saved is not None and options.resume is not None:
         next_seq, changes = about(saved)["next_seq"], {"config": as_tree(config)}
         return record_on(
-            options.resume,
-            next_seq,
-            level=config.telemetry,
-            manifest=changes,
-            tensorboard=options.tensorboard,
+            options.resume, next_seq, level=config.telemetry, manifest=changes, tensorboard=options.tensorboard,
             lock=lock,
-        )
+        )  # fmt: skip
     manifest = manifest_of(config)
     return record(label, out=options.out, level=config.telemetry, manifest=manifest, tensorboard=options.tensorboard)
 
 
 def follow(config: TrainConfig, saved: Saved | None, options: TrainOptions, group: ProcessGroup) -> None:
     """Train a share of the environments as another rank, with its own journal and without output."""
-    told = group.broadcast()
-    first = told["next_seq"][group.rank] if group.rank < len(told["next_seq"]) else 0
-    path = Path(told["path"])
+    place = group.broadcast()
+    first = place["next_seq"][group.rank] if group.rank < len(place["next_seq"]) else 0
+    path = Path(place["path"])
     try:
         with (
             record_beside(path, group.rank, first, config.telemetry) as hub,
-            stoppable(f"rank {group.rank} ends after this step", hub.stop_waiting) as stop,
+            stoppable(f"rank {group.rank} is stopping after this step", hub.stop_waiting) as stop,
         ):
             train_ppo_vectorized(
                 config, hub, directory=path, data_root=options.data_root, resume=saved, group=group, poll=stop
@@ -287,24 +273,24 @@ def follow(config: TrainConfig, saved: Saved | None, options: TrainOptions, grou
     except RankLostError as error:
         if error.rank != 0:
             raise SystemExit(3) from None  # rank 0 reports it
-        again = f"esper train --resume {path}{options.as_before()}"
-        raise TrainingError(f"{error}. {resumable(path, again)}, once rank 0 has ended") from error
+        again = options.resume_command(path)
+        raise TrainingError(f"{error}. {resumable(path, again)}, after rank 0 has ended") from error
 
 
-def what_is_set(config: TrainConfig) -> str:
+def settings_line(config: TrainConfig) -> str:
     """Return the settings that differ from the defaults, and the most important ones."""
     usual, mine = as_tree(TrainConfig()), as_tree(config)
-    said = [f"{k}={mine[k]}" for k in ("task", "seed", "rounds", "envs") if not (k == "task" and config.simulated)]
-    said += ["simulated hosts"] if config.simulated else []
+    shown = [f"{k}={mine[k]}" for k in ("task", "seed", "rounds", "envs") if not (k == "task" and config.simulated)]
+    shown += ["simulated hosts"] if config.simulated else []
     for key, value in mine.items():
         if isinstance(value, dict) and isinstance(usual[key], dict):
-            said += [f"{key}.{k}={v}" for k, v in value.items() if v != usual[key].get(k)]
+            shown += [f"{key}.{k}={v}" for k, v in value.items() if v != usual[key].get(k)]
         elif value != usual[key] and key not in ("task", "seed", "rounds", "envs", "simulated"):
-            said.append(f"{key}={value}")
-    return "  ".join(said)
+            shown.append(f"{key}={value}")
+    return "  ".join(shown)
 
 
-class Shown:
+class ProgressDisplay:
     """Progress output: a bar in a terminal, else a line every few rounds."""
 
     def __init__(self, console: Console, config: TrainConfig, done: int = 0) -> None:
@@ -314,36 +300,36 @@ class Shown:
             TextColumn("round"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.description}"),
             TimeElapsedColumn(), TimeRemainingColumn(compact=True), console=console, disable=not console.is_terminal,
         )  # fmt: skip
-        self.task = self.bar.add_task("first round: twins too", total=config.rounds, completed=done)
+        self.task = self.bar.add_task("first round, with no-growth baselines", total=config.rounds, completed=done)
 
-    def __enter__(self) -> Shown:
+    def __enter__(self) -> ProgressDisplay:
         self.bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.bar.stop()
 
-    def round(self, told: Round) -> None:
+    def round(self, result: Round) -> None:
         """Show a finished round."""
-        update = told.update
-        short = f"return {said(update.return_mean, '+.4f')}"
-        quality = f"quality {told.quality.mean():.1%}"
+        update = result.update
+        short = f"return {number(update.return_mean, '+.4f')}"
+        quality = f"quality {result.quality.mean():.1%}"
         text = (
-            f"{short} ± {said(update.return_sd, '.4f')} (sd over {len(told.returns)} episodes)  {quality}  "
-            f"KL {said(update.kl, '.4f')}  value NRMSE {said(update.value_nrmse, '.2f')}"
+            f"{short} ± {number(update.return_sd, '.4f')} (sd over {len(result.returns)} episodes)  {quality}  "
+            f"KL {number(update.kl, '.4f')}  value NRMSE {number(update.value_nrmse, '.2f')}"
         )
         if update.skipped:
-            text += f"  {update.skipped} updates were not finite and skipped"
+            text += f"  {update.skipped} minibatches skipped (not finite)"
             short += f"  {update.skipped} skipped"
-        self.done = told.number + 1
+        self.done = result.number + 1
         self.bar.update(self.task, completed=self.done, description=f"{short}  {quality}")
-        due = told.number % self.every == 0 or told.number == self.rounds - 1 or told.update.skipped
+        due = result.number % self.every == 0 or result.number == self.rounds - 1 or result.update.skipped
         if not self.console.is_terminal and due:
             spent = time.monotonic() - self.start
-            print(f"round {told.number + 1}/{self.rounds}  {text}  {spent:.0f} s", flush=True)
+            print(f"round {result.number + 1}/{self.rounds}  {text}  {spent:.0f} s", flush=True)
 
 
-def said(value: float | None, form: str) -> str:
+def number(value: float | None, form: str) -> str:
     """Format a value; – if it was not measured."""
     return "–" if value is None else format(value, form)
 
@@ -356,18 +342,18 @@ def learning_table(trained: Trained) -> Table:
         rounds = [trained.rounds[i] for i in group]
         returns = np.concatenate([r.returns for r in rounds])
         error = returns.std(ddof=1) / len(returns) ** 0.5 if len(returns) > 1 else float("nan")
-        told = [mean_of([getattr(r.update, name) for r in rounds]) for name in ("kl", "value_nrmse")]
+        kl, nrmse = (mean_of([getattr(r.update, name) for r in rounds]) for name in ("kl", "value_nrmse"))
         entropy = mean_of([r.update.entropy["op"] for r in rounds])
-        numbers = f"{group[0] + 1}–{group[-1] + 1}" if len(group) > 1 else f"{group[0] + 1}"
+        span = f"{group[0] + 1}–{group[-1] + 1}" if len(group) > 1 else f"{group[0] + 1}"
         table.add_row(
-            numbers, f"{returns.mean():+.4f} ± {error:.4f}",
-            f"{np.mean([r.quality.mean() for r in rounds]):.1%}", said(entropy, ".2f"), said(told[0], ".4f"),
-            said(told[1], ".2f"),
+            span, f"{returns.mean():+.4f} ± {error:.4f}",
+            f"{np.mean([r.quality.mean() for r in rounds]):.1%}", number(entropy, ".2f"), number(kl, ".4f"),
+            number(nrmse, ".2f"),
         )  # fmt: skip
     return table
 
 
 def mean_of(values: list[float | None]) -> float | None:
     """Return the mean of the measured values, None if there are none."""
-    there = [v for v in values if v is not None]
-    return float(np.mean(there)) if there else None
+    measured = [v for v in values if v is not None]
+    return float(np.mean(measured)) if measured else None

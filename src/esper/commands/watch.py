@@ -41,6 +41,6 @@ def _print_frame(run: Path) -> None:
     source.feed(source.poll())
     source.caught_up()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH
-    said = frame(source.model, source.name, time.time(), max(60, width)) if source.model.events else source.nothing()
+    text = frame(source.model, source.name, time.time(), max(60, width)) if source.model.events else source.nothing()
     encoding = sys.stdout.encoding or "utf-8"
-    print(said.encode(encoding, "replace").decode(encoding))
+    print(text.encode(encoding, "replace").decode(encoding))

@@ -28,7 +28,9 @@ class Workers:
 
     def __init__(self, count: int) -> None:
         if count > 1 and "RANK" in os.environ:
-            raise ConfigError("torchrun has started the ranks already: leave out --workers, or start without torchrun")
+            raise ConfigError(
+                "--workers cannot be used under torchrun, which has already started the ranks. Remove one of them"
+            )
         self.count, self.processes, self.place = count, [], None  # type: tuple[int, list[subprocess.Popen[bytes]], Path | None]
         self.leads = RENDEZVOUS not in os.environ
 
@@ -67,9 +69,7 @@ class Workers:
         for rank, process in enumerate(self.processes, 1):
             if process.poll() is not None:
                 how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
-                raise TrainingError(
-                    f"worker {rank} of {self.count} has ended ({how}), and the run cannot go on without it"
-                )
+                raise TrainingError(f"worker {rank} of {self.count} ended ({how}); the run cannot continue without it")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -100,4 +100,4 @@ class Parent:
     def poll(self) -> None:
         """Raise TrainingError if the parent has ended."""
         if os.getppid() != self.pid:
-            raise TrainingError("the process that started this rank is gone")
+            raise TrainingError("the process that started this rank has ended")

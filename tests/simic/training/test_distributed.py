@@ -170,7 +170,7 @@ def test_process_group_still_starting_ends_when_one_rank_does(ends: str, code: i
         process.send_signal(signal.SIGKILL if ends == "leader" else signal.SIGTERM)
     said = finished(process, code, timeout=60)
     if ends == "worker":
-        assert "worker 1 of 2 has ended (signal 9)" in said
+        assert "worker 1 of 2 ended (signal 9)" in said
     assert psutil.wait_procs([worker], timeout=30)[1] == []
     assert not (tmp_path / "run").exists()
     if ends != "leader":

@@ -63,7 +63,7 @@ def test_rank_waiting_for_another_obeys_the_first_signal(number: int, code: int,
         said = finished(process, code, timeout=60)
     finally:
         end(process)
-    assert f"Go on with: esper train --resume {tmp_path / 'run'}" in said.replace("\n", "")
+    assert f"Resume with: esper train --resume {tmp_path / 'run'}" in said.replace("\n", "")
     assert "Traceback" not in said
     assert read_manifest(tmp_path / "run")["status"] == "interrupted"
     assert not worker.is_running()
@@ -78,7 +78,9 @@ def test_stopped_worker_ends_the_run_resumably(tmp_path: Path) -> None:
     finally:
         end(process)
     assert "rank 1 has not answered for 6 s" in said
-    assert f"{newest(tmp_path / 'run')} is kept. Go on with: esper train --resume" in said.replace("\n", " ")
+    assert f"The last checkpoint is {newest(tmp_path / 'run')}. Resume with: esper train --resume" in said.replace(
+        "\n", " "
+    )
     assert "Traceback" not in said
     assert read_manifest(tmp_path / "run")["status"] == "failed"
     assert not worker.is_running()
@@ -95,8 +97,8 @@ def test_stopped_leading_rank_ends_the_others_and_itself_when_continued(tmp_path
     finally:
         end(process)
     assert "rank 0 has not answered for 6 s" in said
-    assert "once rank 0 has ended" in said.replace("\n", " ")
-    assert "worker 1 of 2 has ended" in said
+    assert "after rank 0 has ended" in said.replace("\n", " ")
+    assert "worker 1 of 2 ended" in said
     assert read_manifest(tmp_path / "run")["status"] == "failed"
 
 

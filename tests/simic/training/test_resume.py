@@ -452,7 +452,7 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
     manifest.unlink()
     if content is not None:
         manifest.write_bytes(content)
-    with pytest.warns(UserWarning, match="written anew from round-000001"):
+    with pytest.warns(UserWarning, match="rebuilt from round-000001"):
         saved, config = last_checkpoint(tmp_path / "run", None, [], TrainOptions(resume=tmp_path / "run"))
     assert (config, saved.name) == (SIM, "round-000001")
     go_on(SIM, tmp_path / "run")

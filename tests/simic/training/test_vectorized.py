@@ -13,7 +13,7 @@ import pytest
 import torch
 from rich.console import Console
 
-from esper.commands.train import Shown
+from esper.commands.train import ProgressDisplay
 from esper.leyline import events
 from esper.leyline.actions import BLUEPRINTS, Head
 from esper.leyline.events import Event
@@ -98,11 +98,11 @@ def test_fewer_environments_than_groups_form_one_group_each(envs: int) -> None:
 def test_skipped_updates_are_reported_in_any_round(capsys: pytest.CaptureFixture[str]) -> None:
     small = load_config(sets=SMALL)
     told = train_ppo_vectorized(small).rounds[1]
-    shown = Shown(Console(force_terminal=False), msgspec.structs.replace(small, rounds=100))
+    shown = ProgressDisplay(Console(force_terminal=False), msgspec.structs.replace(small, rounds=100))
     shown.round(told)
     assert capsys.readouterr().out == ""  # not every round is
     shown.round(replace(told, update=msgspec.structs.replace(told.update, skipped=3)))
-    assert "3 updates were not finite and skipped" in capsys.readouterr().out
+    assert "3 minibatches skipped (not finite)" in capsys.readouterr().out
 
 
 def test_training_leaves_the_callers_generators_unchanged() -> None:
