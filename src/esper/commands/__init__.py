@@ -12,6 +12,7 @@ from esper.leyline.text import printable
 
 if TYPE_CHECKING:
     from rich.console import Console
+    from rich.table import Table
 
     from esper.nissa.recorder import Run
 
@@ -19,6 +20,13 @@ if TYPE_CHECKING:
 def plainly(console: Console, text: str) -> None:
     """Print text that contains a path unchanged, on one line."""
     console.print(printable(text, None), markup=False, highlight=False, soft_wrap=True)
+
+
+def natural_width(table: Table, console: Console) -> int:
+    """Return the width of a table without wrapping."""
+    from rich.measure import Measurement
+
+    return Measurement.get(console, console.options.update(max_width=100_000), table).maximum
 
 
 @contextmanager

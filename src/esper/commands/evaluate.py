@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from rich.text import Text
 
 from esper.commands import plainly
 from esper.karn.dots import dots
+from esper.karn.held_out import HeldOut, Lead, lead_text
 from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.nissa.run import read_manifest
@@ -150,11 +151,12 @@ def run_eval(
     facts = figures(played)
     if out is not None:
         write_atomically(out / "eval.json", (json.dumps(facts, indent=1) + "\n").encode())
-        write_atomically(out / "eval.svg", picture(played).encode())
+        plot = dots([(p.name, p.utility.tolist()) for p in played], "Utility in held-out worlds")
+        write_atomically(out / "eval.svg", plot.encode())
     if as_json:
         print(json.dumps(facts, indent=1))
         return
-    console.print(results_tables(played, config.simulated))
+    console.print(results_tables(facts, config.simulated))
     if out is not None:
         plainly(console, f"files in {out}: eval.json, eval.svg")
 
@@ -186,9 +188,8 @@ def figures(played: Sequence[Played]) -> dict[str, Any]:
         for column in ("test", "quality", "params", "macs", "utility"):
             values = getattr(p, column)
             whole = bool(np.isfinite(values).all())
-            row[column] = (
-                {"mean": float(values.mean()), "sd": spread(values), "worlds": values.tolist()} if whole else None
-            )
+            summary = {"mean": float(values.mean()), "sd": float(np.std(values, ddof=1)), "worlds": values.tolist()}
+            row[column] = summary if whole else None
         if p is not first:
             for column in ("test", "utility"):
                 ours, theirs = getattr(first, column), getattr(p, column)
@@ -198,16 +199,11 @@ def figures(played: Sequence[Played]) -> dict[str, Any]:
     return {"worlds": first.worlds, "rows": rows}
 
 
-def spread(values: Any) -> float:
-    """Return the standard deviation over worlds."""
-    return float(np.std(values, ddof=1))
-
-
-def results_tables(played: Sequence[Played], simulated: bool) -> Group:
-    """Return the results, one row per controller. `lead` is the first one's mean per-world difference."""
-    first, worlds = played[0], len(played[0].worlds)
+def results_tables(facts: Mapping[str, Any], simulated: bool) -> Group:
+    """Return the results of `figures` as tables, one row per controller, with their explanation."""
+    comparison = msgspec.convert(facts, HeldOut)
     notes = [
-        f"{worlds} held-out worlds, the same for every row",
+        f"{len(comparison.worlds)} held-out worlds, the same for every row",
         "lead: mean over worlds of first row − this row, with its bootstrap 95 % interval",
         "bold: the interval excludes 0",
         "U: utility, the quality gained over no growth minus rent on size and compute",
@@ -216,15 +212,15 @@ def results_tables(played: Sequence[Played], simulated: bool) -> Group:
     if not simulated:
         notes.append("test accuracy: mean ± standard deviation over worlds; its lead is in points")
         accuracy = contenders("test accuracy", "lead [95 %]")
-        for p in played:
-            mean = f"{p.test.mean():.1%} ± {100 * spread(p.test):.1f}"
-            accuracy.add_row(escape(p.name), mean, lead(first.test, p.test, p is first, 100, 1))
+        for row in comparison.rows:
+            mean = "–" if row.test is None else f"{row.test.mean:.1%} ± {100 * row.test.sd:.1f}"
+            accuracy.add_row(escape(row.name), mean, lead(row.test_lead, "percent"))
         parts += [accuracy, ""]
     utility = contenders("U", "lead [95 %]", "parameters", "multiply-adds")
-    for p in played:
-        sizes = f"{p.params.mean():,.0f}", f"{p.macs.mean():,.0f}"
-        gap = lead(first.utility, p.utility, p is first, 1, 4)
-        utility.add_row(escape(p.name), f"{p.utility.mean():+.4f}", gap, *sizes)
+    for row in comparison.rows:
+        mean = "–" if row.utility is None else f"{row.utility.mean:+.4f}"
+        sizes = ["–" if size is None else f"{size.mean:,.0f}" for size in (row.params, row.macs)]
+        utility.add_row(escape(row.name), mean, lead(row.utility_lead, "utility"), *sizes)
     return Group(*parts, utility, Text("\n".join(notes), "dim"))
 
 
@@ -237,15 +233,8 @@ def contenders(*columns: str) -> Table:
     return table
 
 
-def lead(ours: Any, theirs: Any, is_first: bool, scale: float, digits: int) -> str:
-    """Format the lead with its interval; "" in the first row."""
-    if is_first:
+def lead(value: Lead | None, unit: str) -> str:
+    """Format the lead of the first row with its interval; "" if there is none."""
+    if value is None:
         return ""
-    d = compare(ours, theirs)
-    text = f"{scale * d.mean:+.{digits}f} [{scale * d.low:+.{digits}f}, {scale * d.high:+.{digits}f}]"
-    return f"[b]{text}[/b]" if d.is_sure else text
-
-
-def picture(played: Sequence[Played]) -> str:
-    """Return a dot plot of the utility in every world, with means and intervals."""
-    return dots([(p.name, p.utility.tolist()) for p in played], "Utility in held-out worlds")
+    return f"[b]{lead_text(value, unit)}[/b]" if value.is_sure else lead_text(value, unit)

@@ -8,10 +8,10 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 from rich.text import Text
 
+from esper.commands import natural_width
 from esper.leyline.errors import ConfigError
 from esper.leyline.text import printable
 from esper.nissa.run_list import RunInfo, list_runs
@@ -56,11 +56,6 @@ def as_table(rows: list[RunInfo], names: list[str]) -> Table:
     for row in rows:
         table.add_row(*(COLUMNS[name](row) for name in names))
     return table
-
-
-def natural_width(table: Table, console: Console) -> int:
-    """Return the width of a table without wrapping."""
-    return Measurement.get(console, console.options.update(max_width=100_000), table).maximum
 
 
 def _status(row: RunInfo) -> Text:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.measure import Measurement
 from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
+from esper.commands import natural_width
 from esper.karn import sql_process
 from esper.karn.lenient_manifest import manifest_of
 from esper.karn.sql import Answer
@@ -125,11 +125,6 @@ def show_answer(answer: Answer, console: Console) -> None:
         console.print(Text(f"{len(answer.columns) - count} columns do not fit: {left}. Select fewer columns"))
     if answer.more:
         console.print(Text(f"{answer.more:,} more rows; use --limit 0 for all"))
-
-
-def natural_width(table: Table, console: Console) -> int:
-    """Return the width of a table without wrapping."""
-    return Measurement.get(console, console.options.update(max_width=100_000), table).maximum
 
 
 def as_table(answer: Answer, count: int) -> Table:

@@ -78,11 +78,11 @@ def downsample(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
         return list(points)
     buckets = max(1, (most - 2) // 3)
     inner = points[1:-1]
-    kept = [points[0]]
+    chosen = [points[0]]
     for b in range(buckets):
         bucket = inner[b * len(inner) // buckets : (b + 1) * len(inner) // buckets]
-        kept += _extremes(bucket)
-    return [*kept, points[-1]]
+        chosen += _extremes(bucket)
+    return [*chosen, points[-1]]
 
 
 def _extremes(bucket: Sequence[Point]) -> list[Point]:

@@ -87,25 +87,26 @@ def read(run: Path) -> tuple[HeldOut | None, str | None]:
 
 def held_out(run: RunSummary) -> str:
     """Return the section of the report, "" if there is no comparison."""
-    found, damage = read(run.path)
+    comparison, damage = read(run.path)
     if damage is not None:
         return section("Held-out comparison", "", f'<p class="none">{escape(cut(printable(damage)))}</p>')
-    if found is None or not found.rows:
+    if comparison is None or not comparison.rows:
         return ""
-    has_test = any(row.test is not None for row in found.rows)
+    has_test = any(row.test is not None for row in comparison.rows)
     heads = ["controller", *(["test accuracy", "lead of the first row"] if has_test else []), "utility U",
              "lead of the first row", "parameters", "multiply-adds"]  # fmt: skip
     rows = []
-    for i, row in enumerate(found.rows):
+    for i, row in enumerate(comparison.rows):
         cells = [escape(cut(printable(row.name), 100))]
         if has_test:
             cells += [figure(row.test, "percent"), lead(row.test_lead, "percent") if i else ""]
         cells += [figure(row.utility, "utility"), lead(row.utility_lead, "utility") if i else ""]
         rows.append([*cells, *(cell(None if f is None else f.mean, "count") for f in (row.params, row.macs))])
-    after = "" if found.rounds is None else f", after round {found.rounds}"
+    worlds = len(comparison.worlds)
+    after = "" if comparison.rounds is None else f", after round {comparison.rounds}"
     says = (
-        f"{len(found.worlds)} worlds that had no part in training, the same for all controllers{after}. "
-        f"±: standard deviation over the {len(found.worlds)} worlds. Lead: mean difference world by world, in brackets "
+        f"{worlds} worlds that had no part in training, the same for all controllers{after}. "
+        f"±: standard deviation over the {worlds} worlds. Lead: mean difference world by world, in brackets "
         "its bootstrap 95 % interval over worlds; bold where the interval excludes 0. U: validation quality above the "
         "no-growth twin, minus rent on parameters and multiply-adds."
     )
@@ -113,20 +114,24 @@ def held_out(run: RunSummary) -> str:
     return section("Held-out comparison", says, body)
 
 
-def figure(found: Figure | None, unit: str) -> str:
+def figure(value: Figure | None, unit: str) -> str:
     """Format a mean and its standard deviation over worlds, in percent or as a utility."""
-    if found is None:
+    if value is None:
         return cell(None)
     if unit == "percent":
-        return f"{escape(spoken(found.mean, unit))} ± {100 * found.sd:.1f}"
-    return f"{found.mean:+.4f} ± {found.sd:.4f}"
+        return f"{escape(spoken(value.mean, unit))} ± {100 * value.sd:.1f}"
+    return f"{value.mean:+.4f} ± {value.sd:.4f}"
 
 
-def lead(found: Lead | None, unit: str) -> str:
+def lead(value: Lead | None, unit: str) -> str:
     """Format a difference with its interval, in percentage points or as a utility."""
-    if found is None:
+    if value is None:
         return cell(None)
-    values = (found.mean, found.low, found.high)
-    mean, low, high = (f"{100 * v:+.1f}" if unit == "percent" else f"{v:+.4f}" for v in values)
-    text = f"{mean} [{low}, {high}]"
-    return f"<b>{text}</b>" if found.is_sure else text
+    return f"<b>{lead_text(value, unit)}</b>" if value.is_sure else lead_text(value, unit)
+
+
+def lead_text(value: Lead, unit: str) -> str:
+    """Return a difference and its interval as text, in percentage points or as a utility."""
+    numbers = (value.mean, value.low, value.high)
+    mean, low, high = (f"{100 * v:+.1f}" if unit == "percent" else f"{v:+.4f}" for v in numbers)
+    return f"{mean} [{low}, {high}]"

@@ -135,8 +135,8 @@ def worth_lines(slot: SlotLife, colour: int) -> list[Series]:
                 errors.append((x or 0.0, None, None))
             if y is not None and bool(done) == committed:
                 points.append((x or 0.0, y))
-                known = se is not None and math.isfinite(se) and math.isfinite(y)
-                errors.append((x or 0.0, y - se, y + se) if known and se is not None else (x or 0.0, None, None))
+                is_finite = se is not None and math.isfinite(se) and math.isfinite(y)
+                errors.append((x or 0.0, y - se, y + se) if is_finite and se is not None else (x or 0.0, None, None))
         if any(y is not None for _, y in points):
             lines.append(Series(name, points, colour, errors, key=slot.name, dash=dash))
     return lines
@@ -144,7 +144,7 @@ def worth_lines(slot: SlotLife, colour: int) -> list[Series]:
 
 def worth_bars(e: EpisodeLife, colour: dict[str, int], unit: str) -> str:
     """Return each seed's last measured Shapley value, with its standard error, as bars."""
-    found: list[tuple[SlotLife, int, float, float, Value]] = []
+    measured: list[tuple[SlotLife, int, float, float, Value]] = []
     for slot in e.slots.values():
         t = slot.worth
         last: dict[int, tuple[float, float, Value]] = {}
@@ -153,10 +153,10 @@ def worth_bars(e: EpisodeLife, colour: dict[str, int], unit: str) -> str:
         ):
             if y is not None and x is not None:
                 last[int(seed or 0)] = (x, y, se)
-        found += [(slot, seed, *row) for seed, row in last.items()]
-    if not found:
+        measured += [(slot, seed, *row) for seed, row in last.items()]
+    if not measured:
         return ""
-    spans = [(y - (se or 0.0), y + (se or 0.0)) for *_, y, se in found if math.isfinite(y)]
+    spans = [(y - (se or 0.0), y + (se or 0.0)) for *_, y, se in measured if math.isfinite(y)]
     low = min([0.0, *(a for a, _ in spans if math.isfinite(a))])
     high = max([0.0, *(b for _, b in spans if math.isfinite(b))])
     width = (high - low) or 1.0
@@ -165,7 +165,7 @@ def worth_bars(e: EpisodeLife, colour: dict[str, int], unit: str) -> str:
         return 100 * (y - low) / width
 
     rows = []
-    for slot, seed, x, y, se in found:
+    for slot, seed, x, y, se in measured:
         when = "at the end" if x >= e.length else f"epoch {x:.0f}"
         beam = f'<s style="left:{at(0):.2f}%"></s>'
         if math.isfinite(y):

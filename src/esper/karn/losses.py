@@ -12,9 +12,9 @@ def missed_by_sinks(counters: object) -> dict[str, float]:
 
     Events missing from the journal itself appear as gaps in its sequence numbers, or at its end.
     """
-    told = counters if isinstance(counters, dict) else {}
+    totals = counters if isinstance(counters, dict) else {}
     return {
         str(name).removesuffix(GIVEN_UP): float(count)
-        for name, count in told.items()
+        for name, count in totals.items()
         if str(name).endswith(GIVEN_UP) and isinstance(count, int | float) and math.isfinite(count) and count > 0
     }

@@ -100,7 +100,9 @@ def header(run: RunSummary, tag: str = "h1") -> str:
         f"<div><dt>{escape(k)}</dt><dd>{escape(cut(str(v)))}</dd></div>" for k, v in facts.items() if v is not None
     )
     command = run.manifest.get("command") or run.started.get("command")  # the manifest's command includes its options
-    said = f'<p class="soft" style="margin-top:6px"><code>{escape(cut(str(command)))}</code></p>' if command else ""
+    command_line = (
+        f'<p class="soft" style="margin-top:6px"><code>{escape(cut(str(command)))}</code></p>' if command else ""
+    )
     rest = {k: v for k, v in run.manifest.items() if k not in ("run_id", "status", "task", "command", "config")}
     folds = "".join(
         f"<details><summary>{name}</summary>{tree(value)}</details>"
@@ -109,7 +111,7 @@ def header(run: RunSummary, tag: str = "h1") -> str:
     )
     return (
         f'<header><p class="brand">Esper run</p><div class="top"><{tag}>{escape(title_of(run))}</{tag}>'
-        f'<span class="pill {PILL.get(run.status, "")}">{escape(run.status)}</span></div>{said}'
+        f'<span class="pill {PILL.get(run.status, "")}">{escape(run.status)}</span></div>{command_line}'
         f'<dl class="facts">{rows}</dl>{folds}</header>'
     )
 
@@ -152,38 +154,40 @@ def plain(value: Any) -> str:
 
 def troubles(run: RunSummary) -> list[tuple[str, str]]:
     """Return the problems of a run as (severity, text), errors first."""
-    found: list[tuple[str, str]] = []
+    problems: list[tuple[str, str]] = []
     error = run.manifest.get("error") or (run.finished or {}).get("error")
     if run.status == "failed":
-        found.append(("error", f"The run failed: {error or 'no reason recorded'}"))
+        problems.append(("error", f"The run failed: {error or 'no reason recorded'}"))
     elif run.status == "killed":
-        found.append(("error", "The run was killed: it neither goes on nor ended by itself. What it wrote is shown."))
+        problems.append(
+            ("error", "The run was killed: it neither goes on nor ended by itself. What it wrote is shown.")
+        )
     elif run.status == "interrupted":
-        found.append(("warning", "The run was interrupted before its end."))
+        problems.append(("warning", "The run was interrupted before its end."))
     if run.manifest_damage:
-        found.append(("warning", f"{run.manifest_damage}. What is shown comes from the journal."))
-    found += [(str(h.get("severity")), f"{h.get('source')}: {words(h)}") for h in run.health
+        problems.append(("warning", f"{run.manifest_damage}. What is shown comes from the journal."))
+    problems += [(str(h.get("severity")), f"{h.get('source')}: {words(h)}") for h in run.health
               if h.get("severity") in ("warning", "error")]  # fmt: skip
-    found += [("error", f"The journal is incomplete: {text}.") for text in run.losses]
+    problems += [("error", f"The journal is incomplete: {text}.") for text in run.losses]
     if run.damage.lines or run.unreadable:
-        found.append(("warning", f"{run.damage.lines + run.unreadable} lines of the journal could not be read."))
+        problems.append(("warning", f"{run.damage.lines + run.unreadable} lines of the journal could not be read."))
     if run.damage.torn and run.status not in ("running", "killed"):
-        found.append(("warning", "The journal ends within a line."))
-    found += [("error", text) for text in not_finite(run)]
+        problems.append(("warning", "The journal ends within a line."))
+    problems += [("error", text) for text in not_finite(run)]
     undone = [g for g in run.governor if g.get("action") == "rolled back"]
     for g in undone[:20]:
         limit = f", limit {spoken(g['limit'])}" if g.get("limit") is not None else ""
         back = f", back to epoch {g['restored_step']}" if g.get("restored_step") is not None else ""
         name = run.envs[g["env"]].name if g.get("env") in run.envs else f"env {g.get('env')}"
-        found.append(("warning", f"Governor, {name}, epoch {g.get('step')}: {g.get('alarm')} "
+        problems.append(("warning", f"Governor, {name}, epoch {g.get('step')}: {g.get('alarm')} "
                                  f"({spoken(g.get('value'))}{limit}) → {g.get('action')}{back}"))  # fmt: skip
     if len(undone) > 20:
-        found.append(("warning", f"Governor: {len(undone) - 20} more rollbacks"))
+        problems.append(("warning", f"Governor: {len(undone) - 20} more rollbacks"))
     watched = Counter(str(g.get("alarm")) for g in run.governor if g.get("action") != "rolled back")
     if watched:
         each = ", ".join(f"{alarm} {count} times" if count > 1 else alarm for alarm, count in watched.most_common(5))
-        found.append(("warning", f"Governor: {sum(watched.values())} alarms that needed no rollback ({each})"))
-    return sorted(((severity, printable(text)) for severity, text in found), key=lambda each: each[0] != "error")
+        problems.append(("warning", f"Governor: {sum(watched.values())} alarms that needed no rollback ({each})"))
+    return sorted(((severity, printable(text)) for severity, text in problems), key=lambda each: each[0] != "error")
 
 
 def not_finite(run: RunSummary) -> list[str]:
@@ -208,16 +212,16 @@ def words(health: Mapping[str, Any]) -> str:
 
 def health(run: RunSummary) -> str:
     """Return the section on problems, or a line that there are none."""
-    found = troubles(run)
-    if not found:
+    problems = troubles(run)
+    if not problems:
         events = spoken(sum(run.kinds.values()), "count")
         return f'<p class="health">Nothing amiss: {events} events, none lost; no alarm.</p>'
-    return trouble("Not as it should be", found)
+    return trouble("Not as it should be", problems)
 
 
-def trouble(title: str, found: Sequence[tuple[str, str]]) -> str:
+def trouble(title: str, problems: Sequence[tuple[str, str]]) -> str:
     """Return a list of problems as a section."""
-    rows = "".join(f'<li><b class="{escape(s)}">{escape(s)}</b> {escape(text)}</li>' for s, text in found)
+    rows = "".join(f'<li><b class="{escape(s)}">{escape(s)}</b> {escape(text)}</li>' for s, text in problems)
     return f'<section class="trouble" role="alert"><h2>{escape(title)}</h2><ul>{rows}</ul></section>'
 
 
@@ -264,7 +268,7 @@ def comparison(runs: Sequence[RunSummary]) -> str:
     return (
         f'<header><p class="brand">Esper report</p><h1>{len(runs)} runs compared</h1></header>'
         + section("Side by side", says, body)
-        + "".join(trouble(title_of(run), found) for run in runs if (found := troubles(run)))
+        + "".join(trouble(title_of(run), problems) for run in runs if (problems := troubles(run)))
     )
 
 
@@ -279,13 +283,15 @@ def compared(run: RunSummary) -> list[tuple[str, list[EpisodeLife]]]:
 
 def average(values: Sequence[Value]) -> Value:
     """Return the mean of the measured values; None if there are none."""
-    known = [v for v in values if v is not None]
-    return sum(known) / len(known) if known else None
+    measured = [v for v in values if v is not None]
+    return sum(measured) / len(measured) if measured else None
 
 
 def footer(runs: Sequence[RunSummary]) -> str:
     """Return the footer: number of events and Esper versions."""
-    told = [versions for r in runs if isinstance(versions := r.manifest.get("versions"), dict)]
-    made = "".join(f", Esper {escape(cut(v))}" for v in sorted({str(each.get("esper") or "") for each in told}) if v)
+    versions_of_runs = [versions for r in runs if isinstance(versions := r.manifest.get("versions"), dict)]
+    made = "".join(
+        f", Esper {escape(cut(v))}" for v in sorted({str(each.get("esper") or "") for each in versions_of_runs}) if v
+    )
     events = spoken(sum(sum(r.kinds.values()) for r in runs), "count")
     return f"<footer>Made from {events} events{made}. This file needs no network.</footer>"

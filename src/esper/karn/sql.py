@@ -157,8 +157,8 @@ class Runs:
             self.troubles.append(f"{damage}. The journal is read without it")
         content = None if damage else read_regular(path / MANIFEST, MOST_MANIFEST_BYTES).decode()
         good = damaged = 0
-        for rank, found in segments(path / EVENTS).items():
-            for batch in batches([each for _, each in found]):
+        for rank, segments_of_rank in segments(path / EVENTS).items():
+            for batch in batches([each for _, each in segments_of_rank]):
                 with whole_lines(batch) as (files, broken):
                     wrong = broken + self._read_lines(run, rank, files)
                 good, damaged = good + self._keep_lines(run), damaged + wrong
@@ -233,22 +233,22 @@ class Runs:
         present = {kind for (kind,) in db.execute("select distinct kind from lines").fetchall()}
         for name in sorted(present & KINDS.keys()):
             self._keep_kind(run, name)
-        known = ", ".join(f"'{name}'" for name in KINDS)
+        names = ", ".join(f"'{name}'" for name in KINDS)
         db.execute(
             "insert into other_events select ?, kind, seq, time_s, rank, json_merge_patch(json, ?) from lines "
-            f"where kind not in ({known})",
+            f"where kind not in ({names})",
             [run, '{"crc": null, "replaced": null}'],
         )
         places = "insert into places select ?, seq, time_s, rank, kind, replaced from lines"
-        (kept,) = db.execute(places, [run]).fetchone() or (0,)
-        return int(kept)
+        (count,) = db.execute(places, [run]).fetchone() or (0,)
+        return int(count)
 
     def _keep_kind(self, run: str, name: str) -> None:
         types = column_types(KINDS[name])
-        known = [*types, *PLACE, "kind", "crc", "replaced"]
+        names = [*types, *PLACE, "kind", "crc", "replaced"]
         keys = self._db.execute("select distinct json_keys(json) from lines where kind = ?", [name]).fetchall()
-        is_newer = any(key not in known for (each,) in keys for key in each)
-        rest = json.dumps(dict.fromkeys(known))  # as a merge patch, it removes the known fields
+        is_newer = any(key not in names for (each,) in keys for key in each)
+        rest = json.dumps(dict.fromkeys(names))  # as a merge patch, it removes these fields
         extra = f"nullif(json_merge_patch(json, '{rest}')::varchar, '{{}}')" if is_newer else "null"
         own = "".join(f'event."{column}", ' for column in types)
         self._db.execute(
@@ -320,16 +320,16 @@ def batches(files: Sequence[Path]) -> Iterator[list[Path]]:
 def whole_lines(files: Sequence[Path]) -> Iterator[tuple[list[Path], int]]:
     """Yield these files, with damaged lines removed in temporary copies, and the number of damaged lines."""
     with TemporaryDirectory() as place:
-        found, broken = [], 0
+        readable, broken = [], 0
         for i, file in enumerate(files):
             damaged = sum(not is_whole(line) for line in each_line(file))
             broken += damaged
             if damaged:
                 copy = Path(place) / f"{i}.jsonl"
-                with copy.open("wb") as kept:
-                    kept.writelines(line + b"\n" for line in each_line(file) if is_whole(line))
-            found.append(copy if damaged else file)
-        yield found, broken
+                with copy.open("wb") as target:
+                    target.writelines(line + b"\n" for line in each_line(file) if is_whole(line))
+            readable.append(copy if damaged else file)
+        yield readable, broken
 
 
 def literal_path(path: Path) -> str:

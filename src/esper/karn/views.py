@@ -82,16 +82,16 @@ def _all_notes() -> dict[str, dict[str, str]]:
         tree = ast.parse(inspect.getsource(events))
     except (OSError, TypeError):
         return {}
-    found: dict[str, dict[str, str]] = {}
+    notes_by_class: dict[str, dict[str, str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            notes = found.setdefault(node.name, {})
+            notes = notes_by_class.setdefault(node.name, {})
             for before, after in zip(node.body, node.body[1:], strict=False):
                 if isinstance(before, ast.AnnAssign) and isinstance(before.target, ast.Name):
                     text = _text(after)
                     if text:
                         notes[before.target.id] = " ".join(text.split())
-    return found
+    return notes_by_class
 
 
 def _text(node: ast.stmt) -> str:

@@ -114,8 +114,8 @@ def env_state(env: EnvState) -> tuple[str, str]:
 
 def alarms(model: WatchModel, now: float) -> list[Alarm]:
     """Return the alarms, worst first; empty if there are none. Notes are past or harmless."""
-    found = [*_run(model, now), *_envs(model), *_governor(model, now), *_machinery(model), *_ppo(model)]
-    return sorted(found, key=lambda a: ("bad", "warn", "note").index(a.tone))
+    problems = [*_run(model, now), *_envs(model), *_governor(model, now), *_machinery(model), *_ppo(model)]
+    return sorted(problems, key=lambda a: ("bad", "warn", "note").index(a.tone))
 
 
 def _run(model: WatchModel, now: float) -> list[Alarm]:
@@ -147,52 +147,52 @@ def _governor(model: WatchModel, now: float) -> list[Alarm]:
     total = sum(model.governor.values())
     d = model.last_alarm.data
     env = model.envs.get(whole(d.get("env")))
-    said = (
+    message = (
         f"governor: {total} alarm{'s' * (total != 1)}, last {text(d.get('alarm')) or NONE} "
         f"({text(d.get('action')) or NONE}) in {env.name if env else NONE} at step {whole(d.get('step'))}"
     )
     age = model.last_s + silence_s(model, now) - model.last_alarm.time_s
     recent = age <= RECENT_S and not is_over(state(model, now)[0])
-    return [Alarm("warn" if recent else "note", said)]
+    return [Alarm("warn" if recent else "note", message)]
 
 
 def _machinery(model: WatchModel) -> list[Alarm]:
     missed = missed_by_sinks(model.counters)
-    found = [Alarm("bad", f"sink {name} missed {count:g} events") for name, count in missed.items()]
-    found += [
-        Alarm("bad" if e.data.get("severity") == "error" else "warn", f"{text(e.data.get('source'))}: {said}")
-        for said, e in model.troubles.items()
+    problems = [Alarm("bad", f"sink {name} missed {count:g} events") for name, count in missed.items()]
+    problems += [
+        Alarm("bad" if e.data.get("severity") == "error" else "warn", f"{text(e.data.get('source'))}: {message}")
+        for message, e in model.troubles.items()
         if not (missed and "emitted" in numbers(e.data.get("counters")))  # the hub's last event: already listed above
     ]
     if model.manifest_damage:
-        found.append(Alarm("warn", "the manifest is damaged; this is what the journal tells"))
+        problems.append(Alarm("warn", "the manifest is damaged; this is what the journal tells"))
     lost = {k: v for k, v in model.counters.items() if v and any(w in k for w in LOSS_WORDS)}
     if lost:
-        found.append(Alarm("bad", "events lost: " + ", ".join(f"{k} {v:g}" for k, v in lost.items())))
+        problems.append(Alarm("bad", "events lost: " + ", ".join(f"{k} {v:g}" for k, v in lost.items())))
     if model.damage:
-        found.append(Alarm("warn", f"{model.damage} unreadable line{'s' * (model.damage != 1)} in the journal"))
-    return found + [Alarm("bad", f"the journal is incomplete: {text}") for text in model.losses]
+        problems.append(Alarm("warn", f"{model.damage} unreadable line{'s' * (model.damage != 1)} in the journal"))
+    return problems + [Alarm("bad", f"the journal is incomplete: {text}") for text in model.losses]
 
 
 def _ppo(model: WatchModel) -> list[Alarm]:
     u = model.update
     if u is None:
         return []
-    found = []
+    problems = []
     named = {"policy loss": u.get("policy_loss"), "value loss": u.get("value_loss"), "gradient": u.get("grad_norm")}
     odd = [name for name, v in named.items() if (n := number(v)) is not None and not math.isfinite(n)]
     if odd:
-        found.append(Alarm("bad", f"PPO {' and '.join(odd)} not finite"))
+        problems.append(Alarm("bad", f"PPO {' and '.join(odd)} not finite"))
     if whole(u.get("skipped")):
-        found.append(Alarm("warn", f"PPO skipped {whole(u['skipped'])} minibatches that were not finite"))
+        problems.append(Alarm("warn", f"PPO skipped {whole(u['skipped'])} minibatches that were not finite"))
     kl, clip = number(u.get("kl")), number(u.get("clip_fraction"))
     if kl is not None and not kl <= KL_LIMIT:
-        found.append(Alarm("warn", f"PPO KL {short(kl)} above {KL_LIMIT}"))
+        problems.append(Alarm("warn", f"PPO KL {short(kl)} above {KL_LIMIT}"))
     if clip is not None and not clip <= CLIP_LIMIT:
-        found.append(Alarm("warn", f"PPO clips {clip:.0%} of ratios"))
+        problems.append(Alarm("warn", f"PPO clips {clip:.0%} of ratios"))
     if flat := collapsed(model):
-        found.append(Alarm("warn", "entropy collapsed: " + ", ".join(f"{h} {e:.2f}" for h, e in flat.items())))
-    return found
+        problems.append(Alarm("warn", "entropy collapsed: " + ", ".join(f"{h} {e:.2f}" for h, e in flat.items())))
+    return problems
 
 
 def collapsed(model: WatchModel) -> dict[str, float]:

@@ -63,8 +63,8 @@ def _numbers(model: WatchModel, env: EnvState, width: int) -> Line:
         ("committed", quality(env.committed_quality, pc) + unit), ("train loss", short(env.train_loss)),
         ("val loss", short(env.val_loss)), ("params", count(env.params)), ("reward", short(env.reward)),
     ]  # fmt: skip
-    named = [(name, said.replace(f"{NONE} %", NONE)) for name, said in named]
-    return joined([[(f"{name} ", "dim"), (said, "plain")] for name, said in named], width, gap="  ")
+    named = [(name, content.replace(f"{NONE} %", NONE)) for name, content in named]
+    return joined([[(f"{name} ", "dim"), (content, "plain")] for name, content in named], width, gap="  ")
 
 
 def _ever_alive(env: EnvState, slot: int) -> bool:

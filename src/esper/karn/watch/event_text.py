@@ -58,16 +58,16 @@ def event_line(model: WatchModel, entry: Entry, width: int, *, with_env: bool = 
     out.append((fit(str(whole(d["step"])) if "step" in d else "", 4, right=True) + "  ", "dim"))
     used = sum(cell_len(s) for s, _ in out)
     room = max(10, width - used)
-    said, tone = event_text(model, entry.kind, d, room)
-    return (*out, (whole_words(said, room), tone))
+    message, tone = event_text(model, entry.kind, d, room)
+    return (*out, (whole_words(message, room), tone))
 
 
 def event_text(model: WatchModel, kind: str, d: Mapping[str, Any], width: int = 1000) -> tuple[str, str]:
     """Return the short text of an event and its tone."""
     if kind == "lifecycle":
         forms = _lifecycle_forms(model, d)
-        said = next((form for form in forms if cell_len(form) <= width), forms[-1])
-        return said, TONES.get(_letter_of(text(d.get("now"))), "plain")
+        message = next((form for form in forms if cell_len(form) <= width), forms[-1])
+        return message, TONES.get(_letter_of(text(d.get("now"))), "plain")
     if kind == "episode":
         return _episode_text(model, d)
     return _TEXTS[kind](d) if kind in _TEXTS else (text(kind).replace("_", " "), "dim")
@@ -80,8 +80,8 @@ def _run_started_text(d: Mapping[str, Any]) -> tuple[str, str]:
 def _run_finished_text(d: Mapping[str, Any]) -> tuple[str, str]:
     status = text(d.get("status"))
     error = f": {text(d.get('error'))}" if d.get("error") else ""
-    said = f"run {status} after {duration(number(d.get('wall_s')))}, {whole(d.get('env_steps'))} env-steps{error}"
-    return said, "good" if status == "finished" else "bad"
+    message = f"run {status} after {duration(number(d.get('wall_s')))}, {whole(d.get('env_steps'))} env-steps{error}"
+    return message, "good" if status == "finished" else "bad"
 
 
 def _lifecycle_forms(model: WatchModel, d: Mapping[str, Any]) -> list[str]:
@@ -108,28 +108,30 @@ def _letter_of(name: str) -> str:
 def _decision_text(d: Mapping[str, Any]) -> tuple[str, str]:
     op = text(d.get("op"))
     heads = [text(d.get(h)) for h in ("blueprint", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")]
-    said = " ".join([op_word(op), text(d.get("slot")), *(h for h in heads if h)])
+    message = " ".join([op_word(op), text(d.get("slot")), *(h for h in heads if h)])
     if d.get("happened") is False:
-        return f"{said}: not legal, nothing happened", "warn"
-    return said, op_tone(op)
+        return f"{message}: not legal, nothing happened", "warn"
+    return message, op_tone(op)
 
 
 def _episode_text(model: WatchModel, d: Mapping[str, Any]) -> tuple[str, str]:
     pc = model.is_percent
     unit = " %" if pc else ""
-    said = f"episode ended: quality {quality(number(d.get('quality')), pc)}{unit}"
-    said += f", best {quality(number(d.get('quality_best')), pc)}{unit}"
+    message = f"episode ended: quality {quality(number(d.get('quality')), pc)}{unit}"
+    message += f", best {quality(number(d.get('quality_best')), pc)}{unit}"
     if (gain := over_twin(d)) is not None:
-        said += f", {points(gain, None, pc)} over its twin"
-    return f"{said}, {whole(d.get('fossilized'))} fossilised, {whole(d.get('pruned'))} pruned", "accent"
+        message += f", {points(gain, None, pc)} over its twin"
+    return f"{message}, {whole(d.get('fossilized'))} fossilised, {whole(d.get('pruned'))} pruned", "accent"
 
 
 def _governor_text(d: Mapping[str, Any]) -> tuple[str, str]:
-    said = f"governor: {text(d.get('alarm'))}, {text(d.get('action'))}"
+    message = f"governor: {text(d.get('alarm'))}, {text(d.get('action'))}"
     if number(d.get("value")) is not None:
-        said += f", {short(number(d.get('value')))}"
-        said += f" against a limit of {short(number(d.get('limit')))}" if number(d.get("limit")) is not None else ""
-    return said + (f", back to step {whole(d['restored_step'])}" if d.get("restored_step") is not None else ""), "bad"
+        message += f", {short(number(d.get('value')))}"
+        message += f" against a limit of {short(number(d.get('limit')))}" if number(d.get("limit")) is not None else ""
+    return message + (
+        f", back to step {whole(d['restored_step'])}" if d.get("restored_step") is not None else ""
+    ), "bad"
 
 
 def _health_text(d: Mapping[str, Any]) -> tuple[str, str]:
@@ -145,10 +147,10 @@ def _checkpoint_text(d: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _update_text(d: Mapping[str, Any]) -> tuple[str, str]:
-    said = f"PPO update of round {whole(d.get('round'))}: KL {short(number(d.get('kl')))}"
-    said += f", clip {short(number(d.get('clip_fraction')))}"
+    message = f"PPO update of round {whole(d.get('round'))}: KL {short(number(d.get('kl')))}"
+    message += f", clip {short(number(d.get('clip_fraction')))}"
     mean = number(d.get("return_mean"))
-    return said + (f", mean return {short(mean, 4)}" if mean is not None else ""), "note"
+    return message + (f", mean return {short(mean, 4)}" if mean is not None else ""), "note"
 
 
 _TEXTS = {

@@ -29,21 +29,23 @@ def _began(run: Path) -> float:
     return 0.0
 
 
-def find_run(asked: Path, root: Path = RUNS) -> Path | None:
+def find_run(location: Path, root: Path = RUNS) -> Path | None:
     """Return the run directory; None if there is no run *yet*, so that a reader can wait for it."""
-    if asked.is_dir():
-        return asked if is_run(asked) else newest(asked)
-    if str(asked) == "latest":
+    if location.is_dir():
+        return location if is_run(location) else newest(location)
+    if str(location) == "latest":
         if root.is_dir():
             return newest(root)
         raise DataError(f"no run yet: there is no directory {root}/ here. Begin one, or name the directory of a run")
-    known = sorted(p.name for p in root.iterdir() if is_run(p)) if root.is_dir() else []
-    found = [name for name in known if name.startswith(asked.name)] if len(asked.parts) == 1 else []
-    if len(found) == 1:
-        return root / found[0]
-    if found:
-        raise DataError(f"{len(found)} runs begin with {str(asked)!r}: {', '.join(found[:5])}. Say more of the name")
-    newest_ones = ", ".join(reversed(known[-5:])) or "none"
+    names = sorted(p.name for p in root.iterdir() if is_run(p)) if root.is_dir() else []
+    matches = [name for name in names if name.startswith(location.name)] if len(location.parts) == 1 else []
+    if len(matches) == 1:
+        return root / matches[0]
+    if matches:
+        raise DataError(
+            f"{len(matches)} runs begin with {str(location)!r}: {', '.join(matches[:5])}. Say more of the name"
+        )
+    newest_ones = ", ".join(reversed(names[-5:])) or "none"
     raise DataError(
-        f"no run at {str(asked)!r}. Runs in {root}/: {newest_ones}. Name one of them, a directory, or latest"
+        f"no run at {str(location)!r}. Runs in {root}/: {newest_ones}. Name one of them, a directory, or latest"
     )

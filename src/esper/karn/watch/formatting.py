@@ -29,7 +29,7 @@ OP_WORDS = {Op.SET_ALPHA_TARGET.name: "SET ALPHA"}
 OP_TONES = {"GERMINATE": "note", "SET_ALPHA_TARGET": "warn", "PRUNE": "bad", "FOSSILIZE": "good", "ADVANCE": "accent"}
 
 
-def _said(value: Number, show: Callable[[float], str]) -> str:
+def _formatted(value: Number, show: Callable[[float], str]) -> str:
     if value is None:
         return NONE
     if math.isnan(value):
@@ -48,7 +48,7 @@ def short(value: Number, digits: int = 3) -> str:
             return f"{v:.1e}"
         return f"{v:.{max(0, digits - (0 if size < 1 else len(str(int(size)))))}f}"
 
-    return _said(value, show)
+    return _formatted(value, show)
 
 
 def count(value: Number) -> str:
@@ -60,12 +60,12 @@ def count(value: Number) -> str:
                 return f"{v / size:.{2 if abs(v) < 10 * size else 1 if abs(v) < 100 * size else 0}f}{unit}"
         return f"{v:.0f}"
 
-    return _said(value, show)
+    return _formatted(value, show)
 
 
 def quality(value: Number, is_percent: bool) -> str:
     """Format a quality, in percent if qualities are fractions, else in the task's own unit."""
-    return _said(value, lambda v: f"{100 * v:.1f}") if is_percent else short(value)
+    return _formatted(value, lambda v: f"{100 * v:.1f}") if is_percent else short(value)
 
 
 def points(value: Number, se: Number, is_percent: bool) -> str:
@@ -77,8 +77,8 @@ def points(value: Number, se: Number, is_percent: bool) -> str:
 
     if value is None:
         return NONE
-    error = "" if se is None else " ± " + _said(se, lambda v: f"{scale * v:.1f}" if is_percent else f"{v:.2g}")
-    return _said(value, signed) + error
+    error = "" if se is None else " ± " + _formatted(se, lambda v: f"{scale * v:.1f}" if is_percent else f"{v:.2g}")
+    return _formatted(value, signed) + error
 
 
 def duration(seconds: Number) -> str:
@@ -91,7 +91,7 @@ def duration(seconds: Number) -> str:
         clock = f"{s % 3600 // 60:02d}:{s % 60:02d}"
         return f"{s // 3600}:{clock}" if s >= 3600 else f"{s // 60}:{s % 60:02d}"
 
-    return _said(seconds, show)
+    return _formatted(seconds, show)
 
 
 def sparkline(values: Sequence[Number], width: int) -> str:
@@ -133,10 +133,10 @@ def letter(stage: int) -> str:
 
 def letters(stages: Sequence[int], width: int) -> str:
     """Return one letter per slot; if that does not fit, counts without the empty slots: T3 B2 F4."""
-    said = "".join(map(letter, stages))
-    if len(said) <= width:
-        return said
-    counts = [f"{mark}{said.count(mark)}" for mark in "GTBHFx?" if mark in said]
+    marks = "".join(map(letter, stages))
+    if len(marks) <= width:
+        return marks
+    counts = [f"{mark}{marks.count(mark)}" for mark in "GTBHFx?" if mark in marks]
     for sep in (" ", ""):
         if len(sep.join(counts)) <= width:
             return sep.join(counts) or "·"

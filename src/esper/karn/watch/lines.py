@@ -18,37 +18,37 @@ Row = TypeVar("Row")
 
 def plain(line: Line) -> str:
     """Return a line without colours."""
-    return printable("".join(said for said, _ in line), None).rstrip()
+    return printable("".join(text for text, _ in line), None).rstrip()
 
 
-def fit(said: str, width: int, *, right: bool = False, keep_end: bool = False) -> str:
+def fit(text: str, width: int, *, right: bool = False, keep_end: bool = False) -> str:
     """Return exactly `width` cells: padded, or cut with an ellipsis."""
-    size = cell_len(said)
+    size = cell_len(text)
     if size > width:
         if keep_end:
-            while cell_len(said) > max(0, width - 1):
-                said = said[1:]
-            said = "…" + said
+            while cell_len(text) > max(0, width - 1):
+                text = text[1:]
+            text = "…" + text
         else:
-            said = set_cell_size(said, max(0, width - 1)) + "…"
-        return set_cell_size(said, width)
-    return " " * (width - size) + said if right else said + " " * (width - size)
+            text = set_cell_size(text, max(0, width - 1)) + "…"
+        return set_cell_size(text, width)
+    return " " * (width - size) + text if right else text + " " * (width - size)
 
 
-def whole_words(said: str, width: int) -> str:
+def whole_words(text: str, width: int) -> str:
     """Cut at the end of a clause, or else of a word."""
-    if cell_len(said) <= width:
-        return said
-    cut = set_cell_size(said, max(0, width - 1)).rstrip()
+    if cell_len(text) <= width:
+        return text
+    cut = set_cell_size(text, max(0, width - 1)).rstrip()
     ends = [at for mark in (", ", " (", " ") if (at := cut.rfind(mark)) >= width // 2]
     return (cut[: ends[0]] if ends else cut).rstrip(" ,;:") + "…"
 
 
-def wrap(said: str, width: int, indent: str = "") -> list[str]:
+def wrap(text: str, width: int, indent: str = "") -> list[str]:
     """Wrap at words."""
     out: list[str] = []
     line = ""
-    for word in said.split():
+    for word in text.split():
         longer = f"{line} {word}" if line else word
         if line and cell_len(longer) > width - len(indent) * bool(out):
             out.append((indent if out else "") + line)
@@ -63,7 +63,7 @@ def joined(parts: Iterable[Sequence[Piece]], width: int, gap: str = "   ") -> Li
     line: list[Piece] = []
     used = 0
     for part in parts:
-        size = sum(cell_len(said) for said, _ in part) + (len(gap) if line else 0)
+        size = sum(cell_len(text) for text, _ in part) + (len(gap) if line else 0)
         if used + size > width:
             continue
         line += [(gap, "plain"), *part] if line else list(part)
@@ -92,15 +92,15 @@ class Table(Generic[Row]):
 
     def head(self) -> Line:
         """Return the header line."""
-        said = " ".join(fit(c.title, w, right=c.right) for c, w in self.columns)
-        return ((fit(said, self.width), "head"),)
+        text = " ".join(fit(c.title, w, right=c.right) for c, w in self.columns)
+        return ((fit(text, self.width), "head"),)
 
     def line(self, row: Row) -> Line:
         """Return the line of a row."""
         out: list[Piece] = []
         for column, width in self.columns:
             pieces = column.cell(row, width)
-            size = sum(cell_len(said) for said, _ in pieces)
+            size = sum(cell_len(text) for text, _ in pieces)
             if size > width:
                 pieces = ((fit(plain(pieces), width), pieces[0][1]),)
                 size = width
@@ -111,13 +111,13 @@ class Table(Generic[Row]):
 
 def table(columns: Sequence[Column[Row]], width: int) -> Table[Row]:
     """Return a table of the columns that fit, widened where there is space, the first ones first."""
-    kept = list(columns)
-    while sum(c.width + 1 for c in kept) - 1 > width and any(c.drop for c in kept):
-        kept.remove(max(kept, key=lambda c: c.drop))
-    room = width - sum(c.width + 1 for c in kept) + 1
+    shown = list(columns)
+    while sum(c.width + 1 for c in shown) - 1 > width and any(c.drop for c in shown):
+        shown.remove(max(shown, key=lambda c: c.drop))
+    room = width - sum(c.width + 1 for c in shown) + 1
     widths = []
-    for column in kept:
+    for column in shown:
         more = max(0, min(column.grow, room))
         widths.append(column.width + more)
         room -= more
-    return Table(tuple(zip(kept, widths, strict=True)), width)
+    return Table(tuple(zip(shown, widths, strict=True)), width)

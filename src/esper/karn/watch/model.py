@@ -300,10 +300,10 @@ class WatchModel:
         slot = self._slot(env, text(d.get("slot")))
         env.step = max(env.step, whole(d.get("step")))
         slot.enter(stage_number(d.get("now")), whole(d.get("step")))
-        gone = not slot.is_growing and slot.stage != SeedStage.FOSSILIZED
-        slot.blueprint = "" if gone else text(d.get("blueprint"))
+        is_empty = not slot.is_growing and slot.stage != SeedStage.FOSSILIZED
+        slot.blueprint = "" if is_empty else text(d.get("blueprint"))
         slot.alpha = number(d.get("alpha"))
-        if not gone and number(d.get("contribution")) is not None:
+        if not is_empty and number(d.get("contribution")) is not None:
             self._measured(slot, d, ("contribution", "contribution_se"))
 
     def _worth(self, entry: Entry) -> None:

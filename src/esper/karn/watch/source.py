@@ -21,9 +21,9 @@ STATUS_EVERY_S = 2.0
 class Source:
     """One run and its model. A run that does not exist yet is waited for."""
 
-    def __init__(self, asked: Path, clock: Callable[[], float]) -> None:
-        self._asked, self._clock = asked, clock
-        self.run = find_run(asked)
+    def __init__(self, location: Path, clock: Callable[[], float]) -> None:
+        self._location, self._clock = location, clock
+        self.run = find_run(location)
         self.model = WatchModel()
         self._follower: Follower | None = None
         self._has_named_slots = False
@@ -46,7 +46,7 @@ class Source:
     def poll(self) -> list[Entry]:
         """Return the new journal entries. Does not touch the model, so it may run in its own thread."""
         if self.run is None:
-            self.run = find_run(self._asked)
+            self.run = find_run(self._location)
         if self.run is None:
             return []
         if self._follower is None:
@@ -76,9 +76,9 @@ class Source:
             self._status_at = now
             self._manifest = self._read_manifest()
         status = self._manifest.get("status")
-        found = (status if isinstance(status, str) else None, damage, self._losses())
-        if found != (self.model.status, self.model.damage, self.model.losses):
-            self.model.status, self.model.damage, self.model.losses = found
+        news = (status if isinstance(status, str) else None, damage, self._losses())
+        if news != (self.model.status, self.model.damage, self.model.losses):
+            self.model.status, self.model.damage, self.model.losses = news
             self._changes += 1
 
     def _losses(self) -> list[str]:
@@ -99,7 +99,7 @@ class Source:
 
     def restart(self) -> None:
         """Read everything again from the beginning. A directory of runs may have a newer run by now."""
-        self.run = find_run(self._asked)
+        self.run = find_run(self._location)
         self.model, self._follower, self._has_named_slots = WatchModel(), None, False
         self._is_caught_up, self._status_at, self._manifest = False, None, {}
         self._restarts += 1
@@ -109,7 +109,7 @@ class Source:
         if query:
             return f"no environment matches “{query}”: Esc clears the filter"
         if self.run is None:
-            return f"waiting for a run to begin in {self._asked}"
+            return f"waiting for a run to begin in {self._location}"
         if self.model.losses:
             return f"the journal is incomplete: {'; '.join(self.model.losses)}"
         if self.model.events == 0:

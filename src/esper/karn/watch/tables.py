@@ -52,12 +52,12 @@ def env_table(model: WatchModel, width: int) -> Table[EnvState]:
         word = op_word(e.act)
         longer = f"{word} {e.act_slot}" if e.act_slot and len(word) + len(e.act_slot) < w - 4 else word
         ago = f" -{age}" if age > 0 else ""
-        said = longer + ago if len(longer) + len(ago) <= w else longer
-        return ((said, op_tone(e.act) if age <= 0 else "dim"),)
+        content = longer + ago if len(longer) + len(ago) <= w else longer
+        return ((content, op_tone(e.act) if age <= 0 else "dim"),)
 
     def slots_cell(e: EnvState, w: int) -> Line:
-        said = letters([s.stage for s in e.slots], w)
-        return tuple((ch, TONES.get(ch, "plain")) for ch in said) or ((NONE, "dim"),)
+        content = letters([s.stage for s in e.slots], w)
+        return tuple((ch, TONES.get(ch, "plain")) for ch in content) or ((NONE, "dim"),)
 
     columns: list[Column[EnvState]] = [
         Column("ENV", min(max(3, names), 10), lambda e, w: ((fit(e.name, w), "strong"),), grow=max(0, names - 10)),
@@ -91,14 +91,14 @@ def env_summary(model: WatchModel, shown: int, query: str) -> str:
     """Return one line on all environments."""
     qualities = [e.quality for e in model.envs.values() if e.quality is not None and math.isfinite(e.quality)]
     unit = " %" if model.is_percent else ""
-    said = f"{len(model.envs)} environment{'s' * (len(model.envs) != 1)}"
+    content = f"{len(model.envs)} environment{'s' * (len(model.envs) != 1)}"
     if query:
-        said = f"{shown} of {said} match “{query}”"
+        content = f"{shown} of {content} match “{query}”"
     if len(qualities) > 1:
         mean = quality(sum(qualities) / len(qualities), model.is_percent)
-        said += f", mean quality {mean}{unit}"
+        content += f", mean quality {mean}{unit}"
     growing, fossils = sum(e.growing for e in model.envs.values()), sum(e.fossils for e in model.envs.values())
-    return f"{said}, {growing} live seed{'s' * (growing != 1)}, {fossils} fossil{'s' * (fossils != 1)}"
+    return f"{content}, {growing} live seed{'s' * (growing != 1)}, {fossils} fossil{'s' * (fossils != 1)}"
 
 
 def matches(env: EnvState, query: str) -> bool:
@@ -128,8 +128,8 @@ def slot_table(model: WatchModel, env: EnvState | None, width: int) -> Table[Slo
     def worth_cell(name: str) -> Any:
         def cell(s: SlotState, w: int) -> Line:
             value, se = s.worth.get(name), s.worth.get(f"{name}_se")
-            said = points(value, se, pc)
-            return ((said if len(said) <= w else points(value, None, pc), _worth_tone(value, se)),)
+            content = points(value, se, pc)
+            return ((content if len(content) <= w else points(value, None, pc), _worth_tone(value, se)),)
 
         return cell
 

@@ -62,14 +62,14 @@ def rate(value: Number) -> str:
 
 def anomaly(model: WatchModel, now: float, width: int) -> Line:
     """Return the alarms, worst first; else notes on past or harmless events; else ALL CLEAR."""
-    found = alarm_rules.alarms(model, now)
-    wrong = [a for a in found if a.tone != "note"]
-    notes = [a for a in found if a.tone == "note"]
+    alarms = alarm_rules.alarms(model, now)
+    wrong = [a for a in alarms if a.tone != "note"]
+    notes = [a for a in alarms if a.tone == "note"]
     if model.events == 0 and not wrong:
         return (("no events yet", "dim"),)
     shown = wrong or notes
     line: list[Piece] = [] if wrong else [("NOTES", "note")] if notes else [("ALL CLEAR", "good")]
-    used = sum(cell_len(said) for said, _ in line)
+    used = sum(cell_len(content) for content, _ in line)
     for i, alarm in enumerate(shown):
         left = f"  +{len(shown) - i - 1} more" if i + 1 < len(shown) else ""
         gap = "   " if line else ""
@@ -77,9 +77,9 @@ def anomaly(model: WatchModel, now: float, width: int) -> Line:
         if room < 30 and i and cell_len(alarm.text) > room:
             line.append((f"  +{len(shown) - i} more", "dim"))
             break
-        said = whole_words(alarm.text, room)
-        line += [(gap, "plain"), (said, "dim" if alarm.tone == "note" else alarm.tone)]
-        used += len(gap) + cell_len(said)
+        content = whole_words(alarm.text, room)
+        line += [(gap, "plain"), (content, "dim" if alarm.tone == "note" else alarm.tone)]
+        used += len(gap) + cell_len(content)
     return tuple(line)
 
 

@@ -41,7 +41,7 @@ def strip(line: Line, width: int, is_cursor: bool) -> Strip:
     """Return a line as a Textual strip, with one segment per change of tone to keep drawing cheap."""
     base = GROUND + CURSOR if is_cursor else GROUND
     segments = [
-        Segment(printable("".join(said for said, _ in pieces), None), base + STYLES[tone])
+        Segment(printable("".join(text for text, _ in pieces), None), base + STYLES[tone])
         for tone, pieces in groupby(line, key=lambda piece: piece[1])
     ]
     return Strip(segments).adjust_cell_length(width, base)
