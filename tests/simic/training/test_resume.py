@@ -222,7 +222,7 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(config, tmp_path / "run", poll=Countdown(31))
     policy.unlink()
-    _, told = last_checkpoint(tmp_path / "run", None, [], TrainOptions())
+    _, told = last_checkpoint(tmp_path / "run", None)
     go_on(told, tmp_path / "run")
     assert fate(tmp_path / "run") == fate(tmp_path / "calm")
 
@@ -453,7 +453,7 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
     if content is not None:
         manifest.write_bytes(content)
     with pytest.warns(UserWarning, match="rebuilt from round-000001"):
-        saved, config = last_checkpoint(tmp_path / "run", None, [], TrainOptions(resume=tmp_path / "run"))
+        saved, config = last_checkpoint(tmp_path / "run", None)
     assert (config, saved.name) == (SIM, "round-000001")
     go_on(SIM, tmp_path / "run")
     assert fate(tmp_path / "run") == calm["sim"]
