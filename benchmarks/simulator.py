@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import add_output_options, make_parser, print_json
+from esper.simic.evaluation.sim_oracle import play
 from esper.simic.rewards import RewardConfig
-from esper.simic.sim_oracle import play
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random
 

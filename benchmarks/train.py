@@ -8,7 +8,7 @@
 
 After each round of ours, the bare loop runs as many steps; the first round of both is not counted. One process with one
 thread; times are CPU time of the process, threads of the hub included. The policy chooses and learns, but its actions
-are not applied: live seeds are held in BLENDING, so that every step does the same work. No-growth twins are given.
+are not applied: live seeds are held in BLENDING, so that every step does the same work. No-growth baselines are given.
 
 Coalitions are asked for, so they are shown apart: "/ bare + coalitions" is our time against the bare loop's plus what
 the coalitions cost beyond its one validation pass, norm statistics included.
@@ -118,7 +118,7 @@ class HeldBackend(HostBackend):
 
     def reset(self, worlds: Sequence[int]) -> None:
         super().reset(worlds)
-        self.know_twins({world: [0.1] * self.task.epochs for world in worlds})
+        self.add_baselines({world: [0.1] * self.task.epochs for world in worlds})
         plant(self.engine, self.blueprints)
 
     def step(self, actions: Ints) -> Outcome:

@@ -1,7 +1,8 @@
 """One training run by one process and by several, in turn: how much faster several are.
 
 Wall time of whole rounds on the reference CNN, 16 environments: their episodes, the exchange of rollouts, the update,
-the checkpoint. The first round, which trains the twins, is left out. It needs as many idle cores as processes.
+the checkpoint. The first round, which trains the no-growth baselines, is left out. It needs as many idle
+cores as processes.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from rich.table import Table
 
 from benchmarks.hosts import reference_task
 from benchmarks.measure import add_output_options, make_parser, print_json
+from esper.simic.evaluation.no_growth_baseline import BASELINES
 from esper.simic.training.config import load_config
 from esper.simic.training.distributed import RENDEZVOUS, ProcessGroup
 from esper.simic.training.vectorized import train_ppo_vectorized
@@ -49,10 +51,10 @@ def main() -> None:
 
 def measure(workers: int, repeats: int, quick: bool) -> dict[str, Any]:
     spent: dict[int, list[float]] = {1: [], workers: []}
-    with tempfile.TemporaryDirectory() as twins:
+    with tempfile.TemporaryDirectory() as baselines:
         for i in range(repeats):
             for size in (1, workers) if i % 2 else (workers, 1):
-                spent[size].append(round_s(size, quick, Path(twins)))
+                spent[size].append(round_s(size, quick, Path(baselines)))
     ratios = [alone / together for alone, together in zip(spent[1], spent[workers], strict=True)]
     return {
         "workers": workers,
@@ -64,10 +66,10 @@ def measure(workers: int, repeats: int, quick: bool) -> dict[str, Any]:
     }
 
 
-def round_s(size: int, quick: bool, twins: Path) -> float:
+def round_s(size: int, quick: bool, baselines: Path) -> float:
     """Median wall seconds of a round by a group of this size. NoGrowthBaselines are trained once, for all runs."""
     with tempfile.TemporaryDirectory() as place:
-        (Path(place) / "twins").symlink_to(twins)
+        (Path(place) / BASELINES).symlink_to(baselines)
         code = f"from benchmarks.workers import run_rank; run_rank({quick}, {place!r})"
         command = [sys.executable, "-c", code]
         known = [os.environ | {RENDEZVOUS: f"{rank}/{size}/{place}/meeting"} for rank in range(size)]

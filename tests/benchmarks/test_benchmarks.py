@@ -14,7 +14,7 @@ from benchmarks import observations, simulator
 from benchmarks.hosts import reference_task
 from benchmarks.train import BareLoop, Case, HeldBackend, compare
 from esper.simic.agent.ppo import PPO
-from esper.simic.training.learner import Checkpointer
+from esper.simic.training.checkpointer import Checkpointer
 from tests.support import ROOT
 
 SHARED = {"__init__", "bars", "bare_loop", "hosts", "measure", "recorded_run"}

@@ -15,7 +15,7 @@ from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
 from esper.simic.evaluation import Played
 from esper.simic.training.config import as_tree, load_config
-from esper.simic.training.learner import new_network, with_its_network
+from esper.simic.training.training_state import new_network, with_policy_network
 from esper.tamiyo.network import NetworkConfig
 
 
@@ -63,11 +63,11 @@ def test_tables_of_real_hosts_fit_into_80_columns():
 
 def test_initial_policy_keeps_its_own_shape():
     shipped = load_config(more={"start_from": "tamiyo"})
-    assert new_network(shipped).config == with_its_network(shipped).network
+    assert new_network(shipped).config == with_policy_network(shipped).network
     other = load_config(sets=["network.hidden=32"], more={"start_from": "tamiyo"})
-    with pytest.raises(ConfigError, match=r"has the shape .*network\.\* cannot be set otherwise"):
-        with_its_network(other)
-    assert with_its_network(load_config()).network == NetworkConfig()
+    with pytest.raises(ConfigError, match=r"has the network settings .*network\.\* contradicts"):
+        with_policy_network(other)
+    assert with_policy_network(load_config()).network == NetworkConfig()
 
 
 @pytest.mark.parametrize("name", ["scale", "rent_params", "worst_quality", "rollback_penalty"])

@@ -111,8 +111,8 @@ def test_what_cannot_be_resumed_is_refused_with_a_remedy(monkeypatch: pytest.Mon
     with pytest.raises(ConfigError, match=r"--epochs cannot be given with --resume"):
         resume_grow(run, ["--epochs"], GrowOptions())
     with monkeypatch.context() as patch:
-        patch.setattr(growing, "exactness", lambda *_: {"torch": "0.1"})
-        with pytest.raises(ConfigError, match=r"cannot go on bit for bit: torch: .* Restore these"):
+        patch.setattr(growing, "fingerprint", lambda *_: {"torch": "0.1"})
+        with pytest.raises(ConfigError, match=r"cannot be resumed bit-exactly: torch: .* Restore these"):
             resume_grow(run, [], GrowOptions())
     resume_grow(run, [], GrowOptions())
     with pytest.raises(ConfigError, match="has finished"):

@@ -21,11 +21,12 @@ from esper.leyline.costs import live_costs
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
-from esper.simic.backend import Backend, HostBackend, context_of, walk
+from esper.simic.backend import Backend, HostBackend, context_of
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, wait_everywhere
 from esper.tolaria.engine import Engine
+from esper.tolaria.host_costs import host_macs_and_order
 from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task, get_task
 from tests.support.models import ZOO, Case, grow_everywhere
@@ -145,11 +146,11 @@ def test_reset_repeats_the_same_episodes() -> None:
 def test_baselines_are_computed_only_after_the_first_step() -> None:
     backend = HostBackend(digits())
     backend.reset([0, 1])
-    assert np.isnan(backend.twin_quality).all()
-    assert backend.twins.known == {}
+    assert np.isnan(backend.baseline_quality).all()
+    assert backend.baselines.known == {}
     backend.step(wait_everywhere(2))
-    np.testing.assert_array_equal(backend.twin_quality, backend.table.quality)
-    assert backend.twins.known.keys() == {0, 1}
+    np.testing.assert_array_equal(backend.baseline_quality, backend.table.quality)
+    assert backend.baselines.known.keys() == {0, 1}
 
 
 def test_sizes_equal_those_counted_by_leyline() -> None:
@@ -245,7 +246,7 @@ def test_computing_the_context_leaves_the_body_unchanged() -> None:
     modes = [m.training for m in body.modules()]
     hooks = [len(m._forward_hooks) for m in body.modules()]
     chance, state = torch.get_rng_state(), {k: v.clone() for k, v in body.state_dict().items()}
-    walk(body)
+    host_macs_and_order(body)
     assert [m.training for m in body.modules()] == modes
     assert [len(m._forward_hooks) for m in body.modules()] == hooks
     assert torch.equal(torch.get_rng_state(), chance)
@@ -276,8 +277,8 @@ def test_every_backend_has_the_same_interface(make: Any) -> None:
     assert backend.slots == ("r0c0", "r0c1", "r0c2")
     assert backend.worth == []
     assert backend.context.horizon == STEPS
-    assert np.isnan(backend.twin_quality).all()
+    assert np.isnan(backend.baseline_quality).all()
     assert backend.step(wait_everywhere(1)).happened.all()
     np.testing.assert_array_equal(backend.table.step, 1)
-    assert np.isfinite(backend.twin_quality).all()
+    assert np.isfinite(backend.baseline_quality).all()
     assert all(worth.slots == () for worth in backend.worth)

@@ -291,12 +291,12 @@ def test_reward_is_for_the_state_the_step_led_to(mode: str) -> None:
     env, rng = sim_env(4, reward=config), np.random.default_rng(3)
     env.reset()
     by_hand = Simulator(SIM, range(4), LIVELY)
-    before = Frame.of(by_hand.table, by_hand.context, by_hand.twin_quality)
+    before = Frame.of(by_hand.table, by_hand.context, by_hand.baseline_quality)
     for _ in range(HORIZON):
         actions = random_legal_actions(env.backend.table, LIVELY, rng)
         paid = env.step(actions)[1]
         by_hand.step(actions)
-        after = Frame.of(by_hand.table, by_hand.context, by_hand.twin_quality)
+        after = Frame.of(by_hand.table, by_hand.context, by_hand.baseline_quality)
         np.testing.assert_array_equal(paid, reward(before, after, config).astype(np.float32))
         np.testing.assert_array_equal(env.utility, utility(after, config))
         before = after
@@ -391,4 +391,4 @@ def test_maskable_ppo_trains_on_a_real_host() -> None:
     env = digits()
     model = learn(env, 16, n_steps=8, batch_size=8, n_epochs=2)
     assert model.num_timesteps == 16
-    assert len(env.env.backend.twins.known) == 1  # one world, trained once
+    assert len(env.env.backend.baselines.known) == 1  # one world, trained once

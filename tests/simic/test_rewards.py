@@ -35,7 +35,7 @@ def random_frame(rng: np.random.Generator, envs: int = 6, **given: object) -> Fr
     frame = Frame(
         step=rng.integers(0, HORIZON + 1, envs),
         quality=np.where(rng.random(envs) < 0.2, rng.choice([np.nan, np.inf, -np.inf]), rng.random(envs)),
-        twin_quality=np.where(rng.random(envs) < 0.1, np.nan, rng.random(envs)),
+        baseline_quality=np.where(rng.random(envs) < 0.1, np.nan, rng.random(envs)),
         committed_quality=rng.random(envs),
         params=committed_params * 2 ** rng.uniform(0, 2, envs),
         macs=committed_macs * 2 ** rng.uniform(0, 2, envs),
@@ -69,7 +69,7 @@ def rent_of(f: dict, params: float, macs: float, c: RewardConfig) -> float:
 
 
 def gain_of(f: dict, c: RewardConfig) -> float:
-    twin = f["twin_quality"] if math.isfinite(f["twin_quality"]) else c.worst_quality
+    twin = f["baseline_quality"] if math.isfinite(f["baseline_quality"]) else c.worst_quality
     return 0.0 if f["step"] == 0 else f["quality"] - twin
 
 
@@ -136,10 +136,10 @@ def played(seed: int, steps: int, envs: int = 4) -> list[Frame]:
     """Return the frames of a random legal episode in the simulator."""
     rng = np.random.default_rng(seed)
     sim = Simulator(SimConfig(horizon=steps), rng.integers(0, 2**40, envs), LIVELY)
-    frames = [Frame.of(sim.table, sim.context, sim.twin_quality)]
+    frames = [Frame.of(sim.table, sim.context, sim.baseline_quality)]
     for _ in range(steps):
         assert sim.step(random_legal_actions(sim.table, sim.rules, rng)).happened.all()
-        frames.append(Frame.of(sim.table, sim.context, sim.twin_quality))
+        frames.append(Frame.of(sim.table, sim.context, sim.baseline_quality))
     return frames
 
 
@@ -204,14 +204,14 @@ def test_cycle_through_a_crash_earns_nothing_and_costs_the_penalty(config, seed,
 
 def test_repeated_germinating_and_pruning_earns_nothing():
     sim = Simulator(SimConfig(horizon=60, noise=0.0), range(8))
-    start = Frame.of(sim.table, sim.context, sim.twin_quality)
+    start = Frame.of(sim.table, sim.context, sim.baseline_quality)
     total, before = {c.mode: np.zeros(8) for c in CONFIGS}, start
     for t in range(45):
         actions = wait_everywhere(8)
         actions[:, Head.BLUEPRINT] = 1
         actions[:, Head.OP] = {0: Op.GERMINATE, 7: Op.PRUNE}.get(t % 15, Op.WAIT)
         assert sim.step(actions).happened.all()
-        after = Frame.of(sim.table, sim.context, sim.twin_quality)
+        after = Frame.of(sim.table, sim.context, sim.baseline_quality)
         for c in CONFIGS:
             total[c.mode] += reward(before, after, c)
         before = after
@@ -241,9 +241,9 @@ def test_crash_pays_less_than_anything_else_and_is_never_nan(config, seed, broke
 def test_crash_does_not_pay_even_from_the_worst_host_with_falling_rent():
     rng, config = np.random.default_rng(0), RewardConfig()
     miserable = random_frame(
-        rng, step=np.full(6, 5), quality=np.zeros(6), twin_quality=np.full(6, 0.99), params=np.full(6, 1e9)
+        rng, step=np.full(6, 5), quality=np.zeros(6), baseline_quality=np.full(6, 0.99), params=np.full(6, 1e9)
     )
-    crash = replace(miserable, quality=np.full(6, np.nan), params=np.full(6, 1000.0), twin_quality=np.full(6, 0.1))
+    crash = replace(miserable, quality=np.full(6, np.nan), params=np.full(6, 1000.0), baseline_quality=np.full(6, 0.1))
     assert (reward(miserable, replace(crash, rollbacks=np.zeros(6, dtype=int)), config) <= 0).all()
 
 
@@ -269,7 +269,7 @@ def test_crash_and_rollback_cost_the_penalty():
 def test_doubling_the_parameters_costs_half_a_point_and_no_growth_nothing():
     sim = Simulator(SimConfig(), [0, 1])
     sim.step(wait_everywhere(2))
-    frame = Frame.of(sim.table, sim.context, sim.twin_quality)
+    frame = Frame.of(sim.table, sim.context, sim.baseline_quality)
     assert (utility(frame, RewardConfig()) == 0).all()
     assert utility(replace(frame, params=frame.params * 2), RewardConfig()) == pytest.approx(-0.005)
     assert utility(replace(frame, macs=frame.macs * 4), RewardConfig()) == pytest.approx(-0.01)
@@ -280,7 +280,7 @@ def test_rent_on_macs_starts_with_alpha_and_on_parameters_at_germination():
     rng, seen = np.random.default_rng(8), set()
     for _ in range(40):
         sim.step(random_legal_actions(sim.table, sim.rules, rng))
-        frame, table = Frame.of(sim.table, sim.context, sim.twin_quality), sim.table
+        frame, table = Frame.of(sim.table, sim.context, sim.baseline_quality), sim.table
         for e in range(16):
             owed = {"params": 0, "macs": 0, "committed_params": 0, "committed_macs": 0}
             for s, stage in enumerate(table.stage[e].tolist()):
@@ -301,7 +301,7 @@ def test_frame_is_a_copy_and_matches_the_simulators_counts():
     sim = Simulator(SimConfig(slots=5), range(16), LIVELY)
     for _ in range(25):
         sim.step(random_legal_actions(sim.table, sim.rules, rng))
-    frame = Frame.of(sim.table, sim.context, sim.twin_quality)
+    frame = Frame.of(sim.table, sim.context, sim.baseline_quality)
     np.testing.assert_array_equal(frame.params, sim.params)
     np.testing.assert_array_equal(frame.macs, sim.macs)
     assert (frame.committed_params <= frame.params).all()

@@ -18,8 +18,8 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.rng import bell, random_bits, uniform, world_keys
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import NEXT_STAGES, SeedStage
+from esper.simic.evaluation.sim_oracle import FollowPlans, best_schedule, plantings, play, values
 from esper.simic.rewards import RewardConfig
-from esper.simic.sim_oracle import FollowPlans, best_schedule, plantings, play, values
 from esper.simic.simulated_worlds import (
     BASE_WIDTH,
     IMAGE,
@@ -55,7 +55,7 @@ def history(sim: Simulator, actions: list[np.ndarray]) -> list[dict[str, np.ndar
     found = []
     for a in actions:
         sim.step(a)
-        found.append({**sim.table.clone().arrays(), "twin": sim.twin_quality, "true": sim.true_quality})
+        found.append({**sim.table.clone().arrays(), "twin": sim.baseline_quality, "true": sim.true_quality})
     return found
 
 
@@ -124,7 +124,7 @@ def test_without_growth_a_host_equals_its_baseline():
     sim = Simulator(SimConfig(), range(32))
     for _ in range(40):
         wait(sim, 1)
-        np.testing.assert_array_equal(sim.table.quality, sim.twin_quality)
+        np.testing.assert_array_equal(sim.table.quality, sim.baseline_quality)
         np.testing.assert_array_equal(sim.table.committed_quality, sim.table.quality)
 
 
@@ -392,7 +392,7 @@ def test_random_legal_play_keeps_the_table_valid(seed, slots):
         assert (table.params[~alive] == 0).all()
         assert (table.params[alive] > 0).all()
         assert ((sim.skill >= 0) & (sim.skill <= 1)).all()
-        for quality in (table.quality, table.committed_quality, sim.twin_quality):
+        for quality in (table.quality, table.committed_quality, sim.baseline_quality):
             assert ((quality >= 0) & (quality <= 1)).all()
         assert (table.val_loss > table.train_loss * 0.98).all()
         assert np.isfinite(table.contribution[alive & felt & (table.contribution_age >= 0)]).all()

@@ -16,7 +16,7 @@ from typing import Any
 
 from esper.leyline.events import KINDS
 from esper.nissa.journal_reader import Damage, read
-from esper.simic.training.learner import CHECKPOINTS, LEARNER
+from esper.simic.training.checkpointer import CHECKPOINTS, STATE
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.packing import unpacked
 from tests.support.journal_checks import holes
@@ -44,9 +44,9 @@ def fate(run: Path) -> Fate:
     saved = Checkpoints(run / CHECKPOINTS).newest()
     assert saved is not None
     digest = hashlib.sha256(saved.name.encode())
-    for name, tensor in sorted(saved.tensors(LEARNER).items()):
+    for name, tensor in sorted(saved.tensors(STATE).items()):
         digest.update(name.encode() + tensor.numpy().tobytes())
-    document = unpacked(saved.document(LEARNER), saved.tensors(LEARNER))
+    document = unpacked(saved.document(STATE), saved.tensors(STATE))
     numbers = {
         k: v for k, v in document.items() if k in ("return_scale", "updates", "bad_in_a_row", "told", "env_steps")
     }

@@ -10,8 +10,8 @@ import numpy as np
 from esper.leyline.actions import Op
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage
+from esper.simic.evaluation.sim_oracle import FollowPlans, Plan, best_schedule, play
 from esper.simic.rewards import RewardConfig
-from esper.simic.sim_oracle import FollowPlans, Plan, best_schedule, play
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Controller, Heuristic, Random, Schedule, Wait
 

@@ -24,9 +24,10 @@ from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.nissa.run import read_manifest
 from esper.simic.backend import Backend, HostBackend
-from esper.simic.evaluation import Played, best_schedule_on, compare, from_start, play, static
-from esper.simic.sim_oracle import FollowPlans
-from esper.simic.sim_oracle import best_schedule as best_plan
+from esper.simic.evaluation.comparison import Played, best_schedule_on, compare, from_start, play, static
+from esper.simic.evaluation.no_growth_baseline import BASELINES
+from esper.simic.evaluation.sim_oracle import FollowPlans
+from esper.simic.evaluation.sim_oracle import best_schedule as best_plan
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, built, load_config
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
@@ -46,7 +47,7 @@ SEARCH_WORLDS = 2
 class Arena:
     """Comparison of controllers with the backend, rules and reward of one config."""
 
-    def __init__(self, config: TrainConfig, *, data_root: Path | None = None, twins: Path | None = None) -> None:
+    def __init__(self, config: TrainConfig, *, data_root: Path | None = None, baselines: Path | None = None) -> None:
         self.config = config
         self.backend: Backend
         if config.simulated:
@@ -56,7 +57,7 @@ class Arena:
             task = get_task(config.task)
             task = task if config.epochs is None else dataclasses.replace(task, epochs=config.epochs)
             self.backend = HostBackend(
-                task, rules=config.rules, config=config.engine, data=task.load_data(data_root), twins=twins
+                task, rules=config.rules, config=config.engine, data=task.load_data(data_root), baselines=baselines
             )
 
     def play_all(self, names: Sequence[str], worlds: Sequence[int], console: Console) -> list[Played]:
@@ -143,8 +144,8 @@ def run_eval(
             ) from error
     names = complete(names, simulated)
     config = config_of(names, task, simulated)
-    runs = [Path(n) for n in names if (Path(n) / "twins").is_dir()]
-    arena = Arena(config, data_root=data_root, twins=runs[0] / "twins" if runs else None)
+    runs = [Path(n) for n in names if (Path(n) / BASELINES).is_dir()]
+    arena = Arena(config, data_root=data_root, baselines=runs[0] / BASELINES if runs else None)
     worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
     console = Console(stderr=as_json)
     played = arena.play_all(names, worlds, console)

@@ -52,7 +52,6 @@ from esper.nissa.run import Lock, read_manifest
 from esper.nissa.signals import stoppable
 from esper.simic.attribution import Worth, report
 from esper.simic.backend import context_of
-from esper.simic.training.learner import changes
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
@@ -61,6 +60,7 @@ from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.host_network import score
+from esper.tolaria.reproducibility import changes
 from esper.tolaria.tasks import Task, get_task
 
 WORTH_NOTES = """\

@@ -29,9 +29,8 @@ from esper.leyline.stages import SeedStage
 from esper.nissa.recorder import Run
 from esper.nissa.run import CHECKPOINTS
 from esper.simic.attribution import CounterfactualHelper
-from esper.simic.evaluation import structure_of
+from esper.simic.evaluation.comparison import structure_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.simic.training.learner import exactness
 from esper.tamiyo.controllers import Controller, Remembers, Wait
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -40,6 +39,7 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.engine_state import engine_state, load_engine
 from esper.tolaria.packing import packed, unpacked
+from esper.tolaria.reproducibility import fingerprint
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 
@@ -107,8 +107,8 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exact_for(settings: Settings, config: EngineConfig, data: Dataset, controller: Controller) -> dict[str, str]:
-    """Return what must not change for a bit-exact resume: `exactness`, and the policy's weights."""
-    found = exactness(settings.threads, config.device, data.sha256)
+    """Return what must not change for a bit-exact resume: `fingerprint`, and the policy's weights."""
+    found = fingerprint(settings.threads, config.device, data.sha256)
     if isinstance(controller, Learned):
         digest = hashlib.sha256()
         for tensor in controller.network.state_dict().values():

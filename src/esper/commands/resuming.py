@@ -16,7 +16,6 @@ from esper.leyline.text import printable
 from esper.nissa.journal_reader import head
 from esper.nissa.run import CHECKPOINTS, LOCK, MANIFEST, Lock, read_manifest, write_manifest
 from esper.simic.training.distributed import RENDEZVOUS
-from esper.simic.training.learner import refuse_changes
 from esper.tolaria.checkpoint import Checkpoints, Saved
 
 KINDS = {"train": "run", "grow": "grow"}
@@ -87,7 +86,9 @@ def refuse_settings(given: list[str], allowed: str) -> None:
 
 def must_fit(changed: list[str], allow_inexact: bool) -> None:
     """Refuse to resume if a change could affect bit-exactness, unless the user allows it."""
-    if not allow_inexact:
-        refuse_changes(changed)
-    elif changed:
+    if changed and not allow_inexact:
+        raise ConfigError(
+            f"the run cannot be resumed bit-exactly: {'; '.join(changed)}. Restore these, or add --allow-inexact"
+        )
+    if changed:
         print(f"esper: resuming, but not bit-exactly: {printable('; '.join(changed))}", file=sys.stderr)

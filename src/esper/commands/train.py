@@ -29,19 +29,13 @@ from esper.leyline.events import RunStarted
 from esper.nissa.recorder import Run, record, record_beside, record_on
 from esper.nissa.run import Lock
 from esper.nissa.signals import stoppable, terminable
+from esper.simic.evaluation.no_growth_baseline import BASELINES
 from esper.simic.training import memory_estimate as memory
+from esper.simic.training.checkpointer import CHECKPOINTS, differences, run_metadata
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
-from esper.simic.training.learner import (
-    CHECKPOINTS,
-    Round,
-    Trained,
-    about,
-    differences,
-    new_network,
-    with_its_network,
-)  # fmt: skip
+from esper.simic.training.training_state import Round, TrainingResult, new_network, with_policy_network
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.policy_file import POLICY
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -91,7 +85,7 @@ def run_train(
             saved, config = last_checkpoint(options.resume, more.get("rounds"))
         else:
             saved = None
-            config = with_its_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
+            config = with_policy_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
         if show:
             print(json.dumps(as_tree(config), indent=1))
             return
@@ -127,7 +121,7 @@ def last_checkpoint(path: Path, rounds: int | None) -> tuple[Saved, TrainConfig]
         if not owns_run():
             warnings.simplefilter("ignore")  # rank 0 warns
         saved = checkpoint_of(path, "train", facts_of)
-    settings, done = about(saved)["config"], about(saved)["done"]
+    settings, done = run_metadata(saved)["config"], run_metadata(saved)["done"]
     planned = int(settings.get("rounds", 0))
     if rounds is not None and rounds < planned:
         raise ConfigError(f"--rounds can only be increased: {path} was started with {planned} rounds, got {rounds}")
@@ -139,7 +133,7 @@ def last_checkpoint(path: Path, rounds: int | None) -> tuple[Saved, TrainConfig]
 
 def facts_of(saved: Saved) -> dict[str, Any]:
     """Return the manifest fields of the run that wrote this checkpoint."""
-    config = built(TrainConfig, about(saved)["config"])
+    config = built(TrainConfig, run_metadata(saved)["config"])
     return {"task": "sim" if config.simulated else config.task} | manifest_of(config)
 
 
@@ -160,13 +154,13 @@ def lead(
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, group.size)
     room = memory.told(need, memory.available(), group.size)
     with recording(config, saved, options, label, lock) as run:
-        seqs = [0] * group.size if saved is None else about(saved)["next_seq"]
+        seqs = [0] * group.size if saved is None else run_metadata(saved)["next_seq"]
         group.broadcast({"path": str(run.path.absolute()), "next_seq": seqs})
         plainly(console, f"run {run.path}  (live view: esper watch {run.path})")
         plainly(console, settings_line(config))
         plainly(console, room)
         if saved is not None:
-            plainly(console, f"resuming from {saved.path.name}, next round: {about(saved)['done'] + 1}")
+            plainly(console, f"resuming from {saved.path.name}, next round: {run_metadata(saved)['done'] + 1}")
         run.say(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
@@ -175,7 +169,7 @@ def lead(
                 telemetry=config.telemetry,
             )
         )  # fmt: skip
-        progress = ProgressDisplay(console, config, 0 if saved is None else about(saved)["done"])
+        progress = ProgressDisplay(console, config, 0 if saved is None else run_metadata(saved)["done"])
         again = options.resume_command(run.path)
         try:
             notice = "stopping after this step; repeat the signal to exit immediately"
@@ -198,7 +192,7 @@ def lead(
         run.emitted = dict(enumerate(group.gather_ints(run.hub.next_seq)))
     with losses_decide_exit_code(run):
         kept = Checkpoints(run.path / CHECKPOINTS).newest()
-        if kept is None or about(kept)["done"] < config.rounds:
+        if kept is None or run_metadata(kept)["done"] < config.rounds:
             print(
                 "esper: the last checkpoint of this run could not be written; --resume would continue from "
                 f"{'the start' if kept is None else kept.path.name}. All other results are in {run.path}",
@@ -206,7 +200,7 @@ def lead(
             )
         console.print(learning_table(trained))
         if options.compare:
-            arena = Arena(config, data_root=options.data_root, twins=run.path / "twins")
+            arena = Arena(config, data_root=options.data_root, baselines=run.path / BASELINES)
             worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
             played = arena.play_all([str(run.path), "heuristic", "schedule", "random", "none"], worlds, console)
             facts = figures(played)
@@ -247,7 +241,7 @@ def recording(
 ) -> AbstractContextManager[Run]:
     """Return the context of a new run, or of an earlier one that is resumed."""
     if saved is not None and options.resume is not None:
-        next_seq, changes = about(saved)["next_seq"], {"config": as_tree(config)}
+        next_seq, changes = run_metadata(saved)["next_seq"], {"config": as_tree(config)}
         return record_on(
             options.resume, next_seq, level=config.telemetry, manifest=changes, tensorboard=options.tensorboard,
             lock=lock,
@@ -335,7 +329,7 @@ def number(value: float | None, form: str) -> str:
     return "–" if value is None else format(value, form)
 
 
-def learning_table(trained: Trained) -> Table:
+def learning_table(trained: TrainingResult) -> Table:
     """Return a table of returns and other statistics over training, in at most eight rows."""
     table = Table("rounds", "return ± se", "quality", "op entropy", "KL", "value NRMSE", box=None, pad_edge=False,
                   title="Learning (± se: standard error over the rounds' episodes)")  # fmt: skip

@@ -16,25 +16,20 @@ from pathlib import Path
 from typing import Protocol
 
 import numpy as np
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
-from esper.kasmina.fork_state import attached
-from esper.kasmina.forking import ForkPlan
 from esper.kasmina.lifecycle import Outcome, Rules
-from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import Thresholds
 from esper.simic.attribution import CounterfactualHelper, Worth
-from esper.simic.no_growth_baseline import NoGrowthBaselines
+from esper.simic.evaluation.no_growth_baseline import NoGrowthBaselines
 from esper.tamiyo.policy.features import ObsContext
 from esper.tolaria.data import Dataset
-from esper.tolaria.engine import Engine, takes_of
+from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import Alarm
+from esper.tolaria.host_costs import blueprint_costs, host_macs_and_order
 from esper.tolaria.tasks import Task
 
 
@@ -64,15 +59,15 @@ class Backend(Protocol):
         ...
 
     @property
-    def twin_quality(self) -> Floats:
+    def baseline_quality(self) -> Floats:
         """[E] quality of each world's no-growth baseline at the current step of its environment."""
         ...
 
-    def twin_curves(self) -> dict[int, list[float]]:
+    def baseline_curves(self) -> dict[int, list[float]]:
         """Return the no-growth baselines computed so far, by world."""
         ...
 
-    def know_twins(self, curves: Mapping[int, list[float]]) -> None:
+    def add_baselines(self, curves: Mapping[int, list[float]]) -> None:
         """Add no-growth baselines computed earlier, by world."""
         ...
 
@@ -86,7 +81,10 @@ class Backend(Protocol):
 
 
 class HostBackend:
-    """Backend of real hosts of one task. No-growth baselines are trained once per world and cached in `twins`."""
+    """Backend of real hosts of one task.
+
+    No-growth baselines are trained once per world and cached in the directory `baselines`.
+    """
 
     def __init__(
         self,
@@ -95,15 +93,15 @@ class HostBackend:
         rules: Rules | None = None,
         config: EngineConfig | None = None,
         data: Dataset | None = None,
-        twins: Path | None = None,
+        baselines: Path | None = None,
         phases: PhaseTimers | None = None,
     ) -> None:
         self.task, self.rules, self.config = task, rules or Rules(), config or EngineConfig()
         self.data = data or task.load_data()
         self.phases = phases or PhaseTimers()
-        self.twins = NoGrowthBaselines(task, self.data, self.config, twins)
+        self.baselines = NoGrowthBaselines(task, self.data, self.config, baselines)
         self.on_pause: Callable[[], None] = lambda: None
-        self.twins.on_progress = lambda done, of: self.on_pause()
+        self.baselines.on_progress = lambda *_: self.on_pause()
         self.slots, self.data_hash = task.slots, self.data.sha256
         self._helper = CounterfactualHelper()
         self.reset([0])
@@ -137,24 +135,24 @@ class HostBackend:
         return self.engine.legal
 
     @property
-    def twin_quality(self) -> Floats:
+    def baseline_quality(self) -> Floats:
         """[E] quality of each world's no-growth baseline at the current step; NaN before the first step."""
         step = self.table.step
         if not step.any():  # no environment has been validated yet
             return np.full(len(step), np.nan)
         if self._curves is None:
             with self.phases("twins"):
-                self._curves = self.twins.curves(self.worlds)
+                self._curves = self.baselines.curves(self.worlds)
         now = self._curves[np.arange(len(step)), np.clip(step, 1, self._curves.shape[1]) - 1]
         return np.where(step > 0, now, np.nan)
 
-    def twin_curves(self) -> dict[int, list[float]]:
+    def baseline_curves(self) -> dict[int, list[float]]:
         """Return the no-growth baselines computed so far, by world."""
-        return dict(self.twins.known)
+        return dict(self.baselines.known)
 
-    def know_twins(self, curves: Mapping[int, list[float]]) -> None:
+    def add_baselines(self, curves: Mapping[int, list[float]]) -> None:
         """Add no-growth baselines computed earlier, by world."""
-        self.twins.known.update(curves)
+        self.baselines.known.update(curves)
 
 
 def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | None = None) -> ObsContext:
@@ -163,11 +161,8 @@ def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | 
     Host sizes exclude seeds. `classes` is None if the loss has no chance level.
     """
     slots = list(body.slots.values())
-    params, macs = np.zeros((2, *takes_of(body).shape), dtype=np.int64)
-    for s, prices in enumerate(body.costs().values()):
-        for name, price in prices.items():
-            params[s, blueprint_index(name)], macs[s, blueprint_index(name)] = price.params, price.macs
-    host_macs, reached = walk(body)
+    params, macs = blueprint_costs(body)
+    host_macs, reached = host_macs_and_order(body)
     depth = [reached.index(slot.name) for slot in slots]
     return ObsContext(
         horizon=horizon,
@@ -180,28 +175,3 @@ def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | 
         chance_loss=log(classes) if classes and classes > 1 else None,
         thresholds=thresholds,
     )
-
-
-def walk(body: Body) -> tuple[int, list[str]]:
-    """Return the host's multiply-adds per sample and its slots in execution order, from one forward pass on the probe.
-
-    All seeds are switched off for the pass: the result does not depend on what has grown.
-    """
-    modules, slots = dict(body.model.named_modules()), list(body.slots.values())
-    reached: list[str] = []
-    handles = [
-        modules[slot.module_name].register_forward_hook(lambda *_, name=slot.name: reached.append(name))
-        for slot in slots
-    ]
-    everything_off = ForkPlan.single([False] * len(slots), [slot.name for slot in slots])
-    try:
-        with (
-            attached(everything_off, slots, body.model),
-            sdpa_kernel(SDPBackend.MATH),  # the counter ignores fused attention
-            FlopCounterMode(display=False) as counter,
-        ):
-            quietly(body.model, body.probe)
-    finally:
-        for handle in handles:
-            handle.remove()
-    return int(counter.get_total_flops()) // 2 // PROBE_SAMPLES, list(dict.fromkeys(reached))

@@ -153,7 +153,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         return self._masks
 
     def _framed(self) -> Frame:
-        return Frame.of(self.backend.table, self.backend.context, self.backend.twin_quality)
+        return Frame.of(self.backend.table, self.backend.context, self.backend.baseline_quality)
 
     def _seen(self) -> Floats:
         """Return the observations, and update `legal` and `masks`."""

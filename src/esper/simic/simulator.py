@@ -88,11 +88,11 @@ class Simulator:
         self.table = SlotTable.empty(len(worlds), config.slots, takes=takes)
         self.reset(worlds)
 
-    def twin_curves(self) -> dict[int, list[float]]:
+    def baseline_curves(self) -> dict[int, list[float]]:
         """Return an empty dict: no-growth baselines are formulas and need no cache."""
         return {}
 
-    def know_twins(self, curves: Mapping[int, list[float]]) -> None:
+    def add_baselines(self, curves: Mapping[int, list[float]]) -> None:
         """Ignore the curves: no-growth baselines are formulas."""
 
     def reset(self, worlds: Sequence[int] | None = None) -> None:
@@ -111,7 +111,7 @@ class Simulator:
         self.felt = np.zeros(shape)  # [E, S] alpha after the last step
         self.shock = np.zeros(envs)  # [E] quality lost to moving alphas
         self.true_quality: Floats = np.full(envs, np.nan)  # [E] without noise
-        self.twin_quality: Floats = np.full(envs, np.nan, np.float32)  # [E] measured, of the no-growth baseline
+        self.baseline_quality: Floats = np.full(envs, np.nan, np.float32)  # [E] measured, of the no-growth baseline
 
     @property
     def legal(self) -> Bools:
@@ -210,11 +210,11 @@ class Simulator:
         now = self.strength() * self.felt
         value = self._value(self._sum(now), maturity)
         committed = self._value(self._sum(np.where(table.stage == S.FOSSILIZED, now, 0.0)), maturity)
-        left_twin = np.minimum(self.felt.sum(axis=1), 1.0)  # a host with alpha > 0 diverges from its baseline
+        divergence = np.minimum(self.felt.sum(axis=1), 1.0)  # a host with alpha > 0 diverges from its baseline
 
         self.true_quality = np.clip(host + value - self.shock, 0.01, 0.99)
-        self.twin_quality = np.clip(host + config.quality_noise * luck, 0.0, 1.0).astype(np.float32)
-        quality = np.clip(self.true_quality + config.quality_noise * (luck + left_twin * own), 0.0, 1.0)
+        self.baseline_quality = np.clip(host + config.quality_noise * luck, 0.0, 1.0).astype(np.float32)
+        quality = np.clip(self.true_quality + config.quality_noise * (luck + divergence * own), 0.0, 1.0)
         missing = np.log(CLASSES) * (1.0 - quality) / (1.0 - 1.0 / CLASSES)
         val_loss = missing * (1.0 + LOSS_NOISE * val_luck)
         train_loss = missing * (1.0 - self.truth.overfit * maturity) * (1.0 + LOSS_NOISE * train_luck)

@@ -15,6 +15,7 @@ import pytest
 import torch
 
 from esper.commands import train
+from esper.commands.resuming import must_fit
 from esper.commands.train import TrainOptions, last_checkpoint
 from esper.leyline.errors import CheckpointError, ConfigError, RunError
 from esper.leyline.events import Silence, unspelled
@@ -23,12 +24,14 @@ from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.recorder import record, record_on
 from esper.nissa.run import RunDirectory, is_owned
 from esper.simic.agent.ppo import PPO
-from esper.simic.no_growth_baseline import NoGrowthBaselines
-from esper.simic.training import learner as learning
+from esper.simic.env import GrowthVectorEnv
+from esper.simic.evaluation.no_growth_baseline import NoGrowthBaselines
+from esper.simic.training import checkpointer as store
+from esper.simic.training.checkpointer import CHECKPOINTS, Checkpointer, differences, run_metadata
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
-from esper.simic.training.learner import CHECKPOINTS, Checkpointer, Learner, differences, must_be_exact
+from esper.simic.training.training_state import TrainingState
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tolaria.best_host import BestHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -74,9 +77,16 @@ def newest(run: Path) -> Saved:
     return saved
 
 
+def restored(saved: Saved, env: GrowthVectorEnv) -> Checkpointer:
+    """Load a checkpoint of a run on hosts into a new training state."""
+    checkpointer = Checkpointer(HOSTS, saved.path.parent.parent, Silence(), ProcessGroup())
+    checkpointer.restore(saved, TrainingState.new(HOSTS, env.layout, resumed=True), env.backend)
+    return checkpointer
+
+
 def go_on(config: TrainConfig, run: Path, **kwargs: Any) -> None:
     saved = newest(run)
-    with record_on(run, learning.about(saved)["next_seq"], level="debug") as recorded:
+    with record_on(run, run_metadata(saved)["next_seq"], level="debug") as recorded:
         train_ppo_vectorized(config, recorded.hub, directory=run, resume=saved, **kwargs)
 
 
@@ -102,7 +112,7 @@ def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[s
 @pytest.mark.parametrize(
     ("where", "name", "calls"),
     [(PPO, "_step", 3), (PPO, "_judge", 2), (Checkpointer, "_save_policy", 3), (Checkpoints, "write", 2),
-     (Checkpoints, "write", 4), (Learner, "state", 3)],
+     (Checkpoints, "write", 4), (TrainingState, "state_dict", 3)],
 )  # fmt: skip
 def test_interruption_in_an_update_or_checkpoint_changes_nothing(
     where: type, name: str, calls: int, calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -202,12 +212,12 @@ def test_settings_that_would_change_bits_are_named_and_refused(
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(16))
     saved = newest(tmp_path / "run")
-    must_be_exact(saved, SIM, SIMULATED)
-    real: Callable[[TrainConfig, Any], dict[str, str]] = learning.fingerprint
-    monkeypatch.setattr(learning, "fingerprint", lambda config, backend: real(config, backend) | {changed: "another"})
+    must_fit(differences(saved, SIM, SIMULATED), False)
+    real: Callable[[TrainConfig, Any], dict[str, str]] = store.run_fingerprint
+    monkeypatch.setattr(store, "run_fingerprint", lambda config, backend: real(config, backend) | {changed: "another"})
     assert len(differences(saved, SIM, SIMULATED)) == 1
     with pytest.raises(ConfigError, match=rf"{changed}: .* then, another now.*--allow-inexact"):
-        must_be_exact(saved, SIM, SIMULATED)
+        must_fit(differences(saved, SIM, SIMULATED), False)
 
 
 def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
@@ -231,10 +241,10 @@ def test_other_data_than_at_the_start_are_refused(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run", poll=Countdown(20))
     saved, backend = newest(tmp_path / "run"), make_env(HOSTS).backend
-    must_be_exact(saved, HOSTS, backend)
+    must_fit(differences(saved, HOSTS, backend), False)
     backend.data_hash = "0" * 64
     with pytest.raises(ConfigError, match=r"data: \w+ then, 0{16} now.*--allow-inexact"):
-        must_be_exact(saved, HOSTS, backend)
+        must_fit(differences(saved, HOSTS, backend), False)
 
 
 def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -248,7 +258,7 @@ def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, m
 
     with monkeypatch.context() as patch:
         patch.setattr(BestHost, "save", full)
-        with pytest.warns(UserWarning, match="this best host is not kept"):
+        with pytest.warns(UserWarning, match="this best host is not saved"):
             checkpointer.offer_hosts(env.backend, np.array([0.5, 0.1]), 0)
     checkpointer.offer_hosts(env.backend, np.array([0.2, 0.3]), 1)
     host = BestHost.load(tmp_path / "best_host").host
@@ -264,8 +274,7 @@ def test_resume_keeps_the_best_host_until_a_better_one_is_grown(tmp_path: Path) 
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    checkpointer = Checkpointer(HOSTS, tmp_path / "run", Silence(), ProcessGroup())
-    checkpointer.resume_from(newest(tmp_path / "run"))
+    checkpointer = restored(newest(tmp_path / "run"), env)
     for number, gain in ((7, -0.1), (8, 0.0), (9, 0.1)):
         checkpointer.offer_hosts(env.backend, np.array([best.utility + gain, -1.0]), number)
         kept = BestHost.load(tmp_path / "run" / "best_host").host
@@ -330,7 +339,7 @@ class Pair(ProcessGroup):
 
 @pytest.mark.parametrize(
     ("outcome", "best"),
-    [(learning.NOT_WRITTEN, -math.inf), (learning.NOT_FINITE, 0.1), (learning.KEPT, 0.5)],
+    [(store.NOT_WRITTEN, -math.inf), (store.NOT_FINITE, 0.1), (store.WRITTEN, 0.5)],
 )
 def test_ranks_agree_on_the_best_utility(outcome: int, best: float, tmp_path: Path) -> None:
     """The champion belongs to the other rank: its result there counts here."""
@@ -388,12 +397,12 @@ def test_baselines_of_other_code_are_not_taken_from_a_checkpoint(
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run", poll=Countdown(20))
     saved, env = newest(tmp_path / "run"), make_env(HOSTS)
-    learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.backend)
-    assert env.backend.twin_curves()
-    monkeypatch.setattr(learning, "differences", lambda saved, config, backend: ["torch: 1 then, 2 now"])
+    restored(saved, env)
+    assert env.backend.baseline_curves()
+    monkeypatch.setattr(store, "differences", lambda *_: ["torch: 1 then, 2 now"])
     env = make_env(HOSTS)
-    learning.restore(saved, HOSTS, Learner.new(HOSTS, env.layout), env.backend)
-    assert not env.backend.twin_curves()
+    restored(saved, env)
+    assert not env.backend.baseline_curves()
 
 
 def test_best_and_last_checkpoints_are_kept(tmp_path: Path) -> None:
@@ -425,7 +434,7 @@ def test_stop_saves_the_last_complete_round_without_a_due_checkpoint(tmp_path: P
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9", "ppo.entropy_final=0.01"])
     with pytest.raises(Interrupted):
         start(rare, tmp_path / "run", poll=Countdown(8 * 5 + 3))
-    assert learning.about(newest(tmp_path / "run"))["done"] == 5
+    assert run_metadata(newest(tmp_path / "run"))["done"] == 5
     start(rare, tmp_path / "calm")
     go_on(rare, tmp_path / "run")
     assert fate(tmp_path / "run") == fate(tmp_path / "calm")
@@ -462,12 +471,12 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
 def test_run_with_a_failed_update_saves_every_round(tmp_path: Path) -> None:
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9"])
     env, checkpointer = make_env(rare), Checkpointer(rare, tmp_path, Silence(), ProcessGroup())
-    learner = Learner.new(rare, env.layout)
-    checkpointer.save_if_due(learner, env.backend)
-    checkpointer.save_if_due(learner, env.backend)
+    training = TrainingState.new(rare, env.layout)
+    checkpointer.save_if_due(training, env.backend)
+    checkpointer.save_if_due(training, env.backend)
     assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000"]
-    learner.ppo.bad_in_a_row = 1
-    checkpointer.save_if_due(learner, env.backend)
+    training.ppo.bad_in_a_row = 1
+    checkpointer.save_if_due(training, env.backend)
     assert Checkpoints(tmp_path / CHECKPOINTS).names() == ["round-000000", "round-000000"]
 
 
@@ -483,7 +492,7 @@ def test_checkpoint_is_deferred_while_the_journal_cannot_be_flushed(tmp_path: Pa
         def flush(self) -> bool:
             return False
 
-    with pytest.warns(UserWarning, match="this checkpoint is put off"):
+    with pytest.warns(UserWarning, match="this checkpoint is postponed"):
         train_ppo_vectorized(SIM, Unflushable(), directory=tmp_path)  # type: ignore[arg-type]
     names = Checkpoints(tmp_path / "checkpoints").names()
     assert names == [f"round-{SIM.rounds:06d}"]  # only the last one, which no later one could replace

@@ -24,7 +24,7 @@ from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.simulated_worlds import MAP_BLUEPRINTS
 from esper.simic.training import vectorized
 from esper.simic.training.config import TrainConfig, load_config
-from esper.simic.training.learner import Trained, new_network
+from esper.simic.training.training_state import TrainingResult, new_network
 from esper.simic.training.vectorized import choice_draws, make_env, pool_world, train_ppo_vectorized
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tamiyo.policy.features import BASE, ENV_FEATURES, PER_SLOT, SLOT_FEATURES
@@ -66,7 +66,7 @@ class Everything:
 # ---- the same seed, the same run
 
 
-def same(one: Trained, two: Trained) -> bool:
+def same(one: TrainingResult, two: TrainingResult) -> bool:
     rounds = zip(one.rounds, two.rounds, strict=True)
     alike = all(np.array_equal(a.returns, b.returns) and np.array_equal(a.quality, b.quality) for a, b in rounds)
     return alike and weights(one.network) == weights(two.network)
@@ -184,7 +184,7 @@ class Kept(TamiyoRolloutBuffer):
         return super().finish()
 
 
-def watched(monkeypatch: pytest.MonkeyPatch, *sets: str) -> Trained:
+def watched(monkeypatch: pytest.MonkeyPatch, *sets: str) -> TrainingResult:
     Kept.seen = []
     monkeypatch.setattr(vectorized, "TamiyoRolloutBuffer", Kept)
     return train_ppo_vectorized(load_config(sets=sets))

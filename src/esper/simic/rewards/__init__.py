@@ -1,8 +1,8 @@
 """Rewards: pure functions of the whole environment before and after a step.
 
-    before = Frame.of(table, context, twin_quality)
+    before = Frame.of(table, context, baseline_quality)
     …                                               # one step
-    after = Frame.of(table, context, twin_quality)
+    after = Frame.of(table, context, baseline_quality)
     r = reward(before, after, config)               # [E]
 
 `frame.py` defines the inputs of a mode and the registry of modes, `utility.py` the default mode, `comparisons.py`

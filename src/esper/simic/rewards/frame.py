@@ -38,7 +38,7 @@ class Frame:
 
     step: Ints  # [E]
     quality: Floats  # [E]
-    twin_quality: Floats  # [E] of the no-growth baseline at the same step
+    baseline_quality: Floats  # [E] of the no-growth baseline at the same step
     committed_quality: Floats  # [E] with every uncommitted seed off
     params: Floats  # [E] host, fossils and growing seeds
     macs: Floats  # [E] host and all seeds that affect the output
@@ -52,8 +52,8 @@ class Frame:
     horizon: int
 
     @classmethod
-    def of(cls, table: SlotTable, sizes: Sizes, twin_quality: Floats) -> Frame:
-        """Return the current state of a table's environments. `twin_quality` [E] is that of the no-growth baselines."""
+    def of(cls, table: SlotTable, sizes: Sizes, baseline_quality: Floats) -> Frame:
+        """Return the current state of a table's environments, given the quality [E] of their no-growth baselines."""
         fossil = table.stage == S.FOSSILIZED
         params, macs = live_costs(table, sizes)
         committed_params = np.where(fossil, table.params, 0).sum(axis=1)
@@ -61,7 +61,7 @@ class Frame:
         return cls(
             step=table.step.copy(),
             quality=table.quality.astype(np.float64),
-            twin_quality=np.array(twin_quality, np.float64),
+            baseline_quality=np.array(baseline_quality, np.float64),
             committed_quality=table.committed_quality.astype(np.float64),
             params=params.astype(np.float64),
             macs=macs.astype(np.float64),

@@ -22,8 +22,8 @@ def rent(params: Floats, macs: Floats, frame: Frame, config: RewardConfig) -> Fl
 
 def gain(quality: Floats, frame: Frame, config: RewardConfig) -> Floats:
     """Return the quality above the no-growth baseline, [E]; 0 before the first epoch, when both networks are equal."""
-    twin = np.where(np.isfinite(frame.twin_quality), frame.twin_quality, config.worst_quality)
-    return np.where(frame.step == 0, 0.0, quality - twin)
+    baseline = np.where(np.isfinite(frame.baseline_quality), frame.baseline_quality, config.worst_quality)
+    return np.where(frame.step == 0, 0.0, quality - baseline)
 
 
 def bounded(value: Floats, frame: Frame, config: RewardConfig) -> Floats:

@@ -4,7 +4,7 @@
     mine = group.share(config.envs)             # this rank's environments, as a slice
     …                                           # step them; act on a batch padded to [E]
     group.gather(buffer.fields())               # once per round: every rank receives all rollouts
-    group.agree(learner.digest, "…")            # check that all ranks made the same update
+    group.agree(training.digest, "…")           # check that all ranks made the same update
 
 The policy's batch has the same shape for any number of ranks, so the bits of a row do not depend on the rank.
 Ranks on one machine rendezvous over a file and communicate over loopback; `torchrun` connects several machines.

@@ -1,6 +1,6 @@
 """PPO training over vectorised growth environments.
 
-    trained = train_ppo_vectorized(load_config(preset="sim"))
+    result = train_ppo_vectorized(load_config(preset="sim"))
 
 Telemetry goes through the emitter; `leyline.profiler` records how long each phase of the loop takes.
 
@@ -27,11 +27,13 @@ from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.backend import Backend, HostBackend
 from esper.simic.env import GrowthVectorEnv
+from esper.simic.evaluation.no_growth_baseline import BASELINES
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
+from esper.simic.training.checkpointer import Checkpointer
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distributed import ProcessGroup
-from esper.simic.training.learner import Checkpointer, Learner, Round, Trained, restore
+from esper.simic.training.training_state import Round, TrainingResult, TrainingState
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced
 from esper.tamiyo.policy.features import num_features
@@ -50,8 +52,8 @@ def train_ppo_vectorized(
     resume: Saved | None = None,
     group: ProcessGroup | None = None,
     poll: Callable[[], None] = lambda: None,
-    on_round: Callable[[Round], None] = lambda told: None,
-) -> Trained:
+    on_round: Callable[[Round], None] = lambda _: None,
+) -> TrainingResult:
     """Train a policy and return it with the results of every round.
 
     env        environments of this rank, from `make_env` with the same config and group; None builds them
@@ -67,9 +69,9 @@ def train_ppo_vectorized(
     env = make_env(config, data_root, group) if env is None else env
     phases = env.phases
     if directory is not None and isinstance(env.backend, HostBackend):
-        env.backend.twins.store_in(directory / "twins")
-    learner = Learner.new(config, env.layout, resumed=resume is not None)
-    network, trained = learner.network, learner.trained
+        env.backend.baselines.store_in(directory / BASELINES)
+    training = TrainingState.new(config, env.layout, resumed=resume is not None)
+    network, result = training.network, training.result
     checkpointer = Checkpointer(config, directory, hub, group)
     buffer = TamiyoRolloutBuffer(
         steps=env.horizon, envs=E, features=num_features(env.layout.slots), masks=env.layout.size,
@@ -80,11 +82,10 @@ def train_ppo_vectorized(
         envs=range(E)[mine], level=level(config.telemetry), leads=group.leads,
     )  # fmt: skip
     if resume is None:
-        checkpointer.save_if_due(learner, env.backend)
+        checkpointer.save_if_due(training, env.backend)
     else:
-        restore(resume, config, learner, env.backend)
-        checkpointer.resume_from(resume)
-        env.round = learner.done - 1
+        checkpointer.restore(resume, training, env.backend)
+        env.round = training.done - 1
 
     def look() -> None:
         poll()
@@ -92,8 +93,8 @@ def train_ppo_vectorized(
 
     env.backend.on_pause = look
 
-    for number in range(learner.done, config.rounds):
-        with checkpointer.save_on_error(learner, env.backend):
+    for number in range(training.done, config.rounds):
+        with checkpointer.save_on_error(training, env.backend):
             obs, info = env.reset()
             emit.begin(env.backend.worlds, episode=number + 1)
             buffer.reset()
@@ -121,23 +122,23 @@ def train_ppo_vectorized(
                 ends = {"returns": earned, "utility": info["utility"], "quality": info["quality"]}
                 ends = {name: group.gather_rows(rows, E) for name, rows in ends.items()}
         with phases("update"):
-            told = with_returns(learner.ppo.update(buffer.finish(), learner.shuffle), ends["returns"])
+            update = with_returns(training.ppo.update(buffer.finish(), training.shuffle), ends["returns"])
         with phases("telemetry"):
-            emit.say(told)
+            emit.say(update)
             emit.episode(
                 env.backend.table, [f"env {e}" for e in range(E)[mine]], episode_return=earned.tolist(),
-                utility=info["utility"].tolist(), twin_quality=env.frame.twin_quality.tolist(),
+                utility=info["utility"].tolist(), twin_quality=env.frame.baseline_quality.tolist(),
                 multiply_adds=env.frame.macs.tolist(),
             )  # fmt: skip
             emit.phases(phases, last=True)
-        trained.rounds.append(Round(number=number, update=told, **ends))
-        trained.env_steps += E * env.horizon
+        result.rounds.append(Round(number=number, update=update, **ends))
+        result.env_steps += E * env.horizon
         with phases("checkpoint"):
             checkpointer.offer_hosts(env.backend, ends["utility"], number + 1)
-            group.agree(learner.digest, "what the ranks learnt")
-            checkpointer.save_if_due(learner, env.backend)
-        on_round(trained.rounds[-1])
-    return trained
+            group.agree(training.digest, "the updated policies")
+            checkpointer.save_if_due(training, env.backend)
+        on_round(result.rounds[-1])
+    return result
 
 
 class Sampler:

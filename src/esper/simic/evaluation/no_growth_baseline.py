@@ -1,7 +1,7 @@
 """No-growth baselines: quality per step of each world without growth. Trained once and cached on disk.
 
-    twins = NoGrowthBaselines(task, data, EngineConfig(), run_directory / "twins")
-    twins.curves([0, 1, 2])          # [3, T] quality after every step; trains what is neither in memory nor on disk
+    baselines = NoGrowthBaselines(task, data, EngineConfig(), run_directory / BASELINES)
+    baselines.curves([0, 1, 2])      # [3, T] quality after every step; trains what is neither in memory nor on disk
 
 The cache directory is named by a hash of everything that can change a curve: task, data, engine, our own code, torch
 and its settings, threads, processor. A cached curve is therefore bit-identical to a newly trained one. Every world has
@@ -11,15 +11,11 @@ damaged one is trained again.
 
 from __future__ import annotations
 
-import ast
 import dataclasses
 import hashlib
 import json
-import platform
-import re
 import warnings
 from collections.abc import Callable, Sequence
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +23,6 @@ import msgspec
 import numpy as np
 import torch
 
-import esper
 from esper.leyline.atomic_io import must_be_real_directory, read_regular, write_atomically
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.slot_table import Floats
@@ -35,9 +30,12 @@ from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.reproducibility import code_hash, processor
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 
+BASELINES = "twins"
+"""Name of their subdirectory in a run directory."""
 MOST_BYTES = 1 << 20
 """Maximum size of a file in bytes. A curve has about 20 bytes per epoch."""
 _NO_BITS = ("data", "question")  # fields of a task that are not hashed: data has its own hash, question has no effect
@@ -52,7 +50,7 @@ class NoGrowthBaselines:
         if directory is not None:
             self.store_in(directory)
         self.known: dict[int, list[float]] = {}
-        self.on_progress: Callable[[int, int], None] = lambda done, of: None
+        self.on_progress: Callable[[int, int], None] = lambda *_: None
         """Called with the numbers of trained worlds and of worlds to train: (0, n) … (n, n)."""
 
     def store_in(self, directory: Path) -> None:
@@ -61,8 +59,8 @@ class NoGrowthBaselines:
 
     def key(self) -> str:
         """Return the hash of everything that can change a curve."""
-        told = msgspec.json.encode(ingredients(self.task, self.data, self.config), order="deterministic")
-        return hashlib.sha256(told).hexdigest()[:16]
+        encoded = msgspec.json.encode(ingredients(self.task, self.data, self.config), order="deterministic")
+        return hashlib.sha256(encoded).hexdigest()[:16]
 
     def curves(self, worlds: Sequence[int]) -> Floats:
         """Return the quality after every step, [E, T]. Curves that are not cached are trained."""
@@ -92,10 +90,12 @@ class NoGrowthBaselines:
             curve = [float(q) for q in document["quality"]]
             if document["world"] == world and len(curve) == self.task.epochs:
                 return curve
-            why = "it is of another world or length"
+            reason = "it is of another world or length"
         except (OSError, ValueError, TypeError, KeyError) as error:
-            why = f"{type(error).__name__}: {error}"
-        warnings.warn(f"the twin of world {world} in {file} is damaged ({why}); it is trained again", stacklevel=3)
+            reason = f"{type(error).__name__}: {error}"
+        warnings.warn(
+            f"the baseline of world {world} in {file} is damaged ({reason}); it is trained again", stacklevel=3
+        )
         return None
 
     def _write(self, world: int) -> None:
@@ -111,7 +111,7 @@ class NoGrowthBaselines:
             must_be_real_directory(file.parent)
             write_atomically(file, content)
         except OSError as error:
-            warnings.warn(f"cannot keep the twin of world {world} in {file}: {error.strerror}", stacklevel=3)
+            warnings.warn(f"cannot write the baseline of world {world} to {file}: {error.strerror}", stacklevel=3)
 
 
 def trained(task: Task, data: Dataset, config: EngineConfig, world: int) -> list[float]:
@@ -138,51 +138,3 @@ def ingredients(task: Task, data: Dataset, config: EngineConfig) -> dict[str, An
         ],
         "processor": processor(config.device),
     }
-
-
-@lru_cache(maxsize=8)
-def code_hash(*packages: str) -> str:
-    """Return a hash of the code of these packages; by default those that train hosts.
-
-    It keeps curves of older code from being reused. Comments, docstrings and layout do not count.
-    """
-    digest = hashlib.sha256()
-    home = Path(esper.__path__[0])
-    for package in packages or ("kasmina", "tolaria"):
-        for file in sorted((home / package).rglob("*.py")):
-            code = syntax_without_prose(file.read_text(encoding="utf-8"))
-            digest.update(f"{file.relative_to(home).as_posix()}\n{code}\n".encode())
-    return digest.hexdigest()
-
-
-def syntax_without_prose(source: str) -> str:
-    """Return the syntax tree of a module as text, without comments, docstrings and attribute docstrings."""
-    tree = ast.parse(source)
-    for node in ast.walk(tree):
-        body = getattr(node, "body", None)
-        if isinstance(body, list):
-            node.body = [each for each in body if not _is_text(each)]  # type: ignore[attr-defined]
-    return ast.dump(tree)
-
-
-def _is_text(node: ast.AST) -> bool:
-    return isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
-
-
-@lru_cache(maxsize=8)
-def processor(device: str) -> list[str]:
-    """Return a description of the processor. It decides which kernels run, and so the last bits of results."""
-    if device.startswith("cuda"):
-        cudnn = torch.backends.cudnn
-        return [
-            torch.cuda.get_device_name(device),
-            str(torch.version.cuda),
-            str(cudnn.version()),
-            str(cudnn.allow_tf32),
-        ]
-    try:
-        named = re.search(r"model name\s*:\s*(.+)", Path("/proc/cpuinfo").read_text())
-    except OSError:
-        named = None
-    model = named[1] if named else platform.processor()
-    return [platform.machine(), model, torch.backends.cpu.get_cpu_capability()]

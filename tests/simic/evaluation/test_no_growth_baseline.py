@@ -13,20 +13,21 @@ import numpy as np
 import pytest
 import torch
 
-from esper.simic import no_growth_baseline as module
 from esper.simic.backend import HostBackend
-from esper.simic.no_growth_baseline import NoGrowthBaselines, ingredients
+from esper.simic.evaluation import no_growth_baseline as module
+from esper.simic.evaluation.no_growth_baseline import NoGrowthBaselines, ingredients
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.data import Split
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import GovernorConfig
+from esper.tolaria.reproducibility import code_hash, syntax_without_prose
 from esper.tolaria.tasks import get_task
 
 TASK = replace(get_task("digits"), epochs=3, batches_per_epoch=4)
 DATA = TASK.load_data()
 
 
-def twins(directory: Path | None = None, **changes: Any) -> NoGrowthBaselines:
+def baselines(directory: Path | None = None, **changes: Any) -> NoGrowthBaselines:
     given = {"task": TASK, "data": DATA, "config": EngineConfig()} | changes
     return NoGrowthBaselines(given["task"], given["data"], given["config"], directory)
 
@@ -39,12 +40,12 @@ def test_baseline_is_its_world_with_wait_only() -> None:
     for _ in range(TASK.epochs):
         backend.step(wait_everywhere(3))
         played.append(backend.table.quality.copy())
-        np.testing.assert_array_equal(backend.twin_quality, backend.table.quality)
-    np.testing.assert_array_equal(twins().curves(worlds), np.stack(played, axis=1))
+        np.testing.assert_array_equal(backend.baseline_quality, backend.table.quality)
+    np.testing.assert_array_equal(baselines().curves(worlds), np.stack(played, axis=1))
 
 
 def test_curves_are_per_world_in_the_requested_order() -> None:
-    found = twins()
+    found = baselines()
     curves = found.curves([2, 1, 2])
     assert curves.shape == (3, TASK.epochs)
     np.testing.assert_array_equal(curves[0], curves[2])
@@ -53,23 +54,23 @@ def test_curves_are_per_world_in_the_requested_order() -> None:
 
 
 def test_curve_on_disk_equals_the_computed_curve(tmp_path: Path) -> None:
-    computed = twins(tmp_path).curves([1, 0])
-    again = twins(tmp_path)
+    computed = baselines(tmp_path).curves([1, 0])
+    again = baselines(tmp_path)
     again.on_progress = lambda done, of: pytest.fail("nothing was to be trained")
     np.testing.assert_array_equal(again.curves([1, 0]), computed)
 
 
 def test_non_finite_curve_survives_the_disk(tmp_path: Path) -> None:
-    one = twins(tmp_path)
+    one = baselines(tmp_path)
     one.known[0] = [0.5, float("nan"), float("inf")]
     one._write(0)
-    np.testing.assert_array_equal(twins(tmp_path).curves([0])[0], one.known[0])
+    np.testing.assert_array_equal(baselines(tmp_path).curves([0])[0], one.known[0])
 
 
 def test_progress_counts_only_what_must_be_trained(tmp_path: Path) -> None:
-    twins(tmp_path).curves([0])
+    baselines(tmp_path).curves([0])
     told: list[tuple[int, int]] = []
-    one = twins(tmp_path)
+    one = baselines(tmp_path)
     one.on_progress = lambda done, of: told.append((done, of))
     one.curves([0, 1, 2, 1])
     assert told == [(0, 2), (1, 2), (2, 2)]
@@ -101,31 +102,32 @@ def test_table_of_changes_covers_every_setting() -> None:
 
 @pytest.mark.parametrize("name", TASK_CHANGES)
 def test_another_task_has_another_key(name: str) -> None:
-    assert twins(task=replace(TASK, **{name: TASK_CHANGES[name]})).key() != twins().key()
+    assert baselines(task=replace(TASK, **{name: TASK_CHANGES[name]})).key() != baselines().key()
 
 
 @pytest.mark.parametrize("name", ENGINE_CHANGES)
 def test_another_engine_has_another_key(name: str) -> None:
-    assert twins(config=msgspec.structs.replace(EngineConfig(), **{name: ENGINE_CHANGES[name]})).key() != twins().key()
+    config = msgspec.structs.replace(EngineConfig(), **{name: ENGINE_CHANGES[name]})
+    assert baselines(config=config).key() != baselines().key()
 
 
 @pytest.mark.parametrize("name", DATA_CHANGES)
 def test_other_data_have_another_key(name: str) -> None:
-    assert twins(data=replace(DATA, **{name: DATA_CHANGES[name]})).key() != twins().key()
+    assert baselines(data=replace(DATA, **{name: DATA_CHANGES[name]})).key() != baselines().key()
 
 
 def test_threads_and_torch_settings_change_the_key() -> None:
-    key, threads, precision = twins().key(), torch.get_num_threads(), torch.get_float32_matmul_precision()
+    key, threads, precision = baselines().key(), torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         torch.set_num_threads(threads + 1)
-        assert twins().key() != key
+        assert baselines().key() != key
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision("medium" if precision != "medium" else "high")
-        assert twins().key() != key
+        assert baselines().key() != key
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)
-    assert twins().key() == key
+    assert baselines().key() == key
 
 
 @pytest.mark.parametrize(
@@ -133,24 +135,24 @@ def test_threads_and_torch_settings_change_the_key() -> None:
     [
         (torch, "__version__", "9.9.9"),
         (module, "code_hash", lambda: "other code"),
-        (module, "processor", lambda device: ["another processor"]),
+        (module, "processor", lambda _: ["another processor"]),
     ],
 )
 def test_another_torch_code_or_processor_has_another_key(
     owner: Any, name: str, value: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    key = twins().key()
+    key = baselines().key()
     monkeypatch.setattr(owner, name, value)
-    assert twins().key() != key
+    assert baselines().key() != key
 
 
 def test_code_that_trains_hosts_is_part_of_the_key() -> None:
-    assert ingredients(TASK, DATA, EngineConfig())["code"] == module.code_hash()
-    assert len(module.code_hash()) == 64
+    assert ingredients(TASK, DATA, EngineConfig())["code"] == code_hash()
+    assert len(code_hash()) == 64
 
 
 def test_description_of_a_task_does_not_change_its_key() -> None:
-    assert twins(task=replace(TASK, question="something else?")).key() == twins().key()
+    assert baselines(task=replace(TASK, question="something else?")).key() == baselines().key()
 
 
 def spoil(text: str) -> dict[str, str]:
@@ -170,38 +172,38 @@ def spoil(text: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("damage", list(spoil('{"quality": [1.0, 2.0], "sha256": ""}')))
 def test_damaged_file_is_recomputed_with_a_warning(damage: str, tmp_path: Path) -> None:
-    first = twins(tmp_path)
+    first = baselines(tmp_path)
     curve = first.curves([0])
     file = first._file(0)
     assert file is not None
     whole = file.read_text()
     file.write_text(spoil(whole)[damage])
-    with pytest.warns(UserWarning, match=r"twin of world 0 .* is damaged"):
-        np.testing.assert_array_equal(twins(tmp_path).curves([0]), curve)
+    with pytest.warns(UserWarning, match=r"baseline of world 0 .* is damaged"):
+        np.testing.assert_array_equal(baselines(tmp_path).curves([0]), curve)
     assert file.read_text() == whole
 
 
 def test_curve_of_another_world_is_not_used(tmp_path: Path) -> None:
-    first = twins(tmp_path)
+    first = baselines(tmp_path)
     first.curves([0, 1])
     zero, one = first._file(0), first._file(1)
     assert zero is not None
     assert one is not None
     zero.write_bytes(one.read_bytes())
     with pytest.warns(UserWarning, match="damaged"):
-        np.testing.assert_array_equal(twins(tmp_path).curves([0]), first.curves([0]))
+        np.testing.assert_array_equal(baselines(tmp_path).curves([0]), first.curves([0]))
 
 
 def test_unwritable_directory_falls_back_to_memory(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    one = twins(tmp_path / "file")
-    with pytest.warns(UserWarning, match="cannot keep the twin"):
+    one = baselines(tmp_path / "file")
+    with pytest.warns(UserWarning, match="cannot write the baseline"):
         assert np.isfinite(one.curves([0])).all()
 
 
 def _train(directory: str, worlds: list[int]) -> None:
     torch.set_num_threads(1)
-    twins(Path(directory)).curves(worlds)
+    baselines(Path(directory)).curves(worlds)
 
 
 @pytest.mark.slow
@@ -213,9 +215,9 @@ def test_two_processes_sharing_a_directory_lose_nothing(tmp_path: Path) -> None:
     for one in both:
         one.join()
         assert one.exitcode == 0
-    found = twins(tmp_path)
+    found = baselines(tmp_path)
     found.on_progress = lambda done, of: pytest.fail("nothing was to be trained")
-    np.testing.assert_array_equal(found.curves(range(6)), twins().curves(range(6)))
+    np.testing.assert_array_equal(found.curves(range(6)), baselines().curves(range(6)))
     assert not list(tmp_path.rglob("*.tmp"))
 
 
@@ -230,4 +232,4 @@ def test_two_processes_sharing_a_directory_lose_nothing(tmp_path: Path) -> None:
 )
 def test_code_hash_ignores_comments_and_docstrings_only(source: str, is_same: bool) -> None:
     first = 'def f(x):\n    """Text."""\n    return x + 1\n'
-    assert (module.syntax_without_prose(source) == module.syntax_without_prose(first)) == is_same
+    assert (syntax_without_prose(source) == syntax_without_prose(first)) == is_same

@@ -110,7 +110,7 @@ def play(
 
 def judged(backend: Backend, reward: RewardConfig, name: str) -> Played:
     """Return the current results of a backend's environments."""
-    frame = Frame.of(backend.table, backend.context, backend.twin_quality)
+    frame = Frame.of(backend.table, backend.context, backend.baseline_quality)
     params, macs = (
         network_params(backend.table, backend.context.host_params),
         live_costs(backend.table, backend.context)[1],
@@ -160,7 +160,7 @@ def static(backend: HostBackend, task: Task, worlds: Sequence[int], reward: Rewa
             pass
         params, macs = (np.full(len(some), float(x)) for x in (other.context.host_params, other.context.host_macs))
         backend.table.step[:] = task.epochs
-        frame = Frame.of(backend.table, backend.context, backend.twin_quality)
+        frame = Frame.of(backend.table, backend.context, backend.baseline_quality)
         frame = frame.measured(other.table.quality.astype(np.float64), params, macs)
         test = np.array([plot.test(other.data.test)[0] for plot in other.engine.networks])
         parts.append(Played(name, list(some), frame.quality, test, params, macs, utility(frame, reward)))

@@ -74,9 +74,9 @@ def play(sim: Simulator, controller: Controller, config: RewardConfig, gamma: fl
     """Run one episode in every environment, from the first step, and return the results."""
     sim.reset()
     total, discounted, weight = np.zeros(len(sim.worlds)), np.zeros(len(sim.worlds)), 1.0
-    before = Frame.of(sim.table, sim.context, sim.twin_quality)
+    before = Frame.of(sim.table, sim.context, sim.baseline_quality)
     for _ in rollout(sim, controller, sim.config.horizon):
-        after = Frame.of(sim.table, sim.context, sim.twin_quality)
+        after = Frame.of(sim.table, sim.context, sim.baseline_quality)
         paid = reward(before, after, config)
         total, discounted, weight, before = total + paid, discounted + weight * paid, weight * gamma, after
     return Episodes(total, discounted, sim.table.quality.astype(np.float64))

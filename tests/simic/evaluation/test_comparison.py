@@ -7,7 +7,7 @@ import pytest
 
 from esper.leyline.actions import Operator
 from esper.simic.backend import HostBackend
-from esper.simic.evaluation import AT_ONCE, best_schedule_on, compare, from_start, play, static
+from esper.simic.evaluation.comparison import AT_ONCE, best_schedule_on, compare, from_start, play, static
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, Schedule, Wait
@@ -87,10 +87,10 @@ def test_static_hosts_are_charged_for_their_size_against_the_same_baseline(backe
     size = 3 * backend.context.host_params
     wide = static(backend, backend.task.widened(size), [20, 21], REWARD, "wider")
     assert (wide.params >= size).all()
-    twin = backend.twins.curves([20, 21])[:, -1]
+    baseline = backend.baselines.curves([20, 21])[:, -1]
     doublings = np.log2(wide.params / backend.context.host_params), np.log2(wide.macs / backend.context.host_macs)
     rent = REWARD.rent_params * doublings[0] + REWARD.rent_macs * doublings[1]
-    assert np.allclose(wide.utility, wide.quality - twin - rent, atol=1e-6)
+    assert np.allclose(wide.utility, wide.quality - baseline - rent, atol=1e-6)
     same_host = static(backend, backend.task, [20], REWARD, "same")
     assert np.allclose(same_host.utility, 0.0, atol=1e-6)
 

@@ -1,0 +1,203 @@
+"""Checkpoints, policy file and best host of a training run.
+
+checkpointer = Checkpointer(config, run_directory, hub, group)
+checkpointer.save_if_due(training, backend)      # flush the journal, then write a checkpoint
+checkpointer.restore(saved, training, backend)   # resume from one
+"""
+
+from __future__ import annotations
+
+import math
+import time
+import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from esper.leyline.errors import CheckpointError
+from esper.leyline.events import Checkpoint, Emits, spelled, unspelled
+from esper.leyline.slot_table import Floats
+from esper.simic.backend import Backend, HostBackend
+from esper.simic.training.config import TrainConfig, as_tree
+from esper.simic.training.distributed import ProcessGroup
+from esper.simic.training.training_state import TrainingState
+from esper.tamiyo.policy_file import POLICY, save_policy
+from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
+from esper.tolaria.checkpoint import Checkpoints, Saved
+from esper.tolaria.packing import packed, unpacked
+from esper.tolaria.reproducibility import changes, fingerprint
+
+CHECKPOINTS = "checkpoints"
+STATE, RUN = "learner", "run"
+"""Names of the files of a checkpoint: the training state, and the run's metadata."""
+NOT_MINE, NOT_FINITE, NOT_WRITTEN, WRITTEN = range(4)
+"""Outcome of writing a best host, as one rank reports it to the others."""
+
+
+class Checkpointer:
+    """Writes the checkpoints and the best host of a run. Write errors become warnings, and the run continues.
+
+    Without a directory, nothing is written.
+    """
+
+    def __init__(self, config: TrainConfig, directory: Path | None, hub: Emits, group: ProcessGroup) -> None:
+        self.config, self.hub, self.group, self.directory = config, hub, group, directory
+        self.best_utility = -math.inf  # of all hosts so far
+        self._ended, self._cost_s = -math.inf, 0.0  # end and duration of the last write
+        self._next_seq = [0] * group.size  # of every rank's journal, at the end of the last round
+        self._last_saved = -1  # completed rounds at the last checkpoint
+
+    def save_if_due(self, training: TrainingState, backend: Backend) -> None:
+        """Write a checkpoint at the start of the run or the end of a round, if one is due.
+
+        The journal is flushed first, so that a resumed run has no gap in it. While flushing fails, checkpoints are
+        postponed, except the last one.
+        """
+        if self.directory is None:
+            return
+        start = time.monotonic()
+        is_unstable = training.ppo.bad_in_a_row > 0  # the run may stop soon: save its last completed round
+        is_last = training.done == self.config.rounds
+        due = is_unstable or is_last or self.config.checkpoint_share == 1
+        due = due or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
+        flushed = self._flush() if due or self.group.size > 1 else True
+        self._next_seq = self.group.gather_ints(getattr(self.hub, "next_seq", 0))
+        if due and not flushed and not is_last:
+            warnings.warn("the journal cannot be flushed to disk; this checkpoint is postponed", stacklevel=2)
+        elif due:
+            self._write(training, backend)
+            self._ended = time.monotonic()
+            self._cost_s = self._ended - start
+
+    def _flush(self) -> bool:
+        """Return whether all events so far are on disk or permanently lost: no later checkpoint could have more."""
+        flush = getattr(self.hub, "flush", None)
+        return flush is None or bool(flush()) or bool(getattr(self.hub, "has_lost", False))
+
+    def restore(self, saved: Saved, training: TrainingState, backend: Backend) -> None:
+        """Load a checkpoint and emit an event.
+
+        No-growth baselines are reused only if they would be trained identically now.
+        """
+        metadata = run_metadata(saved)
+        try:
+            state = unpacked(saved.document(STATE), saved.tensors(STATE))
+            training.load_state_dict(state)
+            if not differences(saved, self.config, backend):
+                backend.add_baselines(state["twins"])
+        except (KeyError, TypeError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
+            raise CheckpointError(f"the checkpoint {saved.path} does not fit this run: {error!r}") from error
+        self.best_utility, self._next_seq = metadata["best_utility"], metadata["next_seq"]
+        self._last_saved = metadata["done"]
+        if self.group.leads:
+            size = sum(file.stat().st_size for file in saved.path.iterdir())
+            path = f"{CHECKPOINTS}/{saved.path.name}"
+            self.hub.emit(Checkpoint(path=path, reason="resumed", round=metadata["done"], size_bytes=size))
+
+    @contextmanager
+    def save_on_error(self, training: TrainingState, backend: Backend) -> Iterator[None]:
+        """Context manager around the work between two updates: on an exception, save the last completed round first."""
+        try:
+            yield
+        except BaseException:
+            if self._last_saved < training.done and self.directory is not None:
+                self._flush()
+                self._write(training, backend)
+            raise
+
+    def _write(self, training: TrainingState, backend: Backend) -> None:
+        """Write a checkpoint numbered by the completed rounds, and the current policy."""
+        if not self.group.leads or self.directory is None:
+            return
+        if not self.directory.is_dir():  # moved or removed: do not recreate it
+            warnings.warn(f"{self.directory} no longer exists: no checkpoint can be written", stacklevel=2)
+            return
+        document, tensors = packed(training.state_dict() | {"twins": backend.baseline_curves()})
+        config = msgspec.structs.replace(self.config, network=training.network.config)  # `start_from` may set another
+        run = {"config": as_tree(config), "done": training.done, "best_utility": self.best_utility}
+        run |= {"next_seq": self._next_seq, "exact": run_fingerprint(self.config, backend)}
+        recent = training.result.rounds[-1:]
+        try:
+            self._save_policy(self.directory, training)
+            written = Checkpoints(self.directory / CHECKPOINTS, keep=self.config.keep).write(
+                f"round-{training.done:06d}", tensors={STATE: tensors}, documents={STATE: document, RUN: spelled(run)},
+                score=float(np.mean(recent[0].returns)) if recent else None,
+            )  # fmt: skip
+        except (CheckpointError, OSError) as error:
+            warnings.warn(f"{error}. The run continues; its last checkpoint is an earlier one", stacklevel=2)
+            return
+        self._last_saved = training.done
+        self.hub.emit(
+            Checkpoint(
+                path=written.path.relative_to(self.directory).as_posix(), reason="round" if training.done else "start",
+                round=training.done, size_bytes=written.size_bytes, write_ms=written.write_ms,
+            )
+        )  # fmt: skip
+
+    def _save_policy(self, directory: Path, training: TrainingState) -> None:
+        save_policy(
+            training.network, directory / POLICY, fixed=self.config.fixed_heads(), env_steps=training.result.env_steps,
+            trained_on="sim" if self.config.simulated else self.config.task,
+        )  # fmt: skip
+
+    def offer_hosts(self, backend: Backend, utility: Floats, number: int) -> None:
+        """Save the best finite host of a round [E] if its utility exceeds all previous ones.
+
+        The host's rank writes it. All ranks receive the outcome: `best_utility` is raised on all of them, and only if
+        the host was written.
+        """
+        if self.directory is None or not isinstance(backend, HostBackend):
+            return
+        scores = np.where(np.isfinite(utility), utility, -math.inf)
+        mine = range(len(scores))[self.group.share(len(scores))]
+        for env in np.argsort(-scores, kind="stable").tolist():
+            best = float(scores[env])
+            if not best > self.best_utility:
+                return
+            outcome = NOT_MINE
+            if env in mine:
+                host = GrownHost.of(backend.engine, mine.index(env), utility=best, round=number)
+                outcome = _save_host(host, self.directory)
+            outcome = max(self.group.gather_ints(outcome))
+            if outcome == WRITTEN:
+                self.best_utility = best
+            if outcome != NOT_FINITE:
+                return
+
+
+def _save_host(host: GrownHost, directory: Path) -> int:
+    if not host.is_finite:
+        return NOT_FINITE
+    if not directory.is_dir():
+        return NOT_WRITTEN
+    try:
+        BestHost(host).save(directory / BEST_HOST)
+    except CheckpointError as error:
+        warnings.warn(f"{error}. The run continues; this best host is not saved", stacklevel=2)
+        return NOT_WRITTEN
+    return WRITTEN
+
+
+def run_metadata(saved: Saved) -> dict[str, Any]:
+    """Return a checkpoint's metadata: settings, completed rounds, next event of each rank, versions and hardware."""
+    metadata = unspelled(saved.document(RUN))
+    types: dict[str, Any] = {"config": dict, "done": int, "next_seq": list, "best_utility": (float, int), "exact": dict}
+    if not isinstance(metadata, dict) or not all(isinstance(metadata.get(key), kind) for key, kind in types.items()):
+        raise CheckpointError(
+            f"the checkpoint {saved.path} is not one of `esper train`: {RUN}.json must contain {', '.join(types)}"
+        )
+    return metadata
+
+
+def run_fingerprint(config: TrainConfig, backend: Backend) -> dict[str, str]:
+    """Return what must be unchanged for a bit-identical resume."""
+    return fingerprint(config.threads, config.engine.device, backend.data_hash)
+
+
+def differences(saved: Saved, config: TrainConfig, backend: Backend) -> list[str]:
+    """Return descriptions of what has changed since a checkpoint and could change bits."""
+    return changes(run_metadata(saved)["exact"], run_fingerprint(config, backend))

@@ -1,0 +1,55 @@
+"""Costs of a host and of every blueprint at every slot, measured on a body.
+
+`leyline/costs.py` adds them up for the seeds in a table.
+
+Legend: S slots, B blueprints.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.body import Body
+from esper.kasmina.fork_state import attached
+from esper.kasmina.forking import ForkPlan
+from esper.kasmina.probing import PROBE_SAMPLES, quietly
+from esper.leyline.slot_table import Ints
+from esper.tolaria.engine import takes_of
+
+
+def blueprint_costs(body: Body) -> tuple[Ints, Ints]:
+    """Return the parameters and the multiply-adds per sample of every blueprint at every slot, [S, B] each."""
+    params, macs = np.zeros((2, *takes_of(body).shape), dtype=np.int64)
+    for s, costs in enumerate(body.costs().values()):
+        for name, cost in costs.items():
+            b = blueprint_index(name)
+            params[s, b], macs[s, b] = cost.params, cost.macs
+    return params, macs
+
+
+def host_macs_and_order(body: Body) -> tuple[int, list[str]]:
+    """Return the host's multiply-adds per sample and its slots in execution order, from one forward pass on the probe.
+
+    All seeds are switched off for the pass: the result does not depend on what has grown.
+    """
+    modules, slots = dict(body.model.named_modules()), list(body.slots.values())
+    reached: list[str] = []
+    handles = [
+        modules[slot.module_name].register_forward_hook(lambda *_, name=slot.name: reached.append(name))
+        for slot in slots
+    ]
+    everything_off = ForkPlan.single([False] * len(slots), [slot.name for slot in slots])
+    try:
+        with (
+            attached(everything_off, slots, body.model),
+            sdpa_kernel(SDPBackend.MATH),  # the counter ignores fused attention
+            FlopCounterMode(display=False) as counter,
+        ):
+            quietly(body.model, body.probe)
+    finally:
+        for handle in handles:
+            handle.remove()
+    return int(counter.get_total_flops()) // 2 // PROBE_SAMPLES, list(dict.fromkeys(reached))
