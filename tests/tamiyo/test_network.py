@@ -26,7 +26,8 @@ from esper.tamiyo.policy.action_masks import (
     slot_given_op,
 )
 from esper.tamiyo.policy.distribution import entropy, log_distribution
-from esper.tamiyo.policy.features import BASE, PER_SLOT, ObsContext, batch_obs_to_features, num_features
+from esper.tamiyo.policy.feature_table import BASE, PER_SLOT, num_features
+from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features
 from tests.support.random_tables import LIVELY, random_table
 
 CORES = ("gru", "lstm")
@@ -83,8 +84,8 @@ def exchanged(obs, masks, layout, order):
 
 def opinions(net, obs, masks, layout, op, slot):
     """Return values [E] and log-probabilities [E, 8, W] given op and slot."""
-    look, slots = net._look(obs)
-    hidden = net._remember(look, net.initial(len(obs)))
+    look, slots = net._encode(obs)
+    hidden = net._recur(look, net.initial(len(obs)))
     state = torch.cat([hidden[:, : net.config.hidden], look], -1)
     logits = net._logits(state, slots, op, slot, layout.widest)
     return net._value(state), log_distribution(logits, conditioned(masks, layout, op, slot), net.config.epsilon)
@@ -307,7 +308,7 @@ def test_core_equals_the_torch_layer(core, layer):
     expected, last = reference(seen)
     hidden = net.initial(3)
     for now, wanted in zip(seen, expected, strict=True):
-        hidden = net._remember(now, hidden)
+        hidden = net._recur(now, hidden)
         torch.testing.assert_close(hidden[:, :12], wanted, atol=1e-5, rtol=1e-5)
     if core == "lstm":
         torch.testing.assert_close(hidden[:, 12:], last[1][0], atol=1e-5, rtol=1e-5)
@@ -316,8 +317,8 @@ def test_core_equals_the_torch_layer(core, layer):
 def test_heads_are_conditioned_on_op_and_slot():
     _, obs, _, layout = scene(100, 3, seed=5)
     net = network()
-    look, slots = net._look(obs)
-    state = torch.cat([net._remember(look, net.initial(100)), look], -1)
+    look, slots = net._encode(obs)
+    state = torch.cat([net._recur(look, net.initial(100)), look], -1)
     ask = lambda op, slot: net._logits(  # noqa: E731
         state, slots, torch.full((100,), op), torch.full((100,), slot), layout.widest
     ).detach()
@@ -335,8 +336,8 @@ def test_each_head_option_has_its_own_output():
     sizes = {h: len(HEAD_OPTIONS[h] or ()) for h in Head if h not in (Head.OP, Head.SLOT)}
     assert net.choices.out_features == sum(sizes.values())
     _, obs, _, layout = scene(10, 3, seed=5)
-    look, slots = net._look(obs)
-    state = torch.cat([net._remember(look, net.initial(10)), look], -1)
+    look, slots = net._encode(obs)
+    state = torch.cat([net._recur(look, net.initial(10)), look], -1)
     zero = torch.zeros(10, dtype=torch.long)
     row = 0
     for head, size in sizes.items():
@@ -408,7 +409,7 @@ def test_masks_of_built_in_blueprints_are_unchanged():
 def test_network_accepts_any_number_of_slots():
     net = network()
     for slots in (1, 4):
-        look, encoded = net._look(torch.zeros(2, num_features(slots)))
+        look, encoded = net._encode(torch.zeros(2, num_features(slots)))
         assert look.shape == (2, 16)
         assert encoded.shape == (2, slots, 16)
 

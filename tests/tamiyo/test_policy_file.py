@@ -89,7 +89,7 @@ def test_safetensors_file_without_a_policy_is_rejected(tmp_path):
 
 
 def test_policy_with_other_features_is_rejected(saved, monkeypatch):
-    monkeypatch.setattr(policy_file, "feature_names", lambda slots: ["another"])
+    monkeypatch.setattr(policy_file, "feature_names", lambda _: ["another"])
     with pytest.raises(DataError, match=r"other observations or choices .* Train it anew"):
         load_policy(saved)
 
@@ -98,7 +98,7 @@ def test_view_depends_on_features_and_head_options(monkeypatch):
     seen = {view()}
     assert view() in seen
     with monkeypatch.context() as patch:
-        patch.setattr(policy_file, "feature_names", lambda slots: ["another"])
+        patch.setattr(policy_file, "feature_names", lambda _: ["another"])
         seen.add(view())
     with monkeypatch.context() as patch:
         patch.setattr(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from rich.console import Console
 from rich.table import Table
 
-from esper.tamiyo.policy.features import BASE, FEATURES, PER_SLOT
+from esper.tamiyo.policy.feature_table import BASE, FEATURES, PER_SLOT
 
 
 def run_features() -> None:

@@ -31,7 +31,7 @@ from esper.nissa.run import CHECKPOINTS
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.evaluation.comparison import structure_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.tamiyo.controllers import Controller, Remembers, Wait
+from esper.tamiyo.controllers import Controller, Stateful, Wait
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.checkpoint import Checkpoints, Saved
 from esper.tolaria.data import Dataset
@@ -257,13 +257,13 @@ class Scene:
         self.run.directory.must_be_there()
 
     def _state(self, result: Result, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> dict[str, Any]:
-        remembers = result.name == GROWN and isinstance(controller, Remembers)
+        remembers = result.name == GROWN and isinstance(controller, Stateful)
         return {
             "results": [dataclasses.asdict(r) for r in self.results],
             "current": dataclasses.asdict(result),
             "engine": engine_state(engine),
             "grown": None if self.grown is None else engine_state(self.grown),
-            "controller": controller.state_dict() if remembers and isinstance(controller, Remembers) else None,
+            "controller": controller.state_dict() if remembers and isinstance(controller, Stateful) else None,
             "counts": emit.counts,
         }
 
@@ -271,7 +271,7 @@ class Scene:
         assert self.saved is not None
         state, self.saved = self.saved, None
         load_engine(engine, state["engine"])
-        if state["controller"] is not None and isinstance(controller, Remembers):
+        if state["controller"] is not None and isinstance(controller, Stateful):
             controller.load_state_dict(state["controller"])
         emit.resume(engine.table, state["counts"])
         return Result(**state["current"])

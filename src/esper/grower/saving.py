@@ -31,7 +31,7 @@ from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.kasmina.optimizer_state import load_optimizer
 from esper.leyline.errors import CheckpointError, EsperError
 from esper.leyline.slot_table import SlotTable
-from esper.tamiyo.controllers import Remembers
+from esper.tamiyo.controllers import Stateful
 from esper.tolaria.checkpoint import Checkpoints, Saved, Written
 from esper.tolaria.packing import packed, unpacked
 
@@ -65,7 +65,7 @@ def load(grower: Grower, directory: Path) -> Any:
         told, weights, grads = _read(saved)
         check(grower, told, weights, grads)
         same = told.settings.get("controller") == type(grower.controller).__name__
-        if same and told.controller is not None and isinstance(grower.controller, Remembers):
+        if same and told.controller is not None and isinstance(grower.controller, Stateful):
             grower.controller.load_state_dict(told.controller)
     except EsperError as error:
         raise CheckpointError(f"cannot go on from {saved.path}: {error} Nothing was changed.") from error

@@ -21,7 +21,7 @@ from esper.kasmina.body import Body, hidden_buffers
 from esper.kasmina.optimizer_state import OptimizerState, optimizer_state
 from esper.kasmina.slot import Slot
 from esper.leyline.errors import CheckpointError
-from esper.tamiyo.controllers import Remembers
+from esper.tamiyo.controllers import Stateful
 
 if TYPE_CHECKING:
     from esper.grower import Grower
@@ -97,7 +97,7 @@ def grower_state(grower: Grower, extra: Any = None) -> GrowerState:
         unsampled=tuple(sorted(grower.network.unsampled)),
         sampled=dict(meter.latest),
         smoothed=dict(meter.smoothed),
-        controller=controller.state_dict() if isinstance(controller, Remembers) else None,
+        controller=controller.state_dict() if isinstance(controller, Stateful) else None,
         chance=chance(),
         extra=extra,
     )

@@ -36,7 +36,8 @@ from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.backend import Backend
 from esper.simic.rewards import Frame, RewardConfig, reward, utility
 from esper.tamiyo.policy.action_masks import CANONICAL, DEFAULT_FIXED, MaskLayout, compute_batch_masks
-from esper.tamiyo.policy.features import batch_obs_to_features, num_features
+from esper.tamiyo.policy.feature_table import num_features
+from esper.tamiyo.policy.features import batch_obs_to_features
 
 Worlds = Callable[[int], Sequence[int]]
 """Function from a round's number to the worlds of its environments."""

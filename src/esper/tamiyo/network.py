@@ -28,7 +28,7 @@ from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, Head, Op
 from esper.leyline.errors import ConfigError
 from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, padded, slot_given_op
 from esper.tamiyo.policy.distribution import entropy, likeliest, log_distribution, pick
-from esper.tamiyo.policy.features import BASE, PER_SLOT
+from esper.tamiyo.policy.feature_table import BASE, PER_SLOT
 
 MOST_WIDTH = 8192
 """Maximum width of a policy's layers. At this width one layer takes half a gigabyte; more is likely a typing error."""
@@ -74,7 +74,7 @@ class Choice:
 
 
 @dataclass(slots=True)
-class Judged:
+class Evaluation:
     """Current estimates of the policy for earlier actions, [C, N, …]."""
 
     log_probs: Tensor  # per head
@@ -122,33 +122,33 @@ class TamiyoNetwork(nn.Module):
 
     # -- components
 
-    def _look(self, obs: Tensor) -> tuple[Tensor, Tensor]:
+    def _encode(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the encodings of the environment [*, D] and of every slot [*, S, D]."""
         base, slots = obs[..., :BASE], obs[..., BASE:].contiguous().unflatten(-1, (-1, PER_SLOT))
         slots = self.slot_encoder(slots)
         return self.base_encoder(torch.cat([base, slots.mean(-2), slots.amax(-2)], -1)), slots
 
-    def _remember(self, seen: Tensor, hidden: Tensor) -> Tensor:
+    def _recur(self, encoding: Tensor, hidden: Tensor) -> Tensor:
         """Run one step of the core. Return the new state [N, H'], whose first H columns are the output."""
         if isinstance(self.core, nn.GRUCell):
-            return self.core(seen, hidden)
+            return self.core(encoding, hidden)
         h, c = hidden.chunk(2, -1)
-        return torch.cat(self.core(seen, (h.contiguous(), c.contiguous())), -1)
+        return torch.cat(self.core(encoding, (h.contiguous(), c.contiguous())), -1)
 
     def _logits(self, state: Tensor, slots: Tensor, op: Tensor, slot: Tensor, widest: int) -> Tensor:
         """Return the logits of every head given op and slot, padded: [*, 8, W]."""
-        aware = self._aware(state, slots, op)
-        return self._padded(self.op_head(state), self.slot_score(aware).squeeze(-1), aware, slot, widest)
+        conditional = self._conditioned_slots(state, slots, op)
+        return self._padded(self.op_head(state), self.slot_score(conditional).squeeze(-1), conditional, slot, widest)
 
-    def _aware(self, state: Tensor, slots: Tensor, op: Tensor) -> Tensor:
+    def _conditioned_slots(self, state: Tensor, slots: Tensor, op: Tensor) -> Tensor:
         """Return slot encodings conditioned on the environment's state and on the op: [*, S, D]."""
-        asked = self.from_core(state) + self.op_embedding(op)  # [*, D]
-        return F.relu(self.from_slot(slots).add_(asked[..., None, :]), inplace=True)
+        context = self.from_core(state) + self.op_embedding(op)  # [*, D]
+        return F.relu(self.from_slot(slots).add_(context[..., None, :]), inplace=True)
 
-    def _padded(self, ops: Tensor, scores: Tensor, aware: Tensor, slot: Tensor, widest: int) -> Tensor:
+    def _padded(self, ops: Tensor, scores: Tensor, conditional: Tensor, slot: Tensor, widest: int) -> Tensor:
         """Return the logits of all heads in one tensor; the conditional heads are evaluated at the chosen slot."""
-        index = slot[..., None, None].expand(*slot.shape, 1, aware.shape[-1])
-        chosen = self.choices(aware.gather(-2, index).squeeze(-2))
+        index = slot[..., None, None].expand(*slot.shape, 1, conditional.shape[-1])
+        chosen = self.choices(conditional.gather(-2, index).squeeze(-2))
         sizes = (scores.shape[-1], *_SIZES, NUM_OPS)
         return padded(torch.cat([scores, chosen, ops], -1), sizes, widest)
 
@@ -162,9 +162,9 @@ class TamiyoNetwork(nn.Module):
         """Return actions for every environment, sampled with `uniform` [E, 8] in [0, 1), or the likeliest ones if
         None."""
         masks = known_blueprints(masks, layout)
-        look, slots = self._look(obs)
-        hidden = self._remember(look, hidden)
-        state = torch.cat([hidden[..., : self.config.hidden], look], -1)
+        encoded, slots = self._encode(obs)
+        hidden = self._recur(encoded, hidden)
+        state = torch.cat([hidden[..., : self.config.hidden], encoded], -1)
         epsilon = self.config.epsilon
 
         def draw(log_probs: Tensor, head: Head | slice) -> Tensor:
@@ -172,36 +172,36 @@ class TamiyoNetwork(nn.Module):
 
         ops = self.op_head(state)
         op = draw(log_distribution(ops, masks[..., layout.op], epsilon), Head.OP)
-        aware = self._aware(state, slots, op)
-        scores = self.slot_score(aware).squeeze(-1)
+        conditional = self._conditioned_slots(state, slots, op)
+        scores = self.slot_score(conditional).squeeze(-1)
         slot = draw(log_distribution(scores, slot_given_op(masks, layout, op), epsilon), Head.SLOT)
-        logits = self._padded(ops, scores, aware, slot, layout.widest)
+        logits = self._padded(ops, scores, conditional, slot, layout.widest)
         mask = conditioned(masks, layout, op, slot)
         log_probs = log_distribution(logits, mask, epsilon)
         rest = draw(log_probs[..., _GIVEN_SLOT, : layout.widest_given_slot], _GIVEN_SLOT)
         actions = torch.cat([slot[..., None], rest, op[..., None]], -1)
         chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
         values = self._value(state) * self.std + self.mean
-        undecided = entropy(log_probs[..., Head.OP, :NUM_OPS], mask[..., Head.OP, :NUM_OPS])
-        return Choice(actions, chosen, values, hidden, undecided)
+        op_entropy = entropy(log_probs[..., Head.OP, :NUM_OPS], mask[..., Head.OP, :NUM_OPS])
+        return Choice(actions, chosen, values, hidden, op_entropy)
 
     def evaluate(
         self, obs: Tensor, masks: Tensor, actions: Tensor, hidden: Tensor, starts: Tensor, layout: MaskLayout
-    ) -> Judged:
+    ) -> Evaluation:
         """Evaluate the actions of chunks [C, N, …], from state `hidden` [N, H'], zeroed where an episode starts."""
         masks = known_blueprints(masks, layout)
-        look, slots = self._look(obs)
+        encoded, slots = self._encode(obs)
         states = []
-        for seen, start in zip(look, starts, strict=True):
-            hidden = self._remember(seen, hidden.masked_fill(start[:, None], 0.0))
+        for encoding, start in zip(encoded, starts, strict=True):
+            hidden = self._recur(encoding, hidden.masked_fill(start[:, None], 0.0))
             states.append(hidden[..., : self.config.hidden])
-        state = torch.cat([torch.stack(states), look], -1)
+        state = torch.cat([torch.stack(states), encoded], -1)
         op, slot = actions[..., Head.OP], actions[..., Head.SLOT]
         mask = conditioned(masks, layout, op, slot)
         log_probs = log_distribution(self._logits(state, slots, op, slot, layout.widest), mask, self.config.epsilon)
         chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
         raw = self._value(state)
-        return Judged(chosen, entropy(log_probs, mask), raw * self.std + self.mean, raw)
+        return Evaluation(chosen, entropy(log_probs, mask), raw * self.std + self.mean, raw)
 
     @torch.no_grad()
     def renormalise(self, mean: float, std: float) -> None:
@@ -223,9 +223,10 @@ def known_blueprints(masks: Tensor, layout: MaskLayout) -> Tensor:
     takes = masks[..., layout.blueprint_by_slot].unflatten(-1, (layout.slots, layout.blueprints))
     takes[..., len(BLUEPRINTS) :] = False
     by_op = masks[..., layout.slot_by_op].unflatten(-1, (NUM_OPS, layout.slots))
-    by_op[..., 1, :] &= takes.any(-1)
-    masks[..., 1] &= by_op[..., 1, :].any(-1)
-    masks[..., Op.WAIT] |= ~masks[..., layout.op].any(-1)  # at least one op stays legal
+    by_op[..., Op.GERMINATE, :] &= takes.any(-1)
+    ops = masks[..., layout.op]  # a view, as the two above
+    ops[..., Op.GERMINATE] &= by_op[..., Op.GERMINATE, :].any(-1)
+    ops[..., Op.WAIT] |= ~ops.any(-1)  # at least one op stays legal
     return masks
 
 

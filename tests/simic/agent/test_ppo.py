@@ -20,7 +20,7 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork, known_blueprints
 from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, forced
-from esper.tamiyo.policy.features import BASE, num_features
+from esper.tamiyo.policy.feature_table import ENV_COLUMN, num_features
 from tests.support.random_tables import LIVELY
 
 BUILT_IN = len(BLUEPRINTS)
@@ -147,8 +147,8 @@ def slow_losses(net, layout, config, buffer, coef):
         for t in range(int(buffer.step_counts[e])):
             if bool(buffer.starts[t, e]):
                 hidden = net.initial(1)
-            look, slots = net._look(buffer.obs[t, e][None])
-            hidden = net._remember(look, hidden)
+            look, slots = net._encode(buffer.obs[t, e][None])
+            hidden = net._recur(look, hidden)
             state = torch.cat([hidden[:, : net.config.hidden], look], -1)
             action = buffer.actions[t, e]
             op, slot = action[None, Head.OP], action[None, Head.SLOT]
@@ -614,7 +614,7 @@ def test_update_reads_values_in_units_of_the_returns():
 # --- learning
 
 
-SHOWN, RIGHT = 3, (5, 8)
+SHOWN, RIGHT = ENV_COLUMN["quality_1"], (5, 8)
 """A column of the observation, and the blueprint that is rewarded when it shows 0 or 1."""
 
 
@@ -690,10 +690,6 @@ def test_correct_answer_to_an_earlier_observation_is_learnt(core):
     shares = learn_puzzle(core, rounds=30, length=3, pause=3)
     assert shares[0] < 0.3
     assert max(shares[-3:]) > 0.75  # without memory at best 0.5
-
-
-def test_puzzle_column_is_a_base_feature():
-    assert SHOWN < BASE
 
 
 def test_horizon_is_terminal_and_is_not_bootstrapped():

@@ -27,7 +27,7 @@ from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.training_state import TrainingResult, new_network
 from esper.simic.training.vectorized import choice_draws, make_env, pool_world, train_ppo_vectorized
 from esper.tamiyo.network import TamiyoNetwork
-from esper.tamiyo.policy.features import BASE, ENV_FEATURES, PER_SLOT, SLOT_FEATURES
+from esper.tamiyo.policy.feature_table import BASE, ENV_FEATURES, PER_SLOT, SLOT_FEATURES
 from esper.tamiyo.policy_file import load_policy
 
 SMALL = ["simulated=true", "rounds=2", "envs=4", "worlds=8", "epochs=15", "ppo.groups=2", "network.width=16",

@@ -1,8 +1,10 @@
 """Test the observation features: equal to the reference, bounded, named, never constant, never duplicated."""
 
 import dataclasses
+import importlib.util
 import itertools
 import math
+import sys
 
 import msgspec
 import numpy as np
@@ -17,18 +19,17 @@ from esper.leyline.costs import live_costs, seed_macs
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import STRICT, SeedStage
-from esper.tamiyo.policy.features import (
+from esper.tamiyo.policy import feature_table, features
+from esper.tamiyo.policy.feature_table import (
     BASE,
     ENV_COLUMN,
     FEATURES,
     PER_SLOT,
     SLOT_COLUMN,
-    SOFT_SLOT,
-    ObsContext,
-    batch_obs_to_features,
     feature_names,
     num_features,
 )
+from esper.tamiyo.policy.features import SOFT_SLOT, ObsContext, batch_obs_to_features
 from tests.reference.observations import reports, slow_features, slow_prices
 from tests.support.observation_context import example_context
 from tests.support.random_tables import LIVELY, random_table
@@ -45,13 +46,13 @@ def allowed(table, rules=LIVELY):
         return legal(table, rules)
 
 
-def twin(table, context):
+def reference(table, context):
     found = reports(table, allowed(table))
     return slow_features(found, context, slow_prices(table.takes, context)).numpy()
 
 
 def assert_same(table, context):
-    ours, slow = observe(table, context), twin(table, context)
+    ours, slow = observe(table, context), reference(table, context)
     names = feature_names(table.num_slots)
     wrong = {names[f] for f in np.nonzero(np.abs(ours - slow) > 1e-6)[1]}
     assert not wrong
@@ -142,7 +143,7 @@ def test_extreme_measurements_are_bounded_and_match_the_reference(value):
     table.loss_history[:, -3] = table.quality_history[::3, -3] = value
     for context in other_contexts(3):
         ours = observe(table, context)
-        np.testing.assert_allclose(ours, twin(table, context), atol=2e-6)
+        np.testing.assert_allclose(ours, reference(table, context), atol=2e-6)
         assert_bounded(ours, 3)
 
 
@@ -154,8 +155,30 @@ def test_names_are_unique_and_in_column_order():
     assert len(names) == len(set(names)) == num_features(3) == BASE + 3 * PER_SLOT
     assert names[BASE + PER_SLOT + SLOT_COLUMN["alpha"]] == "slot1.alpha"
     assert len(FEATURES) == BASE + PER_SLOT
-    first = SLOT_COLUMN["dwell"]
-    assert [SLOT_COLUMN[name] for name in SOFT_SLOT] == list(range(first, first + len(SOFT_SLOT)))
+
+
+def test_columns_are_addressed_by_name(monkeypatch):
+    """A copy of the module that reads a permuted table computes the same values under the same names."""
+    rng = np.random.default_rng(3)
+    for scope in ("ENV", "SLOT"):
+        shuffled = rng.permutation(list(getattr(feature_table, f"{scope}_COLUMN"))).tolist()
+        monkeypatch.setattr(feature_table, f"{scope}_COLUMN", {name: i for i, name in enumerate(shuffled)})
+    live = feature_table.LIVE
+    monkeypatch.setattr(feature_table, "LIVE", tuple(live[i] for i in rng.permutation(len(live))))
+    spec = importlib.util.spec_from_file_location("permuted_features", features.__file__)
+    permuted = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, permuted)
+    spec.loader.exec_module(permuted)
+
+    table, context = random_table(40, 3, seed=3), example_context(3)
+    fields = {f.name: getattr(context, f.name) for f in dataclasses.fields(context)}
+    found = permuted.batch_obs_to_features(table, permuted.ObsContext(**fields), legal=allowed(table))
+    expected = observe(table, context)
+    slots = found[:, BASE:].reshape(len(found), -1, PER_SLOT)
+    for name, column in feature_table.ENV_COLUMN.items():
+        np.testing.assert_array_equal(found[:, column], env(expected, name), err_msg=name)
+    for name, column in feature_table.SLOT_COLUMN.items():
+        np.testing.assert_array_equal(slots[..., column], slot(expected, name), err_msg=name)
 
 
 def assert_bounded(obs, slots):

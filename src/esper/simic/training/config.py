@@ -24,6 +24,7 @@ from esper.simic.agent.ppo import PPOConfig
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulated_worlds import SimConfig
 from esper.tamiyo.network import NetworkConfig
+from esper.tamiyo.policy.action_masks import FIXED_OPTIONS
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import get_task
 
@@ -34,8 +35,6 @@ MOST_THREADS = 1024
 MOST_ENVS = 1 << 16
 MOST_BYTES = 1 << 20
 """Maximum size of a config file in bytes."""
-
-FIXED = {"tempo": "STANDARD", "alpha_speed": "MEDIUM", "alpha_curve": "LINEAR"}
 
 
 class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +56,9 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of worlds to train in, 1 to 10,000. Each has its own no-growth baseline."""
     start_from: str | None = None
     """Path of a run directory or policy file whose policy is trained further, or None for a new policy."""
-    fixed: dict[str, str] = msgspec.field(default_factory=lambda: dict(FIXED))
+    fixed: dict[str, str] = msgspec.field(
+        default_factory=lambda: {head.name.lower(): name for head, name in FIXED_OPTIONS.items()}
+    )
     """Heads that the policy does not choose, as a table from head to option. A given table replaces the default one:
     `{}` leaves every head to the policy."""
     telemetry: str = "normal"
@@ -107,20 +108,20 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def fixed_heads(self) -> dict[Head, int]:
         """Return `fixed` as head and option indices. Raise if a head or an option does not exist."""
-        found: dict[Head, int] = {}
+        fixed: dict[Head, int] = {}
         choosable = {h.name.lower(): h for h in Head if HEAD_OPTIONS[h] is not None}
         for name, option in self.fixed.items():
             if name.lower() not in choosable:
                 raise unknown_name("head to fix", name, choosable)
             head = choosable[name.lower()]
             options = HEAD_OPTIONS[head] or ()
-            same = [i for i, o in enumerate(options) if o.lower() == str(option).lower()]
-            if not same:
+            matches = [i for i, o in enumerate(options) if o.lower() == str(option).lower()]
+            if not matches:
                 raise unknown_name(f"option of fixed.{name}", str(option), options)
-            found[head] = same[0]
-        if found.get(Head.OP) == Op.WAIT:
+            fixed[head] = matches[0]
+        if fixed.get(Head.OP) == Op.WAIT:
             raise ConfigError("fixed.op = WAIT leaves nothing to decide, so nothing to learn. Fix another op, or none")
-        return found
+        return fixed
 
 
 PRESETS: dict[str, dict[str, Any]] = {
@@ -151,11 +152,11 @@ def load_config(
             raise unknown_name("preset", preset, PRESETS)
         tree = merged(tree, PRESETS[preset])
     if file is not None:
-        told = read_toml(file)
+        settings = read_toml(file)
         for field in msgspec.structs.fields(TrainConfig):  # before merging: a later setting of the group would hide it
-            if isinstance(field.default, msgspec.Struct) and not isinstance(told.get(field.name, {}), Mapping):
-                raise ConfigError(f"{field.name} is a group of settings, got {told[field.name]!r} in {file}")
-        tree = merged(tree, told)
+            if isinstance(field.default, msgspec.Struct) and not isinstance(settings.get(field.name, {}), Mapping):
+                raise ConfigError(f"{field.name} is a group of settings, got {settings[field.name]!r} in {file}")
+        tree = merged(tree, settings)
     for text in sets:
         tree = merged(tree, parse_set(text))
     tree = merged(tree, {k: v for k, v in (more or {}).items() if v is not None})
@@ -238,11 +239,11 @@ def _value(where: str, value: Any, kind: Any) -> Any:
         return msgspec.convert(value, kind)
     except msgspec.ValidationError as error:
         if get_origin(kind) is Literal:
-            asked = f"one of {', '.join(map(repr, kinds))}"
+            expected = f"one of {', '.join(map(repr, kinds))}"
         else:
-            found = re.match("Expected `(.+?)`", str(error))
-            asked = found[1].replace(" | null", " or none") if found else str(error)
-        raise ConfigError(f"{where} must be {asked}, got {cut(repr(value), 100)}") from None
+            match = re.match("Expected `(.+?)`", str(error))
+            expected = match[1].replace(" | null", " or none") if match else str(error)
+        raise ConfigError(f"{where} must be {expected}, got {cut(repr(value), 100)}") from None
 
 
 def defaults(field: msgspec.structs.FieldInfo) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.backend import HostBackend
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.training.config import TrainConfig
-from esper.tamiyo.policy.features import num_features
+from esper.tamiyo.policy.feature_table import num_features
 
 COPIES = 8
 """Copies of a host's weights: weights, gradients, optimiser (two), average, snapshot (weights, optimiser, average)."""

@@ -36,7 +36,7 @@ from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.training_state import Round, TrainingResult, TrainingState
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced
-from esper.tamiyo.policy.features import num_features
+from esper.tamiyo.policy.feature_table import num_features
 from esper.tolaria.checkpoint import Saved
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import get_task

@@ -19,8 +19,8 @@ __all__ = [
     "Heuristic",
     "HeuristicConfig",
     "Random",
-    "Remembers",
     "Schedule",
+    "Stateful",
     "Wait",
     "find_controller",
     "make_controller",
@@ -37,7 +37,7 @@ class Controller(Protocol):
 
 
 @runtime_checkable
-class Remembers(Protocol):
+class Stateful(Protocol):
     """Interface of a controller with state between calls of `act`, which checkpoints save."""
 
     def state_dict(self) -> dict[str, Any]:

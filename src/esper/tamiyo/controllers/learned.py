@@ -58,13 +58,15 @@ class Learned:
         hidden, width = state.get("hidden"), self._hidden.shape[1:]
         if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != width or hidden.dtype != self._hidden.dtype:
             found = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else hidden
-            raise ConfigError(f"these are another policy's memories: {found}, expected (environments, {width[0]})")
+            raise ConfigError(
+                f"the recurrent state is of another policy: expected shape (environments, {width[0]}), got {found}"
+            )
         self._hidden = hidden.clone()
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]. Raise ConfigError if `bind` has not been called."""
         if self.context is None:
-            raise ConfigError("a trained policy must know its host: call controller.bind(context) first")
+            raise ConfigError("a trained policy observes its host: call controller.bind(context) before act()")
         envs = table.num_envs
         if len(self._hidden) != envs:
             self._hidden = self.network.initial(envs)
@@ -72,14 +74,14 @@ class Learned:
         obs = torch.from_numpy(batch_obs_to_features(table, self.context, legal=legal))
         masks = torch.from_numpy(compute_batch_masks(table, legal, fixed=self.fixed))
         layout = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
-        chances = None
+        draws = None
         if self.sample:
             keys = world_keys(range(envs) if self.worlds is None else self.worlds)
-            chances = torch.from_numpy(uniform(random_bits(keys, f"played {self.seed}", NUM_HEADS, table.step)))
-        choice = self.network.act(obs, masks, self._hidden, layout, chances)
+            draws = torch.from_numpy(uniform(random_bits(keys, f"played {self.seed}", NUM_HEADS, table.step)))
+        choice = self.network.act(obs, masks, self._hidden, layout, draws)
         self._hidden = choice.hidden
         return np.asarray(choice.actions.numpy())
 
-    def why_waiting(self, table: SlotTable) -> str:
+    def why_waiting(self, _table: SlotTable) -> str:
         """Return why the policy plants nothing."""
         return "the trained policy chose another operation at every epoch; it has no threshold. Try 'schedule'"

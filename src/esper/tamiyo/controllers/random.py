@@ -24,7 +24,7 @@ class Random:
         """Seed one generator per world, so that actions do not depend on which other worlds run alongside."""
         self.rngs = [np.random.default_rng([self.seed, world]) for world in worlds]
 
-    def _chance(self, envs: int, count: int) -> Floats:
+    def _uniform(self, envs: int, count: int) -> Floats:
         """Return random numbers in [0, 1), [E, count]."""
         if self.rngs is None:
             return self.rng.random((envs, count))
@@ -39,16 +39,16 @@ class Random:
         actions[:, Head.OP], actions[:, Head.SLOT] = op, slot
         actions[:, Head.BLUEPRINT] = self._pick(table.takes[slot])
         rest = [Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE]
-        actions[:, rest] = self._chance(envs, len(rest)) * [len(HEAD_OPTIONS[head] or ()) for head in rest]
+        actions[:, rest] = self._uniform(envs, len(rest)) * [len(HEAD_OPTIONS[head] or ()) for head in rest]
         return actions
 
-    def why_waiting(self, table: SlotTable) -> str:
+    def why_waiting(self, _table: SlotTable) -> str:
         """Return why the controller has planted nothing."""
         return "the random controller has not drawn GERMINATE yet; it draws one of the legal operations per epoch"
 
     def _pick(self, allowed: Bools) -> Ints:
         """Return a random allowed column per row; 0 where none is allowed."""
-        return np.asarray(np.where(allowed, self._chance(*allowed.shape), -1.0).argmax(axis=1))
+        return np.asarray(np.where(allowed, self._uniform(*allowed.shape), -1.0).argmax(axis=1))
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the shared generator."""
@@ -60,5 +60,5 @@ class Random:
         try:
             rng.bit_generator.state = state["rng"]
         except (KeyError, TypeError, ValueError) as error:
-            raise ConfigError(f"this is no state of a random controller: {error!r}") from error
+            raise ConfigError(f"the state is not one of a random controller: {error!r}") from error
         self.rng = rng

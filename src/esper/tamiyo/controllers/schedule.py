@@ -6,30 +6,32 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from esper.leyline.actions import BLUEPRINTS, NUM_HEADS, STYLES, Head, Op
+from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_HEADS, Head, Op
 from esper.leyline.errors import unknown_name
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 
 PREFERRED = ("conv_light", "mlp_small", "lora")
 """Default blueprints of the schedule: the first one that fits a slot is planted."""
-SIGMOID_ADD = next(i for i, s in enumerate(STYLES) if s.name == "SIGMOID_ADD")
+_DEFAULTS = np.zeros(NUM_HEADS, dtype=np.int64)
+for _head, _option in (
+    (Head.STYLE, "SIGMOID_ADD"), (Head.TEMPO, "STANDARD"), (Head.ALPHA_TARGET, "FULL"), (Head.ALPHA_SPEED, "MEDIUM"),
+):  # fmt: skip
+    _DEFAULTS[_head] = (HEAD_OPTIONS[_head] or ()).index(_option)
 
 
 def wait_everywhere(envs: int) -> Ints:
     """Return action rows [E, 8] that do nothing. The other heads have their default options."""
-    actions = np.zeros((envs, NUM_HEADS), dtype=np.int64)
-    actions[:, [Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED]] = SIGMOID_ADD, 1, 2, 2
-    return actions
+    return np.tile(_DEFAULTS, (envs, 1))
 
 
 class Wait:
     """Controller that never grows anything."""
 
-    def act(self, table: SlotTable, legal: Bools) -> Ints:
+    def act(self, table: SlotTable, _legal: Bools) -> Ints:
         """Return WAIT for every environment."""
         return wait_everywhere(table.num_envs)
 
-    def why_waiting(self, table: SlotTable) -> str:
+    def why_waiting(self, _table: SlotTable) -> str:
         """Return why the controller plants nothing."""
         return "the controller 'none' never plants. Plant by hand, or choose another controller"
 

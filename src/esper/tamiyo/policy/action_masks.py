@@ -25,12 +25,20 @@ from esper.leyline.actions import HEAD_OPTIONS, NUM_HEADS, NUM_OPS, RELEVANCE, H
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Bools, SlotTable
 
-DEFAULT_FIXED: Mapping[Head, int] = {Head.TEMPO: 1, Head.ALPHA_SPEED: 2, Head.ALPHA_CURVE: 0}
-"""STANDARD, MEDIUM and LINEAR. These heads matter less than the others, so a policy does not choose them by default."""
+FIXED_OPTIONS = {Head.TEMPO: "STANDARD", Head.ALPHA_SPEED: "MEDIUM", Head.ALPHA_CURVE: "LINEAR"}
+"""Heads that a policy does not choose by default, because they matter less than the others."""
 
+
+def option(head: Head, name: str) -> int:
+    """Return the number of a head's option."""
+    return (HEAD_OPTIONS[head] or ()).index(name)
+
+
+DEFAULT_FIXED: Mapping[Head, int] = {head: option(head, name) for head, name in FIXED_OPTIONS.items()}
 CANONICAL = np.zeros(NUM_HEADS, dtype=np.int64)
 """Option of each head that the op does not read: the only one allowed, so its log-probability is 0."""
-CANONICAL[[Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET]] = 2, 1, 2  # SIGMOID_ADD, STANDARD, FULL
+for _head, _name in {Head.STYLE: "SIGMOID_ADD", Head.TEMPO: "STANDARD", Head.ALPHA_TARGET: "FULL"}.items():
+    CANONICAL[_head] = option(_head, _name)
 
 _TAIL = (Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET, Head.ALPHA_SPEED, Head.ALPHA_CURVE)
 _TAIL_SIZES = tuple(len(HEAD_OPTIONS[head] or ()) for head in _TAIL)

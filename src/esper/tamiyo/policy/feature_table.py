@@ -1,6 +1,7 @@
-"""Columns of an observation: name, meaning, formula and range.
+"""Columns of an observation: name, meaning, formula and range, in the order in which a policy reads them.
 
-`features.py` computes them in this order and defines the terms *soft*, *size* and −1.
+`features.py` computes them by name and defines the terms *soft*, *size* and −1. A policy is valid only for the names
+and the order with which it was trained. Groups of columns that are computed together have names of their own.
 """
 
 from __future__ import annotations
@@ -33,13 +34,20 @@ def _slot(name: str, meaning: str, formula: str, low: float = 0, high: float = 1
 _PLANTABLE = BLUEPRINTS[1:]  # noop cannot be chosen
 _EARLIER = [(k, f"{k} epoch{'s' * (k > 1)} ago") for k in (1, 2, 3, 4)]
 
+QUALITY = (
+    _env("quality", "quality now", "(quality − zero) / span in 0…1, or −1", -1),
+    *(_env(f"quality_{k}", f"quality {ago}", "as quality", -1) for k, ago in _EARLIER),
+)
+VAL_LOSS = (
+    _env("val_loss", "validation loss, in losses of guessing", "ln(1 + loss / chance) / 7 ≤ 1, or −1", -1),
+    *(_env(f"val_loss_{k}", f"validation loss {ago}", "as val_loss", -1) for k, ago in _EARLIER),
+)
+LAST_OP = tuple(_env(f"last_{op.name.lower()}", f"the last op was {op.name}", "0 or 1") for op in Op)
 _ENV = (
     _env("time", "share of the episode that is over", "step / T"),
     _env("steps_left", "steps left, on a scale where ten more epochs show", "log2(1 + T − step) / 10, at most 1"),
-    _env("quality", "quality now", "(quality − zero) / span in 0…1, or −1", -1),
-    *(_env(f"quality_{k}", f"quality {ago}", "as quality", -1) for k, ago in _EARLIER),
-    _env("val_loss", "validation loss, in losses of guessing", "ln(1 + loss / chance) / 7 ≤ 1, or −1", -1),
-    *(_env(f"val_loss_{k}", f"validation loss {ago}", "as val_loss", -1) for k, ago in _EARLIER),
+    *QUALITY,
+    *VAL_LOSS,
     _env("overfit", "validation minus training loss; known with val_loss", "soft 0.1 ((val − train) / chance)", -1),
     _env("quality_slope", "trend of ten epochs; known with quality_1", "soft 0.01 (least-squares slope / span)", -1),
     _env("live_gain", "what uncommitted seeds add; see live_gain_known", "soft 0.1 ((quality − committed) / span)", -1),
@@ -58,24 +66,29 @@ _ENV = (
     _env("share_holding", "share of enabled slots in HOLDING", "count / enabled"),
     _env("share_fossilized", "share of enabled slots that are FOSSILIZED", "count / enabled"),
     _env("share_cooling", "share of enabled slots that cool down", "count / enabled"),
-    *(_env(f"last_{op.name.lower()}", f"the last op was {op.name}", "0 or 1") for op in Op),
+    *LAST_OP,
 )  # fmt: skip
 
-_ONE_HOT = (
-    *(_slot(f"stage_{s.name.lower()}", f"the slot shows {s.name}", "0 or 1") for s in SeedStage),
-    *(_slot(f"blueprint_{b}", f"the seed is, or was before it was pruned, a {b}", "0 or 1") for b in _PLANTABLE),
-    *(_slot(f"operator_{o.name.lower()}", f"the seed joins by {o.name}", "0 or 1") for o in Operator),
+STAGE = tuple(_slot(f"stage_{s.name.lower()}", f"the slot shows {s.name}", "0 or 1") for s in SeedStage)
+BLUEPRINT = tuple(
+    _slot(f"blueprint_{b}", f"the seed is, or was before it was pruned, a {b}", "0 or 1") for b in _PLANTABLE
 )
-_UNCHANGING = (
+OPERATOR = tuple(_slot(f"operator_{o.name.lower()}", f"the seed joins by {o.name}", "0 or 1") for o in Operator)
+PRICE_PARAMS = tuple(
+    _slot(f"price_params_{b}", f"parameters of a {b} here", "size (parameters / host), or −1: not taken", -1)
+    for b in _PLANTABLE
+)
+PRICE_MACS = tuple(
+    _slot(f"price_macs_{b}", f"multiply-adds of a {b} here", "size (macs / host), or −1: not taken", -1)
+    for b in _PLANTABLE
+)
+_PLACE = (
     _slot("width", "channels of the features here", "log2(channels) / 12, at most 1"),
     _slot("depth", "where the slot lies in the forward pass", "0 first … 1 last"),
-    *(_slot(f"price_params_{b}", f"parameters of a {b} here", "size (parameters / host), or −1: not taken", -1)
-      for b in _PLANTABLE),
-    *(_slot(f"price_macs_{b}", f"multiply-adds of a {b} here", "size (macs / host), or −1: not taken", -1)
-      for b in _PLANTABLE),
-)  # fmt: skip
-_LIVING = (
-    *(_slot(f"may_{op.name.lower()}", f"rules and gates allow {op.name}", "0 or 1") for op in list(Op)[1:]),
+)
+MAY = tuple(_slot(f"may_{op.name.lower()}", f"rules and gates allow {op.name}", "0 or 1") for op in list(Op)[1:])
+LIVE = (
+    *MAY,
     _slot("enabled", "the slot is in use", "0 or 1"),
     _slot("alpha", "how much of the seed reaches the host", "alpha"),
     _slot("alpha_target", "where alpha is bound, or will be", "alpha_to"),
@@ -105,4 +118,21 @@ _LIVING = (
     _slot("interaction_known", "interactions have been measured", "0 or 1"),
 )  # fmt: skip
 
-FEATURES: tuple[Feature, ...] = (*_ENV, *_ONE_HOT, *_UNCHANGING, *_LIVING)
+FEATURES: tuple[Feature, ...] = (
+    *_ENV, *STAGE, *BLUEPRINT, *OPERATOR, *_PLACE, *PRICE_PARAMS, *PRICE_MACS, *LIVE
+)  # fmt: skip
+ENV_FEATURES = tuple(f for f in FEATURES if f.scope == "env")
+SLOT_FEATURES = tuple(f for f in FEATURES if f.scope == "slot")
+BASE, PER_SLOT = len(ENV_FEATURES), len(SLOT_FEATURES)
+ENV_COLUMN = {f.name: i for i, f in enumerate(ENV_FEATURES)}
+SLOT_COLUMN = {f.name: i for i, f in enumerate(SLOT_FEATURES)}
+
+
+def num_features(slots: int) -> int:
+    """Return the number of columns F of an observation."""
+    return BASE + slots * PER_SLOT
+
+
+def feature_names(slots: int) -> list[str]:
+    """Return the names of all columns [F]. Names of slot columns start with the slot's number."""
+    return [f.name for f in ENV_FEATURES] + [f"slot{s}.{f.name}" for s in range(slots) for f in SLOT_FEATURES]

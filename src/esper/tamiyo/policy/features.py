@@ -8,50 +8,34 @@ Every column is bounded by a fixed formula, so no running normaliser is needed. 
                  column named in its meaning tells both cases apart
 
 Environment columns come first, then the slots one after another: `obs[:, BASE:].reshape(E, S, PER_SLOT)`.
-Slot columns form three blocks, in the order of their cost: one-hots, constants, columns that change.
+`feature_table.py` defines the columns and their order. Code here addresses them by name only, so a column can be
+moved in the table without a change here.
 
-Legend: E environments, S slots, B blueprints, F features, P features per slot, W epochs of history.
+Legend: E environments, S slots, B blueprints, F features, P features per slot, K slot columns that change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import log2
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from esper.leyline.actions import BLUEPRINTS, NUM_OPS, SPEED_TICKS
+from esper.leyline.actions import BLUEPRINTS, SPEED_TICKS
 from esper.leyline.costs import seed_macs
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import HISTORY, Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NUM_STAGES, PERMISSIVE, SeedStage, Thresholds
-from esper.tamiyo.policy.feature_table import FEATURES, Feature
-
-__all__ = [
-    "BASE",
-    "FEATURES",
-    "PER_SLOT",
-    "Feature",
-    "ObsContext",
-    "batch_obs_to_features",
-    "feature_names",
-    "num_features",
-]
+from esper.tamiyo.policy import feature_table as columns
+from esper.tamiyo.policy.feature_table import BASE, ENV_COLUMN, PER_SLOT, SLOT_COLUMN, Feature, num_features
 
 Float32 = npt.NDArray[np.float32]
 Stage = SeedStage
 
-ENV_FEATURES = tuple(f for f in FEATURES if f.scope == "env")
-SLOT_FEATURES = tuple(f for f in FEATURES if f.scope == "slot")
-BASE, PER_SLOT = len(ENV_FEATURES), len(SLOT_FEATURES)
-ENV_COLUMN = {f.name: i for i, f in enumerate(ENV_FEATURES)}
-SLOT_COLUMN = {f.name: i for i, f in enumerate(SLOT_FEATURES)}
-
-NUM_PLANTABLE = len(BLUEPRINTS) - 1  # all built-in blueprints except noop
 SIZE_OCTAVES = 8.0
 """`size` saturates at a ratio of 2**8 to the host."""
 HUGE = 1e6  # soft is 1 beyond it; clipping avoids inf / inf for infinite gradients
@@ -109,13 +93,14 @@ class ObsContext:
         return need
 
     @cached_property
-    def static(self) -> Float32:
-        """[S, 2 + 2·12] width, depth, and the size of every built-in blueprint in parameters and multiply-adds."""
-        plantable = slice(1, len(BLUEPRINTS))
-        width = np.minimum(np.log2(np.maximum(self.slot_width, 1)) / 12, 1)
-        params = _size(np.asarray(self.slot_params)[:, plantable] / self.host_params)
-        macs = _size(np.asarray(self.slot_macs)[:, plantable] / self.host_macs)
-        return np.column_stack([width, self.slot_depth, params, macs]).astype(np.float32)
+    def constants(self) -> Float32:
+        """[S, P] the slot columns that do not change: width, depth, and the size of every blueprint; 0 elsewhere."""
+        row = np.zeros((len(self.slot_width), PER_SLOT), dtype=np.float32)
+        row[:, SLOT_COLUMN["width"]] = np.minimum(np.log2(np.maximum(self.slot_width, 1)) / 12, 1)
+        row[:, SLOT_COLUMN["depth"]] = self.slot_depth
+        row[:, _PRICE_PARAMS] = _size(np.asarray(self.slot_params)[:, _PLANTABLE] / self.host_params)
+        row[:, _PRICE_MACS] = _size(np.asarray(self.slot_macs)[:, _PLANTABLE] / self.host_macs)
+        return row
 
     @cached_property
     def per_host(self) -> Float32:
@@ -130,54 +115,77 @@ class ObsContext:
 
 
 class Soft(NamedTuple):
-    """Definition of a softened slot column: raw value, scale, and the value that stands for unmeasured."""
+    """Definition of a softened slot column: scale, value that stands for unmeasured, and raw value."""
 
-    raw: Callable[[SlotTable, ObsContext], Any]  # [E, S]
     scale: float
     of_quality: bool = False
     unmeasured: float = 0.0
+    raw: Callable[[SlotTable, ObsContext], Floats | Ints] | None = None
+    """Function that returns the raw values [E, S]; None: the column of the same name in the table."""
 
 
 SOFT_SLOT: dict[str, Soft] = {
-    "dwell": Soft(lambda t, c: t.dwell, 10),
-    "dwell_left": Soft(lambda t, c: np.maximum(c.dwell_needed.take(t.stage) - t.dwell, 0), 5),
-    "age": Soft(lambda t, c: t.age, 20),
-    "gain_since_birth": Soft(lambda t, c: t.quality[:, None] - t.quality_birth, 0.1, True),
-    "gain_since_stage": Soft(lambda t, c: t.quality[:, None] - t.quality_stage, 0.1, True),
-    "below_seed_best": Soft(lambda t, c: t.quality_best - t.quality[:, None], 0.1, True),
-    "contribution": Soft(lambda t, c: t.contribution, 0.1, True),
-    "contribution_bound": Soft(lambda t, c: t.contribution - np.float32(c.thresholds.z) * t.contribution_se, 0.1, True),
-    "contribution_se": Soft(lambda t, c: t.contribution_se, 0.02, True, -1),
-    "contribution_age": Soft(lambda t, c: np.where(t.contribution_age < 0, np.nan, t.contribution_age), 3, False, -1),
-    "contribution_velocity": Soft(lambda t, c: t.contribution_velocity, 0.05, True),
-    "prospect": Soft(lambda t, c: t.prospect, 0.1, True),
-    "prospect_se": Soft(lambda t, c: t.prospect_se, 0.02, True, -1),
-    "interaction": Soft(lambda t, c: t.interaction, 0.1, True),
-    "grad_norm": Soft(lambda t, c: t.grad_norm, 1, False, -1),
-    "grad_ratio": Soft(lambda t, c: t.grad_ratio, 1, False, -1),
+    "dwell": Soft(10),
+    "dwell_left": Soft(5, raw=lambda t, c: np.maximum(c.dwell_needed.take(t.stage) - t.dwell, 0)),
+    "age": Soft(20),
+    "gain_since_birth": Soft(0.1, True, raw=lambda t, _: t.quality[:, None] - t.quality_birth),
+    "gain_since_stage": Soft(0.1, True, raw=lambda t, _: t.quality[:, None] - t.quality_stage),
+    "below_seed_best": Soft(0.1, True, raw=lambda t, _: t.quality_best - t.quality[:, None]),
+    "contribution": Soft(0.1, True),
+    "contribution_bound": Soft(
+        0.1, True, raw=lambda t, c: t.contribution - np.float32(c.thresholds.z) * t.contribution_se
+    ),
+    "contribution_se": Soft(0.02, True, -1),
+    "contribution_age": Soft(
+        3, False, -1, raw=lambda t, _: np.where(t.contribution_age < 0, np.nan, t.contribution_age)
+    ),
+    "contribution_velocity": Soft(0.05, True),
+    "prospect": Soft(0.1, True),
+    "prospect_se": Soft(0.02, True, -1),
+    "interaction": Soft(0.1, True),
+    "grad_norm": Soft(1, False, -1),
+    "grad_ratio": Soft(1, False, -1),
 }
 _SOFT_FILL = np.array([s.unmeasured for s in SOFT_SLOT.values()], dtype=np.float32)[:, None, None]
-_SOFT_INDEX = {name: k for k, name in enumerate(SOFT_SLOT)}
-_LIVE = SLOT_COLUMN["may_germinate"]  # start of the block of changing columns
-_PLANE = {name: column - _LIVE for name, column in SLOT_COLUMN.items() if column >= _LIVE}
-_STATIC = slice(SLOT_COLUMN["width"], _LIVE)
-_BLUEPRINT_AT, _OPERATOR_AT = SLOT_COLUMN["blueprint_conv_light"] - 1, SLOT_COLUMN["operator_add"]
+_ENV_SOFT = {"overfit": 0, "quality_slope": 0, "live_gain": 0, "below_best": -1, "seeds_so_far": 0}
+"""Softened environment columns, with the values that stand for unmeasured."""
+_ENV_SOFT_FILL = np.array(list(_ENV_SOFT.values()), dtype=np.float32)[:, None]
+
+
+def _columns(group: Iterable[Feature | str], column: Mapping[str, int]) -> Ints:
+    """Return the numbers of these columns."""
+    return np.array([column[f if isinstance(f, str) else f.name] for f in group])
+
+
+def _index(group: Iterable[Feature | str], column: Mapping[str, int]) -> slice | Ints:
+    """Return an index of these columns: a slice, which is faster, if they are adjacent."""
+    found = _columns(group, column)
+    is_run = np.array_equal(found, np.arange(found[0], found[0] + len(found)))
+    return slice(int(found[0]), int(found[-1]) + 1) if is_run else found
+
+
+_QUALITY, _VAL_LOSS = _index(columns.QUALITY, ENV_COLUMN), _index(columns.VAL_LOSS, ENV_COLUMN)
+_ENV_SIZES, _ENV_SOFT_INDEX = _index(["params", "macs"], ENV_COLUMN), _index(_ENV_SOFT, ENV_COLUMN)
+_LAST_OP = _columns(columns.LAST_OP, ENV_COLUMN)  # [ops]
+_SHARES = {
+    "share_free": Stage.DORMANT, "share_training": Stage.TRAINING, "share_blending": Stage.BLENDING,
+    "share_holding": Stage.HOLDING, "share_fossilized": Stage.FOSSILIZED,
+}  # fmt: skip
+_SHARE_INDEX, _SHARE_STAGES = _index(_SHARES, ENV_COLUMN), np.array(list(_SHARES.values()))
+
+_STAGE = _columns(columns.STAGE, SLOT_COLUMN)  # [stages]
+_BLUEPRINT = _columns([columns.BLUEPRINT[0], *columns.BLUEPRINT], SLOT_COLUMN)  # [B]; noop has no column of its own
+_OPERATOR = _columns(columns.OPERATOR, SLOT_COLUMN)  # [operators]
+_PRICE_PARAMS, _PRICE_MACS = _index(columns.PRICE_PARAMS, SLOT_COLUMN), _index(columns.PRICE_MACS, SLOT_COLUMN)
+_PLANTABLE = slice(1, len(BLUEPRINTS))  # all built-in blueprints except noop
+_LIVE = _index(columns.LIVE, SLOT_COLUMN)
+_PLANE = {f.name: k for k, f in enumerate(columns.LIVE)}
+_MAY, _SIZES, _SOFT = _index(columns.MAY, _PLANE), _index(["params", "macs"], _PLANE), _index(SOFT_SLOT, _PLANE)
 
 _POWERS = (np.arange(HISTORY, dtype=np.float64) - (HISTORY - 1))[:, None] ** np.arange(3)  # of the epoch, current = 0
 _SHOWN_HISTORY = slice(-2, -6, -1)  # 1, 2, 3, 4 epochs ago
-_SHARE_STAGES = np.array([Stage.DORMANT, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED])
 _COOLING_STAGES = slice(COOLING[0], COOLING[-1] + 1)
 _BLENDING = int(Stage.BLENDING)  # numpy compares with a plain int faster than with an enum
-
-
-def num_features(slots: int) -> int:
-    """Return the number of columns F of an observation."""
-    return BASE + slots * PER_SLOT
-
-
-def feature_names(slots: int) -> list[str]:
-    """Return the names of all columns [F]. Names of slot columns start with the slot's number."""
-    return [f.name for f in ENV_FEATURES] + [f"slot{s}.{f.name}" for s in range(slots) for f in SLOT_FEATURES]
 
 
 def batch_obs_to_features(
@@ -216,11 +224,9 @@ def _size(ratio: Floats) -> Floats:
     return np.minimum(np.log2(1 + ratio) / SIZE_OCTAVES, 1)
 
 
-def _fill(x: Floats, value: Floats | float) -> Bools:
-    """Replace NaN by `value` in place. Return where."""
-    missing = np.isnan(x)
-    np.copyto(x, value, where=missing)
-    return missing
+def _fill(x: Floats, value: Floats | float) -> None:
+    """Replace NaN by `value` in place."""
+    np.copyto(x, value, where=np.isnan(x))
 
 
 # --- environment columns
@@ -234,50 +240,48 @@ def _env_columns(table: SlotTable, context: ObsContext, macs: Ints) -> Float32:
     cols[at["time"]] = 1 - left / context.horizon
     cols[at["steps_left"]] = np.minimum(np.log2(1 + left) / 10, 1)
 
-    quality = cols[at["quality"] : at["quality"] + 5]
-    quality[0], quality[1:] = table.quality, table.quality_history[:, _SHOWN_HISTORY].T
+    quality = np.vstack([table.quality, table.quality_history[:, _SHOWN_HISTORY].T], dtype=np.float32)
     quality -= context.quality_zero
     quality /= context.quality_span
     np.clip(quality, 0, 1, out=quality)
     _fill(quality, -1)
+    cols[_QUALITY] = quality
 
-    loss = cols[at["val_loss"] : at["val_loss"] + 5]
-    loss[0], loss[1:] = table.val_loss, table.loss_history[:, _SHOWN_HISTORY].T
+    loss = np.vstack([table.val_loss, table.loss_history[:, _SHOWN_HISTORY].T], dtype=np.float32)
     loss /= context.loss_unit
     np.maximum(loss, 0, out=loss)
     np.minimum(np.log1p(loss, out=loss) / 7, 1, out=loss)
     _fill(loss, -1)
+    cols[_VAL_LOSS] = loss
 
-    span, soft = context.quality_span, cols[at["overfit"] : at["seeds_so_far"] + 1]
-    soft[0] = (table.val_loss - table.train_loss) / (0.1 * context.loss_unit)
-    soft[1] = _slope(table.quality_history) / (0.01 * span)
-    soft[2] = (table.quality - table.committed_quality) / (0.1 * span)
-    soft[3] = (table.quality_best_env - table.quality) / (0.1 * span)
-    soft[4] = table.next_serial / 5
-    unknown = _fill(_soft(soft, 1.0), _ENV_SOFT_FILL)
-    cols[at["live_gain_known"]] = ~unknown[2]
+    span = context.quality_span
+    cols[at["overfit"]] = (table.val_loss - table.train_loss) / (0.1 * context.loss_unit)
+    cols[at["quality_slope"]] = _slope(table.quality_history) / (0.01 * span)
+    cols[at["live_gain"]] = (table.quality - table.committed_quality) / (0.1 * span)
+    cols[at["live_gain_known"]] = ~np.isnan(cols[at["live_gain"]])
+    cols[at["below_best"]] = (table.quality_best_env - table.quality) / (0.1 * span)
+    cols[at["seeds_so_far"]] = table.next_serial / 5
+    soft = _soft(cols[_ENV_SOFT_INDEX], 1.0)
+    _fill(soft, _ENV_SOFT_FILL)
+    cols[_ENV_SOFT_INDEX] = soft
 
     added = table.params.sum(axis=1)
-    sizes = cols[at["params"] : at["macs"] + 1]
-    sizes[0], sizes[1] = added, macs.sum(axis=1)
+    sizes = np.array([added, macs.sum(axis=1)], dtype=np.float32)
     sizes *= context.per_host[..., 0]
-    sizes[:] = _size(sizes)
+    cols[_ENV_SIZES] = _size(sizes)
     budget = context.params_budget
     cols[at["budget_left"]] = np.clip(1 - (context.host_params + added) / budget, -1, 1) if budget else 1
     cols[at["has_budget"]] = budget > 0
     cols[at["host_params"]] = min(log2(context.host_params) / 32, 1)
     cols[at["host_macs"]] = min(log2(context.host_macs) / 40, 1)
 
-    shares = cols[at["share_free"] : at["share_cooling"] + 1]
     count = _stage_counts(table)  # [stages, E]
-    shares[:-1], shares[-1] = count[_SHARE_STAGES], count[_COOLING_STAGES].sum(axis=0)
-    shares /= np.maximum(count.sum(axis=0), 1)
+    enabled = np.maximum(count.sum(axis=0), 1)
+    cols[_SHARE_INDEX] = count[_SHARE_STAGES] / enabled
+    cols[at["share_cooling"]] = count[_COOLING_STAGES].sum(axis=0) / enabled
 
-    cols[at["last_wait"] + table.last_op, np.arange(envs)] = 1
+    cols[_LAST_OP[table.last_op], np.arange(envs)] = 1
     return cols
-
-
-_ENV_SOFT_FILL = np.array([0, 0, 0, -1, 0], dtype=np.float32)[:, None]
 
 
 def _slope(history: Floats) -> Floats:
@@ -305,16 +309,14 @@ def _write_slots(out: Float32, table: SlotTable, context: ObsContext, legal: Boo
     view = out[:, BASE:].reshape(envs, slots, PER_SLOT)  # [E, S, P], not a copy
     out[:, BASE:] = _unchanging(table.takes, context)
     _write_one_hots(out.reshape(-1), table)
-    view[..., _LIVE:] = _live_planes(table, context, legal, macs).transpose(1, 2, 0)
+    view[..., _LIVE] = _live_planes(table, context, legal, macs).transpose(1, 2, 0)
 
 
 def _unchanging(takes: Bools, context: ObsContext) -> Float32:
     """Return one row [S·P] for all environments: sizes and prices, −1 for blueprints that do not fit, 0 elsewhere."""
-    row = np.zeros((len(takes), PER_SLOT), dtype=np.float32)
-    row[:, _STATIC] = context.static
-    plantable = takes[:, 1 : 1 + NUM_PLANTABLE]
-    prices = row[:, _STATIC.start + 2 : _STATIC.stop].reshape(-1, 2, NUM_PLANTABLE)
-    np.copyto(prices, -1, where=~plantable[:, None])
+    row, fits = context.constants.copy(), takes[:, _PLANTABLE]
+    for prices in (_PRICE_PARAMS, _PRICE_MACS):
+        row[:, prices] = np.where(fits, row[:, prices], -1)
     return row.reshape(-1)
 
 
@@ -327,17 +329,17 @@ def _slot_starts(envs: int, slots: int) -> Ints:
 def _write_one_hots(flat: Float32, table: SlotTable) -> None:
     """Write stage, blueprint and operator as one-hots into columns that are 0."""
     start = _slot_starts(*table.stage.shape)
-    built_in = (table.blueprint > 0) & (table.blueprint <= NUM_PLANTABLE)
-    flat[start + table.stage] = 1
-    flat[start + (_BLUEPRINT_AT + np.where(built_in, table.blueprint, 1))] = built_in.astype(np.float32)
-    flat[start + (_OPERATOR_AT + np.maximum(table.operator, 0))] = (table.operator >= 0).astype(np.float32)
+    built_in = (table.blueprint > 0) & (table.blueprint < len(BLUEPRINTS))
+    flat[start + _STAGE[table.stage]] = 1
+    flat[start + _BLUEPRINT[np.where(built_in, table.blueprint, 0)]] = built_in.astype(np.float32)
+    flat[start + _OPERATOR[np.maximum(table.operator, 0)]] = (table.operator >= 0).astype(np.float32)
 
 
 def _live_planes(table: SlotTable, context: ObsContext, legal: Bools, macs: Ints) -> Float32:
     """Return the columns that change from step to step [K, E, S], one contiguous plane per column."""
     at = _PLANE
-    planes = np.empty((PER_SLOT - _LIVE, *table.stage.shape), dtype=np.float32)
-    planes[: NUM_OPS - 1] = legal[:, 1:].transpose(1, 0, 2)
+    planes = np.empty((len(columns.LIVE), *table.stage.shape), dtype=np.float32)
+    planes[_MAY] = legal[:, 1:].transpose(1, 0, 2)
     planes[at["enabled"]] = table.enabled
     planes[at["alpha"]] = table.alpha
     planes[at["alpha_target"]] = table.alpha_to
@@ -350,18 +352,18 @@ def _live_planes(table: SlotTable, context: ObsContext, legal: Bools, macs: Ints
     planes[at["grad_health"]] = table.grad_health
     _fill(planes[at["grad_health"]], -1)
 
-    size = planes[at["params"] : at["macs"] + 1]
-    size[0], size[1] = table.params, macs
+    size = np.array([table.params, macs], dtype=np.float32)
     size *= context.per_host
     size += 1
     np.log(size, out=size)
     size *= 1 / (SIZE_OCTAVES * np.log(2))
-    np.minimum(size, 1, out=size)
+    planes[_SIZES] = np.minimum(size, 1, out=size)
 
-    soft = planes[at["dwell"] : at["grad_ratio"] + 1]
-    for plane, column in zip(soft, SOFT_SLOT.values(), strict=True):
-        plane[:] = column.raw(table, context)
-    unknown = _fill(_soft(soft, context.soft_scale), _SOFT_FILL)
-    planes[at["velocity_known"]] = ~unknown[_SOFT_INDEX["contribution_velocity"]]
-    planes[at["interaction_known"]] = ~unknown[_SOFT_INDEX["interaction"]]
+    for name, column in SOFT_SLOT.items():
+        planes[at[name]] = getattr(table, name) if column.raw is None else column.raw(table, context)
+    planes[at["velocity_known"]] = ~np.isnan(planes[at["contribution_velocity"]])
+    planes[at["interaction_known"]] = ~np.isnan(planes[at["interaction"]])
+    soft = _soft(planes[_SOFT], context.soft_scale)
+    _fill(soft, _SOFT_FILL)
+    planes[_SOFT] = soft
     return planes
