@@ -184,7 +184,7 @@ def macs_by_hand(model: nn.Module, sample: Tensor) -> int:
     """Return the multiply-adds of convolutions and linear layers: weights times the positions where they are used."""
     total = 0
 
-    def count(module: Any, args: Any, out: Tensor) -> None:
+    def count(module: Any, _args: Any, out: Tensor) -> None:
         nonlocal total
         places = out[0, 0].numel() if isinstance(module, nn.Conv2d) else out[0].numel() // module.out_features
         total += module.weight.numel() * places

@@ -97,7 +97,7 @@ def shaped_twin(a: dict, b: dict, c: RewardConfig) -> float:
     return paid
 
 
-def sparse_twin(a: dict, b: dict, c: RewardConfig) -> float:
+def sparse_twin(_a: dict, b: dict, c: RewardConfig) -> float:
     if b["step"] < b["horizon"]:
         return 0.0
     if crashed(b) or not math.isfinite(b["committed_quality"]):
@@ -330,7 +330,7 @@ def test_new_mode_is_one_function_and_unknown_names_list_the_valid_ones():
     try:
 
         @reward_mode("constant")
-        def constant(before, after, config):
+        def constant(_before, after, _config):
             return np.ones(len(after.step))
 
         frame = random_frame(np.random.default_rng(0), rollbacks=np.zeros(6, dtype=int))

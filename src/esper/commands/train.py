@@ -152,7 +152,7 @@ def lead(
     if saved is not None:
         must_fit(differences(saved, config, env.backend), options.allow_inexact)
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, group.size)
-    room = memory.told(need, memory.available(), group.size)
+    room = memory.describe(need, memory.available(), group.size)
     with recording(config, saved, options, label, lock) as run:
         seqs = [0] * group.size if saved is None else run_metadata(saved)["next_seq"]
         group.broadcast({"path": str(run.path.absolute()), "next_seq": seqs})

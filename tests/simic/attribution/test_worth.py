@@ -182,7 +182,7 @@ def test_tolerance_stops_once_the_values_are_precise_enough():
         body.set_slot(slot, SeedStage.HOLDING, 1.0)
     batch = [(torch.randn(64, 6), torch.zeros(64))]
 
-    def quality(out, y):
+    def quality(out, _y):
         return torch.tanh(out[:, 0])
 
     seen = [report(body, batch, quality, budget=256, tolerance=t) for t in (10.0, 1e-2, 0.0)]

@@ -56,7 +56,7 @@ def test_curves_are_per_world_in_the_requested_order() -> None:
 def test_curve_on_disk_equals_the_computed_curve(tmp_path: Path) -> None:
     computed = baselines(tmp_path).curves([1, 0])
     again = baselines(tmp_path)
-    again.on_progress = lambda done, of: pytest.fail("nothing was to be trained")
+    again.on_progress = lambda *_: pytest.fail("nothing was to be trained")
     np.testing.assert_array_equal(again.curves([1, 0]), computed)
 
 
@@ -216,7 +216,7 @@ def test_two_processes_sharing_a_directory_lose_nothing(tmp_path: Path) -> None:
         one.join()
         assert one.exitcode == 0
     found = baselines(tmp_path)
-    found.on_progress = lambda done, of: pytest.fail("nothing was to be trained")
+    found.on_progress = lambda *_: pytest.fail("nothing was to be trained")
     np.testing.assert_array_equal(found.curves(range(6)), baselines().curves(range(6)))
     assert not list(tmp_path.rglob("*.tmp"))
 

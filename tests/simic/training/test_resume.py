@@ -111,7 +111,7 @@ def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[s
 
 @pytest.mark.parametrize(
     ("where", "name", "calls"),
-    [(PPO, "_step", 3), (PPO, "_judge", 2), (Checkpointer, "_save_policy", 3), (Checkpoints, "write", 2),
+    [(PPO, "_step", 3), (PPO, "_check", 2), (Checkpointer, "_save_policy", 3), (Checkpoints, "write", 2),
      (Checkpoints, "write", 4), (TrainingState, "state_dict", 3)],
 )  # fmt: skip
 def test_interruption_in_an_update_or_checkpoint_changes_nothing(
@@ -380,7 +380,7 @@ def test_last_complete_round_is_saved_when_a_rank_is_lost_during_gather(
     rare = msgspec.structs.replace(SIM, checkpoint_share=1e-9)
     gathered = []
 
-    def gather(group: ProcessGroup, fields: Any, axis: int = 1, poll: Any = None) -> None:
+    def gather(*_: Any, poll: Any = None) -> None:
         gathered.append(poll is not None)
         if sum(gathered) == 3:
             raise RankLostError("rank 1 has gone", 1)
@@ -484,7 +484,7 @@ def test_checkpoint_is_deferred_while_the_journal_cannot_be_flushed(tmp_path: Pa
     class Unflushable:
         next_seq = 0
 
-        def wants(self, kind: type) -> bool:
+        def wants(self, _kind: type) -> bool:
             return False
 
         def emit(self, event: object) -> None: ...

@@ -56,7 +56,7 @@ class Everything:
     def __init__(self) -> None:
         self.heard: list[Event] = []
 
-    def wants(self, kind: type[Event]) -> bool:
+    def wants(self, _kind: type[Event]) -> bool:
         return True
 
     def emit(self, event: Event) -> None:

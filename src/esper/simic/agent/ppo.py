@@ -16,6 +16,7 @@ import math
 import time
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -158,28 +159,28 @@ class PPO:
                     break
         else:
             tally.skipped += 1
-        self._judge(tally)
+        self._check(tally)
         self.round += 1
-        return self._told(tally, critic, passes, (time.perf_counter() - start) * 1e3)
+        return self._report(tally, critic, passes, (time.perf_counter() - start) * 1e3)
 
     def _step(self, batch: Minibatch, tally: Tally) -> None:
         """Take a clipped gradient step on one minibatch and record its diagnostics. Skip it if it is not finite."""
-        loss, told = losses(self.network, self.layout, self.config, batch, self.entropy_coef)
-        if not tally.count and told["ratio_off"] > FIRST_RATIO_TOLERANCE:
+        loss, stats = losses(self.network, self.layout, self.config, batch, self.entropy_coef)
+        if not tally.count and stats["ratio_off"] > FIRST_RATIO_TOLERANCE:
             raise TrainingError(
-                f"before the first step of an update some ratio differs from 1 by {told['ratio_off']:.2g}: the rollout "
-                "and the update do not see the same policy (hidden states, masks or precision differ)"
+                f"before the first step of an update a probability ratio differs from 1 by {stats['ratio_off']:.2g}: "
+                "rollout and update use different policies (hidden states, masks or precision differ)"
             )
         self.optimizer.zero_grad(set_to_none=True)
         loss.backward()
         norm = nn.utils.clip_grad_norm_(self.network.parameters(), self.config.max_grad_norm)
-        if not (math.isfinite(told["loss"]) and bool(torch.isfinite(norm))):  # sync: skip steps that are not finite
+        if not (math.isfinite(stats["loss"]) and bool(torch.isfinite(norm))):  # sync: skip steps that are not finite
             tally.skipped += 1
             return
         self.optimizer.step()
-        tally.add(told | {"grad_norm": float(norm)})
+        tally.stats.append(stats | {"grad_norm": float(norm)})
 
-    def _judge(self, tally: Tally) -> None:
+    def _check(self, tally: Tally) -> None:
         self.bad_in_a_row = 0 if tally.count else self.bad_in_a_row + 1
         if self.bad_in_a_row >= MOST_BAD_UPDATES:
             raise TrainingError(
@@ -188,22 +189,18 @@ class PPO:
                 "not finite, or lower ppo.lr"
             )
 
-    def _told(self, tally: Tally, critic: tuple[Number, Number], passes: int, wall_ms: float) -> Update:
+    def _report(self, tally: Tally, critic: tuple[Number, Number], passes: int, wall_ms: float) -> Update:
         m = tally.mean
+        averaged = ("policy_loss", "value_loss", "entropy_loss", "kl", "clip_fraction", "grad_norm")
         return Update(
             round=self.round,
             epochs=passes,
             minibatches=tally.count,
-            policy_loss=m("policy_loss"),
-            value_loss=m("value_loss"),
-            entropy_loss=m("entropy_loss"),
-            kl=m("kl"),
-            clip_fraction=m("clip_fraction"),
-            ratio_min=tally.least("ratio_min"),
-            ratio_max=tally.most("ratio_max"),
+            **{name: m(name) for name in averaged},
+            ratio_min=min((s["ratio_min"] for s in tally.stats), default=None),
+            ratio_max=max((s["ratio_max"] for s in tally.stats), default=None),
             explained_variance=critic[0],
             value_nrmse=critic[1],
-            grad_norm=m("grad_norm"),
             lr=self.config.lr,
             skipped=tally.skipped,
             entropy={h.name.lower(): m(f"entropy_{h.name}") for h in Head},
@@ -218,22 +215,22 @@ def losses(
     """Return the loss of a minibatch and its diagnostics."""
     valid = batch.valid
     masks = known_blueprints(batch.masks | ~valid[..., None], layout)  # padding: valid distribution, weight 0
-    judged = network.evaluate(batch.obs, masks, batch.actions, batch.hidden, batch.starts, layout)
+    now = network.evaluate(batch.obs, masks, batch.actions, batch.hidden, batch.starts, layout)
     counts = counted(masks, layout, batch.actions, valid & ~batch.forced)  # [C, N, 8]
     decided = (valid & ~batch.forced).sum().clamp(min=1)
 
-    change = torch.where(counts, judged.log_probs - batch.log_probs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    change = torch.where(counts, now.log_probs - batch.log_probs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = change.exp()
     gain = batch.advantages[..., None]
     clipped = ratio.clamp(1 - config.clip_ratio, 1 + config.clip_ratio)
     policy_loss = -torch.where(counts, torch.minimum(ratio * gain, clipped * gain), 0.0).sum() / decided
 
     target = (batch.returns - network.mean) / network.std
-    error = torch.where(valid, judged.raw_values - target, 0.0)
+    error = torch.where(valid, now.raw_values - target, 0.0)
     value_loss = 0.5 * error.square().sum() / valid.sum().clamp(min=1)
 
-    per_head = (judged.entropy * counts).sum((0, 1)) / counts.sum((0, 1)).clamp(min=1)
-    entropy_loss = -(judged.entropy * counts).sum() / decided
+    per_head = (now.entropy * counts).sum((0, 1)) / counts.sum((0, 1)).clamp(min=1)
+    entropy_loss = -(now.entropy * counts).sum() / decided
     loss = policy_loss + config.value_coef * value_loss + entropy_coef * entropy_loss
 
     with torch.no_grad():
@@ -247,23 +244,15 @@ def losses(
             ]
         ).tolist()  # sync: once per minibatch  # fmt: skip
     names = (
-        "loss",
-        "policy_loss",
-        "value_loss",
-        "entropy_loss",
-        "kl",
-        "clip_fraction",
-        "ratio_min",
-        "ratio_max",
+        "loss", "policy_loss", "value_loss", "entropy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max",
         "ratio_off",
-    )
-    told = dict(zip(names, numbers, strict=False))
-    n = len(names)
+    )  # fmt: skip
+    stats = dict(zip(names, numbers, strict=False))
+    entropies, shares, uses = np.array(numbers[len(names) :]).reshape(3, len(Head)).tolist()
     for h in Head:
-        share, count = numbers[n + len(Head) + h], numbers[n + 2 * len(Head) + h]
-        told[f"entropy_{h.name}"] = numbers[n + h] if count else math.nan
-        told[f"learnable_{h.name}"] = share
-    return loss, told
+        stats[f"entropy_{h.name}"] = entropies[h] if uses[h] else math.nan
+        stats[f"learnable_{h.name}"] = shares[h]
+    return loss, stats
 
 
 def counted(masks: Tensor, layout: MaskLayout, actions: Tensor, free: Tensor) -> Tensor:
@@ -291,33 +280,21 @@ class Tally:
     """Diagnostics of the minibatches of one update."""
 
     def __init__(self) -> None:
-        self.told: list[dict[str, float]] = []
+        self.stats: list[dict[str, float]] = []
         self.skipped = 0
         self._pass = 0
 
     @property
     def count(self) -> int:
         """Number of minibatches."""
-        return len(self.told)
-
-    def add(self, told: dict[str, float]) -> None:
-        """Add the diagnostics of one minibatch."""
-        self.told.append(told)
+        return len(self.stats)
 
     def kl_of_pass(self) -> float:
         """Return the mean KL of the minibatches since the last call."""
-        new, self._pass = self.told[self._pass :], len(self.told)
-        return sum(t["kl"] for t in new) / len(new) if new else 0.0
+        new, self._pass = self.stats[self._pass :], len(self.stats)
+        return sum(s["kl"] for s in new) / len(new) if new else 0.0
 
     def mean(self, name: str) -> Number:
         """Return the mean of a diagnostic over minibatches, ignoring NaN; None if there is none."""
-        values = [t[name] for t in self.told if not math.isnan(t[name])]
+        values = [s[name] for s in self.stats if not math.isnan(s[name])]
         return sum(values) / len(values) if values else None
-
-    def least(self, name: str) -> Number:
-        """Return the smallest value of a diagnostic; None if there is none."""
-        return min((t[name] for t in self.told), default=None)
-
-    def most(self, name: str) -> Number:
-        """Return the largest value of a diagnostic; None if there is none."""
-        return max((t[name] for t in self.told), default=None)

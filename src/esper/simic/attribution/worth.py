@@ -45,34 +45,19 @@ class Worth:
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain numbers, one entry per slot; None where nothing was measured."""
-        return {
-            "quality": _number(self.quality),
-            "quality_se": _number(self.quality_se),
-            "committed": _number(self.committed),
-            "evaluations": self.evaluations,
-            "slots": {
-                name: {
-                    "kind": "dependence" if self.fossils[i] else "contribution",
-                    "contribution": _number(self.contribution[i]),
-                    "contribution_se": _number(self.contribution_se[i]),
-                    "solo": _number(self.solo[i]),
-                    "solo_se": _number(self.solo_se[i]),
-                    "shapley": _number(self.shapley[i]),
-                    "shapley_se": _number(self.shapley_se[i]),
-                    "shapley_design_se": _number(self.shapley_design_se[i]),
-                    "interaction": {
-                        other: _number(self.interaction[i, j]) for j, other in enumerate(self.slots) if j != i
-                    },
-                    "interaction_se": {
-                        other: _number(self.interaction_se[i, j]) for j, other in enumerate(self.slots) if j != i
-                    },
-                }
-                for i, name in enumerate(self.slots)
-            },
-            "prospects": {
-                name: {"prospect": _number(p), "prospect_se": _number(se)} for name, (p, se) in self.prospect.items()
-            },
+        names = ("contribution", "contribution_se", "solo", "solo_se", "shapley", "shapley_se", "shapley_design_se")
+        slots: dict[str, dict[str, Any]] = {}
+        for i, slot in enumerate(self.slots):
+            slots[slot] = {"kind": "dependence" if self.fossils[i] else "contribution"}
+            slots[slot] |= {name: _number(getattr(self, name)[i]) for name in names}
+            for name in ("interaction", "interaction_se"):
+                row = getattr(self, name)[i]
+                slots[slot][name] = {other: _number(row[j]) for j, other in enumerate(self.slots) if j != i}
+        prospects = {
+            slot: {"prospect": _number(p), "prospect_se": _number(se)} for slot, (p, se) in self.prospect.items()
         }
+        quality = {name: _number(getattr(self, name)) for name in ("quality", "quality_se", "committed")}
+        return quality | {"evaluations": self.evaluations, "slots": slots, "prospects": prospects}
 
     def __str__(self) -> str:
         lines = [

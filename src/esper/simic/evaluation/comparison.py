@@ -168,7 +168,7 @@ def static(backend: HostBackend, task: Task, worlds: Sequence[int], reward: Rewa
 
 
 def best_schedule_on(
-    backend: HostBackend, worlds: Sequence[int], reward: RewardConfig, on_try: Callable[[str], None] = lambda text: None
+    backend: HostBackend, worlds: Sequence[int], reward: RewardConfig, on_try: Callable[[str], None] = lambda _: None
 ) -> tuple[Schedule, str]:
     """Return the fixed schedule with the highest mean utility in these worlds, and its description.
 

@@ -17,7 +17,7 @@ from esper.simic.rewards.utility import bounded, gain, rent
 S = SeedStage
 STAGE_POTENTIAL = np.zeros(NUM_STAGES)
 STAGE_POTENTIAL[[S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 1.0, 2.0, 3.5, 5.5, 6.0
-_FELT = np.isin(np.arange(NUM_STAGES), (S.BLENDING, S.HOLDING, S.FOSSILIZED))
+_HAS_SAY = np.isin(np.arange(NUM_STAGES), (S.BLENDING, S.HOLDING, S.FOSSILIZED))
 
 
 @reward_mode("shaped")
@@ -36,8 +36,8 @@ def shaped(before: Frame, after: Frame, config: RewardConfig) -> Floats:
 
 def _credit(frame: Frame, config: RewardConfig) -> Floats:
     """Return [E] the last measured contributions of seeds that are BLENDING, HOLDING or FOSSILIZED, minus all rent."""
-    known = _FELT[frame.stage] & np.isfinite(frame.contribution)
-    worth = np.where(known, frame.contribution, 0.0).sum(axis=1)
+    is_measured = _HAS_SAY[frame.stage] & np.isfinite(frame.contribution)
+    worth = np.where(is_measured, frame.contribution, 0.0).sum(axis=1)
     return bounded(worth - rent(frame.params, frame.macs, frame, config), frame, config)
 
 
@@ -48,7 +48,7 @@ def _progress(frame: Frame, config: RewardConfig) -> Floats:
 
 
 @reward_mode("sparse")
-def sparse(before: Frame, after: Frame, config: RewardConfig) -> Floats:
+def sparse(_before: Frame, after: Frame, config: RewardConfig) -> Floats:
     """Return 0 until the end of the episode, then the quality with only fossils on, minus the committed rent."""
     sound = np.isfinite(after.committed_quality) & ~after.crashed
     value = np.where(sound, after.committed_quality, 0.0)

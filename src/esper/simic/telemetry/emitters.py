@@ -43,10 +43,10 @@ OPS = [op.name for op in Op]
 _NAMED_HEADS = [h for h in Head if h not in (Head.SLOT, Head.BLUEPRINT, Head.OP)]
 
 
-def known(value: Any) -> Number:
+def number(value: Any) -> Number:
     """Return a number of the table; None for NaN, which means never measured."""
-    number = float(value)
-    return None if math.isnan(number) else number
+    as_float = float(value)
+    return None if math.isnan(as_float) else as_float
 
 
 def _option(names: Sequence[str], number: int) -> str:
@@ -54,11 +54,11 @@ def _option(names: Sequence[str], number: int) -> str:
     return names[number] if 0 <= number < len(names) else str(number)
 
 
-def _blueprint(number: int) -> str:
+def _blueprint(index: int) -> str:
     try:
-        return blueprint_name(number)
+        return blueprint_name(index)
     except UnknownNameError:
-        return str(number)
+        return str(index)
 
 
 def _path(was: int, between: int, now: int, expelled: bool) -> list[int]:
@@ -170,8 +170,11 @@ class TelemetryEmitter:
         """Emit the decisions and lifecycle transitions of a step."""
         before = self._before if self._before is not None else SlotTable.empty(table.num_envs, table.num_slots)
         self._decisions(table, actions, outcome, legal, stats or StepStats())
-        self._lives(before, table, actions, outcome)
+        self._transitions(before, table, actions, outcome)
         self._before = table.clone()
+
+    def _place(self, table: SlotTable, e: int) -> dict[str, Any]:
+        return {"env": self.envs[e], "episode": self._episode[e], "step": int(table.step[e])}
 
     def _decisions(
         self, table: SlotTable, actions: Ints, outcome: Outcome, legal: Bools | None, stats: StepStats
@@ -179,16 +182,16 @@ class TelemetryEmitter:
         if not self.hub.wants(events.Decision):
             return
         ops = actions[:, Head.OP]
-        told = np.arange(len(ops)) if self.level >= Level.DEBUG else np.nonzero(ops != Op.WAIT)[0]
-        for e in told.tolist():
+        acting = np.arange(len(ops)) if self.level >= Level.DEBUG else np.nonzero(ops != Op.WAIT)[0]
+        for e in acting.tolist():
             op, row = int(ops[e]), actions[e].tolist()
             reads = RELEVANCE[op] if 0 <= op < NUM_OPS else RELEVANCE[Op.WAIT]
-            heads = {h.name.lower(): _option(HEAD_OPTIONS[h] or (), row[h]) for h in _NAMED_HEADS if reads[h]}
+            heads: dict[str, Any] = {
+                h.name.lower(): _option(HEAD_OPTIONS[h] or (), row[h]) for h in _NAMED_HEADS if reads[h]
+            }
             self.hub.emit(
                 events.Decision(
-                    env=self.envs[e],
-                    episode=self._episode[e],
-                    step=int(table.step[e]),
+                    **self._place(table, e),
                     op=_option(OPS, op),
                     slot=_option(self.slots, row[Head.SLOT]) if reads[Head.SLOT] else "",
                     blueprint=_blueprint(row[Head.BLUEPRINT]) if reads[Head.BLUEPRINT] else "",
@@ -201,7 +204,7 @@ class TelemetryEmitter:
                 )
             )
 
-    def _lives(self, before: SlotTable, table: SlotTable, actions: Ints, outcome: Outcome) -> None:
+    def _transitions(self, before: SlotTable, table: SlotTable, actions: Ints, outcome: Outcome) -> None:
         """Emit one event per stage transition.
 
         A slot has at most three per step: the controller's, the rules', and the governor's, which ends in PRUNED.
@@ -223,7 +226,7 @@ class TelemetryEmitter:
                     cause = "governor"
                 self._count(e, b)
                 if wanted:
-                    self._life(before, table, (e, s), a, b, cause, i)
+                    self._transition(before, table, (e, s), a, b, cause, i)
 
     def governed(self, alarms: Sequence[Alarm]) -> None:
         """Emit the governor's alarms of this step. An alarm with a text is emitted as a health event too."""
@@ -231,34 +234,26 @@ class TelemetryEmitter:
             env = self.envs[alarm.env]
             self.hub.emit(
                 events.Governor(
-                    env=env,
-                    episode=self._episode[alarm.env],
-                    step=alarm.step,
-                    alarm=alarm.alarm,
-                    action=alarm.action,
-                    value=alarm.value,
-                    limit=alarm.limit,
-                    restored_step=alarm.restored_step,
+                    env=env, episode=self._episode[alarm.env], step=alarm.step, alarm=alarm.alarm, action=alarm.action,
+                    value=alarm.value, limit=alarm.limit, restored_step=alarm.restored_step,
                 )
-            )
+            )  # fmt: skip
             if alarm.text:
-                told = f"env {env} step {alarm.step}: {alarm.text}"
-                self.hub.emit(events.Health(source="governor", severity="warning", text=told))
+                text = f"env {env} step {alarm.step}: {alarm.text}"
+                self.hub.emit(events.Health(source="governor", severity="warning", text=text))
 
     def _count(self, env: int, now: int) -> None:
         which = (SeedStage.GERMINATED, SeedStage.FOSSILIZED, SeedStage.PRUNED)
         if now in which:
             self._counts[env, which.index(SeedStage(now))] += 1
 
-    def _life(
+    def _transition(
         self, before: SlotTable, table: SlotTable, at: tuple[int, int], was: int, now: int, cause: str, nth: int
     ) -> None:
         source = table if table.serial[at] >= 0 else before  # an emptied slot has no seed data any more
         self.hub.emit(
             events.Lifecycle(
-                env=self.envs[at[0]],
-                episode=self._episode[at[0]],
-                step=int(table.step[at[0]]),
+                **self._place(table, at[0]),
                 slot=self.slots[at[1]],
                 seed=int(source.serial[at]),
                 blueprint=blueprint_name(int(source.blueprint[at])),
@@ -268,8 +263,8 @@ class TelemetryEmitter:
                 params=int((before if now in COOLING else source).params[at]),
                 alpha=float(source.alpha[at]),
                 dwell_epochs=0 if was == SeedStage.DORMANT or nth else int(before.dwell[at]),
-                contribution=known(source.contribution[at]),
-                contribution_se=known(source.contribution_se[at]),
+                contribution=number(source.contribution[at]),
+                contribution_se=number(source.contribution_se[at]),
             )
         )
 
@@ -278,23 +273,23 @@ class TelemetryEmitter:
         used = np.unique(table.blueprint)
         name = np.full(int(used[-1]) + 2, "", dtype=object)  # index: blueprint + 1, since an empty slot has −1
         name[used + 1] = [blueprint_name(b) if b >= 0 else "" for b in used.tolist()]
-        told: dict[str, Iterable[Any]] = {
+        columns: dict[str, Iterable[Any]] = {
             "env": self.envs,
             "episode": self._episode,
             "step": table.step.tolist(),
             "world": self.worlds,
             "op": [OPS[op] for op in table.last_op.tolist()],
-            "committed_quality": map(known, table.committed_quality.tolist()),
+            "committed_quality": map(number, table.committed_quality.tolist()),
             "params": (self.host_params + table.params.sum(1)).tolist(),
             "stages": map(tuple, table.stage.tolist()),
             "alphas": map(tuple, table.alpha.tolist()),
             "blueprints": map(tuple, name[table.blueprint + 1].tolist()),
         }
-        told |= {c: getattr(table, c).tolist() for c in ("quality", "val_loss", "train_loss") if c not in unmeasured}
-        told |= {c: stats.column(c, table.num_envs) for c in ("reward", "utility", "value")}
-        told |= {c: [None] * table.num_envs for c in unmeasured}
-        names = tuple(told)
-        for row in zip(*told.values(), strict=True):
+        columns |= {c: getattr(table, c).tolist() for c in ("quality", "val_loss", "train_loss") if c not in unmeasured}
+        columns |= {c: stats.column(c, table.num_envs) for c in ("reward", "utility", "value")}
+        columns |= {c: [None] * table.num_envs for c in unmeasured}
+        names = tuple(columns)
+        for row in zip(*columns.values(), strict=True):
             self.hub.emit(events.Step(**dict(zip(names, row))))  # noqa: B905  (strict takes a tenth of the time)
 
     def _gradients(self, table: SlotTable) -> None:
@@ -302,41 +297,37 @@ class TelemetryEmitter:
         for e, s in np.argwhere(growing & ~np.isnan(table.grad_norm)).tolist():
             self.hub.emit(
                 events.Gradient(
-                    env=self.envs[e],
-                    episode=self._episode[e],
-                    step=int(table.step[e]),
+                    **self._place(table, e),
                     slot=self.slots[s],
                     norm=float(table.grad_norm[e, s]),
-                    ratio=known(table.grad_ratio[e, s]),
-                    health=known(table.grad_health[e, s]),
+                    ratio=number(table.grad_ratio[e, s]),
+                    health=number(table.grad_health[e, s]),
                 )
             )
 
-    def worth(self, table: SlotTable, found: Sequence[Worth]) -> None:
+    def worth(self, table: SlotTable, worths: Sequence[Worth]) -> None:
         """Emit the worth of every environment's seeds after a step."""
         if not self.hub.wants(events.Worth):
             return
-        for e, worth in enumerate(found):
+        for e, worth in enumerate(worths):
             for i, name in enumerate(worth.slots):
                 s = self.slots.index(name)
                 others = np.delete(worth.interaction[i], i)
                 self._worth(
                     table, e, s,
                     committed=worth.fossils[i],
-                    contribution=known(worth.contribution[i]), contribution_se=known(worth.contribution_se[i]),
-                    solo=known(worth.solo[i]), solo_se=known(worth.solo_se[i]),
-                    shapley=known(worth.shapley[i]), shapley_se=known(worth.shapley_se[i]),
+                    contribution=number(worth.contribution[i]), contribution_se=number(worth.contribution_se[i]),
+                    solo=number(worth.solo[i]), solo_se=number(worth.solo_se[i]),
+                    shapley=number(worth.shapley[i]), shapley_se=number(worth.shapley_se[i]),
                     interaction=float(np.nansum(others)) if np.isfinite(others).any() else None,
                 )  # fmt: skip
             for name, (value, se) in worth.prospect.items():
-                self._worth(table, e, self.slots.index(name), prospect=known(value), prospect_se=known(se))
+                self._worth(table, e, self.slots.index(name), prospect=number(value), prospect_se=number(se))
 
     def _worth(self, table: SlotTable, e: int, s: int, **numbers: Any) -> None:
         self.hub.emit(
             events.Worth(
-                env=self.envs[e],
-                episode=self._episode[e],
-                step=int(table.step[e]),
+                **self._place(table, e),
                 slot=self.slots[s],
                 seed=int(table.serial[e, s]),
                 blueprint=blueprint_name(int(table.blueprint[e, s])),
@@ -356,12 +347,7 @@ class TelemetryEmitter:
         self._before = None
         self._counts[:] = 0
 
-    def episode(
-        self,
-        table: SlotTable,
-        names: Sequence[str],
-        **columns: Sequence[Number] | None,
-    ) -> None:
+    def episode(self, table: SlotTable, names: Sequence[str], **columns: Sequence[Number] | None) -> None:
         """Emit the end of every environment's episode. `columns` are further fields of the event, one value each."""
         if not self.hub.wants(events.Episode):
             return
@@ -379,7 +365,7 @@ class TelemetryEmitter:
                     name=names[e],
                     steps=int(table.step[e]),
                     quality=float(table.quality[e]),
-                    quality_best=known(table.quality_best_env[e]),
+                    quality_best=number(table.quality_best_env[e]),
                     params=params[e],
                     host_params=self.host_params,
                     germinated=germinated,

@@ -220,7 +220,7 @@ def built(kind: type[msgspec.Struct], tree: Mapping[str, Any], path: str = "") -
         if isinstance(kind_of, type) and issubclass(kind_of, msgspec.Struct):
             if not isinstance(value, Mapping):
                 raise ConfigError(f"{where} is a group of settings, got {value!r}; set {where}.… instead")
-            values[key] = built(kind_of, merged(defaults(fields[key]), value), where)
+            values[key] = built(kind_of, merged(as_tree(fields[key].default), value), where)  # keeps the other fields
             continue
         values[key] = _value(where, value, kind_of)
     try:
@@ -244,16 +244,6 @@ def _value(where: str, value: Any, kind: Any) -> Any:
             match = re.match("Expected `(.+?)`", str(error))
             expected = match[1].replace(" | null", " or none") if match else str(error)
         raise ConfigError(f"{where} must be {expected}, got {cut(repr(value), 100)}") from None
-
-
-def defaults(field: msgspec.structs.FieldInfo) -> dict[str, Any]:
-    """Return the default of a settings group as a nested dict, so that setting one field keeps the others."""
-    return {} if field.default is msgspec.NODEFAULT else _tree(field.default)
-
-
-def _tree(group: msgspec.Struct) -> dict[str, Any]:
-    values = {f.name: getattr(group, f.name) for f in msgspec.structs.fields(group)}
-    return {name: _tree(v) if isinstance(v, msgspec.Struct) else v for name, v in values.items()}
 
 
 def as_tree(config: msgspec.Struct) -> dict[str, Any]:

@@ -41,23 +41,23 @@ def needed(config: TrainConfig, env: GrowthVectorEnv, hidden: int, ranks: int = 
         )  # fmt: skip
     rollouts = 2 * sum(t.nbytes for t in (*buffer.fields(), buffer.advantages, buffer.returns))
     group = -(-config.envs // min(config.ppo.groups, config.envs))  # environments of one minibatch
-    taught = env.horizon * group * (env.layout.slots + 2)  # rows
-    found = {"the program": _now(), "rollouts": rollouts, "updates": LAYERS * 4 * taught * config.network.width}
+    rows = env.horizon * group * (env.layout.slots + 2)  # rows
+    need = {"the program": _now(), "rollouts": rollouts, "updates": LAYERS * 4 * rows * config.network.width}
     if isinstance(env.backend, HostBackend):
         backend, mine = env.backend, -(-config.envs // ranks)
         params = backend.context.host_params + int(backend.context.slot_params.max(1).sum())
-        found["hosts"] = mine * COPIES * 4 * params
-        rows = max(backend.task.batch, min(VALIDATED, backend.task.val_size))
-        found["activations"] = PASSES * rows * _sample_bytes(backend.engine.networks[0].body)
-    return found
+        need["hosts"] = mine * COPIES * 4 * params
+        batch = max(backend.task.batch, min(VALIDATED, backend.task.val_size))
+        need["activations"] = PASSES * batch * _sample_bytes(backend.engine.networks[0].body)
+    return need
 
 
 def _sample_bytes(body: Body) -> int:
     """Return the size of all module outputs of the host for one sample, in bytes."""
-    seen: list[int] = []
+    sizes: list[int] = []
 
-    def after(module: nn.Module, args: Any, output: Any) -> None:
-        seen.extend(t.nbytes for t in tree_leaves(output) if isinstance(t, Tensor))
+    def after(_module: nn.Module, _args: Any, output: Any) -> None:
+        sizes.extend(t.nbytes for t in tree_leaves(output) if isinstance(t, Tensor))
 
     leaves = [m for m in body.model.modules() if not any(True for _ in m.children())]
     handles = [m.register_forward_hook(after) for m in leaves]
@@ -66,7 +66,7 @@ def _sample_bytes(body: Body) -> int:
     finally:
         for handle in handles:
             handle.remove()
-    return sum(seen) // PROBE_SAMPLES
+    return sum(sizes) // PROBE_SAMPLES
 
 
 def available() -> int | None:
@@ -84,7 +84,7 @@ def available() -> int | None:
     return free
 
 
-def told(need: dict[str, int], free: int | None, ranks: int = 1) -> str:
+def describe(need: dict[str, int], free: int | None, ranks: int = 1) -> str:
     """Return the estimate as one line of text. Raise ConfigError if the run does not fit into `free` bytes."""
     total = sum(need.values()) * ranks
     parts = ", ".join(f"{name} {_size(b)}" for name, b in need.items() if b >= 1 << 20)
@@ -94,8 +94,8 @@ def told(need: dict[str, int], free: int | None, ranks: int = 1) -> str:
     more = total - need["the program"]  # the first process is already running
     if more > free:
         raise ConfigError(
-            f"this run needs about {_size(total)} ({parts}) and {_size(free)} are free: ask for fewer envs, epochs or "
-            "workers, or use a larger machine"
+            f"this run needs about {_size(total)} ({parts}) and {_size(free)} are free: use fewer envs, epochs or "
+            "workers, or a larger machine"
         )
     return f"{text}; {_size(free)} free"
 

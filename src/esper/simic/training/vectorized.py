@@ -158,7 +158,7 @@ class Sampler:
         self.choice: Choice
         self._step = 0
 
-    def act(self, table: SlotTable, legal: Bools) -> Ints:
+    def act(self, _table: SlotTable, _legal: Bools) -> Ints:
         """Return actions [R, 8]. The arguments are unused: `obs` and `masks` hold the environment's current state."""
         self.choice = self.network.act(self.obs, self.masks, self.hidden, self.layout, self.draws[self._step])
         self._step += 1
