@@ -4,7 +4,7 @@
     python scripts/worth_study.py tables --out tables.json
 
 `decisions`: one seed per run, in each slot of each world, with blueprints in turn. Its contribution when it reaches
-HOLDING is set against its gain: test accuracy at the end over the same world's twin that never grew. Prints the
+HOLDING is set against its gain: test accuracy at the end over the same world's no-growth baseline. Prints the
 pairs and their correlations. `tables` grows hosts with 6 and 7 seeds and records the accuracy of every coalition,
 for scripts/compare_shapley.py.
 """
@@ -20,39 +20,64 @@ import numpy as np
 import torch
 
 from esper.kasmina.blueprints import blueprint_index
-from esper.kasmina.lifecycle import Rules, legal
+from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Head, Op
+from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualEngine
-from esper.tamiyo.controllers import wait_everywhere
+from esper.tamiyo.controllers import Controller, Wait, wait_everywhere
 from esper.tolaria.coalitions import evaluate
 from esper.tolaria.data import load
 from esper.tolaria.engine import Engine
 from esper.tolaria.host_network import score
-from esper.tolaria.tasks import Task, get_task
+from esper.tolaria.rollout import rollout
+from esper.tolaria.tasks import get_task
 
 BLUEPRINTS = ("conv_light", "depthwise", "norm", "bottleneck", "attention", "conv_heavy")
 
 
-def one_decision(task: Task, data: object, world: int, slot: int, blueprint: str) -> dict[str, float]:
-    """Plant one seed at epoch 1, commit it two epochs after it reached HOLDING, train to the end."""
-    engine = Engine(task, [world], data=data)  # type: ignore[arg-type]
-    table, worth = engine.table, {}
-    for epoch in range(task.epochs):
-        actions = wait_everywhere(1)
-        if epoch == 1:
-            actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, slot, blueprint_index(blueprint)
+class PlantOne:
+    """Controller that plants one seed at epoch 1 and commits it two epochs after it reached HOLDING."""
+
+    def __init__(self, slot: int, blueprint: str) -> None:
+        self.slot, self.blueprint = slot, blueprint_index(blueprint)
+        self.worth: dict[str, float] = {}
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        actions, slot = wait_everywhere(1), self.slot
+        if table.step[0] == 1:
+            actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, slot, self.blueprint
         elif table.stage[0, slot] == SeedStage.HOLDING:
-            if "holding" not in worth:
-                worth = {
-                    "holding": float(table.contribution[0, slot]),
-                    "se": float(table.contribution_se[0, slot]),
-                    "prospect": float(table.prospect[0, slot]),
-                }
-            if table.dwell[0, slot] >= 2 and legal(table, engine.rules)[0, Op.FOSSILIZE, slot]:
+            if not self.worth:
+                columns = {"holding": table.contribution, "se": table.contribution_se, "prospect": table.prospect}
+                self.worth = {name: float(column[0, slot]) for name, column in columns.items()}
+            if table.dwell[0, slot] >= 2 and legal[0, Op.FOSSILIZE, slot]:
                 actions[0, [Head.OP, Head.SLOT]] = Op.FOSSILIZE, slot
-        engine.step(actions)
-    return {**worth, "accuracy": engine.networks[0].test(engine.data.test)[0]}
+        return actions
+
+
+class PlantAll:
+    """Controller that plants the same blueprint in one slot per epoch, from the first slot on."""
+
+    def __init__(self, blueprint: str) -> None:
+        self.blueprint = blueprint_index(blueprint)
+
+    def act(self, table: SlotTable, _legal: Bools) -> Ints:
+        actions, epoch = wait_everywhere(1), int(table.step[0])
+        if epoch < table.num_slots:
+            actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, epoch, self.blueprint
+        return actions
+
+
+def trained(engine: Engine, controller: Controller) -> Engine:
+    """Train one host to the end under a controller."""
+    for _ in rollout(engine, controller, engine.task.epochs):
+        pass
+    return engine
+
+
+def accuracy(engine: Engine) -> float:
+    return engine.networks[0].test(engine.data.test)[0]
 
 
 def decisions(name: str, worlds: int) -> None:
@@ -61,17 +86,16 @@ def decisions(name: str, worlds: int) -> None:
     rows = []
     print("| world | slot | blueprint | prospect | contribution at HOLDING | gain |\n|---|---|---|---|---|---|")
     for world in range(worlds):
-        twin = Engine(task, [world], data=data)
-        for _ in range(task.epochs):
-            twin.step(wait_everywhere(1))
-        bare = twin.networks[0].test(twin.data.test)[0]
+        bare = accuracy(trained(Engine(task, [world], data=data), Wait()))
         for slot in range(len(task.slots)):
             blueprint = BLUEPRINTS[(world + 2 * slot) % len(BLUEPRINTS)]
-            found = one_decision(task, data, world, slot, blueprint)
-            if "holding" not in found:
+            plant = PlantOne(slot, blueprint)
+            grown = accuracy(trained(Engine(task, [world], data=data), plant))
+            found = plant.worth
+            if not found:
                 print(f"| {world} | {task.slots[slot]} | {blueprint} | never reached HOLDING | | |", flush=True)
                 continue
-            gain = found["accuracy"] - bare
+            gain = grown - bare
             rows.append((found["holding"], found["prospect"], gain))
             print(
                 f"| {world} | {task.slots[slot]} | {blueprint} | {100 * found['prospect']:+.1f} | "
@@ -100,12 +124,7 @@ def tables(out: Path) -> None:
     found = []
     for task, blueprint in ((six, "conv_light"), (seven, "conv_light")):
         for world in range(4):
-            engine = Engine(task, [world], rules=rules)
-            for epoch in range(task.epochs):
-                actions = wait_everywhere(1)
-                if epoch < len(task.slots):
-                    actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, epoch, blueprint_index(blueprint)
-                engine.step(actions)
+            engine = trained(Engine(task, [world], rules=rules), PlantAll(blueprint))
             plot, n = engine.networks[0], len(task.slots)
             every = CounterfactualEngine.coalitions(n, budget=2**n)
             split = engine.data.test

@@ -44,6 +44,31 @@ def test_imports_follow_the_layers(path):
             assert parts[0] != "torch", f"{package} imports no torch"
 
 
+ROOT = SRC.parent.parent
+LOOPED = [p for folder in (SRC, ROOT / "benchmarks", ROOT / "scripts") for p in sorted(folder.rglob("*.py"))]
+
+
+def decides_and_steps(loop):
+    """Return whether a loop both chooses actions and steps environments."""
+    called = {
+        call.func.attr if isinstance(call.func, ast.Attribute) else getattr(call.func, "id", "")
+        for call in ast.walk(loop)
+        if isinstance(call, ast.Call)
+    }
+    return "step" in called and called & {"act", "wait_everywhere"}
+
+
+def test_only_rollout_lets_a_controller_step_environments():
+    """Training, growing, evaluation, baselines, benchmarks and studies all use `tolaria.rollout.rollout`."""
+    loops = {
+        str(path.relative_to(ROOT))
+        for path in LOOPED
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, (ast.For, ast.While)) and decides_and_steps(node)
+    }
+    assert loops == {"src/esper/tolaria/rollout.py"}
+
+
 def test_every_package_has_a_docstring():
     for package in SRC.iterdir():
         if (package / "__init__.py").exists():
