@@ -504,6 +504,8 @@ ENVIRONMENTS = [
     ({"WORLD_SIZE": "0"}, ("WORLD_SIZE", "'0'", "torchrun")),
     ({"WORLD_SIZE": "9" * 5000, "RANK": "0"}, ("WORLD_SIZE", "torchrun")),
     ({"WORLD_SIZE": "2"}, ("RANK is not", "torchrun")),
+    ({"RANK": "0"}, ("WORLD_SIZE is not", "torchrun")),
+    ({"ESPER_RENDEZVOUS": "0/2/nowhere", "ESPER_SILENCE_S": "soon"}, ("esper: ESPER_SILENCE_S", "'soon'", "Unset it")),
     ({"WORLD_SIZE": "2", "RANK": "x"}, ("RANK", "'x'")),
     ({"WORLD_SIZE": "2", "RANK": "2"}, ("RANK=2 is none of WORLD_SIZE=2",)),
     ({"WORLD_SIZE": "2", "RANK": "0"}, ("MASTER_ADDR is not set",)),

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from esper import cli
-from esper.commands.resuming import must_fit
+from esper.commands.resuming import checkpoint_of, must_fit
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import RunError
 from esper.nissa.journal_reader import Damage, Follower, read, segment_name
@@ -85,6 +85,17 @@ def test_run_with_a_symlink_is_not_resumed_and_nothing_outside_changes(place, pa
     assert {p: p.read_bytes() for p in folder.rglob("*") if p.is_file()} == before
 
 
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("thesis.txt"), os.mkfifo], ids=["link", "fifo"])
+def test_manifest_that_is_not_a_regular_file_is_not_rebuilt(place, make):
+    path = resumable()
+    (path / "manifest.json").unlink()
+    make(path / "manifest.json")
+    before = os.lstat(path / "manifest.json")
+    with pytest.raises(RunError, match=r"it is a (symbolic link|FIFO)"):
+        checkpoint_of(path, "train", lambda _: {})
+    assert os.path.samestat(os.lstat(path / "manifest.json"), before)
+
+
 def test_lock_with_a_second_hard_link_is_not_taken(place):
     folder, path = mine(), resumable()
     os.link(folder / "thesis.txt", path / "run.lock")
@@ -97,7 +108,9 @@ def test_segments_that_are_links_are_neither_read_nor_written(place):
     folder, path = mine(), a_run(Path("run"), entry(0))
     (folder / "log").write_bytes(entry(1))
     (path / "events" / segment_name(0, 1)).symlink_to(folder / "log")
-    assert [each.seq for each in read(path)] == [0]
+    damage = Damage()
+    assert [each.seq for each in read(path, damage)] == [0]
+    assert damage.lines == 1
     with pytest.raises(RunError, match="cannot rewind"):
         rewind(path, 0, 0)
     assert (folder / "log").read_bytes() == entry(1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from esper.karn.summary import RunSummary
 from esper.karn.watch import alarm_rules
 from esper.karn.watch.source import Source
 from esper.leyline.checksums import seal_json
+from esper.leyline.errors import RunError
 from esper.leyline.events import Governor, PhaseProfile, RunFinished
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import Damage, Extent, read
@@ -156,7 +158,50 @@ def test_events_lost_before_a_resume_are_still_reported(run):
     cut(run, 0, 12)
     with pytest.warns(UserWarning, match="are not in the journal"), record_on(run, [20, 20]):
         pass
-    assert RunSummary.of(run).losses == ["10 events of rank 0 missing"]
+    assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == ["10 events of rank 0 missing"]
+
+
+def test_deleted_journal_is_reported_after_a_successful_resume(run, capsys):
+    remove_everything(run)
+    with pytest.warns(UserWarning, match="40 of the 40 events"), record_on(run, [20, 20]) as resumed:
+        resumed.emitted = {1: 20}
+    losses = ["20 events of rank 0 missing", "20 events of rank 1 missing"]
+    assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == losses
+    assert resumed.losses == []  # events of an earlier session: warned about, and not an error of this one
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("make", [lambda path: path.symlink_to("elsewhere"), os.mkfifo], ids=["link", "fifo"])
+def test_journal_file_that_is_not_regular_is_counted_by_readers_and_refused_on_resume(run, make):
+    make(run / "events" / "rank0-00001.jsonl")
+    before = (run / "manifest.json").read_bytes()
+    assert RunSummary.of(run).damage.lines == 1
+    with Runs([run]) as opened:
+        assert opened.ask("select damaged from runs").rows == [(1,)]
+    source = Source(run, lambda: 0.0)
+    for _ in range(3):
+        source.feed(source.poll())
+    source.caught_up()
+    assert source.model.damage == 1
+    with (
+        pytest.raises(RunError, match=r"events/rank0-00001.jsonl: it is a (symbolic link|FIFO)"),
+        record_on(run, [7, 5]),
+    ):
+        pass
+    assert (run / "manifest.json").read_bytes() == before
+
+
+def test_failed_resume_keeps_the_earlier_count_of_missing_events(run, monkeypatch):
+    cut(run, 0, 12)
+
+    def refuse(*_: object) -> None:
+        raise RunError("cannot rewind")
+
+    monkeypatch.setattr("esper.nissa.recorder.rewind", refuse)
+    with pytest.raises(RunError, match="cannot rewind"), record_on(run, [7, 5]):
+        pass
+    assert read_manifest(run)["status"] == "failed"
+    assert RunSummary.of(run).losses == ["12 events of rank 0 missing", "no run_finished event"]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ from typing import Any
 
 from esper.leyline.errors import ConfigError, RunError
 from esper.leyline.text import printable
-from esper.nissa.journal_reader import head
+from esper.nissa.journal_reader import head, is_regular
 from esper.nissa.run import CHECKPOINTS, LOCK, MANIFEST, Lock, read_manifest, write_manifest
 from esper.simic.training.distributed import RENDEZVOUS
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -67,7 +67,7 @@ def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], d
         read_manifest(path)
         return
     except RunError:
-        if saved is None:
+        if saved is None or not is_regular(path / MANIFEST):  # a link or a special file is not replaced
             raise
     warnings.warn(f"the manifest of {path} is missing or damaged; it is rebuilt from {saved.path.name}", stacklevel=2)
     rebuilt = {"run_id": path.absolute().name, "status": "killed"} | facts(saved)

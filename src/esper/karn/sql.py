@@ -22,7 +22,7 @@ from esper.karn.views import PLACE, VIEWS, column_types, table_name
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, DataError, EsperError
 from esper.leyline.events import KINDS
-from esper.nissa.journal_reader import EVENTS, MOST_SEQ, MOST_TIME_S, Extent, each_line, segments
+from esper.nissa.journal_reader import EVENTS, MOST_SEQ, MOST_TIME_S, Extent, each_line, is_regular, segments
 from esper.nissa.missed_events import lost_events
 from esper.nissa.record import is_whole
 from esper.nissa.run import MANIFEST, MOST_MANIFEST_BYTES
@@ -158,7 +158,9 @@ class Runs:
         content = None if damage else read_regular(path / MANIFEST, MOST_MANIFEST_BYTES).decode()
         good = damaged = 0
         for rank, segments_of_rank in segments(path / EVENTS).items():
-            for batch in batches([each for _, each in segments_of_rank]):
+            readable = [each for _, each in segments_of_rank if is_regular(each)]
+            damaged += len(segments_of_rank) - len(readable)
+            for batch in batches(readable):
                 with whole_lines(batch) as (files, broken):
                     wrong = broken + self._read_lines(run, rank, files)
                 good, damaged = good + self._keep_lines(run), damaged + wrong

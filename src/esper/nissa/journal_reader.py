@@ -9,6 +9,7 @@ import contextlib
 import heapq
 import os
 import re
+import stat
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -61,7 +62,7 @@ class Damage:
     """Counts of what a reader skipped or did not find."""
 
     lines: int = 0
-    """Complete lines that are not valid entries."""
+    """Complete lines that are not valid entries, and segments that are not regular files."""
     torn: int = 0
     """Segments that end within a line."""
     duplicates: int = 0
@@ -127,6 +128,8 @@ def tail(run_dir: Path) -> list[Entry]:
 def _some(rank: int, found: list[tuple[int, Path]], from_end: int) -> list[Entry]:
     """Return entries of the first segment that has any, from its beginning or from `from_end` bytes before its end."""
     for _, path in found:
+        if not is_regular(path):
+            continue
         with open_regular(path) as file:
             if from_end:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - from_end))
@@ -155,27 +158,33 @@ def segment_name(rank: int, number: int) -> str:
 def segments(events_dir: Path) -> dict[int, list[tuple[int, Path]]]:
     """Return rank → its segments in order, as (number, path). Empty if the directory does not exist.
 
-    Links are ignored. Raise RunError if the directory is a link, or has segments of more than MOST_RANKS ranks.
+    A path may be a link or a special file, see `is_regular`. Raise RunError if the directory is a link, or has segments
+    of more than MOST_RANKS ranks.
     """
     found: dict[int, list[tuple[int, Path]]] = {}
     try:
         must_be_real_directory(events_dir)
         with os.scandir(events_dir) as listing:
-            names = [
-                each.name for each in listing if _SEGMENT.fullmatch(each.name) and each.is_file(follow_symlinks=False)
-            ]
+            matches = [match for each in listing if (match := _SEGMENT.fullmatch(each.name))]
     except FileNotFoundError:
         return found
     except NotADirectoryError as error:
         if not os.path.islink(events_dir):
             return found
         raise RunError(f"{events_dir} cannot be read as a journal: {error.strerror}") from error
-    for name in names:
-        if match := _SEGMENT.fullmatch(name):
-            found.setdefault(int(match[1]), []).append((int(match[2]), events_dir / name))
+    for match in matches:
+        found.setdefault(int(match[1]), []).append((int(match[2]), events_dir / match[0]))
     if len(found) > MOST_RANKS:
         raise RunError(f"{events_dir} has segments of {len(found):,} ranks; a run has at most {MOST_RANKS:,}")
     return {rank: sorted(found[rank]) for rank in sorted(found)}
+
+
+def is_regular(segment: Path) -> bool:
+    """Return whether a segment is a regular file or was removed meanwhile. Links and special files are not read."""
+    try:
+        return stat.S_ISREG(os.lstat(segment).st_mode)
+    except FileNotFoundError:
+        return True
 
 
 class _Seen:
@@ -209,6 +218,7 @@ class _Rank:
         self.number = -1  # number of the current segment
         self.offset = 0  # position in it: everything before is read
         self.rest = 0  # bytes after `offset` that are not a complete line yet
+        self.is_readable = True  # whether the current segment is a regular file
         self.is_skipping = False  # whether `offset` is inside a line that is too long
 
     def advance(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
@@ -228,7 +238,10 @@ class _Rank:
             if number > self.number:  # the previous segment is complete: its torn line stays torn
                 self.damage.torn += self.is_torn
                 self.number, self.offset, self.rest, self.is_skipping = number, 0, 0, False
-            yield from self._segment(path)
+                self.is_readable = is_regular(path)
+                self.damage.lines += not self.is_readable
+            if self.is_readable:
+                yield from self._segment(path)
 
     def _segment(self, path: Path) -> Iterator[Entry]:
         """Yield the entries after `offset`. No file stays open between calls: there may be a thousand ranks."""

@@ -22,9 +22,9 @@ from esper.leyline.events import Event, Level, RunFinished, Step
 from esper.leyline.events import level as level_by_name
 from esper.leyline.text import printable
 from esper.nissa.hub import NissaHub
-from esper.nissa.journal_reader import EVENTS, Damage, Extent, read, segments
+from esper.nissa.journal_reader import EVENTS, segments
 from esper.nissa.journal_writer import JsonlSink, rewind
-from esper.nissa.missed_events import JOURNAL
+from esper.nissa.missed_events import JOURNAL, missing_events
 from esper.nissa.record import Record
 from esper.nissa.run import Lock, RunDirectory, ending, manifest_base
 from esper.nissa.signals import stoppable, terminable
@@ -47,6 +47,8 @@ class Run:
     """Steps of all environments; if the caller does not set it, the number of recorded steps."""
     emitted: dict[int, int] = field(default_factory=dict)
     """Rank → number of events that it emitted in the whole run; rank 0 is set when the run ends."""
+    has_gaps: bool = False
+    """Whether events of earlier sessions are missing in the journal."""
     losses: list[str] = field(default_factory=list)
     """Descriptions of what could not be written; set when the run ends."""
 
@@ -110,17 +112,19 @@ def record_on(
     try:
         for rank in {*range(len(next_seq)), *segments(directory.events_dir)}:
             rewind(directory.path, rank, next_seq[rank] if rank < len(next_seq) else 0)
-        missing = sum(next_seq) - sum(1 for _ in read(directory.path))
+        missing = missing_events(directory.path, dict(enumerate(next_seq)))
         if missing:
+            count = sum(len(gap) for gaps in missing.values() for gap in gaps)
             warnings.warn(
-                f"{missing} of the {sum(next_seq)} events before this point are not in the journal of {path}: it was "
-                "damaged, or gauges were replaced by newer ones. The run goes on; views of it lack them",
+                f"{count} of the {sum(next_seq)} events before this point are not in the journal of {path}, which was "
+                "damaged. The run continues; views of it lack these events",
                 stacklevel=3,
             )
     except BaseException as e:
-        directory.finish(*ending(e))
+        directory.fail(e)
         raise
     with _recorded(directory, next_seq[0], level, sinks, tensorboard) as run:
+        run.has_gaps = bool(missing)
         yield run
 
 
@@ -143,7 +147,7 @@ def _recorded(
         more = [TensorBoardSink(directory.path / "tensorboard")] if tensorboard else []
         hub = NissaHub([JsonlSink(directory.events_dir), counter, *more, *sinks], level=level, first_seq=first_seq)
     except BaseException as e:
-        directory.finish(*ending(e))
+        directory.fail(e)
         raise
     run = Run(directory, hub)
     try:
@@ -172,25 +176,21 @@ def _finish(run: Run, status: str, error: str | None) -> None:
     run.emitted[0] = run.hub.next_seq
     recorded: dict[str, dict[str, Any]] = {str(rank): {"events": run.emitted[rank]} for rank in sorted(run.emitted)}
     try:
-        if lost := _not_written(run) if run.hub.has_lost else []:
-            count, first, last = sum(map(len, lost)), lost[0][0], lost[-1][-1]
-            recorded["0"]["lost"] = {"events": count, "first_seq": first, "last_seq": last}
-            run.losses.append(f"{count} of {run.emitted[0]} events could not be written, the first is number {first}")
+        missing = missing_events(run.path, run.emitted) if run.hub.has_lost or run.has_gaps else {}
+        for rank, gaps in missing.items():
+            lost = {"events": sum(map(len, gaps)), "first_seq": gaps[0][0], "last_seq": gaps[-1][-1]}
+            recorded[str(rank)]["lost"] = lost
+            if rank == 0 and run.hub.has_lost:
+                run.losses.append(
+                    f"{lost['events']} of {run.emitted[0]} events could not be written, "
+                    f"the first is number {lost['first_seq']}"
+                )
         run.directory.finish(status, error, env_steps=run.env_steps, **{JOURNAL: recorded})
     except OSError as e:  # a full disk or a removed directory; it must not hide the error that ended the run
         run.losses.append(f"the manifest could not be written ({e}), so the run will read as killed")
     for text in run.losses:
         message = printable(f"the record of this run is incomplete: {text}. Check the disk of {run.path}")
         print(f"esper: {message}", file=sys.stderr)
-
-
-def _not_written(run: Run) -> list[range]:
-    """Return the sequence numbers of rank 0 that are missing in its journal."""
-    damage = Damage()
-    for _ in read(run.path, damage):
-        pass
-    end = damage.extents().get(0, Extent(0, 0)).next_seq
-    return [*damage.gaps(0), *([range(end, run.emitted[0])] if end < run.emitted[0] else [])]
 
 
 class _Counter:

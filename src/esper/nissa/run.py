@@ -20,6 +20,7 @@ import time
 import weakref
 from datetime import UTC, datetime
 from importlib import metadata
+from itertools import chain
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Self
@@ -40,7 +41,7 @@ from esper.leyline.atomic_io import (
 from esper.leyline.checksums import seal_json, unseal_json
 from esper.leyline.errors import ConfigError, RunError
 from esper.leyline.events import SCHEMA, spelled, unspelled
-from esper.nissa.journal_reader import EVENTS, tail
+from esper.nissa.journal_reader import EVENTS, segments, tail
 from esper.nissa.missed_events import JOURNAL
 
 MANIFEST, LOCK, CHECKPOINTS = "manifest.json", "run.lock", "checkpoints"
@@ -152,6 +153,11 @@ class RunDirectory:
         finally:
             self._lock.release()
 
+    def fail(self, error: BaseException) -> None:
+        """End a run that could not be started or resumed. The event counts of its last session stay valid."""
+        last = self.manifest.get("sessions", [{}])[-1]
+        self.finish(*ending(error), **{key: last[key] for key in (JOURNAL,) if key in last})
+
     def __enter__(self) -> Self:
         return self
 
@@ -208,7 +214,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def must_have_real_parts(path: Path) -> None:
-    """Raise RunError if a part of the run is a link to a directory elsewhere: files there would be changed."""
+    """Raise RunError if a part of the run is a link or a special file: files elsewhere could be changed."""
     with os.scandir(path) as listing:
         links = sorted(each.name for each in listing if each.is_symlink() and each.is_dir())
     if links:
@@ -216,12 +222,16 @@ def must_have_real_parts(path: Path) -> None:
             f"{path} holds a symbolic link to a directory elsewhere, {links[0]!r}, and nothing outside a run is "
             "changed. Put a real directory in its place"
         )
-    for name in (EVENTS, CHECKPOINTS):
-        if os.path.lexists(path / name):
-            try:
+    name = ""
+    try:
+        for name in (EVENTS, CHECKPOINTS):
+            if os.path.lexists(path / name):
                 must_be_real_directory(path / name)
-            except OSError as error:
-                raise RunError(f"{path} is damaged: {name}: {error.strerror}. Restore it from a copy") from error
+        for _, segment in chain.from_iterable(segments(path / EVENTS).values()):
+            name = f"{EVENTS}/{segment.name}"
+            open_regular(segment).close()
+    except OSError as error:
+        raise RunError(f"{path} is damaged: {name}: {error.strerror}. Restore it from a copy") from error
 
 
 def manifest_base() -> dict[str, Any]:

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.text import cut
-from esper.simic.training.heartbeat import PATIENCE, Heartbeat, RankLostError, close
+from esper.simic.training.heartbeat import PATIENCE, Heartbeat, RankLostError, close, silence_s
 
 RENDEZVOUS = "ESPER_RENDEZVOUS"
 """Environment variable that gives a spawned rank its rank, the group's size and the rendezvous file: rank/size/file."""
@@ -61,6 +61,8 @@ class ProcessGroup:
         if RENDEZVOUS in os.environ:
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo0" if sys.platform == "darwin" else "lo")
             return cls._meet(*_rendezvous(os.environ[RENDEZVOUS]), poll)
+        if "RANK" in os.environ and "WORLD_SIZE" not in os.environ:
+            raise ConfigError(f"RANK is set in the environment, but WORLD_SIZE is not. {_WAY_OUT}")
         size = _from_environment("WORLD_SIZE", 1) if "WORLD_SIZE" in os.environ else 1
         if size == 1:
             return cls()
@@ -77,6 +79,7 @@ class ProcessGroup:
     @classmethod
     def _meet(cls, rank: int, size: int, where: str, poll: Callable[[], None]) -> ProcessGroup:
         """Rendezvous in a separate thread, so that this one can handle signals and call `poll`."""
+        silence_s()  # raise ConfigError here, before the ranks connect
         group, failed = cls(rank, size, poll), []  # type: tuple[ProcessGroup, list[Exception]]
 
         def meet() -> None:

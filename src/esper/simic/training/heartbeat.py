@@ -26,6 +26,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from esper.leyline.errors import ConfigError, TrainingError
+from esper.leyline.text import cut
 
 SILENCE = "ESPER_SILENCE_S"
 """Environment variable: seconds without an answer after which a rank counts as lost. Must be equal on all ranks."""
@@ -147,6 +148,7 @@ def silence_s() -> float:
         seconds = 0.0
     if not 0.0 < seconds < PATIENCE.total_seconds():
         raise ConfigError(
-            f"{SILENCE} must be a number of seconds above 0, got {text!r}. Unset it for {DEFAULT_SILENCE_S:g}"
+            f"{SILENCE} in the environment must be a number of seconds above 0 and below {PATIENCE.total_seconds():g}, "
+            f"got {cut(text, 50)!r}. Unset it to use the default of {DEFAULT_SILENCE_S:g} s"
         )
     return seconds
