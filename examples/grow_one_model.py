@@ -4,10 +4,9 @@ import torch
 from torch import nn
 
 import esper
-from esper.tolaria.data import load
 
 torch.manual_seed(0)
-data = load("fashion")  # 14×14 images of clothes, embedded in the package
+data = esper.load_data("fashion")  # 14×14 images of clothes, embedded in the package
 model = nn.Sequential(
     nn.Conv2d(1, 8, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 16, 1), nn.ReLU(),
     nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(64, 10),
@@ -23,7 +22,7 @@ for epoch in range(30):
         x, y = data.train.take(batch)
         optimizer.zero_grad()
         nn.functional.cross_entropy(body(x), y).backward()
-        grower.shadow(lambda x=x, y=y: nn.functional.cross_entropy(body(x), y))  # a TRAINING seed's own lesson
+        grower.shadow(lambda x=x, y=y: nn.functional.cross_entropy(body(x), y))  # trains TRAINING seeds
         optimizer.step()
     scheduler.step()
     report = grower.step([(data.val.x[:500], data.val.y[:500])])  # measure, decide, change

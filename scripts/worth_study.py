@@ -27,7 +27,7 @@ from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualEngine
 from esper.tamiyo.controllers import Controller, Wait, wait_everywhere
 from esper.tolaria.coalitions import evaluate
-from esper.tolaria.data import load
+from esper.tolaria.data import load_data
 from esper.tolaria.engine import Engine
 from esper.tolaria.host_network import score
 from esper.tolaria.rollout import rollout
@@ -113,7 +113,7 @@ def decisions(name: str, worlds: int) -> None:
 
 def tables(out: Path) -> None:
     """Accuracy of every coalition of hosts with 6 and with 7 live seeds."""
-    fashion = load("fashion")
+    fashion = load_data("fashion")
     six = dataclasses.replace(
         get_task("rescue"), slots=("r0c0", "r1c0", "r0c1", "r1c1", "r0c2", "r1c2"), epochs=14, data=fashion
     )

@@ -39,7 +39,7 @@ from esper.tamiyo.controllers.learned import SHIPPED
 from esper.tamiyo.policy_file import FORMAT, view
 from esper.tolaria.best_host import BEST_HOST, BestHost
 from esper.tolaria.checkpoint import Checkpoints
-from esper.tolaria.data import load
+from esper.tolaria.data import load_data
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task, get_task
 
@@ -628,7 +628,7 @@ def test_damaged_idx_file_is_named(place, name):
         (place / f"{stem}-images-idx3-ubyte").write_bytes(content)
         (place / f"{stem}-labels-idx1-ubyte").write_bytes(idx((3,), b"\0\1\2"))
     with pytest.raises(DataError, match=said) as caught:
-        load("fashion-mnist", place)
+        load_data("fashion-mnist", place)
     assert len(str(caught.value)) <= MOST
 
 

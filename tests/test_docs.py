@@ -1,5 +1,6 @@
 """The code shown in the documentation is run."""
 
+import ast
 import os
 import re
 import subprocess
@@ -7,6 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+import esper
 
 ROOT = Path(__file__).parent.parent
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -28,6 +31,27 @@ def test_readme_shows_the_example_and_the_example_runs():
 
     assert printed.count("FOSSILIZED") == 2
     assert float(printed.split()[-1]) > 0.6
+
+
+QUICKSTART = ["README.md", "examples/grow_one_model.py", "docs/graft.md", "docs/worth.md"]
+
+
+@pytest.mark.parametrize("name", QUICKSTART)
+def test_quickstart_imports_no_internal_module(name):
+    text = (ROOT / name).read_text()
+    code = text if name.endswith(".py") else "\n".join(BLOCK.findall(text))
+    modules = []
+    for node in ast.walk(ast.parse(code)):
+        if isinstance(node, ast.Import):
+            modules += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            modules.append(node.module)
+    assert "esper" in modules
+    assert [module for module in modules if module.startswith("esper.")] == []
+
+
+def test_every_public_name_resolves():
+    assert [name for name in esper.__all__ if getattr(esper, name, None) is None] == []
 
 
 def run(code: str) -> str:

@@ -24,9 +24,14 @@ _HOME = {
     "Grower": "esper.grower",
     "plot_worth": "esper.karn.worth_plot",
     "record": "esper.nissa.recorder",
+    "load_data": "esper.tolaria.data",
     "Task": "esper.tolaria.tasks",
     "Engine": "esper.tolaria.engine",
     "EngineConfig": "esper.tolaria.engine_config",
+    "GrowthEnv": "esper.simic.env",
+    "GrowthVectorEnv": "esper.simic.env",
+    "SimConfig": "esper.simic.simulated_worlds",
+    "Simulator": "esper.simic.simulator",
     "SlotTable": "esper.leyline.slot_table",
     "SeedStage": "esper.leyline.stages",
     "Thresholds": "esper.leyline.stages",
@@ -51,6 +56,11 @@ if TYPE_CHECKING:
     from esper.leyline.stages import SeedStage as SeedStage
     from esper.leyline.stages import Thresholds as Thresholds
     from esper.nissa.recorder import record as record
+    from esper.simic.env import GrowthEnv as GrowthEnv
+    from esper.simic.env import GrowthVectorEnv as GrowthVectorEnv
+    from esper.simic.simulated_worlds import SimConfig as SimConfig
+    from esper.simic.simulator import Simulator as Simulator
+    from esper.tolaria.data import load_data as load_data
     from esper.tolaria.engine import Engine as Engine
     from esper.tolaria.engine_config import EngineConfig as EngineConfig
     from esper.tolaria.tasks import Task as Task

@@ -22,7 +22,7 @@ from esper.tolaria.data import (
     Split,
     crop_and_flip,
     from_tensors,
-    load,
+    load_data,
     minibatch_indices,
     window_starts,
 )
@@ -45,7 +45,7 @@ class Task:
     host_kwargs: Mapping[str, Any]
     """Arguments of the host's constructor."""
     dataset: str
-    """The data set's name for `esper.tolaria.data.load`; not loaded if `data` is given."""
+    """The data set's name for `esper.load_data`; not loaded if `data` is given."""
     slots: tuple[str, ...]
     """The sites of the host that have a slot; at least one, without repetition."""
     batch: int = 64
@@ -123,7 +123,7 @@ class Task:
 
     def load_data(self, root: str | Path | None = None) -> Dataset:
         """Return the data with at most `val_size` validation samples; raise DataError if it does not fit the host."""
-        data = self.data or load(self.dataset, root)
+        data = self.data or load_data(self.dataset, root)
         if data.kind == "text" and data.train.x.dim() == 1:
             data = data.windowed(self.host_kwargs["block_size"])
         self._check_fit(data)

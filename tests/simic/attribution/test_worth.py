@@ -15,7 +15,7 @@ import esper
 from esper.leyline.stages import SeedStage
 from esper.simic.attribution import CounterfactualEngine, Worth, report
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.data import load
+from esper.tolaria.data import load_data
 from tests.support.models import grow
 
 NAN = float("nan")
@@ -105,7 +105,7 @@ def test_print_omits_unknown_values():
 def grown() -> tuple[esper.Grower, Any]:
     """Return a trained narrow MLP on digits, with one seed trained on the frozen host and one left without effect."""
     torch.manual_seed(0)
-    digits = load("digits")
+    digits = load_data("digits")
     x, y = digits.train.x.flatten(1), digits.train.y
     model = nn.Sequential(
         nn.Sequential(nn.Linear(64, 6), nn.ReLU()), nn.Sequential(nn.Linear(6, 6), nn.ReLU()), nn.Linear(6, 10)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError, DataError, UnknownNameError
 from esper.leyline.rng import derive_seed
-from esper.tolaria.data import SOURCES, catalogue, crop_and_flip, load, minibatch_indices, window_starts
+from esper.tolaria.data import SOURCES, catalogue, crop_and_flip, load_data, minibatch_indices, window_starts
 from esper.tolaria.data.dataset import balanced_order, from_tensors
 from esper.tolaria.tasks import get_task
 from tests.support import ROOT
@@ -20,7 +20,7 @@ EMBEDDED = {"digits": (1197, 300, 300), "fashion": (8000, 2000, 2000)}
 
 @pytest.mark.parametrize(("name", "sizes"), EMBEDDED.items())
 def test_embedded_images_are_normalised_balanced_and_disjoint(name, sizes):
-    data = load(name)
+    data = load_data(name)
     assert tuple(len(split) for split in data.splits.values()) == sizes
     assert data.train.x.mean().abs() < 1e-2
     assert (data.train.x.std() - 1).abs() < 1e-2
@@ -35,7 +35,7 @@ def test_embedded_images_are_normalised_balanced_and_disjoint(name, sizes):
 
 
 def test_moby_text_and_targets_are_consistent():
-    data = load("moby")
+    data = load_data("moby")
     text = "".join(data.vocabulary[i] for i in data.train.x[:42])
     assert text.startswith("CHAPTER 1. Loomings.\n\nCall me Ishmael.")
     assert data.train.x[1:].equal(data.train.y[:-1])
@@ -43,7 +43,7 @@ def test_moby_text_and_targets_are_consistent():
 
 
 def test_windows_have_next_character_targets_without_padding():
-    data = load("moby")
+    data = load_data("moby")
     cut = data.windowed(64)
     assert cut.train.x.shape == (len(data.train) - 63, 64)
     assert cut.val.x.shape == (len(data.val) // 64, 64)
@@ -66,15 +66,15 @@ def test_take_returns_indexed_samples_in_channels_last():
 def test_damaged_or_missing_embedded_file_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(catalogue, "FOLDER", tmp_path)
     with pytest.raises(DataError, match=r"digits\.npz is missing"):
-        load("digits")
+        load_data("digits")
     (tmp_path / "digits.npz").write_bytes(b"PK not the file")
     with pytest.raises(DataError, match=r"digits\.npz is damaged.*Reinstall"):
-        load("digits")
+        load_data("digits")
 
 
 def test_unknown_data_set_error_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match="Did you mean 'fashion'"):
-        load("fashon")
+        load_data("fashon")
 
 
 def test_embedded_files_have_checksums_and_licence_notes():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from esper.leyline.errors import DataError
-from esper.tolaria.data import catalogue, load
+from esper.tolaria.data import catalogue, load_data
 from esper.tolaria.data.cache import cache_folder, cached
 from esper.tolaria.data.readers import CIFAR_STEMS, IDX_STEMS, find_files, read_cifar10, read_idx, read_text
 
@@ -138,7 +138,7 @@ def test_missing_files_are_listed_with_a_download_source(tmp_path):
 @pytest.mark.parametrize("compress", [False, True])
 def test_fashion_mnist_reads_plain_and_compressed_idx(compress, tmp_path):
     write_fashion(tmp_path, compress=compress)
-    data = load("fashion-mnist", tmp_path)
+    data = load_data("fashion-mnist", tmp_path)
     assert tuple(data.train.x.shape) == (36, 1, 28, 28)
     assert (len(data.val), len(data.test), data.classes) == (4, 40, 10)
 
@@ -164,7 +164,7 @@ def test_damaged_idx_file_is_rejected(compress, _name, damage, words, tmp_path):
 def test_images_of_wrong_size_are_rejected(tmp_path):
     write_fashion(tmp_path, compress=False, side=27)
     with pytest.raises(DataError, match=r"expected bytes \[N, 28, 28\]"):
-        load("fashion-mnist", tmp_path)
+        load_data("fashion-mnist", tmp_path)
 
 
 def test_text_is_encoded_as_character_indices(tmp_path):
@@ -174,7 +174,7 @@ def test_text_is_encoded_as_character_indices(tmp_path):
     assert "".join(map(chr, arrays["characters"])) == "abcä"
     assert arrays["tokens"][:6].tolist() == [0, 1, 2, 3, 0, 1]
 
-    data = load("text", path)
+    data = load_data("text", path)
     assert (data.classes, data.vocabulary) == (4, "abcä")
     assert (len(data.train), len(data.val), len(data.test)) == (359, 19, 19)
 
@@ -186,22 +186,22 @@ def test_invalid_text_is_rejected(content, words, tmp_path):
     path = tmp_path / "text.txt"
     path.write_bytes(content)
     with pytest.raises(DataError, match=words):
-        load("text", path)
+        load_data("text", path)
 
 
 def test_file_data_set_without_a_path_raises(tmp_path):
     for name in ("cifar10", "fashion-mnist", "text"):
         with pytest.raises(DataError, match="your own files"):
-            load(name)
+            load_data(name)
     with pytest.raises(DataError, match="no file"):
-        load("text", tmp_path)
+        load_data("text", tmp_path)
 
 
 def test_second_load_reads_the_cache(tmp_path, monkeypatch):
     write_fashion(tmp_path, compress=True)
-    first = load("fashion-mnist", tmp_path)
+    first = load_data("fashion-mnist", tmp_path)
     monkeypatch.setattr(catalogue, "read_fashion_mnist", lambda _: pytest.fail("decoded again"))
-    second = load("fashion-mnist", tmp_path)
+    second = load_data("fashion-mnist", tmp_path)
     assert first.sha256 == second.sha256
     assert first.train.x.equal(second.train.x)
 
@@ -210,9 +210,9 @@ def test_cache_is_keyed_by_content_and_root(tmp_path):
     folders = [tmp_path / "a", tmp_path / "b"]
     for folder in folders:
         write_fashion(folder, compress=False)
-        load("fashion-mnist", folder)
+        load_data("fashion-mnist", folder)
     write_fashion(folders[0], compress=False, count=50)
-    assert len(load("fashion-mnist", folders[0]).train) == 45
+    assert len(load_data("fashion-mnist", folders[0]).train) == 45
     assert len(list(cache_folder().iterdir())) == 3
 
 

@@ -63,7 +63,7 @@ SOURCES: dict[str, Source] = {
 }
 
 
-def load(name: str, root: str | Path | None = None) -> Dataset:
+def load_data(name: str, root: str | Path | None = None) -> Dataset:
     """Return the data set `name`, checked and in memory.
 
     `digits`, `fashion` and `moby` are part of the package. `cifar10` and `fashion-mnist` are read from the folder
