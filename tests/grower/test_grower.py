@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,8 @@ from torch import nn, optim
 from torch.nn import functional as F
 
 import esper
-from esper.grower import Grower, split_batch
-from esper.grower.qualities import accuracy, log_probability
+from esper.grower import Grower
+from esper.grower.qualities import accuracy, log_probability, split_batch
 from esper.kasmina.blueprints import unregister
 from esper.kasmina.gradients import GradientMeter
 from esper.leyline.actions import Head, Op
@@ -112,17 +113,47 @@ def test_seed_completes_its_lifecycle_by_hand(incubation):
 
 def test_printed_grower_has_a_line_per_slot_with_known_values():
     grower = make_grower()
-    assert repr(grower).split() == ["first", "DORMANT", "second", "DORMANT"]
+    assert repr(grower).split()[:4] == ["first", "DORMANT", "second", "DORMANT"]
     bring(grower, "second", SeedStage.TRAINING)
     train(grower)
     grower.step(VAL)
-    line = repr(grower).splitlines()[1]
-    for word in ("second", "TRAINING", "conv_light", "alpha 0.00", "336 params", "prospect"):
-        assert word in line
+    text = repr(grower).partition("second")[2]
+    for word in ("TRAINING", "conv_light", "alpha 0.00", "336 params", "prospect"):
+        assert word in text
     bring(grower, "first", SeedStage.HOLDING)
     grower.step(VAL)
-    assert "contribution" in repr(grower).splitlines()[0]
+    assert "contribution" in repr(grower).partition("second")[0]
     assert " ± " in repr(grower)
+
+
+def test_printed_grower_fits_80_columns():
+    rules = esper.Rules(thresholds=Thresholds(blend_dwell=0), one_at_a_time=False)
+    grower = make_grower(rules, gradient_telemetry_stride=1)
+    texts = [repr(grower)]
+    grower.germinate("first", "conv_light")
+    grower.germinate("second", "conv_light")
+    for epoch in range(12):
+        train(grower, epoch, batches=1)
+        grower.step(VAL)
+        texts.append(repr(grower))
+    texts.append(str(replace(grower.slots["first"], name="model.layers." * 10)))
+    assert any("contribution" in text for text in texts)
+    assert any("waits:" in text for text in texts)
+    assert max(len(line) for text in texts for line in text.splitlines()) <= 80
+
+
+@pytest.mark.parametrize(
+    ("controller", "note"),
+    [
+        ("none", "No step yet. The controller 'none' never plants: call grower.germinate("),
+        ("schedule", "No step yet. The controller Schedule decides at each grower.step()."),
+    ],
+)
+def test_printed_grower_before_the_first_step_names_what_decides(controller, note):
+    grower = make_grower(controller=controller)
+    assert note in repr(grower)
+    grower.step()
+    assert "No step yet" not in repr(grower)
 
 
 # -- a pruned seed leaves no trace
@@ -341,7 +372,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
         esper.Rules(),
         lambda g: g.germinate("first", "norm"),
         lambda g: g.prune("first"),
-        "GERMINATED: it is 0 epochs old; a seed is given 5 (rules.min_prune_age)",
+        "GERMINATED: it is 0 epochs old, rules.min_prune_age is 5",
     ),
     "prune, moving": (
         EASY,

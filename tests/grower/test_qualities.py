@@ -122,9 +122,25 @@ def test_r2_works_for_worth_and_seeds():
     assert grower.worth([(x, y)]).slots == ("1",)
 
 
-def test_r2_refuses_constant_targets():
-    with pytest.raises(ConfigError, match="their variance is 0"):
-        vector_grower(1, quality="r2").step([(noise(5, 6), torch.ones(5, 1))])
+@pytest.mark.parametrize(
+    ("targets", "message"),
+    [
+        ([torch.ones(5, 1)], "their variance is 0. Use more validation samples"),
+        ([1.0], "got a float. Convert it with torch.as_tensor"),
+        ([noise(5, 1), noise(5, 2)], r"got \[1, 2\]. Pad or cut them to one size"),
+    ],
+)
+def test_r2_refuses_unusable_targets(targets, message):
+    with pytest.raises(ConfigError, match=message):
+        vector_grower(1, quality="r2").step([(noise(5, 6), target) for target in targets])
+
+
+def test_label_out_of_range_is_refused_at_the_first_step():
+    grower = vector_grower()
+    x, y = noise(8, 6), classes(3, 8) + 1
+    with pytest.raises(ConfigError, match="target contains class 3, but the logits have 3 classes: 0 to 2"):
+        grower.step([(x, y)])
+    assert grower.table.step[0] == 0
 
 
 # -- wrong shapes
@@ -140,7 +156,13 @@ WRONG = {
     "mapping": ({"out": noise(8, 3)}, classes(3, 8), "accuracy", r"returns \{'out': float32 \[8, 3\]\}"),
     "classes last": (noise(8, 4, 5, 3), classes(3, 8, 4, 5), "pixel_accuracy", r"got logits \[8, 4, 5, 3\]"),
     "two shapes": (noise(8, 3), noise(8), "negative_mse", r"got \[8, 3\] and float32 \[8, 1\]"),
-    "labels": (noise(8, 3), noise(8, 2), "multilabel_accuracy", r"got \[8, 3\] and float32 \[8, 2\]"),
+    "labels": (noise(8, 3), noise(8, 2), "multilabel_accuracy", r"got \[8, 3\] and float32 \[8, 2\]. Reshape one"),
+    "pixels, one-hot": (noise(2, 3, 4, 4), classes(2, 2, 3, 4, 4), "pixel_accuracy", r"pass target.argmax\(1\)"),
+    "pixels, channel": (noise(2, 3, 4, 4), classes(3, 2, 1, 4, 4), "pixel_accuracy", r"target.squeeze\(1\)"),
+    "pixels, size": (noise(2, 3, 4, 4), classes(3, 2, 8, 8), "pixel_accuracy", r"\[B, C, H, W\].*interpolate"),
+    "class too large": (noise(8, 3), classes(3, 8) + 1, "accuracy", "contains class 3, but the logits have 3 classes"),
+    "negative class": (noise(8, 3), classes(3, 8) - 1, "log_probability", "contains class -1, .*use -100 for targets"),
+    "pixel class": (noise(2, 3, 4, 4), classes(3, 2, 4, 4) + 253, "mean_iou", "class 25[345], but"),
 }
 
 

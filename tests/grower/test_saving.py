@@ -143,10 +143,10 @@ def everything(grower: Grower) -> dict[str, str]:
         "optimizer": digest(optimizer.state_dict()),
         "strides": [v.stride() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)],
         "table": digest(grower.table.arrays()),
-        "counters": [grower._batches, grower._lessons, sorted(grower.network.unsampled)],
+        "counters": [grower._batches, grower._shadow_passes, sorted(grower.network.unsampled)],
         "meter": [digest(grower.network.meter.latest), grower.network.meter.smoothed],
         "forks": [body.forking.points, sorted(body.forking.proven), body.forking.failure],
-        "chance": [digest(torch.get_rng_state()), digest(np.random.get_state()), random.getstate()],
+        "generators": [digest(torch.get_rng_state()), digest(np.random.get_state()), random.getstate()],
         "controller": digest(getattr(controller, "state_dict", dict)()),
     }
     return {name: hashlib.sha256(repr(part).encode()).hexdigest() for name, part in parts.items()}
@@ -607,24 +607,24 @@ def test_mismatching_save_is_refused_with_nothing_changed(case, fresh, saved):
         grower.load(saved)
 
     assert everything(grower) == before
-    assert str(error.value).startswith(f"cannot go on from {saved}")
+    assert str(error.value).startswith(f"cannot load {saved}")
     assert str(error.value).endswith("Nothing was changed.")
 
 
 FORGED: dict[str, tuple[Callable[[dict[str, Any]], object], str]] = {
-    "format": (lambda t: t.update(format=2), "it has format 2, this Esper reads 1"),
-    "kind of a field": (lambda t: t.update(batches="many"), r"no grower's state: Expected `int`, got `str`"),
-    "further field": (lambda t: t.update(more=1), "no grower's state: .*unknown field `more`"),
-    "column": (lambda t: t["table"].pop("age"), "differ in column 'age'"),
+    "format": (lambda t: t.update(format=1), "it has format 1, this version of Esper reads format 2"),
+    "kind of a field": (lambda t: t.update(batches="many"), r"valid state of a grower: Expected `int`, got `str`"),
+    "further field": (lambda t: t.update(more=1), "not a valid state of a grower: .*unknown field `more`"),
+    "column": (lambda t: t["table"].pop("age"), "its table differs in column 'age'"),
     "column's shape": (lambda t: t["table"].update(age=np.zeros((1, 3), np.int32)), r"\(1, 3\) for 'age', expected"),
     "stage": (lambda t: t["table"]["stage"].fill(77), "stages that do not exist"),
-    "seed": (lambda t: t["table"]["stage"].fill(0), "disagree on what lives in 'first'"),
+    "seed": (lambda t: t["table"]["stage"].fill(0), "disagree on the seed in 'first'"),
     "operator": (lambda t: t["slots"]["first"].update(operator=9), "9 is not a valid Operator"),
-    "fork": (lambda t: t["slots"]["first"].update(fork=(True, "nowhere")), "modules or slots that are not there"),
-    "sample": (lambda t: t["sampled"].update(third=torch.zeros(3)), "modules or slots that are not there"),
-    "torch's stream": (lambda t: t["chance"].update(torch=torch.zeros(3)), "no state of a random stream"),
-    "numpy's stream": (lambda t: t["chance"].update(numpy={"state": 1}), "no state of a random stream"),
-    "Python's stream": (lambda t: t["chance"].update(python=(3, (1, 2), None)), "no state of a random stream"),
+    "fork": (lambda t: t["slots"]["first"].update(fork=(True, "nowhere")), "modules or slots that do not exist"),
+    "sample": (lambda t: t["sampled"].update(third=torch.zeros(3)), "modules or slots that do not exist"),
+    "torch's generator": (lambda t: t["rng_states"].update(torch=torch.zeros(3)), "random generator is not valid"),
+    "numpy's generator": (lambda t: t["rng_states"].update(numpy={"state": 1}), "random generator is not valid"),
+    "Python's generator": (lambda t: t["rng_states"].update(python=(3, (1, 2), None)), "random generator is not valid"),
     "optimiser's shape": (
         lambda t: t["optimizer"]["shapes"].update({"model.0.0.bias": (7,)}), r"'model.0.0.bias' of shape \(7,\)",
     ),

@@ -62,5 +62,5 @@ def test_loaded_engine_continues_bit_for_bit(task: str, stopped: int) -> None:
 
 
 def test_state_of_another_number_of_environments_is_refused() -> None:
-    with pytest.raises(CheckpointError, match="2 environments, this engine 1"):
+    with pytest.raises(CheckpointError, match="2 environments, this engine has 1"):
         load_engine(engine("digits", 1), engine_state(engine("digits", 2)))

@@ -35,7 +35,7 @@ from esper.commands.growing import (
     exact_for,
 )
 from esper.commands.resuming import checkpoint_of, must_fit, ownership, refuse_settings
-from esper.grower.growth_note import why_nothing_was_planted
+from esper.grower.explanations import why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.karn.worth_plot import plot_worth

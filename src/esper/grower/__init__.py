@@ -4,6 +4,7 @@ This package wires the others together for one model: rules, growing network, co
 import every package except `karn`, `nissa` and the command line.
 """
 
-from esper.grower.grower import Grower, SlotView, StepReport, option, split_batch
+from esper.grower.explanations import SlotView
+from esper.grower.grower import Grower, StepReport
 
-__all__ = ["Grower", "SlotView", "StepReport", "option", "split_batch"]
+__all__ = ["Grower", "SlotView", "StepReport"]

@@ -24,12 +24,10 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper.grower import saving
-from esper.grower.growth_note import why_nothing_was_planted
-from esper.grower.qualities import NeedsTargets, Quality, find_quality, guarded
+from esper.grower.explanations import SlotView, slot_views, why_not_legal, why_nothing_was_planted, wrapped
+from esper.grower.qualities import NeedsTargets, Quality, find_quality, scored
 from esper.kasmina.blueprints import Cost, blueprint_index
 from esper.kasmina.body import Body
-from esper.kasmina.gate_reasons import gate_reasons, germination_reason
-from esper.kasmina.gradients import GradientMeter
 from esper.kasmina.lifecycle import (
     Effect,
     EffectKind,
@@ -43,62 +41,22 @@ from esper.kasmina.lifecycle import (
     tick,
 )
 from esper.kasmina.slot import Incubation, Slot
-from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, TEMPO_EPOCHS, Head, Op
+from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
 from esper.leyline.slot_table import Bools, Ints, SlotTable
-from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
 from esper.simic.attribution import CounterfactualEngine, Worth, report
 from esper.simic.backend import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, find_controller, wait_everywhere
 from esper.tamiyo.controllers.learned import Learned
-from esper.tolaria.coalitions import Coalitions, Measured, evaluate, measure
+from esper.tolaria.coalitions import Coalitions, Measured, measure
 from esper.tolaria.engine import takes_of
 from esper.tolaria.growing_network import GrowingNetwork
-
-WAYS_OUT = {
-    Check.DWELL: "call grower.step() once per epoch, or ask for fewer epochs in rules.thresholds",
-    Check.GRADIENT_HEALTH: "train on: gradients are sampled in optimizer.step() and read in grower.step()",
-    Check.GRADIENT_RATIO: "train on: gradients are sampled in optimizer.step() and read in grower.step()",
-    Check.IMPROVEMENT: "train on and give grower.step() validation batches",
-    Check.ALPHA_AT_FULL: "wait until its ramp ends; if it rests below, set_alpha_target(…, 1.0)",
-    Check.CONTRIBUTION: "measure it with grower.step(val_batches); if it stays low, prune",
-}
-"""What to do about a gate that is shut, by the check that fails."""
-
+from esper.tolaria.network_state import adopt_body
 
 SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
 """Class name endings of transformers models that take their inputs as labels and shift them internally."""
-
-
-@dataclass(frozen=True, slots=True)
-class SlotView:
-    """The state of one slot; NaN means never measured."""
-
-    name: str
-    stage: SeedStage
-    blueprint: str
-    alpha: float
-    age_epochs: int
-    params: int
-    contribution: float
-    contribution_se: float
-    prospect: float
-    waits_for: str
-    """Why its next gate is shut; empty if it is open."""
-
-    def __str__(self) -> str:
-        parts = [f"{self.name:<20} {self.stage.name:<10}"]
-        if self.blueprint:
-            parts.append(f"{self.blueprint:<14} alpha {self.alpha:.2f}  {self.params:>8,} params")
-        if np.isfinite(self.contribution):
-            parts.append(f"contribution {self.contribution:+.4f} ± {self.contribution_se:.4f} (standard error)")
-        elif np.isfinite(self.prospect):
-            parts.append(f"prospect {self.prospect:+.4f}")
-        if self.waits_for:
-            parts.append(f"waits: {self.waits_for}")
-        return "  ".join(parts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,7 +83,7 @@ class Grower:
     rules       thresholds, automatic advances, limits
     incubation  how a TRAINING seed learns: "straight_through" in your own backward pass; "shadow" in a pass of its own,
                 for which you call `grower.shadow(closure)` after backward
-    seed        random seed of the initial weights of seeds
+    rng_seed    random seed of the initial weights of seeds
     gradient_telemetry_stride  batches between samples of gradient statistics, at least 1
     horizon     number of epochs you plan to train, an input of a trained policy
     telemetry   receiver of events, such as the hub of `esper.record`
@@ -142,7 +100,7 @@ class Grower:
         quality: str | Quality | NeedsTargets = "accuracy",
         rules: Rules | None = None,
         incubation: Incubation = "straight_through",
-        seed: int = 0,
+        rng_seed: int = 0,
         gradient_telemetry_stride: int = 10,
         horizon: int = 40,
         telemetry: Emits | None = None,
@@ -156,13 +114,13 @@ class Grower:
             raise ConfigError(f"incubation must be 'straight_through' or 'shadow', got {incubation!r}")
         if quality in ("accuracy", "log_probability") and type(body.model).__name__.endswith(SHIFTS_LABELS):
             raise ConfigError(
-                f"{type(body.model).__name__} takes its inputs as labels and shifts them within: quality={quality!r} "
-                f"would judge each token by itself. Use quality='next_token_{quality}', or a function of your own."
+                f"{type(body.model).__name__} takes its inputs as labels and shifts them: quality={quality!r} would "
+                f"compare each token with itself. Use quality='next_token_{quality}', or your own function."
             )
         self.network = GrowingNetwork(
             body,
             optimizer,
-            rng_seed=seed,
+            rng_seed=rng_seed,
             incubation=incubation,
             gradient_stride=gradient_telemetry_stride,
             **seed_options,
@@ -171,21 +129,21 @@ class Grower:
         self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
         self.horizon = horizon
         self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
-        self._batches = self._lessons = 0
-        self._adopt_body()
+        self._batches = self._shadow_passes = 0
+        adopt_body(self.network, self.table)
         if isinstance(self.controller, Learned):
             self.controller.bind(context_of(body, horizon, self.rules.thresholds))
         hub = Silence() if telemetry is None else telemetry
-        self.emit = TelemetryEmitter(hub, slots=self.network.slot_names, worlds=[seed], host_params=host_params)
+        self.emit = TelemetryEmitter(hub, slots=self.network.slot_names, worlds=[rng_seed], host_params=host_params)
         self.emit.planted(self.table)
         hub.emit(
             RunStarted(
-                command="loop", controller=type(self.controller).__name__.lower(), seed=seed, env_names=("model",),
+                command="loop", controller=type(self.controller).__name__.lower(), seed=rng_seed, env_names=("model",),
                 slots=tuple(self.network.slot_names), steps=horizon, host_params=host_params,
                 threads=torch.get_num_threads(), device=str(next(body.model.parameters()).device),
             )
         )  # fmt: skip
-        body.on_load.append(self._adopt_body)
+        body.on_load.append(lambda: adopt_body(self.network, self.table))
         optimizer.register_step_pre_hook(self._before_step)
 
     # -- inspection
@@ -202,22 +160,7 @@ class Grower:
     @property
     def slots(self) -> dict[str, SlotView]:
         """The state of every slot and its seed, by name."""
-        views = {}
-        for s, (name, slot) in enumerate(self.body.slots.items()):
-            t = self.table
-            views[name] = SlotView(
-                name=name,
-                stage=SeedStage(int(t.stage[0, s])),
-                blueprint=slot.blueprint,
-                alpha=float(t.alpha[0, s]),
-                age_epochs=int(t.age[0, s]),
-                params=int(t.params[0, s]),
-                contribution=float(t.contribution[0, s]),
-                contribution_se=float(t.contribution_se[0, s]),
-                prospect=float(t.prospect[0, s]),
-                waits_for="; ".join(gate_reasons(t, self.rules, s).values()),
-            )
-        return views
+        return slot_views(self.body, self.table, self.rules)
 
     def costs(self) -> dict[str, dict[str, Cost]]:
         """Return parameters and multiply-adds of every blueprint at every slot."""
@@ -225,9 +168,8 @@ class Grower:
 
     def __repr__(self) -> str:
         lines = [str(view) for view in self.slots.values()]
-        if self.table.step[0] > 0:
-            lines.append(why_nothing_was_planted(self.controller, self.table, self.rules, self.network.slot_names))
-        return "\n".join(line for line in lines if line)
+        note = why_nothing_was_planted(self.controller, self.table, self.rules, self.network.slot_names)
+        return "\n".join([*lines, wrapped(note)] if note else lines)
 
     # -- operations; each raises LifecycleError with the reason if the rules do not allow it now
 
@@ -248,8 +190,8 @@ class Grower:
             slot,
             {
                 Head.BLUEPRINT: blueprint_index(blueprint),
-                Head.STYLE: option(Head.STYLE, style),
-                Head.TEMPO: option(Head.TEMPO, tempo),
+                Head.STYLE: _option(Head.STYLE, style),
+                Head.TEMPO: _option(Head.TEMPO, tempo),
                 Head.ALPHA_TARGET: _target(alpha_target),
             },
         )
@@ -268,16 +210,16 @@ class Grower:
             Op.SET_ALPHA_TARGET,
             slot,
             {
-                Head.STYLE: same if style is None else option(Head.STYLE, style),
+                Head.STYLE: same if style is None else _option(Head.STYLE, style),
                 Head.ALPHA_TARGET: _target(target),
-                Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed),
-                Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve),
+                Head.ALPHA_SPEED: _option(Head.ALPHA_SPEED, speed),
+                Head.ALPHA_CURVE: _option(Head.ALPHA_CURVE, curve),
             },
         )
 
     def prune(self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR") -> None:
         """Remove a seed, at once or after a ramp of alpha to 0 during which the seed is frozen."""
-        heads = {Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed), Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve)}
+        heads = {Head.ALPHA_SPEED: _option(Head.ALPHA_SPEED, speed), Head.ALPHA_CURVE: _option(Head.ALPHA_CURVE, curve)}
         self._do(Op.PRUNE, slot, heads)
 
     def fossilize(self, slot: str) -> None:
@@ -294,8 +236,9 @@ class Grower:
         repeat the call.
         """
         measured = self._measure(val_batches) if val_batches is not None else None
-        self._warn_if_untaught()
-        self._read_gradients()
+        self._warn_without_shadow_passes()
+        meter = self.network.meter
+        self.network.write_gradients(self.table, 0, meter.read(meter.pending().tolist()))  # sync: once per epoch
         allowed = legal(self.table, self.rules)
         actions = self._act(allowed)
         done = self._apply(actions)
@@ -328,7 +271,7 @@ class Grower:
         more than they contributed. With more than six seeds, `budget` limits the number of coalitions evaluated, and
         `tolerance` stops earlier, once the sampling error of every Shapley value is at most that.
         """
-        batches, score = self._scored(val_batches)
+        batches, score = scored(val_batches, self.quality)
         worth = report(self.body, batches, score, budget=budget, tolerance=tolerance)
         self.emit.worth(self.table, [worth])
         return worth
@@ -369,7 +312,7 @@ class Grower:
         """
         if self.body.incubation != "shadow":
             raise ConfigError("grower.shadow needs Grower(..., incubation='shadow')")
-        self._lessons += 1
+        self._shadow_passes += 1
         self.body.shadow_backward(loss)
 
     def clip_grad_norm_(self, max_norm: float) -> None:
@@ -390,7 +333,7 @@ class Grower:
         for head, value in heads.items():
             actions[0, head] = value
         if not is_legal(self.table, actions, self.rules)[0]:
-            raise LifecycleError(self._why_not(op, slot, actions))
+            raise LifecycleError(why_not_legal(self.table, self.rules, self.network.slot_names, actions))
         self.emit.acted(self.table, actions, self._apply(actions))
 
     def _apply(self, actions: Ints) -> Outcome:
@@ -399,45 +342,21 @@ class Grower:
         try:
             self.network.apply_effects(outcome.effects, self.table)
         except Exception:  # such as an invalid blueprint: the table must not list a seed that was not built
-            if any(e.kind == EffectKind.BUILD and self._slot_of(e).seed is None for e in outcome.effects):
+            slots = list(self.body.slots.values())
+            if any(e.kind == EffectKind.BUILD and slots[e.slot].seed is None for e in outcome.effects):
                 self.table.restore(before)
             raise
         return outcome
 
-    def _slot_of(self, effect: Effect) -> Slot:
-        return self.body.slots[self.network.slot_names[effect.slot]]
-
-    def _why_not(self, op: Op, slot: str, actions: Ints) -> str:
-        """Return why an operation is not legal, and what to do about it."""
-        view, rules, s = self.slots[slot], self.rules, self.network.slot_names.index(slot)
-        said = f"cannot {op.name.lower().replace('_', ' ')} {slot!r}, which is {view.stage.name}: "
-        if op == Op.GERMINATE and view.stage in (*COOLING, SeedStage.DORMANT):
-            blueprint = int(actions[0, Head.BLUEPRINT])
-            return said + germination_reason(self.table, rules, self.network.slot_names, s, blueprint)
-        if op == Op.PRUNE and view.stage in GROWING and view.age_epochs < rules.min_prune_age:
-            return said + (
-                f"it is {view.age_epochs} epochs old; a seed is given {rules.min_prune_age} (rules.min_prune_age)"
-            )
-        if op in (Op.PRUNE, Op.SET_ALPHA_TARGET) and self.table.moving[0, s]:
-            return said + "its alpha is moving; wait until it rests"
-        gated = (SeedStage.HOLDING,) if op == Op.FOSSILIZE else GROWING[:-1] if op == Op.ADVANCE else ()
-        if view.stage in gated and view.waits_for:
-            ways = dict.fromkeys(WAYS_OUT[check] for check in gate_reasons(self.table, rules, s))
-            return said + f"{view.waits_for}. Way out: {'; '.join(ways)}"
-        if view.stage in gated:
-            return said + "it advances by itself at the next step (rules.auto_train, auto_blend, auto_hold)"
-        able = [n for i, n in enumerate(self.network.slot_names) if legal(self.table, rules)[0, op, i]]
-        return said + f"this stage does not allow it. Slots that do: {', '.join(able) or 'none'}"
-
-    def _warn_if_untaught(self) -> None:
+    def _warn_without_shadow_passes(self) -> None:
         """Warn if a seed is TRAINING without shadow passes: it would never leave that stage."""
-        if self.body.training_slots and self.body.incubation == "shadow" and not self._lessons and self._batches:
+        if self.body.training_slots and self.body.incubation == "shadow" and not self._shadow_passes and self._batches:
             warnings.warn(
                 "a seed is TRAINING with incubation='shadow', but grower.shadow(closure) was not called: it learns "
                 "nothing. Call it after backward(), or use incubation='straight_through'.",
                 stacklevel=3,
             )
-        self._lessons = 0
+        self._shadow_passes = 0
 
     def _act(self, allowed: Bools) -> Ints:
         """Return the controller's action row [1, 8]; raise ConfigError for any other shape or type."""
@@ -450,20 +369,13 @@ class Grower:
             )
         return actions
 
-    def _scored(self, val_batches: Iterable[Any]) -> tuple[Iterable[tuple[Any, Any]], Quality]:
-        """Return validation batches as (inputs, target), and the function that scores them."""
-        batches: Iterable[tuple[Any, Any]] = (split_batch(b) for b in val_batches)
-        if not isinstance(self.quality, NeedsTargets):
-            return batches, guarded(self.quality)
-        batches = list(batches)  # iterated twice
-        return batches, guarded(self.quality.fitted([target for _, target in batches]))
-
     def _evaluate(self, val_batches: Iterable[Any]) -> Coalitions:
-        batches, score = self._scored(val_batches)
-        result = evaluate(self.body, batches, score)
+        batches, score = scored(val_batches, self.quality)
+        result = self.network.evaluate(batches, score)
         if result.scores.ndim != 2:
             raise ConfigError(
-                f"a quality is one score per sample, [B]; this one gave [B, {result.scores.shape[2]}]. Take their mean?"
+                f"a quality returns one score per sample, [B]; this one returned [B, {result.scores.shape[2]}]. "
+                "Return the mean over the last axis"
             )
         return result
 
@@ -486,37 +398,8 @@ class Grower:
             scale = getattr(optimizer, "grad_scale", None)  # fused optimisers unscale within their step
             self.network.sample_gradients(scale=scale if isinstance(scale, Tensor) else None)
 
-    def _read_gradients(self) -> None:
-        meter = self.network.meter
-        stats = meter.read(meter.pending().tolist())  # sync: once per epoch
-        self.network.write_gradients(self.table, 0, stats)
 
-    def _adopt_body(self) -> None:
-        """Fill the table from a body that may already have seeds, as after loading a state dict.
-
-        A state dict holds alpha but not its target: an alpha between targets continues to 1.
-        """
-        self.network.optimizer_sync.reload()
-        t = self.table
-        t.reset()
-        for s, name in enumerate(self.network.slot_names):
-            slot, at = self.body.slots[name], (0, s)
-            if slot.seed is None:
-                continue
-            t.stage[at], t.operator[at], t.blueprint[at] = slot.stage, slot.operator, blueprint_index(slot.blueprint)
-            t.alpha[at] = t.alpha_from[at] = t.alpha_to[at] = slot.amplitude
-            rests = bool(np.isin(t.alpha[at], ALPHA_TARGETS))
-            if slot.stage <= SeedStage.BLENDING and not rests:
-                t.alpha_to[at], t.ramp_len[at], t.tempo[at] = 1.0, TEMPO_EPOCHS[1], TEMPO_EPOCHS[1]
-            t.serial[at] = t.next_serial[0]
-            t.params[at] = sum(p.numel() for p in slot.parameters())
-            t.next_serial[0] += 1
-        self.network.meter = GradientMeter(self.network.meter.stride)
-        self.body.sync(t)
-        self.network.regroup()
-
-
-def option(head: Head, name: str) -> int:
+def _option(head: Head, name: str) -> int:
     """Return the index of a head's option by its name; the name is not case-sensitive."""
     names = HEAD_OPTIONS[head] or ()
     if not isinstance(name, str):
@@ -531,18 +414,3 @@ def _target(value: float) -> int:
     if not len(near):
         raise ConfigError(f"an alpha target is one of {', '.join(f'{t:.1f}' for t in ALPHA_TARGETS)}, got {value}")
     return int(near[0])
-
-
-def split_batch(batch: Any) -> tuple[Any, Any]:
-    """Return inputs and target of a validation batch."""
-    if isinstance(batch, Mapping):
-        if "labels" not in batch:
-            raise ConfigError(f"a validation batch that is a mapping needs a key 'labels', it has {list(batch)}")
-        return {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
-    if isinstance(batch, (tuple, list)) and len(batch) == 2:
-        return batch[0], batch[1]
-    raise ConfigError(
-        f"a validation batch is (inputs, target) or a mapping with 'labels', got {type(batch).__name__}"
-        + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
-        + ". Pass a list of batches, such as grower.step([(inputs, target)])"
-    )

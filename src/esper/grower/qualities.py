@@ -70,9 +70,9 @@ def mean_iou(output: Any, target: Tensor) -> Tensor:
     counted = (target != IGNORED)[..., None]
     classes = torch.arange(logits.shape[-1], device=logits.device)
     predicted = (logits.argmax(-1)[..., None] == classes) & counted  # [B, P, C]
-    wanted = (target[..., None] == classes) & counted
-    union = (predicted | wanted).sum(1)  # [B, C]
-    iou = (predicted & wanted).sum(1) / union.clamp(min=1)
+    expected = (target[..., None] == classes) & counted
+    union = (predicted | expected).sum(1)  # [B, C]
+    iou = (predicted & expected).sum(1) / union.clamp(min=1)
     mean = iou.sum(1) / (union > 0).sum(1)
     return torch.where(logits.isfinite().all(-1).all(-1), mean, torch.nan)
 
@@ -105,14 +105,23 @@ class R2:
         rows = []
         for target in targets:
             if not isinstance(target, Tensor) or target.ndim == 0:
-                raise ConfigError(f"quality 'r2' takes targets [B, …]; got {described(target)}")
+                raise ConfigError(
+                    f"quality 'r2' takes tensors [B, …] as targets; got {described(target)}. Convert it with "
+                    "torch.as_tensor, and add an axis for the batch if there is none"
+                )
             rows.append(target.double().reshape(len(target), -1))
         widths = {row.shape[1] for row in rows}
         if len(widths) > 1:
-            raise ConfigError(f"quality 'r2' takes targets of one size per sample; got {sorted(widths)}")
+            raise ConfigError(
+                f"quality 'r2' takes targets with equally many values per sample; got {sorted(widths)}. Pad or cut "
+                "them to one size, or use 'negative_mse'"
+            )
         variance = float(torch.cat(rows).var(0, correction=0).mean()) if rows else 0.0
         if not variance > 0:
-            raise ConfigError(f"quality 'r2' needs targets that differ; their variance is {variance:g}")
+            raise ConfigError(
+                f"quality 'r2' needs targets that differ; their variance is {variance:g}. Use more validation samples, "
+                "or 'negative_mse'"
+            )
         return lambda output, target: 1 + negative_mse(output, target) / variance
 
 
@@ -160,11 +169,35 @@ def guarded(quality: Quality) -> Quality:
         except Exception as error:
             raise ConfigError(
                 f"the quality {quality_name(quality)} fails with {type(error).__name__}: {error}. It was given output "
-                f"{described(output)} and target {described(target)}. Assign a mended one to grower.quality and "
-                "repeat the call: nothing was changed."
+                f"{described(output)} and target {described(target)}. Assign a corrected one to grower.quality "
+                "and repeat the call: nothing was changed."
             ) from error
 
     return score
+
+
+def scored(val_batches: Iterable[Any], quality: Quality | NeedsTargets) -> tuple[Iterable[tuple[Any, Any]], Quality]:
+    """Return validation batches as (inputs, target), and the function that scores them."""
+    batches: Iterable[tuple[Any, Any]] = (split_batch(b) for b in val_batches)
+    if not isinstance(quality, NeedsTargets):
+        return batches, guarded(quality)
+    batches = list(batches)  # iterated twice
+    return batches, guarded(quality.fitted([target for _, target in batches]))
+
+
+def split_batch(batch: Any) -> tuple[Any, Any]:
+    """Return inputs and target of a validation batch."""
+    if isinstance(batch, Mapping):
+        if "labels" not in batch:
+            raise ConfigError(f"a validation batch that is a mapping needs a key 'labels', it has {list(batch)}")
+        return {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
+    raise ConfigError(
+        f"a validation batch is (inputs, target) or a mapping with 'labels', got {type(batch).__name__}"
+        + (f" of {len(batch)}" if isinstance(batch, (tuple, list)) else "")
+        + ". Pass a list of batches, such as grower.step([(inputs, target)])"
+    )
 
 
 # -- shapes
@@ -172,13 +205,13 @@ def guarded(quality: Quality) -> Quality:
 
 def _prediction(output: Any) -> Tensor:
     """Return the output's logits, or the output itself if it is a tensor."""
-    found = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
-    if not isinstance(found, Tensor):
+    logits = output.get("logits", output) if isinstance(output, Mapping) else getattr(output, "logits", output)
+    if not isinstance(logits, Tensor):
         raise ConfigError(
             f"a named quality takes a tensor, or an output with 'logits'; the model returns {described(output)}. "
-            "Give a function, such as quality=lambda output, target: esper.grower.qualities.accuracy(output[0], target)"
+            "Pass a function, such as quality=lambda output, target: esper.grower.qualities.accuracy(output[0], target)"
         )
-    return found
+    return logits
 
 
 def _classes_last(logits: Tensor, target: Tensor, class_axis: int | None) -> tuple[Tensor, Tensor]:
@@ -191,20 +224,39 @@ def _classes_last(logits: Tensor, target: Tensor, class_axis: int | None) -> tup
         )
     fitting = [a for a in ((1, -1) if class_axis is None else (class_axis,)) if _fits(logits, target, a)]
     if not fitting:
-        raise ConfigError(
-            f"this quality takes logits [B, C] and target [B], or [B, C, …] or [B, …, C] and [B, …]; {shapes}"
-        )
+        expected = "logits [B, C] and target [B], or [B, C, …] or [B, …, C] and [B, …]"
+        if class_axis == 1:
+            expected = "logits [B, C, H, W] and target [B, H, W]"
+        raise ConfigError(f"this quality takes {expected}; {shapes}. {_class_shape_hint(logits, target)}")
     if len(fitting) == 2 and logits.ndim > 2:
         raise ConfigError(
-            f"axis 1 and the last axis of the logits could both be the classes: {shapes}. Say which: "
+            f"axis 1 and the last axis of the logits could both be the classes: {shapes}. Choose one: "
             "quality=functools.partial(esper.grower.qualities.accuracy, class_axis=1), or -1"
         )
     logits = logits.movedim(fitting[0], -1)
-    if logits.shape[-1] == 1:
+    classes = logits.shape[-1]
+    if classes == 1:
         raise ConfigError(f"there is only one class: {shapes}. For one yes/no logit use 'multilabel_accuracy'")
+    outside = target[((target < 0) | (target >= classes)) & (target != IGNORED)]
+    if outside.numel():  # sync: once per scored batch; such a target would count as wrong, or crash a CUDA kernel
+        raise ConfigError(
+            f"target contains class {int(outside[0])}, but the logits have {classes} classes: 0 to {classes - 1}. "
+            f"Number the classes from 0, or widen the output; use {IGNORED} for targets to ignore"
+        )
     if target.ndim == 1:
         return logits, target.long()
     return logits.flatten(1, -2), target.flatten(1).long()
+
+
+def _class_shape_hint(logits: Tensor, target: Tensor) -> str:
+    """Return how to make logits and class indices fit."""
+    if target.shape == logits.shape:
+        return "If the target is one-hot, pass target.argmax(1)"
+    if target.ndim == logits.ndim and target.shape[1] == 1:
+        return "Remove the target's axis of size 1: target.squeeze(1)"
+    if target.ndim == logits.ndim - 1 and target.shape[:1] == logits.shape[:1]:
+        return "Resize the output or the target to the same positions, for example with torch.nn.functional.interpolate"
+    return "Reshape one of them, or give your own function (output, target) → [B]"
 
 
 def _fits(logits: Tensor, target: Tensor, class_axis: int) -> bool:
@@ -223,7 +275,7 @@ def _same_shape(values: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
             return values, target
     raise ConfigError(
         f"this quality takes a prediction and a target of one shape [B, …]; got {list(values.shape)} and "
-        f"{described(target)}"
+        f"{described(target)}. Reshape one of them, for example with output.squeeze(-1) or target.view_as(output)"
     )
 
 

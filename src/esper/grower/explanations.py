@@ -1,0 +1,125 @@
+"""Texts that explain a grower to its user: the slots, why an operation is not legal, why nothing was planted."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from esper.kasmina.body import Body
+from esper.kasmina.gate_reasons import gate_reasons, germination_reason, planting_obstacle
+from esper.kasmina.lifecycle import Rules, legal
+from esper.leyline.actions import Head, Op
+from esper.leyline.slot_table import Ints, SlotTable
+from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
+from esper.tamiyo.controllers import Controller, ExplainsWaiting, Wait
+
+WAYS_OUT = {
+    Check.DWELL: "call grower.step() once per epoch, or require fewer epochs in rules.thresholds",
+    Check.GRADIENT_HEALTH: "train on: gradients are sampled in optimizer.step() and read in grower.step()",
+    Check.GRADIENT_RATIO: "train on: gradients are sampled in optimizer.step() and read in grower.step()",
+    Check.IMPROVEMENT: "train on and give grower.step() validation batches",
+    Check.ALPHA_AT_FULL: "wait until its ramp ends; if it rests below, set_alpha_target(…, 1.0)",
+    Check.CONTRIBUTION: "measure it with grower.step(val_batches); if it stays low, prune",
+}
+"""What to do about a gate that is shut, by the check that fails."""
+COLUMNS = 80
+"""Maximum width of a printed grower."""
+
+
+@dataclass(frozen=True, slots=True)
+class SlotView:
+    """The state of one slot; NaN means never measured."""
+
+    name: str
+    stage: SeedStage
+    blueprint: str
+    alpha: float
+    age_epochs: int
+    params: int
+    contribution: float
+    contribution_se: float
+    prospect: float
+    waits_for: str
+    """Why its next gate is shut; empty if it is open."""
+
+    def __str__(self) -> str:
+        parts = [f"{self.name:<20} {self.stage.name:<10}"]
+        if self.blueprint:
+            parts.append(f"{self.blueprint:<14} alpha {self.alpha:.2f}  {self.params:>8,} params")
+        if np.isfinite(self.contribution):
+            parts.append(f"contribution {self.contribution:+.4f} ± {self.contribution_se:.4f} (standard error)")
+        elif np.isfinite(self.prospect):
+            parts.append(f"prospect {self.prospect:+.4f}")
+        if self.waits_for:
+            parts.append(f"waits: {self.waits_for}")
+        return wrapped("  ".join(parts))
+
+
+def wrapped(text: str) -> str:
+    """Return the text in lines of at most `COLUMNS` columns, indented from the second line on."""
+    return textwrap.fill(text, COLUMNS, subsequent_indent="    ", break_on_hyphens=False)
+
+
+def slot_views(body: Body, table: SlotTable, rules: Rules) -> dict[str, SlotView]:
+    """Return the state of every slot of environment 0 and its seed, by name."""
+    return {
+        name: SlotView(
+            name=name,
+            stage=SeedStage(int(table.stage[0, s])),
+            blueprint=slot.blueprint,
+            alpha=float(table.alpha[0, s]),
+            age_epochs=int(table.age[0, s]),
+            params=int(table.params[0, s]),
+            contribution=float(table.contribution[0, s]),
+            contribution_se=float(table.contribution_se[0, s]),
+            prospect=float(table.prospect[0, s]),
+            waits_for="; ".join(gate_reasons(table, rules, s).values()),
+        )
+        for s, (name, slot) in enumerate(body.slots.items())
+    }
+
+
+def why_not_legal(table: SlotTable, rules: Rules, names: Sequence[str], actions: Ints) -> str:
+    """Return why the operation of environment 0 is not legal, and what to do about it."""
+    op, s = Op(int(actions[0, Head.OP])), int(actions[0, Head.SLOT])
+    stage, age = SeedStage(int(table.stage[0, s])), int(table.age[0, s])
+    prefix = f"cannot {op.name.lower().replace('_', ' ')} {names[s]!r}, which is {stage.name}: "
+    if op == Op.GERMINATE and stage in (*COOLING, SeedStage.DORMANT):
+        return prefix + germination_reason(table, rules, names, s, int(actions[0, Head.BLUEPRINT]))
+    if op == Op.PRUNE and stage in GROWING and age < rules.min_prune_age:
+        return prefix + f"it is {age} epochs old, rules.min_prune_age is {rules.min_prune_age}"
+    if op in (Op.PRUNE, Op.SET_ALPHA_TARGET) and table.moving[0, s]:
+        return prefix + "its alpha is moving; wait until it rests"
+    gated_stages = (SeedStage.HOLDING,) if op == Op.FOSSILIZE else GROWING[:-1] if op == Op.ADVANCE else ()
+    if stage in gated_stages:
+        reasons = gate_reasons(table, rules, s)
+        if not reasons:
+            return prefix + "it advances by itself at the next step (rules.auto_train, auto_blend, auto_hold)"
+        ways = dict.fromkeys(WAYS_OUT[check] for check in reasons)
+        return prefix + f"{'; '.join(reasons.values())}. Way out: {'; '.join(ways)}"
+    able = [name for name, is_legal in zip(names, legal(table, rules)[0, op], strict=True) if is_legal]
+    return prefix + f"this stage does not allow it. Slots that do: {', '.join(able) or 'none'}"
+
+
+def why_nothing_was_planted(controller: Controller, table: SlotTable, rules: Rules, names: Sequence[str]) -> str:
+    """Return why environment 0 has never had a seed; empty once one was planted.
+
+    Either there was no step yet, or the rules do not allow germination, or the controller waits and states its
+    condition and threshold.
+    """
+    epochs = int(table.step[0])
+    if table.next_serial[0] > 0:
+        return ""
+    if epochs == 0 and isinstance(controller, Wait):
+        return "No step yet. The controller 'none' never plants: call grower.germinate(slot, blueprint)."
+    if epochs == 0:
+        return f"No step yet. The controller {type(controller).__name__} decides at each grower.step()."
+    reason = planting_obstacle(table, rules, names)
+    if not reason and isinstance(controller, ExplainsWaiting):
+        reason = controller.why_waiting(table)
+    if not reason:
+        reason = f"the controller {type(controller).__name__} did not choose to plant, which the rules allow"
+    return f"Nothing was planted in {epochs} epoch{'s' * (epochs != 1)}: {reason}."
