@@ -78,7 +78,9 @@ def test_unmeasured_values_are_none():
 
 def test_print_separates_contribution_from_dependence_with_errors():
     worth = make(3, fossils=("b",))
-    head, columns, a, b, _, learner = str(worth).splitlines()
+    head, columns, a, b, _, learner, *legend = str(worth).splitlines()
+    assert [line.split(":")[0] for line in legend] == ["contribution", "dependence", "Shapley φ", "interactions"]
+    assert max(map(len, str(worth).splitlines())) <= 80
     numbers = f"quality {worth.quality:.4f} ± {worth.quality_se:.4f}, without these seeds {worth.committed:.4f}"
     assert head == f"{numbers} (±: standard error)"
     assert "Shapley" in columns

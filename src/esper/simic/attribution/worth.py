@@ -16,6 +16,14 @@ import numpy as np
 
 from esper.simic.attribution.shapley import Array
 
+LEGEND = (
+    "contribution: quality with all seeds minus quality without this growing seed",
+    "dependence:   the same of a committed seed; above its gain, as the host adapted",
+    "Shapley φ:    its share of quality, averaged over every order of adding seeds",
+    "interactions: sum over pairs; above 0 the seeds reinforce each other",
+)
+"""The meaning of the columns of a printed `Worth`."""
+
 
 @dataclass(frozen=True, slots=True)
 class Worth:
@@ -65,18 +73,18 @@ class Worth:
             "(±: standard error)"
         ]
         if self.slots:
-            lines.append(f"{'slot':<20} {'':<12} {'without it':>18} {'Shapley':>18} {'interactions':>14}")
+            lines.append(f"{'slot':<20} {'':<12} {'without it':>16} {'Shapley φ':>16} {'interactions':>12}")
         for i, name in enumerate(self.slots):
             kind = "dependence" if self.fossils[i] else "contribution"
             others = [self.interaction[i, j] for j in range(len(self.slots)) if j != i]
             pairs = f"{np.nansum(others):+.4f}" if others and np.isfinite(others).any() else ""
             lines.append(
-                f"{name:<20} {kind:<12} {_with_error(self.contribution[i], self.contribution_se[i]):>18} "
-                f"{_with_error(self.shapley[i], self.shapley_se[i]):>18} {pairs:>14}"
+                f"{name:<20} {kind:<12} {_with_error(self.contribution[i], self.contribution_se[i]):>16} "
+                f"{_with_error(self.shapley[i], self.shapley_se[i]):>16} {pairs:>12}"
             )
         for name, (value, se) in self.prospect.items():
-            lines.append(f"{name:<20} {'prospect':<12} {_with_error(value, se):>18}")
-        return "\n".join(lines)
+            lines.append(f"{name:<20} {'prospect':<12} {_with_error(value, se):>16}")
+        return "\n".join([*lines, *(LEGEND if self.slots else ())])
 
 
 def _number(value: float) -> float | None:
