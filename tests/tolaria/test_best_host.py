@@ -196,14 +196,14 @@ def test_modified_host_is_refused_with_a_reason(engine):
         with pytest.raises(DataError, match=word):
             rebuilt(*changed(document, tensors, **change))
     without = {n: t for n, t in tensors.items() if n != "probe"}
-    with pytest.raises(DataError, match="not a host that Esper kept"):
+    with pytest.raises(DataError, match="not a host saved by Esper"):
         BestHost.restored(document, without)
 
 
 def test_comparison_distinguishes_another_model_from_rounding(engine):
     host = GrownHost.of(engine, 0)
     assert host.compare(host.answers + 1e-7, "this") < 1e-6
-    with pytest.raises(DataError, match="does not answer as the host did"):
+    with pytest.raises(DataError, match="differ from those of the measured host"):
         host.compare(host.answers + 1e-3, "this")
     with pytest.raises(DataError, match="inf"):
         host.compare(host.answers[:2], "this")

@@ -67,16 +67,16 @@ class GrownHost:
     @classmethod
     def of(cls, engine: Engine, env: int, *, utility: float | None = None, round: int | None = None) -> Self:
         """Return a copy of an environment's current host. The environment can continue."""
-        plot, data = engine.networks[env], engine.data
+        network, data = engine.networks[env], engine.data
         inputs = data.val.x[:SAMPLES]
-        with plot.average.applied(), torch.no_grad():
-            state = {name: _kept(value) for name, value in plot.body.state_dict().items()}
-            answers = answers_of(quietly(plot.body, inputs))
-        told = {"name": data.name, "kind": data.kind, "sha256": data.sha256, "vocabulary": data.vocabulary}
+        with network.averaged(), torch.no_grad():
+            state = {name: _copied(value) for name, value in network.body.state_dict().items()}
+            answers = answers_of(quietly(network.body, inputs))
+        source = {"name": data.name, "kind": data.kind, "sha256": data.sha256, "vocabulary": data.vocabulary}
         return cls(
-            task=dataclasses.replace(engine.task, data=None), data=told, world=engine.worlds[env],
+            task=dataclasses.replace(engine.task, data=None), data=source, world=engine.worlds[env],
             quality=float(engine.table.quality[env]), round=round, utility=utility, state=state,
-            probe=_kept(data.train.x[:PROBE_SAMPLES]), inputs=_kept(inputs), answers=_kept(answers),
+            probe=_copied(data.train.x[:PROBE_SAMPLES]), inputs=_copied(inputs), answers=_copied(answers),
         )  # fmt: skip
 
     @property
@@ -96,10 +96,10 @@ class GrownHost:
             body = graft(host, {slot: sites[slot] for slot in self.task.slots}, probe=self.probe)
             body.load_state_dict(self.state)
         except (RuntimeError, ValueError, TypeError, OverflowError, KeyError, EsperError) as error:
-            raise DataError(f"the kept host cannot be built again: {error}") from error
+            raise DataError(f"the saved host cannot be rebuilt: {error}") from error
         body.eval()
         with torch.no_grad():
-            self.compare(body(self.inputs), "the host built again")
+            self.compare(body(self.inputs), "the rebuilt host")
         return body
 
     def compare(self, output: Tensor, what: str) -> float:
@@ -107,15 +107,15 @@ class GrownHost:
 
         Raise DataError above the tolerance.
         """
-        found = answers_of(output).detach()
-        away = float((found - self.answers).abs().max()) if found.shape == self.answers.shape else math.inf
+        outputs = answers_of(output).detach()
+        error = float((outputs - self.answers).abs().max()) if outputs.shape == self.answers.shape else math.inf
         scale = max(1.0, float(self.answers.abs().max()))
-        if not away <= CLOSE * scale:
+        if not error <= CLOSE * scale:
             raise DataError(
-                f"{what} does not answer as the host did when it was measured: largest difference {away:.2g}, "
-                f"answers up to {scale:.3g}. The files are another host's, or this version computes otherwise"
+                f"the outputs of {what} differ from those of the measured host by up to {error:.2g}, at values up to "
+                f"{scale:.3g}. The files belong to another host, or this version computes differently"
             )
-        return away
+        return error
 
     def _must_fit(self) -> None:
         """Raise DataError unless the settings describe a host with the weights' shapes.
@@ -129,9 +129,9 @@ class GrownHost:
             raise DataError(f"its settings {sizes} are larger than all its weights")
         with torch.device("meta"):
             host = HOSTS[self.task.host](**self.task.host_kwargs)
-        asked = {name: tuple(t.shape) for name, t in host.state_dict().items()}
-        if wrong := sorted(set(asked.items()) ^ set(weights.items())):
-            raise DataError(f"its weights do not fit its settings, for instance {wrong[0][0]!r} of shape {wrong[0][1]}")
+        expected = {name: tuple(t.shape) for name, t in host.state_dict().items()}
+        if wrong := sorted(set(expected.items()) ^ set(weights.items())):
+            raise DataError(f"its weights do not fit its settings, for example {wrong[0][0]!r} of shape {wrong[0][1]}")
 
     def document(self) -> dict[str, Any]:
         """Return everything except tensors as JSON data."""
@@ -162,9 +162,9 @@ class GrownHost:
                 probe=tensors["probe"], inputs=tensors["inputs"], answers=tensors["answers"],
             )  # fmt: skip
         except (KeyError, TypeError, ValueError, AttributeError, EsperError) as error:
-            raise DataError(f"this is not a host that Esper kept: {error!r}") from error
+            raise DataError(f"this is not a host saved by Esper: {error!r}") from error
         if not host.is_finite:
-            raise DataError("the kept host has weights or answers that are NaN or infinite; it cannot be used")
+            raise DataError("the saved host cannot be used: it has weights or outputs that are NaN or infinite")
         return host
 
 
@@ -209,10 +209,8 @@ class BestHost:
         if self.host is None:
             return None
         name = "host" if self.host.round is None else f"round-{self.host.round}"
-        kept = Checkpoints(directory, keep=1).write(
-            name, tensors={BEST_HOST: self.tensors()}, documents={BEST_HOST: self.document()}, kind="host"
-        )
-        return kept.path
+        tensors, documents = {BEST_HOST: self.tensors()}, {BEST_HOST: self.document()}
+        return Checkpoints(directory, keep=1).write(name, tensors=tensors, documents=documents, kind="host").path
 
     @classmethod
     def load(cls, directory: Path) -> Self:
@@ -220,8 +218,8 @@ class BestHost:
         saved = Checkpoints(directory, keep=1).newest() if directory.is_dir() else None
         if saved is None or saved.kind != "host":
             raise DataError(
-                f"there is no grown host in {directory} that is whole: it was removed or damaged. A run that has not "
-                "ended keeps its next best one when it is resumed; otherwise train or grow again"
+                f"there is no complete grown host in {directory}: it was removed or damaged. A resumed run saves its "
+                "next best one; otherwise train or grow again"
             )
         return cls.restored(saved.document(BEST_HOST), saved.tensors(BEST_HOST))
 
@@ -231,5 +229,5 @@ def answers_of(output: Tensor) -> Tensor:
     return output if output.dim() == 2 else output[:, -1]
 
 
-def _kept(tensor: Tensor) -> Tensor:
+def _copied(tensor: Tensor) -> Tensor:
     return tensor.detach().cpu().clone(memory_format=torch.contiguous_format)

@@ -86,7 +86,7 @@ class Checkpoints:
 
     def __init__(self, root: Path, *, keep: int = 3) -> None:
         if keep < 1:
-            raise ConfigError(f"at least one checkpoint must be kept, got keep={keep}")
+            raise ConfigError(f"keep must be ≥ 1, got {keep}")
         self.root, self.keep = Path(root), keep
         self._damaged: set[Path] = set()  # found damaged when opened; they do not count towards `keep`
 
@@ -112,70 +112,70 @@ class Checkpoints:
             with locked(self.root / LOCK, wait_s=WAIT_S) as alone:
                 if alone:
                     self._clear_drafts()
-                found = self._found()
-                self._must_be_of(kind, found)
-                number = 1 + max((index.number for _, index in found), default=0)
+                existing = self._listed()
+                self._check_kind(kind, existing)
+                number = 1 + max((index.number for _, index in existing), default=0)
                 score = score if score is not None and math.isfinite(score) else None
                 path, size = self._write(_Index(FORMAT, number, name, kind, score, {}), contents)
                 self._damaged.discard(path)  # a damaged one of the same name may have been removed meanwhile
-                self._let_go()
+                self._remove_old()
         except OSError as error:
             raise CheckpointError(
                 f"cannot write checkpoint {name!r} in {self.root}: {error.strerror or error}. "
-                f"Earlier ones are as they were. {_WAY_OUT.get(error.errno or 0, _OTHERWISE)}"
+                f"Earlier ones are unchanged. {_WAY_OUT.get(error.errno or 0, _OTHERWISE)}"
             ) from error
         return Written(path, size, 1e3 * (time.perf_counter() - started))
 
     def newest(self) -> Saved | None:
         """Return the last complete checkpoint, or None. Damaged ones are skipped with a warning."""
-        return self._first(lambda found: (found[1].number,))
+        return self._first(lambda entry: (entry[1].number,))
 
     def best(self) -> Saved | None:
         """Return the complete checkpoint with the highest score, the newest of equals; None if none has a score."""
         return self._first(
-            lambda found: (-math.inf if found[1].score is None else found[1].score, found[1].number),
+            lambda entry: (-math.inf if entry[1].score is None else entry[1].score, entry[1].number),
             lambda index: index.score is not None,
         )
 
     def names(self) -> list[str]:
         """Return the names in the order of writing. Only the indexes are read."""
-        return [index.name for _, index in self._found()]
+        return [index.name for _, index in self._listed()]
 
     def _first(
-        self, order: Callable[[_Found], tuple[float, ...]], fits: Callable[[_Index], bool] = lambda _: True
+        self, order: Callable[[_Entry], tuple[float, ...]], fits: Callable[[_Index], bool] = lambda _: True
     ) -> Saved | None:
-        told: set[Path] = set()
+        warned: set[Path] = set()
         while True:
-            found = [each for each in self._found(told) if fits(each[1])]
-            for path, index in sorted(found, key=order, reverse=True):
+            entries = [entry for entry in self._listed(warned) if fits(entry[1])]
+            for path, index in sorted(entries, key=order, reverse=True):
                 try:
                     return Saved(path, index)
                 except CheckpointError as error:
                     if not os.path.lexists(path):
                         break  # a writer removed it meanwhile: list the directory again
                     self._damaged.add(path)
-                    _tell(told, path, error)
+                    _warn_once(warned, path, error)
             else:
                 return None
 
-    def _found(self, told: set[Path] | None = None) -> list[_Found]:
-        """Return checkpoints with a valid index, in the order of writing. Given `told`, warn about the others."""
-        found: list[_Found] = []
+    def _listed(self, warned: set[Path] | None = None) -> list[_Entry]:
+        """Return checkpoints with a valid index, in the order of writing. Given `warned`, warn about the others."""
+        entries: list[_Entry] = []
         for path in _directories(self.root):
             try:
-                found.append((path, _read_index(path / INDEX)))
+                entries.append((path, _read_index(path / INDEX)))
             except CheckpointError as error:
-                if told is not None and os.path.lexists(path):
-                    _tell(told, path, error)
-        return sorted(found, key=lambda each: each[1].number)
+                if warned is not None and os.path.lexists(path):
+                    _warn_once(warned, path, error)
+        return sorted(entries, key=lambda entry: entry[1].number)
 
-    def _must_be_of(self, kind: str, found: list[_Found]) -> None:
+    def _check_kind(self, kind: str, existing: list[_Entry]) -> None:
         """Raise if there are checkpoints of another kind: they belong to another program and must not be removed."""
-        others = [index for _, index in found if index.kind != kind]
+        others = [index for _, index in existing if index.kind != kind]
         if others:
             raise CheckpointError(
-                f"{self.root} holds checkpoints of kind {others[-1].kind!r} ({others[-1].name}), and the last few of "
-                f"one kind would push out the other. Write those of kind {kind!r} into a directory of their own"
+                f"{self.root} contains checkpoints of kind {others[-1].kind!r} ({others[-1].name}). "
+                f"Write those of kind {kind!r} to another directory"
             )
 
     def _write(self, index: _Index, contents: Mapping[str, Callable[[], bytes]]) -> tuple[Path, int]:
@@ -204,17 +204,16 @@ class Checkpoints:
         for path in _directories(self.root, drafts=True):
             shutil.rmtree(path, ignore_errors=True)
 
-    def _let_go(self) -> None:
+    def _remove_old(self) -> None:
         """Remove all but the last `keep` and the best of the checkpoints that look complete."""
-        found = self._found()
-        whole = [each for each in found if each[0] not in self._damaged and _looks_whole(*each)]
-        last = whole[-self.keep :]
-        scored = [each for each in whole if each[1].score is not None]
-        best = max(scored, key=lambda each: (each[1].score, each[1].number), default=None)
-        for each in found:
-            path, index = each
+        entries = self._listed()
+        complete = [entry for entry in entries if entry[0] not in self._damaged and _looks_complete(*entry)]
+        last = complete[-self.keep :]
+        scored = [entry for entry in complete if entry[1].score is not None]
+        best = max(scored, key=lambda entry: (entry[1].score, entry[1].number), default=None)
+        for path, index in entries:
             named_by_us = re.fullmatch(rf"{re.escape(index.name)}(~\d+)?", path.name)  # others are copies by hand
-            if last and index.number < last[0][1].number and each != best and named_by_us:
+            if last and index.number < last[0][1].number and (path, index) != best and named_by_us:
                 self._remove(path)
 
     def _remove(self, path: Path) -> None:
@@ -227,7 +226,7 @@ class Checkpoints:
         shutil.rmtree(draft, ignore_errors=True)
 
 
-_Found = tuple[Path, _Index]
+_Entry = tuple[Path, _Index]
 
 
 class Saved:
@@ -236,11 +235,11 @@ class Saved:
     def __init__(self, path: Path, index: _Index) -> None:
         self.path, self.name, self.kind, self.score = path, index.name, index.kind, index.score
         self._files = index.files
-        for name, promised in self._files.items():
-            with _opened(path / name, promised.size) as file:
+        for name, expected in self._files.items():
+            with _opened(path / name, expected.size) as file:
                 digest = hashlib.file_digest(file, "sha256").hexdigest()
-            if digest != promised.sha256:
-                raise _damage(path / name, "its content is not what was written")
+            if digest != expected.sha256:
+                raise _damage(path / name, "its content has changed")
 
     def document(self, key: str) -> Any:
         """Return a JSON document."""
@@ -248,7 +247,7 @@ class Saved:
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:
-            raise _damage(self.path / f"{key}.json", f"it is no JSON document ({error})") from error
+            raise _damage(self.path / f"{key}.json", f"it is not a JSON document ({error})") from error
 
     def tensors(self, key: str) -> dict[str, Tensor]:
         """Return a group of tensors, on the CPU."""
@@ -256,29 +255,26 @@ class Saved:
         try:
             return load(content)
         except (SafetensorError, ValueError, RuntimeError, KeyError, OverflowError) as error:
-            raise _damage(self.path / f"{key}.safetensors", f"it holds no tensors ({error})") from error
+            raise _damage(self.path / f"{key}.safetensors", f"it contains no tensors ({error})") from error
 
     def file(self, name: str) -> bytes:
         """Return the content of a file; raise CheckpointError if it is damaged."""
-        promised = self._files.get(name)
-        if promised is None:
+        expected = self._files.get(name)
+        if expected is None:
             raise unknown_name(f"file of checkpoint {self.name!r}", name, self._files)
-        with _opened(self.path / name, promised.size) as file:
-            content = file.read(promised.size + 1)
-        if hashlib.sha256(content).hexdigest() != promised.sha256:
-            raise _damage(self.path / name, "its content is not what was written")
+        with _opened(self.path / name, expected.size) as file:
+            content = file.read(expected.size + 1)
+        if hashlib.sha256(content).hexdigest() != expected.sha256:
+            raise _damage(self.path / name, "its content has changed")
         return content
 
 
-# Files ------------------------------------------------------------------------------------------------------------
-
-
-_OTHERWISE = "Look after the disk; the next checkpoint is tried anew"
+_OTHERWISE = "Check the disk. Saving is retried at the next checkpoint"
 _WAY_OUT = {
-    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space there; the next checkpoint is tried anew"),
-    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Make it writable, or choose another place"),
-    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "Choose a place that is a directory, or can become one"),
-    errno.ETIMEDOUT: "Give every run a directory of its own, or end the other process",
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "Free some space. Saving is retried at the next checkpoint"),
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "Make it writable, or choose another directory"),
+    **dict.fromkeys((errno.ENOTDIR, errno.EEXIST), "Choose a directory, or a path that does not exist"),
+    errno.ETIMEDOUT: "Give every run its own directory, or end the other process",
 }
 
 
@@ -298,18 +294,20 @@ def _contents(
         for each, tensor in group.items():
             must_be_plain(tensor, f"{key}[{each!r}]")
             if each == METADATA:
-                raise CheckpointError(f"no tensor of {key!r} can be called {METADATA!r}: the format needs that name")
+                raise CheckpointError(
+                    f"a tensor of {key!r} cannot be named {METADATA!r}: the format reserves that name"
+                )
         named.append((f"{key}.safetensors", functools.partial(_encoded_tensors, key, group)))
     for each in (name, *(each for each, _ in named)):
         if not _NAME.fullmatch(each):
             raise CheckpointError(
-                f"{each!r} cannot be a name in a checkpoint: use letters, digits, '_', '.', '+' and '-', "
-                "not first '.', '+' or '-', at most 128"
+                f"{each!r} is not a valid name in a checkpoint: use at most 128 letters, digits, '_', '.', '+' and "
+                "'-', and begin with a letter, a digit or '_'"
             )
     contents = dict(named)
     if len(contents) < len(named) or INDEX in contents:
         twice = [each for each, count in Counter([INDEX, *(each for each, _ in named)]).items() if count > 1]
-        raise CheckpointError(f"two files of checkpoint {name!r} would be called {twice[0]!r}. Name one otherwise")
+        raise CheckpointError(f"two files of checkpoint {name!r} would be named {twice[0]!r}. Rename one")
     return contents
 
 
@@ -319,11 +317,11 @@ def _encoded_document(key: str, document: Any) -> bytes:
         encoded = json.dumps(document, allow_nan=False, separators=(",", ":")).encode()
         same = json.loads(encoded) == document
     except (TypeError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"the document {key!r} is no plain JSON ({error}). Give it to packed() first") from error
+        raise CheckpointError(f"the document {key!r} is not plain JSON ({error}). Use packed() first") from error
     if not same:
         raise CheckpointError(
-            f"the document {key!r} would not come back the same: JSON has no tuples and no keys but strings. "
-            "Give it to packed() first"
+            f"the document {key!r} would be loaded with other types: JSON has no tuples and only strings as keys. "
+            "Use packed() first"
         )
     return encoded
 
@@ -344,7 +342,9 @@ def _encoded_index(index: _Index) -> bytes:
     body = msgspec.json.format(msgspec.json.encode(index), indent=1)
     encoded = seal_json(b'{"index":%s}\n' % body)
     if len(encoded) > MOST_INDEX_BYTES:
-        raise CheckpointError(f"checkpoint {index.name!r} has {len(index.files)} files; put more into fewer")
+        raise CheckpointError(
+            f"checkpoint {index.name!r} has {len(index.files)} files, too many for its index. Combine some"
+        )
     return encoded
 
 
@@ -352,13 +352,13 @@ def _read_index(path: Path) -> _Index:
     with _opened(path) as file:
         content = file.read(MOST_INDEX_BYTES + 1)
     if len(content) > MOST_INDEX_BYTES:
-        raise _damage(path, "it is too long for an index")
+        raise _damage(path, "it is too large for an index")
     try:
         index = msgspec.json.decode(unseal_json(content), type=_Sealed).index
     except (ValueError, RecursionError) as error:
-        raise _damage(path, f"it is no index of this version ({error})") from error
+        raise _damage(path, f"it is not an index of this version ({error})") from error
     if index.format != FORMAT or not all(map(_NAME.fullmatch, (index.name, *index.files))):
-        raise _damage(path, "it is no index of this version")
+        raise _damage(path, "it is not an index of this version")
     return index
 
 
@@ -373,7 +373,7 @@ def _opened(path: Path, size: int | None = None) -> Iterator[BufferedReader]:
             yield file
     except FileNotFoundError as error:
         if not path.parent.exists():
-            raise CheckpointError(f"{path.parent} is gone: a writer let go of it. Look for the newest again") from error
+            raise CheckpointError(f"{path.parent} was removed by a writer. Look for the newest again") from error
         raise _damage(path, "it is missing") from error
     except OSError as error:
         raise _damage(path, f"it cannot be read ({error.strerror or error})") from error
@@ -383,16 +383,16 @@ def _damage(path: Path, what: str) -> CheckpointError:
     return CheckpointError(f"checkpoint {path.parent.name!r} is damaged: {path}: {what}")
 
 
-def _tell(told: set[Path], path: Path, error: CheckpointError) -> None:
-    if path not in told:
-        told.add(path)
-        warnings.warn(f"{error}. It is passed over; the newest whole one is used, if there is one", stacklevel=4)
+def _warn_once(warned: set[Path], path: Path, error: CheckpointError) -> None:
+    if path not in warned:
+        warned.add(path)
+        warnings.warn(f"{error}. It is skipped; the newest complete one is used, if there is one", stacklevel=4)
 
 
-def _looks_whole(path: Path, index: _Index) -> bool:
+def _looks_complete(path: Path, index: _Index) -> bool:
     """Return whether all files exist in their size. They are not hashed: that would be too slow for every write."""
     try:
-        return all(os.lstat(path / name).st_size == promised.size for name, promised in index.files.items())
+        return all(os.lstat(path / name).st_size == expected.size for name, expected in index.files.items())
     except OSError:
         return False
 
@@ -404,7 +404,7 @@ def _directories(root: Path, *, drafts: bool = False) -> list[Path]:
     except FileNotFoundError:
         return []
     except OSError as error:
-        raise CheckpointError(f"cannot look for checkpoints in {root}: {error.strerror or error}") from error
+        raise CheckpointError(f"cannot list checkpoints in {root}: {error.strerror or error}") from error
     return [root / name for name in names if (name.startswith(DRAFT) if drafts else not name.startswith("."))]
 
 
@@ -421,6 +421,3 @@ def _free(root: Path, name: str) -> Path:
         count += 1
         path = root / f"{name}~{count}"
     return path
-
-
-# Trees ------------------------------------------------------------------------------------------------------------

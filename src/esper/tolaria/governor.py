@@ -148,21 +148,26 @@ def judge(
 ) -> Verdict:
     """Return the alarm of each environment, from its history of losses [E, W] and this epoch's numbers [E]."""
     counts, median, spread = typical(losses)
-    known = counts >= config.enough
+    has_history = counts >= config.enough
     usual = np.fmax(config.above_chance * chance, median + config.spreads * spread)
-    diverged = np.where(known, usual, config.early * chance)
+    diverged = np.where(has_history, usual, config.early * chance)
     lead = chance - median
     needed = np.clip(config.lead_spreads * spread, config.least_lead * chance, config.clear_lead * chance)
-    collapsed = np.where(known & (lead > needed), chance - config.lead_left * lead, inf)
-    bad_loss, nothing = np.where(np.isfinite(val_loss), train_loss, val_loss), np.full(len(val_loss), np.nan)
-    found = [failed, ~np.isfinite(bad_loss), ~np.isfinite(vital), val_loss > diverged, val_loss >= collapsed]
+    collapsed = np.where(has_history & (lead > needed), chance - config.lead_left * lead, inf)
+    bad_loss = np.where(np.isfinite(val_loss), train_loss, val_loss)
     alarm = np.zeros(len(val_loss), dtype=np.int64)
     value, limit = np.full((2, len(val_loss)), np.nan)
-    for number, where in reversed([*enumerate(found, 1)]):  # the most severe is written last
-        if where.any():
-            alarm[where] = number
-            value[where] = (bad_loss, bad_loss, vital, val_loss, val_loss)[number - 1][where]
-            limit[where] = (nothing, nothing, nothing, diverged, collapsed)[number - 1][where]
+    causes = (  # condition, value and limit of each alarm after the first, in the order of `ALARMS`
+        (failed, bad_loss, None),
+        (~np.isfinite(bad_loss), bad_loss, None),
+        (~np.isfinite(vital), vital, None),
+        (val_loss > diverged, val_loss, diverged),
+        (val_loss >= collapsed, val_loss, collapsed),
+    )
+    for number, (where, values, limits) in reversed([*enumerate(causes, 1)]):  # the most severe is written last
+        alarm[where] = number
+        value[where] = values[where]
+        limit[where] = np.nan if limits is None else limits[where]
     return Verdict(alarm, value, limit)
 
 
@@ -179,7 +184,7 @@ class Governor:
         self._rows, self._losses = table.clone(), self.losses.copy()  # table and history as of each snapshot
         self._failures: dict[int, Exception] = {}  # the error of each environment that failed in this step
         self._broken: dict[int, Exception] = {}  # environments whose rollback failed, until one succeeds
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()  # type and location of errors that were warned about
         self._streak: list[Exception] = []  # the first error of each step on which every environment failed
         self._sound = np.ones(len(networks), dtype=bool)  # [E] whether it had no alarm when last judged
         self._begun = False
@@ -203,7 +208,7 @@ class Governor:
         try:
             return act(*args, **kwargs)
         except Exception as error:
-            _let_go(error)
+            _release_frames(error)
             self._failures[env] = error
             return None
 
@@ -218,18 +223,18 @@ class Governor:
         """Return the environments to roll back. Add the losses of those without alarm to their history."""
         failed = np.array([env in self._failures for env in range(len(self.snapshots))])
         verdict = judge(self.losses, val_loss, train_loss, vital, failed, chance=self.chance, config=self.config)
-        sound, passing = verdict.alarm == 0, verdict.alarm >= DIVERGENCE
-        counts = passing & (train_loss >= verdict.limit)
+        sound, transient = verdict.alarm == 0, verdict.alarm >= DIVERGENCE
+        counts = transient & (train_loss >= verdict.limit)
         self.counted = np.where(counts, self.counted + 1, 0)
-        sick = ~sound & (~passing | (self.counted >= self.config.patience))
+        failing = ~sound & (~transient | (self.counted >= self.config.patience))
         self.losses[sound, :-1] = self.losses[sound, 1:]
         self.losses[sound, -1] = val_loss[sound]
         for env in np.nonzero(~sound)[0].tolist():
-            action = "rolled back" if sick[env] else "counted" if counts[env] else "seen"
+            action = "rolled back" if failing[env] else "counted" if counts[env] else "seen"
             self._raise(env, table, ALARMS[verdict.alarm[env]], action, verdict.value[env], verdict.limit[env])
-        self._give_up_if_everybody_failed()
+        self._give_up_if_all_failed()
         self._sound = sound
-        return np.nonzero(sick)[0].tolist()
+        return np.nonzero(failing)[0].tolist()
 
     def end(self, table: SlotTable) -> None:
         """End a step, after its results were recorded: take the snapshots that are due."""
@@ -255,7 +260,11 @@ class Governor:
         self.guard(env, self._restore_network, env, table, fossils)
         if env in self._failures:
             self._broken[env] = self._failures[env]
-            self._tell_broken(env, table)
+            text = self._report_once(self._failures[env], env, int(table.step[env]))
+            self.alarms = [
+                replace(a, action="not restored", restored_step=None, text=a.text or text) if a.env == env else a
+                for a in self.alarms
+            ]
         return effects
 
     def _restore_network(self, env: int, table: SlotTable, fossils: Bools) -> None:
@@ -296,7 +305,7 @@ class Governor:
             "losses": self.losses,
             "counted": self.counted,
             "sound": self._sound,
-            "told": sorted(self._told),
+            "reported": sorted(self._reported),
             "begun": self._begun,
             "rows": self._rows.arrays(),
             "row_losses": self._losses,
@@ -307,20 +316,12 @@ class Governor:
         """Load what `state_dict` returned. The networks must have loaded their own states before."""
         self.losses[...], self._losses[...] = state["losses"], state["row_losses"]
         self.counted, self._sound = state["counted"].copy(), state["sound"].copy()
-        self._told, self._begun = set(state["told"]), state["begun"]
-        for f in fields(SlotTable):
-            getattr(self._rows, f.name)[...] = state["rows"][f.name]
-        for snapshot, kept in zip(self.snapshots, state["snapshots"], strict=self._begun):
-            snapshot.load_state_dict(kept)
+        self._reported, self._begun = set(state["reported"]), state["begun"]
+        self._rows.restore(SlotTable(**state["rows"]))
+        for snapshot, saved in zip(self.snapshots, state["snapshots"], strict=self._begun):
+            snapshot.load_state_dict(saved)
 
     # -- reporting
-
-    def _tell_broken(self, env: int, table: SlotTable) -> None:
-        text = self._tell_once(self._failures[env], env, int(table.step[env]))
-        self.alarms = [
-            replace(a, action="not restored", restored_step=None, text=a.text or text) if a.env == env else a
-            for a in self.alarms
-        ]
 
     def _raise(
         self, env: int, table: SlotTable, alarm: str, action: str, value: float = np.nan, limit: float = np.nan
@@ -335,19 +336,19 @@ class Governor:
                 value=float(value) if error is None else None,
                 limit=None if np.isnan(limit) else float(limit),
                 restored_step=int(self._rows.step[env]) if action == "rolled back" else None,
-                text="" if error is None else self._tell_once(error, env, step),
+                text="" if error is None else self._report_once(error, env, step),
             )
         )
 
-    def _tell_once(self, error: Exception, env: int, step: int) -> str:
-        text, kind = briefly(error), (type(error).__name__, _places(error))
-        if kind in self._told:
+    def _report_once(self, error: Exception, env: int, step: int) -> str:
+        text, kind = briefly(error), (type(error).__name__, _location(error))
+        if kind in self._reported:
             return ""
-        self._told.add(kind)
-        warnings.warn(f"an error in environment {env}, step {step}; the others go on: {text}", stacklevel=2)
+        self._reported.add(kind)
+        warnings.warn(f"error in environment {env}, step {step}; the others continue: {text}", stacklevel=2)
         return text
 
-    def _give_up_if_everybody_failed(self) -> None:
+    def _give_up_if_all_failed(self) -> None:
         if len(self._failures) < len(self.snapshots):
             self._streak = []
             return
@@ -355,23 +356,23 @@ class Governor:
         if len(self._streak) >= self.config.give_up:
             first = self._streak[0]
             raise TrainingError(
-                f"every environment failed, {len(self._streak)} steps in a row; this is no sickness of one host. "
+                f"every environment failed in {len(self._streak)} steps in a row, so the cause is not one host. "
                 f"The first error: {briefly(first)}"
             ) from first
 
 
 def briefly(error: BaseException) -> str:
     """Return an error as one line: type, message and innermost frames."""
-    said = " ".join(str(error).split())[:300]
-    return f"{type(error).__name__}: {said} ({_places(error)})"
+    message = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {message} ({_location(error)})"
 
 
-def _places(error: BaseException) -> str:
+def _location(error: BaseException) -> str:
     innermost = traceback.extract_tb(error.__traceback__)[-3:]
     return " > ".join(f"{Path(f.filename).name}:{f.lineno} in {f.name}" for f in innermost)
 
 
-def _let_go(error: BaseException | None) -> None:
+def _release_frames(error: BaseException | None) -> None:
     """Clear the frames of an error: after an out-of-memory error they may hold most of the memory."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)

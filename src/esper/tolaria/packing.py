@@ -21,7 +21,7 @@ _MAPPINGS: dict[str, Callable[[Iterable[tuple[Any, Any]]], Any]] = {
     "counter": lambda items: Counter(dict(items)),
 }
 _TAG_OF = {dict: "dict", OrderedDict: "ordered", Counter: "counter"}
-_SPELLED = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
+_NON_FINITE = {"nan": math.nan, "inf": math.inf, "-inf": -math.inf}
 
 
 def packed(tree: Any) -> tuple[Any, dict[str, Tensor]]:
@@ -38,7 +38,7 @@ def packed(tree: Any) -> tuple[Any, dict[str, Tensor]]:
     try:
         return _pack(tree, "", tensors), tensors
     except RecursionError:
-        raise CheckpointError("cannot pack this tree: it is nested too deeply, or holds itself") from None
+        raise CheckpointError("cannot pack this tree: it is nested too deeply, or contains itself") from None
 
 
 def unpacked(document: Any, tensors: Mapping[str, Tensor]) -> Any:
@@ -46,7 +46,7 @@ def unpacked(document: Any, tensors: Mapping[str, Tensor]) -> Any:
     try:
         return _unpack(document, tensors)
     except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
-        raise CheckpointError(f"this document is not what packed() made, or its tensors are others: {error}") from error
+        raise CheckpointError(f"the document or its tensors were not made by packed(): {error}") from error
 
 
 def _pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
@@ -67,7 +67,7 @@ def _pack(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         return _pack_mapping(tree, path, tensors)
     if isinstance(tree, Tensor):
         must_be_plain(tree, path or "the tree")
-        return {TAG: "tensor", "name": _kept(tree, path, tensors)}
+        return {TAG: "tensor", "name": _stored(tree, path, tensors)}
     if isinstance(tree, (np.ndarray, np.generic)):
         return _pack_array(tree, path, tensors)
     raise _unpackable(path, f"a {kind.__module__}.{kind.__qualname__}")
@@ -93,10 +93,10 @@ def _pack_array(tree: Any, path: str, tensors: dict[str, Tensor]) -> Any:
         raise _unpackable(path, f"a {type(tree).__name__} of {tree.dtype}") from None
     must_be_plain(tensor, path or "the tree")
     kind = "array" if isinstance(tree, np.ndarray) else "scalar"
-    return {TAG: kind, "name": _kept(tensor, path, tensors)}
+    return {TAG: kind, "name": _stored(tensor, path, tensors)}
 
 
-def _kept(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
+def _stored(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
     """Store the tensor under a unique name derived from its path, and return the name."""
     stem, count = path.encode("utf-8", "backslashreplace").decode() or "tensor", 1
     name = stem
@@ -110,7 +110,7 @@ def _kept(tensor: Tensor, path: str, tensors: dict[str, Tensor]) -> str:
 def _unpackable(path: str, what: str) -> CheckpointError:
     return CheckpointError(
         f"cannot pack {path or 'the tree'}: it is {what}. A checkpoint holds dicts, lists, tuples, numbers, strings, "
-        "None, tensors and numpy arrays; turn it into these"
+        "None, tensors and numpy arrays; convert it to one of these"
     )
 
 
@@ -123,7 +123,7 @@ def _unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
     if tag is None:
         return {key: _unpack(value, tensors) for key, value in document.items()}
     if tag == "float":
-        return _SPELLED[document["value"]]
+        return _NON_FINITE[document["value"]]
     if tag == "tuple":
         return tuple(_unpack(each, tensors) for each in document["items"])
     if tag in _MAPPINGS:
@@ -131,16 +131,15 @@ def _unpack(document: Any, tensors: Mapping[str, Tensor]) -> Any:
     tensor = tensors[document["name"]]
     if tag == "tensor":
         return tensor
-    array = {"array": tensor.numpy, "scalar": tensor.numpy}[tag]()
-    return array if tag == "array" else array[()]
+    return {"array": tensor.numpy, "scalar": lambda: tensor.numpy()[()]}[tag]()
 
 
 def must_be_plain(tensor: Any, where: str) -> None:
     """Raise for a tensor that would be loaded as something else."""
     if type(tensor) not in (Tensor, nn.Parameter):
-        raise CheckpointError(f"{where} is a {type(tensor).__name__}; a checkpoint holds plain tensors there")
+        raise CheckpointError(f"{where} is a {type(tensor).__name__}; a checkpoint holds plain tensors only")
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.is_meta or tensor.dtype == torch.complex128:
         raise CheckpointError(
             f"{where} is a tensor of {tensor.dtype}, {tensor.layout}, on {tensor.device}; "
-            "a checkpoint holds dense ones that have data"
+            "a checkpoint holds dense tensors with data only"
         )

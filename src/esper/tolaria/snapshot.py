@@ -43,20 +43,16 @@ class Snapshot:
         """
         body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
         fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
-        kept = [body.model, *(body.slots[name] for name in fossils)]
-        params = [p for module in kept for p in module.parameters()]
+        params, tensors = self._host_tensors(fossils)
         state = {p: dict(optimizer.state[p]) for p in params if p in optimizer.state}
-        averages = dict(zip(average.params, average.average, strict=True))
-        tensors = [*params, *(b for module in kept for b in module.buffers()), *(averages[p] for p in params)]
         tensors += state_tensors(optimizer, params)
         if not bool(largest(tensors).isfinite()):  # sync: once per snapshot
-            raise TrainingError("weights, statistics of norms or optimiser state are not finite: no snapshot is taken")
+            raise TrainingError("no snapshot is taken: weights, norm statistics or optimiser state are not finite")
         options = [_options(group) for group in optimizer.param_groups]
         if len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True)):
             torch._foreach_copy_(self.copies, tensors)
         else:
-            copies = [t.detach().clone() for t in tensors]
-            self.tensors, self.copies = tensors, copies
+            self.tensors, self.copies = tensors, [t.detach().clone() for t in tensors]
         self.params, self.state, self.updates = params, state, average.updates
         self.fossils, self.options = fossils, options
         self.forking = body.forking.failure, set(body.forking.proven)
@@ -95,36 +91,44 @@ class Snapshot:
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load what `state_dict` returned in another process. The network must have loaded its own state before."""
-        body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
+        optimizer = self.network.optimizer
         self.fossils = list(state["fossils"])
-        kept = [body.model, *(body.slots[name] for name in self.fossils)]
-        self.params = [p for module in kept for p in module.parameters()]
+        self.params, self.tensors = self._host_tensors(self.fossils)
         self.state = {
             p: {k: optimizer.state[p][k] if v is None else v[0] for k, v in values.items()}
             for p, values in zip(self.params, state["state"], strict=True)
             if values is not None
         }
-        averages = dict(zip(average.params, average.average, strict=True))
-        self.tensors = [*self.params, *(b for m in kept for b in m.buffers()), *(averages[p] for p in self.params)]
         self.tensors += [v for each in self.state.values() for v in each.values() if isinstance(v, Tensor)]
         self.copies = [torch.empty_like(t).copy_(c) for t, c in zip(self.tensors, state["copies"], strict=True)]
         self.updates, self.options = state["updates"], [dict(options) for options in state["options"]]
         self.forking = state["forking"][0], {ForkPoint(*point) for point in state["forking"][1]}
 
+    def _host_tensors(self, fossils: Sequence[str]) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Return the parameters of host and fossils, and these with their buffers and averages."""
+        body, average = self.network.body, self.network.average
+        modules = [body.model, *(body.slots[name] for name in fossils)]
+        params = [p for module in modules for p in module.parameters()]
+        averages = dict(zip(average.params, average.average, strict=True))
+        buffers = [b for module in modules for b in module.buffers()]
+        return params, [*params, *buffers, *(averages[p] for p in params)]
+
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
     """Return the options of an optimiser group: everything but its parameters."""
-    told = {k: v for k, v in group.items() if k not in ("params", "param_names")}
-    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in told.items()}
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}
 
 
-def vital_tensors(felt: Sequence[nn.Module], average: WeightAverage, optimizer: torch.optim.Optimizer) -> list[Tensor]:
+def vital_tensors(
+    modules: Sequence[nn.Module], average: WeightAverage, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
     """Return what must stay finite: weights, their averages and optimiser state, and the statistics of norms."""
     averages = dict(zip(average.params, average.average, strict=True))
-    params = [p for module in felt for p in module.parameters()]
-    norms = [m for module in felt for m in module.modules() if isinstance(m, Norm)]
-    found = [*params, *(averages[p] for p in params), *state_tensors(optimizer, params)]
-    return found + [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
+    params = [p for module in modules for p in module.parameters()]
+    norms = [m for module in modules for m in module.modules() if isinstance(m, Norm)]
+    tensors = [*params, *(averages[p] for p in params), *state_tensors(optimizer, params)]
+    return tensors + [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor]:
