@@ -37,7 +37,7 @@ from esper.leyline.errors import BlueprintError, DataError, EsperError
 from esper.nissa.run import Lock, RunDirectory, read_manifest
 from esper.tamiyo.controllers.learned import SHIPPED
 from esper.tamiyo.policy_file import FORMAT, view
-from esper.tolaria.best_host import BEST_HOST, BestHost
+from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.data import load_data
 from esper.tolaria.engine import Engine
@@ -406,9 +406,8 @@ def a_host(change: Callable[[dict, dict], None] = lambda document, tensors: None
     path = a_run()
     engine = Engine(get_task("digits"), [0])
     engine.table.quality[:] = 0.5
-    best = BestHost()
-    best.offer(engine, [0.1], 0)
-    document, tensors = json.loads(json.dumps(best.document())), best.tensors()
+    host = GrownHost.of(engine, 0, utility=0.1, round=0)
+    document, tensors = json.loads(json.dumps(host.document())), host.tensors()
     change(document, tensors)
     kept = {"tensors": {BEST_HOST: tensors}, "documents": {BEST_HOST: document}, "kind": "host"}
     Checkpoints(path / BEST_HOST, keep=1).write("host", **kept)

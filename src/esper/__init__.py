@@ -28,6 +28,7 @@ _HOME = {
     "Task": "esper.tolaria.tasks",
     "Engine": "esper.tolaria.engine",
     "EngineConfig": "esper.tolaria.engine_config",
+    "GrownHost": "esper.tolaria.best_host",
     "GrowthEnv": "esper.simic.env",
     "GrowthVectorEnv": "esper.simic.env",
     "SimConfig": "esper.simic.simulated_worlds",
@@ -60,6 +61,7 @@ if TYPE_CHECKING:
     from esper.simic.env import GrowthVectorEnv as GrowthVectorEnv
     from esper.simic.simulated_worlds import SimConfig as SimConfig
     from esper.simic.simulator import Simulator as Simulator
+    from esper.tolaria.best_host import GrownHost as GrownHost
     from esper.tolaria.data import load_data as load_data
     from esper.tolaria.engine import Engine as Engine
     from esper.tolaria.engine_config import EngineConfig as EngineConfig

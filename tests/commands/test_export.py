@@ -22,7 +22,7 @@ from esper.leyline.errors import ConfigError, DataError, EsperError, HardenError
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import RunDirectory
 from esper.tamiyo.controllers.schedule import wait_everywhere
-from esper.tolaria.best_host import BEST_HOST, BestHost
+from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task
 from tests.support.models import ZOO, PlainCNN, awaken, grow, grow_everywhere
@@ -58,9 +58,7 @@ def runs(tmp_path_factory):
         root = tmp_path_factory.mktemp(host)
         with RunDirectory.create(root, host, name="run", manifest={}) as run:
             engine = grown(host)
-            best = BestHost()
-            assert best.offer(engine, [0.25], 3)
-            best.save(run.path / BEST_HOST)
+            GrownHost.of(engine, 0, utility=0.25, round=3).save(run.path / BEST_HOST)
         plot, x = engine.networks[0], engine.data.val.x.contiguous()
         with plot.average.applied(), torch.no_grad():
             expected = plot.body.eval()(x).contiguous()
@@ -138,7 +136,7 @@ def test_every_format_loads_without_esper_and_matches_the_averaged_body(runs, ho
 
 
 def test_shorter_sequences_than_the_exported_ones_are_accepted(runs):
-    model = Plain.of(BestHost.load(runs["transformer"] / BEST_HOST).host)
+    model = Plain.of(GrownHost.load(runs["transformer"] / BEST_HOST))
     program = torch.export.load(io.BytesIO(as_program(model, "model")[0])).module()
     x = model.host.inputs[:3, :17]
     assert torch.allclose(program(x), model.body(x), atol=1e-5)
@@ -260,12 +258,12 @@ def test_unsuitable_output_name_is_refused(runs, tmp_path, format, name, said):
 
 
 def test_text_from_a_run_is_never_emitted_as_code(runs, tmp_path):
-    best = BestHost.load(runs["mlp"] / BEST_HOST)
+    host = GrownHost.load(runs["mlp"] / BEST_HOST)
     evil = '"""\nraise SystemExit("ran")\n{__import__}'
-    task = dataclasses.replace(best.host.task, name=evil)
-    best.host = dataclasses.replace(best.host, task=task, data=best.host.data | {"name": evil, "vocabulary": evil})
+    task = dataclasses.replace(host.task, name=evil)
+    host = dataclasses.replace(host, task=task, data=host.data | {"name": evil, "vocabulary": evil})
     with RunDirectory.create(tmp_path, "mlp", name="run", manifest={}) as run:
-        best.save(run.path / BEST_HOST)
+        host.save(run.path / BEST_HOST)
     run_export(run.path, "torch", out=None, force=False)
     spec = importlib.util.spec_from_file_location("home", run.path / "export" / "torch" / "model.py")
     home = importlib.util.module_from_spec(spec)
@@ -313,7 +311,7 @@ def test_failed_write_leaves_existing_files_unchanged(tmp_path, monkeypatch):
 
 
 def test_images_have_a_free_batch_size_and_about_states_the_preprocessing(runs):
-    model = Plain.of(BestHost.load(runs["cnn"] / BEST_HOST).host)
+    model = Plain.of(GrownHost.load(runs["cnn"] / BEST_HOST))
     about = model.about()
     assert about["input"]["shape"] == ["batch", 1, 14, 14]
     assert (about["input"]["mean"], about["input"]["white"]) == ([0.2854], 255)

@@ -8,7 +8,7 @@ import pytest
 from esper.commands.export import Plain
 from esper.commands.grow import GrowOptions, run_grow
 from esper.commands.growing import Settings
-from esper.tolaria.best_host import BEST_HOST, BestHost
+from esper.tolaria.best_host import BEST_HOST, GrownHost
 
 
 def grown(run: Path, capsys: pytest.CaptureFixture[str], **settings: object) -> tuple[str, dict[str, dict]]:
@@ -24,7 +24,7 @@ def test_seed_in_training_is_named_and_neither_counted_compared_nor_exported(tmp
     grew, bare = results["grown"], results["no growth"]
     assert grew["history"][-1]["stage"][0] == "TRAINING"
     assert "r0c0: still in training at the end, so not part of the grown network" in printed
-    exported = Plain.of(BestHost.load(tmp_path / "run" / BEST_HOST).host)
+    exported = Plain.of(GrownHost.load(tmp_path / "run" / BEST_HOST))
     assert grew["params"] == exported.params == bare["params"] < grew["history"][-1]["params"]
 
 

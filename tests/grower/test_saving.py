@@ -512,10 +512,10 @@ def test_as_many_saves_are_kept_as_requested(tmp_path):
 
 def test_directory_without_a_save_is_reported(tmp_path):
     grower = maker()()[0]
-    with pytest.raises(CheckpointError, match=r"there is no checkpoint in .*nowhere"):
+    with pytest.raises(CheckpointError, match=r"there is no usable checkpoint in .*nowhere"):
         grower.load(tmp_path / "nowhere")
     path = grower.save(tmp_path)
-    with pytest.raises(CheckpointError, match=r"Give the directory above it"):
+    with pytest.raises(CheckpointError, match=r"Pass its parent"):
         grower.load(path)
     Checkpoints(tmp_path / "run").write("run", kind="run")
     with pytest.raises(CheckpointError, match="of kind 'run'; a grower's is of kind 'body'"):
@@ -695,7 +695,7 @@ def test_save_of_a_bare_body_removes_growth_and_notifies_listeners(tmp_path):
 def test_changed_arguments_are_reported_and_used(saved):
     rules = esper.Rules(**{f: getattr(EASY, f) for f in EASY.__struct_fields__} | {"max_seeds": 3})
     grower = maker(rules=rules, incubation="shadow", controller="heuristic", seed=4)()[0]
-    with pytest.warns(UserWarning, match="another way") as said:
+    with pytest.warns(UserWarning, match="settings differ from those of the checkpoint") as said:
         grower.load(saved)
     text = " ".join(str(w.message) for w in said)
     for difference in (

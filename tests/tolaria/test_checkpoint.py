@@ -224,7 +224,7 @@ def test_last_and_best_are_kept(tmp_path_factory, scores, keep):
 
 
 def test_keep_must_be_at_least_one(tmp_path):
-    with pytest.raises(ConfigError, match="keep=0"):
+    with pytest.raises(ConfigError, match="keep must be ≥ 1, got 0"):
         Checkpoints(tmp_path, keep=0)
 
 

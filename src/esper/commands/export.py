@@ -34,7 +34,7 @@ from esper.leyline.atomic_io import Draft, sync_directory
 from esper.leyline.errors import ConfigError, DataError, RunError, unknown_name
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import read_manifest
-from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
+from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.data.catalogue import SOURCES
 
 FORMATS = {"torch": ".py", "torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
@@ -103,9 +103,7 @@ def kept_host(run: Path) -> GrownHost:
             f"{run} contains no grown host (no {BEST_HOST}/): it ended before its first round, or was not recorded by "
             "`esper grow` or `esper train`. For your own model use esper.harden and torch.export"
         )
-    host = BestHost.load(run / BEST_HOST).host
-    assert host is not None
-    return host
+    return GrownHost.load(run / BEST_HOST)
 
 
 def place_for(run: Path, format: str, out: Path | None) -> Path:

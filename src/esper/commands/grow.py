@@ -54,7 +54,7 @@ from esper.simic.attribution import Worth, report
 from esper.simic.backend import context_of
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned
-from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
+from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Saved
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine
@@ -362,7 +362,7 @@ def save_models(out: Path, engine: Engine, worth: Worth) -> None:
     plot = engine.networks[0]
     host = GrownHost.of(engine, 0)
     if host.is_finite:
-        BestHost(host).save(out / BEST_HOST)
+        host.save(out / BEST_HOST)
     else:
         warnings.warn("the grown host has values that are not finite; it is not saved for `esper export`", stacklevel=2)
     with plot.average.applied():

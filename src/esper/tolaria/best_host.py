@@ -1,26 +1,23 @@
 """The best grown host of a run: its second result besides the policy.
 
-    best = BestHost()
-    best.offer(engine, utility, round)         # after each round: kept if it exceeds the current best
-    best.save(run / BEST_HOST)                 # and BestHost.load(run / BEST_HOST)
+    GrownHost.of(engine, env).save(run / BEST_HOST)
+    body = GrownHost.load(run / BEST_HOST).body()
 
-Best means the highest utility at the end of an episode; the test split is not used. Saved are the averaged weights, on
-which quality was measured, the data needed to rebuild the body, and its outputs for a few validation samples, which
-verify a rebuilt or exported model.
+Saved are the averaged weights, on which quality was measured, the data needed to rebuild the body, and its outputs for
+a few validation samples, which verify a rebuilt or exported model. The test split is not used.
 
-Legend: E environments, N samples.
+Legend: N samples.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -167,48 +164,9 @@ class GrownHost:
             raise DataError("the saved host cannot be used: it has weights or outputs that are NaN or infinite")
         return host
 
-
-class BestHost:
-    """The best of the hosts offered so far; `host` is None at first."""
-
-    def __init__(self, host: GrownHost | None = None) -> None:
-        self.host = host
-
-    def offer(self, engine: Engine, utility: Sequence[float] | np.ndarray[Any, Any], round: int) -> bool:
-        """Keep the host with the highest utility [E] if it exceeds the current best. Non-finite hosts are skipped."""
-        scores = np.asarray(utility, dtype=np.float64)
-        scores = np.where(np.isfinite(scores), scores, np.nan)
-        for env in np.argsort(-scores, kind="stable"):  # NaN sorts last
-            if np.isnan(scores[env]) or (self.host is not None and not self._beaten_by(scores[env])):
-                return False
-            host = GrownHost.of(engine, int(env), utility=float(scores[env]), round=round)
-            if host.is_finite:
-                self.host = host
-                return True
-        return False
-
-    def _beaten_by(self, utility: float) -> bool:
-        assert self.host is not None
-        return self.host.utility is None or utility > self.host.utility
-
-    def document(self) -> dict[str, Any]:
-        """Return the host's document; empty if there is no host."""
-        return {} if self.host is None else self.host.document()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """Return the host's tensors; empty if there is no host."""
-        return {} if self.host is None else self.host.tensors()
-
-    @classmethod
-    def restored(cls, document: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Self:
-        """Return the best host from `document()` and `tensors()`, as stored in a checkpoint."""
-        return cls(GrownHost.restored(document, tensors) if document else None)
-
-    def save(self, directory: Path) -> Path | None:
-        """Write the host to a directory, replacing the previous one, and return its path; None if there is no host."""
-        if self.host is None:
-            return None
-        name = "host" if self.host.round is None else f"round-{self.host.round}"
+    def save(self, directory: Path) -> Path:
+        """Write the host to a directory of its own, replacing the previous one, and return its path."""
+        name = "host" if self.round is None else f"round-{self.round}"
         tensors, documents = {BEST_HOST: self.tensors()}, {BEST_HOST: self.document()}
         return Checkpoints(directory, keep=1).write(name, tensors=tensors, documents=documents, kind="host").path
 

@@ -33,7 +33,7 @@ from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
 from esper.simic.training.training_state import TrainingState
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
-from esper.tolaria.best_host import BestHost
+from esper.tolaria.best_host import GrownHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
 from tests.support.run_outcomes import Fate, fate, is_whole
 
@@ -257,28 +257,25 @@ def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, m
         raise CheckpointError("No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr(BestHost, "save", full)
+        patch.setattr(GrownHost, "save", full)
         with pytest.warns(UserWarning, match="this best host is not saved"):
             checkpointer.offer_hosts(env.backend, np.array([0.5, 0.1]), 0)
     checkpointer.offer_hosts(env.backend, np.array([0.2, 0.3]), 1)
-    host = BestHost.load(tmp_path / "best_host").host
-    assert host is not None
+    host = GrownHost.load(tmp_path / "best_host")
     assert (host.utility, host.round) == (0.3, 1)
 
 
 def test_resume_keeps_the_best_host_until_a_better_one_is_grown(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(HOSTS, tmp_path / "run", poll=Countdown(20))
-    best = BestHost.load(tmp_path / "run" / "best_host").host
-    assert best is not None
+    best = GrownHost.load(tmp_path / "run" / "best_host")
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
     checkpointer = restored(newest(tmp_path / "run"), env)
     for number, gain in ((7, -0.1), (8, 0.0), (9, 0.1)):
         checkpointer.offer_hosts(env.backend, np.array([best.utility + gain, -1.0]), number)
-        kept = BestHost.load(tmp_path / "run" / "best_host").host
-        assert kept is not None
+        kept = GrownHost.load(tmp_path / "run" / "best_host")
         assert kept.round == (9 if gain > 0 else best.round)
 
 
@@ -323,8 +320,7 @@ def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> 
     assert checkpointer.best_utility == -math.inf
     checkpointer.offer_hosts(env.backend, np.array([0.5, 0.1]), 1)
     assert checkpointer.best_utility == 0.1
-    host = BestHost.load(tmp_path / "best_host").host
-    assert host is not None
+    host = GrownHost.load(tmp_path / "best_host")
     assert (host.utility, host.round) == (0.1, 1)
 
 

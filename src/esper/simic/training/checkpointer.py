@@ -26,7 +26,7 @@ from esper.simic.training.config import TrainConfig, as_tree
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.training_state import TrainingState
 from esper.tamiyo.policy_file import POLICY, save_policy
-from esper.tolaria.best_host import BEST_HOST, BestHost, GrownHost
+from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
 from esper.tolaria.packing import packed, unpacked
 from esper.tolaria.reproducibility import changes, fingerprint
@@ -175,7 +175,7 @@ def _save_host(host: GrownHost, directory: Path) -> int:
     if not directory.is_dir():
         return NOT_WRITTEN
     try:
-        BestHost(host).save(directory / BEST_HOST)
+        host.save(directory / BEST_HOST)
     except CheckpointError as error:
         warnings.warn(f"{error}. The run continues; this best host is not saved", stacklevel=2)
         return NOT_WRITTEN
