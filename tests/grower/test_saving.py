@@ -694,14 +694,14 @@ def test_save_of_a_bare_body_removes_growth_and_notifies_listeners(tmp_path):
 
 def test_changed_arguments_are_reported_and_used(saved):
     rules = esper.Rules(**{f: getattr(EASY, f) for f in EASY.__struct_fields__} | {"max_seeds": 3})
-    grower = maker(rules=rules, incubation="shadow", controller="heuristic", seed=4)()[0]
+    grower = maker(rules=rules, incubation="shadow", controller="heuristic", rng_seed=4)()[0]
     with pytest.warns(UserWarning, match="settings differ from those of the checkpoint") as said:
         grower.load(saved)
     text = " ".join(str(w.message) for w in said)
     for difference in (
         "controller was 'Wait', is 'Heuristic'",
         "incubation was 'straight_through', is 'shadow'",
-        "seed was 0, is 4",
+        "rng_seed was 0, is 4",
         "rules.max_seeds was 0, is 3",
     ):
         assert difference in text
