@@ -47,8 +47,7 @@ def write(checkpoints, i, name=None, **more):
     return checkpoints.write(
         name or f"round-{i}",
         tensors={"policy": {"weight": torch.full((3, 4), float(i)), "steps": torch.tensor(i)}},
-        documents={"run": {"i": i, "curve": [0.5 * i, None, "a"]}},
-        files={"notes.txt": f"i={i}".encode()},
+        documents={"run": {"i": i, "curve": [0.5 * i, None, "a"]}, "notes": f"i={i}"},
         **more,
     )
 
@@ -63,7 +62,7 @@ def said_by(saved):
     assert tensors.keys() == {"weight", "steps"}
     assert torch.equal(tensors["weight"], torch.full((3, 4), float(i)))
     assert torch.equal(tensors["steps"], torch.tensor(i))
-    assert saved.file("notes.txt") == f"i={i}".encode()
+    assert saved.document("notes") == f"i={i}"
     return i
 
 
@@ -93,7 +92,7 @@ def test_write_then_read_round_trips(tmp_path):
     assert said_by(saved) == 7
     assert (saved.path, saved.name, saved.kind, saved.score) == (written.path, "round-7", "body", 0.5)
     assert written.path == tmp_path / "runs" / "checkpoints" / "round-7"
-    names = {"policy.safetensors", "run.json", "notes.txt", "index.json"}
+    names = {"policy.safetensors", "run.json", "notes.json", "index.json"}
     assert {each.name for each in written.path.iterdir()} == names
     assert written.size_bytes == sum(each.stat().st_size for each in written.path.iterdir())
     assert written.write_ms > 0
@@ -159,11 +158,9 @@ def test_non_finite_and_conjugated_tensors_round_trip(tmp_path):
         ({"documents": {"d": {"x": object()}}}, "'d' is not plain JSON"),
         ({"documents": {"d": 10**5000}}, "'d' is not plain JSON"),
         ({"documents": {"a/b": 1}}, "'a/b.json' is not a valid name"),
-        ({"files": {"../x": b""}}, "'../x' is not a valid name"),
-        ({"files": {".x": b""}}, "'.x' is not a valid name"),
-        ({"files": {"index.json": b""}}, "two files of checkpoint 'x' would be named 'index.json'"),
-        ({"documents": {"index": 1}}, "would be named 'index.json'"),
-        ({"documents": {"a": 1}, "files": {"a.json": b""}}, "would be named 'a.json'"),
+        ({"documents": {"../x": 1}}, "'../x.json' is not a valid name"),
+        ({"documents": {".x": 1}}, "'.x.json' is not a valid name"),
+        ({"documents": {"index": 1}}, "'index.json' is not a valid name"),
         ({"tensors": {"t": {"w": torch.zeros(2).to_sparse()}}}, "t\\['w'\\] is a tensor of .*sparse"),
         ({"tensors": {"t": {"w": torch.zeros(2, device="meta")}}}, "t\\['w'\\] .* on meta"),
         ({"tensors": {"t": {"w": torch.zeros(2, dtype=torch.complex128)}}}, "t\\['w'\\] .*complex128"),
@@ -184,7 +181,7 @@ def test_invalid_content_is_rejected_before_writing(tmp_path, content, says):
 def test_checkpoint_of_too_many_files_is_rejected(tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoint, "MOST_INDEX_BYTES", 1000)
     with pytest.raises(CheckpointError, match="20 files"):
-        Checkpoints(tmp_path).write("x", files={f"f{i}": b"" for i in range(20)})
+        Checkpoints(tmp_path).write("x", documents={f"f{i}": None for i in range(20)})
     assert [each.name for each in tmp_path.iterdir()] == [".lock"]
 
 
@@ -268,9 +265,9 @@ def test_foreign_files_are_kept(tmp_path):
 def test_damaged_checkpoints_do_not_count_for_retention(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     write(checkpoints, 0)
-    for i, spoil in ((1, b"i=9"), (2, b"too long")):  # one is detected when opened, one by its size
+    for i, spoil in ((1, b'"i=9"'), (2, b"too long")):  # one is detected when opened, one by its size
         write(checkpoints, i)
-        (tmp_path / f"round-{i}" / "notes.txt").write_bytes(spoil)
+        (tmp_path / f"round-{i}" / "notes.json").write_bytes(spoil)
         assert newest(checkpoints)[0] == 0
     write(checkpoints, 3)
     (tmp_path / "round-3" / "run.json").unlink()
@@ -285,7 +282,7 @@ def test_name_of_a_damaged_checkpoint_can_be_reused(tmp_path):
     checkpoints = Checkpoints(tmp_path, keep=2)
     for i in (1, 2):
         write(checkpoints, i)
-    (tmp_path / "round-2" / "notes.txt").write_bytes(b"i=9")
+    (tmp_path / "round-2" / "notes.json").write_bytes(b'"i=9"')
     assert newest(checkpoints)[0] == 1
     shutil.rmtree(tmp_path / "round-2")
     for i in (2, 3):
@@ -319,7 +316,7 @@ def check_fallback(checkpoints, damaged):
         assert not any("round-2" in each for each in told)
 
 
-FILES = ["policy.safetensors", "run.json", "notes.txt", "index.json"]
+FILES = ["policy.safetensors", "run.json", "notes.json", "index.json"]
 
 
 @pytest.mark.parametrize("damaged", [1, 2])
@@ -455,7 +452,7 @@ def test_files_of_wrong_type_or_size_are_not_read(pair, thing, name):
 def test_best_falls_back_to_the_second_best(pair):
     checkpoints, _ = pair
     assert said_by(checkpoints.best()) == 1
-    (checkpoints.root / "round-1" / "notes.txt").write_bytes(b"i=2")
+    (checkpoints.root / "round-1" / "notes.json").write_bytes(b'"i=2"')
     with pytest.warns(UserWarning, match="round-1.*damaged"):
         assert said_by(checkpoints.best()) == 2
 
@@ -492,7 +489,7 @@ def test_files_changed_after_opening_are_rejected(pair):
     for path in contents:
         if path.parent.name == "round-2":
             path.write_bytes(bytes([contents[path][0] ^ 1]) + contents[path][1:])
-    for ask in (lambda: saved.document("run"), lambda: saved.tensors("policy"), lambda: saved.file("notes.txt")):
+    for ask in (lambda: saved.document("run"), lambda: saved.tensors("policy"), lambda: saved.document("notes")):
         with pytest.raises(CheckpointError, match="damaged"):
             ask()
 

@@ -23,7 +23,6 @@ import secrets
 import shutil
 import time
 import warnings
-from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from io import BufferedReader
@@ -96,7 +95,6 @@ class Checkpoints:
         *,
         tensors: Mapping[str, Mapping[str, Tensor]] = {},
         documents: Mapping[str, Any] = {},
-        files: Mapping[str, bytes] = {},
         kind: str = "run",
         score: float | None = None,
     ) -> Written:
@@ -106,7 +104,7 @@ class Checkpoints:
         On failure raise CheckpointError; earlier checkpoints are unchanged and no draft is left.
         """
         started = time.perf_counter()
-        contents = _contents(name, tensors, documents, files)
+        contents = _contents(name, tensors, documents)
         try:
             _make_root(self.root)
             with locked(self.root / LOCK, wait_s=WAIT_S) as alone:
@@ -279,35 +277,24 @@ _WAY_OUT = {
 
 
 def _contents(
-    name: str,
-    tensors: Mapping[str, Mapping[str, Tensor]],
-    documents: Mapping[str, Any],
-    files: Mapping[str, bytes],
+    name: str, tensors: Mapping[str, Mapping[str, Tensor]], documents: Mapping[str, Any]
 ) -> dict[str, Callable[[], bytes]]:
     """Return file name → function that encodes it. Raise for content that cannot be saved, before writing anything."""
-    named: list[tuple[str, Callable[[], bytes]]] = []
+    contents: dict[str, Callable[[], bytes]] = {}
     for key, document in documents.items():
-        named.append((f"{key}.json", functools.partial(bytes, _encoded_document(key, document))))
-    for key, content in files.items():
-        named.append((key, functools.partial(bytes, content)))
+        contents[f"{key}.json"] = functools.partial(bytes, _encoded_document(key, document))
     for key, group in tensors.items():
         for each, tensor in group.items():
             must_be_plain(tensor, f"{key}[{each!r}]")
-            if each == METADATA:
-                raise CheckpointError(
-                    f"a tensor of {key!r} cannot be named {METADATA!r}: the format reserves that name"
-                )
-        named.append((f"{key}.safetensors", functools.partial(_encoded_tensors, key, group)))
-    for each in (name, *(each for each, _ in named)):
-        if not _NAME.fullmatch(each):
+        if METADATA in group:
+            raise CheckpointError(f"a tensor of {key!r} cannot be named {METADATA!r}: the format reserves that name")
+        contents[f"{key}.safetensors"] = functools.partial(_encoded_tensors, key, group)
+    for each in (name, *contents):
+        if not _NAME.fullmatch(each) or each == INDEX:
             raise CheckpointError(
                 f"{each!r} is not a valid name in a checkpoint: use at most 128 letters, digits, '_', '.', '+' and "
-                "'-', and begin with a letter, a digit or '_'"
+                f"'-', begin with a letter, a digit or '_', and do not use {INDEX!r}"
             )
-    contents = dict(named)
-    if len(contents) < len(named) or INDEX in contents:
-        twice = [each for each, count in Counter([INDEX, *(each for each, _ in named)]).items() if count > 1]
-        raise CheckpointError(f"two files of checkpoint {name!r} would be named {twice[0]!r}. Rename one")
     return contents
 
 
