@@ -29,7 +29,7 @@ def table_at(epoch: int, *, quality: list[float] | None = None, loss: list[float
 
 
 class Mute:
-    def act(self, table, legal):
+    def act(self, table, _legal):
         return wait_everywhere(table.num_envs)
 
 

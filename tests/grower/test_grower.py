@@ -197,7 +197,7 @@ def test_seed_pruned_while_training_leaves_the_host_bit_identical(kind, incubati
         grower.step(VAL)
 
     grown, grown_states = no_growth(kind, 6, grow, incubation)
-    plain, plain_states = no_growth(kind, 6, lambda grower, epoch: None, incubation)
+    plain, plain_states = no_growth(kind, 6, lambda _grower, _epoch: None, incubation)
 
     assert learnt[0] > 0  # its last projection stays zero
     for name, value in plain.items():
@@ -217,7 +217,7 @@ def test_non_finite_seed_does_not_affect_the_host(incubation):
                     p.fill_(float("nan"))
 
     grown, _ = no_growth("sgd", 3, grow, incubation)
-    plain, _ = no_growth("sgd", 3, lambda grower, epoch: None, incubation)
+    plain, _ = no_growth("sgd", 3, lambda _grower, _epoch: None, incubation)
     assert all(torch.equal(grown[n], plain[n]) for n in plain)
 
 
@@ -287,11 +287,11 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
     ),
     "germinate, unfit": (
         EASY,
-        lambda g: None,
+        lambda _g: None,
         lambda g: g.germinate("first", "lora"),
         "which is DORMANT: 'lora' does not fit there. It takes: conv_light, attention, norm",
     ),
-    "germinate, noop": (EASY, lambda g: None, lambda g: g.germinate("first", "noop"), "'noop' does not fit there"),
+    "germinate, noop": (EASY, lambda _g: None, lambda g: g.germinate("first", "noop"), "'noop' does not fit there"),
     "germinate, cooling": (
         EASY,
         cooling,
@@ -316,7 +316,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
         lambda g: g.germinate("second", "norm"),
         "there are 1 seeds, the most that rules.max_seeds allows. Prune one, or raise it",
     ),
-    "advance, nothing": (EASY, lambda g: None, lambda g: g.advance("first"), "DORMANT: this stage does not allow it"),
+    "advance, nothing": (EASY, lambda _g: None, lambda g: g.advance("first"), "DORMANT: this stage does not allow it"),
     "advance, too young": (
         BY_HAND,
         lambda g: (g.germinate("first", "norm"), g.advance("first")),
@@ -386,7 +386,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
         lambda g: g.prune("first"),
         "FOSSILIZED: this stage does not allow it. Slots that do: none",
     ),
-    "prune, empty": (EASY, lambda g: None, lambda g: g.prune("first"), "DORMANT: this stage does not allow it"),
+    "prune, empty": (EASY, lambda _g: None, lambda g: g.prune("first"), "DORMANT: this stage does not allow it"),
 }  # fmt: skip
 
 
@@ -413,8 +413,8 @@ def test_illegal_operation_is_refused_with_the_reason(rules, before, act, text):
         (lambda g: g.set_alpha_target("first", 1, curve="COSIN"), "no alpha curve named 'COSIN'. Did you mean 'COSINE"),
         (lambda g: g.set_alpha_target("third", 1), "no slot named 'third'"),
         (lambda g: g.prune("first", speed="FASTER"), "no alpha speed named 'FASTER'. Did you mean 'FAST'?"),
-        (lambda g: make_grower(quality="accurracy"), "no quality named 'accurracy'. Did you mean 'accuracy'?"),
-        (lambda g: make_grower(controller="scheduled"), "no controller named 'scheduled'. Did you mean 'schedule'?"),
+        (lambda _g: make_grower(quality="accurracy"), "no quality named 'accurracy'. Did you mean 'accuracy'?"),
+        (lambda _g: make_grower(controller="scheduled"), "no controller named 'scheduled'. Did you mean 'schedule'?"),
     ],
 )
 def test_wrong_name_suggests_the_nearest(act, text):
@@ -427,7 +427,7 @@ def test_wrong_name_suggests_the_nearest(act, text):
     ("act", "text"),
     [
         (lambda g: g.germinate("first", "norm", alpha_target=0.6), "an alpha target is one of 0.5, 0.7, 1.0, got 0.6"),
-        (lambda g: make_grower(incubation="shade"), "incubation must be 'straight_through' or 'shadow', got 'shade'"),
+        (lambda _g: make_grower(incubation="shade"), "incubation must be 'straight_through' or 'shadow', got 'shade'"),
         (lambda g: g.shadow(lambda: torch.zeros(())), "grower.shadow needs Grower(..., incubation='shadow')"),
         (lambda g: g.step([]), "no validation batch was given"),
         (
@@ -505,7 +505,7 @@ def test_batches_may_be_mappings_with_labels_and_outputs_too(quality):
 
 
 def test_custom_quality_is_the_one_that_counts():
-    grower = make_grower(quality=lambda output, target: -(output - 1.0).square().mean(1))
+    grower = make_grower(quality=lambda output, _target: -(output - 1.0).square().mean(1))
     bring(grower, "first", SeedStage.HOLDING)
     train(grower)
     report = grower.step(VAL)
@@ -588,7 +588,7 @@ class Contrary:
     def __init__(self) -> None:
         self.seen: list[Any] = []
 
-    def act(self, table: esper.SlotTable, legal: Any) -> Any:
+    def act(self, _table: esper.SlotTable, legal: Any) -> Any:
         self.seen.append(legal.shape)
         actions = wait_everywhere(1)
         actions[0, [Head.OP, Head.SLOT]] = Op.FOSSILIZE, 0 if len(self.seen) == 1 else 17

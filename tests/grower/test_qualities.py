@@ -185,7 +185,7 @@ def test_check_tries_the_quality_before_the_first_epoch():
 
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
 def test_failed_measurement_can_be_repeated_with_a_fixed_quality(incubation):
-    grower = vector_grower(quality=lambda output, target: output[0, 0, 0], incubation=incubation)
+    grower = vector_grower(quality=lambda output, _target: output[0, 0, 0], incubation=incubation)
     grower.germinate("1", "lora")
     grower.step()
     x, y = noise(8, 6), classes(3, 8)

@@ -81,7 +81,7 @@ class Loop:
         return [(do, e, *rest) for e in range(EPOCHS) for do, *rest in epoch]
 
     def act(self, epoch: int) -> None:
-        self.story.get(epoch, lambda g: None)(self.grower)
+        self.story.get(epoch, lambda _g: None)(self.grower)
 
     def backward(self, epoch: int, b: int) -> None:
         body = self.grower.body.train()
@@ -93,7 +93,7 @@ class Loop:
         if body.incubation == "shadow" and (epoch + b) % 3:
             self.grower.shadow(lambda: loss(body(x), y))
 
-    def update(self, epoch: int, b: int) -> None:
+    def update(self, _epoch: int, _b: int) -> None:
         self.grower.clip_grad_norm_(1.0)
         self.grower.optimizer.step()
 

@@ -20,7 +20,7 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tolaria.batched_modules import WideSeed
-from esper.tolaria.batched_training import BatchedTrainer, cannot, choose, is_known
+from esper.tolaria.batched_training import BatchedTrainer, can_be_batched, cannot, choose
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.host_network import HostNetwork
@@ -105,9 +105,10 @@ def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
+@pytest.mark.usefixtures("double")
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
 @pytest.mark.parametrize("host", HOSTS)
-def test_stacked_training_equals_the_loop_under_growth(host: str, incubation: str, double: None):
+def test_stacked_training_equals_the_loop_under_growth(host: str, incubation: str):
     loop, stack = (
         engine(task(host, torch.float64), 3, stacked=s, incubation=incubation, gradient_telemetry_stride=2)
         for s in (False, True)
@@ -144,7 +145,8 @@ def test_stacked_training_equals_the_loop_in_float32_up_to_rounding():
         assert_close(a, b, 1e-5)
 
 
-def test_fossils_are_clipped_with_the_host_and_seeds_separately(double: None):
+@pytest.mark.usefixtures("double")
+def test_fossils_are_clipped_with_the_host_and_seeds_separately():
     strict = replace(task("mlp", torch.float64), clip=0.01)
     loop, stack = plots(strict), plots(strict)
     for made in (loop, stack):
@@ -241,28 +243,28 @@ def test_custom_seeds_are_not_stacked():
         slot = next(iter(plot.body.slots.values()))
         assert slot.seed is not None
         assert WideSeed.of(slot, 16) is not None
-        assert is_known(plot)
+        assert can_be_batched(plot)
         slot.seed = Stumbling(slot.seed)
         assert WideSeed.of(slot, 16) is None
-        assert not is_known(plot)
+        assert not can_be_batched(plot)
     for odd in (nn.Dropout(), nn.BatchNorm1d(8)):
         plot = grown("mlp", "mlp_small", [0], SeedStage.BLENDING)[0]
         plot.body.slots["r0c0"].seed.append(odd)
-        assert not is_known(plot)
+        assert not can_be_batched(plot)
     plot = grown("mlp", "mlp_small", [0], SeedStage.BLENDING)[0]
     plot.body.slots["r0c0"].seed[0].register_forward_hook(lambda *_: None)
-    assert not is_known(plot)
+    assert not can_be_batched(plot)
 
 
 class Clumsy(torch.autograd.Function):
     """Function whose backward pass raises."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
+    def forward(_ctx: Any, h: Tensor) -> Tensor:
         return h.clone()
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:
+    def backward(_ctx: Any, _grad: Tensor) -> Tensor:
         raise ArithmeticError("this seed falls backwards")
 
 

@@ -39,7 +39,7 @@ CAUGHT_LATER = {"transposed_token_norm"}
 """Cases whose mixing of samples the graft probe misses and the first real chunk detects."""
 
 
-def score(output: Any, target: Any) -> Tensor:
+def score(output: Any, _target: Any) -> Tensor:
     return main_output(output)
 
 
@@ -115,7 +115,7 @@ def brute_force(body: Body, inputs: Any, configs: Sequence[Config], calibration:
             configure(config)
             now = norms.of(lambda: call(body, calibration), of_main)
 
-            def act(norm: nn.Module, i: int, x: Tensor, now: Any = now) -> None:
+            def act(norm: nn.Module, i: int, _x: Tensor, now: Any = now) -> None:
                 norms.move(norm, now[norm][i], of_main[norm][i])
 
             rows.append(main_output(norms.run(lambda: call(body, inputs), act)))
@@ -212,7 +212,7 @@ class Counter:
 
     def __init__(self, module: nn.Module) -> None:
         self.sizes: list[int] = []
-        module.register_forward_hook(lambda m, args, out: self.sizes.append(args[0].shape[0]))
+        module.register_forward_hook(lambda _m, args, _out: self.sizes.append(args[0].shape[0]))
 
 
 def proven(case: Case) -> Body:
@@ -572,7 +572,7 @@ def test_moved_statistics_are_accurate_where_stale_ones_are_not(world: int):
 def test_quality_that_is_not_per_sample_is_rejected():
     body = ZOO["mlp_host"].body()
     with pytest.raises(ConfigError, match="one score per sample"):
-        evaluate(body, [(vectors(6), torch.arange(6))], lambda out, y: out.mean())
+        evaluate(body, [(vectors(6), torch.arange(6))], lambda out, _y: out.mean())
 
 
 def test_wrong_configuration_length_and_no_batches_are_rejected():
@@ -586,7 +586,7 @@ def test_wrong_configuration_length_and_no_batches_are_rejected():
 def test_error_during_evaluation_removes_the_plan():
     body = proven(ZOO["mlp_host"])
 
-    def fails(output: Any, target: Any) -> Tensor:
+    def fails(_output: Any, _target: Any) -> Tensor:
         raise KeyError("mine")
 
     with pytest.raises(KeyError, match="mine"):
@@ -604,6 +604,6 @@ def test_full_table_is_evaluated_before_a_verdict():
         body.plant(slot.name, "lora")
         body.set_slot(slot, SeedStage.BLENDING, 0.5)
     batch = [(torch.randn(8, 4), torch.zeros(8))]
-    assert len(evaluate(body, batch, lambda out, y: out[:, 0]).configs) == 7
+    assert len(evaluate(body, batch, lambda out, _y: out[:, 0]).configs) == 7
     body.set_slot(body.slots["0"], SeedStage.HOLDING, 1.0)
-    assert len(evaluate(body, batch, lambda out, y: out[:, 0]).configs) == 32
+    assert len(evaluate(body, batch, lambda out, _y: out[:, 0]).configs) == 32

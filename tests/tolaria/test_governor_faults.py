@@ -221,7 +221,7 @@ def spoil(value: float) -> Callable[[HostNetwork], None]:
 
 
 def fail(error: Exception) -> Callable[[HostNetwork], None]:
-    def act(x: Tensor) -> Tensor:
+    def act(_x: Tensor) -> Tensor:
         raise error
 
     return lambda plot: once(plot, act)
@@ -559,7 +559,7 @@ def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
         "average": (plot.average, "resync"),
         "restore": (engine.governor.snapshots[SICK], "restore"),
     }[part]
-    monkeypatch.setattr(engine, "_operate", lambda effects: None)  # no growth: only the rollback fails
+    monkeypatch.setattr(engine, "_operate", lambda _effects: None)  # no growth: only the rollback fails
     failing(monkeypatch, owner, name, times)
     for _ in range(times):
         life.step()
@@ -711,7 +711,7 @@ def test_error_is_reported_once_with_location_and_frees_memory() -> None:
     engine = Engine(digits(), [0, 1])
     held: list[weakref.ref[Tensor]] = []
 
-    def greedy(body: nn.Module, x: Tensor, y: Tensor) -> Any:
+    def greedy(_body: nn.Module, _x: Tensor, _y: Tensor) -> Any:
         much = torch.zeros(1000)
         held.append(weakref.ref(much))
         try:
@@ -848,7 +848,7 @@ def test_crashing_a_host_never_increases_the_return(seed: int) -> None:
 
 
 class Listener(list[Event]):
-    def wants(self, kind: type[Event]) -> bool:
+    def wants(self, _kind: type[Event]) -> bool:
         return True
 
     def emit(self, event: Event) -> None:

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from esper.grower import saving
 from esper.grower.explanations import SlotView, slot_views, why_not_legal, why_nothing_was_planted, wrapped
 from esper.grower.qualities import NeedsTargets, Quality, find_quality, scored
-from esper.kasmina.blueprints import Cost, blueprint_index
+from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import (
     Effect,
@@ -161,10 +161,6 @@ class Grower:
     def slots(self) -> dict[str, SlotView]:
         """The state of every slot and its seed, by name."""
         return slot_views(self.body, self.table, self.rules)
-
-    def costs(self) -> dict[str, dict[str, Cost]]:
-        """Return parameters and multiply-adds of every blueprint at every slot."""
-        return self.body.costs()
 
     def __repr__(self) -> str:
         lines = [str(view) for view in self.slots.values()]

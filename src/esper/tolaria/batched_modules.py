@@ -56,7 +56,7 @@ class Wide(Code):
             slot.seed = nn.Identity()  # the slot's hook calls `forward` only if it has a seed
             slot.forward = partial(self._at_slot, name)  # type: ignore[method-assign]
         super().__init__(body.model)
-        self.felt: dict[str, list[list[Member]]] = {}  # slot → groups of seeds that run together
+        self.groups_at: dict[str, list[list[Member]]] = {}  # slot → groups of seeds that run together
         self.kinds: dict[Slot, Hashable] = {}
         self.seeds: dict[Hashable, WideSeed | None] = {}
         self.errors: dict[Slot, Exception] = {}
@@ -65,14 +65,14 @@ class Wide(Code):
         """Start an epoch: discard the kinds of the previous epoch's seeds and its errors."""
         self.kinds, self.errors = {}, {}
 
-    def __call__(self, tensors: dict[str, Tensor], felt: Iterable[Member], x: Tensor) -> Tensor:
-        """Return the outputs [R, B, V] of inputs [R, B, …]; `felt` lists the seeds that take part, by row."""
-        self.tensors, self.rows, self.felt = tensors, len(x), {}
+    def __call__(self, tensors: dict[str, Tensor], active: Iterable[Member], x: Tensor) -> Tensor:
+        """Return the outputs [R, B, V] of inputs [R, B, …]; `active` lists the seeds that take part, by row."""
+        self.tensors, self.rows, self.groups_at = tensors, len(x), {}
         groups: dict[Hashable, list[Member]] = {}
-        for row, slot in felt:
+        for row, slot in active:
             groups.setdefault((slot.name, slot.mode, self._kind(slot, x.shape[1])), []).append((row, slot))
         for group in groups.values():
-            self.felt.setdefault(group[0][1].name, []).append(group)
+            self.groups_at.setdefault(group[0][1].name, []).append(group)
         wide = x.transpose(1, 2).flatten(0, 1).contiguous() if x.dim() == 5 else x  # [R·C, B, H, W]
         output: Tensor = self.module(wide.transpose(0, 1))
         return output.transpose(0, 1)
@@ -86,15 +86,15 @@ class Wide(Code):
             self.kinds[slot] = slot if self.seeds[kind] is None else kind
         return self.kinds[slot]
 
-    def _at_slot(self, name: str, h: Tensor, training: bool = False) -> Tensor:
+    def _at_slot(self, name: str, h: Tensor, _training: bool = False) -> Tensor:
         """Run each row through its seed, if it has one. An error is stored for that row and does not affect others."""
-        if name not in self.felt:
+        if name not in self.groups_at:
             return h
         is_map = h.dim() == 4
         rows = [r.transpose(0, 1) for r in self.apart(h).unbind(1)] if is_map else [*self.apart(h).permute(1, 2, 0)]
-        for group in self.felt[name]:  # rows are [C, B, H, W] or [D, B]
-            seen = [rows[row].transpose(0, 1) for row, _ in group]
-            for (row, slot), out in zip(group, self._through(group, seen), strict=True):
+        for group in self.groups_at[name]:  # rows are [C, B, H, W] or [D, B]
+            inputs = [rows[row].transpose(0, 1) for row, _ in group]
+            for (row, slot), out in zip(group, self._through(group, inputs), strict=True):
                 if isinstance(out, Exception):
                     self.errors.setdefault(slot, out)
                 else:
@@ -106,11 +106,11 @@ class Wide(Code):
         # the memory format is that of h, because the rounding of sums depends on it
         return y if as_planes else y.contiguous(memory_format=torch.channels_last)
 
-    def _through(self, group: list[Member], seen: list[Tensor]) -> Iterable[Tensor | Exception]:
+    def _through(self, group: list[Member], inputs: list[Tensor]) -> Iterable[Tensor | Exception]:
         seeds = self.seeds.get(self.kinds[group[0][1]])
         if seeds is not None:
-            return seeds([slot for _, slot in group], seen)
-        return [_alone(slot, h) for (_, slot), h in zip(group, seen, strict=True)]
+            return seeds([slot for _, slot in group], inputs)
+        return [_alone(slot, h) for (_, slot), h in zip(group, inputs, strict=True)]
 
 
 def _alone(slot: Slot, h: Tensor) -> Tensor | Exception:
@@ -139,53 +139,53 @@ class WideSeed(Code):
         if not is_known or not is_plain or not rounds_alike(seed, slot.site.shape, batch):
             return None
         try:
-            found = cls(copy.deepcopy(seed))
-            return found if found._answers_as(seed, slot) else None
+            wide = cls(copy.deepcopy(seed))
+            return wide if wide._matches(seed, slot) else None
         except Exception:
             return None
 
     @torch.no_grad()
-    def _answers_as(self, seed: nn.Module, slot: Slot) -> bool:
-        luck = torch.Generator().manual_seed(0)
+    def _matches(self, seed: nn.Module, slot: Slot) -> bool:
+        generator = torch.Generator().manual_seed(0)
 
         def some(like: Tensor, *shape: int) -> Tensor:
-            return torch.randn(*shape, generator=luck, dtype=like.dtype).to(like.device)
+            return torch.randn(*shape, generator=generator, dtype=like.dtype).to(like.device)
 
         pair, first = [copy.deepcopy(seed) for _ in range(2)], next(seed.parameters())
         for each in pair:
             for p in each.parameters():
                 p.copy_(some(p, *p.shape))
-        seen = [some(first, 3, *slot.site.shape) for _ in pair]
+        inputs = [some(first, 3, *slot.site.shape) for _ in pair]
         tensors = {n: torch.stack([dict(e.named_parameters())[n] for e in pair]) for n, _ in seed.named_parameters()}
-        together = self._change(tensors, self._joined(seen))
-        alone = self._joined([each(h) for each, h in zip(pair, seen, strict=True)])
+        together = self._change(tensors, self._joined(inputs))
+        alone = self._joined([each(h) for each, h in zip(pair, inputs, strict=True)])
         return together.shape == alone.shape and torch.allclose(together, alone, rtol=1e-3, atol=1e-4)
 
-    def __call__(self, slots: Sequence[Slot], seen: list[Tensor]) -> Iterable[Tensor]:
+    def __call__(self, slots: Sequence[Slot], inputs: list[Tensor]) -> Iterable[Tensor]:
         """Return the output of each slot for its features [B, …], equal to what the slot returns by itself."""
         count, first = len(slots), slots[0]
         each: list[list[Tensor]] = [list(slot.seed.parameters()) for slot in slots if slot.seed is not None]
         if count == 1:
-            seen, each = seen * 2, [*each, [p.detach() for p in each[0]]]
+            inputs, each = inputs * 2, [*each, [p.detach() for p in each[0]]]
         tensors = {n: torch.stack(p) for (n, _), *p in zip(self.module.named_parameters(), *each, strict=True)}
-        h = self._joined(seen)
+        h = self._joined(inputs)
         if first.mode == Mode.SHADOW or not h.requires_grad:
             h = detached(h)
         if first.mode == Mode.SHADOW:
             first.shadow_input = h
-            weight = h.new_ones(len(seen))
+            weight = h.new_ones(len(inputs))
         else:
-            weight = torch.stack([slot.alpha for slot in slots]).expand(len(seen)).to(h.dtype)
-        weight = weight.repeat_interleave(h.shape[1] // len(seen)) if h.dim() == 4 else weight
+            weight = torch.stack([slot.alpha for slot in slots]).expand(len(inputs)).to(h.dtype)
+        weight = weight.repeat_interleave(h.shape[1] // len(inputs)) if h.dim() == 4 else weight
         delta = self._change(tensors, h)
         multiplies = [slot.operator == Operator.MULTIPLY for slot in slots]
         if any(multiplies):
             scaled = h * torch.tanh(delta)
-            which = torch.tensor(multiplies).expand(len(seen)).repeat_interleave(len(weight) // len(seen))
+            which = torch.tensor(multiplies).expand(len(inputs)).repeat_interleave(len(weight) // len(inputs))
             delta = scaled if all(multiplies) else torch.where(across(which.to(h.device), h), scaled, delta)
         out = torch.addcmul(h, delta, across(weight, h))
         if h.dim() == 4:
-            return out.unflatten(1, (len(seen), -1)).unbind(1)[:count]
+            return out.unflatten(1, (len(inputs), -1)).unbind(1)[:count]
         return [each.transpose(0, 1) for each in out.permute(1, 2, 0)[:count]]
 
     def _change(self, tensors: dict[str, Tensor], h: Tensor) -> Tensor:
@@ -193,10 +193,10 @@ class WideSeed(Code):
         delta: Tensor = self.module(h)
         return delta
 
-    def _joined(self, seen: Sequence[Tensor]) -> Tensor:
-        if seen[0].dim() == 4:
-            return torch.cat(list(seen), 1).contiguous(memory_format=torch.channels_last)
-        return torch.stack([h.transpose(0, 1) for h in seen]).permute(2, 0, 1)
+    def _joined(self, inputs: Sequence[Tensor]) -> Tensor:
+        if inputs[0].dim() == 4:
+            return torch.cat(list(inputs), 1).contiguous(memory_format=torch.channels_last)
+        return torch.stack([h.transpose(0, 1) for h in inputs]).permute(2, 0, 1)
 
 
 APART = (nn.Sequential, nn.Identity, nn.ReLU, nn.LeakyReLU, nn.GELU, nn.SiLU, nn.Tanh, nn.Sigmoid)
@@ -234,7 +234,7 @@ def is_straight(slot: Slot) -> bool:
 # -- rules: the batched forward of each type of layer. Maps are fastest as [R·C, B, H, W] in memory ("planes").
 
 
-def _linear(wide: Code, name: str, m: nn.Linear, x: Tensor) -> Tensor:
+def _linear(wide: Code, name: str, _m: nn.Linear, x: Tensor) -> Tensor:
     """Compute [R, O, B], features before samples, so that the weights' gradient has their memory layout."""
     x, weight = wide.apart(x).permute(1, 2, 0), wide.tensors[name + "weight"]
     bias = wide.tensors.get(name + "bias")
@@ -277,7 +277,7 @@ def _normalise(wide: Code, name: str, m: nn.BatchNorm2d, x: Tensor) -> Tensor:
     return act(planes.view(1, len(planes), -1), *each).view(planes.shape).transpose(0, 1)
 
 
-def _pool(wide: Code, name: str, m: nn.MaxPool2d, x: Tensor) -> Tensor:
+def _pool(_wide: Code, _name: str, m: nn.MaxPool2d, x: Tensor) -> Tensor:
     """Pool the planes where that saves a copy: channels and samples are both batch dimensions to a pool."""
     planes = x.transpose(0, 1)
     return type(m).forward(m, planes).transpose(0, 1) if planes.is_contiguous() else type(m).forward(m, x)

@@ -79,15 +79,15 @@ class BatchedTrainer:
         x = samples[torch.arange(3 * rows) % len(samples)].unflatten(0, (rows, 3))
         bodies = [network.body.eval() for network in self.networks]
         self.wide.module.eval()
-        together = self.wide(epoch.tensors(), epoch.felt, x)
+        together = self.wide(epoch.tensors(), epoch.active, x)
         blinded = x.clone()
         blinded[0] = torch.nan if x.is_floating_point() else 0
-        beside = self.wide(epoch.tensors(), epoch.felt, blinded)
+        beside = self.wide(epoch.tensors(), epoch.active, blinded)
         alone = torch.stack([body(each) for body, each in zip(bodies, x, strict=True)])
         for module in (self.wide.module, *bodies):
             module.train()
-        known = epoch.known
-        if together.shape != alone.shape or not torch.allclose(together[known], alone[known], rtol=1e-3, atol=1e-4):
+        trained = epoch.trained
+        if together.shape != alone.shape or not torch.allclose(together[trained], alone[trained], rtol=1e-3, atol=1e-4):
             raise ConfigError("widened, they do not answer as they do one by one")
         if not torch.equal(together[1:], beside[1:]):
             raise ConfigError("widened, some feel what others see")
@@ -104,7 +104,7 @@ class BatchedTrainer:
         except Exception as error:
             self.errors = dict.fromkeys(range(len(self.networks)), error)
         for e, network in enumerate(self.networks):
-            if not is_known(network):
+            if not can_be_batched(network):
                 self._train_alone(e, network, steps[e])
         owner = {slot: e for e, network in enumerate(self.networks) for slot in network.body.slots.values()}
         self.errors.update({owner[slot]: error for slot, error in self.wide.errors.items()})
@@ -129,7 +129,7 @@ class BatchedEpoch:
 
     def __init__(self, trainer: BatchedTrainer, steps: Sequence[int]) -> None:
         self.trainer, self.networks, self.steps = trainer, trainer.networks, steps
-        self.known = [e for e, network in enumerate(self.networks) if is_known(network)]
+        self.trained = [e for e, network in enumerate(self.networks) if can_be_batched(network)]
         models = [network.body.model for network in self.networks]
         self.names, first = zip(*models[0].named_parameters(), strict=True)
         self.shapes = [p.shape for p in first]
@@ -147,8 +147,8 @@ class BatchedEpoch:
         for network in self.networks:
             options |= {p: tuple(g[k] for k in OPTIONS) for g in network.optimizer.param_groups for p in g["params"]}
             state |= {p: network.optimizer.state[p] for p in network.body.parameters() if network.task.momentum}
-        for p, known in state.items():
-            known.setdefault("momentum_buffer", torch.zeros_like(p))
+        for p, values in state.items():
+            values.setdefault("momentum_buffer", torch.zeros_like(p))
 
         hosts = [p for m in models for p in m.parameters()]
         self.own: list[list[Tensor]] = [list(hosts), [averages[p] for p in hosts]]
@@ -170,16 +170,16 @@ class BatchedEpoch:
         self.seed_rows: list[int] = []
         self.clip_group: dict[nn.Parameter, int] = {}  # 0…E-1: the hosts with their fossils; then one per growing seed
         self.growing: list[tuple[int, str, list[nn.Parameter]]] = []  # row, slot, parameters
-        self.felt: list[tuple[int, Slot]] = []
+        self.active: list[tuple[int, Slot]] = []
         self.learners: dict[str, list[tuple[int, Slot]]] = {}
         for e, network in enumerate(self.networks):
             network.body.train()
-            for name, slot in network.body.slots.items() if e in self.known else ():
+            for name, slot in network.body.slots.items() if e in self.trained else ():
                 params = list(slot.parameters())
                 self.seeds += params
                 self.seed_rows += [e] * len(params)
                 if slot.seed is not None and slot.mode in (Mode.BLEND, Mode.STRAIGHT_THROUGH):
-                    self.felt.append((e, slot))
+                    self.active.append((e, slot))
                 elif slot.stage == SeedStage.TRAINING:
                     self.learners.setdefault(name, []).append((e, slot))
                 group = e
@@ -191,14 +191,14 @@ class BatchedEpoch:
     @torch.no_grad()
     def write_back(self) -> None:
         """Copy the trained values into the networks' own tensors, so that references to them stay valid."""
-        known, many = self.known, len(self.sizes)
+        trained, many = self.trained, len(self.sizes)
         for own, matrix in zip(self.own, self.matrices, strict=True):
-            to = [t for e in known for t in own[e * many : (e + 1) * many]]
-            rows = [matrix[e].split(self.sizes) for e in known]
+            to = [t for e in trained for t in own[e * many : (e + 1) * many]]
+            rows = [matrix[e].split(self.sizes) for e in trained]
             torch._foreach_copy_(to, [c.view(s) for row in rows for c, s in zip(row, self.shapes, strict=True)])
         for each, stacked in zip(self.own_buffers, self.buffers.values(), strict=True):
-            torch._foreach_copy_([each[e] for e in known], [stacked[e] for e in known])
-        for e in known:
+            torch._foreach_copy_([each[e] for e in trained], [stacked[e] for e in trained])
+        for e in trained:
             self.networks[e].average.updates += self.trainer.task.batches_per_epoch
 
     def tensors(self, *, forgetful: bool = False) -> dict[str, Tensor]:
@@ -227,7 +227,7 @@ class BatchedEpoch:
 
     def forward_backward(self, x: Tensor, y: Tensor) -> Tensor:
         """Run the main pass of all networks; return mean losses and accuracies [E, 2]."""
-        output = self.trainer.wide(self.tensors(), self.felt, x)
+        output = self.trainer.wide(self.tensors(), self.active, x)
         losses = mean_losses(output, y)
         losses.sum().backward()
         correct = per_sample_correct(output.detach().flatten(0, 1), y.flatten(0, 1)).view(len(y), -1).mean(1)
@@ -247,7 +247,7 @@ class BatchedEpoch:
     def sample_gradients(self, norms: BatchNorms) -> None:
         """Let each network sample the seeds that are due."""
         hosts, each = norms
-        for e in self.known:
+        for e in self.trained:
             network = self.networks[e]
             seeds = [[each[p] for p in params if p in each] for params in network.growing.values()]
             network.sample_gradients([hosts[e], *(torch.stack(n) if n else hosts.new_zeros(0) for n in seeds)])
@@ -279,7 +279,7 @@ class BatchedEpoch:
         with ExitStack() as shadows:
             for _, slot in learners:
                 shadows.enter_context(slot.shadowing())  # these seeds have no buffers to restore
-            output = self.trainer.wide(self.tensors(forgetful=True), (*self.felt, *learners), x)
+            output = self.trainer.wide(self.tensors(forgetful=True), (*self.active, *learners), x)
             params = [p for _, slot in learners for p in slot.parameters() if p.requires_grad]
             lessons = [slot.shadow_input for _, slot in learners if slot.shadow_input is not None]
             if not lessons:
@@ -334,7 +334,7 @@ class BatchedEpoch:
             torch._foreach_lerp_(self.seed_averages, [*self.seeds], [each[e] for e in self.seed_rows])
 
 
-def is_known(network: HostNetwork) -> bool:
+def can_be_batched(network: HostNetwork) -> bool:
     """Return whether all seeds of a network can be batched.
 
     They must be modules of torch or Esper in the host's dtype and device, without buffers, dropout or hooks.

@@ -125,13 +125,13 @@ def evaluate(
     players, prospects = body.players(fossils), body.training_slots
     slots = tuple(s.name for s in (*players, *prospects))
     verdict = any(s.stage == SeedStage.HOLDING for s in players)
-    asked = step_configs(len(players), len(prospects), verdict=verdict) if configs is None else configs
-    wanted: list[Config] = list(dict.fromkeys(tuple(c) for c in asked))
-    for config in wanted:
+    requested = step_configs(len(players), len(prospects), verdict=verdict) if configs is None else configs
+    unique: list[Config] = list(dict.fromkeys(tuple(c) for c in requested))
+    for config in unique:
         if len(config) != len(slots):
             raise ConfigError(f"a configuration speaks of {len(config)} slots; live and training are {slots}")
     main: Config = tuple(i < len(players) for i in range(len(slots)))
-    rows = wanted if main in wanted else [*wanted, main]  # norms are corrected relative to main
+    rows = unique if main in unique else [*unique, main]  # norms are corrected relative to main
     # a norm in eval mode while the model trains was frozen by the user: its statistics stay
     norms = [n for n in body.norms if n.training or not body.model.training] if len(rows) > 1 else []
     phases = phases or PhaseTimers()
@@ -142,13 +142,13 @@ def evaluate(
     body.eval()
     try:
         with phases("coalitions" if len(rows) > 1 else "validate"):
-            found = [runner.run(plain(inputs), target, max_rows or rows_that_fit(body)) for inputs, target in batches]
+            scores = [runner.run(plain(inputs), target, max_rows or rows_that_fit(body)) for inputs, target in batches]
     finally:
         for module in was_training:
             module.training = True
-    if not found:
+    if not scores:
         raise ConfigError("no validation batch was given: nothing can be measured")
-    return Coalitions(slots, len(players), wanted, torch.cat(found, 1)[: len(wanted)])
+    return Coalitions(slots, len(players), unique, torch.cat(scores, 1)[: len(unique)])
 
 
 @dataclass(slots=True)
@@ -215,9 +215,9 @@ class _Runner:
     def _scored(self, output: Any, target: Any, samples: int) -> Tensor:
         scores = self.score(output, target)
         if not is_batched(scores, samples):
-            found = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
+            returned = f"shape {tuple(scores.shape)}" if isinstance(scores, Tensor) else f"a {type(scores).__name__}"
             raise ConfigError(
-                f"a quality is one score per sample, [{samples}]; for {samples} samples it gave {found}. "
+                f"a quality is one score per sample, [{samples}]; for {samples} samples it returned {returned}. "
                 "Average over every dimension but the first, and over no samples (reduction='none')"
             )
         return scores

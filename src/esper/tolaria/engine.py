@@ -38,7 +38,7 @@ NOTHING = Coalitions((), 0, [()], torch.full((1, 1, 2), torch.nan))
 
 
 @dataclass(slots=True)
-class Found:
+class EpochResults:
     """The results of one epoch's validation; NaN where nothing was measured."""
 
     envs: int
@@ -73,8 +73,8 @@ class Engine:
         self.data = (data or task.load_data()).to(self.config.device)
         self.networks = [HostNetwork(task, self.data, world, self.config) for world in self.worlds]
         self.table = SlotTable.empty(len(self.networks), len(task.slots), takes=takes_of(self.networks[0].body))
-        wanted = self.config.strategy if len(self.networks) > 1 else "loop"
-        self.strategy = choose(self.networks) if wanted == "auto" else wanted
+        strategy = self.config.strategy if len(self.networks) > 1 else "loop"
+        self.strategy = choose(self.networks) if strategy == "auto" else strategy
         self.batched = BatchedTrainer(self.networks) if self.strategy == "stacked" else None
         # inputs that norms behind slots are calibrated on: the same training samples for every epoch and environment
         self.calibration = self.data.train.x[:128]
@@ -93,12 +93,12 @@ class Engine:
         with phases("train"):
             trained = self._train()
         with phases("validate"):
-            found = self._validate(trained)
-            sick = governor.judge(table, found.val_loss, found.train_loss, found.vital)
-            undone = [effect for e in sick for effect in self._roll_back(e, found)]
-            record(table, quality=found.quality, val_loss=found.val_loss, train_loss=found.train_loss)
-            record_contribution(table, found.worth[0], found.worth[1])
-            self.judged = found.judged
+            results = self._validate(trained)
+            failing = governor.judge(table, results.val_loss, results.train_loss, results.vital)
+            undone = [effect for e in failing for effect in self._roll_back(e, results)]
+            record(table, quality=results.quality, val_loss=results.val_loss, train_loss=results.train_loss)
+            record_contribution(table, results.worth[0], results.worth[1])
+            self.judged = results.judged
             governor.end(table)
         return Outcome(outcome.happened, outcome.effects + ticked + undone)
 
@@ -132,19 +132,19 @@ class Engine:
         self.batched.train_epoch(steps)
         return [guard(e, self.batched.result, e) for e in range(len(self.networks))]
 
-    def _validate(self, trained: list[Tensor | None]) -> Found:
-        found = Found(*self.table.stage.shape)
+    def _validate(self, trained: list[Tensor | None]) -> EpochResults:
+        results = EpochResults(*self.table.stage.shape)
         for e, network in enumerate(self.networks):
             result = self.governor.guard(e, network.validate, self.data.val, self.calibration, self.phases)
-            found.judged.append(NOTHING if result is None else result)
+            results.judged.append(NOTHING if result is None else result)
         for e, train in enumerate(trained):
             if train is not None:
-                self.governor.guard(e, self._read, e, train, found)
-        return found
+                self.governor.guard(e, self._read, e, train, results)
+        return results
 
-    def _read(self, e: int, train: Tensor, found: Found) -> None:
+    def _read(self, e: int, train: Tensor, results: EpochResults) -> None:
         """Read everything measured of one environment in this epoch, in one transfer from the device."""
-        network, result = self.networks[e], found.judged[e]
+        network, result = self.networks[e], results.judged[e]
         main = result.configs.index(result.main)
         parts = [train, torch.stack([-result.scores[main, :, 1].mean(), network.vital])]
         parts += [statistics(result, result.scores[..., 0]), network.meter.pending()]
@@ -152,22 +152,22 @@ class Engine:
         flat = torch.cat(pieces).tolist()  # sync: once per environment and epoch
         ends = np.cumsum([p.numel() for p in pieces])
         measured = Measured.read(result, flat[ends[1] : ends[2]])
-        found.quality[e], found.train_loss[e] = measured.quality, flat[0]
-        found.val_loss[e], found.vital[e] = flat[2:4]
-        found.worth[:, e] = network.write_scores(self.table, e, measured)
+        results.quality[e], results.train_loss[e] = measured.quality, flat[0]
+        results.val_loss[e], results.vital[e] = flat[2:4]
+        results.worth[:, e] = network.write_scores(self.table, e, measured)
         network.write_gradients(self.table, e, network.meter.read(flat[ends[2] :]))
 
-    def _roll_back(self, e: int, found: Found) -> list[Effect]:
+    def _roll_back(self, e: int, results: EpochResults) -> list[Effect]:
         """Restore an environment and validate it again: the reward of the step is computed from the restored state."""
         governor, table, network = self.governor, self.table, self.networks[e]
         undone = governor.roll_back(e, table)
         remembered = float(table.train_loss[e])
-        found.quality[e], found.val_loss[e], found.train_loss[e] = table.quality[e], table.val_loss[e], remembered
-        found.worth[:, e] = np.nan
+        results.quality[e], results.val_loss[e], results.train_loss[e] = table.quality[e], table.val_loss[e], remembered
+        results.worth[:, e] = np.nan
         result = governor.guard(e, network.validate, self.data.val, self.calibration, self.phases)
-        found.judged[e] = NOTHING if result is None else result
+        results.judged[e] = NOTHING if result is None else result
         if result is not None:  # otherwise the values recorded with the snapshot stay
-            governor.guard(e, self._read, e, torch.full((2,), remembered, device=self.config.device), found)
+            governor.guard(e, self._read, e, torch.full((2,), remembered, device=self.config.device), results)
         return undone
 
     def plant_fossils(self, env: int, structure: dict[str, tuple[str, Operator]]) -> None:

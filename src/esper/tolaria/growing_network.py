@@ -197,14 +197,14 @@ class GrowingNetwork:
         """Sample the seeds that are due. `norms` are those of `clip`; `scale` is the factor of a gradient scaler."""
         seeds = [gradient_norms(params) for params in self.growing.values()] if norms is None else norms[1:]
         pairs = zip(self.growing, seeds, strict=True)
-        found = {name: each for name, each in pairs if name in self.unsampled and each.numel()}
-        if not found:
+        due_norms = {name: each for name, each in pairs if name in self.unsampled and each.numel()}
+        if not due_norms:
             return
         host = gradient_norms(self.clip_groups[0]) if norms is None else norms[0]
         if scale is not None:
-            host, found = host / scale, {name: each / scale for name, each in found.items()}
-        self.unsampled -= found.keys()
-        self.meter.take(host, found, self.host_size, self.sizes)
+            host, due_norms = host / scale, {name: each / scale for name, each in due_norms.items()}
+        self.unsampled -= due_norms.keys()
+        self.meter.take(host, due_norms, self.host_size, self.sizes)
 
     def optimizer_step(self) -> None:
         """Update the weights, then their average."""

@@ -147,23 +147,23 @@ class Task:
 
     def _check_fit(self, data: Dataset) -> None:
         """Raise DataError if the host cannot take the data, before the first batch does."""
-        asked, shape = self.host_kwargs, tuple(data.train.x.shape[1:])
-        room = asked["vocab"] if self.host == "transformer" else asked["classes"]
+        sizes, shape = self.host_kwargs, tuple(data.train.x.shape[1:])
+        room = sizes["vocab"] if self.host == "transformer" else sizes["classes"]
         if data.classes > room if self.host == "transformer" else data.classes != room:
             raise DataError(
                 f"data set {data.name!r} has {data.classes} classes, the host of task {self.name!r} has {room}"
             )
         needs: str | None = None
         if self.host == "cnn":
-            pools = asked.get("pools")
-            least = 2 ** (asked["blocks"] if pools is None else pools)
-            if data.kind != "image" or shape[0] != asked["in_channels"] or min(shape[1:]) < least:
-                needs = f"images of {asked['in_channels']} channels and at least {least}×{least} pixels"
+            pools = sizes.get("pools")
+            least = 2 ** (sizes["blocks"] if pools is None else pools)
+            if data.kind != "image" or shape[0] != sizes["in_channels"] or min(shape[1:]) < least:
+                needs = f"images of {sizes['in_channels']} channels and at least {least}×{least} pixels"
         elif self.host == "mlp":
-            if data.kind == "text" or data.train.x[0].numel() != asked["inputs"]:
-                needs = f"{asked['inputs']} values per sample"
-        elif data.kind != "text" or shape[0] > asked["block_size"]:
-            needs = f"windows of at most {asked['block_size']} tokens"
+            if data.kind == "text" or data.train.x[0].numel() != sizes["inputs"]:
+                needs = f"{sizes['inputs']} values per sample"
+        elif data.kind != "text" or shape[0] > sizes["block_size"]:
+            needs = f"windows of at most {sizes['block_size']} tokens"
         if needs:
             raise DataError(f"the host of task {self.name!r} needs {needs}; {data.name!r} has samples of {shape}")
         if self.augment and len(data.black) != shape[0]:

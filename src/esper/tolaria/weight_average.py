@@ -28,9 +28,9 @@ class WeightAverage:
 
     def resync(self) -> None:
         """Follow a structural change: kept parameters keep their average, new ones start from their weights."""
-        known = {id(p): a for p, a in zip(self.params, self.average, strict=True)}
+        averages = {id(p): a for p, a in zip(self.params, self.average, strict=True)}
         self.params = list(self.module.parameters())
-        self.average = [known[id(p)] if id(p) in known else p.detach().clone() for p in self.params]
+        self.average = [averages[id(p)] if id(p) in averages else p.detach().clone() for p in self.params]
 
     def restart(self) -> None:
         """Restart the average from the current weights."""

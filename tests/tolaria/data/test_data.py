@@ -245,7 +245,7 @@ def test_from_tensors_accepts_large_finite_values():
     from_tensors("mine", torch.full((40, 2), 3e38), LABELS)
 
 
-def test_make_data_script_reproduces_the_digits(tmp_path, monkeypatch):
+def test_make_data_script_reproduces_the_digits():
     pytest.importorskip("sklearn")
     import importlib.util
 

@@ -146,8 +146,8 @@ def test_fashion_mnist_reads_plain_and_compressed_idx(compress, tmp_path):
 DAMAGE = [
     ("cut", lambda b: b[:-1], "needs 52 bytes, it has 51|compression breaks off"),
     ("header", lambda b: b[:6], "header|compression breaks off"),
-    ("other", lambda b: b"<html>not found</html>", "does not begin like an IDX file"),
-    ("empty", lambda b: b"", "does not begin like an IDX file"),
+    ("other", lambda _b: b"<html>not found</html>", "does not begin like an IDX file"),
+    ("empty", lambda _b: b"", "does not begin like an IDX file"),
 ]
 
 
@@ -217,7 +217,7 @@ def test_cache_is_keyed_by_content_and_root(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "damage", [lambda b: b[:-3], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda b: b"", lambda b: b"x" * 50]
+    "damage", [lambda b: b[:-3], lambda b: b[:-1] + bytes([b[-1] ^ 1]), lambda _b: b"", lambda _b: b"x" * 50]
 )
 def test_damaged_cache_is_rebuilt(damage, tmp_path):
     arrays = {"x": np.arange(12).reshape(3, 4)}

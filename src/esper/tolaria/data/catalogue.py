@@ -99,14 +99,14 @@ def _read_embedded(name: str, source: Source) -> tuple[Arrays, str]:
         content = path.read_bytes()
     except OSError as error:
         raise DataError(f"embedded file {path.name} is missing from the package. Reinstall esper") from error
-    found = digest([content])
-    if found != source.sha256:
+    sha256 = digest([content])
+    if sha256 != source.sha256:
         raise DataError(
-            f"embedded file {path.name} is damaged: its sha256 begins {found[:12]}, expected "
+            f"embedded file {path.name} is damaged: its sha256 begins {sha256[:12]}, expected "
             f"{source.sha256[:12]}. Reinstall esper, or make it again with scripts/make_data.py"
         )
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
-        return dict(file), found
+        return dict(file), sha256
 
 
 def _read_files(name: str, root: Path) -> tuple[Arrays, str]:
@@ -150,8 +150,8 @@ def _hold_out(name: str, arrays: Arrays) -> Arrays:
     order = balanced_order(arrays["train_y"], name)
     val, train = np.split(order, [len(order) // 10])
     held = {f"val_{which}": arrays[f"train_{which}"][val] for which in "xy"}
-    kept = {f"train_{which}": arrays[f"train_{which}"][train] for which in "xy"}
-    return arrays | held | kept
+    train_arrays = {f"train_{which}": arrays[f"train_{which}"][train] for which in "xy"}
+    return arrays | held | train_arrays
 
 
 def _text(name: str, source: Source, arrays: Arrays, content: str) -> Dataset:

@@ -129,8 +129,8 @@ def checked(data: Dataset) -> Dataset:
         if len(split.x) != len(split.y):
             raise DataError(f"{where} has {len(split.x)} samples but {len(split.y)} targets")
         if split.x.shape[1:] != data.train.x.shape[1:]:
-            found, expected = tuple(split.x.shape[1:]), tuple(data.train.x.shape[1:])
-            raise DataError(f"{where} has samples of shape {found}, the train split of shape {expected}")
+            shape, expected = tuple(split.x.shape[1:]), tuple(data.train.x.shape[1:])
+            raise DataError(f"{where} has samples of shape {shape}, the train split of shape {expected}")
         if split.y.dtype != torch.int64:
             raise DataError(f"{where} has targets of type {split.y.dtype}; class numbers must be int64")
         for what, numbers in {"targets": split.y, "tokens": split.x}.items():
