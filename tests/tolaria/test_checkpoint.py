@@ -660,9 +660,9 @@ def test_failure_at_any_system_call_keeps_the_last_checkpoint(tmp_path, monkeypa
 
 def test_unusable_root_raises_checkpoint_error(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="Choose a place that is a directory"):
+    with pytest.raises(CheckpointError, match="Choose a directory"):
         write(Checkpoints(tmp_path / "file"), 1)
-    with pytest.raises(CheckpointError, match="Choose a place that is a directory"):
+    with pytest.raises(CheckpointError, match="Choose a directory"):
         write(Checkpoints(tmp_path / "file" / "below"), 1)
     with pytest.raises(CheckpointError, match="cannot list checkpoints"):
         Checkpoints(tmp_path / "file").newest()
