@@ -155,14 +155,14 @@ def test_alarm_precedence_is_exception_loss_weights() -> None:
 @pytest.mark.parametrize(
     ("wrong", "text"),
     [
-        ({"window": 0}, "governor.window must be ≥ 1, got 0"),
+        ({"window": 0}, "governor.window must be finite and ≥ 1, got 0"),
         ({"enough": 21}, r"governor.enough must be ≤ window \(20\), got 21"),
-        ({"patience": 0}, "governor.patience must be ≥ 1"),
+        ({"patience": 0}, "governor.patience must be finite and ≥ 1"),
         ({"least_lead": 0.5}, r"governor.least_lead must be ≤ clear_lead \(0.4\), got 0.5"),
-        ({"spreads": -1.0}, "governor.spreads must be ≥ 0"),
-        ({"above_chance": 0.5}, "governor.above_chance must be ≥ 1"),
-        ({"early": math.nan}, "governor.early must be ≥ 1"),
-        ({"lead_left": 1.0}, r"governor.lead_left must lie in \[0, 1\), got 1.0"),
+        ({"spreads": -1.0}, "governor.spreads must be finite and ≥ 0"),
+        ({"above_chance": 0.5}, "governor.above_chance must be finite and ≥ 1"),
+        ({"early": math.nan}, "governor.early must be finite and ≥ 1"),
+        ({"lead_left": 1.0}, r"governor.lead_left must be below 1, got 1.0"),
     ],
 )
 def test_invalid_governor_config_is_rejected(wrong: dict[str, Any], text: str) -> None:

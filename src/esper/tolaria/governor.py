@@ -80,21 +80,16 @@ class GovernorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """The run ends after this many steps in a row, at least 1, with an error in every environment."""
 
     def __post_init__(self) -> None:
-        for name in ("window", "enough", "patience", "snapshot_every", "give_up"):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"governor.{name} must be ≥ 1, got {getattr(self, name)}")
+        for name in self.__struct_fields__:
+            least = 0 if name in ("spreads", "lead_spreads", "least_lead", "clear_lead", "lead_left") else 1
+            if not least <= getattr(self, name) < inf:
+                raise ConfigError(f"governor.{name} must be finite and ≥ {least}, got {getattr(self, name)}")
         if self.enough > self.window:
             raise ConfigError(f"governor.enough must be ≤ window ({self.window}), got {self.enough}")
-        for name in ("spreads", "lead_spreads", "least_lead", "clear_lead"):
-            if not 0.0 <= getattr(self, name) < inf:
-                raise ConfigError(f"governor.{name} must be ≥ 0, got {getattr(self, name)}")
-        for name in ("above_chance", "early"):
-            if not 1.0 <= getattr(self, name) < inf:
-                raise ConfigError(f"governor.{name} must be ≥ 1, got {getattr(self, name)}")
         if self.least_lead > self.clear_lead:
             raise ConfigError(f"governor.least_lead must be ≤ clear_lead ({self.clear_lead}), got {self.least_lead}")
-        if not 0.0 <= self.lead_left < 1.0:
-            raise ConfigError(f"governor.lead_left must lie in [0, 1), got {self.lead_left}")
+        if self.lead_left >= 1.0:
+            raise ConfigError(f"governor.lead_left must be below 1, got {self.lead_left}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -329,16 +324,13 @@ class Governor:
         step, error = int(table.step[env]), self._failures.get(env)
         self.alarms.append(
             Alarm(
-                env=env,
-                step=step,
-                alarm=alarm,
-                action=action,
+                env, step, alarm, action,
                 value=float(value) if error is None else None,
                 limit=None if np.isnan(limit) else float(limit),
                 restored_step=int(self._rows.step[env]) if action == "rolled back" else None,
                 text="" if error is None else self._report_once(error, env, step),
             )
-        )
+        )  # fmt: skip
 
     def _report_once(self, error: Exception, env: int, step: int) -> str:
         text, kind = briefly(error), (type(error).__name__, _location(error))
