@@ -420,7 +420,7 @@ def test_unsupported_host_is_rejected():
     for made, odd in ((mixing, Mixing()), (unknown, nn.PReLU(2))):
         for plot in made:
             plot.body.model.pools[0] = odd
-    with pytest.raises(ConfigError, match="do not answer as they do one by one"):
+    with pytest.raises(ConfigError, match="stacked outputs differ from those of the single hosts"):
         BatchedTrainer(mixing)
     with pytest.raises(ConfigError, match="PReLU"):
         BatchedTrainer(unknown)
@@ -431,7 +431,7 @@ def test_row_mixing_hidden_by_a_zero_head_is_detected():
     for plot in made:
         plot.body.model.pools[0] = Mixing()
         nn.init.zeros_(plot.body.model.head.weight)
-    with pytest.raises(ConfigError, match="some feel what others see"):
+    with pytest.raises(ConfigError, match="some outputs depend on the inputs of other hosts"):
         BatchedTrainer(made)
 
 

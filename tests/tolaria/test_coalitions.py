@@ -577,7 +577,7 @@ def test_quality_that_is_not_per_sample_is_rejected():
 
 def test_wrong_configuration_length_and_no_batches_are_rejected():
     body = proven(ZOO["mlp_host"])
-    with pytest.raises(ConfigError, match="speaks of 2 slots"):
+    with pytest.raises(ConfigError, match="has 2 entries; expected one"):
         evaluate(body, [(vectors(6), torch.arange(6))], score, configs=[(True, False)])
     with pytest.raises(ConfigError, match="no validation batch"):
         evaluate(body, [], score)

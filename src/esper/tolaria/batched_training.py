@@ -88,9 +88,9 @@ class BatchedTrainer:
             module.train()
         trained = epoch.trained
         if together.shape != alone.shape or not torch.allclose(together[trained], alone[trained], rtol=1e-3, atol=1e-4):
-            raise ConfigError("widened, they do not answer as they do one by one")
+            raise ConfigError("the stacked outputs differ from those of the single hosts")
         if not torch.equal(together[1:], beside[1:]):
-            raise ConfigError("widened, some feel what others see")
+            raise ConfigError("some outputs depend on the inputs of other hosts")
 
     def train_epoch(self, steps: Sequence[int]) -> None:
         """Train one epoch of every network. Errors are stored and raised by `result`."""

@@ -77,7 +77,7 @@ def samples_in(target: Any, inputs: Any) -> int:
                 f"a batch has {samples} targets but inputs of shape {', '.join(str(tuple(s)) for s in sizes[1:])}"
             )
         return samples
-    raise ConfigError("a validation batch must hold a tensor with a batch dimension")
+    raise ConfigError("a validation batch must contain a tensor with a batch dimension")
 
 
 def rows_that_fit(body: Body) -> int:
@@ -129,7 +129,7 @@ def evaluate(
     unique: list[Config] = list(dict.fromkeys(tuple(c) for c in requested))
     for config in unique:
         if len(config) != len(slots):
-            raise ConfigError(f"a configuration speaks of {len(config)} slots; live and training are {slots}")
+            raise ConfigError(f"a configuration has {len(config)} entries; expected one for each of {slots}")
     main: Config = tuple(i < len(players) for i in range(len(slots)))
     rows = unique if main in unique else [*unique, main]  # norms are corrected relative to main
     # a norm in eval mode while the model trains was frozen by the user: its statistics stay
@@ -254,7 +254,7 @@ class _Runner:
         for config, plan in zip(configs, self._alone(configs), strict=True):
             answers[config] = self.body.forking.outputs(inputs, size, plan)[0]
             if not same(together[self.rows.index(config)], answers[config]):
-                raise ForkError("samples of a batch influence each other: a forked pass gave another result")
+                raise ForkError("samples of a batch influence each other: a forked pass returned another result")
         for i, other in zip(doubted, others, strict=True):
             point = self.body.forking.points[self.slots[i]]
             if point is not None and not same(answers[other], answers[self.main], tolerance=PLAIN_DIFFERENCE):

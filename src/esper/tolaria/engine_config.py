@@ -41,7 +41,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         try:
             torch.device(self.device)
         except RuntimeError:
-            raise ConfigError(f"device is one that torch knows, such as cpu or cuda:0, got {self.device!r}") from None
+            raise ConfigError(f"device must be a torch device such as cpu or cuda:0, got {self.device!r}") from None
         if self.strategy not in ("loop", "stacked", "auto"):
             raise ConfigError(f"strategy must be 'loop', 'stacked' or 'auto', got {self.strategy!r}")
         if self.incubation not in ("shadow", "straight_through"):

@@ -167,7 +167,9 @@ class Task:
         if needs:
             raise DataError(f"the host of task {self.name!r} needs {needs}; {data.name!r} has samples of {shape}")
         if self.augment and len(data.black) != shape[0]:
-            raise DataError(f"task {self.name!r} augments images, but {data.name!r} does not say what black is")
+            raise DataError(
+                f"task {self.name!r} augments images, but {data.name!r} defines no black value. Set `black`"
+            )
 
     @classmethod
     def from_tensors(

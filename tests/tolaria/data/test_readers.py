@@ -144,10 +144,10 @@ def test_fashion_mnist_reads_plain_and_compressed_idx(compress, tmp_path):
 
 
 DAMAGE = [
-    ("cut", lambda b: b[:-1], "needs 52 bytes, it has 51|compression breaks off"),
-    ("header", lambda b: b[:6], "header|compression breaks off"),
-    ("other", lambda _b: b"<html>not found</html>", "does not begin like an IDX file"),
-    ("empty", lambda _b: b"", "does not begin like an IDX file"),
+    ("cut", lambda b: b[:-1], "needs 52 bytes, it has 51|compressed data is incomplete"),
+    ("header", lambda b: b[:6], "header|compressed data is incomplete"),
+    ("other", lambda _b: b"<html>not found</html>", "is not an IDX file"),
+    ("empty", lambda _b: b"", "is not an IDX file"),
 ]
 
 

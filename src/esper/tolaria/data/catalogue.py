@@ -103,7 +103,7 @@ def _read_embedded(name: str, source: Source) -> tuple[Arrays, str]:
     if sha256 != source.sha256:
         raise DataError(
             f"embedded file {path.name} is damaged: its sha256 begins {sha256[:12]}, expected "
-            f"{source.sha256[:12]}. Reinstall esper, or make it again with scripts/make_data.py"
+            f"{source.sha256[:12]}. Reinstall esper, or rebuild it with scripts/make_data.py"
         )
     with np.load(io.BytesIO(content), allow_pickle=False) as file:
         return dict(file), sha256

@@ -124,11 +124,11 @@ def read_idx(path: Path) -> NDArray[Any]:
             with gzip.GzipFile(fileobj=io.BytesIO(content)) as file:
                 content = file.read(MOST_BYTES + 1)
         except (OSError, EOFError, zlib.error) as error:
-            raise _damaged(path, f"its compression breaks off ({error})") from error
+            raise _damaged(path, f"its compressed data is incomplete ({error})") from error
         if len(content) > MOST_BYTES:
             raise _damaged(path, f"it unpacks to more than {MOST_BYTES >> 20} MB, which no published file does")
     if len(content) < 4 or content[:2] != b"\0\0" or content[2] not in IDX_TYPES:
-        raise _damaged(path, "it does not begin like an IDX file")
+        raise _damaged(path, "it is not an IDX file")
     dtype, rank = np.dtype(IDX_TYPES[content[2]]), content[3]
     if rank > MOST_DIMENSIONS:
         raise _damaged(path, f"it has {rank} dimensions")
@@ -160,7 +160,7 @@ def read_text(path: Path) -> Arrays:
 def _read_binary(path: Path, content: bytes) -> Pair:
     size = 1 + 3 * 32 * 32
     if len(content) % size:
-        raise _damaged(path, f"its {len(content)} bytes are no whole number of {size}-byte records")
+        raise _damaged(path, f"its {len(content)} bytes are not a multiple of {size}-byte records")
     table = np.frombuffer(content, np.uint8).reshape(-1, size)
     return table[:, 1:].reshape(-1, 3, 32, 32), table[:, 0]
 
@@ -174,11 +174,11 @@ def _read_pickle(path: Path) -> Pair:
         if images.dtype != np.uint8 or images.ndim != 2 or images.shape[1] != 3072:
             raise DataError(f"{path} holds {images.dtype} of shape {images.shape}; expected bytes [N, 3072]")
         if labels.dtype.kind not in "iu" or labels.min(initial=0) < 0 or labels.max(initial=0) > 255:
-            raise DataError(f"{path} holds labels that are no class numbers")
+            raise DataError(f"{path} holds labels that are not class numbers")
     except DataError:
         raise
     except Exception as error:  # a damaged pickle can raise anything
-        raise _damaged(path, f"it is no readable CIFAR-10 batch ({type(error).__name__}: {error})") from error
+        raise _damaged(path, f"it is not a readable CIFAR-10 batch ({type(error).__name__}: {error})") from error
     return images.reshape(-1, 3, 32, 32), labels.astype(np.uint8)
 
 
@@ -205,7 +205,7 @@ class _ArraysOnly(pickle.Unpickler):
         """Return an allowed class or function; raise UnpicklingError for any other."""
         if f"{module}.{name}" in _PICKLED:
             return _PICKLED[f"{module}.{name}"]
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no CIFAR-10 batch needs")
+        raise pickle.UnpicklingError(f"it refers to {module}.{name}, which no CIFAR-10 batch needs")
 
 
 def _read_sheet(path: Path) -> NDArray[np.uint8]:
