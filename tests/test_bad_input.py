@@ -261,9 +261,7 @@ DATA = [
     Case("no data for training", [*HOSTS, "--task", "cifar", "--data", "nowhere"], ("no folder",), begun=True),
     Case("empty folder", [*CIFAR, "."], ("Expected data_batch_1.bin", "https://")),
     Case("a file is missing", incomplete, ("incomplete", "data_batch_3.bin", "https://")),
-    Case(
-        "binary cut short", batches(b"\3" * 5000, ".bin"), ("data_batch_1.bin", "not a multiple of", "Fetch it again")
-    ),
+    Case("binary cut short", batches(b"\3" * 5000, ".bin"), ("data_batch_1.bin", "not a multiple", "Fetch it again")),
     Case("binary too few", batches(b"\3" * 3073 * 4, ".bin"), ("expected 10000 images", "found 4")),
     Case("binary empty", batches(b"", ".bin"), ("found 0 images",)),
     Case("pickle runs a command", batches(pickle.dumps(Evil())), ("refers to", "system", "no CIFAR-10 batch needs")),

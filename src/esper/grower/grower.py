@@ -26,20 +26,10 @@ from torch.optim import Optimizer
 from esper.grower import saving
 from esper.grower.explanations import SlotView, slot_views, why_not_legal, why_nothing_was_planted, wrapped
 from esper.grower.qualities import NeedsTargets, Quality, find_quality, scored
+from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import (
-    Effect,
-    EffectKind,
-    Outcome,
-    Rules,
-    apply,
-    is_legal,
-    legal,
-    record,
-    record_contribution,
-    tick,
-)
+from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
 from esper.kasmina.slot import Incubation, Slot
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
@@ -235,10 +225,10 @@ class Grower:
         self._warn_without_shadow_passes()
         meter = self.network.meter
         self.network.write_gradients(self.table, 0, meter.read(meter.pending().tolist()))  # sync: once per epoch
-        allowed = legal(self.table, self.rules)
+        allowed = lifecycle.legal(self.table, self.rules)
         actions = self._act(allowed)
         done = self._apply(actions)
-        ticked = tick(self.table, self.rules)
+        ticked = lifecycle.tick(self.table, self.rules)
         self.network.apply_effects(ticked, self.table)
         unmeasured = ("val_loss", "train_loss") if measured else ("val_loss", "train_loss", "quality")
         self.emit.step(
@@ -328,13 +318,13 @@ class Grower:
         actions[0, [Head.OP, Head.SLOT]] = op, self.network.slot_names.index(slot)
         for head, value in heads.items():
             actions[0, head] = value
-        if not is_legal(self.table, actions, self.rules)[0]:
+        if not lifecycle.is_legal(self.table, actions, self.rules)[0]:
             raise LifecycleError(why_not_legal(self.table, self.rules, self.network.slot_names, actions))
         self.emit.acted(self.table, actions, self._apply(actions))
 
     def _apply(self, actions: Ints) -> Outcome:
         before = self.table.clone()
-        outcome = apply(self.table, actions, self.rules)
+        outcome = lifecycle.apply(self.table, actions, self.rules)
         try:
             self.network.apply_effects(outcome.effects, self.table)
         except Exception:  # such as an invalid blueprint: the table must not list a seed that was not built
@@ -381,8 +371,8 @@ class Grower:
         self.emit.worth(self.table, [CounterfactualEngine.worth(result)])
         worth = self.network.write_scores(self.table, 0, measured)
         unknown = np.full(1, np.nan)
-        record(self.table, quality=np.array([measured.quality]), val_loss=unknown, train_loss=unknown)
-        record_contribution(self.table, worth[:1], worth[1:])
+        lifecycle.record(self.table, quality=np.array([measured.quality]), val_loss=unknown, train_loss=unknown)
+        lifecycle.record_contribution(self.table, worth[:1], worth[1:])
         return measured
 
     def _before_step(self, optimizer: Optimizer, *_: Any) -> None:

@@ -167,9 +167,7 @@ class Task:
         if needs:
             raise DataError(f"the host of task {self.name!r} needs {needs}; {data.name!r} has samples of {shape}")
         if self.augment and len(data.black) != shape[0]:
-            raise DataError(
-                f"task {self.name!r} augments images, but {data.name!r} defines no black value. Set `black`"
-            )
+            raise DataError(f"task {self.name!r} augments images, but {data.name!r} has no black value. Set `black`")
 
     @classmethod
     def from_tensors(
