@@ -735,7 +735,7 @@ def test_error_is_reported_once_with_location_and_frees_memory() -> None:
     assert first.startswith("OutOfMemoryError: tried to allocate 1000 (growing_network.py:")
     assert "test_governor_faults.py" in first
     assert "/" not in first
-    assert [str(w.message) for w in told] == [f"error in environment 1, step 1; the others continue: {first}"]
+    assert [str(w.message) for w in told] == [f"an error in environment 1, step 1; the others continue: {first}"]
 
 
 def test_failed_snapshot_keeps_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -337,7 +337,7 @@ class Governor:
         if kind in self._reported:
             return ""
         self._reported.add(kind)
-        warnings.warn(f"error in environment {env}, step {step}; the others continue: {text}", stacklevel=2)
+        warnings.warn(f"an error in environment {env}, step {step}; the others continue: {text}", stacklevel=2)
         return text
 
     def _give_up_if_all_failed(self) -> None:
