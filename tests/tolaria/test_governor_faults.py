@@ -607,7 +607,7 @@ def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
     tensor = weight if where == "weight" else plot.optimizer.state[weight]["exp_avg_sq"]
     with torch.no_grad():
         tensor.view(-1)[0] = math.inf
-    with pytest.raises(TrainingError, match="no snapshot is taken: .* not finite"):
+    with pytest.raises(TrainingError, match=r"no snapshot is taken: .* not finite"):
         snapshot.take()
     assert all(torch.equal(a, b) for a, b in zip(copies, snapshot.copies, strict=True))
     life.step()
