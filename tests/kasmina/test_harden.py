@@ -36,7 +36,7 @@ from tests.support.models import (
     vectors,
 )
 
-NOT_PICKLED = {"cnn_host", "mlp_host", "transformer_host"}
+NOT_PICKLED = {"cnn_host", "resnet_host", "mlp_host", "transformer_host", "embedding_host"}
 """Cases whose pickle refers to Esper, because their host is a class of Esper."""
 
 

@@ -6,18 +6,31 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.hosts import HOSTS, AnyHost, CNNHost, MLPHost, TransformerHost
+from esper.kasmina.blueprints import blueprints_for
+from esper.kasmina.graft import graft
+from esper.kasmina.hosts import HOSTS, CNNHost, Host, MLPHost, ResidualCNNHost, TransformerHost
+from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
+from esper.leyline.stages import SeedStage
+from esper.simic.backend import walk
+from tests.support.models import awaken
+
+KINDS = [*HOSTS, "embedding"]
+TOKENS = torch.randint(0, 31, (3, 8), generator=torch.Generator().manual_seed(0))
 
 
-def tiny(kind: str) -> tuple[AnyHost, Tensor]:
+def tiny(kind: str) -> tuple[Host, Tensor]:
     torch.manual_seed(0)
     if kind == "cnn":
         return CNNHost(in_channels=3, classes=10, base=4, blocks=3, pools=2), torch.randn(3, 3, 16, 16)
     if kind == "mlp":
         return MLPHost(inputs=12, classes=5, width=16, layers=2), torch.randn(3, 12)
+    if kind == "resnet":
+        return ResidualCNNHost(in_channels=3, classes=10, base=4, stages=3, blocks=2), torch.randn(3, 3, 9, 9)
+    if kind == "embedding":
+        return TransformerHost(vocab=31, dim=16, heads=2, layers=0, block_size=8, segments=None), TOKENS
     host = TransformerHost(vocab=31, dim=16, heads=2, layers=4, block_size=8, segments=2, dropout=0.1)
-    return host, torch.randint(0, 31, (3, 8))
+    return host, TOKENS
 
 
 def size(module: nn.Module) -> int:
@@ -61,7 +74,99 @@ def test_transformer_sites_are_the_last_blocks_of_segments():
     assert host.sites() == {"r0c0": "blocks.1", "r0c1": "blocks.3", "r0c2": "blocks.5"}
 
 
+def test_transformer_without_segments_has_a_slot_after_every_block():
+    sizes = {"vocab": 9, "dim": 8, "heads": 2, "block_size": 4, "segments": None}
+    with torch.device("meta"):
+        assert TransformerHost(layers=2, **sizes).sites() == {"r0c0": "blocks.0", "r0c1": "blocks.1"}
+        assert TransformerHost(layers=0, **sizes).sites() == {"r0c0": "dropout"}
+
+
+def test_segments_do_not_change_names_or_initial_weights():
+    weights = []
+    for segments in (3, 1, None):
+        torch.manual_seed(1)
+        weights.append(TransformerHost(vocab=9, dim=8, heads=2, layers=3, block_size=4, segments=segments).state_dict())
+    for other in weights[1:]:
+        assert list(other) == list(weights[0])
+        assert all(torch.equal(other[name], weights[0][name]) for name in other)
+
+
+def test_resnet_stages_double_the_channels_and_halve_the_pixels():
+    host = ResidualCNNHost(in_channels=1, classes=10, base=4, stages=3, blocks=2)
+    assert list(host.sites().items()) == [(f"r0c{i}", f"blocks.{i}") for i in range(6)]
+    shapes: list[tuple[int, ...]] = []
+    for block in host.blocks:
+        block.register_forward_hook(lambda _m, _i, out: shapes.append(tuple(out.shape[1:])))
+    assert host(torch.randn(2, 1, 28, 28)).shape == (2, 10)
+    assert shapes == [(4, 28, 28)] * 2 + [(8, 14, 14)] * 2 + [(16, 7, 7)] * 2
+
+
+def test_resnet_block_without_a_branch_is_the_identity():
+    block = ResidualCNNHost(in_channels=1, classes=10, base=4, stages=1).blocks[0]
+    nn.init.zeros_(block.conv2.weight)
+    x = torch.randn(2, 4, 5, 5)
+    assert torch.equal(block(x), x)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_germination_at_every_slot_keeps_the_output_bit_identical(kind):
+    host, x = tiny(kind)
+    host.eval()
+    expected = host(x)
+    body = graft(host, host.sites(), probe=x)
+    assert list(body.slots) == list(host.sites())
+    for i, (name, slot) in enumerate(body.slots.items()):
+        choices = blueprints_for(slot.site.layout)
+        body.plant(name, choices[i % len(choices)], Operator.ADD, seed=i)
+        body.set_slot(slot, SeedStage.HOLDING, 1.0)
+        assert torch.equal(body(x), expected), name
+    for slot in body.slots.values():
+        before = body(x)
+        awaken(slot)
+        assert not torch.equal(body(x), before), slot.name  # the seed is in the forward pass
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_multiply_adds_of_a_host_match_its_layers(kind):
+    host, x = tiny(kind)
+    expected = 0
+    if isinstance(host, TransformerHost):
+        tokens, dim = x.shape[1], 16
+        expected = len(host.blocks) * 2 * tokens * tokens * dim  # scores and their mean over values
+        expected += tokens * dim * 31  # the head is a product with the embedding
+
+    def count(module: nn.Module, _inputs: object, out: Tensor) -> None:
+        nonlocal expected
+        weights = module.weight.numel()
+        if isinstance(module, nn.Conv2d):
+            expected += weights * out.shape[2] * out.shape[3]
+        elif isinstance(module, nn.Linear):
+            expected += weights * out[0].numel() // out.shape[-1]
+
+    body = graft(host, host.sites(), probe=x)
+    handles = [m.register_forward_hook(count) for m in host.modules() if isinstance(m, nn.Conv2d | nn.Linear)]
+    host(x)
+    for handle in handles:
+        handle.remove()
+    assert walk(body)[0] == expected
+
+
 @pytest.mark.parametrize("kind", HOSTS)
+def test_small_host_fits_its_data_and_grows_in_width_and_depth(kind):
+    shape = {"vector": (7,), "text": (6,), "image": (3, 8, 8)}[HOSTS[kind].data_kind]
+    kwargs = HOSTS[kind].small(shape, 5)
+    host = HOSTS[kind](**kwargs)
+    assert host.needs(HOSTS[kind].data_kind, shape) is None
+    assert host.fits_classes(5)
+    assert not host.fits_classes(6)
+    for larger in (HOSTS[kind].wider, HOSTS[kind].deeper):
+        grown = HOSTS[kind](**larger(kwargs))
+        assert size(grown) > size(host)
+        assert grown.needs(HOSTS[kind].data_kind, shape) is None
+    assert set(HOSTS[kind](**HOSTS[kind].deeper(kwargs)).sites()) >= set(host.sites())
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_sites_are_called_in_listed_order(kind):
     host, x = tiny(kind)
     reached: list[str] = []
@@ -71,14 +176,14 @@ def test_sites_are_called_in_listed_order(kind):
     assert reached == list(host.sites().values())
 
 
-@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_every_parameter_gets_a_gradient(kind):
     host, x = tiny(kind)
     host(x).square().mean().backward()
     assert all(p.grad is not None and p.grad.abs().sum() > 0 for p in host.parameters())
 
 
-@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_host_is_traceable_by_fx_for_any_batch(kind):
     host, x = tiny(kind)
     host.eval()
@@ -87,7 +192,7 @@ def test_host_is_traceable_by_fx_for_any_batch(kind):
         torch.testing.assert_close(traced(batch), host(batch))
 
 
-@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_host_exports_with_a_dynamic_batch(kind):
     host, x = tiny(kind)
     host.eval()
@@ -96,7 +201,7 @@ def test_host_exports_with_a_dynamic_batch(kind):
         torch.testing.assert_close(program(batch), host(batch))
 
 
-@pytest.mark.parametrize("kind", HOSTS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_host_compiles_without_a_graph_break(kind):
     host, x = tiny(kind)
     host.eval()
@@ -138,6 +243,10 @@ NONSENSE = [
     (CNNHost, {"in_channels": 3, "classes": 10, "base": 0, "blocks": 3}, "base=0"),
     (CNNHost, {"in_channels": 3, "classes": 10, "base": 8, "blocks": 3, "pools": 4}, "pools"),
     (CNNHost, {"in_channels": 3, "classes": 10, "base": 8, "blocks": 3, "kernel": 2}, "odd"),
+    (ResidualCNNHost, {"in_channels": 3, "classes": 10, "base": 8, "stages": 0}, "stages=0"),
+    (ResidualCNNHost, {"in_channels": 3, "classes": 10, "base": 8, "stages": 2, "blocks": 0}, "blocks=0"),
+    (TransformerHost, {"vocab": 9, "dim": 8, "heads": 2, "layers": 0, "block_size": 4}, "segments=None"),
+    (TransformerHost, {"vocab": 9, "dim": 8, "heads": 2, "layers": -1, "block_size": 4, "segments": None}, "layers=-1"),
     (MLPHost, {"inputs": 4, "classes": 2, "width": 8, "layers": 0}, "layers=0"),
     (TransformerHost, {"vocab": 9, "dim": 8, "heads": 3, "layers": 3, "block_size": 4}, "multiple of heads"),
     (

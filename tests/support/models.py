@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from esper.kasmina.blueprints import blueprints_for
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
-from esper.kasmina.hosts import CNNHost, MLPHost, TransformerHost
+from esper.kasmina.hosts import CNNHost, MLPHost, ResidualCNNHost, TransformerHost
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import Operator
 from esper.leyline.stages import SeedStage
@@ -498,10 +498,18 @@ ZOO: dict[str, Case] = {
         lambda: CNNHost(in_channels=3, classes=CLASSES, base=4, blocks=3), images_last,
         ("blocks.0", "pools.0", "blocks.2"),
     ),
+    "resnet_host": Case(
+        lambda: ResidualCNNHost(in_channels=3, classes=CLASSES, base=4, stages=2, blocks=2), images_last,
+        ("blocks.0", "blocks.1", "blocks.2"),
+    ),
     "mlp_host": Case(lambda: MLPHost(inputs=DIM, classes=CLASSES, width=DIM, layers=3), vectors, _LAYERS),
     "transformer_host": Case(
         lambda: TransformerHost(vocab=VOCAB, dim=DIM, heads=2, layers=3, block_size=TOKENS, dropout=0.1), tokens,
         _BLOCKS,
+    ),
+    "embedding_host": Case(
+        lambda: TransformerHost(vocab=VOCAB, dim=DIM, heads=2, layers=0, block_size=TOKENS, segments=None), tokens,
+        ("dropout",),
     ),
     "tuple_blocks": Case(Transformer, tokens, ("blocks.0", "blocks.1.attention", "blocks.2"),
                          {"blocks.1.attention": (True, "blocks.1")}),

@@ -5,7 +5,7 @@ Legend: B samples of a minibatch, T tokens, V classes.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from esper.kasmina.hosts import HOSTS, AnyHost
+from esper.kasmina.hosts import HOSTS, Host
 from esper.leyline.errors import ConfigError, DataError, unknown_name
 from esper.leyline.rng import derive_seed
 from esper.tolaria.data import (
@@ -41,7 +41,7 @@ class Task:
     question: str
     """The question that growing a host on this task answers."""
     host: str
-    """The type of host: "cnn", "mlp" or "transformer"."""
+    """The type of host: a name in `HOSTS`, such as "cnn"."""
     host_kwargs: Mapping[str, Any]
     """Arguments of the host's constructor."""
     dataset: str
@@ -88,7 +88,7 @@ class Task:
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"task {self.name!r}: {name} must be finite and ≥ 0, got {getattr(self, name)}")
 
-    def build_host(self, seed: int) -> AnyHost:
+    def build_host(self, seed: int) -> Host:
         """Build the host of world `seed`. The state of the caller's random generator is restored."""
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(derive_seed(seed, "host"))
@@ -100,33 +100,30 @@ class Task:
 
     def widened(self, params: int) -> Task:
         """Return this task with the narrowest host of at least `params` parameters."""
-        heads = self.host_kwargs.get("heads", 1)
-        knob, pace = {"cnn": ("base", 1), "mlp": ("width", 1), "transformer": ("dim", heads)}[self.host]
-        return self._enlarged(params, knob, pace)
+        return self._enlarged(params, HOSTS[self.host].wider)
 
     def deepened(self, params: int) -> Task:
-        """Return this task with the shallowest host of at least `params` parameters; a CNN keeps its pools."""
-        blocks = self.host_kwargs.get("blocks")
-        pools = {"pools": self.host_kwargs.get("pools", blocks)} if self.host == "cnn" else {}
-        task = replace(self, host_kwargs={**self.host_kwargs, **pools})
-        segments = self.host_kwargs.get("segments", 3)  # a transformer has this many parts with equally many layers
-        knob, pace = {"cnn": ("blocks", 1), "mlp": ("layers", 1), "transformer": ("layers", segments)}[self.host]
-        return task._enlarged(params, knob, pace)
+        """Return this task with the shallowest host of at least `params` parameters, at the same resolutions."""
+        return self._enlarged(params, HOSTS[self.host].deeper)
 
-    def _enlarged(self, params: int, knob: str, pace: int) -> Task:
-        kwargs = dict(self.host_kwargs)
-        while True:
-            with torch.device("meta"):
-                if sum(p.numel() for p in HOSTS[self.host](**kwargs).parameters()) >= params:
-                    return replace(self, host_kwargs=kwargs)
-            kwargs[knob] += pace
+    def _enlarged(self, params: int, enlarge: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Task:
+        task = self
+        while sum(p.numel() for p in task._meta_host().parameters()) < params:
+            task = replace(task, host_kwargs=enlarge(task.host_kwargs))
+        return task
+
+    def _meta_host(self) -> Host:
+        """Return the host on the meta device: its sizes and sites, without memory or random numbers."""
+        with torch.device("meta"):
+            return HOSTS[self.host](**self.host_kwargs)
 
     def load_data(self, root: str | Path | None = None) -> Dataset:
         """Return the data with at most `val_size` validation samples; raise DataError if it does not fit the host."""
         data = self.data or load_data(self.dataset, root)
-        if data.kind == "text" and data.train.x.dim() == 1:
-            data = data.windowed(self.host_kwargs["block_size"])
-        self._check_fit(data)
+        host = self._meta_host()
+        if data.kind == "text" and data.train.x.dim() == 1 and host.window:
+            data = data.windowed(host.window)
+        self._check_fit(host, data)
         if self.val_size >= len(data.val):
             return data
         return replace(data, val=Split(data.val.x[: self.val_size], data.val.y[: self.val_size]))
@@ -145,25 +142,14 @@ class Task:
                 x = crop_and_flip(x, pad=CROP_PAD, black=data.black, generator=generator)
             yield x, y
 
-    def _check_fit(self, data: Dataset) -> None:
+    def _check_fit(self, host: Host, data: Dataset) -> None:
         """Raise DataError if the host cannot take the data, before the first batch does."""
-        sizes, shape = self.host_kwargs, tuple(data.train.x.shape[1:])
-        room = sizes["vocab"] if self.host == "transformer" else sizes["classes"]
-        if data.classes > room if self.host == "transformer" else data.classes != room:
+        if not host.fits_classes(data.classes):
             raise DataError(
-                f"data set {data.name!r} has {data.classes} classes, the host of task {self.name!r} has {room}"
+                f"data set {data.name!r} has {data.classes} classes, the host of task {self.name!r} has {host.classes}"
             )
-        needs: str | None = None
-        if self.host == "cnn":
-            pools = sizes.get("pools")
-            least = 2 ** (sizes["blocks"] if pools is None else pools)
-            if data.kind != "image" or shape[0] != sizes["in_channels"] or min(shape[1:]) < least:
-                needs = f"images of {sizes['in_channels']} channels and at least {least}×{least} pixels"
-        elif self.host == "mlp":
-            if data.kind == "text" or data.train.x[0].numel() != sizes["inputs"]:
-                needs = f"{sizes['inputs']} values per sample"
-        elif data.kind != "text" or shape[0] > sizes["block_size"]:
-            needs = f"windows of at most {sizes['block_size']} tokens"
+        shape = tuple(data.train.x.shape[1:])
+        needs = host.needs(data.kind, shape)
         if needs:
             raise DataError(f"the host of task {self.name!r} needs {needs}; {data.name!r} has samples of {shape}")
         if self.augment and len(data.black) != shape[0]:
@@ -193,17 +179,10 @@ class Task:
         `host_kwargs` override its sizes. `settings` are other fields of `Task`.
         """
         data = from_tensors(name, x, y, val=val, test=test, held_out=held_out, classes=classes, black=black)
-        host = host or {"image": "cnn", "vector": "mlp", "text": "transformer"}[data.kind]
+        host = host or next(each for each, kind in HOSTS.items() if kind.data_kind == data.kind)
         if host not in HOSTS:
             raise unknown_name("host", host, HOSTS)
-        sizes: dict[str, dict[str, Any]] = {
-            "cnn": {"in_channels": x.shape[1], "classes": data.classes, "base": 8, "blocks": 2},
-            "mlp": {"inputs": x[0].numel(), "classes": data.classes, "width": 32, "layers": 3},
-            "transformer": {
-                "vocab": data.classes, "block_size": x.shape[1], "dim": 64, "heads": 4, "layers": 3,
-            },
-        }  # fmt: skip
-        kwargs = sizes[host] | dict(host_kwargs or {})
+        kwargs = HOSTS[host].small(tuple(x.shape[1:]), data.classes) | dict(host_kwargs or {})
         with torch.device("meta"):
             sites = HOSTS[host](**kwargs).sites()
         task = cls(
@@ -219,9 +198,9 @@ class Task:
                 **settings,
             }
         )
-        task._check_fit(data)
-        with torch.device("meta"):  # raises for a slot that does not exist; allocates nothing
-            task.build_host(0)
+        with torch.device("meta"):  # allocates nothing
+            meta_host = task.build_host(0)  # raises for a slot that does not exist
+        task._check_fit(meta_host, data)
         return task
 
 

@@ -7,11 +7,17 @@ Hosts are grafted like any other model. Read `cnn.py` first.
 from __future__ import annotations
 
 from esper.kasmina.hosts.cnn import CNNHost
+from esper.kasmina.hosts.host import Host
 from esper.kasmina.hosts.mlp import MLPHost
+from esper.kasmina.hosts.resnet import ResidualCNNHost
 from esper.kasmina.hosts.transformer import TransformerHost
 
-AnyHost = CNNHost | MLPHost | TransformerHost
+HOSTS: dict[str, type[Host]] = {
+    "cnn": CNNHost,
+    "mlp": MLPHost,
+    "transformer": TransformerHost,
+    "resnet": ResidualCNNHost,
+}
+"""The built-in hosts by name; the first one for a kind of data is its default."""
 
-HOSTS: dict[str, type[AnyHost]] = {"cnn": CNNHost, "mlp": MLPHost, "transformer": TransformerHost}
-
-__all__ = ["HOSTS", "AnyHost", "CNNHost", "MLPHost", "TransformerHost"]
+__all__ = ["HOSTS", "CNNHost", "Host", "MLPHost", "ResidualCNNHost", "TransformerHost"]

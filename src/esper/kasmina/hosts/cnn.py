@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
+from esper.kasmina.hosts.host import Host, image_needs
 from esper.leyline.errors import ConfigError
 
 
-class CNNHost(nn.Module):
+class CNNHost(Host):
     """`blocks` × (convolution, BatchNorm, ReLU), max pooling after the first `pools` of them, and a linear head.
 
     Input: images `[B, in_channels, H, W]`; output: logits `[B, classes]`. Each pool halves H and W. The memory
     format follows that of the images and weights.
     """
+
+    data_kind = "image"
 
     def __init__(
         self,
@@ -36,6 +42,8 @@ class CNNHost(nn.Module):
         if kernel < 1 or kernel % 2 == 0:
             raise ConfigError(f"kernel must be odd, so that padding keeps the size, got {kernel}")
 
+        self.in_channels = in_channels
+        self.classes = classes
         widths = [in_channels, *(base * 2**i for i in range(blocks))]
         self.blocks = nn.ModuleList(
             nn.Sequential(
@@ -64,3 +72,23 @@ class CNNHost(nn.Module):
             if i < len(self.pools):
                 sites[f"r1c{i}"] = f"pools.{i}"
         return sites
+
+    def needs(self, kind: str, shape: tuple[int, ...]) -> str | None:
+        """Return what images the host needs, or None if these fit: every pool halves H and W."""
+        return image_needs(self.in_channels, 2 ** len(self.pools), kind, shape)
+
+    @classmethod
+    def small(cls, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
+        """Return the arguments of a small host for images of this shape."""
+        return {"in_channels": shape[0], "classes": classes, "base": 8, "blocks": 2}
+
+    @classmethod
+    def wider(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with one more channel in the first block."""
+        return {**kwargs, "base": kwargs["base"] + 1}
+
+    @classmethod
+    def deeper(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with one more block; the number of pools does not change."""
+        pools = kwargs.get("pools")
+        return {**kwargs, "pools": kwargs["blocks"] if pools is None else pools, "blocks": kwargs["blocks"] + 1}

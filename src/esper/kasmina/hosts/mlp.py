@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
+from typing import Any
+
 from torch import Tensor, nn
 
+from esper.kasmina.hosts.host import Host
 from esper.leyline.errors import ConfigError
 
 
-class MLPHost(nn.Module):
+class MLPHost(Host):
     """`layers` × (linear, ReLU) of one width, then a linear head: `[B, …]` to logits `[B, classes]`."""
+
+    data_kind = "vector"
 
     def __init__(self, *, inputs: int, classes: int, width: int, layers: int) -> None:
         super().__init__()
@@ -17,6 +24,8 @@ class MLPHost(nn.Module):
                 "an MLP host needs at least one input, class, unit and layer, got "
                 f"inputs={inputs}, classes={classes}, width={width}, layers={layers}"
             )
+        self.inputs = inputs
+        self.classes = classes
         self.layers = nn.ModuleList(
             nn.Sequential(nn.Linear(inputs if i == 0 else width, width), nn.ReLU()) for i in range(layers)
         )
@@ -32,3 +41,23 @@ class MLPHost(nn.Module):
     def sites(self) -> dict[str, str]:
         """Return one slot after each layer."""
         return {f"r0c{i}": f"layers.{i}" for i in range(len(self.layers))}
+
+    def needs(self, kind: str, shape: tuple[int, ...]) -> str | None:
+        """Return what samples the host needs, or None if these fit; images are flattened."""
+        fits = kind != "text" and math.prod(shape) == self.inputs
+        return None if fits else f"{self.inputs} values per sample"
+
+    @classmethod
+    def small(cls, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
+        """Return the arguments of a small host for samples of this shape."""
+        return {"inputs": math.prod(shape), "classes": classes, "width": 32, "layers": 3}
+
+    @classmethod
+    def wider(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with one more unit per layer."""
+        return {**kwargs, "width": kwargs["width"] + 1}
+
+    @classmethod
+    def deeper(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with one more layer."""
+        return {**kwargs, "layers": kwargs["layers"] + 1}

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
+from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from esper.kasmina.hosts.host import Host
 from esper.leyline.errors import ConfigError
 
 
@@ -46,11 +49,17 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.norm2(x)))
 
 
-class TransformerHost(nn.Module):
+SEGMENTS = 3
+
+
+class TransformerHost(Host):
     """Tokens `[B, T]` to next-token logits `[B, T, V]`, T ≤ `block_size`. The head shares the embedding weights.
 
-    The layers form `segments` equal groups, with one slot at the end of each.
+    The layers form `segments` equal groups, with one slot at the end of each. With `segments=None` there is a slot
+    after every layer, or after the embedding if there are no layers.
     """
+
+    data_kind = "text"
 
     def __init__(
         self,
@@ -60,23 +69,28 @@ class TransformerHost(nn.Module):
         heads: int,
         layers: int,
         block_size: int,
-        segments: int = 3,
+        segments: int | None = SEGMENTS,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
-        if min(vocab, dim, heads, layers, block_size, segments) < 1:
+        if min(vocab, dim, heads, block_size, 1 if segments is None else segments) < 1 or layers < 0:
             raise ConfigError(
-                "every size of a transformer host must be at least 1, got "
+                "every size of a transformer host must be at least 1, only layers may be 0, got "
                 f"{vocab=}, {dim=}, {heads=}, {layers=}, {block_size=}, {segments=}"
             )
         if dim % heads:
             raise ConfigError(f"dim must be a multiple of heads, got dim={dim}, heads={heads}")
-        if layers % segments:
-            raise ConfigError(f"layers must be a multiple of segments, got {layers=}, {segments=}")
+        if segments and (layers % segments or not layers):
+            raise ConfigError(
+                f"layers must be a multiple of segments and not 0, got {layers=}, {segments=}. "
+                "Set segments=None for a slot after every layer, or after the embedding if there are no layers"
+            )
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"dropout must lie in [0, 1), got {dropout}")
 
-        self.segments = segments
+        self.classes = vocab
+        self.window = block_size
+        self.layers_per_slot = 1 if segments is None else layers // segments
         self.tokens = nn.Embedding(vocab, dim)
         self.positions = nn.Embedding(block_size, dim)
         self.dropout = nn.Dropout(dropout)
@@ -101,6 +115,32 @@ class TransformerHost(nn.Module):
         return F.linear(self.norm(x), self.tokens.weight)  # [B, T, V]
 
     def sites(self) -> dict[str, str]:
-        """Return one slot after the last layer of each segment."""
-        length = len(self.blocks) // self.segments
-        return {f"r0c{i}": f"blocks.{(i + 1) * length - 1}" for i in range(self.segments)}
+        """Return one slot after the last layer of each segment; without layers, one after the embedding."""
+        if not self.blocks:
+            return {"r0c0": "dropout"}  # the module that returns the embedded tokens
+        ends = range(self.layers_per_slot - 1, len(self.blocks), self.layers_per_slot)
+        return {f"r0c{i}": f"blocks.{end}" for i, end in enumerate(ends)}
+
+    def needs(self, kind: str, shape: tuple[int, ...]) -> str | None:
+        """Return what samples the host needs, or None if these fit."""
+        most = self.positions.num_embeddings
+        return None if kind == "text" and shape[0] <= most else f"windows of at most {most} tokens"
+
+    def fits_classes(self, classes: int) -> bool:
+        """Return whether the vocabulary has room for this many tokens."""
+        return classes <= self.classes
+
+    @classmethod
+    def small(cls, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
+        """Return the arguments of a small host for windows of this many tokens."""
+        return {"vocab": classes, "block_size": shape[0], "dim": 64, "heads": 4, "layers": 3}
+
+    @classmethod
+    def wider(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with one more feature per attention head."""
+        return {**kwargs, "dim": kwargs["dim"] + kwargs["heads"]}
+
+    @classmethod
+    def deeper(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the arguments with one more layer per segment, or one more layer with `segments=None`."""
+        return {**kwargs, "layers": kwargs["layers"] + (kwargs.get("segments", SEGMENTS) or 1)}
