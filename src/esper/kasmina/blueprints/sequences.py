@@ -63,6 +63,15 @@ def flexible_attention(dim: int) -> nn.Module:
     return FlexAttention(dim)
 
 
+def transformer_block(dim: int) -> nn.Module:
+    """Return a whole pre-norm transformer block.
+
+    It has no built-in name: one more name in `BLUEPRINTS` would change the inputs of every trained policy. Register it
+    with `esper.blueprint("block", layouts="sequence")(transformer_block)`.
+    """
+    return TransformerBlock(dim)
+
+
 def _low_rank(dim: int, rank: int) -> nn.Module:
     return nn.Sequential(nn.Linear(dim, rank, bias=False), zeroed(nn.Linear(rank, dim, bias=False)))
 
@@ -97,6 +106,22 @@ class FlexAttention(CausalAttention):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return causal attention over [B, heads, T, D / heads]."""
         return flex_causal(q, k, v) if _flex_runs(q) else super().attend(q, k, v)
+
+
+class TransformerBlock(nn.Module):
+    """Pre-norm causal attention and an MLP of width 4·D, without the residual connection around both."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm1 = nn.LayerNorm(dim)
+        self.attention = CausalAttention(dim)
+        self.norm2 = nn.LayerNorm(dim)
+        self.mlp = _mlp(dim, 4 * dim)
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Return Δ(h), [B, T, D]."""
+        attended = self.attention(self.norm1(h))
+        return attended + self.mlp(self.norm2(h + attended))
 
 
 def _flex_runs(q: Tensor | fx.Proxy) -> bool:
