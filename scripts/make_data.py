@@ -17,10 +17,7 @@ import numpy as np
 
 from esper.tolaria.data.catalogue import FOLDER
 from esper.tolaria.data.dataset import balanced_order, digest
-from esper.tolaria.data.readers import Arrays, find_files, read_fashion_mnist
-
-# typographer's signs that differ between chapters of the edition, in one spelling
-PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "Œ": "Oe"})
+from esper.tolaria.data.readers import Arrays, encoded, find_files, plain_text, read_fashion_mnist
 
 
 def digits() -> Arrays:
@@ -55,12 +52,8 @@ def moby(folder: Path) -> Arrays:
     """The novel from chapter 1 to the epilogue in plain typography; the rarest signs are left out."""
     listed = json.loads((folder / "data" / "file_list.json").read_text("utf-8"))
     names = [name for name in listed if name.startswith(("chapter_", "epilogue")) and name.endswith(".txt")]
-    text = "\n\n".join((folder / "data" / name).read_text("utf-8").strip() for name in names)
-    codes = np.frombuffer(text.translate(PLAIN).encode("utf-32-le"), "<u4")
-    counts = np.bincount(codes)
-    codes = codes[counts[codes] >= 2]
-    characters, tokens = np.unique(codes, return_inverse=True)
-    return {"tokens": tokens.astype(np.uint8), "characters": characters.astype(np.int32)}
+    arrays = encoded(plain_text((folder / "data" / name).read_text("utf-8") for name in names))
+    return {"tokens": arrays["tokens"].astype(np.uint8), "characters": arrays["characters"]}
 
 
 def write(name: str, arrays: Arrays) -> None:

@@ -14,7 +14,15 @@ import torch
 from esper.leyline.errors import DataError, unknown_name
 from esper.tolaria.data.cache import cached
 from esper.tolaria.data.dataset import Dataset, Split, balanced_order, checked, digest, stored_images
-from esper.tolaria.data.readers import Arrays, find_files, read_cifar10, read_fashion_mnist, read_text
+from esper.tolaria.data.readers import (
+    Arrays,
+    find_files,
+    find_speeches,
+    read_cifar10,
+    read_fashion_mnist,
+    read_speeches,
+    read_text,
+)
 
 FOLDER = Path(__file__).parent / "files"
 
@@ -59,6 +67,7 @@ SOURCES: dict[str, Source] = {
         mean=(0.4914, 0.4822, 0.4465),
         std=(0.2470, 0.2435, 0.2616),
     ),
+    "sotu": Source(licence="public domain; collection of stdlib, ODC PDDL 1.0 and CC0 1.0"),
     "text": Source(licence="the user's own"),
 }
 
@@ -66,9 +75,9 @@ SOURCES: dict[str, Source] = {
 def load_data(name: str, root: str | Path | None = None) -> Dataset:
     """Return the data set `name`, checked and in memory.
 
-    `digits`, `fashion` and `moby` are part of the package. `cifar10` and `fashion-mnist` are read from the folder
-    `root`, or `$ESPER_DATA`; for `text`, `root` is the file itself. A text is one sequence: cut it into samples with
-    `Dataset.windowed`.
+    `digits`, `fashion` and `moby` are part of the package. `cifar10`, `fashion-mnist` and `sotu` are read from the
+    folder `root`, or `$ESPER_DATA`; for `text`, `root` is the file itself. A text is one sequence: cut it into samples
+    with `Dataset.windowed`.
     """
     if name not in SOURCES:
         raise unknown_name("dataset", name, SOURCES)
@@ -110,15 +119,24 @@ def _read_embedded(name: str, source: Source) -> tuple[Arrays, str]:
 
 
 def _read_files(name: str, root: Path) -> tuple[Arrays, str]:
-    if name == "text" and not root.is_file():
-        raise DataError(f"no file {str(root)!r}. For 'text', root is the path of a UTF-8 text file")
-    files = [root] if name == "text" else find_files(name, root)
+    if name == "text":
+        if not root.is_file():
+            raise DataError(f"no file {str(root)!r}. For 'text', root is the path of a UTF-8 text file")
+        files = [root]
+    else:
+        files = find_speeches(root) if name == "sotu" else find_files(name, root)
     content = digest(piece for path in files for piece in (path.name.encode(), path.read_bytes()))
 
     def decode() -> Arrays:
-        if name == "text":
-            return read_text(root)
-        return read_cifar10(files) if name == "cifar10" else read_fashion_mnist(files)
+        match name:
+            case "text":
+                return read_text(root)
+            case "sotu":
+                return read_speeches(files)
+            case "cifar10":
+                return read_cifar10(files)
+            case _:
+                return read_fashion_mnist(files)
 
     return cached(name, root, content, decode), content
 

