@@ -23,7 +23,7 @@ from esper.kasmina.blueprints import (
     unregister,
 )
 from esper.kasmina.blueprints.maps import group_norm
-from esper.kasmina.blueprints.sequences import CausalAttention, flex_causal
+from esper.kasmina.blueprints.sequences import CausalAttention, flex_causal, transformer_block
 from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.leyline.actions import BLUEPRINTS, Operator
 from esper.leyline.errors import BlueprintError, UnknownNameError
@@ -166,6 +166,25 @@ def test_flex_attention_equals_plain_attention():
     plain = CausalAttention(64).attend(q, k, v)
     with torch.no_grad():
         torch.testing.assert_close(flex_causal(q, k, v), plain)
+
+
+@every_operator
+def test_transformer_block_obeys_the_laws_of_a_blueprint(mine, operator):
+    blueprint(mine, layouts="sequence")(transformer_block)
+    test_germination_keeps_features_bit_identical(mine, Layout.SEQUENCE, operator)
+    test_all_parameters_change_within_three_steps(mine, Layout.SEQUENCE, operator)
+    test_sequence_seeds_and_gates_are_causal(mine, cut=4)
+    test_traced_seed_is_plain_torch_and_equal(mine, Layout.SEQUENCE)
+
+
+def test_transformer_block_equals_attention_and_mlp_with_residuals():
+    block = transformer_block(12)
+    for parameter in block.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    h = features(SITE[Layout.SEQUENCE])
+    x = h + block.attention(block.norm1(h))
+    x = x + block.mlp(block.norm2(x))
+    torch.testing.assert_close(h + block(h), x)
 
 
 @pytest.mark.parametrize("layout", Layout)

