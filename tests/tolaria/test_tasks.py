@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
+from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError, DataError, UnknownNameError
+from esper.tolaria.data import from_tensors
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import TASKS, Task, get_task, per_sample_correct, per_sample_loss
 
 SIZES = {
@@ -22,7 +27,7 @@ SIZES = {
     "cifar_deep_impaired": 1_140,
     "tinystories": 30_044_544,
 }
-EMBEDDED = ("quick", "fashion", "rescue", "standard", "digits", "moby")
+EMBEDDED = ("quick", "fashion", "rescue", "standard", "digits", "moby", "moby_deep")
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -60,15 +65,32 @@ def test_embedded_task_runs_a_training_step(name):
     loss.mean().backward()
 
 
-def test_build_host_is_deterministic_and_keeps_global_rng_state():
-    task = get_task("digits")
+@pytest.mark.parametrize("name", ["digits", "quick", "resnet_fashion", "moby_deep"])
+def test_build_host_is_deterministic_and_keeps_global_rng_state(name):
+    task = get_task(name)
     torch.manual_seed(5)
     expected = torch.rand(3)
     torch.manual_seed(5)
     one, other, again = task.build_host(1), task.build_host(2), task.build_host(1)
     assert torch.rand(3).equal(expected)
     assert all(a.equal(b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
-    assert not one.head.weight.equal(other.head.weight)
+    assert not all(a.equal(b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+
+def test_residual_host_trains_deterministically_by_world():
+    noise = torch.Generator().manual_seed(0)
+    x, y = torch.randn(80, 1, 28, 28, generator=noise), torch.arange(80) % 10
+    task = replace(get_task("resnet_fashion"), data=from_tensors("mine", x, y), batch=8, batches_per_epoch=3)
+    states = []
+    for world in (1, 1, 2):
+        network = HostNetwork(task, task.load_data(), world, EngineConfig())
+        network.body.plant("r0c1", "conv_heavy", Operator.ADD, seed=0)
+        network.regroup()
+        network.train_epoch(0)
+        states.append(network.body.state_dict())
+    one, again, other = states
+    assert all(one[key].equal(again[key]) for key in one if key != "esper.structure")
+    assert not one["stem.weight"].equal(other["stem.weight"])
 
 
 def test_minibatches_are_a_function_of_world_and_step():
@@ -109,12 +131,13 @@ def test_per_sample_scores_of_a_language_model_are_means_over_tokens():
     ("x", "y", "host"),
     [
         (torch.randn(50, 3, 8, 8), torch.arange(50) % 5, "cnn"),
+        (torch.randn(50, 3, 8, 8), torch.arange(50) % 5, "resnet"),
         (torch.randn(50, 7), torch.arange(50) % 5, "mlp"),
         (torch.randint(0, 9, (50, 6)), torch.randint(0, 9, (50, 6)), "transformer"),
     ],
 )
-def test_from_tensors_chooses_a_matching_host(x, y, host):
-    task = Task.from_tensors("mine", x, y)
+def test_from_tensors_builds_a_matching_host(x, y, host):
+    task = Task.from_tensors("mine", x, y, host="resnet" if host == "resnet" else None)
     data = task.load_data()
     assert task.host == host
     batch, target = next(task.minibatches(data, 0, 0))
@@ -133,6 +156,8 @@ def test_from_tensors_accepts_settings_and_rejects_invalid_ones():
         Task.from_tensors("mine", x, y, lr=float("nan"))
     with pytest.raises(DataError, match="16×16"):
         Task.from_tensors("mine", x, y, host_kwargs={"blocks": 4})
+    with pytest.raises(DataError, match="images of 3 channels and at least 16×16"):
+        Task.from_tensors("mine", x, y, host="resnet", host_kwargs={"stages": 5})
     with pytest.raises(DataError, match="5 classes"):
         Task.from_tensors("mine", x, y, host_kwargs={"classes": 4})
     with pytest.raises(DataError, match="black"):
@@ -148,6 +173,29 @@ def test_data_that_does_not_fit_the_host_is_rejected(tmp_path):
             name="mine", question="", host="transformer", host_kwargs=moby.host_kwargs, dataset="text",
             slots=moby.slots,
         ).load_data(path)  # fmt: skip
+
+
+def test_text_for_a_host_of_images_is_rejected():
+    images = get_task("quick")
+    with pytest.raises(DataError, match="needs images of 1 channels"):
+        replace(images, dataset="moby", host_kwargs={**images.host_kwargs, "classes": 81}).load_data()
+
+
+@pytest.mark.parametrize("name", ["quick", "digits", "moby", "moby_deep", "resnet_fashion"])
+def test_enlarged_host_is_the_first_of_at_least_the_size(name):
+    task = get_task(name)
+
+    def size(of: Task) -> int:
+        with torch.device("meta"):
+            return sum(p.numel() for p in of.build_host(0).parameters())
+
+    least = 2 * size(task)
+    for enlarge in (Task.widened, Task.deepened):
+        larger = task
+        while size(larger) < least:
+            larger = enlarge(larger, size(larger) + 1)
+        assert enlarge(task, least) == larger
+        assert enlarge(task, size(task)) == task
 
 
 def test_unknown_task_error_suggests_the_nearest():
