@@ -193,7 +193,7 @@ AUTO = {
     "residual": ["stem", "stage1", "stage2"],
     "mlp_host": ["layers.0", "layers.1", "layers.2"],
     "transformer_host": ["blocks.0", "blocks.1", "blocks.2"],
-    "resnet_host": ["blocks.0", "blocks.2", "blocks.3"],
+    "resnet_host": ["blocks.0", "blocks.1", "blocks.3"],
     "tuple_blocks": ["blocks.0", "blocks.1", "blocks.2"],
     "gpt2": ["transformer.h.0", "transformer.h.1", "transformer.h.2"],
     "bert": ["bert.encoder.layer.0", "bert.encoder.layer.1", "bert.encoder.layer.2"],
