@@ -35,7 +35,7 @@ os.kill(os.getpid(), signal.SIGKILL)
 def blocking_fails():
     """Fail a test that blocks, for example in opening a FIFO."""
 
-    def fail(number, frame):
+    def fail(_number, _frame):
         raise RuntimeError("the call blocks")
 
     before = signal.signal(signal.SIGALRM, fail)

@@ -192,7 +192,7 @@ def test_stop_waiting_releases_a_caller_blocked_on_a_full_disk(tmp_path, disk):
 
 def test_durable_sink_with_a_defect_is_still_retired():
     class Defective:
-        def write(self, records):
+        def write(self, _records):
             raise TypeError("a defect, not a disk")
 
         def flush(self): ...

@@ -57,7 +57,7 @@ class SlowSink(ListSink):
 
 
 class RaisingSink(ListSink):
-    def write(self, records):
+    def write(self, _records):
         raise OSError("no space left")
 
 
@@ -577,7 +577,7 @@ def test_hub_is_disabled_in_a_forked_child(tmp_path):
 
 def test_lost_journal_is_reported_to_the_user_despite_other_sinks(caplog):
     class Full:
-        def write(self, records):
+        def write(self, _records):
             raise OSError(28, "No space left on device")
 
         def flush(self): ...

@@ -34,7 +34,7 @@ from tests.support.run_outcomes import heed_signals
 
 
 class Raises:
-    def write(self, records):
+    def write(self, _records):
         raise RuntimeError("full")
 
     def close(self):
@@ -45,7 +45,7 @@ class Hangs:
     def __init__(self):
         self.let_go = threading.Event()
 
-    def write(self, records):
+    def write(self, _records):
         self.let_go.wait(60)
 
     def close(self):

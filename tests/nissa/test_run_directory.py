@@ -343,7 +343,8 @@ with RunDirectory.create(Path(sys.argv[1]), "digits", name="it", manifest={}) as
         parent.stdout.close()
 
 
-def test_copy_of_a_running_run_has_no_owner(tmp_path, owner):
+@pytest.mark.usefixtures("owner")
+def test_copy_of_a_running_run_has_no_owner(tmp_path):
     shutil.copytree(tmp_path / "it", tmp_path / "copy")
     assert read_manifest(tmp_path / "copy")["status"] == "killed"
     (tmp_path / "copy" / "run.lock").unlink()

@@ -32,11 +32,11 @@ def seal_json(body: bytes) -> bytes:
 
 def unseal_json(content: bytes) -> bytes:
     """Return the JSON object without its checksum. Raise ValueError if the checksum is missing or does not match."""
-    found = _JSON.match(content)
-    if found is None:
+    match = _JSON.match(content)
+    if match is None:
         raise ValueError("it has no checksum in its first field")
-    rest = content[found.end() :]
-    if hashlib.sha256(rest).hexdigest().encode() != found[1]:
+    rest = content[match.end() :]
+    if hashlib.sha256(rest).hexdigest().encode() != match[1]:
         raise ValueError("its checksum does not match its content")
     return b"{" + rest
 

@@ -72,14 +72,14 @@ class CheckpointError(EsperError):
     """A checkpoint that cannot be written, or is damaged."""
 
 
-def unknown_name(kind: str, asked: str, known: Iterable[str]) -> UnknownNameError:
+def unknown_name(kind: str, name: str, valid: Iterable[str]) -> UnknownNameError:
     """Return the error for a name that is not in a table, with the nearest valid ones.
 
     >>> str(unknown_name("blueprint", "conv_lite", ["conv_light", "norm"]))
     "no blueprint named 'conv_lite'. Did you mean 'conv_light'? There are: conv_light, norm"
     """
-    names = sorted(known)
-    near = difflib.get_close_matches(asked, names, n=1, cutoff=0.5)
+    names = sorted(valid)
+    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
     hint = f" Did you mean {near[0]!r}?" if near else ""
     listed = ", ".join(names[:40]) + (f" and {len(names) - 40} more" if len(names) > 40 else "")
-    return UnknownNameError(f"no {kind} named {asked!r}.{hint} There are: {listed or 'none'}")
+    return UnknownNameError(f"no {kind} named {name!r}.{hint} There are: {listed or 'none'}")

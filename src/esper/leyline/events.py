@@ -376,7 +376,7 @@ class Emits(Protocol):
 class Silence:
     """A receiver that ignores every event."""
 
-    def wants(self, kind: type[Event]) -> bool:
+    def wants(self, _kind: type[Event]) -> bool:
         """Return False: no event is read."""
         return False
 

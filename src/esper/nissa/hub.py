@@ -80,14 +80,14 @@ class NissaHub:
         self._capacity, self._half = capacity, capacity // 2
         self._lock = threading.RLock()
         self._changed = threading.Condition(self._lock)
-        self._lanes: list[SinkWorker] = []
+        self._workers: list[SinkWorker] = []
         self._listening = -1  # the level while a sink is active, else below the level of every kind
         self._seq = self._first_seq = first_seq
         self._log: list[Numbered] = []
         self._dead: set[int] = set()  # seqs in the log that were replaced by newer gauges
         self._newest: dict[tuple[Any, ...], int] = {}  # gauge key → seq of its newest value since the log was half full
         self._waiting = 0  # threads that wait for a sink worker
-        self._held_up: list[int] = []  # idents of the threads that wait inside emit
+        self._blocked: list[int] = []  # idents of the threads that wait inside emit
         self._closing = self._ending = False
         self._give_up_at = float("inf")  # monotonic time at which suspended sinks are retired
         self._counts = {"coalesced": 0, "waits": 0, "after_close": 0, "peak": 0}
@@ -134,10 +134,10 @@ class NissaHub:
             if self._closing:
                 raise EsperError(f"cannot add {type(sink).__name__}: the hub is closed. Make a new hub")
             name = type(sink).__name__
-            same = sum(type(lane.sink).__name__ == name for lane in self._lanes)
-            lane = SinkWorker(self, sink, f"{name}-{same + 1}" if same else name, self._seq)
-            lane.thread.start()
-            self._lanes.append(lane)
+            same = sum(type(worker.sink).__name__ == name for worker in self._workers)
+            worker = SinkWorker(self, sink, f"{name}-{same + 1}" if same else name, self._seq)
+            worker.thread.start()
+            self._workers.append(worker)
             self._retune()
 
     def flush(self, timeout: float = 10.0) -> bool:
@@ -148,12 +148,14 @@ class NissaHub:
         """
         with self._lock:
             target = self._seq
-            durable = [lane for lane in self._lanes if lane.durable]
-            lanes = durable or self._lanes
-            for lane in lanes:
-                lane.flush_asked = max(lane.flush_asked, target)
-            there = self._wait_until(lambda: all(lane.retired or lane.flushed >= target for lane in lanes), timeout)
-            return there and not any(lane.retired for lane in durable)
+            durable = [worker for worker in self._workers if worker.durable]
+            workers = durable or self._workers
+            for worker in workers:
+                worker.flush_target = max(worker.flush_target, target)
+            there = self._wait_until(
+                lambda: all(worker.retired or worker.flushed >= target for worker in workers), timeout
+            )
+            return there and not any(worker.retired for worker in durable)
 
     def close(self, timeout: float = 10.0) -> None:
         """Write the queued events, then the counters as a last `Health` event, and close the sinks. Idempotent.
@@ -168,16 +170,16 @@ class NissaHub:
             self._retune()
             target = self._seq
             if not self._ending and not self._wait_until(self._is_drained, timeout):
-                for lane in self._lanes:
-                    if lane.written < target:
-                        self._retire(lane, f"it had not caught up {timeout:g} s after the end")
+                for worker in self._workers:
+                    if worker.written < target:
+                        self._retire(worker, f"it had not caught up {timeout:g} s after the end")
             if not self._ending:  # another thread may have done this while this one waited
-                self._say_last_words()
+                self._report_totals()
                 self._ending = True
             left = max(1.0, timeout + start - monotonic())
-            if not self._wait_until(lambda: all(lane.retired or lane.finished for lane in self._lanes), left):
-                for lane in self._lanes:
-                    self._retire(lane, f"its close() took longer than {left:g} s")
+            if not self._wait_until(lambda: all(worker.retired or worker.finished for worker in self._workers), left):
+                for worker in self._workers:
+                    self._retire(worker, f"its close() took longer than {left:g} s")
         atexit.unregister(self.close)
 
     def stop_waiting(self, timeout: float = 10.0) -> None:
@@ -190,13 +192,13 @@ class NissaHub:
     @property
     def has_lost(self) -> bool:
         """Whether a durable sink was retired."""
-        return any(lane.durable and lane.retired for lane in self._lanes)
+        return any(worker.durable and worker.retired for worker in self._workers)
 
     def _is_drained(self) -> bool:
         """Return whether everything is written and no thread is inside emit, except the one that calls."""
         me = threading.get_ident()
-        return all(ident == me for ident in self._held_up) and all(
-            lane.retired or lane.written == self._seq for lane in self._lanes
+        return all(ident == me for ident in self._blocked) and all(
+            worker.retired or worker.written == self._seq for worker in self._workers
         )
 
     def __enter__(self) -> NissaHub:
@@ -213,9 +215,9 @@ class NissaHub:
                 "emitted": self._seq - self._first_seq,
                 **self._counts,
                 "wait_s": self._wait_s,
-                "unencodable": max((lane.unencodable for lane in self._lanes), default=0),
+                "unencodable": max((worker.unencodable for worker in self._workers), default=0),
                 "queued": len(self._log) - len(self._dead),
-                "sinks": {lane.name: lane.health() for lane in self._lanes},
+                "sinks": {worker.name: worker.health() for worker in self._workers},
             }
 
     # Back-pressure ----------------------------------------------------------------------------------------------
@@ -231,7 +233,7 @@ class NissaHub:
             self._supersede(event)
         elif self._is_full:
             self._wait_for_room()
-        return any(not lane.retired for lane in self._lanes)
+        return any(not worker.retired for worker in self._workers)
 
     @property
     def _is_full(self) -> bool:
@@ -244,11 +246,11 @@ class NissaHub:
             old, self._newest[key] = self._newest.get(key, -1), self._seq
         except TypeError:  # unhashable key: keep every value
             return
-        if behind := [lane for lane in self._lanes if not lane.retired and lane.taken <= old]:
+        if behind := [worker for worker in self._workers if not worker.retired and worker.taken <= old]:
             self._dead.add(old)
             self._counts["coalesced"] += 1
-            for lane in behind:
-                lane.coalesced += 1
+            for worker in behind:
+                worker.coalesced += 1
             if 2 * len(self._dead) > len(self._log):
                 self._log = [each for each in self._log if each[0] not in self._dead]
                 self._dead = set()
@@ -257,14 +259,14 @@ class NissaHub:
         start = monotonic()
         self._counts["waits"] += 1
         if self._counts["waits"] == 1:
-            slowest = min((lane for lane in self._lanes if not lane.retired), key=lambda lane: lane.taken)
+            slowest = min((worker for worker in self._workers if not worker.retired), key=lambda worker: worker.taken)
             text = f"{slowest.name} is {self._seq - slowest.taken} events behind and the queue is full: callers wait"
             self._report("warning", text)
-        self._held_up.append(me := threading.get_ident())
+        self._blocked.append(me := threading.get_ident())
         try:
             self._wait_until(lambda: not self._is_full or self._closing, float("inf"))
         finally:
-            self._held_up.remove(me)
+            self._blocked.remove(me)
             self._wait_s += monotonic() - start
 
     def _wait_until(self, done: Callable[[], bool], timeout: float) -> bool:
@@ -285,39 +287,41 @@ class NissaHub:
 
     # API for sink workers ---------------------------------------------------------------------------------------
 
-    def _take(self, lane: SinkWorker) -> list[Numbered] | None:
+    def _take(self, worker: SinkWorker) -> list[Numbered] | None:
         """Wait for and return the worker's next events; [] if only a flush is due, None at the end."""
         with self._lock:
             while True:
-                if lane.retired:
+                if worker.retired:
                     return None
-                if lane.taken < lane.goal:
-                    return self._cut(lane)
-                if lane.flushed < lane.flush_asked <= lane.taken:
+                if worker.taken < worker.goal:
+                    return self._cut(worker)
+                if worker.flushed < worker.flush_target <= worker.taken:
                     return []
-                if lane.taken == self._seq:
+                if worker.taken == self._seq:
                     if self._ending:
                         return None
                     self._changed.wait(TICK_S)
-                elif not (self._closing or lane.flushed < lane.flush_asked or self._seq - lane.taken >= self._half):
+                elif not (
+                    self._closing or worker.flushed < worker.flush_target or self._seq - worker.taken >= self._half
+                ):
                     self._changed.wait(TICK_S)
-                lane.goal = self._seq
+                worker.goal = self._seq
                 self._retire_hung()
 
-    def _cut(self, lane: SinkWorker) -> list[Numbered]:
-        first = bisect_left(self._log, lane.taken, key=_seq_of)
-        found = self._log[first : first + lane.chunk]
-        lane.taken = self._seq if first + lane.chunk >= len(self._log) else found[-1][0] + 1
+    def _cut(self, worker: SinkWorker) -> list[Numbered]:
+        first = bisect_left(self._log, worker.taken, key=_seq_of)
+        chunk = self._log[first : first + worker.chunk]
+        worker.taken = self._seq if first + worker.chunk >= len(self._log) else chunk[-1][0] + 1
         if self._dead:
-            found = [each for each in found if each[0] not in self._dead]
-        lane.in_hand = len(found)
+            chunk = [each for each in chunk if each[0] not in self._dead]
+        worker.in_hand = len(chunk)
         self._trim()
-        return found
+        return chunk
 
     def _trim(self) -> None:
         """Remove the events that every active worker has taken, in batches to save time."""
         self._counts["peak"] = max(self._counts["peak"], len(self._log))
-        low = min((lane.taken for lane in self._lanes if not lane.retired), default=self._seq)
+        low = min((worker.taken for worker in self._workers if not worker.retired), default=self._seq)
         free = bisect_left(self._log, low, key=_seq_of)
         if free == len(self._log) or free > self._capacity // 64:
             del self._log[:free]
@@ -341,42 +345,42 @@ class NissaHub:
     def _retire_hung(self) -> None:
         """Retire hung sinks, suspend hung durable sinks, and retire suspended sinks whose time limit has expired."""
         now = monotonic()
-        for lane in self._lanes:
-            if lane.suspended and now >= self._give_up_at:
-                self._retire(lane, f"it was still suspended at the end: {lane.suspended}")
-            since = lane.busy_since
-            if since is None or lane.retired or lane.suspended or now - since < self._hang_s:
+        for worker in self._workers:
+            if worker.suspended and now >= self._give_up_at:
+                self._retire(worker, f"it was still suspended at the end: {worker.suspended}")
+            since = worker.busy_since
+            if since is None or worker.retired or worker.suspended or now - since < self._hang_s:
                 continue
-            if lane.suspected != since:
-                lane.suspected, lane.suspected_at = since, now
-            elif now - lane.suspected_at >= min(GRACE_S, self._hang_s):
+            if worker.suspected != since:
+                worker.suspected, worker.suspected_at = since, now
+            elif now - worker.suspected_at >= min(GRACE_S, self._hang_s):
                 why = f"it did not return for {now - since:.1f} s"
-                lane.suspend(why) if lane.durable else self._retire(lane, why)
+                worker.suspend(why) if worker.durable else self._retire(worker, why)
 
-    def _retire(self, lane: SinkWorker, why: str) -> None:
+    def _retire(self, worker: SinkWorker, why: str) -> None:
         """Stop using this sink, and report it to the others."""
         with self._lock:
-            if lane.retired or lane.finished:
+            if worker.retired or worker.finished:
                 return
-            lane.retired = why
-            rest = self._log[bisect_left(self._log, lane.taken, key=_seq_of) :]
-            lane.given_up = lane.in_hand + sum(each[0] not in self._dead for each in rest)
+            worker.retired = why
+            rest = self._log[bisect_left(self._log, worker.taken, key=_seq_of) :]
+            worker.given_up = worker.in_hand + sum(each[0] not in self._dead for each in rest)
             self._retune()
             self._trim()
-            missed = f". It misses {lane.given_up} queued events" if lane.given_up else ""
-            self._report("error", f"sink {lane.name} was retired: {why}{missed}", aloud=lane.durable)
+            missed = f". It misses {worker.given_up} queued events" if worker.given_up else ""
+            self._report("error", f"sink {worker.name} was retired: {why}{missed}", aloud=worker.durable)
             self._changed.notify_all()
 
     def _retune(self) -> None:
-        heard = not self._closing and any(not lane.retired for lane in self._lanes)
-        self._listening = int(self._level) if heard else -1
-        self._half = self._capacity // 2 if heard else 0  # 0: `emit` always calls `_admit`
+        is_active = not self._closing and any(not worker.retired for worker in self._workers)
+        self._listening = int(self._level) if is_active else -1
+        self._half = self._capacity // 2 if is_active else 0  # 0: `emit` always calls `_admit`
 
     def _report(
         self, severity: str, text: str, counters: dict[str, Number] | None = None, *, aloud: bool = False
     ) -> None:
         """Emit a `Health` event regardless of capacity. Log it too if `aloud`, or instead if no sink can take it."""
-        alone = self._ending or self._level < Health.LEVEL or all(lane.retired for lane in self._lanes)
+        alone = self._ending or self._level < Health.LEVEL or all(worker.retired for worker in self._workers)
         if (alone and severity != "info") or aloud:
             _log.warning("telemetry: %s", text)
         if alone:
@@ -385,11 +389,11 @@ class NissaHub:
         self._log.append((self._seq, time(), event))
         self._seq += 1
 
-    def _say_last_words(self) -> None:
+    def _report_totals(self) -> None:
         health = self.health()
         sinks = health.pop("sinks")
         lost = sum(each["given_up"] for each in sinks.values()) + health["unencodable"]
-        found = [
+        notes = [
             *([f"{lost} not written by sinks that failed"] if lost else []),
             *([f"callers waited {health['waits']} times, {health['wait_s']:.2f} s"] if health["waits"] else []),
             *([f"{health['coalesced']} gauges replaced by newer ones"] if health["coalesced"] else []),
@@ -397,7 +401,7 @@ class NissaHub:
         counters: dict[str, Number] = {name: float(value) for name, value in health.items()}
         for name, each in sinks.items():
             counters |= {f"{name}.{key}": float(value) for key, value in each.items() if key not in TEXTS}
-        text = f"{health['emitted']} events; " + ("; ".join(found) or "nothing lost, nobody waited")
+        text = f"{health['emitted']} events; " + ("; ".join(notes) or "nothing lost, nobody waited")
         self._report("warning" if lost else "info", text, counters)
 
     def _forget(self) -> None:
@@ -406,8 +410,8 @@ class NissaHub:
         self._changed = threading.Condition(self._lock)
         self._closing = self._ending = True
         self._listening, self._half = -1, 0
-        for lane in self._lanes:
-            lane.busy_since, lane.finished = None, True
+        for worker in self._workers:
+            worker.busy_since, worker.finished = None, True
 
 
 def _refuse_unencodable(event: Event) -> None:

@@ -67,24 +67,24 @@ class Damage:
     """Segments that end within a line."""
     duplicates: int = 0
     """Lines whose seq was read before: the run was resumed, or a batch was written again."""
-    seen: dict[int, _Seen] = field(default_factory=dict, compare=False, repr=False)
+    seqs: dict[int, _SeqSet] = field(default_factory=dict, compare=False, repr=False)
 
     def gaps(self, rank: int) -> list[range]:
         """Return the missing seqs of a rank below the last that was read."""
-        return [range(*gap) for gap in self.seen[rank].gaps] if rank in self.seen else []
+        return [range(*gap) for gap in self.seqs[rank].gaps] if rank in self.seqs else []
 
     def extents(self) -> dict[int, Extent]:
         """Return rank → how far it was read."""
-        return {rank: Extent(seen.next, sum(map(len, self.gaps(rank)))) for rank, seen in self.seen.items()}
+        return {rank: Extent(seqs.next, sum(map(len, self.gaps(rank)))) for rank, seqs in self.seqs.items()}
 
 
 def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
     """Yield every entry of a run: per rank ordered by seq, ranks merged by time. `damage` is counted up."""
     damage = Damage() if damage is None else damage
     folder = Path(run_dir) / EVENTS
-    found = segments(folder)
-    ranks = [_Rank(rank, damage) for rank in found]
-    yield from _merged(ranks, found)
+    by_rank = segments(folder)
+    ranks = [_Rank(rank, damage) for rank in by_rank]
+    yield from _merged(ranks, by_rank)
     damage.torn += sum(rank.is_torn for rank in ranks)
 
 
@@ -103,10 +103,10 @@ class Follower:
         If nothing is new, it costs one directory listing and one stat of the last segment of every rank.
         """
         if self._unread is None:
-            found = segments(self._folder)
-            for rank in found:
+            by_rank = segments(self._folder)
+            for rank in by_rank:
                 self._ranks.setdefault(rank, _Rank(rank, self.damage))
-            self._unread = _merged(list(self._ranks.values()), found)
+            self._unread = _merged(list(self._ranks.values()), by_rank)
         entries = list(islice(self._unread, most))
         if most is None or len(entries) < most:
             self._unread = None
@@ -115,19 +115,19 @@ class Follower:
 
 def head(run_dir: Path) -> list[Entry]:
     """Return a few entries from the beginning, ordered by time, without reading the rest."""
-    found = segments(Path(run_dir) / EVENTS)
-    return sorted((entry for rank in found for entry in _some(rank, found[rank], 0)), key=_time)
+    by_rank = segments(Path(run_dir) / EVENTS)
+    return sorted((entry for rank in by_rank for entry in _some(rank, by_rank[rank], 0)), key=_time)
 
 
 def tail(run_dir: Path) -> list[Entry]:
     """Return a few entries from the end, ordered by time, without reading the rest."""
-    found = segments(Path(run_dir) / EVENTS)
-    return sorted((entry for rank in found for entry in _some(rank, found[rank][::-1], TAIL_BYTES)), key=_time)
+    by_rank = segments(Path(run_dir) / EVENTS)
+    return sorted((entry for rank in by_rank for entry in _some(rank, by_rank[rank][::-1], TAIL_BYTES)), key=_time)
 
 
-def _some(rank: int, found: list[tuple[int, Path]], from_end: int) -> list[Entry]:
+def _some(rank: int, numbered: list[tuple[int, Path]], from_end: int) -> list[Entry]:
     """Return entries of the first segment that has any, from its beginning or from `from_end` bytes before its end."""
-    for _, path in found:
+    for _, path in numbered:
         if not is_regular(path):
             continue
         with open_regular(path) as file:
@@ -161,22 +161,22 @@ def segments(events_dir: Path) -> dict[int, list[tuple[int, Path]]]:
     A path may be a link or a special file, see `is_regular`. Raise RunError if the directory is a link, or has segments
     of more than MOST_RANKS ranks.
     """
-    found: dict[int, list[tuple[int, Path]]] = {}
+    by_rank: dict[int, list[tuple[int, Path]]] = {}
     try:
         must_be_real_directory(events_dir)
         with os.scandir(events_dir) as listing:
             matches = [match for each in listing if (match := _SEGMENT.fullmatch(each.name))]
     except FileNotFoundError:
-        return found
+        return by_rank
     except NotADirectoryError as error:
         if not os.path.islink(events_dir):
-            return found
+            return by_rank
         raise RunError(f"{events_dir} cannot be read as a journal: {error.strerror}") from error
     for match in matches:
-        found.setdefault(int(match[1]), []).append((int(match[2]), events_dir / match[0]))
-    if len(found) > MOST_RANKS:
-        raise RunError(f"{events_dir} has segments of {len(found):,} ranks; a run has at most {MOST_RANKS:,}")
-    return {rank: sorted(found[rank]) for rank in sorted(found)}
+        by_rank.setdefault(int(match[1]), []).append((int(match[2]), events_dir / match[0]))
+    if len(by_rank) > MOST_RANKS:
+        raise RunError(f"{events_dir} has segments of {len(by_rank):,} ranks; a run has at most {MOST_RANKS:,}")
+    return {rank: sorted(by_rank[rank]) for rank in sorted(by_rank)}
 
 
 def is_regular(segment: Path) -> bool:
@@ -187,7 +187,7 @@ def is_regular(segment: Path) -> bool:
         return True
 
 
-class _Seen:
+class _SeqSet:
     """The set of seqs that were read, stored as a watermark and the gaps below it to bound memory."""
 
     def __init__(self) -> None:
@@ -214,25 +214,25 @@ class _Rank:
 
     def __init__(self, rank: int, damage: Damage) -> None:
         self.rank, self.damage = rank, damage
-        self.seen = damage.seen.setdefault(rank, _Seen())
+        self.seqs = damage.seqs.setdefault(rank, _SeqSet())
         self.number = -1  # number of the current segment
         self.offset = 0  # position in it: everything before is read
         self.rest = 0  # bytes after `offset` that are not a complete line yet
         self.is_readable = True  # whether the current segment is a regular file
         self.is_skipping = False  # whether `offset` is inside a line that is too long
 
-    def advance(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
-        """Yield the entries added since the last call, from the segments listed in `found`."""
-        return self._once(self.lines(found))
+    def advance(self, numbered: list[tuple[int, Path]]) -> Iterator[Entry]:
+        """Yield the entries added since the last call, from the segments listed in `numbered`."""
+        return self._once(self.lines(numbered))
 
     @property
     def is_torn(self) -> bool:
         """Whether what was read ends within a line."""
         return self.rest > 0 or self.is_skipping
 
-    def lines(self, found: list[tuple[int, Path]]) -> Iterator[Entry]:
+    def lines(self, numbered: list[tuple[int, Path]]) -> Iterator[Entry]:
         """Yield the valid entries of these segments, duplicates included."""
-        for number, path in found:
+        for number, path in numbered:
             if number < self.number:
                 continue
             if number > self.number:  # the previous segment is complete: its torn line stays torn
@@ -285,30 +285,30 @@ class _Rank:
         If a line's seq jumps ahead and the next line continues below it, that seq is damaged. The line is dropped
         before it can displace the line that really has this seq.
         """
-        seen, damage = self.seen, self.damage
+        seqs, damage = self.seqs, self.damage
         leaper: Entry | None = None
         for entry in entries:
             seq = entry.seq
             if leaper is not None:
                 if seq > leaper.seq:
-                    seen.add(leaper.seq, leaper.replaced)
+                    seqs.add(leaper.seq, leaper.replaced)
                     yield leaper
                 elif seq == leaper.seq:
                     damage.duplicates += 1
                 else:
                     damage.lines += 1
                 leaper = None
-            if seq == seen.next:
-                seen.next = seq + 1
+            if seq == seqs.next:
+                seqs.next = seq + 1
                 yield entry
-            elif seq > seen.next:
+            elif seq > seqs.next:
                 leaper = entry
-            elif seen.add(seq):
+            elif seqs.add(seq):
                 yield entry
             else:
                 damage.duplicates += 1
         if leaper is not None:
-            seen.add(leaper.seq, leaper.replaced)
+            seqs.add(leaper.seq, leaper.replaced)
             yield leaper
 
 
@@ -325,8 +325,8 @@ def _time(entry: Entry) -> float:
     return entry.time_s
 
 
-def _merged(ranks: list[_Rank], found: dict[int, list[tuple[int, Path]]]) -> Iterator[Entry]:
-    streams = [rank.advance(found.get(rank.rank, [])) for rank in ranks]
+def _merged(ranks: list[_Rank], by_rank: dict[int, list[tuple[int, Path]]]) -> Iterator[Entry]:
+    streams = [rank.advance(by_rank.get(rank.rank, [])) for rank in ranks]
     return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_time)
 
 

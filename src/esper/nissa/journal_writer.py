@@ -50,10 +50,10 @@ class JsonlSink:
         self._size = 0
         self._rest = b""  # rest of the line within which the last write failed
         self._begun = -1  # the last seq of which a failed write has written anything
-        found = segments(self._dir).get(rank, [])
-        self._number = found[-1][0] if found else -1
-        if found and _ends_whole(found[-1][1]):
-            self._fd = open_own(found[-1][1], APPEND)
+        existing = segments(self._dir).get(rank, [])
+        self._number = existing[-1][0] if existing else -1
+        if existing and _ends_whole(existing[-1][1]):
+            self._fd = open_own(existing[-1][1], APPEND)
             self._size = os.fstat(self._fd).st_size
         else:
             self._rotate()
@@ -148,25 +148,25 @@ def rewind(run_dir: Path, rank: int, seq: int) -> int:
     result depends on the entries alone, so the call can be repeated after a kill.
     """
     folder = Path(run_dir) / EVENTS
-    found = segments(folder).get(rank, [])
-    forgotten, is_end, is_ready = 0, True, False
+    existing = segments(folder).get(rank, [])
+    removed, is_end, is_ready = 0, True, False
     try:
         remove_abandoned_drafts(folder, f"rank{rank}-")
-        for number, path in reversed(found):
+        for number, path in reversed(existing):
             content = read_regular(path, MOST_REWIND_BYTES)
-            if not content and number == found[-1][0]:
+            if not content and number == existing[-1][0]:
                 is_ready = True
                 continue
-            kept, dropped = _before(content, rank, seq, is_end)
-            forgotten, is_end = forgotten + dropped, is_end and not kept
-            if kept and kept == content:
+            remaining, count = _before(content, rank, seq, is_end)
+            removed, is_end = removed + count, is_end and not remaining
+            if remaining and remaining == content:
                 continue
             if not is_ready:
-                create_empty(folder / segment_name(rank, found[-1][0] + 1))
+                create_empty(folder / segment_name(rank, existing[-1][0] + 1))
                 sync_directory(folder)
                 is_ready = True
-            if kept:
-                write_atomically(path, kept)
+            if remaining:
+                write_atomically(path, remaining)
             else:
                 path.unlink()
                 sync_directory(folder)
@@ -175,7 +175,7 @@ def rewind(run_dir: Path, rank: int, seq: int) -> int:
             f"cannot rewind the journal in {folder}: {error.strerror or error}. "
             "Nothing that stays is lost; see to it that the directory is writable, and resume again"
         ) from error
-    return forgotten
+    return removed
 
 
 def _before(content: bytes, rank: int, seq: int, is_end: bool) -> tuple[bytes, int]:
@@ -186,8 +186,8 @@ def _before(content: bytes, rank: int, seq: int, is_end: bool) -> tuple[bytes, i
     if is_end:
         last = max((i for i, entry in enumerate(entries) if entry and stays[i]), default=-1)
         stays[last + 1 :] = [False] * (len(lines) - last - 1)
-    forgotten = sum(entry is not None and entry.seq >= seq for entry in entries)
-    return b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay), forgotten
+    removed = sum(entry is not None and entry.seq >= seq for entry in entries)
+    return b"".join(line + b"\n" for line, stay in zip(lines, stays, strict=True) if stay), removed
 
 
 def _ends_whole(path: Path) -> bool:

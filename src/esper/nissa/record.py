@@ -29,9 +29,9 @@ def line(record: Record) -> bytes:
     return sealed(place.encode() + encode(record.event)[1:-1])
 
 
-def sealed(told: bytes) -> bytes:
+def sealed(body: bytes) -> bytes:
     """Append the checksum, closing brace and line end to an object that lacks its closing brace."""
-    return b"%b%b%d}\n" % (told, SEAL, crc32(told))
+    return b"%b%b%d}\n" % (body, SEAL, crc32(body))
 
 
 def is_whole(text: bytes) -> bool:

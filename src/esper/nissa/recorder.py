@@ -82,9 +82,9 @@ def record(
     """
     level = level_by_name(level) if isinstance(level, str) else level
     where, name = (Path(root), None) if out is None else (Path(out).parent, Path(out).name)
-    said = manifest_base() | {"telemetry": level.name.lower()} | (manifest or {})
+    fields = manifest_base() | {"telemetry": level.name.lower()} | (manifest or {})
     try:
-        directory = RunDirectory.create(where, task, name=name, manifest=said)
+        directory = RunDirectory.create(where, task, name=name, manifest=fields)
     except (OSError, UnicodeError) as e:
         raise RunError(f"cannot make a run directory in {where}: {e}. Name another place for it") from e
     with _recorded(directory, 0, level, sinks, tensorboard) as run:
@@ -159,7 +159,7 @@ def _recorded(
     finally:
         with stoppable("the run is being closed; once more leaves at once") as stop:
             was_stopped = status == "interrupted"
-            stop.asked = int(was_stopped)
+            stop.signal_number = int(was_stopped)
             hub.stop_waiting(END_S)
             wall_s = directory.earlier_s + time.monotonic() - started
             hub.flush(END_S)

@@ -48,10 +48,10 @@ class RunInfo:
 def list_runs(root: Path) -> list[RunInfo]:
     """Return the runs below `root`, newest first. Runs without a start time come last."""
     try:
-        found = [path for path in Path(root).iterdir() if any(os.path.exists(path / name) for name in (MANIFEST, LOCK))]
+        paths = [path for path in Path(root).iterdir() if any(os.path.exists(path / name) for name in (MANIFEST, LOCK))]
     except (FileNotFoundError, NotADirectoryError):
         return []
-    rows = sorted((_info(path) for path in found), key=lambda row: row.id, reverse=True)
+    rows = sorted((_info(path) for path in paths), key=lambda row: row.id, reverse=True)
     return sorted(rows, key=lambda row: row.started or "", reverse=True)
 
 

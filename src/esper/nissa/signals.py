@@ -17,13 +17,13 @@ ENDING = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(sig
 def terminable() -> Iterator[None]:
     """Within the context SIGTERM and SIGHUP raise SystemExit, so that a run can record how it ended."""
 
-    def leave(number: int, frame: FrameType | None) -> None:
+    def leave(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
 
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, leave) for number in heeded(ENDING)}
+    before = {number: signal.signal(number, leave) for number in not_ignored(ENDING)}
     try:
         yield
     finally:
@@ -34,18 +34,21 @@ def terminable() -> Iterator[None]:
 @contextmanager
 def unhurried() -> Iterator[None]:
     """Within the context signals that end the program are deferred until its end, for work that must be completed."""
-    came: list[int] = []
-    before = {n: signal.signal(n, lambda number, frame: came.append(number)) for n in heeded([signal.SIGINT, *ENDING])}
+    deferred: list[int] = []
+    before = {
+        n: signal.signal(n, lambda number, _frame: deferred.append(number))
+        for n in not_ignored([signal.SIGINT, *ENDING])
+    }
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    for number in came[:1]:
+    for number in deferred[:1]:
         signal.raise_signal(number)
 
 
-def heeded(numbers: Sequence[int]) -> list[int]:
+def not_ignored(numbers: Sequence[int]) -> list[int]:
     """Return the signals that this process does not ignore; `nohup`, for example, sets SIGHUP to be ignored."""
     return [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
 
@@ -54,12 +57,12 @@ class Stop:
     """A request to end the process. Calling it raises SystemExit if a signal was received."""
 
     def __init__(self) -> None:
-        self.asked = 0  # the number of the signal received
+        self.signal_number = 0  # the number of the signal received
 
     def __call__(self) -> None:
         """Raise SystemExit if a signal was received."""
-        if self.asked:
-            raise SystemExit(128 + self.asked)
+        if self.signal_number:
+            raise SystemExit(128 + self.signal_number)
 
 
 @contextmanager
@@ -71,10 +74,10 @@ def stoppable(say: str, on_stop: Callable[[], None] = lambda: None) -> Iterator[
     """
     stop = Stop()
 
-    def asked(number: int, frame: FrameType | None) -> None:
-        if stop.asked:
+    def request_stop(number: int, _frame: FrameType | None) -> None:
+        if stop.signal_number:
             os._exit(128 + number)
-        stop.asked = number
+        stop.signal_number = number
         on_stop()
         with contextlib.suppress(OSError):
             os.write(2, f"\nesper: {say}\n".encode())
@@ -82,7 +85,7 @@ def stoppable(say: str, on_stop: Callable[[], None] = lambda: None) -> Iterator[
     if threading.current_thread() is not threading.main_thread():
         yield stop
         return
-    before = {number: signal.signal(number, asked) for number in heeded([signal.SIGINT, *ENDING])}
+    before = {number: signal.signal(number, request_stop) for number in not_ignored([signal.SIGINT, *ENDING])}
     try:
         yield stop
     finally:

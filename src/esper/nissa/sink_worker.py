@@ -35,7 +35,7 @@ class SinkWorker:
     def __init__(self, hub: NissaHub, sink: Sink, name: str, start: int) -> None:
         self.hub, self.sink, self.name = hub, sink, name
         self.durable = callable(getattr(sink, "flush", None))
-        self.goal = self.taken = self.written = self.flushed = self.flush_asked = self.next = start
+        self.goal = self.taken = self.written = self.flushed = self.flush_target = self.next = start
         self.chunk, self.in_hand = CHUNKS[0], 0
         self.busy_since: float | None = None  # start of the current call of the sink
         self.suspected: float | None = None  # `busy_since` of the call that looks hung
@@ -62,7 +62,7 @@ class SinkWorker:
         hub = self.hub
         while (taken := hub._take(self)) is not None:
             if self._write(self._records(taken)):
-                self._flush_if_asked()
+                self._flush_if_due()
             with hub._lock:
                 hub._moved()
         if self.durable:
@@ -102,8 +102,8 @@ class SinkWorker:
         self.written = self.taken
         return True
 
-    def _flush_if_asked(self) -> None:
-        if self.flushed < self.flush_asked <= self.written:
+    def _flush_if_due(self) -> None:
+        if self.flushed < self.flush_target <= self.written:
             upto = self.written
             if not self.durable or self._attempt(self._flush, []):
                 self.flushed = upto

@@ -35,8 +35,8 @@ class ConsoleSink:
     def write(self, records: Sequence[Record]) -> None:
         """Print the records that have a line."""
         for record in records:
-            if said := told(record.event):
-                text, style = said
+            if line := event_line(record.event):
+                text, style = line
                 clock = time.strftime("%H:%M:%S", time.localtime(record.time_s))
                 self._print(f"{clock}  {text}", style)
 
@@ -54,10 +54,10 @@ class ConsoleSink:
         """Do nothing: the sink does not own the stream."""
 
 
-def told(event: Event) -> tuple[str, str] | None:
+def event_line(event: Event) -> tuple[str, str] | None:
     """Return the line for an event and its colour, None if the event is not shown."""
-    tell = _TELLERS.get(type(event))
-    return tell(event) if tell else None
+    format_event = _FORMATTERS.get(type(event))
+    return format_event(event) if format_event else None
 
 
 def _started(event: RunStarted) -> tuple[str, str]:
@@ -124,7 +124,7 @@ _MOVES = {
     "FOSSILIZED": ("fossilize", "bold green"),
     "PRUNED": ("prune", "magenta"),
 }
-_TELLERS: dict[type[Event], Callable[[Any], tuple[str, str] | None]] = {
+_FORMATTERS: dict[type[Event], Callable[[Any], tuple[str, str] | None]] = {
     RunStarted: _started,
     RunFinished: _finished,
     Lifecycle: _lifecycle,

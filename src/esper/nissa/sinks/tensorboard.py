@@ -79,7 +79,9 @@ class Scalars:
 
     def __init__(self) -> None:
         self._slots: tuple[str, ...] = ()
-        self._lives: dict[int, tuple[int, int, int]] = {}  # env → episode, its furthest step, steps of earlier episodes
+        self._progress: dict[
+            int, tuple[int, int, int]
+        ] = {}  # env → episode, its furthest step, steps of earlier episodes
         self._updates = self._episodes = 0
 
     def of(self, event: Event) -> tuple[int, dict[str, Number]]:
@@ -88,10 +90,10 @@ class Scalars:
             case RunStarted():
                 self._slots = event.slots
             case Step():
-                found = {name: getattr(event, name) for name in STEP_FIELDS}
+                values = {name: getattr(event, name) for name in STEP_FIELDS}
                 seeds = zip(event.alphas, event.blueprints, strict=False)
-                found |= {f"alpha/{self._slot(i)}": alpha for i, (alpha, blueprint) in enumerate(seeds) if blueprint}
-                return self._of_env(event, found)
+                values |= {f"alpha/{self._slot(i)}": alpha for i, (alpha, blueprint) in enumerate(seeds) if blueprint}
+                return self._of_env(event, values)
             case Worth():
                 return self._of_env(event, {f"{name}/{event.slot}": getattr(event, name) for name in WORTH_FIELDS})
             case Gradient():
@@ -99,27 +101,27 @@ class Scalars:
                 return self._of_env(event, {f"gradient_{name}/{event.slot}": getattr(event, name) for name in gauges})
             case Update():
                 self._updates += 1
-                found = {name: getattr(event, name) for name in event.__struct_fields__ if name not in HEAD_FIELDS}
+                values = {name: getattr(event, name) for name in event.__struct_fields__ if name not in HEAD_FIELDS}
                 for name in HEAD_FIELDS:
-                    found |= {f"{name}/{head}": value for head, value in getattr(event, name).items()}
-                return self._updates, {f"update/{name}": value for name, value in found.items()}
+                    values |= {f"{name}/{head}": value for head, value in getattr(event, name).items()}
+                return self._updates, {f"update/{name}": value for name, value in values.items()}
             case Episode():
                 self._episodes += 1
                 return self._episodes, {f"episode/{name}": getattr(event, name) for name in EPISODE_FIELDS}
         return 0, {}
 
-    def _of_env(self, event: Step | Worth | Gradient, found: dict[str, Number]) -> tuple[int, dict[str, Number]]:
+    def _of_env(self, event: Step | Worth | Gradient, values: dict[str, Number]) -> tuple[int, dict[str, Number]]:
         step = self._axis(event.env, event.episode, event.step)
-        return step, {f"env{event.env}/{name}": value for name, value in found.items()}
+        return step, {f"env{event.env}/{name}": value for name, value in values.items()}
 
     def _slot(self, index: int) -> str:
         return self._slots[index] if index < len(self._slots) else str(index)
 
     def _axis(self, env: int, episode: int, step: int) -> int:
         """Return the environment's steps over all its episodes. Late events of earlier episodes do not reduce it."""
-        now, furthest, before = self._lives.get(env, (episode, 0, 0))
+        now, furthest, before = self._progress.get(env, (episode, 0, 0))
         if episode > now:
             now, furthest, before = episode, 0, before + furthest
         furthest = max(furthest, step) if episode == now else furthest
-        self._lives[env] = now, furthest, before
+        self._progress[env] = now, furthest, before
         return before + furthest
