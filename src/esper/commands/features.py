@@ -13,9 +13,8 @@ def run_features() -> None:
     table = Table("name", "scope", "meaning", "formula", "range", box=None, pad_edge=False)
     for f in FEATURES:
         table.add_row(f.name, f.scope, f.meaning, f.formula, f"{f.low:g} … {f.high:g}")
-    table.columns[0].no_wrap = table.columns[1].no_wrap = table.columns[4].no_wrap = (
-        True  # without line breaks, names can be copied
-    )
+    for column in (0, 1, 4):
+        table.columns[column].no_wrap = True  # without line breaks, names can be copied
     console = Console()
     console.print(table)
     console.print(

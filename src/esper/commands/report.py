@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import webbrowser
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from esper.karn import report, sections
 from esper.karn.charts import spoken
 from esper.karn.summary import RunSummary
 from esper.leyline.errors import ConfigError
+from esper.leyline.events import spelled
 from esper.leyline.text import printable
 
 MOST_LINES = 20
@@ -37,7 +37,7 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}. Use --out to choose another path") from error
     if as_json:
-        print(json.dumps({"report": str(out), "runs": [facts(s) for s in summaries]}, indent=1))
+        print(json.dumps(spelled({"report": str(out), "runs": [facts(s) for s in summaries]}), indent=1))
     else:
         console = Console()
         for summary in summaries:
@@ -95,16 +95,14 @@ def shown(value: float | None, unit: str) -> str:
 
 
 def facts(run: RunSummary) -> dict[str, Any]:
-    """Return the summary as data. Numbers that are not finite are strings."""
+    """Return the summary as data."""
     return {
         "run": report.title_of(run),
         "run_id": run.manifest.get("run_id"),
         "path": str(run.path),
         "status": run.status,
-        "task": run.about("task"),
-        "controller": run.about("controller"),
-        "seed": run.about("seed"),
-        "wall_s": named(run.wall_s),
+        **{name: run.about(name) for name in ("task", "controller", "seed")},
+        "wall_s": run.wall_s,
         "events": dict(run.kinds),
         "environments": [
             {
@@ -112,21 +110,14 @@ def facts(run: RunSummary) -> dict[str, Any]:
                 "name": e.name,
                 "episode": e.episode,
                 "steps": e.length,
-                "quality": named(e.quality),
-                "quality_best": named(e.quality_best),
+                "quality": e.quality,
+                "quality_best": e.quality_best,
                 "params": e.params,
                 **{stage.name.lower(): e.count(stage) for stage in sections.COUNTED},
-                "wall_s": named(e.wall_s),
+                "wall_s": e.wall_s,
             }
             for e in run.latest
         ],
         "phases": {p.name: {"wall_ms": p.wall_ms, "cpu_ms": p.cpu_ms, "calls": p.calls} for p in run.phases},
         "health": [{"severity": severity, "text": text} for severity, text in report.troubles(run)],
     }
-
-
-def named(value: float | None) -> float | str | None:
-    """Return the value, or its name if it is not finite."""
-    if value is None or math.isfinite(value):
-        return value
-    return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"

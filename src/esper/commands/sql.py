@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-import math
 import sys
 from collections.abc import Iterable
 from itertools import islice
@@ -22,6 +21,7 @@ from esper.karn.lenient_manifest import manifest_of
 from esper.karn.sql import Answer
 from esper.karn.views import PLACE_NOTES, catalogue
 from esper.leyline.errors import ConfigError
+from esper.leyline.events import spelled
 from esper.leyline.text import cut, printable
 
 SHOWN_ROWS = 200
@@ -66,7 +66,7 @@ def show(answer: Answer, as_json: bool, as_csv: bool, console: Console) -> None:
     """Print a result in the requested form."""
     if as_json:
         names = distinct(answer.columns)
-        print(json.dumps([dict(zip(names, map(jsonable, row), strict=True)) for row in answer.rows], indent=1))
+        print(json.dumps([dict(zip(names, map(spelled, row), strict=True)) for row in answer.rows], indent=1))
     elif as_csv:
         writer = csv.writer(sys.stdout, lineterminator="\n")
         writer.writerow([printable(name, None) for name in answer.columns])
@@ -159,20 +159,9 @@ def _left(values: list[Any] | dict[Any, Any]) -> list[str]:
     return [f"… {len(values) - MOST_ITEMS:,} more"] if len(values) > MOST_ITEMS else []
 
 
-def jsonable(value: Any) -> Any:
-    """Convert a value to JSON as in the journal: null is not measured, numbers that are not finite are strings."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
-    if isinstance(value, dict):
-        return {str(k): jsonable(v) for k, v in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [jsonable(v) for v in value]
-    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
-
-
 def csv_cell(value: Any) -> Any:
     """Convert a value to CSV: null is empty, nested values are JSON. Line ends and tabs are not escaped."""
-    value = jsonable(value)
+    value = spelled(value)
     if isinstance(value, str):
         return printable(value, None, keep="\n\t")
     return json.dumps(value) if isinstance(value, (dict, list)) else value

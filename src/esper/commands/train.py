@@ -68,14 +68,9 @@ class TrainOptions:
 
 
 def run_train(
-    options: TrainOptions,
-    *,
-    preset: str | None,
-    config_file: Path | None,
-    sets: list[str],
-    more: dict[str, Any],
+    options: TrainOptions, *, preset: str | None, config_file: Path | None, sets: list[str], more: dict[str, Any],
     show: bool,
-) -> None:
+) -> None:  # fmt: skip
     """Train a policy from a config or from a checkpoint, or only print the config if `show`."""
     with ownership(options.resume) as lock:
         if options.resume is not None:
@@ -191,24 +186,28 @@ def lead(
         run.env_steps = trained.env_steps
         run.emitted = dict(enumerate(group.gather_ints(run.hub.next_seq)))
     with losses_decide_exit_code(run):
-        kept = Checkpoints(run.path / CHECKPOINTS).newest()
-        if kept is None or run_metadata(kept)["done"] < config.rounds:
-            print(
-                "esper: the last checkpoint of this run could not be written; --resume would continue from "
-                f"{'the start' if kept is None else kept.path.name}. All other results are in {run.path}",
-                file=sys.stderr,
-            )
-        console.print(learning_table(trained))
-        if options.compare:
-            arena = Arena(config, data_root=options.data_root, baselines=run.path / BASELINES)
-            worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
-            played = arena.play_all([str(run.path), "heuristic", "schedule", "random", "none"], worlds, console)
-            facts = figures(played)
-            held_out.write(run.path, facts, config.rounds)
-            console.print(results_tables(facts, config.simulated))
-        written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
-        plainly(console, f"policy: {run.path / POLICY}  (esper grow --controller {run.path} uses it)")
-        plainly(console, f"report: {written}")
+        conclude(config, options, run.path, trained, console)
+
+
+def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: TrainingResult, console: Console) -> None:
+    """Print the results of a finished run, compare its policy with other controllers, and write the report."""
+    saved = Checkpoints(path / CHECKPOINTS).newest()
+    if saved is None or run_metadata(saved)["done"] < config.rounds:
+        print(
+            "esper: the last checkpoint of this run could not be written; --resume would continue from "
+            f"{'the start' if saved is None else saved.path.name}. All other results are in {path}",
+            file=sys.stderr,
+        )
+    console.print(learning_table(trained))
+    if options.compare:
+        arena = Arena(config, data_root=options.data_root, baselines=path / BASELINES)
+        worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
+        facts = figures(arena.play_all([str(path), "heuristic", "schedule", "random", "none"], worlds, console))
+        held_out.write(path, facts, config.rounds)
+        console.print(results_tables(facts, config.simulated))
+    written = karn_report.write([RunSummary.of(path)], path / "report.html")
+    plainly(console, f"policy: {path / POLICY}  (use it with: esper grow --controller {path})")
+    plainly(console, f"report: {written}")
 
 
 def resumable(path: Path, command: str) -> str:
@@ -216,11 +215,9 @@ def resumable(path: Path, command: str) -> str:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         kept = Checkpoints(path / CHECKPOINTS).newest()
-    return (
-        "No checkpoint was written"
-        if kept is None
-        else f"The last checkpoint is {kept.path.name}. Resume with: {command}"
-    )
+    if kept is None:
+        return "No checkpoint was written"
+    return f"The last checkpoint is {kept.path.name}. Resume with: {command}"
 
 
 def named(error: TrainingError, workers: Workers) -> str:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 from esper.leyline.errors import DataError
+from esper.nissa.journal_reader import EVENTS
+from esper.nissa.run import MANIFEST
 
 RUNS = Path("runs")
-MANIFEST, EVENTS = "manifest.json", "events"
 
 
 def is_run(path: Path) -> bool:
@@ -36,16 +37,18 @@ def find_run(location: Path, root: Path = RUNS) -> Path | None:
     if str(location) == "latest":
         if root.is_dir():
             return newest(root)
-        raise DataError(f"no run yet: there is no directory {root}/ here. Begin one, or name the directory of a run")
+        raise DataError(
+            f"there is no run yet: the directory {root}/ does not exist. Start a run, or pass a run directory"
+        )
     names = sorted(p.name for p in root.iterdir() if is_run(p)) if root.is_dir() else []
     matches = [name for name in names if name.startswith(location.name)] if len(location.parts) == 1 else []
     if len(matches) == 1:
         return root / matches[0]
     if matches:
         raise DataError(
-            f"{len(matches)} runs begin with {str(location)!r}: {', '.join(matches[:5])}. Say more of the name"
+            f"{len(matches)} runs begin with {str(location)!r}: {', '.join(matches[:5])}. Use a longer prefix"
         )
     newest_ones = ", ".join(reversed(names[-5:])) or "none"
     raise DataError(
-        f"no run at {str(location)!r}. Runs in {root}/: {newest_ones}. Name one of them, a directory, or latest"
+        f"no run at {str(location)!r}. Runs in {root}/: {newest_ones}. Pass one of them, a directory, or latest"
     )

@@ -8,11 +8,12 @@ from typing import Any
 
 from esper.karn.lenient_manifest import manifest_of, slot_names
 from esper.karn.watch import alarm_rules
-from esper.karn.watch.find_run import MANIFEST, find_run
+from esper.karn.watch.find_run import find_run
 from esper.karn.watch.model import WatchModel
 from esper.leyline.errors import EsperError
 from esper.nissa.journal_reader import Entry, Follower
 from esper.nissa.missed_events import JOURNAL, lost_events
+from esper.nissa.run import MANIFEST
 
 STATUS_EVERY_S = 2.0
 """Minimum seconds between two reads of the manifest."""
