@@ -89,12 +89,12 @@ def test_simulated_training_is_deterministic_per_seed(tmp_path):
 def test_start_builds_and_probes_the_environments_once(tmp_path, monkeypatch):
     """Each rank loads the data, builds the environments and probes a host for its costs once per start."""
     calls = Counter()
-    for owner, name in ((HostBackend, "__init__"), (backend, "walk"), (Task, "load_data")):
+    for owner, name in ((HostBackend, "__init__"), (backend, "context_of"), (Task, "load_data")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), calls))
     options = {"task": "digits", "rounds": 1, "envs": 2, "epochs": 2, "seed": 0}
     flags = TrainOptions(out=tmp_path / "run", compare=False)
     run_train(flags, preset=None, config_file=None, sets=["ppo.groups=1", "worlds=2"], more=options, show=False)
-    assert calls == {"__init__": 1, "walk": 1, "load_data": 1}
+    assert calls == {"__init__": 1, "context_of": 1, "load_data": 1}
     assert list((tmp_path / "run" / "twins").rglob("*.json"))
 
 

@@ -200,7 +200,7 @@ def test_killed_rank_ends_the_run_and_it_resumes_with_another_number(tmp_path: P
     victim = psutil.Process(process.pid).children()[1]
     victim.kill()
     said = finished(process, code=2)
-    assert re.search(r"esper: worker [12] of 3 has ended \(.*--resume", said, re.S), said
+    assert re.search(r"esper: worker [12] of 3 ended \(.*--resume", said, re.S), said
     assert "Traceback" not in said
     assert not psutil.pid_exists(victim.pid)
     assert read_manifest(run)["status"] == "failed"
