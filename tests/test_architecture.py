@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 SRC = Path(__file__).parent.parent / "src" / "esper"
-PACKAGES = {"grower", "leyline", "kasmina", "tolaria", "tamiyo", "simic", "nissa", "karn"}
+PACKAGES = {"grower", "leyline", "kasmina", "tolaria", "tamiyo", "simic", "nissa", "karn", "studies"}
 MAY_IMPORT = {
     "leyline": set(),
     "kasmina": {"leyline"},
@@ -18,6 +18,7 @@ MAY_IMPORT = {
     "karn": {"leyline", "nissa"},
     "simic": {"leyline", "kasmina", "tolaria", "tamiyo"},
     "grower": {"leyline", "kasmina", "tolaria", "tamiyo", "simic"},
+    "studies": {"leyline", "kasmina", "tolaria", "tamiyo", "simic"},
 }
 NO_TORCH = {"leyline", "nissa", "karn"}
 

@@ -1,0 +1,124 @@
+"""`esper study`: list the studies, or run one, print its tables and verdicts, and save it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from pathlib import Path
+
+import msgspec
+
+from esper.commands.frontier_chart import frontier_chart
+from esper.leyline.atomic_io import make_real_directory, write_atomically
+from esper.leyline.errors import ConfigError
+from esper.nissa.run import manifest_base
+from esper.nissa.signals import terminable
+from esper.studies.contract import Study, check_worlds
+from esper.studies.rendering import as_text
+from esper.studies.results import Job, Record, SavedStudy, current_records, points_of, read_records
+from esper.studies.runner import run_jobs, shard_lock
+from esper.studies.statistics import summarize
+from esper.studies.table import STUDIES, get_study
+
+SAVED = Path("studies")
+"""Directory of saved studies, in the repository root."""
+
+
+def list_studies(out: Path) -> None:
+    """Print name, state and question of every study."""
+    for study in STUDIES.values():
+        jobs = jobs_of(study, [], study.worlds)
+        finished = current_records(study, read_records(out / study.name), jobs)
+        saved = ", saved" if (SAVED / f"{study.name}.json").exists() else ""
+        print(f"{study.name}: {len(finished)} of {len(jobs)} jobs finished{saved}\n    {study.question}")
+
+
+def run_study(
+    name: str, *, arms: list[str], worlds: str | None, tuning: bool, shard: str, workers: int, out: Path, show: bool,
+    save: bool,
+) -> None:  # fmt: skip
+    """Run the missing jobs of a study, then print its tables, draw its charts and save it as requested."""
+    study = get_study(name)
+    first, count = parse_worlds(study, worlds, tuning=tuning)
+    index, shards = parse_shard(shard)
+    if save and (tuning or arms or show or worlds):
+        raise ConfigError("--save writes a whole study: leave out --tuning, --arm, --worlds and --show")
+    jobs = jobs_of(study, arms, (first, count))
+    directory = out / study.name
+    if not show:
+        ours = [job for job in jobs if (job.world - first) % shards == index - 1]
+        try:
+            with terminable(), shard_lock(directory, (index, shards)):
+                run_jobs(study, ours, directory, workers, lambda text: print(text, flush=True))
+        except KeyboardInterrupt:
+            print("Interrupted. Finished jobs are kept: run the same command again to continue.")
+            raise
+    records = current_records(study, read_records(directory), jobs)
+    print_results(study, records, directory, tuning=tuning)
+    if len(records) < len(jobs):
+        print(f"Incomplete: {len(jobs) - len(records)} of {len(jobs)} jobs are missing.")
+    if save:
+        save_study(study, records, missing=len(jobs) - len(records))
+
+
+def jobs_of(study: Study, arms: list[str], worlds: tuple[int, int]) -> list[Job]:
+    """Return the jobs of these arms, or of all, world by world, so that paired worlds are complete early."""
+    names = [study.arm(name).name for name in arms or [arm.name for arm in study.arms]]
+    first, count = worlds
+    return [Job(task, arm, world) for world in range(first, first + count) for task in study.task for arm in names]
+
+
+def parse_worlds(study: Study, text: str | None, *, tuning: bool) -> tuple[int, int]:
+    """Return (first, count) of FIRST:COUNT, or of the study. Raise ConfigError for worlds of the other purpose."""
+    if text is None:
+        return study.tuning_worlds if tuning else study.worlds
+    match = re.fullmatch(r"(\d{1,9}):(\d{1,6})", text)
+    if match is None:
+        raise ConfigError(f"--worlds must be FIRST:COUNT, such as 100:16, got {text!r}")
+    worlds = int(match[1]), int(match[2])
+    check_worlds(worlds, tuning=tuning)
+    return worlds
+
+
+def parse_shard(text: str) -> tuple[int, int]:
+    """Return (i, n) of I/N. Raise ConfigError unless 1 ≤ I ≤ N."""
+    match = re.fullmatch(r"(\d{1,6})/(\d{1,6})", text)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise ConfigError(f"--shard must be I/N with 1 ≤ I ≤ N, such as 1/4, got {text!r}")
+    return int(match[1]), int(match[2])
+
+
+def print_results(study: Study, records: dict[Job, Record], directory: Path, *, tuning: bool) -> None:
+    """Print tables and verdicts and write one chart per task. Tuning shows validation quality and no verdicts."""
+    if tuning:
+        study = msgspec.structs.replace(study, claims=())
+    summary = summarize(study, points_of(records.values()), "val_quality" if tuning else study.metric)
+    print(as_text(summary))
+    if len(different_versions(records.values())) > 1:
+        print("Note: the results were made with different versions of code or libraries, or on different processors.")
+    for task in sorted({row.task for row in summary.rows if row.full_trainings is not None}):
+        path = directory / f"{task}{'-tuning' if tuning else ''}.svg"
+        write_atomically(path, frontier_chart(summary, task).encode())
+        print(f"Chart: {path}")
+
+
+def different_versions(records: Iterable[Record]) -> list[dict[str, str]]:
+    """Return the different versions with which records were made."""
+    distinct = {tuple(sorted(record.versions.items())): record.versions for record in records}
+    return list(distinct.values())
+
+
+def save_study(study: Study, records: dict[Job, Record], missing: int) -> None:
+    """Write every point, the command, the versions and the tables. Raise ConfigError if jobs are missing."""
+    if missing:
+        raise ConfigError(
+            f"study {study.name!r} cannot be saved: {missing} jobs are missing. Run the other shards first"
+        )
+    saved = SavedStudy(
+        command=manifest_base()["command"], study=study, versions=different_versions(records.values()),
+        summary=summarize(study, points_of(records.values()), study.metric), records=list(records.values()),
+    )  # fmt: skip
+    make_real_directory(SAVED)
+    path = SAVED / f"{study.name}.json"
+    write_atomically(path, msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
+    print(f"Saved: {path}. Update the documentation with: python scripts/study_tables.py")

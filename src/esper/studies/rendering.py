@@ -1,0 +1,86 @@
+"""Tables and verdicts of a study as text for a console of 80 columns and as Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from esper.simic.evaluation.comparison import Difference
+from esper.studies.statistics import Lead, Row, Summary, Verdict
+
+METRICS = {"test_quality": "test", "val_quality": "validation", "test_loss": "test loss"}
+Cells = tuple[str, ...]
+
+
+def tables(summary: Summary) -> Iterator[tuple[str, list[Cells]]]:
+    """Yield each table as a title and its rows of cells, header first."""
+    header = ("arm", METRICS[summary.metric], "difference", "× full", "params")
+    for (task, budget), group in groupby(summary.rows, key=lambda row: (row.task, row.budget)):
+        rows = list(group)
+        counts = sorted({row.worlds for row in rows})
+        worlds = f"{counts[0]} worlds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} worlds"
+        title = "best so far, mean over budgets" if budget is None else f"{budget:g} × one full training"
+        yield f"{task}, {title}, {worlds}, 95 % intervals", [header, *(_cells(summary.metric, row) for row in rows)]
+
+
+def _cells(metric: str, row: Row) -> Cells:
+    value = f"{_number(metric, row.value.mean)} ± {_number(metric, (row.value.high - row.value.low) / 2)}"
+    compute = "–" if row.full_trainings is None else f"{row.full_trainings:.2f}"
+    return (
+        row.arm,
+        value,
+        "–" if row.lead is None else _difference(metric, row.lead),
+        compute,
+        f"{row.params / 1000:,.1f}k",
+    )
+
+
+def _number(metric: str, value: float, sign: str = "") -> str:
+    """Format a quality in percent, or a loss."""
+    text = f"{value:{sign}.3f}" if metric == "test_loss" else f"{100 * value:{sign}.1f}"
+    return text.replace("-", "−")
+
+
+def _difference(metric: str, lead: Lead | Difference) -> str:
+    mean, low, high = (_number(metric, value, "+") for value in lead[:3])
+    return f"{mean} [{low}, {high}]"
+
+
+def verdict_cells(metric: str, verdict: Verdict) -> Cells:
+    """Return the claim, where it is tested, its outcome, and the figures or the reason behind it."""
+    claim, lead = verdict.claim, verdict.lead
+    place = claim.at if claim.budget is None else f"{claim.at}, {claim.budget:g} × one full training"
+    figures = verdict.reason
+    if lead is not None and not figures:
+        figures = f"{_difference(metric, lead)}, {lead.wins} wins, {lead.ties} ties, {lead.losses} losses"
+    return f"{claim.arm} {claim.direction} than {claim.against}", f"{verdict.task}, {place}", verdict.outcome, figures
+
+
+def as_text(summary: Summary) -> str:
+    """Return all tables and verdicts, at most 80 columns wide."""
+    lines = []
+    for title, rows in tables(summary):
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines.append(title)
+        for name, *cells in rows:
+            numbers = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+            lines.append("  ".join([f"{name:<{widths[0]}}", *numbers]))
+        lines.append("")
+    for verdict in summary.verdicts:
+        claim, place, outcome, figures = verdict_cells(summary.metric, verdict)
+        lines += [f"{outcome}: {claim}", f"    {place}", f"    {figures}"]
+    return "\n".join(lines)
+
+
+def as_markdown(summary: Summary) -> str:
+    """Return all tables and verdicts as Markdown."""
+    parts = [f"{title}:\n\n{_markdown(rows)}" for title, rows in tables(summary)]
+    if summary.verdicts:
+        verdicts = [verdict_cells(summary.metric, verdict) for verdict in summary.verdicts]
+        parts.append(_markdown([("claim", "where", "verdict", "difference"), *verdicts]))
+    return "\n\n".join(parts)
+
+
+def _markdown(rows: list[Cells]) -> str:
+    header, *body = ("| " + " | ".join(cells) + " |" for cells in rows)
+    return "\n".join((header, "|---" * len(rows[0]) + "|", *body))

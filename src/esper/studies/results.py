@@ -1,0 +1,88 @@
+"""Results of a study on disk: one JSON line per finished job, and the file that `--save` writes.
+
+Files of several machines can be concatenated: the last line of a job counts. A line that cannot be read, such as an
+incomplete one after a power cut, is ignored: its job runs again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from esper.leyline.atomic_io import locked, open_own, read_regular
+from esper.studies.contract import Point, Study
+from esper.studies.statistics import Summary
+
+RESULTS = "results.jsonl"
+LARGEST_FILE = 1 << 30
+"""Size limit of a results file in bytes."""
+
+
+class Job(NamedTuple):
+    """One arm, by name, to train on one task in one world."""
+
+    task: str
+    arm: str
+    world: int
+
+
+class Record(msgspec.Struct, frozen=True, kw_only=True):
+    """A finished job."""
+
+    task: str
+    arm: str
+    world: int
+    settings_hash: str
+    versions: dict[str, str]  # of code and libraries, and the processor
+    seconds: float
+    points: tuple[Point, ...]
+
+
+class SavedStudy(msgspec.Struct, frozen=True, kw_only=True):
+    """Content of `studies/NAME.json`."""
+
+    command: str
+    study: Study
+    versions: list[dict[str, str]]  # the different ones of the records
+    summary: Summary
+    records: list[Record]
+
+
+def append_record(directory: Path, record: Record) -> None:
+    """Append one line durably. Several processes may append to one file."""
+    with locked(directory / f"{RESULTS}.lock", wait_s=60.0):
+        fd = open_own(directory / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+        with os.fdopen(fd, "r+b", buffering=0) as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(0, end - 1))
+            separator = b"" if file.read(1) in (b"", b"\n") else b"\n"  # after an incomplete line
+            file.write(separator + msgspec.json.encode(record) + b"\n")
+            os.fsync(fd)
+
+
+def read_records(directory: Path) -> list[Record]:
+    """Return all records of a results file in order; none if there is no file."""
+    path = directory / RESULTS
+    lines = read_regular(path, LARGEST_FILE).splitlines() if path.exists() else []
+    records = []
+    for line in lines:
+        with contextlib.suppress(msgspec.DecodeError):
+            records.append(msgspec.json.decode(line, type=Record))
+    return records
+
+
+def current_records(study: Study, records: Iterable[Record], jobs: Iterable[Job]) -> dict[Job, Record]:
+    """Return the last record of each of these jobs that was made with the present settings of its arm."""
+    latest = {(r.task, r.arm, r.world, r.settings_hash): r for r in records}
+    found = {job: latest.get((*job, study.settings_hash(study.arm(job.arm)))) for job in jobs}
+    return {job: record for job, record in found.items() if record is not None}
+
+
+def points_of(records: Iterable[Record]) -> dict[tuple[str, str, int], tuple[Point, ...]]:
+    """Return the points of records by task, arm and world."""
+    return {(record.task, record.arm, record.world): record.points for record in records}

@@ -1,0 +1,79 @@
+"""Tables for the console and for Markdown, and the chart."""
+
+import xml.etree.ElementTree as ET
+from itertools import pairwise
+
+import pytest
+
+from esper.commands.frontier_chart import NAME_HEIGHT, frontier_chart
+from esper.studies.contract import Arm, Claim
+from esper.studies.rendering import as_markdown, as_text
+from esper.studies.statistics import summarize
+from tests.support.example_studies import example_study, point
+
+LONGEST = "a" * 20
+
+
+def ordered(arm, world):
+    return 0.5 + arm / 10 + world / 500
+
+
+def summary(metric="test_quality", arms=("worse", "better"), quality=ordered, params=123_456):
+    study = example_study(
+        arms=tuple(Arm(name=arm, kind="example_formula") for arm in arms), metric=metric,
+        claims=(Claim(arm=arms[1], against=arms[0]),),
+    )  # fmt: skip
+    data = {
+        ("rescue", arm, world): tuple(point(b, quality(i, world - 100), params=params) for b in study.budgets)
+        for i, arm in enumerate(arms)
+        for world in range(100, 104)
+    }
+    return summarize(study, data, metric)
+
+
+def test_console_table_shows_means_intervals_differences_and_verdicts():
+    lines = as_text(summary()).splitlines()
+    assert lines[:4] == [
+        "rescue, 0.5 × one full training, 4 worlds, 95 % intervals",
+        "arm           test            difference  × full  params",
+        "worse   50.3 ± 0.2                     –    0.50  123.5k",
+        "better  60.3 ± 0.2  +10.0 [+10.0, +10.0]    0.50  123.5k",
+    ]
+    assert "won: better higher than worse" in lines
+    assert "    +10.0 [+10.0, +10.0], 4 wins, 0 ties, 0 losses" in lines
+
+
+@pytest.mark.parametrize(("metric", "largest"), [("test_quality", 1.0), ("test_loss", 4.5)])
+def test_console_output_fits_80_columns(metric, largest):
+    arms = (LONGEST, LONGEST[1:] + "b")
+    shown = as_text(summary(metric, arms, lambda arm, world: largest * (arm - world % 2), params=12_345_678))
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+def test_markdown_holds_the_same_cells():
+    shown = as_markdown(summary())
+    assert "| arm | test | difference | × full | params |\n|---|---|---|---|---|\n" in shown
+    assert "| better | 60.3 ± 0.2 | +10.0 [+10.0, +10.0] | 0.50 | 123.5k |" in shown
+    assert "| better higher than worse | rescue, equal compute, 1 × one full training | won |" in shown
+
+
+def test_chart_has_one_named_line_and_band_per_arm_and_colours_for_dark_pages():
+    arms = tuple(f"arm{i}" for i in range(9))
+    chart = frontier_chart(summary(arms=arms, quality=lambda arm, _world: 0.5 + arm / 1e6), "rescue")
+
+    root = ET.fromstring(chart)
+    space = "{http://www.w3.org/2000/svg}"
+    paths = [path.get("class") for path in root.iter(f"{space}path")]
+    names = [text for text in root.iter(f"{space}text") if text.get("class") == "name"]
+    heights = sorted(float(text.get("y")) for text in names)
+    assert paths.count("band") == 9
+    assert (paths.count("line"), paths.count("line dashed")) == (8, 1)
+    assert {text.text for text in names} == set(arms)
+    assert min(b - a for a, b in pairwise(heights)) >= NAME_HEIGHT - 0.11
+    assert "prefers-color-scheme: dark" in chart
+
+
+def test_chart_of_a_single_point_can_be_drawn():
+    study = example_study(budgets=(1.0,), claims=())
+    data = {("rescue", "worse", 100): (point(1.0, 0.5),)}
+    ET.fromstring(frontier_chart(summarize(study, data, "test_quality"), "rescue"))
