@@ -506,8 +506,8 @@ ENVIRONMENTS = [
     ({"RANK": "0"}, ("WORLD_SIZE is not", "torchrun")),
     ({"ESPER_RENDEZVOUS": "0/2/nowhere", "ESPER_SILENCE_S": "soon"}, ("esper: ESPER_SILENCE_S", "'soon'", "Unset it")),
     ({"WORLD_SIZE": "2", "RANK": "x"}, ("RANK", "'x'")),
-    ({"WORLD_SIZE": "2", "RANK": "2"}, ("RANK=2 is none of WORLD_SIZE=2",)),
-    ({"WORLD_SIZE": "2", "RANK": "0"}, ("MASTER_ADDR is not set",)),
+    ({"WORLD_SIZE": "2", "RANK": "2"}, ("RANK=2 must be below WORLD_SIZE=2",)),
+    ({"WORLD_SIZE": "2", "RANK": "0"}, ("requires MASTER_ADDR",)),
     ({"ESPER_RENDEZVOUS": "nonsense", "ESPER_LEADER": "x"}, ("ESPER_RENDEZVOUS", "Unset it")),
 ]
 

@@ -147,10 +147,10 @@ def test_baselines_are_computed_only_after_the_first_step() -> None:
     backend = HostBackend(digits())
     backend.reset([0, 1])
     assert np.isnan(backend.baseline_quality).all()
-    assert backend.baselines.known == {}
+    assert backend.baselines.cached == {}
     backend.step(wait_everywhere(2))
     np.testing.assert_array_equal(backend.baseline_quality, backend.table.quality)
-    assert backend.baselines.known.keys() == {0, 1}
+    assert backend.baselines.cached.keys() == {0, 1}
 
 
 def test_sizes_equal_those_counted_by_leyline() -> None:

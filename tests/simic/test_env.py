@@ -281,7 +281,7 @@ def test_actions_that_are_not_integers_are_refused(odd: float) -> None:
     actions = np.zeros((2, 8))
     env.step(actions)  # integral floats are accepted
     actions[1, 3] = odd
-    with pytest.raises(ConfigError, match="whole and finite"):
+    with pytest.raises(ConfigError, match="finite integers"):
         env.step(actions)
 
 
@@ -391,4 +391,4 @@ def test_maskable_ppo_trains_on_a_real_host() -> None:
     env = digits()
     model = learn(env, 16, n_steps=8, batch_size=8, n_epochs=2)
     assert model.num_timesteps == 16
-    assert len(env.env.backend.baselines.known) == 1  # one world, trained once
+    assert len(env.env.backend.baselines.cached) == 1  # one world, trained once

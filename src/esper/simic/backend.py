@@ -148,11 +148,11 @@ class HostBackend:
 
     def baseline_curves(self) -> dict[int, list[float]]:
         """Return the no-growth baselines computed so far, by world."""
-        return dict(self.baselines.known)
+        return dict(self.baselines.cached)
 
     def add_baselines(self, curves: Mapping[int, list[float]]) -> None:
         """Add no-growth baselines computed earlier, by world."""
-        self.baselines.known.update(curves)
+        self.baselines.cached.update(curves)
 
 
 def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | None = None) -> ObsContext:

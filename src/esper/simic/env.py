@@ -102,7 +102,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         self.backend.reset(self._worlds_of(seed, dict(options or {})))
         self.outcome, self.over = Outcome(np.ones(self.num_envs, dtype=bool), []), False
         self._frame = self._framed()
-        return self._seen(), self._info()
+        return self._observe(), self._info()
 
     def _worlds_of(self, seed: int | Sequence[int | None] | None, options: dict[str, Any]) -> list[int]:
         named = options.pop("worlds", None)
@@ -124,19 +124,19 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         if self.over:
             obs, info = self.reset()
             return obs, np.zeros(self.num_envs, dtype=np.float32), never, never.copy(), info
-        asked = np.asarray(actions)
+        given = np.asarray(actions)
         with np.errstate(invalid="ignore"):
-            rows = asked.astype(np.int64)
+            rows = given.astype(np.int64)
         if rows.shape != (self.num_envs, NUM_HEADS):
             raise ConfigError(f"actions must have shape {(self.num_envs, NUM_HEADS)}, got {rows.shape}")
-        if (rows != asked).any():
-            raise ConfigError(f"actions are numbers of options, whole and finite, got {asked[rows != asked][0]}")
+        if (rows != given).any():
+            raise ConfigError(f"actions must be finite integers, got {given[rows != given][0]}")
         self.outcome = self.backend.step(rows)
         before, self._frame = self._frame, self._framed()
-        paid = reward(before, self._frame, self.config)
+        rewards = reward(before, self._frame, self.config)
         ended = self._frame.ended
         self.over = bool(ended.all())
-        return self._seen(), paid.astype(np.float32), ended, never, self._info()
+        return self._observe(), rewards.astype(np.float32), ended, never, self._info()
 
     @property
     def frame(self) -> Frame:
@@ -156,7 +156,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
     def _framed(self) -> Frame:
         return Frame.of(self.backend.table, self.backend.context, self.backend.baseline_quality)
 
-    def _seen(self) -> Floats:
+    def _observe(self) -> Floats:
         """Return the observations, and update `legal` and `masks`."""
         table = self.backend.table
         with self.phases("features"):
@@ -206,8 +206,8 @@ class GrowthEnv(gym.Env[Any, Any]):
         """Apply one action [8] and train an epoch."""
         if self.env.over:
             raise gym.error.ResetNeeded("the episode is over: call reset()")
-        obs, paid, ended, cut, info = self.env.step(np.asarray(action)[None])
-        return obs[0], float(paid[0]), bool(ended[0]), bool(cut[0]), _only(info)
+        obs, rewards, ended, cut, info = self.env.step(np.asarray(action)[None])
+        return obs[0], float(rewards[0]), bool(ended[0]), bool(cut[0]), _only(info)
 
     def action_masks(self) -> Bools:
         """Return the masks of all heads, concatenated. An option is allowed if some legal action contains it.

@@ -4,7 +4,7 @@
     sim.step(actions)             # apply, tick, learn, measure; vectorised over all environments
 
 It runs tens of thousands of steps per second, so that learners, rewards and controllers can be tested in seconds, and
-the optimum is known (`simulated_plans`). Properties kept from real hosts:
+the optimum is known (`evaluation/sim_oracle.py`). Properties kept from real hosts:
 
     a TRAINING seed learns with diminishing returns and affects the host only through alpha; fossils keep learning
     neighbours complement or duplicate each other, and the head-room of a host is finite
@@ -50,8 +50,8 @@ from esper.tolaria.governor import Alarm
 __all__ = ["SimConfig", "Simulator"]
 
 S = SeedStage
-LESSONS = np.zeros(NUM_STAGES)
-LESSONS[[S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 0.7, 1.0, 1.0, 1.0
+LEARNING_SHARE = np.zeros(NUM_STAGES)
+LEARNING_SHARE[[S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 0.7, 1.0, 1.0, 1.0
 """Fraction of an epoch that a seed learns from. A TRAINING seed has a shadow pass on every other batch only."""
 SHOCK_KEEP = 0.5
 """Fraction of a disturbance that remains after one epoch."""
@@ -108,7 +108,7 @@ class Simulator:
         self.table.reset()
         envs, shape = self.table.num_envs, self.table.stage.shape
         self.skill = np.zeros(shape)  # [E, S] fraction of its potential that a seed has learnt
-        self.felt = np.zeros(shape)  # [E, S] alpha after the last step
+        self.applied_alpha = np.zeros(shape)  # [E, S] alpha after the last step
         self.shock = np.zeros(envs)  # [E] quality lost to moving alphas
         self.true_quality: Floats = np.full(envs, np.nan)  # [E] without noise
         self.baseline_quality: Floats = np.full(envs, np.nan, np.float32)  # [E] measured, of the no-growth baseline
@@ -154,10 +154,10 @@ class Simulator:
 
     def _learn(self) -> None:
         table = self.table
-        rate = LEARNING_RATE[table.blueprint] * LESSONS[table.stage] * ~table.frozen
+        rate = LEARNING_RATE[table.blueprint] * LEARNING_SHARE[table.stage] * ~table.frozen
         self.skill += (1.0 - self.skill) * rate * ~self._of_blueprint(self.truth.stillborn)
-        moved = table.alpha.astype(np.float64) - self.felt
-        self.felt = table.alpha.astype(np.float64)
+        moved = table.alpha.astype(np.float64) - self.applied_alpha
+        self.applied_alpha = table.alpha.astype(np.float64)
         self.shock = SHOCK_KEEP * self.shock + self.config.shock * (moved**2).sum(axis=1)
 
     def strength(self) -> Floats:
@@ -206,42 +206,42 @@ class Simulator:
 
     def _record_quality(self, host: Floats, maturity: Floats, draws: Floats) -> None:
         config, table = self.config, self.table
-        luck, own, val_luck, train_luck = config.noise * draws
-        now = self.strength() * self.felt
+        shared_noise, own_noise, val_noise, train_noise = config.noise * draws
+        now = self.strength() * self.applied_alpha
         value = self._value(self._sum(now), maturity)
         committed = self._value(self._sum(np.where(table.stage == S.FOSSILIZED, now, 0.0)), maturity)
-        divergence = np.minimum(self.felt.sum(axis=1), 1.0)  # a host with alpha > 0 diverges from its baseline
+        divergence = np.minimum(self.applied_alpha.sum(axis=1), 1.0)  # a host with alpha > 0 diverges from its baseline
 
         self.true_quality = np.clip(host + value - self.shock, 0.01, 0.99)
-        self.baseline_quality = np.clip(host + config.quality_noise * luck, 0.0, 1.0).astype(np.float32)
-        quality = np.clip(self.true_quality + config.quality_noise * (luck + divergence * own), 0.0, 1.0)
+        self.baseline_quality = np.clip(host + config.quality_noise * shared_noise, 0.0, 1.0).astype(np.float32)
+        quality = np.clip(self.true_quality + config.quality_noise * (shared_noise + divergence * own_noise), 0.0, 1.0)
         missing = np.log(CLASSES) * (1.0 - quality) / (1.0 - 1.0 / CLASSES)
-        val_loss = missing * (1.0 + LOSS_NOISE * val_luck)
-        train_loss = missing * (1.0 - self.truth.overfit * maturity) * (1.0 + LOSS_NOISE * train_luck)
+        val_loss = missing * (1.0 + LOSS_NOISE * val_noise)
+        train_loss = missing * (1.0 - self.truth.overfit * maturity) * (1.0 + LOSS_NOISE * train_noise)
         record(table, quality=quality, val_loss=val_loss, train_loss=train_loss)
         table.committed_quality[:] = np.clip(quality - value + committed, 0.0, 1.0)
 
     def _record_seeds(self, maturity: Floats, draws: Floats) -> None:
         table = self.table
-        live = (table.stage <= S.HOLDING) & (self.felt > 0)
+        live = (table.stage <= S.HOLDING) & (self.applied_alpha > 0)
         training = table.stage == S.TRAINING
         full = self.strength()
-        now = full * self.felt
+        now = full * self.applied_alpha
         raw = self._sum(now)[:, None]
         value = self._value(raw, maturity)
         without = self._value(raw - now - self._touching(now, now), maturity)
         switched_on = self._value(raw + full + self._touching(full, now), maturity)
 
-        contribution, se = self._seen(value - without, draws[0], "contribution")
+        contribution, se = self._measured(value - without, draws[0], "contribution")
         record_contribution(table, np.where(live, contribution, np.nan), np.where(live, se, np.nan))
-        prospect, se = self._seen(switched_on - value, draws[1], "prospect")
+        prospect, se = self._measured(switched_on - value, draws[1], "prospect")
         table.prospect[training], table.prospect_se[training] = prospect[training], se[training]
         several = live & (live.sum(axis=1) > 1)[:, None]
         among_live = self._touching(now, np.where(live, now, 0.0)) + self.config.noise * INTERACTION_NOISE * draws[2]
         table.interaction[several] = among_live[several]
         self._record_gradients(training | live, *(self.config.noise * draws[3:]))
 
-    def _seen(self, true: Floats, fresh: Floats, purpose: str) -> tuple[Floats, Floats]:
+    def _measured(self, true: Floats, fresh: Floats, purpose: str) -> tuple[Floats, Floats]:
         """Return a difference in quality as measured on a split of finite size, and its paired standard error."""
         table, config = self.table, self.config
         seed = np.maximum(table.serial, 0) * table.num_slots + np.arange(table.num_slots)

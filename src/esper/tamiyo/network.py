@@ -54,8 +54,9 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     def __post_init__(self) -> None:
         if not (1 <= self.width <= MOST_WIDTH and 1 <= self.hidden <= MOST_WIDTH):
-            found = f"{self.width} and {self.hidden}"
-            raise ConfigError(f"network.width and network.hidden must be ≥ 1 and at most {MOST_WIDTH}, got {found}")
+            raise ConfigError(
+                f"network.width and network.hidden must lie in 1…{MOST_WIDTH}, got {self.width} and {self.hidden}"
+            )
         if not 0.0 <= self.epsilon < 1.0:
             raise ConfigError(f"network.epsilon must lie in [0, 1), got {self.epsilon}")
         if not -50.0 <= self.patience <= 50.0:

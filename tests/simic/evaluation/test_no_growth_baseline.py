@@ -62,9 +62,9 @@ def test_curve_on_disk_equals_the_computed_curve(tmp_path: Path) -> None:
 
 def test_non_finite_curve_survives_the_disk(tmp_path: Path) -> None:
     one = baselines(tmp_path)
-    one.known[0] = [0.5, float("nan"), float("inf")]
+    one.cached[0] = [0.5, float("nan"), float("inf")]
     one._write(0)
-    np.testing.assert_array_equal(baselines(tmp_path).curves([0])[0], one.known[0])
+    np.testing.assert_array_equal(baselines(tmp_path).curves([0])[0], one.cached[0])
 
 
 def test_progress_counts_only_what_must_be_trained(tmp_path: Path) -> None:

@@ -186,9 +186,9 @@ class TamiyoRolloutBuffer:
 
     def _gather(self, first: Tensor, envs: Tensor, chunk: int) -> Minibatch:
         """Return the sequences that start at rows `first [N]` of columns `envs [N]`."""
-        wanted = first + torch.arange(min(chunk, self.rows), device=self.device)[:, None]  # [C, N]
+        rows = first + torch.arange(min(chunk, self.rows), device=self.device)[:, None]  # [C, N]
         counts = self.step_counts[envs]
-        steps = torch.minimum(wanted, counts - 1)
+        steps = torch.minimum(rows, counts - 1)
         flat = (steps * self.envs + envs).flatten()
 
         def take(field: Tensor) -> Tensor:
@@ -197,7 +197,7 @@ class TamiyoRolloutBuffer:
         return Minibatch(
             obs=take(self.obs), masks=take(self.masks), actions=take(self.actions), log_probs=take(self.log_probs),
             values=take(self.values), advantages=take(self.advantages), returns=take(self.returns),
-            starts=take(self.starts), forced=take(self.forced), valid=wanted < counts,
+            starts=take(self.starts), forced=take(self.forced), valid=rows < counts,
             hidden=self.hidden[first, envs], steps=steps, envs=envs,
         )  # fmt: skip
 

@@ -56,8 +56,8 @@ class CounterfactualEngine:
         solo = np.array([_paired(row.get(1 << i), row.get(0)) for i in range(n)]).reshape(n, 2)
         shapley = np.full((3, n), np.nan)
         if n and len(masks) >= min(2**n, 2 * n + 2) and 0 in row:
-            found = estimate(n, masks, values[inner])
-            shapley[:] = found.values, found.se, found.design_se
+            fit = estimate(n, masks, values[inner])
+            shapley[:] = fit.values, fit.se, fit.design_se
         interaction, interaction_se = interactions(n, masks, values[inner])
         contribution = np.array(list(measured.contribution.values())).reshape(n, 2)
         return Worth(
@@ -93,13 +93,13 @@ class CounterfactualHelper:
 
     def process_batch(self, engine: Engine) -> list[Worth]:
         """Return each environment's worth from its latest coalitions, and write the interactions into the table."""
-        found = [CounterfactualEngine.worth(result) for result in engine.judged]
-        for e, worth in enumerate(found):
+        worths = [CounterfactualEngine.worth(result) for result in engine.judged]
+        for e, worth in enumerate(worths):
             for i, name in enumerate(worth.slots):
                 others = np.delete(worth.interaction[i], i)
-                known = np.isfinite(others).any()  # otherwise no other player is left, or pairs were not evaluated
-                engine.table.interaction[e, engine.task.slots.index(name)] = np.nansum(others) if known else np.nan
-        return found
+                measured = np.isfinite(others).any()  # otherwise no other player is left, or pairs were not evaluated
+                engine.table.interaction[e, engine.task.slots.index(name)] = np.nansum(others) if measured else np.nan
+        return worths
 
 
 def report(

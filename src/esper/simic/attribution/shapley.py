@@ -77,13 +77,13 @@ def _of_size(n: int, size: int, rng: np.random.Generator) -> Iterator[int]:
         rng.shuffle(masks)
         yield from masks
         return
-    seen: set[int] = set()
-    while len(seen) < comb(n, size) // (2 if half else 1):
+    yielded: set[int] = set()
+    while len(yielded) < comb(n, size) // (2 if half else 1):
         mask = sum(1 << int(i) for i in rng.choice(n, size, replace=False))
         if half and mask & 1:
             mask ^= 2**n - 1
-        if mask not in seen:
-            seen.add(mask)
+        if mask not in yielded:
+            yielded.add(mask)
             yield mask
 
 
@@ -171,13 +171,13 @@ def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Ar
     scale = float(np.abs(means - means.mean()).max())
     if scale == 0.0:
         return weights_for(n, masks), np.zeros(n)
-    known = np.stack([means / scale, np.ones(count)], axis=1)  # the values, and the constant term
+    targets = np.stack([means / scale, np.ones(count)], axis=1)  # the values, and the constant term
     best = (-np.inf, 0.0, 0.0, 0.0, apart)
     for rho in CORRELATIONS:
         smooth = rho**apart + JITTER * np.eye(count)
         for kappa in ADDITIVE:
             factor = _cholesky(smooth + kappa * additive)
-            value, ones = _solve(factor, known).T
+            value, ones = _solve(factor, targets).T
             left = value - ones * (value @ ones) / (ones @ ones)
             variance = max(float(left @ left) / count, 1e-300)
             likelihood = -0.5 * count * np.log(variance) - float(np.log(np.diag(factor)).sum())

@@ -118,7 +118,7 @@ def judged(backend: Backend, reward: RewardConfig, name: str) -> Played:
     test, structures = np.full(len(frame.quality), np.nan), []
     if isinstance(backend, HostBackend):
         engine = backend.engine
-        test = np.array([plot.test(engine.data.test)[0] for plot in engine.networks])
+        test = np.array([network.test(engine.data.test)[0] for network in engine.networks])
         structures = [structure_of(engine, e) for e in range(len(engine.networks))]
     sizes = (params.astype(np.float64), macs.astype(np.float64))
     return Played(name, list(backend.worlds), frame.quality, test, *sizes, utility(frame, reward), structures)
@@ -162,7 +162,7 @@ def static(backend: HostBackend, task: Task, worlds: Sequence[int], reward: Rewa
         backend.table.step[:] = task.epochs
         frame = Frame.of(backend.table, backend.context, backend.baseline_quality)
         frame = frame.measured(other.table.quality.astype(np.float64), params, macs)
-        test = np.array([plot.test(other.data.test)[0] for plot in other.engine.networks])
+        test = np.array([network.test(other.data.test)[0] for network in other.engine.networks])
         parts.append(Played(name, list(some), frame.quality, test, params, macs, utility(frame, reward)))
     return Played.gather(name, parts)
 
@@ -180,11 +180,11 @@ def best_schedule_on(
     taken = [b for b in range(table.takes.shape[1]) if table.takes[:, b].any()]
     for blueprint, slots in itertools.product(taken, range(1, table.num_slots + 1)):
         schedule = Schedule([blueprint], slots=slots)
-        told = f"{blueprint_name(blueprint)} in the first {slots}"
+        description = f"{blueprint_name(blueprint)} in the first {slots}"
         value = float(play(backend, schedule, worlds, reward).utility.mean())
-        on_try(f"{told}: {value:+.4f}")
+        on_try(f"{description}: {value:+.4f}")
         if best is None or value > best[0]:
-            best = value, schedule, told
+            best = value, schedule, description
     assert best is not None
     return best[1], best[2]
 

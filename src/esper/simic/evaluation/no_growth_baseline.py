@@ -49,7 +49,7 @@ class NoGrowthBaselines:
         self.directory: Path | None = None
         if directory is not None:
             self.store_in(directory)
-        self.known: dict[int, list[float]] = {}
+        self.cached: dict[int, list[float]] = {}
         self.on_progress: Callable[[int, int], None] = lambda *_: None
         """Called with the numbers of trained worlds and of worlds to train: (0, n) … (n, n)."""
 
@@ -64,18 +64,18 @@ class NoGrowthBaselines:
 
     def curves(self, worlds: Sequence[int]) -> Floats:
         """Return the quality after every step, [E, T]. Curves that are not cached are trained."""
-        for world in set(worlds) - self.known.keys():
+        for world in set(worlds) - self.cached.keys():
             curve = self._read(world)
             if curve is not None:
-                self.known[world] = curve
-        missing = sorted(set(worlds) - self.known.keys())
+                self.cached[world] = curve
+        missing = sorted(set(worlds) - self.cached.keys())
         for done, world in enumerate(missing):
             self.on_progress(done, len(missing))
-            self.known[world] = trained(self.task, self.data, self.config, world)
+            self.cached[world] = trained(self.task, self.data, self.config, world)
             self._write(world)
         if missing:
             self.on_progress(len(missing), len(missing))
-        return np.array([self.known[w] for w in worlds])
+        return np.array([self.cached[w] for w in worlds])
 
     def _file(self, world: int) -> Path | None:
         return None if self.directory is None else self.directory / f"{world}.json"
@@ -103,7 +103,7 @@ class NoGrowthBaselines:
         file = self._file(world)
         if file is None:
             return
-        curve = self.known[world]
+        curve = self.cached[world]
         content = seal_json(json.dumps({"world": world, "quality": curve}).encode())
         try:
             for directory in (file.parent.parent, file.parent):  # do not recreate a removed run directory

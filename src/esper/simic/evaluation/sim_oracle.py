@@ -93,12 +93,12 @@ def values(
     """Return the noiseless return of every plan in every world, [W, P]."""
     quiet, config = msgspec.structs.replace(sim, noise=0.0), config or RewardConfig()
     pairs = [(world, plan) for world in worlds for plan in plans]
-    found = []
+    returns = []
     for i in range(0, len(pairs), ENVS_AT_ONCE):
         some = pairs[i : i + ENVS_AT_ONCE]
         env = Simulator(quiet, [world for world, _ in some], rules)
-        found.append(play(env, FollowPlans([plan for _, plan in some]), config, gamma).discounted)
-    return np.concatenate(found).reshape(len(worlds), len(plans))
+        returns.append(play(env, FollowPlans([plan for _, plan in some]), config, gamma).discounted)
+    return np.concatenate(returns).reshape(len(worlds), len(plans))
 
 
 def plantings(worlds: Sequence[int], sim: SimConfig) -> list[Planting]:
@@ -127,12 +127,12 @@ def best_schedule(
     """Return the plan with the highest mean return over these worlds, and that mean."""
     options = plantings(worlds, sim)
     best: tuple[Plan, float] = ((), float(values([()], worlds, sim, rules, config, gamma).mean()))
-    kept: list[Plan] = [()]
+    plans: list[Plan] = [()]
     for _ in range(min(longest, sim.slots)):
-        kept = [(*plan, new) for plan in kept for new in options if new[0] not in {p[0] for p in plan}]
-        means = values(kept, worlds, sim, rules, config, gamma).mean(axis=0)
+        plans = [(*plan, new) for plan in plans for new in options if new[0] not in {p[0] for p in plan}]
+        means = values(plans, worlds, sim, rules, config, gamma).mean(axis=0)
         order = np.argsort(-means, kind="stable")
         if means[order[0]] > best[1]:
-            best = kept[order[0]], float(means[order[0]])
-        kept = [kept[i] for i in (order if beam is None else order[:beam])]
+            best = plans[order[0]], float(means[order[0]])
+        plans = [plans[i] for i in (order if beam is None else order[:beam])]
     return best

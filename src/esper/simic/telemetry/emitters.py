@@ -209,23 +209,23 @@ class TelemetryEmitter:
 
         A slot has at most three per step: the controller's, the rules', and the governor's, which ends in PRUNED.
         """
-        wanted = self.hub.wants(events.Lifecycle)
+        is_wanted = self.hub.wants(events.Lifecycle)
         touched = np.zeros(table.stage.shape, dtype=bool)
         acted = outcome.happened & (actions[:, Head.OP] != Op.WAIT)
         touched[np.nonzero(acted)[0], actions[acted, Head.SLOT]] = True
-        undone = table.rollbacks > before.rollbacks
-        reborn = table.serial != before.serial
-        changed = (table.stage != before.stage) | (reborn & (table.serial >= 0))
+        rolled_back = table.rollbacks > before.rollbacks
+        replaced = table.serial != before.serial
+        changed = (table.stage != before.stage) | (replaced & (table.serial >= 0))
         for e, s in np.argwhere(changed).tolist():
             was, now = int(before.stage[e, s]), int(table.stage[e, s])
-            expelled = undone[e] and table.cooldown[e, s] == COOLDOWN_TICKS
+            expelled = rolled_back[e] and table.cooldown[e, s] == COOLDOWN_TICKS
             path = _path(was, int(table.prev_stage[e, s]), now, expelled)
             for i, (a, b) in enumerate(pairwise(path)):
                 cause = "controller" if touched[e, s] and i == 0 else "rules"
                 if expelled and i == len(path) - 2:
                     cause = "governor"
                 self._count(e, b)
-                if wanted:
+                if is_wanted:
                     self._transition(before, table, (e, s), a, b, cause, i)
 
     def governed(self, alarms: Sequence[Alarm]) -> None:

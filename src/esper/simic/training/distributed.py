@@ -68,12 +68,10 @@ class ProcessGroup:
             return cls()
         rank = _from_environment("RANK", 0)
         if rank >= size:
-            raise ConfigError(f"RANK={rank} is none of WORLD_SIZE={size} ranks, which count from 0. {_WAY_OUT}")
+            raise ConfigError(f"RANK={rank} must be below WORLD_SIZE={size}. {_WAY_OUT}")
         for name in ("MASTER_ADDR", "MASTER_PORT"):
             if not os.environ.get(name):
-                raise ConfigError(
-                    f"WORLD_SIZE={size} says that torchrun started this, but {name} is not set. {_WAY_OUT}"
-                )
+                raise ConfigError(f"WORLD_SIZE={size} requires {name}, which is not set. {_WAY_OUT}")
         return cls._meet(rank, size, "env://", poll)
 
     @classmethod
@@ -98,7 +96,9 @@ class ProcessGroup:
             thread.join(0.1)
             poll()
         for error in failed:
-            raise TrainingError(f"rank {rank} of {size} could not meet the others ({where}): {error}") from error
+            raise TrainingError(
+                f"rank {rank} of {size} could not join the process group at {where}: {error}"
+            ) from error
         return group
 
     def leave(self) -> None:
@@ -125,7 +125,9 @@ class ProcessGroup:
         Sizes differ by at most one, and the first ranks have the larger.
         """
         if envs < self.size:
-            raise ConfigError(f"{self.size} processes cannot share {envs} environments: ask for fewer, or raise envs")
+            raise ConfigError(
+                f"{self.size} processes cannot share {envs} environments. Use fewer processes, or increase envs"
+            )
         least, more = divmod(envs, self.size)
         start = self.rank * least + min(self.rank, more)
         return slice(start, start + least + (self.rank < more))
@@ -207,7 +209,7 @@ class ProcessGroup:
         except RuntimeError as error:
             if self.heartbeat is not None:
                 self.heartbeat.name_lost()
-            raise RankLostError(f"another rank of this run has gone (noticed by rank {self.rank})") from error
+            raise RankLostError(f"the connection to another rank was lost (noticed by rank {self.rank})") from error
 
 
 _WAY_OUT = "Start with torchrun, or unset WORLD_SIZE and RANK"
@@ -229,5 +231,5 @@ def _rendezvous(text: str) -> tuple[int, int, str]:
     """Return rank, size and rendezvous address of a spawned rank."""
     match = re.fullmatch(r"([0-9]{1,6})/([0-9]{1,6})/(.+)", text)
     if match is None:
-        raise ConfigError(f"{RENDEZVOUS} is for `esper train --workers` alone, and says {cut(text, 100)!r}. Unset it")
+        raise ConfigError(f"{RENDEZVOUS} is set by `esper train --workers` only, got {cut(text, 100)!r}. Unset it")
     return int(match[1]), int(match[2]), f"file://{match[3]}"

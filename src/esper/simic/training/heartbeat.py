@@ -67,8 +67,8 @@ class Heartbeat:
 
     def check(self) -> None:
         """Raise if a rank is lost. Rank 0 waits two beats first, in which it sends the rank's number to the others."""
-        told = self.rank > 0 or time.monotonic() - self._lost_since > 2 * self.beat_s
-        if self._lost is not None and told:
+        is_announced = self.rank > 0 or time.monotonic() - self._lost_since > 2 * self.beat_s
+        if self._lost is not None and is_announced:
             raise self._lost
 
     def name_lost(self) -> None:
@@ -106,13 +106,13 @@ class Heartbeat:
                 work.wait()
                 self._silent_s[peer] = 0.0
                 if int(news) > 0:
-                    self._lose(int(news) - 1, "is stopped, frozen, unreachable or gone, says rank 0")
+                    self._lose(int(news) - 1, "is stopped, frozen, unreachable or terminated, as reported by rank 0")
             news = torch.tensor([0 if self._lost is None or self._lost.rank is None else self._lost.rank + 1])
             work = dist.all_reduce(news, dist.ReduceOp.MAX, group=self._groups[peer], async_op=True)
             self._exchanges[peer] = work, news
         except RuntimeError:
             del self._groups[peer]
-            self._lose(peer, "has gone: it closed its connection")
+            self._lose(peer, "closed its connection")
 
     def _count_silence(self, peer: int, awake_s: float) -> None:
         self._silent_s[peer] += awake_s

@@ -63,7 +63,9 @@ class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def __post_init__(self) -> None:
         for name in ("plateau_epochs", "settled_epochs"):
             if not 0 < getattr(self, name) < HISTORY:
-                raise ConfigError(f"{name} must lie in 1…{HISTORY - 1}, the history kept; got {getattr(self, name)}")
+                raise ConfigError(
+                    f"{name} must lie in 1…{HISTORY - 1}, the length of the history; got {getattr(self, name)}"
+                )
         if not self.z >= 0:
             raise ConfigError(f"z must be ≥ 0, got {self.z}")
         for name in self.blueprints:
@@ -113,11 +115,11 @@ class Heuristic:
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore a result of `state_dict`. Raise ConfigError if an array is missing or has another type."""
-        found = {name: np.asarray(state[name]) for name in MEMORIES if name in state}
+        columns = {name: np.asarray(state[name]) for name in MEMORIES if name in state}
         for name, blank in Heuristic().state_dict().items():
-            if name not in found or found[name].dtype != blank.dtype or found[name].ndim != blank.ndim:
-                raise ConfigError(f"this is no heuristic's state: it has {found.get(name)!r} for {name!r}")
-        for name, memory in found.items():
+            if name not in columns or columns[name].dtype != blank.dtype or columns[name].ndim != blank.ndim:
+                raise ConfigError(f"the state is not one of a heuristic controller: {name!r} is {columns.get(name)!r}")
+        for name, memory in columns.items():
             setattr(self, name, memory.copy())
 
     def _wishes(self, table: SlotTable) -> list[tuple[Op, Bools]]:
@@ -150,9 +152,9 @@ class Heuristic:
             self.settled, self.tried = np.zeros(table.num_envs, dtype=bool), np.zeros(table.num_envs, dtype=np.int64)
             self.penalties = np.zeros((table.num_envs, len(BLUEPRINTS)))
             self.slot_tries = np.zeros(table.stage.shape, dtype=np.int64)
-        unheard_of = table.takes.shape[1] - self.penalties.shape[1]  # user-defined blueprints may be registered later
-        if unheard_of > 0:
-            self.penalties = np.pad(self.penalties, ((0, 0), (0, unheard_of)))
+        missing = table.takes.shape[1] - self.penalties.shape[1]  # user-defined blueprints may be registered later
+        if missing > 0:
+            self.penalties = np.pad(self.penalties, ((0, 0), (0, missing)))
         self.settled[fresh], self.penalties[fresh] = False, 0.0
         self.tried[fresh], self.slot_tries[fresh] = 0, 0
         self.penalties *= 0.5

@@ -159,9 +159,9 @@ def _columns(group: Iterable[Feature | str], column: Mapping[str, int]) -> Ints:
 
 def _index(group: Iterable[Feature | str], column: Mapping[str, int]) -> slice | Ints:
     """Return an index of these columns: a slice, which is faster, if they are adjacent."""
-    found = _columns(group, column)
-    is_run = np.array_equal(found, np.arange(found[0], found[0] + len(found)))
-    return slice(int(found[0]), int(found[-1]) + 1) if is_run else found
+    numbers = _columns(group, column)
+    is_run = np.array_equal(numbers, np.arange(numbers[0], numbers[0] + len(numbers)))
+    return slice(int(numbers[0]), int(numbers[-1]) + 1) if is_run else numbers
 
 
 _QUALITY, _VAL_LOSS = _index(columns.QUALITY, ENV_COLUMN), _index(columns.VAL_LOSS, ENV_COLUMN)
@@ -286,9 +286,9 @@ def _env_columns(table: SlotTable, context: ObsContext, macs: Ints) -> Float32:
 
 def _slope(history: Floats) -> Floats:
     """Return [E] the slope per epoch of the least-squares line through the finite values; NaN below two of them."""
-    seen = np.isfinite(history)
-    n, x, xx = (seen @ _POWERS).T
-    y, xy, _ = (np.where(seen, history, 0) @ _POWERS).T
+    finite = np.isfinite(history)
+    n, x, xx = (finite @ _POWERS).T
+    y, xy, _ = (np.where(finite, history, 0) @ _POWERS).T
     spread = n * xx - x * x
     return np.asarray((n * xy - x * y) / np.where(spread > 0, spread, np.nan))
 
