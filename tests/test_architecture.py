@@ -1,4 +1,4 @@
-"""Import directions, package docstrings, the layout of the tests, and lazy imports of torch."""
+"""Import directions, one rollout loop, sizes, package docstrings, the layout of the tests, and lazy imports."""
 
 import ast
 import subprocess
@@ -68,6 +68,20 @@ def test_only_rollout_lets_a_controller_step_environments():
         if isinstance(node, (ast.For, ast.While)) and decides_and_steps(node)
     }
     assert loops == {"src/esper/tolaria/rollout.py"}
+
+
+MOST_LINES, MOST_METHODS = 450, 20
+
+
+@pytest.mark.parametrize("path", sorted(SRC.rglob("*.py")), ids=lambda p: str(p.relative_to(SRC)))
+def test_files_and_classes_have_limited_size(path):
+    text = path.read_text()
+    assert len(text.splitlines()) <= MOST_LINES
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.ClassDef):
+            functions = [f for f in node.body if isinstance(f, (ast.FunctionDef, ast.AsyncFunctionDef))]
+            public = [f.name for f in functions if not f.name.startswith("_")]
+            assert len(public) <= MOST_METHODS, f"{node.name} has {len(public)} public methods: {', '.join(public)}"
 
 
 def test_every_package_has_a_docstring():

@@ -97,8 +97,9 @@ class CounterfactualHelper:
         for e, worth in enumerate(worths):
             for i, name in enumerate(worth.slots):
                 others = np.delete(worth.interaction[i], i)
-                measured = np.isfinite(others).any()  # otherwise no other player is left, or pairs were not evaluated
-                engine.table.interaction[e, engine.task.slots.index(name)] = np.nansum(others) if measured else np.nan
+                # without a finite value, no other player is left, or pairs were not evaluated
+                total = np.nansum(others) if np.isfinite(others).any() else np.nan
+                engine.table.interaction[e, engine.task.slots.index(name)] = total
         return worths
 
 
