@@ -12,7 +12,7 @@ from esper.kasmina.hosts import HOSTS, CNNHost, Host, MLPHost, ResidualCNNHost, 
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
-from esper.simic.backend import walk
+from esper.tolaria.host_costs import host_macs_and_order
 from tests.support.models import awaken
 
 KINDS = [*HOSTS, "embedding"]
@@ -148,7 +148,7 @@ def test_multiply_adds_of_a_host_match_its_layers(kind):
     host(x)
     for handle in handles:
         handle.remove()
-    assert walk(body)[0] == expected
+    assert host_macs_and_order(body)[0] == expected
 
 
 @pytest.mark.parametrize("kind", HOSTS)
