@@ -80,7 +80,7 @@ def test_docs_of_saved_studies_are_up_to_date():
 def test_tuning_shows_validation_quality_and_no_test_quality(capsys):
     run(tuning=True, worlds="0:2")
     printed = capsys.readouterr().out
-    assert "better  90.1 ± 0.1" in printed  # validation; the test quality is 40.1
+    assert "better   90.1 ± 0.1" in printed  # validation; the test quality is 40.1
     assert "40." not in printed
     assert "won" not in printed
     assert {r.world for r in read_records(Path("out/example"))} == {0, 1}

@@ -35,9 +35,9 @@ def test_console_table_shows_means_intervals_differences_and_verdicts():
     lines = as_text(summary()).splitlines()
     assert lines[:4] == [
         "rescue, 0.5 × one full training, 4 worlds, 95 % intervals",
-        "arm           test            difference  × full  params",
-        "worse   50.3 ± 0.2                     –    0.50  123.5k",
-        "better  60.3 ± 0.2  +10.0 [+10.0, +10.0]    0.50  123.5k",
+        "arm     test quality            difference  × full  params",
+        "worse     50.3 ± 0.2                     –    0.50  123.5k",
+        "better    60.3 ± 0.2  +10.0 [+10.0, +10.0]    0.50  123.5k",
     ]
     assert "won: better higher than worse" in lines
     assert "    +10.0 [+10.0, +10.0], 4 wins, 0 ties, 0 losses" in lines
@@ -52,7 +52,7 @@ def test_console_output_fits_80_columns(metric, largest):
 
 def test_markdown_holds_the_same_cells():
     shown = as_markdown(summary())
-    assert "| arm | test | difference | × full | params |\n|---|---|---|---|---|\n" in shown
+    assert "| arm | test quality | difference | × full | params |\n|---|---|---|---|---|\n" in shown
     assert "| better | 60.3 ± 0.2 | +10.0 [+10.0, +10.0] | 0.50 | 123.5k |" in shown
     assert "| better higher than worse | rescue, equal compute, 1 × one full training | won |" in shown
 

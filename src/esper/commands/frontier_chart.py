@@ -49,6 +49,8 @@ def frontier_chart(summary: Summary, task: str) -> str:
     def py(y: float) -> float:
         return TOP + (BOTTOM - TOP) * (y1 - y) / (y1 - y0 or 1.0)
 
+    powers = [10.0**k for k in range(-9, 10) if x0 <= math.log2(10.0**k) <= x1]
+    xs = sorted({*powers, *(row.budget or 0.0 for row in rows)})
     title = f"{task}: {METRICS[summary.metric]} against training multiply-adds"
     unit = "number" if summary.metric == "test_loss" else "percent"
     drawn = [_curve(sorted(curve), i, px, py) for i, curve in enumerate(curves.values())]
@@ -57,14 +59,14 @@ def frontier_chart(summary: Summary, task: str) -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {RIGHT + 190} {BOTTOM + 56}" font-family="sans-serif" '
         f'font-size="12" role="img"><title>{escape(title)}</title><style>{STYLE}</style>'
         f'<rect class="page" width="100%" height="100%"/><text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>'
-        f"{_axes(sorted({row.budget or 0.0 for row in rows}), ticks(y0, y1), unit, px, py)}{''.join(drawn)}"
+        f"{_axes(xs, ticks(y0, y1), unit, px, py)}{''.join(drawn)}"
         f'{_names(ends)}<text class="soft" x="{LEFT}" y="{BOTTOM + 40}">training multiply-adds, × one full training; '
         "bands: 95 % intervals over worlds</text></svg>\n"
     )
 
 
 def _axes(xs: Sequence[float], ys: Sequence[float], unit: str, px: Scale, py: Scale) -> str:
-    """Return the grid, with a label at every budget and every tick."""
+    """Return the grid, with a label at every budget, power of ten and y tick."""
     parts = [
         f'<path class="grid" d="M{LEFT} {py(y):.1f}H{RIGHT}"/>'
         f'<text class="soft" x="{LEFT - 8}" y="{py(y) + 4:.1f}" text-anchor="end">{label}</text>'

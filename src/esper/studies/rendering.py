@@ -8,7 +8,7 @@ from itertools import groupby
 from esper.simic.evaluation.comparison import Difference
 from esper.studies.statistics import Lead, Row, Summary, Verdict
 
-METRICS = {"test_quality": "test", "val_quality": "validation", "test_loss": "test loss"}
+METRICS = {"test_quality": "test quality", "val_quality": "val quality", "test_loss": "test loss"}
 Cells = tuple[str, ...]
 
 
