@@ -18,7 +18,6 @@ from esper.tamiyo.policy.action_masks import (
     DEFAULT_FIXED,
     MaskLayout,
     blueprint_given_slot,
-    compute_action_masks,
     compute_batch_masks,
     conditioned,
     forced,
@@ -117,15 +116,6 @@ def test_masks_match_the_reference_at_stage_ramp_and_age_boundaries():
         assert np.array_equal(
             compute_batch_masks(table, ops, fixed=fixed), slow_masks(reports(table, ops), table.takes, fixed).numpy()
         )
-
-
-def test_compute_action_masks_equals_the_batch_row():
-    table = varied_table(12, 4, seed=2)
-    ops = legal(table, LIVELY)
-    for fixed in FIXES:
-        together = compute_batch_masks(table, ops, fixed=fixed)
-        for env in (0, 5, 11, -1):
-            assert np.array_equal(compute_action_masks(table, ops, env, fixed=fixed), together[env])
 
 
 def test_mask_layout_is_contiguous():

@@ -125,15 +125,7 @@ def compute_batch_masks(table: SlotTable, legal: Bools, *, fixed: Mapping[Head, 
     `fixed` restricts heads to one option each. Ops that have no slot left are not allowed. WAIT is always
     allowed unless another op is fixed and possible, so at least one op is allowed.
     """
-    return _pack(legal, table.takes, fixed or {})
-
-
-def compute_action_masks(table: SlotTable, legal: Bools, env: int, *, fixed: Mapping[Head, int] | None = None) -> Bools:
-    """Return the packed mask [M] of one environment."""
-    return np.asarray(_pack(legal[env][None], table.takes, fixed or {})[0])
-
-
-def _pack(legal: Bools, takes: Bools, fixed: Mapping[Head, int]) -> Bools:
+    takes, fixed = table.takes, fixed or {}
     envs, _, slots = legal.shape
     layout = _layout(slots, takes.shape[1])
     masks = np.empty((envs, layout.size), dtype=bool)
