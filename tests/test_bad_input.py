@@ -453,10 +453,10 @@ def cut_checkpoint() -> list[object]:
 
 
 PLACES = [
-    Case("out below a file", in_a_file(*GROW, "--out", "file/a/b"), ("file/a", "Not a directory", "another place")),
+    Case("out below a file", in_a_file(*GROW, "--out", "file/a/b"), ("file/a", "Not a directory", "another directory")),
     Case("out is a file", in_a_file(*SIM, "--out", "file"), ("file exists", "nothing is overwritten")),
     Case("out is not empty", full_directory, ("mine exists and is not empty", "Choose another name")),
-    Case("out too long", [*SIM, "--out", "x" * 300], ("too long", "another place")),
+    Case("out too long", [*SIM, "--out", "x" * 300], ("too long", "another directory")),
     Case("report below a file", in_a_file("report", "file"), ("file is not a run", "esper runs")),
     Case("eval out below a file", in_a_file("eval", "none", "random", "--sim", "--out", "file/x"), ("file/x", "--out")),
     Case("export out below a file", lambda: [*a_host(), "--out", "run/manifest.json/x.py"], ("cannot write", "--out")),
@@ -559,7 +559,7 @@ def files_of_at_most(size: int):
 
 def test_run_that_cannot_write_its_manifest_does_not_start(place):
     with files_of_at_most(200):
-        check(Case("", [*GROW, "--out", "run"], ("cannot make a run directory", "another place")), place)
+        check(Case("", [*GROW, "--out", "run"], ("cannot make a run directory", "another directory")), place)
 
 
 @pytest.mark.parametrize("size", [36_000, 50_000])  # the manifest reserves 32 KiB and its own size

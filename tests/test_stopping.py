@@ -102,7 +102,7 @@ def test_run_whose_directory_is_moved_or_removed_ends(fate_of_directory: str, tm
     if fate_of_directory == "removed":
         shutil.rmtree(tmp_path / "elsewhere")
     said = finished(process, code=2, timeout=60)
-    assert "was moved or removed while the run was under way" in said.replace("\n", " ")
+    assert "was moved or removed during the run" in said.replace("\n", " ")
     assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
     if fate_of_directory == "moved":

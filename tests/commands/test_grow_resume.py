@@ -180,7 +180,7 @@ def test_run_whose_directory_is_moved_or_removed_ends(
         return epochs[-1]
 
     monkeypatch.setattr(growing, "snapshot", moved)
-    with pytest.raises(RunError, match="was moved or removed while the run was under way"):
+    with pytest.raises(RunError, match="was moved or removed during the run"):
         run_grow(Settings(task="digits", controller="none", epochs=9), GrowOptions(out=tmp_path / "run"))
     assert len(epochs) == 2
     assert not (tmp_path / "run").exists()

@@ -35,10 +35,23 @@ journal = JsonlSink(Path(sys.argv[1]) / "events")
 """
 
 
+started: list[subprocess.Popen] = []
+
+
+@pytest.fixture(autouse=True)
+def close_pipes():
+    yield
+    while started:
+        with started.pop():
+            pass
+
+
 def start(tmp_path, script):
     code = PRELUDE + textwrap.dedent(script)
     command = [sys.executable, "-c", code, str(tmp_path)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=heed_signals)
+    pipe = subprocess.PIPE
+    started.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, preexec_fn=heed_signals))
+    return started[-1]
 
 
 def said(process, word="ready"):

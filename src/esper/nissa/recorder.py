@@ -26,7 +26,7 @@ from esper.nissa.journal_reader import EVENTS, segments
 from esper.nissa.journal_writer import JsonlSink, rewind
 from esper.nissa.missed_events import JOURNAL, missing_events
 from esper.nissa.record import Record
-from esper.nissa.run import Lock, RunDirectory, ending, manifest_base
+from esper.nissa.run import Lock, RunDirectory, earlier_seconds, ending, manifest_base
 from esper.nissa.signals import stoppable, terminable
 from esper.nissa.sinks import Sink
 from esper.nissa.sinks.tensorboard import TensorBoardSink
@@ -86,7 +86,7 @@ def record(
     try:
         directory = RunDirectory.create(where, task, name=name, manifest=fields)
     except (OSError, UnicodeError) as e:
-        raise RunError(f"cannot make a run directory in {where}: {e}. Name another place for it") from e
+        raise RunError(f"cannot make a run directory in {where}: {e}. Choose another directory") from e
     with _recorded(directory, 0, level, sinks, tensorboard) as run:
         yield run
 
@@ -161,7 +161,7 @@ def _recorded(
             was_stopped = status == "interrupted"
             stop.signal_number = int(was_stopped)
             hub.stop_waiting(END_S)
-            wall_s = directory.earlier_s + time.monotonic() - started
+            wall_s = earlier_seconds(directory.manifest) + time.monotonic() - started
             hub.flush(END_S)
             run.env_steps = run.env_steps or counter.steps
             hub.emit(RunFinished(status=status, error=error, wall_s=wall_s, env_steps=run.env_steps))

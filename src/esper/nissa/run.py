@@ -128,17 +128,12 @@ class RunDirectory:
         """The directory of the journal."""
         return self.path / EVENTS
 
-    @property
-    def earlier_s(self) -> float:
-        """Total seconds of the earlier sessions of the run."""
-        return earlier_seconds(self.manifest)
-
     def must_be_there(self) -> None:
         """Raise RunError if the directory was moved, removed or replaced since this process took it."""
         if self._lock.is_held and not self._lock.is_at(self.path):
             raise RunError(
-                f"{self.path} was moved or removed while the run was under way, so nothing that it learns would be "
-                "kept: it ends here. If you moved it, resume it at its new place"
+                f"{self.path} was moved or removed during the run, so its results cannot be saved. "
+                "If you moved it, resume the run at the new path"
             )
 
     def finish(self, status: str, error: str | None = None, **extra: Any) -> None:
@@ -220,7 +215,7 @@ def must_have_real_parts(path: Path) -> None:
     if links:
         raise RunError(
             f"{path} holds a symbolic link to a directory elsewhere, {links[0]!r}, and nothing outside a run is "
-            "changed. Put a real directory in its place"
+            "changed. Replace it by a real directory"
         )
     name = ""
     try:
@@ -282,7 +277,8 @@ class Lock:
         except OSError as error:
             self.release()
             raise RunError(
-                f"cannot lock {directory / LOCK}: {error.strerror or error}. Choose a place where files can be locked"
+                f"cannot lock {directory / LOCK}: {error.strerror or error}. "
+                "Choose a directory on a file system that supports locks"
             ) from error
         except RunError:
             self.release()
