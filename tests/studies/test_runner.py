@@ -20,7 +20,8 @@ STUDY = example_study()
 JOBS = [Job("rescue", arm, world) for world in (100, 101) for arm in ("worse", "better")]
 
 
-def test_finished_jobs_are_recorded_and_not_run_again(tmp_path):
+def test_finished_jobs_are_recorded_and_not_run_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "2")  # inherited by the workers, which must not use it
     lines = []
     run_jobs(STUDY, JOBS[:2], tmp_path, 1, lines.append)
     before = read_records(tmp_path)
