@@ -135,7 +135,7 @@ def test_modified_host_is_refused_with_a_reason(engine):
     cases = {
         "format": {"format": "other"},
         "invalid literal": {"world": "?"},
-        "no host named": {"task": {"host": "resnet"}},
+        "no host named": {"task": {"host": "no_such_host"}},
         "surprise": {"task": {"surprise": 1}},
         "larger than": {"task": {"host_kwargs": sizes | {"width": 10**9}}},
         "do not fit": {"task": {"host_kwargs": sizes | {"width": 17}}},
