@@ -328,7 +328,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
         EASY,
         lambda g: bring(g, "first", SeedStage.BLENDING),
         lambda g: g.advance("first"),
-        "BLENDING: alpha is 0.00 and moving to 1.00; the gate asks that it rests at 1. "
+        "BLENDING: alpha is 0.00 and moving to 1.00; the gate requires that it rests at 1. "
         "Way out: wait until its ramp ends",
     ),
     "advance, by itself": (

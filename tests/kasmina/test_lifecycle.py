@@ -12,7 +12,6 @@ from esper.kasmina.lifecycle import (
     Rules,
     apply,
     expel,
-    gates,
     is_legal,
     legal,
     record,
@@ -22,6 +21,7 @@ from esper.kasmina.lifecycle import (
 from esper.leyline import STRICT, Curve, Head, Op, Operator, SeedStage, SlotTable, Thresholds
 from esper.leyline.actions import NUM_HEADS, STYLES
 from esper.leyline.errors import ConfigError
+from esper.leyline.gates import failed_checks, open_gates
 from esper.leyline.stages import Check
 
 S = SeedStage
@@ -432,8 +432,8 @@ def test_instant_retarget_sets_alpha_immediately():
 
 
 def gate_of(table: SlotTable, rules: Rules = AUTO) -> tuple[bool, set[Check]]:
-    is_open, reasons = gates(table, rules)
-    return bool(is_open[0, 0]), {check for check in Check if reasons[0, 0] >> check & 1}
+    failed = failed_checks(table, rules.thresholds)
+    return bool(open_gates(table, rules.thresholds)[0, 0]), {check for check in failed if failed[check][0, 0]}
 
 
 @pytest.mark.parametrize(

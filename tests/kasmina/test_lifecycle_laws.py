@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
@@ -17,17 +16,15 @@ from esper.kasmina.lifecycle import (
     Rules,
     apply,
     expel,
-    gates,
     is_legal,
     legal,
-    open_gates,
     record,
     record_contribution,
     tick,
 )
 from esper.leyline import HEAD_OPTIONS, NEXT_STAGES, Head, Op, SeedStage, SlotTable
 from esper.leyline.actions import ALPHA_TARGETS, NUM_HEADS, STYLE_OPERATOR
-from esper.leyline.stages import COOLING, STRICT
+from esper.leyline.stages import COOLING
 from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
 from tests.support.random_tables import LIVELY, random_actions, random_legal_actions, random_measurements, random_table
 
@@ -390,12 +387,3 @@ class AnyLife(RuleBasedStateMachine):
 
 AnyLife.TestCase.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
 test_any_life_obeys_the_laws = AnyLife.TestCase
-
-
-@pytest.mark.parametrize("rules", [Rules(), LIVELY, Rules(thresholds=STRICT)], ids=["default", "lively", "strict"])
-@pytest.mark.parametrize("seed", range(5))
-def test_open_gates_equals_gates(rules, seed):
-    table = random_table(200, 5, seed, rules=rules)
-    table.grad_health[:50] = np.inf
-    table.contribution[50:60] = -np.inf
-    assert np.array_equal(open_gates(table, rules), gates(table, rules)[0])

@@ -11,6 +11,7 @@ from esper.kasmina import lifecycle
 from esper.kasmina.lifecycle import Rules
 from esper.leyline import Op, SeedStage, SlotTable
 from esper.leyline.actions import NUM_OPS
+from esper.leyline.gates import failed_checks, open_gates
 from tests.reference import lifecycle as twin
 from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
 from tests.support.random_tables import random_measurements
@@ -70,12 +71,12 @@ def test_legal_gates_apply_and_tick_match_the_scalar_reference(slots, rules, see
 
 
 def agree_on_what_may_happen(table: SlotTable, envs: list[twin.Env], rules: Rules) -> None:
-    open_gate, reasons = lifecycle.gates(table, rules)
+    open_gate, failed = open_gates(table, rules.thresholds), failed_checks(table, rules.thresholds)
     may = lifecycle.legal(table, rules)
     for e, env in enumerate(envs):
         for s, slot in enumerate(env.slots):
             assert open_gate[e, s] == twin.gate_is_open(env, slot, rules)
-            assert reasons[e, s] == sum(1 << check for check in twin.failed_checks(env, slot, rules))
+            assert {check for check in failed if failed[check][e, s]} == set(twin.failed_checks(env, slot, rules))
             for op in Op:
                 assert may[e, op, s] == twin.is_legal(env, op, s, rules), (op.name, slot)
     assert may.shape == (len(envs), NUM_OPS, table.num_slots)

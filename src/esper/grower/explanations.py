@@ -9,9 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from esper.kasmina.body import Body
-from esper.kasmina.gate_reasons import gate_reasons, germination_reason, planting_obstacle
+from esper.kasmina.germination import germination_reason, planting_obstacle
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import Head, Op
+from esper.leyline.gates import gate_reasons
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
 from esper.tamiyo.controllers import Controller, ExplainsWaiting, Wait
@@ -76,7 +77,7 @@ def slot_views(body: Body, table: SlotTable, rules: Rules) -> dict[str, SlotView
             contribution=float(table.contribution[0, s]),
             contribution_se=float(table.contribution_se[0, s]),
             prospect=float(table.prospect[0, s]),
-            waits_for="; ".join(gate_reasons(table, rules, s).values()),
+            waits_for="; ".join(gate_reasons(table, rules.thresholds, s).values()),
         )
         for s, (name, slot) in enumerate(body.slots.items())
     }
@@ -95,7 +96,7 @@ def why_not_legal(table: SlotTable, rules: Rules, names: Sequence[str], actions:
         return prefix + "its alpha is moving; wait until it rests"
     gated_stages = (SeedStage.HOLDING,) if op == Op.FOSSILIZE else GROWING[:-1] if op == Op.ADVANCE else ()
     if stage in gated_stages:
-        reasons = gate_reasons(table, rules, s)
+        reasons = gate_reasons(table, rules.thresholds, s)
         if not reasons:
             return prefix + "it advances by itself at the next step (rules.auto_train, auto_blend, auto_hold)"
         ways = dict.fromkeys(WAYS_OUT[check] for check in reasons)

@@ -1,7 +1,6 @@
 """Lifecycle rules of seeds, as functions over the whole table.
 
-    legal(table, rules) → bool [E, O, S]     the only legality function; includes the gates
-    gates(table, rules) → pass, reasons      why a seed may not advance yet
+    legal(table, rules) → bool [E, O, S]     the only legality function; includes the gates of `leyline.gates`
     apply(table, actions, rules) → outcome   one action row per environment; an illegal one does nothing
     tick(table, rules) → effects             once per epoch: ramps, cooldown, auto-advance, counters
     record(table, …)                         store the measurements of an epoch
@@ -33,19 +32,11 @@ from esper.leyline.actions import (
     Op,
 )
 from esper.leyline.errors import ConfigError
+from esper.leyline.gates import open_gates
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
-from esper.leyline.stages import (
-    COOLDOWN_LABEL,
-    COOLDOWN_TICKS,
-    NUM_STAGES,
-    PERMISSIVE,
-    Check,
-    SeedStage,
-    Thresholds,
-)
+from esper.leyline.stages import COOLDOWN_LABEL, COOLDOWN_TICKS, NUM_STAGES, PERMISSIVE, SeedStage, Thresholds
 
 S = SeedStage
-ALPHA_TOLERANCE = 1e-6
 VELOCITY_KEEP = 0.7
 """Weight of the old velocity, 0…1, in the moving average updated at each contribution measurement."""
 
@@ -98,9 +89,7 @@ class Outcome(NamedTuple):
 
 
 # plain ints: numpy compares them with small integers five times faster than enum members
-_DORMANT, _GERMINATED, _TRAINING, _BLENDING, _HOLDING = (
-    int(s) for s in (S.DORMANT, S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING)
-)
+_DORMANT, _BLENDING, _HOLDING = int(S.DORMANT), int(S.BLENDING), int(S.HOLDING)
 _AUTO_STAGES = (S.GERMINATED, S.TRAINING, S.BLENDING)
 _NEXT = np.arange(1, NUM_STAGES + 1, dtype=np.int8)  # stage after an advance
 _PRUNABLE = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING))
@@ -115,63 +104,13 @@ def _auto_by_stage(rules: Rules) -> Bools:
     return auto
 
 
-def _at_least(value: Floats, floor: float | None) -> Bools:
-    """Return where `value` is finite and ≥ `floor`; True everywhere if `floor` is None."""
-    if floor is None:
-        return np.ones(value.shape, dtype=bool)
-    return np.isfinite(value) & (value >= floor)
-
-
-def gates(table: SlotTable, rules: Rules) -> tuple[Bools, Ints]:
-    """Return whether each seed's next gate is open [E, S], and the failed checks, one bit per `Check` [E, S]."""
-    t, stage = rules.thresholds, table.stage
-    training, blending, holding = stage == S.TRAINING, stage == S.BLENDING, stage == S.HOLDING
-    at_full = (table.alpha_to >= 1 - ALPHA_TOLERANCE) & ~table.moving
-    at_full &= np.abs(table.alpha - table.alpha_to) <= ALPHA_TOLERANCE
-    improvement = table.quality[:, None] - table.quality_stage
-    lower_bound = np.where(table.contribution_age >= 0, table.contribution - t.z * table.contribution_se, np.nan)
-    shut = {
-        Check.DWELL: (training & (table.dwell < t.blend_dwell)) | (blending & (table.dwell < t.hold_dwell)),
-        Check.GRADIENT_HEALTH: training & ~_at_least(table.grad_health, t.blend_health),
-        Check.GRADIENT_RATIO: training & ~_at_least(table.grad_ratio, t.blend_ratio),
-        Check.IMPROVEMENT: training & ~_at_least(improvement, t.blend_improvement),
-        Check.ALPHA_AT_FULL: blending & ~at_full,
-        Check.CONTRIBUTION: holding & ~_at_least(lower_bound, t.fossil_contribution),
-    }
-    reasons = np.zeros(stage.shape, dtype=np.int16)
-    for check, failed in shut.items():
-        reasons |= failed.astype(np.int16) << check
-    has_gate = (stage >= S.GERMINATED) & (stage <= S.HOLDING)
-    return has_gate & (reasons == 0), reasons
-
-
-def open_gates(table: SlotTable, rules: Rules) -> Bools:
-    """Return whether each seed's next gate is open [E, S]. Equal to `gates` without reasons, in half the time."""
-    t, stage = rules.thresholds, table.stage
-    shut = (stage < _GERMINATED) | (stage > _HOLDING)
-    shut |= (stage == _TRAINING) & (table.dwell < t.blend_dwell)
-    if t.hold_dwell:
-        shut |= (stage == _BLENDING) & (table.dwell < t.hold_dwell)
-    for value, floor in ((table.grad_health, t.blend_health), (table.grad_ratio, t.blend_ratio)):
-        if floor is not None:
-            shut |= (stage == _TRAINING) & ~_at_least(value, floor)
-    if t.blend_improvement is not None:
-        shut |= (stage == _TRAINING) & ~_at_least(table.quality[:, None] - table.quality_stage, t.blend_improvement)
-    at_full = (table.alpha_to >= 1 - ALPHA_TOLERANCE) & (np.abs(table.alpha - table.alpha_to) <= ALPHA_TOLERANCE)
-    shut |= (stage == _BLENDING) & ~(at_full & ~table.moving)
-    if t.fossil_contribution is not None:
-        lower_bound = np.where(table.contribution_age >= 0, table.contribution - t.z * table.contribution_se, np.nan)
-        shut |= (stage == _HOLDING) & ~_at_least(lower_bound, t.fossil_contribution)
-    return ~shut
-
-
 def legal(table: SlotTable, rules: Rules) -> Bools:
     """Return which operation is legal on which slot: [E, O, S]. WAIT is always legal.
 
     GERMINATE is legal if any blueprint may be planted; `table.takes` says which.
     """
     stage = table.stage
-    open_gate = open_gates(table, rules)
+    open_gate = open_gates(table, rules.thresholds)
     resting = ~table.moving
     holding = stage == _HOLDING
     blended = (stage == _BLENDING) | holding
@@ -348,7 +287,7 @@ def tick(table: SlotTable, rules: Rules) -> list[Effect]:
         table.blank(cooling & (table.cooldown == 0))
     _remove(table, gone)
 
-    open_gate = open_gates(table, rules)
+    open_gate = open_gates(table, rules.thresholds)
     _advance(table, open_gate & _auto_by_stage(rules)[table.stage] & table.enabled)
 
     alive = _OCCUPIED[table.stage]

@@ -55,20 +55,8 @@ COOLDOWN_LABEL = np.array(
 """Stage of a slot by the number of cooldown ticks left."""
 
 
-class Gate(IntEnum):
-    """Gates between stages. The value indexes threshold tables and reason bits."""
-
-    TRAINING = 0  # GERMINATED → TRAINING: always open
-    BLENDING = 1  # TRAINING → BLENDING: dwell, gradient and improvement checks
-    HOLDING = 2  # BLENDING → HOLDING: alpha has reached 1 and rests
-    FOSSILIZED = 3  # HOLDING → FOSSILIZED: contribution measured in HOLDING and high enough
-
-
 class Check(IntEnum):
-    """Conditions of the gates, one bit each in the `reasons` of `kasmina.lifecycle.gates`.
-
-    `kasmina.gate_reasons` has the messages.
-    """
+    """Conditions of the gates between stages; `leyline.gates` defines them."""
 
     DWELL = 0
     GRADIENT_HEALTH = 1

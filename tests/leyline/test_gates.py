@@ -1,13 +1,12 @@
-"""Test that the reason of a closed gate names the measured value and the threshold."""
+"""Test gate checks and that the reason of a closed gate names the measured value and the threshold."""
 
 from __future__ import annotations
 
 import pytest
 
-from esper.kasmina.gate_reasons import TEXTS, gate_reasons, planting_obstacle
-from esper.kasmina.lifecycle import Rules
+from esper.leyline.gates import GATE_RULES, gate_reasons, open_gates
 from esper.leyline.slot_table import SlotTable
-from esper.leyline.stages import STRICT, Check, SeedStage, Thresholds
+from esper.leyline.stages import PERMISSIVE, STRICT, Check, SeedStage, Thresholds
 
 S = SeedStage
 
@@ -20,13 +19,25 @@ def table_with(stage: SeedStage, **columns: float) -> SlotTable:
     return table
 
 
-def test_every_check_has_a_text():
-    assert set(TEXTS) == set(Check)
+def test_every_check_has_a_rule():
+    assert set(GATE_RULES) == set(Check)
+
+
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_value_that_is_not_finite_closes_the_gate(value):
+    anything = Thresholds(blend_dwell=0, blend_health=float("-inf"))
+    assert open_gates(table_with(S.TRAINING, grad_health=-9.0), anything)[0, 0]
+    assert not open_gates(table_with(S.TRAINING, grad_health=value), anything)[0, 0]
+
+
+@pytest.mark.parametrize("stage", [S.DORMANT, S.FOSSILIZED, S.PRUNED, S.EMBARGOED, S.RESETTING])
+def test_stage_without_a_gate_is_never_open(stage):
+    assert not open_gates(table_with(stage), PERMISSIVE).any()
 
 
 def test_open_gate_has_no_reasons():
-    rules = Rules(thresholds=Thresholds(blend_dwell=0, blend_health=None))
-    assert gate_reasons(table_with(S.TRAINING), rules, 0) == {}
+    thresholds = Thresholds(blend_dwell=0, blend_health=None)
+    assert gate_reasons(table_with(S.TRAINING), thresholds, 0) == {}
 
 
 HOLDING = {"contribution_age": 0, "contribution": 0.01, "contribution_se": 0.008}
@@ -41,12 +52,12 @@ CASES = [
         "seed/host gradient ratio 0.05 is below 0.1 (thresholds.blend_ratio)",
     ),
     (S.TRAINING, {}, Check.IMPROVEMENT, "improvement of quality in this stage was not measured"),
-    (S.BLENDING, {"alpha": 0.5, "alpha_to": 0.5}, Check.ALPHA_AT_FULL, "alpha rests at 0.50; the gate asks for 1"),
+    (S.BLENDING, {"alpha": 0.5, "alpha_to": 0.5}, Check.ALPHA_AT_FULL, "alpha rests at 0.50; the gate requires 1"),
     (
         S.BLENDING,
         {"alpha": 0.5, "alpha_to": 1.0, "ramp_len": 4, "ramp_pos": 2},
         Check.ALPHA_AT_FULL,
-        "alpha is 0.50 and moving to 1.00; the gate asks that it rests at 1",
+        "alpha is 0.50 and moving to 1.00; the gate requires that it rests at 1",
     ),
     (S.HOLDING, {}, Check.CONTRIBUTION, "its contribution was not measured in HOLDING"),
     (
@@ -66,25 +77,11 @@ CASES = [
 
 @pytest.mark.parametrize(("stage", "columns", "check", "text"), CASES)
 def test_closed_gate_names_the_value_and_the_threshold(stage, columns, check, text):
-    assert gate_reasons(table_with(stage, **columns), Rules(thresholds=STRICT), 0)[check] == text
+    assert gate_reasons(table_with(stage, **columns), STRICT, 0)[check] == text
 
 
 def test_low_and_missing_gradient_health_have_different_texts():
-    rules = Rules()
-    missing = gate_reasons(table_with(S.TRAINING), rules, 0)[Check.GRADIENT_HEALTH]
-    low = gate_reasons(table_with(S.TRAINING, grad_health=0.5), rules, 0)[Check.GRADIENT_HEALTH]
+    missing = gate_reasons(table_with(S.TRAINING), PERMISSIVE, 0)[Check.GRADIENT_HEALTH]
+    low = gate_reasons(table_with(S.TRAINING, grad_health=0.5), PERMISSIVE, 0)[Check.GRADIENT_HEALTH]
     assert missing == "gradient health was not measured"
     assert low == "gradient health 0.5 is below 0.7 (thresholds.blend_health)"
-
-
-def test_planting_obstacle_names_the_rule():
-    names = ("a", "b")
-    assert planting_obstacle(table_with(S.DORMANT), Rules(), names) == ""
-    assert "'a' is still TRAINING" in planting_obstacle(table_with(S.TRAINING), Rules(), names)
-    full = table_with(S.HOLDING)
-    assert "rules.max_seeds" in planting_obstacle(full, Rules(max_seeds=1), names)
-    full.stage[:] = S.FOSSILIZED
-    assert planting_obstacle(full, Rules(), names) == "no slot is empty"
-    fits_nothing = SlotTable.empty(1, 2)
-    fits_nothing.takes[:] = False
-    assert planting_obstacle(fits_nothing, Rules(), names) == "no blueprint fits 'a'"
