@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import esper
+from esper.kasmina.forking import ForkError
 from esper.kasmina.graft import graft
 from esper.kasmina.harden import harden
 from esper.kasmina.probing import unread_modules
@@ -100,17 +101,67 @@ def test_selected_item_grows_evaluates_and_hardens():
     body.set_slot(slot, SeedStage.HOLDING, 1.0)
     grown = body(x)
     assert not torch.allclose(grown, before)
-    with pytest.warns(UserWarning, match="one by one"):
-        result = evaluate(body, [(x, torch.zeros(5))], lambda out, y: out[:, 0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        result = evaluate(body, [(x, torch.zeros(5))], lambda out, _: out[:, 0])
     assert torch.allclose(result.row((True,)), grown[:, 0], atol=1e-6)
     assert torch.allclose(result.row((False,)), before[:, 0], atol=1e-6)
     assert torch.allclose(harden(body).eval()(x), body.eval()(x), atol=1e-5)
 
 
-def test_recurrent_state_has_vector_layout():
+@pytest.mark.parametrize("layers", [1, 3])
+def test_recurrent_state_has_vector_layout_and_forks_on_axis_1(layers):
     """The leading dimension of h_n is layers, so a seed that mixes along axis 1 would mix samples."""
-    body = graft(LastState(3), "lstm", probe=torch.randn(3, 5, 4), select={"lstm": (1, 0)})
-    assert body.slots["lstm"].site.layout == "vector"
+    body = graft(LastState(layers), "lstm", probe=torch.randn(3, 5, 4), select={"lstm": (1, 0)})
+    site = body.slots["lstm"].site
+    assert (site.layout, site.batch_axis, site.shape) == ("vector", 1, (layers, site.dim))
+    assert body.forking.points == {"lstm": (False, "lstm")}
+
+
+def test_slot_that_cannot_fork_names_the_batch_axis_and_the_way_out():
+    """Inputs are [T, B, D]: the probe counts samples on axis 0, so no fork point is found."""
+    body = graft(LastState(batch_first=False), "lstm", probe=torch.randn(5, 7, 4), select={"lstm": (1, 0)})
+    assert body.forking.points == {"lstm": None}
+    with pytest.raises(ForkError, match="slot 'lstm' cannot fork: its features have the batch on axis 1"):
+        body.forking.plan([(False,), (True,)], ["lstm"], (True,))
+
+
+class Functional(nn.Module):
+    """Conv1d and a functional activation, then dropout. Square features: C = L = 8."""
+
+    def __init__(self, *, transposes: bool) -> None:
+        super().__init__()
+        self.transposes = transposes
+        self.conv, self.dropout, self.head = nn.Conv1d(8, 8, 3, padding=1), nn.Dropout(), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = torch.relu(self.conv(x))
+        h = self.dropout(h.transpose(1, 2) if self.transposes else h)
+        return self.head(h.mean(1 if self.transposes else 2))
+
+
+def ending(*layers: nn.Module, width: int) -> nn.Module:
+    return nn.Sequential(*layers, nn.Flatten(), nn.Linear(width, 3))
+
+
+CHANNELS_FIRST = {
+    "activation after Conv1d": (ending(nn.Conv1d(8, 4, 3), nn.ReLU(), width=24), "1"),
+    "dropout after pool": (ending(nn.Conv1d(8, 4, 3), nn.MaxPool1d(2), nn.Dropout(), width=12), "2"),
+    "square block": (ending(nn.Sequential(nn.Conv1d(8, 8, 1), nn.ReLU()), width=64), "0"),
+    "functional": (Functional(transposes=False), "dropout"),
+}
+
+
+@pytest.mark.parametrize("case", CHANNELS_FIRST)
+def test_channels_before_length_are_refused(case):
+    model, at = CHANNELS_FIRST[case]
+    with pytest.raises(GraftError, match=rf"module '{at}' returns \[B, C, L\], channels before length"):
+        graft(model, at, probe=torch.randn(3, 8, 8))
+
+
+def test_transposed_convolution_output_is_a_sequence():
+    body = graft(Functional(transposes=True), "dropout", probe=torch.randn(3, 8, 8))
+    assert body.slots["dropout"].site.layout == "sequence"
 
 
 @pytest.mark.parametrize("key", [(1, 5), (1, "x"), (1,), (0, 0)])

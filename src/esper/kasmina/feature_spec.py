@@ -25,3 +25,5 @@ class FeatureSpec:
     """Shape of one sample, without the batch dimension."""
     channels_last: bool = False
     """Whether a map has channels_last memory format. Seeds are built in the same format."""
+    batch_axis: int = 0
+    """Axis of the features that holds the batch: 1 for recurrent states and time-major sequences, else 0."""

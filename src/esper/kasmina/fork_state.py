@@ -69,7 +69,10 @@ class ForkState:
         for name in slots:
             point = self.points[name]
             if point is None:
-                raise ForkError(f"slot {name!r} cannot fork: samples of a batch influence each other behind it")
+                reason = "samples of a batch influence each other behind it"
+                if self.slots[name].site.batch_axis:
+                    reason = "its features have the batch on axis 1. Graft after a module whose output has it on axis 0"
+                raise ForkError(f"slot {name!r} cannot fork: {reason}")
             points[name] = point
         plan = ForkPlan.build(configs, list(slots), points, self.sequence, main)
         plan.arguments = self.arguments
@@ -160,7 +163,7 @@ class ForkState:
 
     def _find_point(self, slot: Slot, probe: Any, sequence: list[ForkPoint]) -> ForkPoint | None:
         """Return the innermost point at which this slot can fork, or None."""
-        slot.seed, slot.stage = _Noise(), SeedStage.TRAINING
+        slot.seed, slot.stage = _Noise(slot.site.batch_axis), SeedStage.TRAINING
         own, size = slot.name, PROBE_SAMPLES
         candidates = [ForkPoint(False, own), *(ForkPoint(True, name) for name in _enclosing(slot.module_name))]
         try:
@@ -217,15 +220,20 @@ def attached(plan: ForkPlan, slots: Iterable[Slot], model: nn.Module) -> Iterato
 class _Noise(nn.Module):
     """Stand-in seed for the probe: per-sample noise as large as the features, so that mixing of samples is visible."""
 
-    def forward(self, h: Tensor) -> Tensor:
+    def __init__(self, batch_axis: int) -> None:
+        super().__init__()
+        self.batch_axis = batch_axis
+
+    def forward(self, features: Tensor) -> Tensor:
         """Return the same noise for every row."""
+        h = features.transpose(0, self.batch_axis)
         generator = torch.Generator().manual_seed(h[0].numel())
         noise = torch.randn(PROBE_SAMPLES, *h.shape[1:], generator=generator).to(h)
         size = h.float().square().mean().sqrt()  # equal in a forked pass and in a single one
         noise = noise * torch.where(size > 0, size, 1.0).to(h)
         if h.shape[0] % PROBE_SAMPLES:
             raise ForkError("the leading dimension is not a multiple of the batch")
-        return noise.repeat(h.shape[0] // PROBE_SAMPLES, *[1] * (h.ndim - 1))
+        return noise.repeat(h.shape[0] // PROBE_SAMPLES, *[1] * (h.ndim - 1)).transpose(0, self.batch_axis)
 
 
 def _enclosing(name: str) -> Iterator[str]:

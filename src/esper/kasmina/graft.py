@@ -20,10 +20,19 @@ from torch.utils import _pytree as pytree
 from esper.kasmina.body import Body
 from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.kasmina.forking import ArgumentForm, argument_form, is_batched
-from esper.kasmina.probing import PROBE_SAMPLES, as_arguments, floating_items, quietly, unread_modules
+from esper.kasmina.probing import (
+    PROBE_SAMPLES,
+    as_arguments,
+    channels_first_modules,
+    floating_items,
+    module_outputs,
+    unread_modules,
+)
 from esper.kasmina.slot import Path, Select, Slot
 from esper.leyline.errors import GraftError, unknown_name
 
+Key = int | str | Path
+"""Key of the features in a module's output, or a path of keys."""
 AUTO_SLOTS = 3
 LAYOUTS = {4: Layout.MAP, 3: Layout.SEQUENCE, 2: Layout.VECTOR}
 WRAPPERS = {
@@ -41,7 +50,7 @@ def graft(
     at: str | Sequence[str] | Mapping[str, str] = "auto",
     *,
     probe: Any,
-    select: Mapping[str, int | str | Path] | None = None,
+    select: Mapping[str, Key] | None = None,
 ) -> Body:
     """Add slots to `model` and return the body.
 
@@ -53,49 +62,36 @@ def graft(
     refuse_wrapped(model)
     probe, form = few_samples(dict(probe) if isinstance(probe, Mapping) else probe)
     sites = find_sites(model, at, probe)
-    handles: list[Any] = []
-    seen: dict[str, list[Any]] = {}
-
-    def watch(name: str) -> Any:
-        def look(module: nn.Module, args: Any, output: Any) -> None:
-            seen.setdefault(name, []).append(output)
-
-        return look
-
-    modules = dict(model.named_modules())
-    try:
-        for name in sites.values():
-            handles.append(modules[name].register_forward_hook(watch(name)))
-        quietly(model, probe)
-    finally:
-        for handle in handles:
-            handle.remove()
-
-    slots = []
-    for slot_id, name in sites.items():
-        if name not in seen:
-            ran = ", ".join(seen) or "none of those named"
-            raise GraftError(
-                f"module {name!r} was not called when the model ran on the probe, so a slot there would never "
-                f"be reached. Graft after a module that runs (of those named, these did: {ran})"
-            )
-        found = [find_features(name, output, (select or {}).get(name)) for output in seen[name]]
-        places = [site_of(name, features, modules[name], chosen) for chosen, features in found]
-        if len({(p.layout, p.dim) for p in places}) > 1:
-            raise GraftError(
-                f"module {name!r} is called {len(found)} times with features of different kinds "
-                f"({', '.join(str(p.shape) for p in places)}); no seed fits them all. Graft after a neighbour of it."
-            )
-        chosen, features = found[0]
-        slots.append(Slot(slot_id, name, places[0], chosen).to(features.device))
+    _, outputs = module_outputs(model, probe, sites.values())
     for name in select or {}:
-        if name not in seen:
-            raise unknown_name("module with a slot", name, seen)
-    refuse_unread(model, probe, {slot.module_name: slot.select for slot in slots})
+        if name not in sites.values():
+            raise unknown_name("module with a slot", name, sites.values())
+    slots = [_make_slot(slot_id, model, name, outputs, (select or {}).get(name)) for slot_id, name in sites.items()]
+    selects = {slot.module_name: slot.select for slot in slots}
+    refuse_channels_first(model, probe, selects)
+    refuse_unread(model, probe, selects)
     body = Body(model, slots, probe)
     body.forking.arguments[""] = form
     body.forking.find_points(probe)
     return body
+
+
+def _make_slot(slot_id: str, model: nn.Module, name: str, outputs: Mapping[str, list[Any]], key: Key | None) -> Slot:
+    """Return the slot after a module, given its outputs in the probe. Raise GraftError if no seed fits them."""
+    if name not in outputs:
+        raise GraftError(
+            f"module {name!r} was not called when the model ran on the probe, so a slot there would never "
+            f"be reached. Graft after a module that runs (of those named, these did: {', '.join(outputs) or 'none'})"
+        )
+    features = [find_features(name, output, key) for output in outputs[name]]
+    sites = [site_of(name, h, model.get_submodule(name), select) for select, h in features]
+    if len({(site.layout, site.dim) for site in sites}) > 1:
+        raise GraftError(
+            f"module {name!r} is called {len(sites)} times with features of different kinds "
+            f"({', '.join(str(site.shape) for site in sites)}); no seed fits them all. Graft after a neighbour of it."
+        )
+    select, h = features[0]
+    return Slot(slot_id, name, sites[0], select).to(h.device)
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -116,6 +112,16 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"this model has slots already (after {name!r}). Name all its slots in one call of esper.graft, "
                 "or graft a fresh copy of the model."
             )
+
+
+def refuse_channels_first(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> None:
+    """Raise GraftError if a slot's features are [B, C, L]: a seed would take channels for positions."""
+    for name in channels_first_modules(model, probe, selects):
+        raise GraftError(
+            f"module {name!r} returns [B, C, L], channels before length, computed by a one-dimensional convolution, "
+            "pool or norm; seeds for sequences take [B, T, D]. Graft after a module behind a transpose, or wrap it in "
+            "one that transposes. If the features are [B, T, D], give a probe of another length."
+        )
 
 
 def refuse_unread(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> None:
@@ -184,34 +190,22 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
 
 def propose_sites(model: nn.Module, probe: Any) -> list[str]:
     """Return up to three module names spread over the model: its blocks, or its layers if it has none."""
-    order: list[tuple[str, nn.Module, Any]] = []
-    handles = []
-    names = {id(m): n for n, m in reversed(list(model.named_modules()))}
-
-    def look(module: nn.Module, args: Any, output: Any) -> None:
-        order.append((names[id(module)], module, output))
-
-    for name, module in model.named_modules():
-        if name:
-            handles.append(module.register_forward_hook(look))
-    try:
-        output = quietly(model, probe)
-    finally:
-        for handle in handles:
-            handle.remove()
+    modules = {name: module for name, module in model.named_modules() if name}
+    output, outputs = module_outputs(model, probe, modules)
     ends = {id(x) for x in pytree.tree_leaves(output)}
-    fit: dict[str, nn.Module] = {}
     selects: dict[str, Select] = {}
-    for name, module, out in order:
+    for name, each in outputs.items():
         try:
-            selects[name], features = find_features(name, out, None)
-            site_of(name, features, module, selects[name])
+            select, features = find_features(name, each[-1], None)
+            site_of(name, features, modules[name], select)
         except GraftError:
             continue
         if id(features) not in ends and not name.startswith("lm_head"):
-            fit[name] = module
-    unread = unread_modules(model, probe, {name: selects[name] for name in fit})
-    fit = {name: module for name, module in fit.items() if name not in unread}
+            selects[name] = select
+    for name in channels_first_modules(model, probe, selects):
+        del selects[name]
+    unread = unread_modules(model, probe, selects)
+    fit = {name: modules[name] for name in selects if name not in unread}
     level = _siblings(fit) or [n for n, m in fit.items() if not any(True for _ in m.children())]
     if any(not any(True for _ in fit[n].parameters()) for n in level):  # plain layers: choose the activations
         level = [n for n in level if not any(True for _ in fit[n].parameters())]
@@ -234,7 +228,7 @@ def _siblings(fit: dict[str, nn.Module]) -> list[str]:
     return max(several, key=lambda names: sum(p.numel() for n in names for p in fit[n].parameters()), default=[])
 
 
-def find_features(name: str, output: Any, key: int | str | Path | None) -> tuple[Select, Tensor]:
+def find_features(name: str, output: Any, key: Key | None) -> tuple[Select, Tensor]:
     """Return the location and the tensor of the features in a module's output, from `key` or by convention."""
     path = key if isinstance(key, tuple) else () if key is None else (key,)
     if isinstance(output, Tensor):
@@ -276,14 +270,9 @@ def _floating(name: str, features: Tensor) -> Tensor:
 
 def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> FeatureSpec:
     """Return the site for these features. Raise GraftError if their layout is not supported."""
-    layout = LAYOUTS.get(features.ndim)
-    if layout == Layout.SEQUENCE and _channels_first(module, features):
-        raise GraftError(
-            f"module {name!r} returns {tuple(features.shape)}, channels before length (a Conv1d); seeds for sequences "
-            "take [B, T, D]. Graft after a module behind a transpose, or wrap it in one that transposes."
-        )
+    layout, batch_axis = LAYOUTS.get(features.ndim), 0
     if layout == Layout.SEQUENCE and (features.shape[0] != PROBE_SAMPLES or _samples_second(module, select)):
-        layout = Layout.VECTOR  # batch is not the first axis: only position-wise seeds fit
+        layout, batch_axis = Layout.VECTOR, 1  # only position-wise seeds fit
     if layout is None:
         raise GraftError(
             f"module {name!r} returns shape {tuple(features.shape)}; slots take [B, C, H, W], [B, T, D] or [B, D]. "
@@ -292,18 +281,10 @@ def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> F
     dim = features.shape[1] if layout == Layout.MAP else features.shape[-1]
     strided = features.ndim == 4 and features.shape[1] > 1 and features.shape[2] * features.shape[3] > 1
     channels_last = strided and features.is_contiguous(memory_format=torch.channels_last)
-    return FeatureSpec(layout, dim, tuple(features.shape[1:]), channels_last)
+    shape = tuple(size for axis, size in enumerate(features.shape) if axis != batch_axis)
+    return FeatureSpec(layout, dim, shape, channels_last, batch_axis)
 
 
 def _samples_second(module: nn.Module, select: Select) -> bool:
     """Return whether a recurrent module's item has its batch on axis 1: states always, outputs unless batch_first."""
     return isinstance(module, nn.RNNBase) and (select.key == 1 or not module.batch_first)
-
-
-def _channels_first(module: nn.Module, features: Tensor) -> bool:
-    """Return whether features are [B, C, L]: the middle size is an output width of a one-dimensional convolution."""
-    _, middle, last = features.shape
-    made = {m.out_channels for m in module.modules() if isinstance(m, (nn.Conv1d, nn.ConvTranspose1d))}
-    made |= {m.num_features for m in module.modules() if isinstance(m, nn.BatchNorm1d)}
-    pools = (nn.MaxPool1d, nn.AvgPool1d, nn.AdaptiveAvgPool1d, nn.AdaptiveMaxPool1d)
-    return isinstance(module, pools) or (middle in made and last not in made)

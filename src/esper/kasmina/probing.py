@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
+from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.slot import Path, Select
@@ -16,6 +17,13 @@ from esper.leyline.errors import GraftError
 
 PROBE_SAMPLES = 3
 """Samples in the fork probe. With one sample, mixing between samples could not be detected."""
+
+
+CHANNELS_FIRST = {
+    "conv1d", "conv_transpose1d", "batch_norm", "group_norm", "instance_norm", "max_pool1d", "avg_pool1d", "lp_pool1d",
+    "adaptive_avg_pool1d", "adaptive_max_pool1d",
+}  # fmt: skip
+"""Functions whose three-dimensional results are [B, C, L]."""
 
 
 def call(model: nn.Module, batch: Any) -> Any:
@@ -83,6 +91,59 @@ def floating_items(output: Any, path: Path = ()) -> dict[Path, Tensor]:
     return {p: t for key, item in items for p, t in floating_items(item, (*path, key)).items()}
 
 
+def module_outputs(model: nn.Module, probe: Any, names: Iterable[str]) -> tuple[Any, dict[str, list[Any]]]:
+    """Run a model on the probe. Return its output, and the outputs of these modules by name, in calling order."""
+    outputs: dict[str, list[Any]] = {}
+
+    def collect(name: str) -> Callable[..., None]:
+        return lambda _module, _args, output: outputs.setdefault(name, []).append(output)
+
+    return _run_hooked(model, probe, {name: collect(name) for name in names}), outputs
+
+
+class _ChannelsFirst(TorchFunctionMode):
+    """Record the tensors [B, C, L] of a run: results of `CHANNELS_FIRST`, and results computed from them.
+
+    A result with the batch and channel sizes of a recorded argument is recorded: an activation, dropout, a sum. A
+    transpose changes these sizes, or the order of the strides if the tensor is square.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: dict[int, Tensor] = {}  # by id; the reference keeps the id unique
+
+    def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.ndim == 3:
+            sources = [self.tensors[id(x)] for x in args if id(x) in self.tensors]
+            if getattr(func, "__name__", "") in CHANNELS_FIRST or any(_same_axes(x, result) for x in sources):
+                self.tensors[id(result)] = result
+        return result
+
+
+def _same_axes(x: Tensor, y: Tensor) -> bool:
+    """Return whether y has the batch and channel sizes of x, and its axes in the same order in memory."""
+    is_square = y.shape[1] == y.shape[2]
+    return x.shape[:2] == y.shape[:2] and not (is_square and (x.stride(1) < x.stride(2)) != (y.stride(1) < y.stride(2)))
+
+
+def channels_first_modules(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> list[str]:
+    """Return the modules whose selected features are [B, C, L] instead of [B, T, D]."""
+    recorder = _ChannelsFirst()
+    names: dict[str, None] = {}
+
+    def check(name: str) -> Callable[..., None]:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> None:
+            if id(selects[name].get(output)) in recorder.tensors:
+                names[name] = None
+
+        return hook
+
+    with recorder:
+        _run_hooked(model, probe, {name: check(name) for name in selects})
+    return list(names)
+
+
 def unread_modules(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> dict[str, list[Path]]:
     """Return modules whose selected features do not affect the model's output, each with the items that do.
 
@@ -100,7 +161,7 @@ def _items_in_graph(model: nn.Module, probe: Any, names: Iterable[str]) -> dict[
     marks: dict[str, dict[Path, set[Node]]] = {name: {} for name in names}
 
     def mark(name: str) -> Callable[..., Any]:
-        def hook(module: nn.Module, args: Any, output: Any) -> Any:
+        def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
             for path, h in floating_items(output).items():
                 marked = (h if h.requires_grad else h.detach().requires_grad_()).clone()
                 if marked.grad_fn is not None:  # None within no_grad
@@ -133,7 +194,7 @@ def _graph_of(outputs: Iterable[Tensor]) -> set[Node]:
 def _noise_shows(model: nn.Module, probe: Any, name: str, select: Select) -> bool:
     """Return whether noise in a module's features changes the model's output; True if it cannot be determined."""
 
-    def hook(module: nn.Module, args: Any, output: Any) -> Any:
+    def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         h = select.get(output)
         size = h.float().square().mean().sqrt().clamp(min=1e-3)
         return select.put(output, h + (torch.randn(h.shape, device=h.device) * size).to(h))

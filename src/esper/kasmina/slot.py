@@ -239,9 +239,17 @@ def _shadow(slot: Slot, h: Tensor, _training: bool) -> Tensor:
 
 
 def _fork(slot: Slot, h: Tensor, _training: bool) -> Tensor:
-    """Return the features of every row of the fork plan."""
+    """Return the features of every row of the fork plan, which forks the first axis."""
     assert slot.fork is not None
-    return slot.fork.at_slot(slot.name, h, slot.switched_on)
+    axis = slot.site.batch_axis
+    if axis == 0:
+        return slot.fork.at_slot(slot.name, h, slot.switched_on)
+
+    def switched_on(rows: Tensor, out: Tensor | None) -> Tensor:
+        target = None if out is None else out.transpose(0, axis)
+        return slot.switched_on(rows.transpose(0, axis), target).transpose(0, axis)
+
+    return slot.fork.at_slot(slot.name, h.transpose(0, axis), switched_on).transpose(0, axis)
 
 
 FORWARDS: dict[Mode, Callable[[Slot, Tensor, bool], Tensor]] = {
