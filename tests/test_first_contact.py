@@ -153,7 +153,7 @@ def test_loading_a_bare_state_into_a_grown_body_reports_what_it_drops():
     body, _, grower = grafted()
     plain = body.state_dict()
     grower.germinate("1", "lora")
-    with pytest.warns(UserWarning, match="what grew there is dropped"):
+    with pytest.warns(UserWarning, match="the seeds there are removed"):
         body.load_state_dict(plain)
 
 

@@ -44,7 +44,7 @@ def grown(host: str) -> Engine:
     engine.step(wait_everywhere(1))
     for slot, stage, alpha in (("r0c1", SeedStage.BLENDING, 0.7), ("r0c2", SeedStage.TRAINING, 0.0)):
         operator = Operator.MULTIPLY if slot == "r0c1" else Operator.ADD
-        awaken(plot.body.plant(slot, SEEDS[host][1], operator, seed=8))
+        awaken(plot.body.plant(slot, SEEDS[host][1], operator, rng_seed=8))
         plot.body.set_slot(plot.body.slots[slot], stage, alpha)
     plot.average.resync()
     return engine

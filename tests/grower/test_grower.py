@@ -681,7 +681,7 @@ def test_host_and_seeds_are_clipped_separately_and_fossils_with_the_host():
         p.grad = torch.full_like(p, 2.0)
     grower.clip_grad_norm_(1.0)
     first, second = (list(grower.body.slots[n].parameters()) for n in ("first", "second"))
-    for together in (grower.body.host_parameters() + first, second):
+    for together in ([*grower.body.model.parameters(), *first], second):
         norm = torch.linalg.vector_norm(torch.cat([p.grad.flatten() for p in together]))
         assert norm.item() == pytest.approx(1.0, rel=1e-4)
 

@@ -685,7 +685,7 @@ def test_save_of_a_bare_body_removes_growth_and_notifies_listeners(tmp_path):
     grower.germinate("second", "norm")
     heard: list[str] = []
     grower.on_change(lambda effect, slot: heard.append(f"{effect.kind.name} {slot.name}"))
-    with pytest.warns(UserWarning, match="no seed in second: what grew there is dropped"):
+    with pytest.warns(UserWarning, match="no seed in second: the seeds there are removed"):
         grower.load(tmp_path)
     assert heard == ["DROP second"]
     assert grower.slots["second"].stage == SeedStage.DORMANT

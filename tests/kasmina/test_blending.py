@@ -196,7 +196,7 @@ def test_straight_through_delta_stays_bounded(layout):
             delta = (delta - 0.05 * delta.grad).detach().requires_grad_()
         return delta.detach()
 
-    def always(step: int) -> Tensor:
+    def always(_step: int) -> Tensor:
         return say
 
     def now_so_now_so(step: int) -> Tensor:

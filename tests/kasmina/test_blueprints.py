@@ -52,7 +52,7 @@ def features(site: FeatureSpec, batch: int = 16, seed: int = 0) -> Tensor:
 
 def grown(name: str, site: FeatureSpec) -> nn.Module:
     """Return a seed whose weights are all non-zero, as after training."""
-    seed = build(name, site, seed=1)
+    seed = build(name, site, rng_seed=1)
     draw = torch.Generator().manual_seed(2)
     with torch.no_grad():
         for parameter in seed.parameters():
@@ -73,7 +73,7 @@ def mine():
 @every_operator
 def test_germination_keeps_features_bit_identical(name, layout, operator):
     site = SITE[layout]
-    seed, gate = build(name, site, seed=0), Gate(site.dim, layout)
+    seed, gate = build(name, site, rng_seed=0), Gate(site.dim, layout)
     h = torch.randn(4, *site.shape)
 
     delta = seed(h)
@@ -99,7 +99,7 @@ def test_seed_on_a_one_pixel_map_learns(name, dim):
 
 def assert_learns(name: str, site: FeatureSpec, operator: Operator, *, least_part: float) -> None:
     torch.manual_seed(0)
-    seed, gate, h = build(name, site, seed=3), Gate(site.dim, site.layout), detached(features(site))
+    seed, gate, h = build(name, site, rng_seed=3), Gate(site.dim, site.layout), detached(features(site))
     target = torch.randn(h.shape)
     parts = nn.ModuleList([seed, gate] if operator == Operator.GATE else [seed])
     at_birth = {key: p.detach().clone() for key, p in parts.named_parameters()}
@@ -276,7 +276,7 @@ def test_blueprint_indices_match_leyline(mine):
     assert [blueprint_name(i) for i in range(len(BLUEPRINTS))] == list(BLUEPRINTS)
     assert all(blueprint_index(name) == i for i, name in enumerate(BLUEPRINTS))
 
-    blueprint(mine, layouts=("map",))(lambda dim: nn.Identity())
+    blueprint(mine, layouts=("map",))(lambda _: nn.Identity())
     assert blueprint_index(mine) == len(BLUEPRINTS)
     assert blueprint_name(len(BLUEPRINTS)) == mine
 
@@ -291,7 +291,7 @@ def test_blueprints_for_returns_those_of_the_layout():
 def test_rng_seed_sets_weights_without_global_rng_state():
     site = SITE[Layout.MAP]
     before = torch.get_rng_state()
-    one, same, other = (build("conv_heavy", site, seed=s).state_dict() for s in (1, 1, 2))
+    one, same, other = (build("conv_heavy", site, rng_seed=s).state_dict() for s in (1, 1, 2))
     cost("conv_heavy", FeatureSpec(Layout.MAP, 24, (24, 3, 3)))
 
     assert torch.equal(torch.get_rng_state(), before)
@@ -343,7 +343,7 @@ def test_cost_works_when_the_recipe_reads_tensor_values(mine):
 
 def test_duplicate_registration_is_rejected_for_all_layouts(mine):
     blueprint(mine, layouts=("map",))(zero_conv)
-    with pytest.raises(BlueprintError, match="already a blueprint 'mine' for map"):
+    with pytest.raises(BlueprintError, match="blueprint 'mine' is already registered for map"):
         blueprint(mine, layouts=("vector", "map"))(zero_conv)
     assert mine not in blueprints_for("vector")
     with pytest.raises(BlueprintError, match="built in"):
@@ -400,7 +400,7 @@ def test_check_rejects_invalid_seed_with_the_reason(seed, reason):
 
 
 def test_recipe_must_return_a_module(mine):
-    blueprint(mine, layouts="map")(lambda dim: torch.relu)
+    blueprint(mine, layouts="map")(lambda _: torch.relu)
     with pytest.raises(BlueprintError, match=r"must return an nn\.Module"):
         build(mine, SITE[Layout.MAP])
 

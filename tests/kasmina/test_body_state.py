@@ -92,7 +92,7 @@ def test_load_restores_stage_alpha_operator_and_requires_grad(stage: SeedStage, 
     grow(body, "features.1", "conv_light", operator=operator, stage=stage, alpha=alpha)
     grow(again, "features.0", "norm")  # another seed at another slot
 
-    with pytest.warns(UserWarning, match=r"no seed in features\.0: what grew there is dropped"):
+    with pytest.warns(UserWarning, match=r"no seed in features\.0: the seeds there are removed"):
         again.load_state_dict(body.state_dict())
 
     slot, told = again.slots["features.1"], body.slots["features.1"]
@@ -118,7 +118,7 @@ def test_load_reuses_existing_parameters_of_matching_seeds():
 def test_loading_a_plain_model_state_empties_the_slots():
     body = grown()
     with pytest.warns(
-        UserWarning, match=r"no seed in features\.0, features\.1, features\.2: what grew there is dropped"
+        UserWarning, match=r"no seed in features\.0, features\.1, features\.2: the seeds there are removed"
     ):
         body.load_state_dict(ZOO["cnn"].model().state_dict())
     assert body.structure() == {}

@@ -125,12 +125,12 @@ def test_outputs_without_rows_are_none():
 
 def test_wrong_number_of_samples_at_a_slot_raises():
     plan = plan_of(ALL, ALL[-1])
-    with pytest.raises(ForkError, match="slot 'a' met 3 samples, expected 1 × 2"):
-        plan.at_slot("a", torch.zeros(3, 1), lambda h, out: h)
-    plan.at_slot("a", torch.zeros(2, 1), lambda h, out: h)
-    with pytest.raises(ForkError, match="slot 'b' met 2 samples, expected 2 × 2"):
-        plan.at_slot("b", torch.zeros(2, 1), lambda h, out: h)
-    with pytest.raises(ForkError, match="met 1 of 3 forks"):
+    with pytest.raises(ForkError, match="slot 'a' received 3 samples, expected 1 × 2"):
+        plan.at_slot("a", torch.zeros(3, 1), lambda h, _out: h)
+    plan.at_slot("a", torch.zeros(2, 1), lambda h, _out: h)
+    with pytest.raises(ForkError, match="slot 'b' received 2 samples, expected 2 × 2"):
+        plan.at_slot("b", torch.zeros(2, 1), lambda h, _out: h)
+    with pytest.raises(ForkError, match="reached 1 of 3 forks"):
         plan.finish()
 
 
@@ -161,13 +161,13 @@ def test_forked_rows_keep_their_memory_format(layout: Any):
     seen: list[bool] = []
     last = layout is images_last
 
-    def look(module: nn.Module, args: Any) -> None:
+    def look(_module: nn.Module, args: Any) -> None:
         seen.append(args[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
 
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.register_forward_pre_hook(look)
-    evaluate(body, [(layout(6), torch.arange(6))], lambda out, y: main_output(out))
+    evaluate(body, [(layout(6), torch.arange(6))], lambda out, _: main_output(out))
     assert all(seen)
 
 
@@ -183,7 +183,7 @@ def test_replaced_norm_forward_is_kept_and_called():
         return plain(x)
 
     norm.forward = wrapped
-    evaluate(body, [((images(4), images(4)), torch.arange(4))], lambda out, y: main_output(out))
+    evaluate(body, [((images(4), images(4)), torch.arange(4))], lambda out, _: main_output(out))
     assert norm.forward is wrapped
     assert calls
 
@@ -268,7 +268,7 @@ def test_body_compiled_in_place_evaluates_coalitions():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, expected = (
-            evaluate(b, [(vectors(9), torch.arange(9))], lambda out, y: main_output(out)).scores for b in (body, twin)
+            evaluate(b, [(vectors(9), torch.arange(9))], lambda out, _: main_output(out)).scores for b in (body, twin)
         )
     assert torch.allclose(found, expected, atol=1e-6)
 

@@ -220,7 +220,7 @@ def test_auto_on_sequential_prints_the_selected_modules(capsys: pytest.CaptureFi
 
 
 def test_auto_raises_where_no_slot_is_possible():
-    with pytest.raises(GraftError, match="found no place for a slot"):
+    with pytest.raises(GraftError, match="no module can have a slot"):
         graft(nn.Linear(8, 2), probe=vectors(3))
 
 
@@ -282,7 +282,7 @@ class Rank(nn.Module):
 
 
 class Text(nn.Module):
-    def forward(self, x: Tensor) -> str:
+    def forward(self, _x: Tensor) -> str:
         return "text"
 
 
@@ -320,10 +320,10 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
     "wrong ndim": (Odd, "deep", vectors(3), {}, r"'deep' returns shape \(3, 2, 2, 1, 2\).*neighbouring"),
     "no tensor": (Odd, "text", vectors(3), {}, "'text' returns a str"),
     "ambiguous dict": (DictNet, "blocks.0", vectors(3), {}, r"'blocks.0' returns a dict .* select=.*'x', 'features'"),
-    "select of nothing": (DictNet, "blocks.0", vectors(3), {"blocks.0": "y"}, "its output has"),
+    "select of nothing": (DictNet, "blocks.0", vectors(3), {"blocks.0": "y"}, "not an item of the output of module"),
     "select on a tensor": (PlainCNN, "head", images(3), {"head": 0}, "'head', but it returns a tensor"),
     "select elsewhere": (DictNet, "head", vectors(3), {"blocks.7": "x"}, "no module with a slot named 'blocks.7'"),
-    "two slots": (PlainCNN, {"a": "head", "b": "head"}, images(3), {}, "two slots after the same module 'head'"),
+    "two slots": (PlainCNN, {"a": "head", "b": "head"}, images(3), {}, "`at` names module 'head' for two slots"),
     "shapes that change": (Halves, "relu", vectors(3), {}, "'relu' is called 2 times with features of different kinds"),
     "two samples": (PlainCNN, "head", images(2), {}, "2 sample.*at least 3"),
     "no samples": (PlainCNN, "head", 3.0, {}, "no tensor with a batch dimension"),
@@ -395,7 +395,7 @@ def test_germination_keeps_the_output_bit_identical(host: str, slot: str, bluepr
         body = case.body().train(training)
         twin = copy.deepcopy(body)
         dice = torch.get_rng_state()
-        body.plant(slot, blueprint, operator, seed=5)
+        body.plant(slot, blueprint, operator, rng_seed=5)
         assert torch.equal(torch.get_rng_state(), dice)
         for stage, alpha in LIFE:
             body.set_slot(body.slots[slot], stage, alpha)
@@ -411,7 +411,7 @@ def test_equal_rng_seeds_give_equal_seed_weights():
     a, b = ZOO["cnn"].body(), ZOO["cnn"].body()
     torch.randn(7)
     for body in (a, b):
-        body.plant("features.0", "conv_heavy", Operator.GATE, seed=9)
+        body.plant("features.0", "conv_heavy", Operator.GATE, rng_seed=9)
     b.slots["features.0"].set_operator(Operator.ADD)
     b.slots["features.0"].set_operator(Operator.GATE)
     pairs = zip(a.slots["features.0"].parameters(), b.slots["features.0"].parameters(), strict=True)
@@ -579,17 +579,17 @@ def test_full_alpha_keeps_gradients_of_layers_before_the_slot(operator: Operator
     body = ZOO["mlp_host"].body()
     slot = grow(body, "layers.1", operator=operator, stage=SeedStage.FOSSILIZED, alpha=1.0)
     before = body.model.layers[0][0].weight
-    felt: dict[str, Tensor] = {}
-    hook = body.model.layers[1].register_forward_hook(lambda m, a, out: felt.update(after=out))
-    inner = body.model.layers[1][1].register_forward_hook(lambda m, a, out: felt.update(h=out))
+    features: dict[str, Tensor] = {}
+    hook = body.model.layers[1].register_forward_hook(lambda _m, _a, out: features.update(after=out))
+    inner = body.model.layers[1][1].register_forward_hook(lambda _m, _a, out: features.update(h=out))
     body(vectors(6)).square().sum().backward()
     hook.remove()
     inner.remove()
 
-    upstream = torch.autograd.grad(body.model.head(body.model.layers[2](felt["after"])).square().sum(), felt["after"])[
-        0
-    ]
-    h = felt["h"].detach().requires_grad_()
+    upstream = torch.autograd.grad(
+        body.model.head(body.model.layers[2](features["after"])).square().sum(), features["after"]
+    )[0]
+    h = features["h"].detach().requires_grad_()
     through = torch.autograd.grad(slot.switched_on(h) - h, h, upstream)[0]
     x = body.model.layers[0](vectors(6))
     body.model.layers[0].zero_grad()

@@ -237,7 +237,7 @@ def test_untraceable_seed_error_names_slot_and_fix():
         def forward(self, h: Tensor) -> Tensor:
             return self.linear(h) if h.sum() > 0 else self.linear(-h)
 
-    blueprint("branches", layouts="vector")(lambda dim: Branches())
+    blueprint("branches", layouts="vector")(lambda _: Branches())
     try:
         body = ZOO["mlp_host"].body()
         grow(body, "layers.0", "branches")

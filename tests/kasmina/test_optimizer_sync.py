@@ -260,7 +260,7 @@ def test_loading_a_plain_state_removes_seed_parameters():
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
     garden.grow_to(SeedStage.TRAINING, "stem", "norm")
 
-    with pytest.warns(UserWarning, match="no seed in stem, middle: what grew there is dropped"):
+    with pytest.warns(UserWarning, match="no seed in stem, middle: the seeds there are removed"):
         garden.body.load_state_dict(plain)
     garden.optimizer_sync.reload()
 
@@ -414,7 +414,7 @@ SCHEDULERS: dict[str, Callable[[optim.Optimizer], Any]] = {
     "ConstantLR": lambda o: sched.ConstantLR(o, 0.1, total_iters=4),
     "PolynomialLR": lambda o: sched.PolynomialLR(o, 10, power=2.0),
     "LambdaLR": lambda o: sched.LambdaLR(o, lambda t: 1.0 / (1 + t)),
-    "MultiplicativeLR": lambda o: sched.MultiplicativeLR(o, lambda t: 0.9),
+    "MultiplicativeLR": lambda o: sched.MultiplicativeLR(o, lambda _: 0.9),
     "CosineAnnealingLR": lambda o: sched.CosineAnnealingLR(o, 8),
     "CosineAnnealingWarmRestarts": lambda o: sched.CosineAnnealingWarmRestarts(o, 3, T_mult=2),
     "OneCycleLR": lambda o: sched.OneCycleLR(o, max_lr=0.3, total_steps=14),
@@ -506,12 +506,12 @@ class MyMuon(optim.Muon):
 
 
 REFUSALS = {
-    "LBFGS": (lambda b: optim.LBFGS(b.parameters()), "LBFGS cannot follow growth: it keeps one flat history"),
-    "Muon": (lambda b: optim.Muon([b.model.head.weight]), "Muon cannot follow growth: it updates matrices only"),
-    "of Muon": (lambda b: MyMuon([b.model.head.weight]), "MyMuon cannot follow growth: it updates matrices only"),
+    "LBFGS": (lambda b: optim.LBFGS(b.parameters()), "LBFGS does not support growth: it keeps one flat history"),
+    "Muon": (lambda b: optim.Muon([b.model.head.weight]), "Muon does not support growth: it updates matrices only"),
+    "of Muon": (lambda b: MyMuon([b.model.head.weight]), "MyMuon does not support growth: it updates matrices only"),
     "SparseAdam": (lambda b: optim.SparseAdam(list(b.parameters())), "it takes sparse gradients only"),
-    "another model": (lambda b: optim.SGD(nn.Linear(2, 2).parameters()), r"Build it from body.parameters\(\) after"),
-    "no optimiser": (lambda b: "adam", "expected a torch.optim.Optimizer, got str"),
+    "another model": (lambda _: optim.SGD(nn.Linear(2, 2).parameters()), r"Build it from body.parameters\(\) after"),
+    "no optimiser": (lambda _: "adam", "expected a torch.optim.Optimizer, got str"),
 }
 
 
@@ -535,7 +535,7 @@ def test_wrapped_body_is_rejected_with_a_fix():
     body = make_body()
     optimizer = OPTIMISERS["sgd"](body.parameters())
     for wrapped in (nn.DataParallel(body), torch.compile(body, backend="eager")):
-        with pytest.raises(OptimizerError, match=f"got {type(wrapped).__name__}. Give the grower the body within it"):
+        with pytest.raises(OptimizerError, match=f"got {type(wrapped).__name__}. Pass the body that it wraps"):
             OptimizerSync(wrapped, optimizer)
     with pytest.raises(OptimizerError, match=r"got Linear. Graft the model first."):
         OptimizerSync(nn.Linear(2, 2), optimizer)

@@ -237,25 +237,25 @@ def test_model_error_is_raised_and_forking_stays_enabled():
     body = two_configurations(Picky())
     assert body.forking.points["first"] is not None
     with pytest.raises(ValueError, match="out of range"):
-        evaluate(body, [(torch.full((5, 4), 1000.0), torch.zeros(5))], lambda out, y: out[:, 0])
+        evaluate(body, [(torch.full((5, 4), 1000.0), torch.zeros(5))], lambda out, _: out[:, 0])
     assert body.forking.failure == ""
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
+        evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, _: out[:, 0])
 
 
 def test_seed_error_is_raised():
     body = two_configurations(Picky())
     body.slots["first"].seed = nn.Linear(7, 7)
     with pytest.raises(RuntimeError, match="mat1 and mat2"):
-        evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
+        evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, _: out[:, 0])
     assert body.forking.failure == ""
 
 
 def test_fork_error_falls_back_to_one_by_one_evaluation():
     body = two_configurations(Picky(at_once=6))
     with pytest.warns(UserWarning, match="one by one.*too many samples at once"):
-        result = evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, y: out[:, 0])
+        result = evaluate(body, [(torch.randn(5, 4), torch.zeros(5))], lambda out, _: out[:, 0])
     assert result.scores.shape == (2, 5)
 
 

@@ -571,7 +571,7 @@ def grow(
 ) -> Slot:
     """Germinate a seed with non-zero output, at any stage."""
     slot = body.slots[name]
-    body.plant(name, blueprint or blueprints_for(slot.site.layout)[0], operator, seed=seed)
+    body.plant(name, blueprint or blueprints_for(slot.site.layout)[0], operator, rng_seed=seed)
     awaken(slot, scale, seed)
     body.set_slot(slot, stage, alpha if stage >= SeedStage.BLENDING else 0.0)
     return slot

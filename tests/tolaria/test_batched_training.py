@@ -152,7 +152,7 @@ def test_fossils_are_clipped_with_the_host_and_seeds_separately():
     for made in (loop, stack):
         for plot in made:
             for name, stage in zip(plot.body.slots, (SeedStage.FOSSILIZED, SeedStage.BLENDING), strict=False):
-                slot = plot.body.plant(name, "mlp_small", seed=plot.world)
+                slot = plot.body.plant(name, "mlp_small", rng_seed=plot.world)
                 plot.body.set_slot(slot, stage, 0.7)
                 plot.optimizer_sync._settle(slot, committed=stage == SeedStage.FOSSILIZED)
             plot.average.resync()
@@ -191,7 +191,7 @@ def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[
     made = plots(task(host), 4)
     for row in rows:
         body = made[row].body
-        slot = body.plant(next(iter(body.slots)), blueprint, operator=Operator(1 - row % 2), seed=row)
+        slot = body.plant(next(iter(body.slots)), blueprint, operator=Operator(1 - row % 2), rng_seed=row)
         with torch.no_grad(), seeded(row):
             for p in slot.parameters():
                 p.add_(0.1 * torch.randn_like(p))
@@ -325,7 +325,7 @@ def test_rows_match_the_loop_for_any_host_shape(shape: str):
             for rows in ([], [2], [1, 2], [0, 1, 2]):
                 made = plots(odd)
                 for row in rows:
-                    place = made[row].body.plant(list(made[row].body.slots)[slot], blueprint, seed=row)
+                    place = made[row].body.plant(list(made[row].body.slots)[slot], blueprint, rng_seed=row)
                     made[row].body.set_slot(place, SeedStage.BLENDING, 0.7)
                     made[row].optimizer_sync._settle(place)
                     made[row].average.resync()

@@ -77,10 +77,10 @@ def test_test_split_is_not_read():
 def test_body_restored_from_json_and_tensors_gives_the_same_outputs(task):
     engine = grown_engine(task, (4,), steps=1)
     plot = engine.networks[0]
-    live = plot.body.plant("r0c1", "norm", Operator.MULTIPLY, seed=3)
+    live = plot.body.plant("r0c1", "norm", Operator.MULTIPLY, rng_seed=3)
     nn.init.constant_(live.seed.theta, 0.4)
     plot.body.set_slot(live, SeedStage.BLENDING, 0.625)
-    plot.body.set_slot(plot.body.plant("r0c2", "norm", seed=4), SeedStage.TRAINING, 0.0)
+    plot.body.set_slot(plot.body.plant("r0c2", "norm", rng_seed=4), SeedStage.TRAINING, 0.0)
     plot.average.resync()
     host = GrownHost.of(engine, 0, utility=0.5, round=0)
 

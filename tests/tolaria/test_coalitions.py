@@ -95,7 +95,7 @@ class Statistics:
 @torch.no_grad()
 def brute_force(body: Body, inputs: Any, configs: Sequence[Config], calibration: Any = None) -> Tensor:
     """Return scores [K, N, Q] from one plain pass per configuration."""
-    slots = [*body.live, *body.training_slots]
+    slots = [*body.players(), *body.training_slots]
     told = [(s, s.stage, s.amplitude) for s in slots]
     main = tuple(s.stage >= SeedStage.BLENDING for s in slots)
     calibration = inputs if calibration is None else calibration
@@ -138,7 +138,7 @@ def quiet_evaluate(*args: Any, **kwargs: Any) -> Coalitions:
 
 
 def all_configs(body: Body) -> list[Config]:
-    return list(product((False, True), repeat=len(body.live) + len(body.training_slots)))
+    return list(product((False, True), repeat=len(body.players()) + len(body.training_slots)))
 
 
 @pytest.mark.parametrize("name", ZOO)

@@ -390,7 +390,7 @@ def in_every_stage(host: nn.Module, x: Tensor, blueprint: str, incubation: Any) 
     stages = [*list(SeedStage)[1:6], SeedStage.EMBARGOED]
     for i, (name, stage) in enumerate(zip(body.slots, stages, strict=False)):
         if stage <= SeedStage.FOSSILIZED:
-            body.plant(name, blueprint, Operator(i % 3), seed=i)
+            body.plant(name, blueprint, Operator(i % 3), rng_seed=i)
             for p in body.slots[name].parameters():
                 nn.init.normal_(p, std=0.1)
         alpha = {SeedStage.BLENDING: 0.3, SeedStage.HOLDING: 1.0, SeedStage.FOSSILIZED: 1.0}.get(stage, 0.0)

@@ -27,7 +27,7 @@ def test_fused_and_plain_optimiser_steps_agree_after_a_shadow_pass(name: str, sl
     after = []
     for fused in (True, False):
         body = build_body(task, data, 0)
-        body.set_slot(body.plant(slot, blueprint, Operator.ADD, seed=1), SeedStage.TRAINING, 0.0)
+        body.set_slot(body.plant(slot, blueprint, Operator.ADD, rng_seed=1), SeedStage.TRAINING, 0.0)
         noise = torch.Generator().manual_seed(2)
         with torch.no_grad():
             for p in body.slot(slot).parameters():

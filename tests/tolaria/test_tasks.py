@@ -84,7 +84,7 @@ def test_residual_host_trains_deterministically_by_world():
     states = []
     for world in (1, 1, 2):
         network = HostNetwork(task, task.load_data(), world, EngineConfig())
-        network.body.plant("r0c1", "conv_heavy", Operator.ADD, seed=0)
+        network.body.plant("r0c1", "conv_heavy", Operator.ADD, rng_seed=0)
         network.regroup()
         network.train_epoch(0)
         states.append(network.body.state_dict())

@@ -129,7 +129,7 @@ def trial_seeds(saved: GrowerState, body: Body) -> dict[str, Slot]:
             except ValueError as error:
                 raise CheckpointError(f"{error}.") from error
             seeds[name] = Slot(name, own.module_name, own.site, own.select).to(device)
-            seeds[name].plant(state.blueprint, operator, device=device, dtype=dtype, seed=state.birth)
+            seeds[name].plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.birth)
     return seeds
 
 

@@ -67,7 +67,7 @@ def settings(grower: Grower) -> dict[str, Any]:
         "controller": type(grower.controller).__name__,
         "quality": quality_name(grower.quality),
         "incubation": grower.body.incubation,
-        "rng_seed": grower.network.optimizer_sync.seed,
+        "rng_seed": grower.network.optimizer_sync.rng_seed,
         "horizon": grower.horizon,
         "gradient_telemetry_stride": grower.network.meter.stride,
         **{f"rules.{name}": value for name, value in rules.items()},

@@ -52,8 +52,8 @@ class Gate(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the gate as [B, 1, 1, 1], [B, T, 1] or [B, 1], which broadcasts against h."""
-        seen = h.mean((-2, -1)) if self.pools else h
-        gate = torch.sigmoid(self.score(F.gelu(self.hidden(seen))))
+        pooled = h.mean((-2, -1)) if self.pools else h
+        gate = torch.sigmoid(self.score(F.gelu(self.hidden(pooled))))
         return gate[:, :, None, None] if self.pools else gate
 
 
@@ -65,12 +65,12 @@ class FeelNothing(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, host: Tensor, delta: Tensor) -> Tensor:
+    def forward(_ctx: Any, host: Tensor, _delta: Tensor) -> Tensor:
         """Return a copy of `host`."""
         return host.clone()  # a view would forbid in-place operations after the slot
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+    def backward(_ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         """Return the gradient for both inputs."""
         return grad, grad
 
@@ -115,19 +115,19 @@ def detached(h: Tensor) -> Tensor:
     require one crashes torch 2.13 on the CPU.
     """
     if torch.compiler.is_compiling():  # requires_grad_() on an intermediate breaks the graph
-        return _Unfelt.apply(h)
+        return _Detached.apply(h)
     return h.detach().requires_grad_()
 
 
-class _Unfelt(torch.autograd.Function):
+class _Detached(torch.autograd.Function):
     """`detach` for compiled graphs: no gradient reaches h, but the output requires one if h does."""
 
     @staticmethod
-    def forward(ctx: Any, h: Tensor) -> Tensor:
+    def forward(_ctx: Any, h: Tensor) -> Tensor:
         """Return a view of h."""
         return h.view_as(h)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> None:
+    def backward(_ctx: Any, _grad: Tensor) -> None:
         """Return no gradient."""
         return None

@@ -35,7 +35,9 @@ class Body(nn.Module):
     def __init__(self, model: nn.Module, slots: Sequence[Slot], probe: Any) -> None:
         super().__init__()
         if "esper" in dict(model.named_children()):
-            raise GraftError("the model has a child named 'esper', the name a body keeps its slots under; rename it")
+            raise GraftError(
+                "the model has a child named 'esper', the name under which a body stores its slots. Rename it"
+            )
         self.model = model
         self.esper = nn.Module()  # not a ModuleDict: a slot may be named `values`
         for slot in slots:
@@ -83,12 +85,12 @@ class Body(nn.Module):
                 return p.device, p.dtype
         return slot.alpha.device, torch.get_default_dtype()
 
-    def plant(self, name: str, blueprint: str, operator: Operator = Operator.ADD, *, seed: int = 0) -> Slot:
-        """Build a seed in the slot `name` and return the slot. `seed` is the random seed of its weights."""
+    def plant(self, name: str, blueprint: str, operator: Operator = Operator.ADD, *, rng_seed: int = 0) -> Slot:
+        """Build a seed in the slot `name`, with weights drawn from `rng_seed`, and return the slot."""
         slot = self.slot(name)
         device, dtype = self.anchor(slot)
         slot.to(device)
-        slot.plant(blueprint, operator, device=device, dtype=dtype, seed=seed)
+        slot.plant(blueprint, operator, device=device, dtype=dtype, rng_seed=rng_seed)
         slot.train(self.model.training)
         return slot
 
@@ -113,13 +115,8 @@ class Body(nn.Module):
 
     # -- queries
 
-    @property
-    def live(self) -> list[Slot]:
-        """Return the slots with an uncommitted seed and alpha > 0: the players of a coalition."""
-        return self.players()
-
     def players(self, fossils: bool = False) -> list[Slot]:
-        """Return the slots with a blended seed and alpha > 0. Include committed seeds if `fossils`."""
+        """Return the players of a coalition: slots with an uncommitted seed and alpha > 0, and fossils if `fossils`."""
         last = SeedStage.FOSSILIZED if fossils else SeedStage.HOLDING
         return [s for s in self.slots.values() if SeedStage.BLENDING <= s.stage <= last and s.amplitude > 0]
 
@@ -128,37 +125,33 @@ class Body(nn.Module):
         """Return the slots whose seed is TRAINING."""
         return [s for s in self.slots.values() if s.stage == SeedStage.TRAINING]
 
-    def host_parameters(self) -> list[nn.Parameter]:
-        """Return the parameters of the model, without those of seeds."""
-        return list(self.model.parameters())
-
     def costs(self) -> dict[str, dict[str, Cost]]:
         """Return parameters and multiply-adds of every blueprint at every slot that takes it."""
         return {
             name: {b: blueprints.cost(b, self.slots[name].site) for b in names}
-            for name, names in self.lawful_blueprints().items()
+            for name, names in self.valid_blueprints().items()
         }
 
-    def lawful_blueprints(self) -> dict[str, list[str]]:
+    def valid_blueprints(self) -> dict[str, list[str]]:
         """Return the blueprints that can be planted in each slot.
 
         A user's own blueprint is built and checked at every slot whose layout it serves. Slots at which it fails the
         check do not offer it, and a warning is issued. A blueprint that no slot takes raises BlueprintError.
         """
-        lawful: dict[str, list[str]] = {}
+        valid: dict[str, list[str]] = {}
         refused: dict[str, dict[str, BlueprintError]] = {}
         for slot_name, slot in self.slots.items():
-            lawful[slot_name] = blueprints.blueprints_for(slot.site.layout)
+            valid[slot_name] = blueprints.blueprints_for(slot.site.layout)
             device, dtype = self.anchor(slot)
-            for name in list(lawful[slot_name]):
+            for name in list(valid[slot_name]):
                 try:
                     blueprints.check_own(name, slot.site, device=device, dtype=dtype)
                 except BlueprintError as error:
-                    lawful[slot_name].remove(name)
+                    valid[slot_name].remove(name)
                     refused.setdefault(name, {})[slot_name] = error
         for name, reasons in refused.items():
-            _report_refusal(name, reasons, is_taken=any(name in names for names in lawful.values()))
-        return lawful
+            _report_refusal(name, reasons, is_taken=any(name in names for names in valid.values()))
+        return valid
 
     # -- shadow pass: a separate training pass for one seed
 
@@ -173,7 +166,7 @@ class Body(nn.Module):
         own = set(slot.modules())
         others = [m for m in self.modules() if m not in own]
         norms = [m for m in others if isinstance(m, Norm) and m.training and m.track_running_stats]
-        memories = [(b, b._version, b.clone()) for m in others if not isinstance(m, Norm) for b in m._buffers.values()
+        buffers = [(b, b._version, b.clone()) for m in others if not isinstance(m, Norm) for b in m._buffers.values()
                     if b is not None]  # fmt: skip
         device = slot.alpha.device
         with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
@@ -185,7 +178,7 @@ class Body(nn.Module):
             finally:
                 for n in norms:
                     n.track_running_stats = True
-                for buffer, version, before in memories:
+                for buffer, version, before in buffers:
                     if buffer._version != version:
                         with torch.no_grad():
                             buffer.copy_(before)
@@ -212,14 +205,9 @@ class Body(nn.Module):
     def structure(self) -> dict[str, dict[str, Any]]:
         """Return blueprint, operator, stage and alpha of every seed by slot: enough to rebuild the body."""
         return {
-            name: {
-                "blueprint": slot.blueprint,
-                "operator": int(slot.operator),
-                "stage": int(slot.stage),
-                "alpha": slot.amplitude,
-            }
-            for name, slot in self.slots.items()
-            if slot.seed is not None
+            name: {"blueprint": s.blueprint, "operator": int(s.operator), "stage": int(s.stage), "alpha": s.amplitude}
+            for name, s in self.slots.items()
+            if s.seed is not None
         }
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
@@ -237,11 +225,9 @@ class Body(nn.Module):
         """Rebuild the seeds that the state names, then load the state of every module."""
         packed = state_dict.pop(prefix + STRUCTURE, None)
         seeds = {} if packed is None else self._read(packed)
-        gone = [n for n, s in self.slots.items() if s.seed is not None and n not in seeds]
-        if gone:
-            warnings.warn(
-                f"the loaded state has no seed in {', '.join(gone)}: what grew there is dropped", stacklevel=3
-            )
+        removed = [n for n, s in self.slots.items() if s.seed is not None and n not in seeds]
+        if removed:
+            warnings.warn(f"the state has no seed in {', '.join(removed)}: the seeds there are removed", stacklevel=3)
         self._rebuild(seeds)
         for key in [k for k in state_dict if k.startswith(prefix) and not k.startswith(f"{prefix}esper.")]:
             state_dict[f"{prefix}model.{key[len(prefix) :]}"] = state_dict.pop(key)
@@ -257,10 +243,9 @@ class Body(nn.Module):
     def _read(self, packed: Tensor) -> dict[str, tuple[str, Operator, SeedStage, float]]:
         """Decode and validate the structure of a state, before anything is changed."""
         try:
-            told = json.loads(bytes(packed.cpu().numpy()))
             seeds = {
-                name: (str(t["blueprint"]), Operator(t["operator"]), SeedStage(t["stage"]), float(t["alpha"]))
-                for name, t in told.items()
+                name: (str(s["blueprint"]), Operator(s["operator"]), SeedStage(s["stage"]), float(s["alpha"]))
+                for name, s in json.loads(bytes(packed.cpu().numpy())).items()
             }
         except (KeyError, ValueError, TypeError, AttributeError) as error:
             raise ConfigError(f"the state's {STRUCTURE!r} is not readable: {error!r}") from error
@@ -294,7 +279,7 @@ def _report_refusal(name: str, reasons: Mapping[str, BlueprintError], *, is_take
     slot, reason = next(iter(reasons.items()))
     if not is_taken:
         raise BlueprintError(
-            f"no slot can take blueprint {name!r}. In slot {slot!r}: {reason}. Mend it, or drop it with "
+            f"no slot can take blueprint {name!r}. In slot {slot!r}: {reason}. Fix it, or remove it with "
             f"esper.kasmina.blueprints.unregister({name!r})"
         ) from reason
     warnings.warn(f"blueprint {name!r} is not offered in {', '.join(map(repr, reasons))}: {reason}", stacklevel=5)

@@ -38,9 +38,7 @@ def source_of(plain: nn.Module, name: str = "Model") -> str:
     """Return imports and classes as source. The last class is `name`, the module itself."""
     hooked = [n for n, m in plain.named_modules() if m._forward_hooks or m._forward_pre_hooks]
     if hooked:
-        raise HardenError(
-            f"{hooked[0]!r} has a hook, which source cannot say. Export as torch-export, which follows it"
-        )
+        raise HardenError(f"module {hooked[0]!r} has a hook, which cannot be written as source. Export as torch-export")
     writer = _Writer()
     writer.class_of(plain, name)
     return IMPORTS + "".join(f"\n\n{text}" for text in writer.texts)
@@ -53,7 +51,7 @@ class _Writer:
         self.texts: list[str] = []
         self.names: dict[tuple[str, str], str] = {}  # (preferred name, body) → class name
 
-    def class_of(self, module: nn.Module, wished: str) -> str:
+    def class_of(self, module: nn.Module, preferred: str) -> str:
         """Write the class of a module if it is new, and return its name."""
         lines = ["    def __init__(self):", "        super().__init__()"]
         for key, p in module._parameters.items():
@@ -61,20 +59,19 @@ class _Writer:
                 lines.append(f"        self.{key} = nn.Parameter(torch.zeros({tuple(p.shape)}))")
         for key, buffer in module._buffers.items():
             if buffer is None or key in module._non_persistent_buffers_set:
-                raise HardenError(f"buffer {key!r} of a {type(module).__name__} is not kept with the weights")
-            lines.append(
-                f"        self.register_buffer({key!r}, torch.zeros({tuple(buffer.shape)}, dtype={buffer.dtype}))"
-            )
+                raise HardenError(f"buffer {key!r} of a {type(module).__name__} is not saved with the weights")
+            zeros = f"torch.zeros({tuple(buffer.shape)}, dtype={buffer.dtype})"
+            lines.append(f"        self.register_buffer({key!r}, {zeros})")
         lines += [f"        self.{key} = {self.expression(child, key)}" for key, child in module.named_children()]
         if type(module) is not nn.Module:
             lines += ["", *_forward(module)]
         body = "\n".join(lines) + "\n"
-        if (wished, body) not in self.names:
+        if (preferred, body) not in self.names:
             taken = set(self.names.values())
-            free = next(n for n in (wished, *(f"{wished}{i}" for i in range(2, 10_000))) if n not in taken)
-            self.names[wished, body] = free
+            free = next(n for n in (preferred, *(f"{preferred}{i}" for i in range(2, 10_000))) if n not in taken)
+            self.names[preferred, body] = free
             self.texts.append(f"class {free}(nn.Module):\n{body}")
-        return self.names[wished, body]
+        return self.names[preferred, body]
 
     def expression(self, module: nn.Module, key: str) -> str:
         """Return the expression that creates a child: a torch constructor call or a call of a written class."""
@@ -85,8 +82,8 @@ class _Writer:
             return f"nn.Sequential({parts})" if type(module) is nn.Sequential else f"nn.ModuleList([{parts}])"
         if type(module).__module__.startswith("torch.nn.modules.") and type(module) is not nn.Module:
             return constructor(module)
-        wished = type(module).__name__ if type(module) is not nn.Module else key.title().replace("_", "")
-        return f"{self.class_of(module, wished)}()"
+        preferred = type(module).__name__ if type(module) is not nn.Module else key.title().replace("_", "")
+        return f"{self.class_of(module, preferred)}()"
 
 
 def _laid_out(parts: list[str]) -> str:
@@ -110,17 +107,17 @@ def constructor(layer: nn.Module) -> str:
     >>> constructor(nn.Conv2d(3, 8, 3, padding=1, bias=False))
     'nn.Conv2d(3, 8, 3, padding=1, bias=False)'
     """
-    said = []
+    arguments = []
     for p in inspect.signature(type(layer).__init__).parameters.values():
         if p.name in ("self", "device", "dtype") or p.name.startswith("_") or not hasattr(layer, p.name):
             continue
         value = getattr(layer, p.name)
         value = value is not None if p.name == "bias" else _short(value)
         if p.default is p.empty:
-            said.append(repr(value))
+            arguments.append(repr(value))
         elif value != p.default:
-            said.append(f"{p.name}={value!r}")
-    text = f"nn.{type(layer).__name__}({', '.join(said)})"
+            arguments.append(f"{p.name}={value!r}")
+    text = f"nn.{type(layer).__name__}({', '.join(arguments)})"
     try:
         with torch.device("meta"):
             again = eval(text, {"nn": nn})
@@ -141,7 +138,7 @@ def _short(value: Any) -> Any:
 class _Shallow(fx.Tracer):
     """Tracer that treats every submodule as a leaf."""
 
-    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+    def is_leaf_module(self, _module: nn.Module, _name: str) -> bool:
         """Return True."""
         return True
 
@@ -154,21 +151,21 @@ def _forward(module: nn.Module) -> list[str]:
         raise HardenError(f"the forward of {type(module).__name__} cannot be traced: {error}") from error
     nodes = list(graph.nodes)
     following = dict(pairwise(nodes))
-    said: dict[fx.Node, tuple[str, bool]] = {}  # node → its text, and whether it needs brackets
+    texts: dict[fx.Node, tuple[str, bool]] = {}  # node → its text, and whether it needs brackets
     inputs, lines = ["self"], []
     for node in nodes:
         if node.op == "placeholder":
             inputs.append(str(node.target) + (f"={node.args[0]!r}" if node.args else ""))
-            said[node] = str(node.target), False
+            texts[node] = str(node.target), False
             continue
-        text, compound = _step(node, lambda n: said[n])
+        text, compound = _step(node, lambda n: texts[n])
         if node.op == "output":
             lines.append(f"return {text}")
         elif node.op == "get_attr" or _joins(node, following[node], text):
-            said[node] = text, compound
+            texts[node] = text, compound
         else:
             name = f"{node.name}_" if node.name in RESERVED or keyword.iskeyword(node.name) else node.name
-            said[node] = name, False
+            texts[node] = name, False
             lines.append(f"{name} = {text}")
     return [f"    def forward({', '.join(inputs)}):", *(f"        {line}" for line in lines)]
 
@@ -180,14 +177,15 @@ def _joins(node: fx.Node, user: fx.Node, text: str) -> bool:
     return list(node.users) == [user] and uses.count(node) == 1 and len(text) < WIDTH
 
 
-Said = Callable[[fx.Node], tuple[str, bool]]
+TextOf = Callable[[fx.Node], tuple[str, bool]]
 """Function from a node to its text and whether it needs brackets."""
 
 
-def _step(node: fx.Node, said: Said) -> tuple[str, bool]:
+def _step(node: fx.Node, text_of: TextOf) -> tuple[str, bool]:
     """Return one step as an expression, and whether it needs brackets inside another."""
-    args = [_value(a, said) for a in node.args]
-    call = ", ".join([text for text, _ in args] + [f"{k}={_value(v, said)[0]}" for k, v in node.kwargs.items()])
+    args = [_value(a, text_of) for a in node.args]
+    positional, keywords = [text for text, _ in args], [f"{k}={_value(v, text_of)[0]}" for k, v in node.kwargs.items()]
+    call = ", ".join([*positional, *keywords])
     if node.op == "output":
         return args[0]
     if node.op == "get_attr":
@@ -195,14 +193,13 @@ def _step(node: fx.Node, said: Said) -> tuple[str, bool]:
     if node.op == "call_module":
         return f"{_path(str(node.target))}({call})", False
     if node.op == "call_method":
-        rest = ", ".join([text for text, _ in args[1:]] + [f"{k}={_value(v, said)[0]}" for k, v in node.kwargs.items()])
-        return f"{_bracketed(args[0])}.{node.target}({rest})", False
+        return f"{_bracketed(args[0])}.{node.target}({', '.join([*positional[1:], *keywords])})", False
     if node.target in INFIX and len(args) == 2 and not node.kwargs:
         return f"{_bracketed(args[0])} {INFIX[node.target]} {_bracketed(args[1])}", True
     if node.target is operator.neg:
         return f"-{_bracketed(args[0])}", True
     if node.target is operator.getitem:
-        return f"{_bracketed(args[0])}[{_index(node.args[1], said)}]", False
+        return f"{_bracketed(args[0])}[{_index(node.args[1], text_of)}]", False
     if node.target is builtins.getattr:
         return f"{_bracketed(args[0])}.{node.args[1]}", False
     return f"{_function(node.target)}({call})", False
@@ -222,25 +219,25 @@ def _function(target: Any) -> str:
     raise HardenError(f"the function {name} is not torch's own and cannot be written as source. Export as torch-export")
 
 
-def _bracketed(said: tuple[str, bool]) -> str:
+def _bracketed(expression: tuple[str, bool]) -> str:
     """Return the text, in parentheses if needed."""
-    text, compound = said
+    text, compound = expression
     return f"({text})" if compound else text
 
 
-def _value(value: Any, said: Said) -> tuple[str, bool]:
+def _value(value: Any, text_of: TextOf) -> tuple[str, bool]:
     """Return a literal or node as an expression, and whether it needs brackets."""
     if isinstance(value, fx.Node):
-        return said(value)
+        return text_of(value)
     if isinstance(value, (tuple, list)):
-        inner = ", ".join(_value(v, said)[0] for v in value)
+        inner = ", ".join(_value(v, text_of)[0] for v in value)
         if isinstance(value, list):
             return f"[{inner}]", False
         return f"({inner},)" if len(value) == 1 else f"({inner})", False
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{k!r}: {_value(v, said)[0]}" for k, v in value.items()) + "}", False
+        return "{" + ", ".join(f"{k!r}: {_value(v, text_of)[0]}" for k, v in value.items()) + "}", False
     if isinstance(value, slice):
-        return f"slice({', '.join(_value(v, said)[0] for v in (value.start, value.stop, value.step))})", False
+        return f"slice({', '.join(_value(v, text_of)[0] for v in (value.start, value.stop, value.step))})", False
     if isinstance(value, float):
         return (repr(value) if abs(value) < float("inf") else f"float({str(value)!r})"), value < 0
     if isinstance(value, int) and not isinstance(value, bool):
@@ -252,11 +249,11 @@ def _value(value: Any, said: Said) -> tuple[str, bool]:
     raise HardenError(f"a {type(value).__name__} inside a forward cannot be written as source. Export as torch-export")
 
 
-def _index(index: Any, said: Said) -> str:
+def _index(index: Any, text_of: TextOf) -> str:
     """Return the text inside square brackets, with slices written with colons."""
     if isinstance(index, tuple) and index:
-        return ", ".join(_index(i, said) for i in index) + ("," if len(index) == 1 else "")
+        return ", ".join(_index(i, text_of) for i in index) + ("," if len(index) == 1 else "")
     if isinstance(index, slice):
-        start, stop, step = ("" if v is None else _value(v, said)[0] for v in (index.start, index.stop, index.step))
+        start, stop, step = ("" if v is None else _value(v, text_of)[0] for v in (index.start, index.stop, index.step))
         return f"{start}:{stop}" + (f":{step}" if step else "")
-    return _value(index, said)[0]
+    return _value(index, text_of)[0]

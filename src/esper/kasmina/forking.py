@@ -91,17 +91,17 @@ class ForkPlan:
                 continue
             decided += group
             columns = [slots.index(s) for s in decided]
-            seen = {tuple(c[i] for i in columns) for c in configs}
+            rows = {tuple(c[i] for i in columns) for c in configs}
             width = len(columns) - len(group)
-            splits = len(seen) > len(prefixes)  # else rows keep their order: equal row counts mean equal rows
-            born = sorted(seen, key=lambda p: (p[width:] if splits else (), prefixes.index(p[:width])))
-            if not splits and not any(any(p[width:]) for p in born):
+            splits = len(rows) > len(prefixes)  # else rows keep their order: equal row counts mean equal rows
+            ordered = sorted(rows, key=lambda p: (p[width:] if splits else (), prefixes.index(p[:width])))
+            if not splits and not any(any(p[width:]) for p in ordered):
                 decided = decided[:width]  # no seed is on here: no fork needed
                 continue
-            parents = [prefixes.index(p[:width]) for p in born]
-            on = {s: [p[i] for p in born] for i, s in enumerate(decided)}
-            forks.append(Fork(point, parents, on, born.index(tuple(main[i] for i in columns))))
-            prefixes = born
+            parents = [prefixes.index(p[:width]) for p in ordered]
+            on = {s: [p[i] for p in ordered] for i, s in enumerate(decided)}
+            forks.append(Fork(point, parents, on, ordered.index(tuple(main[i] for i in columns))))
+            prefixes = ordered
         columns = [slots.index(s) for s in decided]
         order = [[tuple(c[i] for i in columns) for c in configs].index(p) for p in prefixes]
         return cls(forks, order, frozenset(slots))
@@ -143,7 +143,7 @@ class ForkPlan:
             is_on = bool(self.forks) and self.forks[-1].on.get(name, [False])[0]
             return switched_on(h, None) if is_on else h
         if h.shape[0] != self.rows * self.batch:
-            raise ForkError(f"slot {name!r} met {h.shape[0]} samples, expected {self.rows} × {self.batch}")
+            raise ForkError(f"slot {name!r} received {h.shape[0]} samples, expected {self.rows} × {self.batch}")
         sources = list(range(self.rows))
         if self._next_is(ForkPoint(False, name)):
             sources = self.forks[self.done].parents
@@ -163,15 +163,9 @@ class ForkPlan:
             )
             switched_on(_pick(h, lit, self.batch), rows[dark * self.batch :])
             return rows
-        changed = switched_on(_pick(h, lit, self.batch), None)
-        pieces, next_lit = [], 0
-        for is_on, first, last in _stretches(on):
-            if is_on:
-                pieces.append(changed[next_lit * self.batch : (next_lit + last - first) * self.batch])
-                next_lit += last - first
-            else:
-                pieces += [h[a * self.batch : b * self.batch] for a, b in _runs(sources[first:last])]
-        return torch.cat(pieces)
+        changed = iter(switched_on(_pick(h, lit, self.batch), None).split(self.batch))
+        before = h.split(self.batch)
+        return torch.cat([next(changed) if is_on else before[s] for s, is_on in zip(sources, on, strict=True)])
 
     def at_input(self, name: str, arguments: Any) -> Any:
         """Return the arguments of a module, expanded to the rows after its fork if it forks here."""
@@ -187,7 +181,7 @@ class ForkPlan:
     def finish(self) -> None:
         """Raise ForkError if the model did not reach every fork."""
         if self.done != len(self.forks) and not self.alone:
-            raise ForkError(f"the model met {self.done} of {len(self.forks)} forks")
+            raise ForkError(f"the model reached {self.done} of {len(self.forks)} forks")
 
     def split(self, output: Any) -> list[Any]:
         """Return the output of each configuration, in the given order.
@@ -211,15 +205,6 @@ def _format(x: Tensor) -> torch.memory_format:
     """Return the memory format of x."""
     last = x.ndim == 4 and x.is_contiguous(memory_format=torch.channels_last)
     return torch.channels_last if last else torch.contiguous_format
-
-
-def _stretches(on: Sequence[bool]) -> Iterator[tuple[bool, int, int]]:
-    """Yield runs of equal values as (value, first, last + 1)."""
-    start = 0
-    for i in range(1, len(on) + 1):
-        if i == len(on) or on[i] != on[start]:
-            yield on[start], start, i
-            start = i
 
 
 def is_batched(x: Any, samples: int) -> bool:
@@ -281,16 +266,16 @@ class RowNorms:
     def __call__(self, norm: Norm, x: Tensor, plan: ForkPlan, plain: Callable[[Tensor], Tensor]) -> Tensor:
         """Normalise x with the statistics of each row. Measure them first while calibrating."""
         if x.shape[0] % plan.rows:
-            raise ForkError(f"a BatchNorm met {x.shape[0]} samples, no multiple of {plan.rows} rows")
+            raise ForkError(f"a BatchNorm received {x.shape[0]} samples, not a multiple of {plan.rows} rows")
         x5 = x.view(plan.rows, -1, *x.shape[1:])  # after flattening [B, T] a row has B · T samples
         call = self.position.setdefault(norm, 0)
         self.position[norm] = call + 1
         stock = plain.__func__ is Norm.forward if hasattr(plain, "__func__") else False
         if self.calibrating:
-            known = self.calls.setdefault(norm, [])
-            del known[call:]
+            calls = self.calls.setdefault(norm, [])
+            del calls[call:]
             mean, var = self._statistics(norm, x5, call, plan.main_row)
-            known.append(_as_scale_and_shift(norm, mean, var) if stock else (mean, var))
+            calls.append(_as_scale_and_shift(norm, mean, var) if stock else (mean, var))
         a, b = self.calls[norm][call]
         if not stock:
             return torch.cat([_with_statistics(norm, plain, *each) for each in zip(x5, a, b, strict=True)])
@@ -322,12 +307,12 @@ def _as_scale_and_shift(norm: Norm, mean: Tensor, var: Tensor) -> tuple[Tensor, 
 
 def _with_statistics(norm: Norm, plain: Callable[[Tensor], Tensor], x: Tensor, mean: Tensor, var: Tensor) -> Tensor:
     """Call a norm's own forward with other running statistics."""
-    kept = norm.running_mean, norm.running_var
+    own_statistics = norm.running_mean, norm.running_var
     norm.running_mean, norm.running_var = mean, var
     try:
         return plain(x)
     finally:
-        norm.running_mean, norm.running_var = kept
+        norm.running_mean, norm.running_var = own_statistics
 
 
 class _NormForward:

@@ -149,8 +149,8 @@ def few_samples(probe: Any) -> tuple[Any, ArgumentForm]:
     size = tensors[0].shape[0]
     if size < PROBE_SAMPLES:
         raise GraftError(
-            f"the probe has {size} sample(s). Give at least {PROBE_SAMPLES}: with fewer, samples that influence "
-            "each other could not be told from samples that do not."
+            f"the probe has {size} sample(s). Give at least {PROBE_SAMPLES}: with fewer, an influence of samples on "
+            "each other could not be detected."
         )
     few = pytree.tree_map(lambda x: x[:PROBE_SAMPLES] if is_batched(x, size) else x, probe)
     return few, argument_form(as_arguments(probe), size)
@@ -160,32 +160,29 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
     """Return slot id → module name, in the order given."""
     names = [name for name, _ in model.named_modules() if name]
     if at == "auto":
-        sites = propose_sites(model, probe)
-        print("esper: slots proposed after " + ", ".join(sites))
-        return {name: name for name in sites}
-    for one in at if not isinstance(at, str) else ():
-        if not isinstance(one, str):
-            raise GraftError(
-                f"`at` takes names of modules, got a {type(one).__name__}; model.named_modules() lists them"
-            )
-    wanted = dict(at) if isinstance(at, Mapping) else {}
+        proposed = propose_sites(model, probe)
+        print("esper: slots proposed after " + ", ".join(proposed))
+        return {name: name for name in proposed}
+    for name in at:
+        if not isinstance(name, str):
+            raise GraftError(f"`at` takes module names, got a {type(name).__name__}. See model.named_modules().")
+    sites = dict(at) if isinstance(at, Mapping) else {}
     for pattern in () if isinstance(at, Mapping) else ([at] if isinstance(at, str) else at):
         if pattern in names:
-            found = [pattern]
+            matches = [pattern]
         else:  # a pattern matches names of its own depth: "blocks.*" selects the blocks, not their children
-            found = [n for n in names if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
-        if not found:
+            matches = [n for n in names if fnmatch.fnmatchcase(n, pattern) and n.count(".") == pattern.count(".")]
+        if not matches:
             raise unknown_name("module", pattern, names)
-        wanted |= {name: name for name in found}
-    for name in wanted.values():
+        sites |= {name: name for name in matches}
+    for name in sites.values():
         if name not in names:
             raise unknown_name("module", name, names)
-    if not wanted:
-        raise GraftError("no place named: give module names in `at`, or at='auto'")
-    twice = [n for n in wanted.values() if list(wanted.values()).count(n) > 1]
-    if twice:
-        raise GraftError(f"two slots after the same module {twice[0]!r}: one module holds one slot")
-    return wanted
+        if list(sites.values()).count(name) > 1:
+            raise GraftError(f"`at` names module {name!r} for two slots; a module can have one slot")
+    if not sites:
+        raise GraftError("`at` is empty. Give module names, or at='auto'")
+    return sites
 
 
 def propose_sites(model: nn.Module, probe: Any) -> list[str]:
@@ -211,7 +208,7 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
         level = [n for n in level if not any(True for _ in fit[n].parameters())]
     if not level:
         raise GraftError(
-            "found no place for a slot: no inner module returns a floating tensor [B, C, H, W], [B, T, D] or [B, D]. "
+            "no module can have a slot: no inner module returns a floating tensor [B, C, H, W], [B, T, D] or [B, D]. "
             "Name the modules in `at` to see why each does not fit."
         )
     n = min(AUTO_SLOTS, len(level))
@@ -251,7 +248,7 @@ def _plain_key(name: str, output: Any) -> int | str:
         choices = [path[0] if len(path) == 1 else path for path in floating_items(output)]
         raise GraftError(
             f"module {name!r} returns a {type(output).__name__} in which the features are not obvious. "
-            f"Say where: select={{{name!r}: …}} with one of {choices or 'its floating tensors (it has none)'}"
+            f"Use select={{{name!r}: …}} with one of {choices or 'its floating tensors (it has none)'}"
         )
     return plain
 

@@ -74,16 +74,21 @@ def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
     """Return a plain copy of the model and its key map. `swap` prefers replacing modules over attaching hooks."""
     if not isinstance(body, Body):
         raise HardenError(f"expected a body from esper.graft, got a {type(body).__name__}")
-    twin = copy.deepcopy(body)
-    plain = twin.model
-    detach_hooks(twin)
-    felt = [s for s in twin.slots.values() if s.seed is not None and s.stage >= SeedStage.BLENDING]
+    body = copy.deepcopy(body)
+    plain = body.model
+    detach_hooks(body)
+    blended = [s for s in body.slots.values() if s.seed is not None and s.stage >= SeedStage.BLENDING]
     keys = {k: k for k in plain.state_dict()}
-    for slot in sorted(felt, key=lambda s: -s.module_name.count(".")):  # inner modules first, so that names stay valid
+    for slot in sorted(
+        blended, key=lambda s: -s.module_name.count(".")
+    ):  # inner modules first, so that names stay valid
         grown = _trace(slot)
         module = plain.get_submodule(slot.module_name)
         swaps = _signature_of(module) is not None and (swap or isinstance(module, CONTAINERS))
-        (_swap if swaps else _attach)(plain, slot, module, grown, keys)
+        if swaps:
+            _swap(plain, slot, module, grown, keys)
+        else:
+            _attach(slot, module, grown, keys)
     return plain, keys
 
 
@@ -144,9 +149,11 @@ def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule
     for name, value in vars(module).items():  # plain attributes that other code may read (`layer.kind`)
         if isinstance(value, (int, float, str, bool)) and name not in vars(swapped):
             setattr(swapped, name, value)
-    for place in _places(plain, module):
-        _move_keys(keys, {f"{place}.": f"{place}.{HOST}."})
-        parent, _, child = place.rpartition(".")
+    for path in [n for n, m in plain.named_modules(remove_duplicate=False) if m is module]:
+        for old, new in keys.items():
+            if new.startswith(f"{path}."):
+                keys[old] = f"{path}.{HOST}.{new[len(path) + 1 :]}"
+        parent, _, child = path.rpartition(".")
         setattr(plain.get_submodule(parent), child, swapped)
     _add_keys(keys, slot, f"{slot.module_name}.{GROWN}", grown)
 
@@ -167,10 +174,10 @@ def _put(graph: fx.Graph, output: fx.Node, select: Select) -> Any:
     return graph.call_function(operator.add, (graph.call_function(operator.add, (before, middle)), after))
 
 
-def _attach(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> None:
+def _attach(slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> None:
     """Keep the module and add the traced seed as its child and forward hook."""
     if isinstance(module, CONTAINERS) or hasattr(module, GROWN):
-        raise HardenError(f"module {slot.module_name!r} ({type(module).__name__}) can neither be swapped nor extended")
+        raise HardenError(f"module {slot.module_name!r} ({type(module).__name__}) cannot be replaced or extended")
     graph = fx.Graph()
     for name in ("module", "args"):
         graph.placeholder(name)
@@ -179,19 +186,6 @@ def _attach(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModu
     module.add_module(GROWN, hook)
     module.register_forward_hook(hook)
     _add_keys(keys, slot, f"{slot.module_name}.{GROWN}.{GROWN}", grown)
-
-
-def _places(plain: nn.Module, module: nn.Module) -> list[str]:
-    """Return every name under which the model holds a module."""
-    return [n for n, m in plain.named_modules(remove_duplicate=False) if m is module]
-
-
-def _move_keys(keys: dict[str, str], moved: dict[str, str]) -> None:
-    """Replace prefixes of the new keys."""
-    for old, new in list(keys.items()):
-        for before, after in moved.items():
-            if new.startswith(before):
-                keys[old] = after + new[len(before) :]
 
 
 def _add_keys(keys: dict[str, str], slot: Slot, home: str, grown: nn.Module) -> None:

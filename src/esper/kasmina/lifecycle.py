@@ -12,6 +12,7 @@ Legend: E environments, S slots, O operations.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -21,20 +22,29 @@ import numpy as np
 from esper.kasmina.alpha import alpha_at
 from esper.leyline.actions import (
     ALPHA_TARGETS,
+    HEAD_OPTIONS,
     NUM_OPS,
     RELEVANCE,
     SPEED_TICKS,
     STYLE_CURVE,
     STYLE_OPERATOR,
     TEMPO_EPOCHS,
-    Curve,
     Head,
     Op,
-)
+)  # fmt: skip
 from esper.leyline.errors import ConfigError
 from esper.leyline.gates import open_gates
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
-from esper.leyline.stages import COOLDOWN_LABEL, COOLDOWN_TICKS, NUM_STAGES, PERMISSIVE, SeedStage, Thresholds
+from esper.leyline.stages import (
+    COOLDOWN_LABEL,
+    COOLDOWN_TICKS,
+    COOLING,
+    GROWING,
+    NUM_STAGES,
+    PERMISSIVE,
+    SeedStage,
+    Thresholds,
+)  # fmt: skip
 
 S = SeedStage
 VELOCITY_KEEP = 0.7
@@ -90,17 +100,16 @@ class Outcome(NamedTuple):
 
 # plain ints: numpy compares them with small integers five times faster than enum members
 _DORMANT, _BLENDING, _HOLDING = int(S.DORMANT), int(S.BLENDING), int(S.HOLDING)
-_AUTO_STAGES = (S.GERMINATED, S.TRAINING, S.BLENDING)
 _NEXT = np.arange(1, NUM_STAGES + 1, dtype=np.int8)  # stage after an advance
-_PRUNABLE = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING))
-_BUSY = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.PRUNED, S.EMBARGOED, S.RESETTING))
-_OCCUPIED = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED))
+_PRUNABLE = np.isin(np.arange(NUM_STAGES), GROWING)
+_BUSY = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, *COOLING))
+_OCCUPIED = np.isin(np.arange(NUM_STAGES), (*GROWING, S.FOSSILIZED))
 
 
 def _auto_by_stage(rules: Rules) -> Bools:
     """Return by stage whether a seed advances automatically."""
     auto = np.zeros(NUM_STAGES, dtype=bool)
-    auto[list(_AUTO_STAGES)] = (rules.auto_train, rules.auto_blend, rules.auto_hold)
+    auto[[S.GERMINATED, S.TRAINING, S.BLENDING]] = (rules.auto_train, rules.auto_blend, rules.auto_hold)
     return auto
 
 
@@ -151,28 +160,23 @@ def _remove(table: SlotTable, where: Bools) -> None:
         return
     _enter(table, where, S.PRUNED)
     table.cooldown[where] = COOLDOWN_TICKS
-    for column in (
-        table.alpha,
-        table.alpha_from,
-        table.alpha_to,
-        table.ramp_len,
-        table.ramp_pos,
-        table.params,
-    ):
+    for column in (table.alpha, table.alpha_from, table.alpha_to, table.ramp_len, table.ramp_pos, table.params):
         column[where] = 0
 
 
-def _ramp(table: SlotTable, at: tuple[Ints, Ints], target: Floats, ticks: Ints, curve: Ints) -> None:
+def _ramp(table: SlotTable, at: At, target: Floats, ticks: Ints, curve: Ints) -> None:
     """Start an alpha ramp from the current value to `target` over `ticks`."""
     table.alpha_from[at], table.alpha_to[at] = table.alpha[at], target
-    table.ramp_len[at], table.ramp_pos[at], table.curve[at] = (
-        np.where(table.alpha[at] == target, 0, ticks),
-        0,
-        curve,
-    )
-    table.alpha[at] = alpha_at(
-        table.alpha_from[at], table.alpha_to[at], table.ramp_pos[at], table.ramp_len[at], table.curve[at]
-    )
+    table.ramp_len[at] = np.where(table.alpha[at] == target, 0, ticks)
+    table.ramp_pos[at] = 0
+    table.curve[at] = curve
+    _update_alpha(table, at)
+
+
+def _update_alpha(table: SlotTable, at: At | Bools) -> None:
+    """Set alpha to its value at the current position of the ramp."""
+    start, target, position = table.alpha_from[at], table.alpha_to[at], table.ramp_pos[at]
+    table.alpha[at] = alpha_at(start, target, position, table.ramp_len[at], table.curve[at])
 
 
 def _effects(kind: EffectKind, where: Bools) -> list[Effect]:
@@ -182,16 +186,15 @@ def _effects(kind: EffectKind, where: Bools) -> list[Effect]:
 
 def is_legal(table: SlotTable, actions: Ints, rules: Rules) -> Bools:
     """Return whether each environment's action is legal [E], head choices included."""
-    sizes = (table.num_slots, table.takes.shape[1], *_HEAD_SIZES)
-    fits = (actions >= 0) & (actions < np.asarray(sizes))
+    sizes = {Head.SLOT: table.num_slots, Head.BLUEPRINT: table.takes.shape[1]}
+    fits = (actions >= 0) & (actions < [sizes.get(head) or len(HEAD_OPTIONS[head] or ()) for head in Head])
     op = np.where(fits[:, Head.OP], actions[:, Head.OP], 0)
-    sane = fits[:, Head.OP] & (fits | ~RELEVANCE[op]).all(axis=1)  # heads that an op does not read may have any value
+    is_valid = fits[:, Head.OP] & (fits | ~RELEVANCE[op]).all(
+        axis=1
+    )  # heads that an op does not read may have any value
     slot, blueprint = (np.where(fits[:, h], actions[:, h], 0) for h in (Head.SLOT, Head.BLUEPRINT))
-    ok = sane & legal(table, rules)[np.arange(table.num_envs), op, slot]
+    ok = is_valid & legal(table, rules)[np.arange(table.num_envs), op, slot]
     return np.asarray(ok & ((op != Op.GERMINATE) | table.takes[slot, blueprint]))
-
-
-_HEAD_SIZES = (len(STYLE_CURVE), len(TEMPO_EPOCHS), len(ALPHA_TARGETS), len(SPEED_TICKS), len(Curve), NUM_OPS)
 
 
 def apply(table: SlotTable, actions: Ints, rules: Rules) -> Outcome:
@@ -199,63 +202,83 @@ def apply(table: SlotTable, actions: Ints, rules: Rules) -> Outcome:
     happened = is_legal(table, actions, rules)
     op = np.where(happened, actions[:, Head.OP], Op.WAIT)
     table.last_op[:] = op
-
-    def chosen(which: Op) -> tuple[tuple[Ints, Ints], Bools, Ints]:
-        """Return index pair, mask [E, S] and action rows of the environments that take this op."""
+    effects: list[Effect] = []
+    for which, function in _OPERATIONS.items():
         envs = np.nonzero(op == which)[0]
-        slots = actions[envs, Head.SLOT]
-        where = np.zeros(table.stage.shape, dtype=bool)
-        where[envs, slots] = True
-        return (envs, slots), where, actions[envs]
-
-    at, where, a = chosen(Op.GERMINATE)
-    if len(a):
-        table.blank(where)
-        _enter(table, where, S.GERMINATED)
-        table.serial[at] = table.next_serial[at[0]]
-        table.next_serial[at[0]] += 1
-        table.blueprint[at] = a[:, Head.BLUEPRINT]
-        table.operator[at] = STYLE_OPERATOR[a[:, Head.STYLE]]
-        table.curve[at] = STYLE_CURVE[a[:, Head.STYLE]]
-        table.tempo[at] = table.ramp_len[at] = TEMPO_EPOCHS[a[:, Head.TEMPO]]
-        table.alpha_to[at] = ALPHA_TARGETS[a[:, Head.ALPHA_TARGET]]
-        table.quality_birth[at] = table.quality_best[at] = table.quality[at[0]]
-    effects = _effects(EffectKind.BUILD, where)
-
-    at, where, a = chosen(Op.SET_ALPHA_TARGET)
-    if len(a):
-        target, operator = ALPHA_TARGETS[a[:, Head.ALPHA_TARGET]], STYLE_OPERATOR[a[:, Head.STYLE]]
-        switched = np.zeros_like(where)
-        switched[at] = table.operator[at] != operator
-        table.operator[at] = operator
-        lowered = np.zeros_like(where)
-        lowered[at] = target < 1.0
-        _enter(table, lowered & (table.stage == S.HOLDING), S.BLENDING)
-        _ramp(table, at, target, SPEED_TICKS[a[:, Head.ALPHA_SPEED]], a[:, Head.ALPHA_CURVE])
-        effects += _effects(EffectKind.SET_OPERATOR, switched)
-
-    at, where, a = chosen(Op.PRUNE)
-    if len(a):
-        ticks = np.zeros(table.stage.shape, dtype=np.int16)
-        ticks[at] = SPEED_TICKS[a[:, Head.ALPHA_SPEED]]
-        later = where & (ticks > 0) & (table.alpha > 0)
-        _enter(table, later & (table.stage == S.HOLDING), S.BLENDING)
-        scheduled = later[at]
-        at_later = (at[0][scheduled], at[1][scheduled])
-        _ramp(table, at_later, np.zeros(1, np.float32), ticks[at_later], a[scheduled, Head.ALPHA_CURVE])
-        now = where & ~later
-        _remove(table, now)
-        effects += _effects(EffectKind.DROP, now)
-
-    _, where, a = chosen(Op.FOSSILIZE)
-    if len(a):
-        _enter(table, where, S.FOSSILIZED)
-        effects += _effects(EffectKind.COMMIT, where)
-
-    _, where, a = chosen(Op.ADVANCE)
-    if len(a):
-        _advance(table, where)
+        if len(envs):
+            effects += function(table, (envs, actions[envs, Head.SLOT]), actions[envs])
     return Outcome(happened, effects)
+
+
+At = tuple[Ints, Ints]
+"""Environments, and the slot of each."""
+
+
+def _mask(table: SlotTable, at: At, values: Bools | bool = True) -> Bools:
+    """Return [E, S] with `values` at these slots and False elsewhere."""
+    where = np.zeros(table.stage.shape, dtype=bool)
+    where[at] = values
+    return where
+
+
+def _germinate(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
+    """Start a seed: blueprint, operator and first ramp as chosen."""
+    where = _mask(table, at)
+    table.blank(where)
+    _enter(table, where, S.GERMINATED)
+    table.serial[at] = table.next_serial[at[0]]
+    table.next_serial[at[0]] += 1
+    table.blueprint[at] = actions[:, Head.BLUEPRINT]
+    table.operator[at] = STYLE_OPERATOR[actions[:, Head.STYLE]]
+    table.curve[at] = STYLE_CURVE[actions[:, Head.STYLE]]
+    table.tempo[at] = table.ramp_len[at] = TEMPO_EPOCHS[actions[:, Head.TEMPO]]
+    table.alpha_to[at] = ALPHA_TARGETS[actions[:, Head.ALPHA_TARGET]]
+    table.quality_birth[at] = table.quality_best[at] = table.quality[at[0]]
+    return _effects(EffectKind.BUILD, where)
+
+
+def _set_alpha_target(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
+    """Start a ramp to another target and set the operator. A seed in HOLDING with a lower target blends again."""
+    target, operator = ALPHA_TARGETS[actions[:, Head.ALPHA_TARGET]], STYLE_OPERATOR[actions[:, Head.STYLE]]
+    switched = _mask(table, at, table.operator[at] != operator)
+    table.operator[at] = operator
+    _enter(table, _mask(table, at, target < 1.0) & (table.stage == S.HOLDING), S.BLENDING)
+    _ramp(table, at, target, SPEED_TICKS[actions[:, Head.ALPHA_SPEED]], actions[:, Head.ALPHA_CURVE])
+    return _effects(EffectKind.SET_OPERATOR, switched)
+
+
+def _prune(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
+    """Remove a seed: after a ramp to 0 if it has an effect and a speed is chosen, otherwise at once."""
+    ticks = SPEED_TICKS[actions[:, Head.ALPHA_SPEED]]
+    ramps = (ticks > 0) & (table.alpha[at] > 0)
+    _enter(table, _mask(table, at, ramps) & (table.stage == S.HOLDING), S.BLENDING)
+    ramped = (at[0][ramps], at[1][ramps])
+    _ramp(table, ramped, np.zeros(1, np.float32), ticks[ramps], actions[ramps, Head.ALPHA_CURVE])
+    removed = _mask(table, at, ~ramps)
+    _remove(table, removed)
+    return _effects(EffectKind.DROP, removed)
+
+
+def _fossilize(table: SlotTable, at: At, _actions: Ints) -> list[Effect]:
+    """Make a seed a permanent part of the host."""
+    where = _mask(table, at)
+    _enter(table, where, S.FOSSILIZED)
+    return _effects(EffectKind.COMMIT, where)
+
+
+def _advance_chosen(table: SlotTable, at: At, _actions: Ints) -> list[Effect]:
+    """Move a seed to its next stage."""
+    _advance(table, _mask(table, at))
+    return []
+
+
+_OPERATIONS: dict[Op, Callable[[SlotTable, At, Ints], list[Effect]]] = {
+    Op.GERMINATE: _germinate,
+    Op.SET_ALPHA_TARGET: _set_alpha_target,
+    Op.PRUNE: _prune,
+    Op.FOSSILIZE: _fossilize,
+    Op.ADVANCE: _advance_chosen,
+}
 
 
 def _advance(table: SlotTable, where: Bools) -> None:
@@ -270,14 +293,8 @@ def tick(table: SlotTable, rules: Rules) -> list[Effect]:
     moving = table.moving
     if moving.any():
         table.ramp_pos[moving] += 1
-        table.alpha[moving] = alpha_at(
-            table.alpha_from[moving],
-            table.alpha_to[moving],
-            table.ramp_pos[moving],
-            table.ramp_len[moving],
-            table.curve[moving],
-        )
-    gone = moving & ~table.moving & (table.alpha_to == 0.0)
+        _update_alpha(table, moving)
+    removed = moving & ~table.moving & (table.alpha_to == 0.0)
 
     cooling = table.cooldown > 0
     if cooling.any():
@@ -285,10 +302,9 @@ def tick(table: SlotTable, rules: Rules) -> list[Effect]:
         label = COOLDOWN_LABEL[table.cooldown]
         _enter(table, cooling & (label != table.stage), label)
         table.blank(cooling & (table.cooldown == 0))
-    _remove(table, gone)
+    _remove(table, removed)
 
-    open_gate = open_gates(table, rules.thresholds)
-    _advance(table, open_gate & _auto_by_stage(rules)[table.stage] & table.enabled)
+    _advance(table, open_gates(table, rules.thresholds) & _auto_by_stage(rules)[table.stage] & table.enabled)
 
     alive = _OCCUPIED[table.stage]
     table.age[alive] += 1
@@ -296,7 +312,7 @@ def tick(table: SlotTable, rules: Rules) -> list[Effect]:
     measured = table.contribution_age >= 0
     table.contribution_age[measured] += 1
     table.step[:] += 1
-    return _effects(EffectKind.DROP, gone)
+    return _effects(EffectKind.DROP, removed)
 
 
 def record(table: SlotTable, *, quality: Floats, val_loss: Floats, train_loss: Floats) -> None:
@@ -328,6 +344,6 @@ def record_contribution(table: SlotTable, contribution: Floats, se: Floats) -> N
 
 def expel(table: SlotTable, where: Bools, *, fossils: bool = False) -> list[Effect]:
     """Remove growing seeds at any age, and fossils if `fossils`. Used by the governor, not by policies."""
-    gone = where & (_OCCUPIED if fossils else _PRUNABLE)[table.stage]
-    _remove(table, gone)
-    return _effects(EffectKind.DROP, gone)
+    removed = where & (_OCCUPIED if fossils else _PRUNABLE)[table.stage]
+    _remove(table, removed)
+    return _effects(EffectKind.DROP, removed)

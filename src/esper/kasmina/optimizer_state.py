@@ -47,71 +47,62 @@ class OptimizerState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 def names_of(optimizer: Optimizer, body: Body) -> list[list[str]]:
     """Return the names of the optimiser's parameters, one list per group."""
-    known = {p: name for name, p in body.named_parameters()}
+    own = {p: name for name, p in body.named_parameters()}
     groups = []
     for g, group in enumerate(optimizer.param_groups):
-        places = {p: f"{OUTSIDE}{g}.{i}" for i, p in enumerate(p for p in group["params"] if p not in known)}
-        groups.append([known.get(p) or places[p] for p in group["params"]])
+        others = {p: f"{OUTSIDE}{g}.{i}" for i, p in enumerate(p for p in group["params"] if p not in own)}
+        groups.append([own.get(p) or others[p] for p in group["params"]])
     return groups
+
+
+def _params_by_name(optimizer: Optimizer, body: Body) -> dict[str, Tensor]:
+    """Return the optimiser's parameters by name."""
+    groups = zip(names_of(optimizer, body), optimizer.param_groups, strict=True)
+    return {name: p for names, group in groups for name, p in zip(names, group["params"], strict=True)}
 
 
 def optimizer_state(optimizer: Optimizer, body: Body) -> OptimizerState:
     """Return the optimiser's state by parameter name. Tensors are not copied."""
-    names, told = names_of(optimizer, body), optimizer.state_dict()
-    by_number = {
-        number: name
-        for group, own in zip(told["param_groups"], names, strict=True)
-        for number, name in zip(group["params"], own, strict=True)
-    }
-    held = {
-        n: p
-        for g, own in zip(optimizer.param_groups, names, strict=True)
-        for n, p in zip(own, g["params"], strict=True)
-    }
+    state_dict = optimizer.state_dict()
+    groups = list(zip(state_dict["param_groups"], names_of(optimizer, body), strict=True))
+    by_number = {i: name for group, names in groups for i, name in zip(group["params"], names, strict=True)}
+    state = state_dict["state"]
     return OptimizerState(
         kind=type(optimizer).__name__,
         groups=tuple(
-            GroupState(params=tuple(own), options={k: v for k, v in group.items() if k != "params"})
-            for group, own in zip(told["param_groups"], names, strict=True)
+            GroupState(params=tuple(names), options={k: v for k, v in group.items() if k != "params"})
+            for group, names in groups
         ),
-        shapes={name: tuple(p.shape) for name, p in held.items()},
-        state={by_number[k]: v for k, v in told["state"].items() if k in by_number},
-        others={k: v for k, v in told["state"].items() if k not in by_number},
-        rest={k: v for k, v in told.items() if k not in ("state", "param_groups")},
+        shapes={name: tuple(p.shape) for name, p in _params_by_name(optimizer, body).items()},
+        state={by_number[k]: v for k, v in state.items() if k in by_number},
+        others={k: v for k, v in state.items() if k not in by_number},
+        rest={k: v for k, v in state_dict.items() if k not in ("state", "param_groups")},
     )
 
 
-def check_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body, seeds: Mapping[str, Tensor]) -> None:
+def check_optimizer(saved: OptimizerState, optimizer: Optimizer, body: Body, seeds: Mapping[str, Tensor]) -> None:
     """Raise CheckpointError if the state does not fit this optimiser. `seeds` are the parameters of the saved seeds."""
     kind = type(optimizer).__name__
-    if kind != told.kind:
-        raise CheckpointError(f"it was saved with {told.kind}, this optimiser is {kind}. Build the same kind.")
+    if kind != saved.kind:
+        raise CheckpointError(f"it was saved with {saved.kind}, this optimiser is {kind}. Build the same kind.")
     names = names_of(optimizer, body)
-    if len(names) != len(told.groups):
+    if len(names) != len(saved.groups):
         raise CheckpointError(
-            f"its optimiser had {len(told.groups)} groups of parameters, the seeds' included; this one has "
+            f"its optimiser had {len(saved.groups)} groups of parameters, the seeds' included; this one has "
             f"{len(names)}. Build the same groups."
         )
-    for g, (group, own, now) in enumerate(zip(told.groups, names, optimizer.param_groups, strict=True)):
+    for g, (group, own, now) in enumerate(zip(saved.groups, names, optimizer.param_groups, strict=True)):
         if bool(group.options.get(SEED_GROUP)) != bool(now.get(SEED_GROUP)):
-            raise CheckpointError(
-                f"group {g} of its optimiser has another purpose here. Build the grower at the same point."
-            )
+            raise CheckpointError(f"the seeds' group is not group {g} here. Build the grower at the same point.")
         there, here = ({n for n in each if not n.startswith(SEEDS)} for each in (group.params, own))
         if odd := sorted(there ^ here):
             where = "in the checkpoint only" if odd[0] in there else "here only"
             raise CheckpointError(
-                f"group {g} of the optimiser holds {odd[0]!r} {where}"
-                + (f" ({len(odd)} such differences)" if len(odd) > 1 else "")
-                + ". Build the optimiser from the same parameters, in the same groups."
+                f"group {g} of the optimiser holds {odd[0]!r} {where} ({len(odd)} differences). Build it from the "
+                "same parameters, in the same groups."
             )
-    shapes = {
-        n: tuple(p.shape)
-        for own, now in zip(names, optimizer.param_groups, strict=True)
-        for n, p in zip(own, now["params"], strict=True)
-    }
-    shapes |= {n: tuple(t.shape) for n, t in seeds.items()}
-    for name, shape in told.shapes.items():
+    shapes = {n: tuple(t.shape) for n, t in (_params_by_name(optimizer, body) | dict(seeds)).items()}
+    for name, shape in saved.shapes.items():
         if shapes.get(name) != shape:
             raise CheckpointError(
                 f"its optimiser held {name!r} of shape {shape}, here it is {shapes.get(name, 'missing')}."
@@ -119,27 +110,25 @@ def check_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body, seed
 
 
 @torch.no_grad()
-def load_optimizer(told: OptimizerState, optimizer: Optimizer, body: Body) -> None:
+def load_optimizer(saved: OptimizerState, optimizer: Optimizer, body: Body) -> None:
     """Load a checked state into the optimiser of a body that already has the saved seeds."""
-    params = dict(body.named_parameters())
-    for own, now in zip(names_of(optimizer, body), optimizer.param_groups, strict=True):
-        params |= zip(own, now["params"], strict=True)
-    numbers = {name: i for i, name in enumerate(n for group in told.groups for n in group.params)}
-    for group, now in zip(told.groups, optimizer.param_groups, strict=True):
+    params = {**dict(body.named_parameters()), **_params_by_name(optimizer, body)}
+    numbers = {name: i for i, name in enumerate(n for group in saved.groups for n in group.params)}
+    for group, now in zip(saved.groups, optimizer.param_groups, strict=True):
         now["params"][:] = [params[name] for name in group.params]
     optimizer.load_state_dict(
         {
-            **told.rest,
-            "state": {**{numbers[n]: s for n, s in told.state.items()}, **told.others},
-            "param_groups": [{**group.options, "params": [numbers[n] for n in group.params]} for group in told.groups],
+            **saved.rest,
+            "state": {**{numbers[n]: s for n, s in saved.state.items()}, **saved.others},
+            "param_groups": [{**group.options, "params": [numbers[n] for n in group.params]} for group in saved.groups],
         }
     )
-    for name, state in told.state.items():
+    for name, state in saved.state.items():
         p = params[name]
-        optimizer.state[p] = pytree.tree_map(lambda was, now, p=p: _as_it_was(was, now, p), state, optimizer.state[p])
+        optimizer.state[p] = pytree.tree_map(lambda was, now, p=p: _as_saved(was, now, p), state, optimizer.state[p])
 
 
-def _as_it_was(was: Any, now: Any, p: Tensor) -> Any:
+def _as_saved(was: Any, now: Any, p: Tensor) -> Any:
     """Return a loaded value with the dtype it was saved with, on torch's device, in the parameter's memory layout.
 
     torch casts state to the parameter's dtype, which loses precision if the optimiser keeps its state in a wider one.

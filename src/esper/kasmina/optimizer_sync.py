@@ -38,9 +38,9 @@ REFUSED = {
 class OptimizerSync:
     """Keep the modules and the optimiser consistent with the table of one environment."""
 
-    def __init__(self, body: Body, optimizer: Optimizer, *, seed: int = 0, **seed_options: Any) -> None:
+    def __init__(self, body: Body, optimizer: Optimizer, *, rng_seed: int = 0, **seed_options: Any) -> None:
         refuse(body, optimizer)
-        self.body, self.optimizer, self.seed = body, optimizer, seed
+        self.body, self.optimizer, self.rng_seed = body, optimizer, rng_seed
         self.on_change: list[Callable[[Effect, Slot], None]] = []
         self.names = list(body.slots)
         self.ranks: dict[nn.Parameter, tuple[int, int]] = {}  # seed parameter → (slot index, index within the slot)
@@ -59,7 +59,7 @@ class OptimizerSync:
         for effect in effects:
             if effect.env == env:
                 slot = self.body.slots[self.names[effect.slot]]
-                _ACTS[effect.kind](self, slot, table, effect)
+                self._apply(effect.kind, slot, table, (env, effect.slot))
                 table.params[env, effect.slot] = sum(p.numel() for p in slot.parameters())
                 changed.append((effect, slot))
         self.body.sync(table, env)
@@ -75,37 +75,33 @@ class OptimizerSync:
         for slot in self.body.slots.values():
             self._settle(slot, committed=slot.stage == SeedStage.FOSSILIZED)
 
-    # -- one method per effect
+    def _apply(self, kind: EffectKind, slot: Slot, table: SlotTable, at: tuple[int, int]) -> None:
+        """Carry out one effect: plant the seed that the table describes, remove or commit it, or set its operator."""
+        if kind == EffectKind.BUILD:
+            rng_seed = derive_seed(self.rng_seed, "seed", slot.name, int(table.serial[at]))
+            operator, blueprint = Operator(int(table.operator[at])), blueprint_name(int(table.blueprint[at]))
+            self.body.plant(slot.name, blueprint, operator, rng_seed=rng_seed)
+            self._settle(slot)
+        elif kind == EffectKind.DROP:
+            self._drop(slot)
+        elif kind == EffectKind.COMMIT:
+            self._settle(slot, committed=True)
+        else:
+            self._set_operator(slot, Operator(int(table.operator[at])))
 
-    def _build(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
-        """Plant the seed that the table describes and add its parameters to the optimiser."""
-        at = effect.env, effect.slot
-        serial = int(table.serial[at])
-        self.body.plant(
-            slot.name,
-            blueprint_name(int(table.blueprint[at])),
-            Operator(int(table.operator[at])),
-            seed=derive_seed(self.seed, "seed", slot.name, serial),
-        )
-        self._settle(slot)
-
-    def _drop(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
+    def _drop(self, slot: Slot) -> None:
         """Remove a seed and its parameters."""
         for p in slot.parameters():
             self._release(p)
             p.grad = None
         slot.uproot()
 
-    def _commit(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
-        """Move a seed's parameters to the host's groups."""
-        self._settle(slot, committed=True)
-
-    def _set_operator(self, slot: Slot, table: SlotTable, effect: Effect) -> None:
+    def _set_operator(self, slot: Slot, operator: Operator) -> None:
         """Change the blending operator and update the optimiser for an added or removed gate."""
         if slot.gate is not None:
             for p in slot.gate.parameters():
                 self._release(p)
-        slot.set_operator(Operator(int(table.operator[effect.env, effect.slot])))
+        slot.set_operator(operator)
         self._settle(slot)
 
     # -- optimiser groups and state
@@ -196,30 +192,21 @@ def seed_group(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
-_ACTS: dict[EffectKind, Callable[[OptimizerSync, Slot, SlotTable, Effect], None]] = {
-    EffectKind.BUILD: OptimizerSync._build,
-    EffectKind.DROP: OptimizerSync._drop,
-    EffectKind.COMMIT: OptimizerSync._commit,
-    EffectKind.SET_OPERATOR: OptimizerSync._set_operator,
-}
-
-
 def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     """Raise OptimizerError if the body or optimiser does not support growth, before anything is changed."""
     kind = type(optimizer).__name__
     if not isinstance(body, Body):
         inner = getattr(body, "module", None) or getattr(body, "_orig_mod", None)
-        way_out = "Give the grower the body within it." if isinstance(inner, Body) else "Graft the model first."
+        way_out = "Pass the body that it wraps." if isinstance(inner, Body) else "Graft the model first."
         raise OptimizerError(f"expected a body from esper.graft, got {type(body).__name__}. {way_out}")
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(f"expected a torch.optim.Optimizer, got {kind}")
     for ancestor in type(optimizer).__mro__:
         if ancestor.__name__ in REFUSED:
-            raise OptimizerError(f"{kind} cannot follow growth: {REFUSED[ancestor.__name__]}")
+            raise OptimizerError(f"{kind} does not support growth: {REFUSED[ancestor.__name__]}")
     if any(type(p).__name__ == "DTensor" for p in body.parameters()):
-        raise OptimizerError("the model's parameters are sharded (FSDP); seeds cannot join later. Use DDP.")
-    held = {p for g in optimizer.param_groups for p in g["params"]}
-    if not any(p in held for p in body.model.parameters()):
+        raise OptimizerError("the model's parameters are sharded (FSDP), so seeds cannot be added later. Use DDP.")
+    if not {p for g in optimizer.param_groups for p in g["params"]} & set(body.model.parameters()):
         raise OptimizerError(
             "this optimiser holds no parameter of the model. Build it from body.parameters() after grafting."
         )

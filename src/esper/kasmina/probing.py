@@ -182,13 +182,13 @@ def _items_in_graph(model: nn.Module, probe: Any, names: Iterable[str]) -> dict[
 def _graph_of(outputs: Iterable[Tensor]) -> set[Node]:
     """Return every node of the autograd graph behind these tensors."""
     waiting = [x.grad_fn for x in outputs if x.grad_fn is not None]
-    seen: set[Node] = set()
+    graph: set[Node] = set()
     while waiting:
         node = waiting.pop()
-        if node not in seen:
-            seen.add(node)
+        if node not in graph:
+            graph.add(node)
             waiting += [before for before, _ in node.next_functions if before is not None]
-    return seen
+    return graph
 
 
 def _noise_shows(model: nn.Module, probe: Any, name: str, select: Select) -> bool:

@@ -45,13 +45,13 @@ class Select:
         """Return the location of the tensor at `path` in an output of `owner`. Raise GraftError if there is none."""
         if not path:
             if not isinstance(output, Tensor):
-                raise GraftError(f"what select names of {owner}'s output is a {type(output).__name__}, not a tensor")
+                raise GraftError(f"select leads to a {type(output).__name__} in the output of {owner}, not to a tensor")
             return cls()
         key, rest = path[0], path[1:]
         keys = list(output) if isinstance(output, Mapping) else []
-        known = list(range(len(output))) if isinstance(output, (tuple, list)) else keys
-        if key not in known:
-            raise GraftError(f"select={key!r} for {owner}: its output has {known}")
+        keys = list(range(len(output))) if isinstance(output, (tuple, list)) else keys
+        if key not in keys:
+            raise GraftError(f"select={key!r} is not an item of the output of {owner}, which has {keys}")
         field = output._fields[key] if hasattr(output, "_fields") and isinstance(key, int) else ""
         inner = cls.at(output[key], rest, owner)
         return cls(key, field, isinstance(output, list), inner if rest else None)
@@ -125,13 +125,15 @@ class Slot(nn.Module):
         self.fork: ForkPlan | None = None  # set in mode FORK
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
 
-    def plant(self, blueprint: str, operator: Operator, *, device: torch.device, dtype: torch.dtype, seed: int) -> None:
+    def plant(
+        self, blueprint: str, operator: Operator, *, device: torch.device, dtype: torch.dtype, rng_seed: int
+    ) -> None:
         """Build a seed and check it against the blueprint contract. The host's function does not change."""
-        module = blueprints.build(blueprint, self.site, device=device, dtype=dtype, seed=seed)
+        module = blueprints.build(blueprint, self.site, device=device, dtype=dtype, rng_seed=rng_seed)
         blueprints.check(module, self.site, name=blueprint)
         if self.site.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.seed, self.blueprint, self.birth = module, blueprint, seed
+        self.seed, self.blueprint, self.birth = module, blueprint, rng_seed
         self.set_operator(operator)
 
     def set_operator(self, operator: Operator) -> None:

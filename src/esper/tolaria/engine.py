@@ -188,6 +188,6 @@ def takes_of(body: Body) -> Bools:
     """Return which blueprints each slot accepts, [S, B]."""
     numbers = {name: blueprint_index(name) for name in registered()}
     takes = np.zeros((len(body.slots), max(numbers.values()) + 1), dtype=bool)
-    for s, names in enumerate(body.lawful_blueprints().values()):
+    for s, names in enumerate(body.valid_blueprints().values()):
         takes[s, [numbers[b] for b in names]] = True
     return takes

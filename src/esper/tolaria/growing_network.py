@@ -115,7 +115,7 @@ class GrowingNetwork:
         max_norm: float = float("inf"),
         **seed_options: Any,
     ) -> None:
-        self.optimizer_sync = OptimizerSync(body, optimizer, seed=rng_seed, **seed_options)
+        self.optimizer_sync = OptimizerSync(body, optimizer, rng_seed=rng_seed, **seed_options)
         self.body, self.optimizer, self.max_norm = body, optimizer, max_norm
         body.incubation = incubation
         self.average = None if ema_decay is None else WeightAverage(body, ema_decay)

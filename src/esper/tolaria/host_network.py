@@ -110,7 +110,7 @@ class HostNetwork(GrowingNetwork):
 
     def test(self, split: Split) -> tuple[float, float]:
         """Return accuracy and loss on a split with the live seeds on, on the averaged weights."""
-        live = tuple(True for _ in self.body.live) + tuple(False for _ in self.body.training_slots)
+        live = tuple(True for _ in self.body.players()) + tuple(False for _ in self.body.training_slots)
         result = self.evaluate(split.portions(), score, configs=[live])
         accuracy, log_prob = result.scores[0].double().mean(0).tolist()  # sync: only for reports
         return accuracy, -log_prob

@@ -5,34 +5,16 @@ Read `registry.py` first. `maps.py` and `sequences.py` contain the built-in blue
 """
 
 from esper.kasmina.blueprints import maps, sequences  # noqa: F401  (registers the built-in sets)
-from esper.kasmina.blueprints.registry import (
-    Cost,
-    Noop,
-    blueprint,
-    blueprint_index,
-    blueprint_name,
-    blueprints_for,
-    build,
-    check,
-    check_own,
-    cost,
-    registered,
-    seeded,
-    unregister,
-)
-
-__all__ = [
-    "Cost",
-    "Noop",
-    "blueprint",
-    "blueprint_index",
-    "blueprint_name",
-    "blueprints_for",
-    "build",
-    "check",
-    "check_own",
-    "cost",
-    "registered",
-    "seeded",
-    "unregister",
-]
+from esper.kasmina.blueprints.registry import Cost as Cost
+from esper.kasmina.blueprints.registry import Noop as Noop
+from esper.kasmina.blueprints.registry import blueprint as blueprint
+from esper.kasmina.blueprints.registry import blueprint_index as blueprint_index
+from esper.kasmina.blueprints.registry import blueprint_name as blueprint_name
+from esper.kasmina.blueprints.registry import blueprints_for as blueprints_for
+from esper.kasmina.blueprints.registry import build as build
+from esper.kasmina.blueprints.registry import check as check
+from esper.kasmina.blueprints.registry import check_own as check_own
+from esper.kasmina.blueprints.registry import cost as cost
+from esper.kasmina.blueprints.registry import registered as registered
+from esper.kasmina.blueprints.registry import seeded as seeded
+from esper.kasmina.blueprints.registry import unregister as unregister

@@ -19,7 +19,7 @@ Layer = TypeVar("Layer", bound=nn.Module)
 
 
 @blueprint("noop", layouts=Layout)
-def noop(dim: int) -> nn.Module:
+def noop(_dim: int) -> nn.Module:
     """Return a seed that changes nothing."""
     return Noop()
 
@@ -66,14 +66,8 @@ def depthwise(dim: int) -> nn.Module:
 def bottleneck(dim: int) -> nn.Module:
     """Return a bottleneck of 1×1, 3×3 and 1×1 convolutions with a quarter of the channels, at least 8."""
     width = max(8, dim // 4)
-    return nn.Sequential(
-        group_norm(dim),
-        conv(dim, width, 1),
-        rectifier(),
-        conv(width, width, 3),
-        rectifier(),
-        zeroed(conv(width, dim, 1)),
-    )
+    inner = (conv(dim, width, 1), rectifier(), conv(width, width, 3), rectifier())
+    return nn.Sequential(group_norm(dim), *inner, zeroed(conv(width, dim, 1)))
 
 
 class Renorm(nn.Module):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -55,8 +55,8 @@ def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[
         taken = [each for each in served if (name, each) in _FACTORIES]
         if taken:
             raise BlueprintError(
-                f"there is already a blueprint {name!r} for {_listed(taken)}. Choose another name, "
-                f"or drop the first with unregister({name!r}) if it is yours"
+                f"blueprint {name!r} is already registered for {_listed(taken)}. Choose another name, or remove the "
+                f"first with unregister({name!r}) if it is yours"
             )
         _FACTORIES.update({(name, each): factory for each in served})
         _NUMBERS.setdefault(name, max(_NUMBERS.values()) + 1)
@@ -99,7 +99,7 @@ def registered() -> list[str]:
 def blueprints_for(layout: Layout | str) -> list[str]:
     """Return the blueprints for a layout in the order of their stored numbers, without `noop`."""
     layout = _layout(layout)
-    return [name for name in registered() if _grows(name, layout)]
+    return [name for name in registered() if name != "noop" and (name, layout) in _FACTORIES]
 
 
 def build(
@@ -108,21 +108,21 @@ def build(
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
-    seed: int | None = None,
+    rng_seed: int | None = None,
 ) -> nn.Module:
-    """Return a new seed for a site. With `seed` (a random seed) its weights are the same on every device."""
-    with seeded(seed), torch.device("cpu"), torch.autocast("cpu", enabled=False):
+    """Return a new seed for a site. With `rng_seed` its weights are the same on every device."""
+    with seeded(rng_seed), torch.device("cpu"), torch.autocast("cpu", enabled=False):
         return _make(name, site).to(device=device, dtype=dtype)
 
 
 @contextmanager
-def seeded(seed: int | None) -> Iterator[None]:
-    """Draw initial weights from the random seed `seed` and restore the global generator on exit. None does nothing."""
-    if seed is None:
+def seeded(rng_seed: int | None) -> Iterator[None]:
+    """Seed the global generator with `rng_seed` and restore it on exit. None does nothing."""
+    if rng_seed is None:
         yield
         return
     with torch.random.fork_rng(devices=[]):
-        torch.default_generator.manual_seed(seed)  # torch.manual_seed would also reset the CUDA generators
+        torch.default_generator.manual_seed(rng_seed)  # torch.manual_seed would also reset the CUDA generators
         yield
 
 
@@ -185,12 +185,12 @@ def check_own(name: str, site: FeatureSpec, *, device: torch.device, dtype: torc
     Built-in blueprints are skipped: tests verify them at every width, so large ones need not be built here.
     """
     if name not in BLUEPRINTS:
-        check(build(name, site, device=device, dtype=dtype, seed=0), site, name=name)
+        check(build(name, site, device=device, dtype=dtype, rng_seed=0), site, name=name)
 
 
 def _broken(label: str, site: FeatureSpec, reason: str) -> BlueprintError:
     """Return the error for a broken rule."""
-    return BlueprintError(f"{label} breaks a law at a {site.layout} site of shape {site.shape}: {reason}")
+    return BlueprintError(f"{label} is not valid at a {site.layout} site of shape {site.shape}: {reason}")
 
 
 def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: FeatureSpec) -> object:
@@ -200,20 +200,15 @@ def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: FeatureSpec
     """
     modes = [(part, part.training) for part in seed.modules()]
     try:
-        with torch.no_grad(), _autocast_off(probe.device):
+        # autocast does not support the meta device
+        kind = probe.device.type
+        with torch.no_grad(), nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             return seed.eval()(probe)
     except Exception as error:
         raise _broken(label, site, f"its forward fails with {type(error).__name__}: {error}") from error
     finally:
         for part, training in modes:
             part.training = training
-
-
-def _autocast_off(device: torch.device) -> AbstractContextManager[object]:
-    """Return a context with autocast disabled on this device."""
-    if device.type == "meta":  # not supported by autocast
-        return nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 def _make(name: str, site: FeatureSpec) -> nn.Module:
@@ -235,11 +230,6 @@ def _make(name: str, site: FeatureSpec) -> nn.Module:
     if not isinstance(seed, nn.Module):
         raise BlueprintError(f"blueprint {name!r} must return an nn.Module, got {type(seed).__name__}")
     return seed
-
-
-def _grows(name: str, layout: Layout) -> bool:
-    """Return whether the blueprint supports this layout and is not `noop`."""
-    return name != "noop" and (name, layout) in _FACTORIES
 
 
 def _layout(layout: Layout | str) -> Layout:

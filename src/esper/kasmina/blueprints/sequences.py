@@ -148,5 +148,5 @@ def _causal_mask(length: int, device: str) -> BlockMask:
     return create_block_mask(_not_later, None, None, length, length, device=device)
 
 
-def _not_later(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+def _not_later(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key

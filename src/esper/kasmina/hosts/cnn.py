@@ -21,14 +21,7 @@ class CNNHost(Host):
     data_kind = "image"
 
     def __init__(
-        self,
-        *,
-        in_channels: int,
-        classes: int,
-        base: int,
-        blocks: int,
-        pools: int | None = None,
-        kernel: int = 3,
+        self, *, in_channels: int, classes: int, base: int, blocks: int, pools: int | None = None, kernel: int = 3
     ) -> None:
         super().__init__()
         pools = blocks if pools is None else pools

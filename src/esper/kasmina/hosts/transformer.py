@@ -28,8 +28,8 @@ class CausalAttention(nn.Module):
         # unflatten and flatten need no batch size: one fx or export graph works for every batch size
         qkv = self.qkv(x).unflatten(-1, (3, self.heads, self.head_dim)).permute(2, 0, 3, 1, 4)
         # no dropout on the attention weights: it needs `self.training`, which is constant in a traced graph
-        seen = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
-        return self.proj(seen.transpose(1, 2).flatten(2))
+        attended = F.scaled_dot_product_attention(qkv[0], qkv[1], qkv[2], is_causal=True)
+        return self.proj(attended.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
