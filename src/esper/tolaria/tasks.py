@@ -250,7 +250,11 @@ def _cnn(
 
 
 def _resnet(name: str, question: str, dataset: str, channels: int, base: int) -> Task:
-    """Return a task whose full structure, a seed after every block, clearly beats the narrow host."""
+    """Return a task whose host is so narrow that depth helps.
+
+    Validation accuracy of world 0 without seeds, and with `conv_heavy` in every slot from step 0: `resnet_fashion`
+    79.9 and 81.8 after 40 epochs (with base 4 85.4 and 85.5), `resnet_cifar` 54.2 and 60.4 after 30.
+    """
     sizes = {"in_channels": channels, "classes": 10, "base": base, "stages": 3, "blocks": 1}
     return Task(
         name=name, question=question, host="resnet", host_kwargs=sizes, dataset=dataset, slots=_ROW3, seed_lr=SEED_LR
@@ -297,7 +301,7 @@ _ROWS = (
          batch=32, batches_per_epoch=10, epochs=20, val_size=300, lr=0.05, seed_lr=0.05),
     _characters("moby", "growth in a language model of characters", "moby", _ROW3),
     # Hosts worth growing: residual networks and language models with a slot after every block.
-    _resnet("resnet_fashion", "does added depth help a residual network on 28×28 clothes?", "fashion-mnist", 1, base=4),
+    _resnet("resnet_fashion", "does added depth help a residual network on 28×28 clothes?", "fashion-mnist", 1, base=2),
     _resnet("resnet_cifar", "does added depth help a residual network on natural images?", "cifar10", 3, base=8),
     _characters("moby_deep", "does added depth help a language model of a novel?", "moby", _ROW2,
                 layers=2, segments=None),
