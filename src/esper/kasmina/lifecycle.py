@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from enum import IntEnum
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -66,12 +66,21 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Maximum number of seeds per environment, fossils included, ≥ 0; 0 sets no limit."""
     min_prune_age: int = 5
     """Minimum age in epochs, ≥ 0, before a seed may be pruned, so that it can be measured first."""
+    birth: Literal["isolated", "open"] = "isolated"
+    """How a seed begins: trained apart from the host first ("isolated"), or blended in at once ("open"). An open
+    birth does not change the host's output either, because Δ is 0 at birth; there are no shadow passes."""
+    open_ramp: int | None = 0
+    """Length in epochs, ≥ 0, of the first alpha ramp of an open birth; None uses the tempo of the action."""
     one_at_a_time: bool = True
     """Whether germination is illegal while another seed is GERMINATED, TRAINING or cooling down."""
 
     def __post_init__(self) -> None:
         if self.max_seeds < 0 or self.min_prune_age < 0:
             raise ConfigError(f"max_seeds and min_prune_age must be ≥ 0, got {self.max_seeds} and {self.min_prune_age}")
+        if self.birth not in ("isolated", "open"):
+            raise ConfigError(f"birth must be 'isolated' or 'open', got {self.birth!r}")
+        if self.open_ramp is not None and self.open_ramp < 0:
+            raise ConfigError(f"open_ramp must be ≥ 0 epochs or None, got {self.open_ramp}")
 
 
 class EffectKind(IntEnum):
@@ -207,6 +216,8 @@ def apply(table: SlotTable, actions: Ints, rules: Rules) -> Outcome:
         envs = np.nonzero(op == which)[0]
         if len(envs):
             effects += function(table, (envs, actions[envs, Head.SLOT]), actions[envs])
+            if which == Op.GERMINATE and rules.birth == "open":
+                _blend_at_birth(table, (envs, actions[envs, Head.SLOT]), rules)
     return Outcome(happened, effects)
 
 
@@ -235,6 +246,13 @@ def _germinate(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
     table.alpha_to[at] = ALPHA_TARGETS[actions[:, Head.ALPHA_TARGET]]
     table.quality_birth[at] = table.quality_best[at] = table.quality[at[0]]
     return _effects(EffectKind.BUILD, where)
+
+
+def _blend_at_birth(table: SlotTable, at: At, rules: Rules) -> None:
+    """Move new seeds to BLENDING and start their first ramp, without a TRAINING stage."""
+    _enter(table, _mask(table, at), S.BLENDING)
+    ticks = table.tempo[at] if rules.open_ramp is None else np.full(len(at[0]), rules.open_ramp)
+    _ramp(table, at, table.alpha_to[at], ticks, table.curve[at])
 
 
 def _set_alpha_target(table: SlotTable, at: At, actions: Ints) -> list[Effect]:

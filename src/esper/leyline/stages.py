@@ -31,7 +31,7 @@ class SeedStage(IntEnum):
 S = SeedStage
 NEXT_STAGES: dict[SeedStage, frozenset[SeedStage]] = {
     S.DORMANT: frozenset({S.GERMINATED}),
-    S.GERMINATED: frozenset({S.TRAINING, S.PRUNED}),
+    S.GERMINATED: frozenset({S.TRAINING, S.BLENDING, S.PRUNED}),  # BLENDING: an open birth
     S.TRAINING: frozenset({S.BLENDING, S.PRUNED}),
     S.BLENDING: frozenset({S.HOLDING, S.PRUNED}),
     S.HOLDING: frozenset({S.FOSSILIZED, S.BLENDING, S.PRUNED}),

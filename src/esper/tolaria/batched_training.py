@@ -137,11 +137,13 @@ class BatchedEpoch:
         self.own_buffers = list(zip(*(m.buffers() for m in models), strict=True))
         names = [n for n, _ in models[0].named_buffers()]
         self.buffers = {n: torch.stack(own) for n, own in zip(names, self.own_buffers, strict=True)}
-        averages = {
-            p: a
-            for network in self.networks
-            for p, a in zip(network.average.params, network.average.average, strict=True)
-        }
+        averages: dict[Tensor, Tensor] = {}
+        for network in self.networks:
+            averages |= network.average.by_tensor()
+        averaged = [(n, own) for n, own in zip(names, self.own_buffers, strict=True) if own[0] in averages]
+        self.own_statistics = [[averages[b] for b in own] for _, own in averaged]
+        self.statistics = [self.buffers[n] for n, _ in averaged]  # [E, …] each: running statistics of norms
+        self.statistic_averages = [torch.stack(own) for own in self.own_statistics]
         options: dict[Tensor, tuple[Any, ...]] = {}
         state: dict[Tensor, dict[str, Any]] = {}
         for network in self.networks:
@@ -198,6 +200,8 @@ class BatchedEpoch:
             torch._foreach_copy_(to, [c.view(s) for row in rows for c, s in zip(row, self.shapes, strict=True)])
         for each, stacked in zip(self.own_buffers, self.buffers.values(), strict=True):
             torch._foreach_copy_([each[e] for e in trained], [stacked[e] for e in trained])
+        for own, stacked in zip(self.own_statistics, self.statistic_averages, strict=True):
+            torch._foreach_copy_([own[e] for e in trained], [stacked[e] for e in trained])
         for e in trained:
             self.networks[e].average.updates += self.trainer.task.batches_per_epoch
 
@@ -329,6 +333,8 @@ class BatchedEpoch:
     def _update_average(self, batch: int) -> None:
         weight = self.rates[batch, :, None]
         self.average.mul_(1.0 - weight).addcmul_(self.weights, weight)
+        for average, live in zip(self.statistic_averages, self.statistics, strict=True):
+            average.lerp_(live, weight.view(-1, *[1] * (live.dim() - 1)))
         if self.seeds:
             each = self.rates_list[batch]
             torch._foreach_lerp_(self.seed_averages, [*self.seeds], [each[e] for e in self.seed_rows])

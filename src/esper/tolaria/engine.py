@@ -11,7 +11,7 @@ Legend: E environments, K configurations, N validation samples.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -27,6 +27,7 @@ from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched_training import BatchedTrainer, choose
 from esper.tolaria.coalitions import Coalitions, Measured, statistics
+from esper.tolaria.compute import ComputeMeter
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import Alarm, Governor
@@ -76,6 +77,9 @@ class Engine:
         strategy = self.config.strategy if len(self.networks) > 1 else "loop"
         self.strategy = choose(self.networks) if strategy == "auto" else strategy
         self.batched = BatchedTrainer(self.networks) if self.strategy == "stacked" else None
+        self.compute = ComputeMeter()
+        self.lr_factor: Callable[[int], float] = task.lr_factor
+        """Function from a step to its factor of the learning rate; the task's schedule unless replaced."""
         # inputs that norms behind slots are calibrated on: the same training samples for every epoch and environment
         self.calibration = self.data.train.x[:128]
         self.judged: list[Coalitions] = []  # the last epoch's coalitions, one per environment
@@ -127,6 +131,9 @@ class Engine:
     def _train(self) -> list[Tensor | None]:
         """Train one epoch of every environment; return mean loss and accuracy, or None for one that failed."""
         guard, steps = self.governor.guard, [int(step) - 1 for step in self.table.step]
+        for e, network in enumerate(self.networks):
+            self.table.train_macs[e] += guard(e, self.compute.epoch_macs, network) or 0
+            network.set_learning_rate(self.lr_factor(steps[e]))
         if self.batched is None:
             return [guard(e, network.train_epoch, steps[e]) for e, network in enumerate(self.networks)]
         self.batched.train_epoch(steps)

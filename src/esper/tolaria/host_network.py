@@ -81,6 +81,11 @@ class HostNetwork(GrowingNetwork):
 
     # -- training
 
+    def set_learning_rate(self, factor: float) -> None:
+        """Set the learning rate of host and seeds to `factor` times the task's."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = factor * (self.task.seed_lr if number == self.optimizer_sync.seeds else self.task.lr)
+
     def train_epoch(self, step: int) -> Tensor:
         """Train on this step's minibatches; return mean loss and accuracy, still on the device.
 
@@ -100,7 +105,11 @@ class HostNetwork(GrowingNetwork):
     def shadow_backward(self, x: Tensor, y: Tensor) -> None:
         """Add the gradient of each TRAINING seed, computed with that seed switched on."""
         if self.has_learner:
-            self.body.shadow_backward(lambda: process_train_batch(self.body, x, y)[0])
+            self.body.shadow_backward(lambda: self.batch_loss(self.body, x, y))
+
+    def batch_loss(self, body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch, not compiled."""
+        return process_train_batch(body, x, y)[0]
 
     # -- measuring
 

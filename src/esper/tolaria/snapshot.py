@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from esper.kasmina.forking import ForkPoint, Norm
+from esper.kasmina.forking import ForkPoint
 from esper.leyline.errors import TrainingError
 from esper.leyline.stages import SeedStage
-from esper.tolaria.weight_average import WeightAverage
+from esper.tolaria.weight_average import WeightAverage, norm_statistics
 
 if TYPE_CHECKING:
     from esper.tolaria.host_network import HostNetwork
@@ -109,9 +109,9 @@ class Snapshot:
         body, average = self.network.body, self.network.average
         modules = [body.model, *(body.slots[name] for name in fossils)]
         params = [p for module in modules for p in module.parameters()]
-        averages = dict(zip(average.params, average.average, strict=True))
-        buffers = [b for module in modules for b in module.buffers()]
-        return params, [*params, *buffers, *(averages[p] for p in params)]
+        averages = average.by_tensor()
+        live: list[Tensor] = [*params, *(b for module in modules for b in module.buffers())]
+        return params, [*live, *(averages[t] for t in live if t in averages)]
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
@@ -124,11 +124,10 @@ def vital_tensors(
     modules: Sequence[nn.Module], average: WeightAverage, optimizer: torch.optim.Optimizer
 ) -> list[Tensor]:
     """Return what must stay finite: weights, their averages and optimiser state, and the statistics of norms."""
-    averages = dict(zip(average.params, average.average, strict=True))
+    averages = average.by_tensor()
     params = [p for module in modules for p in module.parameters()]
-    norms = [m for module in modules for m in module.modules() if isinstance(m, Norm)]
-    tensors = [*params, *(averages[p] for p in params), *state_tensors(optimizer, params)]
-    return tensors + [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
+    live: list[Tensor] = [*params, *(b for module in modules for b in norm_statistics(module))]
+    return [*live, *(averages[t] for t in live), *state_tensors(optimizer, params)]
 
 
 def state_tensors(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor]:

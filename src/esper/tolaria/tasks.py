@@ -29,7 +29,7 @@ from esper.tolaria.data import (
 
 IGNORED = -100  # target of tokens that are excluded from losses and scores, as in torch and Hugging Face
 CROP_PAD = 4  # largest shift of an augmented image, in pixels
-TRAINING_FIELDS = ("lr", "momentum", "weight_decay", "seed_lr")
+TRAINING_FIELDS = ("lr", "momentum", "weight_decay", "seed_lr", "warmup_epochs")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,6 +66,12 @@ class Task:
     """Host and seeds are trained with this weight decay, ≥ 0."""
     seed_lr: float = 0.1
     """Seeds are trained with this learning rate, ≥ 0."""
+    lr_schedule: Literal["constant", "wsd"] = "constant"
+    """Both learning rates are constant, or warm up, stay and decay to 0 over the last epochs ("wsd")."""
+    warmup_epochs: float = 1.0
+    """With "wsd", the learning rates rise linearly over the first this many epochs, ≥ 0."""
+    decay_share: float = 0.2
+    """With "wsd", the learning rates decay linearly over this last share of the epochs, from 0 to 1."""
     clip: float = 1.0
     """The gradients of the host, and of each growing seed, are clipped to this norm, above 0; inf does not clip."""
     augment: bool = False
@@ -84,6 +90,10 @@ class Task:
             raise ConfigError(f"task {self.name!r}: optimiser must be 'sgd' or 'adamw', got {self.optimiser!r}")
         if not self.clip > 0.0:
             raise ConfigError(f"task {self.name!r}: clip must be above 0, got {self.clip}; inf does not clip")
+        if self.lr_schedule not in ("constant", "wsd"):
+            raise ConfigError(f"task {self.name!r}: lr_schedule must be 'constant' or 'wsd', got {self.lr_schedule!r}")
+        if not 0.0 <= self.decay_share <= 1.0:
+            raise ConfigError(f"task {self.name!r}: decay_share must lie in [0, 1], got {self.decay_share}")
         for name in TRAINING_FIELDS:
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"task {self.name!r}: {name} must be finite and ≥ 0, got {getattr(self, name)}")
@@ -116,6 +126,18 @@ class Task:
         """Return the host on the meta device: its sizes and sites, without memory or random numbers."""
         with torch.device("meta"):
             return HOSTS[self.host](**self.host_kwargs)
+
+    def lr_factor(self, step: int) -> float:
+        """Return the factor of both learning rates in epoch `step`, counted from 0: the value at its middle."""
+        if self.lr_schedule == "constant":
+            return 1.0
+        return self.warmup_factor(step) * decay_factor(step, self.epochs, self.decay_share)
+
+    def warmup_factor(self, step: int) -> float:
+        """Return the factor of the warm-up in epoch `step`; 1 for a constant learning rate."""
+        if self.lr_schedule == "constant":
+            return 1.0
+        return min(1.0, (step + 0.5) / self.warmup_epochs) if self.warmup_epochs else 1.0
 
     def load_data(self, root: str | Path | None = None) -> Dataset:
         """Return the data with at most `val_size` validation samples; raise DataError if it does not fit the host."""
@@ -202,6 +224,16 @@ class Task:
             meta_host = task.build_host(0)  # raises for a slot that does not exist
         task._check_fit(meta_host, data)
         return task
+
+
+def decay_factor(step: int, epochs: int, share: float) -> float:
+    """Return the factor of a linear decay to 0 over the last `share` of `epochs`, at the middle of epoch `step`.
+
+    After the last epoch the factor stays at that of the last one.
+    """
+    length = share * epochs
+    left = max(epochs - step - 0.5, 0.5)
+    return min(1.0, left / length) if length else 1.0
 
 
 def get_task(name: str) -> Task:
