@@ -1,0 +1,157 @@
+"""Training within compute budgets: one trunk at a constant learning rate, one decay branch per budget.
+
+    session = Session(task, world, unit=full_training_macs(task), rules=Rules(birth="open"))
+    points = session.run(Schedule(["conv_heavy"], start=8), budgets=[0.5, 1.0])
+
+Budgets are multiples of one full training: `task.epochs` epochs of the full structure. A branch copies the trunk when
+the remaining budget equals the decay, lowers the learning rate linearly to 0 without growth, and is measured at its
+end. So every budget has its own decay, and no decay begins before the growth that the budget pays for has ended.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from esper.kasmina.lifecycle import Rules
+from esper.leyline.actions import Operator
+from esper.leyline.costs import live_costs, network_params
+from esper.simic.backend import context_of
+from esper.simic.evaluation import structure_of
+from esper.studies.contract import Point
+from esper.tamiyo.controllers import Controller, Wait
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_state import engine_state, load_engine
+from esper.tolaria.rollout import rollout
+from esper.tolaria.tasks import Task, decay_factor
+
+Structure = dict[str, str]
+"""Blueprint by slot."""
+FULL = {"map": "conv_heavy", "sequence": "block", "vector": "mlp"}
+"""Blueprint of the full structure by layout of the features."""
+
+
+def full_structure(task: Task) -> Structure:
+    """Return the full structure of a task: the largest blueprint in every slot."""
+    slots = Engine(task, [0]).networks[0].body.slots
+    return {name: FULL[slot.site.layout] for name, slot in slots.items()}
+
+
+class Session:
+    """Training of one network in one world, measured at several budgets.
+
+    task        the task; its learning rates follow warm-up, constant, decay
+    world       the world: initialisation, data order, weights of seeds
+    unit        multiply-adds of one full training, the unit of budgets
+    rules       lifecycle rules of growing arms
+    structure   seeds that belong to the host from step 0
+    max_epochs  a trunk ends after this many epochs, also if its budgets are not used up; None sets no limit
+    """
+
+    def __init__(
+        self,
+        task: Task,
+        world: int,
+        *,
+        unit: int,
+        rules: Rules | None = None,
+        structure: Structure | None = None,
+        max_epochs: int | None = None,
+    ) -> None:
+        self.task = replace(task, lr_schedule="wsd")
+        self.world, self.unit, self.rules, self.max_epochs = world, unit, rules or Rules(), max_epochs
+        self.data = task.load_data()
+        self.engine = self._engine()
+        self.engine.lr_factor = self.task.warmup_factor
+        if structure:
+            self.engine.plant_fossils(0, {slot: (name, Operator.ADD) for slot, name in structure.items()})
+        self.started = time.monotonic()
+        self.branch_seconds = 0.0
+
+    @property
+    def spent(self) -> int:
+        """Training multiply-adds of the trunk so far."""
+        return int(self.engine.table.train_macs[0])
+
+    @property
+    def epoch_macs(self) -> int:
+        """Multiply-adds of an epoch of the trunk as it is now."""
+        return self.engine.compute.epoch_macs(self.engine.networks[0])
+
+    @property
+    def epochs(self) -> int:
+        """Epochs of the trunk so far."""
+        return int(self.engine.table.step[0])
+
+    def pretrain(self, epochs: int) -> None:
+        """Train the host without growth for these epochs, decay included, as a model that exists already.
+
+        Its compute does not count. Afterwards the learning rates warm up again.
+        """
+        if not epochs:
+            return
+        self.engine.lr_factor = replace(self.task, epochs=epochs).lr_factor
+        for _ in rollout(self.engine, Wait(), epochs):
+            pass
+        self.engine.table.train_macs[:] = 0
+        self.engine.lr_factor = lambda step: self.task.warmup_factor(step - epochs)
+
+    def run(self, controller: Controller, budgets: Sequence[float]) -> list[Point]:
+        """Train the trunk under a controller and return one point per budget, in ascending order."""
+        points = []
+        for budget in budgets:
+            macs = int(budget * self.unit)
+            while not self._decay_is_due(macs):
+                next(rollout(self.engine, controller, 1))
+            points.append(self.branch(budget, macs))
+        return points
+
+    def _decay_is_due(self, macs: int) -> bool:
+        if self.max_epochs is not None and self.epochs >= self.max_epochs:
+            return True
+        return macs - self.spent - self.epoch_macs < self.task.decay_share * macs
+
+    def branch(self, budget: float, macs: int) -> Point:
+        """Decay a copy of the trunk within what is left of `macs`, and measure it."""
+        started = time.monotonic()
+        fork = self._engine()
+        load_engine(fork, engine_state(self.engine))
+        epochs = max(1, (macs - self.spent) // self.epoch_macs)
+        if self.max_epochs is not None:
+            epochs = min(epochs, max(1, round(self.task.decay_share * self.max_epochs)))
+        begin = self.epochs
+        fork.lr_factor = lambda step: decay_factor(step - begin, epochs, 1.0)
+        for _ in rollout(fork, Wait(), epochs):
+            pass
+        point = self._measure(fork, budget, started)
+        self.branch_seconds += time.monotonic() - started
+        return point
+
+    def _measure(self, engine: Engine, budget: float, started: float) -> Point:
+        table, network = engine.table, engine.networks[0]
+        context = context_of(network.body, self.task.epochs, self.rules.thresholds, self.data.classes)
+        accuracy, loss = network.test(self.data.test)
+        trunk = started - self.started - self.branch_seconds
+        return Point(
+            budget=budget,
+            train_macs=int(table.train_macs[0]),
+            val_quality=float(table.quality[0]),
+            test_quality=accuracy,
+            test_loss=loss,
+            params=int(network_params(table, context.host_params)[0]),
+            macs_per_sample=int(live_costs(table, context)[1][0]),
+            epochs=int(table.step[0]),
+            structure={slot: blueprint for slot, (blueprint, _) in structure_of(engine, 0).items()},
+            seconds=trunk + time.monotonic() - started,
+        )
+
+    def _engine(self) -> Engine:
+        return Engine(self.task, [self.world], rules=self.rules, data=self.data)
+
+
+def full_training_macs(task: Task) -> int:
+    """Return the multiply-adds of one full training: `task.epochs` epochs of the full structure."""
+    engine = Engine(task, [0])
+    engine.plant_fossils(0, {slot: (name, Operator.ADD) for slot, name in full_structure(task).items()})
+    return task.epochs * engine.compute.epoch_macs(engine.networks[0])

@@ -1,0 +1,109 @@
+"""Test the count of training multiply-adds against torch's own counter on real training epochs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+from esper.kasmina.blueprints import blueprints_for
+from esper.kasmina.lifecycle import Rules
+from esper.leyline.actions import Operator
+from esper.leyline.stages import SeedStage
+from esper.tamiyo.controllers import Schedule, Wait
+from esper.tolaria.compute import ComputeMeter, MacCounter, pass_macs
+from esper.tolaria.engine import Engine
+from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.engine_state import engine_state, load_engine
+from esper.tolaria.rollout import rollout
+from esper.tolaria.tasks import Task, get_task
+
+TASKS = {name: replace(get_task(name), batches_per_epoch=3, batch=4, val_size=16) for name in ("quick", "digits", "moby")}
+CASES = [
+    (name, blueprint)
+    for name, layout in (("quick", "map"), ("digits", "vector"), ("moby", "sequence"))
+    for blueprint in ("", *blueprints_for(layout))
+]
+
+
+def planted(task: Task, blueprint: str, operator: Operator = Operator.ADD, **config: object) -> Engine:
+    engine = Engine(task, [0], config=EngineConfig(**config))
+    if blueprint:
+        engine.plant_fossils(0, {task.slots[0]: (blueprint, operator)})
+    return engine
+
+
+@pytest.mark.parametrize(("name", "blueprint"), CASES)
+def test_epoch_count_equals_torchs_counter_on_a_real_epoch(name, blueprint):
+    network = planted(TASKS[name], blueprint).networks[0]
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        network.train_epoch(0)
+    assert 2 * ComputeMeter().epoch_macs(network) == counter.get_total_flops() > 0
+
+
+@pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
+@pytest.mark.parametrize("shadow_every", [1, 2])
+def test_epoch_count_includes_passes_of_isolated_seeds(incubation, shadow_every):
+    config = EngineConfig(incubation=incubation, shadow_every=shadow_every)
+    engine = Engine(TASKS["quick"], [0], config=config)
+    for _ in rollout(engine, Schedule(["conv_light"], start=0), 2):
+        pass
+    network = engine.networks[0]
+    assert SeedStage.TRAINING in engine.table.stage
+    with sdpa_kernel(SDPBackend.MATH), MacCounter() as counter:
+        network.train_epoch(2)
+    assert 2 * ComputeMeter().epoch_macs(network) == counter.flops
+    assert (pass_macs(network).shadow > 0) == (incubation == "shadow")
+
+
+def test_counting_leaves_the_network_and_the_generator_unchanged():
+    network = planted(TASKS["quick"], "conv_heavy").networks[0]
+    before = {k: v.clone() for k, v in network.body.state_dict().items()}
+    torch.manual_seed(3)
+    pass_macs(network)
+    drawn = torch.rand(1)
+    torch.manual_seed(3)
+    assert torch.equal(drawn, torch.rand(1))
+    assert all(torch.equal(before[k], v) for k, v in network.body.state_dict().items())
+    assert all(p.grad is None for p in network.body.parameters())
+
+
+def test_engine_adds_the_cost_of_each_epoch_and_counts_each_structure_once(monkeypatch):
+    from esper.tolaria import compute
+
+    counted = []
+    monkeypatch.setattr(compute, "pass_macs", lambda network: counted.append(1) or pass_macs(network))
+    engine = Engine(TASKS["quick"], [0, 1], rules=Rules(birth="open"))
+    spent = [engine.table.train_macs.copy()]
+    for _ in rollout(engine, Schedule(["conv_light"], start=2), 5):
+        spent.append(engine.table.train_macs.copy())
+    costs = np.diff(spent, axis=0)
+    assert (costs[0] == costs[1]).all() and (costs[2] > costs[1]).all()
+    assert (costs[:, 0] == costs[:, 1]).all()
+    assert len(counted) < 2 * 5  # environments of equal structure share the count
+
+
+def test_spent_compute_survives_a_resume_and_a_rollback():
+    engine = Engine(TASKS["digits"], [0])
+    for _ in rollout(engine, Wait(), 3):
+        pass
+    fresh = Engine(TASKS["digits"], [0])
+    load_engine(fresh, engine_state(engine))
+    assert fresh.table.train_macs[0] == engine.table.train_macs[0] > 0
+    spent = int(engine.table.train_macs[0])
+    engine.governor.roll_back(0, engine.table)
+    assert engine.table.train_macs[0] == spent
+
+
+def test_stacked_strategy_counts_like_the_loop():
+    spent = []
+    for strategy in ("loop", "stacked"):
+        engine = Engine(TASKS["digits"], [0, 1], config=EngineConfig(strategy=strategy))
+        for _ in rollout(engine, Schedule(["mlp"], start=0), 3):
+            pass
+        spent.append(engine.table.train_macs.tolist())
+    assert spent[0] == spent[1]
