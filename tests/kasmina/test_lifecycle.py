@@ -619,3 +619,53 @@ def test_illegal_action_is_recorded_as_wait():
 def test_rules_reject_negative_values(nonsense):
     with pytest.raises(ConfigError, match="must be ≥ 0, got"):
         Rules(**nonsense)
+
+
+# -- open birth
+
+
+OPEN = Rules(birth="open")
+
+
+def test_open_birth_blends_at_full_strength_in_the_same_epoch():
+    table = SlotTable.empty(1, 2)
+    outcome = act(table, OPEN, Op.GERMINATE, blueprint=1, alpha_target=2)
+    assert [effect.kind for effect in outcome.effects] == [EffectKind.BUILD]
+    assert table.stage[0, 0] == SeedStage.BLENDING and table.prev_stage[0, 0] == SeedStage.GERMINATED
+    tick(table, OPEN)
+    assert table.stage[0, 0] == SeedStage.HOLDING and table.alpha[0, 0] == 1.0
+
+
+def test_open_birth_ramps_alpha_from_the_first_epoch():
+    rules = Rules(birth="open", open_ramp=4)
+    table = SlotTable.empty(1, 2)
+    act(table, rules, Op.GERMINATE, blueprint=1, style=0, alpha_target=2)  # LINEAR_ADD
+    alphas = []
+    for _ in range(4):
+        tick(table, rules)
+        alphas.append(float(table.alpha[0, 0]))
+    assert alphas == [0.25, 0.5, 0.75, 1.0]
+    assert table.stage[0, 0] == SeedStage.HOLDING
+
+
+def test_open_birth_without_a_ramp_length_uses_the_tempo():
+    rules = Rules(birth="open", open_ramp=None)
+    table = SlotTable.empty(1, 2)
+    act(table, rules, Op.GERMINATE, blueprint=1, tempo=0, alpha_target=2)
+    for _ in range(3):
+        assert table.stage[0, 0] == SeedStage.BLENDING
+        tick(table, rules)
+    assert table.alpha[0, 0] == 1.0
+
+
+def test_open_birth_does_not_block_the_next_germination():
+    table = SlotTable.empty(1, 2)
+    act(table, OPEN, Op.GERMINATE, 0, blueprint=1)
+    tick(table, OPEN)
+    assert may(table, OPEN, Op.GERMINATE, 1)
+
+
+def test_open_birth_rejects_unknown_settings():
+    for wrong in ({"birth": "sudden"}, {"open_ramp": -1}):
+        with pytest.raises(ConfigError, match="birth|open_ramp"):
+            Rules(**wrong)

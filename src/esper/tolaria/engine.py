@@ -78,8 +78,8 @@ class Engine:
         self.strategy = choose(self.networks) if strategy == "auto" else strategy
         self.batched = BatchedTrainer(self.networks) if self.strategy == "stacked" else None
         self.compute = ComputeMeter()
-        self.lr_factor: Callable[[int], float] = task.lr_factor
-        """Function from a step to its factor of the learning rate; the task's schedule unless replaced."""
+        self.lr_factor: Callable[[int], float] | None = None if task.lr_schedule == "constant" else task.lr_factor
+        """Function from a step to its factor of the learning rates; None does not touch them."""
         # inputs that norms behind slots are calibrated on: the same training samples for every epoch and environment
         self.calibration = self.data.train.x[:128]
         self.judged: list[Coalitions] = []  # the last epoch's coalitions, one per environment
@@ -133,7 +133,8 @@ class Engine:
         guard, steps = self.governor.guard, [int(step) - 1 for step in self.table.step]
         for e, network in enumerate(self.networks):
             self.table.train_macs[e] += guard(e, self.compute.epoch_macs, network) or 0
-            network.set_learning_rate(self.lr_factor(steps[e]))
+            if self.lr_factor is not None:
+                network.set_learning_rate(self.lr_factor(steps[e]))
         if self.batched is None:
             return [guard(e, network.train_epoch, steps[e]) for e, network in enumerate(self.networks)]
         self.batched.train_epoch(steps)
