@@ -22,7 +22,9 @@ from esper.tolaria.engine_state import engine_state, load_engine
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task, get_task
 
-TASKS = {name: replace(get_task(name), batches_per_epoch=3, batch=4, val_size=16) for name in ("quick", "digits", "moby")}
+TASKS = {
+    name: replace(get_task(name), batches_per_epoch=3, batch=4, val_size=16) for name in ("quick", "digits", "moby")
+}
 CASES = [
     (name, blueprint)
     for name, layout in (("quick", "map"), ("digits", "vector"), ("moby", "sequence"))

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+import msgspec
 import numpy as np
 
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.rng import derive_seed
+from esper.simic.backend import context_of, walk
 from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs
 from esper.studies.contract import Arm, Point
 from esper.studies.trainers import trainer
 from esper.tamiyo.controllers import Schedule, Wait
+from esper.tamiyo.controllers.select import Select
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task, get_task
 
@@ -66,18 +68,111 @@ def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
     return session.run(Schedule(names, start=before + arm.settings["start"]), budgets)
 
 
-# -- searches: several trainings within one budget
+# -- searches for a structure within a limit: several trainings share one budget
 
 
-def limited_structures(task: Task, limit: int, rng: np.random.Generator) -> Structure:
-    """Draw a random structure of at most `limit` multiply-adds per sample with the host: any blueprint or none a slot."""
-    engine = Engine(task, [0])
-    costs = engine.networks[0].body.costs()
-    from esper.simic.backend import walk
+class Space:
+    """The structures of a task that cost at most `limit` multiply-adds per sample, host included."""
 
-    host, _ = walk(engine.networks[0].body)
-    while True:
-        drawn = {slot: rng.choice([*prices, ""]) for slot, prices in costs.items()}
-        structure = {slot: str(name) for slot, name in drawn.items() if name}
-        if host + sum(costs[slot][name].macs for slot, name in structure.items()) <= limit:
-            return structure
+    def __init__(self, task: Task, limit: int) -> None:
+        self.task, self.limit = task, limit
+        body = Engine(task, [0]).networks[0].body
+        self.costs, (self.host_macs, _) = body.costs(), walk(body)
+        self.prices = context_of(body, task.epochs, Rules().thresholds)
+
+    def macs(self, structure: Structure) -> int:
+        """Return the multiply-adds per sample of the host with this structure."""
+        return self.host_macs + sum(self.costs[slot][name].macs for slot, name in structure.items())
+
+    def draw(self, rng: np.random.Generator) -> Structure:
+        """Return a random structure within the limit: any blueprint or none in each slot, uniformly."""
+        while True:
+            drawn = {slot: str(rng.choice([*prices, ""])) for slot, prices in self.costs.items()}
+            structure = {slot: name for slot, name in drawn.items() if name}
+            if structure and self.macs(structure) <= self.limit:
+                return structure
+
+    @property
+    def unit(self) -> int:
+        """Training multiply-adds of one full training: the task's epochs at the limit, forward and backward."""
+        return 3 * self.limit * self.task.epochs * self.task.batches_per_epoch * self.task.batch
+
+
+def best_so_far(points: Sequence[Point], budget: float) -> Point:
+    """Return the point of the best validation quality, with the compute of all trainings so far."""
+    best = max(points, key=lambda point: point.val_quality)
+    return msgspec.structs.replace(best, budget=budget, train_macs=sum(point.train_macs for point in points))
+
+
+@trainer("random_search")
+def train_random_search(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
+    """Train random structures one after another, each for one unit; keep the best by validation quality.
+
+    Settings: `limit` (multiply-adds per sample). A budget of n pays for n structures.
+    """
+    own = get_task(task)
+    space = Space(own, arm.settings["limit"])
+    rng = np.random.default_rng(derive_seed(world, "random_search"))
+    tried: list[Point] = []
+    points = []
+    for budget in budgets:
+        while len(tried) < round(budget):
+            session = Session(own, world, unit=space.unit, structure=space.draw(rng), max_epochs=2 * own.epochs)
+            tried += session.run(Wait(), [1.0])
+        points.append(best_so_far(tried, budget))
+    return points
+
+
+@trainer("halving")
+def train_halving(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
+    """Successive halving: 4n random structures for a budget of n; the better half continues, three rounds in all.
+
+    Each round costs a third of the budget. The last round ends with the decay; the best by validation quality wins.
+    Settings: `limit`.
+    """
+    own = get_task(task)
+    space = Space(own, arm.settings["limit"])
+    points = []
+    for budget in budgets:
+        rng = np.random.default_rng(derive_seed(world, "halving"))
+        count = 4 * round(budget)
+        sessions = [
+            Session(own, world, unit=space.unit, structure=space.draw(rng), max_epochs=2 * own.epochs)
+            for _ in range(count)
+        ]
+        used = 0.0
+        for left in (count, count // 2, count // 4):
+            used += budget / 3 / left
+            finals = [session.run(Wait(), [used])[0] for session in sessions]
+            ranked = sorted(range(left), key=lambda i: -finals[i].val_quality)
+            winner = finals[ranked[0]]
+            sessions = [sessions[i] for i in sorted(ranked[: left // 2])]
+        points.append(msgspec.structs.replace(winner, budget=budget, train_macs=int(budget * space.unit)))
+    return points
+
+
+@trainer("select")
+def train_select(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
+    """Plant a seed in every slot and prune the least useful until the limit holds; repeat for larger budgets.
+
+    Settings: `limit`, `families` (lists of blueprints in order of preference, one per training), `judge_epoch` (epoch
+    after which seeds are pruned), `z`.
+    """
+    own = get_task(task)
+    space = Space(own, arm.settings["limit"])
+    families = arm.settings["families"]
+    tried: list[Point] = []
+    points = []
+    for budget in budgets:
+        while len(tried) < min(round(budget), len(families)):
+            session = Session(own, world, unit=space.unit, rules=Rules(birth="open"))
+            controller = Select(
+                space.prices,
+                space.limit,
+                families[len(tried)],
+                judge_from=arm.settings["judge_epoch"],
+                z=arm.settings.get("z", 1.0),
+            )
+            tried += session.run(controller, [1.0])
+        points.append(best_so_far(tried, budget))
+    return points
