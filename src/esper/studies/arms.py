@@ -9,7 +9,7 @@ import numpy as np
 
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.rng import derive_seed
-from esper.simic.backend import context_of, walk
+from esper.simic.backend import context_of
 from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs
 from esper.studies.contract import Arm, Point
 from esper.studies.trainers import trainer
@@ -77,8 +77,9 @@ class Space:
     def __init__(self, task: Task, limit: int) -> None:
         self.task, self.limit = task, limit
         body = Engine(task, [0]).networks[0].body
-        self.costs, (self.host_macs, _) = body.costs(), walk(body)
+        self.costs = body.costs()
         self.prices = context_of(body, task.epochs, Rules().thresholds)
+        self.host_macs = self.prices.host_macs
 
     def macs(self, structure: Structure) -> int:
         """Return the multiply-adds per sample of the host with this structure."""

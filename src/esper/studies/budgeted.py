@@ -18,7 +18,7 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Operator
 from esper.leyline.costs import live_costs, network_params
 from esper.simic.backend import context_of
-from esper.simic.evaluation import structure_of
+from esper.simic.evaluation.comparison import structure_of
 from esper.studies.contract import Point
 from esper.tamiyo.controllers import Controller, Wait
 from esper.tolaria.engine import Engine
