@@ -631,9 +631,9 @@ def test_open_birth_blends_at_full_strength_in_the_same_epoch():
     table = SlotTable.empty(1, 2)
     outcome = act(table, OPEN, Op.GERMINATE, blueprint=1, alpha_target=2)
     assert [effect.kind for effect in outcome.effects] == [EffectKind.BUILD]
-    assert table.stage[0, 0] == SeedStage.BLENDING and table.prev_stage[0, 0] == SeedStage.GERMINATED
+    assert (table.prev_stage[0, 0], table.stage[0, 0]) == (SeedStage.GERMINATED, SeedStage.BLENDING)
     tick(table, OPEN)
-    assert table.stage[0, 0] == SeedStage.HOLDING and table.alpha[0, 0] == 1.0
+    assert (table.stage[0, 0], table.alpha[0, 0]) == (SeedStage.HOLDING, 1.0)
 
 
 def test_open_birth_ramps_alpha_from_the_first_epoch():
@@ -667,5 +667,5 @@ def test_open_birth_does_not_block_the_next_germination():
 
 def test_open_birth_rejects_unknown_settings():
     for wrong in ({"birth": "sudden"}, {"open_ramp": -1}):
-        with pytest.raises(ConfigError, match="birth|open_ramp"):
+        with pytest.raises(ConfigError, match=r"birth|open_ramp"):
             Rules(**wrong)

@@ -84,7 +84,8 @@ def test_engine_adds_the_cost_of_each_epoch_and_counts_each_structure_once(monke
     for _ in rollout(engine, Schedule(["conv_light"], start=2), 5):
         spent.append(engine.table.train_macs.copy())
     costs = np.diff(spent, axis=0)
-    assert (costs[0] == costs[1]).all() and (costs[2] > costs[1]).all()
+    assert (costs[0] == costs[1]).all()
+    assert (costs[2] > costs[1]).all()
     assert (costs[:, 0] == costs[:, 1]).all()
     assert len(counted) < 2 * 5  # environments of equal structure share the count
 

@@ -28,7 +28,7 @@ from esper.tolaria.tasks import Task, decay_factor
 
 Structure = dict[str, str]
 """Blueprint by slot."""
-FULL = {"map": "conv_heavy", "sequence": "block", "vector": "mlp"}
+FULL = {"map": "conv_heavy", "sequence": "mlp", "vector": "mlp"}
 """Blueprint of the full structure by layout of the features."""
 
 

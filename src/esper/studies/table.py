@@ -3,37 +3,74 @@
 from __future__ import annotations
 
 from esper.leyline.errors import unknown_name
+from esper.studies import arms as _registered  # noqa: F401  registers the trainers
 from esper.studies.contract import Arm, Claim, Study
 
-FULL = {"blueprint": "conv_heavy"}
-"""The full structure: this blueprint in every slot of the task."""
+FULL = {"structure": "full"}
+"""The largest blueprint in every slot of the task."""
+LIMIT = {"limit": 110_000}
+"""Limit of multiply-adds per sample: about two thirds of the full structure of `rescue`."""
+
+
+def _planted(name: str, birth: str, start: int, ramp: int = 0) -> Arm:
+    settings = {**FULL, "birth": birth, "start": start, "open_ramp": ramp}
+    return Arm(name=name, kind="planted", settings=settings)
+
 
 _ROWS = (
     Study(
         name="open_birth",
         question="Is it cheaper to add the structure I want during training than to train it from step 0?",
-        task=("rescue", "quick"),
+        task=("rescue",),
         arms=(
             Arm(name="from_start", kind="static", settings=FULL),
-            Arm(name="from_start_steps", kind="static", settings={**FULL, "steps_of": "open_birth"}),
-            Arm(name="no_growth", kind="static", settings={"steps_of": "open_birth"}),
             Arm(name="small_host", kind="static"),
-            Arm(name="wider_host", kind="static", settings={"host": "wider", "size_of": "from_start"}),
-            Arm(name="deeper_host", kind="static", settings={"host": "deeper", "size_of": "from_start"}),
-            Arm(name="isolated_birth", kind="planted", settings={**FULL, "birth": "isolated"}),
-            Arm(name="open_birth", kind="planted", settings={**FULL, "birth": "open", "ramp_epochs": 0}),
-            Arm(name="open_birth_ramped", kind="planted", settings={**FULL, "birth": "open", "ramp_epochs": 8}),
+            Arm(name="wider_host", kind="static", settings={"host": "wider"}),
+            Arm(name="deeper_host", kind="static", settings={"host": "deeper"}),
+            _planted("isolated_birth", "isolated", 1),
+            _planted("open_birth", "open", 8),
+            _planted("open_birth_late", "open", 16),
+            _planted("open_birth_ramped", "open", 8, ramp=8),
+            _planted("ramp_from_start", "open", 0, ramp=16),
         ),
-        budgets=(0.4, 0.6, 0.8, 1.0),
+        budgets=(0.1, 0.2, 0.4, 0.6),
         worlds=(100, 16),
         claims=(
             Claim(arm="open_birth", against="from_start"),
+            Claim(arm="open_birth_late", against="from_start"),
+            Claim(arm="ramp_from_start", against="from_start"),
             Claim(arm="open_birth", against="small_host"),
+            Claim(arm="open_birth", against="wider_host"),
+            Claim(arm="open_birth", against="deeper_host"),
             Claim(arm="open_birth", against="isolated_birth"),
-            Claim(arm="open_birth", against="from_start_steps", at="equal steps"),
             Claim(arm="open_birth", against="from_start", at="frontier area"),
         ),
-        min_worlds=16,
+        min_worlds=8,
+    ),
+    Study(
+        name="unknown_structure",
+        question="I do not know which structure I need: does growing one find it cheaper than a search?",
+        task=("rescue",),
+        arms=(
+            Arm(name="random_search", kind="random_search", settings=LIMIT),
+            Arm(name="successive_halving", kind="halving", settings=LIMIT),
+            Arm(
+                name="select",
+                kind="select",
+                settings={
+                    **LIMIT,
+                    "families": [["conv_heavy"], ["bottleneck"], ["conv_light"], ["depthwise"]],
+                    "judge_epoch": 16,
+                },
+            ),
+        ),
+        budgets=(1.0, 2.0, 4.0),
+        worlds=(100, 16),
+        claims=(
+            Claim(arm="select", against="random_search"),
+            Claim(arm="select", against="successive_halving"),
+        ),
+        min_worlds=8,
     ),
 )
 STUDIES = {study.name: study for study in _ROWS}

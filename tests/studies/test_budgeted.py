@@ -1,0 +1,100 @@
+"""Test budgets: what a branch costs, that it leaves the trunk unchanged, and that growth arms stay within budget."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from esper.kasmina.lifecycle import Rules
+from esper.studies.arms import Space, structure_named
+from esper.studies.budgeted import Session, full_structure, full_training_macs
+from esper.studies.contract import Arm
+from esper.studies.table import STUDIES
+from esper.studies.trainers import TRAINERS, trainer_of
+from esper.tamiyo.controllers import Schedule, Wait
+from esper.tolaria.tasks import get_task
+
+SMALL = replace(get_task("digits"), epochs=10, batches_per_epoch=4, val_size=64)
+
+
+def session(**options: object) -> Session:
+    return Session(SMALL, 0, unit=full_training_macs(SMALL), **options)
+
+
+def test_one_full_training_costs_its_epochs_of_the_full_structure():
+    points = session(structure=full_structure(SMALL)).run(Wait(), [0.5, 1.0])
+    assert [point.epochs for point in points] == [5, 10]
+    assert points[-1].train_macs == full_training_macs(SMALL)
+
+
+def test_planted_network_stays_within_every_budget():
+    budgets = [0.3, 0.6, 1.0]
+    unit = full_training_macs(SMALL)
+    points = session(rules=Rules(birth="open")).run(Schedule(["mlp"], start=2), budgets)
+    for point, budget in zip(points, budgets, strict=True):
+        assert 0.8 * budget * unit < point.train_macs <= budget * unit
+    assert points[-1].structure == full_structure(SMALL)
+
+
+def test_branches_leave_the_trunk_unchanged():
+    alone = session(structure=full_structure(SMALL)).run(Wait(), [1.0])
+    branched = session(structure=full_structure(SMALL)).run(Wait(), [0.3, 0.6, 1.0])
+    assert replace_seconds(branched[-1]) == replace_seconds(alone[-1])
+
+
+def replace_seconds(point: object) -> dict[str, object]:
+    return {name: getattr(point, name) for name in point.__struct_fields__ if name != "seconds"}
+
+
+def test_pretraining_is_not_counted():
+    trained = session()
+    trained.pretrain(4)
+    assert trained.spent == 0
+    assert trained.epochs == 4
+    point = trained.run(Wait(), [0.1])[0]
+    assert point.train_macs <= 0.1 * full_training_macs(SMALL)
+
+
+def test_epoch_limit_ends_a_cheap_host():
+    points = session(max_epochs=6).run(Wait(), [0.5, 1.0])
+    assert all(point.epochs <= 8 for point in points)
+
+
+def test_random_structures_respect_the_limit():
+    space = Space(SMALL, 6_000)
+    rng = np.random.default_rng(0)
+    drawn = [space.draw(rng) for _ in range(20)]
+    assert all(space.macs(structure) <= 6_000 for structure in drawn)
+    assert len({tuple(structure.items()) for structure in drawn}) > 5
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("random_search", {"limit": 6_000}),
+        ("halving", {"limit": 6_000}),
+        ("select", {"limit": 6_000, "families": [["mlp"], ["mlp_small"]], "judge_epoch": 4}),
+    ],
+)
+def test_searches_stay_within_limit_and_budget(kind, settings, monkeypatch):
+    longer = replace(SMALL, epochs=24)  # seeds cannot be pruned before they are 5 epochs old
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: longer)
+    points = TRAINERS[kind](Arm(name="a", kind=kind, settings=settings), "digits", 0, [1.0, 2.0])
+    unit = Space(longer, 6_000).unit
+    for point in points:
+        assert point.macs_per_sample <= 6_000
+        assert point.train_macs <= point.budget * unit
+
+
+def test_every_arm_of_the_table_has_a_trainer():
+    for study in STUDIES.values():
+        for arm in study.arms:
+            trainer_of(arm)
+
+
+def test_structure_names():
+    assert structure_named(SMALL, "none") == {}
+    assert structure_named(SMALL, "full") == full_structure(SMALL)
+    assert set(structure_named(SMALL, "lora").values()) == {"lora"}
