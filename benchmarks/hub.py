@@ -131,7 +131,7 @@ class _Slow:
 
 
 class _Raising:
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, _records: Sequence[Record]) -> None:
         raise OSError("out of order")
 
     def close(self) -> None: ...
@@ -141,7 +141,7 @@ class _Hanging:
     def __init__(self) -> None:
         self.released = threading.Event()
 
-    def write(self, records: Sequence[Record]) -> None:
+    def write(self, _records: Sequence[Record]) -> None:
         self.released.wait()
 
     def close(self) -> None: ...

@@ -157,7 +157,7 @@ def delta_ratio(plot: HostNetwork, name: str, x: Tensor) -> float:
     """rms Δ / rms h over these images, on the averaged weights."""
     body, slot, found = plot.body.eval(), plot.body.slots[name], []
 
-    def look(module: nn.Module, args: Any, h: Tensor) -> None:
+    def look(_module: nn.Module, _args: Any, h: Tensor) -> None:
         assert slot.seed is not None
         found.append((slot.seed(h).square().mean() / h.square().mean()).sqrt().item())
 
