@@ -140,7 +140,7 @@ def test_targets_and_inputs_must_be_of_equal_number():
 
 
 def test_common_mistakes_get_clear_messages():
-    with pytest.raises(GraftError, match="names of modules"):
+    with pytest.raises(GraftError, match="`at` takes module names"):
         esper.graft(small_model(), at=[nn.ReLU()], probe=torch.randn(4, 6))
     with pytest.raises(esper.EsperError, match=r"expected a body from esper\.graft"):
         esper.harden(small_model())

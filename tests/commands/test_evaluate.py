@@ -13,7 +13,7 @@ from esper.commands.evaluate import Arena, config_of, results_tables
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
-from esper.simic.evaluation import Played
+from esper.simic.evaluation.comparison import Played
 from esper.simic.training.config import as_tree, load_config
 from esper.simic.training.training_state import new_network, with_policy_network
 from esper.tamiyo.network import NetworkConfig

@@ -779,7 +779,7 @@ def test_blueprint_violating_a_rule_leaves_table_and_body_unchanged():
 
 
 def test_costs_of_every_blueprint_are_available_before_building():
-    costs = make_grower().costs()
+    costs = make_grower().body.costs()
     assert costs["first"]["conv_light"].params == 336
     assert costs["first"]["conv_light"].macs > 0
 

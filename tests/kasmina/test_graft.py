@@ -356,7 +356,7 @@ def test_graft_errors_suggest_a_fix_and_leave_the_model_unchanged(what: str):
 def test_model_with_a_child_named_esper_is_rejected():
     model = PlainCNN()
     model.esper = nn.Linear(2, 2)
-    with pytest.raises(GraftError, match="rename it"):
+    with pytest.raises(GraftError, match="Rename it"):
         graft(model, "head", probe=images(3))
 
 

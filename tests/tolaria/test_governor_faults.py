@@ -653,8 +653,10 @@ def test_collapsed_host_is_restored_after_three_steps() -> None:
     assert before < 0.7 < math.log(3)
     plot.optimizer.param_groups[0]["lr"] = 0.0
     with torch.no_grad():
-        for tensor in (*plot.body.model.head.parameters(), *plot.average.average[-2:]):
-            tensor.zero_()
+        averages = plot.average.by_tensor()
+        for p in plot.body.model.head.parameters():
+            p.zero_()
+            averages[p].zero_()
     actions = []
     for _ in range(3):
         life.step()

@@ -88,20 +88,36 @@ def test_applied_restores_the_weights_after_an_exception():
     assert module[0].weight.is_contiguous(memory_format=torch.channels_last)
 
 
-def test_norm_statistics_are_averaged_like_the_weights():
+def test_statistics_of_batches_are_averaged_like_the_weights():
     module = make_module()
     average = WeightAverage(module, 0.9)
     slow = [b.double() for b in norm_statistics(module)]
     for n in range(1, 20):
-        module(torch.randn(4, 1, 5, 5, generator=torch.Generator().manual_seed(n)))
+        x = torch.randn(4, 1, 5, 5, generator=torch.Generator().manual_seed(n))
+        with torch.no_grad():
+            features = module[0](x).double()
+        module(x)
         average.update()
         d = min(0.9, (1 + n) / (10 + n))
-        slow = [d * a + (1 - d) * b.double() for a, b in zip(slow, norm_statistics(module), strict=True)]
+        batch = features.mean((0, 2, 3)), features.var((0, 2, 3))  # unbiased, as running statistics are
+        slow = [d * a + (1 - d) * b for a, b in zip(slow, batch, strict=True)]
     live = [b.clone() for b in norm_statistics(module)]
     with average.applied():
         for b, a in zip(norm_statistics(module), slow, strict=True):
             assert torch.allclose(b.double(), a, atol=1e-5)
     assert all(torch.equal(a, b) for a, b in zip(live, norm_statistics(module), strict=True))
+
+
+def test_statistics_of_a_frozen_norm_stay():
+    module = make_module()
+    module(torch.randn(4, 1, 5, 5))
+    average = WeightAverage(module, 0.9)
+    module.eval()
+    module(torch.randn(4, 1, 5, 5))
+    average.update()
+    with average.applied():
+        averaged = [b.clone() for b in norm_statistics(module)]
+    assert all(torch.allclose(a, b) for a, b in zip(averaged, norm_statistics(module), strict=True))
 
 
 @pytest.mark.parametrize("decay", [-0.1, 1.0, float("nan")])

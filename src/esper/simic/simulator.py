@@ -53,6 +53,10 @@ S = SeedStage
 LEARNING_SHARE = np.zeros(NUM_STAGES)
 LEARNING_SHARE[[S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 0.7, 1.0, 1.0, 1.0
 """Fraction of an epoch that a seed learns from. A TRAINING seed has a shadow pass on every other batch only."""
+TRAINING_PASSES = 3
+"""Multiply-adds of a training pass as a multiple of a forward pass: the backward pass takes about two."""
+SAMPLES = 1280
+"""Training samples per epoch, as in the tasks of the presets."""
 SHOCK_KEEP = 0.5
 """Fraction of a disturbance that remains after one epoch."""
 SAME_SPLIT = 0.5
@@ -132,10 +136,11 @@ class Simulator:
         """Apply actions [E, 8], tick, learn for an epoch, measure and record."""
         table = self.table
         outcome = apply(table, actions, self.rules)
-        newborn = table.stage == S.GERMINATED
+        newborn = self._alive() & (table.age == 0)
         self.skill[newborn] = 0.0
         table.params[newborn] = self._cost(self.shape.params)[newborn]
         ticked = tick(table, self.rules)
+        table.train_macs[:] += TRAINING_PASSES * self.macs * SAMPLES
         self._learn()
         self._measure()
         return Outcome(outcome.happened, outcome.effects + ticked)

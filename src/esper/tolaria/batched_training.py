@@ -34,7 +34,7 @@ from esper.leyline.stages import SeedStage
 from esper.tolaria.batched_modules import Wide
 from esper.tolaria.growing_network import train_epoch
 from esper.tolaria.tasks import IGNORED, per_sample_correct
-from esper.tolaria.weight_average import averaging_rate
+from esper.tolaria.weight_average import averaging_rate, inverse_momenta
 
 if TYPE_CHECKING:
     from esper.tolaria.host_network import HostNetwork
@@ -143,6 +143,8 @@ class BatchedEpoch:
         averaged = [(n, own) for n, own in zip(names, self.own_buffers, strict=True) if own[0] in averages]
         self.own_statistics = [[averages[b] for b in own] for _, own in averaged]
         self.statistics = [self.buffers[n] for n, _ in averaged]  # [E, …] each: running statistics of norms
+        self.statistics_before = [b.clone() for b in self.statistics]
+        self.inverse_momenta = inverse_momenta(models[0])
         self.statistic_averages = [torch.stack(own) for own in self.own_statistics]
         options: dict[Tensor, tuple[Any, ...]] = {}
         state: dict[Tensor, dict[str, Any]] = {}
@@ -333,8 +335,10 @@ class BatchedEpoch:
     def _update_average(self, batch: int) -> None:
         weight = self.rates[batch, :, None]
         self.average.mul_(1.0 - weight).addcmul_(self.weights, weight)
-        for average, live in zip(self.statistic_averages, self.statistics, strict=True):
-            average.lerp_(live, weight.view(-1, *[1] * (live.dim() - 1)))
+        columns = self.statistic_averages, self.statistics, self.statistics_before, self.inverse_momenta
+        for average, live, before, inverse in zip(*columns, strict=True):  # see `BatchStatistics`
+            average.lerp_((live - before) * inverse + before, weight)
+            before.copy_(live)
         if self.seeds:
             each = self.rates_list[batch]
             torch._foreach_lerp_(self.seed_averages, [*self.seeds], [each[e] for e in self.seed_rows])

@@ -158,14 +158,19 @@ class Checkpoints:
 
     def _listed(self, warned: set[Path] | None = None) -> list[_Entry]:
         """Return checkpoints with a valid index, in the order of writing. Given `warned`, warn about the others."""
-        entries: list[_Entry] = []
-        for path in _directories(self.root):
-            try:
-                entries.append((path, _read_index(path / INDEX)))
-            except CheckpointError as error:
-                if warned is not None and os.path.lexists(path):
-                    _warn_once(warned, path, error)
-        return sorted(entries, key=lambda entry: entry[1].number)
+        while True:
+            entries: list[_Entry] = []
+            was_removed = False
+            for path in _directories(self.root):
+                try:
+                    entries.append((path, _read_index(path / INDEX)))
+                except CheckpointError as error:
+                    if not os.path.lexists(path):
+                        was_removed = True
+                    elif warned is not None:
+                        _warn_once(warned, path, error)
+            if entries or not was_removed:  # otherwise newer ones replaced all of them: list the directory again
+                return sorted(entries, key=lambda entry: entry[1].number)
 
     def _check_kind(self, kind: str, existing: list[_Entry]) -> None:
         """Raise if there are checkpoints of another kind: they belong to another program and must not be removed."""

@@ -92,6 +92,7 @@ class HostNetwork(GrowingNetwork):
         Dropout is seeded by world and step, so it does not depend on which other environments run.
         """
         self.body.train()
+        self.average.start_epoch()
         with own_generator(derive_seed(self.world, "dropout", step), self.config.device):
             batches = self.task.minibatches(self.data, self.world, step)
             return train_epoch(self, batches, shadow_every=self.config.shadow_every)

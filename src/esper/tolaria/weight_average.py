@@ -3,8 +3,10 @@
 At a constant learning rate the accuracy of raw weights varies by points from batch to batch, that of their average by
 a tenth of a point. Gates and rewards need the latter.
 
-The running statistics of norms are averaged like the weights. Averaged weights with the statistics of the live ones
-can lose 30 points of accuracy for some epochs (docs/studies/stability.md).
+The statistics of BatchNorms are averaged like the weights: averaged weights with the running statistics of the live
+ones can lose 30 points of accuracy for some epochs (docs/studies/stability.md). What is averaged is the statistics of
+each batch, which follow from the change of the running ones. An average of running statistics, which are averages
+themselves, would lag behind the weights.
 """
 
 from __future__ import annotations
@@ -36,6 +38,12 @@ class WeightAverage:
         before = self.by_tensor()
         self.tensors = [*self.module.parameters(), *norm_statistics(self.module)]
         self.average = [before[t] if t in before else t.detach().clone() for t in self.tensors]
+        self.start_epoch()
+        self._params = self.tensors[: len(self.tensors) - len(self._norms.running)]
+
+    def start_epoch(self) -> None:
+        """Note the running statistics of norms, from which the next update computes those of its batch."""
+        self._norms = BatchStatistics(self.module)
 
     def restart(self) -> None:
         """Restart the average from the current weights."""
@@ -50,7 +58,8 @@ class WeightAverage:
     def update(self) -> None:
         """Move the average towards the current weights; call it once per batch."""
         self.updates += 1
-        torch._foreach_lerp_(self.average, self.tensors, averaging_rate(self.decay, self.updates))
+        values = [*self._params, *self._norms.of_batch()]
+        torch._foreach_lerp_(self.average, values, averaging_rate(self.decay, self.updates))
 
     @contextmanager
     def applied(self) -> Iterator[None]:
@@ -64,6 +73,33 @@ class WeightAverage:
     def _swap(self) -> None:
         for t, a in zip(self.tensors, self.average, strict=True):
             t.data, a.data = a.data, t.data
+
+
+class BatchStatistics:
+    """Statistics of the last training batch in every BatchNorm of a module, computed from its running statistics."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.running = norm_statistics(module)
+        self.before = [b.clone() for b in self.running]
+        self.inverse_momenta = inverse_momenta(module)
+
+    @torch.no_grad()
+    def of_batch(self) -> list[Tensor]:
+        """Return means and variances of the batch since the last call; the running ones where no batch was seen."""
+        if not self.running:
+            return []
+        change = torch._foreach_sub(self.running, self.before)
+        torch._foreach_mul_(change, self.inverse_momenta)
+        torch._foreach_add_(change, self.before)
+        torch._foreach_copy_(self.before, self.running)
+        return list(change)
+
+
+def inverse_momenta(module: nn.Module) -> list[float]:
+    """Return 1 / momentum for each of `norm_statistics`; 1 for norms without a momentum."""
+    norms = [m for m in module.modules() if isinstance(m, Norm)]
+    pairs = [(m.momentum, b) for m in norms for b in (m.running_mean, m.running_var)]
+    return [1.0 / momentum if momentum else 1.0 for momentum, b in pairs if b is not None]
 
 
 def norm_statistics(module: nn.Module) -> list[Tensor]:

@@ -376,7 +376,7 @@ def test_last_complete_round_is_saved_when_a_rank_is_lost_during_gather(
     rare = msgspec.structs.replace(SIM, checkpoint_share=1e-9)
     gathered = []
 
-    def gather(*_: Any, poll: Any = None) -> None:
+    def gather(*_: Any, axis: int = 0, poll: Any = None) -> None:
         gathered.append(poll is not None)
         if sum(gathered) == 3:
             raise RankLostError("rank 1 has gone", 1)
