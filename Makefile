@@ -15,8 +15,8 @@ help:  ## this list
 	@echo
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
-run: $(RUN)  ## train a policy on embedded data for about two minutes, compare it, and write a report
-	$(BIN)/esper train --preset quick
+run: $(RUN)  ## grow a network on embedded data in about a minute, compare it with others, write a report
+	$(BIN)/esper grow --task rescue --controller schedule --birth open --lr-schedule wsd --epochs 30
 
 test: $(DEV)  ## the fast tests; SLOW=1 for every test
 	$(PYTEST) $(PICK)

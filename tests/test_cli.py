@@ -87,6 +87,8 @@ def test_terminal_shows_the_lifecycle_of_every_slot_while_running():
         (["grow", "--controller", "heuristics"], "Did you mean 'heuristic'?"),
         (["grow", "--task", "cifar", "--data", "nowhere"], "nowhere"),
         (["grow", "--incubation", "none"], "shadow"),
+        (["grow", "--birth", "sudden"], "isolated"),
+        (["grow", "--lr-schedule", "cosine"], "wsd"),
         (["blueprints", "--task", "rescu"], "Did you mean 'rescue'?"),
     ],
 )

@@ -29,7 +29,25 @@ def names_of_extras() -> set[str]:
     return {IMPORT_NAMES.get(package, package) for package in packages}
 
 
-def test_train_and_its_report_need_no_optional_package(tmp_path):
+TINY = {
+    "grow": [
+        "--task",
+        "digits",
+        "--controller",
+        "schedule",
+        "--birth",
+        "open",
+        "--lr-schedule",
+        "wsd",
+        "--epochs",
+        "4",
+    ],
+    "train": ["--preset", "quick", "--rounds", "1", "--envs", "2", "--epochs", "4"],
+}
+
+
+@pytest.mark.parametrize("command", TINY)
+def test_grow_and_train_and_their_reports_need_no_optional_package(tmp_path, command):
     blocked = names_of_extras()
     assert {"transformers", "duckdb", "playwright", "PIL"} <= blocked
     code = f"""
@@ -38,19 +56,7 @@ sys.modules |= dict.fromkeys({sorted(blocked)!r})
 from esper.cli import main
 sys.exit(main())
 """
-    tiny = [
-        "train",
-        "--preset",
-        "quick",
-        "--rounds",
-        "1",
-        "--envs",
-        "2",
-        "--epochs",
-        "4",
-        "--out",
-        str(tmp_path / "run"),
-    ]
+    tiny = [command, *TINY[command], "--out", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, "-c", code, *tiny], capture_output=True, text=True, check=False, timeout=600)
     assert done.returncode == 0, done.stderr
     assert (tmp_path / "run" / "report.html").exists()

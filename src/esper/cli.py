@@ -58,6 +58,10 @@ def grow(
     data: DataRoot = None,
     compare: Annotated[bool, typer.Option(help="Also train the hosts it is compared with.")] = True,
     incubation: Annotated[str, typer.Option(help="How a seed is trained: shadow or straight_through.")] = "shadow",
+    birth: Annotated[
+        str, typer.Option(help="How a seed begins: isolated or open (joins the host at once).")
+    ] = "isolated",
+    lr_schedule: Annotated[str, typer.Option(help="Learning rate: constant, or wsd (warm-up and decay).")] = "constant",
     threads: Threads = 1,
     telemetry: Annotated[str, typer.Option(help="Telemetry level: off, minimal, normal or debug.")] = "normal",
     tensorboard: TensorBoard = False,
@@ -73,6 +77,7 @@ def grow(
     epoch (several short epochs share one). Ctrl-C loses nothing; a kill loses the epochs since the last checkpoint.
 
     Example:  esper grow --task rescue --seed 1 --out runs/rescue
+    Example:  esper grow --task rescue --controller schedule --birth open --lr-schedule wsd
     Example:  esper grow --resume runs/rescue
     """
     from esper.commands.grow import GrowOptions, resume_grow, run_grow
@@ -80,14 +85,17 @@ def grow(
 
     options = GrowOptions(out, data, tensorboard, allow_inexact)
     if resume is not None:
-        settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "threads", "telemetry")
+        settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "birth", "lr_schedule",
+                    "threads", "telemetry")  # fmt: skip
         sources = {name: context.get_parameter_source(name) for name in settings}
-        given = [f"--{name}" for name, source in sources.items() if source and source.name == "COMMANDLINE"]
+        given = [
+            f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name == "COMMANDLINE"
+        ]
         resume_grow(resume, given, options)
         return
     new = Settings(
         task=task, controller=controller, epochs=epochs, seed=seed, compare=compare, incubation=incubation,
-        threads=threads, telemetry=telemetry,
+        birth=birth, lr_schedule=lr_schedule, threads=threads, telemetry=telemetry,
     )  # fmt: skip
     run_grow(new, options)
 

@@ -41,6 +41,7 @@ from esper.karn.summary import RunSummary
 from esper.karn.worth_plot import plot_worth
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
+from esper.kasmina.lifecycle import Rules
 from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import RunStarted
@@ -63,6 +64,9 @@ from esper.tolaria.host_network import score
 from esper.tolaria.reproducibility import changes
 from esper.tolaria.tasks import Task, get_task
 
+RESULT_NOTES = """\
+gain: points of test accuracy above the host without growth
+10⁹ MACs: billions of multiply-adds spent on training, forward and backward"""
 WORTH_NOTES = """\
 contribution: accuracy with the seed minus without it, before it was committed
 dependence: accuracy that the network would lose now without the seed
@@ -114,8 +118,8 @@ def _grow(
     torch.set_num_threads(settings.threads)
     console, task = Console(), get_task(settings.task)
     controller = make_controller(settings.controller_path or settings.controller)
-    if settings.epochs is not None:
-        task = dataclasses.replace(task, epochs=settings.epochs)
+    task = dataclasses.replace(task, epochs=settings.epochs or task.epochs, lr_schedule=settings.lr_schedule)  # type: ignore[arg-type]
+    rules = Rules(birth=settings.birth)  # type: ignore[arg-type]
     config, level = EngineConfig(incubation=settings.incubation), level_by_name(settings.telemetry)  # type: ignore[arg-type]
     data = task.load_data(options.data_root)
     exact = exact_for(settings, config, data, controller)
@@ -132,7 +136,7 @@ def _grow(
         with stoppable(notice, run.hub.stop_waiting) as stop:
             checkpointer = Checkpointer(run, settings, exact)
             show = partial(progress, console)
-            scene = Scene(run, task, data, settings.seed, config, level, checkpointer, stop, show)
+            scene = Scene(run, task, data, settings.seed, config, rules, level, checkpointer, stop, show)
             try:
                 worth = _train_all(scene, settings, controller, saved, console)
             except SystemExit:
@@ -141,6 +145,7 @@ def _grow(
                 raise
         assert scene.grown is not None
         console.print(summary(scene.results))
+        console.print(Text(RESULT_NOTES, "dim"))
         console.print(seed_table(scene.grown, worth))
         console.print(Text(WORTH_NOTES, "dim"))
         if note := not_in_the_network(scene.grown):
@@ -281,14 +286,14 @@ def live_table(engine: Engine) -> Table:
 def summary(results: list[Result]) -> Table:
     """Return the table that compares the hosts."""
     bare = next((r.accuracy for r in results if r.name == NO_GROWTH), float("nan"))
-    table = Table("", "test accuracy", "gain", "test loss", "parameters", "seconds", box=None,
-                  title="Results with the same data and number of epochs")  # fmt: skip
+    table = Table("", "accuracy", "gain", "loss", "parameters", "10⁹ MACs", box=None,
+                  title="Test results with the same data and number of epochs")  # fmt: skip
     best = max(r.accuracy for r in results)
     for r in results:
         mark = "bold" if r.accuracy == best else ""
         accuracy = f"{r.accuracy:.1%}"
         gain = f"{100 * (r.accuracy - bare):+.1f}" if r.name != NO_GROWTH and np.isfinite(bare) else ""
-        table.add_row(r.name, accuracy, gain, f"{r.loss:.3f}", f"{r.params:,}", f"{r.seconds:.1f}", style=mark)
+        table.add_row(r.name, accuracy, gain, f"{r.loss:.3f}", f"{r.params:,}", f"{r.train_macs / 1e9:.2f}", style=mark)
     return table
 
 

@@ -70,6 +70,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Whether to train the hosts to compare with as well."""
     incubation: str = "shadow"
     """How a TRAINING seed learns: "shadow" or "straight_through", see `EngineConfig`."""
+    birth: str = "isolated"
+    """How a seed begins: "isolated" or "open", see `Rules`."""
+    lr_schedule: str = "constant"
+    """Schedule of the learning rates: "constant" or "wsd", see `Task`."""
     threads: int = 1
     """Threads of PyTorch, ≥ 1."""
     telemetry: str = "normal"
@@ -85,6 +89,8 @@ class Result:
     loss: float = float("nan")
     params: int = 0
     """Parameters of the exported network, without seeds that are still in training."""
+    train_macs: int = 0
+    """Multiply-adds of training, forward and backward, shadow passes included."""
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
 
@@ -171,6 +177,7 @@ class Scene:
     data: Dataset
     seed: int
     config: EngineConfig
+    rules: Rules
     level: Level
     checkpointer: Checkpointer
     stop: Callable[[], None]
@@ -188,7 +195,7 @@ class Scene:
     def engine(self, task: Task | None = None) -> Engine:
         """Return a new engine of this task, data and world."""
         return Engine(
-            task or self.task, [self.seed], rules=Rules(), config=self.config, data=self.data, phases=self.phases
+            task or self.task, [self.seed], rules=self.rules, config=self.config, data=self.data, phases=self.phases
         )
 
     def emitter(self, name: str, engine: Engine) -> TelemetryEmitter:
@@ -240,6 +247,7 @@ class Scene:
                 with phases("checkpoint"):
                     keep(always=len(result.history) == engine.task.epochs)
         result.accuracy, result.loss = engine.networks[0].test(engine.data.test)
+        result.train_macs = int(engine.table.train_macs[0])
         result.params = int(network_params(engine.table, engine.networks[0].host_size)[0])
         emit.episode(engine.table, [name], test_quality=[result.accuracy], test_loss=[result.loss],
                      wall_s=[result.seconds])  # fmt: skip

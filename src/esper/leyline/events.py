@@ -113,6 +113,8 @@ class Step(Event, frozen=True, kw_only=True):
     """What the critic expected before the step."""
     params: int
     """Of host and seeds, those in training too."""
+    train_macs: int | None = None
+    """Multiply-adds spent on training in this episode so far, forward and backward; null where they are not counted."""
     stages: tuple[int, ...]
     """`SeedStage` of every slot, in the order of the run's slots."""
     alphas: tuple[float, ...]

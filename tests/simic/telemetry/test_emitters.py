@@ -192,6 +192,7 @@ def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
         "Step", "Decision", "Lifecycle", "Gradient", "Worth", "Episode", "PhaseProfile",
     }  # fmt: skip
     assert [x.reward for x in hub.of(events.Step)[:2]] == [0.5, -0.5]
+    assert [x.train_macs for x in hub.of(events.Step)[-2:]] == engine.table.train_macs.tolist()
     assert any(w.prospect is not None for w in hub.of(events.Worth))
     judged = [w for w in hub.of(events.Worth) if w.contribution is not None]
     assert judged

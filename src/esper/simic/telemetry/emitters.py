@@ -281,6 +281,7 @@ class TelemetryEmitter:
             "op": [OPS[op] for op in table.last_op.tolist()],
             "committed_quality": map(number, table.committed_quality.tolist()),
             "params": (self.host_params + table.params.sum(1)).tolist(),
+            "train_macs": (macs or None for macs in table.train_macs.tolist()),
             "stages": map(tuple, table.stage.tolist()),
             "alphas": map(tuple, table.alpha.tolist()),
             "blueprints": map(tuple, name[table.blueprint + 1].tolist()),
