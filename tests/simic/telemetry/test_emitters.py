@@ -18,6 +18,7 @@ from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.engine import Engine
+from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import get_task
 from tests.support.random_tables import LIVELY, random_actions, random_legal_actions, random_measurements
 
@@ -202,6 +203,22 @@ def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
     assert first.germinated == sum(x.now == "GERMINATED" and x.env == 0 for x in hub.of(events.Lifecycle)) > 0
     assert first.structure == {"r0c0": "mlp_small"}
     assert {p.phase for p in hub.of(events.PhaseProfile)} >= {"apply", "train", "validate", "coalitions", "worth"}
+
+
+@pytest.mark.parametrize("ramp", [0, 3])
+def test_open_births_are_reported_stage_by_stage(ramp):
+    rules = Rules(birth="open", open_ramp=ramp)
+    engine, hub = Engine(get_task("digits"), [0], rules=rules), Listener(Level.NORMAL)
+    emit = TelemetryEmitter(hub, slots=engine.task.slots, worlds=[0], host_params=engine.networks[0].host_size)
+    for step in rollout(engine, Schedule(start=0), 7):
+        emit.step(engine.table, step.actions, step.result, step.allowed)
+    emit.episode(engine.table, ["a"])
+    first = [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle) if x.slot == "r0c0"]
+    assert first == [
+        ("DORMANT", "GERMINATED", "controller"), ("GERMINATED", "BLENDING", "rules"), ("BLENDING", "HOLDING", "rules"),
+        ("HOLDING", "FOSSILIZED", "controller"),
+    ]  # fmt: skip
+    assert hub.of(events.Episode)[0].germinated == 3
 
 
 def test_episodes_are_counted_and_begin_with_empty_slots():

@@ -66,6 +66,8 @@ def _path(was: int, between: int, now: int, expelled: bool) -> list[int]:
     if now == SeedStage.DORMANT or between == was:
         return [was, now]
     # only a seed expelled by the governor can move three times; its first move follows from the other stages
+    if was == SeedStage.DORMANT and between == SeedStage.BLENDING:  # an open birth without a ramp
+        return [was, int(SeedStage.GERMINATED), between, now]
     via = [int(x) for x in NEXT_STAGES[SeedStage(was)] if expelled and between in NEXT_STAGES[x]]
     return [was, *(via if between not in NEXT_STAGES[SeedStage(was)] else []), between, now]
 
