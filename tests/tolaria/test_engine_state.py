@@ -23,7 +23,11 @@ POISONED = 16
 
 
 def engine(task: str, worlds: int = 2) -> Engine:
-    small = dataclasses.replace(get_task(task), epochs=STEPS, batches_per_epoch=3, batch=16)
+    name, _, birth = task.partition(" ")
+    small = dataclasses.replace(get_task(name), epochs=STEPS, batches_per_epoch=3, batch=16)
+    if birth:  # with a ramp and a learning rate that changes
+        open_birth = Rules(birth="open", open_ramp=3)
+        return Engine(dataclasses.replace(small, lr_schedule="wsd"), range(worlds), rules=open_birth)
     return Engine(small, range(worlds), rules=Rules(thresholds=Thresholds(blend_dwell=2)))
 
 
@@ -43,7 +47,7 @@ def tensors(it: Engine) -> list[torch.Tensor]:
     return found
 
 
-@pytest.mark.parametrize("task", ["digits", "rescue"])
+@pytest.mark.parametrize("task", ["digits", "rescue", "rescue open"])
 @pytest.mark.parametrize("stopped", [0, 3, 9, POISONED, POISONED + 1])
 def test_loaded_engine_continues_bit_for_bit(task: str, stopped: int) -> None:
     whole, first, second = engine(task), engine(task), engine(task)

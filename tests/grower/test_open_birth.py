@@ -1,0 +1,84 @@
+"""Test open births in a user's own loop: the output at birth, the optimiser, saving and export."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import esper
+from esper.leyline.stages import SeedStage
+from tests.support.grower import batch, make_body
+
+OPEN = esper.Rules(birth="open")
+
+
+def make_grower(rules: esper.Rules = OPEN) -> esper.Grower:
+    body = make_body()
+    return esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9), rules=rules, controller=None)
+
+
+def train(grower: esper.Grower, first: int, last: int) -> None:
+    for i in range(first, last):
+        x, y = batch(i)
+        grower.optimizer.zero_grad()
+        torch.manual_seed(i)
+        F.cross_entropy(grower.body(x), y).backward()
+        grower.optimizer.step()
+
+
+def output(grower: esper.Grower) -> torch.Tensor:
+    with torch.no_grad():
+        return grower.body.eval()(batch(99)[0])
+
+
+@pytest.mark.parametrize("ramp", [0, 4])
+def test_birth_changes_no_output_and_no_optimiser_state(ramp):
+    grower = make_grower(esper.Rules(birth="open", open_ramp=ramp))
+    train(grower, 0, 3)
+    host = list(grower.body.model.parameters())
+    before = output(grower)
+    momenta = [grower.optimizer.state[p]["momentum_buffer"].clone() for p in host]
+    grower.germinate("first", "conv_light")
+    assert torch.equal(output(grower), before)
+    assert all(torch.equal(grower.optimizer.state[p]["momentum_buffer"], m) for p, m in zip(host, momenta, strict=True))
+
+
+def test_seed_learns_from_the_first_batch_and_the_host_adapts_to_it():
+    grower = make_grower()
+    grower.body.train()
+    grower.germinate("first", "conv_light")
+    slot = grower.body.slots["first"]
+    assert slot.stage in (SeedStage.BLENDING, SeedStage.HOLDING)
+    weights = [p.detach().clone() for p in slot.parameters()]
+    train(grower, 0, 2)
+    assert any(not torch.equal(p, w) for p, w in zip(slot.parameters(), weights, strict=True))
+    with_seed = output(grower)
+    grower.body.set_slot(slot, slot.stage, 0.0)
+    assert not torch.equal(output(grower), with_seed)
+
+
+def test_saved_run_resumes_bit_for_bit_after_an_open_birth(tmp_path):
+    one = make_grower(esper.Rules(birth="open", open_ramp=3))
+    one.germinate("first", "conv_light")
+    for epoch in range(2):
+        train(one, 4 * epoch, 4 * epoch + 4)
+        one.step([batch(50)])
+    one.save(tmp_path)
+    other = make_grower(esper.Rules(birth="open", open_ramp=3))
+    other.load(tmp_path)
+    for grower in (one, other):
+        train(grower, 8, 12)
+        grower.step([batch(50)])
+    assert torch.equal(output(one), output(other))
+
+
+def test_hardened_model_equals_the_body():
+    grower = make_grower()
+    grower.germinate("first", "conv_light")
+    for epoch in range(2):  # the first step makes it HOLDING, the second measures it there
+        train(grower, 4 * epoch, 4 * epoch + 4)
+        grower.step([batch(50)])
+    grower.fossilize("first")
+    plain = esper.harden(grower.body)
+    assert torch.allclose(plain.eval()(batch(99)[0]), output(grower), atol=1e-6)
