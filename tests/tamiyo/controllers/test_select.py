@@ -1,4 +1,4 @@
-"""Test that `Select` plants every slot once, prunes the least useful seed per multiply-add, and ends within the limit."""
+"""Test that `Select` plants every slot once, prunes the least useful seeds and ends within its limit."""
 
 from __future__ import annotations
 
