@@ -927,7 +927,7 @@ def test_events_reach_the_disk_before_the_save_which_is_an_event_itself(tmp_path
     path = grower.save(tmp_path)
     *_, flushed, event = hub
     assert flushed == "flushed"
-    assert (event.path, event.reason) == (str(path), "asked")
+    assert (event.path, event.reason) == (str(path), "requested")
     assert event.size_bytes == sum(f.stat().st_size for f in path.iterdir())
     assert event.write_ms > 0
 

@@ -114,13 +114,13 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
 
 def exact_for(settings: Settings, config: EngineConfig, data: Dataset, controller: Controller) -> dict[str, str]:
     """Return what must not change for a bit-exact resume: `fingerprint`, and the policy's weights."""
-    found = fingerprint(settings.threads, config.device, data.sha256)
+    facts = fingerprint(settings.threads, config.device, data.sha256)
     if isinstance(controller, Learned):
         digest = hashlib.sha256()
         for tensor in controller.network.state_dict().values():
             digest.update(tensor.contiguous().numpy().tobytes())
-        found["policy"] = digest.hexdigest()[:16]
-    return found
+        facts["policy"] = digest.hexdigest()[:16]
+    return facts
 
 
 class Checkpointer:

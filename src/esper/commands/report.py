@@ -71,10 +71,10 @@ def digest(run: RunSummary) -> Group:
         whole = sum(p.wall_ms for p in phases) or 1.0
         top = ", ".join(f"{escape(printable(p.name, 50))} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES])
         parts.append(f"time: {top}")
-    found = report.troubles(run)
+    problems = report.troubles(run)
     colour = {"error": "red", "warning": "yellow"}
-    parts += [f"[{colour.get(kind, 'yellow')}]{escape(kind)}[/]: {escape(text)}" for kind, text in found]
-    parts.append("" if found else f"[dim]no problems: {sum(run.kinds.values())} events, none lost[/dim]")
+    parts += [f"[{colour.get(kind, 'yellow')}]{escape(kind)}[/]: {escape(text)}" for kind, text in problems]
+    parts.append("" if problems else f"[dim]no problems: {sum(run.kinds.values())} events, none lost[/dim]")
     return Group(*parts)
 
 

@@ -47,10 +47,10 @@ class Workers:
     def _start(self) -> None:
         self.place = Path(tempfile.mkdtemp(prefix="esper-"))
         for rank in range(1, self.count):
-            known = os.environ | {RENDEZVOUS: self._rendezvous(rank), LEADER: str(os.getpid())}
+            environment = os.environ | {RENDEZVOUS: self._rendezvous(rank), LEADER: str(os.getpid())}
             self.processes.append(
                 subprocess.Popen(
-                    [sys.executable, "-m", "esper", *sys.argv[1:]], env=known, stdin=subprocess.DEVNULL,
+                    [sys.executable, "-m", "esper", *sys.argv[1:]], env=environment, stdin=subprocess.DEVNULL,
                     stdout=subprocess.DEVNULL,
                 )
             )  # fmt: skip

@@ -275,7 +275,7 @@ class Grower:
             flush()
         done = saving.save(self, Path(directory), keep=keep, extra=extra)
         self.emit.say(
-            Checkpoint(path=str(done.path), reason="asked", size_bytes=done.size_bytes, write_ms=done.write_ms)
+            Checkpoint(path=str(done.path), reason="requested", size_bytes=done.size_bytes, write_ms=done.write_ms)
         )
         return done.path
 

@@ -28,7 +28,7 @@ PLACE_NOTES = {
     "run": "Directory of the run.",
     "seq": "Place in the run, per rank, from 0.",
     "time_s": "Seconds since 1970.",
-    "rank": "Process that said it.",
+    "rank": "Process that emitted it.",
     "extra": "Fields that this version does not know, as JSON; null where there are none.",
 }
 ATOMS: dict[type, str] = {int: "BIGINT", float: "DOUBLE", str: "VARCHAR", bool: "BOOLEAN"}

@@ -193,9 +193,9 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     scale = typical * need[:, :, None]
     potential = scale * (2.0 * (fit - HOST_HAS) + config.surprise * normal("surprise", *size[1:]))
 
-    fate = uniform(random_bits(keys, "fate", int(np.prod(size[1:])))).reshape(size)
-    bad = fate < config.bad_share
-    stillborn = ~bad & (fate < config.bad_share + config.stillborn_share)
+    draw = uniform(random_bits(keys, "fate", int(np.prod(size[1:])))).reshape(size)
+    bad = draw < config.bad_share
+    stillborn = ~bad & (draw < config.bad_share + config.stillborn_share)
     potential = np.where(bad, -0.6 * scale - 0.3 * np.abs(potential), np.where(stillborn, 0.0, potential))
     return Worlds(
         keys=keys,

@@ -79,8 +79,8 @@ def read_records(directory: Path) -> list[Record]:
 def current_records(study: Study, records: Iterable[Record], jobs: Iterable[Job]) -> dict[Job, Record]:
     """Return the last record of each of these jobs that was made with the present settings of its arm."""
     latest = {(r.task, r.arm, r.world, r.settings_hash): r for r in records}
-    found = {job: latest.get((*job, study.settings_hash(study.arm(job.arm)))) for job in jobs}
-    return {job: record for job, record in found.items() if record is not None}
+    by_job = {job: latest.get((*job, study.settings_hash(study.arm(job.arm)))) for job in jobs}
+    return {job: record for job, record in by_job.items() if record is not None}
 
 
 def points_of(records: Iterable[Record]) -> dict[tuple[str, str, int], tuple[Point, ...]]:

@@ -76,11 +76,11 @@ def must_fit(config: NetworkConfig, weights: Mapping[str, Tensor]) -> None:
     """Raise ValueError unless the weights fit the settings and are finite. Allocates no memory for the network."""
     with torch.device("meta"):
         expected = {name: (tuple(t.shape), t.dtype) for name, t in TamiyoNetwork(config).state_dict().items()}
-    found = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
-    if wrong := sorted({name for name, _ in expected.items() ^ found.items()}):
+    actual = {name: (tuple(t.shape), t.dtype) for name, t in weights.items()}
+    if wrong := sorted({name for name, _ in expected.items() ^ actual.items()}):
         name = wrong[0]
         raise ValueError(
-            f"tensor {name!r} is {found.get(name, 'missing')}, its settings ask for {expected.get(name, 'none')}"
+            f"tensor {name!r} is {actual.get(name, 'missing')}, its settings ask for {expected.get(name, 'none')}"
         )
     if sick := [name for name, t in weights.items() if not bool(t.isfinite().all())]:
         raise ValueError(f"tensor {sick[0]!r} has weights that are NaN or infinite")

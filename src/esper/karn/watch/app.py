@@ -323,7 +323,7 @@ class DetailPage(ScrollPage):
         model = self.watch_app.source.model
         env = model.envs.get(self.env)
         if env is None:
-            self.list.show_all([(("this environment is gone: the run began anew", "dim"),)])
+            self.list.show_all([(("this environment no longer exists: the run restarted", "dim"),)])
             return
         makers = detail_lines(model, env, width)
         self.list.show(len(makers), lambda i: makers[i]())

@@ -94,7 +94,7 @@ class TrainingState:
             "bad_in_a_row": ppo.bad_in_a_row,
             "shuffle": self.shuffle.get_state(),
             "rounds": {name: torch.from_numpy(np.array(column)) for name, column in columns.items()},
-            "told": [msgspec.to_builtins(r.update) for r in rounds],
+            "update_events": [msgspec.to_builtins(r.update) for r in rounds],
             "env_steps": self.result.env_steps,
         }
 
@@ -108,7 +108,7 @@ class TrainingState:
         columns = {name: state["rounds"][name].numpy() for name in _ROUND_COLUMNS}
         self.result.rounds[:] = [
             Round(number=n, update=msgspec.convert(update, Update), **{name: c[n] for name, c in columns.items()})
-            for n, update in enumerate(state["told"])
+            for n, update in enumerate(state["update_events"])
         ]
         self.result.env_steps = state["env_steps"]
 
