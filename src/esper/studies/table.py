@@ -34,7 +34,7 @@ _ROWS = (
             _planted("ramp_from_start", "open", 0, ramp=16),
         ),
         budgets=(0.1, 0.2, 0.4, 0.6),
-        worlds=(100, 16),
+        worlds=(100, 8),
         claims=(
             Claim(arm="open_birth", against="from_start"),
             Claim(arm="open_birth_late", against="from_start"),
@@ -65,7 +65,7 @@ _ROWS = (
             ),
         ),
         budgets=(1.0, 2.0, 4.0),
-        worlds=(100, 16),
+        worlds=(100, 8),
         claims=(
             Claim(arm="select", against="random_search"),
             Claim(arm="select", against="successive_halving"),
