@@ -15,6 +15,7 @@ from esper.studies.runner import check_points, run_jobs, seconds_left, shard_loc
 from tests.studies.test_results import record
 from tests.support import ROOT
 from tests.support.example_studies import example_study, point, train_by_formula
+from tests.support.run_outcomes import heed_signals
 
 STUDY = example_study()
 JOBS = [Job("rescue", arm, world) for world in (100, 101) for arm in ("worse", "better")]
@@ -113,7 +114,8 @@ def test_interrupted_study_ends_at_once_keeps_finished_jobs_and_continues(tmp_pa
     go = tmp_path / "go"
     command = [sys.executable, str(script), str(tmp_path / "out"), str(go)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    process = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True, start_new_session=True,
+                               preexec_fn=heed_signals)  # fmt: skip
     lines = iter(process.stdout.readline, "")
     assert any(line.startswith("[1/2]") for line in lines)
     os.killpg(process.pid, number) if number == signal.SIGINT else process.send_signal(number)
