@@ -215,8 +215,8 @@ def health(run: RunSummary) -> str:
     problems = troubles(run)
     if not problems:
         events = spoken(sum(run.kinds.values()), "count")
-        return f'<p class="health">Nothing amiss: {events} events, none lost; no alarm.</p>'
-    return trouble("Not as it should be", problems)
+        return f'<p class="health">No problems: {events} events, none lost; no alarm.</p>'
+    return trouble("Problems", problems)
 
 
 def trouble(title: str, problems: Sequence[tuple[str, str]]) -> str:

@@ -47,11 +47,13 @@ def _progress(model: WatchModel, now: float, is_narrow: bool) -> list[list[Piece
         if model.rounds > 1:
             parts.append([("round ", "dim"), (f"{model.round}/{model.rounds}", "plain")])
     parts.append([("ran " if is_narrow else "elapsed ", "dim"), (duration(pace.elapsed_s), "plain")])
-    if not over:
+    if not over and pace.eta_s is not None:
         parts.append([("left ", "dim"), (duration(pace.eta_s), "plain")])
     mean = " in the mean" if pace.is_mean and not is_narrow else ""
-    parts.append([(rate(pace.steps_per_s), "plain"), (" steps/s" if is_narrow else " env-steps/s", "dim")])
-    parts.append([(rate(pace.events_per_s), "plain"), (" ev/s" if is_narrow else f" events/s{mean}", "dim")])
+    if pace.steps_per_s is not None:
+        parts.append([(rate(pace.steps_per_s), "plain"), (" steps/s" if is_narrow else " env-steps/s", "dim")])
+    if pace.events_per_s is not None:
+        parts.append([(rate(pace.events_per_s), "plain"), (" ev/s" if is_narrow else f" events/s{mean}", "dim")])
     return parts
 
 
