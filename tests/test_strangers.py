@@ -323,6 +323,12 @@ def test_name_of_a_run_directory_does_not_act_on_the_terminal(place, command):
     assert not [c for c in text if not c.isprintable() and c != "\n"]
 
 
+def test_error_message_does_not_act_on_the_terminal(place):
+    _, errors = run_esper(["report", f"nowhere {ACTS}".replace("\x00", "")])
+    assert "\\x1b]0;owned" in errors
+    assert errors.rstrip("\n").isprintable()
+
+
 def test_differences_of_a_checkpoint_do_not_act_on_the_terminal(capsys):
     must_fit([f"torch: {ACTS} then, 2 now"], allow_inexact=True)
     assert capsys.readouterr().err.rstrip("\n").isprintable()
