@@ -107,7 +107,7 @@ def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptio
             else:
                 follow(config, saved, options, group)
     finally:
-        group.leave()  # after the workers were asked to exit, so that they do not report rank 0 as lost
+        group.leave()  # after the workers began to exit, so that they do not report rank 0 as lost
 
 
 def last_checkpoint(path: Path, rounds: int | None) -> tuple[Saved, TrainConfig]:
