@@ -1,47 +1,10 @@
-"""Intervals equal a slow implementation; frontiers and verdicts equal results worked out by hand."""
+"""Frontiers and verdicts equal results worked out by hand."""
 
-import math
-import random
-
-import numpy as np
 import pytest
 
 from esper.studies.contract import Claim
-from esper.studies.statistics import frontier_height, paired, summarize
+from esper.studies.statistics import frontier_height, summarize
 from tests.support.example_studies import example_study, point
-
-
-def slow_interval(differences):
-    """Return mean and percentile interval of the mean: 10,000 resamples, loops only."""
-    n = len(differences)
-    draws = np.random.default_rng(0).integers(0, n, (10_000, n)).tolist()
-    means = sorted(sum(differences[i] for i in draw) / n for draw in draws)
-
-    def percentile(share):
-        place = share * (len(means) - 1)
-        below = math.floor(place)
-        return means[below] + (place - below) * (means[min(below + 1, len(means) - 1)] - means[below])
-
-    return sum(differences) / n, percentile(0.025), percentile(0.975)
-
-
-@pytest.mark.parametrize("worlds", [1, 2, 7, 16])
-def test_paired_difference_equals_the_slow_implementation(worlds):
-    rng = random.Random(worlds)
-    ours = {w: rng.random() for w in range(worlds)}
-    theirs = {w: rng.random() for w in range(worlds)}
-
-    lead = paired(ours, theirs)
-
-    assert lead[:3] == pytest.approx(slow_interval([ours[w] - theirs[w] for w in ours]))
-    assert lead.wins == sum(ours[w] > theirs[w] for w in ours)
-
-
-def test_pairs_are_the_common_worlds_and_a_tie_is_neither_win_nor_loss():
-    lead = paired({1: 0.5, 2: 0.5, 3: 0.9, 4: 0.1}, {4: 0.2, 3: 0.3, 2: 0.5, 9: 0.0})
-    assert lead.mean == pytest.approx((0.0 + 0.6 - 0.1) / 3)
-    assert (lead.wins, lead.ties, lead.losses) == (1, 1, 1)
-    assert paired({1: 0.5}, {2: 0.5}) is None
 
 
 def test_frontier_keeps_the_best_point_by_validation_and_weighs_doublings_equally():

@@ -19,12 +19,13 @@ from rich.text import Text
 
 from esper.commands import plainly
 from esper.karn.dots import dots
-from esper.karn.held_out import HeldOut, Lead, lead_text
+from esper.karn.held_out import HeldOut, lead_text
 from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
+from esper.leyline.paired import Difference, compare
 from esper.nissa.run import read_manifest
 from esper.simic.backend import Backend, HostBackend
-from esper.simic.evaluation.comparison import Played, best_schedule_on, compare, from_start, play, static
+from esper.simic.evaluation.comparison import Played, best_schedule_on, from_start, play, static
 from esper.simic.evaluation.no_growth_baseline import BASELINES
 from esper.simic.evaluation.sim_oracle import FollowPlans
 from esper.simic.evaluation.sim_oracle import best_schedule as best_plan
@@ -195,7 +196,7 @@ def figures(played: Sequence[Played]) -> dict[str, Any]:
             for column in ("test", "utility"):
                 ours, theirs = getattr(first, column), getattr(p, column)
                 if np.isfinite(ours).all() and np.isfinite(theirs).all():
-                    row[f"{column}_lead"] = compare(ours, theirs)._asdict()
+                    row[f"{column}_lead"] = msgspec.to_builtins(compare(ours, theirs))
         rows.append(row)
     return {"worlds": first.worlds, "rows": rows}
 
@@ -234,7 +235,7 @@ def contenders(*columns: str) -> Table:
     return table
 
 
-def lead(value: Lead | None, unit: str) -> str:
+def lead(value: Difference | None, unit: str) -> str:
     """Format the lead of the first row with its interval; "" if there is none."""
     if value is None:
         return ""

@@ -39,7 +39,9 @@ def frontier_chart(summary: Summary, task: str) -> str:
     rows = [row for row in summary.rows if row.task == task and row.budget]
     curves: dict[str, Curve] = {}
     for row in rows:
-        curves.setdefault(row.arm, []).append((row.full_trainings or 0.0, *row.value))
+        curves.setdefault(row.arm, []).append(
+            (row.full_trainings or 0.0, row.value.mean, row.value.low, row.value.high)
+        )
     x0, x1 = (limit(math.log2(x) for curve in curves.values() for x, *_ in curve) for limit in (min, max))
     y0, y1 = (limit(y for curve in curves.values() for point in curve for y in point[1:]) for limit in (min, max))
 

@@ -17,6 +17,7 @@ from esper.karn.html import cell, section, table
 from esper.karn.summary import RunSummary
 from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import seal_json, unseal_json
+from esper.leyline.paired import Difference
 from esper.leyline.text import cut, printable
 
 HELD_OUT = "held_out.json"
@@ -32,19 +33,6 @@ class Figure(msgspec.Struct, frozen=True):
     """Standard deviation over worlds."""
 
 
-class Lead(msgspec.Struct, frozen=True):
-    """Lead of the first row: the mean of the per-world differences and its bootstrap 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the interval lies on one side of 0."""
-        return self.low > 0 or self.high < 0
-
-
 class Row(msgspec.Struct, frozen=True):
     """One controller. None: the figure does not exist for this kind of host."""
 
@@ -53,8 +41,8 @@ class Row(msgspec.Struct, frozen=True):
     utility: Figure | None = None
     params: Figure | None = None
     macs: Figure | None = None
-    test_lead: Lead | None = None
-    utility_lead: Lead | None = None
+    test_lead: Difference | None = None
+    utility_lead: Difference | None = None
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -123,14 +111,14 @@ def figure(value: Figure | None, unit: str) -> str:
     return f"{value.mean:+.4f} ± {value.sd:.4f}"
 
 
-def lead(value: Lead | None, unit: str) -> str:
+def lead(value: Difference | None, unit: str) -> str:
     """Format a difference with its interval, in percentage points or as a utility."""
     if value is None:
         return cell(None)
     return f"<b>{lead_text(value, unit)}</b>" if value.is_sure else lead_text(value, unit)
 
 
-def lead_text(value: Lead, unit: str) -> str:
+def lead_text(value: Difference, unit: str) -> str:
     """Return a difference and its interval as text, in percentage points or as a utility."""
     numbers = (value.mean, value.low, value.high)
     mean, low, high = (f"{100 * v:+.1f}" if unit == "percent" else f"{v:+.4f}" for v in numbers)

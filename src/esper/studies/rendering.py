@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import groupby
 
-from esper.simic.evaluation.comparison import Difference
-from esper.studies.statistics import Lead, Row, Summary, Verdict
+from esper.leyline.paired import Difference
+from esper.studies.statistics import Row, Summary, Verdict
 
 METRICS = {"test_quality": "test quality", "val_quality": "val quality", "test_loss": "test loss"}
 Cells = tuple[str, ...]
@@ -41,8 +41,8 @@ def _number(metric: str, value: float, sign: str = "") -> str:
     return text.replace("-", "−")
 
 
-def _difference(metric: str, lead: Lead | Difference) -> str:
-    mean, low, high = (_number(metric, value, "+") for value in lead[:3])
+def _difference(metric: str, lead: Difference) -> str:
+    mean, low, high = (_number(metric, value, "+") for value in (lead.mean, lead.low, lead.high))
     return f"{mean} [{low}, {high}]"
 
 

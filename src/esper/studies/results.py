@@ -10,13 +10,12 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
 from esper.leyline.atomic_io import locked, open_own, read_regular
 from esper.studies.contract import Point, Study
-from esper.studies.statistics import Summary
 
 RESULTS = "results.jsonl"
 LARGEST_FILE = 1 << 30
@@ -49,7 +48,7 @@ class SavedStudy(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     study: Study
     versions: list[dict[str, str]]  # the different ones of the records
-    summary: Summary
+    summary: Any  # the tables, for people; `scripts/study_tables.py` computes them from the records
     records: list[Record]
 
 

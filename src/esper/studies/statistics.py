@@ -1,7 +1,7 @@
 """Statistics of a study: paired differences with bootstrap intervals, frontiers and verdicts.
 
 Differences are taken world by world, over the worlds that both arms have. Intervals are 95 % percentile bootstrap
-intervals of the mean over worlds (`simic.evaluation.comparison.compare`: 10,000 resamples, fixed rng_seed).
+intervals of the mean over worlds (`leyline.paired.compare`: 10,000 resamples, fixed rng_seed).
 """
 
 from __future__ import annotations
@@ -9,29 +9,18 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, TypeAlias
 
 import msgspec
 import numpy as np
 
-from esper.simic.evaluation.comparison import Difference, compare
+from esper.leyline.paired import Difference, Lead, compare, paired
 from esper.studies.contract import Claim, Point, Study
 
 EQUAL_COMPUTE = 1.05
 """Ratio of training multiply-adds up to which two arms count as equal. Trainings end after whole epochs."""
 Results: TypeAlias = Mapping[tuple[str, str, int], Sequence[Point]]
 """Points by task, arm and world."""
-
-
-class Lead(NamedTuple):
-    """Mean paired difference of two arms, its interval, and the worlds in which it is above, at and below 0."""
-
-    mean: float
-    low: float
-    high: float
-    wins: int
-    ties: int
-    losses: int
 
 
 class Row(msgspec.Struct, frozen=True, kw_only=True):
@@ -63,15 +52,6 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     metric: str
     rows: list[Row]
     verdicts: list[Verdict]
-
-
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Lead | None:
-    """Return the difference over the common worlds; None if there is none."""
-    worlds = sorted(ours.keys() & theirs.keys())
-    if not worlds:
-        return None
-    a, b = (np.array([values[w] for w in worlds]) for values in (ours, theirs))
-    return Lead(*compare(a, b), int((a > b).sum()), int((a == b).sum()), int((a < b).sum()))
 
 
 def frontier_height(points: Sequence[Point], metric: str) -> float:

@@ -1,4 +1,4 @@
-"""Comparing controllers: the same worlds for all, and intervals with the stated coverage."""
+"""Comparing controllers: the same worlds for all."""
 
 import dataclasses
 
@@ -7,7 +7,7 @@ import pytest
 
 from esper.leyline.actions import Operator
 from esper.simic.backend import HostBackend
-from esper.simic.evaluation.comparison import AT_ONCE, best_schedule_on, compare, from_start, play, static
+from esper.simic.evaluation.comparison import AT_ONCE, best_schedule_on, from_start, play, static
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, Schedule, Wait
@@ -21,23 +21,6 @@ REWARD = RewardConfig()
 @pytest.fixture(scope="module")
 def backend():
     return HostBackend(dataclasses.replace(get_task("digits"), epochs=18))
-
-
-def test_interval_has_the_stated_coverage():
-    rng = np.random.default_rng(0)
-    covered = 0
-    for i in range(300):
-        world = rng.normal(0, 5, 20)  # what is common to both cancels out
-        ours, theirs = world + rng.normal(0.3, 0.5, 20), world + rng.normal(0, 0.5, 20)
-        low, high = compare(ours, theirs, repeats=500, seed=i)[1:]
-        covered += low <= 0.3 <= high
-    assert 0.88 <= covered / 300 <= 0.98
-
-
-def test_difference_is_significant_only_if_its_interval_excludes_zero():
-    assert compare(np.arange(20) + 1.0, np.arange(20)).is_sure
-    assert not compare(np.array([1.0, -1.0] * 10), np.zeros(20)).is_sure
-    assert compare(np.zeros(5), np.ones(5)) == (-1.0, -1.0, -1.0)
 
 
 def test_simulated_worlds_do_not_depend_on_controller_or_other_worlds():

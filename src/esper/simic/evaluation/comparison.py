@@ -1,4 +1,4 @@
-"""Compare controllers on the same worlds, with paired differences and confidence intervals.
+"""Run controllers and static hosts in the same worlds, to compare them with `leyline.paired.compare`.
 
     grown = play(backend, controller, worlds, reward)        # one episode per world
     compare(grown.utility, other.utility)                   # mean difference, bootstrap 95 % interval
@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 import numpy as np
 
@@ -60,28 +59,6 @@ class Played:
         return cls(
             name, [w for p in parts for w in p.worlds], structures=[s for p in parts for s in p.structures], **columns
         )
-
-
-class Difference(NamedTuple):
-    """Mean difference and the bounds of its 95 % interval."""
-
-    mean: float
-    low: float
-    high: float
-
-    @property
-    def is_sure(self) -> bool:
-        """Whether the interval excludes 0."""
-        return self.low > 0 or self.high < 0
-
-
-def compare(ours: Floats, theirs: Floats, *, repeats: int = 10_000, seed: int = 0) -> Difference:
-    """Return the mean difference over worlds with its bootstrap 95 % interval."""
-    difference = np.asarray(ours, dtype=np.float64) - np.asarray(theirs, dtype=np.float64)
-    rng = np.random.default_rng(seed)
-    means = difference[rng.integers(0, len(difference), (repeats, len(difference)))].mean(axis=1)
-    low, high = np.quantile(means, [0.025, 0.975])
-    return Difference(float(difference.mean()), float(low), float(high))
 
 
 def play(
