@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from itertools import groupby
 
 from esper.leyline.paired import Difference
+from esper.studies.mixing import Mixing
 from esper.studies.statistics import Row, Summary, Verdict
 
 METRICS = {"test_quality": "test quality", "val_quality": "val quality", "test_loss": "test loss"}
@@ -21,6 +22,13 @@ def tables(summary: Summary) -> Iterator[tuple[str, list[Cells]]]:
         worlds = f"{counts[0]} worlds" if len(counts) == 1 else f"{counts[0]} to {counts[-1]} worlds"
         title = "best so far, mean over budgets" if budget is None else f"{budget:g} × one full training"
         yield f"{task}, {title}, {worlds}, 95 % intervals", [header, *(_cells(summary.metric, row) for row in rows)]
+    for task, times in groupby(summary.mixing, key=lambda mixing: mixing.task):
+        cells = [(each.arm, each.against, _mixing(each)) for each in times]
+        yield f"{task}, mixing time after the first seed", [("arm", "against", "epochs"), *cells]
+
+
+def _mixing(mixing: Mixing) -> str:
+    return f"> {mixing.observed:.0f}" if mixing.epochs is None else f"{mixing.epochs:.0f}"
 
 
 def _cells(metric: str, row: Row) -> Cells:

@@ -16,6 +16,7 @@ import numpy as np
 
 from esper.leyline.paired import Difference, Lead, compare, paired
 from esper.studies.contract import Claim, Point, Study
+from esper.studies.mixing import Mixing, mixing_times
 
 EQUAL_COMPUTE = 1.05
 """Ratio of training multiply-adds up to which two arms count as equal. Trainings end after whole epochs."""
@@ -52,6 +53,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     metric: str
     rows: list[Row]
     verdicts: list[Verdict]
+    mixing: list[Mixing] = []
 
 
 def frontier_height(points: Sequence[Point], metric: str) -> float:
@@ -78,7 +80,8 @@ def summarize(study: Study, results: Results, metric: str) -> Summary:
         for budget in ((claim.budget,) if claim.budget or claim.at == "frontier area" else study.budgets)
     ]
     rows = [row for task in study.task for row in _rows(study, results, task, metric)]
-    return Summary(metric=metric, rows=rows, verdicts=verdicts)
+    mixing = list(mixing_times(study, results, metric))
+    return Summary(metric=metric, rows=rows, verdicts=verdicts, mixing=mixing)
 
 
 def _rows(study: Study, results: Results, task: str, metric: str) -> Iterator[Row]:
