@@ -113,6 +113,14 @@ def train(
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting. Can be repeated.")
     ] = None,
+    ab: Annotated[
+        list[str] | None,
+        typer.Option(
+            "--ab",
+            metavar="A.B=C",
+            help="Train twice over the same worlds, without and with this setting, and compare. Can be repeated.",
+        ),
+    ] = None,
     start_from: Annotated[str | None, typer.Option(help="Run or policy file with the initial policy.")] = None,
     resume: Resume = None,
     allow_inexact: AllowInexact = False,
@@ -133,13 +141,21 @@ def train(
 
     Example:  esper train --sim --preset sim
     Example:  esper train --task rescue --rounds 60 --workers 2 --set ppo.lr=5e-4
+    With --ab, two runs are trained one after the other, OUT/a and OUT/b, and compared as `esper compare` does.
+
     Example:  esper train --resume runs/mine
+    Example:  esper train --sim --preset sim --ab ppo.lr=1e-3 --out runs/lr
     """
     from esper.commands.train import TrainOptions, run_train
 
     more = {"task": task, "simulated": sim or None, "rounds": rounds, "envs": envs, "epochs": epochs, "seed": seed,
             "start_from": start_from, "telemetry": telemetry}  # fmt: skip
     options = TrainOptions(resume, allow_inexact, workers, out, data, compare, tensorboard)
+    if ab:
+        from esper.commands.ab import run_ab
+
+        run_ab(options, ab, preset=preset, config_file=config, sets=sets or [], more=more, show=show)
+        return
     run_train(options, preset=preset, config_file=config, sets=sets or [], more=more, show=show)
 
 
@@ -251,6 +267,30 @@ def report(
     from esper.commands.report import run_report
 
     run_report(runs, out, json, open_browser)
+
+
+@app.command()
+def compare(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(help="Run directories, or directories of `esper eval --out`. The first is the reference."),
+    ],
+    json: Json = False,
+) -> None:
+    """Compare runs in the worlds that they have in common.
+
+    Prints quality, utility, parameters and training multiply-adds with paired differences and bootstrap 95 %
+    intervals, and what the runs decided differently: operations, blueprints, and the first different decision in each
+    world. Of `esper train`, the last episode in each world and the held-out comparison count; of `esper grow`, the
+    grown host (runs that differ in --seed only count as one); of `esper eval`, the first controller. A single
+    directory is compared within itself.
+
+    Example:  esper compare runs/a runs/b
+    Example:  esper compare runs/mine/eval
+    """
+    from esper.commands.compare import run_compare
+
+    run_compare(runs, json)
 
 
 @app.command()

@@ -50,7 +50,7 @@ def test_tables_of_real_hosts_fit_into_80_columns():
         Played(name, [0, 1, 2], *(size * (1 + rng.random(3)) for size in (0.4, 0.4, 1e6, 1e9, 0.1))) for name in names
     ]
     out = io.StringIO()
-    Console(file=out, width=80).print(results_tables(figures(played), simulated=False))
+    Console(file=out, width=80).print(results_tables(figures(played, "digits"), simulated=False))
     text = out.getvalue()
     assert max(map(len, text.splitlines())) <= 80
     assert "…" not in text

@@ -150,7 +150,7 @@ def run_eval(
     worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
     console = Console(stderr=as_json)
     played = arena.play_all(names, worlds, console)
-    facts = figures(played)
+    facts = figures(played, config.task_label)
     if out is not None:
         write_atomically(out / "eval.json", (json.dumps(facts, indent=1) + "\n").encode())
         plot = dots([(p.name, p.utility.tolist()) for p in played], "Utility in held-out worlds")
@@ -181,8 +181,8 @@ def config_of(names: Sequence[str], task: str | None, simulated: bool) -> TrainC
     return load_config(more=more)
 
 
-def figures(played: Sequence[Played]) -> dict[str, Any]:
-    """Return all results as plain data. Differences are leads of the first controller."""
+def figures(played: Sequence[Played], task: str) -> dict[str, Any]:
+    """Return all results on a task as plain data. Differences are leads of the first controller."""
     first = played[0]
     rows = []
     for p in played:
@@ -198,7 +198,7 @@ def figures(played: Sequence[Played]) -> dict[str, Any]:
                 if np.isfinite(ours).all() and np.isfinite(theirs).all():
                     row[f"{column}_lead"] = msgspec.to_builtins(compare(ours, theirs))
         rows.append(row)
-    return {"worlds": first.worlds, "rows": rows}
+    return {"task": task, "worlds": first.worlds, "rows": rows}
 
 
 def results_tables(facts: Mapping[str, Any], simulated: bool) -> Group:

@@ -173,7 +173,11 @@ def _recording(
         "controller": settings.controller,
         "seed": settings.seed,
         "threads": settings.threads,
-        "config": {"task": settings_of(task), "engine": msgspec.to_builtins(config)},
+        "config": {
+            "task": settings_of(task),
+            "engine": msgspec.to_builtins(config),
+            "rules": {"birth": settings.birth},
+        },
         "data": {data.name: data.sha256},
     }
     return record(task.name, out=options.out, level=level, manifest=manifest, tensorboard=options.tensorboard)

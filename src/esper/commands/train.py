@@ -70,8 +70,11 @@ class TrainOptions:
 def run_train(
     options: TrainOptions, *, preset: str | None, config_file: Path | None, sets: list[str], more: dict[str, Any],
     show: bool,
-) -> None:  # fmt: skip
-    """Train a policy from a config or from a checkpoint, or only print the config if `show`."""
+) -> Path | None:  # fmt: skip
+    """Train a policy from a config or from a checkpoint, or only print the config if `show`.
+
+    Return the run directory, or None if `show` or if this process is not rank 0.
+    """
     with ownership(options.resume) as lock:
         if options.resume is not None:
             settings = {"preset": preset, "config": config_file, "set": sets or None, "out": options.out} | more
@@ -83,14 +86,14 @@ def run_train(
             config = with_policy_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
         if show:
             print(json.dumps(as_tree(config), indent=1))
-            return
+            return None
         must_be_usable(config.engine.device)
         torch.set_num_threads(config.threads)
-        train_in_group(config, saved, options, lock)
+        return train_in_group(config, saved, options, lock)
 
 
-def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptions, lock: Lock | None) -> None:
-    """Start or join the process group and train, as rank 0 or as another rank."""
+def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptions, lock: Lock | None) -> Path | None:
+    """Start or join the process group and train, as rank 0, which returns the run directory, or as another rank."""
     group = ProcessGroup()
     try:
         with terminable(), Workers(options.workers) as workers:
@@ -103,9 +106,9 @@ def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptio
                     "on the number of environments per process. Use engine.strategy=loop, or one process"
                 )
             if group.leads:
-                lead(config, saved, options, group, workers, lock)
-            else:
-                follow(config, saved, options, group)
+                return lead(config, saved, options, group, workers, lock)
+            follow(config, saved, options, group)
+            return None
     finally:
         group.leave()  # after the workers began to exit, so that they do not report rank 0 as lost
 
@@ -129,7 +132,7 @@ def last_checkpoint(path: Path, rounds: int | None) -> tuple[Saved, TrainConfig]
 def facts_of(saved: Saved) -> dict[str, Any]:
     """Return the manifest fields of the run that wrote this checkpoint."""
     config = built(TrainConfig, run_metadata(saved)["config"])
-    return {"task": "sim" if config.simulated else config.task} | manifest_of(config)
+    return {"task": config.task_label} | manifest_of(config)
 
 
 def manifest_of(config: TrainConfig) -> dict[str, Any]:
@@ -140,9 +143,9 @@ def manifest_of(config: TrainConfig) -> dict[str, Any]:
 def lead(
     config: TrainConfig, saved: Saved | None, options: TrainOptions, group: ProcessGroup, workers: Workers,
     lock: Lock | None,
-) -> None:  # fmt: skip
-    """Run the command as rank 0, which owns the run directory."""
-    console, label = Console(), "sim" if config.simulated else config.task
+) -> Path:  # fmt: skip
+    """Run the command as rank 0, which owns the run directory. Return the directory."""
+    console, label = Console(), config.task_label
     env = make_env(config, options.data_root, group)  # an error in data, device or policy leaves no run behind
     if saved is not None:
         must_fit(differences(saved, config, env.backend), options.allow_inexact)
@@ -187,6 +190,7 @@ def lead(
         run.emitted = dict(enumerate(group.gather_ints(run.hub.next_seq)))
     with losses_decide_exit_code(run):
         conclude(config, options, run.path, trained, console)
+    return run.path
 
 
 def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: TrainingResult, console: Console) -> None:
@@ -202,7 +206,8 @@ def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: Tr
     if options.compare:
         arena = Arena(config, data_root=options.data_root, baselines=path / BASELINES)
         worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
-        facts = figures(arena.play_all([str(path), "heuristic", "schedule", "random", "none"], worlds, console))
+        names = [str(path), "heuristic", "schedule", "random", "none"]
+        facts = figures(arena.play_all(names, worlds, console), config.task_label)
         held_out.write(path, facts, config.rounds)
         console.print(results_tables(facts, config.simulated))
     written = karn_report.write([RunSummary.of(path)], path / "report.html")

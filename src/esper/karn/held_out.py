@@ -31,18 +31,23 @@ class Figure(msgspec.Struct, frozen=True):
     mean: float
     sd: float
     """Standard deviation over worlds."""
+    worlds: list[float] = []
+    """Value of each world, in the order of `HeldOut.worlds`."""
 
 
 class Row(msgspec.Struct, frozen=True):
     """One controller. None: the figure does not exist for this kind of host."""
 
     name: str
+    quality: Figure | None = None
     test: Figure | None = None
     utility: Figure | None = None
     params: Figure | None = None
     macs: Figure | None = None
     test_lead: Difference | None = None
     utility_lead: Difference | None = None
+    structures: list[dict[str, str]] = []
+    """Slot → blueprint of the network at the end, per world; empty for simulated hosts."""
 
 
 class HeldOut(msgspec.Struct, frozen=True):
@@ -52,6 +57,7 @@ class HeldOut(msgspec.Struct, frozen=True):
     rows: list[Row]
     rounds: int | None = None
     """Training rounds of the compared policy."""
+    task: str | None = None
 
 
 def write(run: Path, figures: Mapping[str, Any], rounds: int) -> Path:

@@ -36,6 +36,11 @@ class Lead(Difference, frozen=True):
     ties: int
     losses: int
 
+    @property
+    def is_sure(self) -> bool:
+        """Whether the interval excludes 0. One world has no interval."""
+        return super().is_sure and self.wins + self.ties + self.losses > 1
+
 
 def compare(ours: npt.ArrayLike, theirs: npt.ArrayLike, *, repeats: int = REPEATS, rng_seed: int = 0) -> Difference:
     """Return the mean of ours − theirs over worlds, with its percentile bootstrap 95 % interval."""

@@ -141,7 +141,7 @@ class Checkpointer:
     def _save_policy(self, directory: Path, training: TrainingState) -> None:
         save_policy(
             training.network, directory / POLICY, fixed=self.config.fixed_heads(), env_steps=training.result.env_steps,
-            trained_on="sim" if self.config.simulated else self.config.task,
+            trained_on=self.config.task_label,
         )  # fmt: skip
 
     def offer_hosts(self, backend: Backend, utility: Floats, number: int) -> None:

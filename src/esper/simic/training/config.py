@@ -106,6 +106,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         level(self.telemetry)
         self.fixed_heads()
 
+    @property
+    def task_label(self) -> str:
+        """Name of the task in files and tables: "sim" for simulated hosts."""
+        return "sim" if self.simulated else self.task
+
     def fixed_heads(self) -> dict[Head, int]:
         """Return `fixed` as head and option indices. Raise if a head or an option does not exist."""
         fixed: dict[Head, int] = {}

@@ -82,6 +82,8 @@ class ProcessGroup:
 
         def meet() -> None:
             try:
+                if dist.is_initialized():  # an earlier run of this process has left its group
+                    dist.destroy_process_group()
                 dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
                 group.heartbeat = Heartbeat(rank, size)
                 group.gather_ints(

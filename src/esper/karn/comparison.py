@@ -1,0 +1,243 @@
+"""Comparison of runs: paired differences over the same worlds, and what the runs decided differently.
+
+    compare_runs([Path("runs/a"), Path("runs/b")])     # the first is the reference: differences are other − first
+
+`esper compare`, the live page and the MCP server show its result.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from esper.karn.outcomes import HEADS, Arm, Outcome, Outcomes, arms_of, pooled
+from esper.karn.sql import run_names
+from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.events import Decision
+from esper.leyline.paired import Lead, paired
+from esper.leyline.text import printable
+
+METRICS = ("quality", "test_quality", "utility", "params", "train_macs")
+"""Compared fields of an outcome."""
+SCOPES: tuple[Literal["episodes", "held_out"], ...] = ("episodes", "held_out")
+WAIT = "WAIT"
+
+
+class Side(msgspec.Struct, frozen=True, kw_only=True):
+    """One arm of a comparison: its runs, and the settings in which the arms differ."""
+
+    name: str
+    paths: list[str]
+    task: str | None
+    settings: dict[str, str]
+
+
+class Measure(msgspec.Struct, frozen=True, kw_only=True):
+    """One metric of two arms over the worlds in which both have it."""
+
+    metric: str
+    worlds: int
+    first: float
+    """Mean of the first arm."""
+    other: float
+    """Mean of the other arm."""
+    lead: Lead
+    """Other − first, world by world."""
+
+
+class FirstDifference(msgspec.Struct, frozen=True, kw_only=True):
+    """The first decision in a world that is not the same in both arms."""
+
+    world: int
+    step: int
+    first: str
+    other: str
+
+
+class Choices(msgspec.Struct, frozen=True, kw_only=True):
+    """What two arms decided in the paired worlds. Counts are [first, other]."""
+
+    operations: dict[str, tuple[int, int]]
+    blueprints: dict[str, tuple[int, int]]
+    """Germinated seeds by blueprint."""
+    first_differences: list[FirstDifference]
+    """One per world that differs."""
+    same_worlds: int
+    """Number of worlds in which all decisions are the same."""
+
+
+class Pair(msgspec.Struct, frozen=True, kw_only=True):
+    """The first arm and another one, in the worlds that both have."""
+
+    first: str
+    other: str
+    scope: Literal["episodes", "held_out"]
+    """episodes: the last finished episode in each world; held_out: the trained policies in held-out worlds."""
+    worlds: list[int]
+    measures: list[Measure]
+    structures: dict[str, tuple[int, int]]
+    """Seeds in the final networks by blueprint, [first, other]."""
+    choices: Choices | None
+    """None if decisions are not recorded."""
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Comparison of the first arm with every other."""
+
+    arms: list[Side]
+    pairs: list[Pair]
+    notes: list[str]
+    """Which arms could not be compared, and why."""
+
+
+def compare_runs(paths: Sequence[Path]) -> Comparison:
+    """Compare the first run with every other, over the worlds that both have.
+
+    Several runs of `esper grow` that differ in their world only form one arm. A single directory is compared within
+    itself: the hosts of `esper grow`, or the controllers of `esper eval` or of the end of `esper train`.
+    """
+    if not paths:
+        raise ConfigError("no run was given: pass two or more run directories; `esper runs` lists them")
+    alone = len(paths) == 1
+    arms = pooled([arm for path, name in zip(paths, run_names(paths), strict=True)
+                   for arm in arms_of(Path(path), name, alone=alone)])  # fmt: skip
+    if len(arms) < 2:
+        raise ConfigError(
+            f"nothing to compare with {printable(arms[0].name) if arms else paths[0]}: pass a run that has other "
+            "settings and the same worlds; `esper runs` lists runs"
+        )
+    pairs: list[Pair] = []
+    notes: list[str] = []
+    for other in arms[1:]:
+        compared = [pair for scope in SCOPES if (pair := _pair(arms[0], other, scope)) is not None]
+        pairs += compared
+        notes += [] if compared else [_why_not(arms[0], other)]
+    if not pairs:
+        raise DataError("nothing pairs. " + " ".join(notes))
+    return Comparison(arms=_sides(arms), pairs=pairs, notes=notes)
+
+
+def _pair(first: Arm, other: Arm, scope: Literal["episodes", "held_out"]) -> Pair | None:
+    """Return the comparison of two arms; None if they have no world in common."""
+    ours, theirs = getattr(first, scope), getattr(other, scope)
+    worlds = sorted(ours.keys() & theirs.keys())
+    if not worlds or _tasks_differ(first, other):
+        return None
+    measures = (_measure(metric, ours, theirs) for metric in METRICS)
+    return Pair(
+        first=first.name, other=other.name, scope=scope, worlds=worlds,
+        measures=[measure for measure in measures if measure is not None],
+        structures=_counts(_planted(ours, worlds), _planted(theirs, worlds)),
+        choices=_choices({world: (ours[world], theirs[world]) for world in worlds}),
+    )  # fmt: skip
+
+
+def _planted(outcomes: Outcomes, worlds: Sequence[int]) -> list[str]:
+    return [printable(name) for world in worlds for name in outcomes[world].structure.values()]
+
+
+def _measure(metric: str, ours: Outcomes, theirs: Outcomes) -> Measure | None:
+    first, other = (
+        {world: float(value) for world, outcome in side.items() if (value := getattr(outcome, metric)) is not None}
+        for side in (ours, theirs)
+    )
+    lead = paired(other, first)
+    if lead is None:
+        return None
+    worlds = first.keys() & other.keys()
+    first_mean, other_mean = (sum(values[w] for w in sorted(worlds)) / len(worlds) for values in (first, other))
+    return Measure(metric=metric, worlds=len(worlds), first=first_mean, other=other_mean, lead=lead)
+
+
+def _choices(outcomes: Mapping[int, tuple[Outcome, Outcome]]) -> Choices | None:
+    sides: tuple[list[Decision], list[Decision]] = ([], [])
+    differences = []
+    for world, pair in outcomes.items():
+        first, other = (outcome.decisions for outcome in pair)
+        if first is None or other is None:
+            return None
+        sides[0].extend(first.values())
+        sides[1].extend(other.values())
+        difference = first_difference(world, first, other)
+        differences += [] if difference is None else [difference]
+    planted = ((printable(d.blueprint) for d in side if d.blueprint) for side in sides)
+    return Choices(
+        operations=_counts(*((printable(d.op) for d in side) for side in sides)), blueprints=_counts(*planted),
+        first_differences=differences, same_worlds=len(outcomes) - len(differences),
+    )  # fmt: skip
+
+
+def first_difference(
+    world: int, first: Mapping[int, Decision], other: Mapping[int, Decision]
+) -> FirstDifference | None:
+    """Return the first step with different decisions; None if there is none."""
+    for step in sorted(first.keys() | other.keys()):
+        texts = [describe(side.get(step)) for side in (first, other)]
+        if texts[0] != texts[1]:
+            return FirstDifference(world=world, step=step, first=texts[0], other=texts[1])
+    return None
+
+
+def describe(decision: Decision | None) -> str:
+    """Return a decision as text: operation, slot, and the options that it read."""
+    if decision is None:
+        return WAIT
+    options = [getattr(decision, head) for head in HEADS if getattr(decision, head)]
+    place = f" {decision.slot}" if decision.slot else ""
+    return printable(f"{decision.op}{place}" + (f" ({', '.join(options)})" if options else ""))
+
+
+def _counts(first: Iterable[str], other: Iterable[str]) -> dict[str, tuple[int, int]]:
+    """Return name → how often it occurs on each side, most frequent first."""
+    ours, theirs = Counter(first), Counter(other)
+    names = sorted(ours.keys() | theirs.keys(), key=lambda name: (-ours[name] - theirs[name], name))
+    return {name: (ours[name], theirs[name]) for name in names}
+
+
+def _sides(arms: Sequence[Arm]) -> list[Side]:
+    recorded = [arm.settings for arm in arms if arm.settings]  # an evaluation has none
+    names = {name for settings in recorded for name in settings}
+    differing = sorted(name for name in names if len({settings.get(name) for settings in recorded}) > 1)
+    return [
+        Side(
+            name=arm.name, paths=arm.paths, task=arm.task,
+            settings={name: arm.settings[name] for name in differing if name in arm.settings},
+        )
+        for arm in arms
+    ]  # fmt: skip
+
+
+def _tasks_differ(first: Arm, other: Arm) -> bool:
+    return None not in (first.task, other.task) and first.task != other.task
+
+
+def _why_not(first: Arm, other: Arm) -> str:
+    """Say why two arms have nothing in common."""
+    if _tasks_differ(first, other):
+        return printable(
+            f"{other.name} is of task {other.task!r}, {first.name} of task {first.task!r}: compare runs of one task."
+        )
+    return printable(
+        f"{other.name} has {_extent(other)}, {first.name} has {_extent(first)}: no world in common. Compare runs of "
+        "the same worlds (--seed of `esper grow`, worlds of `esper train`, `esper eval` with the same --seeds)."
+    )
+
+
+def _extent(arm: Arm) -> str:
+    """Describe the worlds of an arm."""
+    parts = [
+        f"{what} worlds {_span(worlds)}" if len(worlds) > 1 else f"{what} world {_span(worlds)}"
+        for what, worlds in (("training", sorted(arm.episodes)), ("held-out", sorted(arm.held_out)))
+        if worlds
+    ]
+    return " and ".join(parts) or "no finished episode"
+
+
+def _span(worlds: list[int]) -> str:
+    is_range = len(worlds) > 2 and worlds[-1] - worlds[0] == len(worlds) - 1
+    shown = [str(world) for world in worlds[:8]] + (["…"] if len(worlds) > 8 else [])
+    return f"{worlds[0]} to {worlds[-1]}" if is_range else ", ".join(shown)
