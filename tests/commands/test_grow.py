@@ -32,3 +32,8 @@ def test_note_says_why_nothing_was_planted(tmp_path, capsys):
     printed, _ = grown(tmp_path / "run", capsys, controller="heuristic", epochs=2, compare=False)
     assert "Nothing was planted in 2 epochs: the heuristic plants from epoch 5 on (first_epoch)." in printed
     assert "still in training" not in printed
+
+
+def test_note_names_seeds_that_were_planted_too_late(tmp_path, capsys):
+    printed, _ = grown(tmp_path / "run", capsys, controller="schedule", epochs=3, compare=False, birth="open")
+    assert "'r0c0': planted at most 20 optimiser steps before the end of training." in printed

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 import esper
 from esper.leyline.stages import SeedStage
+from esper.tamiyo.controllers import Schedule
 from tests.support.grower import batch, make_body
 
 OPEN = esper.Rules(birth="open")
@@ -82,3 +83,30 @@ def test_hardened_model_equals_the_body():
     grower.fossilize("first")
     plain = esper.harden(grower.body)
     assert torch.allclose(plain.eval()(batch(99)[0]), output(grower), atol=1e-6)
+
+
+@pytest.mark.parametrize("controller", [None, "schedule"])
+def test_planting_later_than_the_mixing_time_before_the_horizon_warns(controller):
+    def planted_after(epochs: int, **settings: int) -> None:
+        body = make_body()
+        chosen = controller and Schedule(start=epochs - 1)  # `step` decides at the end of an epoch
+        optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+        grower = esper.Grower(body, optimizer, rules=OPEN, controller=chosen, **settings)
+        for epoch in range(epochs):
+            train(grower, 3 * epoch, 3 * epoch + 3)
+            grower.step()
+        if controller is None:
+            grower.germinate("first", "conv_light")
+        assert grower.slots["first"].blueprint
+
+    planted_after(2, horizon=6, mixing_steps=12)  # 4 epochs of 3 batches are left
+    planted_after(2)  # without a horizon the end is not known
+    with pytest.warns(UserWarning, match="'first': planted at most 9 optimiser steps before the end") as record:
+        planted_after(3, horizon=6, mixing_steps=12)
+    assert record[0].filename == __file__
+
+
+def test_planting_before_the_first_epoch_does_not_warn():
+    body = make_body()
+    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), rules=OPEN, horizon=1, mixing_steps=12)
+    grower.germinate("first", "conv_light")

@@ -369,7 +369,7 @@ EAGER = HeuristicConfig(plateau_epochs=1, settled_epochs=1, first_epoch=1, holdi
 def test_run_resumes_bit_for_bit_under_every_controller(controller, tmp_path):
     def make() -> tuple[Grower, Any, Data]:
         chosen = controller if isinstance(controller, str) else controller()
-        return maker("adamw", rules=BRISK, controller=chosen, horizon=EPOCHS)()
+        return maker("adamw", rules=BRISK, controller=chosen, horizon=EPOCHS, mixing_steps=0)()
 
     points = [PER_EPOCH * 3 - 1, PER_EPOCH * 9 + 2]
     whole = goes_on(make, {}, points, tmp_path, more=6 * PER_EPOCH)

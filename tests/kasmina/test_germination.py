@@ -1,8 +1,8 @@
-"""Test the reason why no seed can be planted."""
+"""Test the messages about seeds that cannot be planted, or are planted too late."""
 
 from __future__ import annotations
 
-from esper.kasmina.germination import planting_obstacle
+from esper.kasmina.germination import late_planting, planting_obstacle
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
@@ -27,3 +27,11 @@ def test_planting_obstacle_names_the_rule():
     fits_nothing = SlotTable.empty(1, 2)
     fits_nothing.takes[:] = False
     assert planting_obstacle(fits_nothing, Rules(), names) == "no blueprint fits 'a'"
+
+
+def test_late_planting_warns_below_the_mixing_time_only():
+    assert late_planting(["a"], 100, 100) == ""
+    assert late_planting([], 0, 100) == ""
+    text = late_planting(["a", "b"], 99, 100)
+    assert text.startswith("'a', 'b': planted at most 99 optimiser steps before the end of training.")
+    assert "about 100" in text

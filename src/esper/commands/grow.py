@@ -40,6 +40,7 @@ from esper.karn import report as karn_report
 from esper.karn.summary import RunSummary
 from esper.karn.worth_plot import plot_worth
 from esper.kasmina.blueprints import blueprint_name
+from esper.kasmina.germination import MIXING_STEPS, late_planting
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.atomic_io import write_atomically
@@ -149,6 +150,8 @@ def _grow(
         console.print(seed_table(scene.grown, worth))
         console.print(Text(WORTH_NOTES, "dim"))
         if note := not_in_the_network(scene.grown):
+            plainly(console, note)
+        if note := planted_late(scene.grown):
             plainly(console, note)
         if note := why_nothing_was_planted(controller, scene.grown.table, scene.grown.rules, task.slots):
             plainly(console, note)
@@ -342,6 +345,15 @@ def not_in_the_network(engine: Engine) -> str:
         f"{', '.join(names)}: still in training at the end, so not part of the grown network, of the parameters above "
         "and of `esper export`. Use more --epochs to blend it in"
     )
+
+
+def planted_late(engine: Engine) -> str:
+    """Name the seeds that were planted too late to pay off; "" if there are none."""
+    table = engine.table
+    steps = table.age[0] * engine.task.batches_per_epoch  # [S] since germination
+    is_late = (table.params[0] > 0) & (steps < MIXING_STEPS)
+    late = [name for name, each in zip(engine.task.slots, is_late, strict=True) if each]
+    return late_planting(late, int(steps[is_late].max(initial=0)), MIXING_STEPS)
 
 
 def points(value: float, se: float) -> str:

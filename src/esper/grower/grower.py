@@ -13,7 +13,7 @@ Like the command line, this module connects the parts: rules, body, optimiser, c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ from esper.grower.qualities import NeedsTargets, Quality, find_quality, scored
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
+from esper.kasmina.germination import MIXING_STEPS, late_planting
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
 from esper.kasmina.slot import Incubation, Slot
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
@@ -47,6 +48,8 @@ from esper.tolaria.network_state import adopt_body
 
 SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
 """Class name endings of transformers models that take their inputs as labels and shift them internally."""
+DEFAULT_HORIZON = 40
+"""Number of epochs that a trained policy assumes if none is given."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +78,9 @@ class Grower:
                 for which you call `grower.shadow(closure)` after backward
     rng_seed    random seed of the initial weights of seeds
     gradient_telemetry_stride  batches between samples of gradient statistics, at least 1
-    horizon     number of epochs you plan to train, an input of a trained policy
+    horizon     number of epochs you plan to train: an input of a trained policy, for which None is 40. If it is given,
+                a seed planted fewer than `mixing_steps` optimiser steps before the end causes a warning
+    mixing_steps  optimiser steps, ≥ 0, that a seed needs to pay off; 0 gives no warning
     telemetry   receiver of events, such as the hub of `esper.record`
     Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…). It becomes the last of the
     optimiser's groups: a scheduler that takes one value per group needs one more.
@@ -92,7 +97,8 @@ class Grower:
         incubation: Incubation = "straight_through",
         rng_seed: int = 0,
         gradient_telemetry_stride: int = 10,
-        horizon: int = 40,
+        horizon: int | None = None,
+        mixing_steps: int = MIXING_STEPS,
         telemetry: Emits | None = None,
         **seed_options: Any,
     ) -> None:
@@ -117,19 +123,20 @@ class Grower:
         )
         host_params = self.network.host_size
         self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
-        self.horizon = horizon
+        self.horizon = DEFAULT_HORIZON if horizon is None else horizon
+        self._mixing_steps = 0 if horizon is None else mixing_steps
         self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
         self._batches = self._shadow_passes = 0
         adopt_body(self.network, self.table)
         if isinstance(self.controller, Learned):
-            self.controller.bind(context_of(body, horizon, self.rules.thresholds))
+            self.controller.bind(context_of(body, self.horizon, self.rules.thresholds))
         hub = Silence() if telemetry is None else telemetry
         self.emit = TelemetryEmitter(hub, slots=self.network.slot_names, worlds=[rng_seed], host_params=host_params)
         self.emit.planted(self.table)
         hub.emit(
             RunStarted(
                 command="loop", controller=type(self.controller).__name__.lower(), seed=rng_seed, env_names=("model",),
-                slots=tuple(self.network.slot_names), steps=horizon, host_params=host_params,
+                slots=tuple(self.network.slot_names), steps=self.horizon, host_params=host_params,
                 threads=torch.get_num_threads(), device=str(next(body.model.parameters()).device),
             )
         )  # fmt: skip
@@ -181,6 +188,7 @@ class Grower:
                 Head.ALPHA_TARGET: _target(alpha_target),
             },
         )
+        self._warn_of_late_planting([slot])
 
     def advance(self, slot: str) -> None:
         """Move a seed to its next stage, if its gate is open."""
@@ -230,6 +238,9 @@ class Grower:
         done = self._apply(actions)
         ticked = lifecycle.tick(self.table, self.rules)
         self.network.apply_effects(ticked, self.table)
+        self._warn_of_late_planting(
+            [self.network.slot_names[e.slot] for e in done.effects if e.kind == EffectKind.BUILD]
+        )
         unmeasured = ("val_loss", "train_loss") if measured else ("val_loss", "train_loss", "quality")
         self.emit.step(
             self.table, actions, Outcome(done.happened, done.effects + ticked), allowed, unmeasured=unmeasured
@@ -333,6 +344,13 @@ class Grower:
                 self.table.restore(before)
             raise
         return outcome
+
+    def _warn_of_late_planting(self, planted: Sequence[str]) -> None:
+        """Warn if seeds in these slots were planted too late to pay off, by the optimiser steps per epoch so far."""
+        epochs = int(self.table.step[0])
+        steps_left = (self.horizon - epochs) * self._batches // max(epochs, 1)
+        if epochs and (text := late_planting(planted, steps_left, self._mixing_steps)):
+            warnings.warn(text, stacklevel=3)
 
     def _warn_without_shadow_passes(self) -> None:
         """Warn if a seed is TRAINING without shadow passes: it would never leave that stage."""
