@@ -17,6 +17,7 @@ from esper.tamiyo.controllers import Schedule, Wait
 from esper.tolaria.tasks import get_task
 
 SMALL = replace(get_task("digits"), epochs=10, batches_per_epoch=4, val_size=64)
+LIMIT = 0.7  # share of the full structure
 
 
 def session(**options: object) -> Session:
@@ -63,29 +64,30 @@ def test_epoch_limit_ends_a_cheap_host():
 
 
 def test_random_structures_respect_the_limit():
-    space = Space(SMALL, 6_000)
+    space = Space(SMALL, LIMIT)
     rng = np.random.default_rng(0)
     drawn = [space.draw(rng) for _ in range(20)]
-    assert all(space.macs(structure) <= 6_000 for structure in drawn)
+    assert all(space.macs(structure) <= space.limit for structure in drawn)
     assert len({tuple(structure.items()) for structure in drawn}) > 5
 
 
 @pytest.mark.parametrize(
     ("kind", "settings"),
     [
-        ("random_search", {"limit": 6_000}),
-        ("halving", {"limit": 6_000}),
-        ("select", {"limit": 6_000, "families": [["mlp"], ["mlp_small"]], "judge_epoch": 4}),
+        ("random_search", {"limit": LIMIT}),
+        ("random_search", {"limit": LIMIT, "blueprints": ["mlp"]}),
+        ("halving", {"limit": LIMIT}),
+        ("select", {"limit": LIMIT, "blueprints": ["mlp"], "judge_epoch": 4}),
     ],
 )
 def test_searches_stay_within_limit_and_budget(kind, settings, monkeypatch):
     longer = replace(SMALL, epochs=24)  # seeds cannot be pruned before they are 5 epochs old
     monkeypatch.setattr("esper.studies.arms.get_task", lambda _: longer)
     points = TRAINERS[kind](Arm(name="a", kind=kind, settings=settings), "digits", 0, [1.0, 2.0])
-    unit = Space(longer, 6_000).unit
+    space = Space(longer, LIMIT)
     for point in points:
-        assert point.macs_per_sample <= 6_000
-        assert point.train_macs <= point.budget * unit
+        assert point.macs_per_sample <= space.limit
+        assert point.train_macs <= point.budget * space.unit
 
 
 def test_every_arm_of_the_table_has_a_trainer():

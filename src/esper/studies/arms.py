@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import msgspec
 import numpy as np
 
+from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.rng import derive_seed
 from esper.simic.backend import context_of
@@ -41,13 +42,18 @@ def resized(task: Task, host: str) -> Task:
 
 @trainer("static")
 def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
-    """Train a fixed structure from step 0. Settings: `structure` ("none", "full", a blueprint), `host`."""
+    """Train a fixed structure from step 0.
+
+    Settings: `structure` ("none", "full", a blueprint), `host` ("own", "wider", "deeper"), `ramp` (share of the task's
+    epochs after which the last seed has alpha 1, see `Engine.plant_fossils`), `pretrain` (epochs).
+    """
     own = get_task(task)
     host = resized(own, arm.settings.get("host", "own"))
     structure = structure_named(own, arm.settings.get("structure", "none"))
     limit = None if structure else SMALL_HOST_EPOCHS * own.epochs
     unit = full_training_macs(own)
-    session = Session(host, world, unit=unit, structure=structure, max_epochs=limit)
+    ramp = round(arm.settings.get("ramp", 0.0) * own.epochs)
+    session = Session(host, world, unit=unit, structure=structure, ramp=ramp, max_epochs=limit)
     session.pretrain(arm.settings.get("pretrain", 0))
     return session.run(Wait(), budgets)
 
@@ -60,7 +66,7 @@ def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
     """
     own = get_task(task)
     structure = structure_named(own, arm.settings.get("structure", "full"))
-    names = list(dict.fromkeys(structure.values()))
+    names = [blueprint_index(name) for name in dict.fromkeys(structure.values())]
     rules = {k: arm.settings[k] for k in ("birth", "open_ramp") if k in arm.settings}
     session = Session(own, world, unit=full_training_macs(own), rules=Rules(**rules))
     before = arm.settings.get("pretrain", 0)
@@ -72,31 +78,39 @@ def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
 
 
 class Space:
-    """The structures of a task that cost at most `limit` multiply-adds per sample, host included."""
+    """The structures of a task whose multiply-adds per sample are at most a share `limit` of the full structure's.
 
-    def __init__(self, task: Task, limit: int) -> None:
-        self.task, self.limit = task, limit
+    They consist of the given blueprints; of all, if none are given.
+    """
+
+    def __init__(self, task: Task, limit: float, blueprints: Sequence[str] = ()) -> None:
+        self.task = task
         body = Engine(task, [0]).networks[0].body
         self.costs = body.costs()
+        self.choices = {
+            slot: [name for name in c if not blueprints or name in blueprints] for slot, c in self.costs.items()
+        }
         self.prices = context_of(body, task.epochs, Rules().thresholds)
         self.host_macs = self.prices.host_macs
+        self.limit = int(limit * self.macs(full_structure(task)))
 
     def macs(self, structure: Structure) -> int:
         """Return the multiply-adds per sample of the host with this structure."""
         return self.host_macs + sum(self.costs[slot][name].macs for slot, name in structure.items())
 
     def draw(self, rng: np.random.Generator) -> Structure:
-        """Return a random structure within the limit: any blueprint or none in each slot, uniformly."""
+        """Return a random structure within the limit: any of the blueprints or none in each slot, uniformly."""
         while True:
-            drawn = {slot: str(rng.choice([*prices, ""])) for slot, prices in self.costs.items()}
+            drawn = {slot: str(rng.choice([*names, ""])) for slot, names in self.choices.items()}
             structure = {slot: name for slot, name in drawn.items() if name}
             if structure and self.macs(structure) <= self.limit:
                 return structure
 
     @property
     def unit(self) -> int:
-        """Training multiply-adds of one full training: the task's epochs at the limit, forward and backward."""
-        return 3 * self.limit * self.task.epochs * self.task.batches_per_epoch * self.task.batch
+        """Training multiply-adds of one full training: the task's epochs of a network at the limit."""
+        full = full_structure(self.task)
+        return full_training_macs(self.task) * self.limit // self.macs(full)
 
 
 def best_so_far(points: Sequence[Point], budget: float) -> Point:
@@ -109,10 +123,10 @@ def best_so_far(points: Sequence[Point], budget: float) -> Point:
 def train_random_search(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
     """Train random structures one after another, each for one unit; keep the best by validation quality.
 
-    Settings: `limit` (multiply-adds per sample). A budget of n pays for n structures.
+    Settings: `limit` and `blueprints` (see `Space`). A budget of n pays for n structures.
     """
     own = get_task(task)
-    space = Space(own, arm.settings["limit"])
+    space = Space(own, arm.settings["limit"], arm.settings.get("blueprints", ()))
     rng = np.random.default_rng(derive_seed(world, "random_search"))
     tried: list[Point] = []
     points = []
@@ -126,9 +140,9 @@ def train_random_search(arm: Arm, task: str, world: int, budgets: Sequence[float
 
 @trainer("halving")
 def train_halving(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
-    """Successive halving: 4n random structures for a budget of n; the better half continues, three rounds in all.
+    """Successive halving: 4n random structures for a budget of n; the better half continues until one is left.
 
-    Each round costs a third of the budget. The last round ends with the decay; the best by validation quality wins.
+    Every round costs the same. Rounds are judged by validation quality; the last structure ends with the decay.
     Settings: `limit`.
     """
     own = get_task(task)
@@ -137,43 +151,36 @@ def train_halving(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
     for budget in budgets:
         rng = np.random.default_rng(derive_seed(world, "halving"))
         count = 4 * round(budget)
-        sessions = [
-            Session(own, world, unit=space.unit, structure=space.draw(rng), max_epochs=2 * own.epochs)
-            for _ in range(count)
-        ]
-        used = 0.0
-        for left in (count, count // 2, count // 4):
-            used += budget / 3 / left
-            finals = [session.run(Wait(), [used])[0] for session in sessions]
-            ranked = sorted(range(left), key=lambda i: -finals[i].val_quality)
-            winner = finals[ranked[0]]
-            sessions = [sessions[i] for i in sorted(ranked[: left // 2])]
-        points.append(msgspec.structs.replace(winner, budget=budget, train_macs=int(budget * space.unit)))
+        sessions = [Session(own, world, unit=space.unit, structure=space.draw(rng)) for _ in range(count)]
+        rounds = count.bit_length()
+        used = total = 0.0
+        while count > 1:
+            used += budget / rounds / count
+            for session in sessions:
+                session.advance(Wait(), int(used * space.unit))
+            sessions.sort(key=lambda session: -session.quality)
+            total += sum(session.spent for session in sessions[count // 2 :])
+            count //= 2
+            sessions = sessions[:count]
+        point = sessions[0].run(Wait(), [used + budget / rounds])[0]
+        points.append(msgspec.structs.replace(point, budget=budget, train_macs=int(total) + point.train_macs))
     return points
 
 
 @trainer("select")
 def train_select(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
-    """Plant a seed in every slot and prune the least useful until the limit holds; repeat for larger budgets.
+    """Plant a seed in every slot, prune the least useful ones until the limit holds, and train the rest on.
 
-    Settings: `limit`, `families` (lists of blueprints in order of preference, one per training), `judge_epoch` (epoch
-    after which seeds are pruned), `z`.
+    Settings: `limit`, `blueprints` (in order of preference), `judge_epoch` (first epoch that prunes), `z`.
     """
     own = get_task(task)
     space = Space(own, arm.settings["limit"])
-    families = arm.settings["families"]
-    tried: list[Point] = []
-    points = []
-    for budget in budgets:
-        while len(tried) < min(round(budget), len(families)):
-            session = Session(own, world, unit=space.unit, rules=Rules(birth="open"))
-            controller = Select(
-                space.prices,
-                space.limit,
-                families[len(tried)],
-                judge_from=arm.settings["judge_epoch"],
-                z=arm.settings.get("z", 1.0),
-            )
-            tried += session.run(controller, [1.0])
-        points.append(best_so_far(tried, budget))
-    return points
+    session = Session(own, world, unit=space.unit, rules=Rules(birth="open"))
+    controller = Select(
+        space.prices,
+        space.limit,
+        arm.settings["blueprints"],
+        judge_from=arm.settings["judge_epoch"],
+        z=arm.settings.get("z", 1.0),
+    )
+    return session.run(controller, budgets)

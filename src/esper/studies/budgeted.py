@@ -14,6 +14,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
+import msgspec
+
+from esper.kasmina.blueprints import blueprint, registered
+from esper.kasmina.blueprints.sequences import transformer_block
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Operator
 from esper.leyline.costs import live_costs, network_params
@@ -28,12 +32,14 @@ from esper.tolaria.tasks import Task, decay_factor
 
 Structure = dict[str, str]
 """Blueprint by slot."""
-FULL = {"map": "conv_heavy", "sequence": "mlp", "vector": "mlp"}
+FULL = {"map": "conv_heavy", "sequence": "block", "vector": "mlp"}
 """Blueprint of the full structure by layout of the features."""
 
 
 def full_structure(task: Task) -> Structure:
-    """Return the full structure of a task: the largest blueprint in every slot."""
+    """Return the full structure of a task: the largest blueprint in every slot; for text, a transformer layer."""
+    if "block" not in registered():
+        blueprint("block", layouts="sequence")(transformer_block)
     slots = Engine(task, [0]).networks[0].body.slots
     return {name: FULL[slot.site.layout] for name, slot in slots.items()}
 
@@ -46,6 +52,7 @@ class Session:
     unit        multiply-adds of one full training, the unit of budgets
     rules       lifecycle rules of growing arms
     structure   seeds that belong to the host from step 0
+    ramp        their alpha rises over this many epochs; 0 starts with alpha 1
     max_epochs  a trunk ends after this many epochs, also if its budgets are not used up; None sets no limit
     """
 
@@ -57,15 +64,18 @@ class Session:
         unit: int,
         rules: Rules | None = None,
         structure: Structure | None = None,
+        ramp: int = 0,
         max_epochs: int | None = None,
     ) -> None:
         self.task = replace(task, lr_schedule="wsd")
         self.world, self.unit, self.rules, self.max_epochs = world, unit, rules or Rules(), max_epochs
         self.data = task.load_data()
+        if ramp:
+            self.rules = msgspec.structs.replace(self.rules, birth="open")
         self.engine = self._engine()
         self.engine.lr_factor = self.task.warmup_factor
         if structure:
-            self.engine.plant_fossils(0, {slot: (name, Operator.ADD) for slot, name in structure.items()})
+            self.engine.plant_fossils(0, {slot: (name, Operator.ADD) for slot, name in structure.items()}, ramp=ramp)
         self.started = time.monotonic()
         self.branch_seconds = 0.0
 
@@ -84,6 +94,11 @@ class Session:
         """Epochs of the trunk so far."""
         return int(self.engine.table.step[0])
 
+    @property
+    def quality(self) -> float:
+        """Validation quality of the trunk after its last epoch."""
+        return float(self.engine.table.quality[0])
+
     def pretrain(self, epochs: int) -> None:
         """Train the host without growth for these epochs, decay included, as a model that exists already.
 
@@ -96,6 +111,11 @@ class Session:
             pass
         self.engine.table.train_macs[:] = 0
         self.engine.lr_factor = lambda step: self.task.warmup_factor(step - epochs)
+
+    def advance(self, controller: Controller, macs: int) -> None:
+        """Train the trunk for as many whole epochs as fit into `macs` multiply-adds since its start."""
+        while self.spent + self.epoch_macs <= macs:
+            next(rollout(self.engine, controller, 1))
 
     def run(self, controller: Controller, budgets: Sequence[float]) -> list[Point]:
         """Train the trunk under a controller and return one point per budget, in ascending order."""

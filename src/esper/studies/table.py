@@ -8,8 +8,8 @@ from esper.studies.contract import Arm, Claim, Study
 
 FULL = {"structure": "full"}
 """The largest blueprint in every slot of the task."""
-LIMIT = {"limit": 110_000}
-"""Limit of multiply-adds per sample: about two thirds of the full structure of `rescue`."""
+LIMIT = {"limit": 0.7}
+"""Limit of multiply-adds per sample, as a share of the full structure's: 110,622 for `rescue`."""
 
 
 def _planted(name: str, birth: str, start: int, ramp: int = 0) -> Arm:
@@ -53,22 +53,54 @@ _ROWS = (
         task=("rescue",),
         arms=(
             Arm(name="random_search", kind="random_search", settings=LIMIT),
+            Arm(name="random_largest", kind="random_search", settings={**LIMIT, "blueprints": ["conv_heavy"]}),
             Arm(name="successive_halving", kind="halving", settings=LIMIT),
-            Arm(
-                name="select",
-                kind="select",
-                settings={
-                    **LIMIT,
-                    "families": [["conv_heavy"], ["bottleneck"], ["conv_light"], ["depthwise"]],
-                    "judge_epoch": 16,
-                },
-            ),
+            Arm(name="select", kind="select", settings={**LIMIT, "blueprints": ["conv_heavy"], "judge_epoch": 16}),
         ),
-        budgets=(1.0, 2.0, 4.0),
+        budgets=(1.0, 2.0, 4.0, 8.0),
         worlds=(100, 8),
+        claims=tuple(
+            Claim(arm="select", against=other) for other in ("random_search", "random_largest", "successive_halving")
+        ),
+        min_worlds=8,
+    ),
+    Study(
+        name="language_model",
+        question="Is a deep language model cheaper to train if most of its layers are added during training?",
+        task=("moby_deep", "sotu_deep"),
+        arms=(
+            Arm(name="from_start", kind="static", settings=FULL),
+            Arm(name="small_host", kind="static"),
+            Arm(name="deeper_host", kind="static", settings={"host": "deeper"}),
+            _planted("grown", "open", 50),
+            _planted("grown_late", "open", 100),
+        ),
+        budgets=(0.25, 0.5, 1.0),
+        worlds=(100, 8),
+        metric="test_loss",
+        claims=tuple(
+            Claim(arm=arm, against=against, direction="lower", budget=budget)
+            for arm, budget in (("grown", 0.5), ("grown", 1.0), ("grown_late", 1.0))
+            for against in ("from_start", "deeper_host", "small_host")
+        ),
+        min_worlds=8,
+    ),
+    Study(
+        name="deep_from_start",
+        question="Does the birth of a seed help to train a deep structure that I know from the start?",
+        task=("moby_deep", "sotu_deep"),
+        arms=(
+            Arm(name="usual_init", kind="static", settings={"host": "deeper"}),
+            Arm(name="seeds_at_once", kind="static", settings=FULL),
+            Arm(name="seeds_ramped", kind="static", settings={**FULL, "ramp": 0.5}),
+        ),
+        budgets=(1.0,),
+        worlds=(100, 8),
+        metric="test_loss",
         claims=(
-            Claim(arm="select", against="random_search"),
-            Claim(arm="select", against="successive_halving"),
+            Claim(arm="seeds_at_once", against="usual_init", at="equal steps", direction="lower"),
+            Claim(arm="seeds_ramped", against="usual_init", at="equal steps", direction="lower"),
+            Claim(arm="seeds_ramped", against="seeds_at_once", at="equal steps", direction="lower"),
         ),
         min_worlds=8,
     ),

@@ -302,6 +302,13 @@ def _characters(name: str, question: str, dataset: str, slots: tuple[str, ...], 
     )  # fmt: skip
 
 
+def _stack(name: str, question: str, dataset: str, vocab: int) -> Task:
+    """Return a language model of one layer with seven slots, where whole layers can be stacked."""
+    sizes = {"vocab": vocab, "dim": 32, "layers": 1, "block_size": 32, "segments": None, "extra_slots": 6}
+    task = _characters(name, question, dataset, _grid((0,), 7), **sizes)
+    return replace(task, lr=3e-3, seed_lr=3e-3, epochs=50)
+
+
 def _fashion(name: str, question: str, slots: tuple[str, ...], epochs: int, **host: int) -> Task:
     return _cnn(name, question, "fashion", slots, host=host, epochs=epochs, seed_lr=SEED_LR)
 
@@ -325,6 +332,8 @@ _ROWS = (
     _fashion("rescue", "can seeds see shapes for a host of single pixels?", _ROW3, 40,
              base=4, blocks=3, kernel=1),
     _fashion("standard", "does growth help a host with time to learn?", _TWO_BLOCKS, 110, base=8, blocks=2),
+    _cnn("rescue_cifar", "can seeds see shapes in natural images for a host of single pixels?", "cifar10", _ROW3,
+         host={"base": 4, "blocks": 3, "kernel": 1}, epochs=24, seed_lr=SEED_LR),
     _cnn("cifar", "does growth help on natural images?", "cifar10", _ROW3, host={"base": 8, "blocks": 3},
          seed_lr=SEED_LR),
     # Small tasks on embedded data: for tests, examples and a language model on a laptop.
@@ -335,10 +344,8 @@ _ROWS = (
     # Hosts worth growing: residual networks and language models with a slot after every block.
     _resnet("resnet_fashion", "does added depth help a residual network on 28×28 clothes?", "fashion-mnist", 1, base=2),
     _resnet("resnet_cifar", "does added depth help a residual network on natural images?", "cifar10", 3, base=8),
-    _characters("moby_deep", "does added depth help a language model of a novel?", "moby", _ROW2,
-                layers=2, segments=None),
-    _characters("sotu_deep", "does added depth help a language model of speeches?", "sotu", _ROW2,
-                vocab=90, layers=2, segments=None),
+    _stack("moby_deep", "does added depth help a language model of a novel?", "moby", 81),
+    _stack("sotu_deep", "does added depth help a language model of speeches?", "sotu", 90),
     # The ten tasks of the reference, in its sizes.
     _cifar("cifar_baseline", "augment a capable host", _ROW3, base=8, blocks=3),
     _cifar("cifar_scale", "scale to many slots", _ROW5, base=8, blocks=5),

@@ -56,7 +56,8 @@ class TransformerHost(Host):
     """Tokens `[B, T]` to next-token logits `[B, T, V]`, T ≤ `block_size`. The head shares the embedding weights.
 
     The layers form `segments` equal groups, with one slot at the end of each. With `segments=None` there is a slot
-    after every layer, or after the embedding if there are no layers.
+    after every layer, or after the embedding if there are no layers. `extra_slots` more slots follow the last layer:
+    each blueprint planted there adds to the depth.
     """
 
     data_kind = "text"
@@ -70,6 +71,7 @@ class TransformerHost(Host):
         layers: int,
         block_size: int,
         segments: int | None = SEGMENTS,
+        extra_slots: int = 0,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
@@ -85,6 +87,8 @@ class TransformerHost(Host):
                 f"layers must be a multiple of segments and not 0, got {layers=}, {segments=}. "
                 "Set segments=None for a slot after every layer, or after the embedding if there are no layers"
             )
+        if extra_slots < 0:
+            raise ConfigError(f"extra_slots must be ≥ 0, got {extra_slots}")
         if not 0.0 <= dropout < 1.0:
             raise ConfigError(f"dropout must lie in [0, 1), got {dropout}")
 
@@ -95,6 +99,7 @@ class TransformerHost(Host):
         self.positions = nn.Embedding(block_size, dim)
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.ModuleList(Block(dim, heads, dropout) for _ in range(layers))
+        self.extra = nn.ModuleList(nn.Identity() for _ in range(extra_slots))
         self.norm = nn.LayerNorm(dim)
         self._initialise(layers)
 
@@ -110,16 +115,17 @@ class TransformerHost(Host):
     def forward(self, tokens: Tensor) -> Tensor:
         """Return next-token logits."""
         x = self.dropout(self.tokens(tokens) + self.positions.weight[: tokens.shape[1]])  # [B, T, D]
-        for block in self.blocks:
+        for block in (*self.blocks, *self.extra):
             x = block(x)
         return F.linear(self.norm(x), self.tokens.weight)  # [B, T, V]
 
     def sites(self) -> dict[str, str]:
-        """Return one slot after the last layer of each segment; without layers, one after the embedding."""
-        if not self.blocks:
-            return {"r0c0": "dropout"}  # the module that returns the embedded tokens
+        """Return one slot after the last layer of each segment or after the embedding, then the extra ones."""
         ends = range(self.layers_per_slot - 1, len(self.blocks), self.layers_per_slot)
-        return {f"r0c{i}": f"blocks.{end}" for i, end in enumerate(ends)}
+        # without layers, the first slot follows `dropout`, the module that returns the embedded tokens
+        modules = [f"blocks.{end}" for end in ends] or ["dropout"]
+        modules += [f"extra.{i}" for i in range(len(self.extra))]
+        return {f"r0c{i}": module for i, module in enumerate(modules)}
 
     def needs(self, kind: str, shape: tuple[int, ...]) -> str | None:
         """Return what samples the host needs, or None if these fit."""
