@@ -45,15 +45,17 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     """Train a fixed structure from step 0.
 
     Settings: `structure` ("none", "full", a blueprint), `host` ("own", "wider", "deeper"), `ramp` (share of the task's
-    epochs after which the last seed has alpha 1, see `Engine.plant_fossils`), `pretrain` (epochs).
+    epochs after which the last seed has alpha 1, see `Engine.plant_fossils`), `pretrain`, `change`
+    (see `Session`).
     """
     own = get_task(task)
     host = resized(own, arm.settings.get("host", "own"))
     structure = structure_named(own, arm.settings.get("structure", "none"))
     limit = None if structure else SMALL_HOST_EPOCHS * own.epochs
     unit = full_training_macs(own)
+    change = arm.settings.get("change", 0)
     ramp = round(arm.settings.get("ramp", 0.0) * own.epochs)
-    session = Session(host, world, unit=unit, structure=structure, ramp=ramp, max_epochs=limit)
+    session = Session(host, world, unit=unit, structure=structure, ramp=ramp, change=change, max_epochs=limit)
     session.pretrain(arm.settings.get("pretrain", 0))
     return session.run(Wait(), budgets)
 
@@ -62,13 +64,14 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
 def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
     """Plant a structure during training, one seed per epoch, shallow slots first.
 
-    Settings: `start` (epoch of the first seed), `structure`, `birth`, `open_ramp` (epochs of the alpha ramp).
+    Settings: `start` (epoch of the first seed), `structure`, `birth`, `open_ramp` (epochs of the alpha ramp), `change`.
     """
     own = get_task(task)
     structure = structure_named(own, arm.settings.get("structure", "full"))
     names = [blueprint_index(name) for name in dict.fromkeys(structure.values())]
     rules = {k: arm.settings[k] for k in ("birth", "open_ramp") if k in arm.settings}
-    session = Session(own, world, unit=full_training_macs(own), rules=Rules(**rules))
+    change = arm.settings.get("change", 0)
+    session = Session(own, world, unit=full_training_macs(own), rules=Rules(**rules), change=change)
     before = arm.settings.get("pretrain", 0)
     session.pretrain(before)
     return session.run(Schedule(names, start=before + arm.settings["start"]), budgets)

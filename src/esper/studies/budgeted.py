@@ -25,6 +25,7 @@ from esper.simic.backend import context_of
 from esper.simic.evaluation.comparison import structure_of
 from esper.studies.contract import Point
 from esper.tamiyo.controllers import Controller, Wait
+from esper.tolaria.data import Dataset, Split
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_state import engine_state, load_engine
 from esper.tolaria.rollout import rollout
@@ -53,6 +54,7 @@ class Session:
     rules       lifecycle rules of growing arms
     structure   seeds that belong to the host from step 0
     ramp        their alpha rises over this many epochs; 0 starts with alpha 1
+    change      before this epoch of the trunk, training sees the first half of the classes only; 0: never
     max_epochs  a trunk ends after this many epochs, also if its budgets are not used up; None sets no limit
     """
 
@@ -65,11 +67,13 @@ class Session:
         rules: Rules | None = None,
         structure: Structure | None = None,
         ramp: int = 0,
+        change: int = 0,
         max_epochs: int | None = None,
     ) -> None:
         self.task = replace(task, lr_schedule="wsd")
         self.world, self.unit, self.rules, self.max_epochs = world, unit, rules or Rules(), max_epochs
-        self.data = task.load_data()
+        self.data, self.change = task.load_data(), change
+        self.few_classes = first_classes(self.data, self.data.classes // 2) if change else self.data
         if ramp:
             self.rules = msgspec.structs.replace(self.rules, birth="open")
         self.engine = self._engine()
@@ -115,7 +119,7 @@ class Session:
     def advance(self, controller: Controller, macs: int) -> None:
         """Train the trunk for as many whole epochs as fit into `macs` multiply-adds since its start."""
         while self.spent + self.epoch_macs <= macs:
-            next(rollout(self.engine, controller, 1))
+            self._step(controller)
 
     def run(self, controller: Controller, budgets: Sequence[float]) -> list[Point]:
         """Train the trunk under a controller and return one point per budget, in ascending order."""
@@ -123,9 +127,13 @@ class Session:
         for budget in budgets:
             macs = int(budget * self.unit)
             while not self._decay_is_due(macs):
-                next(rollout(self.engine, controller, 1))
+                self._step(controller)
             points.append(self.branch(budget, macs))
         return points
+
+    def _step(self, controller: Controller) -> None:
+        self.engine.networks[0].data = self.few_classes if self.epochs < self.change else self.data
+        next(rollout(self.engine, controller, 1))
 
     def _decay_is_due(self, macs: int) -> bool:
         if self.max_epochs is not None and self.epochs >= self.max_epochs:
@@ -168,6 +176,12 @@ class Session:
 
     def _engine(self) -> Engine:
         return Engine(self.task, [self.world], rules=self.rules, data=self.data)
+
+
+def first_classes(data: Dataset, count: int) -> Dataset:
+    """Return the data with the training samples of the first `count` classes only."""
+    keep = data.train.y < count
+    return replace(data, train=Split(data.train.x[keep], data.train.y[keep]))
 
 
 def full_training_macs(task: Task) -> int:
