@@ -65,6 +65,25 @@ _ROWS = (
         min_worlds=8,
     ),
     Study(
+        name="unknown_budget",
+        question="I do not know how long I can train: which network is good at every budget?",
+        task=("rescue", "rescue_cifar"),
+        arms=(
+            Arm(name="from_start", kind="static", settings=FULL),
+            Arm(name="small_host", kind="static"),
+            _planted("grown", "open", 4),
+        ),
+        budgets=(0.025, 0.05, 0.1, 0.2, 0.4),
+        worlds=(100, 8),
+        claims=(
+            Claim(arm="grown", against="from_start", at="frontier area"),
+            Claim(arm="grown", against="small_host", at="frontier area"),
+            Claim(arm="grown", against="from_start"),
+            Claim(arm="grown", against="small_host"),
+        ),
+        min_worlds=8,
+    ),
+    Study(
         name="language_model",
         question="Is a deep language model cheaper to train if most of its layers are added during training?",
         task=("moby_deep", "sotu_deep"),
@@ -73,14 +92,13 @@ _ROWS = (
             Arm(name="small_host", kind="static"),
             Arm(name="deeper_host", kind="static", settings={"host": "deeper"}),
             _planted("grown", "open", 50),
-            _planted("grown_late", "open", 100),
         ),
         budgets=(0.25, 0.5, 1.0),
         worlds=(100, 8),
         metric="test_loss",
         claims=tuple(
-            Claim(arm=arm, against=against, direction="lower", budget=budget)
-            for arm, budget in (("grown", 0.5), ("grown", 1.0), ("grown_late", 1.0))
+            Claim(arm="grown", against=against, direction="lower", budget=budget)
+            for budget in (0.5, 1.0)
             for against in ("from_start", "deeper_host", "small_host")
         ),
         min_worlds=8,

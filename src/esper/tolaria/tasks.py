@@ -333,7 +333,7 @@ _ROWS = (
              base=4, blocks=3, kernel=1),
     _fashion("standard", "does growth help a host with time to learn?", _TWO_BLOCKS, 110, base=8, blocks=2),
     _cnn("rescue_cifar", "can seeds see shapes in natural images for a host of single pixels?", "cifar10", _ROW3,
-         host={"base": 4, "blocks": 3, "kernel": 1}, epochs=24, seed_lr=SEED_LR),
+         host={"base": 4, "blocks": 3, "kernel": 1}, seed_lr=SEED_LR),
     _cnn("cifar", "does growth help on natural images?", "cifar10", _ROW3, host={"base": 8, "blocks": 3},
          seed_lr=SEED_LR),
     # Small tasks on embedded data: for tests, examples and a language model on a laptop.
