@@ -81,6 +81,20 @@ def test_transformer_without_segments_has_a_slot_after_every_block():
         assert TransformerHost(layers=0, **sizes).sites() == {"r0c0": "dropout"}
 
 
+def test_extra_slots_follow_the_last_layer_and_change_nothing():
+    sizes = {"vocab": 9, "dim": 8, "heads": 2, "block_size": 4, "segments": None}
+    hosts = []
+    for extra in (0, 2):
+        torch.manual_seed(0)
+        hosts.append(TransformerHost(layers=1, extra_slots=extra, **sizes))
+    plain, extended = hosts
+    assert extended.sites() == {"r0c0": "blocks.0", "r0c1": "extra.0", "r0c2": "extra.1"}
+    assert TransformerHost(layers=0, extra_slots=1, **sizes).sites() == {"r0c0": "dropout", "r0c1": "extra.0"}
+    tokens = torch.randint(0, 9, (2, 4))
+    assert torch.equal(plain(tokens), extended(tokens))
+    assert plain.state_dict().keys() == extended.state_dict().keys()
+
+
 def test_segments_do_not_change_names_or_initial_weights():
     weights = []
     for segments in (3, 1, None):
@@ -246,6 +260,11 @@ NONSENSE = [
     (ResidualCNNHost, {"in_channels": 3, "classes": 10, "base": 8, "stages": 0}, "stages=0"),
     (ResidualCNNHost, {"in_channels": 3, "classes": 10, "base": 8, "stages": 2, "blocks": 0}, "blocks=0"),
     (TransformerHost, {"vocab": 9, "dim": 8, "heads": 2, "layers": 0, "block_size": 4}, "segments=None"),
+    (
+        TransformerHost,
+        {"vocab": 9, "dim": 8, "heads": 2, "layers": 3, "block_size": 4, "extra_slots": -1},
+        "extra_slots",
+    ),
     (TransformerHost, {"vocab": 9, "dim": 8, "heads": 2, "layers": -1, "block_size": 4, "segments": None}, "layers=-1"),
     (MLPHost, {"inputs": 4, "classes": 2, "width": 8, "layers": 0}, "layers=0"),
     (TransformerHost, {"vocab": 9, "dim": 8, "heads": 3, "layers": 3, "block_size": 4}, "multiple of heads"),

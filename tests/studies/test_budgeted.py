@@ -6,10 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+import torch
 
 from esper.kasmina.lifecycle import Rules
+from esper.leyline.stages import SeedStage
 from esper.studies.arms import Space, structure_named
-from esper.studies.budgeted import Session, full_structure, full_training_macs
+from esper.studies.budgeted import Session, first_classes, full_structure, full_training_macs
 from esper.studies.contract import Arm
 from esper.studies.table import STUDIES
 from esper.studies.trainers import TRAINERS, trainer_of
@@ -47,6 +49,44 @@ def test_branches_leave_the_trunk_unchanged():
 
 def replace_seconds(point: object) -> dict[str, object]:
     return {name: getattr(point, name) for name in point.__struct_fields__ if name != "seconds"}
+
+
+def test_ramped_structure_starts_at_alpha_0_and_shallow_seeds_arrive_first():
+    ramped = session(structure=full_structure(SMALL), ramp=6)
+    table, network = ramped.engine.table, ramped.engine.networks[0]
+    plain = session().engine.networks[0]
+    x = ramped.data.val.x[:8]
+    assert torch.equal(network.body.eval()(x), plain.body.eval()(x))
+    assert table.alpha[0].tolist() == [0.0, 0.0, 0.0]
+    expected = {1: [1 / 2, 1 / 4, 1 / 6], 2: [1, 1 / 2, 1 / 3], 4: [1, 1, 2 / 3], 6: [1, 1, 1]}
+    for epoch in range(1, 7):
+        ramped.advance(Wait(), ramped.spent + ramped.epoch_macs)
+        assert ramped.epochs == epoch
+        if epoch in expected:
+            assert table.alpha[0].tolist() == pytest.approx(expected[epoch])
+    assert (table.stage[0] == SeedStage.HOLDING).all()
+
+
+def test_before_the_change_only_the_first_classes_are_trained(monkeypatch):
+    classes = {}
+    minibatches = type(SMALL).minibatches
+
+    def recorded(task, data, world, step):
+        for x, y in minibatches(task, data, world, step):
+            classes.setdefault(step, set()).update(y.tolist())
+            yield x, y
+
+    monkeypatch.setattr(type(SMALL), "minibatches", recorded)
+    changed = session(change=3)
+    changed.advance(Wait(), 5 * changed.epoch_macs)
+    assert {step: max(some) for step, some in classes.items()} == {0: 4, 1: 4, 2: 4, 3: 9, 4: 9}
+
+
+def test_first_classes_leave_validation_and_test_whole():
+    data = SMALL.load_data()
+    few = first_classes(data, 5)
+    assert set(few.train.y.tolist()) == {0, 1, 2, 3, 4}
+    assert (few.val, few.test) == (data.val, data.test)
 
 
 def test_pretraining_is_not_counted():

@@ -39,10 +39,11 @@ FULL = {"map": "conv_heavy", "sequence": "block", "vector": "mlp"}
 
 def full_structure(task: Task) -> Structure:
     """Return the full structure of a task: the largest blueprint in every slot; for text, a transformer layer."""
-    if "block" not in registered():
-        blueprint("block", layouts="sequence")(transformer_block)
     slots = Engine(task, [0]).networks[0].body.slots
-    return {name: FULL[slot.site.layout] for name, slot in slots.items()}
+    structure = {name: FULL[slot.site.layout] for name, slot in slots.items()}
+    if "block" in structure.values() and "block" not in registered():
+        blueprint("block", layouts="sequence")(transformer_block)
+    return structure
 
 
 class Session:
