@@ -12,7 +12,11 @@ from typer.core import TyperGroup
 
 DataRoot = Annotated[Path | None, typer.Option(help="Directory of the data files of a task that is not embedded.")]
 RunDirectory = Annotated[Path | None, typer.Option(help="Run directory to create; default: a new one in runs/.")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="Also write scalars for TensorBoard.")]
+TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="The same as --track tensorboard.")]
+Track = Annotated[
+    list[str] | None,
+    typer.Option(metavar="NAME", help="Also log to tensorboard, wandb, mlflow or trackio. Can be repeated."),
+]
 Resume = Annotated[
     Path | None,
     typer.Option(help="Resume a stopped or killed run. The result is bit-identical to an uninterrupted run."),
@@ -64,6 +68,7 @@ def grow(
     lr_schedule: Annotated[str, typer.Option(help="Learning rate: constant, or wsd (warm-up and decay).")] = "constant",
     threads: Threads = 1,
     telemetry: Annotated[str, typer.Option(help="Telemetry level: off, minimal, normal or debug.")] = "normal",
+    track: Track = None,
     tensorboard: TensorBoard = False,
     resume: Resume = None,
     allow_inexact: AllowInexact = False,
@@ -83,7 +88,7 @@ def grow(
     from esper.commands.grow import GrowOptions, resume_grow, run_grow
     from esper.commands.growing import Settings
 
-    options = GrowOptions(out, data, tensorboard, allow_inexact)
+    options = GrowOptions(out, data, trackers(track, tensorboard), allow_inexact)
     if resume is not None:
         settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "birth", "lr_schedule",
                     "threads", "telemetry")  # fmt: skip
@@ -128,6 +133,7 @@ def train(
     out: RunDirectory = None,
     data: DataRoot = None,
     telemetry: Annotated[str | None, typer.Option(help="Telemetry level: off, minimal, normal or debug.")] = None,
+    track: Track = None,
     tensorboard: TensorBoard = False,
     show: Annotated[bool, typer.Option("--show", help="Print the settings and exit.")] = False,
     compare: Annotated[bool, typer.Option(help="At the end, compare with other controllers.")] = True,
@@ -150,7 +156,7 @@ def train(
 
     more = {"task": task, "simulated": sim or None, "rounds": rounds, "envs": envs, "epochs": epochs, "seed": seed,
             "start_from": start_from, "telemetry": telemetry}  # fmt: skip
-    options = TrainOptions(resume, allow_inexact, workers, out, data, compare, tensorboard)
+    options = TrainOptions(resume, allow_inexact, workers, out, data, compare, trackers(track, tensorboard))
     if ab:
         from esper.commands.ab import run_ab
 
@@ -239,6 +245,26 @@ def export(
     from esper.commands.export import run_export
 
     run_export(run, format, out=out, force=force)
+
+
+@app.command("export-log")
+def export_log(
+    run: Annotated[Path, typer.Argument(help="Run directory.")],
+    to: Annotated[str, typer.Option(help="tensorboard, wandb, mlflow or trackio.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Directory of the TensorBoard files; default: RUN/tensorboard.")
+    ] = None,
+) -> None:
+    """Send the journal of a run to an experiment tracker, with the same numbers as --track.
+
+    Unlike --track, it includes the environments of all workers and sends every number. W&B, MLflow and Trackio are
+    configured by their own environment variables, for instance WANDB_MODE=offline or MLFLOW_TRACKING_URI.
+
+    Example:  esper export-log runs/mine --to mlflow
+    """
+    from esper.commands.export_log import run_export_log
+
+    run_export_log(run, to, out)
 
 
 @app.command()
@@ -348,6 +374,11 @@ def blueprints(
     from esper.commands.listing import list_blueprints
 
     list_blueprints(task)
+
+
+def trackers(track: list[str] | None, tensorboard: bool) -> tuple[str, ...]:
+    """Return the names of the requested trackers."""
+    return (*(track or ()), *(["tensorboard"] if tensorboard else []))
 
 
 def main() -> None:

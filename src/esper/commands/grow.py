@@ -82,7 +82,8 @@ class GrowOptions:
 
     out: Path | None = None
     data_root: Path | None = None
-    tensorboard: bool = False
+    track: tuple[str, ...] = ()
+    """Names of trackers."""
     allow_inexact: bool = False
 
     def resume_command(self, path: Path) -> str:
@@ -99,7 +100,7 @@ def run_grow(settings: Settings, options: GrowOptions) -> None:
 
 def resume_grow(path: Path, given: list[str], options: GrowOptions) -> None:
     """Resume a run that was stopped or killed. The result is bit-identical to an uninterrupted run."""
-    refuse_settings(given, "--data, --tensorboard and --allow-inexact")
+    refuse_settings(given, "--data, --track, --tensorboard and --allow-inexact")
     with ownership(path) as lock:
         saved = checkpoint_of(path, "grow", facts_of)
         if read_manifest(path)["status"] == "finished":
@@ -171,7 +172,7 @@ def _recording(
     """Return the context of a new run, or of an earlier one that is resumed."""
     level = level_by_name(settings.telemetry)
     if path is not None and saved is not None:
-        return record_on(path, [Kept.of(saved).next_seq], level=level, tensorboard=options.tensorboard, lock=lock)
+        return record_on(path, [Kept.of(saved).next_seq], level=level, track=options.track, lock=lock)
     manifest = {
         "controller": settings.controller,
         "seed": settings.seed,
@@ -183,7 +184,7 @@ def _recording(
         },
         "data": {data.name: data.sha256},
     }
-    return record(task.name, out=options.out, level=level, manifest=manifest, tensorboard=options.tensorboard)
+    return record(task.name, out=options.out, level=level, manifest=manifest, track=options.track)
 
 
 def _train_all(

@@ -43,7 +43,7 @@ from esper.tolaria.data.dataset import must_be_usable
 
 OPTION = {"simulated": "--sim"}
 """Options whose name differs from their setting."""
-KEPT_WITH_RESUME = "--rounds, --workers, --data, --tensorboard, --no-compare and --allow-inexact"
+KEPT_WITH_RESUME = "--rounds, --workers, --data, --track, --tensorboard, --no-compare and --allow-inexact"
 SHOWN_WORLDS = 3
 """Held-out worlds of the final table: a first look. `esper eval` gives a reliable result."""
 
@@ -58,7 +58,8 @@ class TrainOptions:
     out: Path | None = None
     data_root: Path | None = None
     compare: bool = True
-    tensorboard: bool = False
+    track: tuple[str, ...] = ()
+    """Names of trackers."""
 
     def resume_command(self, path: Path) -> str:
         """Return the command that resumes the run at `path` with the same options."""
@@ -245,11 +246,11 @@ def recording(
     if saved is not None and options.resume is not None:
         next_seq, changes = run_metadata(saved)["next_seq"], {"config": as_tree(config)}
         return record_on(
-            options.resume, next_seq, level=config.telemetry, manifest=changes, tensorboard=options.tensorboard,
+            options.resume, next_seq, level=config.telemetry, manifest=changes, track=options.track,
             lock=lock,
         )  # fmt: skip
     manifest = manifest_of(config)
-    return record(label, out=options.out, level=config.telemetry, manifest=manifest, tensorboard=options.tensorboard)
+    return record(label, out=options.out, level=config.telemetry, manifest=manifest, track=options.track)
 
 
 def follow(config: TrainConfig, saved: Saved | None, options: TrainOptions, group: ProcessGroup) -> None:

@@ -18,14 +18,12 @@ from esper.karn.lenient_manifest import Data, fact, manifest_of
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import DataError
 from esper.leyline.events import Decision, Episode, RunStarted, Step
-from esper.leyline.text import printable
+from esper.leyline.text import LONGEST_SETTING, flat_settings, printable
 from esper.nissa.replay import replay
 
 EVALUATION = "eval.json"
 """File that `esper eval --out` writes."""
 HEADS = ("blueprint", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
-MOST_CHARACTERS = 200
-"""Maximum length of a name or of the value of a setting."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +65,7 @@ def arms_of(path: Path, name: str, *, alone: bool) -> list[Arm]:
         return evaluated(path, name, alone=alone)
     manifest, _ = manifest_of(path)
     episodes, started = finished_episodes(path)
-    settings = flat({"controller": fact(manifest, "controller"), **tree(manifest.get("config"))})
+    settings = flat_settings({"controller": fact(manifest, "controller"), **tree(manifest.get("config"))})
     settings.pop("seed", None)
     task = (started.task if started is not None else "") or fact(manifest, "task")
     arm = Arm(name=name, paths=[str(path)], task=task, settings=settings, episodes={}, held_out={})
@@ -90,7 +88,7 @@ def arms_of(path: Path, name: str, *, alone: bool) -> list[Arm]:
 
 def replaced(arm: Arm, name: str, **changes: Any) -> Arm:
     """Return an arm with another name and other fields."""
-    return msgspec.structs.replace(arm, name=printable(name, MOST_CHARACTERS), **changes)
+    return msgspec.structs.replace(arm, name=printable(name, LONGEST_SETTING), **changes)
 
 
 # -- journals
@@ -149,7 +147,7 @@ def evaluated(path: Path, name: str, *, alone: bool) -> list[Arm]:
     rows = comparison.rows if alone else comparison.rows[:1]
     return [
         Arm(
-            name=printable(row.name if alone else f"{name}: {row.name}", MOST_CHARACTERS), paths=[str(path)],
+            name=printable(row.name if alone else f"{name}: {row.name}", LONGEST_SETTING), paths=[str(path)],
             task=comparison.task, settings={}, episodes={}, held_out=outcomes_of(comparison, row),
         )
         for row in rows
@@ -173,17 +171,6 @@ def outcomes_of(comparison: HeldOut, row: Row) -> Outcomes:
 def tree(value: Any) -> Data:
     """Return a value of a manifest if it is an object, else {}."""
     return value if isinstance(value, dict) else {}
-
-
-def flat(settings: Data, prefix: str = "") -> dict[str, str]:
-    """Return nested settings by dotted name, as text."""
-    out: dict[str, str] = {}
-    for name, value in settings.items():
-        if isinstance(value, dict):
-            out |= flat(value, f"{prefix}{name}.")
-        else:
-            out[printable(f"{prefix}{name}", MOST_CHARACTERS)] = printable(str(value), MOST_CHARACTERS)
-    return out
 
 
 def pooled(arms: Sequence[Arm]) -> list[Arm]:

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import html
 import unicodedata
+from collections.abc import Mapping
+from typing import Any
 
 LONGEST = 2000
 """Maximum number of characters of one text in a report or on a screen. The journal is not truncated."""
+LONGEST_SETTING = 200
+"""Maximum number of characters of the name or the value of a setting."""
 
 
 def cut(text: str, most: int = LONGEST) -> str:
@@ -33,3 +37,18 @@ def _is_shown(c: str) -> bool:
 def escape(text: str) -> str:
     """Return the text escaped for an HTML or SVG element or attribute."""
     return html.escape(printable(text, None, keep="\n"))
+
+
+def flat_settings(settings: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Return nested settings by dotted name, as printable text.
+
+    >>> flat_settings({"ppo": {"lr": 0.1}, "task": "rescue"})
+    {'ppo.lr': '0.1', 'task': 'rescue'}
+    """
+    out: dict[str, str] = {}
+    for name, value in settings.items():
+        if isinstance(value, Mapping):
+            out |= flat_settings(value, f"{prefix}{name}.")
+        else:
+            out[printable(f"{prefix}{name}", LONGEST_SETTING)] = printable(str(value), LONGEST_SETTING)
+    return out

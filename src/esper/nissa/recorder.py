@@ -29,7 +29,7 @@ from esper.nissa.record import Record
 from esper.nissa.run import Lock, RunDirectory, earlier_seconds, ending, manifest_base
 from esper.nissa.signals import stoppable, terminable
 from esper.nissa.sinks import Sink
-from esper.nissa.sinks.tensorboard import TensorBoardSink
+from esper.nissa.sinks.trackers import TENSORBOARD, must_be_available, tracker_sinks
 
 END_S = 10.0
 """Seconds that the end of a run waits for a full or slow disk."""
@@ -72,6 +72,7 @@ def record(
     manifest: dict[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
     tensorboard: bool = False,
+    track: Sequence[str] = (),
 ) -> Iterator[Run]:
     """Record a run in `out`, or in a new directory below `root`. Existing runs are not overwritten.
 
@@ -79,7 +80,10 @@ def record(
     manifest     further entries of the manifest, such as config, random seed and hashes of data
     sinks        further receivers of events, besides the journal
     tensorboard  whether scalars for TensorBoard are written into the run directory, too
+    track        further trackers of the run: tensorboard, wandb, mlflow, trackio
     """
+    track = [*track, *([TENSORBOARD] if tensorboard else [])]
+    must_be_available(track)
     level = level_by_name(level) if isinstance(level, str) else level
     where, name = (Path(root), None) if out is None else (Path(out).parent, Path(out).name)
     fields = manifest_base() | {"telemetry": level.name.lower()} | (manifest or {})
@@ -87,7 +91,7 @@ def record(
         directory = RunDirectory.create(where, task, name=name, manifest=fields)
     except (OSError, UnicodeError) as e:
         raise RunError(f"cannot make a run directory in {where}: {e}. Choose another directory") from e
-    with _recorded(directory, 0, level, sinks, tensorboard) as run:
+    with _recorded(directory, 0, level, sinks, track) as run:
         yield run
 
 
@@ -99,7 +103,7 @@ def record_on(
     level: Level | str = Level.NORMAL,
     manifest: dict[str, Any] | None = None,
     sinks: Sequence[Sink] = (),
-    tensorboard: bool = False,
+    track: Sequence[str] = (),
     lock: Lock | None = None,
 ) -> Iterator[Run]:
     """Resume the recording of a run that ended early, at event `next_seq[rank]` of each rank.
@@ -108,6 +112,7 @@ def record_on(
     checkpoint. Take the `lock` of the directory before choosing one, or another process may resume the run meanwhile.
     """
     level = level_by_name(level) if isinstance(level, str) else level
+    must_be_available(track)
     directory = RunDirectory.resume(Path(path), manifest or {}, lock)
     try:
         for rank in {*range(len(next_seq)), *segments(directory.events_dir)}:
@@ -123,7 +128,7 @@ def record_on(
     except BaseException as e:
         directory.fail(e)
         raise
-    with _recorded(directory, next_seq[0], level, sinks, tensorboard) as run:
+    with _recorded(directory, next_seq[0], level, sinks, track) as run:
         run.has_gaps = bool(missing)
         yield run
 
@@ -139,12 +144,12 @@ def record_beside(path: Path | str, rank: int, first_seq: int, level: Level | st
 
 @contextmanager
 def _recorded(
-    directory: RunDirectory, first_seq: int, level: Level, sinks: Sequence[Sink], tensorboard: bool
+    directory: RunDirectory, first_seq: int, level: Level, sinks: Sequence[Sink], track: Sequence[str]
 ) -> Iterator[Run]:
     started, status, error = time.monotonic(), "finished", None
     counter = _Counter()
     try:
-        more = [TensorBoardSink(directory.path / "tensorboard")] if tensorboard else []
+        more = tracker_sinks(track, directory.path, directory.manifest)
         hub = NissaHub([JsonlSink(directory.events_dir), counter, *more, *sinks], level=level, first_seq=first_seq)
     except BaseException as e:
         directory.fail(e)

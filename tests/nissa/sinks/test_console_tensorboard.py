@@ -28,7 +28,8 @@ from esper.leyline.events import (
 from esper.nissa.hub import NissaHub
 from esper.nissa.record import Record
 from esper.nissa.sinks.console import ConsoleSink
-from esper.nissa.sinks.tensorboard import Scalars, TensorBoardSink
+from esper.nissa.sinks.scalars import Scalars
+from esper.nissa.sinks.tensorboard import TensorBoardSink
 
 AT = {"env": 1, "episode": 0, "step": 4}
 

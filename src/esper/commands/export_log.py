@@ -1,0 +1,51 @@
+"""`esper export-log`: send the journal of a run to an experiment tracker."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+from rich.console import Console
+
+from esper.commands import plainly
+from esper.karn.lenient_manifest import manifest_of
+from esper.leyline.errors import ConfigError
+from esper.nissa.record import Record
+from esper.nissa.replay import replay
+from esper.nissa.sinks import Sink
+from esper.nissa.sinks.tensorboard import TensorBoardSink
+from esper.nissa.sinks.trackers import TENSORBOARD, TrackerSink, must_be_available
+
+PORTION = 1000
+"""Records per write."""
+
+
+def run_export_log(run: Path, to: str, out: Path | None) -> None:
+    """Send every recorded event of a run to a tracker."""
+    must_be_available([to])
+    if out is not None and to != TENSORBOARD:
+        raise ConfigError(f"--out is the directory of TensorBoard files; {to} chooses its own place. Remove --out")
+    manifest, _ = manifest_of(run)
+    where = (out or run / TENSORBOARD) if to == TENSORBOARD else None
+    sink: Sink
+    if where is not None:
+        if where.exists() and any(where.iterdir()):
+            raise ConfigError(f"{where} is not empty; nothing is overwritten. Use --out to choose another directory")
+        sink = TensorBoardSink(where)
+    else:
+        sink = TrackerSink(to, run, manifest, most_lag_s=None)
+    count = 0
+    try:
+        for records in portions(replay(run)):
+            sink.write(records)
+            count += len(records)
+    finally:
+        sink.close()
+    plainly(Console(), f"{count} events of {run} sent to {to}" + ("" if where is None else f": {where}"))
+
+
+def portions(records: Iterator[Record]) -> Iterator[list[Record]]:
+    """Yield records in lists of up to `PORTION`."""
+    while some := list(islice(records, PORTION)):
+        yield some
