@@ -287,8 +287,8 @@ def report(
 ) -> None:
     """Write a report on one or several runs as a self-contained HTML file, and print a summary.
 
-    Contains curves of accuracy and loss, the stages of every slot, alpha, worth with error bars, parameters, decisions,
-    time per phase and problems. The run may still be running.
+    It is the page of `esper dash` in one file: curves, the growing network, the life and worth of every seed,
+    decisions, PPO, time per phase and problems. The run may still be running.
     """
     from esper.commands.report import run_report
 
@@ -317,6 +317,23 @@ def compare(
     from esper.commands.compare import run_compare
 
     run_compare(runs, json)
+
+
+@app.command()
+def dash(
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of runs, or one run directory.")] = Path(
+        "runs"
+    ),
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")] = 0,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
+) -> None:
+    """Show runs in the browser, live or afterwards: one run in detail, or several side by side.
+
+    Prints an address that only works on this machine. The page updates itself while a run is training.
+    """
+    from esper.commands.dash import run_dash
+
+    run_dash(directory, port, open_browser)
 
 
 @app.command()

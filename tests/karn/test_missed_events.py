@@ -12,9 +12,9 @@ import pytest
 from esper.commands.report import run_report
 from esper.commands.runs import run_runs
 from esper.commands.sql import run_sql
-from esper.karn import report
+from esper.karn.problems import problems
+from esper.karn.run_state import RunState
 from esper.karn.sql import Runs
-from esper.karn.summary import RunSummary
 from esper.karn.watch import alarm_rules
 from esper.karn.watch.source import Source
 from esper.leyline.checksums import seal_json
@@ -78,12 +78,12 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
 def test_every_reader_reports_missing_events(run, damage, capsys):
-    assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == []
+    assert RunState.of(run).losses == list_runs(run.parent)[0].losses == []
     damage(run)
     losses = DAMAGES[damage]
 
-    assert RunSummary.of(run).losses == losses
-    assert [text for _, text in report.troubles(RunSummary.of(run))][: len(losses)] == [
+    assert RunState.of(run).losses == losses
+    assert [text for _, text in problems(RunState.of(run))][: len(losses)] == [
         f"The journal is incomplete: {text}." for text in losses
     ]
     assert list_runs(run.parent)[0].losses == losses
@@ -111,7 +111,7 @@ def test_every_reader_reports_a_gap_in_the_middle(run):
     with Runs([run]) as opened:
         assert opened.ask("select missing from runs").rows == [("3 events of rank 0 missing",)]
         assert opened.ask("select after_seq, before_seq, missing from losses").rows == [(4, 8, 3)]
-    assert RunSummary.of(run).losses == ["3 events of rank 0 missing"]
+    assert RunState.of(run).losses == ["3 events of rank 0 missing"]
 
 
 def test_replaced_gauges_are_not_reported_as_lost(tmp_path):
@@ -134,7 +134,7 @@ def test_replaced_gauges_are_not_reported_as_lost(tmp_path):
         seal_json(json.dumps({"status": "finished", "journal": {"0": {"events": hub.next_seq}}}).encode())
     )
     assert hub.health()["coalesced"] > 20
-    assert RunSummary.of(run).losses == list_runs(tmp_path)[0].losses == []
+    assert RunState.of(run).losses == list_runs(tmp_path)[0].losses == []
     with Runs([run]) as opened:
         assert opened.ask("select missing from runs").rows == [(None,)]
         assert opened.ask("select * from losses").rows == []
@@ -149,16 +149,16 @@ def test_counts_are_right_after_a_resume(run):
             beside.emit(event(5))
         recorded.emitted = {0: 0, 1: beside.next_seq}
     assert recorded.directory.manifest["journal"] == {"0": {"events": 10}, "1": {"events": 7}}
-    assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == []
+    assert RunState.of(run).losses == list_runs(run.parent)[0].losses == []
     cut(run, 1, 1)
-    assert RunSummary.of(run).losses == ["1 event of rank 1 missing"]
+    assert RunState.of(run).losses == ["1 event of rank 1 missing"]
 
 
 def test_events_lost_before_a_resume_are_still_reported(run):
     cut(run, 0, 12)
     with pytest.warns(UserWarning, match="are not in the journal"), record_on(run, [20, 20]):
         pass
-    assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == ["10 events of rank 0 missing"]
+    assert RunState.of(run).losses == list_runs(run.parent)[0].losses == ["10 events of rank 0 missing"]
 
 
 def test_deleted_journal_is_reported_after_a_successful_resume(run, capsys):
@@ -166,7 +166,7 @@ def test_deleted_journal_is_reported_after_a_successful_resume(run, capsys):
     with pytest.warns(UserWarning, match="40 of the 40 events"), record_on(run, [20, 20]) as resumed:
         resumed.emitted = {1: 20}
     losses = ["20 events of rank 0 missing", "20 events of rank 1 missing"]
-    assert RunSummary.of(run).losses == list_runs(run.parent)[0].losses == losses
+    assert RunState.of(run).losses == list_runs(run.parent)[0].losses == losses
     assert resumed.losses == []  # events of an earlier session: warned about, and not an error of this one
     assert capsys.readouterr().err == ""
 
@@ -175,7 +175,7 @@ def test_deleted_journal_is_reported_after_a_successful_resume(run, capsys):
 def test_journal_file_that_is_not_regular_is_counted_by_readers_and_refused_on_resume(run, make):
     make(run / "events" / "rank0-00001.jsonl")
     before = (run / "manifest.json").read_bytes()
-    assert RunSummary.of(run).damage.lines == 1
+    assert RunState.of(run).damage.lines == 1
     with Runs([run]) as opened:
         assert opened.ask("select damaged from runs").rows == [(1,)]
     source = Source(run, lambda: 0.0)
@@ -201,7 +201,7 @@ def test_failed_resume_keeps_the_earlier_count_of_missing_events(run, monkeypatc
     with pytest.raises(RunError, match="cannot rewind"), record_on(run, [7, 5]):
         pass
     assert read_manifest(run)["status"] == "failed"
-    assert RunSummary.of(run).losses == ["12 events of rank 0 missing", "no run_finished event"]
+    assert RunState.of(run).losses == ["12 events of rank 0 missing", "no run_finished event"]
 
 
 @pytest.mark.slow
@@ -216,9 +216,9 @@ def test_counts_are_right_after_a_resume_with_another_number_of_workers(tmp_path
         written = {str(rank): {"events": extent.next_seq} for rank, extent in damage.extents().items()}
         assert read_manifest(run)["journal"] == written
         assert len(written) == int(args[args.index("--workers") + 1])
-        assert RunSummary.of(run).losses == []
+        assert RunState.of(run).losses == []
     (run / "events" / "rank2-00000.jsonl").unlink()
-    assert RunSummary.of(run).losses == [f"{written['2']['events']} events of rank 2 missing"]
+    assert RunState.of(run).losses == [f"{written['2']['events']} events of rank 2 missing"]
 
 
 @pytest.mark.parametrize(

@@ -1,20 +1,20 @@
-"""The report: first the pure functions, then the page in a real browser."""
+"""The report: its file, and the page in a real browser."""
 
 import json
 import math
 import re
 from html.parser import HTMLParser
-from itertools import pairwise
-from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.commands.report import digest, facts, run_report
-from esper.karn import report, sections
-from esper.karn.charts import Chart, Series, data_script, downsample, duration, render, spoken, tick_labels, ticks
-from esper.karn.summary import RunSummary
+from esper.karn import report
+from esper.karn.document import detail, document
+from esper.karn.number_text import duration, number_text, tick_labels, ticks
+from esper.karn.problems import problems
+from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Episode, Governor, Health
@@ -54,69 +54,6 @@ def parsed(html):
     return tree
 
 
-# -- downsampling
-
-
-def obvious_downsample(points, most):
-    """Return the reference result: buckets of almost equal size, and for each the first of its extremes."""
-    if len(points) <= most:
-        return list(points)
-    inner, buckets = list(points[1:-1]), max(1, (most - 2) // 3)
-    edges = [b * len(inner) // buckets for b in range(buckets + 1)]
-    out = [points[0]]
-    for a, b in pairwise(edges):
-        part = inner[a:b]
-        finite = [p for p in part if p[1] is not None and math.isfinite(p[1])]
-        odd = [p for p in part if p[1] is not None and not math.isfinite(p[1])]
-        chosen = odd[:1]
-        if finite:
-            chosen += [min(finite, key=lambda p: p[1]), max(finite, key=lambda p: p[1])]
-        if part:
-            out += sorted(set(chosen), key=lambda p: p[0]) or [(part[0][0], None)]
-    return [*out, points[-1]]
-
-
-VALUES = st.lists(st.none() | st.floats(-5, 5) | st.sampled_from([math.inf, -math.inf]), max_size=90)
-
-
-@given(VALUES, st.integers(5, 40))
-@settings(max_examples=200, deadline=None)
-def test_downsampling_equals_the_reference(values, most):
-    points = list(enumerate(values))
-    thin = downsample(points, most)
-    assert thin == obvious_downsample(points, most)
-    assert len(thin) <= max(most, 5)
-    finite = [y for y in values if y is not None and math.isfinite(y)]
-    left = [y for _, y in thin if y is not None and math.isfinite(y)]
-    assert (not finite) or (min(left), max(left)) == (min(finite), max(finite))
-
-
-def test_long_gap_stays_a_gap_and_nan_stays_visible():
-    points = [(x, None if 3_000 <= x < 4_000 else math.nan if x == 7_777 else 1.0) for x in range(10_000)]
-    thin = downsample(points)
-    assert any(y is None for _, y in thin)
-    assert [x for x, y in thin if y is not None and y != y] == [7_777]
-
-
-def test_gap_breaks_the_line_and_is_not_drawn_as_zero():
-    html = render(Chart("t", [Series("s", [(0, 0.5), (1, 0.6), (2, None), (3, 0.7), (4, 0.8)])]))
-    (line,) = re.findall(r'class="line" d="([^"]+)"', html)
-    assert line.count("M") == 2
-    data = json.loads(re.search(r"<script[^>]*>(.*?)</script>", html)[1])
-    assert data["series"][0]["y"] == [0.5, 0.6, None, 0.7, 0.8]
-
-
-def test_empty_chart_says_so():
-    assert "Not measured." in render(Chart("t", [Series("s", [(0, None), (1, None)])]))
-    parsed(render(Chart("t", [])))
-
-
-def test_non_finite_value_is_marked_and_named():
-    html = render(Chart("t", [Series("s", [(0, 1.0), (1, math.nan)])]))
-    assert 'class="odd"' in html
-    assert '"NaN"' in html
-
-
 # -- numbers as text
 
 
@@ -128,7 +65,7 @@ def test_non_finite_value_is_marked_and_named():
      (1e-5, "number", "1.00e−05"), (91.4, "seconds", "1 min 31 s")],
 )  # fmt: skip
 def test_values_are_formatted(value, unit, text):
-    assert spoken(value, unit) == text
+    assert number_text(value, unit) == text
 
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
@@ -159,7 +96,7 @@ def places(tmp_path_factory):
     named |= {"run_id": NASTY, "config": {NASTY: {NASTY: NASTY}}, "command": NASTY}
     (hostile / "manifest.json").write_bytes(seal_json(json.dumps(named).encode()))
     found = {"grown": [grown], "train": [train], "hostile": [hostile], "both": [grown, train, hostile]}
-    return {name: report.write([RunSummary.of(p) for p in runs], root / f"{name}.html") for name, runs in found.items()}
+    return {name: report.write([RunState.of(p) for p in runs], root / f"{name}.html") for name, runs in found.items()}
 
 
 @pytest.mark.parametrize("name", ["grown", "train", "hostile", "both"])
@@ -170,51 +107,41 @@ def test_every_page_is_well_formed_and_fetches_nothing(places, name):
         assert not any(key.startswith("on") for key in attrs)
         for key in ("src", "href"):
             assert attrs.get(key, "#").startswith(("#", "data:,"))
-    assert places[name].stat().st_size < 3_000_000
+    assert places[name].stat().st_size < 1_000_000
 
 
-def test_names_are_shown_verbatim(places):
-    tree = parsed(places["hostile"].read_text())
-    assert any(NASTY in text for text in tree.text)
-    scripts = re.findall(r'<script type="application/json">(.*?)</script>', places["hostile"].read_text(), re.S)
-    assert any(NASTY in [s["name"] for s in json.loads(text)["series"]] for text in scripts)
+def data_of(path):
+    """Return the data inside a report."""
+    text = re.search(r'<script type="application/json" id="data">(.*?)</script>', path.read_text(), re.S)[1]
+    return json.loads(text)["runs"]
+
+
+def test_names_are_kept_verbatim(places):
+    (run,) = data_of(places["hostile"])
+    assert run["document"]["envs"][0]["name"] == NASTY
+    assert run["document"]["run"]["controller"] == NASTY
+    assert run["document"]["settings"]["Configuration"] == {NASTY: {NASTY: NASTY}}
 
 
 @given(st.text())
 def test_no_text_can_escape_its_script_element(text):
-    html = data_script({"x": text})
-    inside = html.removeprefix('<script type="application/json">').removesuffix("</script>")
+    inside = report.script_json({"x": text})
     assert "<" not in inside
     assert json.loads(inside) == {"x": text}
 
 
-def test_failures_are_prominent_only_when_present(places):
-    assert 'class="trouble"' in places["train"].read_text()
-    assert "sink retired" in places["train"].read_text()
-    clean = places["grown"].read_text()
-    assert 'class="trouble"' not in clean
-    assert "No problems" in clean
+def test_failures_are_listed_only_when_present(places):
+    texts = [problem["text"] for problem in data_of(places["train"])[0]["document"]["problems"]]
+    assert any("sink retired" in text for text in texts)
+    assert data_of(places["grown"])[0]["document"]["problems"] == []
 
 
 def test_quality_that_is_not_finite_is_a_trouble(tmp_path):
     journal = Journal(tmp_path / "run")
     for event in (started(), step(1), step(2, quality=math.nan)):
         journal.write(event)
-    found = report.troubles(RunSummary.of(journal.close()))
+    found = problems(RunState.of(journal.close()))
     assert any(severity == "error" and "not finite" in text for severity, text in found)
-
-
-def test_figures_have_no_escaped_spaces(places):
-    assert not re.search(r"\d\\u2009\d", places["train"].read_text() + places["grown"].read_text())
-
-
-@pytest.mark.parametrize("y", [1e308, -1e308, 1e200])
-@pytest.mark.parametrize("x", [1.0, 2.0**63, 2.0**70])
-def test_numbers_too_large_for_arithmetic_are_drawn_as_not_finite(x, y):
-    page = render(Chart("t", [Series("a", [(0.0, 1.0), (x, y), (x + 1, 0.5)])], unit="percent"))
-    assert "<figure" in page
-    assert "Not measured" not in page
-    assert "<figure" in render(Chart("t", [Series("a", [(x, 1.0)])], x_range=(x, x)))
 
 
 def test_alarms_without_rollback_take_one_line(tmp_path):
@@ -223,43 +150,58 @@ def test_alarms_without_rollback_take_one_line(tmp_path):
     for step_, alarm, action in ((1, "divergence", "counted"), (2, "divergence", "counted"), (3, "collapse", "seen"),
                                  (4, "divergence", "rolled back")):  # fmt: skip
         journal.write(Governor(env=0, episode=0, step=step_, alarm=alarm, action=action, value=9.0))
-    told = [text for _, text in report.troubles(RunSummary.of(journal.close())) if "Governor" in text]
+    told = [text for _, text in problems(RunState.of(journal.close())) if "Governor" in text]
     assert len(told) == 2
     assert re.search(r"epoch 4: divergence .* rolled back", told[0])
     assert "3 alarms that needed no rollback (divergence 2 times, collapse)" in told[1]
 
 
-def test_unmeasured_quality_is_not_shown_as_zero(tmp_path):
+def test_unmeasured_quality_is_null_and_not_zero(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
     for n in range(1, 5):
         journal.write(step(n, quality=None, committed_quality=None))
-    html = report.page([RunSummary.of(journal.close())])
-    assert "Not measured." in html
-    assert "0.0 %" not in html
+    found = document(RunState.of(journal.close()))
+    assert found["envs"][0]["quality"] is None
+    assert "quality" not in found["series"]["0"]["columns"]
 
 
-def test_seed_without_measured_worth_still_has_a_lifecycle(tmp_path):
+def test_seed_without_measured_worth_still_has_stages(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
     journal.write(step(1, stages=(2, 0, 0), blueprints=("norm", "", "")))
-    html = report.page([RunSummary.of(journal.close())])
-    assert 'class="bar training"' in html
-    parsed(html)
+    found = detail(RunState.of(journal.close()), 0)
+    assert found["slots"][0]["stages"] == [[2, "norm", 1, 1]]
+    assert found["slots"][0]["worth"] is None
 
 
 @pytest.mark.parametrize("status", ["running", "finished", "failed"])
 def test_run_with_only_a_manifest_has_a_report(tmp_path, status):
     (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps({"status": status}).encode()))
-    parsed(report.page([RunSummary.of(tmp_path)]))
+    parsed(report.page([RunState.of(tmp_path)]))
 
 
-def test_page_states_how_many_of_many_episodes_it_shows(places, tmp_path):
-    run = RunSummary.of(places["train"].parent / "train")
-    shown = sections.views(run)
-    assert len(shown) == sections.MOST_VIEWS
-    assert shown[0].quality == max(e.quality for e in run.episodes)
-    assert "12 of 60 episodes" in places["train"].read_text()
+def test_report_of_a_large_run_is_small(tmp_path):
+    path = train_run(tmp_path / "run", envs=64, rounds=3)
+    page = report.page([RunState.of(path)])
+    assert len(page) < 1_000_000
+    (run,) = json.loads(re.search(r'id="data">(.*?)</script>', page)[1])["runs"]
+    assert len(run["document"]["envs"]) == 64
+    assert run["document"]["mean"]["episodes"] == 64
+    assert len(run["document"]["series"]) == report.MOST_ENVS
+    assert len(run["details"]) == report.MOST_DETAILS
+
+
+def test_long_curves_keep_minimum_and_maximum(tmp_path):
+    journal = Journal(tmp_path / "run")
+    journal.write(started())
+    for n in range(1, 30_001):
+        journal.write(step(n, quality=0.9 if n == 12_345 else 0.5))
+    (series,) = report.run_data(RunState.of(journal.close()), 1)["document"]["series"].values()
+    assert series["stride"] > 1
+    assert max(series["columns"]["quality"]) == 0.9
+    assert min(series["low"]["quality"]) == 0.5
+    assert (series["low"]["step"][0], series["columns"]["step"][-1]) == (1, 30_000)
 
 
 # -- damaged files
@@ -296,7 +238,7 @@ def test_wrong_type_anywhere_in_the_journal_breaks_no_report(tmp_path):
         (path / "events/rank0-00000.jsonl").write_bytes(
             b"".join(sealed(json.dumps(each).encode()[:-1]) for each in spoilt)
         )
-        run = RunSummary.of(path)
+        run = RunState.of(path)
         parsed(report.page([run]))
         digest(run)
         json.dumps(facts(run))
@@ -311,21 +253,21 @@ def test_wrong_type_anywhere_in_the_manifest_breaks_no_report(tmp_path):
         for odd in (*ODD, [[[]]], {"a": {"b": [1]}}):
             if name != "status" or isinstance(odd, str):
                 (path / "manifest.json").write_bytes(seal_json(json.dumps(manifest | {name: odd}).encode()))
-                run = RunSummary.of(path)
-                for page in ([run], [run, RunSummary.of(path)]) if odd == "text" else ([run],):
+                run = RunState.of(path)
+                for page in ([run], [run, RunState.of(path)]) if odd == "text" else ([run],):
                     parsed(report.page(page))
                 digest(run)
     deep = json.loads('{"a":' * 300 + "1" + "}" * 300)
     (path / "manifest.json").write_bytes(
         seal_json(json.dumps(manifest | {"config": deep, "versions": [deep]}).encode())
     )
-    parsed(report.page([RunSummary.of(path)]))
+    parsed(report.page([RunState.of(path)]))
 
 
 def test_facts_missing_in_the_journal_come_from_a_valid_manifest(tmp_path):
     journal = Journal(tmp_path / "run", task="rescue", rounds="many", threads=3)
     journal.write(step(1))
-    run = RunSummary.of(journal.close())
+    run = RunState.of(journal.close())
     assert [run.about(name) for name in ("task", "rounds", "threads")] == ["rescue", None, 3]
 
 
@@ -333,9 +275,9 @@ def test_facts_missing_in_the_journal_come_from_a_valid_manifest(tmp_path):
 def test_damaged_manifest_hides_no_journal(tmp_path, content):
     path = grow_run(tmp_path / "run")
     (path / "manifest.json").unlink() if content is None else (path / "manifest.json").write_text(content)
-    run = RunSummary.of(path)
-    assert (run.status, len(run.episodes)) == ("finished", 4)
-    ((severity, text),) = report.troubles(run)
+    run = RunState.of(path)
+    assert (run.status, run.episodes) == ("finished", 4)
+    ((severity, text),) = problems(run)
     assert severity == "warning"
     assert "manifest" in text
     parsed(report.page([run]))
@@ -344,24 +286,24 @@ def test_damaged_manifest_hides_no_journal(tmp_path, content):
 def test_directory_named_like_a_segment_breaks_no_report(tmp_path):
     path = grow_run(tmp_path / "run")
     (path / "events" / "rank0-00007.jsonl").mkdir()
-    assert RunSummary.of(path).status == "finished"
+    assert RunState.of(path).status == "finished"
 
 
 def test_text_of_any_length_is_truncated(tmp_path):
     journal = Journal(tmp_path / "run", error="e" * 9_000_000, status="failed", command="c" * 9_000_000)
     journal.write(started())
     journal.write(Health(source="x", severity="error", text="y" * 22_000_000))
-    run = RunSummary.of(journal.close())
+    run = RunState.of(journal.close())
     assert len(report.page([run])) < 1_000_000
-    assert any("(21,998,003 more characters)" in text for _, text in report.troubles(run))
+    assert any("(21,998,003 more characters)" in text for _, text in problems(run))
 
 
 def test_events_missed_by_a_retired_sink_are_not_called_lost(tmp_path):
     journal = Journal(tmp_path / "run", status="running")
     counters = {"emitted": 107.0, "coalesced": 0.0, "Board.given_up": 10.0, "JsonlSink.given_up": 0.0}
     journal.write(Health(source="hub", severity="warning", text="107 events; 10 events lost", counters=counters))
-    run = RunSummary.of(journal.close())
-    assert ("warning", "hub: of 107 events sink Board missed 10") in report.troubles(run)
+    run = RunState.of(journal.close())
+    assert ("warning", "hub: of 107 events sink Board missed 10") in problems(run)
     assert run.losses == []
 
 
@@ -372,14 +314,13 @@ def test_copy_is_named_after_its_directory(tmp_path):
     path = grow_run(tmp_path / "run")
     copy = tmp_path / "a copy"
     path.rename(copy)
-    run = RunSummary.of(copy)
-    assert report.title_of(run) == "a copy"
-    assert "<dt>run id</dt><dd>run</dd>" in report.page([run])
+    run = RunState.of(copy)
+    found = document(run)["run"]
+    assert (found["name"], found["run_id"]) == ("a copy", "run")
     (tmp_path / "else").mkdir()
-    other = RunSummary.of(grow_run(tmp_path / "else" / "a copy"))
-    html = report.page([run, other])
-    assert "else/a copy" in html
-    assert f"{tmp_path.name}/a copy" in html
+    other = RunState.of(grow_run(tmp_path / "else" / "a copy"))
+    report.page([run, other])
+    assert [run.name, other.name] == [f"{tmp_path.name}/a copy", "else/a copy"]
 
 
 def test_grow_run_shows_the_gain_over_the_bare_host_of_its_world(tmp_path):
@@ -392,18 +333,16 @@ def test_grow_run_shows_the_gain_over_the_bare_host_of_its_world(tmp_path):
         journal.write(Episode(env=env, episode=0, world=1, name=names[env], steps=4, quality=quality,
                               quality_best=quality, params=params, host_params=host, germinated=germinated,
                               fossilized=germinated, pruned=0, structure=structure))  # fmt: skip
-    html = sections.results(RunSummary.of(journal.close()))
-    rows = [re.findall(r"<td[^>]*>(.*?)</td>", row) for row in html.split("<tr>")[2:]]
-    assert [row[3] for row in rows] == ["+10.0", "", "−10.0", "+5.0"]
-    assert "over no growth: against the same world without growth, in points." in html
-    assert "over twin" not in html
+    envs = document(RunState.of(journal.close()))["envs"]
+    assert [env["no_growth"] for env in envs] == [0.8, None, 0.8, 0.8]
+    assert [env["is_no_growth"] for env in envs] == [False, True, False, False]
 
 
-def test_unknown_gain_is_not_explained(tmp_path):
+def test_unknown_gain_is_null(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
     journal.write(step(1))
-    assert "without growth" not in sections.results(RunSummary.of(journal.close()))
+    assert document(RunState.of(journal.close()))["envs"][0]["no_growth"] is None
 
 
 # -- the command
@@ -431,104 +370,3 @@ def test_non_run_directory_is_refused(tmp_path):
         run_report([tmp_path], None, False, False)
     with pytest.raises(EsperError):
         run_report([], None, False, False)
-
-
-# -- in a browser
-
-CHROMIUM = Path("/usr/bin/chromium")
-
-
-@pytest.fixture(scope="module")
-def browser():
-    api = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pages are not looked at")
-    if not CHROMIUM.exists():
-        pytest.skip(f"there is no {CHROMIUM}: pages are not looked at")
-    with api.sync_playwright() as play:
-        chrome = play.chromium.launch(executable_path=str(CHROMIUM), args=["--no-sandbox"])
-        yield chrome
-        chrome.close()
-
-
-@pytest.fixture
-def visit(browser):
-    """Return a function that opens a page; afterwards fail on any console message or network request."""
-    trouble, pages = [], []
-
-    def go(path, width=1280):
-        page = browser.new_page(viewport={"width": width, "height": 900})
-        page.on("console", lambda said: trouble.append(said.text))
-        page.on("pageerror", lambda error: trouble.append(str(error)))
-        page.on("dialog", lambda dialog: trouble.append("a name ran as a script"))
-        page.on(
-            "request", lambda asked: asked.url == path.as_uri() or asked.url == "data:," or trouble.append(asked.url)
-        )
-        page.goto(path.as_uri())
-        pages.append(page)
-        return page
-
-    yield go
-    for page in pages:
-        page.close()
-    assert trouble == []
-
-
-@pytest.mark.parametrize("name", ["grown", "train", "hostile", "both"])
-@pytest.mark.parametrize("width", [390, 1280])
-def test_no_page_is_wider_than_the_screen(places, visit, name, width):
-    page = visit(places[name], width)
-    for fold in page.query_selector_all("details"):
-        fold.evaluate("d => d.open = true")
-    assert page.evaluate("document.documentElement.scrollWidth") <= width
-
-
-def test_pointer_shows_values(places, visit):
-    page = visit(places["grown"])
-    page.locator(".area").first.hover(position={"x": 400, "y": 60})
-    tip = page.locator("#tip")
-    assert tip.is_visible()
-    assert re.search(r"epoch 1\d", tip.inner_text())
-    assert "no growth" in tip.inner_text()
-    assert " %" in tip.inner_text()
-    page.mouse.move(2, 2)
-    assert not tip.is_visible()
-
-
-def test_arrow_keys_show_values(places, visit):
-    page = visit(places["grown"])
-    page.locator(".area").first.focus()
-    page.keyboard.press("ArrowLeft")
-    assert "epoch 40" in page.locator("#tip").inner_text()
-    page.keyboard.press("ArrowLeft")
-    assert "epoch 39" in page.locator("#tip").inner_text()
-
-
-def test_stage_has_a_tooltip(places, visit):
-    page = visit(places["grown"])
-    page.locator(".panel .bar.fossilized").first.hover()
-    assert "conv_light in r0c0" in page.locator("#tip").inner_text()
-
-
-def test_legend_toggles_a_curve_in_every_chart(places, visit):
-    page = visit(places["grown"])
-    curves = page.locator('g[data-key="e1"]')
-    assert curves.count() == 4
-    page.get_by_role("button", name="no growth").click()
-    assert all(not curves.nth(i).is_visible() for i in range(4))
-    page.locator(".area").first.hover(position={"x": 400, "y": 60})
-    assert "no growth" not in page.locator("#tip").inner_text()
-    page.get_by_role("button", name="no growth").click()
-    assert curves.first.is_visible()
-
-
-def test_selector_shows_one_episode_at_a_time(places, visit):
-    page = visit(places["train"])
-    assert page.locator(".panel:visible").count() == 1
-    page.locator("select[data-panels]").select_option(index=3)
-    chosen = page.locator("select[data-panels] option:checked").inner_text()
-    assert page.locator(".panel:visible h4").inner_text() == chosen
-
-
-def test_link_opens_the_run_it_names(places, visit):
-    page = visit(places["both"])
-    page.get_by_role("link", name="train").click()
-    assert page.locator("#run1").evaluate("d => d.open")

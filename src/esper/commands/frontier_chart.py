@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from esper.karn.charts import COLOURS, tick_labels, ticks
+from esper.karn.number_text import COLOURS, tick_labels, ticks
 from esper.leyline.text import escape
 from esper.studies.rendering import METRICS
 from esper.studies.statistics import Summary

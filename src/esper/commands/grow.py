@@ -37,7 +37,7 @@ from esper.commands.growing import (
 from esper.commands.resuming import checkpoint_of, must_fit, ownership, refuse_settings
 from esper.grower.explanations import why_nothing_was_planted
 from esper.karn import report as karn_report
-from esper.karn.summary import RunSummary
+from esper.karn.run_state import RunState
 from esper.karn.worth_plot import plot_worth
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.germination import MIXING_STEPS, late_planting
@@ -157,7 +157,7 @@ def _grow(
         if note := why_nothing_was_planted(controller, scene.grown.table, scene.grown.rules, task.slots):
             plainly(console, note)
     with losses_decide_exit_code(run):
-        written = karn_report.write([RunSummary.of(run.path)], run.path / "report.html")
+        written = karn_report.write([RunState.of(run.path)], run.path / "report.html")
         plainly(
             console, f"files in {run.path}: result.json, worth.svg, body.safetensors (grafted), plain.pt2 (plain model)"
         )

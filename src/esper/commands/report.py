@@ -12,9 +12,12 @@ from rich.markup import escape
 from rich.table import Table
 
 from esper.commands import plainly
-from esper.karn import report, sections
-from esper.karn.charts import spoken
-from esper.karn.summary import RunSummary
+from esper.karn import report
+from esper.karn.document import COUNTED
+from esper.karn.episode_state import EpisodeState
+from esper.karn.number_text import number_text
+from esper.karn.problems import problems
+from esper.karn.run_state import RunState
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import spelled
 from esper.leyline.text import printable
@@ -31,7 +34,7 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
     out = out or (runs[0] / "report.html" if len(runs) == 1 else Path("report.html"))
     if out.is_dir():
         out = out / "report.html"
-    summaries = [RunSummary.of(path) for path in runs]
+    summaries = [RunState.of(path) for path in runs]
     try:
         report.write(summaries, out)
     except OSError as error:
@@ -50,19 +53,19 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
 # -- terminal output
 
 
-def digest(run: RunSummary) -> Group:
+def digest(run: RunState) -> Group:
     """Return the results per environment, the longest phases, and any problems."""
-    parts: list[Any] = [f"[b]{escape(report.title_of(run))}[/b]  {headline(run)}"]
+    parts: list[Any] = [f"[b]{escape(run.name)}[/b]  {headline(run)}"]
     latest = run.latest
     if latest:
-        unit, _ = sections.units(run)
+        unit = "percent" if run.is_percent else "number"
         table = Table("", box=None, pad_edge=False)
         for head in ("quality", "best", "params", "seeds", "fossils", "pruned", "time"):
             table.add_column(head, justify="right")
         for e in latest[:MOST_LINES]:
-            label = escape(printable(sections.label(run, e), 100))
-            table.add_row(label, shown(e.quality, unit), shown(e.quality_best, unit),
-                          shown(e.params, "count"), *(str(e.count(stage)) for stage in sections.COUNTED),
+            name = escape(printable(label(run, e), 100))
+            table.add_row(name, shown(e.quality, unit), shown(e.best, unit),
+                          shown(e.params, "count"), *(str(e.count(stage)) for stage in COUNTED),
                           shown(e.wall_s, "seconds"))  # fmt: skip
         parts.append(table)
         if len(latest) > MOST_LINES:
@@ -71,53 +74,60 @@ def digest(run: RunSummary) -> Group:
         whole = sum(p.wall_ms for p in phases) or 1.0
         top = ", ".join(f"{escape(printable(p.name, 50))} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES])
         parts.append(f"time: {top}")
-    problems = report.troubles(run)
+    found = problems(run)
     colour = {"error": "red", "warning": "yellow"}
-    parts += [f"[{colour.get(kind, 'yellow')}]{escape(kind)}[/]: {escape(text)}" for kind, text in problems]
-    parts.append("" if problems else f"[dim]no problems: {sum(run.kinds.values())} events, none lost[/dim]")
+    parts += [f"[{colour.get(kind, 'yellow')}]{escape(kind)}[/]: {escape(text)}" for kind, text in found]
+    parts.append("" if found else f"[dim]no problems: {sum(run.kinds.values())} events, none lost[/dim]")
     return Group(*parts)
 
 
-def headline(run: RunSummary) -> str:
+def label(run: RunState, episode: EpisodeState) -> str:
+    """Return the name of an episode, with its number if an environment has several."""
+    if run.episodes == len(run.latest):
+        return episode.name
+    return f"{episode.name}, {'round' if run.newest_update is not None else 'episode'} {episode.number}"
+
+
+def headline(run: RunState) -> str:
     """Return status, task, controller, seed and duration of a run."""
     facts = [run.status, run.about("task"), run.about("controller")]
     facts += [f"seed {run.about('seed')}"] if run.about("seed") is not None else []
-    facts += [spoken(run.wall_s, "seconds")] if run.wall_s is not None else []
+    facts += [number_text(run.wall_s, "seconds")] if run.wall_s is not None else []
     return escape(", ".join(printable(str(f), 200) for f in facts if f))
 
 
 def shown(value: float | None, unit: str) -> str:
     """Format a value, or "not measured"."""
-    return "[dim]not measured[/dim]" if value is None else spoken(value, unit)
+    return "[dim]not measured[/dim]" if value is None else number_text(value, unit)
 
 
 # -- JSON output
 
 
-def facts(run: RunSummary) -> dict[str, Any]:
+def facts(run: RunState) -> dict[str, Any]:
     """Return the summary as data."""
     return {
-        "run": report.title_of(run),
+        "run": run.name,
         "run_id": run.manifest.get("run_id"),
         "path": str(run.path),
         "status": run.status,
         **{name: run.about(name) for name in ("task", "controller", "seed")},
         "wall_s": run.wall_s,
-        "events": dict(run.kinds),
+        "events": run.kinds,
         "environments": [
             {
                 "env": e.env,
                 "name": e.name,
-                "episode": e.episode,
+                "episode": e.number,
                 "steps": e.length,
                 "quality": e.quality,
-                "quality_best": e.quality_best,
+                "quality_best": e.best,
                 "params": e.params,
-                **{stage.name.lower(): e.count(stage) for stage in sections.COUNTED},
+                **{stage.name.lower(): e.count(stage) for stage in COUNTED},
                 "wall_s": e.wall_s,
             }
             for e in run.latest
         ],
         "phases": {p.name: {"wall_ms": p.wall_ms, "cpu_ms": p.cpu_ms, "calls": p.calls} for p in run.phases},
-        "health": [{"severity": severity, "text": text} for severity, text in report.troubles(run)],
+        "health": [{"severity": severity, "text": text} for severity, text in problems(run)],
     }

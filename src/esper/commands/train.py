@@ -23,7 +23,7 @@ from esper.commands.resuming import checkpoint_of, must_fit, ownership, owns_run
 from esper.commands.workers import Parent, Workers
 from esper.karn import held_out
 from esper.karn import report as karn_report
-from esper.karn.summary import RunSummary
+from esper.karn.run_state import RunState
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.events import RunStarted
 from esper.nissa.recorder import Run, record, record_beside, record_on
@@ -211,7 +211,7 @@ def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: Tr
         facts = figures(arena.play_all(names, worlds, console), config.task_label)
         held_out.write(path, facts, config.rounds)
         console.print(results_tables(facts, config.simulated))
-    written = karn_report.write([RunSummary.of(path)], path / "report.html")
+    written = karn_report.write([RunState.of(path)], path / "report.html")
     plainly(console, f"policy: {path / POLICY}  (use it with: esper grow --controller {path})")
     plainly(console, f"report: {written}")
 

@@ -1,4 +1,4 @@
-"""Views of recorded events: the terminal view, the report, SQL. Reads run directories only, and imports no torch.
+"""Views of recorded events: live page, report, terminal view, SQL. Reads run directories only, and imports no torch.
 
-Read first: `summary.py`, the summary of a run's journal that all views share.
+Read first: `run_state.py`, the fold of a run's journal that views share.
 """

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from esper.karn.charts import spoken, ticks
+from esper.karn.number_text import number_text, ticks
 from esper.leyline.text import escape
 
 LEFT, WIDTH, ROW, TOP = 250, 560, 34, 56
@@ -34,7 +34,7 @@ def dots(rows: Sequence[tuple[str, Sequence[float]]], title: str) -> str:
         if low <= tick <= high:
             parts.append(
                 f'<line x1="{x(tick):.1f}" x2="{x(tick):.1f}" y1="{TOP - 6}" y2="{height - 26}" stroke="#e4e4e4"/>'
-                f'<text x="{x(tick):.1f}" y="{height - 10}" text-anchor="middle" fill="#555">{spoken(tick)}</text>'
+                f'<text x="{x(tick):.1f}" y="{height - 10}" text-anchor="middle" fill="#555">{number_text(tick)}</text>'
             )
     for i, (name, row) in enumerate(rows):
         y, colour = TOP + ROW * (i + 0.5), COLOURS[min(i, 1)]

@@ -6,19 +6,15 @@ The file is validated against the types below before anything of it is shown.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from html import escape
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from esper.karn.charts import spoken
-from esper.karn.html import cell, section, table
-from esper.karn.summary import RunSummary
+from esper.karn.number_text import number_text
 from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import seal_json, unseal_json
 from esper.leyline.paired import Difference
-from esper.leyline.text import cut, printable
 
 HELD_OUT = "held_out.json"
 MOST_BYTES = 1 << 22
@@ -79,23 +75,18 @@ def read(run: Path) -> tuple[HeldOut | None, str | None]:
         return None, f"{path} cannot be read: {error}"
 
 
-def held_out(run: RunSummary) -> str:
-    """Return the section of the report, "" if there is no comparison."""
-    comparison, damage = read(run.path)
-    if damage is not None:
-        return section("Held-out comparison", "", f'<p class="none">{escape(cut(printable(damage)))}</p>')
-    if comparison is None or not comparison.rows:
-        return ""
+def table(comparison: HeldOut) -> dict[str, Any]:
+    """Return the comparison as texts: explanation, column heads and rows. A list with one text is to be emphasised."""
     has_test = any(row.test is not None for row in comparison.rows)
     heads = ["controller", *(["test accuracy", "lead of the first row"] if has_test else []), "utility U",
              "lead of the first row", "parameters", "multiply-adds"]  # fmt: skip
-    rows = []
+    rows: list[list[Any]] = []
     for i, row in enumerate(comparison.rows):
-        cells = [escape(cut(printable(row.name), 100))]
+        cells: list[Any] = [row.name]
         if has_test:
-            cells += [figure(row.test, "percent"), lead(row.test_lead, "percent") if i else ""]
-        cells += [figure(row.utility, "utility"), lead(row.utility_lead, "utility") if i else ""]
-        rows.append([*cells, *(cell(None if f is None else f.mean, "count") for f in (row.params, row.macs))])
+            cells += [_figure(row.test, "percent"), _lead(row.test_lead, "percent") if i else ""]
+        cells += [_figure(row.utility, "utility"), _lead(row.utility_lead, "utility") if i else ""]
+        rows.append([*cells, *(None if f is None else number_text(f.mean, "count") for f in (row.params, row.macs))])
     worlds = len(comparison.worlds)
     after = "" if comparison.rounds is None else f", after round {comparison.rounds}"
     says = (
@@ -104,24 +95,23 @@ def held_out(run: RunSummary) -> str:
         "its bootstrap 95 % interval over worlds; bold where the interval excludes 0. U: validation quality above the "
         "no-growth twin, minus rent on parameters and multiply-adds."
     )
-    body = table(heads, rows, right=range(1, len(heads)), caption="Held-out comparison")
-    return section("Held-out comparison", says, body)
+    return {"says": says, "heads": heads, "rows": rows}
 
 
-def figure(value: Figure | None, unit: str) -> str:
+def _figure(value: Figure | None, unit: str) -> str | None:
     """Format a mean and its standard deviation over worlds, in percent or as a utility."""
     if value is None:
-        return cell(None)
+        return None
     if unit == "percent":
-        return f"{escape(spoken(value.mean, unit))} ± {100 * value.sd:.1f}"
+        return f"{number_text(value.mean, unit)} ± {100 * value.sd:.1f}"
     return f"{value.mean:+.4f} ± {value.sd:.4f}"
 
 
-def lead(value: Difference | None, unit: str) -> str:
+def _lead(value: Difference | None, unit: str) -> str | list[str] | None:
     """Format a difference with its interval, in percentage points or as a utility."""
     if value is None:
-        return cell(None)
-    return f"<b>{lead_text(value, unit)}</b>" if value.is_sure else lead_text(value, unit)
+        return None
+    return [lead_text(value, unit)] if value.is_sure else lead_text(value, unit)
 
 
 def lead_text(value: Difference, unit: str) -> str:

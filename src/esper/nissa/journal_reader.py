@@ -11,11 +11,11 @@ import os
 import re
 import stat
 from bisect import bisect_right
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
 import msgspec
 
@@ -78,26 +78,43 @@ class Damage:
         return {rank: Extent(seqs.next, sum(map(len, self.gaps(rank)))) for rank, seqs in self.seqs.items()}
 
 
+class Positioned(Protocol):
+    """What a line is decoded to: an `Entry`, or another type with its position in the run."""
+
+    @property
+    def seq(self) -> int: ...  # noqa: D102
+    @property
+    def time_s(self) -> float: ...  # noqa: D102
+    @property
+    def replaced(self) -> int: ...  # noqa: D102
+
+
+Line = TypeVar("Line", bound=Positioned)
+Decode = Callable[[bytes, int], Line | None]
+"""Decodes a line of a rank; None if it is damaged. `decoded_entry` is the general one."""
+
+
 def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
     """Yield every entry of a run: per rank ordered by seq, ranks merged by time. `damage` is counted up."""
     damage = Damage() if damage is None else damage
     folder = Path(run_dir) / EVENTS
     by_rank = segments(folder)
-    ranks = [_Rank(rank, damage) for rank in by_rank]
+    ranks = [_Rank(rank, damage, decoded_entry) for rank in by_rank]
     yield from _merged(ranks, by_rank)
     damage.torn += sum(rank.is_torn for rank in ranks)
 
 
-class Follower:
+class Follower(Generic[Line]):
     """Incremental reader of a run, also while it is being written."""
 
-    def __init__(self, run_dir: Path) -> None:
+    def __init__(self, run_dir: Path, decode: Decode[Line]) -> None:
         self.damage = Damage()
         self._folder = Path(run_dir) / EVENTS
-        self._ranks: dict[int, _Rank] = {}
-        self._unread: Iterator[Entry] | None = None  # entries that the last poll did not return
+        self._decode = decode
+        self._ranks: dict[int, _Rank[Line]] = {}
+        self._unread: Iterator[Line] | None = None  # entries that the last poll did not return
 
-    def poll(self, most: int | None = None) -> list[Entry]:
+    def poll(self, most: int | None = None) -> list[Line]:
         """Return new entries merged by time, at most `most`; later polls return the rest.
 
         If nothing is new, it costs one directory listing and one stat of the last segment of every rank.
@@ -105,12 +122,17 @@ class Follower:
         if self._unread is None:
             by_rank = segments(self._folder)
             for rank in by_rank:
-                self._ranks.setdefault(rank, _Rank(rank, self.damage))
+                self._ranks.setdefault(rank, _Rank(rank, self.damage, self._decode))
             self._unread = _merged(list(self._ranks.values()), by_rank)
         entries = list(islice(self._unread, most))
         if most is None or len(entries) < most:
             self._unread = None
         return entries
+
+    @property
+    def torn(self) -> int:
+        """Number of segments whose last line is incomplete: it is being written, or was cut off."""
+        return sum(rank.is_torn for rank in self._ranks.values())
 
 
 def head(run_dir: Path) -> list[Entry]:
@@ -209,11 +231,11 @@ class _SeqSet:
         return True
 
 
-class _Rank:
+class _Rank(Generic[Line]):
     """Reader of the segments of one rank."""
 
-    def __init__(self, rank: int, damage: Damage) -> None:
-        self.rank, self.damage = rank, damage
+    def __init__(self, rank: int, damage: Damage, decode: Decode[Line]) -> None:
+        self.rank, self.damage, self.decode = rank, damage, decode
         self.seqs = damage.seqs.setdefault(rank, _SeqSet())
         self.number = -1  # number of the current segment
         self.offset = 0  # position in it: everything before is read
@@ -221,7 +243,7 @@ class _Rank:
         self.is_readable = True  # whether the current segment is a regular file
         self.is_skipping = False  # whether `offset` is inside a line that is too long
 
-    def advance(self, numbered: list[tuple[int, Path]]) -> Iterator[Entry]:
+    def advance(self, numbered: list[tuple[int, Path]]) -> Iterator[Line]:
         """Yield the entries added since the last call, from the segments listed in `numbered`."""
         return self._once(self.lines(numbered))
 
@@ -230,7 +252,7 @@ class _Rank:
         """Whether what was read ends within a line."""
         return self.rest > 0 or self.is_skipping
 
-    def lines(self, numbered: list[tuple[int, Path]]) -> Iterator[Entry]:
+    def lines(self, numbered: list[tuple[int, Path]]) -> Iterator[Line]:
         """Yield the valid entries of these segments, duplicates included."""
         for number, path in numbered:
             if number < self.number:
@@ -243,7 +265,7 @@ class _Rank:
             if self.is_readable:
                 yield from self._segment(path)
 
-    def _segment(self, path: Path) -> Iterator[Entry]:
+    def _segment(self, path: Path) -> Iterator[Line]:
         """Yield the entries after `offset`. No file stays open between calls: there may be a thousand ranks."""
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(path).st_size <= self.offset + self.rest:
@@ -264,29 +286,29 @@ class _Rank:
                 self.is_skipping = True
                 self.offset, pieces, size = self.offset + size, [], 0
         line = b"".join(pieces)
-        if line and not self.is_skipping and (entry := decoded_entry(line, self.rank)):  # only its line end is missing
+        if line and not self.is_skipping and (entry := self.decode(line, self.rank)):  # only its line end is missing
             self.offset, size = self.offset + size, 0
             yield entry
         self.rest = size
 
-    def _read(self, lines: list[bytes]) -> Iterator[Entry]:
+    def _read(self, lines: list[bytes]) -> Iterator[Line]:
         for line in lines:
             if self.is_skipping:  # the end of a line that is too long
                 self.is_skipping = False
                 self.damage.lines += 1
-            elif entry := decoded_entry(line, self.rank):
+            elif entry := self.decode(line, self.rank):
                 yield entry
             elif line:
                 self.damage.lines += 1
 
-    def _once(self, entries: Iterable[Entry]) -> Iterator[Entry]:
+    def _once(self, entries: Iterable[Line]) -> Iterator[Line]:
         """Yield the first entry of each seq.
 
         If a line's seq jumps ahead and the next line continues below it, that seq is damaged. The line is dropped
         before it can displace the line that really has this seq.
         """
         seqs, damage = self.seqs, self.damage
-        leaper: Entry | None = None
+        leaper: Line | None = None
         for entry in entries:
             seq = entry.seq
             if leaper is not None:
@@ -321,11 +343,11 @@ def _chunk(path: Path, at: int) -> bytes:
         return b""
 
 
-def _time(entry: Entry) -> float:
+def _time(entry: Positioned) -> float:
     return entry.time_s
 
 
-def _merged(ranks: list[_Rank], by_rank: dict[int, list[tuple[int, Path]]]) -> Iterator[Entry]:
+def _merged(ranks: list[_Rank[Line]], by_rank: dict[int, list[tuple[int, Path]]]) -> Iterator[Line]:
     streams = [rank.advance(by_rank.get(rank.rank, [])) for rank in ranks]
     return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_time)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from esper.karn.losses import missed_by_sinks
+from esper.karn.problems import missed_by_sinks
 from esper.karn.watch.formatting import NONE, duration, short
 from esper.karn.watch.model import WatchModel
 from esper.karn.watch.states import EnvState, number, numbers, text, whole

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.cells import cell_len
 
-from esper.karn.losses import missed_by_sinks
+from esper.karn.problems import missed_by_sinks
 from esper.karn.watch.formatting import (
     TONES,
     count,
@@ -136,7 +136,7 @@ def _governor_text(d: Mapping[str, Any]) -> tuple[str, str]:
 
 def _health_text(d: Mapping[str, Any]) -> tuple[str, str]:
     tone = {"error": "bad", "warning": "warn"}.get(text(d.get("severity")), "dim")
-    missed = missed_by_sinks(d.get("counters"))
+    missed = missed_by_sinks(numbers(d.get("counters")))
     if missed and "emitted" in numbers(d.get("counters")):
         return "hub: " + ", ".join(f"sink {name} missed {n:g} events" for name, n in missed.items()), tone
     return f"{text(d.get('source'))}: {text(d.get('text'))}", tone

@@ -11,7 +11,7 @@ from esper.karn.watch import alarm_rules
 from esper.karn.watch.find_run import find_run
 from esper.karn.watch.model import WatchModel
 from esper.leyline.errors import EsperError
-from esper.nissa.journal_reader import Entry, Follower
+from esper.nissa.journal_reader import Entry, Follower, decoded_entry
 from esper.nissa.missed_events import JOURNAL, lost_events
 from esper.nissa.run import MANIFEST
 
@@ -26,7 +26,7 @@ class Source:
         self._location, self._clock = location, clock
         self.run = find_run(location)
         self.model = WatchModel()
-        self._follower: Follower | None = None
+        self._follower: Follower[Entry] | None = None
         self._has_named_slots = False
         self._is_caught_up = False
         self._status_at: float | None = None
@@ -51,7 +51,7 @@ class Source:
         if self.run is None:
             return []
         if self._follower is None:
-            self._follower = Follower(self.run)
+            self._follower = Follower(self.run, decoded_entry)
         return self._follower.poll()
 
     def feed(self, entries: list[Entry]) -> None:

@@ -1,0 +1,147 @@
+"""The server of the live page: static files, JSON of runs, and a stream of changes per viewer.
+
+No route takes a path: a run is addressed by its number in the list. Everything is read-only, and reading happens in
+threads, so a slow journal does not delay other viewers.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+import socket
+from collections.abc import AsyncIterator, Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+import uvicorn
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from esper.karn.comparison import compare_runs
+from esper.karn.dash.guard import Guard
+from esper.karn.dash.live_runs import LiveRuns
+from esper.karn.document import clean
+from esper.karn.report import web_file
+from esper.leyline.errors import EsperError
+from esper.leyline.events import spelled
+
+FILES = {
+    "/": ("index.html", "text/html"),
+    "/app.js": ("app.js", "text/javascript"),
+    "/app.css": ("app.css", "text/css"),
+    "/uplot.js": ("uplot.js", "text/javascript"),
+    "/uplot.css": ("uplot.css", "text/css"),
+}
+STREAM_S = 1.0
+"""Seconds between two messages of a stream."""
+MOST_COMPARED = 16
+HOST = "127.0.0.1"
+Result = TypeVar("Result")
+
+
+def make_app(directory: Path) -> Starlette:
+    """Return the application that shows the runs below a directory. It must be wrapped in a `Guard`."""
+    runs = LiveRuns(directory)
+    runs.listing()  # so that a page that is loaded again finds its run
+
+    async def list_of_runs(_request: Request) -> Response:
+        return await answer(runs.listing)
+
+    async def run_document(request: Request) -> Response:
+        return await answer(lambda: runs.run(request.path_params["run"]).document())
+
+    async def environment(request: Request) -> Response:
+        return await answer(lambda: runs.run(request.path_params["run"]).detail(request.path_params["env"]))
+
+    async def best(request: Request) -> Response:
+        return await answer(lambda: runs.run(request.path_params["run"]).detail(None))
+
+    async def rows(request: Request) -> Response:
+        query = request.query_params
+        try:
+            place = int(query["env"]), int(query["episode"]), query["by"], float(query["from"]), float(query["to"])
+        except (KeyError, ValueError):
+            return PlainTextResponse("rows need env, episode, by, from and to\n", 400)
+        if place[2] not in ("step", "train_macs"):
+            return PlainTextResponse("by must be step or train_macs\n", 400)
+        return await answer(lambda: runs.run(request.path_params["run"]).rows(*place))
+
+    async def compare(request: Request) -> Response:
+        numbers = [int(part) for part in request.query_params.get("runs", "").split(",") if part.isdecimal()]
+        if not 2 <= len(numbers) <= MOST_COMPARED:
+            return PlainTextResponse(f"compare needs 2 to {MOST_COMPARED} runs\n", 400)
+        return await answer(lambda: clean(spelled(msgspec.to_builtins(compare_runs([runs.path(n) for n in numbers])))))
+
+    async def live(request: Request) -> Response:
+        """Stream changes. `Last-Event-ID` is the number of events that the viewer has, as is `since` at first."""
+        cursor = request.headers.get("last-event-id") or request.query_params.get("since") or "0"
+        run = runs.run(request.path_params["run"])
+        changes = stream(run.document, int(cursor) if cursor.isdecimal() else 0)
+        return StreamingResponse(changes, media_type="text/event-stream", headers={"cache-control": "no-store"})
+
+    routes = [Route(path, partial(static_file, *file)) for path, file in FILES.items()]
+    routes += [
+        Route("/api/runs", list_of_runs),
+        Route("/api/runs/{run:int}", run_document),
+        Route("/api/runs/{run:int}/envs/{env:int}", environment),
+        Route("/api/runs/{run:int}/best", best),
+        Route("/api/runs/{run:int}/rows", rows),
+        Route("/api/runs/{run:int}/live", live),
+        Route("/api/compare", compare),
+    ]
+    return Starlette(routes=routes, exception_handlers={EsperError: refusal, OSError: refusal})
+
+
+def static_file(name: str, media_type: str, _request: Request) -> Response:
+    """Return a file of the page."""
+    return Response(web_file(name), media_type=media_type)
+
+
+async def answer(read: Callable[[], Result]) -> Response:
+    """Return the result of `read` as JSON; 404 if it is None."""
+    found = await run_in_threadpool(read)
+    if found is None:
+        return PlainTextResponse("not found\n", 404)
+    return Response(msgspec.json.encode(found), media_type="application/json")
+
+
+async def refusal(_request: Request, error: Exception) -> Response:
+    """Return the message of an error as text."""
+    return PlainTextResponse(f"{clean(str(error))}\n", 404)
+
+
+async def stream(changes: Callable[[int], dict[str, Any] | None], since: int) -> AsyncIterator[bytes]:
+    """Yield server-sent events: what changed after `since`, once per STREAM_S, until the run has ended."""
+    yield b"retry: 2000\n\n"
+    while True:
+        try:
+            found = await run_in_threadpool(changes, since)
+        except (EsperError, OSError):  # the run was removed
+            return
+        if found is None:
+            yield b": nothing new\n\n"  # fails if the viewer has gone
+        else:
+            since = found["position"]
+            yield b"id: %d\ndata: %b\n\n" % (since, msgspec.json.encode(found))
+        await asyncio.sleep(STREAM_S)
+
+
+def serve(directory: Path, port: int, ready: Callable[[str], None]) -> None:
+    """Serve until interrupted. `ready` receives the URL with its token. Port 0 takes a free one."""
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    listener.bind((HOST, port))
+    port = listener.getsockname()[1]
+    token = secrets.token_urlsafe(24)
+    config = uvicorn.Config(
+        Guard(make_app(directory), token, port), log_level="warning", access_log=False, server_header=False,
+        date_header=False, timeout_graceful_shutdown=1, ws="none",
+    )  # fmt: skip
+    with listener:
+        ready(f"http://{HOST}:{port}/?token={token}")
+        uvicorn.Server(config).run(sockets=[listener])

@@ -1,0 +1,60 @@
+"""Means of numbers by a whole number such as the round, in bounded memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+MOST_KEYS = 1024
+"""Maximum number of keys. If there are more, two neighbouring keys share a mean, then four, and so on."""
+Mean = list[float]  # number, sum, minimum, maximum
+
+
+class Means:
+    """Number, mean, minimum and maximum per key and column. None and values that are not finite do not count."""
+
+    def __init__(self, columns: Sequence[str]) -> None:
+        self.columns = tuple(columns)
+        self.stride = 1
+        self._cells: dict[int, list[Mean]] = {}
+
+    def add(self, key: int, values: Sequence[float | None]) -> None:
+        """Add one value per column."""
+        cells = self._cells.get(key // self.stride)
+        if cells is None:
+            cells = self._cells[key // self.stride] = [[0, 0.0, math.inf, -math.inf] for _ in self.columns]
+        for cell, value in zip(cells, values, strict=True):
+            if value is not None and math.isfinite(value):
+                _merge(cell, (1, value, value, value))
+        while len(self._cells) > MOST_KEYS:
+            self._coarsen()
+
+    def __len__(self) -> int:
+        return len(self._cells)
+
+    def keys(self) -> list[int]:
+        """Return the first key of every group, in order."""
+        return [key * self.stride for key in sorted(self._cells)]
+
+    def column(self, name: str) -> list[tuple[float, float, float] | None]:
+        """Return mean, minimum and maximum per key, in the order of `keys`; None where nothing was measured."""
+        at = self.columns.index(name)
+        cells = (self._cells[key][at] for key in sorted(self._cells))
+        return [(cell[1] / cell[0], cell[2], cell[3]) if cell[0] else None for cell in cells]
+
+    def _coarsen(self) -> None:
+        self.stride *= 2
+        finer, self._cells = self._cells, {}
+        for key, cells in sorted(finer.items()):
+            if key // 2 in self._cells:
+                for cell, other in zip(self._cells[key // 2], cells, strict=True):
+                    _merge(cell, other)
+            else:
+                self._cells[key // 2] = cells
+
+
+def _merge(cell: Mean, other: Sequence[float]) -> None:
+    cell[0] += other[0]
+    cell[1] += other[1]
+    cell[2] = min(cell[2], other[2])
+    cell[3] = max(cell[3], other[3])

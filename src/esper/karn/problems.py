@@ -1,0 +1,120 @@
+"""The problems of a run as texts, the same in every view."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from math import isfinite
+from typing import Any
+
+from esper.karn.number_text import number_text
+from esper.karn.run_state import RunState
+from esper.leyline.events import Health
+from esper.leyline.text import printable
+
+MOST_ROLLBACKS = 20
+GIVEN_UP = ".given_up"
+KL_LIMIT, CLIP_LIMIT, ENTROPY_LIMIT = 0.03, 0.3, 0.1
+"""A PPO update with a larger KL or clip fraction, or a smaller relative entropy (0…1) of a head, is a problem."""
+
+
+def problems(run: RunState) -> list[tuple[str, str]]:
+    """Return the problems of a run as (severity, text), errors first."""
+    found = [*_of_the_end(run), *_of_the_journal(run), *_of_the_numbers(run), *_of_the_governor(run), *_of_ppo(run)]
+    return sorted(((severity, printable(text)) for severity, text in found), key=lambda each: each[0] != "error")
+
+
+def _of_the_end(run: RunState) -> list[tuple[str, str]]:
+    error = run.manifest.get("error") or (run.finished.error if run.finished is not None else None)
+    if run.status == "failed":
+        return [("error", f"The run failed: {error or 'no reason recorded'}")]
+    if run.status == "killed":
+        return [("error", "The run was killed: it neither goes on nor ended by itself. What it wrote is shown.")]
+    return [("warning", "The run was interrupted before its end.")] if run.status == "interrupted" else []
+
+
+def _of_the_journal(run: RunState) -> list[tuple[str, str]]:
+    found = [("error", f"The journal is incomplete: {text}.") for text in run.losses]
+    if run.manifest_damage:
+        found.append(("warning", f"{run.manifest_damage}. What is shown comes from the journal."))
+    if damaged := run.damage.lines + run.unreadable:
+        found.append(("warning", f"{damaged} lines of the journal could not be read."))
+    if run.damage.torn and run.status not in ("running", "killed"):
+        found.append(("warning", "The journal ends within a line."))
+    return found + [(h.severity, f"{h.source}: {health_text(h)}") for h in run.health.values()]
+
+
+def _of_the_numbers(run: RunState) -> list[tuple[str, str]]:
+    """Return one text if the newest quality or loss of some environment is not a finite number."""
+    names = [e.name for e in run.latest if e.newest is not None and not _is_finite(e.newest.quality, e.newest.val_loss)]
+    more = f" and in {len(names) - 1} more" if len(names) > 1 else ""
+    return [("error", f"Quality or loss is not finite in {names[0]}{more}.")] if names else []
+
+
+def _is_finite(*values: float | None) -> bool:
+    return all(value is None or isfinite(value) for value in values)
+
+
+def _of_the_governor(run: RunState) -> list[tuple[str, str]]:
+    found = []
+    rolled_back = sum(count for (_, action), count in run.alarms.items() if action == "rolled back")
+    for g in list(run.rollbacks)[:MOST_ROLLBACKS]:
+        limit = f", limit {number_text(g.limit)}" if g.limit is not None else ""
+        back = f", back to epoch {g.restored_step}" if g.restored_step is not None else ""
+        name = run.envs[g.env].name if g.env in run.envs else f"env {g.env}"
+        reason = f"{g.alarm} ({number_text(g.value)}{limit})"
+        found.append(("warning", f"Governor, {name}, epoch {g.step}: {reason} → {g.action}{back}"))
+    if rolled_back > MOST_ROLLBACKS:
+        found.append(("warning", f"Governor: {rolled_back - MOST_ROLLBACKS} more rollbacks"))
+    others = [(alarm, n) for (alarm, action), n in run.alarms.most_common() if action != "rolled back"]
+    if others:
+        each = ", ".join(f"{alarm} {n} times" if n > 1 else alarm for alarm, n in others[:5])
+        total = sum(n for _, n in others)
+        found.append(("warning", f"Governor: {total} alarms that needed no rollback ({each})"))
+    return found
+
+
+def _of_ppo(run: RunState) -> list[tuple[str, str]]:
+    u = run.newest_update
+    if u is None:
+        return []
+    found = []
+    losses = {"policy loss": u.policy_loss, "value loss": u.value_loss, "gradient": u.grad_norm}
+    if odd := [name for name, value in losses.items() if not _is_finite(value)]:
+        found.append(("error", f"PPO, round {u.round}: {' and '.join(odd)} not finite"))
+    if u.skipped:
+        found.append(("warning", f"PPO, round {u.round}: {u.skipped} minibatches skipped that were not finite"))
+    if u.kl is not None and u.kl > KL_LIMIT:
+        found.append(("warning", f"PPO, round {u.round}: KL {number_text(u.kl)} is above {KL_LIMIT}"))
+    if u.clip_fraction is not None and u.clip_fraction > CLIP_LIMIT:
+        found.append(("warning", f"PPO, round {u.round}: {u.clip_fraction:.0%} of ratios were clipped"))
+    collapsed = {
+        head: value
+        for head, value in u.entropy.items()
+        if value is not None and value < ENTROPY_LIMIT and (u.learnable.get(head) or 0.0) > 0.0
+    }
+    if collapsed:
+        each = ", ".join(f"{head} {value:.2f}" for head, value in collapsed.items())
+        found.append(("warning", f"PPO, round {u.round}: entropy collapsed ({each})"))
+    return found
+
+
+def health_text(health: Health) -> str:
+    """Return the text of a `health` event. For the hub's last one, list the events that each sink missed."""
+    missed = missed_by_sinks(health.counters)
+    emitted = health.counters.get("emitted")
+    if not missed or emitted is None:
+        return health.text
+    return f"of {emitted:,.0f} events " + "; ".join(f"sink {name} missed {n:,.0f}" for name, n in missed.items())
+
+
+def missed_by_sinks(counters: Mapping[str, Any]) -> dict[str, float]:
+    """Return sink → events it did not receive because it was retired. The journal still has them.
+
+    Events missing from the journal itself appear as gaps in its sequence numbers, or at its end.
+    """
+    return {
+        str(name).removesuffix(GIVEN_UP): float(count)
+        for name, count in counters.items()
+        if str(name).endswith(GIVEN_UP) and isinstance(count, int | float) and math.isfinite(count) and count > 0
+    }

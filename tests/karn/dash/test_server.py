@@ -1,0 +1,203 @@
+"""The server of the live page: what each route answers, only new rows travel, and nothing comes from elsewhere."""
+
+import http.client
+import json
+import re
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+pytest.importorskip("starlette", reason="the live page needs the extra web")
+pytest.importorskip("uvicorn", reason="the live page needs the extra web")
+
+import uvicorn
+
+from esper.karn.dash.guard import Guard
+from esper.karn.dash.live_runs import LiveRun
+from esper.karn.dash.server import FILES, make_app
+from esper.karn.report import web_file
+from esper.nissa.recorder import record
+from tests.support.sample_runs import Journal, grow_run, started, step
+
+TOKEN = "a-token-of-the-tests"
+
+
+@contextmanager
+def served(directory):
+    """Serve a directory in a thread and yield the port."""
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    app = Guard(make_app(directory), TOKEN, port)
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
+    thread.start()
+    while not server.started:
+        time.sleep(0.01)
+    try:
+        yield port
+    finally:
+        server.should_exit = True
+        server.force_exit = True
+        thread.join(10)
+        listener.close()
+
+
+def get(port, path, **headers):
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=20)
+    connection.request("GET", path, headers={"Cookie": f"esper_dash_{port}={TOKEN}"} | headers)
+    return connection.getresponse()
+
+
+def get_json(port, path):
+    answer = get(port, path)
+    assert answer.status == 200, answer.read()
+    return json.loads(answer.read())
+
+
+def messages(answer, count):
+    """Return the first messages of a stream as (id, data)."""
+    found, number = [], None
+    while len(found) < count:
+        line = answer.readline().decode().rstrip("\n")
+        if line.startswith("id: "):
+            number = int(line[4:])
+        elif line.startswith("data: "):
+            found.append((number, json.loads(line[6:])))
+    return found
+
+
+@pytest.fixture
+def runs(tmp_path):
+    grow_run(tmp_path / "runs" / "grown")
+    grow_run(tmp_path / "runs" / "other", seed=2)
+    return tmp_path / "runs"
+
+
+def test_runs_are_listed_and_addressed_by_number(runs):
+    with served(runs) as port:
+        listed = get_json(port, "/api/runs")["runs"]
+        assert sorted(run["name"] for run in listed) == ["grown", "other"]
+        for run in listed:
+            found = get_json(port, f"/api/runs/{run['id']}")
+            assert (found["run"]["name"], found["run"]["status"]) == (run["name"], "finished")
+        assert get_json(port, "/api/runs/0/envs/0")["seeds"]
+        for path in ("/api/runs/7", "/api/runs/0/envs/99", "/api/runs/-1", "/api/runs/x", "/api/runs/..%2f..", "/grown",
+                     "/app.js/..", "/api/runs/7/live"):  # fmt: skip
+            assert get(port, path).status == 404, path
+
+
+def test_one_run_directory_is_a_list_of_one(runs):
+    with served(runs / "grown") as port:
+        assert [run["name"] for run in get_json(port, "/api/runs")["runs"]] == ["grown"]
+
+
+def test_comparison_of_runs(runs):
+    with served(runs) as port:
+        found = get_json(port, "/api/compare?runs=0,1")
+        assert found["pairs"][0]["worlds"] == [1]
+        assert {measure["metric"] for measure in found["pairs"][0]["measures"]} >= {"quality", "params"}
+        assert get(port, "/api/compare?runs=0").status == 400
+        assert get(port, "/api/compare?runs=0,9").status == 404
+
+
+def test_stream_sends_only_new_rows_after_the_last_event_id(tmp_path):
+    with record("mine", out=tmp_path / "run") as run, served(tmp_path) as port:
+        run.say(started())
+        for n in range(1, 11):
+            run.say(step(n))
+        run.hub.flush()
+        first = get_json(port, "/api/runs/0")
+        assert len(first["series"]["0"]["columns"]["step"]) == 10
+        answer = get(port, "/api/runs/0/live", **{"Last-Event-ID": str(first["position"])})
+        assert answer.headers["content-type"].startswith("text/event-stream")
+        run.say(step(11))
+        run.hub.flush()
+        ((number, patch),) = messages(answer, 1)
+        assert (patch["since"], number) == (first["position"], first["position"] + 1)
+        assert (patch["series"]["0"]["at"], patch["series"]["0"]["columns"]["step"]) == (10, [11])
+        answer.close()
+        again = get(port, "/api/runs/0/live", **{"Last-Event-ID": "3"})
+        ((_, patch),) = messages(again, 1)
+        assert patch["series"]["0"]["columns"]["step"] == list(range(3, 12))
+        again.close()
+
+
+def test_end_of_a_run_reaches_a_viewer(tmp_path):
+    with served(tmp_path) as port:
+        with record("mine", out=tmp_path / "run") as run:
+            run.say(started())
+            run.hub.flush()
+            assert [each["name"] for each in get_json(port, "/api/runs")["runs"]] == ["run"]
+            first = get_json(port, "/api/runs/0")
+            assert first["run"]["status"] == "running"
+        answer = get(port, f"/api/runs/0/live?since={first['position']}")
+        while (patch := messages(answer, 1)[0][1])["run"]["status"] == "running":
+            pass
+        assert patch["run"]["status"] == "finished"
+        answer.close()
+
+
+def test_zoom_has_every_row_of_a_long_run(tmp_path):
+    journal = Journal(tmp_path / "run")
+    journal.write(started())
+    for n in range(1, 20_001):
+        journal.write(step(n, train_macs=1_000 * n, quality=0.9 if n == 12_345 else 0.5))
+    journal.close()
+    run = LiveRun(tmp_path / "run")
+    assert run.document()["series"]["0"]["stride"] > 1
+    rows = run.rows(0, 0, "step", 12_000.0, 12_999.0)
+    assert (rows["stride"], rows["columns"]["step"]) == (1, list(range(12_000, 13_000)))
+    assert rows["columns"]["quality"][345] == 0.9
+    assert run.rows(0, 0, "train_macs", 5_000.0, 7_000.0)["columns"]["step"] == [5, 6, 7]
+    assert run.rows(3, 0, "step", 0.0, 9.0)["columns"] == {"step": []}
+    whole = run.rows(0, 0, "step", 0.0, 1e9)
+    assert whole["stride"] > 1
+    assert max(whole["columns"]["quality"]) == 0.9
+
+
+def test_run_without_a_manifest_is_followed(tmp_path, monkeypatch):
+    monkeypatch.setattr("esper.karn.dash.live_runs.POLL_S", 0.0)
+    monkeypatch.setattr("esper.karn.dash.live_runs.STATUS_S", 0.0)
+    journal = Journal(tmp_path / "run")
+    (tmp_path / "run" / "manifest.json").unlink()
+    run, positions = LiveRun(tmp_path / "run"), []
+    for n in range(1, 4):
+        journal.write(step(n))
+        journal.file.flush()
+        positions.append(run.document()["position"])
+    assert positions == [1, 2, 3]
+
+
+def test_rows_refuse_a_malformed_query(runs):
+    with served(runs) as port:
+        for query in ("", "env=0", "env=x&episode=0&by=step&from=0&to=1", "env=0&episode=0&by=path&from=0&to=1"):
+            assert get(port, f"/api/runs/0/rows?{query}").status == 400
+
+
+def test_nothing_is_loaded_from_elsewhere(runs):
+    with served(runs) as port:
+        for path, (name, media_type) in FILES.items():
+            answer = get(port, path)
+            body = answer.read().decode()
+            assert answer.headers["content-type"].startswith(media_type)
+            assert body == web_file(name)
+            for place in re.findall(r"""(?:src|href)=["']([^"']+)["']|url\(([^)]+)\)|@import ([^;]+)""", body):
+                assert not re.match(r"(https?:)?//", "".join(place).strip("\"'")), place
+            assert "eval(" not in body
+            assert not re.search(r"""(?:fetch|EventSource|import|WebSocket)\(\s*["'`]\s*(?:https?:|//)""", body)
+        assert "innerHTML" not in web_file("app.js")
+        assert "unsafe" not in answer.headers["content-security-policy"]
+
+
+def test_damaged_run_is_an_error_message_and_not_a_crash(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "manifest.json").write_text("{")
+    with served(tmp_path) as port:
+        assert [run["status"] for run in get_json(port, "/api/runs")["runs"]] == ["unreadable"]
+        answer = get(port, "/api/runs/0")
+        assert answer.status == 404
+        assert b"manifest" in answer.read()
