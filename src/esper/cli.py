@@ -368,6 +368,22 @@ def sql(
 
 
 @app.command()
+def mcp(
+    root: Annotated[Path, typer.Argument(metavar="DIR", help="Directory that contains run directories.")] = Path(
+        "runs"
+    ),
+) -> None:
+    """Serve runs to an assistant by the Model Context Protocol, on standard input and output.
+
+    Tools, all read-only and limited to the runs below DIR: runs, summary, schema, sql, seed_life, compare. A client
+    starts this command itself; see docs/mcp.md.
+    """
+    from esper.commands.mcp import run_mcp
+
+    run_mcp(root)
+
+
+@app.command()
 def features() -> None:
     """List the observation of a policy: name, meaning, formula and range of every column."""
     from esper.commands.features import run_features
