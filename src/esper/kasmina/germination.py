@@ -13,8 +13,10 @@ from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 
 MIXING_STEPS = 560
-"""Optimiser steps after which a planted structure is half a point or less below the same one trained from step 0 for as
-many epochs. Measured on `rescue`: open birth at epoch 8, 28 epochs of 20 batches, mean of worlds 0 to 2."""
+"""Optimiser steps that a planted structure needs at least to match the same one trained from step 0 for as many epochs.
+
+Measured on `rescue`, open birth, 20 batches per epoch, test accuracy. Planted at epoch 8 it was half a point below
+after 28 epochs (worlds 0 to 2). Planted at epoch 16 it was still 1.1 points below after 29 epochs (worlds 0 and 1)."""
 
 
 def late_planting(names: Sequence[str], steps_left: int, mixing_steps: int) -> str:
@@ -26,7 +28,7 @@ def late_planting(names: Sequence[str], steps_left: int, mixing_steps: int) -> s
         return ""
     return (
         f"{', '.join(map(repr, names))}: planted at most {steps_left} optimiser steps before the end of training. "
-        f"A seed needs about {mixing_steps} to pay off. Plant earlier, or train for more epochs"
+        f"A seed needs about {mixing_steps} or more to pay off. Plant earlier, or train for more epochs"
     )
 
 
