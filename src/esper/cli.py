@@ -88,7 +88,7 @@ def grow(
     from esper.commands.grow import GrowOptions, resume_grow, run_grow
     from esper.commands.growing import Settings
 
-    options = GrowOptions(out, data, trackers(track, tensorboard), allow_inexact)
+    options = GrowOptions(out, data, (*(track or ()), *["tensorboard"] * tensorboard), allow_inexact)
     if resume is not None:
         settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "birth", "lr_schedule",
                     "threads", "telemetry")  # fmt: skip
@@ -119,12 +119,7 @@ def train(
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting. Can be repeated.")
     ] = None,
     ab: Annotated[
-        list[str] | None,
-        typer.Option(
-            "--ab",
-            metavar="A.B=C",
-            help="Train twice over the same worlds, without and with this setting, and compare. Can be repeated.",
-        ),
+        list[str] | None, typer.Option("--ab", metavar="A.B=C", help="Train again with this setting, and compare.")
     ] = None,
     start_from: Annotated[str | None, typer.Option(help="Run or policy file with the initial policy.")] = None,
     resume: Resume = None,
@@ -156,7 +151,9 @@ def train(
 
     more = {"task": task, "simulated": sim or None, "rounds": rounds, "envs": envs, "epochs": epochs, "seed": seed,
             "start_from": start_from, "telemetry": telemetry}  # fmt: skip
-    options = TrainOptions(resume, allow_inexact, workers, out, data, compare, trackers(track, tensorboard))
+    options = TrainOptions(
+        resume, allow_inexact, workers, out, data, compare, (*(track or ()), *["tensorboard"] * tensorboard)
+    )
     if ab:
         from esper.commands.ab import run_ab
 
@@ -251,9 +248,7 @@ def export(
 def export_log(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
     to: Annotated[str, typer.Option(help="tensorboard, wandb, mlflow or trackio.")],
-    out: Annotated[
-        Path | None, typer.Option(help="Directory of the TensorBoard files; default: RUN/tensorboard.")
-    ] = None,
+    out: Annotated[Path | None, typer.Option(help="TensorBoard directory; default: RUN/tensorboard.")] = None,
 ) -> None:
     """Send the journal of a run to an experiment tracker, with the same numbers as --track.
 
@@ -407,11 +402,6 @@ def blueprints(
     from esper.commands.listing import list_blueprints
 
     list_blueprints(task)
-
-
-def trackers(track: list[str] | None, tensorboard: bool) -> tuple[str, ...]:
-    """Return the names of the requested trackers."""
-    return (*(track or ()), *(["tensorboard"] if tensorboard else []))
 
 
 def main() -> None:
