@@ -64,7 +64,7 @@ def test_return_of_a_round_is_the_same_number_everywhere(trained):
     watched = esper("watch", "--once", run)
     shown = re.search(r"PPO round 3 .*return (\S+) ± (\S+) sd", watched)
     assert shown is not None, watched
-    assert float(shown[1]) == pytest.approx(told[-1]["return_mean"], abs=1e-4)
+    assert float(shown[1].replace("−", "-")) == pytest.approx(told[-1]["return_mean"], abs=1e-4)
     assert float(shown[2]) == pytest.approx(told[-1]["return_sd"], abs=1e-4)
 
 

@@ -15,8 +15,8 @@ from esper.commands.sql import run_sql
 from esper.karn.problems import problems
 from esper.karn.run_state import RunState
 from esper.karn.sql import Runs
-from esper.karn.watch import alarm_rules
-from esper.karn.watch.source import Source
+from esper.karn.watch.cells import alarms
+from esper.karn.watch.watched_run import WatchedRun
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import RunError
 from esper.leyline.events import Governor, PhaseProfile, RunFinished
@@ -89,11 +89,9 @@ def test_every_reader_reports_missing_events(run, damage, capsys):
     assert list_runs(run.parent)[0].losses == losses
     with Runs([run]) as opened:
         assert opened.ask("select missing from runs").rows == [("; ".join(losses),)]
-    source = Source(run, lambda: 0.0)
-    source.feed(source.poll())
-    source.caught_up()
-    texts = [alarm.text for alarm in alarm_rules.alarms(source.model, 0.0)]
-    assert [text for text in texts if "incomplete" in text] == [f"the journal is incomplete: {text}" for text in losses]
+    watched = WatchedRun(run, lambda: 0.0)
+    watched.read()
+    assert f"The journal is incomplete: {losses[0]}." in alarms(watched).plain
 
     run_runs(run.parent, as_json=False)
     run_report([run], run.parent / "report.html", as_json=False, open_browser=False)
@@ -178,11 +176,10 @@ def test_journal_file_that_is_not_regular_is_counted_by_readers_and_refused_on_r
     assert RunState.of(run).damage.lines == 1
     with Runs([run]) as opened:
         assert opened.ask("select damaged from runs").rows == [(1,)]
-    source = Source(run, lambda: 0.0)
+    watched = WatchedRun(run, lambda: 0.0)
     for _ in range(3):
-        source.feed(source.poll())
-    source.caught_up()
-    assert source.model.damage == 1
+        watched.read()
+    assert watched.state.damage.lines == 1
     with (
         pytest.raises(RunError, match=r"events/rank0-00001.jsonl: it is a (symbolic link|FIFO)"),
         record_on(run, [7, 5]),

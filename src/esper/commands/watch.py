@@ -35,12 +35,12 @@ def _open(run: Path) -> None:
 
 def _print_frame(run: Path) -> None:
     from esper.karn.watch.plain import frame
-    from esper.karn.watch.source import Source
+    from esper.karn.watch.watched_run import WatchedRun
+    from esper.leyline.text import printable
 
-    source = Source(run, time.time)
-    source.feed(source.poll())
-    source.caught_up()
+    watched = WatchedRun(run, time.time)
+    watched.read()
     width = shutil.get_terminal_size((PLAIN_WIDTH, 24)).columns if sys.stdout.isatty() else PLAIN_WIDTH
-    text = frame(source.model, source.name, time.time(), max(60, width)) if source.model.events else source.nothing()
+    text = frame(watched, max(60, width)) if watched.state.position else printable(watched.nothing())
     encoding = sys.stdout.encoding or "utf-8"
     print(text.encode(encoding, "replace").decode(encoding))

@@ -16,8 +16,8 @@ pytest.importorskip("uvicorn", reason="the live page needs the extra web")
 import uvicorn
 
 from esper.karn.dash.guard import Guard
-from esper.karn.dash.live_runs import LiveRun
 from esper.karn.dash.server import FILES, make_app
+from esper.karn.live_run import LiveRun
 from esper.karn.report import web_file
 from esper.nissa.recorder import record
 from tests.support.sample_runs import Journal, grow_run, started, step
@@ -160,8 +160,8 @@ def test_zoom_has_every_row_of_a_long_run(tmp_path):
 
 
 def test_run_without_a_manifest_is_followed(tmp_path, monkeypatch):
-    monkeypatch.setattr("esper.karn.dash.live_runs.POLL_S", 0.0)
-    monkeypatch.setattr("esper.karn.dash.live_runs.STATUS_S", 0.0)
+    monkeypatch.setattr("esper.karn.live_run.POLL_S", 0.0)
+    monkeypatch.setattr("esper.karn.live_run.STATUS_S", 0.0)
     journal = Journal(tmp_path / "run")
     (tmp_path / "run" / "manifest.json").unlink()
     run, positions = LiveRun(tmp_path / "run"), []

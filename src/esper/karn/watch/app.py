@@ -1,4 +1,4 @@
-"""The app: reads new entries once a second, redraws what changed, and handles keys."""
+"""The app: reads new events once a second, redraws what changed, and handles keys."""
 
 from __future__ import annotations
 
@@ -6,337 +6,151 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
+from rich.console import Group
+from rich.table import Table
+from rich.text import Text
 from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
-from textual.containers import Horizontal, Vertical
-from textual.events import Key
+from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import Screen
+from textual.widgets import DataTable, Footer, Input, Markdown, RichLog, Sparkline, Static
 
-from esper.karn.watch import alarm_rules, layout, tables, views
-from esper.karn.watch.detail import detail_lines
-from esper.karn.watch.event_text import EventLines
-from esper.karn.watch.guide import help_lines
-from esper.karn.watch.lines import Line, Table, fit, joined
-from esper.karn.watch.source import Source
-from esper.karn.watch.states import EnvState, SlotState
-from esper.karn.watch.widgets import Lines
+from esper.karn.document import detail, mean_series
+from esper.karn.episode_state import EpisodeState
+from esper.karn.watch import cells
+from esper.karn.watch.watched_run import WatchedRun
 
 POLL_S = 1.0
 """Seconds between two reads of the journal."""
-KEYS = [
-    ("q", "quit"), ("?", "help"), ("j/k", "move"), ("Enter", "detail"), ("e", "events"), ("/", "filter"),
-    ("r", "re-read"),
-]  # fmt: skip
-FAR = 1_000_000
-"""More lines than any list has."""
-SLICE = 5_000
-"""Entries folded at a time, so that keys respond while a long journal is read."""
+WIDE = 150
+"""Minimum width at which events are shown beside the tables."""
+MOST_EVENTS = 1000
+HELP = """
+| key | |
+|---|---|
+| j k ↓ ↑, g G | move among environments, or scroll; first, last |
+| Enter | everything about the selected environment |
+| e | events on the full screen, and back |
+| / | filter environments by name, number or state; Esc clears |
+| r | read the run again from its beginning |
+| Esc, q | back; q on the first page quits (the run goes on) |
+
+**LIVE** events arrive as usual. **SLOW, STALE** silent for longer than this run's own pauses. **KILLED** no end, and
+no process owns it.
+
+Stages: **G** germinated, **T** training (the host cannot feel it), **B** blending, **H** holding, **F** fossilised
+(part of the host for good), **x** cooling (removed, the slot rests), **·** empty.
+
+**QUAL** quality on the validation split, in percent if it is a fraction; **COMMIT** with every live seed off.
+**CONTRIB** quality with the seed minus without it, in points, ± its standard error (of a fossil: what would be lost
+now); coloured where it exceeds two standard errors. **PROSPECT** what a training seed would add at alpha 1. **SHAPLEY**
+its fair share of what all seeds bring. **HEALTH** of its gradients: 1 is healthy. **AGE** steps in this stage.
+**LAST OP** the last decision that was not to wait; -3: three steps ago. **STATE** rising; flat: no new best for 10
+steps; worse: below its best; broken: not finite; ended. – not measured.
+"""
 
 
-def keys_line(pairs: list[tuple[str, str]], width: int) -> Line:
-    """Return the line of keys."""
-    return joined([[(key, "strong"), (f" {word}", "dim")] for key, word in pairs], width, gap="  ")
+def movement(target: str) -> list[BindingType]:
+    """Return the keys that move in a list or scroll it."""
+    pairs = {
+        "j,down": "down",
+        "k,up": "up",
+        "g,home": "top",
+        "G,end": "bottom",
+        "pagedown": "page_down",
+        "pageup": "page_up",
+    }
+    return [Binding(keys, f"{target}('{way}')", show=False) for keys, way in pairs.items()]
 
 
-def movement(action: str, by: int = 1, forwards: str = "j,down", back: str = "k,up") -> list[BindingType]:
-    """Return the keys of an action by a number of lines or pages; with j and k, also those to both ends."""
-    keys = [(forwards, by), (back, -by)] + ([("g,home", -FAR), ("G,end", FAR)] if forwards == "j,down" else [])
-    return [Binding(key, f"{action}({distance})", show=False) for key, distance in keys]
+class EnvTable(DataTable[Text]):
+    """The table of environments: the keys of the app move its cursor."""
+
+    BINDINGS: ClassVar[list[BindingType]] = movement("app.move")
 
 
 class Page(Screen[None]):
-    """A screen that draws itself from the app's model."""
+    """A full screen above the main one."""
 
-    AUTO_FOCUS = ""
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "app.pop_screen", "Back"), *movement("move")]
 
-    def draw(self, *, is_new: bool) -> None:
-        """Draw the page. `is_new`: the model changed; otherwise only time has passed."""
-
-    @property
-    def watch_app(self) -> WatchApp:
-        """The app of this page."""
-        assert isinstance(self.app, WatchApp)
-        return self.app
-
-    def _draw_soon(self) -> None:
-        self.call_after_refresh(self.draw, is_new=True)
-
-    on_mount = on_resize = on_screen_resume = _draw_soon
+    def action_move(self, way: str) -> None:
+        """Scroll."""
+        box = self.query_one(VerticalScroll)
+        getattr(box, {"top": "scroll_home", "bottom": "scroll_end"}.get(way, f"scroll_{way}"))(animate=False)
 
 
-class MainPage(Page):
-    """The main screen: state, alarms, environments, slots and events."""
-
-    BINDINGS: ClassVar[list[BindingType]] = [
-        *movement("move"), *movement("move", 10, "pagedown", "pageup"), Binding("enter", "detail", show=False),
-        Binding("e", "events", show=False), Binding("escape", "clear", show=False),
-    ]  # fmt: skip
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.selected: int | None = None
-        self.query_text = ""
-        self.is_filtering = False
-        self._plan: layout.Plan | None = None
-        self._events = EventLines()
+class HelpPage(Page):
+    """Keys and words."""
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""
-        yield from (Lines(id=name) for name in ("header", "anomaly"))
-        with Horizontal(id="body"):
-            with Vertical(id="left"):
-                yield from (Lines(id=name) for name in ("summary", "envs-head", "envs", "slots-head", "slots"))
-                yield from (Lines(id=name) for name in ("best-head", "best"))
-            with Vertical(id="right"):
-                yield from (Lines(id=name) for name in ("events-head", "events"))
-        yield from (Lines(id=name) for name in ("ppo", "mix", "best-line", "keys"))
-
-    # drawing
-
-    def lines(self, name: str) -> Lines:
-        """Return the widget of this name."""
-        return self.query_one(f"#{name}", Lines)
-
-    def draw(self, *, is_new: bool) -> None:
-        """Draw the header, and everything else if the model changed."""
-        if not self.is_mounted or self.size.height == 0:
-            return
-        app, width = self.watch_app, self.size.width
-        now = app.clock()
-        self.lines("header").show_all(views.header(app.source.model, app.source.name, now, width))
-        self.lines("anomaly").show_all([views.anomaly(app.source.model, now, width)])
-        if is_new:
-            self._arrange()
-            self._draw_tables()
-            self._draw_rest()
-
-    def _arrange(self) -> None:
-        """Set the rows of each part. Styles are set only if they change, since that causes a new layout."""
-        model = self.watch_app.source.model
-        plan = layout.plan(model, self.size.width, self.size.height, len(self.matching()))
-        if plan == self._plan:
-            return
-        self._plan = plan
-        self.set_class(plan.right > 0, "wide")
-        self.query_one("#right").styles.width = plan.right or "100%"
-        rows = {"envs": plan.envs, "slots": plan.slots, "events": plan.events, "best": plan.best,
-                "best-head": int(plan.best > 0), "best-line": plan.best_line, "ppo": plan.ppo, "mix": plan.mix,
-                "summary": plan.summary}  # fmt: skip
-        for name, height in rows.items():
-            widget = self.lines(name)
-            widget.styles.height = height
-            widget.display = height > 0
-        below = {"slots-head": plan.gap, "best-head": plan.gap, "events-head": 0 if plan.right else plan.gap}
-        for name, gap in below.items():
-            self.lines(name).styles.margin = (gap, 0, 0, 0)
-        self.call_after_refresh(self._settle)
-
-    def _settle(self) -> None:
-        """Draw again after the heights have changed."""
-        self._draw_tables()
-        self._draw_rest()
-
-    def matching(self) -> list[EnvState]:
-        """Return the environments that match the filter."""
-        return [e for e in self.watch_app.source.model.envs.values() if tables.matches(e, self.query_text)]
-
-    def _draw_tables(self) -> None:
-        model, plan = self.watch_app.source.model, self._plan
-        envs = self.matching()
-        chosen = self.chosen(envs)
-        width = (self.size.width - plan.right - 2) if plan and plan.right else self.size.width
-        shown = self.lines("envs")
-        inner = width - (1 if len(envs) > (plan.envs if plan else 1) else 0)
-        table = tables.env_table(model, inner)
-        self.lines("summary").show_all([((fit(tables.env_summary(model, len(envs), self.query_text), width), "dim"),)])
-        self.lines("envs-head").show_all([table.head()])
-        if envs:
-            at = envs.index(chosen) if chosen else None
-            shown.show(len(envs), lambda i: table.line(envs[i]), at)
-            if at is not None:
-                shown.reveal(at)
-        else:
-            shown.show_all([((self.watch_app.source.nothing(self.query_text), "dim"),)])
-        slots = tables.slot_table(model, chosen, width)
-        self.lines("slots-head").show_all([slots.head()])
-        self.lines("slots").show_all(self._slot_lines(chosen, slots, plan.slots if plan else 1))
-        best = tables.best_table(model, width)
-        self.lines("best-head").show_all([best.head()])
-        self.lines("best").show(len(model.best), lambda i: best.line(model.best[i]))
-
-    def _slot_lines(self, env: EnvState | None, table: Table[SlotState], rows: int) -> list[Line]:
-        if env is None or not env.slots:
-            return [((tables.empty_slots(self.watch_app.source.model, env), "dim"),)]
-        slots, left = tables.shown_slots(env, rows)
-        more: list[Line] = [((f"… {left} more slots: Enter shows them all", "dim"),)] if left else []
-        return [*(table.line(s) for s in slots), *more]
-
-    def _draw_rest(self) -> None:
-        model, plan, width = self.watch_app.source.model, self._plan, self.size.width
-        rows = plan.events if plan else 1
-        room = plan.right if plan and plan.right else width
-        last = list(model.happenings)[-rows:]
-        more = f" ({model.happened}, e shows all)" if model.happened > rows else ""
-        self.lines("events-head").show_all([((fit(f"EVENTS{more}", room), "head"),)])
-        if last:
-            self.lines("events").show(len(last), lambda i: self._events.line(model, last[i], room))
-        else:
-            self.lines("events").show_all([(("nothing has happened yet", "dim"),)])
-        self.lines("ppo").show_all([views.ppo_line(model, width)])
-        self.lines("mix").show_all([views.mix_line(model, width)])
-        self.lines("best-line").show_all([views.best_line(model, width)])
-        self.lines("keys").show_all([self._keys_line(width)])
-
-    def _keys_line(self, width: int) -> Line:
-        if not self.is_filtering:
-            return keys_line([("Esc", "clear filter"), *KEYS] if self.query_text else KEYS, width)
-        hint = "" if self.query_text else "  name, number, or state: rising flat worse broken rolled ended"
-        return (("filter: ", "strong"), (self.query_text + "█", "plain"), (hint, "dim"))
-
-    # keys
-
-    def chosen(self, envs: list[EnvState]) -> EnvState | None:
-        """Return the selected environment; the first if it is gone or filtered out."""
-        return next((e for e in envs if e.index == self.selected), envs[0] if envs else None)
-
-    def action_move(self, by: int) -> None:
-        """Move the selection."""
-        envs = self.matching()
-        if not envs:
-            return
-        chosen = self.chosen(envs)
-        at = envs.index(chosen) if chosen else 0
-        self.selected = envs[max(0, min(len(envs) - 1, at + by))].index
-        self._draw_tables()
-
-    def action_detail(self) -> None:
-        """Open the page of the selected environment."""
-        chosen = self.chosen(self.matching())
-        if chosen is not None:
-            self.app.push_screen(DetailPage(chosen.index))
-
-    def action_events(self) -> None:
-        """Open the page of all events."""
-        self.app.push_screen(EventsPage())
-
-    def action_clear(self) -> None:
-        """Clear the filter."""
-        self.is_filtering, self.query_text = False, ""
-        self.draw(is_new=True)
-
-    def on_key(self, event: Key) -> None:
-        """Handle the keys of the filter: while it is being typed, all keys belong to it.
-
-        The slash is not a binding: bindings run later, when the next key has already been handled elsewhere.
-        """
-        if event.key == "escape" or not (self.is_filtering or event.key == "slash"):
-            return
-        event.stop()
-        if not self.is_filtering:
-            self.is_filtering = True
-        elif event.key == "enter":
-            self.is_filtering = False
-        elif event.key == "backspace":
-            self.query_text = self.query_text[:-1]
-        elif event.is_printable and event.character:
-            self.query_text += event.character
-        self.draw(is_new=True)
+        with VerticalScroll():
+            yield Markdown(HELP)
+        yield Footer()
 
 
-class ScrollPage(Page):
-    """A long list on a full screen."""
+class DetailPage(Page):
+    """Everything about one environment: its slots, and the life of each seed with the reason of each move."""
 
-    NAME = ""
-    BINDINGS: ClassVar[list[BindingType]] = [
-        *movement("scroll"), *movement("page", 1, "pagedown,space", "pageup"), Binding("escape,q", "back", show=False),
-    ]  # fmt: skip
+    def __init__(self, watched: WatchedRun, env: int) -> None:
+        super().__init__()
+        self.watched, self.env = watched, env
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""
-        yield Lines(id=self.NAME)
-        yield Lines(id="keys")
+        with VerticalScroll():
+            yield Static(id="detail")
+        yield Footer()
 
-    @property
-    def list(self) -> Lines:
-        """The widget of the list."""
-        return self.query_one(f"#{self.NAME}", Lines)
-
-    def draw(self, *, is_new: bool) -> None:
-        """Draw the list if the model changed."""
-        if is_new and self.is_mounted and self.size.height:
-            self.fill(max(20, self.size.width - 1))
-            pairs = [("Esc", "back"), ("j/k", "scroll"), ("g/G", "first, last")]
-            self.query_one("#keys", Lines).show_all([keys_line(pairs, self.size.width)])
-
-    def fill(self, width: int) -> None:
-        """Show the list."""
-
-    def action_scroll(self, by: int) -> None:
-        """Scroll by lines."""
-        shown = self.list
-        shown.scroll_to(y=max(0, min(shown.max_scroll_y, shown.scroll_offset.y + by)), animate=False)
-
-    def action_page(self, by: int) -> None:
-        """Scroll by pages."""
-        self.action_scroll(by * max(1, self.list.size.height - 1))
-
-    def action_back(self) -> None:
-        """Return to the previous page."""
-        self.app.pop_screen()
-
-
-class EventsPage(ScrollPage):
-    """All kept events, newest last. Follows new events unless scrolled up."""
-
-    NAME = "events-all"
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._events = EventLines()
-
-    def fill(self, width: int) -> None:
-        """Show the events."""
-        model, shown = self.watch_app.source.model, self.list
-        follows = shown.is_at_end
-        entries = list(model.happenings)
-        if entries:
-            shown.show(len(entries), lambda i: self._events.line(model, entries[i], width))
-        else:
-            shown.show_all([(("nothing has happened yet", "dim"),)])
-        if follows:
-            shown.scroll_end(animate=False)
-
-
-class DetailPage(ScrollPage):
-    """The page of one environment."""
-
-    NAME = "detail"
-
-    def __init__(self, env: int) -> None:
-        super().__init__()
-        self.env = env
-
-    def fill(self, width: int) -> None:
+    def on_mount(self) -> None:
         """Show the environment."""
-        model = self.watch_app.source.model
-        env = model.envs.get(self.env)
-        if env is None:
-            self.list.show_all([(("this environment no longer exists: the run restarted", "dim"),)])
-            return
-        makers = detail_lines(model, env, width)
-        self.list.show(len(makers), lambda i: makers[i]())
+        self.draw()
+
+    def draw(self) -> None:
+        """Show the newest state."""
+        self.query_one("#detail", Static).update(detail_text(self.watched, self.env))
 
 
-class HelpPage(ScrollPage):
-    """The help page."""
+def detail_text(watched: WatchedRun, env: int) -> Group:
+    """Return the slots of an environment and the lives of its seeds."""
+    run = watched.state
+    found, e = detail(run, env), run.envs[env].latest
+    if found is None or e is None:
+        return Group(Text("this environment has not begun", "dim"))
+    parts: list[Any] = [
+        cells.plain(f" {e.name}, episode {e.number}, step {e.length}", "bold"),
+        slot_table(watched, e),
+        "",
+    ]
+    for seed in found["seeds"]:
+        parts.append(
+            cells.plain(f"seed {seed['seed']}: {seed['blueprint']} in {seed['slot']}, {seed['params']} parameters")
+        )
+        for move in seed["moves"]:
+            reason = move.get("decision")
+            why = (
+                f"{reason['op']} {reason['how']}, also legal: {', '.join(reason['legal'])}" if reason else move["cause"]
+            )
+            value = cells.worth(move["contribution"], move["contribution_se"], run.is_percent)
+            parts.append(Text.assemble(f"  step {move['step']:>4}  {move['was']} → {move['now']}  ", value, "  ",
+                                       (why, "dim")))  # fmt: skip
+    parts += [
+        "",
+        Text("EVENTS", "bold"),
+        *(cells.event_line(run, row) for _, row in run.events if getattr(row, "env", None) == env),
+    ]
+    return Group(*parts)
 
-    NAME = "help"
 
-    def fill(self, width: int) -> None:
-        """Show the help."""
-        self.list.show_all(help_lines(width))
+def slot_table(watched: WatchedRun, e: EpisodeState) -> Table:
+    """Return the slots of an environment as a table."""
+    table = Table(*cells.SLOT_TITLES, box=None, pad_edge=False, header_style="dim")
+    for slot in e.slots.values():
+        table.add_row(*cells.slot_cells(watched.state, e, slot))
+    return table
 
 
 class WatchApp(App[None]):
@@ -344,26 +158,48 @@ class WatchApp(App[None]):
 
     CSS_PATH = Path(__file__).with_name("style.tcss")
     ENABLE_COMMAND_PALETTE = False
+    AUTO_FOCUS = "#envs"
     BINDINGS: ClassVar[list[BindingType]] = [
-        Binding("q,ctrl+c", "quit", show=False, priority=False),
-        Binding("question_mark", "help", show=False),
-        Binding("r", "reread", show=False),
-    ]
+        Binding("q,ctrl+c", "quit", "Quit"), Binding("question_mark", "help", "Help", key_display="?"),
+        Binding("enter", "detail", "Detail"), Binding("e", "events", "Events"), Binding("r", "reread", "Re-read"),
+        Binding("slash", "filter", "Filter", key_display="/"), Binding("escape", "clear", "Clear filter", show=False),
+        *movement("move"),
+    ]  # fmt: skip
 
     def __init__(self, run: Path, *, clock: Callable[[], float] = time.time, poll_s: float = POLL_S) -> None:
         super().__init__(ansi_color=True)
         self.theme = "ansi-dark"
-        self.clock = clock
-        self.source = Source(run, clock)
+        self.watched = WatchedRun(run, clock)
+        self.query_text = ""
         self._poll_s = poll_s
-        self._drawn: tuple[int, int] | None = None
+        self._reading = asyncio.Lock()
+        self._listed = 0  # position of the newest event in the list
+        self._shown: dict[tuple[int, str], Text] = {}  # cells of the table of environments
 
-    def get_default_screen(self) -> MainPage:
-        """Return the main page."""
-        return MainPage()
+    def compose(self) -> ComposeResult:
+        """Yield the widgets."""
+        yield Static(id="header")
+        yield Static(id="alarms")
+        yield Sparkline(id="trend")
+        with Horizontal(id="body"):
+            with Vertical(id="tables"):
+                yield EnvTable(id="envs", cursor_type="row")
+                yield Static(id="nothing")
+                yield DataTable[Text](id="slots", cursor_type="none")
+            yield RichLog(id="events", max_lines=MOST_EVENTS, wrap=False)
+        yield Static(id="ppo")
+        yield Static(id="ops")
+        yield Input(id="filter", placeholder="name, number, or state: rising flat worse broken ended")
+        yield Footer()
+
+    # -- reading
 
     def on_mount(self) -> None:
         """Start reading the run."""
+        self.query_one("#filter").display = False
+        self.query_one("#filter").can_focus = False
+        self.query_one("#events").can_focus = False
+        self.query_one("#slots").can_focus = False
         self.run_worker(self._follow(), exclusive=True)
 
     async def _follow(self) -> None:
@@ -372,23 +208,175 @@ class WatchApp(App[None]):
             await asyncio.sleep(self._poll_s)
 
     async def read(self) -> None:
-        """Read and fold new entries. Redraw if they, or the passing of a second, changed anything."""
-        entries = await asyncio.to_thread(self.source.poll)
-        for start in range(0, len(entries), SLICE):
-            self.source.feed(entries[start : start + SLICE])
-            await asyncio.sleep(0)
-        self.source.caught_up()
-        self.redraw()
+        """Read and fold new events. Redraw what they changed."""
+        async with self._reading:
+            is_new = await asyncio.to_thread(self.watched.read)
+        self.draw(is_new=is_new)
 
-    def redraw(self) -> None:
-        """Draw the page if something has changed."""
-        model = self.source.model
-        over = alarm_rules.is_over(alarm_rules.state(model, self.clock())[0])
-        drawn = (self.source.version, 0 if over else int(self.clock()))
-        if drawn != self._drawn and isinstance(self.screen, Page):
-            is_new = self._drawn is None or drawn[0] != self._drawn[0]
-            self._drawn = drawn
-            self.screen.draw(is_new=is_new)
+    def draw(self, *, is_new: bool) -> None:
+        """Draw the header, and everything else if the run changed."""
+        if not is_new and self.watched.is_over():
+            return
+        main = self.screen_stack[0]
+        main.query_one("#header", Static).update(cells.header(self.watched, self.size.width))
+        main.query_one("#alarms", Static).update(cells.alarms(self.watched))
+        if is_new:
+            self._draw_envs()
+            self._draw_rest()
+            if isinstance(self.screen, DetailPage):
+                self.screen.draw()
+
+    def on_resize(self) -> None:
+        """Arrange the screen again, once its new size is known."""
+        self.call_after_refresh(self._arrange)
+
+    def _arrange(self) -> None:
+        """Choose the layout and the columns that fit."""
+        self.screen_stack[0].set_class(self.size.width >= WIDE, "wide")
+        self.screen_stack[0].set_class(self.size.height >= 34, "tall")
+        self.screen_stack[0].query_one("#envs", DataTable).clear(columns=True)
+        self._draw_envs()
+
+    def matching(self) -> list[EpisodeState]:
+        """Return the newest episodes of the environments that match the filter."""
+        return [e for e in self.watched.state.latest if cells.matches(e, self.query_text)]
+
+    def _draw_envs(self) -> None:
+        run, table = self.watched.state, self.screen_stack[0].query_one("#envs", DataTable)
+        width = self.size.width * 3 // 5 if self.size.width >= WIDE else self.size.width
+        columns = [column for column in cells.ENV_COLUMNS if width >= column.least]
+        envs = self.matching()
+        keys = [str(e.env) for e in envs]
+        if not table.columns:
+            for column in columns:
+                table.add_column(column.title, key=column.title)
+        if [row.value for row in table.rows] != keys:
+            chosen = self.selected
+            table.clear()
+            self._shown.clear()
+            for e in envs:
+                table.add_row(*(column.cell(run, e) for column in columns), key=str(e.env))
+            if chosen is not None and str(chosen) in keys:
+                table.move_cursor(row=keys.index(str(chosen)))
+        else:
+            for e in envs:
+                for column in columns:
+                    cell = column.cell(run, e)
+                    if self._shown.get((e.env, column.title)) != cell:
+                        self._shown[e.env, column.title] = cell
+                        table.update_cell(str(e.env), column.title, cell)
+        table.display = bool(envs)
+        reason = (
+            f"no environment matches “{self.query_text}”: Esc clears the filter"
+            if self.query_text
+            else self.watched.nothing()
+        )
+        nothing = self.screen_stack[0].query_one("#nothing", Static)
+        nothing.display = not envs
+        nothing.update(cells.plain(reason, "dim", 300))
+        self._draw_slots()
+
+    @property
+    def selected(self) -> int | None:
+        """The number of the selected environment."""
+        table = self.screen_stack[0].query_one("#envs", DataTable)
+        rows = list(table.rows)
+        return int(rows[table.cursor_row].value or 0) if 0 <= table.cursor_row < len(rows) else None
+
+    def _draw_slots(self) -> None:
+        run, table = self.watched.state, self.screen_stack[0].query_one("#slots", DataTable)
+        e = run.envs[self.selected].latest if self.selected in run.envs else None
+        table.clear(columns=True)
+        table.display = e is not None and bool(e.slots)
+        if e is None:
+            return
+        most = len(cells.SLOT_TITLES) if self.size.width >= 100 else 6
+        table.add_columns(*cells.SLOT_TITLES[:most])
+        used = sorted(e.slots.values(), key=lambda slot: not slot.was_used())
+        for slot in used[: max(3, self.size.height // 4)]:
+            table.add_row(*cells.slot_cells(run, e, slot)[:most])
+
+    def _draw_rest(self) -> None:
+        run, main = self.watched.state, self.screen_stack[0]
+        log = main.query_one("#events", RichLog)
+        for position, row in run.events:
+            if position > self._listed:
+                log.write(cells.event_line(run, row), shrink=False)
+        self._listed = run.position
+        main.query_one("#ppo", Static).update(cells.ppo_line(run))
+        main.query_one("#ppo").display = run.newest_update is not None
+        main.query_one("#ops", Static).update(cells.ops_line(run))
+        mean = mean_series(run) or {}
+        values = [v for v in mean.get("quality", {}).get("mean", []) if v is not None]
+        main.query_one("#trend", Sparkline).data = values
+        main.query_one("#trend").display = len(values) > 1 and main.has_class("tall")
+        if log.auto_scroll:  # the log may have become shorter by a line that appeared
+            self.call_after_refresh(log.scroll_end, animate=False)
+
+    # -- keys
+
+    def on_data_table_row_highlighted(self, _event: DataTable.RowHighlighted) -> None:
+        """Show the slots of the selected environment."""
+        self._draw_slots()
+
+    def on_data_table_row_selected(self, _event: DataTable.RowSelected) -> None:
+        """Open the selected environment."""
+        self.action_detail()
+
+    def action_move(self, way: str) -> None:
+        """Move among environments, or scroll the events if they fill the screen."""
+        main = self.screen_stack[0]
+        if main.has_class("events-only"):
+            log = main.query_one("#events", RichLog)
+            getattr(log, {"top": "scroll_home", "bottom": "scroll_end"}.get(way, f"scroll_{way}"))(animate=False)
+            log.auto_scroll = log.scroll_offset.y >= log.max_scroll_y
+            return
+        table = main.query_one("#envs", DataTable)
+        moves = {
+            "down": 1,
+            "up": -1,
+            "page_down": 10,
+            "page_up": -10,
+            "top": -table.row_count,
+            "bottom": table.row_count,
+        }
+        table.move_cursor(row=max(0, min(table.row_count - 1, table.cursor_row + moves[way])))
+
+    def action_detail(self) -> None:
+        """Open the page of the selected environment."""
+        if self.selected is not None and len(self.screen_stack) == 1:
+            self.push_screen(DetailPage(self.watched, self.selected))
+
+    def action_events(self) -> None:
+        """Show the events on the full screen, or the tables again."""
+        self.screen_stack[0].toggle_class("events-only")
+
+    def action_filter(self) -> None:
+        """Ask for a filter."""
+        field = self.query_one("#filter", Input)
+        field.display = field.can_focus = True
+        field.focus()
+
+    def on_input_changed(self, event: Input.Changed) -> None:
+        """Filter the environments while the filter is being typed."""
+        self.query_text = event.value
+        self._draw_envs()
+
+    def on_input_submitted(self, _event: Input.Submitted) -> None:
+        """Keep the filter and return to the environments."""
+        self._leave_filter()
+
+    def _leave_filter(self) -> None:
+        field = self.query_one("#filter", Input)
+        field.display = field.can_focus = False
+        self.query_one("#envs").focus()
+
+    def action_clear(self) -> None:
+        """Clear the filter."""
+        field = self.query_one("#filter", Input)
+        field.value = self.query_text = ""
+        self._leave_filter()
+        self._draw_envs()
 
     def action_help(self) -> None:
         """Open the help page."""
@@ -397,5 +385,7 @@ class WatchApp(App[None]):
 
     async def action_reread(self) -> None:
         """Read the run again from the beginning."""
-        self.source.restart()
+        self.watched.restart()
+        self._listed = 0
+        self.query_one("#events", RichLog).clear()
         await self.read()

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
-from esper.karn.watch import tables, views
-from esper.karn.watch.event_text import event_line
-from esper.karn.watch.lines import Line, plain
-from esper.karn.watch.model import WatchModel
+from io import StringIO
+from typing import Any
 
-ENVS, EVENTS, BEST = 40, 15, 5
+from rich.console import Console
+from rich.table import Table
+
+from esper.karn.watch import cells
+from esper.karn.watch.watched_run import WatchedRun
+
+MOST_ENVS, MOST_EVENTS = 40, 15
 """Maximum number of rows of each list."""
 
 
-def frame(model: WatchModel, name: str, now: float, width: int) -> str:
-    """Return the lines of the screen without colour, one below the other."""
-    lines: list[Line] = [*views.header(model, name, now, width), views.anomaly(model, now, width), ()]
-    envs = list(model.envs.values())
-    if not envs:
-        return "\n".join(plain(line) for line in lines).rstrip()
-    table = tables.env_table(model, width)
-    lines += [table.head(), *(table.line(e) for e in envs[:ENVS])]
-    if len(envs) > ENVS:
-        lines.append(((f"… and {len(envs) - ENVS} more", "dim"),))
-    lines.append(((tables.env_summary(model, len(envs), ""), "dim"),))
-    most = max(envs, key=lambda e: e.growing + e.fossils)
-    if most.slots:
-        slots = tables.slot_table(model, most, width)
-        lines += [(), ((f"slots of {most.name}", "plain"),), slots.head(), *(slots.line(s) for s in most.slots)]
-    lines += [(), *filter(None, (views.ppo_line(model, width), views.mix_line(model, width)))]
-    if model.best:
-        best = tables.best_table(model, width)
-        lines += [(), best.head(), *(best.line(d) for d in model.best[:BEST])]
-    if model.happenings:
-        lines += [(), (("events, newest last", "plain"),)]
-        lines += [event_line(model, e, width) for e in list(model.happenings)[-EVENTS:]]
-    return "\n".join(plain(line) for line in lines).rstrip()
+def frame(watched: WatchedRun, width: int) -> str:
+    """Return the contents of the screen without colour, one below the other."""
+    run = watched.state
+    parts: list[Any] = [cells.header(watched, width), cells.alarms(watched), ""]
+    columns = [column for column in cells.ENV_COLUMNS if width >= column.least]
+    if latest := run.latest:
+        table = Table(*(column.title for column in columns), box=None, pad_edge=False)
+        for e in latest[:MOST_ENVS]:
+            table.add_row(*(column.cell(run, e) for column in columns))
+        parts.append(table)
+        if len(latest) > MOST_ENVS:
+            parts.append(f"… and {len(latest) - MOST_ENVS} more environments")
+        most = max(latest, key=lambda e: sum(slot.was_used() for slot in e.slots.values()))
+        slots = Table(*cells.SLOT_TITLES, box=None, pad_edge=False)
+        for slot in most.slots.values():
+            slots.add_row(*cells.slot_cells(run, most, slot))
+        if most.slots:
+            parts += ["", cells.plain(f"slots of {most.name}"), slots]
+        parts += ["", cells.ppo_line(run), cells.ops_line(run)]
+    if run.events:
+        parts += ["", "events, newest last"]
+        parts += [cells.event_line(run, row) for _, row in list(run.events)[-MOST_EVENTS:]]
+    out = StringIO()
+    console = Console(file=out, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    for part in parts:
+        console.print(part, overflow="ellipsis", no_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()

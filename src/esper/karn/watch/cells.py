@@ -1,0 +1,249 @@
+"""The contents of the screen as rich texts: header, alarms, rows of environments, slots and best values.
+
+– is a value that was not measured. Names from a run are printable texts and never markup.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+from rich.text import Text
+
+from esper.karn.episode_state import EpisodeState, SlotHistory
+from esper.karn.event_text import event_text
+from esper.karn.number_text import compact, duration, number_text
+from esper.karn.problems import problems
+from esper.karn.run_state import RunState
+from esper.karn.watch.watched_run import TONES, WatchedRun
+from esper.leyline.stages import COOLING, SeedStage
+from esper.leyline.text import printable
+
+STYLES = {"good": "green", "bad": "bold red", "warn": "yellow", "note": "cyan", "dim": "dim", "": ""}
+LETTERS = "·GTBHFxxx"
+STAGE_STYLES = ("dim", "cyan", "cyan", "yellow", "magenta", "green", "red", "red", "red")
+BLOCKS = "▁▂▃▄▅▆▇█"
+NONE = "–"
+FLAT_STEPS = 10
+"""Steps without a new best after which an environment is called flat."""
+
+
+class Column(NamedTuple):
+    """A column of a table: title, least width of the screen at which it is shown, and its cell."""
+
+    title: str
+    least: int
+    cell: Callable[[RunState, EpisodeState], Text]
+
+
+def plain(text: str, style: str = "", most: int = 200) -> Text:
+    """Return a text from a run, without control characters and markup."""
+    return Text(printable(text, most), STYLES.get(style, style), no_wrap=True, overflow="ellipsis")
+
+
+def number(value: float | None, unit: str = "number") -> Text:
+    """Return a number: – if it was not measured, emphasised if it is not finite."""
+    if value is None:
+        return Text(NONE, "dim", justify="right")
+    odd = not math.isfinite(value)
+    text = number_text(value, unit).removesuffix(" %") if unit != "compact" or odd else compact(value)
+    return Text(text, STYLES["bad"] if odd else "", justify="right")
+
+
+def worth(value: float | None, se: float | None, is_percent: bool) -> Text:
+    """Return a difference of qualities ± its standard error; coloured where it exceeds two standard errors."""
+    unit = "points" if is_percent else "number"
+    if value is None:
+        return Text(NONE, "dim", justify="right")
+    error = "" if se is None else f" ± {number_text(se, unit).lstrip('+')}"
+    is_sure = se is not None and abs(value) > 2 * se
+    return Text(number_text(value, unit) + error, ("green" if value > 0 else "red") if is_sure else "", justify="right")
+
+
+def sparkline(values: Sequence[float | None], width: int) -> str:
+    """Draw a series in `width` characters, oldest left, each part by its last value."""
+    n = len(values)
+    shown = values if n <= width else [values[(i + 1) * n // width - 1] for i in range(width)]
+    finite = [v for v in shown if v is not None]
+    low, span = min(finite, default=0.0), (max(finite, default=0.0) - min(finite, default=0.0)) or 1.0
+    return "".join(" " if v is None else BLOCKS[min(7, int(8 * (v - low) / span))] for v in shown).ljust(width)
+
+
+# -- environments
+
+
+def env_state(e: EpisodeState) -> tuple[str, str]:
+    """Return the state of an environment in one word, as the filter uses it, and its tone."""
+    newest = e.newest
+    if newest is not None and any(v is not None and not math.isfinite(v) for v in (newest.quality, newest.val_loss)):
+        return "broken", "bad"
+    if e.result is not None:
+        return "ended", "dim"
+    qualities = [q for q in e.steps.column("quality") if q is not None]
+    if not qualities:
+        return "running", ""
+    best = max(qualities)
+    if qualities[-1] < best - 0.01 * max(1.0, abs(best)):
+        return "worse", "warn"
+    return ("flat", "") if qualities[::-1].index(best) * e.steps.stride > FLAT_STEPS else ("rising", "good")
+
+
+def last_op(e: EpisodeState) -> Text:
+    """Return the last decision that was not to wait, and how many steps ago it was."""
+    if e.decision is None:
+        return Text(NONE, "dim")
+    ago = e.last_step - e.decision.step
+    return plain(f"{e.decision.op.replace('SET_ALPHA_TARGET', 'SET ALPHA')} {e.decision.slot}" + f" -{ago}" * (ago > 0))
+
+
+def letters(e: EpisodeState) -> Text:
+    """Return one letter per slot, or counts if there are many."""
+    stages = [int(slot_stage(e, slot)) for slot in e.slots.values()]
+    if len(stages) > 12:
+        counts = {letter: sum(LETTERS[s] == letter for s in stages) for letter in "GTBHFx"}
+        return plain(" ".join(f"{n}{letter}" for letter, n in counts.items() if n) or "empty")
+    return Text.assemble(*((LETTERS[s], STAGE_STYLES[s]) for s in stages))
+
+
+def slot_stage(e: EpisodeState, slot: SlotHistory) -> SeedStage:
+    """Return what the slot holds now."""
+    last = slot.intervals[-1] if slot.intervals else None
+    return last.stage if last is not None and last.end >= e.last_step else SeedStage.DORMANT
+
+
+def _unit(run: RunState) -> str:
+    return "percent" if run.is_percent else "number"
+
+
+def _step(run: RunState, e: EpisodeState) -> Text:
+    steps = run.about("steps")
+    return Text(f"{e.length}/{steps}" if steps else str(e.length), justify="right")
+
+
+ENV_COLUMNS = (
+    Column("ENV", 0, lambda _, e: plain(e.name, "bold", 20)),
+    Column("STEP", 0, _step),
+    Column("QUAL", 0, lambda run, e: number(e.quality, _unit(run))),
+    Column("BEST", 0, lambda run, e: number(e.best, _unit(run))),
+    Column("TREND", 100, lambda _, e: Text(sparkline(e.steps.column("quality"), 10), "cyan")),
+    Column("LOSS", 0, lambda _, e: number(e.newest.train_loss if e.newest else None)),
+    Column("PARAMS", 90, lambda _, e: number(e.params, "compact")),
+    Column("LAST OP", 0, lambda _, e: last_op(e)),
+    Column("SLOTS", 0, lambda _, e: letters(e)),
+    Column("STATE", 0, lambda _, e: plain(*env_state(e))),
+    Column("COMMIT", 130, lambda run, e: number(e.newest.committed_quality if e.newest else None, _unit(run))),
+    Column("VAL LOSS", 110, lambda _, e: number(e.newest.val_loss if e.newest else None)),
+    Column("MACS", 140, lambda _, e: number(e.newest.train_macs if e.newest else None, "compact")),
+)
+
+
+def matches(e: EpisodeState, query: str) -> bool:
+    """Return whether an environment matches a filter by name, number or state."""
+    query = query.strip().lower()
+    return not query or query in e.name.lower() or query == str(e.env) or env_state(e)[0] == query
+
+
+# -- slots
+
+SLOT_TITLES = ("SLOT", "STAGE", "BLUEPRINT", "ALPHA", "CONTRIB ± SE", "PROSPECT ± SE", "SHAPLEY ± SE", "HEALTH", "AGE")
+
+
+def slot_cells(run: RunState, e: EpisodeState, slot: SlotHistory) -> list[Text]:
+    """Return the row of a slot, in the order of SLOT_TITLES."""
+    stage, pc = slot_stage(e, slot), run.is_percent
+    is_live = stage not in COOLING and stage != SeedStage.DORMANT
+    last = slot.intervals[-1] if slot.intervals else None
+    w = slot.newest_worth if is_live else None
+    alpha = slot.alpha[-1][1] if is_live and slot.alpha else None
+    bar = Text(NONE, "dim") if alpha is None else Text(f"{'━' * round(8 * min(1, max(0, alpha))):<8} {alpha:4.2f}")
+    word = "cooling" if stage in COOLING else "empty" if stage == SeedStage.DORMANT else stage.name.lower()
+    return [
+        plain(slot.name, "bold", 24), Text(word, STAGE_STYLES[stage]),
+        plain(last.blueprint if last and is_live else NONE), bar,
+        worth(w.contribution if w else None, w.contribution_se if w else None, pc),
+        worth(w.prospect if w else None, w.prospect_se if w else None, pc),
+        worth(w.shapley if w else None, w.shapley_se if w else None, pc),
+        number(slot.gradient[1] if is_live else None),
+        Text(str(e.last_step - last.start + 1) if last and stage != SeedStage.DORMANT else NONE, justify="right"),
+    ]  # fmt: skip
+
+
+# -- lines above and below the tables
+
+
+def header(watched: WatchedRun, width: int) -> Text:
+    """Return two lines: what runs and its state; its progress and speed."""
+    run, word, done, pace = watched.state, watched.word(), watched.done(), watched.pace()
+    first = Text.assemble((f" {word} ", f"reverse {STYLES[TONES[word]]}"), "  ")
+    what = [printable(str(value), 60) for value in (run.about("task"), run.about("controller")) if value]
+    first.append(" by ".join(what), "bold")
+    if done is not None:
+        size = max(8, min(30, width - 70))
+        first.append(f"  {'━' * round(size * done):<{size}} {100 * done:.0f}%")
+    if run.envs:
+        first.append(f"  {len(run.envs)} env{'s' * (len(run.envs) != 1)} × {len(run.order)} slots", "dim")
+    first.append(f"  {watched.name}", "dim")
+    parts = []
+    if run.envs:
+        newest = max((e.number for e in run.latest), default=0)
+        steps = min((e.length for e in run.latest if e.number == newest), default=0)
+        parts += [f"step {steps}" + f"/{run.about('steps')}" * bool(run.about("steps"))]
+        parts += [f"round {newest}/{run.about('rounds')}"] if run.is_in_rounds else []
+    parts += [] if pace.elapsed_s is None else [f"elapsed {duration(pace.elapsed_s)}"]
+    parts += [] if pace.eta_s is None else [f"left {duration(pace.eta_s)}"]
+    parts += [] if pace.steps_per_s is None else [f"{number_text(pace.steps_per_s, digits=1)} env-steps/s"]
+    parts.append(f"{run.position:,} events")
+    return Text("\n").join([first, Text("  ".join(parts), "dim")])
+
+
+def alarms(watched: WatchedRun) -> Text:
+    """Return the problems of the run, worst first; or ALL CLEAR."""
+    found = problems(watched.state)
+    silence = watched.silence_s()
+    if watched.word() in ("SLOW", "STALE"):
+        found.insert(0, ("warning", f"silent for {duration(silence)}"))
+    if watched.state.position == 0 and not found:
+        return Text("no events yet", "dim")
+    if not found:
+        return Text("ALL CLEAR", "green")
+    more = f"  +{len(found) - 1} more" if len(found) > 1 else ""
+    severity, text = found[0]
+    return plain(text + more, "bad" if severity == "error" else "warn", 500)
+
+
+def ppo_line(run: RunState) -> Text:
+    """Return the last PPO update, most important numbers first."""
+    u = run.newest_update
+    if u is None:
+        return Text()
+    spread = "" if u.return_sd is None else f" ± {number_text(u.return_sd)} sd"
+    entropy = " ".join(f"{head} {value:.2f}" for head, value in u.entropy.items() if value is not None)
+    parts = [f"PPO round {u.round}", f"return {number_text(u.return_mean)}{spread}", f"KL {number_text(u.kl)}",
+             f"clip {number_text(u.clip_fraction)}", f"NRMSE {number_text(u.value_nrmse)}",
+             f"entropy {entropy}"]  # fmt: skip
+    return plain("  ".join(parts))
+
+
+def ops_line(run: RunState) -> Text:
+    """Return the shares of the operations."""
+    total = sum(run.ops.values())
+    parts = [f"{op.replace('SET_ALPHA_TARGET', 'SET ALPHA')} {share(n / total)}" for op, n in run.ops.most_common(8)]
+    return plain("  ".join(["OPS", *parts, f"of {total} steps"])) if total else Text()
+
+
+def share(part: float) -> str:
+    """Format a share in whole percent. Only exactly 0 is 0 %, and only exactly 1 is 100 %."""
+    exact = 100 * part
+    return "<1%" if 0 < exact < 1 else ">99%" if 99 < exact < 100 else f"{exact:.0f}%"
+
+
+def event_line(run: RunState, row: object) -> Text:
+    """Return the line of an event: time, environment, step, text."""
+    text, tone = event_text(row, run.is_percent)  # type: ignore[arg-type]
+    env, step = run.envs.get(getattr(row, "env", -1)), getattr(row, "step", "")
+    time_s = getattr(row, "time_s", run.first_s) - run.first_s
+    place = f"{duration(max(0.0, time_s)):>11} "
+    name = printable(env.name if env is not None else "run", 16)
+    return Text.assemble((place, "dim"), (f"{name:<12.12} ", "bold"), (f"{step!s:>4}  ", "dim"),
+                         plain(text, tone, 500))  # fmt: skip
