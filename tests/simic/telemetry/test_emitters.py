@@ -21,8 +21,10 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import get_task
 from tests.support.random_tables import LIVELY, random_actions, random_legal_actions, random_measurements
+from tests.support.rules import ISOLATED
 
 SLOTS = ("r0c0", "r0c1", "r0c2")
+QUICK = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=1, blend_health=None))
 
 
 class Listener(list):
@@ -59,9 +61,8 @@ def play(rules: Rules, envs: int, steps: int, seed: int, level: Level = Level.DE
 
 
 @settings(max_examples=60, deadline=None)
-@given(seed=st.integers(0, 2**31), auto=st.booleans())
-def test_lifecycles_from_events_equal_those_in_the_table(seed, auto):
-    rules = Rules() if auto else LIVELY
+@given(seed=st.integers(0, 2**31), rules=st.sampled_from([Rules(), ISOLATED, LIVELY]))
+def test_lifecycles_from_events_equal_those_in_the_table(seed, rules):
     hub, seen, _ = play(rules, envs=4, steps=60, seed=seed)
     stage = {(e, s): SeedStage.DORMANT for e in range(4) for s in SLOTS}
     told = iter(hub.of(events.Lifecycle))
@@ -88,9 +89,8 @@ def test_lifecycles_from_events_equal_those_in_the_table(seed, auto):
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**31), auto=st.booleans())
-def test_lifecycles_ended_by_the_governor_are_reported_completely(seed, auto):
-    rules = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None)) if auto else LIVELY
+@given(seed=st.integers(0, 2**31), rules=st.sampled_from([Rules(), QUICK, LIVELY]))
+def test_lifecycles_ended_by_the_governor_are_reported_completely(seed, rules):
     rng, table, hub = np.random.default_rng(seed), SlotTable.empty(4, len(SLOTS)), Listener()
     emit = TelemetryEmitter(hub, slots=SLOTS, worlds=range(4), host_params=1000)
     stage = {(e, s): SeedStage.DORMANT for e in range(4) for s in SLOTS}
@@ -109,6 +109,7 @@ def test_lifecycles_ended_by_the_governor_are_reported_completely(seed, auto):
             was, now = SeedStage[event.was], SeedStage[event.now]
             assert was == stage[event.env, event.slot]
             assert was.can_become(now) or event.cause == "governor"
+            assert (was, now) != (SeedStage.GERMINATED, SeedStage.BLENDING) or rules.birth == "open"
             stage[event.env, event.slot] = now
         told = {(x.env, SLOTS.index(x.slot)) for x in hub.of(events.Lifecycle) if x.cause == "governor"}
         assert {(e, s) for _, e, s in gone} <= told
@@ -175,7 +176,7 @@ def test_out_of_range_action_is_reported_by_number():
 
 def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
     torch.manual_seed(0)
-    engine, hub = Engine(get_task("digits"), [0, 1]), Listener(Level.NORMAL)
+    engine, hub = Engine(get_task("digits"), [0, 1], rules=ISOLATED), Listener(Level.NORMAL)
     emit = TelemetryEmitter(hub, slots=engine.task.slots, worlds=[0, 1], host_params=engine.networks[0].host_size)
     controller, helper = Schedule(), CounterfactualHelper()
     for _ in range(16):

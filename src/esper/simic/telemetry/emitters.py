@@ -61,15 +61,22 @@ def _blueprint(index: int) -> str:
         return str(index)
 
 
+_OPEN_BIRTH = [int(SeedStage.GERMINATED), int(SeedStage.BLENDING), int(SeedStage.HOLDING)]
+"""Stages that a seed of an open birth enters in its first step, the last one only without a ramp."""
+
+
 def _path(was: int, between: int, now: int, expelled: bool) -> list[int]:
     """Return the stages that a seed went through in one step, from the previous one to the last two."""
     if now == SeedStage.DORMANT or between == was:
         return [was, now]
-    # only a seed expelled by the governor can move three times; its first move follows from the other stages
-    if was == SeedStage.DORMANT and between == SeedStage.BLENDING:  # an open birth without a ramp
-        return [was, int(SeedStage.GERMINATED), between, now]
-    via = [int(x) for x in NEXT_STAGES[SeedStage(was)] if expelled and between in NEXT_STAGES[x]]
-    return [was, *(via if between not in NEXT_STAGES[SeedStage(was)] else []), between, now]
+    if was == SeedStage.DORMANT and between in _OPEN_BIRTH:
+        return [was, *_OPEN_BIRTH[: _OPEN_BIRTH.index(between) + 1], now]
+    # else only a seed expelled by the governor can move three times; its first move follows from the other stages
+    after = NEXT_STAGES[SeedStage(was)]
+    if was == SeedStage.GERMINATED:  # a seed that rests there was born isolated
+        after -= {SeedStage.BLENDING}
+    via = [int(x) for x in after if expelled and between in NEXT_STAGES[x]]
+    return [was, *(via if between not in after else []), between, now]
 
 
 @dataclass(slots=True)
@@ -209,7 +216,8 @@ class TelemetryEmitter:
     def _transitions(self, before: SlotTable, table: SlotTable, actions: Ints, outcome: Outcome) -> None:
         """Emit one event per stage transition.
 
-        A slot has at most three per step: the controller's, the rules', and the governor's, which ends in PRUNED.
+        A slot has at most three per step: the controller's, the rules', and the governor's, which ends in PRUNED. An
+        open birth adds one.
         """
         is_wanted = self.hub.wants(events.Lifecycle)
         touched = np.zeros(table.stage.shape, dtype=bool)
