@@ -31,6 +31,7 @@ from esper.simic.simulated_worlds import (
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import CONTROLLERS, Random, make_controller, wait_everywhere
 from tests.support.random_tables import LIVELY, random_legal_actions
+from tests.support.rules import ISOLATED
 from tests.support.scoreboard import oracle, scoreboard
 
 S = SeedStage
@@ -129,7 +130,7 @@ def test_without_growth_a_host_equals_its_baseline():
 
 
 def test_germination_and_training_seeds_do_not_change_the_output():
-    grown, bare = Simulator(SimConfig(), range(64)), Simulator(SimConfig(), range(64))
+    grown, bare = (Simulator(SimConfig(), range(64), ISOLATED) for _ in range(2))
     grown.step(plant(grown, 1, CONV_LIGHT))
     wait(bare, 1)
     while True:
@@ -145,8 +146,15 @@ def test_germination_and_training_seeds_do_not_change_the_output():
     assert (grown.true_quality != bare.true_quality).mean() > 0.8
 
 
+def test_open_birth_does_not_disturb_the_host():
+    sim = Simulator(QUIET, range(64))
+    sim.step(plant(sim, 1, CONV_LIGHT))
+    assert (sim.table.alpha[:, 1] == 1).all()
+    assert (sim.shock == 0).all()
+
+
 def test_alpha_0_has_no_effect_and_effects_grow_with_alpha():
-    sim = Simulator(msgspec.structs.replace(QUIET, shock=0.0, stillborn_share=0.0), range(64))
+    sim = Simulator(msgspec.structs.replace(QUIET, shock=0.0, stillborn_share=0.0), range(64), ISOLATED)
     sim.step(plant(sim, 0, CONV_LIGHT))
     wait(sim, 10)
     assert (sim.table.stage[:, 0] == S.BLENDING).all()
@@ -188,7 +196,7 @@ def test_next_seed_of_a_slot_starts_from_zero():
     first = sim.skill[:, 0].copy()
     wait(sim, 7)
     cut = wait_everywhere(8)
-    cut[:, Head.OP] = Op.PRUNE
+    cut[:, Head.OP], cut[:, Head.ALPHA_SPEED] = Op.PRUNE, 0
     sim.step(cut)
     wait(sim, 7)
     assert sim.step(plant(sim, 0, CONV_LIGHT)).happened.all()
@@ -249,7 +257,7 @@ def test_stillborn_seeds_have_the_configured_rate_and_never_blend():
     truth = draw_worlds(range(2000), config)
     assert truth.stillborn[:, :, 1:8].mean() == pytest.approx(0.2, abs=0.01)
     assert (truth.potential[truth.stillborn] == 0).all()
-    sim = Simulator(config, range(64))
+    sim = Simulator(config, range(64), ISOLATED)
     sim.step(plant(sim, 0, CONV_LIGHT))
     wait(sim, 14)
     dead = sim.truth.stillborn[:, 0, CONV_LIGHT]
@@ -332,7 +340,7 @@ def test_costs_equal_those_of_the_real_blueprints():
 
 
 def test_measured_contributions_have_noise_of_the_stated_error():
-    noisy, quiet = (Simulator(c, range(1500)) for c in (SimConfig(), QUIET))
+    noisy, quiet = (Simulator(c, range(1500), ISOLATED) for c in (SimConfig(), QUIET))
     for sim in (noisy, quiet):
         sim.step(plant(sim, 1, CONV_LIGHT))
         wait(sim, 4)
@@ -350,7 +358,8 @@ def test_measured_contributions_have_noise_of_the_stated_error():
 
 def test_noise_is_correlated_between_epochs_and_new_for_the_next_seed():
     errors = []
-    sims = [Simulator(c, range(800)) for c in (SimConfig(bad_share=0.0), msgspec.structs.replace(QUIET, bad_share=0.0))]
+    configs = SimConfig(bad_share=0.0), msgspec.structs.replace(QUIET, bad_share=0.0)
+    sims = [Simulator(config, range(800), ISOLATED) for config in configs]
     for t in range(20):
         for sim in sims:
             actions = plant(sim, 0, CONV_LIGHT) if t in (0, 16) else wait_everywhere(800)
@@ -377,7 +386,8 @@ def test_every_measured_column_varies():
 @settings(max_examples=10, deadline=None)
 @given(seed=dice, slots=st.sampled_from([1, 3, 9]))
 def test_random_legal_play_keeps_the_table_valid(seed, slots):
-    rng, rules = np.random.default_rng(seed), LIVELY if seed % 2 else Rules()
+    rng, rules = np.random.default_rng(seed), (LIVELY, Rules(), ISOLATED)[seed % 3]
+    moves = 3 if rules.birth == "open" else 2  # an op and a tick move a seed once each, an open birth moves it twice
     sim = Simulator(SimConfig(slots=slots), rng.integers(0, 2**32, 8), rules)
     for t in range(40):
         before = sim.table.stage.copy()
@@ -398,7 +408,7 @@ def test_random_legal_play_keeps_the_table_valid(seed, slots):
         assert np.isfinite(table.contribution[alive & felt & (table.contribution_age >= 0)]).all()
         for was, now in zip(before.ravel(), table.stage.ravel(), strict=True):
             reach, two = {S(was)}, {S(was)}
-            for _ in range(2):  # an op and a tick may each move a seed once
+            for _ in range(moves):
                 two = {n for r in two for n in NEXT_STAGES[r]}
                 reach |= two
             assert S(now) in reach

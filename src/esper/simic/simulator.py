@@ -138,6 +138,7 @@ class Simulator:
         outcome = apply(table, actions, self.rules)
         newborn = self._alive() & (table.age == 0)
         self.skill[newborn] = 0.0
+        self.applied_alpha[newborn] = table.alpha[newborn]  # Δ = 0: an open birth does not disturb the host
         table.params[newborn] = self._cost(self.shape.params)[newborn]
         ticked = tick(table, self.rules)
         table.train_macs[:] += TRAINING_PASSES * self.macs * SAMPLES
