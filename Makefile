@@ -16,7 +16,7 @@ help:  ## this list
 	@sed -n 's/^## \{0,1\}//p' Makefile
 
 run: $(RUN)  ## grow a network on embedded data in about a minute, compare it with others, write a report
-	$(BIN)/esper grow --task rescue --controller schedule --birth open --lr-schedule wsd --epochs 30
+	$(BIN)/esper grow --task rescue --epochs 30
 
 test: $(DEV)  ## the fast tests; SLOW=1 for every test
 	$(PYTEST) $(PICK)

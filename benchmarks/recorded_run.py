@@ -11,6 +11,7 @@ from time import process_time, thread_time
 
 import torch
 
+from esper.kasmina.lifecycle import Rules
 from esper.leyline.events import Level
 from esper.nissa.recorder import record
 from esper.simic.attribution import CounterfactualHelper
@@ -30,11 +31,13 @@ def train_recorded(quick: bool = False) -> Callable[[Level], float]:
     torch.set_num_threads(1)
     task, steps = get_task("rescue"), 2 if quick else 16
     data = task.load_data()
+    rules = Rules(birth="isolated")  # as in the stored measurements
 
     def train(level: Level) -> float:
         whole, main = process_time(), thread_time()
         with tempfile.TemporaryDirectory() as place, redirect_stdout(StringIO()):
-            engine, helper, controller = Engine(task, range(4), data=data), CounterfactualHelper(), Schedule()
+            engine = Engine(task, range(4), rules=rules, data=data)
+            helper, controller = CounterfactualHelper(), Schedule()
             with record("bench", out=Path(place) / "run", level=level) as run:
                 emit = TelemetryEmitter(
                     run.hub,

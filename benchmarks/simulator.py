@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import add_output_options, make_parser, print_json
+from esper.kasmina.lifecycle import Rules
 from esper.simic.evaluation.sim_oracle import play
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator
@@ -35,7 +36,8 @@ def main() -> None:
 def rows(repeats: int, quick: bool = False) -> list[dict[str, Any]]:
     """Env-steps per second by number of environments; `ratio` is against one environment at a time."""
     config = SimConfig(horizon=10 if quick else 40)
-    sims = {envs: Simulator(config, range(envs)) for envs in ENVS}
+    rules = Rules(birth="isolated")  # as in the stored measurements
+    sims = {envs: Simulator(config, range(envs), rules) for envs in ENVS}
     speeds: dict[int, list[float]] = {envs: [] for envs in ENVS}
     for repeat in range(repeats + 1):
         for envs, sim in sims.items():

@@ -86,7 +86,7 @@ def run_rank(quick: bool, place: str) -> None:
     size, envs, steps = (64, 4, 2) if quick else (512, 16, 6)
     TASKS["reference"] = reference_task(size, size)
     shape = [f"envs={envs}", f"worlds={envs}", f"epochs={steps}", "rounds=2", "ppo.groups=2"]
-    config = load_config(sets=["task=reference", *shape])
+    config = load_config(sets=["task=reference", "rules.birth=isolated", *shape])  # as in the stored measurements
     group = ProcessGroup.join()
     ends: list[float] = []
     train_ppo_vectorized(

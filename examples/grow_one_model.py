@@ -14,7 +14,7 @@ model = nn.Sequential(
 
 body = esper.graft(model, at=["1", "4"], probe=data.train.x[:8])  # slots after the two ReLUs
 optimizer = torch.optim.AdamW(body.parameters(), lr=3e-3)
-grower = esper.Grower(body, optimizer, controller="schedule", incubation="shadow")
+grower = esper.Grower(body, optimizer, controller="schedule")
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
 
 for epoch in range(30):
@@ -22,7 +22,6 @@ for epoch in range(30):
         x, y = data.train.take(batch)
         optimizer.zero_grad()
         nn.functional.cross_entropy(body(x), y).backward()
-        grower.shadow(lambda x=x, y=y: nn.functional.cross_entropy(body(x), y))  # trains TRAINING seeds
         optimizer.step()
     scheduler.step()
     report = grower.step([(data.val.x[:500], data.val.y[:500])])  # measure, decide, change

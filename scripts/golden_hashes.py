@@ -24,21 +24,31 @@ from torch import nn
 
 import esper
 
+ISOLATED = ["--birth", "isolated", "--lr-schedule", "constant"]
+OPEN = ["--birth", "open", "--lr-schedule", "wsd"]
+DIGITS = ["--task", "digits", "--epochs", "14", "--no-compare"]
+RESCUE = ["--task", "rescue", "--controller", "schedule", "--epochs", "16", "--seed", "3"]
 GROW = {
-    f"grow {controller}": ["--task", "digits", "--controller", controller, "--epochs", "14", "--no-compare"]
+    f"grow {controller}": [*DIGITS, "--controller", controller, *ISOLATED]
     for controller in ("none", "schedule", "heuristic", "random", "tamiyo")
 } | {
-    "grow rescue": ["--task", "rescue", "--controller", "schedule", "--epochs", "16", "--seed", "3"],
-    "grow straight-through": ["--task", "digits", "--controller", "schedule", "--epochs", "14", "--no-compare",
-                              "--incubation", "straight_through"],
-}  # fmt: skip
+    "grow rescue": [*RESCUE, *ISOLATED],
+    "grow straight-through": [*DIGITS, "--controller", "schedule", *ISOLATED, "--incubation", "straight_through"],
+    "grow rescue, open": [*RESCUE, *OPEN],
+    "grow heuristic, open": [*DIGITS, "--controller", "heuristic", *OPEN],
+    "grow tamiyo, open": [*DIGITS, "--controller", "tamiyo", *OPEN],
+}
 SMALL = ["--envs", "4", "--no-compare", "--set", "ppo.groups=2", "--set", "checkpoint_share=1"]
 REAL = ["--task", "digits", "--epochs", "12", *SMALL]
+BIRTH = {name: ["--set", f"rules.birth={name}"] for name in ("isolated", "open")}
+STACKED = ["--set", "engine.strategy=stacked"]
 TRAIN = {
-    "train simulated": ["--sim", "--rounds", "3", *SMALL],
-    "train real": [*REAL, "--rounds", "3"],
-    "train real, 2 workers": [*REAL, "--rounds", "3", "--workers", "2"],
-    "train stacked": [*REAL, "--rounds", "2", "--set", "engine.strategy=stacked"],
+    "train simulated": ["--sim", "--rounds", "3", *SMALL, *BIRTH["isolated"]],
+    "train real": [*REAL, "--rounds", "3", *BIRTH["isolated"]],
+    "train real, 2 workers": [*REAL, "--rounds", "3", "--workers", "2", *BIRTH["isolated"]],
+    "train stacked": [*REAL, "--rounds", "2", *STACKED, *BIRTH["isolated"]],
+    "train simulated, open": ["--sim", "--rounds", "3", *SMALL, *BIRTH["open"]],
+    "train stacked, open": [*REAL, "--rounds", "2", *STACKED, *BIRTH["open"]],
 }
 UNSTABLE_KINDS = {"phase_profile", "health", "checkpoint"}
 UNSTABLE_FIELDS = {
@@ -84,14 +94,15 @@ def journal_digest(directory: Path) -> str:
     return hashlib.sha256("\n".join(sorted(lines)).encode()).hexdigest()[:16] + f"/{len(lines)}"
 
 
-def grower_digest(incubation: str) -> str:
+def grower_digest(incubation: str, birth: str) -> str:
     """Hash the weights of a model grown in a hand-written loop."""
     torch.manual_seed(0)
     x, y = torch.randn(256, 12), torch.randint(0, 4, (256,))
     model = nn.Sequential(nn.Linear(12, 16), nn.ReLU(), nn.Linear(16, 16), nn.ReLU(), nn.Linear(16, 4))
     body = esper.graft(model, at=["1", "3"], probe=x[:3])
     optimizer = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
-    grower = esper.Grower(body, optimizer, controller="schedule", incubation=incubation)
+    rules = esper.Rules(birth=birth)
+    grower = esper.Grower(body, optimizer, controller="schedule", incubation=incubation, rules=rules)
     reports = []
     for _ in range(30):
         for i in range(0, 256, 32):
@@ -113,7 +124,8 @@ def digests() -> dict[str, str]:
     found: dict[str, str] = {}
     torch.set_num_threads(1)
     for incubation in ("shadow", "straight_through"):
-        found[f"Grower {incubation}"] = grower_digest(incubation)
+        found[f"Grower {incubation}"] = grower_digest(incubation, "isolated")
+    found["Grower, open"] = grower_digest("straight_through", "open")
     with tempfile.TemporaryDirectory() as place:
         for name, options in GROW.items():
             out = Path(place) / name.replace(" ", "-")
@@ -128,7 +140,7 @@ def digests() -> dict[str, str]:
             found[f"{name}: journal"] = journal_digest(out)
             print(name, found[f"{name}: weights"], found[f"{name}: journal"], flush=True)
         out = Path(place) / "resumed"
-        run("train", *REAL, "--rounds", "2", "--out", str(out))
+        run("train", *REAL, *BIRTH["isolated"], "--rounds", "2", "--out", str(out))
         run("train", "--resume", str(out), "--rounds", "3", "--no-compare")
         found["train resumed: weights"] = tensors_digest(out / "policy.safetensors")
     return found

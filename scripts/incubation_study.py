@@ -75,7 +75,7 @@ class Study:
     def engine(self, way: Way | None, worlds: list[int] | None = None) -> Engine:
         """Engines whose gates ask for time alone, so that every seed blends at the same epoch."""
         config = EngineConfig(incubation=way.incubation, shadow_every=way.every) if way else EngineConfig()
-        rules = Rules(thresholds=Thresholds(blend_dwell=TRAINING_EPOCHS, blend_health=None))
+        rules = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=TRAINING_EPOCHS, blend_health=None))
         engine = Engine(self.task, worlds or self.worlds, rules=rules, config=config, data=self.data)
         if way and way.norms_in_eval:
             for plot in engine.networks:

@@ -81,7 +81,7 @@ def accuracy(engine: Engine) -> float:
 
 
 def decisions(name: str, worlds: int) -> None:
-    task = get_task(name)
+    task, rules = get_task(name), Rules(birth="isolated")  # a prospect is measured in TRAINING
     data = task.load_data()
     rows = []
     print("| world | slot | blueprint | prospect | contribution at HOLDING | gain |\n|---|---|---|---|---|---|")
@@ -90,7 +90,7 @@ def decisions(name: str, worlds: int) -> None:
         for slot in range(len(task.slots)):
             blueprint = BLUEPRINTS[(world + 2 * slot) % len(BLUEPRINTS)]
             plant = PlantOne(slot, blueprint)
-            grown = accuracy(trained(Engine(task, [world], data=data), plant))
+            grown = accuracy(trained(Engine(task, [world], rules=rules, data=data), plant))
             found = plant.worth
             if not found:
                 print(f"| {world} | {task.slots[slot]} | {blueprint} | never reached HOLDING | | |", flush=True)
@@ -120,7 +120,7 @@ def tables(out: Path) -> None:
     seven = dataclasses.replace(
         six, host_kwargs={**six.host_kwargs, "blocks": 4, "pools": 3}, slots=(*six.slots, "r0c3"), epochs=16
     )
-    rules = Rules(one_at_a_time=False, thresholds=Thresholds(blend_dwell=1, blend_health=None))
+    rules = Rules(birth="isolated", one_at_a_time=False, thresholds=Thresholds(blend_dwell=1, blend_health=None))
     found = []
     for task, blueprint in ((six, "conv_light"), (seven, "conv_light")):
         for world in range(4):

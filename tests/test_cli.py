@@ -1,5 +1,6 @@
 """The commands as a user runs them: real processes, real files, a real terminal."""
 
+import inspect
 import json
 import os
 import pty
@@ -10,8 +11,11 @@ import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from esper.cli import grow
+from esper.commands.growing import Settings
 from tests.support.run_outcomes import heed_signals
 
 ESPER = Path(sys.executable).parent / "esper"
@@ -62,6 +66,7 @@ def test_same_seed_gives_the_same_figures(tmp_path):
 def test_terminal_shows_the_lifecycle_of_every_slot_while_running():
     ours, theirs = pty.openpty()
     command = [str(ESPER), "grow", "--task", "digits", "--controller", "schedule", "--epochs", "6", "--no-compare"]
+    command += ["--birth", "isolated"]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=ENV)
     os.close(theirs)
     shown = b""
@@ -125,6 +130,13 @@ def test_tasks_and_blueprints_are_listed_with_their_sizes():
     assert "\\n" not in tasks
     costs = esper("blueprints", "--task", "rescue").stdout
     assert re.search(r"conv_light\W+152\W+28,224", costs)  # 4 channels at 14×14
+
+
+def test_defaults_of_grow_equal_those_of_its_settings():
+    options = inspect.signature(grow).parameters
+    defaults = {f.name: f.default for f in msgspec.structs.fields(Settings) if f.name in options and not f.required}
+    assert {name: options[name].default for name in defaults} == defaults
+    assert defaults.keys() >= {"birth", "incubation", "lr_schedule", "seed", "compare", "threads", "telemetry"}
 
 
 def test_help_describes_each_command():

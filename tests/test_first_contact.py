@@ -14,6 +14,8 @@ from esper.tamiyo.controllers import Schedule
 from esper.tolaria.coalitions import evaluate
 from esper.tolaria.tasks import per_sample_correct, per_sample_loss
 
+QUICK = esper.Rules(birth="isolated", thresholds=esper.Thresholds(blend_dwell=2))
+
 
 def small_model() -> nn.Sequential:
     torch.manual_seed(0)
@@ -23,8 +25,7 @@ def small_model() -> nn.Sequential:
 def grafted(**options) -> tuple[esper.Body, torch.optim.Optimizer, esper.Grower]:
     body = esper.graft(small_model(), at=["1", "3"], probe=torch.randn(4, 6))
     optimizer = torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9)
-    rules = esper.Rules(thresholds=esper.Thresholds(blend_dwell=2), min_prune_age=1)
-    return body, optimizer, esper.Grower(body, optimizer, rules=rules, gradient_telemetry_stride=1, **options)
+    return body, optimizer, esper.Grower(body, optimizer, gradient_telemetry_stride=1, **options)
 
 
 def epoch(body, optimizer, grower, seed: int) -> None:
@@ -119,7 +120,7 @@ def test_non_finite_output_is_not_measured_and_commits_nothing():
 
 
 def test_seed_without_shadow_pass_raises_a_warning():
-    body, optimizer, grower = grafted(incubation="shadow")
+    body, optimizer, grower = grafted(incubation="shadow", rules=QUICK)
     grower.germinate("1", "lora")
     grower.step()
     with pytest.warns(UserWarning, match="it learns nothing"):
@@ -162,7 +163,7 @@ def test_loading_a_bare_state_into_a_grown_body_reports_what_it_drops():
 
 @pytest.mark.parametrize("style", ["SIGMOID_ADD", "LINEAR_MULTIPLY", "GATED_GATE"])
 def test_seed_completes_its_lifecycle_under_autocast(style):
-    body, optimizer, grower = grafted()
+    body, optimizer, grower = grafted(rules=QUICK)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         grower.germinate("1", "lora", style=style)
     x, y = torch.randn(32, 6), torch.randint(0, 3, (32,))

@@ -30,18 +30,7 @@ def names_of_extras() -> set[str]:
 
 
 TINY = {
-    "grow": [
-        "--task",
-        "digits",
-        "--controller",
-        "schedule",
-        "--birth",
-        "open",
-        "--lr-schedule",
-        "wsd",
-        "--epochs",
-        "4",
-    ],
+    "grow": ["--task", "digits", "--epochs", "4"],
     "train": ["--preset", "quick", "--rounds", "1", "--envs", "2", "--epochs", "4"],
 }
 

@@ -55,17 +55,15 @@ app = typer.Typer(
 def grow(
     context: typer.Context,
     task: Annotated[str, typer.Option(help="Task to train; `esper tasks` lists them.")] = "fashion",
-    controller: Annotated[str, typer.Option(help="heuristic, schedule, tamiyo, random, none, or a run.")] = "heuristic",
+    controller: Annotated[str, typer.Option(help="schedule, heuristic, tamiyo, random, none, or a run.")] = "schedule",
     epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to train; default: the task's own number.")] = None,
     seed: Annotated[int, typer.Option(help="World: initial weights and data order.")] = 0,
     out: RunDirectory = None,
     data: DataRoot = None,
     compare: Annotated[bool, typer.Option(help="Also train the hosts it is compared with.")] = True,
-    incubation: Annotated[str, typer.Option(help="How a seed is trained: shadow or straight_through.")] = "shadow",
-    birth: Annotated[
-        str, typer.Option(help="How a seed begins: isolated or open (joins the host at once).")
-    ] = "isolated",
-    lr_schedule: Annotated[str, typer.Option(help="Learning rate: constant, or wsd (warm-up and decay).")] = "constant",
+    incubation: Annotated[str, typer.Option(help="How isolated seeds train: shadow or straight_through.")] = "shadow",
+    birth: Annotated[str, typer.Option(help="How a seed begins: open (joins the host at once) or isolated.")] = "open",
+    lr_schedule: Annotated[str, typer.Option(help="Learning rate: wsd (warm-up and decay) or constant.")] = "wsd",
     threads: Threads = 1,
     telemetry: Annotated[str, typer.Option(help="Telemetry level: off, minimal, normal or debug.")] = "normal",
     track: Track = None,
@@ -82,7 +80,7 @@ def grow(
     epoch (several short epochs share one). Ctrl-C loses nothing; a kill loses the epochs since the last checkpoint.
 
     Example:  esper grow --task rescue --seed 1 --out runs/rescue
-    Example:  esper grow --task rescue --controller schedule --birth open --lr-schedule wsd
+    Example:  esper grow --task rescue --controller tamiyo
     Example:  esper grow --resume runs/rescue
     """
     from esper.commands.grow import GrowOptions, resume_grow, run_grow

@@ -19,7 +19,7 @@ def grown(run: Path, capsys: pytest.CaptureFixture[str], **settings: object) -> 
 
 
 def test_seed_in_training_is_named_and_neither_counted_compared_nor_exported(tmp_path, capsys):
-    printed, results = grown(tmp_path / "run", capsys, controller="schedule", epochs=6)
+    printed, results = grown(tmp_path / "run", capsys, controller="schedule", epochs=6, birth="isolated")
     assert list(results) == ["grown", "no growth"]  # no structure has grown that could be trained from the start
     grew, bare = results["grown"], results["no growth"]
     assert grew["history"][-1]["stage"][0] == "TRAINING"
@@ -35,5 +35,5 @@ def test_note_says_why_nothing_was_planted(tmp_path, capsys):
 
 
 def test_note_names_seeds_that_were_planted_too_late(tmp_path, capsys):
-    printed, _ = grown(tmp_path / "run", capsys, controller="schedule", epochs=3, compare=False, birth="open")
+    printed, _ = grown(tmp_path / "run", capsys, controller="schedule", epochs=3, compare=False)
     assert "'r0c0': planted at most 20 optimiser steps before the end of training." in printed

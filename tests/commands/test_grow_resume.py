@@ -26,7 +26,7 @@ from esper.nissa.run import RunDirectory, read_manifest
 from esper.tolaria.checkpoint import Checkpoints
 from tests.support.run_outcomes import events, heed_signals, is_whole
 
-SETTINGS = Settings(task="digits", controller="schedule", epochs=17)
+SETTINGS = Settings(task="digits", controller="schedule", epochs=17, birth="isolated")
 EPOCHS = 4 * 17
 ESPER = Path(sys.executable).with_name("esper")
 
@@ -206,7 +206,7 @@ def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(monkeypatch: pytes
 def test_run_killed_at_random_moments_ends_bit_identical(chance: int, calm: dict[str, Any], tmp_path: Path) -> None:
     """Kill real processes with SIGKILL repeatedly: each session may run a little longer than the one before."""
     rng, run, lives = random.Random(chance), tmp_path / "run", 3.0
-    command = [str(ESPER), "grow", "--task", "digits", "--controller", "schedule", "--epochs", "17", "--out", str(run)]
+    command = [str(ESPER), "grow", "--task", "digits", "--epochs", "17", "--birth", "isolated", "--out", str(run)]
     for _ in range(40):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals)
         try:

@@ -12,6 +12,7 @@ from esper.grower.explanations import why_nothing_was_planted
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.slot_table import SlotTable
 from esper.tamiyo.controllers import Heuristic, Random, Schedule, Wait, wait_everywhere
+from tests.support.rules import ISOLATED
 
 NAMES = ("a", "b")
 
@@ -82,7 +83,7 @@ def test_note_is_empty_once_a_seed_was_germinated():
 
 def test_print_grower_shows_the_note_and_the_reason_each_seed_waits():
     body = esper.graft(nn.Sequential(nn.Linear(6, 6), nn.ReLU(), nn.Linear(6, 3)), at=["1"], probe=torch.randn(3, 6))
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), controller="heuristic")
+    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), controller="heuristic", rules=ISOLATED)
     assert "Nothing was planted" not in repr(grower)
     grower.step()
     note = "Nothing was planted in 1 epoch: the heuristic plants from epoch 5 on (first_epoch)."

@@ -26,9 +26,15 @@ from esper.nissa.journal_reader import read
 from esper.nissa.run import read_manifest
 from esper.tamiyo.controllers import wait_everywhere
 from tests.support.grower import EASY, EventList, batch, make_body
+from tests.support.rules import ISOLATED
 
 BY_HAND = esper.Rules(
-    thresholds=Thresholds(blend_dwell=2), auto_train=False, auto_blend=False, auto_hold=False, min_prune_age=0
+    birth="isolated",
+    thresholds=Thresholds(blend_dwell=2),
+    auto_train=False,
+    auto_blend=False,
+    auto_hold=False,
+    min_prune_age=0,
 )
 
 
@@ -127,7 +133,7 @@ def test_printed_grower_has_a_line_per_slot_with_known_values():
 
 
 def test_printed_grower_fits_80_columns():
-    rules = esper.Rules(thresholds=Thresholds(blend_dwell=0), one_at_a_time=False)
+    rules = esper.Rules(birth="isolated", thresholds=Thresholds(blend_dwell=0), one_at_a_time=False)
     grower = make_grower(rules, gradient_telemetry_stride=1)
     texts = [repr(grower)]
     grower.germinate("first", "conv_light")
@@ -332,7 +338,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
         "Way out: wait until its ramp ends",
     ),
     "advance, by itself": (
-        esper.Rules(),
+        ISOLATED,
         lambda g: g.germinate("first", "norm"),
         lambda g: g.advance("first"),
         "GERMINATED: it advances by itself at the next step",
@@ -344,8 +350,8 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
         "HOLDING: this stage does not allow it",
     ),
     "fossilize, unmeasured": (
-        EASY.__class__(thresholds=Thresholds(blend_dwell=0, blend_health=None), auto_train=False, auto_blend=False,
-                       auto_hold=False),
+        EASY.__class__(birth="isolated", thresholds=Thresholds(blend_dwell=0, blend_health=None), auto_train=False,
+                       auto_blend=False, auto_hold=False),
         lambda g: bring(g, "first", SeedStage.HOLDING),
         lambda g: g.fossilize("first"),
         "its contribution was not measured in HOLDING. Way out: measure it with grower.step(val_batches)",
@@ -372,7 +378,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
         esper.Rules(),
         lambda g: g.germinate("first", "norm"),
         lambda g: g.prune("first"),
-        "GERMINATED: it is 0 epochs old, rules.min_prune_age is 5",
+        "BLENDING: it is 0 epochs old, rules.min_prune_age is 5",
     ),
     "prune, moving": (
         EASY,
@@ -569,8 +575,7 @@ def test_samples_of_a_pruned_seed_are_not_attributed_to_the_next():
 
 
 def test_schedule_grows_on_its_own():
-    rules = esper.Rules(thresholds=Thresholds(blend_dwell=2))
-    grower = make_grower(rules, controller="schedule", gradient_telemetry_stride=1)
+    grower = make_grower(esper.Rules(), controller="schedule", gradient_telemetry_stride=1)
     said = []
     for epoch in range(22):
         train(grower, epoch, batches=2)
@@ -786,7 +791,7 @@ def test_costs_of_every_blueprint_are_available_before_building():
 
 def test_recorded_grower_reports_manual_and_automatic_changes(tmp_path):
     with esper.record("mine", out=tmp_path / "run") as run:
-        grower = make_grower(esper.Rules(thresholds=Thresholds(blend_dwell=1)), telemetry=run.hub)
+        grower = make_grower(esper.Rules(birth="isolated", thresholds=Thresholds(blend_dwell=1)), telemetry=run.hub)
         grower.step([batch(0)])
         grower.germinate("first", "norm")
         for i in range(12):
@@ -817,7 +822,7 @@ def test_recorded_grower_reports_manual_and_automatic_changes(tmp_path):
 def test_recording_a_grower_does_not_change_training():
     grown = []
     for hub in (None, EventList()):
-        grower = make_grower(esper.Rules(thresholds=Thresholds(blend_dwell=1)), controller="schedule", telemetry=hub)
+        grower = make_grower(esper.Rules(), controller="schedule", telemetry=hub)
         for i in range(10):
             x, y = batch(i)
             F.cross_entropy(grower.body(x), y).backward()

@@ -59,6 +59,26 @@ def test_seed_learns_from_the_first_batch_and_the_host_adapts_to_it():
     assert not torch.equal(output(grower), with_seed)
 
 
+def test_shadow_pass_does_nothing_with_open_birth():
+    def weights(shadow: bool) -> list[torch.Tensor]:
+        body = make_body()
+        optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+        grower = esper.Grower(body, optimizer, incubation="shadow")
+        grower.germinate("first", "conv_light")
+        for i in range(3):
+            x, y = batch(i)
+            optimizer.zero_grad()
+            torch.manual_seed(i)
+            F.cross_entropy(body(x), y).backward()
+            if shadow:
+                grower.shadow(lambda x=x, y=y: F.cross_entropy(body(x), y))
+            optimizer.step()
+            grower.step([batch(50)])  # does not warn that shadow passes are missing
+        return [p.detach().clone() for p in body.parameters()]
+
+    assert all(torch.equal(a, b) for a, b in zip(weights(True), weights(False), strict=True))
+
+
 def test_saved_run_resumes_bit_for_bit_after_an_open_birth(tmp_path):
     one = make_grower(esper.Rules(birth="open", open_ramp=3))
     one.germinate("first", "conv_light")

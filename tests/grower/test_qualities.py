@@ -113,8 +113,7 @@ def test_mean_of_r2_over_uneven_batches_is_r2_of_the_validation_set(outputs):
 
 
 def test_r2_works_for_worth_and_seeds():
-    easy = esper.Thresholds(blend_dwell=0, blend_health=None)
-    grower = vector_grower(1, quality="r2", rules=esper.Rules(thresholds=easy))
+    grower = vector_grower(1, quality="r2")
     x, y = noise(30, 6), noise(30, 1, seed=1)
     grower.germinate("1", "lora")
     for _ in range(3):

@@ -28,7 +28,7 @@ from esper.kasmina.hosts import TransformerHost
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.events import Checkpoint
-from esper.leyline.stages import SeedStage, Thresholds
+from esper.leyline.stages import SeedStage
 from esper.nissa.journal_reader import read
 from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random, wait_everywhere
 from esper.tamiyo.controllers.learned import Learned
@@ -357,7 +357,7 @@ class Fickle:
         self.turns = state["turns"]
 
 
-BRISK = esper.Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=1)
+BRISK = esper.Rules(min_prune_age=1)
 EAGER = HeuristicConfig(plateau_epochs=1, settled_epochs=1, first_epoch=1, holding_patience=1, plateau_gain=0.5)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -23,11 +24,12 @@ from esper.leyline.actions import NUM_HEADS, STYLES
 from esper.leyline.errors import ConfigError
 from esper.leyline.gates import failed_checks, open_gates
 from esper.leyline.stages import Check
+from tests.support.rules import ISOLATED
 
 S = SeedStage
-AUTO = Rules()
-BY_HAND = Rules(auto_train=False, auto_blend=False, auto_hold=False)
-QUICK = Rules(thresholds=Thresholds(blend_dwell=0, blend_health=None), auto_train=False, auto_blend=False)
+AUTO = ISOLATED
+BY_HAND = Rules(birth="isolated", auto_train=False, auto_blend=False, auto_hold=False)
+QUICK = msgspec.structs.replace(BY_HAND, thresholds=Thresholds(blend_dwell=0, blend_health=None), auto_hold=True)
 HALF, MOST, FULL = 0, 1, 2
 INSTANT, FAST, MEDIUM, SLOW = 0, 1, 2, 3
 STYLE = {style.name: i for i, style in enumerate(STYLES)}
@@ -119,7 +121,7 @@ def test_explicit_advance_moves_alpha_in_the_same_epoch():
 
 
 def test_automatic_advance_moves_alpha_one_epoch_later():
-    rules = Rules(thresholds=QUICK.thresholds, auto_train=False)
+    rules = Rules(birth="isolated", thresholds=QUICK.thresholds, auto_train=False)
     table = grown(S.GERMINATED, rules)
     act(table, rules, Op.ADVANCE)
     tick(table, rules)
@@ -129,7 +131,7 @@ def test_automatic_advance_moves_alpha_one_epoch_later():
 
 
 def test_tick_advances_at_most_one_stage():
-    rules = Rules(thresholds=QUICK.thresholds)
+    rules = Rules(birth="isolated", thresholds=QUICK.thresholds)
     table = SlotTable.empty(1, 1)
     act(table, rules, Op.GERMINATE)
     stages = []
@@ -285,7 +287,7 @@ def test_slot_is_reset_after_cooldown():
 @pytest.mark.parametrize(("speed", "ticks"), [(FAST, 3), (MEDIUM, 5), (SLOW, 8)])
 @pytest.mark.parametrize("stage", [S.BLENDING, S.HOLDING])
 def test_scheduled_prune_ramps_down_frozen_to_pruned(stage, speed, ticks):
-    table = grown(stage, Rules(thresholds=QUICK.thresholds, auto_train=False, auto_blend=False))
+    table = grown(stage, QUICK)
     for _ in range(5):  # until the first ramp ends
         tick(table, BY_HAND)
     outcome = act(table, BY_HAND, Op.PRUNE, alpha_speed=speed)

@@ -28,6 +28,7 @@ from esper.tolaria.engine import takes_of
 from tests.support.random_tables import random_legal_actions
 
 FREE = Rules(
+    birth="isolated",
     thresholds=Thresholds(blend_dwell=0, blend_health=None, fossil_contribution=None),
     auto_train=False,
     auto_blend=False,

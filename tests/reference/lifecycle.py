@@ -314,6 +314,10 @@ def apply(env: Env, row: list[int], rules: Any) -> tuple[bool, list[tuple[str, i
             quality_best=env.quality,
         )
         env.next_serial += 1
+        if rules.birth == "open":
+            born = env.slots[s]
+            enter(env, born, S.BLENDING)
+            start_ramp(born, born.alpha_to, tempo if rules.open_ramp is None else rules.open_ramp, curve)
         return True, [("BUILD", s)]
     if op == Op.SET_ALPHA_TARGET:
         _, operator = STYLES[action["style"]]

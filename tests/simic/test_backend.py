@@ -31,7 +31,7 @@ from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task, get_task
 from tests.support.models import ZOO, Case, grow_everywhere
 
-BRISK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=1)
+BRISK = Rules(min_prune_age=1)
 STEPS = 8
 
 

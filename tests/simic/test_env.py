@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from esper.kasmina.lifecycle import Rules, is_legal
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
-from esper.leyline.stages import SeedStage, Thresholds
+from esper.leyline.stages import SeedStage
 from esper.simic.backend import HostBackend
 from esper.simic.env import GrowthEnv, GrowthVectorEnv
 from esper.simic.rewards import Frame, RewardConfig, reward, utility
@@ -32,7 +32,7 @@ from tests.support.random_tables import LIVELY, random_actions, random_legal_act
 HORIZON = 12
 SIM = SimConfig(horizon=HORIZON)
 DIGITS = replace(get_task("digits"), epochs=4, batches_per_epoch=2, val_size=60)
-BRISK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=1)
+BRISK = Rules(min_prune_age=1)
 
 
 def sim_env(envs: int = 3, rules: Rules = LIVELY, **settings: Any) -> GrowthVectorEnv:

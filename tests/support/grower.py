@@ -9,6 +9,7 @@ import esper
 from esper.leyline.stages import Thresholds
 
 EASY = esper.Rules(
+    birth="isolated",
     thresholds=Thresholds(blend_dwell=0, blend_health=None, fossil_contribution=None),
     auto_train=False,
     auto_blend=False,

@@ -30,6 +30,8 @@ any_rules = st.builds(
     auto_hold=st.booleans(),
     max_seeds=st.integers(0, 4),
     min_prune_age=st.integers(0, 6),
+    birth=st.sampled_from(["isolated", "open"]),
+    open_ramp=st.sampled_from([None, 0, 1, 4]),
     one_at_a_time=st.booleans(),
 )
 

@@ -15,6 +15,7 @@ from esper.leyline.stages import SeedStage, Thresholds
 __all__ = ["LIVELY", "random_actions", "random_legal_actions", "random_measurements", "random_table"]
 
 LIVELY = Rules(
+    birth="isolated",
     thresholds=Thresholds(blend_dwell=2, blend_health=0.3, z=0.5),
     auto_train=False,
     auto_blend=False,

@@ -26,7 +26,7 @@ from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task
 
-QUICK = Rules(thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=0)
+QUICK = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=0)
 HOSTS = {
     "mlp": {"width": 8, "layers": 3},
     "pixels": {"base": 2, "blocks": 3, "kernel": 1},

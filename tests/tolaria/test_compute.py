@@ -21,6 +21,7 @@ from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.engine_state import engine_state, load_engine
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task, get_task
+from tests.support.rules import ISOLATED
 
 TASKS = {
     name: replace(get_task(name), batches_per_epoch=3, batch=4, val_size=16) for name in ("quick", "digits", "moby")
@@ -51,7 +52,7 @@ def test_epoch_count_equals_torchs_counter_on_a_real_epoch(name, blueprint):
 @pytest.mark.parametrize("shadow_every", [1, 2])
 def test_epoch_count_includes_passes_of_isolated_seeds(incubation, shadow_every):
     config = EngineConfig(incubation=incubation, shadow_every=shadow_every)
-    engine = Engine(TASKS["quick"], [0], config=config)
+    engine = Engine(TASKS["quick"], [0], rules=ISOLATED, config=config)
     for _ in rollout(engine, Schedule(["conv_light"], start=0), 2):
         pass
     network = engine.networks[0]

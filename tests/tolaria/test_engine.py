@@ -29,8 +29,9 @@ from esper.tolaria.engine import Engine, takes_of
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.host_network import process_train_batch, score
 from esper.tolaria.tasks import Task, get_task, per_sample_correct, per_sample_loss
+from tests.support.rules import ISOLATED
 
-QUICK = Rules(thresholds=Thresholds(blend_dwell=2), min_prune_age=0)
+QUICK = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=2), min_prune_age=0)
 Growing = Callable[[SlotTable, Any], Any]
 
 
@@ -163,25 +164,34 @@ def test_nan_training_seed_does_not_affect_host_or_other_environments(task, incu
 # -- one step
 
 
-def test_default_rules_give_the_documented_timeline():
-    engine = Engine(digits(), [0])
+ISOLATED_STAGES = ["TRAINING"] * 10 + ["BLENDING"] * 5 + ["HOLDING"] + ["FOSSILIZED"]
+ISOLATED_ALPHAS = [0.0] * 11 + [0.024, 0.23, 0.77, 0.976, 1.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("rules", "expected_stages", "expected_alphas"),
+    [(Rules(), ["HOLDING"] * 2 + ["FOSSILIZED"], [1.0] * 3), (ISOLATED, ISOLATED_STAGES, ISOLATED_ALPHAS)],
+    ids=["default", "isolated"],
+)
+def test_rules_give_the_documented_timeline(rules, expected_stages, expected_alphas):
+    engine = Engine(digits(), [0], rules=rules)
     actions = wait_everywhere(1)
     actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
     stages, alphas = [], []
-    for _ in range(17):
+    for _ in expected_stages:
         engine.step(actions)
         stages.append(SeedStage(int(engine.table.stage[0, 0])).name)
         alphas.append(round(float(engine.table.alpha[0, 0]), 3))
         slot = engine.networks[0].body.slots["r0c0"]
         assert (slot.stage, slot.amplitude) == (engine.table.stage[0, 0], engine.table.alpha[0, 0])
         actions = wait_everywhere(1)
-        actions[0, Head.OP] = Op.FOSSILIZE if engine.table.step[0] == 16 else Op.WAIT
-    assert stages == ["TRAINING"] * 10 + ["BLENDING"] * 5 + ["HOLDING"] + ["FOSSILIZED"]
-    assert alphas == [0.0] * 11 + [0.024, 0.23, 0.77, 0.976, 1.0, 1.0]
+        actions[0, Head.OP] = Op.FOSSILIZE if engine.table.step[0] == len(expected_stages) - 1 else Op.WAIT
+    assert stages == expected_stages
+    assert alphas == expected_alphas
 
 
 def test_all_measurements_are_recorded_in_the_table():
-    rules = Rules(thresholds=Thresholds(blend_dwell=5))
+    rules = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=5))
     engine = Engine(images(), [0], rules=rules)
     history: dict[str, list[float]] = {}
     seed = ("contribution", "contribution_se", "contribution_prev", "contribution_velocity", "prospect", "prospect_se")

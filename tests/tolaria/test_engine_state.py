@@ -28,7 +28,7 @@ def engine(task: str, worlds: int = 2) -> Engine:
     if birth:  # with a ramp and a learning rate that changes
         open_birth = Rules(birth="open", open_ramp=3)
         return Engine(dataclasses.replace(small, lr_schedule="wsd"), range(worlds), rules=open_birth)
-    return Engine(small, range(worlds), rules=Rules(thresholds=Thresholds(blend_dwell=2)))
+    return Engine(small, range(worlds), rules=Rules(birth="isolated", thresholds=Thresholds(blend_dwell=2)))
 
 
 def advance(it: Engine, first: int, last: int) -> None:

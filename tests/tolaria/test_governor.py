@@ -27,7 +27,7 @@ from tests.support.random_tables import LIVELY, random_legal_actions
 
 CHANCE = math.log(10)
 CONFIG = GovernorConfig()
-QUICK = Rules(thresholds=Thresholds(blend_dwell=2), min_prune_age=0)
+QUICK = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=2), min_prune_age=0)
 numbers = st.one_of(st.floats(0.0, 12.0), st.sampled_from([math.nan, math.inf, -math.inf, 2.3, CHANCE]))
 histories = st.lists(st.floats(0.0, 4.0), max_size=20)
 

@@ -42,6 +42,7 @@ from tests.support.random_tables import LIVELY, random_legal_actions
 S = SeedStage
 SICK, OTHERS = 1, (0, 2)
 BY_HAND = Rules(
+    birth="isolated",
     thresholds=Thresholds(blend_dwell=1, blend_health=None),
     auto_train=False, auto_blend=False, auto_hold=False, min_prune_age=0,
 )  # fmt: skip
@@ -907,7 +908,7 @@ def test_rollback_emits_governor_and_lifecycle_events(
 
 
 def test_all_transitions_of_one_step_are_emitted() -> None:
-    rules = Rules(thresholds=Thresholds(blend_dwell=1))  # GERMINATED → TRAINING is automatic
+    rules = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=1))  # GERMINATED → TRAINING is automatic
     engine, hub = Engine(digits(), [0], rules=rules), Listener()
     emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[0], host_params=1000)
     spoil(math.nan)(engine.networks[0])

@@ -24,6 +24,7 @@ from esper.tolaria.coalitions import statistics
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import Task, get_task
+from tests.support.rules import ISOLATED
 
 RESCUE = replace(get_task("rescue"), slots=("r0c2",))
 MOBY = get_task("moby")
@@ -35,7 +36,7 @@ WAIT = np.zeros((1, NUM_HEADS), dtype=np.int64)
 
 def started(task: Task, epochs: int) -> Engine:
     """Return an engine with a host of world 0 trained for `epochs` epochs."""
-    engine = Engine(task, [0])
+    engine = Engine(task, [0], rules=ISOLATED)
     for _ in range(epochs):
         engine.step(WAIT)
     return engine

@@ -69,11 +69,11 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     compare: bool = True
     """Whether to train the hosts to compare with as well."""
     incubation: str = "shadow"
-    """How a TRAINING seed learns: "shadow" or "straight_through", see `EngineConfig`."""
-    birth: str = "isolated"
-    """How a seed begins: "isolated" or "open", see `Rules`."""
-    lr_schedule: str = "constant"
-    """Schedule of the learning rates: "constant" or "wsd", see `Task`."""
+    """How a TRAINING seed learns: "shadow" or "straight_through", see `EngineConfig`. No effect with open birth."""
+    birth: str = Rules().birth
+    """How a seed begins: "open" or "isolated", see `Rules`."""
+    lr_schedule: str = "wsd"
+    """Schedule of the learning rates: "wsd" or "constant", see `Task`."""
     threads: int = 1
     """Threads of PyTorch, ≥ 1."""
     telemetry: str = "normal"

@@ -73,9 +73,9 @@ class Grower:
                 of the package), a run or policy file of `esper train`, or your own object with `act`
     quality     a score per sample, higher is better: a name in `esper.grower.qualities.QUALITIES` ("accuracy",
                 "negative_mse", …), or (output, target) → [B]; `grower.check(batch)` tests it before the first epoch
-    rules       thresholds, automatic advances, limits
-    incubation  how a TRAINING seed learns: "straight_through" in your own backward pass; "shadow" in a pass of its own,
-                for which you call `grower.shadow(closure)` after backward
+    rules       how a seed begins, thresholds, automatic advances, limits
+    incubation  how a TRAINING seed learns, only with `Rules(birth="isolated")`: "straight_through" in your own backward
+                pass; "shadow" in a pass of its own, for which you call `grower.shadow(closure)` after backward
     rng_seed    random seed of the initial weights of seeds
     gradient_telemetry_stride  batches between samples of gradient statistics, at least 1
     horizon     number of epochs you plan to train: an input of a trained policy, for which None is 40. If it is given,
@@ -304,8 +304,8 @@ class Grower:
     def shadow(self, loss: Callable[[], Tensor]) -> None:
         """Run the shadow pass: compute `loss()` with each TRAINING seed switched on; only that seed gets gradients.
 
-        Call it after `backward()`, on every batch or every second one. It does nothing if no seed is TRAINING. Scale or
-        divide the loss as you do for your own backward pass.
+        Call it after `backward()`, on every batch or every second one. It does nothing if no seed is TRAINING, so never
+        with open birth. Scale or divide the loss as you do for your own backward pass.
         """
         if self.body.incubation != "shadow":
             raise ConfigError("grower.shadow needs Grower(..., incubation='shadow')")

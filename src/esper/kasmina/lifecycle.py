@@ -66,9 +66,9 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Maximum number of seeds per environment, fossils included, ≥ 0; 0 sets no limit."""
     min_prune_age: int = 5
     """Minimum age in epochs, ≥ 0, before a seed may be pruned, so that it can be measured first."""
-    birth: Literal["isolated", "open"] = "isolated"
-    """How a seed begins: trained apart from the host first ("isolated"), or blended in at once ("open"). An open
-    birth does not change the host's output either, because Δ is 0 at birth; there are no shadow passes."""
+    birth: Literal["isolated", "open"] = "open"
+    """How a seed begins: blended in at once ("open"), or trained apart from the host first ("isolated"). Neither
+    changes the host's output, because Δ is 0 at birth. An open birth has no TRAINING stage and no shadow passes."""
     open_ramp: int | None = 0
     """Length in epochs, ≥ 0, of the first alpha ramp of an open birth; None uses the tempo of the action."""
     one_at_a_time: bool = True

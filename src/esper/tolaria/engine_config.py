@@ -15,7 +15,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """How hosts are trained and evaluated, for every task."""
 
     incubation: Incubation = "shadow"
-    """A TRAINING seed learns in a separate pass ("shadow") or in the main pass ("straight_through")."""
+    """How a TRAINING seed of an isolated birth learns: in a separate pass ("shadow") or in the main pass
+    ("straight_through")."""
     shadow_every: int = 2
     """A shadow pass runs every this many batches, at least 1; at 2 seeds learn nearly as much (docs/incubation.md)."""
     gradient_telemetry_stride: int = 10

@@ -12,13 +12,16 @@ from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import STRICT, SeedStage
 from esper.tamiyo.controllers import CONTROLLERS, Schedule, Wait, make_controller, wait_everywhere
 from tests.support.random_tables import LIVELY, random_table
+from tests.support.rules import ISOLATED
 
 CONV, NORM = BLUEPRINTS.index("conv_light"), BLUEPRINTS.index("norm")
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
 @pytest.mark.parametrize(
-    "rules", [Rules(), LIVELY, Rules(max_seeds=2, thresholds=STRICT)], ids=["", "lively", "strict"]
+    "rules",
+    [Rules(), ISOLATED, LIVELY, Rules(max_seeds=2, thresholds=STRICT)],
+    ids=["", "isolated", "lively", "strict"],
 )
 @pytest.mark.parametrize("seed", range(3))
 def test_controllers_choose_only_legal_actions(name, rules, seed):
@@ -42,8 +45,16 @@ def test_wait_everywhere_has_default_values_in_other_heads():
     assert row[0].tolist() == [0, 0, 2, 1, 2, 2, 0, 0]
 
 
-def test_schedule_germinates_in_slot_order_and_fossilises_measured_seeds():
-    table, rules, schedule = SlotTable.empty(1, 2), Rules(), Schedule()
+@pytest.mark.parametrize(
+    ("rules", "order", "gap"),
+    [
+        (Rules(), [("GERMINATE", 0), ("FOSSILIZE", 0), ("GERMINATE", 1), ("FOSSILIZE", 1)], 2),
+        (ISOLATED, [("GERMINATE", 0), ("GERMINATE", 1), ("FOSSILIZE", 0), ("FOSSILIZE", 1)], 11),  # once 0 blends
+    ],
+    ids=["open", "isolated"],
+)
+def test_schedule_germinates_in_slot_order_and_fossilises_measured_seeds(rules, order, gap):
+    table, schedule = SlotTable.empty(1, 2), Schedule()
     done = []
     for _ in range(60):
         table.grad_health[:] = 1.0
@@ -54,14 +65,8 @@ def test_schedule_germinates_in_slot_order_and_fossilises_measured_seeds():
         if actions[0, Head.OP]:
             done.append((Op(actions[0, Head.OP]).name, int(actions[0, Head.SLOT]), int(table.step[0])))
         tick(table, rules)
-    assert [(op, slot) for op, slot, _ in done] == [
-        ("GERMINATE", 0),
-        ("GERMINATE", 1),
-        ("FOSSILIZE", 0),
-        ("FOSSILIZE", 1),
-    ]
-    assert done[0][2] == 1
-    assert done[1][2] == done[0][2] + 11  # when the first seed starts blending
+    assert [(op, slot) for op, slot, _ in done] == order
+    assert [step for op, _, step in done if op == "GERMINATE"] == [1, 1 + gap]
 
 
 def test_schedule_fossilises_before_it_germinates():

@@ -19,14 +19,18 @@ from esper.leyline.slot_table import HISTORY, SlotTable
 from esper.leyline.stages import STRICT, SeedStage, Thresholds
 from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random
 from tests.support.random_tables import LIVELY, random_measurements, random_table
+from tests.support.rules import ISOLATED
 
 S = SeedStage
 RULES = {
     "default": Rules(),
+    "isolated": ISOLATED,
     "lively": LIVELY,
     "strict": Rules(thresholds=STRICT, max_seeds=2),
-    "by hand": Rules(auto_train=False, auto_blend=False, auto_hold=False, min_prune_age=0),
-    "no gates": Rules(thresholds=Thresholds(blend_dwell=0, blend_health=None, fossil_contribution=None)),
+    "by hand": Rules(birth="isolated", auto_train=False, auto_blend=False, auto_hold=False, min_prune_age=0),
+    "no gates": Rules(
+        birth="isolated", thresholds=Thresholds(blend_dwell=0, blend_health=None, fossil_contribution=None)
+    ),
 }
 
 
@@ -265,7 +269,8 @@ def test_seed_stuck_in_training_is_pruned_after_patience():
 
 @pytest.mark.parametrize("auto", [True, False])
 def test_seed_passes_all_stages_to_fossilised(auto: bool):
-    rules = Rules(auto_train=auto, auto_blend=auto, auto_hold=auto, thresholds=Thresholds(blend_dwell=3))
+    thresholds = Thresholds(blend_dwell=3)
+    rules = Rules(birth="isolated", auto_train=auto, auto_blend=auto, auto_hold=auto, thresholds=thresholds)
     heuristic, table, ops, stages = Heuristic(), stalled(slots=1), [], []
     for _ in range(25):
         (op, _), *_ = choose(heuristic, table, rules)
@@ -346,8 +351,7 @@ def test_heuristic_grows_a_body_in_a_user_training_loop():
     )
     body = esper.graft(model, at=["0", "1"], probe=torch.randn(3, 4))
     optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
-    rules = esper.Rules(thresholds=Thresholds(blend_dwell=2), min_prune_age=2)
-    grower = esper.Grower(body, optimizer, controller="heuristic", rules=rules, incubation="straight_through")
+    grower = esper.Grower(body, optimizer, controller="heuristic", rules=esper.Rules(min_prune_age=2))
     x = torch.randn(96, 4)
     y = (x[:, 0] * x[:, 1] > 0).long()
     done = []
