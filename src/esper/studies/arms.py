@@ -22,6 +22,9 @@ from esper.tolaria.tasks import Task, get_task
 SMALL_HOST_EPOCHS = 5
 """A host that is much cheaper than the full structure trains at most this many times the task's epochs."""
 
+LEAST_TRAINING = 0.1
+"""A search starts no training that has less than this share of a unit left."""
+
 
 def structure_named(task: Task, name: str) -> Structure:
     """Return the structure that an arm's setting names: "none", "full", or one blueprint for every slot."""
@@ -124,9 +127,10 @@ def best_so_far(points: Sequence[Point], budget: float) -> Point:
 
 @trainer("random_search")
 def train_random_search(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
-    """Train random structures one after another, each for one unit; keep the best by validation quality.
+    """Train random structures one after another, each for at most one unit; keep the best by validation quality.
 
-    Settings: `limit` and `blueprints` (see `Space`). A budget of n pays for n structures.
+    A structure so cheap that it reaches twice the task's epochs leaves the rest of its unit to further ones.
+    Settings: `limit` and `blueprints` (see `Space`).
     """
     own = get_task(task)
     space = Space(own, arm.settings["limit"], arm.settings.get("blueprints", ()))
@@ -134,9 +138,9 @@ def train_random_search(arm: Arm, task: str, world: int, budgets: Sequence[float
     tried: list[Point] = []
     points = []
     for budget in budgets:
-        while len(tried) < round(budget):
+        while (left := budget - sum(point.train_macs for point in tried) / space.unit) > LEAST_TRAINING:
             session = Session(own, world, unit=space.unit, structure=space.draw(rng), max_epochs=2 * own.epochs)
-            tried += session.run(Wait(), [1.0])
+            tried += session.run(Wait(), [min(1.0, left)])
         points.append(best_so_far(tried, budget))
     return points
 
