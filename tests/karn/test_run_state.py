@@ -360,8 +360,11 @@ def patched(shown, patch):
     for index, new in patch["series"].items():
         old = series.get(index)
         if new["at"] and old and (old["stride"], old["episode"]) == (new["stride"], new["episode"]):
-            columns = {name: old["columns"].get(name, [None] * new["at"])[: new["at"]] + values
-                       for name, values in new["columns"].items()}  # fmt: skip
+            nothing = [None] * len(new["columns"]["step"])
+            columns = {
+                name: old["columns"].get(name, [None] * new["at"])[: new["at"]] + new["columns"].get(name, nothing)
+                for name in old["columns"] | new["columns"]
+            }
             new = new | {"at": 0, "columns": columns}
         series[index] = new
     merged = shown | patch | {"since": 0, "envs": [envs[i] for i in sorted(envs)], "series": series}

@@ -11,6 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.stages import SeedStage
@@ -18,6 +19,7 @@ from esper.simic.rewards import REWARDS, Frame, RewardConfig, reward, reward_mod
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import wait_everywhere
 from tests.support.random_tables import LIVELY, random_legal_actions
+from tests.support.rules import ISOLATED
 
 quick = settings(max_examples=40, deadline=None)
 dice = st.integers(0, 2**32 - 1)
@@ -202,14 +204,15 @@ def test_cycle_through_a_crash_earns_nothing_and_costs_the_penalty(config, seed,
     assert (earned <= -crashes * config.rollback_penalty * config.scale + 1e-12).all()
 
 
-def test_repeated_germinating_and_pruning_earns_nothing():
-    sim = Simulator(SimConfig(horizon=60, noise=0.0), range(8))
+@pytest.mark.parametrize(("rules", "period"), [(ISOLATED, 15), (Rules(), 20)], ids=["isolated", "open"])
+def test_repeated_germinating_and_pruning_earns_nothing(rules, period):
+    sim = Simulator(SimConfig(horizon=80, noise=0.0), range(8), rules)  # longer than the cycles: no final reward
     start = Frame.of(sim.table, sim.context, sim.baseline_quality)
     total, before = {c.mode: np.zeros(8) for c in CONFIGS}, start
-    for t in range(45):
+    for t in range(3 * period):
         actions = wait_everywhere(8)
         actions[:, Head.BLUEPRINT] = 1
-        actions[:, Head.OP] = {0: Op.GERMINATE, 7: Op.PRUNE}.get(t % 15, Op.WAIT)
+        actions[:, Head.OP] = {0: Op.GERMINATE, 7: Op.PRUNE}.get(t % period, Op.WAIT)
         assert sim.step(actions).happened.all()
         after = Frame.of(sim.table, sim.context, sim.baseline_quality)
         for c in CONFIGS:

@@ -39,5 +39,5 @@ class Visits:
         return page
 
     def close(self):
-        for page in self.pages:
-            page.context.close()
+        while self.pages:
+            self.pages.pop().context.close()

@@ -112,6 +112,8 @@ def constructor(layer: nn.Module) -> str:
         if p.name in ("self", "device", "dtype") or p.name.startswith("_") or not hasattr(layer, p.name):
             continue
         value = getattr(layer, p.name)
+        if callable(value) and p.default is None:  # a method of the same name: `modules` of an empty nn.ModuleList
+            continue
         value = value is not None if p.name == "bias" else _short(value)
         if p.default is p.empty:
             arguments.append(repr(value))

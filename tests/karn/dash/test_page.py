@@ -213,6 +213,7 @@ def test_live_run_shows_points_as_they_arrive_and_resumes_after_a_reload(visits,
         run.say(step(14, quality=0.7))
         run.hub.flush()
         visits.expect(chart).to_have_attribute("aria-label", re.compile("ends at 70.0 %"), timeout=30_000)
+        visits.close()  # before the server, which would break off the stream of the live run
 
 
 def test_end_of_a_run_ends_the_live_mark(visits, tmp_path):

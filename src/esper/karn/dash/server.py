@@ -44,7 +44,7 @@ HOST = "127.0.0.1"
 Result = TypeVar("Result")
 
 
-def make_app(directory: Path) -> Starlette:
+def make_app(directory: Path, is_stopping: Callable[[], bool] = lambda: False) -> Starlette:
     """Return the application that shows the runs below a directory. It must be wrapped in a `Guard`."""
     runs = LiveRuns(directory)
     runs.listing()  # so that a page that is loaded again finds its run
@@ -81,7 +81,7 @@ def make_app(directory: Path) -> Starlette:
         """Stream changes. `Last-Event-ID` is the number of events that the viewer has, as is `since` at first."""
         cursor = request.headers.get("last-event-id") or request.query_params.get("since") or "0"
         run = runs.run(request.path_params["run"])
-        changes = stream(run.document, int(cursor) if cursor.isdecimal() else 0)
+        changes = stream(run.document, int(cursor) if cursor.isdecimal() else 0, is_stopping)
         return StreamingResponse(changes, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     routes = [Route(path, partial(static_file, *file)) for path, file in FILES.items()]
@@ -115,10 +115,12 @@ async def refusal(_request: Request, error: Exception) -> Response:
     return PlainTextResponse(f"{clean(str(error))}\n", 404)
 
 
-async def stream(changes: Callable[[int], dict[str, Any] | None], since: int) -> AsyncIterator[bytes]:
-    """Yield server-sent events: what changed after `since`, once per STREAM_S, until the run has ended."""
+async def stream(
+    changes: Callable[[int], dict[str, Any] | None], since: int, is_stopping: Callable[[], bool]
+) -> AsyncIterator[bytes]:
+    """Yield server-sent events: what changed after `since`, once per STREAM_S, until the server stops."""
     yield b"retry: 2000\n\n"
-    while True:
+    while not is_stopping():
         try:
             found = await run_in_threadpool(changes, since)
         except (EsperError, OSError):  # the run was removed
@@ -138,10 +140,12 @@ def serve(directory: Path, port: int, ready: Callable[[str], None]) -> None:
     listener.bind((HOST, port))
     port = listener.getsockname()[1]
     token = secrets.token_urlsafe(24)
+    app = Guard(make_app(directory, lambda: server.should_exit), token, port)
     config = uvicorn.Config(
-        Guard(make_app(directory), token, port), log_level="warning", access_log=False, server_header=False,
-        date_header=False, timeout_graceful_shutdown=1, ws="none",
+        app, log_level="warning", access_log=False, server_header=False,
+        date_header=False, timeout_graceful_shutdown=3, ws="none",
     )  # fmt: skip
+    server = uvicorn.Server(config)
     with listener:
         ready(f"http://{HOST}:{port}/?token={token}")
-        uvicorn.Server(config).run(sockets=[listener])
+        server.run(sockets=[listener])
