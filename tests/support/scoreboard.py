@@ -1,4 +1,7 @@
-"""Scores of controllers in the same simulated worlds, from no growth to the oracle."""
+"""Scores of controllers in the same simulated worlds, from no growth to the oracle.
+
+In the scoreboard seeds are born isolated, as in the episodes that the simulator was fitted to.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Op
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage
@@ -14,6 +18,7 @@ from esper.simic.evaluation.sim_oracle import FollowPlans, Plan, best_schedule, 
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Controller, Heuristic, Random, Schedule, Wait
+from tests.support.rules import ISOLATED
 
 TYPICAL_RENT = 0.004
 
@@ -34,9 +39,11 @@ def unpromising(table: SlotTable) -> Bools:
     return np.asarray(training | holding)
 
 
-def oracle(sim: SimConfig, world: int, *, beam: int | None = None, longest: int = 4) -> tuple[Plan, float]:
+def oracle(
+    sim: SimConfig, world: int, rules: Rules | None = None, *, beam: int | None = None, longest: int = 4
+) -> tuple[Plan, float]:
     """Return the best plan of one world, and its noiseless return."""
-    return best_schedule(sim, [world], beam=beam, longest=longest)
+    return best_schedule(sim, [world], rules, beam=beam, longest=longest)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,7 @@ def scoreboard(
     sim: SimConfig, worlds: Sequence[int], training_worlds: Sequence[int], *, beam: int | None = None
 ) -> list[Score]:
     """Return the scores; the best fixed schedule may be fitted to `training_worlds`."""
-    plan, _ = best_schedule(sim, training_worlds, beam=beam)
+    plan, _ = best_schedule(sim, training_worlds, ISOLATED, beam=beam)
     controllers: dict[str, Controller] = {
         "none": Wait(),
         "random": Random(),
@@ -60,9 +67,9 @@ def scoreboard(
         "heuristic": Heuristic(),
         "best fixed": FollowPlans([plan]),
         "best fixed, pruned": FollowAndPrune([plan]),
-        "oracle": FollowPlans([oracle(sim, world, beam=beam)[0] for world in worlds]),
+        "oracle": FollowPlans([oracle(sim, world, ISOLATED, beam=beam)[0] for world in worlds]),
     }
-    env = Simulator(sim, worlds)
+    env = Simulator(sim, worlds, ISOLATED)
     scores = []
     for name, controller in controllers.items():
         played = play(env, controller, RewardConfig())

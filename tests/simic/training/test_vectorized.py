@@ -32,8 +32,9 @@ from esper.tamiyo.policy_file import load_policy
 
 SMALL = ["simulated=true", "rounds=2", "envs=4", "worlds=8", "epochs=15", "ppo.groups=2", "network.width=16",
          "network.hidden=16", "network.patience=0.5"]  # fmt: skip
-EVENTFUL = ["fixed={}", "network.patience=0.0", "rules.auto_train=false", "rules.auto_blend=false",
-            "rules.one_at_a_time=false", "rules.thresholds.blend_dwell=2", "rules.thresholds.blend_health=0.0",
+EVENTFUL = ["fixed={}", "network.patience=0.0", "rules.birth=isolated", "rules.auto_train=false",
+            "rules.auto_blend=false", "rules.one_at_a_time=false",
+            "rules.thresholds.blend_dwell=2", "rules.thresholds.blend_health=0.0",
             "rules.thresholds.z=0.5", "rules.min_prune_age=6", "ppo.groups=2"]  # fmt: skip
 """Rules under which a short run visits every op and stage, and every head is decided by the policy."""
 DIGITS = ["task=digits", "rounds=2", "envs=4", "worlds=4", "epochs=24"]
