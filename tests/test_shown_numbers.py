@@ -45,27 +45,27 @@ def report_data(run):
 
 def test_return_of_a_round_is_the_same_number_everywhere(trained):
     run, printed = trained
-    told = sql(run, "select round, return_mean, return_sd from updates order by round")
+    updates = sql(run, "select round, return_mean, return_sd from updates order by round")
     episodes = sql(run, "select episode, avg(episode_return) as mean, stddev_samp(episode_return) as sd "
                         "from episodes group by 1 order by 1")  # fmt: skip
-    assert [row["round"] for row in told] == [row["episode"] for row in episodes] == [1, 2, 3]
-    for row, own in zip(told, episodes, strict=True):
+    assert [row["round"] for row in updates] == [row["episode"] for row in episodes] == [1, 2, 3]
+    for row, own in zip(updates, episodes, strict=True):
         assert row["return_mean"] == pytest.approx(own["mean"], abs=1e-12)
         assert row["return_sd"] == pytest.approx(own["sd"], abs=1e-12)
 
     lines = re.findall(r"^round (\d)/3  return (\S+) ± (\S+) \(sd over 4 episodes\)", printed, re.MULTILINE)
-    expected = [(str(row["round"]), f"{row['return_mean']:+.4f}", f"{row['return_sd']:.4f}") for row in told]
+    expected = [(str(row["round"]), f"{row['return_mean']:+.4f}", f"{row['return_sd']:.4f}") for row in updates]
     assert lines == expected
 
     columns = report_data(run)["updates"]["columns"]
     assert columns["round"] == [1, 2, 3]
-    assert columns["return_mean"] == pytest.approx([row["return_mean"] for row in told], rel=1e-4, abs=1e-6)
+    assert columns["return_mean"] == pytest.approx([row["return_mean"] for row in updates], rel=1e-4, abs=1e-6)
 
     watched = esper("watch", "--once", run)
     shown = re.search(r"PPO round 3 .*return (\S+) ± (\S+) sd", watched)
     assert shown is not None, watched
-    assert float(shown[1].replace("−", "-")) == pytest.approx(told[-1]["return_mean"], abs=1e-4)
-    assert float(shown[2]) == pytest.approx(told[-1]["return_sd"], abs=1e-4)
+    assert float(shown[1].replace("−", "-")) == pytest.approx(updates[-1]["return_mean"], abs=1e-4)
+    assert float(shown[2]) == pytest.approx(updates[-1]["return_sd"], abs=1e-4)
 
 
 def test_held_out_comparison_is_saved_and_shown_in_the_report(trained):

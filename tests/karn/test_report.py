@@ -150,10 +150,10 @@ def test_alarms_without_rollback_take_one_line(tmp_path):
     for step_, alarm, action in ((1, "divergence", "counted"), (2, "divergence", "counted"), (3, "collapse", "seen"),
                                  (4, "divergence", "rolled back")):  # fmt: skip
         journal.write(Governor(env=0, episode=0, step=step_, alarm=alarm, action=action, value=9.0))
-    told = [text for _, text in problems(RunState.of(journal.close())) if "Governor" in text]
-    assert len(told) == 2
-    assert re.search(r"epoch 4: divergence .* rolled back", told[0])
-    assert "3 alarms that needed no rollback (divergence 2 times, collapse)" in told[1]
+    alarms = [text for _, text in problems(RunState.of(journal.close())) if "Governor" in text]
+    assert len(alarms) == 2
+    assert re.search(r"epoch 4: divergence .* rolled back", alarms[0])
+    assert "3 alarms that needed no rollback (divergence 2 times, collapse)" in alarms[1]
 
 
 def test_unmeasured_quality_is_null_and_not_zero(tmp_path):

@@ -1,7 +1,7 @@
 """The state of a run as one JSON-able document, for the page and the report.
 
 `document(run, since=n)` has only the parts that changed after the first n events. Applying it to the document at n
-gives the document at `run.position`, so a page that was disconnected asks from the position that it knows.
+gives the document at `run.position`, so a page that was disconnected continues from its last position.
 """
 
 from __future__ import annotations

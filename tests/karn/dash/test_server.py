@@ -1,5 +1,6 @@
 """The server of the live page: what each route answers, only new rows travel, and nothing comes from elsewhere."""
 
+import asyncio
 import http.client
 import json
 import re
@@ -16,7 +17,7 @@ pytest.importorskip("uvicorn", reason="the live page needs the extra web")
 import uvicorn
 
 from esper.karn.dash.guard import Guard
-from esper.karn.dash.server import FILES, make_app
+from esper.karn.dash.server import FILES, make_app, stream
 from esper.karn.live_run import LiveRun
 from esper.karn.report import web_file
 from esper.nissa.recorder import record
@@ -201,3 +202,13 @@ def test_damaged_run_is_an_error_message_and_not_a_crash(tmp_path):
         answer = get(port, "/api/runs/0")
         assert answer.status == 404
         assert b"manifest" in answer.read()
+
+
+def test_stream_ends_when_the_server_stops():
+    async def pieces(is_stopping):
+        async with asyncio.timeout(20):  # raises instead of waiting for an endless stream
+            return [piece async for piece in stream(lambda _since: None, 0, is_stopping)]
+
+    answers = iter([False, True])
+    assert asyncio.run(pieces(lambda: True)) == [b"retry: 2000\n\n"]
+    assert asyncio.run(pieces(lambda: next(answers))) == [b"retry: 2000\n\n", b": nothing new\n\n"]

@@ -135,7 +135,7 @@ def test_all_clear_without_problems(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("event", "said"),
+    ("event", "alarm"),
     [(step(quality=math.nan), "not finite"), (update(1, kl=0.2), "KL 0.2 is above"),
      (update(1, skipped=3), "3 minibatches"),
      (update(1, clip_fraction=0.5), "50% of ratios"), (update(1, policy_loss=math.nan), "policy loss not finite"),
@@ -143,8 +143,8 @@ def test_all_clear_without_problems(tmp_path):
      (Governor(env=0, episode=0, step=3, alarm="diverged", action="rolled back"), "diverged"),
      (Health(source="hub", severity="error", text="disk full"), "disk full")],
 )  # fmt: skip
-def test_each_problem_is_reported(tmp_path, event, said):
-    assert said in cells.alarms(watched(tmp_path, small_run(), event)).plain
+def test_each_problem_is_reported(tmp_path, event, alarm):
+    assert alarm in cells.alarms(watched(tmp_path, small_run(), event)).plain
 
 
 def test_worst_problem_comes_first_and_the_rest_are_counted(tmp_path):
