@@ -8,7 +8,7 @@ import math
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from esper.karn.document import COUNTED, detail, document
@@ -340,6 +340,7 @@ def test_document_does_not_depend_on_the_portions(portions):
 
 
 @given(st.lists(st.integers(1, 400), min_size=1, max_size=6))
+@example([1500])  # only steps without decisions follow
 @settings(max_examples=25, deadline=None)
 def test_changes_since_a_position_complete_an_older_document(portions):
     events, run, shown = rows(whole_run()), RunState(Path("run")), None

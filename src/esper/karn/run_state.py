@@ -241,6 +241,7 @@ class RunState:
         self._collect(d).last_s = self.last_s
         self.env_steps += 1
         self.ops[d.op] += 1
+        self.changed["decisions"] = self.position
         quality = d.quality
         if quality is not None and not 0 <= quality <= 1 and math.isfinite(quality):
             self.is_percent = False

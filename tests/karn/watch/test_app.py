@@ -46,8 +46,15 @@ def watch(run, drive, size=(80, 24), **options):
 
 
 async def settle(pilot):
-    for _ in range(3):
-        await pilot.pause()
+    """Wait until the screen no longer changes."""
+    rows, unchanged = None, 0
+    for _ in range(200):
+        await pilot.pause(0.01)
+        now = shown(pilot.app)
+        unchanged, rows = (unchanged + 1 if now == rows else 0), now
+        if unchanged == 3:
+            return
+    raise AssertionError("the screen keeps changing")
 
 
 @pytest.fixture(scope="module")
