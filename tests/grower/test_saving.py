@@ -939,3 +939,55 @@ def test_recorded_run_reports_its_saves(tmp_path):
         grower.save(tmp_path / "saves")
     kinds = [entry.kind for entry in read(tmp_path / "run")]
     assert kinds.index("checkpoint") > kinds.index("step")
+
+
+# -- the state as a dict, for checkpoints of training libraries
+
+
+def trained_grower(batches: int) -> Grower:
+    """Return a grower after some batches with a seed of each kind of growth: blending, and with a gate."""
+    sow()
+    body = make_body()
+    grower = Grower(body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False))
+    grower.germinate("first", "conv_light")
+    grower.germinate("second", "norm", style="GATED_GATE")
+    train_on(grower, range(batches))
+    grower.step([batch(5)])
+    return grower
+
+
+def train_on(grower: Grower, batches: range) -> None:
+    for b in batches:
+        x, y = batch(b)
+        grower.optimizer.zero_grad()
+        loss(grower.body(x), y).backward()
+        grower.optimizer.step()
+    grower.optimizer.zero_grad()
+
+
+def test_state_dict_and_body_state_resume_bit_exactly(tmp_path):
+    grower = trained_grower(3)
+    torch.save({"body": grower.body.state_dict(), "grower": grower.state_dict()}, tmp_path / "checkpoint.pt")
+    train_on(grower, range(3, 6))
+    grower.step([batch(5)])
+    disturb()
+    saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)  # no pickled class
+    body = make_body()
+    again = Grower(body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False))
+    body.load_state_dict(saved["body"])
+    again.load_state_dict(saved["grower"])
+    train_on(again, range(3, 6))
+    again.step([batch(5)])
+    assert everything(again) == everything(grower)
+
+
+def test_load_state_dict_without_the_state_of_the_body_is_refused():
+    state = trained_grower(1).state_dict()
+    body = make_body()
+    again = Grower(body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False))
+    before = everything(again)
+    with pytest.raises(CheckpointError, match="Load the state of the body first"):
+        again.load_state_dict(state)
+    with pytest.raises(CheckpointError, match="not the state of a grower"):
+        again.load_state_dict({"tensors": {}})
+    assert everything(again) == before

@@ -24,6 +24,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper.grower import saving
+from esper.grower.clipping import ClippingWatch
 from esper.grower.explanations import SlotView, slot_views, why_not_legal, why_nothing_was_planted, wrapped
 from esper.grower.qualities import NeedsTargets, Quality, find_quality, scored
 from esper.kasmina import lifecycle
@@ -31,6 +32,7 @@ from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
 from esper.kasmina.germination import MIXING_STEPS, late_planting
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
+from esper.kasmina.optimizer_sync import unwrapped
 from esper.kasmina.slot import Incubation, Slot
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
@@ -113,6 +115,7 @@ class Grower:
                 f"{type(body.model).__name__} takes its inputs as labels and shifts them: quality={quality!r} would "
                 f"compare each token with itself. Use quality='next_token_{quality}', or your own function."
             )
+        optimizer = unwrapped(optimizer)
         self.network = GrowingNetwork(
             body,
             optimizer,
@@ -127,6 +130,7 @@ class Grower:
         self._mixing_steps = 0 if horizon is None else mixing_steps
         self.table = SlotTable.empty(1, len(body.slots), takes=takes_of(body))
         self._batches = self._shadow_passes = 0
+        self._clipping = ClippingWatch(body)
         adopt_body(self.network, self.table)
         if isinstance(self.controller, Learned):
             self.controller.bind(context_of(body, self.horizon, self.rules.thresholds))
@@ -299,6 +303,20 @@ class Grower:
         """
         return saving.load(self, Path(directory))
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return what `save` writes, without the body's weights and gradients, as strings and tensors.
+
+        For checkpoints of your own that hold `body.state_dict()`. Tensors are not copied.
+        """
+        return saving.state_dict(self)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load the result of `state_dict`. Load the state of the body first.
+
+        If the state does not fit, raise CheckpointError and change nothing.
+        """
+        saving.load_state_dict(self, state)
+
     # -- in the training loop, optional
 
     def shadow(self, loss: Callable[[], Tensor]) -> None:
@@ -311,11 +329,15 @@ class Grower:
             raise ConfigError("grower.shadow needs Grower(..., incubation='shadow')")
         self._shadow_passes += 1
         self.body.shadow_backward(loss)
+        self._clipping.after_shadow()
 
-    def clip_grad_norm_(self, max_norm: float) -> None:
-        """Clip the gradient norm of the host with its fossils, and of each growing seed, separately."""
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Clip the gradient norm of the host with its fossils, and of each growing seed, separately.
+
+        Return the host's norm before clipping.
+        """
         self.network.regroup()  # the model is the user's: its parameters may have changed
-        self.network.clip(max_norm)
+        return torch.linalg.vector_norm(self.network.clip(max_norm)[0])
 
     def on_change(self, listener: Callable[[Effect, Slot], None]) -> None:
         """Call `listener(effect, slot)` after each structural change, for example to update an EMA or rewrap DDP."""
@@ -397,6 +419,7 @@ class Grower:
         """Sample the seeds' gradients before an optimiser step, on the batches on which they are due."""
         due = self.network.gradients_due(self._batches)
         self._batches += 1
+        self._clipping.before_step(compare=due)
         if due:
             self.network.regroup()
             scale = getattr(optimizer, "grad_scale", None)  # fused optimisers unscale within their step

@@ -9,6 +9,8 @@ Loading first checks everything (`checks.py`). A checkpoint that does not fit ch
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -49,13 +51,52 @@ def load(grower: Grower, directory: Path) -> Any:
     """Load the newest checkpoint below `directory`; return its `extra`."""
     saved = newest(directory)
     try:
-        state, weights, grads = _read(saved)
-        check(grower, state, weights, grads)
-        same = state.settings.get("controller") == type(grower.controller).__name__
-        if same and state.controller is not None and isinstance(grower.controller, Stateful):
-            grower.controller.load_state_dict(state.controller)
+        state = _read(saved.document("grower"), saved.tensors("grower"))
+        weights, grads = saved.tensors("body"), saved.tensors("gradients")
+        weights.pop(STRUCTURE, None)  # rebuilt from slots and table, see `load_network`
+        _check(grower, state, weights, grads)
     except EsperError as error:
         raise CheckpointError(f"cannot load {saved.path}: {error} Nothing was changed.") from error
+    _apply(grower, state, weights, grads)
+    return state.extra
+
+
+def state_dict(grower: Grower) -> dict[str, Any]:
+    """Return the state of a grower without weights and gradients: a JSON text and tensors, which need no pickle."""
+    document, tensors = packed(state_tree(grower_state(grower)))
+    return {"document": json.dumps(document), "tensors": tensors}
+
+
+def load_state_dict(grower: Grower, saved: Mapping[str, Any]) -> None:
+    """Load the result of `state_dict` into a grower whose body already has the weights that belong to it."""
+    weights = weights_of(grower.body)
+    weights.pop(STRUCTURE, None)
+    try:
+        state = _read(json.loads(saved["document"]), saved["tensors"])
+        for name, slot in grower.body.slots.items():
+            if name in state.slots and slot.blueprint != (blueprint := state.slots[name].blueprint):
+                raise CheckpointError(
+                    f"it has {blueprint or 'no seed'} in slot {name!r}, the body has {slot.blueprint or 'none'}. Load "
+                    "the state of the body first."
+                )
+        _check(grower, state, weights, {})
+    except EsperError as error:
+        raise CheckpointError(f"cannot load this state of a grower: {error} Nothing was changed.") from error
+    except (KeyError, TypeError, ValueError) as error:
+        raise CheckpointError(f"this is not the state of a grower: {error!r}. Nothing was changed.") from error
+    _apply(grower, state, weights, {})
+
+
+def _check(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+    """Check a state, then load it into the controller, which may refuse it."""
+    check(grower, state, weights, grads)
+    same = state.settings.get("controller") == type(grower.controller).__name__
+    if same and state.controller is not None and isinstance(grower.controller, Stateful):
+        grower.controller.load_state_dict(state.controller)
+
+
+def _apply(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
+    """Load a checked state."""
     table = _table(state)
     load_network(grower.network, state, weights, grads, table)
     grower.table = table
@@ -63,7 +104,6 @@ def load(grower: Grower, directory: Path) -> Any:
     grower._batches = state.batches
     grower._shadow_passes = state.shadow_passes
     load_rng_states(state.rng_states)
-    return state.extra
 
 
 def newest(directory: Path) -> Saved:
@@ -78,17 +118,15 @@ def newest(directory: Path) -> Saved:
     return saved
 
 
-def _read(saved: Saved) -> tuple[GrowerState, dict[str, Tensor], dict[str, Tensor]]:
-    tree = unpacked(saved.document("grower"), saved.tensors("grower"))
+def _read(document: Any, tensors: Mapping[str, Tensor]) -> GrowerState:
+    """Return the state in a document and its tensors."""
+    tree = unpacked(document, tensors)
     if isinstance(tree, dict) and tree.get("format") != FORMAT:
         raise CheckpointError(f"it has format {tree.get('format')}, this version of Esper reads format {FORMAT}.")
     try:
-        state = msgspec.convert(tree, GrowerState)
+        return msgspec.convert(tree, GrowerState)
     except (msgspec.ValidationError, TypeError) as error:
         raise CheckpointError(f"it is not a valid state of a grower: {error}.") from error
-    weights = saved.tensors("body")
-    weights.pop(STRUCTURE, None)  # rebuilt from slots and table, see `load_network`
-    return state, weights, saved.tensors("gradients")
 
 
 def _table(state: GrowerState) -> SlotTable:

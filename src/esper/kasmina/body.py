@@ -19,6 +19,7 @@ from esper.kasmina import blueprints
 from esper.kasmina.blueprints import Cost
 from esper.kasmina.fork_state import ForkState
 from esper.kasmina.forking import Norm
+from esper.kasmina.model_interface import body_type, new_body, tied_names
 from esper.kasmina.slot import Incubation, Mode, Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import BlueprintError, ConfigError, GraftError, unknown_name
@@ -30,10 +31,14 @@ STRUCTURE = "esper.structure"
 
 
 class Body(nn.Module):
-    """A model with slots. Created by `esper.graft`."""
+    """A model with slots. Created by `esper.graft`.
+
+    An instance has a class of its own, derived from this one, with the name and call signature of the model's class.
+    """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], probe: Any) -> None:
         super().__init__()
+        self.__class__ = body_type(Body, type(model))
         if "esper" in dict(model.named_children()):
             raise GraftError(
                 "the model has a child named 'esper', the name under which a body stores its slots. Rename it"
@@ -54,10 +59,6 @@ class Body(nn.Module):
             modules[slot.module_name].register_forward_hook(slot.after)
         self.norms = [m for m in model.modules() if isinstance(m, Norm) and m.running_mean is not None]
 
-    def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """Call the model."""
-        return self.model(*args, **kwargs)
-
     def __getattr__(self, name: str) -> Any:
         """Look up attributes that the body lacks (`config`, `generate`, …) on its model."""
         try:
@@ -68,6 +69,10 @@ class Body(nn.Module):
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for copying and saving, without the `on_load` listeners of this instance."""
         return {**self.__dict__, "on_load": []}
+
+    def __reduce__(self) -> Any:
+        """Return how to rebuild the body from its state; its class is made at run time and cannot be imported."""
+        return new_body, (Body, type(self.model)), self.__getstate__()
 
     # -- growth: called when effects are carried out
 
@@ -211,10 +216,16 @@ class Body(nn.Module):
         }
 
     def state_dict(self, *args: Any, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> Any:
-        """Return the model's state, plus seeds and structure under `esper.…` keys."""
+        """Return the model's state, plus seeds and structure under `esper.…` keys.
+
+        The further names of tied weights hold copies: safetensors refuses tensors that share memory.
+        """
         if args:
             raise TypeError("body.state_dict takes keywords only: destination, prefix, keep_vars")
         out = self.model.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for name in () if keep_vars else tied_names(self.model):
+            if prefix + name in out:
+                out[prefix + name] = out[prefix + name].clone()
         self.esper.state_dict(destination=out, prefix=f"{prefix}esper.", keep_vars=keep_vars)
         if structure := self.structure():
             text = json.dumps(structure, sort_keys=True).encode()

@@ -33,6 +33,8 @@ REFUSED = {
     "SparseAdam": "it takes sparse gradients only, and seeds have dense ones.",
 }
 """Unsupported optimiser class names, each with the reason and an alternative."""
+WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")
+"""Class names of wrappers around a torch optimiser, which is their attribute `optimizer`."""
 
 
 class OptimizerSync:
@@ -192,6 +194,23 @@ def seed_group(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
     return group
 
 
+def unwrapped(optimizer: Optimizer) -> Optimizer:
+    """Return the torch optimiser in the wrapper of a training library. Raise OptimizerError if that is scheduled."""
+    while type(optimizer).__name__ in WRAPPERS:
+        refuse_scheduled(optimizer)
+        optimizer = optimizer.optimizer  # type: ignore[attr-defined]
+    return optimizer
+
+
+def refuse_scheduled(optimizer: Optimizer) -> None:
+    """Raise OptimizerError if a scheduler was built on this optimiser."""
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        raise OptimizerError(
+            "a scheduler was built on this optimiser before the grower. Build the grower first: it adds the "
+            "group for seeds, and most schedulers read the groups only once."
+        )
+
+
 def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     """Raise OptimizerError if the body or optimiser does not support growth, before anything is changed."""
     kind = type(optimizer).__name__
@@ -212,11 +231,7 @@ def refuse(body: nn.Module, optimizer: Optimizer) -> None:
         )
     if any(g.get(SEED_GROUP) for g in optimizer.param_groups):
         raise OptimizerError("this optimiser has a seed group already: one optimiser serves one grower.")
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
-        raise OptimizerError(
-            "a scheduler was built on this optimiser before the grower. Build the grower first: it adds the "
-            "group for seeds, and most schedulers read the groups only once."
-        )
+    refuse_scheduled(optimizer)
 
 
 @torch.no_grad()
