@@ -32,7 +32,7 @@ from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
 from esper.kasmina.germination import MIXING_STEPS, late_planting
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
-from esper.kasmina.optimizer_sync import unwrapped
+from esper.kasmina.optimizer_sync import refuse_scheduled, unwrapped
 from esper.kasmina.slot import Incubation, Slot
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
@@ -115,6 +115,7 @@ class Grower:
                 f"{type(body.model).__name__} takes its inputs as labels and shifts them: quality={quality!r} would "
                 f"compare each token with itself. Use quality='next_token_{quality}', or your own function."
             )
+        refuse_scheduled(optimizer)
         optimizer = unwrapped(optimizer)
         self.network = GrowingNetwork(
             body,
@@ -371,7 +372,7 @@ class Grower:
         """Warn if seeds in these slots were planted too late to pay off, by the optimiser steps per epoch so far."""
         epochs = int(self.table.step[0])
         steps_left = (self.horizon - epochs) * self._batches // max(epochs, 1)
-        if epochs and (text := late_planting(planted, steps_left, self._mixing_steps)):
+        if epochs and self._mixing_steps and (text := late_planting(planted, steps_left, self._mixing_steps)):
             warnings.warn(text, stacklevel=3)
 
     def _warn_without_shadow_passes(self) -> None:

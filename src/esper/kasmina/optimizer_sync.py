@@ -195,16 +195,15 @@ def seed_group(optimizer: Optimizer, options: dict[str, Any]) -> dict[str, Any]:
 
 
 def unwrapped(optimizer: Optimizer) -> Optimizer:
-    """Return the torch optimiser in the wrapper of a training library. Raise OptimizerError if that is scheduled."""
+    """Return the torch optimiser in the wrapper of a training library."""
     while type(optimizer).__name__ in WRAPPERS:
-        refuse_scheduled(optimizer)
         optimizer = optimizer.optimizer  # type: ignore[attr-defined]
     return optimizer
 
 
 def refuse_scheduled(optimizer: Optimizer) -> None:
     """Raise OptimizerError if a scheduler was built on this optimiser."""
-    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+    if hasattr(getattr(optimizer, "step", None), "_wrapped_by_lr_sched"):
         raise OptimizerError(
             "a scheduler was built on this optimiser before the grower. Build the grower first: it adds the "
             "group for seeds, and most schedulers read the groups only once."
