@@ -542,14 +542,29 @@ def test_wrapped_body_is_rejected_with_a_fix():
         OptimizerSync(nn.Linear(2, 2), optimizer)
 
 
-def test_sharded_parameters_are_rejected():
-    class DTensor(torch.Tensor):
-        """Stand-in for torch's DTensor, which requires a process group."""
+@pytest.mark.parametrize(
+    ("mark", "text"),
+    [("full_tensor", "DTensors, but not of fully_shard"), ("_fsdp_flattened", "FSDP1"), ("ds_id", "DeepSpeed")],
+)
+def test_sharded_parameters_are_rejected_by_name(mark: str, text: str):
+    class Marked(nn.Parameter):
+        """Stand-in for a parameter of a sharding library, recognised by an attribute."""
 
     body = make_body()
-    body.model.head.weight = nn.Parameter(body.model.head.weight.detach().as_subclass(DTensor))
-    with pytest.raises(OptimizerError, match=r"sharded \(FSDP\)"):
+    body.model.head.weight = Marked(body.model.head.weight.detach())
+    setattr(body.model.head.weight, mark, True)
+    with pytest.raises(OptimizerError, match=rf"{text}.*fully_shard\(body.model\)"):
         OptimizerSync(body, OPTIMISERS["sgd"](body.parameters()))
+
+
+@pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DeepSpeedEngine"])
+def test_unsupported_wrapper_is_rejected_by_name(name: str):
+    body = make_body()
+    wrapper = type(name, (nn.DataParallel,), {})(body)
+    with pytest.raises(OptimizerError, match=rf"{name} does not support growth.*fully_shard"):
+        OptimizerSync(wrapper, OPTIMISERS["sgd"](body.parameters()))
+    with pytest.raises(esper.leyline.errors.GraftError, match=rf"cannot graft a {name}.*fully_shard"):
+        esper.graft(wrapper, at="auto", probe=torch.randn(3, 2))
 
 
 # -- clipping

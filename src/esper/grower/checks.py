@@ -153,7 +153,7 @@ def check_tensors(saved: Mapping[str, Any], here: Mapping[str, Any], what: str, 
 
 def _warn_of_other_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> None:
     changes = [
-        f"{name} was {saved.get(name)!r}, is {value!r}" for name, value in now.items() if saved.get(name) != value
+        f"{name} was {saved[name]!r}, is {value!r}" for name, value in now.items() if saved.get(name, value) != value
     ]
     if changes:
         warnings.warn(

@@ -24,9 +24,11 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper.grower import saving
+from esper.grower.arguments import after_closure, alpha_target_index, check_settings, checked_actions, option
 from esper.grower.clipping import ClippingWatch
 from esper.grower.explanations import SlotView, slot_views, why_not_legal, why_nothing_was_planted, wrapped
 from esper.grower.qualities import NeedsTargets, Quality, find_quality, scored
+from esper.grower.ranks import Group, Ranks, ValidationShare
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
@@ -34,10 +36,10 @@ from esper.kasmina.germination import MIXING_STEPS, late_planting
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
 from esper.kasmina.optimizer_sync import refuse_scheduled, unwrapped
 from esper.kasmina.slot import Incubation, Slot
-from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
-from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
+from esper.leyline.actions import STYLES, Head, Op
+from esper.leyline.errors import ConfigError, LifecycleError
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
-from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.leyline.slot_table import Ints, SlotTable
 from esper.simic.attribution import CounterfactualEngine, Worth, report
 from esper.simic.backend import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
@@ -48,8 +50,6 @@ from esper.tolaria.engine import takes_of
 from esper.tolaria.growing_network import GrowingNetwork
 from esper.tolaria.network_state import adopt_body
 
-SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
-"""Class name endings of transformers models that take their inputs as labels and shift them internally."""
 DEFAULT_HORIZON = 40
 """Number of epochs that a trained policy assumes if none is given."""
 
@@ -83,7 +83,9 @@ class Grower:
     horizon     number of epochs you plan to train: an input of a trained policy, for which None is 40. If it is given,
                 a seed planted fewer than `mixing_steps` optimiser steps before the end causes a warning
     mixing_steps  optimiser steps, ≥ 0, that a seed needs to pay off; 0 gives no warning
-    telemetry   receiver of events, such as the hub of `esper.record`
+    telemetry   receiver of events, such as the hub of `esper.record`; used on rank 0 only
+    process_group  the processes that train this model together (DDP, FSDP2); None is torch's default group if it is
+                initialised, False is this process alone
     Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…). It becomes the last of the
     optimiser's groups: a scheduler that takes one value per group needs one more.
     """
@@ -102,19 +104,12 @@ class Grower:
         horizon: int | None = None,
         mixing_steps: int = MIXING_STEPS,
         telemetry: Emits | None = None,
+        process_group: Group = None,
         **seed_options: Any,
     ) -> None:
         self.quality = quality
         self.controller = find_controller(controller)
-        if rules is not None and not isinstance(rules, Rules):
-            raise ConfigError(f"rules must be esper.Rules(…), got {rules!r}")
-        if incubation not in ("straight_through", "shadow"):
-            raise ConfigError(f"incubation must be 'straight_through' or 'shadow', got {incubation!r}")
-        if quality in ("accuracy", "log_probability") and type(body.model).__name__.endswith(SHIFTS_LABELS):
-            raise ConfigError(
-                f"{type(body.model).__name__} takes its inputs as labels and shifts them: quality={quality!r} would "
-                f"compare each token with itself. Use quality='next_token_{quality}', or your own function."
-            )
+        check_settings(getattr(body, "model", body), rules, incubation, quality)
         refuse_scheduled(optimizer)
         optimizer = unwrapped(optimizer)
         self.network = GrowingNetwork(
@@ -125,6 +120,7 @@ class Grower:
             gradient_stride=gradient_telemetry_stride,
             **seed_options,
         )
+        self.ranks = Ranks(body, process_group)
         host_params = self.network.host_size
         self.body, self.optimizer, self.rules = body, optimizer, rules or Rules()
         self.horizon = DEFAULT_HORIZON if horizon is None else horizon
@@ -135,7 +131,7 @@ class Grower:
         adopt_body(self.network, self.table)
         if isinstance(self.controller, Learned):
             self.controller.bind(context_of(body, self.horizon, self.rules.thresholds))
-        hub = Silence() if telemetry is None else telemetry
+        hub = Silence() if telemetry is None or not self.ranks.leads else telemetry
         self.emit = TelemetryEmitter(hub, slots=self.network.slot_names, worlds=[rng_seed], host_params=host_params)
         self.emit.planted(self.table)
         hub.emit(
@@ -188,9 +184,9 @@ class Grower:
             slot,
             {
                 Head.BLUEPRINT: blueprint_index(blueprint),
-                Head.STYLE: _option(Head.STYLE, style),
-                Head.TEMPO: _option(Head.TEMPO, tempo),
-                Head.ALPHA_TARGET: _target(alpha_target),
+                Head.STYLE: option(Head.STYLE, style),
+                Head.TEMPO: option(Head.TEMPO, tempo),
+                Head.ALPHA_TARGET: alpha_target_index(alpha_target),
             },
         )
         self._warn_of_late_planting([slot])
@@ -209,16 +205,16 @@ class Grower:
             Op.SET_ALPHA_TARGET,
             slot,
             {
-                Head.STYLE: same if style is None else _option(Head.STYLE, style),
-                Head.ALPHA_TARGET: _target(target),
-                Head.ALPHA_SPEED: _option(Head.ALPHA_SPEED, speed),
-                Head.ALPHA_CURVE: _option(Head.ALPHA_CURVE, curve),
+                Head.STYLE: same if style is None else option(Head.STYLE, style),
+                Head.ALPHA_TARGET: alpha_target_index(target),
+                Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed),
+                Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve),
             },
         )
 
     def prune(self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR") -> None:
         """Remove a seed, at once or after a ramp of alpha to 0 during which the seed is frozen."""
-        heads = {Head.ALPHA_SPEED: _option(Head.ALPHA_SPEED, speed), Head.ALPHA_CURVE: _option(Head.ALPHA_CURVE, curve)}
+        heads = {Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed), Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve)}
         self._do(Op.PRUNE, slot, heads)
 
     def fossilize(self, slot: str) -> None:
@@ -234,15 +230,21 @@ class Grower:
         need a measurement stay shut. If measuring fails nothing is changed: correct `grower.quality` or the batches and
         repeat the call.
         """
-        measured = self._measure(val_batches) if val_batches is not None else None
-        self._warn_without_shadow_passes()
-        meter = self.network.meter
-        self.network.write_gradients(self.table, 0, meter.read(meter.pending().tolist()))  # sync: once per epoch
-        allowed = lifecycle.legal(self.table, self.rules)
-        actions = self._act(allowed)
-        done = self._apply(actions)
-        ticked = lifecycle.tick(self.table, self.rules)
-        self.network.apply_effects(ticked, self.table)
+        with self.ranks.together(f"grower.step() of epoch {int(self.table.step[0])}"):
+            self.ranks.share_buffers(self.body)
+            measured = self._measure(val_batches)
+            self._warn_without_shadow_passes()
+            meter = self.network.meter
+            self.network.write_gradients(self.table, 0, meter.read(meter.pending().tolist()))  # sync: once per epoch
+            allowed = lifecycle.legal(self.table, self.rules)
+            actions = None
+            if self.ranks.leads:
+                actions = checked_actions(self.controller.act(self.table, allowed), self.controller)
+            actions = self.ranks.decide(self.table, actions)
+            done = self._apply(actions)
+            ticked = lifecycle.tick(self.table, self.rules)
+            self.network.apply_effects(ticked, self.table)
+            self.ranks.agree(self.body, self.table)
         self._warn_of_late_planting(
             [self.network.slot_names[e.slot] for e in done.effects if e.kind == EffectKind.BUILD]
         )
@@ -284,7 +286,8 @@ class Grower:
         It contains body, optimiser, table, controller and the random generators of torch, numpy and Python, so training
         resumes bit for bit from any point between two batches. `extra` is for your own state, such as a scheduler's,
         the epoch or the position in the data: dicts, lists, tuples, numbers, strings, tensors and arrays. Events
-        emitted so far are flushed first.
+        emitted so far are flushed first. With several ranks rank 0 writes it, and the others write their random
+        generators beside it; with FSDP2 all ranks must call it.
         """
         flush = getattr(self.emit.hub, "flush", None)
         if flush is not None:
@@ -300,9 +303,13 @@ class Grower:
 
         Build model, graft, optimiser, grower and schedulers first, as in the run that saved. If the checkpoint does not
         fit, raise CheckpointError and change nothing. A damaged checkpoint is skipped with a warning. Rules and
-        settings are those of this grower; a warning lists those that differ from the checkpoint's.
+        settings are those of this grower; a warning lists those that differ from the checkpoint's. All ranks must call
+        it, with a directory that all of them see.
         """
-        return saving.load(self, Path(directory))
+        with self.ranks.together("grower.load()"):
+            extra = saving.load(self, Path(directory))
+            self.ranks.agree(self.body, self.table)
+        return extra
 
     def state_dict(self) -> dict[str, Any]:
         """Return what `save` writes, without the body's weights and gradients, as strings and tensors.
@@ -337,8 +344,17 @@ class Grower:
 
         Return the host's norm before clipping.
         """
+        self.sync_gradients()
         self.network.regroup()  # the model is the user's: its parameters may have changed
         return torch.linalg.vector_norm(self.network.clip(max_norm)[0])
+
+    def sync_gradients(self) -> None:
+        """Average the gradients of seeds over the ranks, as DDP does for those of the host.
+
+        `optimizer.step()` and `clip_grad_norm_` do it. Call it on every rank before code of your own that reads these
+        gradients, such as `GradScaler.unscale_`.
+        """
+        self.ranks.average_gradients([p for p in self.body.esper.parameters() if p.requires_grad])
 
     def on_change(self, listener: Callable[[Effect, Slot], None]) -> None:
         """Call `listener(effect, slot)` after each structural change, for example to update an EMA or rewrap DDP."""
@@ -352,9 +368,12 @@ class Grower:
         actions[0, [Head.OP, Head.SLOT]] = op, self.network.slot_names.index(slot)
         for head, value in heads.items():
             actions[0, head] = value
-        if not lifecycle.is_legal(self.table, actions, self.rules)[0]:
-            raise LifecycleError(why_not_legal(self.table, self.rules, self.network.slot_names, actions))
-        self.emit.acted(self.table, actions, self._apply(actions))
+        with self.ranks.together(f"grower.{op.name.lower()}({slot!r}, …)"):
+            if not lifecycle.is_legal(self.table, actions, self.rules)[0]:
+                raise LifecycleError(why_not_legal(self.table, self.rules, self.network.slot_names, actions))
+            done = self._apply(self.ranks.decide(self.table, actions))
+            self.ranks.agree(self.body, self.table)
+        self.emit.acted(self.table, actions, done)
 
     def _apply(self, actions: Ints) -> Outcome:
         before = self.table.clone()
@@ -385,17 +404,6 @@ class Grower:
             )
         self._shadow_passes = 0
 
-    def _act(self, allowed: Bools) -> Ints:
-        """Return the controller's action row [1, 8]; raise ConfigError for any other shape or type."""
-        actions = np.asarray(self.controller.act(self.table, allowed))
-        if actions.shape != (1, NUM_HEADS) or not np.issubdtype(actions.dtype, np.integer):
-            raise ConfigError(
-                f"a controller's act returns integers [1, {NUM_HEADS}], one per head; {type(self.controller).__name__} "
-                f"returned {actions.dtype} {list(actions.shape)}. Start from wait_everywhere(1) of "
-                "esper.tamiyo.controllers"
-            )
-        return actions
-
     def _evaluate(self, val_batches: Iterable[Any]) -> Coalitions:
         batches, score = scored(val_batches, self.quality)
         result = self.network.evaluate(batches, score)
@@ -406,8 +414,15 @@ class Grower:
             )
         return result
 
-    def _measure(self, val_batches: Iterable[Any]) -> Measured:
-        result = self._evaluate(val_batches)
+    def _measure(self, val_batches: Iterable[Any] | None) -> Measured | None:
+        """Write the measurements on all ranks' batches to the table and return them; None if there are no batches."""
+        result, data = None, 0
+        if val_batches is not None:
+            batches = ValidationShare(val_batches, self.ranks)
+            result, data = self._evaluate(batches), batches.checksum
+        result = self.ranks.pool(result, data)
+        if result is None:
+            return None
         measured = measure(result)
         self.emit.worth(self.table, [CounterfactualEngine.worth(result)])
         worth = self.network.write_scores(self.table, 0, measured)
@@ -416,29 +431,19 @@ class Grower:
         lifecycle.record_contribution(self.table, worth[:1], worth[1:])
         return measured
 
-    def _before_step(self, optimizer: Optimizer, *_: Any) -> None:
-        """Sample the seeds' gradients before an optimiser step, on the batches on which they are due."""
+    def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
+        """Prepare the seeds' gradients for an optimiser step; if a closure computes them, after that closure."""
+        return after_closure(args, kwargs, lambda: self._prepare_gradients(optimizer))
+
+    @torch.no_grad()
+    def _prepare_gradients(self, optimizer: Optimizer) -> None:
+        """Average the seeds' gradients over the ranks, and sample them on the batches on which they are due."""
+        self.ranks.must_know_the_group()
         due = self.network.gradients_due(self._batches)
         self._batches += 1
         self._clipping.before_step(compare=due)
+        self.sync_gradients()
         if due:
             self.network.regroup()
             scale = getattr(optimizer, "grad_scale", None)  # fused optimisers unscale within their step
             self.network.sample_gradients(scale=scale if isinstance(scale, Tensor) else None)
-
-
-def _option(head: Head, name: str) -> int:
-    """Return the index of a head's option by its name; the name is not case-sensitive."""
-    names = HEAD_OPTIONS[head] or ()
-    if not isinstance(name, str):
-        raise ConfigError(f"{head.name.lower().replace('_', ' ')} is one of {', '.join(names)}, got {name!r}")
-    if name.upper() not in names:
-        raise unknown_name(head.name.lower().replace("_", " "), name, names)
-    return names.index(name.upper())
-
-
-def _target(value: float) -> int:
-    near = np.nonzero(np.abs(ALPHA_TARGETS - value) < 1e-6)[0]
-    if not len(near):
-        raise ConfigError(f"an alpha target is one of {', '.join(f'{t:.1f}' for t in ALPHA_TARGETS)}, got {value}")
-    return int(near[0])

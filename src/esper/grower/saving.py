@@ -19,6 +19,7 @@ import numpy as np
 from torch import Tensor
 
 from esper.grower.checks import check
+from esper.grower.rank_state import load_rank, save_rank
 from esper.grower.state import FORMAT, GrowerState, gradients, grower_state, load_rng_states
 from esper.kasmina.blueprints import registered
 from esper.kasmina.body import STRUCTURE
@@ -38,10 +39,14 @@ KIND = "body"
 def save(grower: Grower, directory: Path, *, keep: int, extra: Any) -> Written:
     """Write a checkpoint below `directory` and remove all but the last `keep`."""
     state = grower_state(grower, extra)
+    name = f"epoch{int(grower.table.step[0]):05d}-batch{state.batches:07d}"
+    weights, grads = weights_of(grower.body), dict(gradients(grower.body))  # all ranks: collective if sharded
+    if not grower.ranks.leads:
+        return save_rank(grower, directory, name, keep=keep)
     document, tensors = packed(state_tree(state))
     return Checkpoints(directory, keep=keep).write(
-        f"epoch{int(grower.table.step[0]):05d}-batch{state.batches:07d}",
-        tensors={"body": weights_of(grower.body), "gradients": dict(gradients(grower.body)), "grower": tensors},
+        name,
+        tensors={"body": weights, "gradients": grads, "grower": tensors},
         documents={"grower": document},
         kind=KIND,
     )
@@ -58,6 +63,8 @@ def load(grower: Grower, directory: Path) -> Any:
     except EsperError as error:
         raise CheckpointError(f"cannot load {saved.path}: {error} Nothing was changed.") from error
     _apply(grower, state, weights, grads)
+    if not grower.ranks.leads:
+        load_rank(grower, directory, saved.name)
     return state.extra
 
 
@@ -103,7 +110,8 @@ def _apply(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], gr
     grower.emit.planted(table)
     grower._batches = state.batches
     grower._shadow_passes = state.shadow_passes
-    load_rng_states(state.rng_states)
+    if grower.ranks.leads:
+        load_rng_states(state.rng_states)
 
 
 def newest(directory: Path) -> Saved:

@@ -15,6 +15,7 @@ from torch import Tensor
 from esper.grower.qualities import quality_name
 from esper.kasmina.blueprints import blueprint_index, registered
 from esper.kasmina.body import Body
+from esper.kasmina.sharding import is_sharded, whole
 from esper.leyline.errors import CheckpointError
 from esper.tamiyo.controllers import Stateful
 from esper.tolaria.network_state import NetworkState, network_state
@@ -69,22 +70,26 @@ def settings(grower: Grower) -> dict[str, Any]:
         "incubation": grower.body.incubation,
         "rng_seed": grower.network.optimizer_sync.rng_seed,
         "horizon": grower.horizon,
+        "ranks": grower.ranks.group.size,
         "gradient_telemetry_stride": grower.network.meter.stride,
         **{f"rules.{name}": value for name, value in rules.items()},
         **{f"rules.thresholds.{name}": value for name, value in thresholds.items()},
     }
 
 
-def gradients(body: Body) -> Iterator[tuple[str, Tensor]]:
-    """Yield the gradients of parameters that have one; raise CheckpointError for a sparse one."""
+def gradients(body: Body, *, sharded: bool = True) -> Iterator[tuple[str, Tensor]]:
+    """Yield the gradients of parameters that have one; raise CheckpointError for a sparse one.
+
+    Collective if the host is sharded, unless `sharded` is False, which leaves those out.
+    """
     for name, p in body.named_parameters():
-        if p.grad is not None:
+        if p.grad is not None and (sharded or not is_sharded(p)):
             if p.grad.layout != torch.strided:
                 raise CheckpointError(
                     f"the gradient of {name!r} is sparse, which a checkpoint cannot hold. "
                     "Call optimizer.zero_grad() before grower.save()."
                 )
-            yield name, p.grad
+            yield name, whole(p.grad)
 
 
 def rng_states() -> dict[str, Any]:

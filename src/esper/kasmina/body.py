@@ -74,6 +74,13 @@ class Body(nn.Module):
         """Return how to rebuild the body from its state; its class is made at run time and cannot be imported."""
         return new_body, (Body, type(self.model)), self.__getstate__()
 
+    @property
+    def _ddp_params_and_buffers_to_ignore(self) -> list[str]:
+        """Names that DistributedDataParallel leaves out: its buckets are fixed when it is built, seeds come and go."""
+        own = [name for name, _ in (*self.esper.named_parameters(), *self.esper.named_buffers())]
+        ignored = getattr(self.model, "_ddp_params_and_buffers_to_ignore", ())
+        return [*(f"esper.{name}" for name in own), *(f"model.{name}" for name in ignored)]
+
     # -- growth: called when effects are carried out
 
     def slot(self, name: str) -> Slot:

@@ -9,6 +9,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
+from esper.kasmina.sharding import norms_of
+
 VANISHING, EXPLODING = 1e-7, 10.0
 """A gradient tensor counts as dead if its norm is below the first, as exploding if it is above the second."""
 RATIO_CAP, RATIO_KEEP = 10.0, 0.9
@@ -75,4 +77,4 @@ class GradientMeter:
 def gradient_norms(params: list[nn.Parameter]) -> Tensor:
     """Return the norm of each gradient, on the device."""
     grads = [p.grad for p in params if p.grad is not None]
-    return torch.stack(torch._foreach_norm(grads)) if grads else torch.zeros(0)
+    return norms_of(grads) if grads else torch.zeros(0)

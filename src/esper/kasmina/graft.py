@@ -38,8 +38,11 @@ LAYOUTS = {4: Layout.MAP, 3: Layout.SEQUENCE, 2: Layout.VECTOR}
 WRAPPERS = {
     "DistributedDataParallel": "Graft the plain module first, then wrap the body: DDP(esper.graft(model, …)).",
     "DataParallel": "Graft the plain module first; DataParallel copies modules each call and cannot carry growth.",
-    "FullyShardedDataParallel": "FSDP shards parameters when it wraps, so seeds cannot join later: use DDP.",
-    "FSDPModule": "FSDP shards parameters when it wraps, so seeds cannot join later: use DDP.",
+    "FullyShardedDataParallel": "FSDP1 flattens parameters, so seeds cannot be added. Graft the plain module, then use "
+    "DDP(body), or FSDP2: fully_shard(body.model).",
+    "FSDPModule": "Graft the plain module first, then shard it: fully_shard(body.model).",
+    "DeepSpeedEngine": "DeepSpeed partitions parameters. Graft the plain module, then use DDP(body), or FSDP2: "
+    "fully_shard(body.model).",
     "OptimizedModule": "Graft the model before torch.compile, then compile the body.",
     "ScriptModule": "A scripted module has no Python forward to hook: graft the model it was made from.",
 }

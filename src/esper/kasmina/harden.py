@@ -20,6 +20,7 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
 from esper.kasmina.probing import quietly, same
+from esper.kasmina.sharding import is_sharded
 from esper.kasmina.slot import Select, Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import GraftError, HardenError
@@ -74,6 +75,11 @@ def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
     """Return a plain copy of the model and its key map. `swap` prefers replacing modules over attaching hooks."""
     if not isinstance(body, Body):
         raise HardenError(f"expected a body from esper.graft, got a {type(body).__name__}")
+    if any(is_sharded(p) for p in body.parameters()):
+        raise HardenError(
+            "the model's parameters are sharded. Save them with grower.save on all ranks, load that checkpoint into a "
+            "body that is not sharded, and harden that one."
+        )
     body = copy.deepcopy(body)
     plain = body.model
     detach_hooks(body)

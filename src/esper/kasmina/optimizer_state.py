@@ -17,6 +17,7 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
 from esper.kasmina.optimizer_sync import SEED_GROUP
+from esper.kasmina.sharding import is_sharded, sharded_like, whole
 from esper.leyline.errors import CheckpointError
 
 SEEDS = "esper."
@@ -62,8 +63,8 @@ def _params_by_name(optimizer: Optimizer, body: Body) -> dict[str, Tensor]:
 
 
 def optimizer_state(optimizer: Optimizer, body: Body) -> OptimizerState:
-    """Return the optimiser's state by parameter name. Tensors are not copied."""
-    state_dict = optimizer.state_dict()
+    """Return the optimiser's state by parameter name. Tensors are not copied, unless they are sharded (collective)."""
+    state_dict = pytree.tree_map(whole, optimizer.state_dict())
     groups = list(zip(state_dict["param_groups"], names_of(optimizer, body), strict=True))
     by_number = {i: name for group, names in groups for i, name in zip(group["params"], names, strict=True)}
     state = state_dict["state"]
@@ -135,5 +136,7 @@ def _as_saved(was: Any, now: Any, p: Tensor) -> Any:
     """
     if not isinstance(was, Tensor):
         return now
+    if is_sharded(p) and was.shape == p.shape:
+        return sharded_like(was, p)
     like = p if was.shape == p.shape else was
     return torch.empty_like(like, dtype=was.dtype, device=now.device).copy_(was)

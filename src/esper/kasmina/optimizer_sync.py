@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import Effect, EffectKind
+from esper.kasmina.sharding import is_sharded, local_part, norms_of
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import OptimizerError
@@ -26,13 +27,16 @@ from esper.leyline.stages import SeedStage
 
 SEED_GROUP = "esper_seeds"
 """Key that marks the seeds' group among `optimizer.param_groups`."""
+SHARDING_WAY_OUT = "Use DDP(body), or FSDP2: torch.distributed.fsdp.fully_shard(body.model)."
 REFUSED = {
     "LBFGS": "it keeps one flat history of all parameters. Use SGD or AdamW.",
     "Muon": "it updates matrices only, and seeds have biases and convolutions. Use AdamW or SGD.",
     "ZeroRedundancyOptimizer": "it shards its state when it is built. Use the plain optimiser with DDP.",
+    "FullyShardedDataParallel": f"FSDP1 flattens parameters, so seeds cannot be added. {SHARDING_WAY_OUT}",
+    "DeepSpeedEngine": f"DeepSpeed partitions parameters and replaces the optimiser. {SHARDING_WAY_OUT}",
     "SparseAdam": "it takes sparse gradients only, and seeds have dense ones.",
 }
-"""Unsupported optimiser class names, each with the reason and an alternative."""
+"""Class names of unsupported optimisers and wrappers, each with the reason and an alternative."""
 WRAPPERS = ("AcceleratedOptimizer", "LightningOptimizer")
 """Class names of wrappers around a torch optimiser, which is their attribute `optimizer`."""
 
@@ -111,6 +115,7 @@ class OptimizerSync:
     def _settle(self, slot: Slot, *, committed: bool = False) -> None:
         """Move a slot's parameters, with their state, to the seeds' group or, once committed, to the host's groups."""
         holder = self._holders()
+        committed = committed and not any(is_sharded(p) for p in holder)  # torch updates no group of both kinds
         homes = self._host_groups(slot, holder) if committed else {}
         for place, (name, p) in enumerate(slot.named_parameters()):
             home = homes[p.ndim > 1] if committed else self.seeds
@@ -214,16 +219,17 @@ def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     """Raise OptimizerError if the body or optimiser does not support growth, before anything is changed."""
     kind = type(optimizer).__name__
     if not isinstance(body, Body):
+        refuse_kind(body)
         inner = getattr(body, "module", None) or getattr(body, "_orig_mod", None)
         way_out = "Pass the body that it wraps." if isinstance(inner, Body) else "Graft the model first."
         raise OptimizerError(f"expected a body from esper.graft, got {type(body).__name__}. {way_out}")
     if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(f"expected a torch.optim.Optimizer, got {kind}")
-    for ancestor in type(optimizer).__mro__:
-        if ancestor.__name__ in REFUSED:
-            raise OptimizerError(f"{kind} does not support growth: {REFUSED[ancestor.__name__]}")
-    if any(type(p).__name__ == "DTensor" for p in body.parameters()):
-        raise OptimizerError("the model's parameters are sharded (FSDP), so seeds cannot be added later. Use DDP.")
+        raise OptimizerError(
+            f"expected a torch.optim.Optimizer, got {kind}"
+            + (f". DeepSpeed is not supported. {SHARDING_WAY_OUT}" if "deepspeed" in type(optimizer).__module__ else "")
+        )
+    refuse_kind(optimizer)
+    refuse_sharding(body, optimizer)
     if not {p for g in optimizer.param_groups for p in g["params"]} & set(body.model.parameters()):
         raise OptimizerError(
             "this optimiser holds no parameter of the model. Build it from body.parameters() after grafting."
@@ -231,6 +237,28 @@ def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     if any(g.get(SEED_GROUP) for g in optimizer.param_groups):
         raise OptimizerError("this optimiser has a seed group already: one optimiser serves one grower.")
     refuse_scheduled(optimizer)
+
+
+def refuse_kind(given: object) -> None:
+    """Raise OptimizerError if an optimiser or wrapper is of an unsupported class."""
+    for ancestor in type(given).__mro__:
+        if ancestor.__name__ in REFUSED:
+            raise OptimizerError(f"{type(given).__name__} does not support growth: {REFUSED[ancestor.__name__]}")
+
+
+def refuse_sharding(body: Body, optimizer: Optimizer) -> None:
+    """Raise OptimizerError for a kind of sharding to which no seed can be added."""
+    params = [*body.parameters(), *(p for group in optimizer.param_groups for p in group["params"])]
+    if any(hasattr(p, "_fsdp_flattened") or type(p).__name__ == "FlatParameter" for p in params):
+        raise OptimizerError(f"FSDP1 (FullyShardedDataParallel) flattens the model's parameters. {SHARDING_WAY_OUT}")
+    if any(hasattr(p, "ds_id") for p in params):
+        raise OptimizerError(f"DeepSpeed partitions the model's parameters. {SHARDING_WAY_OUT}")
+    if any(is_sharded(p) for p in body.esper.parameters()):
+        raise OptimizerError("the seeds are sharded, too. Shard the model without them: fully_shard(body.model).")
+    if any(is_sharded(p) for p in body.parameters()):
+        kinds = {base.__name__ for module in body.modules() for base in type(module).__mro__}
+        if "FSDPModule" not in kinds:
+            raise OptimizerError(f"the model's parameters are DTensors, but not of fully_shard. {SHARDING_WAY_OUT}")
 
 
 @torch.no_grad()
@@ -243,9 +271,9 @@ def clip_separately(groups: list[list[nn.Parameter]], max_norm: float) -> list[t
     flat = [g for grads in with_grad for g in grads]
     if not flat:
         return [torch.zeros(0) for _ in groups]
-    norms = torch.stack(torch._foreach_norm(flat)).split([len(g) for g in with_grad])
+    norms = norms_of(flat).split([len(g) for g in with_grad])
     for grads, each in zip(with_grad, norms, strict=True):
         if grads:
             total = torch.linalg.vector_norm(each)
-            torch._foreach_mul_(grads, (max_norm / (total + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_([local_part(g) for g in grads], (max_norm / (total + 1e-6)).clamp(max=1.0))
     return list(norms)

@@ -23,6 +23,7 @@ from esper.kasmina.forking import ForkPoint
 from esper.kasmina.gradients import GradientMeter
 from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.kasmina.optimizer_state import OptimizerState, load_optimizer, optimizer_state
+from esper.kasmina.sharding import sharded_like, whole
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import ALPHA_TARGETS, TEMPO_EPOCHS
 from esper.leyline.slot_table import SlotTable
@@ -104,8 +105,8 @@ def slot_state(body: Body, slot: Slot) -> SlotState:
 
 
 def weights_of(body: Body) -> dict[str, Tensor]:
-    """Return the tensors of the body's state dict."""
-    return {name: value for name, value in body.state_dict().items() if isinstance(value, Tensor)}
+    """Return the tensors of the body's state dict. Collective if the host is sharded."""
+    return {name: whole(value) for name, value in body.state_dict().items() if isinstance(value, Tensor)}
 
 
 def state_tree(state: NetworkState) -> dict[str, Any]:
@@ -131,6 +132,8 @@ def load_network(
     """
     body, average = network.body, network.average
     seeds_before = {name: slot.seed for name, slot in body.slots.items()}
+    here = body.state_dict()
+    weights = {name: sharded_like(value, here.get(name)) for name, value in weights.items()}
     body.load_state_dict({**weights, **state.parts, **_structure(state, table, env)})
     for name, slot in body.slots.items():
         slot.birth = state.slots[name].birth
@@ -181,7 +184,7 @@ def _load_body(body: Body, state: NetworkState, gradients: Mapping[str, Tensor])
     frozen, eval_modules = set(state.frozen), set(state.eval_modules)
     for name, p in body.named_parameters():
         p.requires_grad_(name not in frozen)
-        p.grad = torch.empty_like(p).copy_(gradients[name]) if name in gradients else None
+        p.grad = torch.empty_like(p).copy_(sharded_like(gradients[name], p)) if name in gradients else None
     for name, module in body.named_modules():
         module.training = name not in eval_modules
 

@@ -51,6 +51,10 @@ class ProcessGroup:
     poll: Callable[[], None] = lambda: None
     """Called while this rank waits for others. It may raise."""
     heartbeat: Heartbeat | None = None
+    comm: dist.ProcessGroup | None = None
+    """The torch process group to communicate over; None is the default one."""
+    device: torch.device = torch.device("cpu")
+    """Where tensors to be exchanged must be: NCCL requires a GPU."""
 
     @classmethod
     def join(cls, poll: Callable[[], None] = lambda: None) -> ProcessGroup:
@@ -154,7 +158,7 @@ class ProcessGroup:
             mine = self.share(field.shape[axis])
             bits.narrow(axis, 0, mine.start).zero_()
             bits.narrow(axis, mine.stop, field.shape[axis] - mine.stop).zero_()
-            self._run(dist.all_reduce, bits, poll=poll)
+            self.all_reduce(bits, poll)
 
     def gather_rows(self, rows: NDArray[np.float64], envs: int) -> NDArray[np.float64]:
         """Return the numbers of all environments [E], given those of this rank [R]."""
@@ -164,44 +168,48 @@ class ProcessGroup:
 
     def gather_ints(self, number: int) -> list[int]:
         """Return the `number` of every rank, by rank."""
-        numbers = torch.zeros(self.size, dtype=torch.int64)
+        numbers = torch.zeros(self.size, dtype=torch.int64, device=self.device)
         numbers[self.rank] = number
         self.gather([numbers], axis=0)
-        return [int(n) for n in numbers]
+        return numbers.tolist()
+
+    def exchange(self, message: bytes) -> list[bytes]:
+        """Return the message of every rank, by rank."""
+        if self.size == 1:
+            return [message]
+        sizes = self.gather_ints(len(message))
+        rows = torch.zeros(self.size, max(sizes) + 1, dtype=torch.uint8)  # never empty
+        rows[self.rank, : len(message)] = torch.from_numpy(np.frombuffer(bytearray(message), dtype=np.uint8))
+        rows = rows.to(self.device)
+        self.all_reduce(rows)
+        return [bytes(row[:size].numpy()) for row, size in zip(rows.cpu(), sizes, strict=True)]
 
     def broadcast(self, message: Any = None) -> Any:
         """Return rank 0's message, sent as JSON. The messages of other ranks are ignored."""
         if self.size == 1:
             return message
-        text = json.dumps(message).encode() if self.leads else b""
-        size = torch.tensor([len(text)])
-        self._run(dist.broadcast, size, src=0)
-        content = torch.zeros(int(size), dtype=torch.uint8)
-        if self.leads:
-            content = torch.frombuffer(bytearray(text), dtype=torch.uint8)
-        self._run(dist.broadcast, content, src=0)
-        return json.loads(bytes(content.numpy()))
+        return json.loads(self.exchange(json.dumps(message).encode() if self.leads else b"")[0])
 
     def agree(self, digested: Callable[[], bytes], what: str) -> None:
         """Raise TrainingError unless the digests of all ranks are equal."""
         if self.size == 1:
             return
-        digest = digested()
-        all_of_them = torch.zeros(self.size, len(digest), dtype=torch.uint8)
-        all_of_them[self.rank] = torch.frombuffer(bytearray(digest), dtype=torch.uint8)
-        self._run(dist.all_reduce, all_of_them)
-        others = [r for r in range(self.size) if not torch.equal(all_of_them[r], all_of_them[0])]
+        digests = self.exchange(digested())
+        others = [rank for rank, digest in enumerate(digests) if digest != digests[0]]
         if others:
             raise TrainingError(
                 f"{what} differ between rank 0 and rank {', '.join(map(str, others))}: the ranks do not compute the "
                 "same bits. Use one kind of processor, the same versions and threads on all of them"
             )
 
-    def _run(self, collective: Any, *args: Any, poll: Callable[[], None] = lambda: None, **kwargs: Any) -> None:
-        """Run a collective and poll for its completion, so that Python handles signals and lost ranks are noticed."""
+    def all_reduce(self, tensor: Tensor, poll: Callable[[], None] = lambda: None) -> None:
+        """Replace the tensor on every rank by the sum over the ranks.
+
+        The completion is polled for, so that Python handles signals and lost ranks are noticed.
+        """
         pause_s, longest_s = SLICES_S
         try:
-            work = collective(*args, async_op=True, **kwargs)
+            work = dist.all_reduce(tensor, group=self.comm, async_op=True)
             while not work.is_completed():
                 time.sleep(pause_s)
                 pause_s = min(1.5 * pause_s, longest_s)
