@@ -10,6 +10,8 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from esper.cli_studies import add_study_commands
+
 DataRoot = Annotated[Path | None, typer.Option(help="Directory of the data files of a task that is not embedded.")]
 RunDirectory = Annotated[Path | None, typer.Option(help="Run directory to create; default: a new one in runs/.")]
 TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="The same as --track tensorboard.")]
@@ -191,39 +193,6 @@ def evaluate(
 
 
 @app.command()
-def study(
-    name: Annotated[str | None, typer.Argument(help="The study; without a name, list them all.")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="Run and show only this arm; repeat it.")] = None,
-    worlds: Annotated[str | None, typer.Option(metavar="FIRST:COUNT", help="Other worlds than the study's.")] = None,
-    tuning: Annotated[
-        bool, typer.Option("--tuning", help="Run the tuning worlds and show validation quality only.")
-    ] = False,
-    shard: Annotated[str, typer.Option(metavar="I/N", help="Run every N-th world, from the I-th on.")] = "1/1",
-    workers: Annotated[int, typer.Option(min=1, help="Worker processes, one CPU thread each.")] = 1,
-    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("runs/studies"),
-    show: Annotated[bool, typer.Option("--show", help="Show the finished jobs without running any.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Write studies/NAME.json when all jobs have finished.")] = False,
-) -> None:
-    """Compare training methods over paired worlds and compute budgets.
-
-    Runs every arm of a study in every world, then prints one table per budget with 95 % intervals and a verdict for
-    each claim, and draws quality against training multiply-adds. Finished jobs are kept: run the same command again to
-    continue. Choose settings with --tuning (worlds below 100), then report once on worlds from 100 on.
-
-    Example:  esper study open_birth --workers 2
-    """
-    from esper.commands.study import list_studies, run_study
-
-    if name is None:
-        list_studies(out)
-    else:
-        run_study(
-            name, arms=arm or [], worlds=worlds, tuning=tuning, shard=shard, workers=workers, out=out, show=show,
-            save=save,
-        )  # fmt: skip
-
-
-@app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory of `esper grow` or `esper train`.")],
     format: Annotated[str, typer.Option(help="torch, torch-export, onnx or safetensors.")] = "torch",
@@ -402,6 +371,9 @@ def blueprints(
     list_blueprints(task)
 
 
+add_study_commands(app)
+
+
 def main() -> None:
     """Run the command line. Errors outside the program are printed in one line, without a stack trace."""
     for stream in (sys.stdout, sys.stderr):
@@ -415,7 +387,7 @@ def main() -> None:
         sys.exit(141)
     except Exception as error:
         say(error_text(error))
-        sys.exit(2)
+        sys.exit(getattr(error, "exit_code", 2))
 
 
 def say(text: str) -> None:

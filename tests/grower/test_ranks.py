@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import re
+import signal
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +19,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import esper
+from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Thresholds
 from tests.support.ranks import run_ranks
 
@@ -64,20 +69,24 @@ def wrapped(body: esper.Body, how: str) -> nn.Module:
 class Loop:
     """A user's training loop over two slots, each planted, blended and committed by hand."""
 
-    def __init__(self, rank: int, size: int, how: str, parts: int = 1, rules: esper.Rules | None = None) -> None:
+    def __init__(
+        self, rank: int, size: int, how: str, parts: int = 1, rules: esper.Rules | None = None, lr: float = 0.0
+    ) -> None:
         self.rank, self.size, self.how, self.parts = rank, size, how, parts
         self.body = make_body()
         self.model = wrapped(self.body, how)
-        self.optimizer = torch.optim.Adam(self.body.parameters(), lr=0.01)
+        params = self.body.parameters()
+        self.optimizer = torch.optim.SGD(params, lr) if lr else torch.optim.Adam(params, lr=0.01)
         self.grower = esper.Grower(
             self.body, self.optimizer, rules=rules or esper.Rules(thresholds=Thresholds(fossil_contribution=None)),
             controller="schedule" if rules is None else "none", incubation="shadow" if rules else "straight_through",
+            process_group=None if size > 1 else False,
         )  # fmt: skip
 
     def backward(self, number: int, between: Callable[[], None] = lambda: None) -> None:
         """Compute the gradients of a batch, in several parts if they are accumulated."""
         for part in range(self.parts):
-            x, y = share(batch(number), part * self.size + self.rank, self.parts * self.size)
+            x, y = share(batch(number), self.rank * self.parts + part, self.parts * self.size)
             is_last = part == self.parts - 1
             with contextlib.nullcontext() if is_last or self.how != "ddp" else self.model.no_sync():
                 (F.cross_entropy(self.model(x), y) / self.parts).backward()
@@ -197,3 +206,259 @@ def same_weights(a: dict[str, Tensor], b: dict[str, Tensor], atol: float) -> Non
     assert a.keys() == b.keys()
     for name in a:
         torch.testing.assert_close(a[name], b[name], atol=atol, rtol=0, msg=lambda m, name=name: f"{name}: {m}")
+
+
+# -- ranks that differ
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    """Return what the call raises, as "Type: message"; "" if it raises nothing."""
+    try:
+        call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def failing_quality(rank: int) -> list[str]:
+    """Rank 1's quality fails once; both ranks can then repeat the step."""
+    loop = Loop(rank, 2, "ddp")
+    data = [share(batch(9000), rank, 2)]
+    right = loop.grower.quality
+    if rank == 1:
+        loop.grower.quality = lambda output, target: output.sum()
+    first = error_of(lambda: loop.grower.step(data))
+    loop.grower.quality = right
+    return [first, error_of(lambda: loop.grower.step(data))]
+
+
+def failing_controller(rank: int) -> list[str]:
+    loop = Loop(rank, 2, "ddp")
+    loop.grower.controller.act = lambda table, legal: [0]
+    return [error_of(loop.grower.step)]
+
+
+def different_operations(rank: int) -> list[str]:
+    loop = Loop(rank, 2, "ddp")
+    return [error_of(lambda: loop.grower.germinate(["first", "second"][rank], "lora"))]
+
+
+def different_calls(rank: int) -> list[str]:
+    loop = Loop(rank, 2, "ddp")
+    return [error_of(loop.grower.step if rank else lambda: loop.grower.germinate("first", "lora"))]
+
+
+def different_rng_seeds(rank: int) -> list[str]:
+    body = make_body()
+    DDP(body)
+    grower = esper.Grower(body, torch.optim.Adam(body.parameters()), rng_seed=rank)
+    return [error_of(lambda: grower.germinate("first", "lora"))]
+
+
+def not_wrapped(rank: int) -> list[str]:
+    loop = Loop(rank, 2, "alone")
+    return [error_of(lambda: loop.epoch(0))]
+
+
+def clipped_globally(rank: int) -> list[str]:
+    loop = Loop(rank, 2, "ddp")
+    loop.grower.germinate("first", "lora")
+    for number in range(3):
+        loop.optimizer.zero_grad()
+        loop.backward(number)
+        nn.utils.clip_grad_norm_(loop.body.parameters(), 0.01)
+        loop.optimizer.step()
+    return [error_of(loop.grower.step)]
+
+
+def loss_is_nan(rank: int) -> list[str]:
+    """A NaN on one rank reaches all, as under DDP without growth; the ranks stay in step."""
+    loop = Loop(rank, 2, "ddp")
+    loop.grower.germinate("first", "lora")
+    loop.backward(0)
+    (loop.model(batch(1)[0]).sum() * (float("nan") if rank else 1.0)).backward()
+    loop.optimizer.step()
+    weights = torch.cat([p.detach().flatten() for p in loop.body.parameters()])
+    return [error_of(loop.grower.step), str(bool(weights.isnan().all()))]
+
+
+def uneven_batches(rank: int) -> list[str]:
+    """The last batch and the validation set have other sizes on rank 1; rank 0 alone gives batches the second time."""
+    loop = Loop(rank, 2, "ddp")
+    loop.grower.germinate("first", "lora")
+    F.cross_entropy(loop.model(batch(rank, 5 - 2 * rank)[0]), batch(rank, 5 - 2 * rank)[1]).backward()
+    loop.optimizer.step()
+    first = loop.grower.step([batch(rank, 6 - 2 * rank)])
+    x, y = batch(0, 6)
+    x2, y2 = batch(1, 4)
+    joint = (loop.body.eval()(torch.cat([x, x2])).argmax(1) == torch.cat([y, y2])).float().mean()
+    second = loop.grower.step([batch(3)] if rank == 0 else None)
+    same_data = loop.grower.step([batch(3)])
+    return [f"{first.quality - float(joint):.6f}", f"{second.quality - same_data.quality:.6f}"]
+
+
+def growth_between_parts(rank: int) -> list[str]:
+    """A seed is planted between two parts of an accumulated batch."""
+    loop = Loop(rank, 2, "ddp", parts=2, lr=1.0)
+    loop.backward(0, lambda: loop.grower.germinate("first", "lora"))
+    loop.optimizer.step()
+    alone = Loop(0, 1, "alone", parts=2, lr=1.0)
+    alone.backward(0, lambda: alone.grower.germinate("first", "lora"))
+    alone.optimizer.step()
+    same_weights(alone.state(), loop.state(), 1e-5)
+    return [error_of(loop.grower.step)]
+
+
+def step_with_closure(rank: int) -> list[str]:
+    """Lightning and others compute gradients in a closure that they give to the optimiser's step."""
+    loop = Loop(rank, 2, "ddp")
+    loop.grower.germinate("first", "lora")
+
+    def closure() -> float:
+        loop.optimizer.zero_grad()
+        loop.backward(0)
+        return 1.5
+
+    losses = [loop.optimizer.step(closure), loop.optimizer.step(closure=closure)]
+    return [error_of(loop.grower.step), str(losses)]
+
+
+def overflow_on_one_rank(rank: int) -> list[str]:
+    """Only the seed's gradient overflows, and only on rank 1: both ranks skip the step."""
+    loop = Loop(rank, 2, "ddp")
+    loop.grower.germinate("first", "lora")
+    scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+    loop.backward(0)
+    if rank:
+        next(p for p in loop.body.slots["first"].parameters() if p.grad is not None).grad.fill_(float("inf"))
+    scaler.scale(torch.ones(()))
+    loop.grower.sync_gradients()
+    scaler.step(loop.optimizer)
+    scaler.update()
+    return [str(scaler.get_scale()), error_of(loop.grower.step)]
+
+
+def r2_of_all_ranks(rank: int) -> list[str]:
+    loop = Loop(rank, 2, "ddp")
+    loop.grower.quality = "r2"
+    x = batch(0, 10)[0]
+    y = torch.arange(30.0).view(10, 3) * x[:, :3]
+    quality = loop.grower.step([(x[:7], y[:7]) if rank else (x[7:], y[7:])]).quality
+    prediction = loop.body.eval()(x).detach()
+    expected = 1 - float((prediction - y).square().mean() / y.var(0, correction=0).mean())
+    return [f"{quality - expected:.4f}"]
+
+
+DIFFERENCES: dict[Callable[[int], list[str]], tuple[list[str], list[str]]] = {
+    failing_quality: (
+        [r"RanksDifferError: rank 1 failed in grower.step\(\) of epoch 0: ConfigError: a quality is one score", ""],
+        ["ConfigError: a quality is one score per sample", ""],
+    ),
+    failing_controller: (
+        ["ConfigError: a controller's act returns"],
+        ["RanksDifferError: rank 0 failed in grower.step.*a controller's act returns"],
+    ),
+    different_operations: (
+        ["rank 0 grower.germinate\\('first', …\\), rank 1 grower.germinate\\('second', …\\). Make the same calls"],
+    )
+    * 2,
+    different_calls: (["rank 0 grower.germinate\\('first', …\\), rank 1 grower.step\\(\\) of epoch 0. Make"],) * 2,
+    different_rng_seeds: (["differs between rank 0 and rank 1. Wrap .* the same rng_seed"],) * 2,
+    not_wrapped: (["differs between rank 0 and rank 1. Wrap the body in DDP"],) * 2,
+    clipped_globally: (["differs between rank 0 and rank 1.* by grower.clip_grad_norm_"],) * 2,
+    loss_is_nan: (["", "True"],) * 2,
+    uneven_batches: (["-?0.000000", "-?0.000000"],) * 2,
+    growth_between_parts: ([""],) * 2,
+    step_with_closure: (["", r"\[1.5, 1.5\]"],) * 2,
+    overflow_on_one_rank: (["2.0", ""],) * 2,
+    r2_of_all_ranks: (["-?0.0000"],) * 2,
+}
+
+
+def run_differences(rank: int) -> dict[str, list[str]]:
+    results = {}
+    for case in DIFFERENCES:
+        try:
+            results[case.__name__] = case(rank)
+        except Exception as error:
+            results[case.__name__] = [f"{type(error).__name__}: {error}"]
+    return results
+
+
+@pytest.fixture(scope="module")
+def differences() -> list[Any]:
+    return run_ranks(run_differences)
+
+
+@pytest.mark.parametrize("case", DIFFERENCES, ids=lambda case: case.__name__)
+def test_ranks_that_differ_are_answered_on_all_ranks(case: Callable[[int], list[str]], differences: list[Any]):
+    assert isinstance(differences[0], dict), differences
+    for expected, result in zip(DIFFERENCES[case], differences, strict=True):
+        texts = result[case.__name__]
+        assert len(texts) == len(expected)
+        for pattern, text in zip(expected, texts, strict=True):
+            assert re.search(pattern, text) if pattern else text == "", (pattern, text)
+
+
+def killed_in_growth(rank: int) -> list[str]:
+    loop = Loop(rank, 2, "ddp")
+    loop.epoch(0)
+
+    def quality(output: Tensor, target: Tensor) -> Tensor:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return (output.argmax(1) == target).float()
+
+    loop.grower.quality = quality
+    return [error_of(lambda: loop.epoch(1))]
+
+
+def test_rank_killed_in_mid_growth_ends_the_other():
+    first, second = run_ranks(killed_in_growth)
+    assert second == "exit code -9"
+    assert "RankLostError: the connection to another rank was lost during grower.step() of epoch 1" in first[0]
+
+
+def one_step_more(rank: int) -> list[str]:
+    loop = Loop(rank, 2, "ddp")
+    loop.epoch(0)
+    return [error_of(loop.grower.step)] if rank else []
+
+
+def test_rank_that_makes_more_steps_than_the_others_ends():
+    first, second = run_ranks(one_step_more)
+    assert first == []
+    assert "RankLostError: the connection to another rank was lost during grower.step() of epoch 1" in second[0]
+
+
+def saved_by_rank_0(rank: int, directory: str) -> list[Any]:
+    loop = Loop(rank, 2, "ddp")
+    loop.grower.germinate("first", "lora")
+    loop.epoch(0)
+    if rank == 0:
+        loop.grower.save(directory)
+    torch.distributed.barrier()
+    again = Loop(rank, 2, "ddp")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        again.grower.load(directory)
+    same_weights(loop.state(), again.state(), 0)
+    return [str(w.message) for w in caught]
+
+
+def test_checkpoint_saved_by_rank_0_only_loads_on_all_ranks(tmp_path: Path):
+    first, second = run_ranks(saved_by_rank_0, str(tmp_path / "saved"))
+    assert first == []
+    assert len(second) == 1
+    assert "has no state of rank 1" in second[0]
+
+
+def test_grower_built_before_the_process_group_is_refused(monkeypatch: pytest.MonkeyPatch):
+    loop = Loop(0, 2, "alone")
+    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.distributed, "get_world_size", lambda group=None: 2)
+    with pytest.raises(ConfigError, match="after the grower was built"):
+        loop.grower.step()
+    loop.backward(0)
+    with pytest.raises(ConfigError, match="process_group=False"):
+        loop.optimizer.step()

@@ -20,7 +20,7 @@ from esper.kasmina.graft import graft
 from esper.kasmina.lifecycle import Effect, EffectKind, Rules, apply, tick
 from esper.kasmina.optimizer_sync import SEED_GROUP, OptimizerSync, clip_separately
 from esper.leyline.actions import Head, Op
-from esper.leyline.errors import BlueprintError, OptimizerError
+from esper.leyline.errors import BlueprintError, GraftError, OptimizerError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import wait_everywhere
@@ -560,11 +560,11 @@ def test_sharded_parameters_are_rejected_by_name(mark: str, text: str):
 @pytest.mark.parametrize("name", ["FullyShardedDataParallel", "DeepSpeedEngine"])
 def test_unsupported_wrapper_is_rejected_by_name(name: str):
     body = make_body()
-    wrapper = type(name, (nn.DataParallel,), {})(body)
+    wrapper = type(name, (nn.Sequential,), {})(body)
     with pytest.raises(OptimizerError, match=rf"{name} does not support growth.*fully_shard"):
         OptimizerSync(wrapper, OPTIMISERS["sgd"](body.parameters()))
-    with pytest.raises(esper.leyline.errors.GraftError, match=rf"cannot graft a {name}.*fully_shard"):
-        esper.graft(wrapper, at="auto", probe=torch.randn(3, 2))
+    with pytest.raises(GraftError, match=rf"cannot graft a {name}.*fully_shard"):
+        graft(wrapper, at="auto", probe=torch.randn(3, 2))
 
 
 # -- clipping

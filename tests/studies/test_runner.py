@@ -12,7 +12,6 @@ from esper.leyline.errors import RunError, TrainingError
 from esper.studies.contract import Arm
 from esper.studies.results import Job, read_records
 from esper.studies.runner import check_points, run_jobs, seconds_left, shard_lock
-from tests.studies.test_results import record
 from tests.support import ROOT
 from tests.support.example_studies import example_study, point, train_by_formula
 from tests.support.run_outcomes import heed_signals
@@ -87,7 +86,7 @@ def test_invalid_points_of_a_trainer_are_refused(points):
 
 
 def test_time_left_uses_the_mean_of_the_same_arm_or_of_all():
-    finished = {JOBS[0]: record("worse", 100, seconds=10.0), JOBS[1]: record("better", 100, seconds=30.0)}
+    finished = {JOBS[0]: 10.0, JOBS[1]: 30.0}
     assert seconds_left(finished, JOBS[2:3]) == 10.0
     assert seconds_left(finished, [Job("quick", "worse", 100)]) == 20.0
     assert seconds_left(finished, []) == 0.0

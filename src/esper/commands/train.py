@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 import warnings
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,8 @@ def run_train(
 
     Return the run directory, or None if `show` or if this process is not rank 0.
     """
+    if is_restarted(options):
+        options, preset, config_file, sets, more = replace(options, resume=options.out, out=None), None, None, [], {}
     with ownership(options.resume) as lock:
         if options.resume is not None:
             settings = {"preset": preset, "config": config_file, "set": sets or None, "out": options.out} | more
@@ -91,6 +94,16 @@ def run_train(
         must_be_usable(config.engine.device)
         torch.set_num_threads(config.threads)
         return train_in_group(config, saved, options, lock)
+
+
+def is_restarted(options: TrainOptions) -> bool:
+    """Return whether torchrun has started this command again after a failure, and its run has a checkpoint."""
+    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if options.out is None or options.resume is not None or not count.isdecimal() or int(count) == 0:
+        return False
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # reported when it is loaded
+        return Checkpoints(options.out / CHECKPOINTS).newest() is not None
 
 
 def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptions, lock: Lock | None) -> Path | None:
@@ -186,7 +199,8 @@ def lead(
             plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Resume with: {again}")
             raise
         except TrainingError as error:
-            raise TrainingError(f"{named(error, workers)}. {resumable(run.path, again)}") from error
+            kind = RankLostError if isinstance(error, RankLostError) else TrainingError
+            raise kind(f"{named(error, workers)}. {resumable(run.path, again)}") from error
         run.env_steps = trained.env_steps
         run.emitted = dict(enumerate(group.gather_ints(run.hub.next_seq)))
     with losses_decide_exit_code(run):
@@ -270,9 +284,9 @@ def follow(config: TrainConfig, saved: Saved | None, options: TrainOptions, grou
             group.gather_ints(hub.next_seq)
     except RankLostError as error:
         if error.rank != 0:
-            raise SystemExit(3) from None  # rank 0 reports it
+            raise SystemExit(error.exit_code) from None  # rank 0 reports it
         again = options.resume_command(path)
-        raise TrainingError(f"{error}. {resumable(path, again)}, after rank 0 has ended") from error
+        raise RankLostError(f"{error}. {resumable(path, again)}, after rank 0 has ended") from error
 
 
 def settings_line(config: TrainConfig) -> str:

@@ -404,8 +404,8 @@ class Grower:
             )
         self._shadow_passes = 0
 
-    def _evaluate(self, val_batches: Iterable[Any]) -> Coalitions:
-        batches, score = scored(val_batches, self.quality)
+    def _evaluate(self, val_batches: Iterable[Any], *gather: Callable[[list[Any]], list[Any]]) -> Coalitions:
+        batches, score = scored(val_batches, self.quality, *gather)
         result = self.network.evaluate(batches, score)
         if result.scores.ndim != 2:
             raise ConfigError(
@@ -416,11 +416,12 @@ class Grower:
 
     def _measure(self, val_batches: Iterable[Any] | None) -> Measured | None:
         """Write the measurements on all ranks' batches to the table and return them; None if there are no batches."""
-        result, data = None, 0
+        result, share = None, ValidationShare(() if val_batches is None else val_batches, self.ranks)
         if val_batches is not None:
-            batches = ValidationShare(val_batches, self.ranks)
-            result, data = self._evaluate(batches), batches.checksum
-        result = self.ranks.pool(result, data)
+            result = self._evaluate(share, self.ranks.gather)
+        elif isinstance(self.quality, NeedsTargets):
+            self.ranks.gather([])
+        result = self.ranks.pool(result, share.checksum)
         if result is None:
             return None
         measured = measure(result)

@@ -176,13 +176,20 @@ def guarded(quality: Quality) -> Quality:
     return score
 
 
-def scored(val_batches: Iterable[Any], quality: Quality | NeedsTargets) -> tuple[Iterable[tuple[Any, Any]], Quality]:
-    """Return validation batches as (inputs, target), and the function that scores them."""
+def scored(
+    val_batches: Iterable[Any],
+    quality: Quality | NeedsTargets,
+    gather: Callable[[list[Any]], list[Any]] = lambda targets: targets,
+) -> tuple[Iterable[tuple[Any, Any]], Quality]:
+    """Return validation batches as (inputs, target), and the function that scores them.
+
+    `gather` returns the targets of all ranks, given those of this rank.
+    """
     batches: Iterable[tuple[Any, Any]] = (split_batch(b) for b in val_batches)
     if not isinstance(quality, NeedsTargets):
         return batches, guarded(quality)
     batches = list(batches)  # iterated twice
-    return batches, guarded(quality.fitted([target for _, target in batches]))
+    return batches, guarded(quality.fitted(gather([target for _, target in batches])))
 
 
 def split_batch(batch: Any) -> tuple[Any, Any]:

@@ -53,7 +53,6 @@ class Ranks:
             comm = process_group or None
             device = next(body.model.parameters()).device
             self.group = ProcessGroup(dist.get_rank(comm), dist.get_world_size(comm), comm=comm, device=device)
-        self._call = ""
 
     def _initialized(self) -> bool:
         return not self._is_own and dist.is_available() and dist.is_initialized()
@@ -83,7 +82,7 @@ class Ranks:
     def together(self, call: str) -> Iterator[None]:
         """Within the context an exception of one rank is raised on all ranks: there as RanksDifferError."""
         self.must_know_the_group()
-        self._call = call
+        self.group.activity = call
         try:
             yield
         except TrainingError:  # raised on all ranks, or the connection is lost
@@ -98,7 +97,7 @@ class Ranks:
         messages = self._send(tree, "")
         for rank, (_, error, _, _) in enumerate(messages):
             if error:
-                raise RanksDifferError(f"rank {rank} failed in {self._call}: {error}")
+                raise RanksDifferError(f"rank {rank} failed in {self.group.activity}: {error}")
         calls = [call for call, *_ in messages]
         if len(set(calls)) > 1:
             listed = ", ".join(f"rank {rank} {call}" for rank, call in enumerate(calls))
@@ -110,7 +109,7 @@ class Ranks:
     def _send(self, tree: Any, error: str) -> list[tuple[str, str, Any, bytes]]:
         document, tensors = packed(tree)
         content = safetensors.torch.save({name: t.detach().cpu().contiguous() for name, t in tensors.items()})
-        messages = self.group.exchange(msgspec.msgpack.encode((self._call, error, document, content)))
+        messages = self.group.exchange(msgspec.msgpack.encode((self.group.activity, error, document, content)))
         return [msgspec.msgpack.decode(message, type=tuple[str, str, Any, bytes]) for message in messages]
 
     def decide(self, table: SlotTable, actions: Ints | None) -> Ints:
@@ -129,6 +128,10 @@ class Ranks:
                 )
             column[...] = decision["table"][name]
         return np.asarray(decision["actions"])
+
+    def gather(self, items: list[Any]) -> list[Any]:
+        """Return the items of all ranks, in the order of the ranks."""
+        return [item for share in self.exchange(items) for item in share] if self.several else items
 
     def pool(self, result: Coalitions | None, data: int) -> Coalitions | None:
         """Return the scores of all ranks as one result; None if no rank has any.
@@ -173,6 +176,7 @@ class Ranks:
         """Replace the gradients by their means over the ranks. A missing one counts as zero, unless missing on all."""
         if not self.several or not params:
             return
+        self.group.activity = "the averaging of seeds' gradients"
         for dtype, device in dict.fromkeys((p.dtype, p.device) for p in params):
             same = [p for p in params if (p.dtype, p.device) == (dtype, device)]
             flags = torch.tensor([p.grad is not None for p in same], dtype=dtype, device=device)
@@ -201,6 +205,7 @@ class ValidationShare:
         self.batches, self.ranks, self.checksum = batches, ranks, 0
 
     def __iter__(self) -> Iterator[Any]:
+        self.checksum = 0
         for batch in self.batches:
             for leaf in pytree.tree_leaves(batch) if self.ranks.several else ():
                 self.checksum = zlib.crc32(content_of(leaf), self.checksum)

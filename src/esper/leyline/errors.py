@@ -23,6 +23,9 @@ from collections.abc import Iterable
 class EsperError(Exception):
     """Base class of every error that Esper raises deliberately."""
 
+    exit_code = 2
+    """Exit code of a command that ends with this error."""
+
 
 class UnknownNameError(EsperError, KeyError):
     """A name that is not in a table."""

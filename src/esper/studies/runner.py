@@ -90,7 +90,8 @@ def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, r
                 continue
             append_record(directory, result)
             finished[job] = result
-            left = seconds_left(finished, [job for future, job in futures.items() if not future.done()]) / workers
+            seconds = {job: record.seconds for job, record in finished.items()}
+            left = seconds_left(seconds, [job for future, job in futures.items() if not future.done()]) / workers
             report(f"[{len(finished)}/{len(jobs)}] {title}: {result.seconds:.0f} s, about {left / 60:.0f} min left")
     if failures:
         raise RunError(
@@ -99,12 +100,15 @@ def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, r
         )
 
 
-def seconds_left(finished: Mapping[Job, Record], remaining: Sequence[Job]) -> float:
-    """Return the expected seconds of the remaining jobs: the mean of the same task and arm, else of all."""
+def seconds_left(finished: Mapping[Job, float], remaining: Sequence[Job]) -> float:
+    """Return the expected seconds of the remaining jobs, given those of finished ones.
+
+    It is the mean of the same task and arm, else of all.
+    """
     total = 0.0
     for job in remaining:
-        same = [record.seconds for other, record in finished.items() if other[:2] == job[:2]]
-        total += mean(same or [record.seconds for record in finished.values()])
+        same = [seconds for other, seconds in finished.items() if other[:2] == job[:2]]
+        total += mean(same or finished.values())
     return total
 
 

@@ -74,7 +74,7 @@ def test_stopped_worker_ends_the_run_resumably(tmp_path: Path) -> None:
     process, worker = waiting(tmp_path / "run", "6")
     try:
         worker.suspend()
-        said = finished(process, 2, timeout=60)
+        said = finished(process, 3, timeout=60)
     finally:
         end(process)
     assert "rank 1 has not answered for 6 s" in said
@@ -93,7 +93,7 @@ def test_stopped_leading_rank_ends_the_others_and_itself_when_continued(tmp_path
         process.send_signal(signal.SIGSTOP)
         wait_for_end(worker)
         process.send_signal(signal.SIGCONT)
-        said = finished(process, 2, timeout=60)
+        said = finished(process, 3, timeout=60)
     finally:
         end(process)
     assert "rank 0 has not answered for 6 s" in said

@@ -55,6 +55,8 @@ class ProcessGroup:
     """The torch process group to communicate over; None is the default one."""
     device: torch.device = torch.device("cpu")
     """Where tensors to be exchanged must be: NCCL requires a GPU."""
+    activity: str = ""
+    """What the ranks do together now, for error messages."""
 
     @classmethod
     def join(cls, poll: Callable[[], None] = lambda: None) -> ProcessGroup:
@@ -219,7 +221,10 @@ class ProcessGroup:
         except RuntimeError as error:
             if self.heartbeat is not None:
                 self.heartbeat.name_lost()
-            raise RankLostError(f"the connection to another rank was lost (noticed by rank {self.rank})") from error
+            during = f" during {self.activity}" if self.activity else ""
+            raise RankLostError(
+                f"the connection to another rank was lost{during} (noticed by rank {self.rank}): {cut(str(error), 200)}"
+            ) from error
 
 
 _WAY_OUT = "Start with torchrun, or unset WORLD_SIZE and RANK"

@@ -40,6 +40,8 @@ PATIENCE = timedelta(hours=2)
 class RankLostError(TrainingError):
     """Another rank of the run is lost. `rank` is its number, None if unknown."""
 
+    exit_code = 3
+
     def __init__(self, message: str, rank: int | None = None) -> None:
         super().__init__(message)
         self.rank = rank

@@ -1,0 +1,68 @@
+"""The commands `esper study` and `esper sweep`, which run many jobs. They import what they need when they run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+Workers = Annotated[int, typer.Option(min=1, help="Worker processes, one CPU thread each.")]
+
+
+def add_study_commands(app: typer.Typer) -> None:
+    """Add the commands to the command line."""
+    app.command()(study)
+    app.command()(sweep)
+
+
+def study(
+    name: Annotated[str | None, typer.Argument(help="The study; without a name, list them all.")] = None,
+    arm: Annotated[list[str] | None, typer.Option(help="Run and show only this arm; repeat it.")] = None,
+    worlds: Annotated[str | None, typer.Option(metavar="FIRST:COUNT", help="Other worlds than the study's.")] = None,
+    tuning: Annotated[
+        bool, typer.Option("--tuning", help="Run the tuning worlds and show validation quality only.")
+    ] = False,
+    shard: Annotated[str, typer.Option(metavar="I/N", help="Run every N-th world, from the I-th on.")] = "1/1",
+    workers: Workers = 1,
+    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("runs/studies"),
+    show: Annotated[bool, typer.Option("--show", help="Show the finished jobs without running any.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Write studies/NAME.json when all jobs have finished.")] = False,
+) -> None:
+    """Compare training methods over paired worlds and compute budgets.
+
+    Runs every arm of a study in every world, then prints one table per budget with 95 % intervals and a verdict for
+    each claim, and draws quality against training multiply-adds. Finished jobs are kept: run the same command again to
+    continue. Choose settings with --tuning (worlds below 100), then report once on worlds from 100 on.
+
+    Example:  esper study open_birth --workers 2
+    """
+    from esper.commands.study import list_studies, run_study
+
+    if name is None:
+        list_studies(out)
+    else:
+        run_study(
+            name, arms=arm or [], worlds=worlds, tuning=tuning, shard=shard, workers=workers, out=out, show=show,
+            save=save,
+        )  # fmt: skip
+
+
+def sweep(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="TOML file of settings and worlds.")],
+    shard: Annotated[str, typer.Option(metavar="I/N", help="Run every N-th world, from the I-th on.")] = "1/1",
+    workers: Workers = 1,
+    out: Annotated[Path | None, typer.Option(help="Directory of the runs; default: runs/PLAN.")] = None,
+) -> None:
+    """Run `esper grow` for every setting of a plan in every world, then compare.
+
+    Several processes and machines that share the directory share the work: each run is claimed by one of them.
+    Finished runs are kept, interrupted ones are resumed: run the same command again to continue. When all runs have
+    finished, prints the table of `esper compare` and draws a chart.
+
+    Example:  esper sweep plan.toml --workers 2
+    Example:  esper sweep plan.toml --shard 3/8 --out /shared/sweep
+    """
+    from esper.commands.sweep import run_sweep
+
+    run_sweep(plan, shard=shard, workers=workers, out=out)
