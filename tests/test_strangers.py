@@ -15,7 +15,7 @@ from esper import cli
 from esper.commands.resuming import checkpoint_of, must_fit
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import RunError
-from esper.nissa.journal_reader import Damage, Follower, decoded_entry, read, segment_name
+from esper.nissa.journal_reader import Damage, Follower, decoded_entries, read, segment_name
 from esper.nissa.journal_writer import rewind
 from esper.nissa.record import sealed
 from esper.nissa.run import RunDirectory, is_owned, read_manifest
@@ -179,7 +179,7 @@ def test_endless_line_is_one_damaged_line(place, monkeypatch):
 def test_follower_skips_an_overlong_line_and_reads_on_behind_it(place, monkeypatch):
     monkeypatch.setattr("esper.nissa.journal_reader.MOST_LINE_BYTES", 1 << 20)
     path = a_run(Path("run"), entry(0))
-    follower, segment = Follower(path, decoded_entry), path / "events" / segment_name(0, 0)
+    follower, segment = Follower(path, decoded_entries), path / "events" / segment_name(0, 0)
     assert len(follower.poll()) == 1
     for _ in range(4):
         with segment.open("ab") as file:

@@ -13,13 +13,13 @@ from hypothesis import strategies as st
 
 from esper.karn.document import COUNTED, detail, document
 from esper.karn.episode_state import SlotHistory
-from esper.karn.journal_rows import decoded_row
 from esper.karn.run_state import RunState
 from esper.karn.series import BLOCK_ROWS, MOST_GROUPS, Series
 from esper.leyline.checksums import seal_json
 from esper.leyline.events import Decision, Episode, Health, PhaseProfile, RunFinished, Worth
 from esper.leyline.stages import SeedStage as S
 from esper.nissa.journal_reader import read
+from esper.nissa.journal_rows import decoded_row, decoded_rows
 from esper.nissa.record import Record, line, sealed
 from tests.reference.run_facts import run_facts
 from tests.support.live_run import run_events
@@ -196,6 +196,18 @@ def test_damaged_line_is_no_row(spoil):
     raw = line(Record(3, 1.0, 0, step(1))).rstrip()
     assert decoded_row(raw, 0).env == 0
     assert decoded_row(spoil(raw), 0) is None
+
+
+def test_lines_are_decoded_together_as_one_by_one():
+    lines = [line(Record(seq, 1.0, 0, step(seq + 1))).rstrip() for seq in range(4)]
+    unknown = sealed(b'{"seq":9,"time_s":1.0,"rank":0,"kind":"from_the_future"').rstrip()
+    not_finite = line(Record(5, 1.0, 0, step(6, quality=math.inf))).rstrip()
+    changed = lines[1].replace(b'"env":0', b'"env":1')
+    other_rank = line(Record(6, 1.0, 1, step(7))).rstrip()
+    replaced = line(Record(0, 1.0, 0, step(8), replaced=3)).rstrip()
+    for odd in ([], [unknown], [not_finite], [changed], [other_rank], [replaced], [b""], [b" "], [b"{"]):
+        mixed = [*lines, *odd, *lines]
+        assert decoded_rows(mixed, 0) == [row for each in mixed if (row := decoded_row(each, 0)) is not None]
 
 
 # -- slots that the run did not name

@@ -19,7 +19,7 @@ from esper.nissa.journal_reader import (
     Damage,
     Entry,
     Follower,
-    decoded_entry,
+    decoded_entries,
     head,
     read,
     segment_name,
@@ -86,7 +86,7 @@ def test_entries_carry_position_kind_and_fields(tmp_path):
 
 
 def test_directory_without_a_journal_has_no_entries(tmp_path):
-    assert list(read(tmp_path)) == [] == Follower(tmp_path, decoded_entry).poll() == head(tmp_path) == tail(tmp_path)
+    assert list(read(tmp_path)) == [] == Follower(tmp_path, decoded_entries).poll() == head(tmp_path) == tail(tmp_path)
     assert next_seq(tmp_path) == 0
 
 
@@ -152,7 +152,7 @@ def test_ranks_are_merged_by_time_and_each_keeps_its_order(tmp_path_factory, tim
 
     every = [(float(at), rank, seq) for rank, each in enumerate(times) for seq, at in enumerate(sorted(each))]
     assert [(e.time_s, e.rank, e.seq) for e in read(run_dir)] == sorted(every)
-    assert [(e.time_s, e.rank, e.seq) for e in Follower(run_dir, decoded_entry).poll()] == sorted(every)
+    assert [(e.time_s, e.rank, e.seq) for e in Follower(run_dir, decoded_entries).poll()] == sorted(every)
 
 
 def test_line_of_another_rank_is_damage(tmp_path):
@@ -191,7 +191,7 @@ def test_truncation_at_every_byte_loses_only_the_torn_line(tmp_path):
         survivors = list(read(run_dir, damage))
         assert survivors == list(read(whole))[: len(before) + ended]
         assert damage == Damage(torn=int(is_torn))
-        follower = Follower(run_dir, decoded_entry)
+        follower = Follower(run_dir, decoded_entries)
         assert follower.poll() == survivors
 
         first = next_seq(run_dir)
@@ -376,7 +376,7 @@ def test_flipped_byte_raises_nothing_and_alters_no_other_line(tmp_path_factory, 
     path.write_bytes(content)
 
     after = list(read(run_dir))
-    assert Follower(run_dir, decoded_entry).poll() == after
+    assert Follower(run_dir, decoded_entries).poll() == after
     assert all(entry in before for entry in after), "nothing is silently different"
     for index, entry in enumerate(before):
         if index - position not in hit:
@@ -487,7 +487,7 @@ def test_holes_are_reported_per_rank(tmp_path):
 
 
 def test_follower_sees_every_entry_once_through_rotation_and_new_ranks(tmp_path):
-    follower = Follower(tmp_path, decoded_entry)
+    follower = Follower(tmp_path, decoded_entries)
     assert follower.poll() == []
     sinks = [JsonlSink(tmp_path / "events", rank=rank, segment_bytes=300) for rank in range(2)]
     seen = []
@@ -507,7 +507,7 @@ def test_follower_sees_every_entry_once_through_rotation_and_new_ranks(tmp_path)
 def test_follower_waits_for_the_rest_of_a_line(tmp_path):
     events = tmp_path / "events"
     events.mkdir()
-    follower = Follower(tmp_path, decoded_entry)
+    follower = Follower(tmp_path, decoded_entries)
     text = b"".join(map(line, records(range(3))))
     seen = []
     with (events / segment_name(0, 0)).open("ab", buffering=0) as file:
@@ -522,7 +522,7 @@ def test_follower_waits_for_the_rest_of_a_line(tmp_path):
 def test_follower_reads_a_long_log_in_chunks_of_any_size(tmp_path):
     write(tmp_path, range(50), segment_bytes=700)
     write(tmp_path, range(20), rank=1)
-    follower = Follower(tmp_path, decoded_entry)
+    follower = Follower(tmp_path, decoded_entries)
     portions = [follower.poll(most=15) for _ in range(6)]
     assert [len(portion) for portion in portions] == [15, 15, 15, 15, 10, 0]
     assert [entry for portion in portions for entry in portion] == list(read(tmp_path))
@@ -534,7 +534,7 @@ def test_idle_follower_opens_no_file(tmp_path, monkeypatch):
     write(tmp_path, range(50), segment_bytes=700)
     with last_segment(tmp_path).open("ab") as file:
         file.write(b'{"seq":50,"time')
-    follower = Follower(tmp_path, decoded_entry)
+    follower = Follower(tmp_path, decoded_entries)
     assert len(follower.poll()) == 50
 
     def refuse(*_, **__):
@@ -546,7 +546,7 @@ def test_idle_follower_opens_no_file(tmp_path, monkeypatch):
 
 def test_follower_survives_removal_of_the_journal(tmp_path):
     write(tmp_path, range(5))
-    follower = Follower(tmp_path, decoded_entry)
+    follower = Follower(tmp_path, decoded_entries)
     assert len(follower.poll()) == 5
     last_segment(tmp_path).unlink()
     (tmp_path / "events").rmdir()
@@ -565,7 +565,7 @@ for seq in range(2000):
 sink.close()
 """
     child = subprocess.Popen([sys.executable, "-c", code])
-    follower, seen = Follower(tmp_path, decoded_entry), []
+    follower, seen = Follower(tmp_path, decoded_entries), []
     while child.poll() is None:
         seen += follower.poll()
         time.sleep(0.001)

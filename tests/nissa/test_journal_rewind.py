@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from esper.leyline.errors import RunError
 from esper.leyline.events import PhaseProfile
-from esper.nissa.journal_reader import Damage, Follower, decoded_entry, read, segment_name, segments
+from esper.nissa.journal_reader import Damage, Follower, decoded_entries, read, segment_name, segments
 from esper.nissa.journal_writer import JsonlSink, rewind
 from esper.nissa.record import Record, line
 from tests.support.journal_checks import holes, next_seq
@@ -291,7 +291,7 @@ def test_follower_of_a_rewound_run_sees_each_number_once(
 ):
     """The repeated lines are a little longer or shorter, so no offset matches by accident."""
     run_dir = tmp_path_factory.mktemp("run")
-    follower, seen = Follower(run_dir, decoded_entry), []
+    follower, seen = Follower(run_dir, decoded_entries), []
     write(run_dir, range(first), segment_bytes=segment_bytes)
     seen += follower.poll(most)
     limit = min(limit, first)
@@ -308,7 +308,7 @@ def test_follower_of_a_rewound_run_sees_each_number_once(
 
 def test_follower_inside_a_replaced_segment_reads_on(tmp_path):
     write(tmp_path, range(20), segment_bytes=1 << 20)
-    follower = Follower(tmp_path, decoded_entry)
+    follower = Follower(tmp_path, decoded_entries)
     seen = follower.poll(5)  # the rest is being read
     rewind(tmp_path, 0, 10)
     seen += follower.poll()

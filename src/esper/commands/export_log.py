@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 
 from rich.console import Console
@@ -11,14 +9,11 @@ from rich.console import Console
 from esper.commands import plainly
 from esper.karn.lenient_manifest import manifest_of
 from esper.leyline.errors import ConfigError
+from esper.nissa.journal_rows import PORTION, OtherRow, follow
 from esper.nissa.record import Record
-from esper.nissa.replay import replay
 from esper.nissa.sinks import Sink
 from esper.nissa.sinks.tensorboard import TensorBoardSink
 from esper.nissa.sinks.trackers import TENSORBOARD, TrackerSink, must_be_available
-
-PORTION = 1000
-"""Records per write."""
 
 
 def run_export_log(run: Path, to: str, out: Path | None) -> None:
@@ -36,16 +31,12 @@ def run_export_log(run: Path, to: str, out: Path | None) -> None:
     else:
         sink = TrackerSink(to, run, manifest, most_lag_s=None)
     count = 0
+    follower = follow(run)
     try:
-        for records in portions(replay(run)):
-            sink.write(records)
-            count += len(records)
+        while rows := follower.poll(PORTION):
+            events = [row for row in rows if type(row) is not OtherRow]
+            sink.write([Record(row.seq, row.time_s, row.rank, row, row.replaced) for row in events])
+            count += len(events)
     finally:
         sink.close()
     plainly(Console(), f"{count} events of {run} sent to {to}" + ("" if where is None else f": {where}"))
-
-
-def portions(records: Iterator[Record]) -> Iterator[list[Record]]:
-    """Yield records in lists of up to `PORTION`."""
-    while some := list(islice(records, PORTION)):
-        yield some

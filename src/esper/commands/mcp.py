@@ -18,7 +18,7 @@ from esper.karn.run_state import RunState
 from esper.karn.views import catalogue
 from esper.leyline.errors import ConfigError, EsperError, unknown_name
 from esper.leyline.events import Decision, Event, Lifecycle, Worth, spelled
-from esper.nissa.replay import replay
+from esper.nissa.journal_rows import replay
 from esper.nissa.run import MANIFEST
 from esper.nissa.run_list import list_runs
 
@@ -36,6 +36,8 @@ MOST_SECONDS = 60.0
 """Time limit of one query in seconds."""
 MOST_EVENTS = 500
 """Maximum number of events in the life of a seed, the latest ones."""
+PLACE = ("env", "episode", "slot", "seq", "time_s", "rank", "replaced", "crc")
+"""Fields that say where an event happened and where it is in the journal."""
 Answer = dict[str, Any]
 
 
@@ -79,12 +81,11 @@ class RunTools:
         """
         lives: dict[int, list[Answer]] = {}
         slots: set[str] = set()
-        for record in replay(self.path_of(run), (Lifecycle, Decision, Worth)):
-            event: Any = record.event
-            if event.env == env and event.slot:
-                slots.add(event.slot)
-                if event.slot == slot:
-                    lives.setdefault(event.episode, []).append(_told(event))
+        for row in replay(self.path_of(run), (Lifecycle, Decision, Worth)):
+            if row.env == env and row.slot:
+                slots.add(row.slot)
+                if row.slot == slot:
+                    lives.setdefault(row.episode, []).append(_measured(row))
         if slot not in slots:
             raise unknown_name(f"slot with events in environment {env} of {run}", slot, slots)
         chosen = max(lives) if episode is None else episode
@@ -116,12 +117,10 @@ class RunTools:
         return resolved != self.root and resolved.is_relative_to(self.root)
 
 
-def _told(event: Event) -> Answer:
-    """Return an event as data, without its place and without what was not measured."""
-    data: Answer = msgspec.to_builtins(event)
-    return {
-        key: value for key, value in data.items() if key not in ("env", "episode", "slot") and value not in (None, "")
-    }
+def _measured(row: Event) -> Answer:
+    """Return a row of the journal as data, without its place and without what was not measured."""
+    data: Answer = msgspec.to_builtins(row)
+    return {key: value for key, value in data.items() if key not in PLACE and value not in (None, "")}
 
 
 def _some(values: dict[int, Any]) -> str:

@@ -14,7 +14,8 @@ from typing import Literal
 
 import msgspec
 
-from esper.karn.outcomes import HEADS, Arm, Outcome, Outcomes, arms_of, pooled
+from esper.karn.event_text import decision_options
+from esper.karn.outcomes import Arm, Outcome, Outcomes, arms_of, pooled
 from esper.karn.sql import run_names
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.events import Decision
@@ -186,7 +187,7 @@ def describe(decision: Decision | None) -> str:
     """Return a decision as text: operation, slot, and the options that it read."""
     if decision is None:
         return WAIT
-    options = [getattr(decision, head) for head in HEADS if getattr(decision, head)]
+    options = decision_options(decision)
     place = f" {decision.slot}" if decision.slot else ""
     return printable(f"{decision.op}{place}" + (f" ({', '.join(options)})" if options else ""))
 

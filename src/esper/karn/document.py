@@ -13,7 +13,7 @@ import numpy as np
 
 from esper.karn import held_out
 from esper.karn.episode_state import EpisodeState, SlotHistory
-from esper.karn.event_text import decision_details, event_text, kind_of
+from esper.karn.event_text import decision_options, event_text, kind_of
 from esper.karn.problems import problems
 from esper.karn.run_state import EnvState, RunState
 from esper.karn.series import MOST_GROUPS, Series, grouped
@@ -232,7 +232,7 @@ def move(d: Any, reason: Any) -> Json:
     names = ("step", "was", "now", "cause", "dwell_epochs", "alpha", "contribution", "contribution_se")
     row: Json = {name: getattr(d, name) for name in names}
     if reason is not None:
-        row["decision"] = {"op": reason.op, "how": decision_details(reason), "legal": list(reason.legal_ops),
+        row["decision"] = {"op": reason.op, "how": " ".join(decision_options(reason)), "legal": list(reason.legal_ops),
                            "entropy": reason.entropy, "value": reason.value}  # fmt: skip
     return row
 

@@ -121,8 +121,10 @@ class EpisodeState:
     """Whether the run did not record the slot order of `step` events. Only events with slot names count then."""
     decision: Decision | None = None
     """The newest decision that was not to wait."""
-    pending: list[tuple[int, Any]] = field(default_factory=list)
-    """Events that are not absorbed yet, with their positions: steps, worth, gradients, decisions, moves and result."""
+    pending: list[Any] = field(default_factory=list)
+    """Events that are not absorbed yet: steps, worth, gradients, decisions, moves and result."""
+    positions: list[int] = field(default_factory=list)
+    """Position in the journal of each step in `pending`."""
     _shown: list[tuple[SlotHistory, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -134,10 +136,11 @@ class EpisodeState:
         if not self.pending:
             return self
         pending, self.pending = self.pending, []
-        for position, event in pending:
+        positions, self.positions = iter(self.positions), []
+        for event in pending:
             match event:
                 case Step():
-                    self._add_step(event, position)
+                    self._add_step(event, next(positions))
                 case Worth():
                     self._add_worth(event)
                 case Gradient():

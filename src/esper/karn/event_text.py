@@ -29,7 +29,7 @@ def event_text(d: Event, is_percent: bool) -> tuple[str, str]:
         case Lifecycle():
             return _lifecycle(d, points), {"FOSSILIZED": "good", "PRUNED": "warn"}.get(d.now, "")
         case Decision():
-            text = f"{d.op} {d.slot} {decision_details(d)}".rstrip()
+            text = f"{d.op} {d.slot} {' '.join(decision_options(d))}".rstrip()
             return (text, "") if d.happened else (f"{text}: not legal, nothing happened", "warn")
         case Episode():
             text = f"episode ended: quality {number_text(d.quality, unit)}, best {number_text(d.quality_best, unit)}"
@@ -46,9 +46,9 @@ def event_text(d: Event, is_percent: bool) -> tuple[str, str]:
             return _machinery(d)
 
 
-def decision_details(d: Decision) -> str:
+def decision_options(d: Decision) -> list[str]:
     """Return the choices of a decision besides its operation and slot."""
-    return " ".join(value for name in HEADS if (value := getattr(d, name)))
+    return [value for name in HEADS if (value := getattr(d, name))]
 
 
 def _lifecycle(d: Lifecycle, points: str) -> str:

@@ -1,15 +1,14 @@
-"""Validation of input from files that may be damaged: manifests and journal entries."""
+"""Manifests that may be damaged, and their fields by the names of `run_started`."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from esper.leyline.errors import RunError
-from esper.leyline.events import KINDS, RunStarted
+from esper.leyline.events import RunStarted
 from esper.nissa.journal_reader import EVENTS, segments
 from esper.nissa.run import is_owned, read_manifest
 
@@ -24,16 +23,6 @@ def manifest_of(path: Path) -> tuple[Data, str | None]:
         if not segments(Path(path) / EVENTS):
             raise
         return ({"status": "running"} if is_owned(path) else {}), str(error)
-
-
-def checker(kind: str) -> Callable[[Data], object]:
-    """Return a function that raises ValueError at a field of the wrong type. Missing fields are accepted."""
-    fields = [(f.name, f.type, msgspec.UNSET) for f in msgspec.structs.fields(KINDS[kind])]
-    lenient = msgspec.defstruct(kind, fields)
-    return lambda data: msgspec.convert(data, lenient)
-
-
-CHECKS = {kind: checker(kind) for kind in KINDS}
 
 
 def fact(manifest: Data, name: str) -> Any:

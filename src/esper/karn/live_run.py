@@ -11,10 +11,11 @@ import numpy as np
 
 from esper.karn.document import Json, clean, detail, document, rounded
 from esper.karn.episode_state import STEP_COLUMNS
-from esper.karn.journal_rows import ROWS, follow
 from esper.karn.lenient_manifest import manifest_of
-from esper.karn.run_state import PORTION, RunState
+from esper.karn.run_state import RunState
 from esper.karn.series import grouped, to_array
+from esper.leyline.events import Step
+from esper.nissa.journal_rows import PORTION, follow, replay
 from esper.nissa.run import MANIFEST
 
 POLL_S = 0.5
@@ -56,13 +57,11 @@ class LiveRun:
         rows = []
         at = STEP_COLUMNS.index(by)
         names = [name for name in STEP_COLUMNS if name != "position"]
-        follower = follow(self.path)
-        while portion := follower.poll(PORTION):
-            for row in portion:
-                if type(row) is ROWS["step"] and row.env == env and row.episode == episode:
-                    values = tuple(getattr(row, name) for name in names)
-                    if values[at] is not None and first <= values[at] <= last:
-                        rows.append(values)
+        for row in replay(self.path, [Step]):
+            if row.env == env and row.episode == episode:
+                values = tuple(getattr(row, name) for name in names)
+                if values[at] is not None and first <= values[at] <= last:
+                    rows.append(values)
         table = to_array(rows, len(names))
         stride = 1 << max(0, (len(rows) - 1) // MOST_ROWS).bit_length()
         low, high = grouped(table, stride)

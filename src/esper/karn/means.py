@@ -25,7 +25,12 @@ class Means:
             cells = self._cells[key // self.stride] = [[0, 0.0, math.inf, -math.inf] for _ in self.columns]
         for cell, value in zip(cells, values, strict=True):
             if value is not None and math.isfinite(value):
-                _merge(cell, (1, value, value, value))
+                cell[0] += 1
+                cell[1] += value
+                if value < cell[2]:
+                    cell[2] = value
+                if value > cell[3]:
+                    cell[3] = value
         while len(self._cells) > MOST_KEYS:
             self._coarsen()
 

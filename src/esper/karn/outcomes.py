@@ -19,11 +19,10 @@ from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import DataError
 from esper.leyline.events import Decision, Episode, RunStarted, Step
 from esper.leyline.text import LONGEST_SETTING, flat_settings, printable
-from esper.nissa.replay import replay
+from esper.nissa.journal_rows import replay
 
 EVALUATION = "eval.json"
 """File that `esper eval --out` writes."""
-HEADS = ("blueprint", "style", "tempo", "alpha_target", "alpha_speed", "alpha_curve")
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -100,8 +99,8 @@ def finished_episodes(path: Path) -> tuple[dict[tuple[int, int], tuple[int, Outc
     macs: dict[tuple[int, int], int | None] = {}  # by environment and episode; only episodes that have not ended
     decisions: dict[tuple[int, int], dict[int, Decision]] = {}
     started: RunStarted | None = None
-    for record in replay(path, (RunStarted, Step, Decision, Episode)):
-        match record.event:
+    for row in replay(path, (RunStarted, Step, Decision, Episode)):
+        match row:
             case RunStarted() as event:
                 started = started or event
             case Step() as event:

@@ -11,42 +11,41 @@ from __future__ import annotations
 import gc
 import math
 from collections import Counter, deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
 from esper.karn.episode_state import MOST_PENDING, EpisodeState, Value, stage_of
-from esper.karn.journal_rows import ROWS, OtherRow, follow
 from esper.karn.lenient_manifest import Data, fact, manifest_of, slot_names
 from esper.karn.means import Means
 from esper.karn.series import Series
 from esper.leyline.actions import Head
 from esper.leyline.events import (
     Decision,
-    Episode,
     Governor,
     Health,
     Lifecycle,
     PhaseProfile,
     RunFinished,
     RunStarted,
-    Step,
     Update,
 )
 from esper.leyline.stages import SeedStage
 from esper.leyline.text import printable
 from esper.nissa.journal_reader import Damage
+from esper.nissa.journal_rows import PORTION, ROWS, OtherRow, follow
 from esper.nissa.missed_events import lost_events
 
 UPDATE_COLUMNS = ("round", "return_mean", "return_sd", "kl", "clip_fraction", "explained_variance", "value_nrmse",
                   "policy_loss", "value_loss", "grad_norm", "lr", "skipped", "wall_ms")  # fmt: skip
 ROUND_COLUMNS = ("quality", "twin_quality", "test_quality", "utility", "episode_return", "params", "germinated",
                  "fossilized", "pruned", "rollbacks")  # fmt: skip
+_update_values = attrgetter(*UPDATE_COLUMNS)
+_round_values = attrgetter(*ROUND_COLUMNS)
 MOST_EVENTS = 200
 """Maximum number of events, decisions, alarms and health messages that are kept, the newest ones."""
-PORTION = 5_000
-"""Rows that are read at once, to bound memory."""
 
 
 @dataclass(slots=True)
@@ -134,7 +133,7 @@ class RunState:
         self.is_in_rounds = (fact(self.manifest, "rounds") or 1) > 1
         """Whether the run trains for several rounds."""
         self._phases: dict[tuple[int, str], Phase] = {}
-        self._counts: dict[type, int] = dict.fromkeys((*ROWS.values(), OtherRow), 0)
+        self._counts: Counter[type] = Counter()
         self._others: Counter[str] = Counter()
         handlers: dict[str, Callable[[Any], object]] = {
             "step": self._step, "worth": self._collect, "gradient": self._collect, "phase_profile": self._phase,
@@ -164,17 +163,17 @@ class RunState:
         state.damage.torn += follower.torn
         return state
 
-    def fold(self, rows: Iterable[Any]) -> None:
+    def fold(self, rows: Sequence[Any]) -> None:
         """Add the next rows of the journal, see `journal_rows`."""
-        position, handlers, counts = self.position, self._handlers, self._counts
-        for row in rows:
-            self.position = position = position + 1
-            self.last_s = row.time_s
-            kind = type(row)
-            counts[kind] += 1
-            handlers[kind](row)
-            if position == 1:
-                self.first_s = row.time_s
+        if rows and not self.position:
+            self.first_s = rows[0].time_s
+        self._counts.update(map(type, rows))
+        handlers = self._handlers
+        for position, row in enumerate(rows, self.position + 1):
+            self.position = position
+            handlers[type(row)](row)
+        if rows:
+            self.last_s = rows[-1].time_s
 
     @property
     def kinds(self) -> dict[str, int]:
@@ -205,15 +204,16 @@ class RunState:
         env.changed = self.position
         episode = env.episode
         if episode is None or episode.number != d.episode:
-            episode = self._begin(env, d.episode)
+            episode = self._begin(env, d)
         pending = episode.pending
-        pending.append((self.position, d))
         if len(pending) >= MOST_PENDING:
             episode.absorb()
+            pending = episode.pending
+        pending.append(d)
         return episode
 
-    def _begin(self, env: EnvState, number: int) -> EpisodeState:
-        episode = env.episode = EpisodeState(env.index, number, env.name, self.order, first_s=self.last_s)
+    def _begin(self, env: EnvState, d: Any) -> EpisodeState:
+        episode = env.episode = EpisodeState(env.index, d.episode, env.name, self.order, first_s=d.time_s)
         env.episodes += 1
         self.episodes += 1
         return episode
@@ -237,14 +237,15 @@ class RunState:
         self.finished = d
         self.changed["run"] = self.position
 
-    def _step(self, d: Step) -> None:
-        self._collect(d).last_s = self.last_s
+    def _step(self, d: Any) -> None:
+        episode = self._collect(d)
+        episode.positions.append(self.position)
+        episode.last_s = d.time_s
         self.env_steps += 1
         self.ops[d.op] += 1
         self.changed["decisions"] = self.position
-        quality = d.quality
-        if quality is not None and not 0 <= quality <= 1 and math.isfinite(quality):
-            self.is_percent = False
+        if self.is_percent:
+            self._see_quality(d.quality)
 
     def _see_quality(self, quality: Value) -> None:
         if quality is not None and not 0 <= quality <= 1 and math.isfinite(quality):
@@ -262,7 +263,9 @@ class RunState:
         self._list(d)
         self._collect(d)
         self.changed["decisions"] = self.position
-        count = self.blueprints.setdefault(d.blueprint, BlueprintCount())
+        count = self.blueprints.get(d.blueprint)
+        if count is None:
+            count = self.blueprints[d.blueprint] = BlueprintCount()
         now = stage_of(d.now)
         count.germinated += now == SeedStage.GERMINATED
         count.pruned += now == SeedStage.PRUNED
@@ -271,17 +274,17 @@ class RunState:
             if d.contribution is not None and math.isfinite(d.contribution):
                 count.worths = [count.worths[0] + 1, count.worths[1] + d.contribution]
 
-    def _episode_end(self, d: Episode) -> None:
+    def _episode_end(self, d: Any) -> None:
         self._list(d)
         before = self.episodes
         episode = self._collect(d)
-        episode.result, episode.last_s = d, self.last_s
+        episode.result, episode.last_s = d, d.time_s
         if self.episodes > before:  # no step of it was recorded
             self.env_steps += d.steps
         self.changed["rounds"] = self.position
         self._see_quality(d.quality)
         self._see_quality(d.quality_best)
-        self.rounds.add(d.episode, tuple(getattr(d, name) for name in ROUND_COLUMNS))
+        self.rounds.add(d.episode, _round_values(d))
         quality, best = d.quality, None if self.best is None else self.best.quality
         if quality is not None and math.isfinite(quality) and (best is None or quality > best):
             self.best = episode
@@ -291,7 +294,7 @@ class RunState:
         if self.newest_update is not None and d.round <= self.newest_update.round:
             self.updates.cut(d.round)
         entropies = (d.entropy.get(head.name.lower()) for head in Head)
-        self.updates.add((*(getattr(d, name) for name in UPDATE_COLUMNS), *entropies))
+        self.updates.add((*_update_values(d), *entropies))
         self.newest_update = d
         self.changed["updates"] = self.position
 

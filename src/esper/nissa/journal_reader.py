@@ -13,7 +13,7 @@ import stat
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Generic, NamedTuple, Protocol, TypeVar
 
@@ -90,8 +90,8 @@ class Positioned(Protocol):
 
 
 Line = TypeVar("Line", bound=Positioned)
-Decode = Callable[[bytes, int], Line | None]
-"""Decodes a line of a rank; None if it is damaged. `decoded_entry` is the general one."""
+Decode = Callable[[list[bytes], int], list[Line]]
+"""Decodes lines of a rank, without the damaged ones. `decoded_entries` is the general one."""
 
 
 def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
@@ -99,7 +99,7 @@ def read(run_dir: Path, damage: Damage | None = None) -> Iterator[Entry]:
     damage = Damage() if damage is None else damage
     folder = Path(run_dir) / EVENTS
     by_rank = segments(folder)
-    ranks = [_Rank(rank, damage, decoded_entry) for rank in by_rank]
+    ranks = [_Rank(rank, damage, decoded_entries) for rank in by_rank]
     yield from _merged(ranks, by_rank)
     damage.torn += sum(rank.is_torn for rank in ranks)
 
@@ -156,7 +156,7 @@ def _some(rank: int, numbered: list[tuple[int, Path]], from_end: int) -> list[En
             if from_end:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - from_end))
             lines = file.read(TAIL_BYTES).split(b"\n")
-        if entries := [entry for line in lines if (entry := decoded_entry(line, rank))]:
+        if entries := decoded_entries(lines, rank):
             return entries
     return []
 
@@ -242,18 +242,19 @@ class _Rank(Generic[Line]):
         self.rest = 0  # bytes after `offset` that are not a complete line yet
         self.is_readable = True  # whether the current segment is a regular file
         self.is_skipping = False  # whether `offset` is inside a line that is too long
+        self._leaper: Line | None = None  # the last entry, if its seq jumps ahead
 
     def advance(self, numbered: list[tuple[int, Path]]) -> Iterator[Line]:
         """Yield the entries added since the last call, from the segments listed in `numbered`."""
-        return self._once(self.lines(numbered))
+        return chain.from_iterable(self._once(self._batches(numbered)))
 
     @property
     def is_torn(self) -> bool:
         """Whether what was read ends within a line."""
         return self.rest > 0 or self.is_skipping
 
-    def lines(self, numbered: list[tuple[int, Path]]) -> Iterator[Line]:
-        """Yield the valid entries of these segments, duplicates included."""
+    def _batches(self, numbered: list[tuple[int, Path]]) -> Iterator[list[Line]]:
+        """Yield the valid entries of these segments, duplicates included, as one list per chunk of a file."""
         for number, path in numbered:
             if number < self.number:
                 continue
@@ -265,7 +266,7 @@ class _Rank(Generic[Line]):
             if self.is_readable:
                 yield from self._segment(path)
 
-    def _segment(self, path: Path) -> Iterator[Line]:
+    def _segment(self, path: Path) -> Iterator[list[Line]]:
         """Yield the entries after `offset`. No file stays open between calls: there may be a thousand ranks."""
         with contextlib.suppress(FileNotFoundError):
             if os.lstat(path).st_size <= self.offset + self.rest:
@@ -278,7 +279,7 @@ class _Rank(Generic[Line]):
             if lines:
                 rest = lines.pop()
                 self.offset += size + len(chunk) - len(rest)
-                yield from self._read([b"".join(pieces), *lines])
+                yield self._decoded([b"".join(pieces), *lines])
                 pieces, size = [rest], len(rest)
             else:
                 size += len(chunk)
@@ -286,32 +287,45 @@ class _Rank(Generic[Line]):
                 self.is_skipping = True
                 self.offset, pieces, size = self.offset + size, [], 0
         line = b"".join(pieces)
-        if line and not self.is_skipping and (entry := self.decode(line, self.rank)):  # only its line end is missing
-            self.offset, size = self.offset + size, 0
-            yield entry
+        if line and not self.is_skipping and (entries := self.decode([line], self.rank)):
+            self.offset, size = self.offset + size, 0  # only its line end is missing
+            yield entries
         self.rest = size
 
-    def _read(self, lines: list[bytes]) -> Iterator[Line]:
-        for line in lines:
-            if self.is_skipping:  # the end of a line that is too long
-                self.is_skipping = False
-                self.damage.lines += 1
-            elif entry := self.decode(line, self.rank):
-                yield entry
-            elif line:
-                self.damage.lines += 1
+    def _decoded(self, lines: list[bytes]) -> list[Line]:
+        """Return the valid entries of complete lines, and count the others."""
+        if self.is_skipping:  # the first one is the end of a line that is too long
+            self.is_skipping = False
+            self.damage.lines += 1
+            lines = lines[1:]
+        entries = self.decode(lines, self.rank)
+        if len(entries) < len(lines):
+            self.damage.lines += sum(map(bool, lines)) - len(entries)
+        return entries
 
-    def _once(self, entries: Iterable[Line]) -> Iterator[Line]:
-        """Yield the first entry of each seq.
+    def _once(self, batches: Iterable[list[Line]]) -> Iterator[Iterable[Line]]:
+        """Yield the first entry of each seq, as one iterable per batch.
 
         If a line's seq jumps ahead and the next line continues below it, that seq is damaged. The line is dropped
         before it can displace the line that really has this seq.
         """
+        for batch in batches:
+            start, stop = self.seqs.next, self.seqs.next + len(batch)
+            if self._leaper is None and [entry.seq for entry in batch] == list(range(start, stop)):
+                self.seqs.next = stop  # the usual case: nothing is missing or repeated
+                yield batch
+            else:
+                yield self._sorted_out(batch)
+        if self._leaper is not None:
+            self.seqs.add(self._leaper.seq, self._leaper.replaced)
+            yield [self._leaper]
+            self._leaper = None
+
+    def _sorted_out(self, batch: list[Line]) -> Iterator[Line]:
         seqs, damage = self.seqs, self.damage
-        leaper: Line | None = None
-        for entry in entries:
+        for entry in batch:
             seq = entry.seq
-            if leaper is not None:
+            if leaper := self._leaper:
                 if seq > leaper.seq:
                     seqs.add(leaper.seq, leaper.replaced)
                     yield leaper
@@ -319,19 +333,16 @@ class _Rank(Generic[Line]):
                     damage.duplicates += 1
                 else:
                     damage.lines += 1
-                leaper = None
+                self._leaper = None
             if seq == seqs.next:
                 seqs.next = seq + 1
                 yield entry
             elif seq > seqs.next:
-                leaper = entry
+                self._leaper = entry
             elif seqs.add(seq):
                 yield entry
             else:
                 damage.duplicates += 1
-        if leaper is not None:
-            seqs.add(leaper.seq, leaper.replaced)
-            yield leaper
 
 
 def _chunk(path: Path, at: int) -> bytes:
@@ -350,6 +361,11 @@ def _time(entry: Positioned) -> float:
 def _merged(ranks: list[_Rank[Line]], by_rank: dict[int, list[tuple[int, Path]]]) -> Iterator[Line]:
     streams = [rank.advance(by_rank.get(rank.rank, [])) for rank in ranks]
     return streams[0] if len(streams) == 1 else heapq.merge(*streams, key=_time)
+
+
+def decoded_entries(lines: list[bytes], rank: int) -> list[Entry]:
+    """Decode lines as entries of this rank, without the damaged ones."""
+    return [entry for line in lines if (entry := decoded_entry(line, rank))]
 
 
 def decoded_entry(line: bytes, rank: int) -> Entry | None:

@@ -17,7 +17,7 @@ from esper.nissa.record import Record
 from esper.nissa.recorder import record
 from esper.nissa.sinks import trackers
 from esper.nissa.sinks.trackers import MOST_LAG_S, CallThread, TrackerSink, must_be_available
-from tests.nissa.sinks.test_console_tensorboard import EPISODE, STARTED, loaded, step, update
+from tests.nissa.sinks.test_tensorboard import EPISODE, STARTED, loaded, step, update
 
 ESPER = Path(sys.executable).parent / "esper"
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true", "OMP_NUM_THREADS": "1"}

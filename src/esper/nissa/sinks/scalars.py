@@ -51,7 +51,7 @@ class Scalars:
                 return self._of_env(event, {f"gradient_{name}/{event.slot}": getattr(event, name) for name in gauges})
             case Update():
                 self._updates += 1
-                values = {name: getattr(event, name) for name in event.__struct_fields__ if name not in HEAD_FIELDS}
+                values = {name: getattr(event, name) for name in Update.__struct_fields__ if name not in HEAD_FIELDS}
                 for name in HEAD_FIELDS:
                     values |= {f"{name}/{head}": value for head, value in getattr(event, name).items()}
                 return self._updates, {f"update/{name}": value for name, value in values.items()}
