@@ -22,7 +22,7 @@ _HOME = {
     "Rules": "esper.kasmina.lifecycle",
     "blueprint": "esper.kasmina.blueprints",
     "Grower": "esper.grower",
-    "plot_worth": "esper.karn.worth_plot",
+    "plot_worth": "esper.simic.attribution.worth_plot",
     "record": "esper.nissa.recorder",
     "load_data": "esper.tolaria.data",
     "Task": "esper.tolaria.tasks",
@@ -44,7 +44,6 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from esper.grower import Grower as Grower
-    from esper.karn.worth_plot import plot_worth as plot_worth
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.body import Body as Body
     from esper.kasmina.graft import graft as graft
@@ -57,6 +56,7 @@ if TYPE_CHECKING:
     from esper.leyline.stages import SeedStage as SeedStage
     from esper.leyline.stages import Thresholds as Thresholds
     from esper.nissa.recorder import record as record
+    from esper.simic.attribution.worth_plot import plot_worth as plot_worth
     from esper.simic.env import GrowthEnv as GrowthEnv
     from esper.simic.env import GrowthVectorEnv as GrowthVectorEnv
     from esper.simic.simulated_worlds import SimConfig as SimConfig

@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from esper.commands.chart_axis import tick_labels, ticks
 from esper.commands.report import digest, facts, run_report
 from esper.karn import report
 from esper.karn.document import detail, document
-from esper.karn.number_text import duration, number_text, tick_labels, ticks
+from esper.karn.number_text import duration, number_text
 from esper.karn.problems import problems
 from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json

@@ -9,13 +9,15 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from esper.karn.number_text import COLOURS, tick_labels, ticks
+from esper.commands.chart_axis import tick_labels, ticks
 from esper.leyline.text import escape
 from esper.studies.rendering import METRICS
 from esper.studies.statistics import Summary
 
 LEFT, TOP, RIGHT, BOTTOM = 64, 44, 584, 344
 """The plot area in pixels."""
+COLOURS = 8
+"""Number of colours of curves."""
 NAME_HEIGHT = 15
 """Least vertical distance of two names, in pixels."""
 STYLE = """

@@ -3,11 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from itertools import pairwise
-
-COLOURS = 8
-"""Number of colours of curves."""
 
 
 def number_text(value: float | None, unit: str = "number", digits: int | None = None) -> str:
@@ -47,33 +42,6 @@ def duration(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours} h {minutes:02d} min" if hours else f"{minutes} min {rest:02d} s"
-
-
-def ticks(low: float, high: float, about: int = 5) -> list[float]:
-    """Return about `about` round numbers within low…high."""
-    if not (math.isfinite(low) and math.isfinite(high)):
-        return []
-    if high - low <= 1e-9 * max(abs(low), abs(high)):  # too narrow to divide in floating point
-        return [low]
-    raw = (high - low) / max(1, about)
-    size = 10.0 ** math.floor(math.log10(raw))
-    step = next(m * size for m in (1, 2, 2.5, 5, 10) if m * size >= raw * 0.999)
-    first, last = math.ceil(low / step - 1e-9), math.floor(high / step + 1e-9)
-    return [0.0 if k == 0 else k * step for k in range(first, last + 1)]
-
-
-def tick_labels(values: Sequence[float], unit: str) -> list[str]:
-    """Return tick labels with as few digits as distinguish neighbours."""
-    if unit in ("count", "seconds"):
-        return [compact(v) if unit == "count" else number_text(v, unit) for v in values]
-    scale = 100.0 if unit in ("percent", "points") else 1.0
-    gap = min((b - a for a, b in pairwise(values)), default=1.0) * scale
-    digits = 0
-    while digits < 6 and abs(gap * 10**digits - round(gap * 10**digits)) > 1e-6:
-        digits += 1
-    sign = "+" if unit == "points" else ""
-    tail = " %" if unit == "percent" else ""
-    return [f"{v * scale:{sign if v else ''}.{digits}f}{tail}".replace("-", "−") for v in values]
 
 
 def compact(value: float) -> str:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import sqrt
 
-from esper.karn.number_text import number_text, ticks
+from esper.commands.chart_axis import ticks
+from esper.karn.number_text import number_text
 from esper.leyline.text import escape
 
 LEFT, WIDTH, ROW, TOP = 250, 560, 34, 56
