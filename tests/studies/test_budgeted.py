@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from esper.kasmina.lifecycle import Rules
+from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
 from esper.studies.arms import Space, structure_named
-from esper.studies.budgeted import Session, first_classes, full_structure, full_training_macs
+from esper.studies.budgeted import Session, few_samples, first_classes, full_structure, full_training_macs
 from esper.studies.contract import Arm
 from esper.studies.table import STUDIES
 from esper.studies.trainers import TRAINERS, trainer_of
@@ -87,6 +88,28 @@ def test_first_classes_leave_validation_and_test_whole():
     few = first_classes(data, 5)
     assert set(few.train.y.tolist()) == {0, 1, 2, 3, 4}
     assert (few.val, few.test) == (data.val, data.test)
+
+
+def test_few_samples_are_drawn_by_the_world():
+    data = SMALL.load_data()
+    few, again, other = (few_samples(data, 100, world) for world in (0, 0, 1))
+    assert len(few.train) == 100
+    assert torch.equal(few.train.x, again.train.x)
+    assert not torch.equal(few.train.x, other.train.x)
+    rows = {tuple(row) for row in data.train.x.flatten(1).tolist()}
+    assert rows.issuperset(map(tuple, few.train.x.flatten(1).tolist()))
+    assert (few.val, few.test) == (data.val, data.test)
+
+
+def test_more_samples_than_there_are_is_refused():
+    with pytest.raises(ConfigError, match="fewer than samples=99999"):
+        session(samples=99_999)
+
+
+def test_sessions_of_a_process_share_the_data():
+    assert session().data is session().data
+    assert len(session(samples=50).data.train) == 50
+    assert len(session().data.train) > 50
 
 
 def test_pretraining_is_not_counted():

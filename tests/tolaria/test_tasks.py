@@ -201,3 +201,23 @@ def test_enlarged_host_is_the_first_of_at_least_the_size(name):
 def test_unknown_task_error_suggests_the_nearest():
     with pytest.raises(UnknownNameError, match="Did you mean 'rescue'"):
         get_task("rescu")
+
+
+def test_images_are_reduced_by_averaging_squares():
+    task = replace(get_task("quick"), shrink=2)
+    whole, small = get_task("quick").load_data(), task.load_data()
+    assert small.train.x.shape[1:] == (1, 7, 7)
+    for split in ("train", "val", "test"):
+        x, y = whole.splits[split].x, small.splits[split].x
+        corners = [x[:, :, row::2, column::2] for row in (0, 1) for column in (0, 1)]
+        torch.testing.assert_close(y, sum(corners) / 4)
+        assert torch.equal(whole.splits[split].y, small.splits[split].y)
+
+
+@pytest.mark.parametrize(("name", "factor", "message"), [
+    ("moby", 2, "only images can be reduced. Set shrink=1"),
+    ("quick", 15, "smaller than shrink=15"),
+])  # fmt: skip
+def test_data_that_cannot_be_reduced_is_refused(name, factor, message):
+    with pytest.raises(DataError, match=message):
+        replace(get_task(name), shrink=factor).load_data()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -11,7 +12,7 @@ from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.rng import derive_seed
 from esper.simic.backend import context_of
-from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs
+from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs, shared_data
 from esper.studies.contract import Arm, Point
 from esper.studies.trainers import trainer
 from esper.tamiyo.controllers import Schedule, Wait
@@ -43,22 +44,32 @@ def resized(task: Task, host: str) -> Task:
     return task.widened(params) if host == "wider" else task.deepened(params)
 
 
+SITUATION = ("change", "samples")
+"""Settings of any arm that `Session` takes as they are: a task that changes, few training samples."""
+
+
 @trainer("static")
 def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
     """Train a fixed structure from step 0.
 
     Settings: `structure` ("none", "full", a blueprint), `host` ("own", "wider", "deeper"), `ramp` (share of the task's
-    epochs after which the last seed has alpha 1, see `Engine.plant_fossils`), `pretrain`, `change`
-    (see `Session`).
+    epochs after which the last seed has alpha 1, see `Engine.plant_fossils`), `pretrain` (epochs that the host was
+    trained before), and those of `SITUATION`.
     """
     own = get_task(task)
     host = resized(own, arm.settings.get("host", "own"))
     structure = structure_named(own, arm.settings.get("structure", "none"))
     limit = None if structure else SMALL_HOST_EPOCHS * own.epochs
-    unit = full_training_macs(own)
-    change = arm.settings.get("change", 0)
     ramp = round(arm.settings.get("ramp", 0.0) * own.epochs)
-    session = Session(host, world, unit=unit, structure=structure, ramp=ramp, change=change, max_epochs=limit)
+    session = Session(
+        host,
+        world,
+        unit=full_training_macs(own),
+        structure=structure,
+        ramp=ramp,
+        max_epochs=limit,
+        **chosen(arm, SITUATION),
+    )
     session.pretrain(arm.settings.get("pretrain", 0))
     return session.run(Wait(), budgets)
 
@@ -67,17 +78,22 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
 def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
     """Plant a structure during training, one seed per epoch, shallow slots first.
 
-    Settings: `start` (epoch of the first seed), `structure`, `birth`, `open_ramp` (epochs of the alpha ramp), `change`.
+    Settings: `start` (epoch of the first seed), `structure`, `birth`, `open_ramp` (epochs of the alpha ramp),
+    `pretrain`, and those of `SITUATION`.
     """
     own = get_task(task)
     structure = structure_named(own, arm.settings.get("structure", "full"))
     names = [blueprint_index(name) for name in dict.fromkeys(structure.values())]
-    rules = {k: arm.settings[k] for k in ("birth", "open_ramp") if k in arm.settings}
-    change = arm.settings.get("change", 0)
-    session = Session(own, world, unit=full_training_macs(own), rules=Rules(**rules), change=change)
+    rules = Rules(**chosen(arm, ("birth", "open_ramp")))
+    session = Session(own, world, unit=full_training_macs(own), rules=rules, **chosen(arm, SITUATION))
     before = arm.settings.get("pretrain", 0)
     session.pretrain(before)
     return session.run(Schedule(names, start=before + arm.settings["start"]), budgets)
+
+
+def chosen(arm: Arm, names: Sequence[str]) -> dict[str, Any]:
+    """Return those of an arm's settings that have one of the names."""
+    return {name: arm.settings[name] for name in names if name in arm.settings}
 
 
 # -- searches for a structure within a limit: several trainings share one budget
@@ -91,7 +107,7 @@ class Space:
 
     def __init__(self, task: Task, limit: float, blueprints: Sequence[str] = ()) -> None:
         self.task = task
-        body = Engine(task, [0]).networks[0].body
+        body = Engine(task, [0], data=shared_data(task)).networks[0].body
         self.costs = body.costs()
         self.choices = {
             slot: [name for name in c if not blueprints or name in blueprints] for slot, c in self.costs.items()
@@ -111,6 +127,16 @@ class Space:
             structure = {slot: name for slot, name in drawn.items() if name}
             if structure and self.macs(structure) <= self.limit:
                 return structure
+
+    def extensions(self, structure: Structure, rng: np.random.Generator, count: int) -> list[Structure]:
+        """Return at most `count` different random seeds that fit into the limit beside a structure."""
+        found = [
+            {slot: name}
+            for slot, names in self.choices.items()
+            for name in names
+            if slot not in structure and self.macs(structure | {slot: name}) <= self.limit
+        ]
+        return [found[i] for i in rng.permutation(len(found))[:count]]
 
     @property
     def unit(self) -> int:
@@ -191,3 +217,36 @@ def train_select(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
         z=arm.settings.get("z", 1.0),
     )
     return session.run(controller, budgets)
+
+
+@trainer("tournament")
+def train_tournament(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
+    """Grow one seed at a time: copies of the network try different seeds for equal compute, and the best one goes on.
+
+    A copy without a new seed takes part; if it wins, or nothing more fits into the limit, growth ends. The compute of
+    the losing copies counts. Settings: `limit`, `start` (epochs before the first trial), `trial` (multiply-adds of one
+    trial, as a share of the budget), `copies` (number of seeds that are tried at a time).
+    """
+    own = get_task(task)
+    space = Space(own, arm.settings["limit"])
+    points = []
+    for budget in budgets:
+        rng = np.random.default_rng(derive_seed(world, "tournament"))
+        session = Session(own, world, unit=space.unit)
+        session.advance(Wait(), arm.settings["start"] * session.epoch_macs)
+        structure: Structure = {}
+        lost = 0
+        trial = int(arm.settings["trial"] * budget * space.unit)
+        while tried := space.extensions(structure, rng, arm.settings["copies"]):
+            rivals = [(extra, session.copy(extra)) for extra in ({}, *tried)]
+            for _, rival in rivals:
+                rival.advance(Wait(), session.spent + trial)
+            before = session.spent
+            extra, session = max(rivals, key=lambda rival: rival[1].quality)
+            lost += sum(rival.spent - before for _, rival in rivals if rival is not session)
+            if not extra:
+                break
+            structure |= extra
+        point = session.run(Wait(), [budget - lost / space.unit])[0]
+        points.append(msgspec.structs.replace(point, budget=budget, train_macs=lost + point.train_macs))
+    return points

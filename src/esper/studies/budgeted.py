@@ -10,17 +10,23 @@ end. So every budget has its own decay, and no decay begins before the growth th
 
 from __future__ import annotations
 
+import copy
+import os
 import time
 from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
+import numpy as np
+import torch
 
 from esper.kasmina.blueprints import blueprint, registered
 from esper.kasmina.blueprints.sequences import transformer_block
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Operator
 from esper.leyline.costs import live_costs, network_params
+from esper.leyline.errors import ConfigError
+from esper.leyline.rng import derive_seed
 from esper.simic.backend import context_of
 from esper.simic.evaluation.comparison import structure_of
 from esper.studies.contract import Point
@@ -39,7 +45,7 @@ FULL = {"map": "conv_heavy", "sequence": "block", "vector": "mlp"}
 
 def full_structure(task: Task) -> Structure:
     """Return the full structure of a task: the largest blueprint in every slot; for text, a transformer layer."""
-    slots = Engine(task, [0]).networks[0].body.slots
+    slots = Engine(task, [0], data=shared_data(task)).networks[0].body.slots
     structure = {name: FULL[slot.site.layout] for name, slot in slots.items()}
     if "block" in structure.values() and "block" not in registered():
         blueprint("block", layouts="sequence")(transformer_block)
@@ -56,6 +62,7 @@ class Session:
     structure   seeds that belong to the host from step 0
     ramp        their alpha rises over this many epochs; 0 starts with alpha 1
     change      before this epoch of the trunk, training sees the first half of the classes only; 0: never
+    samples     number of training samples, drawn by the world; 0: all
     max_epochs  a trunk ends after this many epochs, also if its budgets are not used up; None sets no limit
     """
 
@@ -69,11 +76,12 @@ class Session:
         structure: Structure | None = None,
         ramp: int = 0,
         change: int = 0,
+        samples: int = 0,
         max_epochs: int | None = None,
     ) -> None:
         self.task = replace(task, lr_schedule="wsd")
         self.world, self.unit, self.rules, self.max_epochs = world, unit, rules or Rules(), max_epochs
-        self.data, self.change = task.load_data(), change
+        self.data, self.change = few_samples(shared_data(task), samples, world), change
         self.few_classes = first_classes(self.data, self.data.classes // 2) if change else self.data
         if ramp:
             self.rules = msgspec.structs.replace(self.rules, birth="open")
@@ -117,6 +125,15 @@ class Session:
         self.engine.table.train_macs[:] = 0
         self.engine.lr_factor = lambda step: self.task.warmup_factor(step - epochs)
 
+    def copy(self, structure: Structure | None = None) -> Session:
+        """Return an independent copy of the trunk as it is now, with further seeds if a structure is given."""
+        other = copy.copy(self)
+        other.engine = self._fork()
+        other.engine.lr_factor = self.engine.lr_factor
+        if structure:
+            other.engine.plant_fossils(0, {slot: (name, Operator.ADD) for slot, name in structure.items()})
+        return other
+
     def advance(self, controller: Controller, macs: int) -> None:
         """Train the trunk for as many whole epochs as fit into `macs` multiply-adds since its start."""
         while self.spent + self.epoch_macs <= macs:
@@ -144,8 +161,7 @@ class Session:
     def branch(self, budget: float, macs: int) -> Point:
         """Decay a copy of the trunk within what is left of `macs`, and measure it."""
         started = time.monotonic()
-        fork = self._engine()
-        load_engine(fork, engine_state(self.engine))
+        fork = self._fork()
         epochs = max(1, (macs - self.spent) // self.epoch_macs)
         if self.max_epochs is not None:
             epochs = min(epochs, max(1, round(self.task.decay_share * self.max_epochs)))
@@ -175,6 +191,11 @@ class Session:
             seconds=trunk + time.monotonic() - started,
         )
 
+    def _fork(self) -> Engine:
+        fork = self._engine()
+        load_engine(fork, engine_state(self.engine))
+        return fork
+
     def _engine(self) -> Engine:
         return Engine(self.task, [self.world], rules=self.rules, data=self.data)
 
@@ -185,8 +206,30 @@ def first_classes(data: Dataset, count: int) -> Dataset:
     return replace(data, train=Split(data.train.x[keep], data.train.y[keep]))
 
 
+def shared_data(task: Task) -> Dataset:
+    """Return the data of a task. The sessions of a process share it: a search trains many networks."""
+    key = (task.dataset, task.shrink, task.val_size, str(task.host_kwargs), os.environ.get("ESPER_DATA"), id(task.data))
+    if key not in _SHARED:
+        _SHARED.clear()
+        _SHARED[key] = task.load_data()
+    return _SHARED[key]
+
+
+_SHARED: dict[tuple[object, ...], Dataset] = {}
+
+
+def few_samples(data: Dataset, count: int, world: int) -> Dataset:
+    """Return the data with `count` random training samples, different ones in each world; 0 keeps all."""
+    if not count:
+        return data
+    if count > len(data.train):
+        raise ConfigError(f"{data.name!r} has {len(data.train)} training samples, fewer than samples={count}")
+    drawn = np.random.default_rng(derive_seed(world, "few_samples")).permutation(len(data.train))[:count]
+    return replace(data, train=Split(*data.train.take(torch.from_numpy(drawn))))
+
+
 def full_training_macs(task: Task) -> int:
     """Return the multiply-adds of one full training: `task.epochs` epochs of the full structure."""
-    engine = Engine(task, [0])
+    engine = Engine(task, [0], data=shared_data(task))
     engine.plant_fossils(0, {slot: (name, Operator.ADD) for slot, name in full_structure(task).items()})
     return task.epochs * engine.compute.epoch_macs(engine.networks[0])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from esper.leyline.errors import unknown_name
 from esper.studies import arms as _registered  # noqa: F401  registers the trainers
 from esper.studies.contract import Arm, Claim, Study
@@ -12,9 +14,18 @@ LIMIT = {"limit": 0.7}
 """Limit of multiply-adds per sample, as a share of the full structure's: 110,622 for `rescue`."""
 
 
-def _planted(name: str, birth: str, start: int, ramp: int = 0) -> Arm:
-    settings = {**FULL, "birth": birth, "start": start, "open_ramp": ramp}
+def _planted(name: str, birth: str, start: int, ramp: int = 0, **situation: Any) -> Arm:
+    settings = {**FULL, "birth": birth, "start": start, "open_ramp": ramp, **situation}
     return Arm(name=name, kind="planted", settings=settings)
+
+
+def _static(name: str, **settings: Any) -> Arm:
+    return Arm(name=name, kind="static", settings=settings)
+
+
+def _references(**situation: Any) -> tuple[Arm, ...]:
+    """Return the arms that most growth is compared with, in the same situation (see `arms.SITUATION`)."""
+    return (_static("from_start", **FULL, **situation), _static("small_host", **situation))
 
 
 _ROWS = (
@@ -23,10 +34,9 @@ _ROWS = (
         question="Is it cheaper to add the structure I want during training than to train it from step 0?",
         task=("rescue",),
         arms=(
-            Arm(name="from_start", kind="static", settings=FULL),
-            Arm(name="small_host", kind="static"),
-            Arm(name="wider_host", kind="static", settings={"host": "wider"}),
-            Arm(name="deeper_host", kind="static", settings={"host": "deeper"}),
+            *_references(),
+            _static("wider_host", host="wider"),
+            _static("deeper_host", host="deeper"),
             _planted("isolated_birth", "isolated", 1),
             _planted("open_birth", "open", 8),
             _planted("open_birth_late", "open", 16),
@@ -65,12 +75,45 @@ _ROWS = (
         min_worlds=8,
     ),
     Study(
+        name="structure_search",
+        question="Does a network that tries seeds on copies of itself find a better structure than a search?",
+        task=("search_fashion", "search_cifar"),
+        arms=(
+            Arm(name="random_search", kind="random_search", settings=LIMIT),
+            Arm(name="successive_halving", kind="halving", settings=LIMIT),
+            Arm(name="tournament", kind="tournament", settings={**LIMIT, "start": 4, "trial": 0.02, "copies": 4}),
+        ),
+        budgets=(1.0, 2.0, 4.0, 8.0),
+        worlds=(200, 8),
+        claims=tuple(Claim(arm="tournament", against=other) for other in ("random_search", "successive_halving")),
+        min_worlds=8,
+    ),
+    Study(
+        name="task_change",
+        question="New classes arrive during training: is it cheaper to add the structure then?",
+        task=("rescue", "search_cifar"),
+        arms=(*_references(change=20), _planted("grown", "open", 8, change=20)),
+        budgets=(0.5, 0.7, 1.0),
+        worlds=(100, 8),
+        claims=tuple(Claim(arm="grown", against=against) for against in ("from_start", "small_host")),
+        min_worlds=8,
+    ),
+    Study(
+        name="little_data",
+        question="I have 1,000 samples: does a network that grew generalise better?",
+        task=("rescue", "search_cifar"),
+        arms=(*_references(samples=1000), _planted("grown", "open", 8, samples=1000)),
+        budgets=(0.2, 0.4, 0.8),
+        worlds=(100, 8),
+        claims=tuple(Claim(arm="grown", against=against) for against in ("from_start", "small_host")),
+        min_worlds=8,
+    ),
+    Study(
         name="unknown_budget",
         question="I do not know how long I can train: which network is good at every budget?",
         task=("rescue", "rescue_cifar"),
         arms=(
-            Arm(name="from_start", kind="static", settings=FULL),
-            Arm(name="small_host", kind="static"),
+            *_references(),
             _planted("grown", "open", 4),
         ),
         budgets=(0.025, 0.05, 0.1, 0.2, 0.4),
@@ -88,9 +131,8 @@ _ROWS = (
         question="Is a deep language model cheaper to train if most of its layers are added during training?",
         task=("moby_deep", "sotu_deep"),
         arms=(
-            Arm(name="from_start", kind="static", settings=FULL),
-            Arm(name="small_host", kind="static"),
-            Arm(name="deeper_host", kind="static", settings={"host": "deeper"}),
+            *_references(),
+            _static("deeper_host", host="deeper"),
             _planted("grown", "open", 50),
         ),
         budgets=(0.25, 0.5, 1.0),
@@ -108,9 +150,9 @@ _ROWS = (
         question="Does the birth of a seed help to train a deep structure that I know from the start?",
         task=("moby_deep", "sotu_deep"),
         arms=(
-            Arm(name="usual_init", kind="static", settings={"host": "deeper"}),
-            Arm(name="seeds_at_once", kind="static", settings=FULL),
-            Arm(name="seeds_ramped", kind="static", settings={**FULL, "ramp": 0.5}),
+            _static("usual_init", host="deeper"),
+            _static("seeds_at_once", **FULL),
+            _static("seeds_ramped", **FULL, ramp=0.5),
         ),
         budgets=(1.0,),
         worlds=(100, 8),

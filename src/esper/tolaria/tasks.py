@@ -76,6 +76,8 @@ class Task:
     """The gradients of the host, and of each growing seed, are clipped to this norm, above 0; inf does not clip."""
     augment: bool = False
     """Training images are randomly shifted and mirrored if this is true."""
+    shrink: int = 1
+    """Images are reduced by averaging squares of this many pixels a side, ≥ 1."""
     data: Dataset | None = field(default=None, compare=False, repr=False)
     """The data of a task that does not load any by name."""
 
@@ -84,8 +86,8 @@ class Task:
             raise unknown_name("host", self.host, HOSTS)
         if not self.slots or len(set(self.slots)) != len(self.slots):
             raise ConfigError(f"task {self.name!r} needs slots without repetition, got {self.slots}")
-        if min(self.batch, self.batches_per_epoch, self.epochs, self.val_size) < 1:
-            raise ConfigError(f"task {self.name!r}: batch, batches_per_epoch, epochs, val_size must be ≥ 1")
+        if min(self.batch, self.batches_per_epoch, self.epochs, self.val_size, self.shrink) < 1:
+            raise ConfigError(f"task {self.name!r}: batch, batches_per_epoch, epochs, val_size, shrink must be ≥ 1")
         if self.optimiser not in ("sgd", "adamw"):
             raise ConfigError(f"task {self.name!r}: optimiser must be 'sgd' or 'adamw', got {self.optimiser!r}")
         if not self.clip > 0.0:
@@ -142,6 +144,8 @@ class Task:
     def load_data(self, root: str | Path | None = None) -> Dataset:
         """Return the data with at most `val_size` validation samples; raise DataError if it does not fit the host."""
         data = self.data or load_data(self.dataset, root)
+        if self.shrink > 1:
+            data = data.shrunk(self.shrink)
         host = self._meta_host()
         if data.kind == "text" and data.train.x.dim() == 1 and host.window:
             data = data.windowed(host.window)
@@ -269,7 +273,7 @@ def _grid(rows: tuple[int, ...], columns: int) -> tuple[str, ...]:
 def _cnn(
     name: str, question: str, dataset: str, slots: tuple[str, ...], *, host: dict[str, int], **settings: Any
 ) -> Task:
-    channels = {"in_channels": 1 if dataset == "fashion" else 3, "classes": 10}
+    channels = {"in_channels": 1 if dataset.startswith("fashion") else 3, "classes": 10}
     return Task(
         name=name,
         question=question,
@@ -334,6 +338,10 @@ _ROWS = (
     _fashion("standard", "does growth help a host with time to learn?", _TWO_BLOCKS, 110, base=8, blocks=2),
     _cnn("rescue_cifar", "can seeds see shapes in natural images for a host of single pixels?", "cifar10", _ROW3,
          host={"base": 4, "blocks": 3, "kernel": 1}, seed_lr=SEED_LR),
+    _cnn("search_fashion", "which blueprints, and where, for clothes at 14×14? 54,000 training images", "fashion-mnist",
+         _ROW3, host={"base": 4, "blocks": 3, "kernel": 1}, seed_lr=SEED_LR, shrink=2),
+    _cnn("search_cifar", "which blueprints, and where, for natural images at 16×16?", "cifar10", _ROW3,
+         host={"base": 4, "blocks": 3, "kernel": 1}, seed_lr=SEED_LR, shrink=2),
     _cnn("cifar", "does growth help on natural images?", "cifar10", _ROW3, host={"base": 8, "blocks": 3},
          seed_lr=SEED_LR),
     # Small tasks on embedded data: for tests, examples and a language model on a laptop.

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
+from torch.nn import functional as F
 
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.rng import derive_seed
@@ -100,6 +101,17 @@ class Dataset:
             Split(split.x.unfold(0, block, step), split.y.unfold(0, block, step))
             for split, step in ((self.train, 1), (self.val, block), (self.test, block))
         )
+        return replace(self, train=train, val=val, test=test)
+
+    def shrunk(self, factor: int) -> Dataset:
+        """Return images reduced by averaging squares of `factor` × `factor` pixels; a remainder is cut off."""
+        if self.kind != "image":
+            raise DataError(f"{self.name!r} is {self.kind} data; only images can be reduced. Set shrink=1")
+        if min(self.train.x.shape[2:]) < factor:
+            raise DataError(
+                f"{self.name!r} has images of {tuple(self.train.x.shape[2:])}, smaller than shrink={factor}"
+            )
+        train, val, test = (Split(F.avg_pool2d(s.x, factor), s.y) for s in self.splits.values())
         return replace(self, train=train, val=val, test=test)
 
     def to(self, device: torch.device | str) -> Dataset:
