@@ -11,7 +11,7 @@ import torch
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import SeedStage
-from esper.studies.arms import Space, structure_named
+from esper.studies.arms import Space, audition, structure_named
 from esper.studies.budgeted import Session, few_samples, first_classes, full_structure, full_training_macs
 from esper.studies.contract import Arm
 from esper.studies.table import STUDIES
@@ -141,6 +141,7 @@ def test_random_structures_respect_the_limit():
         ("random_search", {"limit": LIMIT, "blueprints": ["mlp"]}),
         ("halving", {"limit": LIMIT}),
         ("select", {"limit": LIMIT, "blueprints": ["mlp"], "judge_epoch": 4}),
+        ("audition", {"limit": LIMIT, "start": 1, "trial": 0.05, "keep": 0.5}),
     ],
 )
 def test_searches_stay_within_limit_and_budget(kind, settings, monkeypatch):
@@ -151,6 +152,54 @@ def test_searches_stay_within_limit_and_budget(kind, settings, monkeypatch):
     for point in points:
         assert point.macs_per_sample <= space.limit
         assert point.train_macs <= point.budget * space.unit
+
+
+def test_audition_counts_the_compute_of_its_copies(monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+    space = Space(SMALL, LIMIT)
+    trunk = session()
+    gains, spent = audition(trunk, space, epochs=2)
+    alone = [session(structure={slot: name}).epoch_macs for slot, name in gains]
+    assert set(gains) == {(slot, name) for slot, names in space.choices.items() for name in names
+                          if space.macs({slot: name}) <= space.limit}  # fmt: skip
+    assert spent == 2 * (trunk.epoch_macs + sum(alone))
+    assert trunk.spent == 0
+    settings = {"limit": LIMIT, "start": 1, "trial": 0.2, "keep": 0.5}
+    arm = Arm(name="a", kind="audition", settings=settings)
+    (point,) = TRAINERS["audition"](arm, "digits", 0, [4.0])
+    assert point.train_macs > 4 * spent  # eight epochs per copy, and the training after them
+
+
+def test_slots_are_filled_by_gain_within_the_limit():
+    space = Space(SMALL, LIMIT)
+    cost = {(slot, name): space.costs[slot][name].macs for slot, names in space.choices.items() for name in names}
+    gains = {("r0c0", "mlp"): 0.3, ("r0c1", "mlp"): 0.4, ("r0c1", "lora"): 0.5, ("r0c2", "lora"): 0.1,
+             ("r0c2", "norm"): -0.1}  # fmt: skip
+    space.limit = space.host_macs + cost["r0c1", "lora"] + cost["r0c0", "mlp"] + cost["r0c2", "lora"]
+    assert space.filled(gains, 0.0) == {"r0c1": "lora", "r0c0": "mlp", "r0c2": "lora"}
+    assert space.filled(gains, 0.5) == {"r0c1": "lora", "r0c0": "mlp"}
+    space.limit -= 1
+    assert space.filled(gains, 0.0) == {"r0c1": "lora", "r0c0": "mlp"}
+    assert space.filled({seed: -gain for seed, gain in gains.items()}, 0.5) == {"r0c2": "norm"}
+
+
+def test_copy_of_a_session_is_independent_and_changes_no_output():
+    trunk = session(structure={"r0c0": "mlp"})
+    trunk.advance(Wait(), 3 * trunk.epoch_macs)
+    before = {name: value.clone() for name, value in trunk.engine.networks[0].body.state_dict().items()}
+    same, grown = trunk.copy(), trunk.copy({"r0c1": "mlp"})
+    x = trunk.data.val.x[:32]
+    outputs = [s.engine.networks[0].body.eval()(x) for s in (trunk, same, grown)]
+    assert torch.equal(outputs[0], outputs[1])
+    torch.testing.assert_close(outputs[0], outputs[2])
+    assert grown.epoch_macs > trunk.epoch_macs
+    for other in (same, grown):
+        other.advance(Wait(), other.spent + 2 * other.epoch_macs)
+    assert trunk.epochs == 3
+    assert all(torch.equal(value, before[name]) for name, value in trunk.engine.networks[0].body.state_dict().items())
+    trunk.advance(Wait(), trunk.spent + 2 * trunk.epoch_macs)  # trains as its copy did
+    for name, value in trunk.engine.networks[0].body.state_dict().items():
+        assert torch.equal(value, same.engine.networks[0].body.state_dict()[name]), name
 
 
 def test_every_arm_of_the_table_has_a_trainer():

@@ -128,15 +128,14 @@ class Space:
             if structure and self.macs(structure) <= self.limit:
                 return structure
 
-    def extensions(self, structure: Structure, rng: np.random.Generator, count: int) -> list[Structure]:
-        """Return at most `count` different random seeds that fit into the limit beside a structure."""
-        found = [
-            {slot: name}
-            for slot, names in self.choices.items()
-            for name in names
-            if slot not in structure and self.macs(structure | {slot: name}) <= self.limit
-        ]
-        return [found[i] for i in rng.permutation(len(found))[:count]]
+    def filled(self, gains: Gains, keep: float) -> Structure:
+        """Return the structure of the seeds that gain most: one per slot, within the limit, none below the share."""
+        structure: Structure = {}
+        least = keep * max(gains.values())
+        for (slot, name), gain in sorted(gains.items(), key=lambda each: -each[1]):
+            if gain >= max(least, 0.0) and slot not in structure and self.macs(structure | {slot: name}) <= self.limit:
+                structure[slot] = name
+        return structure
 
     @property
     def unit(self) -> int:
@@ -219,34 +218,43 @@ def train_select(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     return session.run(controller, budgets)
 
 
-@trainer("tournament")
-def train_tournament(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
-    """Grow one seed at a time: copies of the network try different seeds for equal compute, and the best one goes on.
+@trainer("audition")
+def train_audition(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
+    """Try every seed alone on a copy of the young host, plant those that gained most, and train on.
 
-    A copy without a new seed takes part; if it wins, or nothing more fits into the limit, growth ends. The compute of
-    the losing copies counts. Settings: `limit`, `start` (epochs before the first trial), `trial` (multiply-adds of one
-    trial, as a share of the budget), `copies` (number of seeds that are tried at a time).
+    A seed gains the validation quality of its copy minus that of a copy without seeds, after as many epochs. Slots are
+    filled in descending order of gain, each with its best seed that fits into the limit; seeds that gained less than a
+    share of the largest gain are not planted. The compute of the copies counts.
+    Settings: `limit`, `start` (epochs of the host before), `trial` (epochs of a copy, as a share of the budget's
+    epochs), `keep` (that share of the largest gain at a budget of 1; at n it is divided by √n, because a longer
+    training pays for more seeds).
     """
     own = get_task(task)
     space = Space(own, arm.settings["limit"])
     points = []
     for budget in budgets:
-        rng = np.random.default_rng(derive_seed(world, "tournament"))
         session = Session(own, world, unit=space.unit)
         session.advance(Wait(), arm.settings["start"] * session.epoch_macs)
-        structure: Structure = {}
-        lost = 0
-        trial = int(arm.settings["trial"] * budget * space.unit)
-        while tried := space.extensions(structure, rng, arm.settings["copies"]):
-            rivals = [(extra, session.copy(extra)) for extra in ({}, *tried)]
-            for _, rival in rivals:
-                rival.advance(Wait(), session.spent + trial)
-            before = session.spent
-            extra, session = max(rivals, key=lambda rival: rival[1].quality)
-            lost += sum(rival.spent - before for _, rival in rivals if rival is not session)
-            if not extra:
-                break
-            structure |= extra
-        point = session.run(Wait(), [budget - lost / space.unit])[0]
-        points.append(msgspec.structs.replace(point, budget=budget, train_macs=lost + point.train_macs))
+        epochs = max(1, round(arm.settings["trial"] * budget * own.epochs))
+        gains, spent = audition(session, space, epochs)
+        structure = space.filled(gains, arm.settings["keep"] / budget**0.5)
+        point = session.copy(structure).run(Wait(), [budget - spent / space.unit])[0]
+        points.append(msgspec.structs.replace(point, budget=budget, train_macs=spent + point.train_macs))
     return points
+
+
+Gains = dict[tuple[str, str], float]
+"""Gained quality by slot and blueprint."""
+
+
+def audition(session: Session, space: Space, epochs: int) -> tuple[Gains, int]:
+    """Return what each seed gains on a copy of the session that trains this many epochs, and the compute of all."""
+    qualities, spent = {}, 0
+    for structure in ({}, *({slot: name} for slot, names in space.choices.items() for name in names)):
+        if space.macs(structure) <= space.limit:
+            copy = session.copy(structure)
+            copy.advance(Wait(), session.spent + epochs * copy.epoch_macs)
+            qualities[next(iter(structure.items()), None)] = copy.quality
+            spent += copy.spent - session.spent
+    bare = qualities.pop(None)
+    return {seed: quality - bare for seed, quality in qualities.items()}, spent

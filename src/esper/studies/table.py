@@ -28,6 +28,13 @@ def _references(**situation: Any) -> tuple[Arm, ...]:
     return (_static("from_start", **FULL, **situation), _static("small_host", **situation))
 
 
+_SEARCHES = (
+    Arm(name="random_search", kind="random_search", settings=LIMIT),
+    Arm(name="successive_halving", kind="halving", settings=LIMIT),
+    Arm(name="audition", kind="audition", settings={**LIMIT, "start": 4, "trial": 0.025, "keep": 0.6}),
+)
+_SEARCH_CLAIMS = tuple(Claim(arm="audition", against=other) for other in ("random_search", "successive_halving"))
+
 _ROWS = (
     Study(
         name="open_birth",
@@ -76,16 +83,22 @@ _ROWS = (
     ),
     Study(
         name="structure_search",
-        question="Does a network that tries seeds on copies of itself find a better structure than a search?",
+        question="I do not know which structure I need: does a host that tries seeds on copies of itself find it?",
         task=("search_fashion", "search_cifar"),
-        arms=(
-            Arm(name="random_search", kind="random_search", settings=LIMIT),
-            Arm(name="successive_halving", kind="halving", settings=LIMIT),
-            Arm(name="tournament", kind="tournament", settings={**LIMIT, "start": 4, "trial": 0.02, "copies": 4}),
-        ),
-        budgets=(1.0, 2.0, 4.0, 8.0),
+        arms=_SEARCHES,
+        budgets=(1.0, 2.0, 4.0),
         worlds=(200, 8),
-        claims=tuple(Claim(arm="tournament", against=other) for other in ("random_search", "successive_halving")),
+        claims=_SEARCH_CLAIMS,
+        min_worlds=8,
+    ),
+    Study(
+        name="long_search",
+        question="The same at eight full trainings.",
+        task=("search_fashion", "search_cifar"),
+        arms=_SEARCHES,
+        budgets=(8.0,),
+        worlds=(200, 8),
+        claims=_SEARCH_CLAIMS,
         min_worlds=8,
     ),
     Study(
@@ -154,13 +167,16 @@ _ROWS = (
             _static("seeds_at_once", **FULL),
             _static("seeds_ramped", **FULL, ramp=0.5),
         ),
-        budgets=(1.0,),
+        budgets=(0.25, 0.5, 1.0),
         worlds=(100, 8),
         metric="test_loss",
-        claims=(
-            Claim(arm="seeds_at_once", against="usual_init", at="equal steps", direction="lower"),
-            Claim(arm="seeds_ramped", against="usual_init", at="equal steps", direction="lower"),
-            Claim(arm="seeds_ramped", against="seeds_at_once", at="equal steps", direction="lower"),
+        claims=tuple(
+            Claim(arm=arm, against=against, at="equal steps", direction="lower", budget=1.0)  # when ramps have ended
+            for arm, against in (
+                ("seeds_at_once", "usual_init"),
+                ("seeds_ramped", "usual_init"),
+                ("seeds_ramped", "seeds_at_once"),
+            )
         ),
         min_worlds=8,
     ),
