@@ -249,12 +249,18 @@ Gains = dict[tuple[str, str], float]
 
 def audition(session: Session, space: Space, epochs: int) -> tuple[Gains, int]:
     """Return what each seed gains on a copy of the session that trains this many epochs, and the compute of all."""
-    qualities, spent = {}, 0
-    for structure in ({}, *({slot: name} for slot, names in space.choices.items() for name in names)):
-        if space.macs(structure) <= space.limit:
-            copy = session.copy(structure)
-            copy.advance(Wait(), session.spent + epochs * copy.epoch_macs)
-            qualities[next(iter(structure.items()), None)] = copy.quality
-            spent += copy.spent - session.spent
-    bare = qualities.pop(None)
-    return {seed: quality - bare for seed, quality in qualities.items()}, spent
+    gains: Gains = {}
+
+    def quality_of(structure: Structure) -> tuple[float, int]:
+        copy = session.copy(structure)
+        copy.advance(Wait(), session.spent + epochs * copy.epoch_macs)
+        return copy.quality, copy.spent - session.spent
+
+    bare, spent = quality_of({})
+    for slot, names in space.choices.items():
+        for name in names:
+            if space.macs({slot: name}) <= space.limit:
+                quality, macs = quality_of({slot: name})
+                gains[slot, name] = quality - bare
+                spent += macs
+    return gains, spent

@@ -60,7 +60,8 @@ def verdict_cells(metric: str, verdict: Verdict) -> Cells:
     place = claim.at if claim.budget is None else f"{claim.at}, {claim.budget:g} × one full training"
     figures = verdict.reason
     if lead is not None and not figures:
-        figures = f"{_difference(metric, lead)}, {lead.wins} wins, {lead.ties} ties, {lead.losses} losses"
+        worlds = f"higher in {lead.wins}, equal in {lead.ties}, lower in {lead.losses} worlds"
+        figures = f"{_difference(metric, lead)}, {worlds}"
     return f"{claim.arm} {claim.direction} than {claim.against}", f"{verdict.task}, {place}", verdict.outcome, figures
 
 
