@@ -40,7 +40,7 @@ def test_console_table_shows_means_intervals_differences_and_verdicts():
         "better    60.3 ± 0.2  +10.0 [+10.0, +10.0]    0.50  123.5k",
     ]
     assert "won: better higher than worse" in lines
-    assert "    +10.0 [+10.0, +10.0], 4 wins, 0 ties, 0 losses" in lines
+    assert "    +10.0 [+10.0, +10.0], higher in 4, equal in 0, lower in 0 worlds" in lines
 
 
 @pytest.mark.parametrize(("metric", "largest"), [("test_quality", 1.0), ("test_loss", 4.5)])
