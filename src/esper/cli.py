@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 import warnings
 from pathlib import Path
@@ -385,9 +387,27 @@ def main() -> None:
     except BrokenPipeError:  # the reader of our output has closed it
         sys.stderr.close()
         sys.exit(141)
+    except SystemExit as end:
+        exit_rank(end.code)
+        raise
     except Exception as error:
         say(error_text(error))
-        sys.exit(getattr(error, "exit_code", 2))
+        code = getattr(error, "exit_code", 2)
+        exit_rank(code)
+        sys.exit(code)
+
+
+def exit_rank(code: str | int | None) -> None:
+    """Exit at once if this process is a rank of a group; otherwise return.
+
+    Threads of the group may still hold Python objects. They abort the process when the interpreter is finalised.
+    """
+    distributed = sys.modules.get("torch.distributed")
+    if distributed is not None and distributed.is_available() and distributed.is_initialized():
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(OSError):
+                stream.flush()
+        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
 def say(text: str) -> None:

@@ -357,7 +357,7 @@ class Grower:
         self.ranks.average_gradients([p for p in self.body.esper.parameters() if p.requires_grad])
 
     def on_change(self, listener: Callable[[Effect, Slot], None]) -> None:
-        """Call `listener(effect, slot)` after each structural change, for example to update an EMA or rewrap DDP."""
+        """Call `listener(effect, slot)` after each structural change, for example to update an EMA."""
         self.network.optimizer_sync.on_change.append(listener)
 
     # -- internal
