@@ -6,6 +6,8 @@ import contextlib
 import os
 import re
 import signal
+import subprocess
+import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +23,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP
 import esper
 from esper.leyline.errors import ConfigError
 from esper.leyline.stages import Thresholds
+from tests.support import ROOT
 from tests.support.ranks import run_ranks
 
 EPOCHS, BATCHES, SIZE = 6, 3, 16
@@ -349,6 +352,15 @@ def r2_of_all_ranks(rank: int) -> list[str]:
     return [f"{quality - expected:.4f}"]
 
 
+def uneven_shards(rank: int) -> list[str]:
+    """With FSDP2 ranks that evaluate different batches would wait for each other."""
+    loop = Loop(rank, 2, "fsdp")
+    sizes = error_of(lambda: loop.grower.step([batch(0, 6 + rank)]))
+    counts = error_of(lambda: loop.grower.step([batch(i) for i in range(1 + rank)]))
+    none = error_of(lambda: loop.grower.step([batch(0)] if rank else None))
+    return [sizes, counts, none, error_of(lambda: loop.grower.step([batch(rank)]))]
+
+
 DIFFERENCES: dict[Callable[[int], list[str]], tuple[list[str], list[str]]] = {
     failing_quality: (
         [r"RanksDifferError: rank 1 failed in grower.step\(\) of epoch 0: ConfigError: a quality is one score", ""],
@@ -372,6 +384,7 @@ DIFFERENCES: dict[Callable[[int], list[str]], tuple[list[str], list[str]]] = {
     step_with_closure: (["", r"\[1.5, 1.5\]"],) * 2,
     overflow_on_one_rank: (["2.0", ""],) * 2,
     r2_of_all_ranks: (["-?0.0000"],) * 2,
+    uneven_shards: ([r"of \[6, 7\] samples", r"of \[0, 16\] samples", r"of \[0, 16\] samples", ""],) * 2,
 }
 
 
@@ -462,3 +475,15 @@ def test_grower_built_before_the_process_group_is_refused(monkeypatch: pytest.Mo
     loop.backward(0)
     with pytest.raises(ConfigError, match="process_group=False"):
         loop.optimizer.step()
+
+
+def test_example_with_ddp_is_short_and_runs(tmp_path: Path):
+    example = ROOT / "examples" / "grow_with_ddp.py"
+    assert len(example.read_text().splitlines()) <= 40
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    done = subprocess.run([*torchrun, str(example)], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("build") == 2
+    assert float(done.stdout.split()[-1]) > 0.4
+    assert {"ddp", "ddp-rank1"} <= {path.name for path in (tmp_path / "runs").iterdir()}

@@ -77,8 +77,11 @@ def run_train(
 
     Return the run directory, or None if `show` or if this process is not rank 0.
     """
-    if is_restarted(options):
-        options, preset, config_file, sets, more = replace(options, resume=options.out, out=None), None, None, [], {}
+    if options.resume is None:
+        config = with_policy_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
+        if is_restarted(options.out, config):
+            resumed = replace(options, resume=options.out, out=None)
+            return run_train(resumed, preset=None, config_file=None, sets=[], more={}, show=show)
     with ownership(options.resume) as lock:
         if options.resume is not None:
             settings = {"preset": preset, "config": config_file, "set": sets or None, "out": options.out} | more
@@ -87,7 +90,6 @@ def run_train(
             saved, config = last_checkpoint(options.resume, more.get("rounds"))
         else:
             saved = None
-            config = with_policy_network(load_config(preset=preset, file=config_file, sets=sets, more=more))
         if show:
             print(json.dumps(as_tree(config), indent=1))
             return None
@@ -96,14 +98,17 @@ def run_train(
         return train_in_group(config, saved, options, lock)
 
 
-def is_restarted(options: TrainOptions) -> bool:
-    """Return whether torchrun has started this command again after a failure, and its run has a checkpoint."""
-    count = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if options.out is None or options.resume is not None or not count.isdecimal() or int(count) == 0:
+def is_restarted(out: Path | None, config: TrainConfig) -> bool:
+    """Return whether torchrun has started this command again after a failure: `out` holds a run with these settings.
+
+    An agent of torchrun counts only the restarts that its own ranks have caused, so the count does not tell.
+    """
+    if out is None or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") in ("", "0"):
         return False
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # reported when it is loaded
-        return Checkpoints(options.out / CHECKPOINTS).newest() is not None
+        saved = Checkpoints(out / CHECKPOINTS).newest()
+    return saved is not None and saved.kind == "run" and built(TrainConfig, run_metadata(saved)["config"]) == config
 
 
 def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptions, lock: Lock | None) -> Path | None:

@@ -5,6 +5,7 @@ import every package except `karn`, `nissa` and the command line.
 """
 
 from esper.grower.explanations import SlotView
-from esper.grower.grower import Grower, StepReport
+from esper.grower.grower import Grower
+from esper.grower.step_report import StepReport
 
 __all__ = ["Grower", "SlotView", "StepReport"]

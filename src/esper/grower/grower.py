@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from esper.grower.clipping import ClippingWatch
 from esper.grower.explanations import SlotView, slot_views, why_not_legal, why_nothing_was_planted, wrapped
 from esper.grower.qualities import NeedsTargets, Quality, find_quality, scored
 from esper.grower.ranks import Group, Ranks, ValidationShare
+from esper.grower.step_report import StepReport
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
@@ -52,20 +53,6 @@ from esper.tolaria.network_state import adopt_body
 
 DEFAULT_HORIZON = 40
 """Number of epochs that a trained policy assumes if none is given."""
-
-
-@dataclass(frozen=True, slots=True)
-class StepReport:
-    """The measurements and changes of one call of `Grower.step`."""
-
-    quality: float
-    committed: float
-    """Quality with every uncommitted seed off."""
-    op: Op
-    slot: str
-    """The slot that the operation applied to; empty for WAIT."""
-    effects: tuple[str, ...]
-    """The structural changes, such as "build layer1"."""
 
 
 class Grower:
@@ -252,13 +239,13 @@ class Grower:
         self.emit.step(
             self.table, actions, Outcome(done.happened, done.effects + ticked), allowed, unmeasured=unmeasured
         )
-        nan, op = float("nan"), Op(int(self.table.last_op[0]))
+        op, names = Op(int(self.table.last_op[0])), self.network.slot_names
         return StepReport(
-            quality=measured.quality if measured else nan,
-            committed=measured.committed if measured else nan,
+            quality=measured.quality if measured else float("nan"),
+            committed=measured.committed if measured else float("nan"),
             op=op,
-            slot="" if op == Op.WAIT else self.network.slot_names[int(actions[0, Head.SLOT])],
-            effects=tuple(f"{e.kind.name.lower()} {self.network.slot_names[e.slot]}" for e in done.effects + ticked),
+            slot="" if op == Op.WAIT else names[int(actions[0, Head.SLOT])],
+            effects=tuple(f"{e.kind.name.lower()} {names[e.slot]}" for e in done.effects + ticked),
         )
 
     def check(self, val_batch: Any) -> None:
@@ -419,8 +406,10 @@ class Grower:
         result, share = None, ValidationShare(() if val_batches is None else val_batches, self.ranks)
         if val_batches is not None:
             result = self._evaluate(share, self.ranks.gather)
-        elif isinstance(self.quality, NeedsTargets):
-            self.ranks.gather([])
+        else:
+            self.ranks.must_evaluate_together(None)
+            if isinstance(self.quality, NeedsTargets):
+                self.ranks.gather([])
         result = self.ranks.pool(result, share.checksum)
         if result is None:
             return None

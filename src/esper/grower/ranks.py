@@ -48,6 +48,7 @@ class Ranks:
 
     def __init__(self, body: Body, process_group: Group = None) -> None:
         self._is_own = process_group is False
+        self._has_shards = any(is_sharded(p) for p in body.model.parameters())
         self.group = ProcessGroup()
         if self._initialized() and dist.get_world_size(process_group or None) > 1:
             comm = process_group or None
@@ -152,6 +153,17 @@ class Ranks:
             raise RanksDifferError(f"the ranks have evaluated different configurations of seeds. {_WAY_OUT}")
         return Coalitions(**evaluated, scores=torch.cat([each["scores"] for each in shares.values()], 1))
 
+    def must_evaluate_together(self, batch: Any) -> None:
+        """Raise RanksDifferError if the host is sharded and the ranks have batches of different sizes, or none left."""
+        if self.several and self._has_shards:
+            sizes = [len(leaf) for leaf in pytree.tree_leaves(batch) if isinstance(leaf, Tensor) and leaf.ndim]
+            counts = self.group.gather_ints(sizes[0] if sizes else 0)
+            if len(set(counts)) > 1:
+                raise RanksDifferError(
+                    f"the ranks have validation batches of {counts} samples (0: none left). With FSDP2 all ranks "
+                    "evaluate together: give them equally many batches of equal sizes."
+                )
+
     def agree(self, body: Body, table: SlotTable) -> None:
         """Raise RanksDifferError unless all ranks have the same weights, seeds and table."""
         if not self.several:
@@ -198,6 +210,9 @@ class Ranks:
                 buffers[name].copy_(value)
 
 
+_END = object()
+
+
 class ValidationShare:
     """The validation batches of one rank, and a checksum of those iterated so far."""
 
@@ -206,7 +221,12 @@ class ValidationShare:
 
     def __iter__(self) -> Iterator[Any]:
         self.checksum = 0
-        for batch in self.batches:
+        batches = iter(self.batches)
+        while True:
+            batch = next(batches, _END)
+            self.ranks.must_evaluate_together(batch)
+            if batch is _END:
+                return
             for leaf in pytree.tree_leaves(batch) if self.ranks.several else ():
                 self.checksum = zlib.crc32(content_of(leaf), self.checksum)
             yield batch
