@@ -17,7 +17,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.nn.parallel import DistributedDataParallel as DDP
 
 import esper
@@ -361,6 +361,26 @@ def uneven_shards(rank: int) -> list[str]:
     return [sizes, counts, none, error_of(lambda: loop.grower.step([batch(rank)]))]
 
 
+def mixed_precision(rank: int) -> list[str]:
+    """FSDP2 computes in bfloat16 from weights in float32; seeds do the same."""
+    body = make_body()
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in list(body.model)[:2]:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(body.model, mp_policy=policy)
+    optimizer = torch.optim.Adam(body.parameters(), lr=0.01)
+    grower = esper.Grower(body, optimizer, rules=esper.Rules(one_at_a_time=False))
+    grower.germinate("first", "lora")
+    grower.germinate("second", "lora", style="GATED_GATE")
+    for number in range(2):
+        x, y = share(batch(number), rank, 2)
+        F.cross_entropy(body(x).float(), y).backward()
+        optimizer.step()
+    seeds = [p for slot in body.slots.values() for p in slot.parameters()]
+    grads = all(p.grad is not None and p.grad.isfinite().all() for p in seeds)
+    return [error_of(lambda: grower.step([share(batch(9), rank, 2)])), str({p.dtype for p in seeds}), str(bool(grads))]
+
+
 DIFFERENCES: dict[Callable[[int], list[str]], tuple[list[str], list[str]]] = {
     failing_quality: (
         [r"RanksDifferError: rank 1 failed in grower.step\(\) of epoch 0: ConfigError: a quality is one score", ""],
@@ -384,6 +404,7 @@ DIFFERENCES: dict[Callable[[int], list[str]], tuple[list[str], list[str]]] = {
     step_with_closure: (["", r"\[1.5, 1.5\]"],) * 2,
     overflow_on_one_rank: (["2.0", ""],) * 2,
     r2_of_all_ranks: (["-?0.0000"],) * 2,
+    mixed_precision: (["", "{torch.float32}", "True"],) * 2,
     uneven_shards: ([r"of \[6, 7\] samples", r"of \[0, 16\] samples", r"of \[0, 16\] samples", ""],) * 2,
 }
 

@@ -25,6 +25,7 @@ from esper.leyline.actions import Operator
 from esper.leyline.errors import GraftError
 from esper.leyline.stages import SeedStage
 
+LOW_PRECISION = (torch.bfloat16, torch.float16)
 Path = tuple[int | str, ...]
 """Keys from a module's output to one of its items, outermost first."""
 
@@ -117,6 +118,7 @@ class Slot(nn.Module):
         self.gate: nn.Module | None = None
         self.blueprint = ""
         self.birth = 0  # random seed of the initial weights
+        self.dtype = torch.float32  # of the seed's weights
         self.operator = Operator.ADD
         self.stage = SeedStage.DORMANT
         self.amplitude = 0.0  # alpha as a Python float, so that the buffer is written only when it changes
@@ -133,7 +135,7 @@ class Slot(nn.Module):
         blueprints.check(module, self.site, name=blueprint)
         if self.site.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.seed, self.blueprint, self.birth = module, blueprint, rng_seed
+        self.seed, self.blueprint, self.birth, self.dtype = module, blueprint, rng_seed, dtype
         self.set_operator(operator)
 
     def set_operator(self, operator: Operator) -> None:
@@ -174,10 +176,10 @@ class Slot(nn.Module):
 
     def change(self, h: Tensor) -> Tensor:
         """Return the change that the seed at full strength adds to the features."""
-        delta = self._seed_for(h)(h)
+        delta = self._applied(self._seed_for(h), h)
         if self.operator == Operator.MULTIPLY:
             return h * torch.tanh(delta)
-        return delta if self.gate is None else delta * self.gate(h)
+        return delta if self.gate is None else delta * self._applied(self.gate, h)
 
     def preserved_rng(self) -> AbstractContextManager[None]:
         """Return a context that restores the global random generator if the seed uses dropout."""
@@ -194,11 +196,18 @@ class Slot(nn.Module):
         """Return the features with the seed blended in at `weight`, written into `out` if given."""
         if torch.is_grad_enabled() and not h.requires_grad:
             h = detached(h)  # host layers before the slot are frozen; see `detached`
-        delta = self._seed_for(h)(h)
+        delta = self._applied(self._seed_for(h), h)
         weight = weight.to(h.dtype)
         if self.gate is not None:
-            weight = weight * self.gate(h).to(h.dtype)
+            weight = weight * self._applied(self.gate, h).to(h.dtype)
         return blend(h, delta, weight, self.operator, out)
+
+    def _applied(self, module: nn.Module, h: Tensor) -> Tensor:
+        """Return module(h). Features of lower precision than the weights, as with FSDP2's, are computed in theirs."""
+        if h.dtype == self.dtype or h.dtype not in LOW_PRECISION or torch.is_autocast_enabled(h.device.type):
+            return module(h)
+        with torch.autocast(h.device.type, dtype=h.dtype):
+            return module(h).to(h.dtype)
 
     def _seed_for(self, h: Tensor) -> nn.Module:
         """Return the seed, moved to the device of the features."""
