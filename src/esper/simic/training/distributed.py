@@ -14,9 +14,11 @@ Legend: E environments of the run, R of them on this rank, T steps.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import re
+import secrets
 import sys
 import threading
 import time
@@ -87,10 +89,16 @@ class ProcessGroup:
         group, failed = cls(rank, size, poll), []  # type: tuple[ProcessGroup, list[Exception]]
 
         def meet() -> None:
+            from torch._C._distributed_c10d import PrefixStore
+            from torch.distributed.rendezvous import rendezvous
+
             try:
                 if dist.is_initialized():  # an earlier run of this process has left its group
                     dist.destroy_process_group()
-                dist.init_process_group("gloo", init_method=where, rank=rank, world_size=size, timeout=PATIENCE)
+                store, *_ = next(rendezvous(where, rank, size, timeout=PATIENCE))
+                if where == "env://":
+                    store = PrefixStore(_attempt(store, rank, size), store)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=size, timeout=PATIENCE)
                 group.heartbeat = Heartbeat(rank, size)
                 group.gather_ints(
                     0
@@ -225,6 +233,27 @@ class ProcessGroup:
             raise RankLostError(
                 f"the connection to another rank was lost{during} (noticed by rank {self.rank}): {cut(str(error), 200)}"
             ) from error
+
+
+def _attempt(store: Any, rank: int, size: int) -> str:
+    """Return a name that all ranks of this start of the run share, and none of an earlier start.
+
+    torchrun may keep its store when it starts the ranks again, with the addresses of ranks that have ended.
+    """
+    mine = secrets.token_hex(8)
+    store.set(f"esper/join/{rank}", mine)
+    while True:
+        if rank == 0:
+            store.set("esper/joined", "/".join(store.get(f"esper/join/{r}").decode() for r in range(size)))
+        joined = store.get("esper/joined").decode()
+        if joined.split("/")[rank] == mine:
+            store.set(f"esper/seen/{rank}", joined)
+            seen = [f"esper/seen/{r}" for r in range(size)]
+            if rank == 0 and store.check(seen) and all(store.get(each).decode() == joined for each in seen):
+                store.set("esper/start", joined)
+            if store.check(["esper/start"]) and store.get("esper/start").decode() == joined:
+                return hashlib.sha256(joined.encode()).hexdigest()
+        time.sleep(0.05)
 
 
 _WAY_OUT = "Start with torchrun, or unset WORLD_SIZE and RANK"
