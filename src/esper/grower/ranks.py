@@ -33,7 +33,7 @@ from esper.simic.training.distributed import ProcessGroup
 from esper.tolaria.coalitions import Coalitions
 from esper.tolaria.packing import packed, unpacked
 
-Group: TypeAlias = "dist.ProcessGroup | None | Literal[False]"
+Group: TypeAlias = "dist.ProcessGroup | Literal[False] | None"
 """A process group of torch; None is the default one, False is this process alone."""
 _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 """Integer type per element size, in which checksums are computed."""
