@@ -25,7 +25,7 @@ torture: $(DEV)  ## kill a training run 100 times; it must end as if nothing had
 	$(BIN)/python -m tests.support.torture 100
 
 bench: $(DEV)  ## measure speed against references: the body, worth, hot paths, telemetry, training
-	for name in body worth hot_paths hub train; do $(BIN)/python -m benchmarks.$$name || exit 1; done
+	for name in body worth hot_paths hub train ddp; do $(BIN)/python -m benchmarks.$$name || exit 1; done
 
 bench-check: $(DEV)  ## compare speed ratios with the stored ones; fails on a loss of more than 15 %
 	$(BIN)/python -m benchmarks.check

@@ -57,6 +57,7 @@ def test_sweep_runs_every_setting_in_every_world_once_and_compares(plan: Path, t
     assert "4 runs, 4 of them finished before" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_interrupted_sweep_continues_where_it_stopped(plan: Path, tmp_path: Path) -> None:
     out, straight = tmp_path / "sweep", tmp_path / "straight"
     plan.write_text(PLAN.replace("[100, 2]", "[100, 1]").replace("epochs = 3", "epochs = 40"))
@@ -80,6 +81,7 @@ def test_interrupted_sweep_continues_where_it_stopped(plan: Path, tmp_path: Path
     assert pairs[0] == pairs[1]
 
 
+@pytest.mark.slow
 def test_claimed_run_is_left_to_its_owner(plan: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "sweep"
     plan.write_text(PLAN.replace("[100, 2]", "[100, 1]"))
@@ -134,6 +136,7 @@ def test_invalid_plan_is_refused_with_the_reason(text: str, message: str, tmp_pa
         read_plan(path)
 
 
+@pytest.mark.slow
 def test_failed_run_does_not_stop_the_others(plan: Path, tmp_path: Path) -> None:
 
     plan.write_text(PLAN.replace("[100, 2]", "[100, 1]").replace('"schedule"', '"no_such_controller"'))

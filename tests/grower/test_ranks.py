@@ -459,6 +459,7 @@ def one_step_more(rank: int) -> list[str]:
     return [error_of(loop.grower.step)] if rank else []
 
 
+@pytest.mark.slow
 def test_rank_that_makes_more_steps_than_the_others_ends():
     first, second = run_ranks(one_step_more)
     assert first == []
@@ -480,6 +481,7 @@ def saved_by_rank_0(rank: int, directory: str) -> list[Any]:
     return [str(w.message) for w in caught]
 
 
+@pytest.mark.slow
 def test_checkpoint_saved_by_rank_0_only_loads_on_all_ranks(tmp_path: Path):
     first, second = run_ranks(saved_by_rank_0, str(tmp_path / "saved"))
     assert first == []
@@ -498,6 +500,7 @@ def test_grower_built_before_the_process_group_is_refused(monkeypatch: pytest.Mo
         loop.optimizer.step()
 
 
+@pytest.mark.slow
 def test_example_with_ddp_is_short_and_runs(tmp_path: Path):
     example = ROOT / "examples" / "grow_with_ddp.py"
     assert len(example.read_text().splitlines()) <= 40
