@@ -14,6 +14,7 @@ from esper.karn.episode_state import STEP_COLUMNS
 from esper.karn.lenient_manifest import manifest_of
 from esper.karn.run_state import RunState
 from esper.karn.series import grouped, to_array
+from esper.leyline.errors import RunError
 from esper.leyline.events import Step
 from esper.nissa.journal_rows import PORTION, follow, replay
 from esper.nissa.run import MANIFEST
@@ -36,6 +37,7 @@ class LiveRun:
         self.state = RunState(path)
         self.state.damage = self._follower.damage
         self._polled_at = self._manifest_at = -1e9
+        self._run_id: str | None = None
 
     def document(self, since: int = 0) -> Json | None:
         """Return what changed after the first `since` events; None if nothing did. 0 returns everything."""
@@ -69,11 +71,18 @@ class LiveRun:
         return clean(found | ({"low": _columns(names, low)} if stride > 1 else {}))
 
     def refresh(self, *, is_forced: bool = False) -> None:
-        """Fold what was written since the last call, at most once per POLL_S unless forced."""
+        """Fold what was written since the last call, at most once per POLL_S unless forced.
+
+        Raise RunError if the directory was removed, or has another run now.
+        """
         now = time.monotonic()
         if is_forced or now - self._manifest_at >= STATUS_S:
             self._manifest_at = now
             manifest, damage = manifest_of(self.path)
+            run_id = manifest.get("run_id", self._run_id)
+            if self._run_id not in (None, run_id):
+                raise RunError(f"{self.path} has another run now; the list of runs has it")
+            self._run_id = run_id
             if self.state.position == 0 and not self.state.manifest:
                 self.state = RunState(self.path, manifest)  # with its slot names
                 self.state.damage = self._follower.damage

@@ -296,3 +296,14 @@ def test_keyboard_reaches_slots_and_charts(visits, tmp_path):
     named = "n.textContent.trim() || n.getAttribute('aria-label') || n.labels?.length"
     unnamed = page.evaluate(f"[...document.querySelectorAll('button, input, select')].filter(n => !({named})).length")
     assert unnamed == 0
+
+
+def test_network_of_many_slots_is_drawn_on_a_narrow_screen(visits, tmp_path):
+    journal = Journal(tmp_path / "run")
+    journal.write(started(slots=tuple(f"r0c{i}" for i in range(25))))
+    empty = 22
+    journal.write(step(1, stages=(0, 2, 5) + (0,) * empty, alphas=(0.0,) * 25,
+                       blueprints=("", "norm", "norm") + ("",) * empty))  # fmt: skip
+    place = report.write([RunState.of(journal.close())], tmp_path / "report.html")
+    page = visits.open(place.as_uri(), width=420)
+    visits.expect(page.locator("svg.network g")).to_have_count(25)

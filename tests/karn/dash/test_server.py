@@ -4,6 +4,7 @@ import asyncio
 import http.client
 import json
 import re
+import shutil
 import socket
 import threading
 import time
@@ -17,9 +18,10 @@ pytest.importorskip("uvicorn", reason="the live page needs the extra web")
 import uvicorn
 
 from esper.karn.dash.guard import Guard
-from esper.karn.dash.server import FILES, make_app, stream
-from esper.karn.live_run import LiveRun
+from esper.karn.dash.server import FILES, make_app, serve, stream
+from esper.karn.live_run import STATUS_S, LiveRun
 from esper.karn.report import web_file
+from esper.leyline.checksums import open_json, seal_json
 from esper.nissa.recorder import record
 from tests.support.sample_runs import Journal, grow_run, started, step
 
@@ -212,3 +214,33 @@ def test_stream_ends_when_the_server_stops():
     answers = iter([False, True])
     assert asyncio.run(pieces(lambda: True)) == [b"retry: 2000\n\n"]
     assert asyncio.run(pieces(lambda: next(answers))) == [b"retry: 2000\n\n", b": nothing new\n\n"]
+
+
+def test_removed_or_replaced_run_is_an_error_and_the_new_one_has_another_number(tmp_path):
+    path = grow_run(tmp_path / "run")
+    with served(tmp_path) as port:
+        assert [run["id"] for run in get_json(port, "/api/runs")["runs"]] == [0]
+        first = get_json(port, "/api/runs/0")["position"]
+        shutil.rmtree(path)
+        for route in ("/api/runs/0", "/api/runs/0/live", "/api/runs/0/envs/0"):
+            answer = get(port, route)
+            assert (answer.status, b"was removed" in answer.read()) == (404, True)
+        journal = Journal(path)
+        journal.write(started())
+        journal.close()
+        manifest = open_json((path / "manifest.json").read_bytes()) | {"run_id": "another"}
+        (path / "manifest.json").write_bytes(seal_json(json.dumps(manifest).encode()))
+        assert [run["id"] for run in get_json(port, "/api/runs")["runs"]] == [1]
+        time.sleep(STATUS_S)
+        assert get(port, "/api/runs/0").status == 404
+        assert get_json(port, "/api/runs/1")["position"] < first
+
+
+def test_address_can_be_opened_as_soon_as_it_is_printed(tmp_path):
+    def ready(url):
+        port = int(re.search(r":(\d+)/", url)[1])
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        serve(tmp_path, 0, ready)

@@ -69,6 +69,16 @@ def large(tmp_path_factory):
 
 
 @pytest.mark.parametrize("size", SIZES)
+def test_cells_of_slots_are_not_cut_to_the_width_of_their_titles(finished, size):
+    async def drive(app, pilot):
+        return shown(app)
+
+    texts = "\n".join(watch(finished, drive, size))
+    assert "fossilized" in texts
+    assert "━ 1.00" in texts
+
+
+@pytest.mark.parametrize("size", SIZES)
 def test_one_screen_shows_run_environments_slots_and_events(finished, size):
     async def drive(app, pilot):
         return shown(app)

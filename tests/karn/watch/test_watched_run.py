@@ -1,7 +1,9 @@
 """The watched run without a terminal: which run is found, its state in one word, its pace, and the texts of a frame."""
 
+import json
 import math
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -12,6 +14,7 @@ from esper.karn.watch import cells
 from esper.karn.watch.find_run import find_run
 from esper.karn.watch.plain import frame
 from esper.karn.watch.watched_run import WatchedRun
+from esper.leyline.checksums import seal_json
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Governor, Health, RunFinished, Step
 from tests.support.live_run import lines_of, run_events, started, update, write_run
@@ -239,3 +242,39 @@ def test_unknown_run_is_an_error_that_lists_existing_ones(tmp_path, monkeypatch)
 
 def test_empty_directory_is_waited_for(tmp_path):
     assert find_run(tmp_path) is None
+
+
+def test_removed_run_stays_on_the_screen_with_the_reason(growing):
+    growing.add(small_run(), step())
+    shutil.rmtree(growing.path)
+    growing.watched.read()
+    assert growing.watched.state.env_steps == 1
+    assert "cannot be read any more" in cells.alarms(growing.watched).plain
+    growing.watched.restart()
+    growing.watched.read()
+    assert growing.watched.state.env_steps == 1
+
+
+def identified(path, run_id):
+    content = seal_json(json.dumps({"status": "finished", "run_id": run_id}).encode())
+    (path / "manifest.json").write_bytes(content)
+    return path
+
+
+def test_run_that_replaced_another_is_read_after_a_restart(tmp_path):
+    path = identified(write_run(tmp_path / "run", [small_run(), step()], at=1000.0), "first")
+    run = WatchedRun(path, Clock())
+    run.read()
+    shutil.rmtree(path)
+    identified(write_run(path, [small_run(), step(), step(t=2), step(t=3)], at=1000.0), "second")
+    run.read()
+    assert run.state.env_steps == 1
+    assert "another run" in cells.alarms(run).plain
+    run.restart()
+    run.read()
+    assert (run.state.env_steps, run.trouble) == (3, "")
+
+
+def test_long_names_are_cut_to_their_column(tmp_path):
+    run = watched(tmp_path, started(slots=1, names=["structure " * 100]), step(stages=(0,)))
+    assert len(cells.ENV_COLUMNS[0].cell(run.state, run.state.latest[0])) == 18

@@ -18,7 +18,7 @@ class LiveRuns:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._paths: list[Path] = []
+        self._places: list[tuple[Path, str]] = []  # number → directory and id of the run
         self._runs: dict[int, LiveRun] = {}
         self._lock = threading.Lock()
 
@@ -31,10 +31,11 @@ class LiveRuns:
         found = []
         with self._lock:
             for row in rows:
-                if row.path not in self._paths:
-                    self._paths.append(row.path)
+                place = row.path, row.id
+                if place not in self._places:
+                    self._places.append(place)
                 found.append({
-                    "id": self._paths.index(row.path), "name": row.path.name, "task": row.task, "status": row.status,
+                    "id": self._places.index(place), "name": row.path.name, "task": row.task, "status": row.status,
                     "controller": row.controller, "started": row.started, "seconds": row.seconds,
                     "env_steps": row.env_steps, "missing": row.losses,
                 })  # fmt: skip
@@ -43,9 +44,12 @@ class LiveRuns:
     def path(self, number: int) -> Path:
         """Return the directory of a run by its number."""
         with self._lock:
-            if not 0 <= number < len(self._paths):
+            if not 0 <= number < len(self._places):
                 raise RunError("there is no such run; the list of runs has their numbers")
-            return self._paths[number]
+            path = self._places[number][0]
+        if not path.is_dir():
+            raise RunError(f"{path} was removed")
+        return path
 
     def run(self, number: int) -> LiveRun:
         """Return a run by its number."""

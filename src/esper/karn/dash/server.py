@@ -138,6 +138,7 @@ def serve(directory: Path, port: int, ready: Callable[[str], None]) -> None:
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     listener.bind((HOST, port))
+    listener.listen()  # a browser that is opened now waits, and is not refused
     port = listener.getsockname()[1]
     token = secrets.token_urlsafe(24)
     app = Guard(make_app(directory, lambda: server.should_exit), token, port)

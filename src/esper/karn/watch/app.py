@@ -286,12 +286,13 @@ class WatchApp(App[None]):
     def _draw_slots(self) -> None:
         run, table = self.watched.state, self.screen_stack[0].query_one("#slots", DataTable)
         e = run.envs[self.selected].latest if self.selected in run.envs else None
-        table.clear(columns=True)
+        most = len(cells.SLOT_TITLES) if self.size.width >= 100 else 6
+        table.clear(columns=len(table.columns) != most)
         table.display = e is not None and bool(e.slots)
         if e is None:
             return
-        most = len(cells.SLOT_TITLES) if self.size.width >= 100 else 6
-        table.add_columns(*cells.SLOT_TITLES[:most])
+        if not table.columns:
+            table.add_columns(*cells.SLOT_TITLES[:most])
         used = sorted(e.slots.values(), key=lambda slot: not slot.was_used())
         for slot in used[: max(3, self.size.height // 4)]:
             table.add_row(*cells.slot_cells(run, e, slot)[:most])

@@ -42,6 +42,12 @@ def plain(text: str, style: str = "", most: int = 200) -> Text:
     return Text(printable(text, most), STYLES.get(style, style), no_wrap=True, overflow="ellipsis")
 
 
+def short(text: str, most: int) -> str:
+    """Return a name from a run in at most this number of characters."""
+    text = printable(text)
+    return text if len(text) <= most else text[: most - 1] + "…"
+
+
 def number(value: float | None, unit: str = "number") -> Text:
     """Return a number: – if it was not measured, emphasised if it is not finite."""
     if value is None:
@@ -122,7 +128,7 @@ def _step(run: RunState, e: EpisodeState) -> Text:
 
 
 ENV_COLUMNS = (
-    Column("ENV", 0, lambda _, e: plain(e.name, "bold", 20)),
+    Column("ENV", 0, lambda _, e: plain(short(e.name, 18), "bold")),
     Column("STEP", 0, _step),
     Column("QUAL", 0, lambda run, e: number(e.quality, _unit(run))),
     Column("BEST", 0, lambda run, e: number(e.best, _unit(run))),
@@ -159,7 +165,7 @@ def slot_cells(run: RunState, e: EpisodeState, slot: SlotHistory) -> list[Text]:
     bar = Text(NONE, "dim") if alpha is None else Text(f"{'━' * round(8 * min(1, max(0, alpha))):<8} {alpha:4.2f}")
     word = "cooling" if stage in COOLING else "empty" if stage == SeedStage.DORMANT else stage.name.lower()
     return [
-        plain(slot.name, "bold", 24), Text(word, STAGE_STYLES[stage]),
+        plain(short(slot.name, 24), "bold"), Text(word, STAGE_STYLES[stage]),
         plain(last.blueprint if last and is_live else NONE), bar,
         worth(w.contribution if w else None, w.contribution_se if w else None, pc),
         worth(w.prospect if w else None, w.prospect_se if w else None, pc),
@@ -176,7 +182,7 @@ def header(watched: WatchedRun, width: int) -> Text:
     """Return two lines: what runs and its state; its progress and speed."""
     run, word, done, pace = watched.state, watched.word(), watched.done(), watched.pace()
     first = Text.assemble((f" {word} ", f"reverse {STYLES[TONES[word]]}"), "  ")
-    what = [printable(str(value), 60) for value in (run.about("task"), run.about("controller")) if value]
+    what = [short(str(value), 60) for value in (run.about("task"), run.about("controller")) if value]
     first.append(" by ".join(what), "bold")
     if done is not None:
         size = max(8, min(30, width - 70))
@@ -199,7 +205,7 @@ def header(watched: WatchedRun, width: int) -> Text:
 
 def alarms(watched: WatchedRun) -> Text:
     """Return the problems of the run, worst first; or ALL CLEAR."""
-    found = problems(watched.state)
+    found = [*([("error", watched.trouble)] if watched.trouble else []), *problems(watched.state)]
     silence = watched.silence_s()
     if watched.word() in ("SLOW", "STALE"):
         found.insert(0, ("warning", f"silent for {duration(silence)}"))
@@ -244,6 +250,6 @@ def event_line(run: RunState, row: object) -> Text:
     env, step = run.envs.get(getattr(row, "env", -1)), getattr(row, "step", "")
     time_s = getattr(row, "time_s", run.first_s) - run.first_s
     place = f"{duration(max(0.0, time_s)):>11} "
-    name = printable(env.name if env is not None else "run", 16)
-    return Text.assemble((place, "dim"), (f"{name:<12.12} ", "bold"), (f"{step!s:>4}  ", "dim"),
+    name = short(env.name if env is not None else "run", 14)
+    return Text.assemble((place, "dim"), (f"{name:<14} ", "bold"), (f"{step!s:>4}  ", "dim"),
                          plain(text, tone, 500))  # fmt: skip

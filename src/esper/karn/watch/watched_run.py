@@ -10,6 +10,7 @@ from pathlib import Path
 from esper.karn.live_run import LiveRun
 from esper.karn.run_state import RunState
 from esper.karn.watch.find_run import find_run
+from esper.leyline.errors import EsperError
 
 LIVE_S, SLOW_S = 5.0, 15.0
 """Seconds without events up to which a run is LIVE, or SLOW. Runs with longer regular gaps have larger limits."""
@@ -38,6 +39,8 @@ class WatchedRun:
         self._marks: deque[tuple[float, int]] = deque(maxlen=600)  # (reader's clock, env-steps) at every arrival
         self._gaps: deque[float] = deque(maxlen=32)  # seconds between arrivals
         self._has_read = False
+        self.trouble = ""
+        """Why the run cannot be read any more: it was removed or replaced."""
         self._find()
 
     def _find(self) -> None:
@@ -62,7 +65,11 @@ class WatchedRun:
         if self._run is None:
             return False
         before = (self._run.state.position, self._run.state.status, self._run.state.losses)
-        self._run.refresh(is_forced=True)
+        try:
+            self._run.refresh(is_forced=True)
+            self.trouble = ""
+        except (EsperError, OSError) as error:
+            self.trouble = f"the run cannot be read any more: {error}"
         state = self._run.state
         if state.position != before[0]:
             now = self._clock()
@@ -73,11 +80,17 @@ class WatchedRun:
         return is_first or (state.position, state.status, state.losses) != before
 
     def restart(self) -> None:
-        """Read everything again from the beginning. A directory of runs may have a newer run by now."""
-        self._run, self._has_read = None, False
+        """Read everything again from the beginning. A directory of runs may have a newer run by now.
+
+        If there is no run any more, the last state stays.
+        """
+        try:
+            path = find_run(self._location)
+        except EsperError:
+            return
+        self._run, self._has_read = None if path is None else LiveRun(path), False
         self._marks.clear()
         self._gaps.clear()
-        self._find()
 
     def silence_s(self) -> float:
         """Return the seconds since the last event arrived."""

@@ -499,15 +499,15 @@
       group.append(svg("title", {}, `${slot.slot}: ${says}`));
       group.setAttribute("aria-label", `slot ${slot.slot}: ${says}`);
       const put = (tag, options, ...children) => group.append(svg(tag, options, ...children));
-      const fill = name === "cooling" ? "var(--cooling)" : `var(--${name})`, box = Math.min(84, pitch - 10);
-      if (!stage || stage > 5) put("circle", { class: "empty", cx: x, cy: line, r: gap - 5 });
+      const fill = name === "cooling" ? "var(--cooling)" : `var(--${name})`, box = Math.max(4, Math.min(84, pitch - 10));
+      if (!stage || stage > 5) put("circle", { class: "empty", cx: x, cy: line, r: Math.max(2, gap - 5) });
       else {
         const h = scale(seed ? seed.params : 0), bottom = stage === 5 ? line + hostHeight / 2 : line - hostHeight / 2 - 22, top = stage === 5 ? Math.min(line - hostHeight / 2 - 4, bottom - h) : bottom - h, mid = (top + bottom) / 2;
         if (stage !== 5) {
           const reach = Math.min(pitch / 2 - 4, box / 2 + 14);
           put("path", { class: "path", d: `M${x - reach} ${line - hostHeight / 2}V${mid}H${x + reach}V${line - hostHeight / 2}`, "stroke-width": 1.5 + 4.5 * alpha, "stroke-dasharray": alpha ? null : "3 4", stroke: fill });
           group.lastChild.style.stroke = alpha ? fill : "";
-          put("circle", { class: "empty", cx: x, cy: line, r: gap - 5 });
+          put("circle", { class: "empty", cx: x, cy: line, r: Math.max(2, gap - 5) });
         }
         put("rect", { class: "seed", x: x - box / 2, y: top, width: box, height: bottom - top, rx: 6 });
         group.lastChild.style.fill = fill;
@@ -861,7 +861,7 @@
     const isPercent = runs.every(run => run.run.is_percent), unit = isPercent ? "percent" : "number", points = isPercent ? "points" : "number";
     const kinds = [["quality", "Quality after each epoch", unit, 320], ["val_loss", "Validation loss", "number", 220], ["params", "Parameters of the network", "count", 220]];
     const list = kinds.map(([name, title, of, height]) => { const chart = new Chart({ title, unit: of, height, sync: "compare", says: name === "quality" ? "Mean over a run's grown environments, newest episodes; the band spans the worst and the best." : "" }); chart.name = name; return chart; });
-    const holder = el("div"), paired = el("div");
+    const holder = el("div", { class: "many-columns" }), paired = el("div", { class: "paired" });
     let by = "step";
     const button = (value, name) => el("button", { type: "button", "aria-pressed": String(by === value), on: { click: event => { by = value; for (const other of event.target.parentNode.children) other.setAttribute("aria-pressed", String(other === event.target)); update(); } } }, name);
     const node = section("Side by side", `Means over the newest episode of every environment${isPercent ? "; differences in points" : ""}. Baselines of a run are not part of its mean.`, holder, paired,
