@@ -22,6 +22,7 @@ _HOME = {
     "Rules": "esper.kasmina.lifecycle",
     "blueprint": "esper.kasmina.blueprints",
     "Grower": "esper.grower",
+    "audition": "esper.grower.audition",
     "plot_worth": "esper.simic.attribution.worth_plot",
     "record": "esper.nissa.recorder",
     "load_data": "esper.tolaria.data",
@@ -44,6 +45,7 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from esper.grower import Grower as Grower
+    from esper.grower.audition import audition as audition
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.body import Body as Body
     from esper.kasmina.graft import graft as graft

@@ -170,19 +170,6 @@ def test_audition_counts_the_compute_of_its_copies(monkeypatch):
     assert point.train_macs > 4 * spent  # eight epochs per copy, and the training after them
 
 
-def test_slots_are_filled_by_gain_within_the_limit():
-    space = Space(SMALL, LIMIT)
-    cost = {(slot, name): space.costs[slot][name].macs for slot, names in space.choices.items() for name in names}
-    gains = {("r0c0", "mlp"): 0.3, ("r0c1", "mlp"): 0.4, ("r0c1", "lora"): 0.5, ("r0c2", "lora"): 0.1,
-             ("r0c2", "norm"): -0.1}  # fmt: skip
-    space.limit = space.host_macs + cost["r0c1", "lora"] + cost["r0c0", "mlp"] + cost["r0c2", "lora"]
-    assert space.filled(gains, 0.0) == {"r0c1": "lora", "r0c0": "mlp", "r0c2": "lora"}
-    assert space.filled(gains, 0.5) == {"r0c1": "lora", "r0c0": "mlp"}
-    space.limit -= 1
-    assert space.filled(gains, 0.0) == {"r0c1": "lora", "r0c0": "mlp"}
-    assert space.filled({seed: -gain for seed, gain in gains.items()}, 0.5) == {"r0c2": "norm"}
-
-
 def test_copy_of_a_session_is_independent_and_changes_no_output():
     trunk = session(structure={"r0c0": "mlp"})
     trunk.advance(Wait(), 3 * trunk.epoch_macs)

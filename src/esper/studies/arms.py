@@ -8,6 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from esper.grower.audition import Seed, planned
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.rng import derive_seed
@@ -128,15 +129,6 @@ class Space:
             if structure and self.macs(structure) <= self.limit:
                 return structure
 
-    def filled(self, gains: Gains, keep: float) -> Structure:
-        """Return the structure of the seeds that gain most: one per slot, within the limit, none below the share."""
-        structure: Structure = {}
-        least = keep * max(gains.values())
-        for (slot, name), gain in sorted(gains.items(), key=lambda each: -each[1]):
-            if gain >= max(least, 0.0) and slot not in structure and self.macs(structure | {slot: name}) <= self.limit:
-                structure[slot] = name
-        return structure
-
     @property
     def unit(self) -> int:
         """Training multiply-adds of one full training: the task's epochs of a network at the limit."""
@@ -237,19 +229,15 @@ def train_audition(arm: Arm, task: str, world: int, budgets: Sequence[float]) ->
         session.advance(Wait(), arm.settings["start"] * session.epoch_macs)
         epochs = max(1, round(arm.settings["trial"] * budget * own.epochs))
         gains, spent = audition(session, space, epochs)
-        structure = space.filled(gains, arm.settings["keep"] / budget**0.5)
+        structure = planned(gains, lambda plan: space.macs(plan) <= space.limit, arm.settings["keep"] / budget**0.5)
         point = session.copy(structure).run(Wait(), [budget - spent / space.unit])[0]
         points.append(msgspec.structs.replace(point, budget=budget, train_macs=spent + point.train_macs))
     return points
 
 
-Gains = dict[tuple[str, str], float]
-"""Gained quality by slot and blueprint."""
-
-
-def audition(session: Session, space: Space, epochs: int) -> tuple[Gains, int]:
+def audition(session: Session, space: Space, epochs: int) -> tuple[dict[Seed, float], int]:
     """Return what each seed gains on a copy of the session that trains this many epochs, and the compute of all."""
-    gains: Gains = {}
+    gains: dict[Seed, float] = {}
 
     def quality_of(structure: Structure) -> tuple[float, int]:
         copy = session.copy(structure)

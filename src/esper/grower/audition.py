@@ -1,0 +1,125 @@
+"""Find out what to plant, and where, before growing: try every seed alone on a copy of the network.
+
+def train(copy):  # some epochs of your loop, then the validation quality
+    ...
+found = esper.audition(body, train)
+print(found)                        # what each seed gains in each slot, and what it costs
+for slot, blueprint in found.plan(limit=100_000).items():
+    grower.germinate(slot, blueprint)
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from esper.kasmina.body import Body
+from esper.leyline.errors import ConfigError
+from esper.leyline.stages import SeedStage
+
+Seed = tuple[str, str]
+"""Slot and blueprint."""
+Gains = Mapping[Seed, float]
+"""Quality that each seed adds."""
+KEEP = 0.6
+"""A plan has no seed that gains less than this share of the largest gain."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """What one seed gained on its copy of the network, and what it costs."""
+
+    slot: str
+    blueprint: str
+    gain: float
+    """Quality of the copy with the seed minus that of the copy without, both trained in the same way."""
+    params: int
+    macs: int
+    """Multiply-adds for one sample."""
+
+
+@dataclass(frozen=True, slots=True)
+class Audition:
+    """The trials of all seeds, largest gain first."""
+
+    trials: tuple[Trial, ...]
+    bare: float
+    """Quality of the copy without a seed."""
+
+    def plan(self, *, limit: int | None = None, keep: float = KEEP) -> dict[str, str]:
+        """Return the blueprint to plant in each slot: the seeds that gained most.
+
+        limit   maximum multiply-adds of all planted seeds for one sample; None sets no limit
+        keep    seeds that gained less than this share of the largest gain are left out; lower it for a long training
+        """
+        if not 0.0 <= keep <= 1.0:
+            raise ConfigError(f"keep is a share of the largest gain, from 0 to 1, got {keep}")
+        macs = {(trial.slot, trial.blueprint): trial.macs for trial in self.trials}
+        gains = {(trial.slot, trial.blueprint): trial.gain for trial in self.trials}
+        return planned(gains, lambda plan: limit is None or sum(macs[seed] for seed in plan.items()) <= limit, keep)
+
+    def __str__(self) -> str:
+        rows = [("slot", "blueprint", "gain", "parameters", "multiply-adds")]
+        rows += [(t.slot, t.blueprint, f"{t.gain:+.4f}", f"{t.params:,}", f"{t.macs:,}") for t in self.trials]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        return "\n".join(
+            "  ".join(
+                f"{cell:{'<' if i < 2 else '>'}{width}}"
+                for i, (cell, width) in enumerate(zip(row, widths, strict=True))
+            )
+            for row in rows
+        )
+
+
+def planned(gains: Gains, fits: Callable[[dict[str, str]], bool], keep: float = KEEP) -> dict[str, str]:
+    """Return one seed per slot in descending order of gain, as long as the structure fits.
+
+    Seeds that gain nothing, or less than the share `keep` of the largest gain, are left out.
+    """
+    plan: dict[str, str] = {}
+    least = keep * max(gains.values(), default=0.0)
+    for (slot, name), gain in sorted(gains.items(), key=lambda each: -each[1]):
+        if gain > 0 and gain >= least and slot not in plan and fits(plan | {slot: name}):
+            plan[slot] = name
+    return plan
+
+
+def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence[str] = ()) -> Audition:
+    """Return what each seed gains if it is the only new one. The body itself does not change.
+
+    body        a grafted model; slots that hold a seed are not tried
+    train       trains a copy of the body for a short time and returns its quality, higher is better. It makes its own
+                optimiser. torch's random state is the same at the start of every call, so that copies see equal batches
+    blueprints  what to try; all that fit a slot if empty
+    """
+    costs = body.costs()
+    names = sorted({name for fitting in costs.values() for name in fitting})
+    for name in blueprints:
+        if name not in names:
+            raise ConfigError(f"blueprint {name!r} fits no slot of this model. Fitting ones: {', '.join(names)}")
+    bare = _quality(body, None, train)
+    trials = [
+        Trial(slot, name, _quality(body, (slot, name), train) - bare, cost.params, cost.macs)
+        for slot, fitting in costs.items()
+        if body.slot(slot).stage == SeedStage.DORMANT
+        for name, cost in fitting.items()
+        if not blueprints or name in blueprints
+    ]
+    return Audition(tuple(sorted(trials, key=lambda trial: -trial.gain)), bare)
+
+
+def _quality(body: Body, seed: Seed | None, train: Callable[[Body], float]) -> float:
+    """Return the quality of a trained copy of the body, with one more seed or without."""
+    trained = copy.deepcopy(body)
+    if seed is not None:
+        trained.set_slot(trained.plant(*seed), SeedStage.FOSSILIZED, 1.0)
+    devices = sorted({p.device.index or 0 for p in body.parameters() if p.is_cuda})
+    with torch.random.fork_rng(devices=devices):
+        quality = float(train(trained))
+    if not math.isfinite(quality):
+        raise ConfigError(f"train returned {quality} for {seed or 'the copy without a seed'}; it must be finite")
+    return quality
