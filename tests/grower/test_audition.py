@@ -7,8 +7,9 @@ import torch
 from torch import nn
 
 import esper
-from esper.grower.audition import Audition, Trial, planned
+from esper.grower.audition import Audition, Trial
 from esper.leyline.errors import ConfigError
+from esper.leyline.planning import planned
 
 DATA = esper.load_data("digits")
 

@@ -8,9 +8,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from esper.grower.audition import Seed, planned
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.lifecycle import Rules
+from esper.leyline.planning import Seed, planned
 from esper.leyline.rng import derive_seed
 from esper.simic.backend import context_of
 from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs, shared_data
