@@ -8,34 +8,10 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import esper
 from esper.hf import GROWER_FILE, GrowthCallback, GrowthTrainer, GrowthTrainerMixin, load_pretrained
-from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.model_interface import SEEDS_FILE
-from esper.leyline.actions import Head, Op
 from esper.leyline.errors import CheckpointError, ConfigError, OptimizerError
-from esper.tamiyo.controllers import wait_everywhere
+from tests.support.controllers import Planter
 from tests.support.hf import QUALITY, Tokens, arguments, make_body
-
-
-class Planter:
-    """Germinate "lora" in slot s at the s-th step that has an entry, else wait. Has state, like a user's controller."""
-
-    def __init__(self, steps=(1, 2)):
-        self.steps, self.calls = steps, 0
-
-    def act(self, _table, legal):
-        actions = wait_everywhere(1)
-        self.calls += 1
-        if self.calls in self.steps:
-            slot = self.steps.index(self.calls)
-            assert legal[0, Op.GERMINATE, slot]
-            actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, slot, blueprint_index("lora")
-        return actions
-
-    def state_dict(self):
-        return {"calls": self.calls}
-
-    def load_state_dict(self, state):
-        self.calls = state["calls"]
 
 
 def growth(kind, **changes):
@@ -303,7 +279,7 @@ def test_callback_loads_the_best_model_with_its_structure(tmp_path):
     )
     scores = iter([1.0, 0.5, 0.2])
     trainer.compute_metrics = lambda _: {"score": next(scores)}
-    grower.controller.steps = (1, 3)
+    grower.controller.plan = (1, 3)
     with pytest.warns(UserWarning, match="the state has no seed"):
         trainer.train()
     assert list(grower.body.structure()) == ["bert.encoder.layer.0"]

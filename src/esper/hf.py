@@ -23,6 +23,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from esper.grower import Grower, StepReport
+from esper.grower.explanations import growth_figures
 from esper.kasmina.body import Body
 from esper.kasmina.model_interface import load_seeds, save_seeds
 from esper.kasmina.optimizer_sync import unwrapped
@@ -289,9 +290,4 @@ def _checkpoint_directory(args: Any, state: Any) -> Path:
 
 def _figures(grower: Grower, report: StepReport) -> dict[str, float]:
     """Return the numbers of a growth step for a log."""
-    body = grower.body
-    return {
-        "growth_quality": report.quality,
-        "growth_seeds": float(sum(slot.seed is not None for slot in body.slots.values())),
-        "growth_parameters": float(sum(p.numel() for p in body.esper.parameters())),
-    }
+    return {f"growth_{name}": value for name, value in growth_figures(grower.body, report.quality).items()}

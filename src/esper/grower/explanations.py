@@ -83,6 +83,15 @@ def slot_views(body: Body, table: SlotTable, rules: Rules) -> dict[str, SlotView
     }
 
 
+def growth_figures(body: Body, quality: float) -> dict[str, float]:
+    """Return the numbers of a growth step for the log of a training library."""
+    return {
+        "quality": quality,
+        "seeds": float(sum(slot.seed is not None for slot in body.slots.values())),
+        "parameters": float(sum(p.numel() for p in body.esper.parameters())),
+    }
+
+
 def why_not_legal(table: SlotTable, rules: Rules, names: Sequence[str], actions: Ints) -> str:
     """Return why the operation of environment 0 is not legal, and what to do about it."""
     op, s = Op(int(actions[0, Head.OP])), int(actions[0, Head.SLOT])

@@ -91,7 +91,10 @@ def load_state_dict(grower: Grower, saved: Mapping[str, Any]) -> None:
         raise CheckpointError(f"cannot load this state of a grower: {error} Nothing was changed.") from error
     except (KeyError, TypeError, ValueError) as error:
         raise CheckpointError(f"this is not the state of a grower: {error!r}. Nothing was changed.") from error
+    modes = {module: module.training for module in grower.body.modules()}
     _apply(grower, state, weights, {})
+    for module, training in modes.items():  # a training library saves in eval mode and sets modes itself
+        module.training = training
 
 
 def _check(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:

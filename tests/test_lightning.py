@@ -1,0 +1,237 @@
+"""Growth in Lightning, with the real library."""
+
+import warnings
+
+import lightning as L
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import esper
+from esper.leyline.errors import ConfigError
+from esper.lightning import GrowthCallback
+from tests.support.controllers import Planter
+from tests.support.grower import batch, make_body
+
+pytestmark = [
+    # Lightning's own: few workers, small logging interval, a directory that exists, torch's pytree
+    pytest.mark.filterwarnings("ignore::lightning.fabric.utilities.warnings.PossibleUserWarning"),
+    pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
+    pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
+]
+
+
+class Module(L.LightningModule):
+    """A user's module. `options` are those of the grower."""
+
+    def __init__(self, schedule=True, **options):
+        super().__init__()
+        self.body, self.schedule = make_body(), schedule
+        self.options = {"controller": Planter(), "rules": esper.Rules(one_at_a_time=False), **options}
+
+    def loss(self, data):
+        return nn.functional.cross_entropy(self.body(data[0]), data[1])
+
+    def training_step(self, data, _index):
+        return self.loss(data)
+
+    def validation_step(self, data, _index):
+        self.log("val_loss", self.loss(data))
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.body.parameters(), lr=1e-2)
+        self.grower = esper.Grower(self.body, optimizer, **self.options)
+        if not self.schedule:
+            return optimizer
+        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)]
+
+
+class Shadowed(Module):
+    calls = 0
+
+    def shadow_loss(self, data):
+        self.calls += 1
+        return self.loss(data)
+
+
+def fit(module, directory, *, ckpt_path=None, callbacks=(), growth=None, **options):
+    L.seed_everything(0, verbose=False)
+    defaults = {
+        "max_epochs": 4, "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
+        "enable_model_summary": False, "default_root_dir": directory, "enable_checkpointing": False,
+    }  # fmt: skip
+    growth = GrowthCallback() if growth is None else growth
+    trainer = L.Trainer(**{**defaults, **options}, callbacks=[*callbacks, growth])
+    train = DataLoader(TensorDataset(*batch(1, 64)), 16, shuffle=True)
+    trainer.fit(module, train, DataLoader(TensorDataset(*batch(2, 32)), 16), ckpt_path=ckpt_path)
+    return trainer
+
+
+def assert_equal_states(a, b):
+    assert a.state_dict().keys() == b.state_dict().keys()
+    for name, value in a.state_dict().items():
+        assert torch.equal(value, b.state_dict()[name]), name
+
+
+def test_callback_grows_after_each_validation_and_logs(tmp_path):
+    logger = CSVLogger(tmp_path)
+    module = Module()
+    trainer = fit(module, tmp_path, logger=logger)
+    assert list(module.body.structure()) == ["first", "second"]
+    assert module.grower.controller.calls == 4  # not after the sanity check
+    assert module.grower._batches == 16
+    logged = [row["growth/seeds"] for row in logger.experiment.metrics if "growth/seeds" in row]
+    assert logged == [1, 2, 2, 2] or trainer.loggers[0].experiment.metrics == []  # already written to the file
+    assert "growth/seeds" in (tmp_path / "lightning_logs" / "version_0" / "metrics.csv").read_text()
+
+
+def test_fast_dev_run(tmp_path):
+    module = Module(schedule=False)
+    fit(module, tmp_path, fast_dev_run=True)
+    assert module.grower.controller.calls == 1
+
+
+@pytest.mark.parametrize("at_epoch_end", [True, False])
+def test_resumed_training_is_bit_equal(tmp_path, at_epoch_end):
+    def saving():
+        return ModelCheckpoint(
+            tmp_path, filename="{epoch}", save_top_k=-1, save_on_train_epoch_end=at_epoch_end, monitor=None
+        )
+
+    whole = Module(schedule=at_epoch_end)  # Lightning loses the scheduler's step of an epoch saved after its validation
+    # given first: Lightning moves it behind the growth
+    fit(whole, tmp_path, callbacks=[saving()], enable_checkpointing=True, gradient_clip_val=0.5)
+    again = Module(schedule=at_epoch_end)
+    torch.manual_seed(99)
+    path = tmp_path / "epoch=1.ckpt"
+    fit(again, tmp_path, callbacks=[saving()], enable_checkpointing=True, gradient_clip_val=0.5, ckpt_path=path)
+    assert_equal_states(again, whole)
+    assert again.grower.controller.calls == 4
+    a, b = again.grower.optimizer.state_dict(), whole.grower.optimizer.state_dict()
+    assert a["param_groups"] == b["param_groups"]
+    assert all(torch.equal(a["state"][i]["exp_avg_sq"], b["state"][i]["exp_avg_sq"]) for i in b["state"])
+    assert all(m.training for m in again.body.modules())  # saved during validation, in eval mode
+
+
+def test_checkpoint_loads_into_a_module_for_inference(tmp_path):
+    module = Module()
+    saving = ModelCheckpoint(tmp_path, filename="last")
+    fit(module, tmp_path, callbacks=[saving], enable_checkpointing=True)
+    loaded = Module.load_from_checkpoint(tmp_path / "last.ckpt", weights_only=True)
+    assert_equal_states(loaded, module)
+
+
+def test_seeds_planted_during_validation_are_trained_in_training_mode(tmp_path):
+    class Modes(Callback):
+        seen = ()
+
+        def on_after_backward(self, _trainer, module):
+            self.seen += (all(m.training for m in module.body.esper.modules()),)
+
+    modes = Modes()
+    fit(Module(), tmp_path, callbacks=[modes])
+    assert all(modes.seen)
+
+
+def test_gradient_clip_val_clips_host_and_seeds_separately(tmp_path):
+    """With an isolated seed the host's weights are those of a run without it; joint clipping would change them."""
+
+    def host(steps, rules):
+        module = Module(controller=Planter(steps), rules=rules)
+        trainer = fit(module, tmp_path, gradient_clip_val=0.05)
+        assert trainer.gradient_clip_val == 0.05  # given back
+        return module.body
+
+    isolated = esper.Rules(birth="isolated", auto_blend=False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        warnings.filterwarnings("ignore", ".*LeafSpec.*")
+        warnings.filterwarnings("ignore", ".*num_workers.*")
+        planted = host((1,), isolated)
+    assert planted.slots["first"].seed is not None
+    alone = host((), isolated)
+    for name, value in alone.model.state_dict().items():
+        assert torch.equal(value, planted.model.state_dict()[name]), name
+
+
+def test_shadow_pass_uses_the_loss_of_the_module(tmp_path):
+    rules = esper.Rules(birth="isolated", auto_blend=False)
+    module = Shadowed(incubation="shadow", rules=rules, controller=Planter((1,)))
+    fit(module, tmp_path, accumulate_grad_batches=2)
+    assert module.calls >= 8
+    assert module.body.slots["first"].seed[-1].weight.abs().sum() > 0
+    with pytest.raises(ConfigError, match=r"Define shadow_loss"):
+        fit(Module(incubation="shadow", rules=rules), tmp_path)
+
+
+def test_gradient_accumulation_and_validation_within_an_epoch(tmp_path):
+    module = Module(schedule=False)
+    fit(module, tmp_path, accumulate_grad_batches=3, val_check_interval=2, max_epochs=2)
+    assert module.grower.controller.calls == 4
+    assert module.grower._batches == 4
+
+
+def test_bf16_autocast(tmp_path):
+    module = Module()
+    fit(module, tmp_path, precision="bf16-mixed")
+    assert len(module.body.structure()) == 2
+    assert all(torch.isfinite(p).all() for p in module.parameters())
+
+
+def test_batches_of_another_form_are_unpacked(tmp_path):
+    class Named(Module):
+        def loss(self, data):
+            return super().loss((data["x"], data["y"]))
+
+    module = Named()
+    growth = GrowthCallback(unpack=lambda data: (data["x"], data["y"]), batches=1)
+    L.seed_everything(0, verbose=False)
+    rows = [{"x": x, "y": y} for x, y in zip(*batch(1, 32), strict=True)]
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, enable_checkpointing=False, callbacks=[growth],
+    )  # fmt: skip
+    trainer.fit(module, DataLoader(rows, 16), DataLoader(rows, 16))
+    assert growth.report.quality >= 0
+
+
+# -- refusals
+
+
+class TwoOptimizers(Module):
+    automatic_optimization = False
+
+    def configure_optimizers(self):
+        return [super().configure_optimizers()[0][0], torch.optim.SGD(self.body.parameters(), lr=0.1)]
+
+
+class NoGrower(Module):
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.body.parameters(), lr=0.1)
+
+
+class OtherOptimizer(Module):
+    def configure_optimizers(self):
+        super().configure_optimizers()
+        return torch.optim.SGD(self.body.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "message"),
+    [
+        (TwoOptimizers, "returned 2 optimisers; a grower serves one"),
+        (NoGrower, r"set self\.grower = esper\.Grower"),
+        (OtherOptimizer, "another optimiser than the one that configure_optimizers returned"),
+    ],
+)
+def test_modules_that_cannot_grow_are_refused(tmp_path, kind, message):
+    with pytest.raises(ConfigError, match=message):
+        fit(kind(), tmp_path)
+
+
+def test_training_without_validation_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match="Define validation_step"):
+        fit(Module(), tmp_path, limit_val_batches=0)
