@@ -59,3 +59,13 @@ def run(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
     assert done.returncode == 0, done.stderr
     return done.stdout
+
+
+@pytest.mark.parametrize("name", ["trainer", "lightning"])
+def test_page_of_a_training_library_shows_its_example(name):
+    """The test of code blocks runs it."""
+    code = (ROOT / "examples" / f"grow_in_{name}.py").read_text()
+    shown = BLOCK.search((ROOT / "docs" / f"{name}.md").read_text())
+    assert shown is not None
+    assert shown.group(1) == code.split('"""', 2)[2].lstrip("\n")
+    assert len(code.splitlines()) <= 40

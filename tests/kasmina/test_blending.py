@@ -13,11 +13,26 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from esper.kasmina.blending import MOST_PULL, FeelNothing, Gate, Leash, blend, detached, straight_through
-from esper.kasmina.feature_spec import Layout
+from esper.kasmina.feature_spec import SPATIAL, Layout
 from esper.leyline.actions import Operator
 
-SHAPE = {Layout.MAP: (4, 8, 6, 5), Layout.SEQUENCE: (4, 7, 8), Layout.VECTOR: (4, 8)}
-GATE_SHAPE = {Layout.MAP: (4, 1, 1, 1), Layout.SEQUENCE: (4, 7, 1), Layout.VECTOR: (4, 1)}
+SHAPE = {
+    Layout.MAP: (4, 8, 6, 5),
+    Layout.SEQUENCE: (4, 7, 8),
+    Layout.VECTOR: (4, 8),
+    Layout.BIDIRECTIONAL: (4, 7, 8),
+    Layout.SIGNAL: (4, 8, 7),
+    Layout.VOLUME: (4, 8, 3, 2, 5),
+}
+GATE_SHAPE = {
+    Layout.MAP: (4, 1, 1, 1),
+    Layout.SEQUENCE: (4, 7, 1),
+    Layout.VECTOR: (4, 1),
+    Layout.BIDIRECTIONAL: (4, 7, 1),
+    Layout.SIGNAL: (4, 1, 1),
+    Layout.VOLUME: (4, 1, 1, 1, 1),
+}
+AXIS = {layout: 1 if layout in SPATIAL else -1 for layout in Layout}
 every_layout = pytest.mark.parametrize("layout", Layout)
 every_operator = pytest.mark.parametrize("operator", Operator, ids=lambda o: o.name)
 
@@ -128,7 +143,7 @@ def test_sequence_gate_depends_on_its_own_token_only():
 def test_straight_through_trains_the_seed_and_not_the_host():
     host, seed = torch.randn(4, 8, requires_grad=True), nn.Linear(8, 8)
 
-    out = straight_through(host, seed(detached(host)))
+    out = straight_through(host, seed(detached(host)), -1)
     out.sum().backward()
 
     assert torch.equal(out, host)
@@ -141,7 +156,7 @@ def test_straight_through_trains_the_seed_and_not_the_host():
     bad=st.sampled_from([math.inf, -math.inf, math.nan, 3e38]),
     where=st.integers(0, 4 * 8 * 6 * 5 - 1),
     layout=st.sampled_from(Layout),
-    join=st.sampled_from([FeelNothing.apply, straight_through]),
+    join=st.sampled_from([FeelNothing.apply, lambda h, delta: straight_through(h, delta, -1)]),
 )
 def test_inf_and_nan_in_delta_do_not_reach_the_host(bad, where, layout, join):
     first, last = nn.Linear(SHAPE[layout][-1], SHAPE[layout][-1]), torch.randn(SHAPE[layout])
@@ -158,7 +173,7 @@ def test_inf_and_nan_in_delta_do_not_reach_the_host(bad, where, layout, join):
         assert torch.equal(alone, beside)
 
 
-@pytest.mark.parametrize("join", [FeelNothing.apply, straight_through])
+@pytest.mark.parametrize("join", [FeelNothing.apply, lambda h, delta: straight_through(h, delta, -1)])
 def test_in_place_operations_after_the_slot_work(join):
     first, seed = nn.Linear(8, 8), nn.Linear(8, 8)
     h = first(torch.randn(4, 8))
@@ -169,13 +184,13 @@ def test_in_place_operations_after_the_slot_work(join):
 # Leash: the gradient term that bounds Δ in straight-through training
 
 
-def leashed_gradient(delta: Tensor, h: Tensor, upstream: Tensor) -> Tensor:
+def leashed_gradient(delta: Tensor, h: Tensor, upstream: Tensor, axis: int = -1) -> Tensor:
     delta = delta.clone().requires_grad_()
-    return torch.autograd.grad(Leash.apply(delta, h), delta, upstream)[0]
+    return torch.autograd.grad(Leash.apply(delta, h, axis), delta, upstream)[0]
 
 
 def rms(t: Tensor, layout: Layout = Layout.SEQUENCE) -> Tensor:
-    return t.double().square().mean(1 if layout == Layout.MAP else -1, keepdim=True).sqrt()
+    return t.double().square().mean(AXIS[layout], keepdim=True).sqrt()
 
 
 def test_leash_equals_gradient_where_delta_rms_equals_feature_rms():
@@ -192,7 +207,7 @@ def test_straight_through_delta_stays_bounded(layout):
     def learnt(start: float, lesson) -> Tensor:
         delta = (start * features(layout, 2)).requires_grad_()
         for step in range(400):
-            straight_through(h, delta).backward(lesson(step))
+            straight_through(h, delta, AXIS[layout]).backward(lesson(step))
             delta = (delta - 0.05 * delta.grad).detach().requires_grad_()
         return delta.detach()
 
@@ -213,10 +228,9 @@ def test_straight_through_delta_stays_bounded(layout):
 @given(layout=st.sampled_from(Layout), size=st.floats(1.01, 1e6), seed=st.integers(0, 99))
 def test_delta_larger_than_features_never_grows(layout, size, seed):
     h, upstream = features(layout, seed), features(layout, seed + 100)
-    channels = 1 if layout == Layout.MAP else -1
     for delta in (features(layout, seed + 200), -upstream):  # the second points radially outwards
         delta = delta * (size * rms(h, layout) / rms(delta, layout)).float()
-        outwards = (leashed_gradient(delta, h, upstream) * delta).sum(channels)
+        outwards = (leashed_gradient(delta, h, upstream, AXIS[layout]) * delta).sum(AXIS[layout])
         assert (outwards > 0).all()
 
 
@@ -233,8 +247,10 @@ def test_leash_gradient_is_finite_and_bounded(dtype, h, delta):
 @every_layout
 def test_leash_gradient_scales_with_the_loss(layout):
     h, delta, upstream = (features(layout, i) for i in range(3))
-    plain = leashed_gradient(delta, h, upstream)
-    assert torch.equal(leashed_gradient(delta, h, 1024 * upstream), 1024 * plain)  # required by GradScaler
+    plain = leashed_gradient(delta, h, upstream, AXIS[layout])
+    assert torch.equal(
+        leashed_gradient(delta, h, 1024 * upstream, AXIS[layout]), 1024 * plain
+    )  # required by GradScaler
 
 
 def test_straight_through_compiles_to_one_graph_and_is_exact():
@@ -244,7 +260,7 @@ def test_straight_through_compiles_to_one_graph_and_is_exact():
 
     def loss(x: Tensor) -> Tensor:
         h = host(x)
-        return straight_through(h, seed(detached(h))).square().sum()
+        return straight_through(h, seed(detached(h)), -1).square().sum()
 
     loss(x).backward()
     eager = [p.grad.clone() for p in (*host.parameters(), *seed.parameters())]

@@ -36,9 +36,13 @@ SITE = {
     Layout.MAP: FeatureSpec(Layout.MAP, 8, (8, 6, 5)),
     Layout.SEQUENCE: FeatureSpec(Layout.SEQUENCE, 12, (7, 12)),
     Layout.VECTOR: FeatureSpec(Layout.VECTOR, 12, (12,)),
+    Layout.BIDIRECTIONAL: FeatureSpec(Layout.BIDIRECTIONAL, 12, (7, 12)),
+    Layout.SIGNAL: FeatureSpec(Layout.SIGNAL, 8, (8, 9)),
+    Layout.VOLUME: FeatureSpec(Layout.VOLUME, 8, (8, 3, 4, 5)),
 }
 SEEDS = [(n, Layout.MAP) for n in MAPS] + [(n, Layout.SEQUENCE) for n in SEQUENCES]
-SEEDS += [(n, Layout.VECTOR) for n in VECTORS]
+SEEDS += [(n, Layout.VECTOR) for n in VECTORS] + [(n, Layout.BIDIRECTIONAL) for n in (*VECTORS, "attention")]
+SEEDS += [(n, layout) for n in MAPS for layout in (Layout.SIGNAL, Layout.VOLUME)]
 every_seed = pytest.mark.parametrize(("name", "layout"), SEEDS, ids=[f"{n}-{s}" for n, s in SEEDS])
 every_operator = pytest.mark.parametrize("operator", Operator, ids=lambda o: o.name)
 channels_last = torch.channels_last
@@ -195,6 +199,38 @@ def test_noop_returns_zero_and_costs_zero(layout):
     assert cost("noop", SITE[layout]) == Cost(params=0, macs=0)
 
 
+def test_attention_of_a_bidirectional_model_sees_later_tokens():
+    site = SITE[Layout.BIDIRECTIONAL]
+    seed, h, other = grown("attention", site), features(site, seed=1), features(site, seed=1)
+    other[:, 4:] = 7.0
+    assert not torch.allclose(seed(h)[:, :4], seed(other)[:, :4])
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize(("swapped", "shape", "batch_axis"), [((0, 1), (7, 12), 1), ((1, 2), (12, 7), 0)])
+def test_seed_at_swapped_axes_equals_the_seed_of_a_sequence(name, swapped, shape, batch_axis):
+    site = FeatureSpec(Layout.SEQUENCE, 12, shape, batch_axis=batch_axis, swapped=swapped)
+    h = features(SITE[Layout.SEQUENCE], 5)
+    seed, plain = grown(name, site), grown(name, SITE[Layout.SEQUENCE])
+    check(build(name, site, rng_seed=0), site)
+    assert torch.equal(seed(h.transpose(*swapped)).transpose(*swapped), plain(h))
+    assert cost(name, site) == cost(name, SITE[Layout.SEQUENCE])
+    traced = fx.symbolic_trace(seed)
+    assert torch.equal(traced(h.transpose(*swapped)), seed(h.transpose(*swapped)))
+
+
+def test_own_blueprint_for_sequences_also_serves_bidirectional_models(mine):
+    blueprint(mine, layouts="sequence")(transformer_block)
+    assert mine in blueprints_for(Layout.BIDIRECTIONAL)
+    check(build(mine, SITE[Layout.BIDIRECTIONAL], rng_seed=0), SITE[Layout.BIDIRECTIONAL])
+
+
+def test_own_blueprint_for_bidirectional_models_is_not_offered_to_causal_ones(mine):
+    blueprint(mine, layouts="bidirectional")(transformer_block)
+    assert mine in blueprints_for(Layout.BIDIRECTIONAL)
+    assert mine not in blueprints_for(Layout.SEQUENCE)
+
+
 # Sizes
 
 
@@ -302,7 +338,7 @@ def test_rng_seed_sets_weights_without_global_rng_state():
 def test_unknown_name_or_layout_error_suggests_a_fix():
     with pytest.raises(UnknownNameError, match="Did you mean 'conv_light'"):
         build("conv_lite", SITE[Layout.MAP])
-    with pytest.raises(BlueprintError, match=r"serves sequence, vector, not a map site.*takes: conv_light"):
+    with pytest.raises(BlueprintError, match=r"serves sequence, vector, bidirectional, not a map.*takes: conv_light"):
         build("lora", SITE[Layout.MAP])
     with pytest.raises(UnknownNameError, match="no layout named 'maps'"):
         blueprint("mine", layouts=("maps",))

@@ -269,7 +269,7 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.never = nn.Linear(8, 8), nn.Linear(8, 8)
-        self.rank, self.deep, self.text = Rank(), nn.Unflatten(1, (2, 2, 1, 2)), Text()
+        self.rank, self.deep, self.text = Rank(), nn.Unflatten(1, (2, 2, 1, 1, 2)), Text()
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.first(x)
@@ -317,7 +317,7 @@ REFUSED: dict[str, tuple[Any, Any, Any, dict[str, Any], str]] = {
     "nothing named": (PlainCNN, [], images(3), {}, "at='auto'"),
     "not reached": (Odd, ["first", "never"], vectors(3), {}, "'never' was not called .* these did: first"),
     "integer output": (Odd, "rank", vectors(3), {}, "'rank' returns torch.int64; a seed needs floating"),
-    "wrong ndim": (Odd, "deep", vectors(3), {}, r"'deep' returns shape \(3, 2, 2, 1, 2\).*neighbouring"),
+    "wrong ndim": (Odd, "deep", vectors(3), {}, r"'deep' returns shape \(3, 2, 2, 1, 1, 2\).*no blueprint"),
     "no tensor": (Odd, "text", vectors(3), {}, "'text' returns a str"),
     "ambiguous dict": (DictNet, "blocks.0", vectors(3), {}, r"'blocks.0' returns a dict .* select=.*'x', 'features'"),
     "select of nothing": (DictNet, "blocks.0", vectors(3), {"blocks.0": "y"}, "not an item of the output of module"),

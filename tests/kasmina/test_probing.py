@@ -153,10 +153,11 @@ CHANNELS_FIRST = {
 
 
 @pytest.mark.parametrize("case", CHANNELS_FIRST)
-def test_channels_before_length_are_refused(case):
+def test_channels_before_length_are_detected(case):
     model, at = CHANNELS_FIRST[case]
-    with pytest.raises(GraftError, match=rf"module '{at}' returns \[B, C, L\], channels before length"):
-        graft(model, at, probe=torch.randn(3, 8, 8))
+    site = graft(model, at, probe=torch.randn(3, 8, 8)).slots[at].site
+    assert site.layout == "signal" or site.swapped == (1, 2)
+    assert site.dim == site.shape[0]
 
 
 def test_transposed_convolution_output_is_a_sequence():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from esper.kasmina.feature_spec import Layout
+from esper.kasmina.feature_spec import SPATIAL, Layout
 from esper.leyline.actions import Operator
 
 GATE_BIAS = 2.0
@@ -36,7 +36,7 @@ def blend(h: Tensor, delta: Tensor, weight: Tensor, operator: Operator, out: Ten
 
 
 class Gate(nn.Module):
-    """Learned factor of Δ, 0…1, per sample (map, vector) or per token (sequence).
+    """Learned factor of Δ, 0…1, per sample (map, signal, volume, vector) or per token (sequence).
 
     A token's gate depends on that token alone: a mean over the sequence would not be causal.
     """
@@ -44,7 +44,7 @@ class Gate(nn.Module):
     def __init__(self, dim: int, layout: Layout) -> None:
         super().__init__()
         width = max(8, dim // 4)
-        self.pools = layout == Layout.MAP
+        self.spatial = SPATIAL.get(layout, 0)
         self.hidden = nn.Linear(dim, width)
         self.score = nn.Linear(width, 1)
         nn.init.normal_(self.score.weight, std=0.1)  # outputs start near the bias, yet `hidden` gets a gradient
@@ -52,9 +52,11 @@ class Gate(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the gate as [B, 1, 1, 1], [B, T, 1] or [B, 1], which broadcasts against h."""
-        pooled = h.mean((-2, -1)) if self.pools else h
+        pooled = h.mean(tuple(range(-self.spatial, 0))) if self.spatial else h
         gate = torch.sigmoid(self.score(F.gelu(self.hidden(pooled))))
-        return gate[:, :, None, None] if self.pools else gate
+        for _ in range(self.spatial):
+            gate = gate.unsqueeze(-1)
+        return gate
 
 
 class FeelNothing(torch.autograd.Function):
@@ -84,28 +86,30 @@ class Leash(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, delta: Tensor, h: Tensor) -> Tensor:
+    def forward(ctx: Any, delta: Tensor, h: Tensor, channel_axis: int) -> Tensor:
         """Return Δ and save Δ and rms h."""
-        ctx.save_for_backward(delta, _rms(h))
+        ctx.channel_axis = channel_axis
+        ctx.save_for_backward(delta, _rms(h, channel_axis))
         return delta.view_as(delta)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
         """Return the gradient plus the pull."""
         delta, reach = ctx.saved_tensors
-        reach = torch.maximum(reach, _rms(delta) / MOST_PULL).clamp(min=TINY)
-        return grad + (delta * (_rms(grad) / reach)).to(grad.dtype), None
+        axis = ctx.channel_axis
+        reach = torch.maximum(reach, _rms(delta, axis) / MOST_PULL).clamp(min=TINY)
+        return grad + (delta * (_rms(grad, axis) / reach)).to(grad.dtype), None, None
 
 
-def _rms(t: Tensor) -> Tensor:
+def _rms(t: Tensor, channel_axis: int) -> Tensor:
     """Return the rms over the channels of each position, in float32 at least: squares overflow float16."""
     wide = t.to(torch.promote_types(t.dtype, torch.float32))
-    return wide.square().mean(1 if t.ndim == 4 else -1, keepdim=True).sqrt()
+    return wide.square().mean(channel_axis, keepdim=True).sqrt()
 
 
-def straight_through(h: Tensor, delta: Tensor) -> Tensor:
+def straight_through(h: Tensor, delta: Tensor, channel_axis: int) -> Tensor:
     """Return exactly h, while the seed behind Δ is trained through `Leash`. Needs no shadow pass."""
-    return FeelNothing.apply(h, Leash.apply(delta, h.detach()))
+    return FeelNothing.apply(h, Leash.apply(delta, h.detach(), channel_axis))
 
 
 def detached(h: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -18,7 +19,8 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.feature_spec import FeatureSpec, Layout
+from esper.kasmina.causality import TokenSite, looking_ahead
+from esper.kasmina.feature_spec import SPATIAL, FeatureSpec, Layout
 from esper.kasmina.forking import ArgumentForm, argument_form, is_batched
 from esper.kasmina.probing import (
     PROBE_SAMPLES,
@@ -34,7 +36,9 @@ from esper.leyline.errors import GraftError, unknown_name
 Key = int | str | Path
 """Key of the features in a module's output, or a path of keys."""
 AUTO_SLOTS = 3
-LAYOUTS = {4: Layout.MAP, 3: Layout.SEQUENCE, 2: Layout.VECTOR}
+LAYOUTS = {5: Layout.VOLUME, 4: Layout.MAP, 3: Layout.SEQUENCE, 2: Layout.VECTOR}
+KINDS = "[B, C, H, W], [B, C, L], [B, C, D, H, W], [B, T, D], [T, B, D] or [B, D]"
+"""Shapes of features for which there are blueprints."""
 WRAPPERS = {
     "DistributedDataParallel": "Graft the plain module first, then wrap the body: DDP(esper.graft(model, …)).",
     "DataParallel": "Graft the plain module first; DataParallel copies modules each call and cannot carry growth.",
@@ -58,43 +62,85 @@ def graft(
     """Add slots to `model` and return the body.
 
     at      module names or patterns ("layer*"), a mapping of slot id → module name, or "auto"
-    probe   one batch the model accepts (a tensor, a tuple of positional or a mapping of keyword arguments), ≥ 3 samples
+    probe   one batch the model accepts (a tensor, a tuple of positional or a mapping of keyword arguments), ≥ 3 samples;
+            "labels" in a mapping are left out
     select  for modules that return a tuple or mapping: module name → key of the features, or a tuple of keys for an
             item within an item, such as (1, 0) for the last hidden state of an LSTM
     """
     refuse_wrapped(model)
-    probe, form = few_samples(dict(probe) if isinstance(probe, Mapping) else probe)
+    if isinstance(probe, Mapping):  # without labels, as in `Grower.step`: a loss over the batch would mix its samples
+        probe = {key: value for key, value in probe.items() if key != "labels"}
+    probe, form = few_samples(probe)
     sites = find_sites(model, at, probe)
     _, outputs = module_outputs(model, probe, sites.values())
     for name in select or {}:
         if name not in sites.values():
             raise unknown_name("module with a slot", name, sites.values())
-    slots = [_make_slot(slot_id, model, name, outputs, (select or {}).get(name)) for slot_id, name in sites.items()]
-    selects = {slot.module_name: slot.select for slot in slots}
-    refuse_channels_first(model, probe, selects)
+    features = {name: _features(name, outputs, (select or {}).get(name)) for name in sites.values()}
+    selects = {name: each[0][0] for name, each in features.items()}
+    specs = find_specs(model, probe, features)
     refuse_unread(model, probe, selects)
+    slots = [
+        Slot(slot_id, name, specs[name], selects[name]).to(features[name][0][1].device)
+        for slot_id, name in sites.items()
+    ]
     body = Body(model, slots, probe)
     body.forking.arguments[""] = form
     body.forking.find_points(probe)
     return body
 
 
-def _make_slot(slot_id: str, model: nn.Module, name: str, outputs: Mapping[str, list[Any]], key: Key | None) -> Slot:
-    """Return the slot after a module, given its outputs in the probe. Raise GraftError if no seed fits them."""
+def _features(name: str, outputs: Mapping[str, list[Any]], key: Key | None) -> list[tuple[Select, Tensor]]:
+    """Return the location and tensor of the features in each output of a module. Raise GraftError without outputs."""
     if name not in outputs:
         raise GraftError(
             f"module {name!r} was not called when the model ran on the probe, so a slot there would never "
             f"be reached. Graft after a module that runs (of those named, these did: {', '.join(outputs) or 'none'})"
         )
-    features = [find_features(name, output, key) for output in outputs[name]]
-    sites = [site_of(name, h, model.get_submodule(name), select) for select, h in features]
-    if len({(site.layout, site.dim) for site in sites}) > 1:
-        raise GraftError(
-            f"module {name!r} is called {len(sites)} times with features of different kinds "
-            f"({', '.join(str(site.shape) for site in sites)}); no seed fits them all. Graft after a neighbour of it."
-        )
-    select, h = features[0]
-    return Slot(slot_id, name, sites[0], select).to(h.device)
+    return [find_features(name, output, key) for output in outputs[name]]
+
+
+def find_specs(
+    model: nn.Module, probe: Any, features: Mapping[str, list[tuple[Select, Tensor]]]
+) -> dict[str, FeatureSpec]:
+    """Return the site after each module. Raise GraftError if no seed fits its features."""
+    selects = {name: each[0][0] for name, each in features.items()}
+    channels_first = channels_first_modules(model, probe, selects)
+    specs: dict[str, FeatureSpec] = {}
+    for name, each in features.items():
+        module, is_signal = model.get_submodule(name), name in channels_first
+        sites = [site_of(name, h, module, select, is_signal=is_signal) for select, h in each]
+        if len({(site.layout, site.dim) for site in sites}) > 1:
+            shapes = ", ".join(str(site.shape) for site in sites)
+            raise GraftError(
+                f"module {name!r} is called {len(sites)} times with features of different kinds ({shapes}); no seed "
+                "fits them all. Graft after a neighbour of it."
+            )
+        specs[name] = sites[0]
+    tokens = {
+        name: TokenSite(selects[name], spec.batch_axis, _token_axis(spec), tuple(features[name][0][1].shape))
+        for name, spec in specs.items()
+        if spec.layout in (Layout.SEQUENCE, Layout.SIGNAL)
+    }
+    ahead = looking_ahead(model, probe, tokens) if tokens else set()
+    return {name: _directed(spec, name in ahead) for name, spec in specs.items()}
+
+
+def _token_axis(spec: FeatureSpec) -> int:
+    """Return the axis of the positions of a sequence or signal."""
+    return 2 if spec.layout == Layout.SIGNAL else 1 - spec.batch_axis
+
+
+def _directed(spec: FeatureSpec, looks_ahead: bool) -> FeatureSpec:
+    """Return a site for seeds that may look ahead, or may not.
+
+    Convolutions over a signal look ahead, so a signal of a causal model takes the seeds of sequences.
+    """
+    if spec.layout == Layout.SEQUENCE and looks_ahead:
+        return replace(spec, layout=Layout.BIDIRECTIONAL)
+    if spec.layout == Layout.SIGNAL and not looks_ahead:
+        return replace(spec, layout=Layout.SEQUENCE, swapped=(1, 2))
+    return spec
 
 
 def refuse_wrapped(model: nn.Module) -> None:
@@ -115,16 +161,6 @@ def refuse_wrapped(model: nn.Module) -> None:
                 f"this model has slots already (after {name!r}). Name all its slots in one call of esper.graft, "
                 "or graft a fresh copy of the model."
             )
-
-
-def refuse_channels_first(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> None:
-    """Raise GraftError if a slot's features are [B, C, L]: a seed would take channels for positions."""
-    for name in channels_first_modules(model, probe, selects):
-        raise GraftError(
-            f"module {name!r} returns [B, C, L], channels before length, computed by a one-dimensional convolution, "
-            "pool or norm; seeds for sequences take [B, T, D]. Graft after a module behind a transpose, or wrap it in "
-            "one that transposes. If the features are [B, T, D], give a probe of another length."
-        )
 
 
 def refuse_unread(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> None:
@@ -202,8 +238,6 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
             continue
         if id(features) not in ends and not name.startswith("lm_head"):
             selects[name] = select
-    for name in channels_first_modules(model, probe, selects):
-        del selects[name]
     unread = unread_modules(model, probe, selects)
     fit = {name: modules[name] for name in selects if name not in unread}
     level = _siblings(fit) or [n for n, m in fit.items() if not any(True for _ in m.children())]
@@ -211,7 +245,7 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
         level = [n for n in level if not any(True for _ in fit[n].parameters())]
     if not level:
         raise GraftError(
-            "no module can have a slot: no inner module returns a floating tensor [B, C, H, W], [B, T, D] or [B, D]. "
+            f"no module can have a slot: no inner module returns a floating tensor {KINDS}. "
             "Name the modules in `at` to see why each does not fit."
         )
     n = min(AUTO_SLOTS, len(level))
@@ -268,23 +302,33 @@ def _floating(name: str, features: Tensor) -> Tensor:
     return features
 
 
-def site_of(name: str, features: Tensor, module: nn.Module, select: Select) -> FeatureSpec:
+def site_of(name: str, features: Tensor, module: nn.Module, select: Select, *, is_signal: bool = False) -> FeatureSpec:
     """Return the site for these features. Raise GraftError if their layout is not supported."""
-    layout, batch_axis = LAYOUTS.get(features.ndim), 0
-    if layout == Layout.SEQUENCE and (features.shape[0] != PROBE_SAMPLES or _samples_second(module, select)):
-        layout, batch_axis = Layout.VECTOR, 1  # only position-wise seeds fit
+    layout = Layout.SIGNAL if is_signal else LAYOUTS.get(features.ndim)
     if layout is None:
         raise GraftError(
-            f"module {name!r} returns shape {tuple(features.shape)}; slots take [B, C, H, W], [B, T, D] or [B, D]. "
-            "Graft after a neighbouring module."
+            f"module {name!r} returns shape {tuple(features.shape)}, for which there is no blueprint. Slots take "
+            f"{KINDS}. Graft after a neighbouring module."
         )
-    dim = features.shape[1] if layout == Layout.MAP else features.shape[-1]
+    batch_axis, swapped = 0, None
+    if layout == Layout.SEQUENCE and (features.shape[0] != PROBE_SAMPLES or _samples_second(module, select)):
+        batch_axis = 1
+        if features.shape[1] == PROBE_SAMPLES and not _is_state(module, select):
+            swapped = (0, 1)
+        else:
+            layout = Layout.VECTOR  # axis 0 is not time: only position-wise seeds fit
+    dim = features.shape[1] if layout in SPATIAL else features.shape[-1]
     strided = features.ndim == 4 and features.shape[1] > 1 and features.shape[2] * features.shape[3] > 1
     channels_last = strided and features.is_contiguous(memory_format=torch.channels_last)
     shape = tuple(size for axis, size in enumerate(features.shape) if axis != batch_axis)
-    return FeatureSpec(layout, dim, shape, channels_last, batch_axis)
+    return FeatureSpec(layout, dim, shape, channels_last, batch_axis, swapped)
 
 
 def _samples_second(module: nn.Module, select: Select) -> bool:
     """Return whether a recurrent module's item has its batch on axis 1: states always, outputs unless batch_first."""
-    return isinstance(module, nn.RNNBase) and (select.key == 1 or not module.batch_first)
+    return isinstance(module, nn.RNNBase) and (_is_state(module, select) or not module.batch_first)
+
+
+def _is_state(module: nn.Module, select: Select) -> bool:
+    """Return whether the features are the last states of a recurrent module, [layers, B, D]."""
+    return isinstance(module, nn.RNNBase) and select.key == 1

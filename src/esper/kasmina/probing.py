@@ -98,7 +98,7 @@ def module_outputs(model: nn.Module, probe: Any, names: Iterable[str]) -> tuple[
     def collect(name: str) -> Callable[..., None]:
         return lambda _module, _args, output: outputs.setdefault(name, []).append(output)
 
-    return _run_hooked(model, probe, {name: collect(name) for name in names}), outputs
+    return run_hooked(model, probe, {name: collect(name) for name in names}), outputs
 
 
 class _ChannelsFirst(TorchFunctionMode):
@@ -140,7 +140,7 @@ def channels_first_modules(model: nn.Module, probe: Any, selects: Mapping[str, S
         return hook
 
     with recorder:
-        _run_hooked(model, probe, {name: check(name) for name in selects})
+        run_hooked(model, probe, {name: check(name) for name in selects})
     return list(names)
 
 
@@ -172,7 +172,7 @@ def _items_in_graph(model: nn.Module, probe: Any, names: Iterable[str]) -> dict[
         return hook
 
     try:
-        output = _run_hooked(model, probe, {name: mark(name) for name in marks}, grad=True)
+        output = run_hooked(model, probe, {name: mark(name) for name in marks}, grad=True)
     except GraftError:
         return {name: [] for name in marks}  # cannot run with gradients: use the noise test
     graph = _graph_of(x for x in leaves_of(output) if isinstance(x, Tensor))
@@ -201,7 +201,7 @@ def _noise_shows(model: nn.Module, probe: Any, name: str, select: Select) -> boo
 
     plain = _floats(quietly(model, probe))
     try:
-        noisy = _floats(_run_hooked(model, probe, {name: hook}))
+        noisy = _floats(run_hooked(model, probe, {name: hook}))
     except GraftError:
         return True  # the model fails on noise: assume that it reads the features
     return not plain or len(plain) != len(noisy) or not all(map(_equal, plain, noisy))
@@ -217,7 +217,7 @@ def _equal(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
-def _run_hooked(model: nn.Module, probe: Any, hooks: Mapping[str, Callable[..., Any]], *, grad: bool = False) -> Any:
+def run_hooked(model: nn.Module, probe: Any, hooks: Mapping[str, Callable[..., Any]], *, grad: bool = False) -> Any:
     """Run a model on the probe with these forward hooks, by module name."""
     handles = [model.get_submodule(name).register_forward_hook(hook) for name, hook in hooks.items()]
     try:

@@ -147,7 +147,8 @@ class Slot(nn.Module):
             assert self.seed is not None
             anchor = next(self.seed.parameters())
             with blueprints.seeded(self.birth):
-                self.gate = Gate(self.site.dim, self.site.layout).to(anchor.device, anchor.dtype)
+                gate = blueprints.fitted(Gate(self.site.dim, self.site.layout), self.site)
+                self.gate = gate.to(anchor.device, anchor.dtype)
 
     def uproot(self) -> None:
         """Remove the seed and its gate."""
@@ -240,7 +241,7 @@ def _straight_through(slot: Slot, h: Tensor, training: bool) -> Tensor:
     if not (training and torch.is_grad_enabled()):
         return h
     with slot.preserved_rng():
-        return straight_through(h, slot.change(detached(h)))
+        return straight_through(h, slot.change(detached(h)), slot.site.channel_axis)
 
 
 def _shadow(slot: Slot, h: Tensor, _training: bool) -> Tensor:

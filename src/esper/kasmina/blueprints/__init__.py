@@ -15,6 +15,7 @@ from esper.kasmina.blueprints.registry import build as build
 from esper.kasmina.blueprints.registry import check as check
 from esper.kasmina.blueprints.registry import check_own as check_own
 from esper.kasmina.blueprints.registry import cost as cost
+from esper.kasmina.blueprints.registry import fitted as fitted
 from esper.kasmina.blueprints.registry import registered as registered
 from esper.kasmina.blueprints.registry import seeded as seeded
 from esper.kasmina.blueprints.registry import unregister as unregister

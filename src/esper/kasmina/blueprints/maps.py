@@ -1,21 +1,44 @@
-"""Seeds for feature maps [B, C, H, W]. Each ends in a zero-initialised projection without a norm, so Δ starts at 0.
+"""Seeds for maps [B, C, H, W], signals [B, C, L] and volumes [B, C, D, H, W].
+
+Each ends in a zero-initialised projection without a norm, so Δ starts at 0.
 
 A norm after the zero would scale the first gradient by 1/√eps. A ReLU after it would never activate.
 """
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
 from esper.kasmina.blueprints.registry import Noop, blueprint
-from esper.kasmina.feature_spec import Layout
+from esper.kasmina.feature_spec import SPATIAL, Layout
 
-MAP = (Layout.MAP,)
 Layer = TypeVar("Layer", bound=nn.Module)
+CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+
+
+class SpatialFactory(Protocol):
+    """Function from the number of channels and of spatial axes to a seed."""
+
+    def __call__(self, dim: int, *, spatial: int) -> nn.Module:
+        """Return a seed."""
+        ...
+
+
+def spatial_blueprint(name: str) -> Callable[[SpatialFactory], SpatialFactory]:
+    """Register a function as the blueprint `name` for maps, signals and volumes."""
+
+    def register(factory: SpatialFactory) -> SpatialFactory:
+        for layout, spatial in SPATIAL.items():
+            blueprint(name, layouts=(layout,))(partial(factory, spatial=spatial))
+        return factory
+
+    return register
 
 
 @blueprint("noop", layouts=Layout)
@@ -24,50 +47,57 @@ def noop(_dim: int) -> nn.Module:
     return Noop()
 
 
-@blueprint("norm", layouts=MAP)
-def norm(dim: int) -> nn.Module:
+@spatial_blueprint("norm")
+def norm(dim: int, *, spatial: int) -> nn.Module:  # noqa: ARG001
     """Return a learned interpolation to group-normalised features."""
     return Renorm(group_norm(dim))
 
 
-@blueprint("attention", layouts=MAP)
-def attention(dim: int) -> nn.Module:
+@spatial_blueprint("attention")
+def attention(dim: int, *, spatial: int) -> nn.Module:
     """Return a squeeze-and-excitation seed (channel attention)."""
-    return SqueezeExcite(dim)
+    return SqueezeExcite(dim, spatial)
 
 
-@blueprint("conv_small", layouts=MAP)
-def conv_small(dim: int) -> nn.Module:
-    """Return norm, activation and a 1×1 convolution."""
-    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1)))
+@spatial_blueprint("conv_small")
+def conv_small(dim: int, *, spatial: int) -> nn.Module:
+    """Return norm, activation and a convolution of width 1."""
+    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1, spatial)))
 
 
-@blueprint("conv_light", layouts=MAP)
-def conv_light(dim: int) -> nn.Module:
-    """Return norm, activation and a 3×3 convolution."""
-    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3)))
+@spatial_blueprint("conv_light")
+def conv_light(dim: int, *, spatial: int) -> nn.Module:
+    """Return norm, activation and a convolution of width 3."""
+    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3, spatial)))
 
 
-@blueprint("conv_heavy", layouts=MAP)
-def conv_heavy(dim: int) -> nn.Module:
-    """Return two blocks of norm, activation and a 3×3 convolution."""
+@spatial_blueprint("conv_heavy")
+def conv_heavy(dim: int, *, spatial: int) -> nn.Module:
+    """Return two blocks of norm, activation and a convolution of width 3."""
     return nn.Sequential(
-        group_norm(dim), rectifier(), conv(dim, dim, 3), group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3))
+        group_norm(dim),
+        rectifier(),
+        conv(dim, dim, 3, spatial),
+        group_norm(dim),
+        rectifier(),
+        zeroed(conv(dim, dim, 3, spatial)),
     )
 
 
-@blueprint("depthwise", layouts=MAP)
-def depthwise(dim: int) -> nn.Module:
-    """Return a depthwise-separable 3×3 convolution."""
-    return nn.Sequential(conv(dim, dim, 3, groups=dim), group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1)))
+@spatial_blueprint("depthwise")
+def depthwise(dim: int, *, spatial: int) -> nn.Module:
+    """Return a depthwise-separable convolution of width 3."""
+    return nn.Sequential(
+        conv(dim, dim, 3, spatial, groups=dim), group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1, spatial))
+    )
 
 
-@blueprint("bottleneck", layouts=MAP)
-def bottleneck(dim: int) -> nn.Module:
-    """Return a bottleneck of 1×1, 3×3 and 1×1 convolutions with a quarter of the channels, at least 8."""
+@spatial_blueprint("bottleneck")
+def bottleneck(dim: int, *, spatial: int) -> nn.Module:
+    """Return a bottleneck of convolutions of width 1, 3 and 1 with a quarter of the channels, at least 8."""
     width = max(8, dim // 4)
-    inner = (conv(dim, width, 1), rectifier(), conv(width, width, 3), rectifier())
-    return nn.Sequential(group_norm(dim), *inner, zeroed(conv(width, dim, 1)))
+    inner = (conv(dim, width, 1, spatial), rectifier(), conv(width, width, 3, spatial), rectifier())
+    return nn.Sequential(group_norm(dim), *inner, zeroed(conv(width, dim, 1, spatial)))
 
 
 class Renorm(nn.Module):
@@ -86,17 +116,20 @@ class Renorm(nn.Module):
 class SqueezeExcite(nn.Module):
     """Δ = h · tanh(excite(squeeze(mean h))): scale each channel depending on the sample."""
 
-    def __init__(self, dim: int) -> None:
+    def __init__(self, dim: int, spatial: int) -> None:
         super().__init__()
+        self.spatial = spatial
         width = max(1, dim // 4)
         self.squeeze = nn.Linear(dim, width, bias=False)
         self.excite = zeroed(nn.Linear(width, dim))
 
     def forward(self, h: Tensor) -> Tensor:
         """Return Δ(h)."""
-        pooled = h.mean((-2, -1))  # [B, C]
+        pooled = h.mean(tuple(range(-self.spatial, 0)))  # [B, C]
         scale = torch.tanh(self.excite(F.gelu(self.squeeze(pooled))))  # gelu: with so few units a dead one is costly
-        return h * scale[:, :, None, None]
+        for _ in range(self.spatial):
+            scale = scale.unsqueeze(-1)
+        return h * scale
 
 
 def rectifier() -> nn.Module:
@@ -104,9 +137,9 @@ def rectifier() -> nn.Module:
     return nn.LeakyReLU(0.1)
 
 
-def conv(dim_in: int, dim_out: int, kernel: int, *, groups: int = 1) -> nn.Conv2d:
+def conv(dim_in: int, dim_out: int, kernel: int, spatial: int, *, groups: int = 1) -> nn.Module:
     """Return a size-preserving convolution without bias, with Kaiming initialisation."""
-    layer = nn.Conv2d(dim_in, dim_out, kernel, padding=kernel // 2, groups=groups, bias=False)
+    layer = CONVOLUTIONS[spatial](dim_in, dim_out, kernel, padding=kernel // 2, groups=groups, bias=False)
     nn.init.kaiming_normal_(layer.weight, nonlinearity="relu")
     return layer
 

@@ -31,12 +31,29 @@ class Cost:
     """Multiply-adds of one forward pass over one sample, counting matrix products and convolutions."""
 
 
+class Swapped(nn.Module):
+    """A module for [B, T, D] at features with two of these axes swapped."""
+
+    def __init__(self, module: nn.Module, axes: tuple[int, int]) -> None:
+        super().__init__()
+        self.module, self.axes = module, axes
+
+    def forward(self, h: Tensor) -> Tensor:
+        """Return the module's output with the axes of the features."""
+        return self.module(h.transpose(*self.axes)).transpose(*self.axes)
+
+
 class Noop(nn.Module):
     """Seed with Δ = 0. The only seed that may have no parameters."""
 
     def forward(self, h: Tensor) -> Tensor:
         """Return zeros."""
         return torch.zeros_like(h)
+
+
+def fitted(module: nn.Module, site: FeatureSpec) -> nn.Module:
+    """Return a module for the layout of a site as one for the axes of its features."""
+    return module if site.swapped is None or isinstance(module, Noop) else Swapped(module, site.swapped)
 
 
 def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[Factory], Factory]:
@@ -99,7 +116,7 @@ def registered() -> list[str]:
 def blueprints_for(layout: Layout | str) -> list[str]:
     """Return the blueprints for a layout in the order of their stored numbers, without `noop`."""
     layout = _layout(layout)
-    return [name for name in registered() if name != "noop" and (name, layout) in _FACTORIES]
+    return [name for name in registered() if name != "noop" and _factory(name, layout) is not None]
 
 
 def build(
@@ -140,7 +157,7 @@ def _count(name: str, site: FeatureSpec, device: str) -> Cost:
     """Build the seed on `device` and count its parameters and multiply-adds."""
     with torch.device(device), FlopCounterMode(display=False) as counter:
         seed = _make(name, site).eval()
-        _quiet_forward(seed, torch.empty(1, *site.shape), f"blueprint {name!r}", site)
+        _quiet_forward(seed, torch.empty(site.batch_shape(1)), f"blueprint {name!r}", site)
     return Cost(sum(p.numel() for p in seed.parameters()), counter.get_total_flops() // 2)
 
 
@@ -157,7 +174,7 @@ def check(seed: nn.Module, site: FeatureSpec, *, name: str | None = None) -> Non
 
     like = next((p for p in seed.parameters() if p.is_floating_point()), torch.empty(0))
     noise = torch.Generator().manual_seed(0)
-    probe = torch.randn(2, *site.shape, generator=noise).to(like)  # includes negative values, to detect relu_
+    probe = torch.randn(site.batch_shape(2), generator=noise).to(like)  # includes negative values, to detect relu_
     before = probe.clone()
     delta = _quiet_forward(seed, probe, label, site)
 
@@ -214,7 +231,7 @@ def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: FeatureSpec
 def _make(name: str, site: FeatureSpec) -> nn.Module:
     """Call the factory of a blueprint for this site. Raise BlueprintError if it fails."""
     blueprint_index(name)
-    factory = _FACTORIES.get((name, site.layout))
+    factory = _factory(name, site.layout)
     if factory is None:
         raise BlueprintError(
             f"blueprint {name!r} serves {_listed(each for n, each in _FACTORIES if n == name)}, "
@@ -229,7 +246,14 @@ def _make(name: str, site: FeatureSpec) -> nn.Module:
         ) from error
     if not isinstance(seed, nn.Module):
         raise BlueprintError(f"blueprint {name!r} must return an nn.Module, got {type(seed).__name__}")
-    return seed
+    return fitted(seed, site)
+
+
+def _factory(name: str, layout: Layout) -> Factory | None:
+    """Return the function of a blueprint for a layout. A user's for sequences also serves bidirectional models."""
+    if layout == Layout.BIDIRECTIONAL and name not in BLUEPRINTS:
+        return _FACTORIES.get((name, layout)) or _FACTORIES.get((name, Layout.SEQUENCE))
+    return _FACTORIES.get((name, layout))
 
 
 def _layout(layout: Layout | str) -> Layout:

@@ -1,6 +1,6 @@
 """Seeds for sequences [B, T, D]. Those that act on the last dimension only also support vectors [B, D].
 
-All are causal: Δ at a token depends on that token and earlier ones only.
+For layout "sequence" all are causal: Δ at a token depends on that token and earlier ones only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from esper.kasmina.blueprints.maps import Renorm, zeroed
 from esper.kasmina.blueprints.registry import blueprint
 from esper.kasmina.feature_spec import Layout
 
-LAST_DIM = (Layout.SEQUENCE, Layout.VECTOR)
+LAST_DIM = (Layout.SEQUENCE, Layout.VECTOR, Layout.BIDIRECTIONAL)
 
 
 @blueprint("norm", layouts=LAST_DIM)
@@ -55,6 +55,12 @@ def mlp(dim: int) -> nn.Module:
 def attention(dim: int) -> nn.Module:
     """Return causal self-attention."""
     return CausalAttention(dim)
+
+
+@blueprint("attention", layouts=(Layout.BIDIRECTIONAL,))
+def bidirectional_attention(dim: int) -> nn.Module:
+    """Return self-attention over all tokens."""
+    return BidirectionalAttention(dim)
 
 
 @blueprint("flex_attention", layouts=(Layout.SEQUENCE,))
@@ -98,6 +104,14 @@ class CausalAttention(nn.Module):
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return causal attention over [B, heads, T, D / heads]."""
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+class BidirectionalAttention(CausalAttention):
+    """The same weights without a mask."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Return attention over [B, heads, T, D / heads]."""
+        return F.scaled_dot_product_attention(q, k, v)
 
 
 class FlexAttention(CausalAttention):
