@@ -98,7 +98,7 @@ def trainer(size: Size, growing: bool) -> Callable[[], None]:
     )  # fmt: skip
     data: dict[str, Any] = {"train_dataset": rows(size.steps), "eval_dataset": rows(size.val_batches)}
     if growing:
-        growth = {"quality": "next_token_accuracy"}
+        growth = {"controller": "none", "quality": "next_token_accuracy"}
         made: Any = GrowthTrainer(model=make_body(size), args=args, growth=growth, **data)
     else:
         made = Trainer(model=make_model(size), args=args, **data)

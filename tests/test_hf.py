@@ -297,3 +297,30 @@ def test_callback_refuses_what_would_break_growth(tmp_path):
     trainer.model = trainer.model_wrapped = body
     with pytest.raises(ConfigError, match=r"model=grower\.body"):
         trainer.train()
+
+
+class Plain(torch.nn.Module):
+    """A model that is not of transformers, with the interface that Trainer expects."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed, self.layer, self.head = torch.nn.Embedding(9, 8), torch.nn.Linear(8, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, input_ids, labels=None):
+        logits = self.head(torch.relu(self.layer(self.embed(input_ids).mean(1))))
+        return {"logits": logits} if labels is None else {"loss": F.cross_entropy(logits, labels), "logits": logits}
+
+
+def test_a_model_that_is_not_of_transformers_grows_saves_and_loads(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        return esper.graft(Plain(), at=["layer"], probe={"input_ids": Tokens("bert", 4).ids})
+
+    settings = growth("bert", controller=Planter((1,)))
+    trainer = make_trainer(tmp_path, body=build(), growth=settings, changes={"save_strategy": "no"})
+    trainer.train()
+    assert list(trainer.body.structure()) == ["layer"]
+    trainer.save_model(tmp_path / "saved")
+    body = build()
+    load_pretrained(body, tmp_path / "saved")
+    assert_equal(weights(body), weights(trainer.body))

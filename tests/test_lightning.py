@@ -114,10 +114,14 @@ def test_resumed_training_is_bit_equal(tmp_path):
 
 def test_a_checkpoint_written_during_validation_resumes_in_training_mode(tmp_path):
     """Lightning itself does not resume such a checkpoint exactly: it loses a step of the scheduler."""
-    options = {"enable_checkpointing": True, "callbacks": [saving(tmp_path, save_on_train_epoch_end=False)]}
-    fit(Module(schedule=False), tmp_path, **options)
+
+    def run(module, **options):
+        callbacks = [saving(tmp_path, save_on_train_epoch_end=False)]
+        fit(module, tmp_path, callbacks=callbacks, enable_checkpointing=True, **options)
+
+    run(Module(schedule=False))
     again = Module(schedule=False)
-    fit(again, tmp_path, callbacks=[], ckpt_path=tmp_path / "epoch=1.ckpt")
+    run(again, ckpt_path=tmp_path / "epoch=1.ckpt")
     assert list(again.body.structure()) == ["first", "second"]
     assert all(m.training for m in again.body.model.modules())
 

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from safetensors import safe_open
-from safetensors.torch import save
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from esper.grower import Grower, StepReport
@@ -33,6 +33,7 @@ from esper.leyline.errors import CheckpointError, ConfigError
 try:
     from transformers import Trainer, TrainerCallback
     from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+    from transformers.utils import SAFE_WEIGHTS_NAME
 except ImportError as error:
     raise ImportError("esper.hf needs transformers and accelerate: pip install 'esper-lite[hf]'") from error
 
@@ -53,14 +54,18 @@ if missing := [name for name in OVERRIDDEN if not hasattr(Trainer, name)]:
 def load_pretrained(body: Body, directory: str | Path) -> None:
     """Load weights and seeds that `body.save_pretrained` or `trainer.save_model` wrote. The body has the same graft."""
     model_type: Any = type(body.model)
-    body.model.load_state_dict(model_type.from_pretrained(directory).state_dict())
+    if hasattr(model_type, "from_pretrained"):
+        state = model_type.from_pretrained(directory).state_dict()
+    else:
+        state = load_file(Path(directory) / SAFE_WEIGHTS_NAME)
+    body.model.load_state_dict(state)
     load_seeds(body, directory)
 
 
 class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
     """Let a Trainer grow its model: `class MyTrainer(GrowthTrainerMixin, Trainer)`, with `model=esper.graft(...)`.
 
-    growth        keyword arguments of `esper.Grower`: controller, quality, rules, ...
+    growth        keyword arguments of `esper.Grower`: quality, rules, ...; the default controller is "schedule"
     grow_every    "epoch", or the number of optimiser steps between two calls of `grower.step`
     grow_batches  number of batches of the evaluation set on which seeds are measured; None is all of them
     """
@@ -74,7 +79,7 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self.grower: Grower | None = None
-        self.growth = dict(growth or {})
+        self.growth = {"controller": "schedule", **(growth or {})}
         self.grow_every = checked_interval(grow_every)
         self.grow_batches = grow_batches
         super().__init__(*args, **kwargs)
@@ -126,6 +131,7 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
     def _clip_grad_norm(self, _model: Any) -> Tensor:
         """Clip host and seeds separately; return the norm of the host."""
         assert self.grower is not None
+        self.grower.sync_gradients()  # before a gradient scaler looks for inf, on every rank
         self.accelerator.unscale_gradients()
         return self.grower.clip_grad_norm_(self.args.max_grad_norm)
 

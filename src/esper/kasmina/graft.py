@@ -62,8 +62,8 @@ def graft(
     """Add slots to `model` and return the body.
 
     at      module names or patterns ("layer*"), a mapping of slot id → module name, or "auto"
-    probe   one batch the model accepts (a tensor, a tuple of positional or a mapping of keyword arguments), ≥ 3 samples;
-            "labels" in a mapping are left out
+    probe   one batch the model accepts (a tensor, a tuple of positional or a mapping of keyword arguments) with
+            at least 3 samples; "labels" in a mapping are left out
     select  for modules that return a tuple or mapping: module name → key of the features, or a tuple of keys for an
             item within an item, such as (1, 0) for the last hidden state of an LSTM
     """
