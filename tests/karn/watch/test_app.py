@@ -13,7 +13,7 @@ pytest.importorskip("textual", reason="the terminal view needs the extra tui")
 
 from textual.widgets import DataTable, RichLog
 
-from esper.karn.watch.app import DetailPage, HelpPage, WatchApp
+from esper.karn.watch.app import MOST_PAUSE_S, MOST_SHARE, DetailPage, HelpPage, WatchApp, pause_s
 from esper.leyline.errors import EsperError
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record
@@ -66,6 +66,12 @@ def finished(tmp_path_factory):
 def large(tmp_path_factory):
     events = run_events(envs=128, slots=25, steps=3, rounds=1, ends=False)
     return write_run(tmp_path_factory.mktemp("runs") / "large", events, apart=0.001)
+
+
+def test_costly_redraws_are_rarer():
+    assert pause_s(0.001, 1.0) == 0.0
+    assert 0.045 / (1.0 + pause_s(0.045, 1.0)) == pytest.approx(MOST_SHARE)
+    assert pause_s(10.0, 1.0) == MOST_PAUSE_S
 
 
 @pytest.mark.parametrize("size", SIZES)

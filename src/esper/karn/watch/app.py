@@ -1,4 +1,4 @@
-"""The app: reads new events once a second, redraws what changed, and handles keys."""
+"""The app: reads new events once a second, or less often if redraws are costly, and handles keys."""
 
 from __future__ import annotations
 
@@ -24,6 +24,10 @@ from esper.karn.watch.watched_run import WatchedRun
 
 POLL_S = 1.0
 """Seconds between two reads of the journal."""
+MOST_SHARE = 0.015
+"""Maximum share of a core that the view uses. It reads less often if a redraw costs more."""
+MOST_PAUSE_S = 5.0
+"""Maximum seconds between two reads beyond POLL_S."""
 WIDE = 150
 """Minimum width at which events are shown beside the tables."""
 MOST_EVENTS = 1000
@@ -50,6 +54,11 @@ its fair share of what all seeds bring. **HEALTH** of its gradients: 1 is health
 **LAST OP** the last decision that was not to wait; -3: three steps ago. **STATE** rising; flat: no new best for 10
 steps; worse: below its best; broken: not finite; ended. – not measured.
 """
+
+
+def pause_s(cpu_s: float, waited_s: float) -> float:
+    """Return the further seconds to wait after a redraw that took this CPU time, so that the view stays cheap."""
+    return min(MOST_PAUSE_S, max(0.0, cpu_s / MOST_SHARE - waited_s))
 
 
 def movement(target: str) -> list[BindingType]:
@@ -204,8 +213,10 @@ class WatchApp(App[None]):
 
     async def _follow(self) -> None:
         while True:
+            before = time.process_time()
             await self.read()
-            await asyncio.sleep(self._poll_s)
+            await asyncio.sleep(self._poll_s)  # the screen is drawn meanwhile
+            await asyncio.sleep(pause_s(time.process_time() - before, self._poll_s))
 
     async def read(self) -> None:
         """Read and fold new events. Redraw what they changed."""
