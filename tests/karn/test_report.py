@@ -13,7 +13,7 @@ from esper.commands.chart_axis import tick_labels, ticks
 from esper.commands.report import digest, facts, run_report
 from esper.karn import report
 from esper.karn.document import detail, document
-from esper.karn.number_text import duration, number_text
+from esper.karn.number_text import compact, duration, number_text
 from esper.karn.problems import problems
 from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
@@ -75,6 +75,14 @@ def test_ticks_are_few_ordered_and_inside(low, width):
     assert len(found) <= 7
     assert found == sorted(set(found))
     assert all(low - width * 1e-6 <= t <= low + width * (1 + 1e-6) for t in found)
+
+
+@pytest.mark.parametrize("unit", ["number", "percent", "points", "count", "seconds"])
+def test_numbers_beyond_floats_are_infinite(unit):
+    assert number_text(10**400, unit) == "∞"
+    assert number_text(-(10**400), unit) == "−∞"
+    assert number_text(math.nan, unit) == "NaN"
+    assert compact(10**400) == "∞"
 
 
 def test_tick_labels_are_distinct():

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-import math
+import sys
+
+LARGEST = sys.float_info.max
 
 
 def number_text(value: float | None, unit: str = "number", digits: int | None = None) -> str:
@@ -12,7 +14,7 @@ def number_text(value: float | None, unit: str = "number", digits: int | None = 
     """
     if value is None:
         return "not measured"
-    if not math.isfinite(value):
+    if not is_finite(value):
         return "NaN" if value != value else "∞" if value > 0 else "−∞"
     if unit == "percent":
         text = f"{100 * value:.{1 if digits is None else digits}f} %"
@@ -33,6 +35,11 @@ def number_text(value: float | None, unit: str = "number", digits: int | None = 
     return text.replace("-", "−")
 
 
+def is_finite(value: float) -> bool:
+    """Return whether a number is finite. Integers beyond the range of floats are not."""
+    return -LARGEST <= value <= LARGEST
+
+
 def duration(seconds: float) -> str:
     """Format a duration."""
     if seconds < 1:
@@ -46,6 +53,8 @@ def duration(seconds: float) -> str:
 
 def compact(value: float) -> str:
     """Format a number with three digits and k, M or G."""
+    if not is_finite(value):
+        return number_text(value)
     for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:.3g}{letter}".replace("-", "−")

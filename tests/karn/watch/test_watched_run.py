@@ -278,3 +278,9 @@ def test_run_that_replaced_another_is_read_after_a_restart(tmp_path):
 def test_long_names_are_cut_to_their_column(tmp_path):
     run = watched(tmp_path, started(slots=1, names=["structure " * 100]), step(stages=(0,)))
     assert len(cells.ENV_COLUMNS[0].cell(run.state, run.state.latest[0])) == 18
+
+
+def test_integer_beyond_floats_is_shown_as_infinite(tmp_path):
+    run = watched(tmp_path, small_run(), step(params=10**400, train_macs=10**400))
+    cells_of_env = [column.cell(run.state, run.state.latest[0]).plain for column in cells.ENV_COLUMNS]
+    assert cells_of_env.count("∞") == 2

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from esper.karn.episode_state import EpisodeState, SlotHistory
 from esper.karn.event_text import event_text
-from esper.karn.number_text import compact, duration, number_text
+from esper.karn.number_text import compact, duration, is_finite, number_text
 from esper.karn.problems import problems
 from esper.karn.run_state import RunState
 from esper.karn.watch.watched_run import TONES, WatchedRun
@@ -52,7 +52,7 @@ def number(value: float | None, unit: str = "number") -> Text:
     """Return a number: – if it was not measured, emphasised if it is not finite."""
     if value is None:
         return Text(NONE, "dim", justify="right")
-    odd = not math.isfinite(value)
+    odd = not is_finite(value)
     text = number_text(value, unit).removesuffix(" %") if unit != "compact" or odd else compact(value)
     return Text(text, STYLES["bad"] if odd else "", justify="right")
 
