@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from esper.karn.document import COUNTED, detail, document
 from esper.karn.episode_state import SlotHistory
+from esper.karn.means import Means
 from esper.karn.run_state import RunState
 from esper.karn.series import BLOCK_ROWS, MOST_GROUPS, Series
 from esper.leyline.checksums import seal_json
@@ -295,6 +296,13 @@ def test_series_of_a_million_rows_is_small_and_keeps_extremes():
     assert len(series.rows) <= max(BLOCK_ROWS, series.stride)
     assert max(series.column("y")) == 7.0
     assert series.column("x")[-1] == 999_999
+
+
+def test_integers_beyond_floats_do_not_count_in_means():
+    means = Means(("params",))
+    for value in (10**400, -(10**400), math.nan, None, 3):
+        means.add(1, (value,))
+    assert means.column("params") == [(3, 3, 3)]
 
 
 def test_values_that_are_not_finite_are_gaps_with_a_known_place():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from esper.karn.series import LARGEST
+
 MOST_KEYS = 1024
 """Maximum number of keys. If there are more, two neighbouring keys share a mean, then four, and so on."""
 Mean = list[float]  # number, sum, minimum, maximum
@@ -24,7 +26,7 @@ class Means:
         if cells is None:
             cells = self._cells[key // self.stride] = [[0, 0.0, math.inf, -math.inf] for _ in self.columns]
         for cell, value in zip(cells, values, strict=True):
-            if value is not None and math.isfinite(value):
+            if value is not None and abs(value) < LARGEST:
                 cell[0] += 1
                 cell[1] += value
                 if value < cell[2]:
