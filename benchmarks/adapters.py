@@ -34,7 +34,7 @@ class Size:
     layers: int = 4
     length: int = 64
     batch: int = 16
-    steps: int = 50
+    steps: int = 40
     val_batches: int = 2
 
     def tokens(self, batches: int) -> Tensor:
@@ -85,7 +85,7 @@ def plain_loop(size: Size, growing: bool) -> Callable[[], None]:
 
 def trainer(size: Size, growing: bool) -> Callable[[], None]:
     """Return the training of Hugging Face's Trainer."""
-    from transformers import Trainer, TrainingArguments
+    from transformers import PrinterCallback, Trainer, TrainingArguments
 
     from esper.hf import GrowthTrainer
 
@@ -102,6 +102,7 @@ def trainer(size: Size, growing: bool) -> Callable[[], None]:
         made: Any = GrowthTrainer(model=make_body(size), args=args, growth=growth, **data)
     else:
         made = Trainer(model=make_model(size), args=args, **data)
+    made.remove_callback(PrinterCallback)
     return lambda: made.train()
 
 
