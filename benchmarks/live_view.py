@@ -24,6 +24,8 @@ from contextlib import contextmanager
 from itertools import count
 from pathlib import Path
 
+import numpy as np
+
 from benchmarks.journal_fold import events
 from esper.leyline.events import RunStarted
 from esper.nissa.recorder import record
@@ -99,18 +101,21 @@ def terminal(runs: Path, columns: int, lines: int) -> Iterator[int]:
         process.wait()
 
 
-def share(pids: list[int], seconds: float) -> list[float]:
-    """Return the CPU time of processes during this time, each in percent of one core."""
+def share(pids: list[int], seconds: float, repeats: int) -> list[float]:
+    """Return the CPU time of processes during this time in percent of one core, median over repeats."""
     time.sleep(WARM_S)
-    before = [cpu_s(pid) for pid in pids]
-    time.sleep(seconds)
-    return [100 * (cpu_s(pid) - start) / seconds for pid, start in zip(pids, before, strict=True)]
+    times = [[cpu_s(pid) for pid in pids]]
+    for _ in range(repeats):
+        time.sleep(seconds)
+        times.append([cpu_s(pid) for pid in pids])
+    return [100 * float(np.median(np.diff(each))) / seconds for each in zip(*times, strict=True)]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--events", type=float, default=50.0, help="Events per second.")
     parser.add_argument("--seconds", type=float, default=30.0, help="Duration of each measurement.")
+    parser.add_argument("--repeats", type=int, default=1, help="Measurements of each view.")
     parser.add_argument("--write", type=Path, help="Only record a run into this directory, until killed.")
     options = parser.parse_args()
     if options.write:
@@ -120,15 +125,15 @@ def main() -> None:
         runs = Path(place)
         writing = ("benchmarks.live_view", "--write", str(runs / "run"), "--events", str(options.events))
         with started(*writing) as writer:
-            (alone,) = share([writer.pid], options.seconds)
+            (alone,) = share([writer.pid], options.seconds, options.repeats)
             print(f"recording {options.events:g} events/s: {alone:.1f} % of a core without a view", flush=True)
             for pages in (1, 4):
                 with dashboard(runs, pages) as view:
-                    costs = share([view, writer.pid], options.seconds)
+                    costs = share([view, writer.pid], options.seconds, options.repeats)
                 print(f"esper dash, open pages {pages}: {costs[0]:.1f} %, recording {costs[1]:.1f} %", flush=True)
             for columns, lines in ((80, 24), (200, 60)):
                 with terminal(runs, columns, lines) as view:
-                    costs = share([view, writer.pid], options.seconds)
+                    costs = share([view, writer.pid], options.seconds, options.repeats)
                 print(f"esper watch {columns}x{lines}: {costs[0]:.1f} %, recording {costs[1]:.1f} %", flush=True)
 
 

@@ -14,6 +14,7 @@ from types import TracebackType
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.nissa.signals import unhurried
 from esper.simic.training.distributed import RENDEZVOUS
+from esper.simic.training.heartbeat import RankLostError
 
 GRACE_S = 3.0
 """Seconds that workers have to exit after a request. Killing one later loses nothing: events after the last checkpoint
@@ -65,11 +66,12 @@ class Workers:
             shutil.rmtree(self.place, ignore_errors=True)
 
     def poll(self) -> None:
-        """Raise TrainingError if a worker has ended."""
+        """Raise RankLostError if a worker has ended."""
         for rank, process in enumerate(self.processes, 1):
             if process.poll() is not None:
                 how = f"exit code {process.returncode}" if process.returncode >= 0 else f"signal {-process.returncode}"
-                raise TrainingError(f"worker {rank} of {self.count} ended ({how}); the run cannot continue without it")
+                ended = f"worker {rank} of {self.count} ended ({how}); the run cannot continue without it"
+                raise RankLostError(ended, rank)
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None

@@ -82,7 +82,7 @@ TASK_CHANGES = {
     "lr": 0.04, "momentum": 0.8, "weight_decay": 0.01, "batch": 16, "batches_per_epoch": 5, "epochs": 4, "clip": 0.5,
     "optimiser": "adamw", "host_kwargs": TASK.host_kwargs | {"width": 17}, "slots": ("r0c0",), "seed_lr": 0.01,
     "augment": True, "dataset": "other", "host": "cnn", "name": "other", "val_size": 100,
-    "lr_schedule": "wsd", "warmup_epochs": 2.0, "decay_share": 0.5,
+    "lr_schedule": "wsd", "warmup_epochs": 2.0, "decay_share": 0.5, "shrink": 2,
 }  # fmt: skip
 ENGINE_CHANGES = {
     "incubation": "straight_through", "shadow_every": 3, "gradient_telemetry_stride": 5, "ema_decay": 0.9,

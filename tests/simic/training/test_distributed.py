@@ -156,7 +156,7 @@ def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ends", "code"), [("ctrl-c", 130), ("worker", 2), ("leader", -9), ("term", 143)])
+@pytest.mark.parametrize(("ends", "code"), [("ctrl-c", 130), ("worker", 3), ("leader", -9), ("term", 143)])
 def test_process_group_still_starting_ends_when_one_rank_does(ends: str, code: int, tmp_path: Path) -> None:
     process = esper(
         "train", "--out", tmp_path / "run", "--workers", "2", *TINY, env=os.environ | {"TMPDIR": str(tmp_path)}
@@ -199,7 +199,7 @@ def test_killed_rank_ends_the_run_and_it_resumes_with_another_number(tmp_path: P
     until(process, lambda: newest(run) >= "round-000002")
     victim = psutil.Process(process.pid).children()[1]
     victim.kill()
-    said = finished(process, code=2)
+    said = finished(process, code=3)
     assert re.search(r"esper: worker [12] of 3 ended \(.*--resume", said, re.S), said
     assert "Traceback" not in said
     assert not psutil.pid_exists(victim.pid)
