@@ -5,6 +5,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -56,7 +57,8 @@ def test_every_public_name_resolves():
 
 def run(code: str) -> str:
     env = {**os.environ, "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=ROOT)
+    with tempfile.TemporaryDirectory() as place:  # examples write checkpoints and logs where they run
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=place)
     assert done.returncode == 0, done.stderr
     return done.stdout
 

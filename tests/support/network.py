@@ -41,7 +41,7 @@ def two_machines() -> Iterator[tuple[str, str]]:
 
 
 def cut_cable(machine: str) -> None:
-    """Drop every packet to and from a machine; no connection is told."""
+    """Drop every packet to and from a machine; no connection is closed."""
     _ip("-n", machine, "link", "set", "cable", "down")
 
 

@@ -49,7 +49,7 @@ def looking_ahead(model: nn.Module, probe: Any, sites: Mapping[str, TokenSite]) 
     found = set()
     for name, site in sites.items():
         if site.length < 2 or site.shape.count(site.length) > 1:
-            continue  # positions cannot be told from samples or channels
+            continue  # positions cannot be distinguished from samples or channels
         before = _from_inputs(model, probe, name, site, plain)
         if before is None:
             before = _from_first_module(model, probe, name, site, plain)

@@ -28,6 +28,7 @@ def _references(**situation: Any) -> tuple[Arm, ...]:
     return (_static("from_start", **FULL, **situation), _static("small_host", **situation))
 
 
+_GROWN_CLAIMS = tuple(Claim(arm="grown", against=against) for against in ("from_start", "small_host"))
 _SEARCHES = (
     Arm(name="random_search", kind="random_search", settings=LIMIT),
     Arm(name="successive_halving", kind="halving", settings=LIMIT),
@@ -108,7 +109,7 @@ _ROWS = (
         arms=(*_references(change=20), _planted("grown", "open", 8, change=20)),
         budgets=(0.5, 0.7, 1.0),
         worlds=(100, 8),
-        claims=tuple(Claim(arm="grown", against=against) for against in ("from_start", "small_host")),
+        claims=_GROWN_CLAIMS,
         min_worlds=8,
     ),
     Study(
@@ -118,7 +119,7 @@ _ROWS = (
         arms=(*_references(samples=1000), _planted("grown", "open", 8, samples=1000)),
         budgets=(0.2, 0.4, 0.8),
         worlds=(100, 8),
-        claims=tuple(Claim(arm="grown", against=against) for against in ("from_start", "small_host")),
+        claims=_GROWN_CLAIMS,
         min_worlds=8,
     ),
     Study(
