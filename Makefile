@@ -8,7 +8,7 @@ PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt
 PICK := $(if $(SLOW),,-m "not slow")
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: run test torture bench bench-check lint check clean help
+.PHONY: run test docs torture bench bench-check lint check clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/'
@@ -21,6 +21,10 @@ run: $(RUN)  ## grow a network on embedded data in about a minute, compare it wi
 test: $(DEV)  ## the fast tests; SLOW=1 for every test
 	$(PYTEST) $(PICK)
 
+docs: $(DEV)  ## build the documentation site into build/site; warnings are errors
+	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs 2 docs build/site
+	$(BIN)/python scripts/check_site.py build/site
+
 torture: $(DEV)  ## kill a training run 100 times; it must end as if nothing had happened
 	$(BIN)/python -m tests.support.torture 100
 
@@ -30,10 +34,11 @@ bench: $(DEV)  ## measure speed against references: the body, worth, hot paths, 
 bench-check: $(DEV)  ## compare speed ratios with the stored ones; fails on a loss of more than 15 %
 	$(BIN)/python -m benchmarks.check
 
-lint: $(DEV)  ## ruff, format, types
+lint: $(DEV)  ## ruff, format, types, spelling
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/codespell src scripts examples benchmarks docs *.md
 
 check: lint test  ## what must hold before a commit
 
@@ -50,4 +55,4 @@ $(RUN) $(DEV): pyproject.toml constraints.txt
 	touch $@
 
 clean:  ## forget the environment and all caches
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -19,7 +19,10 @@ def test_make_run_installs_only_the_package_other_targets_the_dev_extra(tmp_path
     assert pip.endswith(f"-c constraints.txt {CPU} {installed}")
 
 
-IMPORT_NAMES = {"mlflow-skinny": "mlflow", "pillow": "PIL", "pytest-xdist": "xdist", "sb3-contrib": "sb3_contrib"}
+IMPORT_NAMES = {
+    "mlflow-skinny": "mlflow", "myst-nb": "myst_nb", "pillow": "PIL", "pyspellchecker": "spellchecker",
+    "pytest-xdist": "xdist", "sb3-contrib": "sb3_contrib",
+}  # fmt: skip
 
 
 def names_of_extras() -> set[str]:

@@ -1,0 +1,1 @@
+"""Tests of the documentation: links, spelling, generated reference, examples in docstrings, notebooks."""

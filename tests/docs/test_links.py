@@ -1,0 +1,37 @@
+"""Every relative link of every page leads to a file and a heading that exist."""
+
+from pathlib import Path
+from urllib.parse import unquote
+
+import pytest
+
+from tests.support.pages import NOTEBOOKS, PAGES, anchors_of, links_of, page_id
+
+OUTSIDE = ("https://", "mailto:")
+
+
+def broken_links(page: Path) -> list[str]:
+    broken = []
+    for link in links_of(page):
+        if link.startswith(OUTSIDE):
+            continue
+        name, _, anchor = unquote(link).partition("#")
+        target = page.parent / name if name else page
+        if not target.exists() or (anchor and anchor not in anchors_of(target)):
+            broken.append(link)
+    return broken
+
+
+@pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=page_id)
+def test_relative_links_lead_to_existing_files_and_headings(page):
+    assert broken_links(page) == []
+
+
+def test_broken_links_are_found(tmp_path):
+    page = tmp_path / "page.md"
+    (tmp_path / "other.md").write_text("# A heading, with `code`\n")
+    page.write_text(
+        "[a](other.md) [b](other.md#a-heading-with-code) [c](https://example.org) [d](#own)\n\n# Own\n\n"
+        "[e](none.md) ![f](none.png) [g](other.md#none) [h](#none) [i](http://example.org)\n"
+    )
+    assert broken_links(page) == ["none.md", "none.png", "other.md#none", "#none", "http://example.org"]
