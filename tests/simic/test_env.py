@@ -22,7 +22,7 @@ from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.stages import SeedStage
 from esper.simic.backend import HostBackend
 from esper.simic.env import GrowthEnv, GrowthVectorEnv
-from esper.simic.rewards import Frame, RewardConfig, reward, utility
+from esper.simic.rewards import REWARDS, Frame, RewardConfig, reward, utility
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tamiyo.policy.action_masks import CANONICAL, DEFAULT_FIXED
@@ -285,7 +285,7 @@ def test_actions_that_are_not_integers_are_refused(odd: float) -> None:
         env.step(actions)
 
 
-@pytest.mark.parametrize("mode", ["utility", "shaped", "sparse"])
+@pytest.mark.parametrize("mode", REWARDS)
 def test_reward_is_for_the_state_the_step_led_to(mode: str) -> None:
     config = RewardConfig(mode=mode, scale=2.0)
     env, rng = sim_env(4, reward=config), np.random.default_rng(3)

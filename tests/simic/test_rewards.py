@@ -15,7 +15,7 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.stages import SeedStage
-from esper.simic.rewards import REWARDS, Frame, RewardConfig, reward, reward_mode, utility
+from esper.simic.rewards import REWARDS, WITH_POTENTIAL, Frame, RewardConfig, reward, reward_mode, utility
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import wait_everywhere
 from tests.support.random_tables import LIVELY, random_legal_actions
@@ -43,11 +43,15 @@ def random_frame(rng: np.random.Generator, envs: int = 6, **given: object) -> Fr
         macs=committed_macs * 2 ** rng.uniform(0, 2, envs),
         committed_params=committed_params,
         committed_macs=committed_macs,
+        val_loss=np.where(rng.random(envs) < 0.1, np.nan, 3.0 * rng.random(envs)),
+        acted=rng.random(envs) < 0.5,
         stage=stage,
+        dwell=rng.integers(0, HORIZON, stage.shape),
         contribution=np.where(rng.random(stage.shape) < 0.3, np.nan, rng.normal(0, 0.3, stage.shape)),
         rollbacks=rng.integers(0, 3, envs),
         host_params=host_params,
         host_macs=host_macs,
+        chance_loss=2.3,
         horizon=HORIZON,
     )
     return replace(frame, **given)
@@ -92,11 +96,67 @@ def potential_of(f: dict, c: RewardConfig) -> float:
     return c.stage_bonus * sum({1: 1.0, 2: 2.0, 3: 3.5, 4: 5.5, 5: 6.0}.get(s, 0.0) for s in f["stage"])
 
 
+def progress_of(a: dict, b: dict, c: RewardConfig) -> float:
+    return c.gamma * potential_of(b, c) - potential_of(a, c)
+
+
+def final_of(b: dict, c: RewardConfig) -> float:
+    if b["step"] < b["horizon"]:
+        return 0.0
+    return c.terminal_weight * (c.floor if crashed(b) else max(c.floor, gain_of(b, c)))
+
+
 def shaped_twin(a: dict, b: dict, c: RewardConfig) -> float:
-    paid = credit_of(b, c) - credit_of(a, c) + c.gamma * potential_of(b, c) - potential_of(a, c)
-    if b["step"] >= b["horizon"]:
-        paid += c.terminal_weight * (c.floor if crashed(b) else max(c.floor, gain_of(b, c)))
-    return paid
+    return credit_of(b, c) - credit_of(a, c) + progress_of(a, b, c) + final_of(b, c)
+
+
+def escrow_twin(a: dict, b: dict, c: RewardConfig) -> float:
+    if b["step"] < b["horizon"]:
+        return credit_of(b, c) - credit_of(a, c)
+    only_fossils = b | {"stage": [s if s == 5 else 0 for s in b["stage"]]}
+    return credit_of(only_fossils, c) - credit_of(a, c)
+
+
+def committed_of(f: dict, c: RewardConfig, drip: float) -> float:
+    if crashed(f):
+        return c.floor
+    total = 0.0
+    for stage, worth, dwell in zip(f["stage"], f["contribution"], f["dwell"], strict=True):
+        if stage == 5:
+            over = 1.0 if f["step"] >= f["horizon"] else min(1.0, dwell / f["horizon"])
+            total += (worth if worth >= 0.01 else -0.01) * (1 - drip * (1 - over))
+    return max(c.floor, total - rent_of(f, f["params"], f["macs"], c))
+
+
+def basic_twin(a: dict, b: dict, c: RewardConfig, drip: float = 0.0) -> float:
+    return committed_of(b, c, drip) - committed_of(a, c, drip) + progress_of(a, b, c) + final_of(b, c)
+
+
+def simplified_twin(a: dict, b: dict, c: RewardConfig) -> float:
+    paid = progress_of(a, b, c) - 0.0005 * b["acted"]
+    if crashed(b):
+        return paid + c.floor
+    if b["step"] < b["horizon"]:
+        return paid
+    good = sum(s == 5 and w >= 0.01 for s, w in zip(b["stage"], b["contribution"], strict=True))
+    return paid + max(c.floor, gain_of(b, c) + 0.02 * good)
+
+
+def minimal_twin(a: dict, b: dict, c: RewardConfig) -> float:
+    pruned = sum(s in (1, 2, 3, 4) and t == 6 for s, t in zip(a["stage"], b["stage"], strict=True))
+    return sparse_twin(a, b, c) - 0.005 * (len(a["stage"]) if crashed(b) else pruned)
+
+
+def loss_value_of(f: dict, c: RewardConfig) -> float:
+    if crashed(f):
+        return c.floor
+    units = 1.0 if f["step"] == 0 else f["val_loss"] / f["chance_loss"]
+    units = units if math.isfinite(units) else -c.floor
+    return max(c.floor, -units - rent_of(f, f["params"], f["macs"], c))
+
+
+def loss_twin(a: dict, b: dict, c: RewardConfig) -> float:
+    return loss_value_of(b, c) - loss_value_of(a, c) + progress_of(a, b, c) + final_of(b, c)
 
 
 def sparse_twin(_a: dict, b: dict, c: RewardConfig) -> float:
@@ -108,7 +168,17 @@ def sparse_twin(_a: dict, b: dict, c: RewardConfig) -> float:
     return min(max(value, c.floor), 1.0)
 
 
-TWINS = {"utility": lambda a, b, c: utility_of(b, c) - utility_of(a, c), "shaped": shaped_twin, "sparse": sparse_twin}
+TWINS = {
+    "utility": lambda a, b, c: utility_of(b, c) - utility_of(a, c),
+    "shaped": shaped_twin,
+    "escrow": escrow_twin,
+    "basic": basic_twin,
+    "basic_plus": lambda a, b, c: basic_twin(a, b, c, drip=0.7),
+    "simplified": simplified_twin,
+    "sparse": sparse_twin,
+    "minimal": minimal_twin,
+    "loss": loss_twin,
+}
 
 
 @pytest.mark.parametrize("mode", TWINS)
@@ -162,8 +232,9 @@ def test_utility_return_is_the_discounted_mean_of_utility_and_its_end(seed, gamm
 
 @settings(max_examples=12, deadline=None)
 @given(seed=dice)
-def test_shaped_potential_cancels_out_over_an_episode(seed):
-    plain, config = RewardConfig(mode="shaped", stage_bonus=0.0), RewardConfig(mode="shaped", stage_bonus=0.05)
+@pytest.mark.parametrize("mode", sorted(WITH_POTENTIAL))
+def test_stage_potential_cancels_out_over_an_episode(mode, seed):
+    plain, config = RewardConfig(mode=mode, stage_bonus=0.0), RewardConfig(mode=mode, stage_bonus=0.05)
     frames = played(seed, steps=30)
     pairs = list(pairwise(frames))
     assert any((f.stage > 0).any() for f in frames)
@@ -205,22 +276,85 @@ def test_cycle_through_a_crash_earns_nothing_and_costs_the_penalty(config, seed,
 
 
 @pytest.mark.parametrize(("rules", "period"), [(ISOLATED, 15), (Rules(), 20)], ids=["isolated", "open"])
-def test_repeated_germinating_and_pruning_earns_nothing(rules, period):
-    sim = Simulator(SimConfig(horizon=80, noise=0.0), range(8), rules)  # longer than the cycles: no final reward
-    start = Frame.of(sim.table, sim.context, sim.baseline_quality)
-    total, before = {c.mode: np.zeros(8) for c in CONFIGS}, start
-    for t in range(3 * period):
-        actions = wait_everywhere(8)
-        actions[:, Head.BLUEPRINT] = 1
-        actions[:, Head.OP] = {0: Op.GERMINATE, 7: Op.PRUNE}.get(t % period, Op.WAIT)
-        assert sim.step(actions).happened.all()
-        after = Frame.of(sim.table, sim.context, sim.baseline_quality)
-        for c in CONFIGS:
-            total[c.mode] += reward(before, after, c)
-        before = after
-    assert (sim.table.stage == SeedStage.DORMANT).all()
-    assert (sim.table.next_serial == 3).all()
-    assert all((earned <= 1e-9).all() for earned in total.values())
+def test_repeated_germinating_and_pruning_earns_no_more_than_waiting(rules, period):
+    def earned(acts: bool) -> dict[str, np.ndarray]:
+        sim = Simulator(SimConfig(horizon=80, noise=0.0), range(8), rules)  # longer than the cycles: no final reward
+        before = Frame.of(sim.table, sim.context, sim.baseline_quality)
+        total = {c.mode: np.zeros(8) for c in CONFIGS}
+        for t in range(3 * period):
+            actions = wait_everywhere(8)
+            actions[:, Head.BLUEPRINT] = 1
+            if acts:
+                actions[:, Head.OP] = {0: Op.GERMINATE, 7: Op.PRUNE}.get(t % period, Op.WAIT)
+            assert sim.step(actions).happened.all()
+            after = Frame.of(sim.table, sim.context, sim.baseline_quality)
+            for c in CONFIGS:
+                total[c.mode] += reward(before, after, c)
+            before = after
+        assert (sim.table.stage == SeedStage.DORMANT).all()
+        assert (sim.table.next_serial == 3 * acts).all()
+        return total
+
+    cycled, waited = earned(True), earned(False)
+    for mode, total in cycled.items():
+        assert (total <= waited[mode] + 1e-9).all(), mode
+        if mode != "loss":  # the only mode that pays for what the host learns without growth
+            assert (waited[mode] == 0).all(), mode
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
+def test_rejected_operation_pays_as_much_as_waiting(config):
+    """Every environment has a live seed; FOSSILIZE in an empty slot and germination on top of a seed are illegal."""
+    asked, waited = (Simulator(SimConfig(horizon=20), range(8)) for _ in range(2))
+    germinate = wait_everywhere(8)
+    germinate[:, [Head.BLUEPRINT, Head.OP]] = 1, Op.GERMINATE
+    for sim in (asked, waited):
+        assert sim.step(germinate).happened.all()
+    frames = [Frame.of(sim.table, sim.context, sim.baseline_quality) for sim in (asked, waited)]
+    for t in range(19):
+        illegal = germinate.copy()
+        if t % 2:
+            illegal[:, [Head.SLOT, Head.OP]] = 1, Op.FOSSILIZE
+        assert not asked.step(illegal).happened.any()
+        waited.step(wait_everywhere(8))
+        after = [Frame.of(sim.table, sim.context, sim.baseline_quality) for sim in (asked, waited)]
+        paid = [reward(a, b, config) for a, b in zip(frames, after, strict=True)]
+        np.testing.assert_array_equal(*paid)
+        frames = after
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
+@quick
+@given(seed=dice)
+def test_every_slot_counts_alike(config, seed):
+    """Permuting the slots changes no reward: there is no slot that is read instead of the others."""
+    rng = np.random.default_rng(seed)
+    before, after, order = random_frame(rng), random_frame(rng), rng.permutation(SLOTS)
+
+    def permuted(frame: Frame) -> Frame:
+        columns = {name: getattr(frame, name)[:, order] for name in ("stage", "dwell", "contribution")}
+        return replace(frame, **columns)
+
+    paid = reward(permuted(before), permuted(after), config)
+
+    np.testing.assert_allclose(paid, reward(before, after, config), atol=1e-12)
+
+
+@pytest.mark.parametrize("slot", range(SLOTS))
+@pytest.mark.parametrize("config", [c for c in CONFIGS if c.mode not in ("utility", "sparse")], ids=lambda c: c.mode)
+def test_modes_that_pay_for_seeds_read_every_slot(config, slot):
+    stage = np.full((6, SLOTS), int(SeedStage.HOLDING))
+    calm = {"step": np.full(6, 5), "quality": np.full(6, 0.5), "rollbacks": np.zeros(6, dtype=int)}
+    calm |= {"params": np.full(6, 1000.0), "macs": np.full(6, 50_000.0), "val_loss": np.ones(6)}
+    before = random_frame(np.random.default_rng(0), stage=stage, contribution=np.full(stage.shape, 0.05), **calm)
+    after = replace(before, step=before.step + 1)
+    changed = {"stage": stage.copy(), "contribution": before.contribution.copy()}
+    changed["stage"][:, slot] = SeedStage.PRUNED
+    changed["contribution"][:, slot] = np.nan
+
+    paid = reward(before, replace(after, **changed), config)
+
+    assert (paid < reward(before, after, config)).all()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
@@ -237,7 +371,7 @@ def test_crash_pays_less_than_anything_else_and_is_never_nan(config, seed, broke
 
     assert np.isfinite(paid).all()
     assert (paid <= reward(before, sound, config) + 1e-12).all()
-    if config.mode != "sparse":
+    if config.mode not in ("sparse", "minimal"):
         assert (paid <= 1e-12).all()  # not even from a very bad state
 
 

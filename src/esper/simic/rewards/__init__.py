@@ -10,7 +10,17 @@ corrected modes of the earlier system. A new mode is one function decorated with
 """
 
 from esper.simic.rewards import comparisons
-from esper.simic.rewards.frame import REWARDS, Frame, RewardConfig, reward, reward_mode
+from esper.simic.rewards.frame import REWARDS, WITH_POTENTIAL, Frame, RewardConfig, reward, reward_mode
 from esper.simic.rewards.utility import rent, utility
 
-__all__ = ["REWARDS", "Frame", "RewardConfig", "comparisons", "rent", "reward", "reward_mode", "utility"]
+__all__ = [
+    "REWARDS",
+    "WITH_POTENTIAL",
+    "Frame",
+    "RewardConfig",
+    "comparisons",
+    "rent",
+    "reward",
+    "reward_mode",
+    "utility",
+]

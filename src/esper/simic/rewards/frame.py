@@ -12,6 +12,7 @@ from typing import Protocol
 import msgspec
 import numpy as np
 
+from esper.leyline.actions import Op
 from esper.leyline.costs import Priced, live_costs, seed_macs
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
@@ -26,6 +27,11 @@ class Sizes(Priced, Protocol):
     @property
     def horizon(self) -> int:
         """Steps per episode."""
+        ...
+
+    @property
+    def loss_unit(self) -> float:
+        """Loss of guessing, or 1 if there is none."""
         ...
 
 
@@ -44,11 +50,15 @@ class Frame:
     macs: Floats  # [E] host and all seeds that affect the output
     committed_params: Floats  # [E] host and fossils
     committed_macs: Floats
+    val_loss: Floats  # [E]
+    acted: Bools  # [E] whether the last operation was carried out and was not WAIT
     stage: Ints  # [E, S]
+    dwell: Ints  # [E, S] epochs in this stage
     contribution: Floats  # [E, S]
     rollbacks: Ints  # [E] so far; after a rollback, the frame shows the restored state
     host_params: float
     host_macs: float
+    chance_loss: float
     horizon: int
 
     @classmethod
@@ -67,11 +77,15 @@ class Frame:
             macs=macs.astype(np.float64),
             committed_params=(sizes.host_params + committed_params).astype(np.float64),
             committed_macs=(sizes.host_macs + committed_macs).astype(np.float64),
+            val_loss=table.val_loss.astype(np.float64),
+            acted=table.last_op != Op.WAIT,
             stage=table.stage.copy(),
+            dwell=table.dwell.copy(),
             contribution=table.contribution.astype(np.float64),
             rollbacks=table.rollbacks.copy(),
             host_params=float(sizes.host_params),
             host_macs=float(sizes.host_macs),
+            chance_loss=sizes.loss_unit,
             horizon=sizes.horizon,
         )
 
@@ -113,12 +127,12 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     however bad the host was before. Accuracies differ by at most 1; use a lower floor for a quality with a wider
     range."""
     gamma: float = 0.995
-    """Discount factor of the stage potential, above 0 and at most 1; used by `shaped` only. It must equal
-    `ppo.gamma`."""
+    """Discount factor of the stage potential, above 0 and at most 1; used by the modes of `WITH_POTENTIAL` only. It
+    must equal `ppo.gamma`."""
     stage_bonus: float = 0.003
-    """Reward per unit of a stage's potential, ≥ 0; used by `shaped` only."""
+    """Reward per unit of a stage's potential, ≥ 0; used by the same modes."""
     terminal_weight: float = 0.05
-    """Weight of the final gain in quality, ≥ 0; used by `shaped` only."""
+    """Weight of the final gain in quality, ≥ 0; used by shaped, basic, basic_plus and loss."""
 
     def __post_init__(self) -> None:
         if self.mode not in REWARDS:
@@ -139,13 +153,20 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 Mode = Callable[[Frame, Frame, RewardConfig], Floats]
 REWARDS: dict[str, Mode] = {}
+WITH_POTENTIAL: set[str] = set()
+"""Modes that pay for progress through the stages."""
 
 
-def reward_mode(name: str) -> Callable[[Mode], Mode]:
-    """Register a mode: a pure function (before, after, config) → rewards [E], never NaN, before `scale`."""
+def reward_mode(name: str, *, uses_potential: bool = False) -> Callable[[Mode], Mode]:
+    """Register a mode: a pure function (before, after, config) → rewards [E], never NaN, before `scale`.
+
+    `uses_potential` states that it pays for progress through the stages, with `config.gamma`.
+    """
 
     def register(mode: Mode) -> Mode:
         REWARDS[name] = mode
+        if uses_potential:
+            WITH_POTENTIAL.add(name)
         return mode
 
     return register

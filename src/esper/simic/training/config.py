@@ -21,7 +21,7 @@ from esper.leyline.errors import ConfigError, UnknownNameError, unknown_name
 from esper.leyline.events import level
 from esper.leyline.text import cut
 from esper.simic.agent.ppo import PPOConfig
-from esper.simic.rewards import RewardConfig
+from esper.simic.rewards import WITH_POTENTIAL, RewardConfig
 from esper.simic.simulated_worlds import SimConfig
 from esper.tamiyo.network import NetworkConfig
 from esper.tamiyo.policy.action_masks import FIXED_OPTIONS
@@ -97,10 +97,10 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs must be ≥ 1, got {self.epochs}")
-        if self.reward.mode == "shaped" and self.reward.gamma != self.ppo.gamma:
+        if self.reward.mode in WITH_POTENTIAL and self.reward.gamma != self.ppo.gamma:
             raise ConfigError(
-                f"reward.mode = shaped needs reward.gamma = ppo.gamma, or its potential pays for going in circles; "
-                f"got {self.reward.gamma} and {self.ppo.gamma}"
+                f"reward.mode = {self.reward.mode} needs reward.gamma = ppo.gamma, or its potential pays for going in "
+                f"circles; got {self.reward.gamma} and {self.ppo.gamma}"
             )
         get_task(self.task)
         level(self.telemetry)
