@@ -19,6 +19,7 @@ from esper.tolaria.compute import ComputeMeter, MacCounter, pass_macs
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.engine_state import engine_state, load_engine
+from esper.tolaria.host_network import score
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task, get_task
 from tests.support.rules import ISOLATED
@@ -63,6 +64,31 @@ def test_epoch_count_includes_passes_of_isolated_seeds(incubation, shadow_every)
     assert (pass_macs(network).shadow > 0) == (incubation == "shadow")
 
 
+@pytest.mark.parametrize("seeds", [0, 1, 2])
+@pytest.mark.parametrize(("name", "blueprint"), [("quick", "conv_light"), ("digits", "mlp"), ("moby", "lora")])
+def test_measuring_count_equals_torchs_counter_on_a_real_validation(name, blueprint, seeds):
+    rules = Rules(birth="open", open_ramp=20, one_at_a_time=False, max_seeds=3)
+    engine = Engine(TASKS[name], [0], rules=rules)
+    for _ in rollout(engine, Schedule([blueprint], start=0, slots=seeds), 3):
+        pass
+    network, data = engine.networks[0], engine.data
+    assert len(network.body.players()) == seeds
+    network.body.forking.proven.update(network.body.forking.points.values())  # a check of new forks is not counted
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        network.validate(data.val, engine.calibration)
+    counted = ComputeMeter().measuring_macs(network, score, len(data.val), len(engine.calibration))
+    assert 2 * counted == counter.get_total_flops() > 0
+
+
+def test_measuring_is_counted_apart_from_training():
+    engine = Engine(TASKS["digits"], [0])
+    for _ in rollout(engine, Wait(), 2):
+        pass
+    once = engine.compute.measuring_macs(engine.networks[0], score, len(engine.data.val), len(engine.calibration))
+    assert engine.table.measure_macs[0] == 2 * once
+    assert engine.table.train_macs[0] == 2 * engine.compute.epoch_macs(engine.networks[0])
+
+
 def test_counting_leaves_the_network_and_the_generator_unchanged():
     network = planted(TASKS["quick"], "conv_heavy").networks[0]
     before = {k: v.clone() for k, v in network.body.state_dict().items()}
@@ -101,6 +127,7 @@ def test_spent_compute_survives_a_resume_and_a_rollback():
     spent = int(engine.table.train_macs[0])
     engine.governor.roll_back(0, engine.table)
     assert engine.table.train_macs[0] == spent
+    assert fresh.table.measure_macs[0] == engine.table.measure_macs[0] > 0
 
 
 def test_stacked_strategy_counts_like_the_loop():

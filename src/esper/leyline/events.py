@@ -115,6 +115,8 @@ class Step(Event, frozen=True, kw_only=True):
     """Of host and seeds, those in training too."""
     train_macs: int | None = None
     """Multiply-adds spent on training in this episode so far, forward and backward; null where they are not counted."""
+    measure_macs: int | None = None
+    """Multiply-adds spent on measuring in this episode so far: validation and coalitions; null where not counted."""
     stages: tuple[int, ...]
     """`SeedStage` of every slot, in the order of the run's slots."""
     alphas: tuple[float, ...]

@@ -60,7 +60,7 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     own = get_task(task)
     host = resized(own, arm.settings.get("host", "own"))
     structure = structure_named(own, arm.settings.get("structure", "none"))
-    limit = None if structure else SMALL_HOST_EPOCHS * own.epochs
+    limit = None if structure or "pretrain" in arm.settings else SMALL_HOST_EPOCHS * own.epochs
     ramp = round(arm.settings.get("ramp", 0.0) * own.epochs)
     session = Session(
         host,

@@ -28,6 +28,12 @@ def _references(**situation: Any) -> tuple[Arm, ...]:
     return (_static("from_start", **FULL, **situation), _static("small_host", **situation))
 
 
+def _larger_hosts(**situation: Any) -> tuple[Arm, ...]:
+    """Return hosts as large as the full structure, without seeds."""
+    return (_static("wider_host", host="wider", **situation), _static("deeper_host", host="deeper", **situation))
+
+
+_LARGER_CLAIMS = tuple(Claim(arm="grown", against=against) for against in ("wider_host", "deeper_host"))
 _GROWN_CLAIMS = tuple(Claim(arm="grown", against=against) for against in ("from_start", "small_host"))
 _SEARCHES = (
     Arm(name="random_search", kind="random_search", settings=LIMIT),
@@ -106,20 +112,42 @@ _ROWS = (
         name="task_change",
         question="New classes arrive during training: is it cheaper to add the structure then?",
         task=("rescue", "search_cifar"),
-        arms=(*_references(change=20), _planted("grown", "open", 8, change=20)),
+        arms=(
+            *_references(change=20),
+            _static("restart", **FULL),  # the full structure, trained on all classes from its step 0
+            *_larger_hosts(change=20),
+            _planted("grown", "open", 20, change=20),
+        ),
         budgets=(0.5, 0.7, 1.0),
         worlds=(100, 8),
-        claims=_GROWN_CLAIMS,
+        claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, Claim(arm="grown", against="restart")),
         min_worlds=8,
     ),
     Study(
         name="little_data",
         question="I have 1,000 samples: does a network that grew generalise better?",
         task=("rescue", "search_cifar"),
-        arms=(*_references(samples=1000), _planted("grown", "open", 8, samples=1000)),
+        arms=(*_references(samples=1000), *_larger_hosts(samples=1000), _planted("grown", "open", 8, samples=1000)),
         budgets=(0.2, 0.4, 0.8),
         worlds=(100, 8),
-        claims=_GROWN_CLAIMS,
+        claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS),
+        min_worlds=8,
+    ),
+    Study(
+        name="trained_model",
+        question="I have a trained model that no longer improves: is it cheaper to grow it than to train a larger one?",
+        task=("moby_deep", "sotu_deep"),
+        arms=(
+            _static("restart", **FULL),
+            _static("continued", pretrain=250),
+            _planted("grown", "open", 0, pretrain=250),
+        ),
+        budgets=(0.5, 1.0),
+        worlds=(100, 8),
+        metric="test_loss",
+        claims=tuple(
+            Claim(arm="grown", against=against, direction="lower") for against in ("restart", "continued")
+        ),
         min_worlds=8,
     ),
     Study(

@@ -31,7 +31,7 @@ from esper.tolaria.compute import ComputeMeter
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import Alarm, Governor
-from esper.tolaria.host_network import HostNetwork
+from esper.tolaria.host_network import HostNetwork, score
 from esper.tolaria.tasks import Task
 
 NOTHING = Coalitions((), 0, [()], torch.full((1, 1, 2), torch.nan))
@@ -142,13 +142,20 @@ class Engine:
 
     def _validate(self, trained: list[Tensor | None]) -> EpochResults:
         results = EpochResults(*self.table.stage.shape)
-        for e, network in enumerate(self.networks):
-            result = self.governor.guard(e, network.validate, self.data.val, self.calibration, self.phases)
-            results.judged.append(NOTHING if result is None else result)
+        for e in range(len(self.networks)):
+            results.judged.append(self._measure(e))
         for e, train in enumerate(trained):
             if train is not None:
                 self.governor.guard(e, self._read, e, train, results)
         return results
+
+    def _measure(self, e: int) -> Coalitions:
+        """Validate one environment and count the compute; NOTHING if it failed."""
+        network, guard = self.networks[e], self.governor.guard
+        sizes = len(self.data.val), len(self.calibration)
+        self.table.measure_macs[e] += guard(e, self.compute.measuring_macs, network, score, *sizes) or 0
+        result = guard(e, network.validate, self.data.val, self.calibration, self.phases)
+        return NOTHING if result is None else result
 
     def _read(self, e: int, train: Tensor, results: EpochResults) -> None:
         """Read everything measured of one environment in this epoch, in one transfer from the device."""
@@ -167,14 +174,13 @@ class Engine:
 
     def _roll_back(self, e: int, results: EpochResults) -> list[Effect]:
         """Restore an environment and validate it again: the reward of the step is computed from the restored state."""
-        governor, table, network = self.governor, self.table, self.networks[e]
+        governor, table = self.governor, self.table
         undone = governor.roll_back(e, table)
         remembered = float(table.train_loss[e])
         results.quality[e], results.val_loss[e], results.train_loss[e] = table.quality[e], table.val_loss[e], remembered
         results.worth[:, e] = np.nan
-        result = governor.guard(e, network.validate, self.data.val, self.calibration, self.phases)
-        results.judged[e] = NOTHING if result is None else result
-        if result is not None:  # otherwise the values recorded with the snapshot stay
+        results.judged[e] = self._measure(e)
+        if results.judged[e] is not NOTHING:  # otherwise the values recorded with the snapshot stay
             governor.guard(e, self._read, e, torch.full((2,), remembered, device=self.config.device), results)
         return undone
 

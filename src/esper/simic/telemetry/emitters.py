@@ -292,6 +292,7 @@ class TelemetryEmitter:
             "committed_quality": map(number, table.committed_quality.tolist()),
             "params": (self.host_params + table.params.sum(1)).tolist(),
             "train_macs": (macs or None for macs in table.train_macs.tolist()),
+            "measure_macs": (macs or None for macs in table.measure_macs.tolist()),
             "stages": map(tuple, table.stage.tolist()),
             "alphas": map(tuple, table.alpha.tolist()),
             "blueprints": map(tuple, name[table.blueprint + 1].tolist()),
