@@ -99,6 +99,20 @@ def test_shards_share_the_worlds_and_one_alone_cannot_save(capsys):
 
 
 @pytest.mark.usefixtures("study")
+def test_jobs_kept_in_the_repository_are_not_run_again_until_the_study_is_saved(capsys):
+    run(shard="2/2")
+    Path("studies").mkdir()
+    Path("out/example/results.jsonl").rename("studies/example.jsonl")
+    capsys.readouterr()
+
+    run(save=True)
+
+    assert "4 jobs, 2 of them finished before" in capsys.readouterr().out
+    assert {r.world for r in read_records(Path("out/example"))} == {100}
+    assert not Path("studies/example.jsonl").exists()
+
+
+@pytest.mark.usefixtures("study")
 def test_show_runs_nothing_and_arms_select(capsys):
     run(show=True)
     assert "Incomplete: 4 of 4 jobs are missing." in capsys.readouterr().out

@@ -15,20 +15,26 @@ from esper.nissa.run import manifest_base
 from esper.nissa.signals import terminable
 from esper.studies.contract import Study, check_worlds
 from esper.studies.rendering import as_text
-from esper.studies.results import Job, Record, SavedStudy, current_records, points_of, read_records
+from esper.studies.results import (
+    SAVED,
+    Job,
+    Record,
+    SavedStudy,
+    current_records,
+    points_of,
+    study_records,
+    unfinished,
+)
 from esper.studies.runner import run_jobs, shard_lock
 from esper.studies.statistics import summarize
 from esper.studies.table import STUDIES, get_study
-
-SAVED = Path("studies")
-"""Directory of saved studies, in the repository root."""
 
 
 def list_studies(out: Path) -> None:
     """Print name, state and question of every study."""
     for study in STUDIES.values():
         jobs = jobs_of(study, [], study.worlds)
-        finished = current_records(study, read_records(out / study.name), jobs)
+        finished = current_records(study, study_records(study, out / study.name), jobs)
         saved = ", saved" if (SAVED / f"{study.name}.json").exists() else ""
         print(f"{study.name}: {len(finished)} of {len(jobs)} jobs finished{saved}\n    {study.question}")
 
@@ -53,7 +59,7 @@ def run_study(
         except KeyboardInterrupt:
             print("Interrupted. Finished jobs are kept: run the same command again to continue.")
             raise
-    records = current_records(study, read_records(directory), jobs)
+    records = current_records(study, study_records(study, directory), jobs)
     print_results(study, records, directory, tuning=tuning)
     if len(records) < len(jobs):
         print(f"Incomplete: {len(jobs) - len(records)} of {len(jobs)} jobs are missing.")
@@ -121,4 +127,5 @@ def save_study(study: Study, records: dict[Job, Record], missing: int) -> None:
     make_real_directory(SAVED)
     path = SAVED / f"{study.name}.json"
     write_atomically(path, msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
+    unfinished(study).unlink(missing_ok=True)
     print(f"Saved: {path}. Update the documentation with: python scripts/study_tables.py")

@@ -1,7 +1,8 @@
 """Results of a study on disk: one JSON line per finished job, and the file that `--save` writes.
 
 Files of several machines can be concatenated: the last line of a job counts. A line that cannot be read, such as an
-incomplete one after a power cut, is ignored: its job runs again.
+incomplete one after a power cut, is ignored: its job runs again. A copy of the results at `studies/NAME.jsonl` keeps
+the finished jobs of an unfinished study in the repository.
 """
 
 from __future__ import annotations
@@ -17,6 +18,8 @@ import msgspec
 from esper.leyline.atomic_io import locked, open_own, read_regular
 from esper.studies.contract import Point, Study
 
+SAVED = Path("studies")
+"""Directory of saved and unfinished studies, in the repository root."""
 RESULTS = "results.jsonl"
 LARGEST_FILE = 1 << 30
 """Size limit of a results file in bytes."""
@@ -64,15 +67,25 @@ def append_record(directory: Path, record: Record) -> None:
             os.fsync(fd)
 
 
-def read_records(directory: Path) -> list[Record]:
+def read_records(directory: Path, name: str = RESULTS) -> list[Record]:
     """Return all records of a results file in order; none if there is no file."""
-    path = directory / RESULTS
+    path = directory / name
     lines = read_regular(path, LARGEST_FILE).splitlines() if path.exists() else []
     records = []
     for line in lines:
         with contextlib.suppress(msgspec.DecodeError):
             records.append(msgspec.json.decode(line, type=Record))
     return records
+
+
+def study_records(study: Study, directory: Path) -> list[Record]:
+    """Return all records of a study in order: those kept in the repository, then those of its results file."""
+    return [*read_records(SAVED, unfinished(study).name), *read_records(directory)]
+
+
+def unfinished(study: Study) -> Path:
+    """Return the path at which the repository keeps finished jobs of an unfinished study."""
+    return SAVED / f"{study.name}.jsonl"
 
 
 def current_records(study: Study, records: Iterable[Record], jobs: Iterable[Job]) -> dict[Job, Record]:

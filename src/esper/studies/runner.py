@@ -26,7 +26,7 @@ from esper import __version__
 from esper.leyline.atomic_io import locked, make_real_directory
 from esper.leyline.errors import RunError, TrainingError
 from esper.studies.contract import Point, Study, Trainer
-from esper.studies.results import Job, Record, append_record, current_records, read_records
+from esper.studies.results import Job, Record, append_record, current_records, study_records
 from esper.studies.trainers import trainer_of
 from esper.tolaria.reproducibility import fingerprint
 
@@ -73,7 +73,7 @@ def _prepare_worker() -> None:
 def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, report: Callable[[str], None]) -> None:
     """Run every job that has no record yet. Raise RunError at the end if some have failed."""
     trainers = {job.arm: trainer_of(study.arm(job.arm)) for job in jobs}
-    finished = current_records(study, read_records(directory), jobs)
+    finished = current_records(study, study_records(study, directory), jobs)
     report(f"{len(jobs)} jobs, {len(finished)} of them finished before")
     failures: list[str] = []
     with worker_pool(workers) as pool:

@@ -145,9 +145,7 @@ _ROWS = (
         budgets=(0.5, 1.0),
         worlds=(100, 8),
         metric="test_loss",
-        claims=tuple(
-            Claim(arm="grown", against=against, direction="lower") for against in ("restart", "continued")
-        ),
+        claims=tuple(Claim(arm="grown", against=against, direction="lower") for against in ("restart", "continued")),
         min_worlds=8,
     ),
     Study(
