@@ -27,6 +27,7 @@ _HOME = {
     "record": "esper.nissa.recorder",
     "load_data": "esper.tolaria.data",
     "Task": "esper.tolaria.tasks",
+    "Family": "esper.tolaria.families",
     "Engine": "esper.tolaria.engine",
     "EngineConfig": "esper.tolaria.engine_config",
     "GrownHost": "esper.tolaria.best_host",
@@ -67,6 +68,7 @@ if TYPE_CHECKING:
     from esper.tolaria.data import load_data as load_data
     from esper.tolaria.engine import Engine as Engine
     from esper.tolaria.engine_config import EngineConfig as EngineConfig
+    from esper.tolaria.families import Family as Family
     from esper.tolaria.tasks import Task as Task
 
 

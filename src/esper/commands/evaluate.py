@@ -29,10 +29,11 @@ from esper.simic.evaluation.comparison import Played, best_schedule_on, from_sta
 from esper.simic.evaluation.no_growth_baseline import BASELINES
 from esper.simic.evaluation.sim_oracle import FollowPlans
 from esper.simic.evaluation.sim_oracle import best_schedule as best_plan
+from esper.simic.family_backend import FamilyBackend, FamilyTasks
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, built, load_config
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
-from esper.tolaria.tasks import get_task
+from esper.tolaria.tasks import Task, get_task
 
 BEST_SCHEDULE, FROM_START, WIDER, DEEPER = "best-schedule", "from-start", "wider", "deeper"
 STATIC = {
@@ -54,6 +55,9 @@ class Arena:
         if config.simulated:
             horizon = config.sim.horizon if config.epochs is None else config.epochs
             self.backend = Simulator(msgspec.structs.replace(config.sim, horizon=horizon), [0], config.rules)
+        elif (family := config.family()) is not None:
+            tasks = FamilyTasks(family, data_root)
+            self.backend = FamilyBackend(tasks, rules=config.rules, config=config.engine, baselines=baselines)
         else:
             task = get_task(config.task)
             task = task if config.epochs is None else dataclasses.replace(task, epochs=config.epochs)
@@ -80,7 +84,7 @@ class Arena:
         """Check all names before the first is played, which may take an hour."""
         for i, name in enumerate(names):
             if name in STATIC:
-                if i == 0 or not isinstance(self.backend, HostBackend):
+                if i == 0 or isinstance(self.backend, Simulator):
                     raise ConfigError(
                         f"{name!r} is a static host sized like what the first controller grew: put a controller before "
                         "it, and do not use --sim"
@@ -104,19 +108,28 @@ class Arena:
 
     def play_static(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         """Play a static host of the size or structure that the first controller grew."""
-        assert isinstance(self.backend, HostBackend)
+        assert isinstance(self.backend, (HostBackend, FamilyBackend))
         grown, reward, label = before[0], self.config.reward, STATIC[name]
         if name == FROM_START:
             return from_start(self.backend, grown, reward, label)
-        size = round(float(grown.params.mean()))
-        task = self.backend.task
-        other = task.widened(size) if name == WIDER else task.deepened(size)
-        return static(self.backend, other, worlds, reward, label)
+        enlarge = Task.widened if name == WIDER else Task.deepened
+        if isinstance(self.backend, HostBackend):
+            other = enlarge(self.backend.task, round(float(grown.params.mean())))
+            return static(self.backend, other, worlds, reward, label)
+        sizes = dict(zip(grown.worlds, grown.params, strict=True))
+        hosts = [self.backend.host(world) for world in worlds]  # each world has its own host and size
+        return Played.gather(
+            label,
+            [
+                static(host, enlarge(host.task, round(sizes[world])), [world], reward, label)
+                for host, world in zip(hosts, worlds, strict=True)
+            ],
+        )
 
     def best_schedule(self) -> tuple[Controller, str]:
         """Return the best fixed schedule, searched in training worlds, and its description."""
         config = self.config
-        if isinstance(self.backend, HostBackend):
+        if isinstance(self.backend, (HostBackend, FamilyBackend)):
             return best_schedule_on(self.backend, range(SEARCH_WORLDS), config.reward)
         assert isinstance(self.backend, Simulator)
         plan, _ = best_plan(self.backend.config, range(64), config.rules, config.reward, beam=48)

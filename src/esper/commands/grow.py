@@ -61,9 +61,10 @@ from esper.tolaria.checkpoint import Saved
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.families import world_task
 from esper.tolaria.host_network import score
 from esper.tolaria.reproducibility import changes
-from esper.tolaria.tasks import Task, get_task
+from esper.tolaria.tasks import Task
 
 RESULT_NOTES = """\
 gain: points of test accuracy above the host without growth
@@ -118,7 +119,7 @@ def _grow(
     settings: Settings, options: GrowOptions, path: Path | None, saved: Saved | None, lock: Lock | None = None
 ) -> None:
     torch.set_num_threads(settings.threads)
-    console, task = Console(), get_task(settings.task)
+    console, task = Console(), world_task(settings.task, settings.seed)
     controller = make_controller(settings.controller_path or settings.controller)
     task = dataclasses.replace(task, epochs=settings.epochs or task.epochs, lr_schedule=settings.lr_schedule)  # type: ignore[arg-type]
     rules = Rules(birth=settings.birth)  # type: ignore[arg-type]

@@ -182,7 +182,7 @@ def lead(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
                 env_names=tuple(f"env {e}" for e in range(config.envs)), slots=env.backend.slots, steps=env.horizon,
-                rounds=config.rounds, host_params=env.backend.context.host_params, threads=config.threads,
+                rounds=config.rounds, host_params=int(env.backend.host_params.mean()), threads=config.threads,
                 telemetry=config.telemetry,
             )
         )  # fmt: skip

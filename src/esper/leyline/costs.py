@@ -45,7 +45,7 @@ def seed_macs(table: SlotTable, slot_macs: Ints) -> Ints:
     return np.asarray(price * has_say)
 
 
-def network_params(table: SlotTable, host_params: int) -> Ints:
+def network_params(table: SlotTable, host_params: int | Ints) -> Ints:
     """Return the parameters [E] of the host and of its BLENDING, HOLDING and FOSSILIZED seeds: those of an export."""
     return np.asarray(host_params + (table.params * _HAS_SAY[table.stage]).sum(axis=1))
 

@@ -5,6 +5,7 @@ Legend: E environments, S slots, B blueprints, W epochs of history. NaN (or −1
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
@@ -106,6 +107,29 @@ class SlotTable:
         else:
             arrays["takes"][:] = takes
         return cls(**arrays)
+
+    @classmethod
+    def joined(cls, tables: Sequence[SlotTable], slots: int) -> SlotTable:
+        """Return a copy of the environments of several tables as one table of `slots` slots.
+
+        Slots that a table does not have are disabled. A slot takes the blueprints that it takes in every table that
+        has it.
+        """
+        blueprints = max(table.takes.shape[1] for table in tables)
+        joined = cls.empty(sum(table.num_envs for table in tables), slots, takes=np.ones((slots, blueprints), bool))
+        first = 0
+        for table in tables:
+            envs, some = slice(first, first + table.num_envs), slice(table.num_slots)
+            for f in fields(cls):
+                mine, theirs, axes = getattr(joined, f.name), getattr(table, f.name), f.metadata["axes"]
+                if axes == "ES":
+                    mine[envs, some] = theirs
+                elif axes != "SB":
+                    mine[envs] = theirs
+            joined.enabled[envs, table.num_slots :] = False
+            joined.takes[some, : table.takes.shape[1]] &= table.takes
+            first = envs.stop
+        return joined
 
     @property
     def num_envs(self) -> int:

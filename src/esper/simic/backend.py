@@ -11,6 +11,7 @@ Legend: E environments, S slots, B blueprints.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from math import log
 from pathlib import Path
 from typing import Protocol
@@ -33,12 +34,20 @@ from esper.tolaria.host_costs import blueprint_costs, host_macs_and_order
 from esper.tolaria.tasks import Task
 
 
+@dataclass(frozen=True, slots=True)
+class Part:
+    """Environments of a backend that share one host structure: what observations and rewards are computed from."""
+
+    table: SlotTable
+    context: ObsContext
+    baseline_quality: Floats  # [E] of each world's no-growth baseline
+
+
 class Backend(Protocol):
     """Interface of a backend: E environments that are stepped together."""
 
     table: SlotTable
     rules: Rules
-    context: ObsContext
     slots: tuple[str, ...]
     worlds: list[int]
     data_hash: str
@@ -47,6 +56,21 @@ class Backend(Protocol):
     """Worth measured in the last step, one per environment; empty if nothing was measured."""
     on_pause: Callable[[], None]
     """Called at points where long computations can be interrupted. It may raise."""
+
+    @property
+    def horizon(self) -> int:
+        """Steps of the longest episode."""
+        ...
+
+    @property
+    def parts(self) -> list[Part]:
+        """The environments in order, grouped by host structure."""
+        ...
+
+    @property
+    def host_params(self) -> Ints:
+        """[E] parameters of each host without seeds."""
+        ...
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -83,7 +107,8 @@ class Backend(Protocol):
 class HostBackend:
     """Backend of real hosts of one task.
 
-    No-growth baselines are trained once per world and cached in the directory `baselines`.
+    No-growth baselines are trained once per world and cached in the directory `baselines`. Before the first `reset`
+    there is one environment, of `world`.
     """
 
     def __init__(
@@ -95,6 +120,7 @@ class HostBackend:
         data: Dataset | None = None,
         baselines: Path | None = None,
         phases: PhaseTimers | None = None,
+        world: int = 0,
     ) -> None:
         self.task, self.rules, self.config = task, rules or Rules(), config or EngineConfig()
         self.data = data or task.load_data()
@@ -104,7 +130,7 @@ class HostBackend:
         self.baselines.on_progress = lambda *_: self.on_pause()
         self.slots, self.data_hash = task.slots, self.data.sha256
         self._helper = CounterfactualHelper()
-        self.reset([0])
+        self.reset([world])
         self.context = context_of(self.engine.networks[0].body, task.epochs, self.rules.thresholds, self.data.classes)
 
     def reset(self, worlds: Sequence[int]) -> None:
@@ -123,6 +149,21 @@ class HostBackend:
         with self.phases("worth"):
             self.worth = self._helper.process_batch(self.engine)
         return outcome
+
+    @property
+    def horizon(self) -> int:
+        """Steps of an episode."""
+        return self.context.horizon
+
+    @property
+    def parts(self) -> list[Part]:
+        """All environments: they share one host structure."""
+        return [Part(self.table, self.context, self.baseline_quality)]
+
+    @property
+    def host_params(self) -> Ints:
+        """[E] parameters of each host without seeds."""
+        return np.full(len(self.worlds), self.context.host_params)
 
     @property
     def alarms(self) -> list[Alarm]:
@@ -145,6 +186,10 @@ class HostBackend:
                 self._curves = self.baselines.curves(self.worlds)
         now = self._curves[np.arange(len(step)), np.clip(step, 1, self._curves.shape[1]) - 1]
         return np.where(step > 0, now, np.nan)
+
+    def store_baselines_in(self, directory: Path) -> None:
+        """Cache no-growth baselines in this directory."""
+        self.baselines.store_in(directory)
 
     def baseline_curves(self) -> dict[int, list[float]]:
         """Return the no-growth baselines computed so far, by world."""

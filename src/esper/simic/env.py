@@ -9,8 +9,10 @@ its own consequences. `GrowthVectorEnv` implements Gymnasium's vector interface;
 `GrowthEnv` is a single environment with `action_masks()` as required by sb3-contrib's MaskablePPO. A backend serves
 one environment object at a time.
 
-Every episode ends at the horizon, for all environments at once. The horizon is a true end: `terminated` is set, never
-`truncated`. The step after it resets all environments and ignores its actions.
+Every episode ends at its horizon, which is a true end: `terminated` is set, never `truncated`. In a task family the
+episodes of different worlds may have different lengths: an environment that has ended keeps its last observation, with
+`terminated` set and reward 0, until all have ended. The step after that resets all environments and ignores its
+actions.
 
 A seed selects worlds: environment e of `reset(seed=s)` uses world s + e, as `GrowthEnv.reset(seed=s + e)` does, and
 the round counter restarts at 0. Without a seed, each round uses the worlds given to the constructor.
@@ -33,11 +35,18 @@ from esper.leyline.actions import NUM_HEADS, Head
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
-from esper.simic.backend import Backend
+from esper.simic.backend import Backend, Part
 from esper.simic.rewards import Frame, RewardConfig, reward, utility
-from esper.tamiyo.policy.action_masks import CANONICAL, DEFAULT_FIXED, MaskLayout, compute_batch_masks
+from esper.tamiyo.policy.action_masks import (
+    CANONICAL,
+    DEFAULT_FIXED,
+    MaskLayout,
+    compute_batch_masks,
+    padded_legal,
+    padded_masks,
+)
 from esper.tamiyo.policy.feature_table import num_features
-from esper.tamiyo.policy.features import batch_obs_to_features
+from esper.tamiyo.policy.features import batch_obs_to_features, padded_features
 
 Worlds = Callable[[int], Sequence[int]]
 """Function from a round's number to the worlds of its environments."""
@@ -86,8 +95,8 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
 
     @property
     def horizon(self) -> int:
-        """Steps per episode."""
-        return self.backend.context.horizon
+        """Steps of the longest episode."""
+        return self.backend.horizon
 
     def reset(
         self, *, seed: int | Sequence[int | None] | None = None, options: dict[str, Any] | None = None
@@ -101,7 +110,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         self.round = self.round + 1 if seed is None else 0
         self.backend.reset(self._worlds_of(seed, dict(options or {})))
         self.outcome, self.over = Outcome(np.ones(self.num_envs, dtype=bool), []), False
-        self._frame = self._framed()
+        self._frames = self._framed()
         return self._observe(), self._info()
 
     def _worlds_of(self, seed: int | Sequence[int | None] | None, options: dict[str, Any]) -> list[int]:
@@ -132,37 +141,52 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         if (rows != given).any():
             raise ConfigError(f"actions must be finite integers, got {given[rows != given][0]}")
         self.outcome = self.backend.step(rows)
-        before, self._frame = self._frame, self._framed()
-        rewards = reward(before, self._frame, self.config)
-        ended = self._frame.ended
+        before, self._frames = self._frames, self._framed()
+        was_over = np.concatenate([frame.ended for frame in before])
+        paid = [reward(*pair, self.config) for pair in zip(before, self._frames, strict=True)]
+        rewards = np.where(was_over, 0.0, np.concatenate(paid))
+        ended = np.concatenate([frame.ended for frame in self._frames])
         self.over = bool(ended.all())
         return self._observe(), rewards.astype(np.float32), ended, never, self._info()
 
     @property
-    def frame(self) -> Frame:
-        """Current state of every environment, as the reward reads it."""
-        return self._frame
+    def frames(self) -> list[Frame]:
+        """Current state of every environment, as the reward reads it, one frame per part of the backend."""
+        return self._frames
+
+    @property
+    def ended(self) -> Bools:
+        """[E] whether the episode of each environment has ended."""
+        return np.concatenate([frame.ended for frame in self._frames])
 
     @property
     def utility(self) -> Floats:
         """[E] current utility of every environment."""
-        return utility(self._frame, self.config)
+        return np.concatenate([utility(frame, self.config) for frame in self._frames])
 
     @property
     def masks(self) -> Bools:
         """[E, M] packed masks of the actions that are allowed now."""
         return self._masks
 
-    def _framed(self) -> Frame:
-        return Frame.of(self.backend.table, self.backend.context, self.backend.baseline_quality)
+    def _framed(self) -> list[Frame]:
+        return [Frame.of(part.table, part.context, part.baseline_quality) for part in self.backend.parts]
 
     def _observe(self) -> Floats:
         """Return the observations, and update `legal` and `masks`."""
-        table = self.backend.table
         with self.phases("features"):
-            self.legal = legal(table, self.backend.rules)
-            self._masks = compute_batch_masks(table, self.legal, fixed=self.fixed)
-            return batch_obs_to_features(table, self.backend.context, legal=self.legal)
+            rows = [self._observe_part(part) for part in self.backend.parts]
+            self.legal, self._masks, obs = (np.concatenate(columns) for columns in zip(*rows, strict=True))
+            return obs
+
+    def _observe_part(self, part: Part) -> tuple[Bools, Bools, Floats]:
+        """Return legal operations, masks and observations of a part, padded to the largest number of slots."""
+        table, slots = part.table, self.layout.slots
+        may = legal(table, self.backend.rules)
+        masks = compute_batch_masks(table, may, fixed=self.fixed)
+        own = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
+        obs = batch_obs_to_features(table, part.context, legal=may)
+        return padded_legal(may, slots), padded_masks(masks, own, slots), padded_features(obs, slots)
 
     def _info(self) -> dict[str, Any]:
         """Return one row per environment and key.

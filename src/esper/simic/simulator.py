@@ -32,6 +32,7 @@ from esper.leyline.rng import bell, random_bits
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import NUM_STAGES, SeedStage
 from esper.simic.attribution import Worth
+from esper.simic.backend import Part
 from esper.simic.simulated_worlds import (
     CLASSES,
     GATED_HARM,
@@ -91,6 +92,21 @@ class Simulator:
         takes[:, [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS]] = True
         self.table = SlotTable.empty(len(worlds), config.slots, takes=takes)
         self.reset(worlds)
+
+    @property
+    def horizon(self) -> int:
+        """Steps of an episode."""
+        return self.config.horizon
+
+    @property
+    def parts(self) -> list[Part]:
+        """All environments: they share one host structure."""
+        return [Part(self.table, self.context, self.baseline_quality)]
+
+    @property
+    def host_params(self) -> Ints:
+        """[E] parameters of each host without seeds."""
+        return np.full(self.table.num_envs, self.shape.host_params)
 
     def baseline_curves(self) -> dict[int, list[float]]:
         """Return an empty dict: no-growth baselines are formulas and need no cache."""

@@ -17,15 +17,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import msgspec
-import numpy as np
-import torch
 
 from esper.kasmina.blueprints import blueprint, registered
 from esper.kasmina.blueprints.sequences import transformer_block
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Operator
 from esper.leyline.costs import live_costs, network_params
-from esper.leyline.errors import ConfigError
 from esper.leyline.rng import derive_seed
 from esper.simic.backend import context_of
 from esper.simic.evaluation.comparison import structure_of
@@ -222,10 +219,7 @@ def few_samples(data: Dataset, count: int, world: int) -> Dataset:
     """Return the data with `count` random training samples, different ones in each world; 0 keeps all."""
     if not count:
         return data
-    if count > len(data.train):
-        raise ConfigError(f"{data.name!r} has {len(data.train)} training samples, fewer than samples={count}")
-    drawn = np.random.default_rng(derive_seed(world, "few_samples")).permutation(len(data.train))[:count]
-    return replace(data, train=Split(*data.train.take(torch.from_numpy(drawn))))
+    return data.few(count, derive_seed(world, "few_samples"))
 
 
 def full_training_macs(task: Task) -> int:

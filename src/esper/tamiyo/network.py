@@ -8,7 +8,8 @@
                                                      └─► others    given the op and the slot
 
 All slots share the same weights: a policy trained with 3 slots works with 25, and permuting slots permutes their
-scores. The options are fixed by leyline's tables; the network does not choose user-defined blueprints.
+scores. Slots that are not enabled, such as those that pad a smaller host, do not enter the pooled encoding. The options
+are fixed by leyline's tables; the network does not choose user-defined blueprints.
 
 Legend: E environments, N sequences, C steps of a chunk, S slots, D width of encodings, H hidden, W widest head.
 """
@@ -28,10 +29,11 @@ from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, Head, Op
 from esper.leyline.errors import ConfigError
 from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, padded, slot_given_op
 from esper.tamiyo.policy.distribution import entropy, likeliest, log_distribution, pick
-from esper.tamiyo.policy.feature_table import BASE, PER_SLOT
+from esper.tamiyo.policy.feature_table import BASE, PER_SLOT, SLOT_COLUMN
 
 MOST_WIDTH = 8192
 """Maximum width of a policy's layers. At this width one layer takes half a gigabyte; more is likely a typing error."""
+_ENABLED = SLOT_COLUMN["enabled"]
 _GIVEN_SLOT = slice(Head.BLUEPRINT, Head.OP)
 _SIZES = tuple(len(HEAD_OPTIONS[h] or ()) for h in list(Head)[_GIVEN_SLOT])
 
@@ -126,8 +128,10 @@ class TamiyoNetwork(nn.Module):
     def _encode(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         """Return the encodings of the environment [*, D] and of every slot [*, S, D]."""
         base, slots = obs[..., :BASE], obs[..., BASE:].contiguous().unflatten(-1, (-1, PER_SLOT))
-        slots = self.slot_encoder(slots)
-        return self.base_encoder(torch.cat([base, slots.mean(-2), slots.amax(-2)], -1)), slots
+        is_real = slots[..., _ENABLED, None]  # [*, S, 1] 1 or 0; padded slots are not enabled
+        slots = self.slot_encoder(slots) * is_real  # encodings are ≥ 0, so 0 changes neither sum nor maximum
+        count = is_real.sum(-2).clamp(min=1.0)
+        return self.base_encoder(torch.cat([base, slots.sum(-2) / count, slots.amax(-2)], -1)), slots
 
     def _recur(self, encoding: Tensor, hidden: Tensor) -> Tensor:
         """Run one step of the core. Return the new state [N, H'], whose first H columns are the output."""

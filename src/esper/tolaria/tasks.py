@@ -78,6 +78,12 @@ class Task:
     """Training images are randomly shifted and mirrored if this is true."""
     shrink: int = 1
     """Images are reduced by averaging squares of this many pixels a side, ≥ 1."""
+    samples: int = 0
+    """Hosts are trained on this many samples of the training split, ≥ 0, drawn by `data_seed`; 0 uses all."""
+    label_noise: float = 0.0
+    """This share of the training samples, from 0 to 1, has random labels, drawn by `data_seed`."""
+    data_seed: int = 0
+    """Training samples and noisy labels are drawn with this random seed."""
     data: Dataset | None = field(default=None, compare=False, repr=False)
     """The data of a task that does not load any by name."""
 
@@ -96,6 +102,11 @@ class Task:
             raise ConfigError(f"task {self.name!r}: lr_schedule must be 'constant' or 'wsd', got {self.lr_schedule!r}")
         if not 0.0 <= self.decay_share <= 1.0:
             raise ConfigError(f"task {self.name!r}: decay_share must lie in [0, 1], got {self.decay_share}")
+        if self.samples < 0 or not 0.0 <= self.label_noise <= 1.0:
+            raise ConfigError(
+                f"task {self.name!r}: samples must be ≥ 0 and label_noise lie in [0, 1], got {self.samples} and "
+                f"{self.label_noise}"
+            )
         for name in TRAINING_FIELDS:
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"task {self.name!r}: {name} must be finite and ≥ 0, got {getattr(self, name)}")
@@ -144,6 +155,10 @@ class Task:
     def load_data(self, root: str | Path | None = None) -> Dataset:
         """Return the data with at most `val_size` validation samples; raise DataError if it does not fit the host."""
         data = self.data or load_data(self.dataset, root)
+        if self.samples:
+            data = data.few(self.samples, derive_seed(self.data_seed, "samples"))
+        if self.label_noise:
+            data = data.noisy(self.label_noise, derive_seed(self.data_seed, "labels"))
         if self.shrink > 1:
             data = data.shrunk(self.shrink)
         host = self._meta_host()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esper.kasmina.hosts.host import Host, image_needs
+from esper.kasmina.hosts.host import Host, image_needs, impaired_widths
 from esper.leyline.errors import ConfigError
 
 
@@ -16,13 +16,18 @@ class CNNHost(Host):
 
     Input: images `[B, in_channels, H, W]`; output: logits `[B, classes]`. Each pool halves H and W. The memory
     format follows that of the images and weights.
+
+    With `doublings`, only that many blocks double the channels; the later ones keep them. Block `impaired` lacks
+    something: its convolution sees single pixels ("kernel"), it has a quarter of its channels ("width"), or it passes
+    its input on ("missing").
     """
 
     data_kind = "image"
 
     def __init__(
-        self, *, in_channels: int, classes: int, base: int, blocks: int, pools: int | None = None, kernel: int = 3
-    ) -> None:
+        self, *, in_channels: int, classes: int, base: int, blocks: int, pools: int | None = None, kernel: int = 3,
+        doublings: int | None = None, impaired: int = 0, impairment: str = "none",
+    ) -> None:  # fmt: skip
         super().__init__()
         pools = blocks if pools is None else pools
         if min(in_channels, classes, base, blocks) < 1:
@@ -32,18 +37,19 @@ class CNNHost(Host):
             )
         if not 0 <= pools <= blocks:
             raise ConfigError(f"pools must lie between 0 and the number of blocks, {blocks}, got {pools}")
+        if doublings is not None and doublings < 0:
+            raise ConfigError(f"doublings must be ≥ 0, got {doublings}")
         if kernel < 1 or kernel % 2 == 0:
             raise ConfigError(f"kernel must be odd, so that padding keeps the size, got {kernel}")
 
         self.in_channels = in_channels
         self.classes = classes
-        widths = [in_channels, *(base * 2**i for i in range(blocks))]
+        most = blocks if doublings is None else doublings
+        full = [base * 2 ** min(i, most) for i in range(blocks)]
+        widths = [in_channels, *impaired_widths(in_channels, full, impaired, impairment)]
+        kernels = [1 if impairment == "kernel" and i == impaired else kernel for i in range(blocks)]
         self.blocks = nn.ModuleList(
-            nn.Sequential(
-                nn.Conv2d(widths[i], widths[i + 1], kernel, padding=kernel // 2, bias=False),
-                nn.BatchNorm2d(widths[i + 1]),
-                nn.ReLU(),
-            )
+            nn.Identity() if impairment == "missing" and i == impaired else _block(widths[i], widths[i + 1], kernels[i])
             for i in range(blocks)
         )
         self.pools = nn.ModuleList(nn.MaxPool2d(2) for _ in range(pools))
@@ -85,3 +91,8 @@ class CNNHost(Host):
         """Return the arguments with one more block; the number of pools does not change."""
         pools = kwargs.get("pools")
         return {**kwargs, "pools": kwargs["blocks"] if pools is None else pools, "blocks": kwargs["blocks"] + 1}
+
+
+def _block(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
+    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())

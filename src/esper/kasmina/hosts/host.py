@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal, get_args
 
 from torch import nn
+
+from esper.leyline.errors import ConfigError
+
+Impairment = Literal["none", "kernel", "width", "missing"]
+"""What one block of a host lacks: nothing, neighbouring pixels, three quarters of its width, or all of it."""
 
 
 class Host(nn.Module):
@@ -44,6 +49,25 @@ class Host(nn.Module):
     def deeper(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
         """Return the arguments of the next deeper host."""
         raise NotImplementedError
+
+
+def impaired_widths(inputs: int, widths: list[int], impaired: int, impairment: str) -> list[int]:
+    """Return the output width of every block of a host, of which block `impaired` has an impairment.
+
+    A block of cut width has a quarter of its units, at least 1. A missing block passes its input on.
+    """
+    if impairment not in get_args(Impairment):
+        raise ConfigError(f"impairment must be one of {', '.join(get_args(Impairment))}, got {impairment!r}")
+    if impairment == "none":
+        return list(widths)
+    if not 0 <= impaired < len(widths):
+        raise ConfigError(f"impaired must be the number of a block, 0 to {len(widths) - 1}, got {impaired}")
+    out = list(widths)
+    if impairment == "width":
+        out[impaired] = max(1, widths[impaired] // 4)
+    elif impairment == "missing":
+        out[impaired] = inputs if impaired == 0 else widths[impaired - 1]
+    return out
 
 
 def image_needs(channels: int, pixels: int, kind: str, shape: tuple[int, ...]) -> str | None:

@@ -8,16 +8,21 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from esper.kasmina.hosts.host import Host
+from esper.kasmina.hosts.host import Host, impaired_widths
 from esper.leyline.errors import ConfigError
 
 
 class MLPHost(Host):
-    """`layers` × (linear, ReLU) of one width, then a linear head: `[B, …]` to logits `[B, classes]`."""
+    """`layers` × (linear, ReLU) of one width, then a linear head: `[B, …]` to logits `[B, classes]`.
+
+    Layer `impaired` has a quarter of the width ("width") or passes its input on ("missing").
+    """
 
     data_kind = "vector"
 
-    def __init__(self, *, inputs: int, classes: int, width: int, layers: int) -> None:
+    def __init__(
+        self, *, inputs: int, classes: int, width: int, layers: int, impaired: int = 0, impairment: str = "none"
+    ) -> None:
         super().__init__()
         if min(inputs, classes, width, layers) < 1:
             raise ConfigError(
@@ -26,10 +31,16 @@ class MLPHost(Host):
             )
         self.inputs = inputs
         self.classes = classes
+        if impairment == "kernel":
+            raise ConfigError("an MLP host has no kernels; its impairment is 'none', 'width' or 'missing'")
+        widths = [inputs, *impaired_widths(inputs, [width] * layers, impaired, impairment)]
         self.layers = nn.ModuleList(
-            nn.Sequential(nn.Linear(inputs if i == 0 else width, width), nn.ReLU()) for i in range(layers)
+            nn.Identity()
+            if impairment == "missing" and i == impaired
+            else nn.Sequential(nn.Linear(widths[i], widths[i + 1]), nn.ReLU())
+            for i in range(layers)
         )
-        self.head = nn.Linear(width, classes)
+        self.head = nn.Linear(widths[-1], classes)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return logits `[B, classes]`."""

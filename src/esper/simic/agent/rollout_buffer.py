@@ -129,6 +129,11 @@ class TamiyoRolloutBuffer:
         self.step_counts += living
         self.rows, self._has_advantages = t + 1, False
 
+    def close(self, step_counts: Tensor) -> None:
+        """Set the number of valid steps of every column [E], of which other ranks may have written some."""
+        self.step_counts.copy_(step_counts)
+        self.rows, self._has_advantages = self.steps, False
+
     @torch.no_grad()
     def finish(self, last_values: Row | None = None) -> TamiyoRolloutBuffer:
         """Close the round. `last_values [E]` are the values of the states after columns that stop without an end."""

@@ -23,6 +23,7 @@ from esper.leyline.costs import live_costs, network_params
 from esper.leyline.slot_table import Floats
 from esper.leyline.stages import SeedStage
 from esper.simic.backend import Backend, HostBackend
+from esper.simic.family_backend import FamilyBackend
 from esper.simic.rewards import Frame, RewardConfig, utility
 from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import Controller, Random, Schedule, Wait
@@ -71,21 +72,31 @@ def play(
 ) -> Played:
     """Run one episode per world under one controller and return the results."""
     parts = []
-    for some in chunks(worlds, AT_ONCE if isinstance(backend, HostBackend) else len(worlds)):
-        if isinstance(backend, Simulator):
-            backend = Simulator(backend.config, some, backend.rules)
-        backend.reset(some)
+    for some in episodes(backend, worlds):
         if isinstance(controller, Learned):
-            controller.bind(backend.context, some)
+            controller.bind(some.context, some.worlds)
         elif isinstance(controller, Random):
-            controller.bind(some)
-        for _ in rollout(backend, controller, backend.context.horizon):
+            controller.bind(some.worlds)
+        for _ in rollout(some, controller, some.horizon):
             on_step()
-        parts.append(judged(backend, reward, name))
+        parts.append(judged(some, reward, name))
     return Played.gather(name, parts)
 
 
-def judged(backend: Backend, reward: RewardConfig, name: str) -> Played:
+def episodes(backend: Backend, worlds: Sequence[int]) -> Iterator[HostBackend | Simulator]:
+    """Yield backends at the start of an episode in each of these worlds, several of them at once if hosts are equal."""
+    if isinstance(backend, Simulator):
+        yield Simulator(backend.config, worlds, backend.rules)
+    elif isinstance(backend, FamilyBackend):
+        yield from map(backend.host, worlds)
+    else:
+        assert isinstance(backend, HostBackend)
+        for some in chunks(worlds, AT_ONCE):
+            backend.reset(some)
+            yield backend
+
+
+def judged(backend: HostBackend | Simulator, reward: RewardConfig, name: str) -> Played:
     """Return the current results of a backend's environments."""
     frame = Frame.of(backend.table, backend.context, backend.baseline_quality)
     params, macs = (
@@ -110,16 +121,17 @@ def structure_of(engine: Engine, env: int) -> Structure:
     }
 
 
-def from_start(backend: HostBackend, grown: Played, reward: RewardConfig, name: str) -> Played:
+def from_start(backend: HostBackend | FamilyBackend, grown: Played, reward: RewardConfig, name: str) -> Played:
     """Train the grown structures as parts of the host from the first step, and return the results."""
     parts = []
-    for i in range(0, len(grown.worlds), AT_ONCE):
-        backend.reset(grown.worlds[i : i + AT_ONCE])
-        for env, structure in enumerate(grown.structures[i : i + AT_ONCE]):
-            backend.engine.plant_fossils(env, structure)
-        for _ in rollout(backend, Wait(), backend.context.horizon):
+    structures = dict(zip(grown.worlds, grown.structures, strict=True))
+    for some in episodes(backend, grown.worlds):
+        assert isinstance(some, HostBackend)
+        for env, world in enumerate(some.worlds):
+            some.engine.plant_fossils(env, structures[world])
+        for _ in rollout(some, Wait(), some.horizon):
             pass
-        parts.append(judged(backend, reward, name))
+        parts.append(judged(some, reward, name))
     return Played.gather(name, parts)
 
 
@@ -145,7 +157,10 @@ def static(backend: HostBackend, task: Task, worlds: Sequence[int], reward: Rewa
 
 
 def best_schedule_on(
-    backend: HostBackend, worlds: Sequence[int], reward: RewardConfig, on_try: Callable[[str], None] = lambda _: None
+    backend: HostBackend | FamilyBackend,
+    worlds: Sequence[int],
+    reward: RewardConfig,
+    on_try: Callable[[str], None] = lambda _: None,
 ) -> tuple[Schedule, str]:
     """Return the fixed schedule with the highest mean utility in these worlds, and its description.
 

@@ -101,11 +101,12 @@ class StepStats:
 
 
 class TelemetryEmitter:
-    """Emits the events of E environments that share a task.
+    """Emits the events of E environments.
 
     envs         numbers of these environments in the run; default 0 … E−1
     worlds       world of each environment
-    host_params  parameters of a host without seeds
+    slots        names of the slots; an environment with fewer slots has the first ones
+    host_params  parameters of each host without seeds [E], or of all hosts
     leads        whether to emit events of the run as a whole too
     """
 
@@ -115,18 +116,20 @@ class TelemetryEmitter:
         *,
         slots: Sequence[str],
         worlds: Sequence[int],
-        host_params: int,
+        host_params: int | Ints,
         envs: Sequence[int] | None = None,
         level: Level = Level.NORMAL,
         leads: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.hub, self.slots, self.worlds, self.host_params = hub, tuple(slots), list(worlds), host_params
+        self.hub, self.slots, self.worlds = hub, tuple(slots), list(worlds)
         self.envs = list(range(len(self.worlds))) if envs is None else list(envs)
+        self.host_params = np.broadcast_to(host_params, len(self.envs))  # [E]
         self.level, self.leads, self._clock, self._profiled = level, leads, clock, -math.inf
         self._episode = [1] * len(self.envs)
         self._before: SlotTable | None = None
         self._counts = np.zeros((len(self.envs), 3), dtype=np.int64)  # germinated, fossilised, pruned
+        self._alive = np.ones(len(self.envs), dtype=bool)  # [E] which environments the last step stepped
 
     # -- each step
 
@@ -156,12 +159,15 @@ class TelemetryEmitter:
         stats: StepStats | None = None,
         *,
         unmeasured: Collection[str] = (),
+        alive: Bools | None = None,
     ) -> None:
         """Emit the decisions, lifecycle transitions and step results of all environments after a step.
 
         `unmeasured` names columns of the step event that are not measured: they are emitted as None instead of NaN.
+        `alive` [E] excludes environments that have not been stepped.
         """
         stats = stats or StepStats()
+        self._alive = np.ones(len(self.envs), dtype=bool) if alive is None else alive
         self.acted(table, actions, outcome, legal, stats)
         if self.hub.wants(events.Step):
             self._steps(table, stats, unmeasured)
@@ -191,7 +197,7 @@ class TelemetryEmitter:
         if not self.hub.wants(events.Decision):
             return
         ops = actions[:, Head.OP]
-        acting = np.arange(len(ops)) if self.level >= Level.DEBUG else np.nonzero(ops != Op.WAIT)[0]
+        acting = np.nonzero(self._alive & ((ops != Op.WAIT) | (self.level >= Level.DEBUG)))[0]
         for e in acting.tolist():
             op, row = int(ops[e]), actions[e].tolist()
             reads = RELEVANCE[op] if 0 <= op < NUM_OPS else RELEVANCE[Op.WAIT]
@@ -301,11 +307,12 @@ class TelemetryEmitter:
         columns |= {c: stats.column(c, table.num_envs) for c in ("reward", "utility", "value")}
         columns |= {c: [None] * table.num_envs for c in unmeasured}
         names = tuple(columns)
-        for row in zip(*columns.values(), strict=True):
-            self.hub.emit(events.Step(**dict(zip(names, row))))  # noqa: B905  (strict takes a tenth of the time)
+        for is_alive, row in zip(self._alive.tolist(), zip(*columns.values(), strict=True), strict=True):
+            if is_alive:
+                self.hub.emit(events.Step(**dict(zip(names, row))))  # noqa: B905  (strict takes a tenth of the time)
 
     def _gradients(self, table: SlotTable) -> None:
-        growing = (table.stage >= SeedStage.TRAINING) & (table.stage <= SeedStage.HOLDING)
+        growing = (table.stage >= SeedStage.TRAINING) & (table.stage <= SeedStage.HOLDING) & self._alive[:, None]
         for e, s in np.argwhere(growing & ~np.isnan(table.grad_norm)).tolist():
             self.hub.emit(
                 events.Gradient(
@@ -322,6 +329,8 @@ class TelemetryEmitter:
         if not self.hub.wants(events.Worth):
             return
         for e, worth in enumerate(worths):
+            if not self._alive[e]:
+                continue
             for i, name in enumerate(worth.slots):
                 s = self.slots.index(name)
                 others = np.delete(worth.interaction[i], i)
@@ -349,8 +358,14 @@ class TelemetryEmitter:
 
     # -- each episode
 
-    def begin(self, worlds: Sequence[int] | None = None, episode: int | None = None) -> None:
-        """Start new episodes in all environments, in these worlds. `episode` is their number; default: the next one."""
+    def begin(
+        self, worlds: Sequence[int] | None = None, episode: int | None = None, host_params: Ints | None = None
+    ) -> None:
+        """Start new episodes in all environments, in these worlds and with hosts of this size.
+
+        `episode` is their number; default: the next one.
+        """
+        self.host_params = self.host_params if host_params is None else host_params
         if episode is not None:
             self._episode = [episode] * len(self.envs)
         elif self._before is not None:
@@ -364,7 +379,7 @@ class TelemetryEmitter:
         if not self.hub.wants(events.Episode):
             return
         alive = (table.stage >= SeedStage.BLENDING) & (table.stage <= SeedStage.FOSSILIZED)
-        params = network_params(table, self.host_params).tolist()
+        params, host_params = network_params(table, self.host_params).tolist(), self.host_params.tolist()
         for e in range(len(self.envs)):
             germinated, fossilized, pruned = self._counts[e].tolist()
             structure = {self.slots[s]: blueprint_name(int(table.blueprint[e, s])) for s in np.nonzero(alive[e])[0]}
@@ -379,7 +394,7 @@ class TelemetryEmitter:
                     quality=float(table.quality[e]),
                     quality_best=number(table.quality_best_env[e]),
                     params=params[e],
-                    host_params=self.host_params,
+                    host_params=host_params[e],
                     germinated=germinated,
                     fossilized=fossilized,
                     pruned=pruned,

@@ -22,12 +22,15 @@ from esper.leyline.errors import CheckpointError
 from esper.leyline.events import Checkpoint, Emits, spelled, unspelled
 from esper.leyline.slot_table import Floats
 from esper.simic.backend import Backend, HostBackend
+from esper.simic.family_backend import FamilyBackend
+from esper.simic.simulator import Simulator
 from esper.simic.training.config import TrainConfig, as_tree
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.training_state import TrainingState
 from esper.tamiyo.policy_file import POLICY, save_policy
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
+from esper.tolaria.engine import Engine
 from esper.tolaria.packing import packed, unpacked
 from esper.tolaria.reproducibility import changes, fingerprint
 
@@ -150,7 +153,7 @@ class Checkpointer:
         The host's rank writes it. All ranks receive the outcome: `best_utility` is raised on all of them, and only if
         the host was written.
         """
-        if self.directory is None or not isinstance(backend, HostBackend):
+        if self.directory is None or isinstance(backend, Simulator):
             return
         scores = np.where(np.isfinite(utility), utility, -math.inf)
         mine = range(len(scores))[self.group.share(len(scores))]
@@ -160,13 +163,21 @@ class Checkpointer:
                 return
             outcome = NOT_MINE
             if env in mine:
-                host = GrownHost.of(backend.engine, mine.index(env), utility=best, round=number)
+                host = GrownHost.of(*engine_of(backend, mine.index(env)), utility=best, round=number)
                 outcome = _save_host(host, self.directory)
             outcome = max(self.group.gather_ints(outcome))
             if outcome == WRITTEN:
                 self.best_utility = best
             if outcome != NOT_FINITE:
                 return
+
+
+def engine_of(backend: Backend, env: int) -> tuple[Engine, int]:
+    """Return the engine that trains an environment, and the environment's number in it."""
+    if isinstance(backend, FamilyBackend):
+        return backend.hosts[env].engine, 0
+    assert isinstance(backend, HostBackend)
+    return backend.engine, env
 
 
 def _save_host(host: GrownHost, directory: Path) -> int:

@@ -26,11 +26,14 @@ from esper.simic.simulated_worlds import SimConfig
 from esper.tamiyo.network import NetworkConfig
 from esper.tamiyo.policy.action_masks import FIXED_OPTIONS
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.tasks import get_task
+from esper.tolaria.families import FAMILIES, Family, get_family
+from esper.tolaria.tasks import TASKS
 
 TRAIN_WORLDS = 64
+FAMILY_WORLDS = 256
 HELD_OUT_FROM = 10_000
-"""By default, training uses worlds 0 to 63. Worlds from 10,000 on are reserved for evaluation."""
+"""By default, training uses worlds 0 to 63, or 0 to 255 of a task family. Worlds from 10,000 on are reserved for
+evaluation."""
 MOST_THREADS = 1024
 MOST_ENVS = 1 << 16
 MOST_BYTES = 1 << 20
@@ -41,7 +44,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings of a training run."""
 
     task: str = "rescue"
-    """Name of the task that the hosts are trained on; `esper tasks` lists the valid names."""
+    """Name of the task or task family that the hosts are trained on, of which `esper tasks` lists the valid names, or
+    the path of a family file."""
     simulated: bool = False
     """Whether to train on simulated hosts (see `sim`), at thousands of steps per second, instead of real ones."""
     seed: int = 0
@@ -52,8 +56,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Number of environments that run in parallel, 1 to 65,536."""
     epochs: int | None = None
     """Steps per episode, ≥ 1, or None for the task's own number. A step trains the host for one epoch."""
-    worlds: int = TRAIN_WORLDS
-    """Number of worlds to train in, 1 to 10,000. Each has its own no-growth baseline."""
+    worlds: int | None = None
+    """Number of worlds to train in, 1 to 10,000. Each has its own no-growth baseline. None: 64, of a family 256."""
     start_from: str | None = None
     """Path of a run directory or policy file whose policy is trained further, or None for a new policy."""
     fixed: dict[str, str] = msgspec.field(
@@ -85,7 +89,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 
     def __post_init__(self) -> None:
         for name in ("rounds", "envs", "worlds", "threads", "keep"):
-            if getattr(self, name) < 1:
+            if getattr(self, name) is not None and getattr(self, name) < 1:
                 raise ConfigError(f"{name} must be ≥ 1, got {getattr(self, name)}")
         if not 0 < self.checkpoint_share <= 1:
             raise ConfigError(f"checkpoint_share must be above 0 and at most 1, got {self.checkpoint_share}")
@@ -93,7 +97,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"envs must be at most {MOST_ENVS}, got {self.envs}")
         if self.threads > MOST_THREADS:
             raise ConfigError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
-        if self.worlds > HELD_OUT_FROM:
+        if self.worlds is not None and self.worlds > HELD_OUT_FROM:
             raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:
             raise ConfigError(f"epochs must be ≥ 1, got {self.epochs}")
@@ -102,14 +106,35 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 f"reward.mode = {self.reward.mode} needs reward.gamma = ppo.gamma, or its potential pays for going in "
                 f"circles; got {self.reward.gamma} and {self.ppo.gamma}"
             )
-        get_task(self.task)
+        if self.family() is not None and self.engine.strategy != "loop" and not self.simulated:
+            raise ConfigError(
+                f"engine.strategy = {self.engine.strategy} trains equal hosts as one batch, and those of the family "
+                f"{self.task!r} differ. Use engine.strategy = loop"
+            )
         level(self.telemetry)
         self.fixed_heads()
 
     @property
     def task_label(self) -> str:
-        """Name of the task in files and tables: "sim" for simulated hosts."""
-        return "sim" if self.simulated else self.task
+        """Name of the task in files and tables: "sim" for simulated hosts, the family's name for a family file."""
+        family = self.family()
+        return "sim" if self.simulated else self.task if family is None else family.name
+
+    @property
+    def pool(self) -> int:
+        """Number of worlds to train in."""
+        if self.worlds is not None:
+            return self.worlds
+        return TRAIN_WORLDS if self.simulated or self.family() is None else FAMILY_WORLDS
+
+    def family(self) -> Family | None:
+        """Return the task family to train on, with episodes of `epochs` steps; None for a single task."""
+        if self.task in TASKS:
+            return None
+        family = get_family(self.task)
+        if family is None:
+            raise unknown_name("task", self.task, [*TASKS, *FAMILIES])
+        return family if self.epochs is None else family.lasting(self.epochs)
 
     def fixed_heads(self) -> dict[Head, int]:
         """Return `fixed` as head and option indices. Raise if a head or an option does not exist."""

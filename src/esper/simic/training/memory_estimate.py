@@ -17,8 +17,9 @@ from esper.kasmina.body import Body
 from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.errors import ConfigError
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.backend import HostBackend
+from esper.simic.backend import Backend, HostBackend
 from esper.simic.env import GrowthVectorEnv
+from esper.simic.family_backend import FamilyBackend
 from esper.simic.training.config import TrainConfig
 from esper.tamiyo.policy.feature_table import num_features
 
@@ -28,6 +29,8 @@ VALIDATED = 2048
 """Maximum number of samples that a validation pass processes at once."""
 LAYERS = 64
 """Activations and gradients of a minibatch in the policy, in multiples of its width, per slot."""
+FAMILY_SAMPLE = 8
+"""Number of worlds of a family whose largest host stands for all."""
 PASSES = 4
 """Multiples of a batch's activations: forward pass, backward pass, a seed's shadow pass, allocator overhead."""
 
@@ -43,13 +46,27 @@ def needed(config: TrainConfig, env: GrowthVectorEnv, hidden: int, ranks: int = 
     group = -(-config.envs // min(config.ppo.groups, config.envs))  # environments of one minibatch
     rows = env.horizon * group * (env.layout.slots + 2)  # rows
     need = {"the program": _now(), "rollouts": rollouts, "updates": LAYERS * 4 * rows * config.network.width}
-    if isinstance(env.backend, HostBackend):
-        backend, mine = env.backend, -(-config.envs // ranks)
-        params = backend.context.host_params + int(backend.context.slot_params.max(1).sum())
+    hosts = _sample_hosts(env.backend)
+    if hosts:
+        mine = -(-config.envs // ranks)
+        params = max(h.context.host_params + int(h.context.slot_params.max(1).sum()) for h in hosts)
         need["hosts"] = mine * COPIES * 4 * params
-        batch = max(backend.task.batch, min(VALIDATED, backend.task.val_size))
-        need["activations"] = PASSES * batch * _sample_bytes(backend.engine.networks[0].body)
+        need["activations"] = max(_activations(host) for host in hosts)
+    if isinstance(env.backend, FamilyBackend):
+        need["samples"] = mine * max(host.data.train.x.nbytes for host in hosts)
     return need
+
+
+def _sample_hosts(backend: Backend) -> list[HostBackend]:
+    """Return hosts whose sizes stand for all: the only one of a task, or those of some worlds of a family."""
+    if isinstance(backend, FamilyBackend):
+        return [backend.host(world) for world in range(FAMILY_SAMPLE)]
+    return [backend] if isinstance(backend, HostBackend) else []
+
+
+def _activations(host: HostBackend) -> int:
+    batch = max(host.task.batch, min(VALIDATED, host.task.val_size))
+    return PASSES * batch * _sample_bytes(host.engine.networks[0].body)
 
 
 def _sample_bytes(body: Body) -> int:

@@ -28,6 +28,7 @@ from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.backend import Backend, HostBackend
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.evaluation.no_growth_baseline import BASELINES
+from esper.simic.family_backend import FamilyBackend, FamilyTasks
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
 from esper.simic.training.checkpointer import Checkpointer
@@ -68,8 +69,8 @@ def train_ppo_vectorized(
     E, mine = config.envs, group.share(config.envs)
     env = make_env(config, data_root, group) if env is None else env
     phases = env.phases
-    if directory is not None and isinstance(env.backend, HostBackend):
-        env.backend.baselines.store_in(directory / BASELINES)
+    if directory is not None and isinstance(env.backend, (HostBackend, FamilyBackend)):
+        env.backend.store_baselines_in(directory / BASELINES)
     training = TrainingState.new(config, env.layout, resumed=resume is not None)
     network, result = training.network, training.result
     checkpointer = Checkpointer(config, directory, hub, group)
@@ -78,7 +79,7 @@ def train_ppo_vectorized(
         hidden=(network.hidden_size,),
     )  # fmt: skip
     emit = TelemetryEmitter(
-        hub, slots=env.backend.slots, worlds=env.backend.worlds, host_params=env.backend.context.host_params,
+        hub, slots=env.backend.slots, worlds=env.backend.worlds, host_params=env.backend.host_params,
         envs=range(E)[mine], level=level(config.telemetry), leads=group.leads,
     )  # fmt: skip
     if resume is None:
@@ -96,29 +97,35 @@ def train_ppo_vectorized(
     for number in range(training.done, config.rounds):
         with checkpointer.save_on_error(training, env.backend):
             obs, info = env.reset()
-            emit.begin(env.backend.worlds, episode=number + 1)
+            emit.begin(env.backend.worlds, number + 1, env.backend.host_params)
             buffer.reset()
             draws = choice_draws(config.seed, number, round_worlds(config, number), env.horizon)
             sampler = Sampler(network, env.layout, group, draws, obs, info["masks"])
             earned = np.zeros(env.num_envs)
             for step in rollout(env, sampler, env.horizon, before_step=look, phases=phases):
+                alive = env.backend.table.step == step.number + 1  # [R] others have ended before
                 obs, paid, ended, cut, info = step.result  # after apply, tick, training and validation
                 done, choice = group.pad_rows(ended, E, ended.all()), sampler.choice
                 buffer.add(
                     obs=sampler.obs, masks=sampler.masks, actions=choice.actions, log_probs=choice.log_probs,
                     values=choice.values, rewards=group.pad_rows(paid, E), done=done, truncated=group.pad_rows(cut, E),
                     starts=sampler.starts, hidden=sampler.hidden, forced=forced(sampler.masks, env.layout),
+                    alive=group.pad_rows(alive, E, True),
                 )  # fmt: skip
                 sampler.observe(obs, info["masks"])
                 earned = earned + paid
                 with phases("telemetry"):
                     stats = step_stats(choice, mine, paid, info["utility"])
-                    emit.step(env.backend.table, step.actions, env.outcome, step.allowed, stats)
+                    emit.step(env.backend.table, step.actions, env.outcome, step.allowed, stats, alive=alive)
                     emit.governed(env.backend.alarms)
                     emit.worth(env.backend.table, env.backend.worth)
                     emit.phases(phases)
+                if env.over:
+                    break
             with phases("gather"):
                 group.gather(buffer.fields(), poll=poll)
+                lengths = group.gather_rows(env.backend.table.step.astype(np.float64), E)
+                buffer.close(torch.from_numpy(lengths))
                 ends = {"returns": earned, "utility": info["utility"], "quality": info["quality"]}
                 ends = {name: group.gather_rows(rows, E) for name, rows in ends.items()}
         with phases("update"):
@@ -127,12 +134,12 @@ def train_ppo_vectorized(
             emit.say(update)
             emit.episode(
                 env.backend.table, [f"env {e}" for e in range(E)[mine]], episode_return=earned.tolist(),
-                utility=info["utility"].tolist(), twin_quality=env.frame.baseline_quality.tolist(),
-                multiply_adds=env.frame.macs.tolist(),
+                utility=info["utility"].tolist(), twin_quality=env.backend.baseline_quality.tolist(),
+                multiply_adds=np.concatenate([frame.macs for frame in env.frames]).tolist(),
             )  # fmt: skip
             emit.phases(phases, last=True)
         result.rounds.append(Round(number=number, update=update, **ends))
-        result.env_steps += E * env.horizon
+        result.env_steps += int(lengths.sum())
         with phases("checkpoint"):
             checkpointer.offer_hosts(env.backend, ends["utility"], number + 1)
             group.agree(training.digest, "the updated policies")
@@ -185,6 +192,9 @@ def make_env(config: TrainConfig, data_root: Path | None = None, group: ProcessG
     if config.simulated:
         sim = config.sim if config.epochs is None else msgspec.structs.replace(config.sim, horizon=config.epochs)
         backend = Simulator(sim, worlds(0), config.rules)
+    elif (family := config.family()) is not None:
+        tasks = FamilyTasks(family, data_root)
+        backend = FamilyBackend(tasks, rules=config.rules, config=config.engine, phases=phases)
     else:
         task = get_task(config.task)
         task = task if config.epochs is None else replace(task, epochs=config.epochs)
@@ -195,8 +205,8 @@ def make_env(config: TrainConfig, data_root: Path | None = None, group: ProcessG
 
 def pool_world(config: TrainConfig, number: int) -> int:
     """Return the world of the run's n-th episode. Every pass over the pool uses a new random permutation."""
-    turn, place = divmod(number, config.worlds)
-    return int(_order(config.seed, turn, config.worlds)[place])
+    turn, place = divmod(number, config.pool)
+    return int(_order(config.seed, turn, config.pool)[place])
 
 
 @lru_cache(maxsize=4)

@@ -150,6 +150,31 @@ def compute_batch_masks(table: SlotTable, legal: Bools, *, fixed: Mapping[Head, 
     return masks
 
 
+def padded_masks(masks: Bools, layout: MaskLayout, slots: int) -> Bools:
+    """Return packed masks [E, M] for `slots` slots, of which those beyond the layout's own are never allowed."""
+    wide = _layout(slots, layout.blueprints)
+    if wide == layout:
+        return masks
+    out = np.zeros((len(masks), wide.size), dtype=bool)
+    for part, axes in ((layout.slot_by_op, (NUM_OPS, -1)), (layout.blueprint_by_slot, (-1, layout.blueprints))):
+        target = wide.slot_by_op if part == layout.slot_by_op else wide.blueprint_by_slot
+        narrow = masks[:, part].reshape(len(masks), *axes)
+        room = out[:, target].reshape(len(masks), *axes)  # a view
+        room[:, : narrow.shape[1], : narrow.shape[2]] = narrow
+    out[:, wide.op] = masks[:, layout.op]
+    out[:, wide.blueprint_by_slot.stop :] = masks[:, layout.blueprint_by_slot.stop :]
+    return out
+
+
+def padded_legal(legal: Bools, slots: int) -> Bools:
+    """Return legal operations [E, O, S'] for `slots` slots [E, O, S]; only WAIT is legal on the added ones."""
+    envs, ops, own = legal.shape
+    out = np.zeros((envs, ops, slots), dtype=bool)
+    out[..., :own] = legal
+    out[:, Op.WAIT] = True
+    return out
+
+
 def forced(masks: Array, layout: MaskLayout) -> Array:
     """Return [*] whether only WAIT is legal, so that there is no choice to learn from."""
     return ~masks[..., layout.op][..., 1:].any(-1)  # type: ignore[return-value]  # numpy may return scalars

@@ -210,6 +210,15 @@ def batch_obs_to_features(
     return out
 
 
+def padded_features(obs: Float32, slots: int) -> Float32:
+    """Return observations [E, F] for `slots` slots. The columns of added slots are 0, so they are not enabled."""
+    if obs.shape[1] == num_features(slots):
+        return obs
+    out = np.zeros((len(obs), num_features(slots)), dtype=np.float32)
+    out[:, : obs.shape[1]] = obs
+    return out
+
+
 def _soft(x: Floats, scale: Floats | float) -> Floats:
     """Compute x / (|x| + scale) in place and return it."""
     np.clip(x, -HUGE, HUGE, out=x)

@@ -114,6 +114,23 @@ class Dataset:
         train, val, test = (Split(F.avg_pool2d(s.x, factor), s.y) for s in self.splits.values())
         return replace(self, train=train, val=val, test=test)
 
+    def few(self, count: int, rng_seed: int) -> Dataset:
+        """Return the data with `count` random training samples. Raise ConfigError if there are fewer."""
+        if count > len(self.train):
+            raise ConfigError(f"{self.name!r} has {len(self.train)} training samples, fewer than samples={count}")
+        drawn = torch.from_numpy(np.random.default_rng(rng_seed).permutation(len(self.train))[:count])
+        return replace(self, train=Split(*self.train.take(drawn.to(self.train.y.device))))
+
+    def noisy(self, share: float, rng_seed: int) -> Dataset:
+        """Return the data with random labels on `share` of the training samples. Other splits are unchanged."""
+        if self.train.y.dim() != 1:
+            raise DataError(f"{self.name!r} is text; label noise needs one class number per sample")
+        rng = np.random.default_rng(rng_seed)
+        changed = rng.permutation(len(self.train))[: round(share * len(self.train))]
+        y = self.train.y.clone()
+        y[torch.from_numpy(changed)] = torch.from_numpy(rng.integers(self.classes, size=len(changed)))
+        return replace(self, train=Split(self.train.x, y))
+
     def to(self, device: torch.device | str) -> Dataset:
         """Return the data on another device; raise ConfigError if the device cannot be used."""
         must_be_usable(device)

@@ -1,0 +1,267 @@
+"""Task families: a world draws its host and its data from a declared distribution. One table; a family is one row.
+
+    family = get_family("mend")
+    family.draw(7)               # what world 7 has: impairment, widths, samples, label noise, …
+    family.task(7)               # its task, as if it were a row of `TASKS`
+
+Every setting that varies is a tuple of options, of which each world draws one, uniformly and independently. An option
+listed twice is drawn twice as often. The draws are functions of the family's name, the world and the setting's name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import math
+import tomllib
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import msgspec
+import torch
+
+from esper.kasmina.hosts import HOSTS
+from esper.kasmina.hosts.host import Impairment
+from esper.leyline.atomic_io import read_regular
+from esper.leyline.errors import ConfigError, unknown_name
+from esper.leyline.rng import derive_seed
+from esper.tolaria.tasks import TASKS, Task
+
+SHAPES = {"digits": (1, 8, 8), "fashion": (1, 14, 14), "fashion-mnist": (1, 28, 28), "cifar10": (3, 32, 32)}
+"""Shapes of the images that families can draw; all have ten classes."""
+MOST_BYTES = 1 << 20
+"""Maximum size of a family file in bytes."""
+
+
+class Draw(msgspec.Struct, frozen=True, kw_only=True):
+    """What one world of a family has drawn."""
+
+    dataset: str
+    width: int
+    blocks: int
+    impairment: str
+    impaired: int
+    """Number of the impaired block, from 0; without an effect if `impairment` is "none"."""
+    slots: int
+    samples: int
+    label_noise: float
+    epochs: int
+    batch: int
+
+    @property
+    def kind(self) -> str:
+        """Return the kind of host that a user sees: number of blocks, width and impairment."""
+        return f"{self.blocks} blocks, width {self.width}, {self.impairment}"
+
+
+class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A distribution of tasks. Tuples hold the options of which each world draws one."""
+
+    name: str
+    """The name of the family, as used on the command line."""
+    question: str = "a family of your own"
+    """The question that a policy trained on this family answers."""
+    host: Literal["cnn", "mlp", "resnet"] = "cnn"
+    """The type of the hosts."""
+    datasets: tuple[str, ...] = ("fashion",)
+    """Names of image data sets: digits, fashion, fashion-mnist or cifar10."""
+    shrink: int = 1
+    """Images are reduced by averaging squares of this many pixels a side, ≥ 1."""
+    widths: tuple[int, ...] = (4,)
+    """Channels of the first block, or units of each layer, ≥ 1."""
+    blocks: tuple[int, ...] = (3,)
+    """Number of blocks, layers or residual stages, ≥ 1."""
+    impairments: tuple[Impairment, ...] = ("none",)
+    """What one block lacks: nothing ("none"), neighbouring pixels ("kernel"), three quarters of its width ("width") or
+    all of it ("missing"). Which block is drawn, too. An MLP has no "kernel", a residual network only "none"."""
+    slots: tuple[int, ...] = ()
+    """Number of slots, from the first site of the host, ≥ 1; a host with fewer sites uses all. Empty: all sites."""
+    samples: tuple[int, ...] = (0,)
+    """Number of training samples, ≥ 0, different ones in each world; 0 uses all."""
+    label_noise: tuple[float, ...] = (0.0,)
+    """Share of the training samples that have random labels, from 0 to 1."""
+    epochs: tuple[int, ...] = (40,)
+    """Length of an episode in epochs, ≥ 1."""
+    batch: tuple[int, ...] = (64,)
+    """Samples of a minibatch, ≥ 1."""
+    batches_per_epoch: int = 20
+    """Minibatches of an epoch, ≥ 1."""
+    val_size: int = 2_000
+    """Validation uses at most this many samples, ≥ 1."""
+    lr: float = 0.1
+    """Learning rate of the hosts, ≥ 0."""
+    seed_lr: float = 0.03
+    """Learning rate of the seeds, ≥ 0."""
+
+    def __post_init__(self) -> None:
+        for field in _DRAWN:
+            if not getattr(self, field):
+                raise ConfigError(f"family {self.name!r}: {field} needs at least one option")
+        for dataset in self.datasets:
+            if dataset not in SHAPES:
+                raise unknown_name(f"data set of family {self.name!r}", dataset, SHAPES)
+        for impairment in self.impairments:
+            if impairment not in get_args(Impairment):
+                raise unknown_name(f"impairment of family {self.name!r}", impairment, get_args(Impairment))
+        if not self.shrink >= 1 or min(self.blocks) < 1 or (self.slots and min(self.slots) < 1):
+            raise ConfigError(f"family {self.name!r}: shrink, blocks and slots must be ≥ 1")
+        self.longest()  # builds the largest host, and so checks the other settings
+
+    def draw(self, world: int) -> Draw:
+        """Return what this world has drawn."""
+
+        def one(setting: str, options: tuple[Any, ...]) -> Any:
+            return options[derive_seed(self.name, world, setting) % len(options)]
+
+        blocks = one("blocks", self.blocks)
+        return Draw(
+            dataset=one("datasets", self.datasets), width=one("widths", self.widths), blocks=blocks,
+            impairment=one("impairments", self.impairments), impaired=one("impaired", tuple(range(blocks))),
+            slots=one("slots", self.slots) if self.slots else 0, samples=one("samples", self.samples),
+            label_noise=one("label_noise", self.label_noise), epochs=one("epochs", self.epochs),
+            batch=one("batch", self.batch),
+        )  # fmt: skip
+
+    def task(self, world: int) -> Task:
+        """Return the task of this world."""
+        return self._task(self.draw(world), world)
+
+    def _task(self, draw: Draw, world: int) -> Task:
+        shape = SHAPES[draw.dataset]
+        shape = (shape[0], shape[1] // self.shrink, shape[2] // self.shrink)
+        kwargs = HOST_KWARGS[self.host](draw, shape)
+        with torch.device("meta"):  # allocates nothing
+            sites = tuple(HOSTS[self.host](**kwargs).sites())
+        return Task(
+            name=self.name, question=self.question, host=self.host, host_kwargs=kwargs, dataset=draw.dataset,
+            slots=sites[: draw.slots or len(sites)], batch=draw.batch, batches_per_epoch=self.batches_per_epoch,
+            epochs=draw.epochs, val_size=self.val_size, lr=self.lr, seed_lr=self.seed_lr, shrink=self.shrink,
+            samples=draw.samples, label_noise=draw.label_noise, data_seed=world,
+        )  # fmt: skip
+
+    def longest(self) -> tuple[str, ...]:
+        """Return the slots of the host with the most slots. Those of every other host are its first ones.
+
+        Raise ConfigError if some host has other slots at the same positions, which one policy could not tell apart.
+        """
+        draw = self.draw(0)
+        cases = itertools.product(self.datasets, self.blocks, self.impairments, self.slots or (0,))
+        lists = {
+            self._task(
+                msgspec.structs.replace(draw, dataset=d, blocks=b, impairment=i, impaired=0, slots=n), world=0
+            ).slots
+            for d, b, i, n in cases
+        }
+        most = max(lists, key=len)
+        for slots in lists:
+            if slots != most[: len(slots)]:
+                raise ConfigError(
+                    f"family {self.name!r} has hosts with the slots {', '.join(slots)} and {', '.join(most)}: the "
+                    "shorter list must begin the longer one. Use images of one size, or fewer slots"
+                )
+        return most
+
+    def lasting(self, epochs: int) -> Family:
+        """Return the family with episodes of this many epochs."""
+        return msgspec.structs.replace(self, epochs=(epochs,))
+
+    def fingerprint(self) -> str:
+        """Return a hash of the definition."""
+        return hashlib.sha256(msgspec.json.encode(self)).hexdigest()
+
+
+_DRAWN = ("datasets", "widths", "blocks", "impairments", "samples", "label_noise", "epochs", "batch")
+
+
+def _cnn_kwargs(draw: Draw, shape: tuple[int, int, int]) -> dict[str, Any]:
+    """Return a CNN that pools while there are pixels left, and doubles its channels twice."""
+    pools = min(draw.blocks, int(math.log2(min(shape[1:]))))
+    sizes = {"in_channels": shape[0], "classes": 10, "base": draw.width, "blocks": draw.blocks, "pools": pools}
+    return sizes | {"doublings": 2, "impaired": draw.impaired, "impairment": draw.impairment}
+
+
+def _mlp_kwargs(draw: Draw, shape: tuple[int, int, int]) -> dict[str, Any]:
+    sizes = {"inputs": math.prod(shape), "classes": 10, "width": draw.width, "layers": draw.blocks}
+    return sizes | {"impaired": draw.impaired, "impairment": draw.impairment}
+
+
+def _resnet_kwargs(draw: Draw, shape: tuple[int, int, int]) -> dict[str, Any]:
+    if draw.impairment != "none":
+        raise ConfigError(f"a residual network has no impairment {draw.impairment!r}; use a family of another host")
+    return {"in_channels": shape[0], "classes": 10, "base": draw.width, "stages": draw.blocks, "blocks": 1}
+
+
+HOST_KWARGS: Mapping[str, Callable[[Draw, tuple[int, int, int]], dict[str, Any]]] = {
+    "cnn": _cnn_kwargs,
+    "mlp": _mlp_kwargs,
+    "resnet": _resnet_kwargs,
+}
+"""Arguments of a host's constructor, by type of host."""
+
+_MEND = Family(
+    name="mend",
+    question="what does this host lack, and where? clothes at 14×14, one impaired block or none",
+    widths=(3, 4, 6, 8),
+    blocks=(2, 3, 4, 5, 7),
+    impairments=("none", "kernel", "kernel", "width", "missing"),
+    slots=(3, 4, 6, 10),
+    samples=(1_000, 3_000, 8_000),
+    label_noise=(0.0, 0.0, 0.1, 0.3),
+    epochs=(12, 16, 24),
+    batch=(32, 64),
+    batches_per_epoch=16,
+    val_size=1_000,
+)
+
+_ROWS = (
+    _MEND,
+    # Families that a policy of `mend` has not seen: another data set, other hosts.
+    msgspec.structs.replace(
+        _MEND, name="mend_digits", question="as mend, on another data set: digits at 8×8", datasets=("digits",),
+        samples=(300, 600, 1_197), val_size=300,
+    ),
+    msgspec.structs.replace(
+        _MEND, name="mend_cifar", question="as mend, on another data set: natural images at 16×16",
+        datasets=("cifar10",), shrink=2,
+    ),
+    msgspec.structs.replace(
+        _MEND, name="mend_mlp", question="as mend, with another host: layers instead of convolutions", host="mlp",
+        widths=(8, 16, 32), blocks=(3, 4, 5, 6), impairments=("none", "width", "missing"), slots=(), lr=0.05,
+        seed_lr=0.05,
+    ),
+    msgspec.structs.replace(
+        _MEND, name="mend_resnet", question="as mend, with another host: residual networks", host="resnet",
+        widths=(2, 3, 4), blocks=(3, 4), impairments=("none",), slots=(),
+    ),
+)  # fmt: skip
+
+FAMILIES: dict[str, Family] = {row.name: row for row in _ROWS}
+
+
+def get_family(name: str) -> Family | None:
+    """Return the family with this name, or that of the TOML file at this path; None if `name` is neither."""
+    if name.endswith(".toml"):
+        return read_family(Path(name))
+    return FAMILIES.get(name)
+
+
+def read_family(path: Path) -> Family:
+    """Return the family that a TOML file defines. Its name is that of the file unless the file sets one."""
+    try:
+        tree = tomllib.loads(read_regular(path, MOST_BYTES, follow=True).decode())
+        return msgspec.convert({"name": path.stem} | tree, Family)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no family file {path}") from None
+    except (OSError, ValueError, msgspec.ValidationError) as error:
+        raise ConfigError(f"{path} does not define a family: {error}") from error
+
+
+def world_task(name: str, world: int, epochs: int | None = None) -> Task:
+    """Return the task with this name, or the task of `world` in the family with this name, for `epochs` epochs."""
+    family = None if name in TASKS else get_family(name)
+    if name not in TASKS and family is None:
+        raise unknown_name("task", name, [*TASKS, *FAMILIES])
+    task = TASKS[name] if family is None else family.task(world)
+    return task if epochs is None else replace(task, epochs=epochs)
