@@ -12,6 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from esper.cli_policy import add_policy_commands
 from esper.cli_studies import add_study_commands
 
 DataRoot = Annotated[Path | None, typer.Option(help="Directory of the data files of a task that is not embedded.")]
@@ -348,14 +349,6 @@ def mcp(
 
 
 @app.command()
-def features() -> None:
-    """List the observation of a policy: name, meaning, formula and range of every column."""
-    from esper.commands.features import run_features
-
-    run_features()
-
-
-@app.command()
 def tasks() -> None:
     """List the tasks: host, data, size, slots and purpose."""
     from esper.commands.listing import list_tasks
@@ -373,6 +366,7 @@ def blueprints(
     list_blueprints(task)
 
 
+add_policy_commands(app)
 add_study_commands(app)
 
 

@@ -163,8 +163,8 @@ def test_sizes_equal_those_counted_by_leyline() -> None:
         env.step(rows)
         table, context = env.backend.table, env.backend.context
         params, macs = live_costs(table, context)
-        np.testing.assert_array_equal(env.frame.params, params)
-        np.testing.assert_array_equal(env.frame.macs, macs)
+        np.testing.assert_array_equal(np.concatenate([f.params for f in env.frames]), params)
+        np.testing.assert_array_equal(np.concatenate([f.macs for f in env.frames]), macs)
         for e, plot in enumerate(env.backend.engine.networks):
             assert params[e] == plot.params
             added = 0

@@ -197,7 +197,7 @@ def test_run_on_a_family_resumes_bit_for_bit(file: Path, tmp_path: Path) -> None
     def stop() -> None:
         nonlocal calls
         calls += 1
-        if calls == 60:
+        if calls == 24:
             raise Interrupted
 
     with pytest.raises(Interrupted):

@@ -56,6 +56,8 @@ from esper.simic.attribution.worth_plot import plot_worth
 from esper.simic.backend import context_of
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned
+from esper.tamiyo.decision_record import DECISIONS, DecisionLog
+from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Saved
 from esper.tolaria.data import Dataset
@@ -197,6 +199,7 @@ def _train_all(
     if isinstance(controller, Learned):
         context = context_of(engine.networks[0].body, task.epochs, engine.rules.thresholds, scene.data.classes)
         controller.bind(context, [settings.seed])
+        controller.log = DecisionLog()
     run.say(
         RunStarted(
             run_id=run.path.name, command="grow", task=task.name, controller=settings.controller, seed=settings.seed,
@@ -211,6 +214,7 @@ def _train_all(
     is_new = not scene.results
     if is_new:
         scene.train(GROWN, engine, controller)
+        save_decisions(run.path, task, settings.seed, controller)
     scene.grown = engine
     worth = judge(engine)
     if is_new:
@@ -361,6 +365,14 @@ def planted_late(engine: Engine) -> str:
 def points(value: float, se: float) -> str:
     """Format a difference of accuracies with its standard error, in points; "" if not measured."""
     return f"{100 * value:+.1f} ± {100 * se:.1f}" if np.isfinite(value) else ""
+
+
+def save_decisions(out: Path, task: Task, seed: int, controller: Controller) -> None:
+    """Write the decisions of a trained policy, for `esper explain`. Other controllers leave none."""
+    if isinstance(controller, Learned) and controller.log is not None and controller.context is not None:
+        layout = MaskLayout(slots=len(task.slots), blueprints=controller.context.slot_params.shape[1])
+        record = controller.log.record(controller.network, layout, slots=task.slots, world=seed)
+        record.save(out / DECISIONS)
 
 
 def save_figures(

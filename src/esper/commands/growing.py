@@ -266,7 +266,9 @@ class Scene:
 
     def _state(self, result: Result, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> dict[str, Any]:
         remembers = result.name == GROWN and isinstance(controller, Stateful)
+        log = controller.log if isinstance(controller, Learned) else None
         return {
+            "decisions": None if log is None else log.state_dict(),
             "results": [dataclasses.asdict(r) for r in self.results],
             "current": dataclasses.asdict(result),
             "engine": engine_state(engine),
@@ -281,6 +283,8 @@ class Scene:
         load_engine(engine, state["engine"])
         if state["controller"] is not None and isinstance(controller, Stateful):
             controller.load_state_dict(state["controller"])
+        if isinstance(controller, Learned) and controller.log is not None:
+            controller.log.load_state_dict(state["decisions"])
         emit.resume(engine.table, state["counts"])
         return Result(**state["current"])
 

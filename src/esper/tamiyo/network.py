@@ -190,6 +190,20 @@ class TamiyoNetwork(nn.Module):
         op_entropy = entropy(log_probs[..., Head.OP, :NUM_OPS], mask[..., Head.OP, :NUM_OPS])
         return Choice(actions, chosen, values, hidden, op_entropy)
 
+    @torch.no_grad()
+    def probabilities(self, obs: Tensor, masks: Tensor, hidden: Tensor, actions: Tensor, layout: MaskLayout) -> Tensor:
+        """Return the probability of every option [N, 8, W].
+
+        Those of slots are given the op in `actions`, the others given op and slot. A head that the op does not read has
+        one option.
+        """
+        masks = known_blueprints(masks, layout)
+        encoded, slots = self._encode(obs)
+        state = torch.cat([self._recur(encoded, hidden)[..., : self.config.hidden], encoded], -1)
+        op, slot = actions[..., Head.OP], actions[..., Head.SLOT]
+        logits = self._logits(state, slots, op, slot, layout.widest)
+        return log_distribution(logits, conditioned(masks, layout, op, slot), self.config.epsilon).exp()
+
     def evaluate(
         self, obs: Tensor, masks: Tensor, actions: Tensor, hidden: Tensor, starts: Tensor, layout: MaskLayout
     ) -> Evaluation:

@@ -90,7 +90,7 @@ def test_presets_name_existing_tasks_and_no_held_out_worlds() -> None:
     for name in PRESETS:
         config = load_config(preset=name)
         assert config.task in TASKS
-        assert config.worlds <= HELD_OUT_FROM
+        assert config.pool <= HELD_OUT_FROM
 
 
 trees = st.recursive(

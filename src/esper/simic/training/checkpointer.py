@@ -27,6 +27,7 @@ from esper.simic.simulator import Simulator
 from esper.simic.training.config import TrainConfig, as_tree
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.training_state import TrainingState
+from esper.tamiyo.decision_record import DECISIONS, DecisionRecord
 from esper.tamiyo.policy_file import POLICY, save_policy
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
@@ -54,8 +55,8 @@ class Checkpointer:
         self._next_seq = [0] * group.size  # of every rank's journal, at the end of the last round
         self._last_saved = -1  # completed rounds at the last checkpoint
 
-    def save_if_due(self, training: TrainingState, backend: Backend) -> None:
-        """Write a checkpoint at the start of the run or the end of a round, if one is due.
+    def save_if_due(self, training: TrainingState, backend: Backend, decisions: DecisionRecord | None = None) -> None:
+        """Write a checkpoint at the start of the run or the end of a round, and the round's decisions, if one is due.
 
         The journal is flushed first, so that a resumed run has no gap in it. While flushing fails, checkpoints are
         postponed, except the last one.
@@ -72,7 +73,7 @@ class Checkpointer:
         if due and not flushed and not is_last:
             warnings.warn("the journal cannot be flushed to disk; this checkpoint is postponed", stacklevel=2)
         elif due:
-            self._write(training, backend)
+            self._write(training, backend, decisions)
             self._ended = time.monotonic()
             self._cost_s = self._ended - start
 
@@ -112,7 +113,7 @@ class Checkpointer:
                 self._write(training, backend)
             raise
 
-    def _write(self, training: TrainingState, backend: Backend) -> None:
+    def _write(self, training: TrainingState, backend: Backend, decisions: DecisionRecord | None = None) -> None:
         """Write a checkpoint numbered by the completed rounds, and the current policy."""
         if not self.group.leads or self.directory is None:
             return
@@ -126,6 +127,8 @@ class Checkpointer:
         recent = training.result.rounds[-1:]
         try:
             self._save_policy(self.directory, training)
+            if decisions is not None:
+                decisions.save(self.directory / DECISIONS)
             written = Checkpoints(self.directory / CHECKPOINTS, keep=self.config.keep).write(
                 f"round-{training.done:06d}", tensors={STATE: tensors}, documents={STATE: document, RUN: spelled(run)},
                 score=float(np.mean(recent[0].returns)) if recent else None,

@@ -35,6 +35,7 @@ from esper.simic.training.checkpointer import Checkpointer
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.training_state import Round, TrainingResult, TrainingState
+from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced
 from esper.tamiyo.policy.feature_table import num_features
@@ -128,6 +129,11 @@ def train_ppo_vectorized(
                 buffer.close(torch.from_numpy(lengths))
                 ends = {"returns": earned, "utility": info["utility"], "quality": info["quality"]}
                 ends = {name: group.gather_rows(rows, E) for name, rows in ends.items()}
+        decisions = DecisionRecord.of(
+            network, env.layout, obs=buffer.obs, masks=buffer.masks, actions=buffer.actions, hidden=buffer.hidden,
+            lengths=buffer.step_counts, slots=env.backend.slots, worlds=round_worlds(config, number),
+            episode=number + 1,
+        )  # fmt: skip
         with phases("update"):
             update = with_returns(training.ppo.update(buffer.finish(), training.shuffle), ends["returns"])
         with phases("telemetry"):
@@ -143,7 +149,7 @@ def train_ppo_vectorized(
         with phases("checkpoint"):
             checkpointer.offer_hosts(env.backend, ends["utility"], number + 1)
             group.agree(training.digest, "the updated policies")
-            checkpointer.save_if_due(training, env.backend)
+            checkpointer.save_if_due(training, env.backend, decisions)
         on_round(result.rounds[-1])
     return result
 

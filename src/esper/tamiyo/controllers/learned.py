@@ -13,6 +13,7 @@ from esper.leyline.actions import NUM_HEADS, Head
 from esper.leyline.errors import ConfigError
 from esper.leyline.rng import random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Ints, SlotTable
+from esper.tamiyo.decision_record import DecisionLog
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tamiyo.policy.action_masks import DEFAULT_FIXED, MaskLayout, compute_batch_masks
 from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features
@@ -37,6 +38,8 @@ class Learned:
         self.sample, self.seed = sample, seed
         self.context: ObsContext | None = None
         self._hidden = network.initial(0)
+        self.log: DecisionLog | None = None
+        """Collects every decision with its inputs; None collects nothing."""
 
     @classmethod
     def load(cls, path: Path, *, sample: bool = True) -> Learned:
@@ -79,6 +82,8 @@ class Learned:
             keys = world_keys(range(envs) if self.worlds is None else self.worlds)
             draws = torch.from_numpy(uniform(random_bits(keys, f"played {self.seed}", NUM_HEADS, table.step)))
         choice = self.network.act(obs, masks, self._hidden, layout, draws)
+        if self.log is not None:
+            self.log.add(obs, masks, choice.actions, self._hidden)
         self._hidden = choice.hidden
         return np.asarray(choice.actions.numpy())
 
