@@ -803,7 +803,7 @@ def test_rollback_penalty_is_paid_in_its_step_and_does_not_end() -> None:
     assert np.isfinite(info["quality"]).all()
     _, paid, *_ = env.step(wait_everywhere(2))
     assert abs(paid).max() < 0.1 + 1e-6
-    np.testing.assert_allclose(env.frame.rollbacks, [0, 1])
+    np.testing.assert_allclose(env.frames[0].rollbacks, [0, 1])
 
 
 @pytest.mark.parametrize("seed", range(6))
@@ -842,7 +842,7 @@ def test_crashing_a_host_never_increases_the_return(seed: int) -> None:
                 then = quality[alarm.restored_step][e]
                 assert env.backend.table.quality[e] == pytest.approx(then, abs=1e-6)
         grown |= (env.backend.table.stage >= S.BLENDING).any(1)
-        np.testing.assert_array_equal(env.utility, utility(env.frame, env.config))
+        np.testing.assert_array_equal(env.utility, utility(env.frames[0], env.config))
     n = crashes.sum(0)
     np.testing.assert_array_equal(env.backend.table.rollbacks, n)
     np.testing.assert_allclose(total, worth[-1] - worth[0] - penalty * n, atol=1e-5)
