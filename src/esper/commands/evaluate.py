@@ -26,7 +26,7 @@ from esper.leyline.paired import Difference, compare
 from esper.nissa.run import read_manifest
 from esper.simic.backend import Backend, HostBackend
 from esper.simic.evaluation.comparison import Played, best_schedule_on, from_start, play, static
-from esper.simic.evaluation.no_growth_baseline import BASELINES
+from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
 from esper.simic.evaluation.sim_oracle import FollowPlans
 from esper.simic.evaluation.sim_oracle import best_schedule as best_plan
 from esper.simic.family_backend import FamilyBackend, FamilyTasks
@@ -49,7 +49,7 @@ SEARCH_WORLDS = 2
 class Arena:
     """Comparison of controllers with the backend, rules and reward of one config."""
 
-    def __init__(self, config: TrainConfig, *, data_root: Path | None = None, baselines: Path | None = None) -> None:
+    def __init__(self, config: TrainConfig, *, data_root: Path | None = None, baselines: Sequence[Path] = ()) -> None:
         self.config = config
         self.backend: Backend
         if config.simulated:
@@ -159,7 +159,8 @@ def run_eval(
     names = complete(names, simulated)
     config = config_of(names, task, simulated)
     runs = [Path(n) for n in names if (Path(n) / BASELINES).is_dir()]
-    arena = Arena(config, data_root=data_root, baselines=runs[0] / BASELINES if runs else None)
+    places = [*(run / BASELINES for run in runs[:1]), shared_baselines()]
+    arena = Arena(config, data_root=data_root, baselines=places)
     worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
     console = Console(stderr=as_json)
     played = arena.play_all(names, worlds, console)

@@ -50,7 +50,7 @@ def run_features(run: Path | None, as_json: bool) -> None:
     for each in found:
         if each.sd > 0:
             spread = f"{each.low:.3f} … {each.high:.3f}"
-            table.add_row(each.feature.name, each.feature.scope, spread, f"{each.sd:.3f}", f"{each.nats:.4f}")
+            table.add_row(each.feature.name, each.feature.scope, spread, f"{each.sd:.3f}", f"{each.nats:.2g}")
     for column in (2, 3, 4):
         table.columns[column].justify = "right"
     console.print(table)

@@ -30,7 +30,7 @@ from esper.leyline.events import RunStarted
 from esper.nissa.recorder import Run, record, record_beside, record_on
 from esper.nissa.run import Lock
 from esper.nissa.signals import stoppable, terminable
-from esper.simic.evaluation.no_growth_baseline import BASELINES
+from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
 from esper.simic.training import memory_estimate as memory
 from esper.simic.training.checkpointer import CHECKPOINTS, differences, run_metadata
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
@@ -197,8 +197,8 @@ def lead(
                     run.directory.must_be_there()
 
                 trained = train_ppo_vectorized(
-                    config, run.hub, env=env, directory=run.path, resume=saved, group=group, poll=poll,
-                    on_round=progress.round,
+                    config, run.hub, env=env, directory=run.path, baselines=shared_baselines(), resume=saved,
+                    group=group, poll=poll, on_round=progress.round,
                 )  # fmt: skip
         except SystemExit:
             plainly(console, f"stopped in round {progress.done + 1} of {config.rounds}. Resume with: {again}")
@@ -224,7 +224,7 @@ def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: Tr
         )
     console.print(learning_table(trained))
     if options.compare:
-        arena = Arena(config, data_root=options.data_root, baselines=path / BASELINES)
+        arena = Arena(config, data_root=options.data_root, baselines=[path / BASELINES, shared_baselines()])
         worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
         names = [str(path), "heuristic", "schedule", "random", "none"]
         facts = figures(arena.play_all(names, worlds, console), config.task_label)
@@ -283,8 +283,9 @@ def follow(config: TrainConfig, saved: Saved | None, options: TrainOptions, grou
             stoppable(f"rank {group.rank} is stopping after this step", hub.stop_waiting) as stop,
         ):
             train_ppo_vectorized(
-                config, hub, directory=path, data_root=options.data_root, resume=saved, group=group, poll=stop
-            )
+                config, hub, directory=path, baselines=shared_baselines(), data_root=options.data_root, resume=saved,
+                group=group, poll=stop,
+            )  # fmt: skip
             hub.close()  # so that the event count sent to rank 0 is final
             group.gather_ints(hub.next_seq)
     except RankLostError as error:

@@ -107,7 +107,7 @@ class Backend(Protocol):
 class HostBackend:
     """Backend of real hosts of one task.
 
-    No-growth baselines are trained once per world and cached in the directory `baselines`. Before the first `reset`
+    No-growth baselines are trained once per world and cached in the directories `baselines`. Before the first `reset`
     there is one environment, of `world`.
     """
 
@@ -118,7 +118,7 @@ class HostBackend:
         rules: Rules | None = None,
         config: EngineConfig | None = None,
         data: Dataset | None = None,
-        baselines: Path | None = None,
+        baselines: Sequence[Path] = (),
         phases: PhaseTimers | None = None,
         world: int = 0,
     ) -> None:
@@ -188,7 +188,7 @@ class HostBackend:
         return np.where(step > 0, now, np.nan)
 
     def store_baselines_in(self, directory: Path) -> None:
-        """Cache no-growth baselines in this directory."""
+        """Cache no-growth baselines in this directory, too."""
         self.baselines.store_in(directory)
 
     def baseline_curves(self) -> dict[int, list[float]]:

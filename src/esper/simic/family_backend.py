@@ -52,7 +52,7 @@ class FamilyTasks:
 class FamilyBackend:
     """E environments of one family.
 
-    No-growth baselines are trained once per world and cached in the directory `baselines`.
+    No-growth baselines are trained once per world and cached in the directories `baselines`.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class FamilyBackend:
         *,
         rules: Rules | None = None,
         config: EngineConfig | None = None,
-        baselines: Path | None = None,
+        baselines: Sequence[Path] = (),
         phases: PhaseTimers | None = None,
     ) -> None:
         self.tasks, self.rules, self.config = tasks, rules or Rules(), config or EngineConfig()
@@ -69,13 +69,13 @@ class FamilyBackend:
         self.on_pause: Callable[[], None] = lambda: None
         self.slots, self.horizon = tasks.family.longest(), max(tasks.family.epochs)
         self.data_hash = tasks.data_hash
-        self._directory = baselines
+        self._directories = list(baselines)
         self._curves: dict[int, list[float]] = {}
         self.reset([0])
 
     def store_baselines_in(self, directory: Path) -> None:
-        """Cache no-growth baselines in this directory from the next episode on."""
-        self._directory = directory
+        """Cache no-growth baselines in this directory, too, from the next episode on."""
+        self._directories.append(directory)
 
     def reset(self, worlds: Sequence[int]) -> None:
         """Build new hosts, one per world."""
@@ -87,7 +87,7 @@ class FamilyBackend:
     def host(self, world: int) -> HostBackend:
         """Return a new backend of this world alone."""
         host = HostBackend(
-            self.tasks.task(world), rules=self.rules, config=self.config, baselines=self._directory,
+            self.tasks.task(world), rules=self.rules, config=self.config, baselines=self._directories,
             phases=self.phases, world=world,
         )  # fmt: skip
         host.on_pause = lambda: self.on_pause()

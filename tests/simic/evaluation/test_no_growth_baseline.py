@@ -29,7 +29,7 @@ DATA = TASK.load_data()
 
 def baselines(directory: Path | None = None, **changes: Any) -> NoGrowthBaselines:
     given = {"task": TASK, "data": DATA, "config": EngineConfig()} | changes
-    return NoGrowthBaselines(given["task"], given["data"], given["config"], directory)
+    return NoGrowthBaselines(given["task"], given["data"], given["config"], [] if directory is None else [directory])
 
 
 def test_baseline_is_its_world_with_wait_only() -> None:
@@ -176,7 +176,7 @@ def spoil(text: str) -> dict[str, str]:
 def test_damaged_file_is_recomputed_with_a_warning(damage: str, tmp_path: Path) -> None:
     first = baselines(tmp_path)
     curve = first.curves([0])
-    file = first._file(0)
+    file = first.directories[0] / "0.json"
     assert file is not None
     whole = file.read_text()
     file.write_text(spoil(whole)[damage])
@@ -185,10 +185,20 @@ def test_damaged_file_is_recomputed_with_a_warning(damage: str, tmp_path: Path) 
     assert file.read_text() == whole
 
 
+def test_runs_share_curves_and_keep_copies_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = NoGrowthBaselines(TASK, DATA, EngineConfig(), [tmp_path / "one", tmp_path / "shared"])
+    curve = first.curves([0])
+    monkeypatch.setattr(module, "trained", None)  # nothing may be trained again
+    second = NoGrowthBaselines(TASK, DATA, EngineConfig(), [tmp_path / "two", tmp_path / "shared"])
+    np.testing.assert_array_equal(second.curves([0]), curve)
+    alone = NoGrowthBaselines(TASK, DATA, EngineConfig(), [tmp_path / "two"])
+    np.testing.assert_array_equal(alone.curves([0]), curve)
+
+
 def test_curve_of_another_world_is_not_used(tmp_path: Path) -> None:
     first = baselines(tmp_path)
     first.curves([0, 1])
-    zero, one = first._file(0), first._file(1)
+    zero, one = (first.directories[0] / f"{world}.json" for world in (0, 1))
     assert zero is not None
     assert one is not None
     zero.write_bytes(one.read_bytes())

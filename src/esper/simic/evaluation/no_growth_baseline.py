@@ -1,12 +1,12 @@
 """No-growth baselines: quality per step of each world without growth. Trained once and cached on disk.
 
-    baselines = NoGrowthBaselines(task, data, EngineConfig(), run_directory / BASELINES)
+    baselines = NoGrowthBaselines(task, data, EngineConfig(), [run_directory / BASELINES])
     baselines.curves([0, 1, 2])      # [3, T] quality after every step; trains what is neither in memory nor on disk
 
-The cache directory is named by a hash of everything that can change a curve: task, data, engine, our own code, torch
-and its settings, threads, processor. A cached curve is therefore bit-identical to a newly trained one. Every world has
-its own file, so processes that share a directory do not overwrite each other's results. Files have checksums; a
-damaged one is trained again.
+A run has a directory of its own, and all runs share one in the user's cache. In both, a subdirectory is named by a hash
+of everything that can change a curve: task, data, engine, our own code, torch and its settings, threads, processor. A
+cached curve is therefore bit-identical to a newly trained one. Every world has its own file, so processes that share a
+directory do not overwrite each other's results. Files have checksums; a damaged one is trained again.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
+from esper.tolaria.data.cache import cache_folder
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.reproducibility import code_hash, processor
@@ -41,21 +42,32 @@ MOST_BYTES = 1 << 20
 _NO_BITS = ("data", "question")  # fields of a task that are not hashed: data has its own hash, question has no effect
 
 
-class NoGrowthBaselines:
-    """Quality per step of worlds without growth, in memory and, if a directory is given, on disk."""
+def shared_baselines() -> Path:
+    """Return the directory that all runs of the user share, in the cache folder."""
+    folder = cache_folder()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        warnings.warn(f"no-growth baselines cannot be shared in {folder}: {error.strerror}", stacklevel=2)
+    return folder / BASELINES
 
-    def __init__(self, task: Task, data: Dataset, config: EngineConfig, directory: Path | None = None) -> None:
+
+class NoGrowthBaselines:
+    """Quality per step of worlds without growth, in memory and, if directories are given, on disk."""
+
+    def __init__(self, task: Task, data: Dataset, config: EngineConfig, directories: Sequence[Path] = ()) -> None:
         self.task, self.data, self.config = task, data, config
-        self.directory: Path | None = None
-        if directory is not None:
+        self.directories: list[Path] = []
+        self._damaged: set[Path] = set()  # files to replace
+        for directory in directories:
             self.store_in(directory)
         self.cached: dict[int, list[float]] = {}
         self.on_progress: Callable[[int, int], None] = lambda *_: None
         """Called with the numbers of trained worlds and of worlds to train: (0, n) … (n, n)."""
 
     def store_in(self, directory: Path) -> None:
-        """Cache curves in the subdirectory of `directory` that is named by their key."""
-        self.directory = directory / self.key()
+        """Cache curves in the subdirectory of `directory` that is named by their key, besides other directories."""
+        self.directories.append(directory / self.key())
 
     def key(self) -> str:
         """Return the hash of everything that can change a curve."""
@@ -68,6 +80,7 @@ class NoGrowthBaselines:
             curve = self._read(world)
             if curve is not None:
                 self.cached[world] = curve
+                self._write(world)
         missing = sorted(set(worlds) - self.cached.keys())
         for done, world in enumerate(missing):
             self.on_progress(done, len(missing))
@@ -77,14 +90,17 @@ class NoGrowthBaselines:
             self.on_progress(len(missing), len(missing))
         return np.array([self.cached[w] for w in worlds])
 
-    def _file(self, world: int) -> Path | None:
-        return None if self.directory is None else self.directory / f"{world}.json"
-
     def _read(self, world: int) -> list[float] | None:
-        """Return a world's curve from its file; None if the file is missing or damaged."""
-        file = self._file(world)
-        if file is None or not file.exists():
-            return None
+        """Return a world's curve from the first intact file; None if there is none."""
+        for directory in self.directories:
+            file = directory / f"{world}.json"
+            if file.exists():
+                curve = self._read_file(world, file)
+                if curve is not None:
+                    return curve
+        return None
+
+    def _read_file(self, world: int, file: Path) -> list[float] | None:
         try:
             document = open_json(read_regular(file, MOST_BYTES))
             curve = [float(q) for q in document["quality"]]
@@ -93,25 +109,23 @@ class NoGrowthBaselines:
             reason = "it is of another world or length"
         except (OSError, ValueError, TypeError, KeyError) as error:
             reason = f"{type(error).__name__}: {error}"
-        warnings.warn(
-            f"the baseline of world {world} in {file} is damaged ({reason}); it is trained again", stacklevel=3
-        )
+        warnings.warn(f"the baseline of world {world} in {file} is damaged ({reason}); it is not used", stacklevel=3)
+        self._damaged.add(file)
         return None
 
     def _write(self, world: int) -> None:
-        """Write a world's curve atomically. If that fails, warn and keep it in memory only."""
-        file = self._file(world)
-        if file is None:
-            return
-        curve = self.cached[world]
-        content = seal_json(json.dumps({"world": world, "quality": curve}).encode())
-        try:
-            for directory in (file.parent.parent, file.parent):  # do not recreate a removed run directory
-                directory.mkdir(exist_ok=True)
-            must_be_real_directory(file.parent)
-            write_atomically(file, content)
-        except OSError as error:
-            warnings.warn(f"cannot write the baseline of world {world} to {file}: {error.strerror}", stacklevel=3)
+        """Write a world's curve where it is missing, atomically. If that fails, warn and keep it in memory only."""
+        content = seal_json(json.dumps({"world": world, "quality": self.cached[world]}).encode())
+        for file in (directory / f"{world}.json" for directory in self.directories):
+            try:
+                if file.exists() and file not in self._damaged:
+                    continue
+                for directory in (file.parent.parent, file.parent):  # do not recreate a removed run directory
+                    directory.mkdir(exist_ok=True)
+                must_be_real_directory(file.parent)
+                write_atomically(file, content)
+            except OSError as error:
+                warnings.warn(f"cannot write the baseline of world {world} to {file}: {error.strerror}", stacklevel=3)
 
 
 def trained(task: Task, data: Dataset, config: EngineConfig, world: int) -> list[float]:

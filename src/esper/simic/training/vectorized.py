@@ -50,6 +50,7 @@ def train_ppo_vectorized(
     *,
     env: GrowthVectorEnv | None = None,
     directory: Path | None = None,
+    baselines: Path | None = None,
     data_root: Path | None = None,
     resume: Saved | None = None,
     group: ProcessGroup | None = None,
@@ -60,6 +61,7 @@ def train_ppo_vectorized(
 
     env        environments of this rank, from `make_env` with the same config and group; None builds them
     directory  run directory for the policy, the no-growth baselines and the checkpoints; None writes nothing
+    baselines  directory of no-growth baselines that runs share; None shares none
     resume     checkpoint to resume from; the result is bit-identical to an uninterrupted run
     group      process group that shares the environments; results do not depend on its size
     poll       called between steps; it may raise, and the run can be resumed from its last completed round
@@ -70,8 +72,10 @@ def train_ppo_vectorized(
     E, mine = config.envs, group.share(config.envs)
     env = make_env(config, data_root, group) if env is None else env
     phases = env.phases
-    if directory is not None and isinstance(env.backend, (HostBackend, FamilyBackend)):
-        env.backend.store_baselines_in(directory / BASELINES)
+    if isinstance(env.backend, (HostBackend, FamilyBackend)):
+        for place in (None if directory is None else directory / BASELINES, baselines):
+            if place is not None:
+                env.backend.store_baselines_in(place)
     training = TrainingState.new(config, env.layout, resumed=resume is not None)
     network, result = training.network, training.result
     checkpointer = Checkpointer(config, directory, hub, group)
