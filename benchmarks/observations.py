@@ -18,8 +18,7 @@ from rich.table import Table
 from benchmarks.measure import add_output_options, make_parser, print_json, timed
 from esper.kasmina.lifecycle import legal
 from esper.tamiyo.policy.action_masks import DEFAULT_FIXED, compute_batch_masks
-from esper.tamiyo.policy.feature_table import num_features
-from esper.tamiyo.policy.features import batch_obs_to_features
+from esper.tamiyo.policy.features import batch_obs_to_features, num_features
 from tests.reference.observations import reports, slow_features, slow_masks, slow_prices
 from tests.support.observation_context import example_context
 from tests.support.random_tables import LIVELY, random_table

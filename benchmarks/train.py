@@ -43,7 +43,7 @@ from esper.leyline.slot_table import Ints
 from esper.leyline.stages import SeedStage
 from esper.nissa.hub import NissaHub
 from esper.nissa.recorder import record
-from esper.simic.backend import HostBackend
+from esper.simic.env import HostBackend
 from esper.simic.training import vectorized
 from esper.simic.training.config import TrainConfig, load_config
 from esper.tamiyo.controllers import wait_everywhere

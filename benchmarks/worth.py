@@ -20,7 +20,7 @@ from benchmarks.body import coalition_ratios, planted_plot
 from benchmarks.hosts import BLUEPRINTS, reference_task
 from benchmarks.measure import add_output_options, make_parser, print_json, timed
 from esper.simic.attribution import CounterfactualEngine
-from esper.simic.attribution.shapley import coalition_order, estimate, exact_weights
+from esper.simic.attribution.counterfactual import coalition_order, estimate, exact_weights
 
 PLAYERS = (3, 5, 8, 10, 12, 25)
 BUDGET = 200

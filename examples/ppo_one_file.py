@@ -2,7 +2,7 @@
 
     python examples/ppo_one_file.py --rounds 60 --envs 32
 
-The package spreads these ideas over `tamiyo/network.py`, `tamiyo/policy/distribution.py`, `simic/agent/` and
+The package spreads these ideas over `tamiyo/network.py`, `tamiyo/network.py`, `simic/agent/` and
 `simic/training/`, and adds what a long run needs: chunks, short columns, two kinds of core, telemetry, files. Here
 they stand in the order in which data flows, for whole episodes and a GRU. A test holds both to the same weights after
 an update; from Esper come only the environment, what is seen, and what may be chosen.

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from esper.simic.attribution.shapley import coalition_order, estimate, exact_weights
+from esper.simic.attribution.counterfactual import coalition_order, estimate, exact_weights
 
 Game = np.ndarray
 Method = Callable[[Game, int, int, int], np.ndarray]

@@ -23,17 +23,15 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina import slot as slot_module
-from esper.kasmina.blending import FeelNothing, straight_through
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body, Incubation
 from esper.kasmina.lifecycle import Rules, apply, tick
-from esper.kasmina.slot import Slot
+from esper.kasmina.slot import FeelNothing, Slot, straight_through
 from esper.leyline.actions import NUM_HEADS, Head, Op
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tolaria.coalitions import statistics
-from esper.tolaria.engine import Engine
+from esper.tolaria.engine import Engine, HostNetwork
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task, get_task
 
 PLACES = (("rescue", "r0c1"), ("rescue", "r0c2"), ("fashion", "r0c1"))

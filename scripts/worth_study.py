@@ -28,8 +28,7 @@ from esper.simic.attribution import CounterfactualEngine
 from esper.tamiyo.controllers import Controller, Wait, wait_everywhere
 from esper.tolaria.coalitions import evaluate
 from esper.tolaria.data import load_data
-from esper.tolaria.engine import Engine
-from esper.tolaria.host_network import score
+from esper.tolaria.engine import Engine, score
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import get_task
 

@@ -1,6 +1,7 @@
-"""Import directions, one rollout loop, sizes, package docstrings, the layout of the tests, and lazy imports."""
+"""Import directions, one rollout loop, files of a step, sizes, docstrings, layout of the tests, and lazy imports."""
 
 import ast
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -68,6 +69,18 @@ def test_only_rollout_lets_a_controller_step_environments():
         if isinstance(node, (ast.For, ast.While)) and decides_and_steps(node)
     }
     assert loops == {"src/esper/tolaria/rollout.py"}
+
+
+MOST_STEP_FILES = 30
+
+
+def test_a_training_step_runs_few_files():
+    """The first step of a round also looks up the no-growth baselines, so it is not counted."""
+    script = runpy.run_path(str(ROOT / "scripts" / "step_files.py"))
+    steps = script["trace_steps"](script["SETTINGS"])[1:]
+    assert len(steps) > 5
+    assert max(len(script["files_of"](step)) for step in steps) <= MOST_STEP_FILES
+    assert all({"tolaria/engine.py", "simic/env.py", "tamiyo/network.py"} <= script["files_of"](step) for step in steps)
 
 
 MOST_LINES, MOST_METHODS = 450, 20

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, Trainer
 
 import esper
 from esper.hf import GROWER_FILE, GrowthCallback, GrowthTrainer, GrowthTrainerMixin, load_pretrained
-from esper.kasmina.model_interface import SEEDS_FILE
+from esper.kasmina.body import SEEDS_FILE
 from esper.leyline.errors import CheckpointError, ConfigError, OptimizerError
 from tests.support.controllers import Planter
 from tests.support.hf import QUALITY, Tokens, arguments, make_body

@@ -31,7 +31,7 @@ _HOME = {
     "Engine": "esper.tolaria.engine",
     "EngineConfig": "esper.tolaria.engine_config",
     "GrownHost": "esper.tolaria.best_host",
-    "GrowthEnv": "esper.simic.env",
+    "GrowthEnv": "esper.simic.single_env",
     "GrowthVectorEnv": "esper.simic.env",
     "SimConfig": "esper.simic.simulated_worlds",
     "Simulator": "esper.simic.simulator",
@@ -60,10 +60,10 @@ if TYPE_CHECKING:
     from esper.leyline.stages import Thresholds as Thresholds
     from esper.nissa.recorder import record as record
     from esper.simic.attribution.worth_plot import plot_worth as plot_worth
-    from esper.simic.env import GrowthEnv as GrowthEnv
     from esper.simic.env import GrowthVectorEnv as GrowthVectorEnv
     from esper.simic.simulated_worlds import SimConfig as SimConfig
     from esper.simic.simulator import Simulator as Simulator
+    from esper.simic.single_env import GrowthEnv as GrowthEnv
     from esper.tolaria.best_host import GrownHost as GrownHost
     from esper.tolaria.data import load_data as load_data
     from esper.tolaria.engine import Engine as Engine

@@ -24,8 +24,7 @@ from torch import Tensor
 
 from esper.grower import Grower, StepReport
 from esper.grower.explanations import growth_figures
-from esper.kasmina.body import Body
-from esper.kasmina.model_interface import load_seeds, save_seeds
+from esper.kasmina.body import Body, load_seeds, save_seeds
 from esper.kasmina.optimizer_sync import unwrapped
 from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import CheckpointError, ConfigError

@@ -16,8 +16,8 @@ from safetensors.torch import load_file
 from esper.commands.train import TrainOptions, run_train
 from esper.nissa.journal_reader import read
 from esper.nissa.run import read_manifest
-from esper.simic import backend
-from esper.simic.backend import HostBackend
+from esper.simic import env as env_module
+from esper.simic.env import HostBackend
 from esper.tolaria.tasks import Task
 
 ESPER = Path(sys.executable).parent / "esper"
@@ -89,7 +89,7 @@ def test_simulated_training_is_deterministic_per_seed(tmp_path):
 def test_start_builds_and_probes_the_environments_once(tmp_path, monkeypatch):
     """Each rank loads the data, builds the environments and probes a host for its costs once per start."""
     calls = Counter()
-    for owner, name in ((HostBackend, "__init__"), (backend, "context_of"), (Task, "load_data")):
+    for owner, name in ((HostBackend, "__init__"), (env_module, "context_of"), (Task, "load_data")):
         monkeypatch.setattr(owner, name, counted(getattr(owner, name), calls))
     options = {"task": "digits", "rounds": 1, "envs": 2, "epochs": 2, "seed": 0}
     flags = TrainOptions(out=tmp_path / "run", compare=False)

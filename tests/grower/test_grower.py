@@ -18,7 +18,7 @@ import esper
 from esper.grower import Grower
 from esper.grower.qualities import accuracy, log_probability, split_batch
 from esper.kasmina.blueprints import unregister
-from esper.kasmina.gradients import GradientMeter
+from esper.kasmina.optimizer_sync import GradientMeter
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import BlueprintError, ConfigError, LifecycleError, OptimizerError, UnknownNameError
 from esper.leyline.stages import SeedStage, Thresholds

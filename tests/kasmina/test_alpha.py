@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from esper.kasmina.alpha import alpha_at, progress
+from esper.kasmina.lifecycle import alpha_at, progress
 from esper.leyline import Curve
 
 REFERENCE = {

@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from esper.kasmina.blending import MOST_PULL, FeelNothing, Gate, Leash, blend, detached, straight_through
-from esper.kasmina.feature_spec import SPATIAL, Layout
+from esper.kasmina.blueprints.registry import SPATIAL, Layout
+from esper.kasmina.slot import MOST_PULL, FeelNothing, Gate, Leash, blend, detached, straight_through
 from esper.leyline.actions import Operator
 
 SHAPE = {
@@ -277,7 +277,7 @@ def test_straight_through_compiles_to_one_graph_and_is_exact():
 CRASH = """
 import torch
 from torch import nn
-from esper.kasmina.blending import detached
+from esper.kasmina.slot import detached
 first, seed = nn.Conv2d(8, 8, 1), nn.Sequential(nn.GroupNorm(1, 8), nn.Conv2d(8, 8, 3, padding=1))
 x = torch.randn(4, 8, 6, 6).to(memory_format=torch.channels_last)
 for frozen in (False, True):

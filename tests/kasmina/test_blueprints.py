@@ -10,7 +10,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
-from esper.kasmina.blending import Gate, blend, detached
 from esper.kasmina.blueprints import (
     Cost,
     blueprint,
@@ -22,9 +21,9 @@ from esper.kasmina.blueprints import (
     cost,
     unregister,
 )
-from esper.kasmina.blueprints.maps import group_norm
-from esper.kasmina.blueprints.sequences import CausalAttention, flex_causal, transformer_block
-from esper.kasmina.feature_spec import FeatureSpec, Layout
+from esper.kasmina.blueprints.builtin import CausalAttention, flex_causal, group_norm, transformer_block
+from esper.kasmina.blueprints.registry import FeatureSpec, Layout
+from esper.kasmina.slot import Gate, blend, detached
 from esper.leyline.actions import BLUEPRINTS, Operator
 from esper.leyline.errors import BlueprintError, UnknownNameError
 

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from torch import nn
 
-from esper.kasmina.gradients import GradientMeter, GradientStats, gradient_norms
+from esper.kasmina.optimizer_sync import GradientMeter, GradientStats, gradient_norms
 
 NORMS = st.lists(st.floats(0.0, 20.0, width=32) | st.just(1e-9), min_size=1, max_size=5)
 

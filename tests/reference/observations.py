@@ -20,8 +20,8 @@ from torch import Tensor
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, Head, Op, Operator
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import COOLING, SeedStage
-from esper.tamiyo.policy.feature_table import BASE, ENV_COLUMN, PER_SLOT, SLOT_COLUMN, num_features
-from esper.tamiyo.policy.features import ObsContext
+from esper.tamiyo.policy.feature_table import BASE, ENV_COLUMN, PER_SLOT, SLOT_COLUMN
+from esper.tamiyo.policy.features import ObsContext, num_features
 
 SLOT_FIELDS = [f.name for f in fields(SlotTable) if f.metadata["axes"] == "ES"]
 ENV_FIELDS = [f.name for f in fields(SlotTable) if f.metadata["axes"] in ("E", "EW")]

@@ -17,17 +17,14 @@ from esper.kasmina.blueprints import blueprint_index, cost
 from esper.kasmina.graft import graft
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import Head, Op
-from esper.leyline.costs import live_costs
-from esper.leyline.slot_table import SlotTable
+from esper.leyline.slot_table import SlotTable, live_costs
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
-from esper.simic.backend import Backend, HostBackend, context_of
-from esper.simic.env import GrowthVectorEnv
+from esper.simic.env import Backend, GrowthVectorEnv, HostBackend, context_of
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, wait_everywhere
-from esper.tolaria.engine import Engine
+from esper.tolaria.engine import Engine, HostNetwork
 from esper.tolaria.host_costs import host_macs_and_order
-from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task, get_task
 from tests.support.models import ZOO, Case, grow_everywhere
 

@@ -20,10 +20,10 @@ from esper.kasmina.lifecycle import Rules, is_legal
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.stages import SeedStage
-from esper.simic.backend import HostBackend
-from esper.simic.env import GrowthEnv, GrowthVectorEnv
+from esper.simic.env import GrowthVectorEnv, HostBackend
 from esper.simic.rewards import REWARDS, Frame, RewardConfig, reward, utility
 from esper.simic.simulator import SimConfig, Simulator
+from esper.simic.single_env import GrowthEnv
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tamiyo.policy.action_masks import CANONICAL, DEFAULT_FIXED
 from esper.tolaria.tasks import get_task

@@ -23,7 +23,7 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import forced
-from esper.tamiyo.policy.feature_table import num_features
+from esper.tamiyo.policy.features import num_features
 
 FILE = Path(__file__).parents[2] / "examples" / "ppo_one_file.py"
 

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.kasmina.blueprints import cost
-from esper.kasmina.feature_spec import FeatureSpec, Layout
+from esper.kasmina.blueprints.registry import FeatureSpec, Layout
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
 from esper.leyline.errors import ConfigError

@@ -16,7 +16,7 @@ from esper.kasmina.lifecycle import is_legal, legal
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
-from esper.tamiyo.network import NetworkConfig, TamiyoNetwork, known_blueprints
+from esper.tamiyo.network import NetworkConfig, TamiyoNetwork, entropy, known_blueprints, log_distribution
 from esper.tamiyo.policy.action_masks import (
     CANONICAL,
     DEFAULT_FIXED,
@@ -25,9 +25,8 @@ from esper.tamiyo.policy.action_masks import (
     conditioned,
     slot_given_op,
 )
-from esper.tamiyo.policy.distribution import entropy, log_distribution
-from esper.tamiyo.policy.feature_table import BASE, PER_SLOT, num_features
-from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features
+from esper.tamiyo.policy.feature_table import BASE, PER_SLOT
+from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features, num_features
 from tests.support.random_tables import LIVELY, random_table
 
 CORES = ("gru", "lstm")

@@ -21,9 +21,8 @@ from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tolaria.batched_modules import WideSeed
 from esper.tolaria.batched_training import BatchedTrainer, can_be_batched, cannot, choose
-from esper.tolaria.engine import Engine
+from esper.tolaria.engine import Engine, HostNetwork
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import Task
 
 QUICK = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=1, blend_health=None), min_prune_age=0)

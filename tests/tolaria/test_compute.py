@@ -11,15 +11,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.blueprints import blueprints_for
+from esper.kasmina.blueprints.registry import MacCounter
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Operator
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.controllers import Schedule, Wait
-from esper.tolaria.compute import ComputeMeter, MacCounter, pass_macs
-from esper.tolaria.engine import Engine
+from esper.tolaria.engine import ComputeMeter, Engine, pass_macs, score
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.engine_state import engine_state, load_engine
-from esper.tolaria.host_network import score
+from esper.tolaria.network_state import engine_state, load_engine
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task, get_task
 from tests.support.rules import ISOLATED
@@ -102,10 +101,10 @@ def test_counting_leaves_the_network_and_the_generator_unchanged():
 
 
 def test_engine_adds_the_cost_of_each_epoch_and_counts_each_structure_once(monkeypatch):
-    from esper.tolaria import compute
+    from esper.tolaria import engine as engine_module
 
     counted = []
-    monkeypatch.setattr(compute, "pass_macs", lambda network: counted.append(1) or pass_macs(network))
+    monkeypatch.setattr(engine_module, "pass_macs", lambda network: counted.append(1) or pass_macs(network))
     engine = Engine(TASKS["quick"], [0, 1], rules=Rules(birth="open"))
     spent = [engine.table.train_macs.copy()]
     for _ in rollout(engine, Schedule(["conv_light"], start=2), 5):

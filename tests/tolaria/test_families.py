@@ -11,8 +11,8 @@ import torch
 import esper
 from esper.kasmina.hosts import CNNHost, MLPHost
 from esper.leyline.errors import ConfigError, EsperError
+from esper.tolaria.engine import build_body
 from esper.tolaria.families import FAMILIES, Family, get_family, read_family, world_task
-from esper.tolaria.host_network import build_body
 
 VARIED = ("width", "blocks", "impairment", "impaired", "slots", "samples", "label_noise", "epochs", "batch")
 

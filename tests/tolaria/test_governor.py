@@ -20,8 +20,8 @@ from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import Thresholds
 from esper.tamiyo.controllers import Random, Schedule, wait_everywhere
 from esper.tolaria.engine import Engine
-from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.governor import ALARMS, Alarm, Governor, GovernorConfig, judge, typical
+from esper.tolaria.engine_config import EngineConfig, GovernorConfig
+from esper.tolaria.governor import ALARMS, Alarm, Governor, judge, typical
 from esper.tolaria.tasks import Task, get_task
 from tests.support.random_tables import LIVELY, random_legal_actions
 

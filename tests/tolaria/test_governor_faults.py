@@ -26,16 +26,13 @@ from esper.leyline.events import Event
 from esper.leyline.slot_table import Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
-from esper.simic.backend import HostBackend
-from esper.simic.env import GrowthVectorEnv
+from esper.simic.env import GrowthVectorEnv, HostBackend
 from esper.simic.rewards import RewardConfig, utility
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.engine import Engine
-from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.governor import GovernorConfig
-from esper.tolaria.host_network import HostNetwork, process_train_batch
+from esper.tolaria.engine import Engine, HostNetwork, process_train_batch
+from esper.tolaria.engine_config import EngineConfig, GovernorConfig
 from esper.tolaria.tasks import Task, get_task
 from tests.support.random_tables import LIVELY, random_legal_actions
 

@@ -8,7 +8,7 @@ import torch
 from esper.kasmina.blueprints import blueprints_for
 from esper.leyline.actions import Operator
 from esper.leyline.stages import SeedStage
-from esper.tolaria.host_network import build_body, build_optimizer, process_train_batch
+from esper.tolaria.engine import build_body, build_optimizer, process_train_batch
 from esper.tolaria.tasks import get_task
 
 PLACES = [

@@ -11,8 +11,8 @@ import torch
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError, DataError, UnknownNameError
 from esper.tolaria.data import from_tensors
+from esper.tolaria.engine import HostNetwork
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.host_network import HostNetwork
 from esper.tolaria.tasks import TASKS, Task, get_task, per_sample_correct, per_sample_loss
 
 SIZES = {

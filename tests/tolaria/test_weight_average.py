@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from esper.leyline.errors import ConfigError
-from esper.tolaria.weight_average import WeightAverage, norm_statistics
+from esper.tolaria.growing_network import WeightAverage, norm_statistics
 
 
 def make_module() -> nn.Sequential:

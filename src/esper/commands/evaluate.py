@@ -24,7 +24,7 @@ from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.paired import Difference, compare
 from esper.nissa.run import read_manifest
-from esper.simic.backend import Backend, HostBackend
+from esper.simic.env import Backend, HostBackend
 from esper.simic.evaluation.comparison import Played, best_schedule_on, from_start, play, static
 from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
 from esper.simic.evaluation.sim_oracle import FollowPlans

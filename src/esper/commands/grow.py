@@ -53,7 +53,7 @@ from esper.nissa.run import Lock, read_manifest
 from esper.nissa.signals import stoppable
 from esper.simic.attribution import Worth, report
 from esper.simic.attribution.worth_plot import plot_worth
-from esper.simic.backend import context_of
+from esper.simic.env import context_of
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned
 from esper.tamiyo.decision_record import DECISIONS, DecisionLog
@@ -61,10 +61,9 @@ from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Saved
 from esper.tolaria.data import Dataset
-from esper.tolaria.engine import Engine
+from esper.tolaria.engine import Engine, score
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.families import world_task
-from esper.tolaria.host_network import score
 from esper.tolaria.reproducibility import changes
 from esper.tolaria.tasks import Task
 

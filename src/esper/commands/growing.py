@@ -21,10 +21,9 @@ import msgspec
 
 from esper.commands.resuming import KINDS
 from esper.kasmina.lifecycle import Rules
-from esper.leyline.costs import network_params
 from esper.leyline.errors import CheckpointError
 from esper.leyline.events import Checkpoint, Level
-from esper.leyline.profiler import PhaseTimers
+from esper.leyline.slot_table import network_params
 from esper.leyline.stages import SeedStage
 from esper.nissa.recorder import Run
 from esper.nissa.run import CHECKPOINTS
@@ -37,10 +36,10 @@ from esper.tolaria.checkpoint import Checkpoints, Saved
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.engine_state import engine_state, load_engine
+from esper.tolaria.network_state import engine_state, load_engine
 from esper.tolaria.packing import packed, unpacked
 from esper.tolaria.reproducibility import fingerprint
-from esper.tolaria.rollout import rollout
+from esper.tolaria.rollout import PhaseTimers, rollout
 from esper.tolaria.tasks import Task
 
 GROWN, NO_GROWTH, FROM_START, WIDER = "grown", "no growth", "same structure from step 0", "wider host of equal size"

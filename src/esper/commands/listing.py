@@ -10,9 +10,9 @@ from rich.text import Text
 
 from esper.commands import plainly
 from esper.kasmina.blueprints import blueprints_for, cost
-from esper.kasmina.feature_spec import FeatureSpec, Layout
+from esper.kasmina.blueprints.registry import FeatureSpec, Layout
+from esper.tolaria.engine import build_body
 from esper.tolaria.families import FAMILIES, world_task
-from esper.tolaria.host_network import build_body
 from esper.tolaria.tasks import TASKS
 
 EXAMPLES = {

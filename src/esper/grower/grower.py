@@ -42,7 +42,7 @@ from esper.leyline.errors import ConfigError, LifecycleError
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.simic.attribution import CounterfactualEngine, Worth, report
-from esper.simic.backend import context_of
+from esper.simic.env import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, find_controller, wait_everywhere
 from esper.tamiyo.controllers.learned import Learned

@@ -15,7 +15,7 @@ import torch
 
 from esper.grower.checks import check_rng_states
 from esper.grower.state import gradients, load_rng_states, rng_states
-from esper.kasmina.sharding import is_sharded
+from esper.kasmina.optimizer_sync import is_sharded
 from esper.leyline.errors import CheckpointError
 from esper.tolaria.checkpoint import Checkpoints, Written
 from esper.tolaria.packing import packed, unpacked

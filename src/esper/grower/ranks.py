@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.sharding import is_sharded
+from esper.kasmina.optimizer_sync import is_sharded
 from esper.leyline.errors import ConfigError, TrainingError
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.simic.training.distributed import ProcessGroup

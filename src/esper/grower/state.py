@@ -15,7 +15,7 @@ from torch import Tensor
 from esper.grower.qualities import quality_name
 from esper.kasmina.blueprints import blueprint_index, registered
 from esper.kasmina.body import Body
-from esper.kasmina.sharding import is_sharded, whole
+from esper.kasmina.optimizer_sync import is_sharded, whole
 from esper.leyline.errors import CheckpointError
 from esper.tamiyo.controllers import Stateful
 from esper.tolaria.network_state import NetworkState, network_state

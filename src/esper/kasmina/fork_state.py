@@ -17,10 +17,12 @@ from esper.kasmina.forking import (
     ForkPlan,
     ForkPoint,
     argument_form,
+    as_arguments,
     batched_leaves,
     replaced_norms,
+    same,
 )
-from esper.kasmina.probing import PROBE_SAMPLES, as_arguments, call, same
+from esper.kasmina.probing import PROBE_SAMPLES, call
 from esper.kasmina.slot import Mode, Slot
 from esper.leyline.stages import SeedStage
 

@@ -10,7 +10,8 @@ Legend: B samples, R rows after the forks so far, K configurations.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -226,6 +227,35 @@ def batched_leaves(arguments: Any, samples: int, probed: ArgumentForm | None = N
     leaves, form = pytree.tree_flatten(arguments)
     flags = probed[1] if probed is not None and probed[0] == str(form) else [True] * len(leaves)
     return [flag and is_batched(x, samples) for x, flag in zip(leaves, flags, strict=True)]
+
+
+def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Return a batch as positional and keyword arguments."""
+    if isinstance(batch, Mapping):
+        return (), dict(batch)
+    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
+
+
+def leaves_of(output: Any) -> list[Any]:
+    """Return all leaves of an output, including those in dataclasses that pytree does not flatten."""
+    leaves = pytree.tree_leaves(output)
+    return [y for x in leaves for y in (leaves_of(vars(x)) if dataclasses.is_dataclass(x) else [x])]
+
+
+def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
+    """Return whether two outputs agree up to the rounding caused by a different batch size. NaN equals NaN."""
+    compared = 0
+    for x, y in zip(leaves_of(a), leaves_of(b), strict=True):
+        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
+            if x.shape != y.shape:
+                return False
+            x, y = x.nan_to_num(), y.nan_to_num()
+            scale = y.abs().amax().clamp(min=1e-6) if y.numel() else 1.0
+            most = max(tolerance, 8 * torch.finfo(x.dtype).eps)  # half precision needs a larger tolerance
+            if not bool(((x - y).abs() <= most * scale).all()):  # sync: once, at graft
+                return False
+            compared += 1
+    return compared > 0
 
 
 def take_row(output: Any, rows: dict[int, int], batch: int) -> Any:

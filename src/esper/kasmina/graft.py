@@ -18,13 +18,12 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from esper.kasmina.blueprints.registry import SPATIAL, FeatureSpec, Layout
 from esper.kasmina.body import Body
 from esper.kasmina.causality import TokenSite, looking_ahead
-from esper.kasmina.feature_spec import SPATIAL, FeatureSpec, Layout
-from esper.kasmina.forking import ArgumentForm, argument_form, is_batched
+from esper.kasmina.forking import ArgumentForm, argument_form, as_arguments, is_batched
 from esper.kasmina.probing import (
     PROBE_SAMPLES,
-    as_arguments,
     channels_first_modules,
     floating_items,
     module_outputs,

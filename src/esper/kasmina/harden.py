@@ -19,8 +19,9 @@ from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.probing import quietly, same
-from esper.kasmina.sharding import is_sharded
+from esper.kasmina.forking import same
+from esper.kasmina.optimizer_sync import is_sharded
+from esper.kasmina.probing import quietly
 from esper.kasmina.slot import Select, Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import GraftError, HardenError

@@ -4,6 +4,7 @@
     apply(table, actions, rules) → outcome   one action row per environment; an illegal one does nothing
     tick(table, rules) → effects             once per epoch: ramps, cooldown, auto-advance, counters
     record(table, …)                         store the measurements of an epoch
+    alpha_at(…) → [E, S]                     alpha, the weight of a seed, as a closed-form function of its ramp
 
 They modify the table in place and touch no module. Required changes to modules are returned as effects.
 
@@ -19,9 +20,9 @@ from typing import Literal, NamedTuple
 import msgspec
 import numpy as np
 
-from esper.kasmina.alpha import alpha_at
 from esper.leyline.actions import (
     ALPHA_TARGETS,
+    CURVE_STEEPNESS,
     HEAD_OPTIONS,
     NUM_OPS,
     RELEVANCE,
@@ -29,6 +30,7 @@ from esper.leyline.actions import (
     STYLE_CURVE,
     STYLE_OPERATOR,
     TEMPO_EPOCHS,
+    Curve,
     Head,
     Op,
 )  # fmt: skip
@@ -365,3 +367,21 @@ def expel(table: SlotTable, where: Bools, *, fossils: bool = False) -> list[Effe
     removed = where & (_OCCUPIED if fossils else _PRUNABLE)[table.stage]
     _remove(table, removed)
     return _effects(EffectKind.DROP, removed)
+
+
+def progress(curve: Ints, t: Floats) -> Floats:
+    """Return the progress, 0…1, of a ramp with this curve at time t in 0…1. Exact at both ends."""
+    k = np.maximum(CURVE_STEEPNESS[curve], 1e-9)
+    low = 1.0 / (1.0 + np.exp(0.5 * k))
+    rise = (1.0 / (1.0 + np.exp(-k * (t - 0.5))) - low) / (1.0 - 2.0 * low)
+    shaped = np.where(curve == Curve.LINEAR, t, np.where(curve == Curve.COSINE, 0.5 - 0.5 * np.cos(np.pi * t), rise))
+    return np.where(t <= 0.0, 0.0, np.where(t >= 1.0, 1.0, shaped))
+
+
+def alpha_at(start: Floats, target: Floats, position: Ints, length: Ints, curve: Ints) -> Floats:
+    """Return alpha after `position` of `length` ticks. Exactly `target` at the end, also for length 0."""
+    t = position.astype(np.float64) / np.maximum(length, 1)
+    t = np.where(length == 0, 1.0, t)
+    p = progress(curve, t)
+    value = start + (target.astype(np.float64) - start) * p
+    return np.where(p >= 1.0, target, value).astype(np.float32)

@@ -16,8 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.optimizer_sync import SEED_GROUP
-from esper.kasmina.sharding import is_sharded, sharded_like, whole
+from esper.kasmina.optimizer_sync import SEED_GROUP, is_sharded, sharded_like, whole
 from esper.leyline.errors import CheckpointError
 
 SEEDS = "esper."

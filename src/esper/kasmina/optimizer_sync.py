@@ -1,23 +1,27 @@
-"""Structural changes: apply effects to one body and keep its optimiser in sync.
+"""Structural changes: apply effects to one body and keep its optimiser in sync; clip and sample its gradients.
 
 One empty parameter group for seeds is added to the optimiser, once, before any scheduler is built. Afterwards
 parameters only move: into that group when a seed is built, out of it when the seed is dropped, into the group
 of the module it follows when it is committed. Other parameters keep their state. There is no per-batch work.
+
+FSDP2 (`fully_shard`) may shard the host over ranks; a seed is whole on every rank. Functions that need the other ranks
+are collective: every rank must call them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import Effect, EffectKind
-from esper.kasmina.sharding import is_sharded, local_part, norms_of
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import Operator
 from esper.leyline.errors import OptimizerError
@@ -277,3 +281,113 @@ def clip_separately(groups: list[list[nn.Parameter]], max_norm: float) -> list[t
             total = torch.linalg.vector_norm(each)
             torch._foreach_mul_([local_part(g) for g in grads], (max_norm / (total + 1e-6)).clamp(max=1.0))
     return list(norms)
+
+
+VANISHING, EXPLODING = 1e-7, 10.0
+"""A gradient tensor counts as dead if its norm is below the first, as exploding if it is above the second."""
+RATIO_CAP, RATIO_KEEP = 10.0, 0.9
+
+
+@dataclass(frozen=True, slots=True)
+class GradientStats:
+    """Gradient statistics of one seed."""
+
+    norm: float
+    ratio: float
+    """Seed gradient over host gradient, each divided by the square root of its parameter count; smoothed."""
+    health: float
+    """1 minus half the share of dead tensors; 0 if any tensor explodes or is not finite."""
+
+
+@dataclass(slots=True)
+class GradientMeter:
+    """Keep the latest sample per slot as device tensors."""
+
+    stride: int = 10
+    latest: dict[str, Tensor] = field(default_factory=dict)  # slot → [norm, ratio, health]
+    smoothed: dict[str, float] = field(default_factory=dict)
+
+    def due(self, batch: int) -> bool:
+        """Return whether this batch is sampled: every `stride`-th, none if `stride` is 0."""
+        return self.stride > 0 and batch % self.stride == 0
+
+    def take(self, host: Tensor, seeds: dict[str, Tensor], host_size: int, sizes: dict[str, int]) -> None:
+        """Sample from the norms of the gradient tensors of the host and of each seed. Does not sync the device."""
+        per_host = torch.linalg.vector_norm(host) / max(host_size, 1) ** 0.5
+        for slot, norms in seeds.items():
+            if not norms.numel():
+                continue
+            total = torch.linalg.vector_norm(norms)
+            ratio = total / max(sizes[slot], 1) ** 0.5 / per_host.clamp(min=1e-30)
+            ratio = torch.where(per_host < 1e-8, 0.0, ratio.clamp(max=RATIO_CAP))
+            alive = 1.0 - 0.5 * (norms < VANISHING).float().mean()
+            sound = torch.isfinite(norms).all() & (norms <= EXPLODING).all()
+            self.latest[slot] = torch.stack([total, ratio, torch.where(sound, alive, 0.0)])
+
+    def pending(self) -> Tensor:
+        """Return the samples since the last `read`, three numbers per slot, on the device."""
+        return torch.cat(list(self.latest.values())) if self.latest else torch.zeros(0)
+
+    def read(self, numbers: Sequence[float]) -> dict[str, GradientStats]:
+        """Return statistics from the numbers of `pending`. A slot that was not sampled is absent."""
+        stats = {}
+        for i, slot in enumerate(self.latest):
+            norm, ratio, health = numbers[3 * i : 3 * i + 3]
+            if math.isfinite(ratio):  # a non-finite ratio is reported but kept out of the moving average
+                ratio = RATIO_KEEP * self.smoothed.get(slot, ratio) + (1 - RATIO_KEEP) * ratio
+                self.smoothed[slot] = ratio
+            stats[slot] = GradientStats(norm, ratio, health)
+        self.latest = {}
+        return stats
+
+    def forget(self, slot: str) -> None:
+        """Remove the samples of a slot."""
+        self.latest.pop(slot, None)
+        self.smoothed.pop(slot, None)
+
+
+def gradient_norms(params: list[nn.Parameter]) -> Tensor:
+    """Return the norm of each gradient, on the device."""
+    grads = [p.grad for p in params if p.grad is not None]
+    return norms_of(grads) if grads else torch.zeros(0)
+
+
+def is_sharded(tensor: Any) -> bool:
+    """Return whether a tensor is sharded over ranks."""
+    return type(tensor) is not Tensor and hasattr(tensor, "full_tensor")
+
+
+def local_part(tensor: Any) -> Tensor:
+    """Return the part of a sharded tensor on this rank, in the same memory; a plain tensor unchanged."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def whole(tensor: Any) -> Any:
+    """Return a sharded tensor as a plain one (collective), anything else unchanged."""
+    return tensor.detach().full_tensor() if is_sharded(tensor) else tensor
+
+
+def sharded_like(tensor: Tensor, like: Any) -> Tensor:
+    """Return this rank's view of a whole tensor, sharded as `like` is. All ranks must have the same tensor."""
+    if not is_sharded(like):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    on_device = tensor.to(like.to_local().device)
+    return distribute_tensor(on_device, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def norms_of(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the norm of each tensor, on the device. Collective if one of them is sharded."""
+    norms = torch.stack(torch._foreach_norm([local_part(t) for t in tensors]))
+    sharded: dict[Any, list[int]] = {}
+    for i, tensor in enumerate(tensors):
+        if is_sharded(tensor):
+            sharded.setdefault((tensor.device_mesh, tensor.placements), []).append(i)  # type: ignore[attr-defined]
+    for (mesh, placements), indices in sharded.items():
+        from torch.distributed.tensor import DTensor, Partial, Replicate
+
+        parts = [Partial() if placement.is_shard() else Replicate() for placement in placements]
+        squares = DTensor.from_local(norms[indices].square(), mesh, parts, run_check=False)
+        norms[indices] = squares.full_tensor().sqrt()
+    return norms

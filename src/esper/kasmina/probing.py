@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
@@ -10,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 from torch.overrides import TorchFunctionMode
-from torch.utils import _pytree as pytree
 
+from esper.kasmina.forking import as_arguments, leaves_of
 from esper.kasmina.slot import Path, Select
 from esper.leyline.errors import GraftError
 
@@ -32,13 +31,6 @@ def call(model: nn.Module, batch: Any) -> Any:
     return model(*args, **kwargs)
 
 
-def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return a batch as positional and keyword arguments."""
-    if isinstance(batch, Mapping):
-        return (), dict(batch)
-    return (tuple(batch) if isinstance(batch, (tuple, list)) else (batch,)), {}
-
-
 def quietly(model: nn.Module, batch: Any, *, grad: bool = False) -> Any:
     """Run a model in eval mode. Restore its training modes and the random generator afterwards."""
     training = [m for m in model.modules() if m.training]
@@ -54,28 +46,6 @@ def quietly(model: nn.Module, batch: Any, *, grad: bool = False) -> Any:
     finally:
         for module in training:
             module.training = True
-
-
-def leaves_of(output: Any) -> list[Any]:
-    """Return all leaves of an output, including those in dataclasses that pytree does not flatten."""
-    leaves = pytree.tree_leaves(output)
-    return [y for x in leaves for y in (leaves_of(vars(x)) if dataclasses.is_dataclass(x) else [x])]
-
-
-def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
-    """Return whether two outputs agree up to the rounding caused by a different batch size. NaN equals NaN."""
-    compared = 0
-    for x, y in zip(leaves_of(a), leaves_of(b), strict=True):
-        if isinstance(x, Tensor) and isinstance(y, Tensor) and x.is_floating_point():
-            if x.shape != y.shape:
-                return False
-            x, y = x.nan_to_num(), y.nan_to_num()
-            scale = y.abs().amax().clamp(min=1e-6) if y.numel() else 1.0
-            most = max(tolerance, 8 * torch.finfo(x.dtype).eps)  # half precision needs a larger tolerance
-            if not bool(((x - y).abs() <= most * scale).all()):  # sync: once, at graft
-                return False
-            compared += 1
-    return compared > 0
 
 
 def floating_items(output: Any, path: Path = ()) -> dict[Path, Tensor]:

@@ -19,15 +19,15 @@ from pathlib import Path
 import numpy as np
 
 from esper.kasmina.lifecycle import Outcome, Rules
-from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.attribution import Worth
-from esper.simic.backend import HostBackend, Part
+from esper.simic.env import HostBackend, Part
 from esper.tamiyo.policy.action_masks import padded_legal
 from esper.tolaria.data import Dataset, load_data
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.families import Family
 from esper.tolaria.governor import Alarm
+from esper.tolaria.rollout import PhaseTimers
 from esper.tolaria.tasks import Task
 
 

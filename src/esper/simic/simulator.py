@@ -26,13 +26,12 @@ import numpy.typing as npt
 
 from esper.kasmina.lifecycle import Outcome, Rules, apply, legal, record, record_contribution, tick
 from esper.leyline.actions import BLUEPRINTS, Operator
-from esper.leyline.costs import live_costs
 from esper.leyline.errors import ConfigError
 from esper.leyline.rng import bell, random_bits
-from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable, live_costs
 from esper.leyline.stages import NUM_STAGES, SeedStage
 from esper.simic.attribution import Worth
-from esper.simic.backend import Part
+from esper.simic.env import Part
 from esper.simic.simulated_worlds import (
     CLASSES,
     GATED_HARM,

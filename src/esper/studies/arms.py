@@ -12,7 +12,7 @@ from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.planning import Seed, planned
 from esper.leyline.rng import derive_seed
-from esper.simic.backend import context_of
+from esper.simic.env import context_of
 from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs, shared_data
 from esper.studies.contract import Arm, Point
 from esper.studies.trainers import trainer

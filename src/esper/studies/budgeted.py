@@ -19,18 +19,18 @@ from dataclasses import replace
 import msgspec
 
 from esper.kasmina.blueprints import blueprint, registered
-from esper.kasmina.blueprints.sequences import transformer_block
+from esper.kasmina.blueprints.builtin import transformer_block
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Operator
-from esper.leyline.costs import live_costs, network_params
 from esper.leyline.rng import derive_seed
-from esper.simic.backend import context_of
+from esper.leyline.slot_table import live_costs, network_params
+from esper.simic.env import context_of
 from esper.simic.evaluation.comparison import structure_of
 from esper.studies.contract import Point
 from esper.tamiyo.controllers import Controller, Wait
 from esper.tolaria.data import Dataset, Split
 from esper.tolaria.engine import Engine
-from esper.tolaria.engine_state import engine_state, load_engine
+from esper.tolaria.network_state import engine_state, load_engine
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task, decay_factor
 

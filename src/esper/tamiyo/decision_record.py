@@ -26,7 +26,7 @@ from esper.leyline.checksums import check_tensors, seal_tensors
 from esper.leyline.errors import DataError
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout
-from esper.tamiyo.policy.feature_table import num_features
+from esper.tamiyo.policy.features import num_features
 from esper.tamiyo.policy_file import must_fit, view
 
 DECISIONS = "decisions.safetensors"

@@ -19,7 +19,7 @@ from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import check_tensors, seal_tensors
 from esper.leyline.errors import DataError
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
-from esper.tamiyo.policy.feature_table import feature_names
+from esper.tamiyo.policy.features import feature_names
 
 FORMAT = "esper-policy"
 POLICY = "policy.safetensors"

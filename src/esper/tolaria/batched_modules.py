@@ -18,9 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blending import detached
 from esper.kasmina.body import Body
-from esper.kasmina.slot import Mode, Slot
+from esper.kasmina.slot import Mode, Slot, detached
 from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError
 

@@ -32,12 +32,11 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.rng import derive_seed
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched_modules import Wide
-from esper.tolaria.growing_network import train_epoch
+from esper.tolaria.growing_network import averaging_rate, inverse_momenta, train_epoch
 from esper.tolaria.tasks import IGNORED, per_sample_correct
-from esper.tolaria.weight_average import averaging_rate, inverse_momenta
 
 if TYPE_CHECKING:
-    from esper.tolaria.host_network import HostNetwork
+    from esper.tolaria.engine import HostNetwork
 
 Strategy = Literal["loop", "stacked", "auto"]
 OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize")

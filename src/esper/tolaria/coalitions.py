@@ -22,11 +22,10 @@ from torch import Tensor
 from torch.utils import _pytree as pytree
 
 from esper.kasmina.body import Body
-from esper.kasmina.forking import ForkError, ForkPlan, Norm, RowNorms, is_batched
-from esper.kasmina.probing import same
+from esper.kasmina.forking import ForkError, ForkPlan, Norm, RowNorms, is_batched, same
 from esper.leyline.errors import ConfigError
-from esper.leyline.profiler import PhaseTimers
 from esper.leyline.stages import SeedStage
+from esper.tolaria.rollout import PhaseTimers
 
 Score = Callable[[Any, Any], Tensor]
 """(output, target) → a score per sample [B], or several [B, Q]; higher is better."""

@@ -3,36 +3,245 @@
     engine = Engine(task, worlds=[0, 1, 2, 3])
     engine.step(actions)      # apply, tick, train an epoch, validate, roll back failing environments, record
 
-Environments are independent: a plain loop over them is the reference for anything faster. The governor (`governor.py`)
-handles an error in one environment; the others are not affected.
+`HostNetwork` is one environment: a task's host as a growing network, in one world. Environments are independent: a
+plain loop over them is the reference for anything faster. The governor (`governor.py`) handles an error in one
+environment; the others are not affected.
+
+`ComputeMeter` counts multiply-adds: matrix products and convolutions. Training is forward and backward of the host, its
+live seeds and the shadow passes. Measuring (validation, coalitions, statistics of norms) is counted apart. The counts
+are exact because they come from the operations that the passes run, on a copy of the body.
 
 Legend: E environments, K configurations, N validation samples.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from math import ceil
+from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+import torch.nn.functional as F
+from torch import Tensor, nn
 
-from esper.kasmina.blueprints import blueprint_index, registered
+from esper.kasmina.blueprints import blueprint_index, count_macs, registered
 from esper.kasmina.body import Body
+from esper.kasmina.graft import graft
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules, apply, legal, record, record_contribution, tick
 from esper.leyline.actions import Curve, Operator
-from esper.leyline.profiler import PhaseTimers
+from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched_training import BatchedTrainer, choose
-from esper.tolaria.coalitions import Coalitions, Measured, statistics
-from esper.tolaria.compute import ComputeMeter
-from esper.tolaria.data import Dataset
+from esper.tolaria.coalitions import CALIBRATION_SAMPLES, Coalitions, Measured, Score, evaluate, statistics
+from esper.tolaria.data import Dataset, Split
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.governor import Alarm, Governor
-from esper.tolaria.host_network import HostNetwork, score
-from esper.tolaria.tasks import Task
+from esper.tolaria.growing_network import (
+    GrowingNetwork,
+    WeightAverage,
+    largest,
+    own_generator,
+    train_epoch,
+    vital_tensors,
+)
+from esper.tolaria.rollout import PhaseTimers
+from esper.tolaria.tasks import Task, per_sample_correct, per_sample_loss
+
+
+def process_train_batch(body: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the mean loss of a batch and the number of correct samples."""
+    output = body(x)
+    return F.cross_entropy(output.flatten(0, -2), y.flatten()), per_sample_correct(output.detach(), y).sum()
+
+
+def score(output: Tensor, target: Tensor) -> Tensor:
+    """Return correctness and log-probability of every sample, [B, 2]; for both, higher is better."""
+    return torch.stack([per_sample_correct(output, target), -per_sample_loss(output, target)], dim=-1)
+
+
+def build_body(task: Task, data: Dataset, world: int, device: str = "cpu") -> Body:
+    """Build the task's host of one world and graft the task's slots; images use channels_last throughout."""
+    host = task.build_host(world).to(device)
+    if data.kind == "image":
+        host = host.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    sites = host.sites()
+    probe = data.train.x[:3]
+    return graft(host, {slot: sites[slot] for slot in task.slots}, probe=probe)
+
+
+def build_optimizer(task: Task, params: list[nn.Parameter]) -> torch.optim.Optimizer:
+    """Build the task's optimiser, SGD or AdamW."""
+    if task.optimiser == "adamw":
+        return torch.optim.AdamW(params, lr=task.lr, weight_decay=task.weight_decay, fused=True)
+    return torch.optim.SGD(params, lr=task.lr, momentum=task.momentum, weight_decay=task.weight_decay, fused=True)
+
+
+class HostNetwork(GrowingNetwork):
+    """The host of one environment: a growing network that trains on a task's data in one world's order."""
+
+    average: WeightAverage
+
+    def __init__(self, task: Task, data: Dataset, world: int, config: EngineConfig) -> None:
+        self.task, self.data, self.world, self.config = task, data, world, config
+        self.forward = torch.compile(process_train_batch) if config.compile else process_train_batch
+        body = build_body(task, data, world, config.device)
+        super().__init__(
+            body,
+            build_optimizer(task, list(body.parameters())),
+            rng_seed=derive_seed(world, "seeds"),
+            incubation=config.incubation,
+            gradient_stride=config.gradient_telemetry_stride,
+            ema_decay=config.ema_decay,
+            max_norm=task.clip,
+            lr=task.seed_lr,
+        )
+
+    def regroup(self) -> None:
+        """Recompute the groups, and which modules affect the host's output."""
+        super().regroup()
+        active = [slot for slot in self.body.slots.values() if slot.stage >= SeedStage.BLENDING]
+        self._active = [self.body.model, *active]
+
+    @property
+    def vital(self) -> Tensor:
+        """Largest magnitude of the state that affects the host's output, on the device; finite only if all of it is."""
+        return largest(vital_tensors(self._active, self.average, self.optimizer))
+
+    # -- training
+
+    def set_learning_rate(self, factor: float) -> None:
+        """Set the learning rate of host and seeds to `factor` times the task's."""
+        for number, group in enumerate(self.optimizer.param_groups):
+            group["lr"] = factor * (self.task.seed_lr if number == self.optimizer_sync.seeds else self.task.lr)
+
+    def train_epoch(self, step: int) -> Tensor:
+        """Train on this step's minibatches; return mean loss and accuracy, still on the device.
+
+        Dropout is seeded by world and step, so it does not depend on which other environments run.
+        """
+        self.body.train()
+        self.average.start_epoch()
+        with own_generator(derive_seed(self.world, "dropout", step), self.config.device):
+            batches = self.task.minibatches(self.data, self.world, step)
+            return train_epoch(self, batches, shadow_every=self.config.shadow_every)
+
+    def forward_backward(self, x: Tensor, y: Tensor) -> Tensor:
+        """Run the main pass; return mean loss and accuracy, detached and still on the device."""
+        loss, correct = self.forward(self.body, x, y)
+        loss.backward()
+        return torch.stack([loss.detach(), correct / len(y)])
+
+    def shadow_backward(self, x: Tensor, y: Tensor) -> None:
+        """Add the gradient of each TRAINING seed, computed with that seed switched on."""
+        if self.has_learner:
+            self.body.shadow_backward(lambda: self.batch_loss(self.body, x, y))
+
+    def batch_loss(self, body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+        """Return the mean loss of a batch, not compiled."""
+        return process_train_batch(body, x, y)[0]
+
+    # -- measuring
+
+    def validate(self, split: Split, calibration: Tensor, phases: PhaseTimers | None = None) -> Coalitions:
+        """Evaluate every configuration of this epoch on the averaged weights: scores [K, N, 2]."""
+        return self.evaluate(split.portions(), score, calibration=calibration, phases=phases)
+
+    def test(self, split: Split) -> tuple[float, float]:
+        """Return accuracy and loss on a split with the live seeds on, on the averaged weights."""
+        live = tuple(True for _ in self.body.players()) + tuple(False for _ in self.body.training_slots)
+        result = self.evaluate(split.portions(), score, configs=[live])
+        accuracy, log_prob = result.scores[0].double().mean(0).tolist()  # sync: only for reports
+        return accuracy, -log_prob
+
+
+SAMPLES = 2
+"""Samples of the counted batch. BatchNorm needs two; multiply-adds are proportional to the number of samples."""
+
+
+class PassMacs(NamedTuple):
+    """Multiply-adds per sample of the passes of a training batch, forward and backward."""
+
+    main: int
+    shadow: int
+    """All shadow passes of a batch that has them; 0 if no seed is TRAINING in isolation."""
+
+
+class MeasuringMacs(NamedTuple):
+    """Multiply-adds of measuring, per validation sample and per calibration sample, over all configurations."""
+
+    validation: int
+    calibration: int
+
+
+def pass_macs(network: HostNetwork) -> PassMacs:
+    """Count the passes of one training batch on a copy of the body. The network is not changed."""
+    body = copy.deepcopy(network.body)
+    body.train()
+    split = network.data.train
+    x, y = split.take(torch.arange(SAMPLES, device=split.y.device))
+
+    def loss() -> torch.Tensor:
+        return network.batch_loss(body, x, y)
+
+    with torch.random.fork_rng(devices=[]):
+        main = count_macs(lambda: loss().backward())
+        shadow = count_macs(lambda: body.shadow_backward(loss)) if network.has_learner else 0
+    return PassMacs(main // SAMPLES, shadow // SAMPLES)
+
+
+def measuring_macs(network: HostNetwork, score: Score) -> MeasuringMacs:
+    """Count the configurations of one validation on a copy of the body. The network is not changed."""
+    body = copy.deepcopy(network.body)
+    body.forking.proven.update(point for point in body.forking.points.values() if point is not None)  # no extra checks
+    split = network.data.train
+    x, y = split.take(torch.arange(2 * SAMPLES, device=split.y.device))
+    calibration = x[:SAMPLES]
+
+    def count(samples: int) -> int:
+        batch = [(x[:samples], y[:samples])]
+        return count_macs(lambda: evaluate(body, batch, score, calibration=calibration))
+
+    with torch.random.fork_rng(devices=[]):
+        few, twice = count(SAMPLES), count(2 * SAMPLES)
+    return MeasuringMacs((twice - few) // SAMPLES, (2 * few - twice) // SAMPLES)
+
+
+class ComputeMeter:
+    """Counts multiply-adds of networks of one task; each structure is counted once."""
+
+    def __init__(self) -> None:
+        self._counted: dict[tuple[object, ...], PassMacs] = {}
+        self._measured: dict[tuple[object, ...], MeasuringMacs] = {}
+
+    def epoch_macs(self, network: HostNetwork) -> int:
+        """Return the multiply-adds of one training epoch of this network as it is now."""
+        key = structure_key(network)
+        if key not in self._counted:
+            self._counted[key] = pass_macs(network)
+        each, task = self._counted[key], network.task
+        shadowed = ceil(task.batches_per_epoch / network.config.shadow_every)
+        return task.batch * (task.batches_per_epoch * each.main + shadowed * each.shadow)
+
+    def measuring_macs(self, network: HostNetwork, score: Score, samples: int, calibration: int) -> int:
+        """Return the multiply-adds of one validation with this many samples and calibration samples."""
+        key = (*structure_key(network), *(slot.name for slot in network.body.players()))
+        if key not in self._measured:
+            self._measured[key] = measuring_macs(network, score)
+        each = self._measured[key]
+        return samples * each.validation + min(calibration, CALIBRATION_SAMPLES) * each.calibration
+
+
+def structure_key(network: HostNetwork) -> tuple[object, ...]:
+    """Return what the compute of a network's passes depends on."""
+    return tuple(
+        (slot.blueprint, slot.operator, slot.stage, any(p.requires_grad for p in slot.parameters()))
+        for slot in network.body.slots.values()
+    )
+
 
 NOTHING = Coalitions((), 0, [()], torch.full((1, 1, 2), torch.nan))
 """The coalitions of an environment that could not be validated."""

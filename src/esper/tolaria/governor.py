@@ -24,17 +24,20 @@ from math import inf, log
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, ParamSpec, TypeVar
 
-import msgspec
 import numpy as np
+import torch
+from torch import Tensor, nn
 
+from esper.kasmina.forking import ForkPoint
 from esper.kasmina.lifecycle import Effect, EffectKind, expel
-from esper.leyline.errors import ConfigError, TrainingError
+from esper.leyline.errors import TrainingError
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
-from esper.tolaria.snapshot import Snapshot
+from esper.tolaria.engine_config import GovernorConfig
+from esper.tolaria.growing_network import largest, state_tensors
 
 if TYPE_CHECKING:
-    from esper.tolaria.host_network import HostNetwork
+    from esper.tolaria.engine import HostNetwork
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -45,51 +48,6 @@ MAD_TO_SD = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a normal distribution."""
 TIME_GOES_ON = ("step", "next_serial", "last_op", "rollbacks", "train_macs", "measure_macs")
 """Columns of the table that a rollback does not restore."""
-
-
-class GovernorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """When an environment is rolled back, by its validation losses.
-
-    Chance is the loss of guessing, ln(classes). The median and the spread (a robust standard deviation) are those of
-    the losses in the history. The lead is how far the median is below chance.
-    """
-
-    window: int = 20
-    """The history holds the last this many losses without alarm, at least 1."""
-    enough: int = 5
-    """The median and the spread are used once the history holds this many losses, from 1 to `window`."""
-    spreads: float = 6.0
-    """A loss diverges if it exceeds the median by this many spreads (≥ 0) and exceeds `above_chance`."""
-    above_chance: float = 1.25
-    """A loss diverges only above this multiple of chance, at least 1."""
-    early: float = 4.0
-    """With fewer than `enough` losses, a loss diverges above this multiple of chance, at least 1."""
-    lead_spreads: float = 3.0
-    """A host can collapse only if its lead exceeds this many spreads (≥ 0), within the two bounds that follow."""
-    least_lead: float = 0.02
-    """A host can collapse only if its lead exceeds this share of chance (≥ 0): early losses stay near chance."""
-    clear_lead: float = 0.4
-    """A lead above this share of chance (≥ `least_lead`) suffices at any spread: fast falling losses spread widely."""
-    lead_left: float = 0.1
-    """A loss collapses if at most this share of the lead is left, in [0, 1)."""
-    patience: int = 3
-    """An environment is rolled back after this many divergences and collapses in a row, at least 1."""
-    snapshot_every: int = 5
-    """A snapshot of an environment without alarm is taken every this many steps, at least 1."""
-    give_up: int = 3
-    """The run ends after this many steps in a row, at least 1, with an error in every environment."""
-
-    def __post_init__(self) -> None:
-        for name in self.__struct_fields__:
-            least = 0 if name in ("spreads", "lead_spreads", "least_lead", "clear_lead", "lead_left") else 1
-            if not least <= getattr(self, name) < inf:
-                raise ConfigError(f"governor.{name} must be finite and ≥ {least}, got {getattr(self, name)}")
-        if self.enough > self.window:
-            raise ConfigError(f"governor.enough must be ≤ window ({self.window}), got {self.enough}")
-        if self.least_lead > self.clear_lead:
-            raise ConfigError(f"governor.least_lead must be ≤ clear_lead ({self.clear_lead}), got {self.least_lead}")
-        if self.lead_left >= 1.0:
-            raise ConfigError(f"governor.lead_left must be below 1, got {self.lead_left}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -369,3 +327,105 @@ def _release_frames(error: BaseException | None) -> None:
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
+
+
+class Snapshot:
+    """A copy of one environment's host and fossils with their optimiser state and averages.
+
+    `restore` writes into the tensors that the snapshot was taken of, so references to them (optimiser, average, hooks)
+    stay valid. Live seeds are not part of it: a rollback drops them.
+    """
+
+    def __init__(self, network: HostNetwork) -> None:
+        self.network = network
+        self.tensors: list[Tensor] = []
+        self.copies: list[Tensor] = []
+
+    @property
+    def is_taken(self) -> bool:
+        """Whether there is a snapshot to restore."""
+        return bool(self.tensors)
+
+    @torch.no_grad()
+    def take(self) -> None:
+        """Copy the current state, into the previous snapshot's memory if nothing was committed since.
+
+        Raise TrainingError if anything is not finite; the previous snapshot is kept then.
+        """
+        body, optimizer, average = self.network.body, self.network.optimizer, self.network.average
+        fossils = [slot.name for slot in body.slots.values() if slot.stage == SeedStage.FOSSILIZED]
+        params, tensors = self._host_tensors(fossils)
+        state = {p: dict(optimizer.state[p]) for p in params if p in optimizer.state}
+        tensors += state_tensors(optimizer, params)
+        if not bool(largest(tensors).isfinite()):  # sync: once per snapshot
+            raise TrainingError("no snapshot is taken: weights, norm statistics or optimiser state are not finite")
+        options = [_options(group) for group in optimizer.param_groups]
+        if len(tensors) == len(self.tensors) and all(a is b for a, b in zip(tensors, self.tensors, strict=True)):
+            torch._foreach_copy_(self.copies, tensors)
+        else:
+            self.tensors, self.copies = tensors, [t.detach().clone() for t in tensors]
+        self.params, self.state, self.updates = params, state, average.updates
+        self.fossils, self.options = fossils, options
+        self.forking = body.forking.failure, set(body.forking.proven)
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Restore the state bit for bit. Allocates next to no memory, because there may be none left."""
+        body, optimizer = self.network.body, self.network.optimizer
+        torch._foreach_copy_(self.tensors, self.copies)
+        for p in self.params:
+            if p in self.state:
+                optimizer.state[p] = dict(self.state[p])
+            else:
+                optimizer.state.pop(p, None)
+        for group, options in zip(optimizer.param_groups, self.options, strict=True):
+            group.update(_options(options))
+        self.network.average.updates = self.updates
+        body.forking.failure, body.forking.proven = self.forking[0], set(self.forking[1])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the snapshot. Tensors of the optimiser state are in `copies`; `state` has None in their place."""
+        return {
+            "fossils": list(self.fossils),
+            "copies": list(self.copies),
+            "state": [
+                {k: None if isinstance(v, Tensor) else (v,) for k, v in self.state[p].items()}
+                if p in self.state
+                else None
+                for p in self.params
+            ],
+            "updates": self.updates,
+            "options": [dict(options) for options in self.options],
+            "forking": (self.forking[0], tuple((p.at_input, p.name) for p in sorted(self.forking[1]))),
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned in another process. The network must have loaded its own state before."""
+        optimizer = self.network.optimizer
+        self.fossils = list(state["fossils"])
+        self.params, self.tensors = self._host_tensors(self.fossils)
+        self.state = {
+            p: {k: optimizer.state[p][k] if v is None else v[0] for k, v in values.items()}
+            for p, values in zip(self.params, state["state"], strict=True)
+            if values is not None
+        }
+        self.tensors += [v for each in self.state.values() for v in each.values() if isinstance(v, Tensor)]
+        self.copies = [torch.empty_like(t).copy_(c) for t, c in zip(self.tensors, state["copies"], strict=True)]
+        self.updates, self.options = state["updates"], [dict(options) for options in state["options"]]
+        self.forking = state["forking"][0], {ForkPoint(*point) for point in state["forking"][1]}
+
+    def _host_tensors(self, fossils: Sequence[str]) -> tuple[list[nn.Parameter], list[Tensor]]:
+        """Return the parameters of host and fossils, and these with their buffers and averages."""
+        body, average = self.network.body, self.network.average
+        modules = [body.model, *(body.slots[name] for name in fossils)]
+        params = [p for module in modules for p in module.parameters()]
+        averages = average.by_tensor()
+        live: list[Tensor] = [*params, *(b for module in modules for b in module.buffers())]
+        return params, [*live, *(averages[t] for t in live if t in averages)]
+
+
+def _options(group: dict[str, Any]) -> dict[str, Any]:
+    """Return the options of an optimiser group: everything but its parameters."""
+    options = {k: v for k, v in group.items() if k not in ("params", "param_names")}
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in options.items()}

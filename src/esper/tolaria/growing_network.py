@@ -9,6 +9,9 @@ Each of these steps is implemented here and nowhere else. `Engine` holds one `Ho
 `esper.Grower` wraps one `GrowingNetwork` for a loop that belongs to the user, and `BatchedTrainer` runs the same
 `train_epoch` over several networks at once.
 
+Quality is measured on `WeightAverage`, a moving average of the weights: at a constant learning rate the accuracy of raw
+weights varies by points from batch to batch, that of their average by a tenth of a point.
+
 Legend: E environments, S slots.
 """
 
@@ -16,6 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from math import inf
 from typing import Any, Protocol, TypeVar
 
 import numpy as np
@@ -25,14 +29,14 @@ from torch.optim import Optimizer
 
 from esper.kasmina.blueprints import seeded
 from esper.kasmina.body import Body
-from esper.kasmina.gradients import GradientMeter, GradientStats, gradient_norms
+from esper.kasmina.forking import Norm
 from esper.kasmina.lifecycle import Effect, EffectKind
-from esper.kasmina.optimizer_sync import OptimizerSync, clip_separately
+from esper.kasmina.optimizer_sync import GradientMeter, GradientStats, OptimizerSync, clip_separately, gradient_norms
 from esper.kasmina.slot import Incubation, Slot
+from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import Floats, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions, Measured, Score, evaluate
-from esper.tolaria.weight_average import WeightAverage
 
 Norms = TypeVar("Norms")
 
@@ -251,3 +255,117 @@ def own_generator(rng_seed: int, device: str) -> Iterator[None]:
     with torch.random.fork_rng(devices=[device]), seeded(rng_seed), torch.cuda.device(device):
         torch.cuda.manual_seed(rng_seed)
         yield
+
+
+class WeightAverage:
+    """Exponential moving average of a module's parameters and norm statistics, with warm-up."""
+
+    def __init__(self, module: nn.Module, decay: float = 0.98) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ConfigError(f"the decay of the weight average must lie in [0, 1), got {decay}")
+        self.module, self.decay, self.updates = module, decay, 0
+        self.tensors: list[Tensor] = []
+        """The live tensors: the parameters, then the running statistics of norms."""
+        self.average: list[Tensor] = []
+        self.resync()
+
+    def resync(self) -> None:
+        """Follow a structural change: kept tensors keep their average, new ones start from their values."""
+        before = self.by_tensor()
+        self.tensors = [*self.module.parameters(), *norm_statistics(self.module)]
+        self.average = [before[t] if t in before else t.detach().clone() for t in self.tensors]
+        self.start_epoch()
+        self._params = self.tensors[: len(self.tensors) - len(self._norms.running)]
+
+    def start_epoch(self) -> None:
+        """Note the running statistics of norms, from which the next update computes those of its batch."""
+        self._norms = BatchStatistics(self.module)
+
+    def restart(self) -> None:
+        """Restart the average from the current weights."""
+        self.updates, self.tensors, self.average = 0, [], []
+        self.resync()
+
+    def by_tensor(self) -> dict[Tensor, Tensor]:
+        """Return the average of each live tensor."""
+        return dict(zip(self.tensors, self.average, strict=True))
+
+    @torch.no_grad()
+    def update(self) -> None:
+        """Move the average towards the current weights; call it once per batch."""
+        self.updates += 1
+        values = [*self._params, *self._norms.of_batch()]
+        torch._foreach_lerp_(self.average, values, averaging_rate(self.decay, self.updates))
+
+    @contextmanager
+    def applied(self) -> Iterator[None]:
+        """Within the context the module has the averaged weights. No data is copied."""
+        self._swap()
+        try:
+            yield
+        finally:
+            self._swap()
+
+    def _swap(self) -> None:
+        for t, a in zip(self.tensors, self.average, strict=True):
+            t.data, a.data = a.data, t.data
+
+
+class BatchStatistics:
+    """Statistics of the last training batch in every BatchNorm of a module, computed from its running statistics."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.running = norm_statistics(module)
+        self.before = [b.clone() for b in self.running]
+        self.inverse_momenta = inverse_momenta(module)
+
+    @torch.no_grad()
+    def of_batch(self) -> list[Tensor]:
+        """Return means and variances of the batch since the last call; the running ones where no batch was seen."""
+        if not self.running:
+            return []
+        change = torch._foreach_sub(self.running, self.before)
+        torch._foreach_mul_(change, self.inverse_momenta)
+        torch._foreach_add_(change, self.before)
+        torch._foreach_copy_(self.before, self.running)
+        return list(change)
+
+
+def inverse_momenta(module: nn.Module) -> list[float]:
+    """Return 1 / momentum for each of `norm_statistics`; 1 for norms without a momentum."""
+    norms = [m for m in module.modules() if isinstance(m, Norm)]
+    pairs = [(m.momentum, b) for m in norms for b in (m.running_mean, m.running_var)]
+    return [1.0 / momentum if momentum else 1.0 for momentum, b in pairs if b is not None]
+
+
+def norm_statistics(module: nn.Module) -> list[Tensor]:
+    """Return the running means and variances of the BatchNorms in a module."""
+    norms = [m for m in module.modules() if isinstance(m, Norm)]
+    return [b for m in norms for b in (m.running_mean, m.running_var) if b is not None]
+
+
+def averaging_rate(decay: float, updates: int) -> float:
+    """Return the interpolation weight of update number `updates`; it is larger during the warm-up."""
+    return 1.0 - min(decay, (1 + updates) / (10 + updates))
+
+
+def vital_tensors(
+    modules: Sequence[nn.Module], average: WeightAverage, optimizer: torch.optim.Optimizer
+) -> list[Tensor]:
+    """Return what must stay finite: weights, their averages and optimiser state, and the statistics of norms."""
+    averages = average.by_tensor()
+    params = [p for module in modules for p in module.parameters()]
+    live: list[Tensor] = [*params, *(b for module in modules for b in norm_statistics(module))]
+    return [*live, *(averages[t] for t in live), *state_tensors(optimizer, params)]
+
+
+def state_tensors(optimizer: torch.optim.Optimizer, params: Sequence[nn.Parameter]) -> list[Tensor]:
+    """Return the tensors of the optimiser's state for these parameters."""
+    return [v for p in params for v in optimizer.state.get(p, {}).values() if isinstance(v, Tensor)]
+
+
+@torch.no_grad()
+def largest(tensors: Sequence[Tensor]) -> Tensor:
+    """Return the largest magnitude in these tensors, on the device; NaN if any value is NaN."""
+    numbers = [t for t in tensors if t.is_floating_point() and t.numel()]
+    return torch.stack([n.float() for n in torch._foreach_norm(numbers, inf)]).max()

@@ -1,6 +1,6 @@
 """Costs of a host and of every blueprint at every slot, measured on a body.
 
-`leyline/costs.py` adds them up for the seeds in a table.
+`leyline/slot_table.py` adds them up for the seeds in a table.
 
 Legend: S slots, B blueprints.
 """
@@ -8,10 +8,8 @@ Legend: S slots, B blueprints.
 from __future__ import annotations
 
 import numpy as np
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
-from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.blueprints import blueprint_index, count_macs
 from esper.kasmina.body import Body
 from esper.kasmina.fork_state import attached
 from esper.kasmina.forking import ForkPlan
@@ -43,13 +41,9 @@ def host_macs_and_order(body: Body) -> tuple[int, list[str]]:
     ]
     everything_off = ForkPlan.single([False] * len(slots), [slot.name for slot in slots])
     try:
-        with (
-            attached(everything_off, slots, body.model),
-            sdpa_kernel(SDPBackend.MATH),  # the counter ignores fused attention
-            FlopCounterMode(display=False) as counter,
-        ):
-            quietly(body.model, body.probe)
+        with attached(everything_off, slots, body.model):
+            macs = count_macs(lambda: quietly(body.model, body.probe))
     finally:
         for handle in handles:
             handle.remove()
-    return int(counter.get_total_flops()) // 2 // PROBE_SAMPLES, list(dict.fromkeys(reached))
+    return macs // PROBE_SAMPLES, list(dict.fromkeys(reached))

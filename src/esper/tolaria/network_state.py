@@ -1,9 +1,13 @@
-"""The state of one growing network between two batches: everything besides its weights that determines its training.
+"""The state of a growing network between two batches, and of an engine between two steps: all that determines the rest.
 
-    state = network_state(network)
+    state = network_state(network)                             # everything besides the weights
     load_network(network, state, weights, gradients, table)
+    tree = engine_state(engine)                                # tensors, arrays and plain values, for `packing.packed`
+    load_engine(engine, tree)                                  # into an engine of the same task, worlds and config
 
-`esper.Grower` and the engine both save this state, next to the tensors of `weights_of` and to their slot table.
+`esper.Grower` and the engine both save a `NetworkState`, next to the tensors of `weights_of` and to their slot table.
+A network or an engine that has loaded its state continues bit for bit as the saved one. Data order and dropout are
+functions of (world, step), so the state contains no random generator.
 """
 
 from __future__ import annotations
@@ -20,14 +24,15 @@ from torch import Tensor
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import STRUCTURE, Body, hidden_buffers
 from esper.kasmina.forking import ForkPoint
-from esper.kasmina.gradients import GradientMeter
 from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.kasmina.optimizer_state import OptimizerState, load_optimizer, optimizer_state
-from esper.kasmina.sharding import sharded_like, whole
+from esper.kasmina.optimizer_sync import GradientMeter, sharded_like, whole
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import ALPHA_TARGETS, TEMPO_EPOCHS
+from esper.leyline.errors import CheckpointError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
+from esper.tolaria.engine import Engine
 from esper.tolaria.growing_network import GrowingNetwork
 
 Point = tuple[bool, str]
@@ -213,3 +218,26 @@ def adopt_body(network: GrowingNetwork, table: SlotTable, env: int = 0) -> None:
     network.meter = GradientMeter(network.meter.stride)
     network.body.sync(table, env)
     network.regroup()
+
+
+def engine_state(engine: Engine) -> dict[str, Any]:
+    """Return everything that determines how the engine continues. Tensors are not copied: write them at once."""
+    return {
+        "table": engine.table.arrays(),
+        "networks": [state_tree(network_state(network)) for network in engine.networks],
+        "weights": [weights_of(network.body) for network in engine.networks],
+        "governor": engine.governor.state_dict(),
+    }
+
+
+def load_engine(engine: Engine, state: Mapping[str, Any]) -> None:
+    """Load what `engine_state` returned into a newly built engine."""
+    if len(state["networks"]) != len(engine.networks):
+        raise CheckpointError(
+            f"the state has {len(state['networks'])} environments, this engine has {len(engine.networks)}"
+        )
+    engine.table.restore(SlotTable(**state["table"]))
+    saved = zip(state["networks"], state["weights"], strict=True)
+    for env, (network, (tree, weights)) in enumerate(zip(engine.networks, saved, strict=True)):
+        load_network(network, msgspec.convert(tree, NetworkState), weights, {}, engine.table, env)
+    engine.governor.load_state_dict(state["governor"])

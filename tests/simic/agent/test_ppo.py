@@ -20,7 +20,8 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork, known_blueprints
 from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, forced
-from esper.tamiyo.policy.feature_table import ENV_COLUMN, num_features
+from esper.tamiyo.policy.feature_table import ENV_COLUMN
+from esper.tamiyo.policy.features import num_features
 from tests.support.random_tables import LIVELY
 
 BUILT_IN = len(BLUEPRINTS)

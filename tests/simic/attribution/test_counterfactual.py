@@ -19,7 +19,7 @@ from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.leyline.actions import Operator
 from esper.leyline.stages import SeedStage
 from esper.simic.attribution import CounterfactualEngine, CounterfactualHelper, Worth, report
-from esper.simic.attribution.shapley import exact_weights
+from esper.simic.attribution.counterfactual import exact_weights
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.coalitions import Coalitions, Config, evaluate, step_configs
 from esper.tolaria.engine import Engine

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from esper.leyline.actions import Operator
-from esper.simic.backend import HostBackend
+from esper.simic.env import HostBackend
 from esper.simic.evaluation.comparison import AT_ONCE, best_schedule_on, from_start, play, static
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator

@@ -13,13 +13,12 @@ import numpy as np
 import pytest
 import torch
 
-from esper.simic.backend import HostBackend
+from esper.simic.env import HostBackend
 from esper.simic.evaluation import no_growth_baseline as module
 from esper.simic.evaluation.no_growth_baseline import NoGrowthBaselines, ingredients
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.data import Split
-from esper.tolaria.engine_config import EngineConfig
-from esper.tolaria.governor import GovernorConfig
+from esper.tolaria.engine_config import EngineConfig, GovernorConfig
 from esper.tolaria.reproducibility import code_hash, syntax_without_prose
 from esper.tolaria.tasks import get_task
 

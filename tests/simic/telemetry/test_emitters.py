@@ -11,14 +11,13 @@ from esper.kasmina.lifecycle import Outcome, Rules, apply, expel, legal, tick
 from esper.leyline import events
 from esper.leyline.actions import Head, Op
 from esper.leyline.events import Event, Level, Silence
-from esper.leyline.profiler import PhaseTimers
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.engine import Engine
-from esper.tolaria.rollout import rollout
+from esper.tolaria.rollout import PhaseTimers, rollout
 from esper.tolaria.tasks import get_task
 from tests.support.random_tables import LIVELY, random_actions, random_legal_actions, random_measurements
 from tests.support.rules import ISOLATED

@@ -7,7 +7,7 @@ import pytest
 
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import BLUEPRINTS, Head, Op
-from esper.leyline.costs import live_costs
+from esper.leyline.slot_table import live_costs
 from esper.leyline.stages import SeedStage
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers.select import Select

@@ -15,9 +15,8 @@ from hypothesis import strategies as st
 from esper.commands.features import run_features
 from esper.kasmina.lifecycle import legal
 from esper.leyline.actions import BLUEPRINTS
-from esper.leyline.costs import live_costs, seed_macs
 from esper.leyline.errors import ConfigError
-from esper.leyline.slot_table import SlotTable
+from esper.leyline.slot_table import SlotTable, live_costs, seed_macs
 from esper.leyline.stages import STRICT, SeedStage
 from esper.tamiyo.policy import feature_table, features
 from esper.tamiyo.policy.feature_table import (
@@ -26,10 +25,8 @@ from esper.tamiyo.policy.feature_table import (
     FEATURES,
     PER_SLOT,
     SLOT_COLUMN,
-    feature_names,
-    num_features,
 )
-from esper.tamiyo.policy.features import SOFT_SLOT, ObsContext, batch_obs_to_features
+from esper.tamiyo.policy.features import SOFT_SLOT, ObsContext, batch_obs_to_features, feature_names, num_features
 from tests.reference.observations import reports, slow_features, slow_prices
 from tests.support.observation_context import example_context
 from tests.support.random_tables import LIVELY, random_table

@@ -1,19 +1,64 @@
-"""Blueprint registry: registration, construction, cost and the checks that a new seed must pass."""
+"""Blueprint registry: features at a slot, registration, construction, cost, and the checks of a new seed."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.flop_counter import FlopCounterMode
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import flop_registry
 
-from esper.kasmina.feature_spec import FeatureSpec, Layout
 from esper.leyline.actions import BLUEPRINTS
 from esper.leyline.errors import BlueprintError, unknown_name
+
+
+class Layout(StrEnum):
+    """Layout of the features at a slot. A blueprint declares which layouts it supports."""
+
+    MAP = "map"  # [B, C, H, W]
+    SEQUENCE = "sequence"  # [B, T, D], a position may depend on earlier ones only
+    VECTOR = "vector"  # [B, D]
+    BIDIRECTIONAL = "bidirectional"  # [B, T, D], positions of the model depend on later ones
+    SIGNAL = "signal"  # [B, C, L], positions of the model depend on later ones
+    VOLUME = "volume"  # [B, C, D, H, W]
+
+
+SPATIAL = {Layout.SIGNAL: 1, Layout.MAP: 2, Layout.VOLUME: 3}
+"""Number of axes after the channels, for layouts with the channels on axis 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class FeatureSpec:
+    """The features at one slot, as observed in the probe."""
+
+    layout: Layout
+    dim: int
+    """Number of channels of a map, signal or volume, or width of a sequence or vector."""
+    shape: tuple[int, ...]
+    """Shape of one sample, without the batch dimension."""
+    channels_last: bool = False
+    """Whether a map has channels_last memory format. Seeds are built in the same format."""
+    batch_axis: int = 0
+    """Axis of the features that holds the batch: 1 for recurrent states and time-major sequences, else 0."""
+    swapped: tuple[int, int] | None = None
+    """Two axes that are swapped for the seed, which takes [B, T, D]: (0, 1) for [T, B, D], (1, 2) for [B, D, T]."""
+
+    @property
+    def channel_axis(self) -> int:
+        """Return the axis of the features that holds the channels or the width."""
+        return 1 if self.layout in SPATIAL or self.swapped == (1, 2) else -1
+
+    def batch_shape(self, size: int) -> tuple[int, ...]:
+        """Return the shape of a batch of `size` samples."""
+        return (*self.shape[: self.batch_axis], size, *self.shape[self.batch_axis :])
+
 
 Factory = Callable[[int], nn.Module]
 """Function from the width of the features to a seed."""
@@ -143,6 +188,32 @@ def seeded(rng_seed: int | None) -> Iterator[None]:
         yield
 
 
+class MacCounter(TorchDispatchMode):
+    """Adds up the operations for which `torch.utils.flop_counter` has a formula.
+
+    `FlopCounterMode` itself does not work with `torch.autograd.grad`, which shadow passes use.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.flops = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Run the operation and count it."""
+        out = func(*args, **(kwargs or {}))
+        formula = flop_registry.get(func._overloadpacket)
+        if formula is not None:
+            self.flops += formula(*args, **(kwargs or {}), out_val=out)
+        return out
+
+
+def count_macs(run: Callable[[], object]) -> int:
+    """Return the multiply-adds of the matrix products and convolutions that `run` performs."""
+    with sdpa_kernel(SDPBackend.MATH), MacCounter() as counter:  # there is no formula for fused attention on a CPU
+        run()
+    return counter.flops // 2
+
+
 @lru_cache(maxsize=4096)
 def cost(name: str, site: FeatureSpec) -> Cost:
     """Return what a blueprint would add at a site, counted on the meta device without memory or arithmetic."""
@@ -155,10 +226,11 @@ def cost(name: str, site: FeatureSpec) -> Cost:
 
 def _count(name: str, site: FeatureSpec, device: str) -> Cost:
     """Build the seed on `device` and count its parameters and multiply-adds."""
-    with torch.device(device), FlopCounterMode(display=False) as counter:
+    with torch.device(device):
         seed = _make(name, site).eval()
-        _quiet_forward(seed, torch.empty(site.batch_shape(1)), f"blueprint {name!r}", site)
-    return Cost(sum(p.numel() for p in seed.parameters()), counter.get_total_flops() // 2)
+        h = torch.empty(site.batch_shape(1))
+        macs = count_macs(lambda: _quiet_forward(seed, h, f"blueprint {name!r}", site))
+    return Cost(sum(p.numel() for p in seed.parameters()), macs)
 
 
 def check(seed: nn.Module, site: FeatureSpec, *, name: str | None = None) -> None:

@@ -3,24 +3,32 @@
     CounterfactualEngine    coalitions(…) → configurations;  worth(result) → Worth
     CounterfactualHelper    process_batch(engine) → one Worth per environment, each epoch
     report                  worth of every seed of one body, including committed ones
+    estimate, interactions  Shapley values and pairwise interactions from coalition values
 
 All numbers come from one table of per-sample scores keyed by bitmask: differences are paired, and no configuration is
-evaluated twice.
+evaluated twice. Bit i of a coalition's bitmask is player i. Every estimate is linear in the coalition values, φ = A·v:
+the same matrix turns per-sample scores [K, N] into per-sample Shapley values [n, N], whose spread gives the standard
+errors. Permutations are never enumerated.
+
+Legend: n players, K evaluated coalitions, N samples.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
 from itertools import islice
+from math import comb, factorial
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from esper.kasmina.body import Body
 from esper.leyline.stages import SeedStage
-from esper.simic.attribution.shapley import EXACT_PLAYERS, Array, coalition_order, estimate, interactions
-from esper.simic.attribution.worth import Worth
+from esper.simic.attribution.worth import Array, Worth
 from esper.tolaria.coalitions import Coalitions, Config, Measured, Score, evaluate, statistics
 from esper.tolaria.engine import Engine
 
@@ -134,3 +142,236 @@ def report(
         new = evaluate(body, batches, score, configs=more, fossils=True, calibration=calibration)
         take += len(more)
         done = Coalitions(done.slots, done.players, done.configs + new.configs, torch.cat([done.scores, new.scores]))
+
+
+EXACT_PLAYERS = 6
+"""Maximum number of players for which all 2ⁿ coalitions are evaluated."""
+ENUMERABLE_PLAYERS = 16
+"""Maximum number of players for which the coalitions of a size are listed and shuffled. Above, they are sampled."""
+
+
+@lru_cache(maxsize=32)
+def exact_weights(n: int) -> Array:
+    """Return the matrix [n, 2ⁿ] from the values of all coalitions, ordered by bitmask, to Shapley values."""
+    masks = np.arange(2**n)
+    size = np.array([m.bit_count() for m in masks.tolist()])
+    gain = np.array([factorial(s - 1) * factorial(n - s) / factorial(n) if s else 0.0 for s in range(n + 1)])
+    loss = np.array([factorial(s) * factorial(n - s - 1) / factorial(n) if s < n else 0.0 for s in range(n + 1)])
+    member = (masks[None, :] >> np.arange(n)[:, None]) & 1 == 1  # [n, 2ⁿ]
+    weights: Array = np.where(member, gain[size], -loss[size])
+    weights.setflags(write=False)
+    return weights
+
+
+def coalition_order(n: int, seed: int = 0) -> Iterator[int]:
+    """Yield distinct coalitions, the most informative first: none, all, each alone, all but one, complementary pairs.
+
+    In a pair S and its complement, every interaction of even order cancels. Sizes alternate, so that any prefix is
+    balanced over sizes. The iterator ends after all 2ⁿ coalitions.
+    """
+    full = 2**n - 1
+    yield 0
+    if n == 0:
+        return
+    yield full
+    if n == 1:
+        return
+    for i in range(n):
+        yield 1 << i
+    if n == 2:
+        return
+    for i in range(n):
+        yield full ^ (1 << i)
+    rng = np.random.default_rng(seed)
+    turns = [_of_size(n, size, rng) for size in range(2, n // 2 + 1)]
+    while turns:
+        for stream in list(turns):
+            mask = next(stream, None)
+            if mask is None:
+                turns.remove(stream)
+                continue
+            yield mask
+            yield full ^ mask
+
+
+def _of_size(n: int, size: int, rng: np.random.Generator) -> Iterator[int]:
+    """Yield distinct coalitions of one size in random order; of size n/2 only one of each complementary pair."""
+    half = 2 * size == n
+    if n <= ENUMERABLE_PLAYERS:
+        masks = [m for m in range(2**n) if m.bit_count() == size and not (half and m & 1)]
+        rng.shuffle(masks)
+        yield from masks
+        return
+    yielded: set[int] = set()
+    while len(yielded) < comb(n, size) // (2 if half else 1):
+        mask = sum(1 << int(i) for i in rng.choice(n, size, replace=False))
+        if half and mask & 1:
+            mask ^= 2**n - 1
+        if mask not in yielded:
+            yielded.add(mask)
+            yield mask
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """Shapley values and their errors."""
+
+    values: Array  # [n]
+    se: Array  # [n] from the spread over samples; NaN without per-sample scores
+    design_se: Array  # [n] due to coalitions that were not evaluated; 0 if all were
+    evaluations: int
+
+
+def weights_for(n: int, masks: Sequence[int]) -> Array:
+    """Return the matrix [n, K] from these coalitions to Shapley values, by constrained weighted least squares.
+
+    It fits v(S) ≈ v(∅) + Σ φ_i over all coalitions under Σφ = v(all) − v(none). The Shapley kernel's weight of each
+    size is divided among the evaluated coalitions of that size. With all 2ⁿ coalitions it is exact.
+    """
+    column = {mask: k for k, mask in enumerate(masks)}
+    full = 2**n - 1
+    if 0 not in column or full not in column:
+        raise ValueError("the empty and the full coalition must be among those evaluated")
+    operator = np.zeros((n, len(masks)))
+    if n == 1:
+        operator[0, column[full]], operator[0, column[0]] = 1.0, -1.0
+        return operator
+    inner = [m for m in masks if m not in (0, full)]
+    total = np.zeros(len(masks))  # v(all) − v(none) as a row
+    total[column[full]], total[column[0]] = 1.0, -1.0
+    if not inner:
+        return np.repeat(total[None] / n, n, axis=0)
+    member = np.array([[m >> i & 1 for i in range(n)] for m in inner], dtype=np.float64)  # [k, n]
+    weight = _kernel(n, member.sum(1).astype(int))
+    gram = member.T @ (weight[:, None] * member)
+    project = np.linalg.pinv(gram, hermitian=True)
+    free = np.zeros((n, len(masks)))  # unconstrained right-hand side, as an operator on v
+    columns = [column[m] for m in inner]
+    free[:, columns] = member.T * weight
+    free[:, column[0]] -= (member.T * weight).sum(1)
+    ones = project.sum(1)
+    solution = project @ free
+    return solution + np.outer(ones / ones.sum(), total - solution.sum(0))
+
+
+def _kernel(n: int, sizes: npt.NDArray[np.int64]) -> Array:
+    """Return the Shapley kernel's weight of each size, divided among the coalitions of that size."""
+    counts = np.bincount(sizes, minlength=n)
+    return (n - 1) / (sizes * (n - sizes)) / counts[sizes]
+
+
+def estimate(n: int, masks: Sequence[int], scores: Array) -> Estimate:
+    """Return Shapley values from coalition scores [K] or, per sample, [K, N].
+
+    They are exact for a full table. For a part of it, the missing values are interpolated (`_interpolated`).
+    """
+    means = scores if scores.ndim == 1 else scores.mean(1)
+    if len(masks) == 2**n:
+        weights = exact_weights(n)[:, list(masks)] if n <= ENUMERABLE_PLAYERS else weights_for(n, masks)
+        design_se = np.zeros(n)
+    else:
+        weights, design_se = _interpolated(n, masks, means)
+    se = np.full(n, np.nan)
+    if scores.ndim == 2 and scores.shape[1] > 1:
+        se = (weights @ scores).std(1, ddof=1) / np.sqrt(scores.shape[1])
+    return Estimate(weights @ means, se, design_se, len(masks))
+
+
+def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Array]:
+    """Return Shapley values as a matrix [n, K] on the values, and the error due to the missing coalitions [n].
+
+    The game is modelled as a Gaussian process on the cube of coalitions: an additive part of weight κ, and a smooth
+    part with correlation ρ^|S△T| between coalitions that differ in |S△T| players; κ and ρ maximise the likelihood of
+    the values. The posterior mean interpolates every value, its Shapley values have a closed form, and the posterior
+    variance gives their error. For a game without structure (ρ and κ near 0) missing values are predicted by the
+    mean; an additive game is left to least squares.
+    """
+    if 0 not in masks or 2**n - 1 not in masks:
+        raise ValueError("the empty and the full coalition must be among those evaluated")
+    member = np.array([[m >> i & 1 for i in range(n)] for m in masks], dtype=np.float64)  # [K, n]
+    size, count = member.sum(1).astype(int), len(masks)
+    apart = size[:, None] + size[None, :] - 2 * member @ member.T
+    sides = member - 0.5
+    additive = sides @ sides.T
+    scale = float(np.abs(means - means.mean()).max())
+    if scale == 0.0:
+        return weights_for(n, masks), np.zeros(n)
+    targets = np.stack([means / scale, np.ones(count)], axis=1)  # the values, and the constant term
+    best = (-np.inf, 0.0, 0.0, 0.0, apart)
+    for rho in CORRELATIONS:
+        smooth = rho**apart + JITTER * np.eye(count)
+        for kappa in ADDITIVE:
+            factor = _cholesky(smooth + kappa * additive)
+            value, ones = _solve(factor, targets).T
+            left = value - ones * (value @ ones) / (ones @ ones)
+            variance = max(float(left @ left) / count, 1e-300)
+            likelihood = -0.5 * count * np.log(variance) - float(np.log(np.diag(factor)).sum())
+            if likelihood > best[0]:
+                best = (likelihood, rho, kappa, variance, factor)
+    _, rho, kappa, variance, factor = best
+    reach = _reach(n, rho)
+    inside, outside = (1 - rho) * reach[np.maximum(size - 1, 0)], (rho - 1) * reach[np.minimum(size, n - 1)]
+    at_values = np.where(member.T == 1, inside, outside) + kappa * sides.T  # [n, K] Shapley values of the kernel
+    whitened = _solve(factor, at_values.T)  # [K, n]
+    prior = 2 * (1 - rho) * sum(comb(n - 1, t) * _share(n, t) * reach[t] for t in range(n)) + kappa
+    design_se = scale * np.sqrt(variance * np.maximum(prior - (whitened**2).sum(0), 0.0))
+    if kappa == ADDITIVE[-1]:
+        return weights_for(n, masks), design_se
+    ones = _solve(factor, np.ones((count, 1)))
+    centred = whitened - ones * (ones.T @ whitened) / (ones**2).sum()
+    weights = _solve(factor.T, centred, upper=True).T
+    total = np.zeros(count)
+    total[list(masks).index(2**n - 1)], total[list(masks).index(0)] = 1.0, -1.0
+    return weights + (total - weights.sum(0)) / n, design_se
+
+
+def _cholesky(matrix: Array) -> Array:
+    return torch.linalg.cholesky(torch.from_numpy(matrix)).numpy()
+
+
+def _solve(triangle: Array, right: Array, upper: bool = False) -> Array:
+    """Solve a triangular system. numpy would solve it as a full one, with its own threads."""
+    left = torch.from_numpy(np.ascontiguousarray(triangle))
+    return torch.linalg.solve_triangular(left, torch.from_numpy(np.ascontiguousarray(right)), upper=upper).numpy()
+
+
+CORRELATIONS = (0.02, 0.3, 0.6, 0.85, 0.95)
+ADDITIVE = (0.0, 0.1, 1.0, 10.0, 1e3, 1e6)
+JITTER = 1e-9
+
+
+def _share(n: int, size: int) -> float:
+    """Return the weight of a coalition of `size` others in a Shapley value of n players."""
+    return factorial(size) * factorial(n - 1 - size) / factorial(n)
+
+
+@lru_cache(maxsize=256)
+def _reach(n: int, rho: float) -> Array:
+    """Return [n]: Σ over coalitions S of the n−1 others of share(|S|)·ρ^|S△T|, for T of size 0…n−1."""
+    others = n - 1
+    return np.array(
+        [
+            sum(
+                comb(t, a) * comb(others - t, b) * _share(n, a + b) * rho ** (t - a + b)
+                for a in range(t + 1)
+                for b in range(others - t + 1)
+            )
+            for t in range(n)
+        ]
+    )
+
+
+def interactions(n: int, masks: Sequence[int], scores: Array) -> tuple[Array, Array]:
+    """Return pairwise interactions v(ij) − v(i) − v(j) + v(∅) and their paired errors, [n, n]; NaN if not evaluated."""
+    row = {m: k for k, m in enumerate(masks)}
+    value, se = np.full((n, n), np.nan), np.full((n, n), np.nan)
+    for i in range(n):
+        for j in range(i + 1, n):
+            needed = ((1 << i) | (1 << j), 1 << i, 1 << j, 0)
+            if all(m in row for m in needed):
+                both, one, other, none = (scores[row[m]] for m in needed)
+                second = both - one - other + none
+                value[i, j] = value[j, i] = second.mean()
+                if scores.ndim == 2 and scores.shape[1] > 1:
+                    se[i, j] = se[j, i] = second.std(ddof=1) / np.sqrt(scores.shape[1])
+    return value, se

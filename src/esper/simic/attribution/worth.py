@@ -13,8 +13,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 
-from esper.simic.attribution.shapley import Array
+Array = npt.NDArray[np.float64]
 
 LEGEND = (
     "contribution: quality with all seeds minus quality without this growing seed",

@@ -19,10 +19,9 @@ import numpy as np
 
 from esper.kasmina.blueprints import blueprint_name
 from esper.leyline.actions import Operator
-from esper.leyline.costs import live_costs, network_params
-from esper.leyline.slot_table import Floats
+from esper.leyline.slot_table import Floats, live_costs, network_params
 from esper.leyline.stages import SeedStage
-from esper.simic.backend import Backend, HostBackend
+from esper.simic.env import Backend, HostBackend
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.rewards import Frame, RewardConfig, utility
 from esper.simic.simulator import Simulator

@@ -5,13 +5,12 @@
     after = Frame.of(table, context, baseline_quality)
     r = reward(before, after, config)               # [E]
 
-`frame.py` defines the inputs of a mode and the registry of modes, `utility.py` the default mode, `comparisons.py`
-corrected modes of the earlier system. A new mode is one function decorated with `@reward_mode("name")`.
+`reward.py` defines the inputs of a mode, the registry of modes and the default mode. `comparisons.py` defines corrected
+modes of the earlier system. A new mode is one function decorated with `@reward_mode("name")`.
 """
 
 from esper.simic.rewards import comparisons
-from esper.simic.rewards.frame import REWARDS, WITH_POTENTIAL, Frame, RewardConfig, reward, reward_mode
-from esper.simic.rewards.utility import rent, utility
+from esper.simic.rewards.reward import REWARDS, WITH_POTENTIAL, Frame, RewardConfig, rent, reward, reward_mode, utility
 
 __all__ = [
     "REWARDS",

@@ -28,8 +28,7 @@ import numpy as np
 
 from esper.leyline.slot_table import Bools, Floats
 from esper.leyline.stages import GROWING, NUM_STAGES, SeedStage
-from esper.simic.rewards.frame import Frame, RewardConfig, reward_mode
-from esper.simic.rewards.utility import bounded, gain, rent
+from esper.simic.rewards.reward import Frame, RewardConfig, bounded, gain, rent, reward_mode
 
 S = SeedStage
 STAGE_POTENTIAL = np.zeros(NUM_STAGES)

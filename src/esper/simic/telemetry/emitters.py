@@ -27,14 +27,13 @@ from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.lifecycle import Outcome
 from esper.leyline import events
 from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
-from esper.leyline.costs import network_params
 from esper.leyline.errors import UnknownNameError
 from esper.leyline.events import Emits, Event, Level, Number
-from esper.leyline.profiler import PhaseTimers
-from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable, network_params
 from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NEXT_STAGES, SeedStage
 from esper.simic.attribution.worth import Worth
 from esper.tolaria.governor import Alarm
+from esper.tolaria.rollout import PhaseTimers
 
 PHASE_EVERY_S = 1.0
 """Minimum number of seconds between two phase profiles."""

@@ -21,7 +21,7 @@ import numpy as np
 from esper.leyline.errors import CheckpointError
 from esper.leyline.events import Checkpoint, Emits, spelled, unspelled
 from esper.leyline.slot_table import Floats
-from esper.simic.backend import Backend, HostBackend
+from esper.simic.env import Backend, HostBackend
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import TrainConfig, as_tree

@@ -17,11 +17,10 @@ from esper.kasmina.body import Body
 from esper.kasmina.probing import PROBE_SAMPLES, quietly
 from esper.leyline.errors import ConfigError
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.backend import Backend, HostBackend
-from esper.simic.env import GrowthVectorEnv
+from esper.simic.env import Backend, GrowthVectorEnv, HostBackend
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.training.config import TrainConfig
-from esper.tamiyo.policy.feature_table import num_features
+from esper.tamiyo.policy.features import num_features
 
 COPIES = 8
 """Copies of a host's weights: weights, gradients, optimiser (two), average, snapshot (weights, optimiser, average)."""

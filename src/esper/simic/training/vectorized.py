@@ -21,12 +21,10 @@ from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
 from esper.leyline.events import Emits, Silence, Update, level
-from esper.leyline.profiler import PhaseTimers
 from esper.leyline.rng import derive_seed, random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
-from esper.simic.backend import Backend, HostBackend
-from esper.simic.env import GrowthVectorEnv
+from esper.simic.env import Backend, GrowthVectorEnv, HostBackend
 from esper.simic.evaluation.no_growth_baseline import BASELINES
 from esper.simic.family_backend import FamilyBackend, FamilyTasks
 from esper.simic.simulator import Simulator
@@ -38,9 +36,9 @@ from esper.simic.training.training_state import Round, TrainingResult, TrainingS
 from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced
-from esper.tamiyo.policy.feature_table import num_features
+from esper.tamiyo.policy.features import num_features
 from esper.tolaria.checkpoint import Saved
-from esper.tolaria.rollout import rollout
+from esper.tolaria.rollout import PhaseTimers, rollout
 from esper.tolaria.tasks import get_task
 
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from esper.leyline.actions import Head, Op
-from esper.leyline.costs import Priced, seed_macs
-from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
+from esper.leyline.slot_table import Bools, Floats, Ints, Priced, SlotTable, seed_macs
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.controllers.schedule import PREFERRED, Schedule, wait_everywhere
 

@@ -126,13 +126,3 @@ SLOT_FEATURES = tuple(f for f in FEATURES if f.scope == "slot")
 BASE, PER_SLOT = len(ENV_FEATURES), len(SLOT_FEATURES)
 ENV_COLUMN = {f.name: i for i, f in enumerate(ENV_FEATURES)}
 SLOT_COLUMN = {f.name: i for i, f in enumerate(SLOT_FEATURES)}
-
-
-def num_features(slots: int) -> int:
-    """Return the number of columns F of an observation."""
-    return BASE + slots * PER_SLOT
-
-
-def feature_names(slots: int) -> list[str]:
-    """Return the names of all columns [F]. Names of slot columns start with the slot's number."""
-    return [f.name for f in ENV_FEATURES] + [f"slot{s}.{f.name}" for s in range(slots) for f in SLOT_FEATURES]

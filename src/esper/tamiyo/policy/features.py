@@ -26,12 +26,19 @@ import numpy as np
 import numpy.typing as npt
 
 from esper.leyline.actions import BLUEPRINTS, SPEED_TICKS
-from esper.leyline.costs import seed_macs
 from esper.leyline.errors import ConfigError
-from esper.leyline.slot_table import HISTORY, Bools, Floats, Ints, SlotTable
+from esper.leyline.slot_table import HISTORY, Bools, Floats, Ints, SlotTable, seed_macs
 from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NUM_STAGES, PERMISSIVE, SeedStage, Thresholds
 from esper.tamiyo.policy import feature_table as columns
-from esper.tamiyo.policy.feature_table import BASE, ENV_COLUMN, PER_SLOT, SLOT_COLUMN, Feature, num_features
+from esper.tamiyo.policy.feature_table import (
+    BASE,
+    ENV_COLUMN,
+    ENV_FEATURES,
+    PER_SLOT,
+    SLOT_COLUMN,
+    SLOT_FEATURES,
+    Feature,
+)
 
 Float32 = npt.NDArray[np.float32]
 Stage = SeedStage
@@ -112,6 +119,16 @@ class ObsContext:
         """[K, 1, 1] scale of every softened slot column, in the unit of its raw values."""
         scales = [s.scale * (self.quality_span if s.of_quality else 1) for s in SOFT_SLOT.values()]
         return np.array(scales, dtype=np.float32)[:, None, None]
+
+
+def num_features(slots: int) -> int:
+    """Return the number of columns F of an observation."""
+    return BASE + slots * PER_SLOT
+
+
+def feature_names(slots: int) -> list[str]:
+    """Return the names of all columns [F]. Names of slot columns start with the slot's number."""
+    return [f.name for f in ENV_FEATURES] + [f"slot{s}.{f.name}" for s in range(slots) for f in SLOT_FEATURES]
 
 
 class Soft(NamedTuple):

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from esper.tolaria.data.augment import crop_and_flip
 from esper.tolaria.data.catalogue import SOURCES, load_data
-from esper.tolaria.data.dataset import Dataset, Split, from_tensors
-from esper.tolaria.data.order import minibatch_indices, window_starts
+from esper.tolaria.data.dataset import Dataset, Split, from_tensors, minibatch_indices, window_starts
 
 __all__ = [
     "SOURCES",

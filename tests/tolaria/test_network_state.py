@@ -13,7 +13,7 @@ from esper.leyline.errors import CheckpointError
 from esper.leyline.stages import Thresholds
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.engine import Engine
-from esper.tolaria.engine_state import engine_state, load_engine
+from esper.tolaria.network_state import engine_state, load_engine
 from esper.tolaria.packing import packed, unpacked
 from esper.tolaria.tasks import get_task
 

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import esper
-from esper.kasmina.model_interface import SEEDS_FILE, load_seeds
+from esper.kasmina.body import SEEDS_FILE, load_seeds
 from esper.leyline.errors import ConfigError, OptimizerError
 from tests.support.models import bert, gpt2
 

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.tamiyo.policy.distribution import entropy, likeliest, log_distribution, pick
+from esper.tamiyo.network import entropy, likeliest, log_distribution, pick
 
 LAST = 1.0 - 2.0**-53
 """Largest float64 random number below 1."""

@@ -1,7 +1,7 @@
 import pytest
 
-from esper.leyline import profiler as phases_module
-from esper.leyline.profiler import PhaseTimers
+from esper.tolaria import rollout as phases_module
+from esper.tolaria.rollout import PhaseTimers
 
 
 class Clock:

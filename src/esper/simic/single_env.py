@@ -1,0 +1,70 @@
+"""One growing host as a Gymnasium environment, for libraries that take single environments.
+
+    env = GrowthEnv(backend, worlds=range(100))
+
+`action_masks()` is as required by sb3-contrib's MaskablePPO. `env.py` describes episodes and seeds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import gymnasium as gym
+import numpy as np
+
+from esper.leyline.actions import Head
+from esper.leyline.slot_table import Bools, Ints
+from esper.simic.env import Backend, GrowthVectorEnv
+from esper.simic.rewards import RewardConfig
+from esper.tamiyo.policy.action_masks import CANONICAL
+
+
+class GrowthEnv(gym.Env[Any, Any]):
+    """Single environment of one growing host. Episodes cycle through `worlds`."""
+
+    metadata = {"render_modes": []}  # noqa: RUF012  (Gymnasium's own convention)
+
+    def __init__(
+        self,
+        backend: Backend,
+        worlds: Sequence[int] = (0,),
+        *,
+        reward: RewardConfig | None = None,
+        fixed: Mapping[Head, int] | None = None,
+    ) -> None:
+        pool = list(worlds)
+        self.env = GrowthVectorEnv(backend, lambda n: [pool[n % len(pool)]] if pool else [], reward=reward, fixed=fixed)
+        self.observation_space, self.action_space = self.env.single_observation_space, self.env.single_action_space
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
+        """Start an episode in the next world, in world `seed`, or in that of `options["worlds"]`, a list of one."""
+        super().reset(seed=seed)
+        obs, info = self.env.reset(seed=seed, options=options)
+        return obs[0], _only(info)
+
+    def step(self, action: Ints) -> tuple[Any, float, bool, bool, dict[str, Any]]:
+        """Apply one action [8] and train an epoch."""
+        if self.env.over:
+            raise gym.error.ResetNeeded("the episode is over: call reset()")
+        obs, rewards, ended, cut, info = self.env.step(np.asarray(action)[None])
+        return obs[0], float(rewards[0]), bool(ended[0]), bool(cut[0]), _only(info)
+
+    def action_masks(self) -> Bools:
+        """Return the masks of all heads, concatenated. An option is allowed if some legal action contains it.
+
+        Heads chosen independently may still form an illegal action, which has the effect of WAIT.
+        """
+        layout, mask = self.env.layout, self.env.masks[0]
+        by_op = mask[layout.slot_by_op].reshape(-1, layout.slots)
+        takes = mask[layout.blueprint_by_slot].reshape(layout.slots, layout.blueprints)
+        heads: list[Bools] = [by_op[mask[layout.op]].any(0), takes.any(0)]
+        if not heads[Head.BLUEPRINT].any():  # nothing can be planted, but a head needs an allowed option
+            heads[Head.BLUEPRINT][CANONICAL[Head.BLUEPRINT]] = True
+        heads += [mask[where] for where in layout.tail.values()]
+        return np.concatenate([*heads, mask[layout.op]])
+
+
+def _only(info: dict[str, Any]) -> dict[str, Any]:
+    """Return the info of the only environment, without the `_key` entries."""
+    return {name: value[0] for name, value in info.items() if not name.startswith("_")}
