@@ -135,6 +135,7 @@ def train(
     tensorboard: TensorBoard = False,
     show: Annotated[bool, typer.Option("--show", help="Print the settings and exit.")] = False,
     compare: Annotated[bool, typer.Option(help="At the end, compare with other controllers.")] = True,
+    opens: Annotated[bool | None, typer.Option("--open/--no-open", help="With --ab: open the comparison.")] = None,
 ) -> None:
     """Train a policy that decides when, where and what to grow.
 
@@ -145,9 +146,10 @@ def train(
 
     Example:  esper train --sim --preset sim
     Example:  esper train --task rescue --rounds 60 --workers 2 --set ppo.lr=5e-4
-    With --ab, two runs are trained one after the other, OUT/a and OUT/b, and compared as `esper compare` does.
-
     Example:  esper train --resume runs/mine
+    With --ab, two runs are trained over the same worlds, OUT/a and OUT/b. Their comparison is printed, written to
+    OUT/comparison.html and opened in a browser, if the program runs in a terminal on a machine with a display.
+
     Example:  esper train --sim --preset sim --ab ppo.lr=1e-3 --out runs/lr
     """
     from esper.commands.train import TrainOptions, run_train
@@ -160,7 +162,7 @@ def train(
     if ab:
         from esper.commands.ab import run_ab
 
-        run_ab(options, ab, preset=preset, config_file=config, sets=sets or [], more=more, show=show)
+        run_ab(options, ab, preset=preset, config_file=config, sets=sets or [], more=more, show=show, opens=opens)
         return
     run_train(options, preset=preset, config_file=config, sets=sets or [], more=more, show=show)
 

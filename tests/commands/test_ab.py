@@ -9,13 +9,15 @@ from esper.commands.train import TrainOptions, run_train
 from esper.karn.comparison import compare_runs
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
+from esper.nissa.run_list import list_runs
 from tests.commands.test_train import esper
+from tests.karn.test_comparison import write_run
 
 SMALL = {"simulated": True, "rounds": 2, "envs": 4, "epochs": 14, "task": None, "seed": None, "start_from": None}
 SETS = ["ppo.groups=2", "worlds=4"]
 
 
-def train_ab(ab, out=None, **more):
+def train_ab(ab, out=None, opens=None, **more):
     run_ab(
         TrainOptions(out=out, compare=False),
         ab,
@@ -24,6 +26,7 @@ def train_ab(ab, out=None, **more):
         sets=SETS,
         more=SMALL | more,
         show=False,
+        opens=opens,
     )
 
 
@@ -43,6 +46,30 @@ def test_both_settings_are_trained_over_the_same_worlds_and_compared(tmp_path, c
     ]
     (pair,) = compare_runs([tmp_path / "a", tmp_path / "b"]).pairs
     assert pair.worlds == [0, 1, 2, 3]
+    assert '"comparison":{"arms":[{"name":"a"' in (tmp_path / "comparison.html").read_text()
+    assert {row.name for row in list_runs(tmp_path)} == {"a", "b"}
+
+
+@pytest.mark.parametrize(
+    ("opens", "is_terminal", "display", "is_opened"),
+    [(None, True, ":0", True), (None, False, ":0", False), (None, True, "", False), (True, False, "", True),
+     (False, True, ":0", False)],
+)  # fmt: skip
+def test_comparison_is_opened_where_somebody_can_see_it(
+    opens, is_terminal, display, is_opened, tmp_path, monkeypatch, capsys
+):
+    for name, quality in (("a", 0.5), ("b", 0.6)):
+        write_run(tmp_path / name, [{"quality": quality}], config={"ppo": {"lr": quality}})
+    opened = []
+    monkeypatch.setattr("webbrowser.open", opened.append)
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setenv("DISPLAY", display)
+    monkeypatch.delenv("WAYLAND_DISPLAY", raising=False)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    monkeypatch.setattr("esper.commands.ab.run_train", lambda options, **_: options.out)
+    train_ab(["ppo.lr=0.05"], tmp_path, opens=opens)
+    assert opened == [(tmp_path / "comparison.html").as_uri()] * is_opened
+    assert "comparison.html" in capsys.readouterr().out.replace("\n", "")
 
 
 def test_second_run_does_not_depend_on_the_first(tmp_path):

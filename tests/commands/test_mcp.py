@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -152,16 +153,33 @@ def test_server_runs_as_a_subprocess(root):
 
     esper = Path(sys.executable).parent / "esper"
     tools, answers = call(
-        StdioServerParameters(command=str(esper), args=["mcp", str(root)]),
+        StdioServerParameters(command=str(esper), args=["mcp", str(root)], env=dict(os.environ)),
         ("runs", {}),
         ("sql", {"query": "select count(*) as n from decisions", "runs": ["grown"]}),
         ("summary", {"run": "nowhere"}),
         ("compare", {"runs": ["a", "b"]}),
+        ("summary", {"run": "grown"}),
+        ("schema", {}),
+        ("seed_life", {"run": "grown", "slot": SLOTS[0]}),
+        ("seed_life", {"run": "grown", "slot": "nowhere"}),
     )
     assert {tool.name for tool in tools} == TOOLS
-    assert [is_error for is_error, _ in answers] == [False, False, True, False]
+    assert [is_error for is_error, _ in answers] == [False, False, True, False, False, False, False, True]
     assert answers[1][1]["rows"][0]["n"] > 0
     assert "no run named 'nowhere'" in answers[2][1]
+    calls = (("runs", {}), ("compare", {"runs": ["a", "b"]}), ("summary", {"run": "grown"}), ("schema", {}),
+             ("seed_life", {"run": "grown", "slot": SLOTS[0]}))  # fmt: skip
+    in_process = call(make_server(root), *calls)[1]
+    assert [answers[i] for i in (0, 3, 4, 5, 6)] == in_process
+    assert "There are: r0c0" in answers[7][1]
+
+
+def test_runs_of_groups_are_named_by_their_path(root, tmp_path):
+    write_run(tmp_path / "lr" / "a", [{"quality": 0.5}], config={"ppo": {"lr": 0.1}})
+    write_run(tmp_path / "lr" / "b", [{"quality": 0.6}], config={"ppo": {"lr": 0.2}})
+    assert {row["run"] for row in one(tmp_path, "runs")["runs"]} == {"lr/a", "lr/b"}
+    assert one(tmp_path, "summary", run="lr/a")["run"] == "lr/a"
+    assert [arm["paths"] for arm in one(tmp_path, "compare", runs=["lr/a", "lr/b"])["arms"]] == [["lr/a"], ["lr/b"]]
 
 
 def test_missing_sdk_and_missing_directory_state_the_way_out(tmp_path, monkeypatch):

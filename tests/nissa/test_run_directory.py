@@ -29,7 +29,7 @@ from esper.nissa.journal_reader import read
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record
 from esper.nissa.run import END_BYTES, RunDirectory, earlier_seconds, is_owned, manifest_base, read_manifest
-from esper.nissa.run_list import list_runs
+from esper.nissa.run_list import list_runs, run_size
 from tests.support.journal_checks import next_seq
 
 OWNER = """
@@ -440,7 +440,7 @@ def test_runs_are_listed_newest_first_with_their_file_data(tmp_path):
     assert [row.env_steps for row in rows] == [None, None, 1234]
     assert rows[0].seconds == 50.0
     assert 0 <= rows[1].seconds < 60
-    assert rows[2].size_bytes == sum(f.stat().st_size for f in (tmp_path / "first").rglob("*") if f.is_file())
+    assert run_size(rows[2].path) == sum(f.stat().st_size for f in (tmp_path / "first").rglob("*") if f.is_file())
     third.finish("finished")
 
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import webbrowser
 from pathlib import Path
 
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.text import printable
+
+NICENESS = 10
+"""Viewers give way to training on the same machine: the server has a lower priority."""
 
 
 def run_dash(directory: Path, port: int, open_browser: bool) -> None:
@@ -28,6 +32,7 @@ def run_dash(directory: Path, port: int, open_browser: bool) -> None:
         if open_browser:
             webbrowser.open(url)
 
+    os.nice(NICENESS)
     try:
         serve(directory, port, ready)
     except OSError as error:

@@ -51,7 +51,7 @@ class RunTools:
         """List the runs, newest first: name, task, controller, status, start, duration, steps, missing events."""
         rows = [row for row in list_runs(self.root) if self._is_inside(row.path)]
         fields = ("task", "controller", "status", "started", "seconds", "env_steps", "losses")
-        listed = [{"run": row.path.name} | {name: getattr(row, name) for name in fields} for row in rows[:MOST_RUNS]]
+        listed = [{"run": row.name} | {name: getattr(row, name) for name in fields} for row in rows[:MOST_RUNS]]
         return {"runs": listed, "more": max(0, len(rows) - MOST_RUNS)}
 
     def summary(self, run: str) -> Answer:
@@ -109,7 +109,7 @@ class RunTools:
         if "\0" in name or not self._is_inside(path):
             raise ConfigError(f"{name!r} is not below the directory of runs. Use a name that `runs` lists")
         if not any((path / file).exists() for file in (MANIFEST, "eval.json")):
-            raise unknown_name("run", name, [row.path.name for row in list_runs(self.root)])
+            raise unknown_name("run", name, [row.name for row in list_runs(self.root)])
         return path
 
     def _is_inside(self, path: Path) -> bool:

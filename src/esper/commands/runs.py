@@ -14,7 +14,7 @@ from rich.text import Text
 from esper.commands import natural_width
 from esper.leyline.errors import ConfigError
 from esper.leyline.text import printable
-from esper.nissa.run_list import RunInfo, list_runs
+from esper.nissa.run_list import RunInfo, list_runs, run_size
 
 STYLES = {"running": "green", "failed": "red", "killed": "red", "unreadable": "red", "interrupted": "yellow"}
 DROPPED = ("started (UTC)", "size")
@@ -29,7 +29,11 @@ def run_runs(root: Path, as_json: bool, console: Console | None = None) -> None:
         raise ConfigError(f"no runs at {root}: {reason}. Pass a directory of runs; default: {DEFAULT_ROOT}")
     rows = list_runs(root)
     if as_json:
-        print(json.dumps([asdict(row) | {"path": str(row.path)} for row in rows], indent=2))
+        print(
+            json.dumps(
+                [asdict(row) | {"path": str(row.path), "size_bytes": run_size(row.path)} for row in rows], indent=2
+            )
+        )
         return
     console = console or Console()
     if not rows:
@@ -77,7 +81,7 @@ def _time(row: RunInfo) -> str:
 
 
 def _size(row: RunInfo) -> str:
-    size = float(row.size_bytes)
+    size = float(run_size(row.path))
     for unit in ("B", "kB", "MB"):
         if size < 1000:
             return f"{size:.3g} {unit}"
@@ -86,7 +90,7 @@ def _size(row: RunInfo) -> str:
 
 
 COLUMNS: dict[str, Callable[[RunInfo], str | Text]] = {
-    "run": lambda row: Text(printable(row.path.absolute().name, 200)),  # copies have the same id
+    "run": lambda row: Text(printable(row.name, 200)),
     "task": lambda row: Text(printable(row.task or "–", 100)),
     "controller": lambda row: Text(printable(row.controller or "–", 100)),
     "status": lambda row: _status(row),

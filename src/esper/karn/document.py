@@ -24,8 +24,9 @@ MOST_MEANS = 512
 """Maximum number of steps for which a mean over environments is given. If there are more, several share a mean."""
 MOST_BASELINES = 16
 """Runs with more environments train a policy: their baselines are not environments."""
-DIGITS = 6
-"""Significant digits of numbers in a document. The journal has all of them."""
+DIGITS = 8
+"""Significant digits of numbers in a document, as many as float32 has: a number that is rounded twice, here and for
+display, could differ from that in the terminal. The journal has all of them."""
 MOST_INT = 1 << 53
 """Integers from here on are not exact in JavaScript and are shown as infinite."""
 DEEPEST = 20

@@ -5,17 +5,18 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from esper.karn.document import Json, clean, detail, document, rounded
 from esper.karn.episode_state import STEP_COLUMNS
-from esper.karn.lenient_manifest import manifest_of
+from esper.karn.lenient_manifest import Data, manifest_of
 from esper.karn.run_state import RunState
 from esper.karn.series import grouped, to_array
 from esper.leyline.errors import RunError
 from esper.leyline.events import Step
+from esper.leyline.text import printable
 from esper.nissa.journal_rows import PORTION, follow, replay
 from esper.nissa.run import MANIFEST
 
@@ -27,26 +28,62 @@ MOST_ROWS = 4096
 """Maximum number of rows of a zoomed curve."""
 
 
-class LiveRun:
-    """One run and its state. Safe to use from several threads."""
+class Cursor(NamedTuple):
+    """Which document a viewer has: that of the first `position` events of a version of the journal."""
 
-    def __init__(self, path: Path) -> None:
+    position: int = 0
+    version: str | None = None
+    """None if the viewer did not say."""
+    status: str | None = None
+    """Status of the run in it. It may change without an event: when a run is killed."""
+
+
+class LiveRun:
+    """One run and its state, shown under `name` instead of the directory's. Safe to use from several threads."""
+
+    def __init__(self, path: Path, name: str | None = None) -> None:
         self.path = path
+        self._name = name
         self._lock = threading.Lock()
-        self._follower = follow(path)
-        self.state = RunState(path)
-        self.state.damage = self._follower.damage
+        self._restarts = -1
+        self._restart({})
         self._polled_at = self._manifest_at = -1e9
         self._run_id: str | None = None
 
-    def document(self, since: int = 0) -> Json | None:
-        """Return what changed after the first `since` events; None if nothing did. 0 returns everything."""
+    def _restart(self, manifest: Data) -> None:
+        """Begin to read the journal, with an empty state."""
+        self._restarts += 1
+        self._follower = follow(self.path)
+        self._empty_state(manifest)
+
+    def _empty_state(self, manifest: Data) -> None:
+        self.state = RunState(self.path, manifest)
+        self.state.damage = self._follower.damage
+        if self._name is not None:
+            self.state.name = printable(self._name)
+
+    @property
+    def version(self) -> str:
+        """What identifies the journal that was read. A document of another version cannot be extended."""
+        return f"{self._restarts} {self.state.first_s}"
+
+    def document(self) -> Json:
+        """Return the whole document of the run."""
         with self._lock:
-            status = self.state.status
             self.refresh()
-            if 0 < since == self.state.position and status == self.state.status:
+            return self._document(0)
+
+    def changes(self, cursor: Cursor) -> Json | None:
+        """Return what changed since a viewer's document; None if nothing did."""
+        with self._lock:
+            self.refresh()
+            is_same = cursor.version in (None, self.version) and cursor.position <= self.state.position
+            if is_same and cursor.position == self.state.position and cursor.status in (None, self.state.status):
                 return None
-            return document(self.state, since if since <= self.state.position else 0)
+            return self._document(cursor.position if is_same else 0)
+
+    def _document(self, since: int) -> Json:
+        return document(self.state, since) | {"version": self.version}
 
     def detail(self, env: int | None) -> Json | None:
         """Return stages, alpha, worth and seed lives of an environment, or of the best episode; None if absent."""
@@ -84,12 +121,13 @@ class LiveRun:
                 raise RunError(f"{self.path} has another run now; the list of runs has it")
             self._run_id = run_id
             if self.state.position == 0 and not self.state.manifest:
-                self.state = RunState(self.path, manifest)  # with its slot names
-                self.state.damage = self._follower.damage
+                self._empty_state(manifest)  # with its slot names
             self.state.manifest = manifest
             self.state.manifest_damage = damage if (self.path / MANIFEST).exists() else None  # it may not be copied yet
         if is_forced or now - self._polled_at >= POLL_S:
             self._polled_at = now
+            if self._follower.is_replaced():
+                self._restart(self.state.manifest)
             while rows := self._follower.poll(PORTION):
                 self.state.fold(rows)
 

@@ -14,10 +14,15 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from esper.karn.document import Json, detail, document, series_rows
+import msgspec
+
+from esper.karn.comparison import compare_runs
+from esper.karn.document import Json, clean, detail, document, series_rows
 from esper.karn.run_state import RunState
 from esper.karn.sql import run_names
 from esper.leyline.atomic_io import write_atomically
+from esper.leyline.errors import EsperError
+from esper.leyline.events import spelled
 from esper.leyline.text import printable
 
 MOST_ENVS = 24
@@ -42,7 +47,10 @@ def page(runs: Sequence[RunState]) -> str:
     if len({run.path.resolve() for run in runs}) == len(runs):
         for run, name in zip(runs, run_names([run.path for run in runs]), strict=True):
             run.name = printable(name)
-    content = script_json({"runs": [run_data(run, MOST_DETAILS // len(runs) or 1) for run in runs]})
+    data: Json = {"runs": [run_data(run, MOST_DETAILS // len(runs) or 1) for run in runs]}
+    if len(runs) > 1:
+        data["comparison"] = compared([run.path for run in runs])
+    content = script_json(data)
     html = web_file("index.html")
     styles = [web_file("uplot.css"), web_file("app.css")]
     scripts = [web_file("uplot.js"), web_file("app.js")]
@@ -51,8 +59,17 @@ def page(runs: Sequence[RunState]) -> str:
     for name, style in zip(("uplot.css", "app.css"), styles, strict=True):
         html = html.replace(f'<link rel="stylesheet" href="{name}">', f"<style>{style}</style>")
     before, after = html.split('<script src="uplot.js"></script>\n<script src="app.js"></script>')
-    data = f'<script type="application/json" id="data">{content}</script>'
-    return before + data + "".join(f"\n<script>{script}</script>" for script in scripts) + after
+    block = f'<script type="application/json" id="data">{content}</script>'
+    return before + block + "".join(f"\n<script>{script}</script>" for script in scripts) + after
+
+
+def compared(paths: Sequence[Path]) -> Json:
+    """Return the paired comparison of runs as data, or a note why there is none."""
+    try:
+        found: Json = clean(spelled(msgspec.to_builtins(compare_runs(paths))))
+    except EsperError as error:
+        found = clean({"arms": [], "pairs": [], "notes": [str(error)]})
+    return found
 
 
 def run_data(run: RunState, most_details: int) -> Json:

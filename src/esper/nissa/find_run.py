@@ -7,6 +7,7 @@ from pathlib import Path
 from esper.leyline.errors import DataError
 from esper.nissa.journal_reader import EVENTS
 from esper.nissa.run import MANIFEST
+from esper.nissa.run_list import run_directories
 
 RUNS = Path("runs")
 
@@ -18,8 +19,7 @@ def is_run(path: Path) -> bool:
 
 def newest(root: Path) -> Path | None:
     """Return the run below `root` that started last, by modification time and then by name."""
-    runs = [p for p in root.iterdir() if p.is_dir() and is_run(p)]
-    return max(runs, key=lambda p: (_began(p), p.name), default=None)
+    return max(run_directories(root, (MANIFEST, EVENTS)), key=lambda p: (_began(p), p.name), default=None)
 
 
 def _began(run: Path) -> float:

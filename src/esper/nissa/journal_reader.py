@@ -129,6 +129,14 @@ class Follower(Generic[Line]):
             self._unread = None
         return entries
 
+    def is_replaced(self) -> bool:
+        """Return whether the segment read last was removed, replaced or cut off, and no newer one follows it.
+
+        A run that is resumed rewrites segments too, but begins a new one before: what was read remains valid.
+        """
+        by_rank = segments(self._folder)
+        return any(rank.is_replaced(by_rank.get(rank.rank, [])) for rank in self._ranks.values())
+
     @property
     def torn(self) -> int:
         """Number of segments whose last line is incomplete: it is being written, or was cut off."""
@@ -240,6 +248,7 @@ class _Rank(Generic[Line]):
         self.number = -1  # number of the current segment
         self.offset = 0  # position in it: everything before is read
         self.rest = 0  # bytes after `offset` that are not a complete line yet
+        self.inode = 0  # of the current segment, 0 before it was read
         self.is_readable = True  # whether the current segment is a regular file
         self.is_skipping = False  # whether `offset` is inside a line that is too long
         self._leaper: Line | None = None  # the last entry, if its seq jumps ahead
@@ -247,6 +256,17 @@ class _Rank(Generic[Line]):
     def advance(self, numbered: list[tuple[int, Path]]) -> Iterator[Line]:
         """Yield the entries added since the last call, from the segments listed in `numbered`."""
         return chain.from_iterable(self._once(self._batches(numbered)))
+
+    def is_replaced(self, numbered: list[tuple[int, Path]]) -> bool:
+        """Return whether the current segment is not the file that was read, and there is no newer one."""
+        if not self.inode or any(number > self.number for number, _ in numbered):
+            return False
+        path = next((path for number, path in numbered if number == self.number), None)
+        try:
+            now = None if path is None else os.lstat(path)
+        except FileNotFoundError:
+            now = None
+        return now is None or now.st_ino != self.inode or now.st_size < self.offset
 
     @property
     def is_torn(self) -> bool:
@@ -260,7 +280,7 @@ class _Rank(Generic[Line]):
                 continue
             if number > self.number:  # the previous segment is complete: its torn line stays torn
                 self.damage.torn += self.is_torn
-                self.number, self.offset, self.rest, self.is_skipping = number, 0, 0, False
+                self.number, self.offset, self.rest, self.inode, self.is_skipping = number, 0, 0, 0, False
                 self.is_readable = is_regular(path)
                 self.damage.lines += not self.is_readable
             if self.is_readable:
@@ -269,7 +289,9 @@ class _Rank(Generic[Line]):
     def _segment(self, path: Path) -> Iterator[list[Line]]:
         """Yield the entries after `offset`. No file stays open between calls: there may be a thousand ranks."""
         with contextlib.suppress(FileNotFoundError):
-            if os.lstat(path).st_size <= self.offset + self.rest:
+            now = os.lstat(path)
+            self.inode = self.inode or now.st_ino
+            if now.st_size <= self.offset + self.rest:
                 return
         pieces: list[bytes] = []  # parts of a line whose end has not been read
         size = 0  # total length of the parts

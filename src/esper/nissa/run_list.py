@@ -1,15 +1,19 @@
-"""A list of runs: one row per run directory, from its manifest and the ends of its journal."""
+"""A list of runs: one row per run directory, from its manifest and the ends of its journal.
+
+Runs may lie in groups: OUT/a and OUT/b of `esper train --ab`, or DIR/ARM/WORLD of `esper sweep`.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from esper.leyline.errors import RunError
-from esper.nissa.journal_reader import Entry, Extent, head, tail
+from esper.nissa.journal_reader import EVENTS, Entry, Extent, head, tail
 from esper.nissa.missed_events import lost_events
 from esper.nissa.run import (
     LOCK,
@@ -22,6 +26,8 @@ from esper.nissa.run import (
     seconds_between,
 )
 
+MOST_DEPTH = 3
+"""Levels of directories in which runs are searched."""
 MOST_STEPS = 10**15
 """Upper bound for the number of steps. Larger numbers are ignored."""
 
@@ -31,6 +37,8 @@ class RunInfo:
     """One row of a list of runs. None where the files do not contain the value."""
 
     path: Path
+    name: str
+    """Path below the listed directory. Copies have the same id."""
     id: str
     task: str | None
     controller: str | None
@@ -40,22 +48,53 @@ class RunInfo:
     seconds: float | None
     """Seconds from the start to the end, or to the last event."""
     env_steps: int | None
-    size_bytes: int
     losses: list[str]
     """Missing events, judged by the journal's end alone. `esper report` also finds gaps before that."""
 
 
 def list_runs(root: Path) -> list[RunInfo]:
     """Return the runs below `root`, newest first. Runs without a start time come last."""
-    try:
-        paths = [path for path in Path(root).iterdir() if any(os.path.exists(path / name) for name in (MANIFEST, LOCK))]
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    rows = sorted((_info(path) for path in paths), key=lambda row: row.id, reverse=True)
+    rows = [run_info(path, path.relative_to(root).as_posix()) for path in run_directories(Path(root), (MANIFEST, LOCK))]
+    return newest_first(rows)
+
+
+def newest_first(rows: list[RunInfo]) -> list[RunInfo]:
+    """Return rows by their start, the newest first. Runs without a start time come last."""
+    rows = sorted(rows, key=lambda row: row.id, reverse=True)
     return sorted(rows, key=lambda row: row.started or "", reverse=True)
 
 
-def _info(path: Path) -> RunInfo:
+def run_directories(root: Path, marks: Sequence[str]) -> list[Path]:
+    """Return the run directories below `root`, at most MOST_DEPTH levels below it.
+
+    A directory in `root` is a run if it has one of the files `marks`; below that, other programs may use the same
+    names, and a run has a manifest and a journal. Directories inside of a run, hidden ones, and those behind links are
+    not searched.
+    """
+    paths: list[Path] = []
+    level = [Path(root)]
+    for depth in range(MOST_DEPTH):
+        groups = []
+        for path in (path for folder in level for path in _subdirectories(folder)):
+            is_marked = (os.path.exists(path / mark) for mark in ((MANIFEST, EVENTS) if depth else marks))
+            if all(is_marked) if depth else any(is_marked):
+                paths.append(path)
+            elif not path.is_symlink():
+                groups.append(path)
+        level = groups
+    return paths
+
+
+def _subdirectories(folder: Path) -> list[Path]:
+    try:
+        with os.scandir(folder) as entries:
+            return [folder / entry.name for entry in entries if entry.name[0] != "." and entry.is_dir()]
+    except OSError:  # not readable, or removed meanwhile
+        return []
+
+
+def run_info(path: Path, name: str) -> RunInfo:
+    """Return the row of one run directory."""
     try:
         manifest = read_manifest(path)
     except RunError:
@@ -80,6 +119,7 @@ def _info(path: Path) -> RunInfo:
     steps = plausible(env_steps, MOST_STEPS)
     return RunInfo(
         path=path,
+        name=name,
         id=_text(fields.get("run_id")) or path.name,
         task=_text(fields.get("task")),
         controller=_text(fields.get("controller")),
@@ -87,7 +127,6 @@ def _info(path: Path) -> RunInfo:
         started=_text(fields.get("started")),
         seconds=None if seconds is None else max(0.0, seconds) + earlier_seconds(manifest),
         env_steps=None if steps is None else int(steps),
-        size_bytes=_size(path),
         losses=lost_events(manifest, _ends(last), has_end=has_end),
     )
 
@@ -101,7 +140,8 @@ def _text(value: Any) -> str | None:
     return value if isinstance(value, str) else None
 
 
-def _size(path: Path) -> int:
+def run_size(path: Path) -> int:
+    """Return the size of all files of a run in bytes."""
     total = 0
     for folder, _, names in os.walk(path):
         for name in names:

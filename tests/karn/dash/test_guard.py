@@ -6,7 +6,7 @@ from itertools import product
 
 import pytest
 
-from esper.karn.dash.guard import SECURITY_HEADERS, Guard
+from esper.karn.dash.guard import MOST_TARGET_BYTES, SECURITY_HEADERS, Guard
 
 TOKEN = "0123456789abcdefghij"
 PORT = 8123
@@ -175,6 +175,15 @@ def test_websockets_are_refused_with_a_right_cookie():
     )
     assert [message["type"] for message in messages] == ["websocket.close"]
     assert app.scopes == []
+
+
+def test_upgrades_and_long_addresses_are_refused_with_a_right_cookie():
+    cookie = f"esper_dash_8123={TOKEN}"
+    for protocol in (b"websocket", b"h2c", b""):
+        assert request(cookie=cookie, more=[(b"Upgrade", protocol)])[::3] == (403, False)
+    assert request("/" + "9" * MOST_TARGET_BYTES, cookie=cookie)[::3] == (414, False)
+    assert request(query="x=" + "9" * MOST_TARGET_BYTES, cookie=cookie)[::3] == (414, False)
+    assert request("/" + "9" * (MOST_TARGET_BYTES - 1), cookie=cookie)[3]
 
 
 def test_lifespan_passes_and_unknown_scopes_raise():

@@ -14,24 +14,9 @@ from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.events import Checkpoint, Governor, Health, PhaseProfile
 from esper.nissa.recorder import record
 from tests.karn.dash.test_server import TOKEN, served
-from tests.support.browser import Visits, launched
 from tests.support.sample_runs import Journal, grow_like, grow_run, started, step, train_run
 
 NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
-
-
-@pytest.fixture(scope="module")
-def browser():
-    yield from launched()
-
-
-@pytest.fixture
-def visits(browser):
-    """Open pages; afterwards fail on any console message, dialog or request to another place."""
-    found = Visits(browser)
-    yield found
-    found.close()
-    assert found.trouble == []
 
 
 def hostile_run(path):

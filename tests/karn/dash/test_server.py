@@ -19,7 +19,7 @@ import uvicorn
 
 from esper.karn.dash.guard import Guard
 from esper.karn.dash.server import FILES, make_app, serve, stream
-from esper.karn.live_run import STATUS_S, LiveRun
+from esper.karn.live_run import STATUS_S, Cursor, LiveRun
 from esper.karn.report import web_file
 from esper.leyline.checksums import open_json, seal_json
 from esper.nissa.recorder import record
@@ -29,12 +29,12 @@ TOKEN = "a-token-of-the-tests"
 
 
 @contextmanager
-def served(directory):
+def served(directory, token=TOKEN):
     """Serve a directory in a thread and yield the port."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    app = Guard(make_app(directory), TOKEN, port)
+    app = Guard(make_app(directory), token, port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()
@@ -208,8 +208,8 @@ def test_damaged_run_is_an_error_message_and_not_a_crash(tmp_path):
 
 def test_stream_ends_when_the_server_stops():
     async def pieces(is_stopping):
-        async with asyncio.timeout(20):  # raises instead of waiting for an endless stream
-            return [piece async for piece in stream(lambda _since: None, 0, is_stopping)]
+        async with asyncio.timeout(60):  # raises instead of waiting for an endless stream
+            return [piece async for piece in stream(lambda _cursor: None, Cursor(), is_stopping)]
 
     answers = iter([False, True])
     assert asyncio.run(pieces(lambda: True)) == [b"retry: 2000\n\n"]

@@ -20,6 +20,8 @@ Application = Callable[[Scope, Receive, Send], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 MIN_TOKEN_LENGTH = 16
+MOST_TARGET_BYTES = 2048
+"""Maximum length of path and query of a request. The page needs less than 100; numbers in it stay convertible."""
 
 SECURITY_HEADERS: dict[bytes, bytes] = {
     b"content-security-policy": b"default-src 'none'; script-src 'self'; style-src 'self'; connect-src 'self'; "
@@ -117,6 +119,10 @@ def _refusal_of_origin(scope: Scope, hosts: tuple[bytes, ...]) -> Reply | None:
         return _refuse(403, "Wrong origin.")
     if any(site not in (b"same-origin", b"none") for site in _values(scope, b"sec-fetch-site")):
         return _refuse(403, "Wrong origin.")
+    if _values(scope, b"upgrade"):
+        return _refuse(403, "Upgrades are refused.")
+    if len(scope["path"]) + len(scope["query_string"]) > MOST_TARGET_BYTES:
+        return _refuse(414, "The address is too long.")
     if scope["method"] not in ("GET", "HEAD"):
         return _refuse(405, "Only GET and HEAD are allowed.", [(b"allow", b"GET, HEAD")])
     return None

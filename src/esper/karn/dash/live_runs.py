@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 
@@ -10,7 +11,13 @@ from esper.karn.live_run import LiveRun
 from esper.leyline.errors import RunError
 from esper.leyline.text import printable
 from esper.nissa.run import LOCK, MANIFEST
-from esper.nissa.run_list import list_runs
+from esper.nissa.run_list import RunInfo, newest_first, run_directories, run_info
+
+ENDED = ("finished", "failed", "interrupted")
+"""Statuses that are recorded in the manifest. A killed run shows as killed once nobody holds its lock."""
+
+MOST_OPEN = 32
+"""Maximum number of runs whose state is kept in memory, those that were used last."""
 
 
 class LiveRuns:
@@ -18,28 +25,49 @@ class LiveRuns:
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
-        self._places: list[tuple[Path, str]] = []  # number → directory and id of the run
+        self._places: list[tuple[Path, str]] = []  # number → directory and name of the run
+        self._numbers: dict[tuple[Path, str], int] = {}  # directory and id of the run → number
+        self._infos: dict[Path, tuple[tuple[int, int, int], RunInfo]] = {}  # version of the manifest, row
         self._runs: dict[int, LiveRun] = {}
         self._lock = threading.Lock()
 
     def listing(self) -> Json:
         """Return the runs, newest first, as rows with their numbers."""
-        is_run = any((self.directory / name).exists() for name in (MANIFEST, LOCK))
-        rows = list_runs(self.directory.parent if is_run else self.directory)
-        if is_run:
-            rows = [row for row in rows if row.path.name == self.directory.resolve().name or row.path == self.directory]
+        if any((self.directory / name).exists() for name in (MANIFEST, LOCK)):
+            rows = [self._info(self.directory, printable(self.directory.resolve().name))]
+        else:
+            paths = run_directories(self.directory, (MANIFEST, LOCK))
+            rows = newest_first([self._info(path, path.relative_to(self.directory).as_posix()) for path in paths])
         found = []
         with self._lock:
             for row in rows:
                 place = row.path, row.id
-                if place not in self._places:
-                    self._places.append(place)
+                if place not in self._numbers:
+                    self._numbers[place] = len(self._places)
+                    self._places.append((row.path, row.name))
                 found.append({
-                    "id": self._places.index(place), "name": row.path.name, "task": row.task, "status": row.status,
+                    "id": self._numbers[place], "name": row.name, "task": row.task, "status": row.status,
                     "controller": row.controller, "started": row.started, "seconds": row.seconds,
                     "env_steps": row.env_steps, "missing": row.losses,
                 })  # fmt: skip
         return clean({"directory": printable(str(self.directory)), "runs": found})
+
+    def _info(self, path: Path, name: str) -> RunInfo:
+        """Return the row of a run. A run that ended is read again only if its manifest was replaced."""
+        try:
+            now = os.lstat(path / MANIFEST)
+        except OSError:
+            return run_info(path, name)
+        version = now.st_ino, now.st_size, now.st_mtime_ns
+        with self._lock:
+            known = self._infos.get(path)
+        if known is not None and known[0] == version:
+            return known[1]
+        row = run_info(path, name)
+        if row.status in ENDED:
+            with self._lock:
+                self._infos[path] = version, row
+        return row
 
     def path(self, number: int) -> Path:
         """Return the directory of a run by its number."""
@@ -55,6 +83,8 @@ class LiveRuns:
         """Return a run by its number."""
         path = self.path(number)
         with self._lock:
-            if number not in self._runs:
-                self._runs[number] = LiveRun(path)
-            return self._runs[number]
+            run = self._runs.pop(number, None) or LiveRun(path, self._places[number][1])
+            self._runs[number] = run  # the last one is the one used last
+            if len(self._runs) > MOST_OPEN:
+                del self._runs[next(iter(self._runs))]
+            return run

@@ -12,7 +12,7 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import msgspec
 import uvicorn
@@ -22,13 +22,12 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from esper.karn.comparison import compare_runs
 from esper.karn.dash.guard import Guard
 from esper.karn.dash.live_runs import LiveRuns
-from esper.karn.document import clean
-from esper.karn.report import web_file
+from esper.karn.document import Json, clean
+from esper.karn.live_run import Cursor
+from esper.karn.report import compared, web_file
 from esper.leyline.errors import EsperError
-from esper.leyline.events import spelled
 
 FILES = {
     "/": ("index.html", "text/html"),
@@ -40,6 +39,8 @@ FILES = {
 STREAM_S = 1.0
 """Seconds between two messages of a stream."""
 MOST_COMPARED = 16
+MOST_DIGITS = 18
+"""Maximum number of digits of `Last-Event-ID`."""
 HOST = "127.0.0.1"
 Result = TypeVar("Result")
 
@@ -75,13 +76,15 @@ def make_app(directory: Path, is_stopping: Callable[[], bool] = lambda: False) -
         numbers = [int(part) for part in request.query_params.get("runs", "").split(",") if part.isdecimal()]
         if not 2 <= len(numbers) <= MOST_COMPARED:
             return PlainTextResponse(f"compare needs 2 to {MOST_COMPARED} runs\n", 400)
-        return await answer(lambda: clean(spelled(msgspec.to_builtins(compare_runs([runs.path(n) for n in numbers])))))
+        return await answer(lambda: compared([runs.path(n) for n in numbers]))
 
     async def live(request: Request) -> Response:
         """Stream changes. `Last-Event-ID` is the number of events that the viewer has, as is `since` at first."""
-        cursor = request.headers.get("last-event-id") or request.query_params.get("since") or "0"
-        run = runs.run(request.path_params["run"])
-        changes = stream(run.document, int(cursor) if cursor.isdecimal() else 0, is_stopping)
+        query = request.query_params
+        since = request.headers.get("last-event-id") or query.get("since") or "0"
+        position = int(since) if since.isdecimal() and len(since) <= MOST_DIGITS else 0
+        cursor = Cursor(position, query.get("version"), query.get("status"))
+        changes = stream(runs.run(request.path_params["run"]).changes, cursor, is_stopping)
         return StreamingResponse(changes, media_type="text/event-stream", headers={"cache-control": "no-store"})
 
     routes = [Route(path, partial(static_file, *file)) for path, file in FILES.items()]
@@ -116,20 +119,20 @@ async def refusal(_request: Request, error: Exception) -> Response:
 
 
 async def stream(
-    changes: Callable[[int], dict[str, Any] | None], since: int, is_stopping: Callable[[], bool]
+    changes: Callable[[Cursor], Json | None], cursor: Cursor, is_stopping: Callable[[], bool]
 ) -> AsyncIterator[bytes]:
-    """Yield server-sent events: what changed after `since`, once per STREAM_S, until the server stops."""
+    """Yield server-sent events: what changed since the viewer's cursor, once per STREAM_S, until the server stops."""
     yield b"retry: 2000\n\n"
     while not is_stopping():
         try:
-            found = await run_in_threadpool(changes, since)
-        except (EsperError, OSError):  # the run was removed
+            found = await run_in_threadpool(changes, cursor)
+        except (EsperError, OSError):  # the run was removed; a new request gets the reason
             return
         if found is None:
             yield b": nothing new\n\n"  # fails if the viewer has gone
         else:
-            since = found["position"]
-            yield b"id: %d\ndata: %b\n\n" % (since, msgspec.json.encode(found))
+            cursor = Cursor(found["position"], found["version"], found["run"]["status"])
+            yield b"id: %d\ndata: %b\n\n" % (cursor.position, msgspec.json.encode(found))
         await asyncio.sleep(STREAM_S)
 
 
@@ -143,7 +146,7 @@ def serve(directory: Path, port: int, ready: Callable[[str], None]) -> None:
     token = secrets.token_urlsafe(24)
     app = Guard(make_app(directory, lambda: server.should_exit), token, port)
     config = uvicorn.Config(
-        app, log_level="warning", access_log=False, server_header=False,
+        app, log_level="error", access_log=False, server_header=False,
         date_header=False, timeout_graceful_shutdown=3, ws="none",
     )  # fmt: skip
     server = uvicorn.Server(config)

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from rich.console import Group
 from rich.table import Table
@@ -17,7 +17,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Markdown, RichLog, Sparkline, Static
 
-from esper.karn.document import detail, mean_series
+from esper.karn.document import Json, detail, mean_series
 from esper.karn.episode_state import EpisodeState
 from esper.karn.watch import cells
 from esper.karn.watch.watched_run import WatchedRun
@@ -77,7 +77,7 @@ def movement(target: str) -> list[BindingType]:
 class EnvTable(DataTable[Text]):
     """The table of environments: the keys of the app move its cursor."""
 
-    BINDINGS: ClassVar[list[BindingType]] = movement("app.move")
+    BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "app.detail", "Detail"), *movement("app.move")]
 
 
 class Page(Screen[None]):
@@ -124,34 +124,45 @@ class DetailPage(Page):
 
 
 def detail_text(watched: WatchedRun, env: int) -> Group:
-    """Return the slots of an environment and the lives of its seeds."""
+    """Return the slots of an environment, the lives of its seeds, and its events."""
     run = watched.state
-    found, e = detail(run, env), run.envs[env].latest
-    if found is None or e is None:
+    e = run.envs[env].latest
+    if e is None:
         return Group(Text("this environment has not begun", "dim"))
-    parts: list[Any] = [
+    return Group(
         cells.plain(f" {e.name}, episode {e.number}, step {e.length}", "bold"),
         slot_table(watched, e),
         "",
-    ]
-    for seed in found["seeds"]:
-        parts.append(
-            cells.plain(f"seed {seed['seed']}: {seed['blueprint']} in {seed['slot']}, {seed['params']} parameters")
-        )
-        for move in seed["moves"]:
-            reason = move.get("decision")
-            why = (
-                f"{reason['op']} {reason['how']}, also legal: {', '.join(reason['legal'])}" if reason else move["cause"]
-            )
-            value = cells.worth(move["contribution"], move["contribution_se"], run.is_percent)
-            parts.append(Text.assemble(f"  step {move['step']:>4}  {move['was']} → {move['now']}  ", value, "  ",
-                                       (why, "dim")))  # fmt: skip
-    parts += [
+        seed_lives(watched, env),
         "",
         Text("EVENTS", "bold"),
         *(cells.event_line(run, row) for _, row in run.events if getattr(row, "env", None) == env),
-    ]
-    return Group(*parts)
+    )
+
+
+def seed_lives(watched: WatchedRun, env: int) -> Table:
+    """Return every move between stages of the seeds of an environment, with its reason."""
+    found = detail(watched.state, env)
+    table = Table(box=None, pad_edge=False, show_header=False)
+    for seed in found["seeds"] if found is not None else []:
+        name = f"{seed['blueprint']} in {seed['slot']}"
+        table.add_row(
+            "", cells.plain(name, "bold"), "", Text(f"seed {seed['seed']}, {seed['params']} parameters", "dim")
+        )
+        for move in seed["moves"]:
+            moved = Text(f"{move['was'].lower()} → {move['now'].lower()}")
+            value = cells.worth(move["contribution"], move["contribution_se"], watched.state.is_percent)
+            table.add_row(f"{move['step']:>5}", moved, value, Text(reason_text(move), "dim"))
+    return table
+
+
+def reason_text(move: Json) -> str:
+    """Return why a seed moved: the controller's decision with its alternatives, or what else caused it."""
+    decision = move.get("decision")
+    if decision is None:
+        return str(move["cause"])
+    others = [op for op in decision["legal"] if op != decision["op"]]
+    return f"{decision['op']} {decision['how']}".strip() + f"; also legal: {', '.join(others)}" * bool(others)
 
 
 def slot_table(watched: WatchedRun, e: EpisodeState) -> Table:
@@ -195,6 +206,7 @@ class WatchApp(App[None]):
                 yield EnvTable(id="envs", cursor_type="row")
                 yield Static(id="nothing")
                 yield DataTable[Text](id="slots", cursor_type="none")
+                yield Static(id="lives")
             yield RichLog(id="events", max_lines=MOST_EVENTS, wrap=False)
         yield Static(id="ppo")
         yield Static(id="ops")
@@ -205,6 +217,7 @@ class WatchApp(App[None]):
 
     def on_mount(self) -> None:
         """Start reading the run."""
+        self.query_one("#trend").border_title = "mean quality"
         self.query_one("#filter").display = False
         self.query_one("#filter").can_focus = False
         self.query_one("#events").can_focus = False
@@ -247,6 +260,7 @@ class WatchApp(App[None]):
         self.screen_stack[0].set_class(self.size.height >= 34, "tall")
         self.screen_stack[0].query_one("#envs", DataTable).clear(columns=True)
         self._draw_envs()
+        self._draw_trend()
 
     def matching(self) -> list[EpisodeState]:
         """Return the newest episodes of the environments that match the filter."""
@@ -307,10 +321,15 @@ class WatchApp(App[None]):
         used = sorted(e.slots.values(), key=lambda slot: not slot.was_used())
         for slot in used[: max(3, self.size.height // 4)]:
             table.add_row(*cells.slot_cells(run, e, slot)[:most])
+        if self.screen_stack[0].has_class("wide"):
+            self.screen_stack[0].query_one("#lives", Static).update(seed_lives(self.watched, e.env))
 
     def _draw_rest(self) -> None:
         run, main = self.watched.state, self.screen_stack[0]
         log = main.query_one("#events", RichLog)
+        if run.position < self._listed:  # the journal was replaced
+            log.clear()
+            self._listed = 0
         for position, row in run.events:
             if position > self._listed:
                 log.write(cells.event_line(run, row), shrink=False)
@@ -318,12 +337,17 @@ class WatchApp(App[None]):
         main.query_one("#ppo", Static).update(cells.ppo_line(run))
         main.query_one("#ppo").display = run.newest_update is not None
         main.query_one("#ops", Static).update(cells.ops_line(run))
-        mean = mean_series(run) or {}
-        values = [v for v in mean.get("quality", {}).get("mean", []) if v is not None]
-        main.query_one("#trend", Sparkline).data = values
-        main.query_one("#trend").display = len(values) > 1 and main.has_class("tall")
+        self._draw_trend()
         if log.auto_scroll:  # the log may have become shorter by a line that appeared
             self.call_after_refresh(log.scroll_end, animate=False)
+
+    def _draw_trend(self) -> None:
+        """Show the mean quality over environments, if there is room for it."""
+        main = self.screen_stack[0]
+        mean = (mean_series(self.watched.state) or {}) if main.has_class("tall") else {}
+        values = [v for v in mean.get("quality", {}).get("mean", []) if v is not None]
+        main.query_one("#trend", Sparkline).data = values
+        main.query_one("#trend").display = len(values) > 1
 
     # -- keys
 

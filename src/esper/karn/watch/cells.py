@@ -128,7 +128,7 @@ def _step(run: RunState, e: EpisodeState) -> Text:
 
 
 ENV_COLUMNS = (
-    Column("ENV", 0, lambda _, e: plain(short(e.name, 18), "bold")),
+    Column("ENV", 0, lambda _, e: plain(short(e.name, 16), "bold")),
     Column("STEP", 0, _step),
     Column("QUAL", 0, lambda run, e: number(e.quality, _unit(run))),
     Column("BEST", 0, lambda run, e: number(e.best, _unit(run))),
@@ -250,6 +250,7 @@ def event_line(run: RunState, row: object) -> Text:
     env, step = run.envs.get(getattr(row, "env", -1)), getattr(row, "step", "")
     time_s = getattr(row, "time_s", run.first_s) - run.first_s
     place = f"{duration(max(0.0, time_s)):>11} "
-    name = short(env.name if env is not None else "run", 14)
-    return Text.assemble((place, "dim"), (f"{name:<14} ", "bold"), (f"{step!s:>4}  ", "dim"),
+    width = max(3, min(14, max((len(each.name) for each in run.envs.values()), default=3)))
+    name = short(env.name if env is not None else "run", width)
+    return Text.assemble((place, "dim"), (f"{name:<{width}} ", "bold"), (f"{step!s:>4}  ", "dim"),
                          plain(text, tone, 500))  # fmt: skip

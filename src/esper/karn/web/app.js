@@ -41,7 +41,9 @@
     return String(+v.toPrecision(3));
   }
   function duration(s) {
-    if (s < 1) return Math.round(1000 * s) + " ms";
+    if (s === 0) return "0 s";
+    if (s < 1e-3) return Math.round(1e6 * s) + " µs";
+    if (s < 1) return (s < 0.01 ? +(1000 * s).toPrecision(2) : Math.round(1000 * s)) + " ms";
     if (s < 60) return s.toFixed(1) + " s";
     const minutes = Math.floor(Math.round(s) / 60), rest = Math.round(s) % 60;
     return minutes < 60 ? `${minutes} min ${String(rest).padStart(2, "0")} s` : `${Math.floor(minutes / 60)} h ${String(minutes % 60).padStart(2, "0")} min`;
@@ -142,13 +144,13 @@
       const view = this.isZoomed && this.plot ? { min: this.plot.scales.x.min, max: this.plot.scales.x.max } : null;
       if (this.plot) this.plot.destroy();
       this.drawn = this.shape();
-      const soft = css("--soft"), grid = css("--grid"), card = css("--card");
+      const soft = css("--soft"), grid = css("--grid");
       const series = [{}], bands = [];
       for (const s of this.shown()) {
         const colour = css("--c" + s.colour % 8);
         series.push({ label: s.name, stroke: colour, width: s.dash === "thin" ? 1.2 : 2, dash: s.dash === "dash" ? [6, 5] : s.dash === "dot" ? [2, 4] : undefined, spanGaps: false,
           paths: s.stairs ? uPlot.paths.stepped({ align: 1 }) : undefined,
-          points: { show: (u, i) => this.isLonely(u, i), size: 6, fill: colour, stroke: card }, own: s });
+          points: { show: (u, i) => this.isLonely(u, i), size: 7, fill: colour, stroke: colour }, own: s });
         if (s.low) {
           const edge = { stroke: "transparent", width: 0, points: { show: false }, spanGaps: false };
           series.push({ ...edge }, { ...edge });
@@ -161,14 +163,14 @@
         padding: [10, 12, 0, 0],
         scales: { x: { time: false, range: (u, low, high) => low === null ? [0, 1] : high > low ? [low, high] : [low - 1, high + 1] }, y: { range: (u, low, high) => this.range(low, high) } },
         axes: [
-          { ...axis, size: 30, label: undefined, values: (u, ticks) => ticks.map(v => this.xUnit === "number" && v !== Math.round(v) ? "" : minus(compact(v))) },
+          { ...axis, size: 30, ...(this.xUnit === "number" ? {} : { label: this.xName, labelSize: 18, labelGap: 0, labelFont: axis.font }), values: (u, ticks) => ticks.map(v => this.xUnit === "number" && v !== Math.round(v) ? "" : minus(compact(v))) },
           { ...axis, size: this.unit === "seconds" ? 64 : 56, values: (u, ticks, _, __, step) => ticks.map(v => this.label(v, step)) },
         ],
         cursor: { drag: { x: true, y: false, uni: 20 }, points: { size: 7 }, y: false, sync: this.sync ? { key: this.sync, setSeries: false, filters: { pub: type => type !== "mousedown" && type !== "mouseup" } } : undefined },
         hooks: {
           setCursor: [u => this.point(u)],
           setSelect: [u => { if (u.select.width > 4) this.zoom(u.posToVal(u.select.left, "x"), u.posToVal(u.select.left + u.select.width, "x")); }],
-          drawAxes: [u => this.drawMarks(u)], draw: [u => this.drawOdd(u)],
+          drawAxes: [u => this.drawMarks(u)], draw: [u => this.drawOdd(u), u => this.drawWhiskers(u)],
         },
       };
       options.cursor.drag.setScale = false;
@@ -222,6 +224,24 @@
         ctx.beginPath(); ctx.moveTo(at, u.bbox.top); ctx.lineTo(at, u.bbox.top + 12 * devicePixelRatio); ctx.stroke();
       }
       ctx.restore();
+    }
+    drawWhiskers(u) {  // the band around a single point has no width
+      const ctx = u.ctx, ratio = devicePixelRatio;
+      u.series.forEach((s, k) => {
+        if (!s.own || !s.own.low || !this.isLonely(u, k)) return;
+        ctx.save();
+        ctx.strokeStyle = css("--c" + s.own.colour % 8);
+        ctx.lineWidth = 1.5 * ratio;
+        u.data[k].forEach((y, i) => {
+          const low = u.data[k + 1][i], high = u.data[k + 2][i];
+          if (!isNumber(y) || !isNumber(low)) return;
+          const x = u.valToPos(u.data[0][i], "x", true), ends = [low, high].map(v => u.valToPos(v, "y", true));
+          ctx.beginPath(); ctx.moveTo(x, ends[0]); ctx.lineTo(x, ends[1]);
+          for (const end of ends) { ctx.moveTo(x - 3 * ratio, end); ctx.lineTo(x + 3 * ratio, end); }
+          ctx.stroke();
+        });
+        ctx.restore();
+      });
     }
     point(u) {
       const i = u.cursor.idx;
@@ -281,9 +301,20 @@
       if (this.plot) this.draw();
     }
   }
+  function balance(grid) {  // the last of an odd number of shown charts takes the whole row
+    const cells = [...grid.children].filter(cell => !cell.hidden && !cell.classList.contains("always-wide"));
+    cells.forEach((cell, i) => cell.classList.toggle("wide", i === cells.length - 1 && i % 2 === 0));
+  }
   const lastOf = ys => { for (let i = ys.length - 1; i >= 0; i--) if (ys[i] !== null && ys[i] !== undefined) return ys[i]; return null; };
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", () => charts.forEach(chart => chart.plot && chart.draw()));
-  addEventListener("beforeprint", () => charts.forEach(chart => chart.mount()));
+  const redraws = new Set();  // of pictures whose size depends on the page's
+  function printing(isOn) {
+    document.documentElement.classList.toggle("printing", isOn);
+    for (const chart of charts) if (chart.plot) { chart.resize(); chart.draw(); } else if (isOn) chart.mount();
+    redraws.forEach(redraw => redraw());
+  }
+  addEventListener("beforeprint", () => printing(true));
+  addEventListener("afterprint", () => printing(false));
   function forget(node) {  // charts below a node that is replaced
     for (const chart of charts) if (node.contains(chart.area)) { if (chart.plot) chart.plot.destroy(); inView.unobserve(chart.area); resized.unobserve(chart.area); charts.delete(chart); }
   }
@@ -316,7 +347,7 @@
     env(index) { return this.doc.envs.find(env => env.env === index); }
     apply(patch) {
       const doc = this.doc, { envs, series, events, since, ...parts } = patch;
-      if (!since) { doc.envs = []; doc.series = {}; doc.events = []; }
+      if (!since) { doc.envs = []; doc.series = {}; doc.events = []; if (this.id !== null) this.details = {}; }
       for (const env of envs) {
         const at = doc.envs.findIndex(each => each.env === env.env);
         if (at < 0) doc.envs.push(env); else doc.envs[at] = env;
@@ -383,12 +414,13 @@
         [ENDED.includes(r.status) ? "took" : "so far"]: r.wall_s === null ? null : text(r.wall_s, "seconds"), environments: r.envs || null, rounds: r.rounds > 1 ? r.rounds : null,
         epochs: r.steps, host: r.host_params === null ? null : text(r.host_params, "count") + " parameters", on: r.device ? `${r.device}, ${plural(r.threads || 1, "thread")}` : null,
       };
-      node.replaceChildren(
+      node.replaceChildren(...[
         el("p", { class: "brand" }, embedded ? "Esper run" : el("a", { href: "#/" }, "Esper: all runs")),
         el("div", { class: "top" }, el("h1", {}, r.name), el("span", { class: `pill ${PILLS[r.status] || ""} ${run.isLive ? "live" : ""}` }, run.isLive ? "live" : r.status),
           run.isCut ? el("span", { class: "pill warn" }, "reconnecting…") : null),
+        run.gone ? el("p", { class: "gone", role: "alert" }, `This page is not updated any more: ${run.gone}`) : null,
         r.command ? el("p", { class: "soft command" }, el("code", {}, r.command)) : null,
-        el("dl", { class: "facts" }, ...Object.entries(facts).filter(([, v]) => v !== null && v !== undefined && v !== "").map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v)))));
+        el("dl", { class: "facts" }, ...Object.entries(facts).filter(([, v]) => v !== null && v !== undefined && v !== "").map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))))].filter(Boolean));
     };
     return { node, update };
   }
@@ -423,7 +455,7 @@
         gain === null ? null : [text(gain, points), "over the same world without growth" + inPoints(run.run)],
         [text(mean(env => env.params), "count"), "parameters" + (times === null ? "" : `, ${times.toFixed(2)}× the host`)],
         macs === null ? null : [text(macs, "compact"), "training multiply-adds" + (own.length > 1 ? ", mean" : "")],
-        [`${seeds} / ${own.reduce((s, e) => s + (e.fossilized || 0), 0)} / ${own.reduce((s, e) => s + (e.pruned || 0), 0)}`, "seeds germinated / committed / pruned"],
+        [[seeds, ...["fossilized", "pruned"].map(name => own.reduce((sum, env) => sum + (env[name] || 0), 0))].map(n => text(n, "count")).join("\u2009/\u2009"), "seeds germinated / committed / pruned"],
         [text(run.run.env_steps, "count"), "epochs trained, all episodes"],
       ].filter(Boolean) : [];
       node.replaceChildren(...list.map(([big, small]) => el("div", { class: "tile" }, el("b", {}, big), el("span", {}, small))));
@@ -478,6 +510,7 @@
       show();
     }
     new ResizeObserver(() => detail && show()).observe(node);
+    redraws.add(() => detail && node.isConnected && show());
     return { node, update: () => {}, chosen };
   }
   function drawNetwork(picture, detail, step, choose) {
@@ -553,7 +586,7 @@
   const X_NAMES = { step: ["epoch", "number"], train_macs: ["training multiply-adds", "compact"] };
   function curves(run) {
     const [unit] = units(run.run);
-    const kinds = [["quality", "Quality after each epoch", unit, 300], ["val_loss", "Validation loss", "number", 220], ["train_loss", "Training loss", "number", 220], ["utility", "Utility: quality over no growth, minus rent", "number", 220], ["params", "Parameters of the network", "count", 170]];
+    const kinds = [["quality", "Quality after each epoch", unit, 300], ["val_loss", "Validation loss", "number", 220], ["train_loss", "Training loss", "number", 220], ["utility", "Utility: quality over no growth, minus rent", "number", 220], ["params", "Parameters of the network", "count", 220]];
     const full = {};  // rows at full resolution while a chart is zoomed
     const zoomed = async (chart, min, max) => {
       for (const key of Object.keys(full)) delete full[key];
@@ -572,7 +605,9 @@
       update();
     } } }, name);
     const toggle = el("div", { class: "toggle", role: "group", "aria-label": "Horizontal axis" }, button("step", "by epoch"), button("train_macs", "by training multiply-adds"));
-    const node = section("How training went", "", says, el("div", { class: "bar-row" }, toggle), holder, el("div", { class: "grid2" }, el("div", { class: "wide" }, list[0].node), list[1].node, list[2].node, list[3].node, el("div", { class: "wide" }, list[4].node)));
+    const grid = el("div", { class: "grid2" }, ...list.map(chart => chart.node));
+    list[0].node.classList.add("wide", "always-wide");
+    const node = section("How training went", "", says, el("div", { class: "bar-row" }, toggle), holder, grid);
     let known = "";
     function update() {
       const envs = run.lines(), isMany = envs.length > MOST_LINES, shown = envs.slice(0, isMany ? 32 : MOST_LINES), mean = run.doc.mean;
@@ -606,6 +641,7 @@
         const hasDashes = series.some(s => s.dash === "dash");
         chart.set(series, { xName, xUnit, says: name === "quality" ? `On the validation split${hasDashes ? "; dashed: without the seeds not yet committed" : ""}.` + (series.some(s => s.y.some(isNumber)) ? "" : " Not measured.") : undefined });
       }
+      balance(grid);
     }
     return { node, update };
   }
@@ -620,12 +656,12 @@
     return el("button", { type: "button", class: "cell", "aria-pressed": String(!!isChosen), "aria-label": `${env.name}, slot ${slot.slot}: ${isLive ? `${slot.blueprint}, ${name}, alpha ${text(slot.alpha)}, ${worth || "worth not measured"}` : name === "cooling" ? "removed, resting" : "empty"}. Show its life.`,
       on: { click: () => run.choose(env.env, slot.slot, true) } },
       el("i", { class: name }, LETTERS[slot.stage] || "?"),
-      isLive ? el("span", { class: "alpha", title: `alpha ${text(slot.alpha)}` }, el("u", { style: { width: 100 * Math.max(0, Math.min(1, +slot.alpha || 0)) + "%" } })) : null,
-      isLive ? el("span", {}, slot.blueprint || "seed", " ", el("small", {}, worth)) : null);
+      isLive ? el("span", { class: "seed-name" }, slot.blueprint || "seed",
+        el("span", { class: "alpha", title: `alpha ${text(slot.alpha)}` }, el("u", { style: { width: 100 * Math.max(0, Math.min(1, +slot.alpha || 0)) + "%" } })), el("small", {}, worth)) : null);
   }
   function environments(run) {
     const holder = el("div"), more = el("button", { type: "button", class: "small-button", on: { click: () => { most = Infinity; update(); } } });
-    const says = el("p", { class: "says" }), node = section("Environments and their slots", "", says, stageLegend(), holder, more);
+    const says = el("p", { class: "says" }), node = section("Environments and their slots", "", says, stageLegend(), el("div", { class: "many-columns" }, holder), more);
     let most = MOST_ENVS;
     function update() {
       const [unit, points] = units(run.run), envs = run.doc.envs, has = name => envs.some(env => isNumber(env[name])), names = run.run.slots;
@@ -718,7 +754,7 @@
         return line;
       }).filter(line => line.y.some(isNumber)));
       worth.set(used.flatMap(slot => worthSeries(slot, colour(slot.slot))));
-      alpha.node.hidden = !alpha.series.length;
+      alpha.node.hidden = alpha.series.every(line => line.y.every(y => y === null || y === 1));  // all joined at full strength
       worth.node.hidden = !worth.series.length;
       const last = used.flatMap(slot => lastShapley(slot).map(row => ({ ...row, slot: slot.slot, colour: colour(slot.slot), blueprint: (detail.seeds.find(seed => seed.seed === row.seed) || {}).blueprint || "" })));
       const when = row => `${row.blueprint}, ${row.x >= detail.length ? "at the end" : `epoch ${row.x}`}`;
@@ -745,9 +781,11 @@
       new Chart({ title: `Quality at the end of each ${word}`, unit, xName: word, height: 240, says: "Mean over environments; the band spans the worst and the best." }), new Chart({ title: "Utility at the end", xName: word, height: 170, says: "Quality over no growth, minus rent on parameters and multiply-adds." }),
       new Chart({ title: "Parameters at the end", unit: "count", xName: word, height: 170 }), new Chart({ title: `Seeds per ${word}`, xName: word, height: 170, zero: true, says: "Mean over environments." })];
     const keys = el("div"), node = section(`${word[0].toUpperCase()}${word.slice(1)} by ${word}`, "", keys, grid);
-    list[0].node.classList.add("wide");
+    list[0].node.classList.add("wide", "always-wide");
     grid.append(...list.map(chart => chart.node));
     keys.append(legend([{ key: "grown", name: "grown", colour: 0 }, { key: "twin", name: "same worlds without growth", colour: 7, dash: "dash" }], [list[0]]));
+    const seedKeys = [["germinated", "germinated", 5], ["fossilized", "committed", 2], ["pruned", "pruned", 7, "dash"]].map(([key, name, colour, dash]) => ({ key, name, colour, dash }));
+    list[3].says.after(legend(seedKeys, [list[3]]));
     function update() {
       const r = run.doc.rounds;
       node.hidden = !r;
@@ -760,8 +798,9 @@
       list[0].set(filled([line("quality", "grown", 0, { key: "grown" }), line("twin_quality", "same worlds without growth", 7, { key: "twin", dash: "dash", isBare: true })]));
       list[1].set(filled([line("utility", "utility", 2)]));
       list[2].set(filled([line("params", "parameters", 6)]));
-      list[3].set(filled([line("germinated", "germinated", 5, { isBare: true }), line("fossilized", "committed", 2, { isBare: true }), line("pruned", "pruned", 7, { isBare: true, dash: "dash" })]));
+      list[3].set(filled(seedKeys.map(({ key, name, colour, dash }) => line(key, name, colour, { isBare: true, dash }))));
       list.forEach(chart => { chart.node.hidden = !chart.series.length; });
+      balance(grid);
     }
     return { node, update };
   }
@@ -925,15 +964,20 @@
   }
   let streams = [];
   function follow(run, changed) {
-    const stream = new EventSource(`api/runs/${run.id}/live?since=${run.doc.position}`);
+    const query = new URLSearchParams({ since: run.doc.position, version: run.doc.version, status: run.run.status });
+    const stream = new EventSource(`api/runs/${run.id}/live?${query}`);
     let isDue = false;
     run.isLive = true;
     stream.onopen = () => { run.isCut = false; changed(); };
-    stream.onerror = () => { run.isCut = true; changed(); };
+    stream.onerror = () => {
+      run.isCut = true;
+      changed();
+      if (stream.readyState === EventSource.CLOSED) json(`api/runs/${run.id}`).catch(error => { run.isLive = run.isCut = false; run.gone = error.message; changed(); });
+    };
     stream.onmessage = event => {
       run.apply(JSON.parse(event.data));
       run.isCut = false;
-      if (ENDED.includes(run.run.status)) { run.isLive = false; stream.close(); }
+      if (ENDED.includes(run.run.status)) { run.isLive = false; stream.close(); if (run.ended) run.ended(); }
       if (!isDue) { isDue = true; setTimeout(() => { isDue = false; changed(); if (run.chosen) run.choose(run.chosen.env, run.chosen.slot); }, 250); }
     };
     streams.push(stream);
@@ -944,57 +988,91 @@
     forget(main);
     main.replaceChildren();
   }
-  async function listPage() {
-    const { directory, runs } = await json("api/runs"), chosen = new Set();
+  async function listPage(isLeft) {
+    const chosen = new Set(), title = el("h1"), place = el("code"), holder = el("div");
     const go = el("button", { type: "button", class: "small-button", disabled: true, on: { click: () => { location.hash = `#/compare/${[...chosen].join(",")}`; } } }, "Compare the chosen runs");
-    const box = run => el("input", { type: "checkbox", "aria-label": `Choose ${run.name}`, on: { change: event => { if (event.target.checked) chosen.add(run.id); else chosen.delete(run.id); go.disabled = chosen.size < 2; } } });
-    main.replaceChildren(el("header", {}, el("p", { class: "brand" }, "Esper"), el("h1", {}, runs.length === 1 ? "1 run" : `${runs.length} runs`), el("p", { class: "soft command" }, el("code", {}, directory))),
-      runs.length ? section("Runs", "Newest first. Open one, or choose several to compare.", table(["", "run", "status", "task", "controller", "started", "took", "env-steps"], runs.map(run => [box(run), el("a", { href: `#/run/${run.id}` }, run.name), el("span", { class: `pill ${PILLS[run.status] || ""}` }, run.status), run.task ?? "", run.controller ?? "", when(run.started) ?? "", text(run.seconds, "seconds"), text(run.env_steps, "count")]), "Runs", [6, 7]), el("div", { class: "bar-row" }, go))
-        : section("Runs", "", el("p", { class: "none" }, "There are no runs here yet. This page lists them when it is loaded again.")));
+    const field = el("input", { type: "search", placeholder: "Filter runs", "aria-label": "Filter runs by name, task, controller or status", on: { input: () => draw() } });
+    const box = run => el("input", { type: "checkbox", checked: chosen.has(run.id), "data-run": run.id, "aria-label": `Choose ${run.name}`, on: { change: event => { if (event.target.checked) chosen.add(run.id); else chosen.delete(run.id); go.disabled = chosen.size < 2; } } });
+    let found = await json("api/runs"), drawn = "";
+    if (isLeft()) return;
+    const bar = el("div", { class: "bar-row" }, field, go), says = el("p", { class: "says" }, "Newest first. Open one, or choose several to compare."), node = section("Runs", "", says, bar, holder);
+    function draw() {
+      const query = field.value.toLowerCase(), runs = found.runs.filter(run => [run.name, run.task, run.controller, run.status].join(" ").toLowerCase().includes(query)), signature = JSON.stringify([query, found]);
+      if (signature === drawn) return;
+      drawn = signature;
+      title.textContent = plural(found.runs.length, "run");
+      place.textContent = found.directory;
+      bar.hidden = says.hidden = !found.runs.length;
+      const focus = document.activeElement?.dataset?.run, at = holder.firstChild ? holder.firstChild.scrollTop : 0;
+      holder.replaceChildren(runs.length ? table(["", "run", "status", "task", "controller", "started", "took", "env-steps"], runs.map(run => [box(run), el("a", { href: `#/run/${run.id}`, "data-run": "a" + run.id }, run.name),
+        el("span", { class: `pill ${PILLS[run.status] || ""} ${run.status === "running" ? "live" : ""}` }, run.status), run.task ?? "", run.controller ?? "", when(run.started) ?? "", text(run.seconds, "seconds"), text(run.env_steps, "count")]), "Runs", [6, 7])
+        : el("p", { class: "none" }, query ? "No run matches." : "There are no runs here yet. A run appears when it begins."));
+      holder.firstChild.scrollTop = at;
+      if (focus) holder.querySelector(`[data-run="${focus}"]`)?.focus();
+    }
+    main.replaceChildren(el("header", {}, el("p", { class: "brand" }, "Esper"), title, el("p", { class: "soft command" }, place)), node);
     document.title = "Esper runs";
+    draw();
+    const timer = setInterval(async () => {
+      if (isLeft()) return clearInterval(timer);
+      if (document.hidden) return;
+      found = await json("api/runs").catch(() => found);
+      if (!isLeft()) draw();
+    }, 3000);
   }
-  async function runPage(id) {
+  async function runPage(id, isLeft) {
     const run = new Run(await json(`api/runs/${id}`), { id });
+    if (isLeft()) return;
     document.title = `${run.name}, Esper`;
     main.replaceChildren();
     run.isLive = !ENDED.includes(run.run.status);
     show(run, main);
     if (run.isLive) follow(run, () => run.update());
   }
-  async function comparePage(ids) {
+  async function comparePage(ids, isLeft) {
     const runs = await Promise.all(ids.map(async id => new Run(await json(`api/runs/${id}`), { id })));
+    if (isLeft()) return;
     document.title = `${runs.length} runs compared, Esper`;
     main.replaceChildren();
     side(runs);
     runs.filter(run => !ENDED.includes(run.run.status)).forEach(run => follow(run, () => run.compared.update()));
-    const paired = await json(`api/compare?runs=${ids.join(",")}`).catch(() => null);
-    if (paired) runs[0].compared.paired.replaceChildren(...paired.pairs.map(pairTable), ...paired.notes.map(note => el("p", { class: "none" }, note)));
+    const pair = async () => showPairs(runs, await json(`api/compare?runs=${ids.join(",")}`).catch(error => ({ pairs: [], notes: [error.message] })));
+    runs.filter(run => run.isLive).forEach(run => { run.ended = pair; });
+    await pair();
+  }
+  function showPairs(runs, { pairs, notes }) {
+    runs[0].compared.paired.replaceChildren(...pairs.map(pairTable), ...notes.map(note => el("p", { class: "none" }, note)));
   }
   function side(runs) {
     main.append(el("header", {}, el("p", { class: "brand" }, embedded ? "Esper report" : el("a", { href: "#/" }, "Esper: all runs")), el("h1", {}, `${runs.length} runs compared`)));
     const compared = comparison(runs);
+    compared.paired.append(el("p", { class: "none", role: "status" }, "Comparing world by world…"));
     runs.forEach(run => { run.compared = compared; });
     main.append(compared.node);
     compared.update();
     if (embedded) runs.forEach(run => main.append(el("details", { class: "run", on: { toggle: event => { if (event.target.open && !run.parts.length) show(run, event.target); } } }, el("summary", {}, run.name))));
   }
+  let routes = 0;  // a page that was left while it was loading must not appear
   async function route() {
+    const mine = ++routes, isLeft = () => mine !== routes;
     clear();
     const [, kind, ids] = location.hash.split("/");
     main.append(el("p", { class: "none", role: "status" }, "Reading the journal…"));
     try {
-      if (kind === "run") await runPage(+ids);
-      else if (kind === "compare") await comparePage(ids.split(",").map(Number));
-      else await listPage();
+      if (kind === "run") await runPage(+ids, isLeft);
+      else if (kind === "compare") await comparePage(ids.split(",").map(Number), isLeft);
+      else await listPage(isLeft);
     } catch (error) {
+      if (isLeft()) return;
       main.replaceChildren(el("section", { class: "trouble has-error", role: "alert" }, el("h2", {}, "This page could not be loaded"), el("p", {}, error.message), el("p", {}, el("a", { href: "#/" }, "All runs"))));
     }
   }
   if (embedded) {
-    const runs = JSON.parse(embedded.textContent).runs.map(each => new Run(each.document, { details: each.details }));
+    const data = JSON.parse(embedded.textContent), runs = data.runs.map(each => new Run(each.document, { details: each.details }));
     document.title = runs.length === 1 ? runs[0].name : `${runs.length} runs compared`;
     main.replaceChildren();
-    if (runs.length === 1) show(runs[0], main); else side(runs);
+    if (runs.length === 1) show(runs[0], main);
+    else { side(runs); showPairs(runs, data.comparison); }
   } else {
     addEventListener("hashchange", route);
     route();
