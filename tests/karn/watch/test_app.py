@@ -236,7 +236,7 @@ def test_enter_opens_the_environment_and_escape_returns(finished):
     assert isinstance(inside, DetailPage)
     assert rows[0].startswith(" digits/1,")
     text = "\n".join(rows)
-    assert "HOLDING → FOSSILIZED" in text
+    assert "holding → fossilized" in text
     assert "also legal: WAIT" in text
     assert not isinstance(outside, DetailPage)
 
