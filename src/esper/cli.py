@@ -172,14 +172,18 @@ def evaluate(
     controllers: Annotated[
         list[str],
         typer.Argument(
-            help="Run directories, policy files, tamiyo, heuristic, schedule, best-schedule, random, none; and static "
-            "hosts sized like what the first one grew: from-start, wider, deeper. A single name is compared with all."
+            help="Run directories, policy files, tamiyo, heuristic, schedule, random, none; plans found by search: "
+            "best-schedule, best-per-kind, search; and static hosts sized like what the first one grew: from-start, "
+            "wider, deeper. A single name is compared with all but best-per-kind and search."
         ),
     ],
     task: Annotated[str | None, typer.Option(help="Task; default: that of the first run.")] = None,
     sim: Annotated[bool, typer.Option("--sim", help="Compare on simulated hosts.")] = False,
     seeds: Annotated[int, typer.Option(min=2, help="Number of held-out worlds, the same for all.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Directory for eval.json and eval.svg.")] = None,
+    search_episodes: Annotated[
+        int | None, typer.Option(min=2, help="Training episodes to find best-schedule and best-per-kind.")
+    ] = None,
     json: Json = False,
     data: DataRoot = None,
     threads: Threads = 1,
@@ -194,7 +198,10 @@ def evaluate(
     """
     from esper.commands.evaluate import run_eval
 
-    run_eval(controllers, task=task, simulated=sim, seeds=seeds, out=out, as_json=json, data_root=data, threads=threads)
+    run_eval(
+        controllers, task=task, simulated=sim, seeds=seeds, out=out, as_json=json, data_root=data, threads=threads,
+        search_episodes=search_episodes,
+    )  # fmt: skip
 
 
 @app.command()

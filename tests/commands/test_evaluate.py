@@ -47,7 +47,8 @@ def test_tables_of_real_hosts_fit_into_80_columns():
     rng = np.random.default_rng(0)
     names = ["learned (20261115-230455-fashion-3f2a)", "same structure from step 0", "none"]
     played = [
-        Played(name, [0, 1, 2], *(size * (1 + rng.random(3)) for size in (0.4, 0.4, 1e6, 1e9, 0.1))) for name in names
+        Played(name, [0, 1, 2], *(size * (1 + rng.random(3)) for size in (0.4, 0.4, 1e6, 1e9, 0.1, 1e12)))
+        for name in names
     ]
     out = io.StringIO()
     Console(file=out, width=80).print(results_tables(figures(played, "digits"), simulated=False))

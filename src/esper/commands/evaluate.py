@@ -25,32 +25,47 @@ from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.paired import Difference, compare
 from esper.nissa.run import read_manifest
 from esper.simic.env import Backend, HostBackend
-from esper.simic.evaluation.comparison import Played, best_schedule_on, from_start, play, static
+from esper.simic.evaluation.comparison import Played, from_start, play, static
 from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
+from esper.simic.evaluation.plan_search import (
+    all_plans,
+    fit_plan,
+    fit_plans_by_kind,
+    follow,
+    follow_by_kind,
+    search_in_world,
+)
 from esper.simic.evaluation.sim_oracle import FollowPlans
 from esper.simic.evaluation.sim_oracle import best_schedule as best_plan
 from esper.simic.family_backend import FamilyBackend, FamilyTasks
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, built, load_config
-from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
+from esper.tamiyo.controllers import CONTROLLERS, make_controller
 from esper.tolaria.tasks import Task, get_task
 
-BEST_SCHEDULE, FROM_START, WIDER, DEEPER = "best-schedule", "from-start", "wider", "deeper"
+BEST_SCHEDULE, BEST_PER_KIND, SEARCH = "best-schedule", "best-per-kind", "search"
+FROM_START, WIDER, DEEPER = "from-start", "wider", "deeper"
 STATIC = {
     FROM_START: "same structure from step 0",
     WIDER: "wider host of equal size",
     DEEPER: "deeper host of equal size",
 }
 EVERYTHING = ("heuristic", "random", "schedule", BEST_SCHEDULE, "none", FROM_START, WIDER, DEEPER)
-SEARCH_WORLDS = 2
-"""Number of training worlds for the schedule search: 21 schedules take 42 episodes of a task of 3 slots."""
+FITTED = (BEST_SCHEDULE, BEST_PER_KIND, SEARCH)
+"""Baselines that search for a fixed plan: in training worlds, per visible kind of host, or in each held-out world with
+the training compute that the first controller used there."""
+EPISODES_PER_PLAN = 2
+"""Episodes of the search for a plan in training worlds, per plan, unless --search-episodes sets their number."""
 
 
 class Arena:
     """Comparison of controllers with the backend, rules and reward of one config."""
 
-    def __init__(self, config: TrainConfig, *, data_root: Path | None = None, baselines: Sequence[Path] = ()) -> None:
-        self.config = config
+    def __init__(
+        self, config: TrainConfig, *, data_root: Path | None = None, baselines: Sequence[Path] = (),
+        search_episodes: int | None = None,
+    ) -> None:  # fmt: skip
+        self.config, self.search_episodes = config, search_episodes
         self.backend: Backend
         if config.simulated:
             horizon = config.sim.horizon if config.epochs is None else config.epochs
@@ -89,20 +104,30 @@ class Arena:
                         f"{name!r} is a static host sized like what the first controller grew: put a controller before "
                         "it, and do not use --sim"
                     )
+            elif name in FITTED:
+                self.must_be_possible(name, i)
             elif name in EVERYTHING or name == "tamiyo" or Path(name).exists():
-                if name != BEST_SCHEDULE:
-                    make_controller(name)
+                make_controller(name)
             else:
-                raise unknown_name("controller or run", name, ["tamiyo", *EVERYTHING])
+                raise unknown_name("controller or run", name, ["tamiyo", *EVERYTHING, BEST_PER_KIND, SEARCH])
+
+    def must_be_possible(self, name: str, position: int) -> None:
+        """Raise unless a search for a plan is possible here."""
+        if name == BEST_PER_KIND and not isinstance(self.backend, FamilyBackend):
+            raise ConfigError(f"{name!r} needs worlds with different hosts: use it with a task family")
+        if name == SEARCH and (position == 0 or isinstance(self.backend, Simulator)):
+            raise ConfigError(
+                f"{name!r} uses the training compute of the first controller: put a controller before it, and do not "
+                "use --sim"
+            )
 
     def play_one(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         """Play one controller or static host in these worlds."""
         reward = self.config.reward
         if name in STATIC:
             return self.play_static(name, worlds, before)
-        if name == BEST_SCHEDULE:
-            controller, description = self.best_schedule()
-            return play(self.backend, controller, worlds, reward, f"best schedule ({description})")
+        if name in FITTED:
+            return self.play_fitted(name, worlds, before)
         label = name if name in CONTROLLERS or name == "tamiyo" else f"learned ({Path(name).name})"
         return play(self.backend, make_controller(name), worlds, reward, label)
 
@@ -126,14 +151,27 @@ class Arena:
             ],
         )
 
-    def best_schedule(self) -> tuple[Controller, str]:
-        """Return the best fixed schedule, searched in training worlds, and its description."""
-        config = self.config
-        if isinstance(self.backend, (HostBackend, FamilyBackend)):
-            return best_schedule_on(self.backend, range(SEARCH_WORLDS), config.reward)
-        assert isinstance(self.backend, Simulator)
-        plan, _ = best_plan(self.backend.config, range(64), config.rules, config.reward, beam=48)
-        return FollowPlans([plan]), f"{len(plan)} seeds"
+    def play_fitted(self, name: str, worlds: list[int], before: list[Played]) -> Played:
+        """Search for fixed plans and follow them."""
+        config, reward, backend = self.config, self.config.reward, self.backend
+        if isinstance(backend, Simulator):
+            plan, _ = best_plan(backend.config, range(64), config.rules, reward, beam=48)
+            return play(backend, FollowPlans([plan]), worlds, reward, f"best schedule ({len(plan)} seeds)")
+        assert isinstance(backend, (HostBackend, FamilyBackend))
+        if name == SEARCH:
+            label = "search in each world, equal compute"
+            parts = [
+                search_in_world(backend, world, reward, macs, label)
+                for world, macs in zip(worlds, before[0].train_macs.tolist(), strict=True)
+            ]
+            return Played.gather(label, parts)
+        episodes = self.search_episodes or EPISODES_PER_PLAN * len(all_plans(backend.table))
+        if name == BEST_SCHEDULE:
+            chosen = fit_plan(backend, range(config.pool), reward, episodes)
+            return follow(backend, chosen, worlds, reward, f"best schedule ({chosen})")
+        assert isinstance(backend, FamilyBackend)
+        plans = fit_plans_by_kind(backend, range(config.pool), reward, episodes)
+        return follow_by_kind(backend, plans, worlds, reward, "best schedule per visible kind of host")
 
 
 def run_eval(
@@ -146,6 +184,7 @@ def run_eval(
     as_json: bool,
     data_root: Path | None,
     threads: int,
+    search_episodes: int | None = None,
 ) -> None:
     """Compare controllers and print the results, or write them to `out`."""
     torch.set_num_threads(threads)
@@ -160,7 +199,7 @@ def run_eval(
     config = config_of(names, task, simulated)
     runs = [Path(n) for n in names if (Path(n) / BASELINES).is_dir()]
     places = [*(run / BASELINES for run in runs[:1]), shared_baselines()]
-    arena = Arena(config, data_root=data_root, baselines=places)
+    arena = Arena(config, data_root=data_root, baselines=places, search_episodes=search_episodes)
     worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
     console = Console(stderr=as_json)
     played = arena.play_all(names, worlds, console)
@@ -201,7 +240,7 @@ def figures(played: Sequence[Played], task: str) -> dict[str, Any]:
     rows = []
     for p in played:
         row: dict[str, Any] = {"name": p.name, "structures": [{s: b for s, (b, _) in x.items()} for x in p.structures]}
-        for column in ("test", "quality", "params", "macs", "utility"):
+        for column in ("test", "quality", "params", "macs", "utility", "train_macs"):
             values = getattr(p, column)
             whole = bool(np.isfinite(values).all())
             summary = {"mean": float(values.mean()), "sd": float(np.std(values, ddof=1)), "worlds": values.tolist()}

@@ -154,6 +154,8 @@ def _grow(
         console.print(Text(WORTH_NOTES, "dim"))
         if note := not_in_the_network(scene.grown):
             plainly(console, note)
+        if isinstance(controller, Learned) and (note := outside_note(controller)):
+            plainly(console, note)
         if note := planted_late(scene.grown):
             plainly(console, note)
         if note := why_nothing_was_planted(controller, scene.grown.table, scene.grown.rules, task.slots):
@@ -350,6 +352,13 @@ def not_in_the_network(engine: Engine) -> str:
         f"{', '.join(names)}: still in training at the end, so not part of the grown network, of the parameters above "
         "and of `esper export`. Use more --epochs to blend it in"
     )
+
+
+def outside_note(controller: Learned) -> str:
+    """Return whether the host lay outside what the policy was trained on."""
+    if controller.ranges is None:
+        return "the policy's file does not tell what it was trained on, so its limits are not known"
+    return controller.outside_text()
 
 
 def planted_late(engine: Engine) -> str:

@@ -19,6 +19,7 @@ from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import check_tensors, seal_tensors
 from esper.leyline.errors import DataError
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
+from esper.tamiyo.policy.feature_ranges import FeatureRanges
 from esper.tamiyo.policy.features import feature_names
 
 FORMAT = "esper-policy"
@@ -33,8 +34,10 @@ def view() -> str:
     return hashlib.sha256(json.dumps([feature_names(1), heads]).encode()).hexdigest()[:16]
 
 
-def save_policy(network: TamiyoNetwork, path: Path, *, fixed: Mapping[Head, int], **about: Any) -> None:
-    """Write a policy and its fixed heads atomically. `about` describes its origin."""
+def save_policy(
+    network: TamiyoNetwork, path: Path, *, fixed: Mapping[Head, int], ranges: FeatureRanges | None = None, **about: Any
+) -> None:
+    """Write a policy, its fixed heads and the ranges of its observations atomically. `about` describes its origin."""
     header = {
         "format": FORMAT,
         "view": view(),
@@ -42,6 +45,8 @@ def save_policy(network: TamiyoNetwork, path: Path, *, fixed: Mapping[Head, int]
         "fixed": json.dumps({head.name: option for head, option in fixed.items()}),
         "about": json.dumps(about),
     }
+    if ranges is not None and ranges.is_known:
+        header["ranges"] = json.dumps(ranges.bounds.tolist())
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in network.state_dict().items()}
     write_atomically(path, seal_tensors(save(tensors, header)))
 
@@ -70,6 +75,20 @@ def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
     except (SafetensorError, msgspec.MsgspecError, RuntimeError, KeyError, ValueError, OSError) as error:
         raise DataError(f"{file} is damaged or not a policy: {error}. Fetch it again, or train one") from error
     return network, fixed
+
+
+def load_ranges(path: Path) -> FeatureRanges | None:
+    """Return the ranges of the observations that a policy was trained with; None if its file has none.
+
+    Raise DataError if the file is invalid.
+    """
+    file = path / POLICY if path.is_dir() else path
+    try:
+        text = check_tensors(read_regular(file, MOST_BYTES, follow=True)).get("ranges")
+        bounds = None if text is None else torch.tensor(msgspec.json.decode(text, type=list[list[float]]))
+        return None if bounds is None else FeatureRanges(bounds)
+    except (SafetensorError, msgspec.MsgspecError, RuntimeError, KeyError, ValueError, OSError) as error:
+        raise DataError(f"{file} is damaged or not a policy: {error}. Fetch it again, or train one") from error
 
 
 def must_fit(config: NetworkConfig, weights: Mapping[str, Tensor]) -> None:

@@ -7,7 +7,7 @@ import pytest
 
 from esper.leyline.actions import Operator
 from esper.simic.env import HostBackend
-from esper.simic.evaluation.comparison import AT_ONCE, best_schedule_on, from_start, play, static
+from esper.simic.evaluation.comparison import AT_ONCE, from_start, play, static
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random, Schedule, Wait
@@ -76,15 +76,6 @@ def test_static_hosts_are_charged_for_their_size_against_the_same_baseline(backe
     assert np.allclose(wide.utility, wide.quality - baseline - rent, atol=1e-6)
     same_host = static(backend, backend.task, [20], REWARD, "same")
     assert np.allclose(same_host.utility, 0.0, atol=1e-6)
-
-
-def test_best_schedule_is_the_best_of_those_tried():
-    backend, tried = HostBackend(dataclasses.replace(get_task("digits"), epochs=2, batches_per_epoch=2)), []
-    schedule, told = best_schedule_on(backend, [0], REWARD, tried.append)
-    values = {text.split(":")[0]: float(text.split(":")[1]) for text in tried}
-    assert len(tried) == backend.table.takes.any(0).sum() * 3
-    assert values[told] == max(values.values())
-    assert isinstance(schedule, Schedule)
 
 
 def test_deeper_host_keeps_its_pools_and_wider_one_its_depth():

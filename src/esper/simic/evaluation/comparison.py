@@ -11,13 +11,11 @@ Legend: W worlds.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
-from esper.kasmina.blueprints import blueprint_name
 from esper.leyline.actions import Operator
 from esper.leyline.slot_table import Floats, live_costs, network_params
 from esper.leyline.stages import SeedStage
@@ -25,7 +23,7 @@ from esper.simic.env import Backend, HostBackend
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.rewards import Frame, RewardConfig, utility
 from esper.simic.simulator import Simulator
-from esper.tamiyo.controllers import Controller, Random, Schedule, Wait
+from esper.tamiyo.controllers import Controller, Random, Wait
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.engine import Engine
 from esper.tolaria.rollout import rollout
@@ -47,6 +45,7 @@ class Played:
     params: Floats  # [W] parameters of the exported network
     macs: Floats  # [W] multiply-adds on one sample
     utility: Floats  # [W]
+    train_macs: Floats  # [W] multiply-adds spent on training
     structures: list[Structure] = field(default_factory=list)
 
     @classmethod
@@ -54,7 +53,7 @@ class Played:
         """Return the concatenation of several results."""
         columns = {
             column: np.concatenate([getattr(p, column) for p in parts])
-            for column in ("quality", "test", "params", "macs", "utility")
+            for column in ("quality", "test", "params", "macs", "utility", "train_macs")
         }
         return cls(
             name, [w for p in parts for w in p.worlds], structures=[s for p in parts for s in p.structures], **columns
@@ -108,7 +107,10 @@ def judged(backend: HostBackend | Simulator, reward: RewardConfig, name: str) ->
         test = np.array([network.test(engine.data.test)[0] for network in engine.networks])
         structures = [structure_of(engine, e) for e in range(len(engine.networks))]
     sizes = (params.astype(np.float64), macs.astype(np.float64))
-    return Played(name, list(backend.worlds), frame.quality, test, *sizes, utility(frame, reward), structures)
+    train_macs = backend.table.train_macs.astype(np.float64)
+    return Played(
+        name, list(backend.worlds), frame.quality, test, *sizes, utility(frame, reward), train_macs, structures
+    )
 
 
 def structure_of(engine: Engine, env: int) -> Structure:
@@ -151,33 +153,9 @@ def static(backend: HostBackend, task: Task, worlds: Sequence[int], reward: Rewa
         frame = Frame.of(backend.table, backend.context, backend.baseline_quality)
         frame = frame.measured(other.table.quality.astype(np.float64), params, macs)
         test = np.array([network.test(other.data.test)[0] for network in other.engine.networks])
-        parts.append(Played(name, list(some), frame.quality, test, params, macs, utility(frame, reward)))
+        train_macs = other.table.train_macs.astype(np.float64)
+        parts.append(Played(name, list(some), frame.quality, test, params, macs, utility(frame, reward), train_macs))
     return Played.gather(name, parts)
-
-
-def best_schedule_on(
-    backend: HostBackend | FamilyBackend,
-    worlds: Sequence[int],
-    reward: RewardConfig,
-    on_try: Callable[[str], None] = lambda _: None,
-) -> tuple[Schedule, str]:
-    """Return the fixed schedule with the highest mean utility in these worlds, and its description.
-
-    The search covers every blueprint and every number of slots, counted from the first. Seeds are planted as soon as
-    the rules allow and committed as soon as they have been measured.
-    """
-    best: tuple[float, Schedule, str] | None = None
-    table = backend.table
-    taken = [b for b in range(table.takes.shape[1]) if table.takes[:, b].any()]
-    for blueprint, slots in itertools.product(taken, range(1, table.num_slots + 1)):
-        schedule = Schedule([blueprint], slots=slots)
-        description = f"{blueprint_name(blueprint)} in the first {slots}"
-        value = float(play(backend, schedule, worlds, reward).utility.mean())
-        on_try(f"{description}: {value:+.4f}")
-        if best is None or value > best[0]:
-            best = value, schedule, description
-    assert best is not None
-    return best[1], best[2]
 
 
 def chunks(worlds: Sequence[int], size: int) -> Iterator[list[int]]:

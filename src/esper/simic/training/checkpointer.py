@@ -146,8 +146,8 @@ class Checkpointer:
 
     def _save_policy(self, directory: Path, training: TrainingState) -> None:
         save_policy(
-            training.network, directory / POLICY, fixed=self.config.fixed_heads(), env_steps=training.result.env_steps,
-            trained_on=self.config.task_label,
+            training.network, directory / POLICY, fixed=self.config.fixed_heads(), ranges=training.ranges,
+            env_steps=training.result.env_steps, trained_on=self.config.task_label,
         )  # fmt: skip
 
     def offer_hosts(self, backend: Backend, utility: Floats, number: int) -> None:

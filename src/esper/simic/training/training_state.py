@@ -29,7 +29,8 @@ from esper.simic.training.config import TrainConfig
 from esper.tamiyo.controllers.learned import SHIPPED
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout
-from esper.tamiyo.policy_file import load_policy
+from esper.tamiyo.policy.feature_ranges import FeatureRanges
+from esper.tamiyo.policy_file import load_policy, load_ranges
 
 _ROUND_COLUMNS = ("returns", "utility", "quality")
 
@@ -64,13 +65,17 @@ class TrainingState:
     """Generator that assigns environments to minibatches: the only random stream that continues from round to round.
     All other random numbers are keyed by world, round or step."""
     result: TrainingResult
+    ranges: FeatureRanges
+    """Ranges of all observations that the policy was trained with."""
 
     @classmethod
     def new(cls, config: TrainConfig, layout: MaskLayout, *, resumed: bool = False) -> TrainingState:
         """Return the initial state of a run."""
         network = new_network(config, resumed=resumed)
         shuffle = torch.Generator().manual_seed(derive_seed(config.seed, "minibatches"))
-        return cls(PPO(network, layout, config.ppo, rounds=config.rounds), shuffle, TrainingResult(network, [], 0))
+        ppo = PPO(network, layout, config.ppo, rounds=config.rounds)
+        start = None if config.start_from is None or resumed else load_ranges(policy_path(config.start_from))
+        return cls(ppo, shuffle, TrainingResult(network, [], 0), start or FeatureRanges())
 
     @property
     def network(self) -> TamiyoNetwork:
@@ -96,6 +101,7 @@ class TrainingState:
             "rounds": {name: torch.from_numpy(np.array(column)) for name, column in columns.items()},
             "update_events": [msgspec.to_builtins(r.update) for r in rounds],
             "env_steps": self.result.env_steps,
+            "feature_ranges": self.ranges.bounds,
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -111,6 +117,7 @@ class TrainingState:
             for n, update in enumerate(state["update_events"])
         ]
         self.result.env_steps = state["env_steps"]
+        self.ranges = FeatureRanges(state["feature_ranges"].clone())
 
     def digest(self) -> bytes:
         """Return a hash of every tensor that the next round depends on."""

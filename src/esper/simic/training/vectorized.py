@@ -137,6 +137,7 @@ def train_ppo_vectorized(
             episode=number + 1,
         )  # fmt: skip
         with phases("update"):
+            training.ranges.add(buffer.obs[buffer.valid])
             update = with_returns(training.ppo.update(buffer.finish(), training.shuffle), ends["returns"])
         with phases("telemetry"):
             emit.say(update)

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS, Head
 from esper.leyline.errors import ConfigError
@@ -16,11 +18,16 @@ from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.tamiyo.decision_record import DecisionLog
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tamiyo.policy.action_masks import DEFAULT_FIXED, MaskLayout, compute_batch_masks
+from esper.tamiyo.policy.feature_ranges import Excess, FeatureRanges
+from esper.tamiyo.policy.feature_table import BASE, PER_SLOT
 from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features
-from esper.tamiyo.policy_file import load_policy
+from esper.tamiyo.policy_file import load_policy, load_ranges
 
 SHIPPED = Path(__file__).parent.parent / "shipped" / "tamiyo.safetensors"
 """Path of the policy shipped with the package, trained on `rescue`."""
+
+SHOWN_OUTSIDE = 4
+"""Number of features named in the warning about a model outside the ranges of training."""
 
 
 class Learned:
@@ -31,9 +38,15 @@ class Learned:
     """
 
     def __init__(
-        self, network: TamiyoNetwork, *, fixed: Mapping[Head, int] | None = None, sample: bool = True, seed: int = 0
-    ) -> None:
+        self, network: TamiyoNetwork, *, fixed: Mapping[Head, int] | None = None, sample: bool = True, seed: int = 0,
+        ranges: FeatureRanges | None = None,
+    ) -> None:  # fmt: skip
         self.network = network.eval()
+        self.ranges = ranges
+        """Ranges of the observations that the policy was trained with; None if they are not known."""
+        self.outside: dict[str, Excess] = {}
+        """What lay beyond these ranges since the last `bind`, by name."""
+        self._has_warned = False
         self.fixed = dict(DEFAULT_FIXED if fixed is None else fixed)
         self.sample, self.seed = sample, seed
         self.context: ObsContext | None = None
@@ -45,11 +58,11 @@ class Learned:
     def load(cls, path: Path, *, sample: bool = True) -> Learned:
         """Return a controller with the policy of a policy file or run directory."""
         network, fixed = load_policy(path)
-        return cls(network, fixed=fixed, sample=sample)
+        return cls(network, fixed=fixed, sample=sample, ranges=load_ranges(path))
 
     def bind(self, context: ObsContext, worlds: Sequence[int] | None = None) -> None:
         """Set the host's context and the worlds of its environments, and clear the recurrent state."""
-        self.context, self.worlds = context, worlds
+        self.context, self.worlds, self.outside = context, worlds, {}
         self._hidden = self.network.initial(0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -77,6 +90,7 @@ class Learned:
         obs = torch.from_numpy(batch_obs_to_features(table, self.context, legal=legal))
         masks = torch.from_numpy(compute_batch_masks(table, legal, fixed=self.fixed))
         layout = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
+        self._compare_with_training(obs)
         draws = None
         if self.sample:
             keys = world_keys(range(envs) if self.worlds is None else self.worlds)
@@ -86,6 +100,28 @@ class Learned:
             self.log.add(obs, masks, choice.actions, self._hidden)
         self._hidden = choice.hidden
         return np.asarray(choice.actions.numpy())
+
+    def _compare_with_training(self, obs: Tensor) -> None:
+        """Record what lies beyond the ranges of training, and warn once. It has no effect on decisions."""
+        if self.ranges is None:
+            return
+        slots = [f"slot {s}" for s in range((obs.shape[1] - BASE) // PER_SLOT)]
+        for row in obs:
+            self.outside |= {each.name: each for each in self.ranges.outside(row, slots)}
+        if self.outside and not self._has_warned:
+            self._has_warned = True
+            warnings.warn(self.outside_text(), stacklevel=3)
+
+    def outside_text(self) -> str:
+        """Return what of the model lies outside what the policy was trained on; empty if nothing does."""
+        if not self.outside:
+            return ""
+        shown = [str(each) for each in list(self.outside.values())[:SHOWN_OUTSIDE]]
+        more = len(self.outside) - len(shown)
+        return (
+            f"the model lies outside what the policy was trained on, so its decisions may be poor: {', '.join(shown)}"
+            + (f", and {more} more" if more > 0 else "")
+        )
 
     def why_waiting(self, _table: SlotTable) -> str:
         """Return why the policy plants nothing."""

@@ -1,0 +1,209 @@
+"""Baselines that search for a fixed plan: in training worlds, per visible kind of host, or in the evaluated world.
+
+    plan = fit_plan(backend, worlds, reward, episodes=200)       # successive halving over plans in training worlds
+    plans = fit_plans_by_kind(backend, worlds, reward, 200)      # one plan for each kind of host that a user can see
+    search_in_world(backend, world, reward, budget_macs)         # what a search tool would do with the same compute
+
+A plan is a blueprint, the number of slots to plant it in, and the first epoch to plant at; or no growth at all.
+
+Legend: W worlds.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from esper.kasmina.blueprints import blueprint_name
+from esper.leyline.errors import ConfigError
+from esper.leyline.slot_table import SlotTable, live_costs, network_params
+from esper.simic.env import HostBackend
+from esper.simic.evaluation.comparison import Played, play, structure_of
+from esper.simic.family_backend import FamilyBackend
+from esper.simic.rewards import Frame, RewardConfig, utility
+from esper.tamiyo.controllers import Controller, Schedule, Wait
+from esper.tolaria.families import Draw
+from esper.tolaria.rollout import rollout
+
+START_SHARES = (0.0, 0.25)
+"""Plans plant from the first epoch on, or after this share of the episode."""
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """A fixed plan of growth; without a blueprint, no growth."""
+
+    blueprint: int | None = None
+    slots: int = 0
+    """Number of slots, from the first, that are planted; hosts with fewer slots plant all."""
+    start_share: float = 0.0
+    """Share of the episode after which planting begins."""
+
+    def controller(self, horizon: int) -> Controller:
+        """Return a controller that follows the plan in episodes of this length."""
+        if self.blueprint is None:
+            return Wait()
+        return Schedule([self.blueprint], slots=self.slots, start=max(1, round(self.start_share * horizon)))
+
+    def __str__(self) -> str:
+        if self.blueprint is None:
+            return "no growth"
+        when = "at once" if not self.start_share else f"after {self.start_share:.0%} of the epochs"
+        return f"{blueprint_name(self.blueprint)} in the first {self.slots}, {when}"
+
+
+def all_plans(table: SlotTable) -> list[Plan]:
+    """Return every plan: no growth, and each blueprint that some slot takes, in 1, 2, 4, … and all slots."""
+    taken = [b for b in range(table.takes.shape[1]) if table.takes[:, b].any()]
+    counts = sorted({n for n in (1, 2, 4, 8) if n < table.num_slots} | {table.num_slots})
+    return [Plan(), *(Plan(b, n, share) for b, n, share in itertools.product(taken, counts, START_SHARES))]
+
+
+def fit_plan(
+    backend: HostBackend | FamilyBackend,
+    worlds: Sequence[int],
+    reward: RewardConfig,
+    episodes: int,
+    on_rung: Callable[[str], None] = lambda _: None,
+) -> Plan:
+    """Return the plan with the highest mean utility, by successive halving over at most `episodes` episodes.
+
+    Every rung plays the remaining plans in further worlds, the same for all of them, and keeps the better half. With
+    fewer episodes than plans, an evenly spread selection of plans is tried.
+    """
+    if episodes < 2 or not len(worlds):
+        raise ConfigError(f"a search for a plan needs at least one world and two episodes, got {episodes}")
+    plans = all_plans(backend.table)
+    if len(plans) > episodes // 2:
+        picks = np.linspace(0, len(plans) - 1, max(1, episodes // 2)).round().astype(int)
+        plans = [plans[i] for i in dict.fromkeys(picks.tolist())]
+    values: dict[Plan, list[float]] = {plan: [] for plan in plans}
+    first = played = 0
+    while len(plans) > 1:
+        rungs = int(np.ceil(np.log2(len(plans))))
+        count = max(1, (episodes - played) // rungs // len(plans))
+        some = [worlds[(first + i) % len(worlds)] for i in range(count)]
+        first, played = first + count, played + count * len(plans)
+        for plan in plans:
+            values[plan] += _utilities(backend, plan, some, reward)
+        plans = sorted(plans, key=lambda plan: -float(np.mean(values[plan])))
+        on_rung(f"{len(plans)} plans in {count} worlds; best: {plans[0]}, U {np.mean(values[plans[0]]):+.4f}")
+        plans = plans[: len(plans) // 2]
+    return plans[0]
+
+
+def _utilities(
+    backend: HostBackend | FamilyBackend, plan: Plan, worlds: Sequence[int], reward: RewardConfig
+) -> list[float]:
+    return [float(follow(backend, plan, [world], reward).utility[0]) for world in worlds]
+
+
+def follow(
+    backend: HostBackend | FamilyBackend, plan: Plan, worlds: Sequence[int], reward: RewardConfig, name: str = ""
+) -> Played:
+    """Follow a plan in these worlds. Its start depends on the length of each episode."""
+    if isinstance(backend, HostBackend):
+        return play(backend, plan.controller(backend.horizon), worlds, reward, name)
+    parts = [
+        play(host, plan.controller(host.horizon), [world], reward, name)
+        for world in worlds
+        for host in [backend.host(world)]
+    ]
+    return Played.gather(name, parts)
+
+
+def visible_kind(draw: Draw) -> str:
+    """Return what a user sees of a host without training it: its blocks, and impairments that change its shapes."""
+    seen = draw.impairment if draw.impairment in ("width", "missing") else "whole"
+    return f"{draw.blocks} blocks, {seen}"
+
+
+def fit_plans_by_kind(
+    backend: FamilyBackend, worlds: Sequence[int], reward: RewardConfig, episodes: int
+) -> dict[str, Plan]:
+    """Return the best plan of each visible kind of host, found in training worlds of that kind.
+
+    Each kind gets its share of the episodes; the entry "" is the best plan for kinds with fewer than two.
+    """
+    family = backend.tasks.family
+    groups: dict[str, list[int]] = defaultdict(list)
+    for world in worlds:
+        groups[visible_kind(family.draw(world))].append(world)
+    found = {}
+    for kind, members in groups.items():
+        share = episodes * len(members) // len(worlds)
+        if share >= 2:
+            found[kind] = fit_plan(backend, members, reward, share)
+    most = max(groups.values(), key=len)
+    return found | {"": found.get(visible_kind(family.draw(most[0])), Plan())}
+
+
+def follow_by_kind(
+    backend: FamilyBackend, plans: Mapping[str, Plan], worlds: Sequence[int], reward: RewardConfig, name: str
+) -> Played:
+    """Follow in each world the plan of its visible kind of host."""
+    kinds = [visible_kind(backend.tasks.family.draw(world)) for world in worlds]
+    parts = [
+        follow(backend, plans.get(kind, plans[""]), [world], reward, name)
+        for kind, world in zip(kinds, worlds, strict=True)
+    ]
+    return Played.gather(name, parts)
+
+
+def search_in_world(
+    backend: HostBackend | FamilyBackend,
+    world: int,
+    reward: RewardConfig,
+    budget_macs: float,
+    name: str,
+    plans: int = 8,
+) -> Played:
+    """Search for a plan in this world by successive halving, with `budget_macs` multiply-adds of training in total.
+
+    Each rung trains the remaining plans further with an equal share of the budget and keeps the better half by
+    utility. The last plan is trained with the rest, at most for the length of an episode. Its utility is relative to
+    the host without growth after a whole episode.
+    """
+    hosts = [_fresh(backend, world) for _ in range(plans)]
+    pool = all_plans(hosts[0].table)
+    picks = np.linspace(0, len(pool) - 1, plans).round().astype(int)
+    running = [
+        (host, pool[i].controller(host.horizon)) for host, i in zip(hosts, dict.fromkeys(picks.tolist()), strict=False)
+    ]
+    rungs = int(np.ceil(np.log2(len(running)))) + 1
+    spent = 0.0
+    for rung in range(rungs):
+        goal = (budget_macs - spent) / (rungs - rung) / len(running)
+        for host, controller in running:
+            before = float(host.table.train_macs[0])
+            for _ in rollout(host, controller, host.horizon - int(host.table.step[0])):
+                if float(host.table.train_macs[0]) - before >= goal:
+                    break
+            spent += float(host.table.train_macs[0]) - before
+        if len(running) > 1:
+            running.sort(key=lambda pair: -_utility_at_end(pair[0], reward))
+            running = running[: max(1, len(running) // 2)]
+    best = running[0][0]
+    params = network_params(best.table, best.context.host_params).astype(np.float64)
+    macs = live_costs(best.table, best.context)[1].astype(np.float64)
+    quality, test = best.table.quality.astype(np.float64), np.array([best.engine.networks[0].test(best.data.test)[0]])
+    value = np.array([_utility_at_end(best, reward)])
+    return Played(name, [world], quality, test, params, macs, value, np.array([spent]), [structure_of(best.engine, 0)])
+
+
+def _fresh(backend: HostBackend | FamilyBackend, world: int) -> HostBackend:
+    if isinstance(backend, FamilyBackend):
+        return backend.host(world)
+    host = HostBackend(backend.task, rules=backend.rules, config=backend.config, data=backend.data, world=world)
+    host.baselines = backend.baselines
+    return host
+
+
+def _utility_at_end(host: HostBackend, reward: RewardConfig) -> float:
+    """Return the utility of a host relative to its no-growth baseline after a whole episode."""
+    final = host.baselines.curves(host.worlds)[:, -1]
+    return float(utility(Frame.of(host.table, host.context, final), reward)[0])

@@ -1,0 +1,128 @@
+"""Searches for fixed plans: in training worlds, per kind of host, and in the evaluated world at equal compute."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import numpy as np
+import pytest
+
+from esper.leyline.errors import ConfigError
+from esper.simic.env import HostBackend
+from esper.simic.evaluation import plan_search
+from esper.simic.evaluation.comparison import Played, play
+from esper.simic.evaluation.plan_search import (
+    Plan,
+    all_plans,
+    fit_plan,
+    fit_plans_by_kind,
+    follow,
+    follow_by_kind,
+    search_in_world,
+    visible_kind,
+)
+from esper.simic.family_backend import FamilyBackend, FamilyTasks
+from esper.simic.rewards import RewardConfig
+from esper.tamiyo.controllers import Wait
+from esper.tolaria.families import Family
+from esper.tolaria.tasks import get_task
+
+REWARD = RewardConfig()
+FAMILY = Family(
+    name="small", host="mlp", datasets=("digits",), widths=(8,), blocks=(2, 3), impairments=("none", "missing"),
+    samples=(100,), epochs=(4, 6), batch=(8,), batches_per_epoch=2, val_size=40,
+)  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def backend() -> FamilyBackend:
+    return FamilyBackend(FamilyTasks(FAMILY))
+
+
+def by_table(monkeypatch: pytest.MonkeyPatch, best: Plan, seen: list[tuple[Plan, int]]) -> None:
+    """Replace episodes by a table in which one plan is better than all others."""
+
+    def utilities(_backend: object, plan: Plan, worlds: list[int], _reward: object) -> list[float]:
+        seen.extend((plan, world) for world in worlds)
+        return [1.0 if plan == best else 0.1 * np.sin(hash((plan, world)) % 97) for world in worlds]
+
+    monkeypatch.setattr(plan_search, "_utilities", utilities)
+
+
+def test_plans_cover_no_growth_and_every_blueprint_that_fits(backend: FamilyBackend) -> None:
+    plans = all_plans(backend.table)
+    assert plans[0] == Plan()
+    assert {p.blueprint for p in plans[1:]} == set(np.nonzero(backend.table.takes.any(0))[0].tolist())
+    assert {p.slots for p in plans[1:]} == {1, 2, 3}
+    assert len(set(plans)) == len(plans)
+
+
+def test_search_finds_the_best_plan_within_its_episodes(
+    backend: FamilyBackend, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plans = all_plans(backend.table)
+    for best, episodes in ((plans[7], 200), (plans[0], 90)):
+        seen: list[tuple[Plan, int]] = []
+        by_table(monkeypatch, best, seen)
+        assert fit_plan(backend, range(8), REWARD, episodes) == best
+        assert len(seen) <= episodes
+        assert {world for _, world in seen} <= set(range(8))
+    with pytest.raises(ConfigError, match="two episodes"):
+        fit_plan(backend, range(8), REWARD, 1)
+
+
+def test_kind_of_host_shows_only_what_its_shapes_show() -> None:
+    draw = FAMILY.draw(0)
+    kinds = {
+        name: visible_kind(type(draw)(**{f: getattr(draw, f) for f in draw.__struct_fields__} | {"impairment": name}))
+        for name in ("none", "kernel", "width", "missing")
+    }
+    assert kinds["none"] == kinds["kernel"]
+    assert len(set(kinds.values())) == 3
+
+
+def test_each_kind_of_host_gets_its_own_plan(backend: FamilyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+    plans = all_plans(backend.table)
+    kinds = sorted({visible_kind(FAMILY.draw(world)) for world in range(40)})
+    wanted = dict(zip(kinds, plans[3:], strict=False))
+
+    def utilities(_backend: object, plan: Plan, worlds: list[int], _reward: object) -> list[float]:
+        return [float(plan == wanted[visible_kind(FAMILY.draw(world))]) for world in worlds]
+
+    monkeypatch.setattr(plan_search, "_utilities", utilities)
+    found = fit_plans_by_kind(backend, range(40), REWARD, 4000)
+    assert {kind: found[kind] for kind in kinds} == wanted
+    assert found[""] in wanted.values()
+    followed: list[tuple[Plan, int]] = []
+
+    def follow_one(_backend: object, plan: Plan, worlds: list[int], _reward: object, name: str = "") -> Played:
+        followed.extend((plan, world) for world in worlds)
+        return Played(name, worlds, *([np.zeros(1)] * 6))
+
+    monkeypatch.setattr(plan_search, "follow", follow_one)
+    follow_by_kind(backend, found, [10_000, 10_001], REWARD, "kinds")
+    assert followed == [(wanted[visible_kind(FAMILY.draw(w))], w) for w in (10_000, 10_001)]
+
+
+def test_plan_without_growth_equals_waiting_and_another_plants(backend: FamilyBackend) -> None:
+    waiting = play(backend, Wait(), [3, 4], REWARD)
+    nothing = follow(backend, Plan(), [3, 4], REWARD)
+    np.testing.assert_array_equal(nothing.quality, waiting.quality)
+    np.testing.assert_array_equal(nothing.train_macs, waiting.train_macs)
+    grown = follow(backend, all_plans(backend.table)[-2], [3, 4], REWARD)
+    assert (grown.params > nothing.params).all()
+    assert (grown.train_macs > nothing.train_macs).all()
+    assert all(grown.structures)
+
+
+@pytest.mark.parametrize("kind", ["family", "task"])
+def test_search_in_a_world_keeps_to_its_compute(kind: str, backend: FamilyBackend) -> None:
+    single = HostBackend(dataclasses.replace(get_task("digits"), epochs=6, batches_per_epoch=2))
+    where = backend if kind == "family" else single
+    budget = float(play(where, Wait(), [5], REWARD).train_macs[0])
+    found = search_in_world(where, 5, REWARD, 3 * budget, "search")
+    assert found.worlds == [5]
+    epoch = 4 * budget / 4  # a plan stops after the epoch in which its share is used up
+    assert 0.5 * budget < found.train_macs[0] <= 3 * budget + 8 * epoch
+    assert np.isfinite(found.utility).all()
+    assert np.isfinite(found.test).all()
