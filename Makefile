@@ -4,11 +4,13 @@ VENV := .venv
 BIN := $(VENV)/bin
 RUN := $(VENV)/.run
 DEV := $(VENV)/.dev
-PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_ARGS)
+# TORCH=2.10.0 installs that version instead of the pinned one
+CONSTRAINTS := $(if $(TORCH),build/constraints-torch-$(TORCH).txt,constraints.txt)
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) $(PIP_ARGS)
 PICK := $(if $(SLOW),,-m "not slow")
 PYTEST := $(BIN)/python -m pytest -n 2
 
-.PHONY: run test docs torture bench bench-check lint check clean help
+.PHONY: run test docs torture bench bench-check lint check release-check clean help
 
 help:  ## this list
 	@grep -E '^[a-z-]+:.*##' Makefile | sed -E 's/:.*##/\t/'
@@ -42,6 +44,9 @@ lint: $(DEV)  ## ruff, format, types, spelling
 
 check: lint test  ## what must hold before a commit
 
+release-check: $(DEV)  ## build wheel and sdist, install each in a fresh environment, run the quickstart, check metadata
+	$(BIN)/python scripts/release_check.py --out dist --pip-args="$(PIP_ARGS)"
+
 ## Set-up: the first target creates .venv and installs what constraints.txt pins. `run` installs the package and what it
 ## needs (PyTorch, NumPy and a few small ones); every other target adds the tests' and tools' packages (transformers,
 ## ONNX, DuckDB, TensorBoard, ...). On disk: 1.0 GB for `run`, 1.7 GB with the rest, with PyTorch's CPU build.
@@ -49,10 +54,14 @@ check: lint test  ## what must hold before a commit
 ##   PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 $(RUN): EXTRAS :=
 $(DEV): EXTRAS := [dev]
-$(RUN) $(DEV): pyproject.toml constraints.txt
+$(RUN) $(DEV): pyproject.toml $(CONSTRAINTS)
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) -e ".$(EXTRAS)"
 	touch $@
+
+build/constraints-torch-$(TORCH).txt: constraints.txt
+	mkdir -p build
+	sed 's/^torch==.*/torch==$(TORCH)/' constraints.txt > $@
 
 clean:  ## forget the environment and all caches
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

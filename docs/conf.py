@@ -26,6 +26,7 @@ nb_merge_streams = True
 
 # API pages
 autodoc_typehints = "none"  # signatures name the arguments, docstrings describe them
+default_role = "code"  # `name` in a docstring is code
 autodoc_member_order = "bysource"
 autodoc_preserve_defaults = True
 napoleon_numpy_docstring = False

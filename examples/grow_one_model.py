@@ -13,6 +13,7 @@ model = nn.Sequential(
 )  # fmt: skip
 
 body = esper.graft(model, at=["1", "4"], probe=data.train.x[:8])  # slots after the two ReLUs
+val_batches = [(data.val.x[:500], data.val.y[:500])]
 optimizer = torch.optim.AdamW(body.parameters(), lr=3e-3)
 grower = esper.Grower(body, optimizer, controller="schedule")
 scheduler = torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 30)
@@ -24,9 +25,10 @@ for epoch in range(30):
         nn.functional.cross_entropy(body(x), y).backward()
         optimizer.step()
     scheduler.step()
-    report = grower.step([(data.val.x[:500], data.val.y[:500])])  # measure, decide, change
+    report = grower.step(val_batches)  # once per epoch: measure, decide, change
     print(f"epoch {epoch:2}  accuracy {report.quality:.3f}  {' '.join(report.effects)}")
 
-print(grower)  # every slot: stage, blueprint, what the seed contributes ± standard error
+print(grower)  # every slot: stage, blueprint, contribution when it was last measured
+print(grower.worth(val_batches))  # what the network would lose without each seed
 plain = esper.harden(body)  # a plain module: no Esper inside
 print(f"test accuracy {(plain.eval()(data.test.x).argmax(1) == data.test.y).float().mean():.3f}")

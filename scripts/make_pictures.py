@@ -1,9 +1,9 @@
-"""Make the pictures of the README from a recorded run: the live page and the terminal view.
+"""Make the pictures of the README from a recorded run: the growing network, the live page and the terminal view.
 
     esper grow --task rescue --birth isolated --out runs/rescue
     python scripts/make_pictures.py runs/rescue
 
-Needs playwright, Pillow and a Chromium browser. Writes docs/images/dash.png and docs/images/watch.png.
+Needs playwright, Pillow and a Chromium browser. Writes growth.png, dash.png and watch.png in docs/images.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ TERMINAL_SIZE = (120, 36)
 MOST_BYTES = 200_000
 
 
-def photograph_page(browser: Browser, run: Path, out: Path) -> None:
-    """Open a run in `esper dash` and save the visible part of the page."""
+def photograph_page(browser: Browser, run: Path, out: Path, network: Path) -> None:
+    """Open a run in `esper dash`; save the visible part of the page, and the panel of the growing network alone."""
     server = subprocess.Popen([sys.executable, "-m", "esper", "dash", str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -40,6 +40,8 @@ def photograph_page(browser: Browser, run: Path, out: Path) -> None:
         page.locator("input[type=range]").blur()
         page.wait_for_timeout(1500)  # the charts have been drawn
         page.screenshot(path=out)
+        heading = page.get_by_role("heading", name="The growing network")
+        page.locator("section").filter(has=heading).last.screenshot(path=network)
     finally:
         server.kill()
         server.wait()
@@ -66,13 +68,13 @@ def main() -> None:
     parser.add_argument("run", type=Path, help="A run directory.")
     parser.add_argument("--chromium", default="/usr/bin/chromium", help="The browser.")
     options = parser.parse_args()
-    page, terminal = IMAGES / "dash.png", IMAGES / "watch.png"
+    network, page, terminal = (IMAGES / f"{name}.png" for name in ("growth", "dash", "watch"))
     svg = asyncio.run(terminal_svg(options.run))
     with sync_playwright() as play:
         browser = play.chromium.launch(executable_path=options.chromium, args=["--no-sandbox"])
-        photograph_page(browser, options.run, page)
+        photograph_page(browser, options.run, page, network)
         photograph_svg(browser, svg, terminal)
-    for out in (page, terminal):
+    for out in (network, page, terminal):
         Image.open(out).convert("RGB").quantize(256).save(out, optimize=True)
         size = out.stat().st_size
         print(f"{out}: {size:,} bytes" + (f", more than {MOST_BYTES:,}" if size > MOST_BYTES else ""))

@@ -13,25 +13,68 @@ import pytest
 import esper
 
 ROOT = Path(__file__).parent.parent
+README = (ROOT / "README.md").read_text()
 BLOCK = re.compile(r"^```python\n(.*?)^```", re.MULTILINE | re.DOTALL)
-PAGES = [p for p in sorted(ROOT.glob("docs/*.md")) if BLOCK.search(p.read_text())]
+PAGES = [p for p in sorted([*ROOT.glob("docs/**/*.md"), ROOT / "CONTRIBUTING.md"]) if BLOCK.search(p.read_text())]
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.name)
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: p.relative_to(ROOT).as_posix())
 def test_code_blocks_of_a_page_run_in_order(page):
     run("\n".join(BLOCK.findall(page.read_text())))
 
 
 def test_readme_shows_the_example_and_the_example_runs():
     code = (ROOT / "examples" / "grow_one_model.py").read_text()
-    shown = BLOCK.search((ROOT / "README.md").read_text())
-    assert shown is not None
-    assert shown.group(1) == code.split('"""', 2)[2].lstrip("\n")
+    short, whole = BLOCK.findall(README)
+    assert whole == code.split('"""', 2)[2].lstrip("\n")
+    assert len(short.splitlines()) == 5
+    assert [line for line in short.splitlines() if line not in [each.strip() for each in code.splitlines()]] == []
 
     printed = run(code)
 
     assert printed.count("FOSSILIZED") == 2
     assert float(printed.split()[-1]) > 0.6
+    shown = re.search(r"<!-- quickstart output: begin -->\n```text\n(.*?)```", README, re.DOTALL).group(1)
+    kept = [line for line in printed.splitlines() if without_numbers(line) in map(without_numbers, shown.splitlines())]
+    assert [without_numbers(line) for line in kept] == [without_numbers(line) for line in shown.splitlines()]
+    for ours, theirs in zip(numbers("\n".join(kept)), numbers(shown), strict=True):
+        assert ours == pytest.approx(theirs, abs=0.1), "the output in the README is not that of the example"
+
+
+def without_numbers(line: str) -> str:
+    return re.sub(r"[+-]?\d+\.\d+", "#", line)
+
+
+def numbers(text: str) -> list[float]:
+    return [float(number) for number in re.findall(r"[+-]?\d+\.\d+", text)]
+
+
+INTERVAL = re.compile(r"[+−]?\d+\.\d+ (?:points )?\[[+−]?\d+\.\d+, [+−]?\d+\.\d+\]")
+
+
+def test_figures_of_the_readme_are_in_the_studies_that_it_names():
+    """Every difference with an interval, in a row of the table that names one study, is in that study's tables."""
+    table = README.split("<!-- when to grow: begin -->")[1].split("<!-- when to grow: end -->")[0]
+    rows = [row for row in table.splitlines() if "docs/studies/" in row]
+    assert len(rows) >= 3
+    for row in rows:
+        studies = "".join((ROOT / path).read_text() for path in set(re.findall(r"\]\((docs/studies/\w+\.md)\)", row)))
+        for found in INTERVAL.findall(row):
+            assert plain(found) in plain(studies), f"{found} is in none of the studies of its row: {row[:80]}"
+
+
+def plain(text: str) -> str:
+    return text.replace("points ", "").replace("+", "")
+
+
+def test_first_screen_repeats_figures_of_the_table():
+    first, table = README.split("## Quickstart")[0], README.split("<!-- when to grow: begin -->")[1]
+    found = INTERVAL.findall(first)
+    assert len(found) == 3
+    for each in found:
+        low = sorted(abs(float(number)) for number in re.findall(r"\d+\.\d+", each))
+        shown = [sorted(abs(float(n)) for n in re.findall(r"\d+\.\d+", other)) for other in INTERVAL.findall(table)]
+        assert low in shown, each
 
 
 QUICKSTART = ["README.md", "examples/grow_one_model.py", "docs/graft.md", "docs/worth.md"]

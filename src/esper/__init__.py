@@ -13,7 +13,9 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-__version__ = "0.1.0"
+from esper.installation import warn_if_mixed
+
+__version__ = "0.2.0"
 
 _HOME = {
     "graft": "esper.kasmina.graft",
@@ -22,7 +24,11 @@ _HOME = {
     "Rules": "esper.kasmina.lifecycle",
     "blueprint": "esper.kasmina.blueprints",
     "Grower": "esper.grower",
+    "StepReport": "esper.grower",
+    "SlotView": "esper.grower",
     "audition": "esper.grower.audition",
+    "Audition": "esper.grower.audition",
+    "Worth": "esper.simic.attribution",
     "plot_worth": "esper.simic.attribution.worth_plot",
     "record": "esper.nissa.recorder",
     "load_data": "esper.tolaria.data",
@@ -46,6 +52,9 @@ __all__ = ["__version__", *_HOME]
 
 if TYPE_CHECKING:
     from esper.grower import Grower as Grower
+    from esper.grower import SlotView as SlotView
+    from esper.grower import StepReport as StepReport
+    from esper.grower.audition import Audition as Audition
     from esper.grower.audition import audition as audition
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.body import Body as Body
@@ -59,6 +68,7 @@ if TYPE_CHECKING:
     from esper.leyline.stages import SeedStage as SeedStage
     from esper.leyline.stages import Thresholds as Thresholds
     from esper.nissa.recorder import record as record
+    from esper.simic.attribution import Worth as Worth
     from esper.simic.attribution.worth_plot import plot_worth as plot_worth
     from esper.simic.env import GrowthVectorEnv as GrowthVectorEnv
     from esper.simic.simulated_worlds import SimConfig as SimConfig
@@ -70,6 +80,9 @@ if TYPE_CHECKING:
     from esper.tolaria.engine_config import EngineConfig as EngineConfig
     from esper.tolaria.families import Family as Family
     from esper.tolaria.tasks import Task as Task
+
+
+warn_if_mixed()
 
 
 def __getattr__(name: str) -> Any:

@@ -14,6 +14,7 @@ from typer.core import TyperGroup
 
 from esper.cli_policy import add_policy_commands
 from esper.cli_studies import add_study_commands
+from esper.installation import require_own_package
 
 DataRoot = Annotated[Path | None, typer.Option(help="Directory of the data files of a task that is not embedded.")]
 RunDirectory = Annotated[Path | None, typer.Option(help="Run directory to create; default: a new one in runs/.")]
@@ -386,6 +387,7 @@ def main() -> None:
             stream.reconfigure(errors="replace")  # a terminal that cannot encode × still shows the rest
     warnings.showwarning = lambda message, *_: say(f"warning: {message}")
     try:
+        require_own_package()
         app()
     except BrokenPipeError:  # the reader of our output has closed it
         sys.stderr.close()
@@ -427,7 +429,7 @@ def error_text(error: Exception) -> str:
     from esper.leyline.errors import EsperError
 
     text = " ".join(line.strip() for line in str(error).splitlines())
-    if isinstance(error, EsperError):
+    if isinstance(error, EsperError) or (isinstance(error, ImportError) and error.name == "esper"):
         return text
     if isinstance(error, OSError):
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):

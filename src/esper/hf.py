@@ -24,6 +24,7 @@ from torch import Tensor
 
 from esper.grower import Grower, StepReport
 from esper.grower.explanations import growth_figures
+from esper.installation import require_own_package
 from esper.kasmina.body import Body, load_seeds, save_seeds
 from esper.kasmina.optimizer_sync import unwrapped
 from esper.leyline.atomic_io import write_atomically
@@ -35,6 +36,8 @@ try:
     from transformers.utils import SAFE_WEIGHTS_NAME
 except ImportError as error:
     raise ImportError("esper.hf needs transformers and accelerate: pip install 'esper-lite[hf]'") from error
+
+require_own_package()
 
 __all__ = ["GrowthCallback", "GrowthTrainer", "GrowthTrainerMixin", "load_pretrained"]
 
@@ -51,7 +54,22 @@ if missing := [name for name in OVERRIDDEN if not hasattr(Trainer, name)]:
 
 
 def load_pretrained(body: Body, directory: str | Path) -> None:
-    """Load weights and seeds that `body.save_pretrained` or `trainer.save_model` wrote. The body has the same graft."""
+    """Load weights and seeds that `body.save_pretrained` or `trainer.save_model` wrote.
+
+    Args:
+        body: A body with the same graft.
+        directory: The directory that was written.
+
+    Raises:
+        FileNotFoundError: The files are missing.
+
+    Example:
+        >>> from esper.hf import load_pretrained
+        >>> load_pretrained(body, "no_such_directory")
+        Traceback (most recent call last):
+        ...
+        FileNotFoundError: ...
+    """
     model_type: Any = type(body.model)
     if hasattr(model_type, "from_pretrained"):
         state = model_type.from_pretrained(directory).state_dict()
@@ -62,11 +80,22 @@ def load_pretrained(body: Body, directory: str | Path) -> None:
 
 
 class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
-    """Let a Trainer grow its model: `class MyTrainer(GrowthTrainerMixin, Trainer)`, with `model=esper.graft(...)`.
+    """Let a Trainer grow its model: `class MyTrainer(GrowthTrainerMixin, OwnTrainer)`, with `model=esper.graft(...)`.
 
-    growth        keyword arguments of `esper.Grower`: quality, rules, ...; the default controller is "schedule"
-    grow_every    "epoch", or the number of optimiser steps between two calls of `grower.step`
-    grow_batches  number of batches of the evaluation set on which seeds are measured; None is all of them
+    Args:
+        *args: Arguments of the Trainer.
+        growth: Keyword arguments of `esper.Grower`: quality, rules, …; the default controller is "schedule".
+        grow_every: "epoch", or the number of optimiser steps between two calls of `grower.step`.
+        grow_batches: Number of batches of the evaluation set on which seeds are measured; None is all of them.
+        **kwargs: Further arguments of the Trainer.
+
+    Raises:
+        ConfigError: A setting is invalid, or Trainer's arguments do not allow growth.
+
+    Example:
+        >>> from esper.hf import GrowthTrainerMixin
+        >>> from transformers import Trainer
+        >>> class MyTrainer(GrowthTrainerMixin, Trainer): ...
     """
 
     def __init__(
@@ -101,13 +130,21 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
         return self.model
 
     def growth_batches(self) -> Iterator[Mapping[str, Any]]:
-        """Yield the validation batches for `grower.step`. Override it to measure seeds on other data."""
+        """Yield the validation batches for `grower.step`. Override it to measure seeds on other data.
+
+        Yields:
+            Mappings with "labels".
+        """
         name = next(iter(self.eval_dataset)) if isinstance(self.eval_dataset, dict) else None
         for inputs in islice(self.get_eval_dataloader(name), self.grow_batches):
             yield self._prepare_inputs(inputs)
 
     def grow(self) -> StepReport:
-        """Measure, decide and change the structure once."""
+        """Measure, decide and change the structure once.
+
+        Returns:
+            What was measured, decided and changed.
+        """
         assert self.grower is not None
         with self.accelerator.autocast():
             report = self.grower.step(self.growth_batches())
@@ -187,7 +224,16 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
 
 
 class GrowthTrainer(GrowthTrainerMixin, Trainer):  # type: ignore[misc]
-    """Trainer with growth; see `GrowthTrainerMixin` for its arguments."""
+    """Trainer with growth. Its arguments are those of `GrowthTrainerMixin` and of `transformers.Trainer`.
+
+    Example:
+        `examples/grow_in_trainer.py` is a whole program.
+
+        >>> from esper.hf import GrowthTrainer
+        >>> from transformers import Trainer
+        >>> issubclass(GrowthTrainer, Trainer)
+        True
+    """
 
 
 class GrowthCallback(TrainerCallback):  # type: ignore[misc]
@@ -195,9 +241,14 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc]
 
     Build the grower on that optimiser first. The seeds are saved in `model.safetensors`, with `esper.` keys.
 
-    grower       an `esper.Grower` of the trainer's model and optimiser
-    val_batches  batches for `grower.step`: a list, a DataLoader, or anything that can be iterated repeatedly
-    every        "epoch", or the number of optimiser steps between two calls of `grower.step`
+    Args:
+        grower: An `esper.Grower` of the trainer's model and optimiser.
+        val_batches: Batches for `grower.step`: a list, a DataLoader, or anything that can be iterated repeatedly.
+        every: "epoch", or the number of optimiser steps between two calls of `grower.step`.
+
+    Example:
+        >>> from esper.hf import GrowthCallback
+        >>> callback = GrowthCallback(grower, [(x, y)], every=100)
     """
 
     def __init__(self, grower: Grower, val_batches: Iterable[Any], *, every: int | str = "epoch") -> None:

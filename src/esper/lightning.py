@@ -21,6 +21,7 @@ import torch
 
 from esper.grower import Grower, StepReport
 from esper.grower.explanations import growth_figures
+from esper.installation import require_own_package
 from esper.kasmina.optimizer_sync import unwrapped
 from esper.leyline.errors import ConfigError
 
@@ -28,6 +29,8 @@ try:
     from lightning.pytorch import Callback, LightningModule, Trainer
 except ImportError as error:
     raise ImportError("esper.lightning needs Lightning: pip install 'esper-lite[lightning]'") from error
+
+require_own_package()
 
 __all__ = ["GrowthCallback"]
 
@@ -37,9 +40,14 @@ UNSUPPORTED_STRATEGIES = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStr
 class GrowthCallback(Callback):  # type: ignore[misc]
     """Grow the body of a LightningModule that has a `grower`, built in `configure_optimizers`.
 
-    batches  number of batches of each validation on which seeds are measured; None is all of them. They are kept in
-             memory until the validation ends.
-    unpack   function from a validation batch to (inputs, target) or a mapping with "labels"; None takes it as it is
+    Args:
+        batches: Number of batches of each validation on which seeds are measured; None is all of them. They are kept in
+            memory until the validation ends.
+        unpack: Function from a validation batch to (inputs, target) or a mapping with "labels"; None takes it as it is.
+
+    Example:
+        >>> from esper.lightning import GrowthCallback
+        >>> callback = GrowthCallback(unpack=lambda batch: (batch["image"], batch["label"]))
     """
 
     def __init__(self, *, batches: int | None = 8, unpack: Callable[[Any], Any] | None = None) -> None:

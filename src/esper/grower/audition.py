@@ -38,17 +38,35 @@ class Trial:
 
 @dataclass(frozen=True, slots=True)
 class Audition:
-    """The trials of all seeds, largest gain first."""
+    """The trials of all seeds, largest gain first.
+
+    Example:
+        >>> found = esper.audition(body, lambda copy: 0.5, blueprints=["lora"])
+        >>> [(trial.slot, trial.blueprint, trial.gain) for trial in found.trials]
+        [('1', 'lora', 0.0)]
+    """
 
     trials: tuple[Trial, ...]
     bare: float
     """Quality of the copy without a seed."""
 
     def plan(self, *, limit: int | None = None, keep: float = KEEP) -> dict[str, str]:
-        """Return the blueprint to plant in each slot: the seeds that gained most.
+        """Choose what to plant: the seeds that gained most.
 
-        limit   maximum multiply-adds of all planted seeds for one sample; None sets no limit
-        keep    seeds that gained less than this share of the largest gain are left out; lower it for a long training
+        Args:
+            limit: Maximum multiply-adds of all planted seeds for one sample; None sets no limit.
+            keep: Seeds that gained less than this share of the largest gain are left out, 0 to 1; lower it for a long
+                training.
+
+        Returns:
+            The blueprint to plant in each slot.
+
+        Raises:
+            ConfigError: `keep` is not a share.
+
+        Example:
+            >>> esper.audition(body, lambda copy: len(list(copy.parameters())), blueprints=["lora"]).plan()
+            {'1': 'lora'}
         """
         if not 0.0 <= keep <= 1.0:
             raise ConfigError(f"keep is a share of the largest gain, from 0 to 1, got {keep}")
@@ -70,12 +88,30 @@ class Audition:
 
 
 def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence[str] = ()) -> Audition:
-    """Return what each seed gains if it is the only new one. The body itself does not change.
+    """Try every seed alone on a copy of the body. The body itself does not change.
 
-    body        a grafted model; slots that hold a seed are not tried
-    train       trains a copy of the body for a short time and returns its quality, higher is better. It makes its own
-                optimiser. torch's random state is the same at the start of every call, so that copies see equal batches
-    blueprints  what to try; all that fit a slot if empty
+    Args:
+        body: A grafted model. Slots that hold a seed are not tried.
+        train: Trains a copy of the body for a short time and returns its quality, higher is better. It makes its own
+            optimiser. torch's random state is the same at the start of every call, so that copies see equal batches.
+        blueprints: What to try; all that fit a slot if empty.
+
+    Returns:
+        What each seed gains if it is the only new one.
+
+    Raises:
+        ConfigError: A blueprint fits no slot, or `train` returned a number that is not finite.
+
+    Example:
+        >>> def train(copy):
+        ...     optimizer = torch.optim.AdamW(copy.parameters(), lr=0.01)
+        ...     for _ in range(3):
+        ...         optimizer.zero_grad()
+        ...         nn.functional.cross_entropy(copy(x), y).backward()
+        ...         optimizer.step()
+        ...     return (copy(x).argmax(1) == y).float().mean().item()
+        >>> found = esper.audition(body, train)
+        >>> plan = found.plan(limit=1_000)
     """
     costs = body.costs()
     names = sorted({name for fitting in costs.values() for name in fitting})

@@ -32,7 +32,13 @@ COLUMNS = 80
 
 @dataclass(frozen=True, slots=True)
 class SlotView:
-    """The state of one slot; NaN means never measured."""
+    """The state of one slot; NaN means never measured.
+
+    Example:
+        >>> view = grower.slots["1"]
+        >>> view.stage.name, view.blueprint
+        ('DORMANT', '')
+    """
 
     name: str
     stage: SeedStage

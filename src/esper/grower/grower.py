@@ -13,40 +13,38 @@ Like the command line, this module connects the parts: rules, body, optimiser, c
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from esper.grower import saving
-from esper.grower.arguments import after_closure, alpha_target_index, check_settings, checked_actions, option
+from esper.grower.arguments import after_closure, check_settings, checked_actions
 from esper.grower.clipping import ClippingWatch
-from esper.grower.explanations import SlotView, slot_views, why_not_legal, why_nothing_was_planted, wrapped
-from esper.grower.qualities import NeedsTargets, Quality, find_quality, scored
-from esper.grower.ranks import Group, Ranks, ValidationShare
+from esper.grower.explanations import SlotView, slot_views, why_nothing_was_planted, wrapped
+from esper.grower.html import grower_html
+from esper.grower.measuring import Measuring
+from esper.grower.operations import Operations
+from esper.grower.qualities import NeedsTargets, Quality, find_quality
+from esper.grower.ranks import Group, Ranks
 from esper.grower.step_report import StepReport
 from esper.kasmina import lifecycle
-from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
-from esper.kasmina.germination import MIXING_STEPS, late_planting
+from esper.kasmina.germination import MIXING_STEPS
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
 from esper.kasmina.optimizer_sync import refuse_scheduled, unwrapped
 from esper.kasmina.slot import Incubation, Slot
-from esper.leyline.actions import STYLES, Head, Op
-from esper.leyline.errors import ConfigError, LifecycleError
+from esper.leyline.actions import Head, Op
+from esper.leyline.errors import ConfigError
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
-from esper.leyline.slot_table import Ints, SlotTable
-from esper.simic.attribution import CounterfactualEngine, Worth, report
+from esper.leyline.slot_table import SlotTable
 from esper.simic.env import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.tamiyo.controllers import Controller, find_controller, wait_everywhere
+from esper.tamiyo.controllers import Controller, find_controller
 from esper.tamiyo.controllers.learned import Learned
-from esper.tolaria.coalitions import Coalitions, Measured, measure
 from esper.tolaria.engine import takes_of
 from esper.tolaria.growing_network import GrowingNetwork
 from esper.tolaria.network_state import adopt_body
@@ -55,26 +53,41 @@ DEFAULT_HORIZON = 40
 """Number of epochs that a trained policy assumes if none is given."""
 
 
-class Grower:
+class Grower(Operations, Measuring):
     """Grows one body inside your own training loop.
 
-    controller  "none" or None (you call the operations yourself), "schedule", "heuristic", "tamiyo" (the trained policy
-                of the package), a run or policy file of `esper train`, or your own object with `act`
-    quality     a score per sample, higher is better: a name in `esper.grower.qualities.QUALITIES` ("accuracy",
-                "negative_mse", …), or (output, target) → [B]; `grower.check(batch)` tests it before the first epoch
-    rules       how a seed begins, thresholds, automatic advances, limits
-    incubation  how a TRAINING seed learns, only with `Rules(birth="isolated")`: "straight_through" in your own backward
-                pass; "shadow" in a pass of its own, for which you call `grower.shadow(closure)` after backward
-    rng_seed    random seed of the initial weights of seeds
-    gradient_telemetry_stride  batches between samples of gradient statistics, at least 1
-    horizon     number of epochs you plan to train: an input of a trained policy, for which None is 40. If it is given,
-                a seed planted fewer than `mixing_steps` optimiser steps before the end causes a warning
-    mixing_steps  optimiser steps, ≥ 0, that a seed needs to pay off; 0 gives no warning
-    telemetry   receiver of events, such as the hub of `esper.record`; used on rank 0 only
-    process_group  the processes that train this model together (DDP, FSDP2); None is torch's default group if it is
-                initialised, False is this process alone
-    Further keywords are options of the optimiser's group for seeds (lr=…, weight_decay=…). It becomes the last of the
-    optimiser's groups: a scheduler that takes one value per group needs one more.
+    Args:
+        body: The grafted model.
+        optimizer: The optimiser of the body's parameters. Build schedulers after the grower: it adds one group for
+            seeds as the last of the optimiser's groups.
+        controller: What decides: "none" or None (you call the operations yourself), "schedule", "heuristic", "random",
+            "tamiyo" (the trained policy of the package), the path of a run or policy file of `esper train`, or your own
+            object with `act(table, legal)`.
+        quality: Score per sample, higher is better: a name in `esper.grower.qualities.QUALITIES` ("accuracy",
+            "negative_mse", …) or a function (output, target) → [B]. `check` tests it before the first epoch.
+        rules: How a seed begins, thresholds, automatic advances and limits; None is `Rules()`.
+        incubation: How a TRAINING seed learns, only with `Rules(birth="isolated")`: "straight_through" in your own
+            backward pass; "shadow" in a pass of its own, for which you call `shadow` after `backward()`.
+        rng_seed: Random seed of the initial weights of seeds.
+        gradient_telemetry_stride: Batches between samples of gradient statistics, at least 1.
+        horizon: Number of epochs you plan to train, an input of a trained policy, for which None is 40. If it is given,
+            a seed planted fewer than `mixing_steps` optimiser steps before the end causes a warning.
+        mixing_steps: Optimiser steps, ≥ 0, that a seed needs to pay off; 0 gives no warning.
+        telemetry: Receiver of events, such as the hub of `esper.record`; used on rank 0 only.
+        process_group: The processes that train this model together (DDP, FSDP2). None is torch's default group if it is
+            initialised, False is this process alone.
+        **seed_options: Options of the optimiser's group for seeds, such as `lr` and `weight_decay`.
+
+    Raises:
+        ConfigError: A setting is invalid or does not fit the model.
+        UnknownNameError: There is no such controller or quality.
+        OptimizerError: The optimiser does not support growth, or a scheduler was built before the grower.
+
+    Example:
+        >>> grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), controller="schedule")
+        >>> report = grower.step([(x, y)])  # once per epoch: measure, decide, change
+        >>> report.op.name, grower.slots["1"].stage.name
+        ('WAIT', 'DORMANT')
     """
 
     def __init__(
@@ -147,75 +160,39 @@ class Grower:
         """The state of every slot and its seed, by name."""
         return slot_views(self.body, self.table, self.rules)
 
+    def _repr_html_(self) -> str:
+        return grower_html(self.slots.values(), self._note())
+
+    def _note(self) -> str:
+        return why_nothing_was_planted(self.controller, self.table, self.rules, self.network.slot_names)
+
     def __repr__(self) -> str:
         lines = [str(view) for view in self.slots.values()]
-        note = why_nothing_was_planted(self.controller, self.table, self.rules, self.network.slot_names)
+        note = self._note()
         return "\n".join([*lines, wrapped(note)] if note else lines)
-
-    # -- operations; each raises LifecycleError with the reason if the rules do not allow it now
-
-    def germinate(
-        self,
-        slot: str,
-        blueprint: str,
-        *,
-        style: str = "SIGMOID_ADD",
-        tempo: str = "STANDARD",
-        alpha_target: float = 1.0,
-    ) -> None:
-        """Plant a seed. It first learns without affecting the host, then is blended in at `tempo`."""
-        if blueprint_index(blueprint) >= self.table.takes.shape[1]:  # registered after the grower was built
-            self.table = replace(self.table, takes=takes_of(self.body))
-        self._do(
-            Op.GERMINATE,
-            slot,
-            {
-                Head.BLUEPRINT: blueprint_index(blueprint),
-                Head.STYLE: option(Head.STYLE, style),
-                Head.TEMPO: option(Head.TEMPO, tempo),
-                Head.ALPHA_TARGET: alpha_target_index(alpha_target),
-            },
-        )
-        self._warn_of_late_planting([slot])
-
-    def advance(self, slot: str) -> None:
-        """Move a seed to its next stage, if its gate is open."""
-        self._do(Op.ADVANCE, slot, {})
-
-    def set_alpha_target(
-        self, slot: str, target: float, *, speed: str = "MEDIUM", curve: str = "SIGMOID", style: str | None = None
-    ) -> None:
-        """Start a ramp of alpha to another value; with `style`, also change the blend operator."""
-        operator = self.body.slot(slot).operator
-        same = next(i for i, s in enumerate(STYLES) if s.operator == operator)
-        self._do(
-            Op.SET_ALPHA_TARGET,
-            slot,
-            {
-                Head.STYLE: same if style is None else option(Head.STYLE, style),
-                Head.ALPHA_TARGET: alpha_target_index(target),
-                Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed),
-                Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve),
-            },
-        )
-
-    def prune(self, slot: str, *, speed: str = "INSTANT", curve: str = "LINEAR") -> None:
-        """Remove a seed, at once or after a ramp of alpha to 0 during which the seed is frozen."""
-        heads = {Head.ALPHA_SPEED: option(Head.ALPHA_SPEED, speed), Head.ALPHA_CURVE: option(Head.ALPHA_CURVE, curve)}
-        self._do(Op.PRUNE, slot, heads)
-
-    def fossilize(self, slot: str) -> None:
-        """Commit a seed: make it a permanent part of the host."""
-        self._do(Op.FOSSILIZE, slot, {})
 
     # -- once per epoch
 
     def step(self, val_batches: Iterable[Any] | None = None) -> StepReport:
         """Measure on the validation batches, apply the controller's action, and advance the lifecycle by one epoch.
 
-        A batch is (inputs, target), or a mapping with "labels". Without batches nothing is measured, and gates that
-        need a measurement stay shut. If measuring fails nothing is changed: correct `grower.quality` or the batches and
-        repeat the call.
+        If measuring fails nothing is changed: correct `grower.quality` or the batches and repeat the call.
+
+        Args:
+            val_batches: Batches `(inputs, target)`, or mappings with "labels". With None nothing is measured, and gates
+                that need a measurement stay closed.
+
+        Returns:
+            What was measured, decided and changed.
+
+        Raises:
+            ConfigError: The quality does not fit the batches, or an action of the controller is invalid.
+            RanksDifferError: Ranks made different calls or hold different weights.
+
+        Example:
+            >>> report = grower.step([(x, y)])
+            >>> 0 <= report.quality <= 1
+            True
         """
         with self.ranks.together(f"grower.step() of epoch {int(self.table.step[0])}"):
             self.ranks.share_buffers(self.body)
@@ -248,33 +225,29 @@ class Grower:
             effects=tuple(f"{e.kind.name.lower()} {names[e.slot]}" for e in done.effects + ticked),
         )
 
-    def check(self, val_batch: Any) -> None:
-        """Evaluate the quality on one validation batch as `step` does, without changing anything.
-
-        Raise ConfigError with the expected and actual shapes if it fails.
-        """
-        self._evaluate([val_batch])
-
-    def worth(self, val_batches: Iterable[Any], *, budget: int | None = None, tolerance: float | None = None) -> Worth:
-        """Return the worth of every seed with standard errors: print it, call `to_dict()`, or `esper.plot_worth`.
-
-        Committed seeds are included with their *dependence*: what the network would lose without them now, which is
-        more than they contributed. With more than six seeds, `budget` limits the number of coalitions evaluated, and
-        `tolerance` stops earlier, once the sampling error of every Shapley value is at most that.
-        """
-        batches, score = scored(val_batches, self.quality)
-        worth = report(self.body, batches, score, budget=budget, tolerance=tolerance)
-        self.emit.worth(self.table, [worth])
-        return worth
-
     def save(self, directory: str | Path, *, keep: int = 2, extra: Any = None) -> Path:
-        """Write a checkpoint below `directory`, remove all but the last `keep`, and return the new one's path.
+        """Write a checkpoint. Training resumes from it bit for bit, from any point between two batches.
 
-        It contains body, optimiser, table, controller and the random generators of torch, numpy and Python, so training
-        resumes bit for bit from any point between two batches. `extra` is for your own state, such as a scheduler's,
-        the epoch or the position in the data: dicts, lists, tuples, numbers, strings, tensors and arrays. Events
+        It contains body, optimiser, table, controller and the random generators of torch, numpy and Python. Events
         emitted so far are flushed first. With several ranks rank 0 writes it, and the others write their random
         generators beside it; with FSDP2 all ranks must call it.
+
+        Args:
+            directory: Directory of this grower's checkpoints.
+            keep: Number of checkpoints to keep, at least 1.
+            extra: Your own state, such as a scheduler's, the epoch or the position in the data: dicts, lists, tuples,
+                numbers, strings, tensors and arrays.
+
+        Returns:
+            The path of the new checkpoint.
+
+        Raises:
+            CheckpointError: It cannot be written, or `extra` holds something else.
+
+        Example:
+            >>> path = grower.save("checkpoints", extra={"epoch": 3})
+            >>> grower.load("checkpoints")
+            {'epoch': 3}
         """
         flush = getattr(self.emit.hub, "flush", None)
         if flush is not None:
@@ -286,12 +259,26 @@ class Grower:
         return done.path
 
     def load(self, directory: str | Path) -> Any:
-        """Load the newest undamaged checkpoint below `directory` and return its `extra`.
+        """Load the newest undamaged checkpoint.
 
-        Build model, graft, optimiser, grower and schedulers first, as in the run that saved. If the checkpoint does not
-        fit, raise CheckpointError and change nothing. A damaged checkpoint is skipped with a warning. Rules and
-        settings are those of this grower; a warning lists those that differ from the checkpoint's. All ranks must call
-        it, with a directory that all of them see.
+        Build model, graft, optimiser, grower and schedulers first, as in the run that saved. A damaged checkpoint is
+        skipped with a warning. Rules and settings are those of this grower; a warning lists those that differ. All
+        ranks must call it, with a directory that all of them see.
+
+        Args:
+            directory: The directory given to `save`.
+
+        Returns:
+            The `extra` of the checkpoint.
+
+        Raises:
+            CheckpointError: There is none, or it does not fit this model, graft, optimiser or blueprint. Nothing is
+                changed.
+
+        Example:
+            >>> path = grower.save("checkpoints")
+            >>> grower.load("checkpoints") is None
+            True
         """
         with self.ranks.together("grower.load()"):
             extra = saving.load(self, Path(directory))
@@ -299,26 +286,49 @@ class Grower:
         return extra
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what `save` writes, without the body's weights and gradients, as strings and tensors.
+        """Return what `save` writes, without the body's weights and gradients.
 
         For checkpoints of your own that hold `body.state_dict()`. Tensors are not copied.
+
+        Returns:
+            Strings and tensors by name.
+
+        Example:
+            >>> state = {"body": body.state_dict(), "grower": grower.state_dict()}
         """
         return saving.state_dict(self)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Load the result of `state_dict`. Load the state of the body first.
 
-        If the state does not fit, raise CheckpointError and change nothing.
+        Args:
+            state: The result of `state_dict`.
+
+        Raises:
+            CheckpointError: The state does not fit. Nothing is changed.
+
+        Example:
+            >>> grower.load_state_dict(grower.state_dict())
         """
         saving.load_state_dict(self, state)
 
     # -- in the training loop, optional
 
     def shadow(self, loss: Callable[[], Tensor]) -> None:
-        """Run the shadow pass: compute `loss()` with each TRAINING seed switched on; only that seed gets gradients.
+        """Run the shadow pass: compute the loss with each TRAINING seed switched on; only that seed gets gradients.
 
         Call it after `backward()`, on every batch or every second one. It does nothing if no seed is TRAINING, so never
-        with open birth. Scale or divide the loss as you do for your own backward pass.
+        with open birth.
+
+        Args:
+            loss: Function that computes the loss of the batch. Scale or divide it as in your own backward pass.
+
+        Raises:
+            ConfigError: The grower was not built with `incubation="shadow"`.
+
+        Example:
+            >>> grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), incubation="shadow")
+            >>> grower.shadow(lambda: nn.functional.cross_entropy(body(x), y))
         """
         if self.body.incubation != "shadow":
             raise ConfigError("grower.shadow needs Grower(..., incubation='shadow')")
@@ -329,7 +339,15 @@ class Grower:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Clip the gradient norm of the host with its fossils, and of each growing seed, separately.
 
-        Return the host's norm before clipping.
+        Args:
+            max_norm: Maximum norm of each of them.
+
+        Returns:
+            The host's norm before clipping.
+
+        Example:
+            >>> nn.functional.cross_entropy(body(x), y).backward()
+            >>> norm = grower.clip_grad_norm_(1.0)
         """
         self.sync_gradients()
         self.network.regroup()  # the model is the user's: its parameters may have changed
@@ -340,46 +358,26 @@ class Grower:
 
         `optimizer.step()` and `clip_grad_norm_` do it. Call it on every rank before code of your own that reads these
         gradients, such as `GradScaler.unscale_`.
+
+        Example:
+            >>> grower.sync_gradients()
         """
         self.ranks.average_gradients([p for p in self.body.esper.parameters() if p.requires_grad])
 
     def on_change(self, listener: Callable[[Effect, Slot], None]) -> None:
-        """Call `listener(effect, slot)` after each structural change, for example to update an EMA."""
+        """Register a function that is called after each structural change, for example to update an EMA.
+
+        Args:
+            listener: Called with the effect and the slot.
+
+        Example:
+            >>> grower.on_change(lambda effect, slot: print(effect.kind.name, slot.name))
+            >>> grower.germinate("1", "mlp_small")
+            BUILD 1
+        """
         self.network.optimizer_sync.on_change.append(listener)
 
     # -- internal
-
-    def _do(self, op: Op, slot: str, heads: Mapping[Head, int]) -> None:
-        self.body.slot(slot)
-        actions = wait_everywhere(1)
-        actions[0, [Head.OP, Head.SLOT]] = op, self.network.slot_names.index(slot)
-        for head, value in heads.items():
-            actions[0, head] = value
-        with self.ranks.together(f"grower.{op.name.lower()}({slot!r}, …)"):
-            if not lifecycle.is_legal(self.table, actions, self.rules)[0]:
-                raise LifecycleError(why_not_legal(self.table, self.rules, self.network.slot_names, actions))
-            done = self._apply(self.ranks.decide(self.table, actions))
-            self.ranks.agree(self.body, self.table)
-        self.emit.acted(self.table, actions, done)
-
-    def _apply(self, actions: Ints) -> Outcome:
-        before = self.table.clone()
-        outcome = lifecycle.apply(self.table, actions, self.rules)
-        try:
-            self.network.apply_effects(outcome.effects, self.table)
-        except Exception:  # such as an invalid blueprint: the table must not list a seed that was not built
-            slots = list(self.body.slots.values())
-            if any(e.kind == EffectKind.BUILD and slots[e.slot].seed is None for e in outcome.effects):
-                self.table.restore(before)
-            raise
-        return outcome
-
-    def _warn_of_late_planting(self, planted: Sequence[str]) -> None:
-        """Warn if seeds in these slots were planted too late to pay off, by the optimiser steps per epoch so far."""
-        epochs = int(self.table.step[0])
-        steps_left = (self.horizon - epochs) * self._batches // max(epochs, 1)
-        if epochs and self._mixing_steps and (text := late_planting(planted, steps_left, self._mixing_steps)):
-            warnings.warn(text, stacklevel=3)
 
     def _warn_without_shadow_passes(self) -> None:
         """Warn if a seed is TRAINING without shadow passes: it would never leave that stage."""
@@ -390,36 +388,6 @@ class Grower:
                 stacklevel=3,
             )
         self._shadow_passes = 0
-
-    def _evaluate(self, val_batches: Iterable[Any], *gather: Callable[[list[Any]], list[Any]]) -> Coalitions:
-        batches, score = scored(val_batches, self.quality, *gather)
-        result = self.network.evaluate(batches, score)
-        if result.scores.ndim != 2:
-            raise ConfigError(
-                f"a quality returns one score per sample, [B]; this one returned [B, {result.scores.shape[2]}]. "
-                "Return the mean over the last axis"
-            )
-        return result
-
-    def _measure(self, val_batches: Iterable[Any] | None) -> Measured | None:
-        """Write the measurements on all ranks' batches to the table and return them; None if there are no batches."""
-        result, share = None, ValidationShare(() if val_batches is None else val_batches, self.ranks)
-        if val_batches is not None:
-            result = self._evaluate(share, self.ranks.gather)
-        else:
-            self.ranks.must_evaluate_together(None)
-            if isinstance(self.quality, NeedsTargets):
-                self.ranks.gather([])
-        result = self.ranks.pool(result, share.checksum)
-        if result is None:
-            return None
-        measured = measure(result)
-        self.emit.worth(self.table, [CounterfactualEngine.worth(result)])
-        worth = self.network.write_scores(self.table, 0, measured)
-        unknown = np.full(1, np.nan)
-        lifecycle.record(self.table, quality=np.array([measured.quality]), val_loss=unknown, train_loss=unknown)
-        lifecycle.record_contribution(self.table, worth[:1], worth[1:])
-        return measured
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Prepare the seeds' gradients for an optimiser step; if a closure computes them, after that closure."""

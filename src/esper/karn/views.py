@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import msgspec
 
 from esper.leyline import events
+from esper.leyline.event_fields import FIELD_NOTES
 from esper.leyline.events import KINDS, Event
 from esper.leyline.stages import SeedStage
 
@@ -73,8 +74,9 @@ def meaning(kind: type[Event]) -> str:
 
 
 def field_notes(kind: type[Event]) -> dict[str, str]:
-    """Return the attribute docstrings of the kind; empty if the source is not available."""
-    return _all_notes().get(kind.__name__, {})
+    """Return the meaning of every field of the kind: its docstring, or else that of its name in `FIELD_NOTES`."""
+    own = _all_notes().get(kind.__name__, {})
+    return {field.name: own.get(field.name, FIELD_NOTES.get(field.name, "")) for field in msgspec.structs.fields(kind)}
 
 
 def _all_notes() -> dict[str, dict[str, str]]:

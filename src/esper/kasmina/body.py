@@ -38,9 +38,19 @@ STRUCTURE = "esper.structure"
 
 
 class Body(nn.Module):
-    """A model with slots. Created by `esper.graft`.
+    """A model with slots. `esper.graft` returns one.
 
+    `state_dict` holds the model under its own keys and the seeds under `esper.…` keys; `load_state_dict` rebuilds them.
     An instance has a class of its own, derived from this one, with the name and call signature of the model's class.
+
+    Args:
+        model: The model.
+        slots: The slots, already placed in the model.
+        probe: The batch with which the model was grafted.
+
+    Example:
+        >>> body.model is model, list(body.slots), type(body).__name__
+        (True, ['1'], 'Sequential')
     """
 
     def __init__(self, model: nn.Module, slots: Sequence[Slot], probe: Any) -> None:
@@ -145,7 +155,11 @@ class Body(nn.Module):
         return [s for s in self.slots.values() if s.stage == SeedStage.TRAINING]
 
     def costs(self) -> dict[str, dict[str, Cost]]:
-        """Return parameters and multiply-adds of every blueprint at every slot that takes it."""
+        """Return what every blueprint would cost at every slot that takes it, before anything is built.
+
+        Returns:
+            Parameters and multiply-adds by slot and blueprint.
+        """
         return {
             name: {b: blueprints.cost(b, self.slots[name].site) for b in names}
             for name, names in self.valid_blueprints().items()
@@ -155,7 +169,13 @@ class Body(nn.Module):
         """Return the blueprints that can be planted in each slot.
 
         A user's own blueprint is built and checked at every slot whose layout it serves. Slots at which it fails the
-        check do not offer it, and a warning is issued. A blueprint that no slot takes raises BlueprintError.
+        check do not offer it, and a warning is issued.
+
+        Returns:
+            Names of blueprints by slot.
+
+        Raises:
+            BlueprintError: No slot takes one of your blueprints.
         """
         valid: dict[str, list[str]] = {}
         refused: dict[str, dict[str, BlueprintError]] = {}
@@ -222,7 +242,11 @@ class Body(nn.Module):
     # -- state
 
     def structure(self) -> dict[str, dict[str, Any]]:
-        """Return blueprint, operator, stage and alpha of every seed by slot: enough to rebuild the body."""
+        """Return what has grown: enough to rebuild the body.
+
+        Returns:
+            Blueprint, operator, stage and alpha of every seed by slot.
+        """
         return {
             name: {"blueprint": s.blueprint, "operator": int(s.operator), "stage": int(s.stage), "alpha": s.amplitude}
             for name, s in self.slots.items()

@@ -58,13 +58,29 @@ def graft(
     probe: Any,
     select: Mapping[str, Key] | None = None,
 ) -> Body:
-    """Add slots to `model` and return the body.
+    """Add slots to a model. Outputs, call signature and keys of the model do not change.
 
-    at      module names or patterns ("layer*"), a mapping of slot id → module name, or "auto"
-    probe   one batch the model accepts (a tensor, a tuple of positional or a mapping of keyword arguments) with
-            at least 3 samples; "labels" in a mapping are left out
-    select  for modules that return a tuple or mapping: module name → key of the features, or a tuple of keys for an
-            item within an item, such as (1, 0) for the last hidden state of an LSTM
+    Args:
+        model: Any module. It stays available as `body.model`.
+        at: Module names or patterns ("layer*"), a mapping of slot id → module name, or "auto", which proposes modules
+            and prints them.
+        probe: One batch that the model accepts, with at least 3 samples: a tensor, a tuple of positional arguments or a
+            mapping of keyword arguments. "labels" in a mapping are left out.
+        select: For modules that return a tuple or mapping: module name → key of the features, or a tuple of keys for an
+            item within an item, such as (1, 0) for the last hidden state of an LSTM.
+
+    Returns:
+        The body: the model with slots.
+
+    Raises:
+        GraftError: A module cannot hold a slot; the message says why and names alternatives.
+        UnknownNameError: The model has no module of that name.
+
+    Example:
+        >>> model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
+        >>> body = esper.graft(model, at=["1"], probe=x)
+        >>> torch.equal(body(x), model(x)), list(body.slots)
+        (True, ['1'])
     """
     refuse_wrapped(model)
     if isinstance(probe, Mapping):  # without labels, as in `Grower.step`: a loss over the batch would mix its samples

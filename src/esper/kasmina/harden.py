@@ -57,8 +57,22 @@ def harden(body: Body, *, key_map: Literal[True]) -> tuple[nn.Module, dict[str, 
 def harden(body: Body, *, key_map: bool = False) -> nn.Module | tuple[nn.Module, dict[str, str]]:
     """Return a plain module that computes what the body computes. The body is not modified.
 
-    Seeds before BLENDING (GERMINATED, TRAINING) are left out. With `key_map=True` also return a mapping from the
-    keys of `body.state_dict()` to the new keys.
+    Seeds before BLENDING (GERMINATED, TRAINING) are left out.
+
+    Args:
+        body: The body to convert.
+        key_map: Whether to return also where each tensor went.
+
+    Returns:
+        The module; with `key_map` also a mapping from the keys of `body.state_dict()` to the new keys.
+
+    Raises:
+        HardenError: The body cannot be converted, for example because it is sharded.
+
+    Example:
+        >>> plain = esper.harden(body)
+        >>> torch.allclose(plain(x), body(x)), type(plain).__name__
+        (True, 'Sequential')
     """
     problem = None
     for swap in (True, False):

@@ -54,7 +54,15 @@ VELOCITY_KEEP = 0.7
 
 
 class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Lifecycle settings of one run."""
+    """Lifecycle settings of one run.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+
+    Example:
+        >>> esper.Rules(birth="isolated", thresholds=esper.STRICT).birth
+        'isolated'
+    """
 
     thresholds: Thresholds = PERMISSIVE
     """Minimum values that the gates require."""

@@ -21,7 +21,15 @@ from collections.abc import Iterable
 
 
 class EsperError(Exception):
-    """Base class of every error that Esper raises deliberately."""
+    """Base class of every error that Esper raises deliberately. Messages state the request, the cause and a remedy.
+
+    Example:
+        >>> try:
+        ...     grower.germinate("1", "mlp_smal")
+        ... except esper.EsperError as error:
+        ...     print(str(error)[:62])
+        no blueprint named 'mlp_smal'. Did you mean 'mlp_small'? There
+    """
 
     exit_code = 2
     """Exit code of a command that ends with this error."""

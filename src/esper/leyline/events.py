@@ -182,6 +182,7 @@ class Worth(Event, frozen=True, kw_only=True):
     step: int
     slot: str
     seed: int
+    """Which seed of its environment, counted from 0."""
     blueprint: str
     committed: bool = False
     """Of a fossil, contribution is *dependence*: what the network would lose now, more than it brought."""
@@ -284,6 +285,7 @@ class Governor(Event, frozen=True, kw_only=True):
     alarm: str
     action: str
     value: Number = None
+    """The number that caused the alarm."""
     limit: Number = None
     restored_step: int | None = None
 

@@ -39,7 +39,16 @@ def _env(dtype: type, blank: float, axes: str = "E") -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlotTable:
-    """State of every slot of every environment. The rules modify it in place; modules hold no copy."""
+    """State of every slot of every environment. The rules modify it in place; modules hold no copy.
+
+    A controller reads it. Fields are numpy arrays `[E, S]` (environments, slots), such as `stage`, `alpha`, `age`,
+    `contribution` and `contribution_se`, or `[E]`, such as `step` and `quality`. NaN means not measured.
+
+    Example:
+        >>> table = esper.SlotTable.empty(envs=2, slots=3)
+        >>> table.stage.shape, int(table.stage[0, 0]) == esper.SeedStage.DORMANT
+        ((2, 3), True)
+    """
 
     # lifecycle
     stage: Ints = _slot(np.int8, SeedStage.DORMANT)
@@ -97,7 +106,16 @@ class SlotTable:
 
     @classmethod
     def empty(cls, envs: int, slots: int, *, takes: Bools | None = None) -> SlotTable:
-        """Return a table of empty slots. `takes[s, b]` is True if slot s can hold blueprint b."""
+        """Return a table of empty slots.
+
+        Args:
+            envs: Number of environments.
+            slots: Number of slots.
+            takes: `[S, B]`, True where slot s can hold blueprint b; None allows all built-in ones.
+
+        Returns:
+            The table.
+        """
         blueprints = len(BLUEPRINTS) if takes is None else takes.shape[1]
         size = {"E": envs, "S": slots, "W": HISTORY, "B": blueprints}
         arrays = {
@@ -154,20 +172,40 @@ class SlotTable:
         return self.moving & (self.alpha_to < self.alpha_from)
 
     def arrays(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the arrays by field name, without copying."""
+        """Return the arrays by field name, without copying.
+
+        Returns:
+            Arrays by name.
+        """
         return {f.name: getattr(self, f.name) for f in fields(self)}
 
     def clone(self) -> SlotTable:
-        """Return a copy of the table."""
+        """Copy the table.
+
+        Returns:
+            The copy.
+        """
         return SlotTable(**{name: a.copy() for name, a in self.arrays().items()})
 
     def rows(self, envs: Rows) -> SlotTable:
-        """Return a copy of some environments as a table."""
+        """Copy some environments.
+
+        Args:
+            envs: Their numbers, as an index.
+
+        Returns:
+            A table of these environments.
+        """
         pick = {f.name: f.metadata["axes"][0] == "E" for f in fields(self)}
         return SlotTable(**{n: (a[envs] if pick[n] else a).copy() for n, a in self.arrays().items()})
 
     def restore(self, other: SlotTable, envs: Rows = slice(None)) -> None:
-        """Copy these environments from `other`, in place."""
+        """Copy environments from another table, in place.
+
+        Args:
+            other: The other table.
+            envs: Numbers of the environments, as an index.
+        """
         for f in fields(self):
             mine, theirs = getattr(self, f.name), getattr(other, f.name)
             if f.metadata["axes"][0] == "E":
@@ -176,18 +214,33 @@ class SlotTable:
                 mine[...] = theirs
 
     def reset(self, envs: Rows = slice(None)) -> None:
-        """Reset these environments: every slot empty, nothing measured."""
+        """Reset environments: every slot empty, nothing measured.
+
+        Args:
+            envs: Their numbers, as an index.
+        """
         for f in fields(self):
             if f.name not in ("enabled", "takes"):
                 getattr(self, f.name)[envs] = f.metadata["blank"]
 
     def blank(self, where: Bools) -> None:
-        """Clear the seed columns at `where` [E, S]."""
+        """Clear the seed columns.
+
+        Args:
+            where: `[E, S]`, the slots to clear.
+        """
         for f in SEED_COLUMNS:
             getattr(self, f.name)[where] = f.metadata["blank"]
 
     def diff(self, before: SlotTable) -> dict[str, Bools]:
-        """Return where each field changed since `before`. Unchanged fields are omitted."""
+        """Compare with an earlier state.
+
+        Args:
+            before: The earlier table.
+
+        Returns:
+            Where each field changed; unchanged fields are omitted.
+        """
         changed: dict[str, Bools] = {}
         for name, now in self.arrays().items():
             then = before.arrays()[name]

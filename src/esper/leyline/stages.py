@@ -11,7 +11,12 @@ from esper.leyline.errors import ConfigError
 
 
 class SeedStage(IntEnum):
-    """Lifecycle stage of a seed, in order. The numbers are stored in files: never reuse one."""
+    """Lifecycle stage of a seed, in order. The numbers are stored in files: never reuse one.
+
+    Example:
+        >>> [stage.name for stage in esper.SeedStage][:6]
+        ['DORMANT', 'GERMINATED', 'TRAINING', 'BLENDING', 'HOLDING', 'FOSSILIZED']
+    """
 
     DORMANT = 0  # no seed: the slot passes features through
     GERMINATED = 1  # seed attached, not trained yet
@@ -24,7 +29,14 @@ class SeedStage(IntEnum):
     RESETTING = 8
 
     def can_become(self, target: SeedStage) -> bool:
-        """Return whether the transition to `target` is allowed."""
+        """Return whether a transition is allowed.
+
+        Args:
+            target: The next stage.
+
+        Returns:
+            True if it is.
+        """
         return target in NEXT_STAGES[self]
 
 
@@ -70,6 +82,13 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Minimum value that each gate requires. −inf requires only a finite measurement, None requires nothing.
 
     Qualities are fractions, 0…1 (accuracy), or in the unit of the quality function.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+
+    Example:
+        >>> esper.Rules(thresholds=esper.Thresholds(fossil_contribution=0.01)).thresholds.z
+        2.5
     """
 
     blend_dwell: int = 10
@@ -95,6 +114,8 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
 
 PERMISSIVE = Thresholds()
+"""The default thresholds: a seed can be committed once its contribution was measured at alpha = 1."""
 STRICT = Thresholds(
     blend_health=None, blend_ratio=0.10, blend_improvement=0.005, hold_dwell=10, fossil_contribution=0.01
 )
+"""Stricter thresholds: among others, a contribution of one point after subtracting 2.5 standard errors."""

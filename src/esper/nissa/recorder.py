@@ -74,13 +74,30 @@ def record(
     tensorboard: bool = False,
     track: Sequence[str] = (),
 ) -> Iterator[Run]:
-    """Record a run in `out`, or in a new directory below `root`. Existing runs are not overwritten.
+    """Record a run in a run directory, as a context. Existing runs are not overwritten.
 
-    level        which events are recorded: off, minimal, normal or debug; it does not affect training
-    manifest     further entries of the manifest, such as config, random seed and hashes of data
-    sinks        further receivers of events, besides the journal
-    tensorboard  whether scalars for TensorBoard are written into the run directory, too
-    track        further trackers of the run: tensorboard, wandb, mlflow, trackio
+    Args:
+        task: Name of the task, for the manifest and the name of the directory.
+        out: Run directory; None is a new one below `root`.
+        root: Directory of runs.
+        level: Which events are recorded: off, minimal, normal or debug. It does not affect training.
+        manifest: Further entries of the manifest, such as config, random seed and hashes of data.
+        sinks: Further receivers of events, besides the journal.
+        tensorboard: Whether to write scalars for TensorBoard into the run directory.
+        track: Trackers of the run: tensorboard, wandb, mlflow, trackio.
+
+    Yields:
+        The run. Its `hub` is the `telemetry` of a grower.
+
+    Raises:
+        RunError: The directory cannot be made, or holds a run.
+        ConfigError: A tracker is not installed.
+
+    Example:
+        >>> with esper.record("mine", out="runs/mine") as run:
+        ...     sgd = torch.optim.SGD(body.parameters(), lr=0.1)
+        ...     grower = esper.Grower(body, sgd, telemetry=run.hub)
+        ...     report = grower.step([(x, y)])
     """
     track = [*track, *([TENSORBOARD] if tensorboard else [])]
     must_be_available(track)

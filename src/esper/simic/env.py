@@ -253,13 +253,23 @@ Worlds = Callable[[int], Sequence[int]]
 
 
 class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
-    """Vector environment of E growing hosts on one backend.
+    """Gymnasium vector environment of E growing hosts on one backend.
 
-    backend   the backend: real or simulated hosts
-    worlds   the world of each environment, or a function from the round's number to these worlds
-    reward   settings of the reward
-    fixed    heads fixed to one option; default: tempo, alpha speed and alpha curve
-    phases   timers of the surrounding loop
+    Args:
+        backend: Real hosts (`HostBackend`) or simulated ones (`Simulator`).
+        worlds: The world of each environment, or a function from the round's number to these worlds.
+        reward: Settings of the reward; None is `RewardConfig()`.
+        fixed: Heads fixed to one option; None fixes tempo, alpha speed and alpha curve.
+        phases: Timers of the surrounding loop.
+
+    Raises:
+        ConfigError: `worlds` is empty.
+
+    Example:
+        >>> env = esper.GrowthVectorEnv(esper.Simulator(esper.SimConfig(), range(4)), range(4))
+        >>> observations, info = env.reset()
+        >>> observations.shape[0], env.horizon
+        (4, 40)
     """
 
     def __init__(
@@ -303,7 +313,12 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
     ) -> tuple[Any, dict[str, Any]]:
         """Start new episodes.
 
-        `seed` selects the worlds seed, seed + 1, …; `options["worlds"]` lists them explicitly.
+        Args:
+            seed: The worlds seed, seed + 1, …, or one world per environment; None takes those of `worlds`.
+            options: `{"worlds": […]}` lists the worlds.
+
+        Returns:
+            Observations and info.
         """
         seed = int(seed) if isinstance(seed, np.integer) else seed
         super().reset(seed=seed if isinstance(seed, int) else None)
@@ -326,7 +341,18 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         return [int(w) for w in worlds]
 
     def step(self, actions: Any) -> tuple[Any, Any, Any, Any, dict[str, Any]]:
-        """Apply one action per environment and train an epoch. After the end of the episodes, reset instead."""
+        """Apply one action per environment and train an epoch. After the end of the episodes, reset instead.
+
+        Args:
+            actions: `[E, 8]`, columns as in `esper.leyline.actions.Head`.
+
+        Returns:
+            Observations, rewards, which episodes have ended, False for each, and info.
+
+        Raises:
+            ConfigError: The actions are not integers of this shape.
+            gymnasium.error.ResetNeeded: `reset` was not called.
+        """
         never = np.zeros(self.num_envs, dtype=bool)
         if self.round < 0:
             raise gym.error.ResetNeeded("call reset() before the first step()")

@@ -29,7 +29,15 @@ MOST_SLOTS = 1000
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Settings of simulated worlds: their variation and the measurement noise."""
+    """Settings of simulated worlds: their variation and the measurement noise.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+
+    Example:
+        >>> esper.SimConfig(slots=5).horizon
+        40
+    """
 
     horizon: int = 40
     """Steps per episode, ≥ 1."""

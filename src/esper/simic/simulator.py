@@ -66,7 +66,18 @@ LOSS_NOISE, INTERACTION_NOISE = 0.003, 0.002
 
 
 class Simulator:
-    """E simulated environments and their table."""
+    """E simulated environments and their table: thousands of steps per second, without training a network.
+
+    Args:
+        config: How worlds vary.
+        worlds: The world of each environment.
+        rules: Lifecycle settings; None is `Rules()`.
+
+    Example:
+        >>> simulator = esper.Simulator(esper.SimConfig(), worlds=[0, 1])
+        >>> simulator.legal.shape  # environments, operations, slots
+        (2, 6, 3)
+    """
 
     def __init__(self, config: SimConfig, worlds: Sequence[int], rules: Rules | None = None) -> None:
         self.config, self.rules = config, rules or Rules()
@@ -115,7 +126,14 @@ class Simulator:
         """Ignore the curves: no-growth baselines are formulas."""
 
     def reset(self, worlds: Sequence[int] | None = None) -> None:
-        """Restart all environments, in the given worlds or in the same ones."""
+        """Restart all environments.
+
+        Args:
+            worlds: Their worlds; None keeps them.
+
+        Raises:
+            ConfigError: The number of worlds is not that of the environments.
+        """
         if worlds is not None:
             if len(worlds) != self.table.num_envs:
                 raise ConfigError(
@@ -148,7 +166,14 @@ class Simulator:
         return live_costs(self.table, self.context)[1]
 
     def step(self, actions: Ints) -> Outcome:
-        """Apply actions [E, 8], tick, learn for an epoch, measure and record."""
+        """Apply actions, tick, learn for an epoch, measure and record.
+
+        Args:
+            actions: `[E, 8]`, columns as in `esper.leyline.actions.Head`.
+
+        Returns:
+            Which actions were carried out, and the structural changes.
+        """
         table = self.table
         outcome = apply(table, actions, self.rules)
         newborn = self._alive() & (table.age == 0)
@@ -182,7 +207,11 @@ class Simulator:
         self.shock = SHOCK_KEEP * self.shock + self.config.shock * (moved**2).sum(axis=1)
 
     def strength(self) -> Floats:
-        """Return [E, S] what each seed would currently add alone at alpha = 1."""
+        """Return what each seed would currently add alone at alpha = 1.
+
+        Returns:
+            `[E, S]`.
+        """
         table = self.table
         operator, blueprint = np.maximum(table.operator, 0), np.maximum(table.blueprint, 0)
         worth = self._of_blueprint(self.truth.potential)

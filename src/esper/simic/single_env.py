@@ -21,7 +21,22 @@ from esper.tamiyo.policy.action_masks import CANONICAL
 
 
 class GrowthEnv(gym.Env[Any, Any]):
-    """Single environment of one growing host. Episodes cycle through `worlds`."""
+    """Gymnasium environment of one growing host. Episodes cycle through `worlds`.
+
+    Args:
+        backend: Real hosts (`HostBackend`) or simulated ones (`Simulator`), with one environment.
+        worlds: Worlds of the episodes, in turn.
+        reward: Settings of the reward; None is `RewardConfig()`.
+        fixed: Heads fixed to one option; None fixes tempo, alpha speed and alpha curve.
+
+    Raises:
+        ConfigError: `worlds` is empty.
+
+    Example:
+        >>> env = esper.GrowthEnv(esper.Simulator(esper.SimConfig(), [0]), worlds=range(100))
+        >>> observation, info = env.reset(seed=0)
+        >>> observation, reward, terminated, truncated, info = env.step(env.action_space.sample())
+    """
 
     metadata = {"render_modes": []}  # noqa: RUF012  (Gymnasium's own convention)
 
@@ -38,22 +53,44 @@ class GrowthEnv(gym.Env[Any, Any]):
         self.observation_space, self.action_space = self.env.single_observation_space, self.env.single_action_space
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Any, dict[str, Any]]:
-        """Start an episode in the next world, in world `seed`, or in that of `options["worlds"]`, a list of one."""
+        """Start an episode.
+
+        Args:
+            seed: World of the episode; None takes the next one of `worlds`.
+            options: `{"worlds": [n]}` takes world n.
+
+        Returns:
+            Observation and info.
+        """
         super().reset(seed=seed)
         obs, info = self.env.reset(seed=seed, options=options)
         return obs[0], _only(info)
 
     def step(self, action: Ints) -> tuple[Any, float, bool, bool, dict[str, Any]]:
-        """Apply one action [8] and train an epoch."""
+        """Apply one action and train an epoch.
+
+        Args:
+            action: `[8]`, columns as in `esper.leyline.actions.Head`.
+
+        Returns:
+            Observation, reward, whether the episode has ended, False, and info.
+
+        Raises:
+            gymnasium.error.ResetNeeded: The episode is over.
+        """
         if self.env.over:
             raise gym.error.ResetNeeded("the episode is over: call reset()")
         obs, rewards, ended, cut, info = self.env.step(np.asarray(action)[None])
         return obs[0], float(rewards[0]), bool(ended[0]), bool(cut[0]), _only(info)
 
     def action_masks(self) -> Bools:
-        """Return the masks of all heads, concatenated. An option is allowed if some legal action contains it.
+        """Return the masks of all heads, as sb3-contrib's MaskablePPO needs them.
 
-        Heads chosen independently may still form an illegal action, which has the effect of WAIT.
+        An option is allowed if some legal action contains it. Heads chosen independently may still form an illegal
+        action, which has the effect of WAIT.
+
+        Returns:
+            The masks of all heads, concatenated.
         """
         layout, mask = self.env.layout, self.env.masks[0]
         by_op = mask[layout.slot_by_op].reshape(-1, layout.slots)

@@ -42,7 +42,14 @@ CLOSE = 1e-5
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GrownHost:
-    """One host as it was measured."""
+    """One host as it was measured, with everything needed to rebuild it. `esper grow` and `esper train` save one.
+
+    Example:
+        >>> task = esper.Task.from_tensors("mine", torch.randn(100, 6), torch.arange(100) % 3)
+        >>> host = esper.GrownHost.of(esper.Engine(task, worlds=[0]), 0)
+        >>> host.body()(host.inputs).shape
+        torch.Size([8, 3])
+    """
 
     task: Task  # without its data
     data: dict[str, Any]
@@ -83,7 +90,14 @@ class GrownHost:
         return math.isfinite(self.quality) and all(bool(t.isfinite().all()) for t in tensors if t.is_floating_point())
 
     def body(self) -> Body:
-        """Return the rebuilt body in eval mode. Raise DataError if its outputs differ from the saved ones."""
+        """Rebuild the body.
+
+        Returns:
+            The body in eval mode. It can be grown further.
+
+        Raises:
+            DataError: It cannot be rebuilt, or its outputs differ from the saved ones.
+        """
         try:
             self._must_fit()
             host = self.task.build_host(self.world)
@@ -165,14 +179,31 @@ class GrownHost:
         return host
 
     def save(self, directory: Path) -> Path:
-        """Write the host to a directory of its own, replacing the previous one, and return its path."""
+        """Write the host to a directory of its own, replacing the previous one.
+
+        Args:
+            directory: The directory.
+
+        Returns:
+            Its path.
+        """
         name = "host" if self.round is None else f"round-{self.round}"
         tensors, documents = {BEST_HOST: self.tensors()}, {BEST_HOST: self.document()}
         return Checkpoints(directory, keep=1).write(name, tensors=tensors, documents=documents, kind="host").path
 
     @classmethod
     def load(cls, directory: Path) -> Self:
-        """Return the host saved last. Raise DataError if there is no intact one."""
+        """Return the host saved last.
+
+        Args:
+            directory: The directory given to `save`, such as `best_host` of a run directory.
+
+        Returns:
+            The host.
+
+        Raises:
+            DataError: There is no intact one.
+        """
         saved = Checkpoints(directory, keep=1).newest() if directory.is_dir() else None
         if saved is None or saved.kind != "host":
             raise DataError(

@@ -266,7 +266,26 @@ class EpochResults:
 
 
 class Engine:
-    """E environments of one task and their slot table."""
+    """E environments of one task and their slot table.
+
+    Args:
+        task: What the environments train.
+        worlds: The world of each environment.
+        rules: Lifecycle settings; None is `Rules()`.
+        config: How hosts are trained and evaluated; None is `EngineConfig()`.
+        data: The data; None loads the task's.
+        phases: Timers of the surrounding loop.
+
+    Raises:
+        ConfigError: The settings do not fit the task or the machine.
+        DataError: The data is missing or does not fit the host.
+
+    Example:
+        >>> task = esper.Task.from_tensors("mine", torch.randn(100, 6), torch.arange(100) % 3)
+        >>> engine = esper.Engine(task, worlds=[0, 1])
+        >>> engine.legal.shape  # environments, operations, slots
+        (2, 6, 3)
+    """
 
     def __init__(
         self,

@@ -58,7 +58,15 @@ class GovernorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How hosts are trained and evaluated, for every task."""
+    """How hosts are trained and evaluated, for every task.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+
+    Example:
+        >>> esper.EngineConfig(strategy="stacked").device
+        'cpu'
+    """
 
     incubation: Incubation = "shadow"
     """How a TRAINING seed of an isolated birth learns: in a separate pass ("shadow") or in the main pass

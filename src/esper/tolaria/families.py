@@ -57,7 +57,16 @@ class Draw(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A distribution of tasks. Tuples hold the options of which each world draws one."""
+    """A distribution of tasks. Tuples hold the options of which each world draws one.
+
+    Raises:
+        ConfigError: A setting is out of its range.
+
+    Example:
+        >>> family = esper.Family(name="small", widths=(2, 4), impairments=("none", "kernel"), epochs=(10, 20))
+        >>> family.task(0).host, family.task(0).epochs in (10, 20)
+        ('cnn', True)
+    """
 
     name: str
     """The name of the family, as used on the command line."""
@@ -125,7 +134,14 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         )  # fmt: skip
 
     def task(self, world: int) -> Task:
-        """Return the task of this world."""
+        """Return the task of a world.
+
+        Args:
+            world: Number of the world.
+
+        Returns:
+            The task, with the host, data and length that the world draws.
+        """
         return self._task(self.draw(world), world)
 
     def _task(self, draw: Draw, world: int) -> Task:

@@ -34,7 +34,16 @@ TRAINING_FIELDS = ("lr", "momentum", "weight_decay", "seed_lr", "warmup_epochs")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Task:
-    """What an environment trains: together with a world, this determines its training."""
+    """What an environment trains: together with a world, this determines its training.
+
+    Raises:
+        ConfigError: A setting is invalid.
+
+    Example:
+        >>> task = esper.Task.from_tensors("mine", torch.randn(100, 6), torch.arange(100) % 3)
+        >>> task.host, task.slots
+        ('mlp', ('r0c0', 'r0c1', 'r0c2'))
+    """
 
     name: str
     """The name of the task, as used on the command line."""
@@ -213,11 +222,33 @@ class Task:
         slots: tuple[str, ...] | None = None,
         **settings: Any,
     ) -> Task:
-        """Return a task on your own tensors: images `[N, C, H, W]`, vectors `[N, D]` or token windows `[N, T]`.
+        """Return a task on your own tensors.
 
-        Targets are class numbers `[N]`; for tokens, the next tokens `[N, T]`. A validation or test set that is not
-        given is a class-balanced share `held_out` of `x`. The default host is a small one for the kind of data;
-        `host_kwargs` override its sizes. `settings` are other fields of `Task`.
+        Args:
+            name: Name of the task.
+            x: Images `[N, C, H, W]`, vectors `[N, D]` or token windows `[N, T]`.
+            y: Class numbers `[N]`; for tokens, the next tokens `[N, T]`.
+            host: Name of the host; the default is a small one for the kind of data.
+            host_kwargs: Sizes of the host that differ from the small one's.
+            val: Validation inputs and targets; None is a class-balanced share of `x`.
+            test: Test inputs and targets; None is a class-balanced share of `x`.
+            held_out: That share.
+            classes: Number of classes; None counts those of `y`.
+            black: Value of a black pixel by channel, needed by `augment`.
+            slots: Slots to use; None is those of row 0.
+            **settings: Other fields of `Task`.
+
+        Returns:
+            The task.
+
+        Raises:
+            UnknownNameError: There is no such host or slot.
+            DataError: The tensors do not fit each other or the host.
+
+        Example:
+            >>> images, labels = torch.randn(200, 3, 16, 16), torch.arange(200) % 5
+            >>> esper.Task.from_tensors("mine", images, labels, host="resnet", epochs=10).epochs
+            10
         """
         data = from_tensors(name, x, y, val=val, test=test, held_out=held_out, classes=classes, black=black)
         host = host or next(each for each, kind in HOSTS.items() if kind.data_kind == data.kind)

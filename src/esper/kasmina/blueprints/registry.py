@@ -102,10 +102,31 @@ def fitted(module: nn.Module, site: FeatureSpec) -> nn.Module:
 
 
 def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[Factory], Factory]:
-    """Register a function from width to seed as the blueprint `name` for these layouts.
+    """Register a function from width to module as a blueprint. Use it as a decorator.
 
-    A name may have one function per layout. User-defined names are numbered after the built-in ones,
-    in order of registration.
+    The module returns the change Δ(h) of the features h, in their shape, with Δ = 0 when it is built. A name may have
+    one function per layout. User-defined names are numbered after the built-in ones, in order of registration.
+
+    Args:
+        name: Name of the blueprint.
+        layouts: Layouts that it serves: "map", "signal", "volume", "vector", "sequence" or "bidirectional".
+
+    Returns:
+        The decorator; it returns the function itself.
+
+    Raises:
+        BlueprintError: The name is taken or empty, or a layout does not exist.
+
+    Example:
+        >>> @esper.blueprint("scale_and_shift", layouts="vector")
+        ... def scale_and_shift(dim):
+        ...     layer = nn.Linear(dim, dim)
+        ...     nn.init.zeros_(layer.weight)
+        ...     nn.init.zeros_(layer.bias)
+        ...     return layer
+        >>> grower.germinate("1", "scale_and_shift")
+        >>> from esper.kasmina.blueprints import unregister
+        >>> unregister("scale_and_shift")
     """
     served = [_layout(each) for each in ([layouts] if isinstance(layouts, str) else layouts)]
     if not name or not served:

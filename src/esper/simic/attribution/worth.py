@@ -15,6 +15,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from esper.leyline.html import html_table
+
 Array = npt.NDArray[np.float64]
 
 LEGEND = (
@@ -24,11 +26,19 @@ LEGEND = (
     "interactions: sum over pairs; above 0 the seeds reinforce each other",
 )
 """The meaning of the columns of a printed `Worth`."""
+HEADER = ("slot", "", "without it", "Shapley φ", "interactions")
 
 
 @dataclass(frozen=True, slots=True)
 class Worth:
-    """All measurements of one body at one time; NaN where nothing was measured. Errors are standard errors."""
+    """All measurements of one body at one time; NaN where nothing was measured. Errors are standard errors.
+
+    Example:
+        >>> grower.germinate("1", "mlp_small")
+        >>> worth = grower.worth([(x, y)])
+        >>> worth.slots, worth.fossils, worth.contribution.shape
+        (('1',), (False,), (1,))
+    """
 
     slots: tuple[str, ...]
     """The players: live seeds, and fossils if they were included."""
@@ -53,7 +63,16 @@ class Worth:
     """Expected gain of each TRAINING seed at alpha = 1, and its standard error."""
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain numbers, one entry per slot; None where nothing was measured."""
+        """Return the measurements as plain numbers, for JSON.
+
+        Returns:
+            quality, quality_se, committed, evaluations, slots (one entry per slot) and prospects; None where nothing
+            was measured.
+
+        Example:
+            >>> sorted(grower.worth([(x, y)]).to_dict())
+            ['committed', 'evaluations', 'prospects', 'quality', 'quality_se', 'slots']
+        """
         names = ("contribution", "contribution_se", "solo", "solo_se", "shapley", "shapley_se", "shapley_design_se")
         slots: dict[str, dict[str, Any]] = {}
         for i, slot in enumerate(self.slots):
@@ -68,24 +87,33 @@ class Worth:
         quality = {name: _number(getattr(self, name)) for name in ("quality", "quality_se", "committed")}
         return quality | {"evaluations": self.evaluations, "slots": slots, "prospects": prospects}
 
-    def __str__(self) -> str:
-        lines = [
-            f"quality {self.quality:.4f} ± {self.quality_se:.4f}, without these seeds {self.committed:.4f} "
-            "(±: standard error)"
-        ]
-        if self.slots:
-            lines.append(f"{'slot':<20} {'':<12} {'without it':>16} {'Shapley φ':>16} {'interactions':>12}")
+    @property
+    def _headline(self) -> str:
+        quality = f"quality {self.quality:.4f} ± {self.quality_se:.4f}"
+        return f"{quality}, without these seeds {self.committed:.4f} (±: standard error)"
+
+    def _rows(self) -> list[tuple[str, str, str, str, str]]:
+        """Return the cells of the table: slot, kind, without it, Shapley value, interactions."""
+        rows = []
         for i, name in enumerate(self.slots):
             kind = "dependence" if self.fossils[i] else "contribution"
             others = [self.interaction[i, j] for j in range(len(self.slots)) if j != i]
             pairs = f"{np.nansum(others):+.4f}" if others and np.isfinite(others).any() else ""
-            lines.append(
-                f"{name:<20} {kind:<12} {_with_error(self.contribution[i], self.contribution_se[i]):>16} "
-                f"{_with_error(self.shapley[i], self.shapley_se[i]):>16} {pairs:>12}"
-            )
-        for name, (value, se) in self.prospect.items():
-            lines.append(f"{name:<20} {'prospect':<12} {_with_error(value, se):>16}")
-        return "\n".join([*lines, *(LEGEND if self.slots else ())])
+            without = _with_error(self.contribution[i], self.contribution_se[i])
+            rows.append((name, kind, without, _with_error(self.shapley[i], self.shapley_se[i]), pairs))
+        rows += [(name, "prospect", _with_error(*each), "", "") for name, each in self.prospect.items()]
+        return rows
+
+    def __str__(self) -> str:
+        header = [HEADER] if self.slots else []
+        lines = [
+            f"{name:<20} {kind:<12} {without:>16} {shapley:>16} {pairs:>12}".rstrip()
+            for name, kind, without, shapley, pairs in [*header, *self._rows()]
+        ]
+        return "\n".join([self._headline, *lines, *(LEGEND if self.slots else ())])
+
+    def _repr_html_(self) -> str:
+        return html_table(self._headline, HEADER, self._rows(), numbers=(2, 3, 4), note=". ".join(LEGEND) + ".")
 
 
 def _number(value: float) -> float | None:

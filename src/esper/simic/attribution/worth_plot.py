@@ -71,7 +71,22 @@ class _Canvas:
 
 
 def plot_worth(worth: Measured, path: str | Path) -> Path:
-    """Write a plot of `Grower.worth` as SVG, or as PNG if Pillow is installed, by the suffix. Return its path."""
+    """Draw the result of `Grower.worth`: bars with standard errors, interactions as a heat map.
+
+    Args:
+        worth: The result of `Grower.worth`.
+        path: File to write: .svg, or .png if Pillow is installed.
+
+    Returns:
+        The path.
+
+    Raises:
+        ConfigError: The suffix is neither .svg nor .png.
+
+    Example:
+        >>> esper.plot_worth(grower.worth([(x, y)]), "worth.svg").name
+        'worth.svg'
+    """
     path = Path(path)
     if path.suffix.lower() not in (".svg", ".png"):
         raise ConfigError(f"the suffix of a plot must be .svg or .png, got {path.name!r}")

@@ -73,11 +73,24 @@ SOURCES: dict[str, Source] = {
 
 
 def load_data(name: str, root: str | Path | None = None) -> Dataset:
-    """Return the data set `name`, checked and in memory.
+    """Return a data set, checked and in memory.
 
-    `digits`, `fashion` and `moby` are part of the package. `cifar10`, `fashion-mnist` and `sotu` are read from the
-    folder `root`, or `$ESPER_DATA`; for `text`, `root` is the file itself. A text is one sequence: cut it into samples
-    with `Dataset.windowed`.
+    Args:
+        name: `digits`, `fashion` and `moby` are part of the package. `cifar10`, `fashion-mnist` and `sotu` are read
+            from files; `text` is any text. A text is one sequence: cut it into samples with `Dataset.windowed`.
+        root: Folder of the files, or `$ESPER_DATA`; for `text` the file itself.
+
+    Returns:
+        The data set with its splits `train`, `val` and `test`, each with `x` and `y`.
+
+    Raises:
+        UnknownNameError: There is no such data set.
+        DataError: A file is missing, damaged or of the wrong kind.
+
+    Example:
+        >>> data = esper.load_data("digits")
+        >>> tuple(data.train.x.shape[1:]), data.classes
+        ((1, 8, 8), 10)
     """
     if name not in SOURCES:
         raise unknown_name("dataset", name, SOURCES)
