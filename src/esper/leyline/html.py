@@ -25,6 +25,7 @@ def html_table(
     body = "".join(row(cells, "td") for cells in rows)
     below = f'<p style="margin: 4px 0; opacity: 0.75">{escape(note)}</p>' if note else ""
     return (
-        f'<div style="overflow-x: auto"><p style="margin: 4px 0">{escape(caption)}</p><table style="border-collapse: collapse">'
+        f'<div style="overflow-x: auto"><p style="margin: 4px 0">{escape(caption)}</p>'
+        '<table style="border-collapse: collapse">'
         f"<thead>{row(header, 'th')}</thead><tbody>{body}</tbody></table>{below}</div>"
     )
