@@ -206,21 +206,21 @@ def summary(values: list[float], scale: float = 100, form: str = "{:.1f} ± {:.1
 def study(task_name: str, slot: str, worlds: list[int], blueprint: str, epochs: int) -> dict[str, Any]:
     """Run one place; print its table in Markdown, a row as soon as it is known."""
     here = Study(get_task(task_name), slot, worlds, blueprint, epochs)
-    times, twin = here.times(), here.without_growth()
+    times, baseline = here.times(), here.without_growth()
     ways: dict[str, Numbers] = {}
     for way in WAYS:
         found = here.run(way)
-        found["gain"] = [a - b for a, b in zip(found["end"], twin["end"], strict=True)]
+        found["gain"] = [a - b for a, b in zip(found["end"], baseline["end"], strict=True)]
         if not ways:
             host = f"host when the ramp begins {summary(found['host'])}, at the end without growth"
-            print(f"\n**{task_name}, {slot}, {blueprint}, {len(worlds)} worlds**: {host} {summary(twin['end'])}\n")
+            print(f"\n**{task_name}, {slot}, {blueprint}, {len(worlds)} worlds**: {host} {summary(baseline['end'])}\n")
             print("| incubation | " + " | ".join(c[0] for c in COLUMNS) + " | time |")
             print("|---|" + "---:|" * (len(COLUMNS) + 1))
         cells = [summary(found[key], scale, form) for _, key, scale, form in COLUMNS]
         print(f"| {way.name} | " + " | ".join(cells) + f" | {times[way.name]:.2f}× |", flush=True)
         ways[way.name] = found
     return {"task": task_name, "slot": slot, "blueprint": blueprint, "worlds": worlds, "epochs": epochs,
-            "without_growth": twin, "ways": ways, "time_ratio": times}  # fmt: skip
+            "without_growth": baseline, "ways": ways, "time_ratio": times}  # fmt: skip
 
 
 def main() -> None:

@@ -64,7 +64,7 @@ def resumable(name: str = "run") -> Path:
     return path
 
 
-LINKED = ["run.lock", "manifest.json", "events", "checkpoints", "twins", "best_host", "tensorboard"]
+LINKED = ["run.lock", "manifest.json", "events", "checkpoints", "baselines", "best_host", "tensorboard"]
 
 
 @pytest.mark.parametrize("part", LINKED)

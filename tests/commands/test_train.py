@@ -40,7 +40,13 @@ def run(tmp_path_factory):
 
 def test_train_writes_policy_journal_and_report_and_prints_a_table(run):
     out, said = run
-    assert {p.name for p in out.iterdir()} >= {"manifest.json", "events", "policy.safetensors", "report.html", "twins"}
+    assert {p.name for p in out.iterdir()} >= {
+        "manifest.json",
+        "events",
+        "policy.safetensors",
+        "report.html",
+        "baselines",
+    }
     told = read_manifest(out)
     assert (told["status"], told["controller"], told["env_steps"]) == ("finished", "tamiyo", 2 * 4 * 14)
     assert told["config"]["ppo"]["groups"] == 2
@@ -95,7 +101,7 @@ def test_start_builds_and_probes_the_environments_once(tmp_path, monkeypatch):
     flags = TrainOptions(out=tmp_path / "run", compare=False)
     run_train(flags, preset=None, config_file=None, sets=["ppo.groups=1", "worlds=2"], more=options, show=False)
     assert calls == {"__init__": 1, "context_of": 1, "load_data": 1}
-    assert list((tmp_path / "run" / "twins").rglob("*.json"))
+    assert list((tmp_path / "run" / "baselines").rglob("*.json"))
 
 
 def counted(function, calls):

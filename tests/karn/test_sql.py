@@ -57,10 +57,10 @@ def moved(n, was, now, *, slot="r0c1", dwell=2, blueprint="norm", env=0):
                      cause="controller", params=20, alpha=0.5, dwell_epochs=dwell)  # fmt: skip
 
 
-def episode(env, quality, *, world=0, germinated=1, twin=None, params=150, host_params=100, structure=None):
+def episode(env, quality, *, world=0, germinated=1, baseline=None, params=150, host_params=100, structure=None):
     structure = {"r0c1": "norm"} if structure is None and germinated else structure or {}
     return Episode(env=env, episode=0, world=world, name=f"env {env}", steps=3, quality=quality, quality_best=quality,
-                   test_quality=quality - 0.01, twin_quality=twin, params=params,
+                   test_quality=quality - 0.01, baseline_quality=baseline, params=params,
                    host_params=host_params, germinated=germinated, fossilized=min(germinated, 1), pruned=0,
                    structure=structure)  # fmt: skip
 
@@ -90,7 +90,7 @@ EVENTS = (
     Update(round=0, epochs=1, minibatches=4, policy_loss=-0.1, value_loss=0.2, entropy_loss=0.0, kl=0.01,
            clip_fraction=0.1, ratio_min=0.9, ratio_max=1.1, explained_variance=0.5, value_nrmse=0.7, grad_norm=1.0,
            lr=3e-4, entropy={"op": 0.5, "slot": None}, learnable={"op": 1.0}),
-    episode(0, 0.9, world=0, twin=0.5),
+    episode(0, 0.9, world=0, baseline=0.5),
     episode(1, 0.6, world=0, germinated=0, params=100),
     Checkpoint(path="checkpoints/1", reason="interval", size_bytes=10, write_ms=1.0),
     Health(source="hub", severity="info", text="all \x1b[31mred", counters={"coalesced": 0.0}),
@@ -250,7 +250,7 @@ def test_views_return_expected_rows(runs):
         (100, 0, 1.0), (120, 20, 1.2), (150, 50, 1.5)
     ]  # fmt: skip
     assert ask("select env, peer, round(gain, 6), round(test_gain, 6), round(gain_per_added_param, 6) from outcomes "
-               "order by env") == [(0, "twin", 0.4, 0.3, 0.008), (1, None, None, None, None)]  # fmt: skip
+               "order by env") == [(0, "baseline", 0.4, 0.3, 0.008), (1, None, None, None, None)]  # fmt: skip
     assert ask("select * from losses") == []
     assert ask("select entropy['op'], entropy['slot'], learnable['slot'] from updates") == [(0.5, None, None)]
 
@@ -290,13 +290,13 @@ def test_only_the_bare_host_of_the_same_world_is_a_baseline(tmp_path):
         episode(2, 0.95, germinated=0, params=150, structure={"r0c1": "norm"}),
         episode(3, 0.85, germinated=0, params=151, host_params=151),
         episode(4, 0.1, germinated=0, params=100, world=8),
-        episode(5, 0.8, twin=0.7),
+        episode(5, 0.8, baseline=0.7),
     ]
     with Runs([make_run(tmp_path, events)]) as opened:
         rows = opened.ask("select env, peer, round(peer_quality, 6), round(gain, 6), round(test_gain, 6) "
                           "from outcomes order by env").rows  # fmt: skip
     assert rows == [(0, "episode", 0.6, 0.3, 0.3), *((env, None, None, None, None) for env in range(1, 5)),
-                    (5, "twin", 0.7, 0.1, 0.2)]  # fmt: skip
+                    (5, "baseline", 0.7, 0.1, 0.2)]  # fmt: skip
 
 
 def test_catalogue_lists_every_view_with_its_columns_in_order(runs):

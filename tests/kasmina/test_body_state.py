@@ -129,28 +129,28 @@ def test_on_load_callbacks_run_and_are_not_copied():
     body = grown()
     heard: list[str] = []
     body.on_load.append(lambda: heard.append("first"))
-    twin = copy.deepcopy(body)
+    clone = copy.deepcopy(body)
 
-    twin.load_state_dict(body.state_dict())
+    clone.load_state_dict(body.state_dict())
     assert heard == []
-    body.load_state_dict(twin.state_dict())
+    body.load_state_dict(clone.state_dict())
     assert heard == ["first"]
 
 
 def test_deepcopy_is_independent():
     body = grown()
-    twin = copy.deepcopy(body)
-    assert same_function(twin, body)
+    clone = copy.deepcopy(body)
+    assert same_function(clone, body)
 
-    twin.slots["features.0"].uproot()
+    clone.slots["features.0"].uproot()
     with torch.no_grad():
-        for p in twin.parameters():
+        for p in clone.parameters():
             p.zero_()
-    assert not main_output(twin.eval()(images(4))).any()
+    assert not main_output(clone.eval()(images(4))).any()
     assert same_function(body, grown())
-    assert {id(m) for m in twin.modules()}.isdisjoint(id(m) for m in body.modules())
-    hooks = [h.__self__ for m in twin.model.modules() for h in m._forward_hooks.values()]
-    assert {id(s) for s in hooks} == {id(s) for s in twin.slots.values()}
+    assert {id(m) for m in clone.modules()}.isdisjoint(id(m) for m in body.modules())
+    hooks = [h.__self__ for m in clone.model.modules() for h in m._forward_hooks.values()]
+    assert {id(s) for s in hooks} == {id(s) for s in clone.slots.values()}
 
 
 class Ensemble(nn.Module):

@@ -228,21 +228,21 @@ def test_seeds_of_every_stage_compile_to_one_graph(host: str, incubation: Any, o
     body.incubation = incubation
     for name, (stage, alpha) in zip(body.slots, STAGES, strict=True):
         grow(body, name, operator=operator, stage=stage, alpha=alpha)
-    twin = copy.deepcopy(body)
+    clone = copy.deepcopy(body)
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="eager")
 
-    found, expected = compiled(body, x, y), step(twin, x, y)
+    found, expected = compiled(body, x, y), step(clone, x, y)
     found.backward(), expected.backward()
 
     assert torch.allclose(found, expected)
-    for (name, p), q in zip(body.named_parameters(), twin.named_parameters(), strict=True):
+    for (name, p), q in zip(body.named_parameters(), clone.named_parameters(), strict=True):
         assert (p.grad is None) == (q[1].grad is None), name
         assert p.grad is None or torch.allclose(p.grad, q[1].grad, atol=1e-6), name
     learns = body.slots[case.at[1]].parameters()
     assert incubation == "shadow" or any(p.grad is not None and p.grad.any() for p in learns)
     with torch.no_grad():
-        assert torch.allclose(compiled(body.eval(), x, y), step(twin.eval(), x, y))
+        assert torch.allclose(compiled(body.eval(), x, y), step(clone.eval(), x, y))
 
 
 def test_changing_alpha_does_not_recompile():
@@ -259,8 +259,8 @@ def test_changing_alpha_does_not_recompile():
 
 def test_body_compiled_in_place_evaluates_coalitions():
     case = ZOO["mlp_host"]
-    body, twin = case.body(), case.body()
-    for each in (body, twin):
+    body, clone = case.body(), case.body()
+    for each in (body, clone):
         grow_everywhere(each)
     torch._dynamo.reset()
     body.compile(backend="eager")
@@ -268,7 +268,7 @@ def test_body_compiled_in_place_evaluates_coalitions():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         found, expected = (
-            evaluate(b, [(vectors(9), torch.arange(9))], lambda out, _: main_output(out)).scores for b in (body, twin)
+            evaluate(b, [(vectors(9), torch.arange(9))], lambda out, _: main_output(out)).scores for b in (body, clone)
         )
     assert torch.allclose(found, expected, atol=1e-6)
 

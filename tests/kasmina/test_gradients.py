@@ -15,7 +15,7 @@ from esper.kasmina.optimizer_sync import GradientMeter, GradientStats, gradient_
 NORMS = st.lists(st.floats(0.0, 20.0, width=32) | st.just(1e-9), min_size=1, max_size=5)
 
 
-def slow_twin(host: list[float], seed: list[float], host_size: int, size: int) -> tuple[float, float, float]:
+def scalar_reference(host: list[float], seed: list[float], host_size: int, size: int) -> tuple[float, float, float]:
     """Return norm, unsmoothed ratio and health, computed in plain Python."""
     norm = math.sqrt(sum(n * n for n in seed))
     per_host = math.sqrt(sum(n * n for n in host)) / math.sqrt(host_size)
@@ -37,7 +37,7 @@ def test_norm_ratio_and_health_match_the_reference(host, one, two):
     stats = sample(GradientMeter(), host, one=one, two=two)
     assert list(stats) == ["one", "two"]
     for name, norms, size in (("one", one, 10), ("two", two, 20)):
-        wanted = slow_twin(host, norms, 400, size)
+        wanted = scalar_reference(host, norms, 400, size)
         assert (stats[name].norm, stats[name].ratio, stats[name].health) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
 
 
@@ -93,7 +93,7 @@ def test_forget_resets_the_smoothed_ratio():
     meter = GradientMeter()
     sample(meter, [1.0], slot=[5.0])
     meter.forget("slot")
-    assert sample(meter, [1.0], slot=[1.0])["slot"].ratio == pytest.approx(slow_twin([1.0], [1.0], 400, 10)[1])
+    assert sample(meter, [1.0], slot=[1.0])["slot"].ratio == pytest.approx(scalar_reference([1.0], [1.0], 400, 10)[1])
 
 
 def test_stride_selects_the_sampled_batches():

@@ -53,17 +53,17 @@ def identical(a: Any, b: Any) -> bool:
 def test_grafted_model_output_is_bit_identical(name: str, training: bool):
     case = ZOO[name]
     model, x = case.model().train(training), case.batch(5)
-    twin = copy.deepcopy(model)
+    clone = copy.deepcopy(model)
     body = graft(model, list(case.at), probe=case.batch(4), select=case.select)
 
     torch.manual_seed(3)
-    expected = call(twin, x)
+    expected = call(clone, x)
     torch.manual_seed(3)
     found = call(body, x)
 
     assert type(found) is type(expected)
     assert identical(found, expected)
-    assert identical(dict(model.named_buffers()), dict(twin.named_buffers())) or not list(model.buffers())
+    assert identical(dict(model.named_buffers()), dict(clone.named_buffers())) or not list(model.buffers())
 
 
 @pytest.mark.parametrize("name", ZOO)
@@ -393,7 +393,7 @@ def test_germination_keeps_the_output_bit_identical(host: str, slot: str, bluepr
     x = case.batch(4)
     for training in (False, True):
         body = case.body().train(training)
-        twin = copy.deepcopy(body)
+        clone = copy.deepcopy(body)
         dice = torch.get_rng_state()
         body.plant(slot, blueprint, operator, rng_seed=5)
         assert torch.equal(torch.get_rng_state(), dice)
@@ -402,7 +402,7 @@ def test_germination_keeps_the_output_bit_identical(host: str, slot: str, bluepr
             torch.manual_seed(0)
             found = call(body, x)
             torch.manual_seed(0)
-            expected = call(twin, x)
+            expected = call(clone, x)
             assert torch.equal(found, expected), (training, alpha, stage)
             assert found.stride() == expected.stride()
 
@@ -440,7 +440,7 @@ def test_training_seed_does_not_affect_the_host(host: str, kind: str, operator: 
     """Compare output, gradients, buffers and random state over three batches with a body without seeds."""
     case = ZOO[host]
     body = case.body().train()
-    twin = copy.deepcopy(body)
+    clone = copy.deepcopy(body)
     body.incubation = incubation
     for name in body.slots:
         slot = grow(body, name, operator=operator, stage=SeedStage.TRAINING)
@@ -454,7 +454,7 @@ def test_training_seed_does_not_affect_the_host(host: str, kind: str, operator: 
         return main_output(call(model, case.batch(4))).square().mean()
 
     dice = []
-    for model in (body, twin):
+    for model in (body, clone):
         torch.manual_seed(0)
         for _ in range(3):
             loss = lesson(model)
@@ -463,11 +463,11 @@ def test_training_seed_does_not_affect_the_host(host: str, kind: str, operator: 
                 body.shadow_backward(lambda: lesson(body))
         dice.append(torch.get_rng_state())
     assert torch.equal(*dice)
-    assert identical(lesson(body.eval()), lesson(twin.eval()))
-    for (name, p), q in zip(body.model.named_parameters(), twin.model.parameters(), strict=True):
+    assert identical(lesson(body.eval()), lesson(clone.eval()))
+    for (name, p), q in zip(body.model.named_parameters(), clone.model.parameters(), strict=True):
         assert (p.grad is None) == (q.grad is None), name
         assert p.grad is None or torch.equal(p.grad, q.grad), name
-    assert all(torch.equal(a, b) for a, b in zip(body.model.buffers(), twin.model.buffers(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(body.model.buffers(), clone.model.buffers(), strict=True))
     for slot in body.slots.values():
         heard = [p.grad for p in slot.parameters() if p.grad is not None]
         assert heard, slot.name  # each seed received a gradient

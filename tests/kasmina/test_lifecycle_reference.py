@@ -12,7 +12,7 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline import Op, SeedStage, SlotTable
 from esper.leyline.actions import NUM_OPS
 from esper.leyline.gates import failed_checks, open_gates
-from tests.reference import lifecycle as twin
+from tests.reference import lifecycle as reference
 from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
 from tests.support.random_tables import random_measurements
 
@@ -49,36 +49,36 @@ def test_legal_gates_apply_and_tick_match_the_scalar_reference(slots, rules, see
     table = reached(slots).rows(rng.integers(0, 512, 24))
     harder(table, rng)
     for _ in range(3):
-        envs = twin.read(table)
+        envs = reference.read(table)
         agree_on_what_may_happen(table, envs, rules)
 
         actions = mixed_actions(table, rules, rng)
         expected = table.clone()
         outcome = lifecycle.apply(table, actions, rules)
         for e, env in enumerate(envs):
-            happened, effects = twin.apply(env, actions[e].tolist(), rules)
+            happened, effects = reference.apply(env, actions[e].tolist(), rules)
             assert happened == outcome.happened[e]
             assert set(effects) == effects_of(outcome.effects, e)
-        twin.write(envs, expected)
+        reference.write(envs, expected)
         assert_same(table, expected)
 
         dropped = lifecycle.tick(table, rules)
         for e, env in enumerate(envs):
-            assert set(twin.tick(env, rules)) == effects_of(dropped, e)
-        twin.write(envs, expected)
+            assert set(reference.tick(env, rules)) == effects_of(dropped, e)
+        reference.write(envs, expected)
         assert_same(table, expected)
         random_measurements(table, rng)
 
 
-def agree_on_what_may_happen(table: SlotTable, envs: list[twin.Env], rules: Rules) -> None:
+def agree_on_what_may_happen(table: SlotTable, envs: list[reference.Env], rules: Rules) -> None:
     open_gate, failed = open_gates(table, rules.thresholds), failed_checks(table, rules.thresholds)
     may = lifecycle.legal(table, rules)
     for e, env in enumerate(envs):
         for s, slot in enumerate(env.slots):
-            assert open_gate[e, s] == twin.gate_is_open(env, slot, rules)
-            assert {check for check in failed if failed[check][e, s]} == set(twin.failed_checks(env, slot, rules))
+            assert open_gate[e, s] == reference.gate_is_open(env, slot, rules)
+            assert {check for check in failed if failed[check][e, s]} == set(reference.failed_checks(env, slot, rules))
             for op in Op:
-                assert may[e, op, s] == twin.is_legal(env, op, s, rules), (op.name, slot)
+                assert may[e, op, s] == reference.is_legal(env, op, s, rules), (op.name, slot)
     assert may.shape == (len(envs), NUM_OPS, table.num_slots)
 
 
@@ -87,23 +87,23 @@ def agree_on_what_may_happen(table: SlotTable, envs: list[twin.Env], rules: Rule
 def test_full_lifecycles_match_the_scalar_reference(rules, seed):
     rng = np.random.default_rng(seed)
     table = SlotTable.empty(8, 3)
-    envs = twin.read(table)
+    envs = reference.read(table)
     for _ in range(40):
         actions = mixed_actions(table, rules, rng)
         lifecycle.apply(table, actions, rules)
         lifecycle.tick(table, rules)
         for env, row in zip(envs, actions.tolist(), strict=True):
-            twin.apply(env, row, rules)
-            twin.tick(env, rules)
+            reference.apply(env, row, rules)
+            reference.tick(env, rules)
         expected = table.clone()
-        twin.write(envs, expected)
+        reference.write(envs, expected)
         assert_same(table, expected)
         random_measurements(table, rng)
-        measured = twin.read(table)
+        measured = reference.read(table)
         for env, seen in zip(envs, measured, strict=True):  # copy measurements to the reference
             env.quality = seen.quality
             for mine, theirs in zip(env.slots, seen.slots, strict=True):
                 told = ("params", "quality", "contribution", "prospect", "interaction", "grad")
-                for name in twin.COLUMNS:
+                for name in reference.COLUMNS:
                     if name.startswith(told):
                         setattr(mine, name, getattr(theirs, name))

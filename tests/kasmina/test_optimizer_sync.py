@@ -317,13 +317,13 @@ def test_fossil_joins_a_group_added_later():
 @pytest.mark.parametrize("name", ["sgd fused momentum", "sgd fused dampening", "adamw fused", "sgd dampening"])
 def test_seed_may_be_fossilised_before_the_first_step(name):
     garden = Garden(OPTIMISERS[name])
-    twin = Garden(OPTIMISERS[name])
+    clone = Garden(OPTIMISERS[name])
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light", train=False)
     garden.check()
     train_step(garden.body, garden.optimizer, 0)
-    train_step(twin.body, twin.optimizer, 0)
+    train_step(clone.body, clone.optimizer, 0)
     if "dampening" not in name:  # Δ = 0 at birth: the host's first step is unchanged
-        for p, q in zip(garden.body.model.parameters(), twin.body.model.parameters(), strict=True):
+        for p, q in zip(garden.body.model.parameters(), clone.body.model.parameters(), strict=True):
             assert torch.equal(p, q)
 
 
@@ -588,13 +588,13 @@ GRADIENTS = st.one_of(st.none(), st.floats(-1e6, 1e6, width=32))
 @given(st.lists(st.lists(GRADIENTS, max_size=4), min_size=1, max_size=4), st.sampled_from([0.1, 1.0, 100.0]))
 @settings(max_examples=60, deadline=None)
 def test_clip_separately_equals_clipping_each_list(lists, max_norm):
-    groups, twins = with_gradients(lists), with_gradients(lists)
+    groups, copies = with_gradients(lists), with_gradients(lists)
     norms = clip_separately(groups, max_norm)
-    for group, twin, norm in zip(groups, twins, norms, strict=True):
-        total = nn.utils.clip_grad_norm_(twin, max_norm)
+    for group, clone, norm in zip(groups, copies, norms, strict=True):
+        total = nn.utils.clip_grad_norm_(clone, max_norm)
         assert len(norm) == sum(p.grad is not None for p in group)
         assert torch.equal(torch.linalg.vector_norm(norm), total)
-        for p, q in zip(group, twin, strict=True):
+        for p, q in zip(group, clone, strict=True):
             assert (p.grad is None and q.grad is None) or torch.equal(p.grad, q.grad)
 
 

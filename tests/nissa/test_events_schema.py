@@ -24,7 +24,7 @@ PLACE = {"seq", "time_s", "rank", "kind"}
 
 UNITS = ("_s", "_ms", "_pct", "_bytes", "_epochs")
 QUALITY = {
-    "quality", "committed_quality", "quality_best", "test_quality", "twin_quality",
+    "quality", "committed_quality", "quality_best", "test_quality", "baseline_quality",
     "contribution", "contribution_se", "solo", "solo_se", "shapley", "shapley_se",
     "interaction", "prospect", "prospect_se",
 }  # fmt: skip

@@ -75,8 +75,8 @@ def rent_of(f: dict, params: float, macs: float, c: RewardConfig) -> float:
 
 
 def gain_of(f: dict, c: RewardConfig) -> float:
-    twin = f["baseline_quality"] if math.isfinite(f["baseline_quality"]) else c.worst_quality
-    return 0.0 if f["step"] == 0 else f["quality"] - twin
+    baseline = f["baseline_quality"] if math.isfinite(f["baseline_quality"]) else c.worst_quality
+    return 0.0 if f["step"] == 0 else f["quality"] - baseline
 
 
 def utility_of(f: dict, c: RewardConfig) -> float:
@@ -106,11 +106,11 @@ def final_of(b: dict, c: RewardConfig) -> float:
     return c.terminal_weight * (c.floor if crashed(b) else max(c.floor, gain_of(b, c)))
 
 
-def shaped_twin(a: dict, b: dict, c: RewardConfig) -> float:
+def shaped_reference(a: dict, b: dict, c: RewardConfig) -> float:
     return credit_of(b, c) - credit_of(a, c) + progress_of(a, b, c) + final_of(b, c)
 
 
-def escrow_twin(a: dict, b: dict, c: RewardConfig) -> float:
+def escrow_reference(a: dict, b: dict, c: RewardConfig) -> float:
     if b["step"] < b["horizon"]:
         return credit_of(b, c) - credit_of(a, c)
     only_fossils = b | {"stage": [s if s == 5 else 0 for s in b["stage"]]}
@@ -128,11 +128,11 @@ def committed_of(f: dict, c: RewardConfig, drip: float) -> float:
     return max(c.floor, total - rent_of(f, f["params"], f["macs"], c))
 
 
-def basic_twin(a: dict, b: dict, c: RewardConfig, drip: float = 0.0) -> float:
+def basic_reference(a: dict, b: dict, c: RewardConfig, drip: float = 0.0) -> float:
     return committed_of(b, c, drip) - committed_of(a, c, drip) + progress_of(a, b, c) + final_of(b, c)
 
 
-def simplified_twin(a: dict, b: dict, c: RewardConfig) -> float:
+def simplified_reference(a: dict, b: dict, c: RewardConfig) -> float:
     paid = progress_of(a, b, c) - 0.0005 * b["acted"]
     if crashed(b):
         return paid + c.floor
@@ -142,9 +142,9 @@ def simplified_twin(a: dict, b: dict, c: RewardConfig) -> float:
     return paid + max(c.floor, gain_of(b, c) + 0.02 * good)
 
 
-def minimal_twin(a: dict, b: dict, c: RewardConfig) -> float:
+def minimal_reference(a: dict, b: dict, c: RewardConfig) -> float:
     pruned = sum(s in (1, 2, 3, 4) and t == 6 for s, t in zip(a["stage"], b["stage"], strict=True))
-    return sparse_twin(a, b, c) - 0.005 * (len(a["stage"]) if crashed(b) else pruned)
+    return sparse_reference(a, b, c) - 0.005 * (len(a["stage"]) if crashed(b) else pruned)
 
 
 def loss_value_of(f: dict, c: RewardConfig) -> float:
@@ -155,11 +155,11 @@ def loss_value_of(f: dict, c: RewardConfig) -> float:
     return max(c.floor, -units - rent_of(f, f["params"], f["macs"], c))
 
 
-def loss_twin(a: dict, b: dict, c: RewardConfig) -> float:
+def loss_reference(a: dict, b: dict, c: RewardConfig) -> float:
     return loss_value_of(b, c) - loss_value_of(a, c) + progress_of(a, b, c) + final_of(b, c)
 
 
-def sparse_twin(_a: dict, b: dict, c: RewardConfig) -> float:
+def sparse_reference(_a: dict, b: dict, c: RewardConfig) -> float:
     if b["step"] < b["horizon"]:
         return 0.0
     if crashed(b) or not math.isfinite(b["committed_quality"]):
@@ -170,14 +170,14 @@ def sparse_twin(_a: dict, b: dict, c: RewardConfig) -> float:
 
 TWINS = {
     "utility": lambda a, b, c: utility_of(b, c) - utility_of(a, c),
-    "shaped": shaped_twin,
-    "escrow": escrow_twin,
-    "basic": basic_twin,
-    "basic_plus": lambda a, b, c: basic_twin(a, b, c, drip=0.7),
-    "simplified": simplified_twin,
-    "sparse": sparse_twin,
-    "minimal": minimal_twin,
-    "loss": loss_twin,
+    "shaped": shaped_reference,
+    "escrow": escrow_reference,
+    "basic": basic_reference,
+    "basic_plus": lambda a, b, c: basic_reference(a, b, c, drip=0.7),
+    "simplified": simplified_reference,
+    "sparse": sparse_reference,
+    "minimal": minimal_reference,
+    "loss": loss_reference,
 }
 
 

@@ -56,7 +56,7 @@ def history(sim: Simulator, actions: list[np.ndarray]) -> list[dict[str, np.ndar
     found = []
     for a in actions:
         sim.step(a)
-        found.append({**sim.table.clone().arrays(), "twin": sim.baseline_quality, "true": sim.true_quality})
+        found.append({**sim.table.clone().arrays(), "baseline": sim.baseline_quality, "true": sim.true_quality})
     return found
 
 

@@ -100,7 +100,7 @@ def ended(env, episode, steps, slots, name):
     return Episode(
         env=env, episode=episode, world=env, name=name, steps=steps,
         quality=min(0.99, 0.91 + 0.004 * env + 0.003 * episode), quality_best=min(0.99, 0.92 + 0.004 * env),
-        test_quality=0.90, twin_quality=0.89, params=13_881, host_params=12_345,
+        test_quality=0.90, baseline_quality=0.89, params=13_881, host_params=12_345,
         germinated=slots, fossilized=slots // 2, pruned=1, wall_s=31.0,
         structure={"r0c0": "conv_light", "r0c1": "norm"},
     )  # fmt: skip

@@ -153,7 +153,7 @@ def grow_like(journal, env, name, *, episode=0, epochs=40, grows=True, skill=0.0
                                     prospect_se=0.012 if training else None))  # fmt: skip
     alive = {SLOTS[s]: LIFE[s][1] for s in range(3) if lives[s][-1][0] in (S.HOLDING, S.FOSSILIZED)}
     journal.write(Episode(env=env, episode=episode, world=1, name=name, steps=epochs, quality=quality,
-                          quality_best=best, test_quality=quality - 0.007, test_loss=0.7, twin_quality=0.53,
+                          quality_best=best, test_quality=quality - 0.007, test_loss=0.7, baseline_quality=0.53,
                           params=1_234 + 600 * len(alive), host_params=1_234, germinated=counts[S.GERMINATED],
                           fossilized=counts[S.FOSSILIZED], pruned=counts[S.PRUNED], structure=alive, wall_s=21.5,
                           utility=quality - 0.55, episode_return=quality - 0.5))  # fmt: skip

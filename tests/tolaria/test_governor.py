@@ -48,7 +48,7 @@ def judged(history: list[float], val: float, train: float = 1.0, vital: float = 
 # -- scalar reference
 
 
-def twin(history: list[float], val: float, train: float, vital: float, failed: bool) -> tuple[str, float]:
+def reference(history: list[float], val: float, train: float, vital: float, failed: bool) -> tuple[str, float]:
     """Return the alarm of one environment and its limit (NaN if it has none), in plain Python."""
     c = CONFIG
     if failed:
@@ -81,7 +81,7 @@ def test_judge_matches_the_scalar_reference(cases: list[tuple[Any, ...]]) -> Non
     failed = np.array([c[4] for c in cases])
     found = judge(losses, val, train, vital, failed, chance=CHANCE, config=CONFIG)
     for e, case in enumerate(cases):
-        alarm, limit = twin(*case)
+        alarm, limit = reference(*case)
         assert ALARMS[found.alarm[e]] == alarm
         np.testing.assert_allclose(found.limit[e], limit)
         if alarm == "nonfinite_loss":

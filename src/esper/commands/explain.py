@@ -24,7 +24,7 @@ from esper.tamiyo.explanation import MEMORY, Explanation, explain
 SHOWN = 12
 """Number of influences shown in a table."""
 MOVE = ("step", "seed", "blueprint", "was", "now", "cause", "contribution", "contribution_se")
-END = ("quality", "twin_quality", "utility", "episode_return", "structure")
+END = ("quality", "baseline_quality", "utility", "episode_return", "structure")
 """Fields of the events `lifecycle` and `episode` that are shown."""
 NOTES = """\
 probability: slots given the operation, other options given operation and slot
@@ -143,7 +143,7 @@ def life_table(life: list[dict[str, Any]]) -> Table:
 
 def end_text(row: Mapping[str, Any]) -> str:
     """Return the result of an episode: its quality, and its utility where there is one."""
-    columns = (("quality", "quality", ".3f"), ("without growth", "twin_quality", ".3f"), ("U", "utility", "+.4f"))
+    columns = (("quality", "quality", ".3f"), ("without growth", "baseline_quality", ".3f"), ("U", "utility", "+.4f"))
     parts = [f"{name} {row[key]:{form}}" for name, key, form in columns if isinstance(row.get(key), (int, float))]
     return ", ".join(parts)
 

@@ -113,7 +113,7 @@ def env_row(run: RunState, env: EnvState) -> Json:
     return row | {
         "episode": e.number, "world": e.world, "step": e.length, "is_over": e.result is not None,
         "quality": e.quality, "best": e.best, "test": e.recorded("test_quality"),
-        "no_growth": bare.quality if bare is not None and has_bare else e.recorded("twin_quality"),
+        "no_growth": bare.quality if bare is not None and has_bare else e.recorded("baseline_quality"),
         "is_no_growth": is_bare,
         "utility": e.steps.last("utility"), "params": e.params,
         "host_params": e.recorded("host_params") or run.about("host_params"), "train_macs": e.steps.last("train_macs"),

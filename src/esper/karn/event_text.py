@@ -33,8 +33,8 @@ def event_text(d: Event, is_percent: bool) -> tuple[str, str]:
             return (text, "") if d.happened else (f"{text}: not legal, nothing happened", "warn")
         case Episode():
             text = f"episode ended: quality {number_text(d.quality, unit)}, best {number_text(d.quality_best, unit)}"
-            if d.quality is not None and d.twin_quality is not None:
-                text += f", {number_text(d.quality - d.twin_quality, points)} over the host without growth"
+            if d.quality is not None and d.baseline_quality is not None:
+                text += f", {number_text(d.quality - d.baseline_quality, points)} over the host without growth"
             return f"{text}, {d.fossilized} fossilised, {d.pruned} pruned", ""
         case Governor():
             return _governor(d), "bad"

@@ -93,7 +93,7 @@ def table(comparison: HeldOut) -> dict[str, Any]:
         f"{worlds} worlds that had no part in training, the same for all controllers{after}. "
         f"±: standard deviation over the {worlds} worlds. Lead: mean difference world by world, in brackets "
         "its bootstrap 95 % interval over worlds; bold where the interval excludes 0. U: validation quality above the "
-        "no-growth twin, minus rent on parameters and multiply-adds."
+        "no-growth baseline, minus rent on parameters and multiply-adds."
     )
     return {"says": says, "heads": heads, "rows": rows}
 

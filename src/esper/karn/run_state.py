@@ -40,7 +40,7 @@ from esper.nissa.missed_events import lost_events
 
 UPDATE_COLUMNS = ("round", "return_mean", "return_sd", "kl", "clip_fraction", "explained_variance", "value_nrmse",
                   "policy_loss", "value_loss", "grad_norm", "lr", "skipped", "wall_ms")  # fmt: skip
-ROUND_COLUMNS = ("quality", "twin_quality", "test_quality", "utility", "episode_return", "params", "germinated",
+ROUND_COLUMNS = ("quality", "baseline_quality", "test_quality", "utility", "episode_return", "params", "germinated",
                  "fossilized", "pruned", "rollbacks")  # fmt: skip
 _update_values = attrgetter(*UPDATE_COLUMNS)
 _round_values = attrgetter(*ROUND_COLUMNS)

@@ -230,12 +230,12 @@ VIEWS = (
     ),
     View(
         "outcomes",
-        "Episodes against the same world without growth: its twin, or else episodes of any loaded run of the same "
+        "Episodes against the same world without growth: its baseline, or else episodes of any loaded run of the same "
         "task, world, length and host that ended as the bare host, with nothing planted.",
         {
             "run": PLACE_NOTES["run"], "env": "Environment.", "episode": "Its episode.", "world": "", "name": "",
             "quality": "", "peer_quality": "Of the same world without growth.",
-            "peer": "twin, episode, or null where there is none.",
+            "peer": "baseline, episode, or null where there is none.",
             "gain": "quality − peer_quality.",
             "test_quality": "", "test_gain": "The same on test data; against episodes only.",
             "params_ratio": "1 is no growth.",
@@ -249,8 +249,10 @@ VIEWS = (
             from episodes e join runs r using (run)
             where e.germinated = 0 and e.params = e.host_params and cardinality(e.structure) = 0 group by all
         )
-        select e.run, e.env, e.episode, e.world, e.name, e.quality, coalesce(e.twin_quality, p.quality) as peer_quality,
-               case when e.twin_quality is not null then 'twin' when p.quality is not null then 'episode' end as peer,
+        select e.run, e.env, e.episode, e.world, e.name, e.quality,
+               coalesce(e.baseline_quality, p.quality) as peer_quality,
+               case when e.baseline_quality is not null then 'baseline' when p.quality is not null then 'episode'
+               end as peer,
                e.quality - peer_quality as gain, e.test_quality, e.test_quality - p.test_quality as test_gain,
                e.params / nullif(e.host_params, 0) as params_ratio,
                gain / nullif(e.params - e.host_params, 0) as gain_per_added_param,

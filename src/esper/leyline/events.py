@@ -258,7 +258,7 @@ class Episode(Event, frozen=True, kw_only=True):
     quality_best: Number
     test_quality: Number = None
     test_loss: Number = None
-    twin_quality: Number = None
+    baseline_quality: Number = None
     """Of the same world without growth."""
     utility: Number = None
     episode_return: Number = None

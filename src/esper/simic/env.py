@@ -208,7 +208,7 @@ class HostBackend:
         if not step.any():  # no environment has been validated yet
             return np.full(len(step), np.nan)
         if self._curves is None:
-            with self.phases("twins"):
+            with self.phases("baselines"):
                 self._curves = self.baselines.curves(self.worlds)
         now = self._curves[np.arange(len(step)), np.clip(step, 1, self._curves.shape[1]) - 1]
         return np.where(step > 0, now, np.nan)

@@ -7,10 +7,10 @@ Training, growing, evaluation, baselines and benchmarks all run this generator, 
 
 `PhaseTimers` records wall and CPU time per phase of the loop. It is always on and costs two clock reads per change of
 phase. Entering a phase within another pauses the outer one, so the parts add up to the total. The phases of a run:
-apply, train, validate, coalitions, norms, worth, features, policy, gather, update, telemetry, checkpoint, twins. The
-validation pass of an epoch is `validate` if it evaluates only the current network, and `coalitions` if it also
+apply, train, validate, coalitions, norms, worth, features, policy, gather, update, telemetry, checkpoint, baselines.
+The validation pass of an epoch is `validate` if it evaluates only the current network, and `coalitions` if it also
 evaluates other configurations in the same pass. `norms` is the part of it that re-estimates the statistics of norms
-behind slots. `worth` computes contributions from the scores. `twins` trains no-growth baselines, once per world.
+behind slots. `worth` computes contributions from the scores. `baselines` trains no-growth baselines, once per world.
 
 Legend: E environments, O operations, S slots.
 """

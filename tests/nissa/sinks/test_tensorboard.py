@@ -32,8 +32,8 @@ STARTED = RunStarted(
     steps=20, rounds=3, host_params=100,
 )  # fmt: skip
 EPISODE = Episode(
-    env=1, episode=0, world=0, name="a", steps=20, quality=math.nan, quality_best=None, twin_quality=0.25, params=120,
-    host_params=100, germinated=3, fossilized=1, pruned=2, structure={},
+    env=1, episode=0, world=0, name="a", steps=20, quality=math.nan, quality_best=None, baseline_quality=0.25,
+    params=120, host_params=100, germinated=3, fossilized=1, pruned=2, structure={},
 )  # fmt: skip
 
 
@@ -62,7 +62,7 @@ def test_tensorboard_reads_back_what_was_emitted(tmp_path):
     assert found["update/entropy/op"] == [(1, 0.75)]
     assert found["update/learnable/op"] == [(1, 0.25)]
     assert math.isnan(found["episode/quality"][0][1])
-    assert found["episode/twin_quality"] == [(1, 0.25)]
+    assert found["episode/baseline_quality"] == [(1, 0.25)]
     absent = {"env0/train_loss", "env0/alpha/r0c0", "update/entropy/slot", "episode/test_quality"}
     assert not absent & found.keys()
 

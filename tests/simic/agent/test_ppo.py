@@ -318,15 +318,15 @@ def test_update_discounts_by_gamma_and_weighs_by_lambda():
 def test_garbage_behind_the_end_of_a_column_has_no_effect():
     net = network()
     buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
-    twin, _ = invented(net, counts=[14, 3, 9, 1, 14, 7])
-    padding = ~twin.valid
+    poisoned, _ = invented(net, counts=[14, 3, 9, 1, 14, 7])
+    padding = ~poisoned.valid
     for name in ("obs", "log_probs", "values", "rewards", "hidden", "bootstrap"):
-        getattr(twin, name)[padding] = torch.nan
-    twin.masks[padding] = False
-    twin.actions[padding] = 10**6
-    twin.starts[padding] = twin.done[padding] = True
+        getattr(poisoned, name)[padding] = torch.nan
+    poisoned.masks[padding] = False
+    poisoned.actions[padding] = 10**6
+    poisoned.starts[padding] = poisoned.done[padding] = True
     updated = []
-    for rollout in (buffer, twin):
+    for rollout in (buffer, poisoned):
         learner = network()
         told = PPO(learner, layout, CONFIG).update(rollout, seeded())
         assert told.skipped == 0

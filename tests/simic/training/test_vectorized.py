@@ -288,13 +288,13 @@ def test_every_kind_of_event_is_emitted_and_can_be_read_back(tmp_path: Path) -> 
     for end in ends:
         paid = [s.reward for s in steps if (s.env, s.episode) == (end.env, end.episode)]
         assert sum(p for p in paid if p is not None) == pytest.approx(end.episode_return, abs=1e-5)
-        assert end.twin_quality is not None
+        assert end.baseline_quality is not None
     assert {e.phase for e in found if isinstance(e, events.PhaseProfile)} >= {
-        "train", "validate", "coalitions", "worth", "twins", "features", "policy", "update", "telemetry"
+        "train", "validate", "coalitions", "worth", "baselines", "features", "policy", "update", "telemetry"
     }  # fmt: skip
     kept, _ = load_policy(tmp_path / "run" / "policy.safetensors")
     assert weights(kept) == weights(trained.network)
-    assert len(list((tmp_path / "run" / "twins").rglob("*.json"))) == 4
+    assert len(list((tmp_path / "run" / "baselines").rglob("*.json"))) == 4
 
 
 # ---- learning

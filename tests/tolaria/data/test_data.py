@@ -186,9 +186,9 @@ def test_crop_and_flip_matches_a_per_image_reference(seed, batch, channels, side
     black = tuple(float(-c - 1) for c in range(channels))
     out = crop_and_flip(x, pad=pad, black=black, generator=torch.Generator().manual_seed(seed))
 
-    twin = torch.Generator().manual_seed(seed)
-    shifts = torch.randint(0, 2 * pad + 1, (2, batch), generator=twin)
-    mirrored = torch.randint(0, 2, (batch, 1), generator=twin)
+    generator = torch.Generator().manual_seed(seed)
+    shifts = torch.randint(0, 2 * pad + 1, (2, batch), generator=generator)
+    mirrored = torch.randint(0, 2, (batch, 1), generator=generator)
     for i in range(batch):
         image = torch.tensor(black)[:, None, None].repeat(1, side + 2 * pad, side + 1 + 2 * pad)
         image[:, pad : pad + side, pad : pad + side + 1] = x[i]

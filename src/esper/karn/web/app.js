@@ -783,7 +783,7 @@
     const keys = el("div"), node = section(`${word[0].toUpperCase()}${word.slice(1)} by ${word}`, "", keys, grid);
     list[0].node.classList.add("wide", "always-wide");
     grid.append(...list.map(chart => chart.node));
-    keys.append(legend([{ key: "grown", name: "grown", colour: 0 }, { key: "twin", name: "same worlds without growth", colour: 7, dash: "dash" }], [list[0]]));
+    keys.append(legend([{ key: "grown", name: "grown", colour: 0 }, { key: "baseline", name: "same worlds without growth", colour: 7, dash: "dash" }], [list[0]]));
     const seedKeys = [["germinated", "germinated", 5], ["fossilized", "committed", 2], ["pruned", "pruned", 7, "dash"]].map(([key, name, colour, dash]) => ({ key, name, colour, dash }));
     list[3].says.after(legend(seedKeys, [list[3]]));
     function update() {
@@ -795,7 +795,7 @@
         return { name: label, key: options.key || name, colour, dash: options.dash, isRange: true, x: values.length ? r.round : [], y: values.map(v => v && v[0]), ...(options.isBare ? {} : { low: values.map(v => v && v[1]), high: values.map(v => v && v[2]) }) };
       };
       const filled = lines => lines.filter(s => s.y.some(isNumber));
-      list[0].set(filled([line("quality", "grown", 0, { key: "grown" }), line("twin_quality", "same worlds without growth", 7, { key: "twin", dash: "dash", isBare: true })]));
+      list[0].set(filled([line("quality", "grown", 0, { key: "grown" }), line("baseline_quality", "same worlds without growth", 7, { key: "baseline", dash: "dash", isBare: true })]));
       list[1].set(filled([line("utility", "utility", 2)]));
       list[2].set(filled([line("params", "parameters", 6)]));
       list[3].set(filled(seedKeys.map(({ key, name, colour, dash }) => line(key, name, colour, { isBare: true, dash }))));

@@ -14,7 +14,7 @@ WORTH_FIELDS = ("contribution", "solo", "shapley", "interaction", "prospect")
 EPISODE_FIELDS = (
     "quality",
     "test_quality",
-    "twin_quality",
+    "baseline_quality",
     "utility",
     "episode_return",
     "params",

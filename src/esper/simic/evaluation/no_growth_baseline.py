@@ -35,7 +35,7 @@ from esper.tolaria.reproducibility import code_hash, processor
 from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import Task
 
-BASELINES = "twins"
+BASELINES = "baselines"
 """Name of their subdirectory in a run directory."""
 MOST_BYTES = 1 << 20
 """Maximum size of a file in bytes. A curve has about 20 bytes per epoch."""

@@ -92,7 +92,7 @@ class Checkpointer:
             state = unpacked(saved.document(STATE), saved.tensors(STATE))
             training.load_state_dict(state)
             if not differences(saved, self.config, backend):
-                backend.add_baselines(state["twins"])
+                backend.add_baselines(state["baselines"])
         except (KeyError, TypeError, ValueError, RuntimeError, msgspec.MsgspecError) as error:
             raise CheckpointError(f"the checkpoint {saved.path} does not fit this run: {error!r}") from error
         self.best_utility, self._next_seq = metadata["best_utility"], metadata["next_seq"]
@@ -120,7 +120,7 @@ class Checkpointer:
         if not self.directory.is_dir():  # moved or removed: do not recreate it
             warnings.warn(f"{self.directory} no longer exists: no checkpoint can be written", stacklevel=2)
             return
-        document, tensors = packed(training.state_dict() | {"twins": backend.baseline_curves()})
+        document, tensors = packed(training.state_dict() | {"baselines": backend.baseline_curves()})
         config = msgspec.structs.replace(self.config, network=training.network.config)  # `start_from` may set another
         run = {"config": as_tree(config), "done": training.done, "best_utility": self.best_utility}
         run |= {"next_seq": self._next_seq, "exact": run_fingerprint(self.config, backend)}

@@ -143,7 +143,7 @@ def train_ppo_vectorized(
             emit.say(update)
             emit.episode(
                 env.backend.table, [f"env {e}" for e in range(E)[mine]], episode_return=earned.tolist(),
-                utility=info["utility"].tolist(), twin_quality=env.backend.baseline_quality.tolist(),
+                utility=info["utility"].tolist(), baseline_quality=env.backend.baseline_quality.tolist(),
                 multiply_adds=np.concatenate([frame.macs for frame in env.frames]).tolist(),
             )  # fmt: skip
             emit.phases(phases, last=True)
