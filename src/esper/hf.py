@@ -13,7 +13,7 @@ and seeds separately, and saves and resumes the structure. `GrowthCallback` does
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ GROWER_FILE = "esper_grower.safetensors"
 
 OVERRIDDEN = (
     "_clip_grad_norm", "_save", "_load_from_checkpoint", "_load_best_model", "_save_optimizer_and_scheduler",
-    "_load_optimizer_and_scheduler",
+    "_load_optimizer_and_scheduler", "_build_accelerator_args",
 )  # fmt: skip
 """Private methods of Trainer that the mixin overrides. Without one of them growth would be wrong without an error."""
 if missing := [name for name in OVERRIDDEN if not hasattr(Trainer, name)]:
@@ -163,6 +163,11 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
         else:  # a further call of train
             self.grower.horizon = int(self.grower.table.step[0]) + horizon
         return optimizer
+
+    def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
+        """Return the settings of DDP that Trainer chooses for the host: a body is no `PreTrainedModel`."""
+        with self._plain_model() if isinstance(self.model, Body) else nullcontext():
+            return super()._build_accelerator_args(**kwargs)  # type: ignore[no-any-return]
 
     def _clip_grad_norm(self, _model: Any) -> Tensor:
         """Clip host and seeds separately; return the norm of the host."""

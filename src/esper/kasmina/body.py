@@ -23,7 +23,9 @@ from safetensors.torch import load_file, save
 from torch import Tensor, nn
 
 from esper.kasmina import blueprints
+from esper.kasmina.attention_masks import MaskArgument
 from esper.kasmina.blueprints import Cost
+from esper.kasmina.blueprints.registry import Layout
 from esper.kasmina.fork_state import ForkState
 from esper.kasmina.forking import Norm
 from esper.kasmina.slot import Incubation, Mode, Slot
@@ -73,7 +75,10 @@ class Body(nn.Module):
         self.on_load: list[Callable[[], None]] = []
         modules = dict(model.named_modules())
         for slot in slots:
-            modules[slot.module_name].register_forward_hook(slot.after)
+            module = modules[slot.module_name]
+            if slot.site.layout == Layout.BIDIRECTIONAL:
+                slot.mask_argument = MaskArgument.of(module)
+            module.register_forward_hook(slot.after, with_kwargs=True)
         self.norms = [m for m in model.modules() if isinstance(m, Norm) and m.running_mean is not None]
 
     def __getattr__(self, name: str) -> Any:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from esper.kasmina.attention_masks import without_padding
 from esper.kasmina.probing import PROBE_SAMPLES, floating_items, module_outputs, run_hooked
 from esper.kasmina.slot import Select
 from esper.leyline.errors import GraftError
@@ -44,6 +45,7 @@ class TokenSite:
 
 def looking_ahead(model: nn.Module, probe: Any, sites: Mapping[str, TokenSite]) -> set[str]:
     """Return the modules before or after which a position of the model depends on later positions."""
+    probe = without_padding(model, probe, PROBE_SAMPLES)  # other positions do not depend on padding
     names = [name for name, _ in model.named_modules()]
     _, plain = module_outputs(model, probe, names)
     found = set()

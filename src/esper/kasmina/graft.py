@@ -10,6 +10,7 @@ where the batch may fork for coalition evaluation is found by trial (see `fork_s
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from esper.kasmina.attention_masks import EXCLUDES
 from esper.kasmina.blueprints.registry import SPATIAL, FeatureSpec, Layout
 from esper.kasmina.body import Body
 from esper.kasmina.causality import TokenSite, looking_ahead
@@ -102,7 +104,20 @@ def graft(
     body = Body(model, slots, probe)
     body.forking.arguments[""] = form
     body.forking.find_points(probe)
+    _warn_of_unseen_padding(body, probe)
     return body
+
+
+def _warn_of_unseen_padding(body: Body, probe: Any) -> None:
+    """Warn about slots whose attention seeds cannot see the padding mask that the model takes."""
+    has_mask = isinstance(probe, Mapping) and any(probe.get(name) is not None for name in EXCLUDES)
+    slots = [s.name for s in body.slots.values() if s.site.layout == Layout.BIDIRECTIONAL and s.mask_argument is None]
+    if has_mask and slots:
+        warnings.warn(
+            f"attention seeds in {', '.join(map(repr, slots))} will attend to padding: the module there takes no "
+            f"argument {' or '.join(EXCLUDES)}. Graft after a whole layer, which takes one, or plant other seeds.",
+            stacklevel=3,
+        )
 
 
 def _features(name: str, outputs: Mapping[str, list[Any]], key: Key | None) -> list[tuple[Select, Tensor]]:

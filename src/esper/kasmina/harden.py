@@ -12,12 +12,14 @@ from __future__ import annotations
 import copy
 import inspect
 import operator
+from dataclasses import dataclass
 from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from esper.kasmina.attention_masks import EXCLUDES, MaskArgument
 from esper.kasmina.body import Body
 from esper.kasmina.forking import same
 from esper.kasmina.optimizer_sync import is_sharded
@@ -43,11 +45,22 @@ class _Blend(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Return the features with the seed blended in."""
-        delta = self.seed(h)
+        return self.blended(h, self.seed(h))
+
+    def blended(self, h: Tensor, delta: Tensor) -> Tensor:
+        """Return the features changed by Δ."""
         if self.operator == Operator.MULTIPLY:
             return h * (1 + self.alpha * torch.tanh(delta))
         weight = self.alpha if self.gate is None else self.alpha * self.gate(h)
         return h + (delta if isinstance(weight, float) and weight == 1.0 else weight * delta)
+
+
+class _MaskedBlend(_Blend):
+    """The same for a seed that takes the mask of its host module."""
+
+    def forward(self, h: Tensor, mask: Tensor | None) -> Tensor:  # type: ignore[override]
+        """Return the features with the seed blended in."""
+        return self.blended(h, self.seed(h, mask))
 
 
 @overload
@@ -97,35 +110,37 @@ def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
         )
     body = copy.deepcopy(body)
     plain = body.model
+    masks = _probed_masks(body)
     detach_hooks(body)
     blended = [s for s in body.slots.values() if s.seed is not None and s.stage >= SeedStage.BLENDING]
     keys = {k: k for k in plain.state_dict()}
     for slot in sorted(
         blended, key=lambda s: -s.module_name.count(".")
     ):  # inner modules first, so that names stay valid
-        grown = _trace(slot)
+        grown = _trace(slot, masked=slot.name in masks)
         module = plain.get_submodule(slot.module_name)
         swaps = _signature_of(module) is not None and (swap or isinstance(module, CONTAINERS))
         if swaps:
-            _swap(plain, slot, module, grown, keys)
+            _swap(plain, slot, module, grown, keys, masks)
         else:
-            _attach(slot, module, grown, keys)
+            _attach(slot, module, grown, keys, masks)
     return plain, keys
 
 
 def detach_hooks(body: Body) -> None:
     """Remove Esper's hooks, and no others, from the model."""
     for slot in body.slots.values():
-        hooks = body.model.get_submodule(slot.module_name)._forward_hooks
-        for handle in [h for h, f in hooks.items() if getattr(f, "__self__", None) is slot]:
-            del hooks[handle]
+        module = body.model.get_submodule(slot.module_name)
+        for handle in [h for h, f in module._forward_hooks.items() if getattr(f, "__self__", None) is slot]:
+            del module._forward_hooks[handle]
+            module._forward_hooks_with_kwargs.pop(handle, None)
 
 
-def _trace(slot: Slot) -> fx.GraphModule:
+def _trace(slot: Slot, *, masked: bool) -> fx.GraphModule:
     """Return a seed with its blending as a traced graph."""
     try:
         tracer = fx.Tracer()
-        blend_module = _Blend(slot)
+        blend_module = _MaskedBlend(slot) if masked else _Blend(slot)
         graph = tracer.trace(blend_module)
     except Exception as error:
         raise HardenError(
@@ -152,7 +167,67 @@ def _signature_of(module: nn.Module) -> list[inspect.Parameter] | None:
     return parameters
 
 
-def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> None:
+@dataclass(frozen=True, slots=True)
+class _ProbedMask:
+    """The mask of a host module in a run on the probe."""
+
+    argument: MaskArgument
+    is_positional: bool
+    value: Any
+
+
+def _probed_masks(body: Body) -> dict[str, _ProbedMask]:
+    """Return the masks of host modules by slot, for the seeds that take one.
+
+    A padding mask of torch's own layers that is None in the probe is left out: a graph cannot both bring it into the
+    form for attention and accept None.
+    """
+    masks: dict[str, _ProbedMask] = {}
+    handles = []
+    for slot in body.slots.values():
+        if slot.mask_argument is None or not getattr(slot.seed, "takes_mask", False):
+            continue
+
+        def note(
+            _module: nn.Module,
+            args: Any,
+            kwargs: Any,
+            name: str = slot.name,
+            argument: MaskArgument = slot.mask_argument,
+        ) -> None:
+            value = argument.get(args, kwargs)
+            if value is not None or argument.name == "attention_mask":
+                masks[name] = _ProbedMask(argument, len(args) > argument.position, value)
+
+        module = body.model.get_submodule(slot.module_name)
+        handles.append(module.register_forward_pre_hook(note, with_kwargs=True))
+    if handles:
+        quietly(body, _probe(body))
+    for handle in handles:
+        handle.remove()
+    return masks
+
+
+def _mask(given: fx.Node, probed: _ProbedMask) -> tuple[fx.Node]:
+    """Return a host module's mask in the form for a seed, converted as the one in the probe must be."""
+    value, excludes = probed.value, EXCLUDES[probed.argument.name]
+    if value is None or (value.ndim == 4 and (value.is_floating_point() or value.dtype == torch.bool)):
+        return (given,)  # attention takes it as it is, and None as well
+    if value.ndim == 2:
+        given = given.graph.call_method("unsqueeze", (given.graph.call_method("unsqueeze", (given, 1)), 1))
+    if excludes and value.is_floating_point():
+        return (given,)
+    return (given.graph.call_function(operator.eq if excludes else operator.ne, (given, 0)),)
+
+
+def _swap(
+    plain: nn.Module,
+    slot: Slot,
+    module: nn.Module,
+    grown: fx.GraphModule,
+    keys: dict[str, str],
+    masks: dict[str, _ProbedMask],
+) -> None:
     """Replace the module by a graph that calls the module and then the seed."""
     graph = fx.Graph()
     args: list[fx.Node] = []
@@ -164,7 +239,11 @@ def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule
         else:
             args.append(node)
     output = graph.call_module(HOST, tuple(args), kwargs)
-    graph.output(_put(graph, output, slot.select))
+    mask: tuple[fx.Node, ...] = ()
+    if slot.name in masks:
+        probed = masks[slot.name]
+        mask = _mask(next(n for n in (*args, *kwargs.values()) if n.target == probed.argument.name), probed)
+    graph.output(_put(graph, output, slot.select, mask))
     swapped = fx.GraphModule(nn.ModuleDict({HOST: module, GROWN: grown}), graph, class_name="GrownModule")
     swapped.train(module.training)
     for name, value in vars(module).items():  # plain attributes that other code may read (`layer.kind`)
@@ -179,12 +258,12 @@ def _swap(plain: nn.Module, slot: Slot, module: nn.Module, grown: fx.GraphModule
     _add_keys(keys, slot, f"{slot.module_name}.{GROWN}", grown)
 
 
-def _put(graph: fx.Graph, output: fx.Node, select: Select) -> Any:
+def _put(graph: fx.Graph, output: fx.Node, select: Select, mask: tuple[fx.Node, ...]) -> Any:
     """Return the output with grown features, as the same kind of tuple, list or mapping."""
     if select.key is None:
-        return graph.call_module(GROWN, (output,))
+        return graph.call_module(GROWN, (output, *mask))
     item = graph.call_function(operator.getitem, (output, select.key))
-    changed = _put(graph, item, select.inner or Select())
+    changed = _put(graph, item, select.inner or Select(), mask)
     if isinstance(select.key, str):
         return graph.call_function(operator.or_, (output, {select.key: changed}))
     if select.field:
@@ -195,17 +274,27 @@ def _put(graph: fx.Graph, output: fx.Node, select: Select) -> Any:
     return graph.call_function(operator.add, (graph.call_function(operator.add, (before, middle)), after))
 
 
-def _attach(slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str]) -> None:
+def _attach(
+    slot: Slot, module: nn.Module, grown: fx.GraphModule, keys: dict[str, str], masks: dict[str, _ProbedMask]
+) -> None:
     """Keep the module and add the traced seed as its child and forward hook."""
     if isinstance(module, CONTAINERS) or hasattr(module, GROWN):
         raise HardenError(f"module {slot.module_name!r} ({type(module).__name__}) cannot be replaced or extended")
     graph = fx.Graph()
-    for name in ("module", "args"):
-        graph.placeholder(name)
-    graph.output(_put(graph, graph.placeholder("output"), slot.select))
+    args, kwargs = [graph.placeholder(name) for name in ("module", "args", "kwargs")][1:]
+    output = graph.placeholder("output")
+    mask: tuple[fx.Node, ...] = ()
+    if slot.name in masks:
+        probed = masks[slot.name]
+        if probed.is_positional:
+            given = graph.call_function(operator.getitem, (args, probed.argument.position))
+        else:
+            given = graph.call_method("get", (kwargs, probed.argument.name))
+        mask = _mask(given, probed)
+    graph.output(_put(graph, output, slot.select, mask))
     hook = fx.GraphModule(nn.ModuleDict({GROWN: grown}), graph, class_name="GrowAfter")
     module.add_module(GROWN, hook)
-    module.register_forward_hook(hook)
+    module.register_forward_hook(hook, with_kwargs=True)
     _add_keys(keys, slot, f"{slot.module_name}.{GROWN}.{GROWN}", grown)
 
 
@@ -216,11 +305,16 @@ def _add_keys(keys: dict[str, str], slot: Slot, home: str, grown: nn.Module) -> 
 
 def _differs(body: Body, plain: nn.Module) -> str:
     """Return how the hardened model differs from the body on the probe; "" if it does not."""
-    device = next((p.device for p in body.parameters()), torch.device("cpu"))
-    probe = pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, body.probe)
+    probe = _probe(body)
     expected = quietly(body, probe)
     try:
         got = quietly(plain, probe)
     except GraftError as error:
         return f"does not run: {error.__cause__}"
     return "" if same(got, expected, tolerance=1e-4) else "does not compute what the body computes on the probe"
+
+
+def _probe(body: Body) -> Any:
+    """Return the probe of a body on the device of its parameters."""
+    device = next((p.device for p in body.parameters()), torch.device("cpu"))
+    return pytree.tree_map(lambda x: x.to(device) if isinstance(x, Tensor) else x, body.probe)

@@ -21,6 +21,7 @@ from torch.nn import functional as F
 from torch.nn.modules.dropout import _DropoutNd
 
 from esper.kasmina import blueprints
+from esper.kasmina.attention_masks import MaskArgument
 from esper.kasmina.blueprints.registry import SPATIAL, FeatureSpec, Layout
 from esper.kasmina.forking import ForkPlan
 from esper.leyline.actions import Operator
@@ -250,6 +251,7 @@ class Slot(nn.Module):
         self.mode = Mode.PASS
         self.shadow_input: Tensor | None = None  # detached features of the shadow pass
         self.fork: ForkPlan | None = None  # set in mode FORK
+        self.mask_argument: MaskArgument | None = None  # of the host module
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
 
     def plant(
@@ -279,17 +281,20 @@ class Slot(nn.Module):
         """Remove the seed and its gate."""
         self.seed, self.gate, self.blueprint, self.operator = None, None, "", Operator.ADD
 
-    def after(self, module: nn.Module, _args: Any, output: Any) -> Any:
+    def after(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """Forward hook: return the output with its features blended, or None to leave it unchanged."""
         if self.seed is None:
             return None
         h = self.select.get(output)
-        y = self.forward(h, module.training)
+        if self.mask_argument is not None and getattr(self.seed, "takes_mask", False):
+            y = self.forward(h, module.training, self.mask_argument.get(args, kwargs))
+        else:
+            y = self.forward(h, module.training)
         return None if y is h else self.select.put(output, y)
 
-    def forward(self, h: Tensor, training: bool = False) -> Tensor:
-        """Return the features after this slot. `training` is the mode of the host module."""
-        return FORWARDS[self.mode](self, h, training)
+    def forward(self, h: Tensor, training: bool = False, mask: Any = None) -> Tensor:
+        """Return the features after this slot. `training` is the mode of the host module, `mask` its own."""
+        return FORWARDS[self.mode](self, h, training, mask)
 
     @contextmanager
     def shadowing(self) -> Iterator[None]:
@@ -300,9 +305,9 @@ class Slot(nn.Module):
         finally:
             self.mode, self.shadow_input = mode, None
 
-    def change(self, h: Tensor) -> Tensor:
+    def change(self, h: Tensor, mask: Any = None) -> Tensor:
         """Return the change that the seed at full strength adds to the features."""
-        delta = self._applied(self._seed_for(h), h)
+        delta = self._applied(self._seed_for(h), h, *self._masks(mask, h))
         if self.operator == Operator.MULTIPLY:
             return h * torch.tanh(delta)
         return delta if self.gate is None else delta * self._applied(self.gate, h)
@@ -314,26 +319,35 @@ class Slot(nn.Module):
             return nullcontext()
         return torch.random.fork_rng(devices=[self.alpha.device] if self.alpha.is_cuda else [])
 
-    def switched_on(self, h: Tensor, out: Tensor | None = None) -> Tensor:
+    def switched_on(self, h: Tensor, out: Tensor | None = None, mask: Any = None) -> Tensor:
         """Return the features with the seed on: at its current alpha, or at 1 before BLENDING."""
-        return self.blended(h, self.alpha if self.stage >= SeedStage.BLENDING else torch.ones_like(self.alpha), out)
+        weight = self.alpha if self.stage >= SeedStage.BLENDING else torch.ones_like(self.alpha)
+        return self.blended(h, weight, out, mask)
 
-    def blended(self, h: Tensor, weight: Tensor, out: Tensor | None = None) -> Tensor:
+    def blended(self, h: Tensor, weight: Tensor, out: Tensor | None = None, mask: Any = None) -> Tensor:
         """Return the features with the seed blended in at `weight`, written into `out` if given."""
         if torch.is_grad_enabled() and not h.requires_grad:
             h = detached(h)  # host layers before the slot are frozen; see `detached`
-        delta = self._applied(self._seed_for(h), h)
+        delta = self._applied(self._seed_for(h), h, *self._masks(mask, h))
         weight = weight.to(h.dtype)
         if self.gate is not None:
             weight = weight * self._applied(self.gate, h).to(h.dtype)
         return blend(h, delta, weight, self.operator, out)
 
-    def _applied(self, module: nn.Module, h: Tensor) -> Tensor:
+    def _applied(self, module: nn.Module, h: Tensor, *masks: Tensor) -> Tensor:
         """Return module(h). Features of lower precision than the weights, as with FSDP2's, are computed in theirs."""
         if h.dtype == self.dtype or h.dtype not in LOW_PRECISION or torch.is_autocast_enabled(h.device.type):
-            return module(h)
+            return module(h, *masks)
         with torch.autocast(h.device.type, dtype=h.dtype):
-            return module(h).to(h.dtype)
+            return module(h, *masks).to(h.dtype)
+
+    def _masks(self, mask: Any, h: Tensor) -> tuple[Tensor, ...]:
+        """Return the host module's mask in the form that a seed takes, if there is one that fits the features."""
+        if mask is None or self.mask_argument is None:
+            return ()
+        batch_axis = self.site.batch_axis
+        fitting = self.mask_argument.for_features(mask, h.shape[batch_axis], h.shape[1 - batch_axis])
+        return () if fitting is None else (fitting,)
 
     def _seed_for(self, h: Tensor) -> nn.Module:
         """Return the seed, moved to the device of the features."""
@@ -351,45 +365,45 @@ class Slot(nn.Module):
 # -- one function per mode
 
 
-def _pass(_slot: Slot, h: Tensor, _training: bool) -> Tensor:
+def _pass(_slot: Slot, h: Tensor, _training: bool, _mask: Any) -> Tensor:
     """Return the features unchanged."""
     return h
 
 
-def _blend(slot: Slot, h: Tensor, _training: bool) -> Tensor:
+def _blend(slot: Slot, h: Tensor, _training: bool, mask: Any) -> Tensor:
     """Blend the seed in at the current alpha."""
-    return slot.blended(h, slot.alpha)
+    return slot.blended(h, slot.alpha, mask=mask)
 
 
-def _straight_through(slot: Slot, h: Tensor, training: bool) -> Tensor:
+def _straight_through(slot: Slot, h: Tensor, training: bool, mask: Any) -> Tensor:
     """Return the features unchanged; in training, the backward pass also trains the seed."""
     if not (training and torch.is_grad_enabled()):
         return h
     with slot.preserved_rng():
-        return straight_through(h, slot.change(detached(h)), slot.site.channel_axis)
+        return straight_through(h, slot.change(detached(h), mask), slot.site.channel_axis)
 
 
-def _shadow(slot: Slot, h: Tensor, _training: bool) -> Tensor:
+def _shadow(slot: Slot, h: Tensor, _training: bool, mask: Any) -> Tensor:
     """Apply the seed at full strength to detached features, which become `shadow_input`."""
     slot.shadow_input = detached(h)
-    return slot.switched_on(slot.shadow_input)
+    return slot.switched_on(slot.shadow_input, mask=mask)
 
 
-def _fork(slot: Slot, h: Tensor, _training: bool) -> Tensor:
+def _fork(slot: Slot, h: Tensor, _training: bool, mask: Any) -> Tensor:
     """Return the features of every row of the fork plan, which forks the first axis."""
     assert slot.fork is not None
     axis = slot.site.batch_axis
     if axis == 0:
-        return slot.fork.at_slot(slot.name, h, slot.switched_on)
+        return slot.fork.at_slot(slot.name, h, lambda rows, out: slot.switched_on(rows, out, mask))
 
     def switched_on(rows: Tensor, out: Tensor | None) -> Tensor:
         target = None if out is None else out.transpose(0, axis)
-        return slot.switched_on(rows.transpose(0, axis), target).transpose(0, axis)
+        return slot.switched_on(rows.transpose(0, axis), target, mask).transpose(0, axis)
 
     return slot.fork.at_slot(slot.name, h.transpose(0, axis), switched_on).transpose(0, axis)
 
 
-FORWARDS: dict[Mode, Callable[[Slot, Tensor, bool], Tensor]] = {
+FORWARDS: dict[Mode, Callable[[Slot, Tensor, bool, Any], Tensor]] = {
     Mode.PASS: _pass,
     Mode.BLEND: _blend,
     Mode.STRAIGHT_THROUGH: _straight_through,

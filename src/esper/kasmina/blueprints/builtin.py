@@ -242,9 +242,17 @@ class CausalAttention(nn.Module):
 
     def forward(self, h: Tensor) -> Tensor:
         """Return Δ(h), [B, T, D]."""
+        q, k, v = self.split(h)
+        return self.merged(self.attend(q, k, v))
+
+    def split(self, h: Tensor) -> tuple[Tensor, ...]:
+        """Return queries, keys and values, each [B, heads, T, D / heads]."""
         split = self.qkv(h).unflatten(-1, (3, self.heads, -1))  # [B, T, 3, heads, D / heads]
-        q, k, v = split.permute(2, 0, 3, 1, 4).unbind(0)  # each [B, heads, T, D / heads]
-        return self.out(self.attend(q, k, v).transpose(1, 2).flatten(-2))
+        return split.permute(2, 0, 3, 1, 4).unbind(0)
+
+    def merged(self, attended: Tensor) -> Tensor:
+        """Return Δ from the values attended to, [B, heads, T, D / heads]."""
+        return self.out(attended.transpose(1, 2).flatten(-2))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Return causal attention over [B, heads, T, D / heads]."""
@@ -252,11 +260,14 @@ class CausalAttention(nn.Module):
 
 
 class BidirectionalAttention(CausalAttention):
-    """The same weights without a mask."""
+    """The same weights, attending to all positions but those that the mask of the host module excludes."""
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Return attention over [B, heads, T, D / heads]."""
-        return F.scaled_dot_product_attention(q, k, v)
+    takes_mask = True
+
+    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return Δ(h), [B, T, D]. The mask is as for `scaled_dot_product_attention`."""
+        q, k, v = self.split(h)
+        return self.merged(F.scaled_dot_product_attention(q, k, v, attn_mask=mask))
 
 
 class FlexAttention(CausalAttention):

@@ -82,10 +82,11 @@ class Swapped(nn.Module):
     def __init__(self, module: nn.Module, axes: tuple[int, int]) -> None:
         super().__init__()
         self.module, self.axes = module, axes
+        self.takes_mask = getattr(module, "takes_mask", False)
 
-    def forward(self, h: Tensor) -> Tensor:
+    def forward(self, h: Tensor, *mask: Tensor) -> Tensor:
         """Return the module's output with the axes of the features."""
-        return self.module(h.transpose(*self.axes)).transpose(*self.axes)
+        return self.module(h.transpose(*self.axes), *mask).transpose(*self.axes)
 
 
 class Noop(nn.Module):
