@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, Trainer
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration, Trainer
 
 import esper
 from esper.hf import GROWER_FILE, GrowthCallback, GrowthTrainer, GrowthTrainerMixin, load_pretrained
@@ -12,6 +12,7 @@ from esper.kasmina.body import SEEDS_FILE
 from esper.leyline.errors import CheckpointError, ConfigError, OptimizerError
 from tests.support.controllers import Planter
 from tests.support.hf import QUALITY, Tokens, arguments, make_body
+from tests.support.models import bert
 
 
 def growth(kind, **changes):
@@ -207,6 +208,39 @@ def test_model_init_gives_a_new_grower(tmp_path):
     assert trainer.grower.body is trainer.model
 
 
+def test_encoder_decoder_grows_although_its_batches_have_no_decoder_inputs(tmp_path):
+    """The model makes them from the labels, which a growth step takes away."""
+    torch.manual_seed(0)
+    config = T5Config(
+        vocab_size=9, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, decoder_start_token_id=0, pad_token_id=0
+    )
+    ids = Tokens("gpt2", 32).ids
+    probe = {"input_ids": ids[:4], "decoder_input_ids": ids[:4, :5]}
+    body = esper.graft(T5ForConditionalGeneration(config), at=["encoder.block.0", "decoder.block.0"], probe=probe)
+    settings = growth("bert", controller=Planter((1, 2)))
+    rows = [{"input_ids": row, "labels": row} for row in ids]
+    changes = {"save_strategy": "no", "num_train_epochs": 2}
+    trainer = make_trainer(
+        tmp_path, body=body, growth=settings, changes=changes, train_dataset=rows, eval_dataset=rows[:8]
+    )
+    trainer.train()
+    assert len(body.structure()) == 2
+    layouts = [slot.site.layout for slot in body.slots.values()]
+    assert layouts == ["bidirectional", "sequence"]
+
+
+@pytest.mark.slow
+def test_compiled_by_trainer_grows_to_the_same_weights(tmp_path):
+    """The eager backend traces and guards as the others do, so every growth recompiles, and computes the same bits."""
+    bodies = []
+    for changes in ({}, {"torch_compile": True, "torch_compile_backend": "eager"}):
+        trainer = make_trainer(tmp_path, changes={"save_strategy": "epoch", **changes})
+        trainer.train()
+        bodies.append(trainer.body)
+    assert len(bodies[1].structure()) == 2
+    assert_equal(weights(bodies[1]), weights(bodies[0]))
+
+
 # -- refusals
 
 
@@ -214,6 +248,60 @@ def test_a_plain_model_is_refused_with_the_way_out(tmp_path):
     trainer = make_trainer(tmp_path, body=make_body("bert").model)
     with pytest.raises(ConfigError, match=r"Use model=esper\.graft"):
         trainer.train()
+
+
+def test_a_peft_model_is_refused_with_the_way_out(tmp_path):
+    class PeftModel(torch.nn.Module):
+        """The interface by which PEFT wraps a model."""
+
+        def __init__(self):
+            super().__init__()
+            self.model = make_body("bert").model
+
+        def get_base_model(self):
+            return self.model
+
+        def forward(self, *args, **kwargs):
+            return self.model(*args, **kwargs)
+
+    wrapped = PeftModel()
+    for module in wrapped.modules():
+        module._forward_hooks.clear()
+    body = esper.graft(wrapped, at="model.bert.encoder.layer.*", probe={"input_ids": Tokens("bert", 4).ids})
+    with pytest.raises(ConfigError, match=r"esper\.graft\(peft_model\.get_base_model\(\)"):
+        make_trainer(tmp_path, body=body)
+
+
+class LowRank(torch.nn.Module):
+    """A linear layer that an adapter library has replaced, with keys that `from_pretrained` does not know."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base_layer = base.requires_grad_(False)
+        self.lora_A = torch.nn.Linear(base.in_features, 2, bias=False)
+        self.lora_B = torch.nn.Linear(2, base.out_features, bias=False)
+
+    def forward(self, x):
+        return self.base_layer(x) + self.lora_B(self.lora_A(x))
+
+
+def test_a_model_with_replaced_layers_saves_loads_and_resumes(tmp_path):
+    def build():
+        torch.manual_seed(0)
+        model = bert()
+        for layer in model.bert.encoder.layer:
+            layer.attention.self.query = LowRank(layer.attention.self.query)
+        return esper.graft(model, at="bert.encoder.layer.*", probe={"input_ids": Tokens("bert", 4).ids})
+
+    trainer = make_trainer(tmp_path, body=build())
+    trainer.train()
+    trainer.save_model(tmp_path / "saved")
+    body = build()
+    load_pretrained(body, tmp_path / "saved")
+    assert_equal(weights(body), weights(trainer.body))
+    again = make_trainer(tmp_path, body=build())
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert_equal(weights(again.body), weights(trainer.body))
 
 
 def test_settings_that_cannot_work_are_refused(tmp_path):

@@ -57,7 +57,7 @@ class Shadowed(Module):
         return self.loss(data)
 
 
-def fit(module, directory, *, ckpt_path=None, callbacks=(), growth=None, **options):
+def fit(module, directory, *, ckpt_path=None, callbacks=(), growth=None, train=None, **options):
     L.seed_everything(0, verbose=False)
     defaults = {
         "max_epochs": 4, "accelerator": "cpu", "logger": False, "enable_progress_bar": False,
@@ -65,7 +65,7 @@ def fit(module, directory, *, ckpt_path=None, callbacks=(), growth=None, **optio
     }  # fmt: skip
     growth = GrowthCallback() if growth is None else growth
     trainer = L.Trainer(**{**defaults, **options}, callbacks=[*callbacks, growth])
-    train = DataLoader(TensorDataset(*batch(1, 64)), 16, shuffle=True)
+    train = DataLoader(TensorDataset(*batch(1, 64)), 16, shuffle=True) if train is None else train
     trainer.fit(module, train, DataLoader(TensorDataset(*batch(2, 32)), 16), ckpt_path=ckpt_path)
     return trainer
 
@@ -110,6 +110,49 @@ def test_resumed_training_is_bit_equal(tmp_path):
     a, b = again.grower.optimizer.state_dict(), whole.grower.optimizer.state_dict()
     assert a["param_groups"] == b["param_groups"]
     assert all(torch.equal(a["state"][i]["exp_avg_sq"], b["state"][i]["exp_avg_sq"]) for i in b["state"])
+
+
+class PositionLoader:
+    """A loader that saves its position, as torchdata's StatefulDataLoader does."""
+
+    def __init__(self):
+        self.x, self.y = batch(1, 64)
+        self.position = 0
+
+    def __len__(self):
+        return 4
+
+    def __iter__(self):
+        self.position %= 4
+        while self.position < 4:
+            rows = slice(16 * self.position, 16 * self.position + 16)
+            self.position += 1
+            yield self.x[rows], self.y[rows]
+
+    def state_dict(self):
+        return {"position": self.position}
+
+    def load_state_dict(self, state):
+        self.position = state["position"]
+
+
+@pytest.mark.parametrize("when", [{"every_n_train_steps": 3}, {"save_on_train_epoch_end": False}], ids=str)
+def test_resuming_within_an_epoch_is_bit_equal_if_the_loader_knows_its_position(tmp_path, when):
+    """With a plain DataLoader Lightning itself begins the epoch's data again, with or without growth."""
+
+    def run(**options):
+        module = Module(schedule=False)
+        checkpoint = ModelCheckpoint(tmp_path, filename="{step}", save_top_k=-1, **when)
+        options |= {"callbacks": [checkpoint], "enable_checkpointing": True, "val_check_interval": 2}
+        fit(module, tmp_path, train=PositionLoader(), **options)
+        return module
+
+    whole = run()
+    assert whole.grower._batches == 16
+    path = tmp_path / ("step=6.ckpt" if "every_n_train_steps" in when else "step=10.ckpt")
+    again = run(ckpt_path=path)
+    assert list(again.body.structure()) == ["first", "second"]
+    assert_equal_states(again, whole)
 
 
 def test_a_checkpoint_written_during_validation_resumes_in_training_mode(tmp_path):

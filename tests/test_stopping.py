@@ -16,11 +16,11 @@ from esper.nissa.run import read_manifest
 from tests.support.run_outcomes import (
     TINY,
     esper,
-    fate,
     finished,
     heed_signals,
     is_whole,
     newest,
+    outcome_of,
     seconds_per_round,
     survive,
 )
@@ -53,13 +53,13 @@ def test_signal_ends_the_run_after_the_step_and_prints_how_to_resume(
 ) -> None:
     process = started(tmp_path / "run")
     process.send_signal(number)
-    said = finished(process, code=word)
-    assert "stopping after this step" in said
-    assert f"Resume with: esper train --resume {tmp_path / 'run'}" in said.replace("\n", "")
-    assert "Traceback" not in said
+    output = finished(process, code=word)
+    assert "stopping after this step" in output
+    assert f"Resume with: esper train --resume {tmp_path / 'run'}" in output.replace("\n", "")
+    assert "Traceback" not in output
     assert read_manifest(tmp_path / "run")["status"] == "interrupted"
     finished(esper("train", "--resume", tmp_path / "run", "--no-compare"))
-    assert fate(tmp_path / "run") == fate(calm)
+    assert outcome_of(tmp_path / "run") == outcome_of(calm)
     assert is_whole(tmp_path / "run")
     assert read_manifest(tmp_path / "run")["status"] == "finished"
 
@@ -91,7 +91,7 @@ def test_second_signal_exits_immediately(tmp_path: Path) -> None:
 def test_run_killed_five_times_ends_bit_identical(calm: Path, tmp_path: Path) -> None:
     pace = seconds_per_round(calm)
     assert survive(tmp_path / "run", [*TINY, *ROUNDS], kills=5, seed=os.getpid(), round_s=pace) == 5
-    assert fate(tmp_path / "run") == fate(calm)
+    assert outcome_of(tmp_path / "run") == outcome_of(calm)
     assert is_whole(tmp_path / "run")
 
 
@@ -101,9 +101,9 @@ def test_run_whose_directory_is_moved_or_removed_ends(fate_of_directory: str, tm
     (tmp_path / "run").rename(tmp_path / "elsewhere")
     if fate_of_directory == "removed":
         shutil.rmtree(tmp_path / "elsewhere")
-    said = finished(process, code=2, timeout=60)
-    assert "was moved or removed during the run" in said.replace("\n", " ")
-    assert "Traceback" not in said
+    output = finished(process, code=2, timeout=60)
+    assert "was moved or removed during the run" in output.replace("\n", " ")
+    assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
     if fate_of_directory == "moved":
         assert read_manifest(tmp_path / "elsewhere")["status"] == "killed"

@@ -25,7 +25,7 @@ from torch import Tensor
 from esper.grower import Grower, StepReport
 from esper.grower.explanations import growth_figures
 from esper.installation import require_own_package
-from esper.kasmina.body import Body, load_seeds, save_seeds
+from esper.kasmina.body import Body, load_seeds, save_seeds, tied_names
 from esper.kasmina.optimizer_sync import unwrapped
 from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import CheckpointError, ConfigError
@@ -70,12 +70,15 @@ def load_pretrained(body: Body, directory: str | Path) -> None:
         ...
         FileNotFoundError: ...
     """
+    path = Path(directory) / SAFE_WEIGHTS_NAME
     model_type: Any = type(body.model)
-    if hasattr(model_type, "from_pretrained"):
-        state = model_type.from_pretrained(directory).state_dict()
-    else:
-        state = load_file(Path(directory) / SAFE_WEIGHTS_NAME)
-    body.model.load_state_dict(state)
+    can_build = hasattr(model_type, "from_pretrained")
+    saved = load_file(path) if path.exists() or not can_build else {}
+    keys, tied = body.model.state_dict().keys(), set(tied_names(body.model))  # of tied weights one name is saved
+    if can_build and not (saved.keys() <= keys and keys - saved.keys() <= tied):
+        body.model.load_state_dict(model_type.from_pretrained(directory).state_dict())
+    else:  # also what `from_pretrained` cannot build, as layers that PEFT has replaced
+        body.model.load_state_dict(saved, strict=not can_build)
     load_seeds(body, directory)
 
 
@@ -117,6 +120,11 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
             raise ConfigError("growth measures seeds on validation batches. Give the trainer an eval_dataset.")
         if self.is_deepspeed_enabled or self.is_fsdp_enabled or self.args.n_gpu > 1:
             raise ConfigError("growth in Trainer needs one device or DDP, not DeepSpeed, FSDP or DataParallel.")
+        if isinstance(self.model, Body) and hasattr(self.model, "get_base_model"):
+            raise ConfigError(
+                "Trainer does not recognise a PEFT model within a body. Graft the model that PEFT has changed: "
+                "esper.graft(peft_model.get_base_model(), ...). Adapters and seeds are trained; the rest stays frozen."
+            )
         self.add_callback(_GrowthTimer(self))
 
     @property
@@ -136,8 +144,13 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
             Mappings with "labels".
         """
         name = next(iter(self.eval_dataset)) if isinstance(self.eval_dataset, dict) else None
+        is_encoder_decoder = getattr(getattr(self.body, "config", None), "is_encoder_decoder", False)
         for inputs in islice(self.get_eval_dataloader(name), self.grow_batches):
-            yield self._prepare_inputs(inputs)
+            batch = self._prepare_inputs(inputs)
+            if is_encoder_decoder and "decoder_input_ids" not in batch:  # made from labels, which `step` takes away
+                made = self.body.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+                batch = {**batch, "decoder_input_ids": made}
+            yield batch
 
     def grow(self) -> StepReport:
         """Measure, decide and change the structure once.
@@ -167,7 +180,7 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
     def _build_accelerator_args(self, **kwargs: Any) -> dict[str, Any]:
         """Return the settings of DDP that Trainer chooses for the host: a body is no `PreTrainedModel`."""
         with self._plain_model() if isinstance(self.model, Body) else nullcontext():
-            return super()._build_accelerator_args(**kwargs)  # type: ignore[no-any-return]
+            return super()._build_accelerator_args(**kwargs)
 
     def _clip_grad_norm(self, _model: Any) -> Tensor:
         """Clip host and seeds separately; return the norm of the host."""

@@ -17,7 +17,7 @@ from transformers import (
 
 import esper
 from esper.kasmina.attention_masks import MaskArgument
-from esper.kasmina.feature_spec import Layout
+from esper.kasmina.blueprints.registry import Layout
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import evaluate
 
@@ -151,6 +151,13 @@ def test_forked_configurations_see_the_mask(kind):
             if not is_on:
                 slot.uproot()
         torch.testing.assert_close(scores.row(config), result(alone, batch).sum(-1), atol=1e-4, rtol=1e-4)
+
+
+def test_fork_points_serve_padded_batches_even_if_the_probe_has_no_padding():
+    """transformers drops a mask that excludes nothing, so the model on the probe would not show that it needs one."""
+    body = planted(grafted("bert", {name: value[:, :2] for name, value in tokens().items()}))
+    evaluate(body, [(tokens(), torch.zeros(4))], lambda output, _: output.logits.sum(-1))
+    assert not body.forking.failure
 
 
 def as_tensor(output):

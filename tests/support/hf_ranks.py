@@ -27,7 +27,8 @@ CASES: dict[str, dict[str, Any]] = {
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True},
     },
     "best": {
-        "save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True, "metric_for_best_model": "loss",
+        "save_strategy": "epoch", "eval_strategy": "epoch", "load_best_model_at_end": True,
+        "metric_for_best_model": "loss",
     },
     "resumed": {"save_strategy": "epoch"},
 }  # fmt: skip

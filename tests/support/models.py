@@ -536,7 +536,7 @@ ZOO: dict[str, Case] = {
     "norm_act": Case(NormActCNN, images, _LAYERS),
     "batch_statistics": Case(BatchStatistics, vectors, _LAYERS, {"layers.0": _NONE, "layers.1": _NONE}),
     "early_exits": Case(EarlyExits, vectors, ("stages.0", "stages.1", "stages.2")),
-    "dataclass": Case(DataclassNet, vectors, ("layers.0", "layers.2"), {"layers.0": _NONE, "layers.2": _NONE}),
+    "dataclass": Case(DataclassNet, vectors, ("layers.0", "layers.2")),
     "gpt2": Case(gpt2, lambda n: {"input_ids": tokens(n)},
                  ("transformer.h.0", "transformer.h.1.mlp", "transformer.h.2"),
                  {"transformer.h.1.mlp": (True, "transformer.h.1")}),

@@ -33,14 +33,14 @@ TINY = [
 
 
 @dataclass(frozen=True)
-class Fate:
+class Outcome:
     """The outcome of a run: everything learnt, and all events in order, per environment."""
 
     learnt: str
     happened: str
 
 
-def fate(run: Path) -> Fate:
+def outcome_of(run: Path) -> Outcome:
     saved = Checkpoints(run / CHECKPOINTS).newest()
     assert saved is not None
     digest = hashlib.sha256(saved.name.encode())
@@ -54,7 +54,7 @@ def fate(run: Path) -> Fate:
     }
     digest.update(repr(timeless(numbers)).encode())
     happened = hashlib.sha256(repr(events(run)).encode())
-    return Fate(digest.hexdigest(), happened.hexdigest())
+    return Outcome(digest.hexdigest(), happened.hexdigest())
 
 
 def events(run: Path) -> list[tuple[int, str, Any]]:

@@ -9,7 +9,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.support.run_outcomes import TINY, esper, fate, finished, is_whole, seconds_per_round, survive
+from tests.support.run_outcomes import TINY, esper, finished, is_whole, outcome_of, seconds_per_round, survive
 
 if __name__ == "__main__":
     kills, seed = int(sys.argv[1]), int(sys.argv[2]) if len(sys.argv) > 2 else 0
@@ -18,6 +18,6 @@ if __name__ == "__main__":
         finished(esper("train", "--out", home / "calm", *TINY, *rounds), timeout=3600)
         pace = seconds_per_round(home / "calm")
         taken = survive(home / "killed", [*TINY, *rounds], kills, seed, pace, lambda text: print(text, flush=True))
-        same, whole = fate(home / "calm") == fate(home / "killed"), is_whole(home / "killed")
+        same, whole = outcome_of(home / "calm") == outcome_of(home / "killed"), is_whole(home / "killed")
         print(f"{taken} kills survived; the same end: {same}; the journal whole: {whole}")
         sys.exit(0 if same and whole else 1)

@@ -34,7 +34,7 @@ from tests.support.models import (
     vectors,
 )
 
-UNFORKABLE = {"sequence_first", "batch_mixer", "batch_statistics", "dataclass"}
+UNFORKABLE = {"sequence_first", "batch_mixer", "batch_statistics"}
 CAUGHT_LATER = {"transposed_token_norm"}
 """Cases whose mixing of samples the graft probe misses and the first real chunk detects."""
 

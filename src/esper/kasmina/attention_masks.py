@@ -7,7 +7,7 @@ An attention seed after a layer uses the mask of that layer, so it attends to no
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -63,17 +63,34 @@ class MaskArgument:
 
 def without_padding(model: nn.Module, probe: Any, samples: int) -> Any:
     """Return a probe of `samples` samples whose padding masks, [B, T], exclude nothing."""
+    return _with_masks(model, probe, samples, lambda mask, excluded: torch.full_like(mask, 1 - excluded))
+
+
+def with_padding(model: nn.Module, probe: Any, samples: int) -> Any:
+    """Return a probe of `samples` samples whose padding masks, [B, T], exclude the last position of a sample.
+
+    transformers replaces a mask that excludes nothing by None, so such a probe would not show what depends on a mask.
+    """
+
+    def padded(mask: Tensor, excluded: int) -> Tensor:
+        changed = mask.clone()
+        changed[0, -1] = excluded
+        return changed
+
+    return _with_masks(model, probe, samples, padded)
+
+
+def _with_masks(model: nn.Module, probe: Any, samples: int, change: Callable[[Tensor, int], Tensor]) -> Any:
+    """Return a probe with changed padding masks. `change` also gets the value that excludes a position."""
+
+    def changed(name: str, value: Any) -> Any:
+        is_mask = name in EXCLUDES and isinstance(value, Tensor) and value.ndim == 2 and len(value) == samples
+        return change(value, int(EXCLUDES[name])) if is_mask else value
+
     if isinstance(probe, Mapping):
-        return {name: _keeping_all(name, value, samples) for name, value in probe.items()}
+        return {name: changed(name, value) for name, value in probe.items()}
     if not isinstance(probe, (tuple, list)):
         return probe
     names = list(inspect.signature(model.forward).parameters)[: len(probe)]
     names += [""] * (len(probe) - len(names))
-    return tuple(_keeping_all(name, value, samples) for name, value in zip(names, probe, strict=True))
-
-
-def _keeping_all(name: str, value: Any, samples: int) -> Any:
-    """Return an argument of a model; if it is a padding mask, one that keeps every position."""
-    if name not in EXCLUDES or not isinstance(value, Tensor) or value.ndim != 2 or len(value) != samples:
-        return value
-    return torch.zeros_like(value) if EXCLUDES[name] else torch.ones_like(value)
+    return tuple(changed(name, value) for name, value in zip(names, probe, strict=True))

@@ -10,10 +10,10 @@ Legend: B samples, R rows after the forks so far, K configurations.
 
 from __future__ import annotations
 
-import dataclasses
+import copy
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -239,7 +239,7 @@ def as_arguments(batch: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
 def leaves_of(output: Any) -> list[Any]:
     """Return all leaves of an output, including those in dataclasses that pytree does not flatten."""
     leaves = pytree.tree_leaves(output)
-    return [y for x in leaves for y in (leaves_of(vars(x)) if dataclasses.is_dataclass(x) else [x])]
+    return [y for x in leaves for y in (leaves_of(vars(x)) if is_dataclass(x) else [x])]
 
 
 def same(a: Any, b: Any, tolerance: float = 1e-3) -> bool:
@@ -262,6 +262,11 @@ def take_row(output: Any, rows: dict[int, int], batch: int) -> Any:
     """Return one row of every tensor in an output. `rows` maps a tensor's number of samples to its row."""
 
     def cut(x: Any) -> Any:
+        if is_dataclass(x):  # pytree treats it as a leaf
+            changed = copy.copy(x)
+            for each in fields(x):
+                object.__setattr__(changed, each.name, take_row(getattr(x, each.name), rows, batch))
+            return changed
         if not isinstance(x, Tensor):
             return x
         row = rows.get(x.shape[0]) if x.ndim else None

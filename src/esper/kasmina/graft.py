@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from esper.kasmina.attention_masks import EXCLUDES
+from esper.kasmina.attention_masks import EXCLUDES, with_padding
 from esper.kasmina.blueprints.registry import SPATIAL, FeatureSpec, Layout
 from esper.kasmina.body import Body
 from esper.kasmina.causality import TokenSite, looking_ahead
@@ -103,7 +103,7 @@ def graft(
     ]
     body = Body(model, slots, probe)
     body.forking.arguments[""] = form
-    body.forking.find_points(probe)
+    body.forking.find_points(with_padding(model, probe, PROBE_SAMPLES))
     _warn_of_unseen_padding(body, probe)
     return body
 

@@ -21,7 +21,7 @@ from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
 from esper.simic.training.distributed import ProcessGroup
 from tests.support import ROOT
-from tests.support.run_outcomes import TINY, esper, events, fate, finished, is_whole, newest
+from tests.support.run_outcomes import TINY, esper, events, finished, is_whole, newest, outcome_of
 
 HOSTS = [
     "--task", "digits", "--rounds", "2", "--envs", "5", "--epochs", "12", "--set", "worlds=4",
@@ -59,11 +59,11 @@ def talk(rank: int, file: str, out: str) -> None:
     flags = torch.zeros(2, 7, dtype=torch.bool)
     flags[1, group.share(7)] = True
     group.gather([field, flags])
-    told = group.broadcast({"path": "ä", "n": [1, 2]} if group.leads else None)
+    message = group.broadcast({"path": "ä", "n": [1, 2]} if group.leads else None)
     same = same_or_not(group, b"x" * 32)
     other = same_or_not(group, bytes([rank]) * 32)
-    said = [field.view(torch.int32).tolist(), flags.tolist(), told, group.gather_ints(rank * 10), same, other]
-    Path(out).write_text(repr(said))
+    results = [field.view(torch.int32).tolist(), flags.tolist(), message, group.gather_ints(rank * 10), same, other]
+    Path(out).write_text(repr(results))
     group.leave()
 
 
@@ -83,12 +83,12 @@ def test_ranks_receive_every_bit_of_each_other(tmp_path: Path) -> None:
     calls = [f"{code}({rank}, {meet!r}, {str(tmp_path / str(rank))!r})" for rank in range(3)]
     started = [subprocess.Popen([sys.executable, "-c", call]) for call in calls]
     assert [p.wait(120) for p in started] == [0, 0, 0]
-    field, flags, told, each, same, other = eval((tmp_path / "0").read_text(), {})
+    field, flags, message, each, same, other = eval((tmp_path / "0").read_text(), {})
     assert all((tmp_path / str(rank)).read_text() == (tmp_path / "0").read_text() for rank in (1, 2))
     bits = torch.tensor([[1.0] * 3 + [-0.0] * 2 + [3.0] * 2, [1.0] * 3 + [float("inf")] * 2 + [3.0] * 2])
     assert field == bits.view(torch.int32).tolist()
     assert flags == [[False] * 7, [True] * 7]
-    assert told == {"path": "ä", "n": [1, 2]}
+    assert message == {"path": "ä", "n": [1, 2]}
     assert each == [0, 10, 20]
     assert same == "agreed"
     assert re.search("these bytes differ between rank 0 and rank 1, 2", other)
@@ -129,10 +129,10 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.slow
 @pytest.mark.parametrize("workers", [2, 4])
 def test_run_is_the_same_for_any_number_of_workers(workers: int, alone: Path, tmp_path: Path) -> None:
-    said = finished(esper("train", "--out", tmp_path / "run", "--workers", str(workers), *TINY, *ROUNDS))
-    assert "Learning" in said
-    assert "Traceback" not in said
-    assert fate(tmp_path / "run") == fate(alone)
+    output = finished(esper("train", "--out", tmp_path / "run", "--workers", str(workers), *TINY, *ROUNDS))
+    assert "Learning" in output
+    assert "Traceback" not in output
+    assert outcome_of(tmp_path / "run") == outcome_of(alone)
     assert {p.name[:5] for p in (tmp_path / "run" / "events").iterdir()} == {f"rank{r}" for r in range(workers)}
     assert is_whole(tmp_path / "run")
 
@@ -144,7 +144,7 @@ def test_real_hosts_are_the_same_for_three_ranks_under_torchrun(tmp_path: Path) 
                "train", "--out", str(tmp_path / "three"), *HOSTS]  # fmt: skip
     subprocess.run(command, check=True, timeout=300, capture_output=True)
     assert events(tmp_path / "three") == events(tmp_path / "one")
-    assert fate(tmp_path / "three") == fate(tmp_path / "one")
+    assert outcome_of(tmp_path / "three") == outcome_of(tmp_path / "one")
 
 
 def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
@@ -168,9 +168,9 @@ def test_process_group_still_starting_ends_when_one_rank_does(ends: str, code: i
         worker.kill()
     else:
         process.send_signal(signal.SIGKILL if ends == "leader" else signal.SIGTERM)
-    said = finished(process, code, timeout=60)
+    output = finished(process, code, timeout=60)
     if ends == "worker":
-        assert "worker 1 of 2 ended (signal 9)" in said
+        assert "worker 1 of 2 ended (signal 9)" in output
     assert psutil.wait_procs([worker], timeout=30)[1] == []
     assert not (tmp_path / "run").exists()
     if ends != "leader":
@@ -199,14 +199,14 @@ def test_killed_rank_ends_the_run_and_it_resumes_with_another_number(tmp_path: P
     until(process, lambda: newest(run) >= "round-000002")
     victim = psutil.Process(process.pid).children()[1]
     victim.kill()
-    said = finished(process, code=3)
-    assert re.search(r"esper: worker [12] of 3 ended \(.*--resume", said, re.S), said
-    assert "Traceback" not in said
+    output = finished(process, code=3)
+    assert re.search(r"esper: worker [12] of 3 ended \(.*--resume", output, re.S), output
+    assert "Traceback" not in output
     assert not psutil.pid_exists(victim.pid)
     assert read_manifest(run)["status"] == "failed"
     finished(esper("train", "--resume", run, "--workers", "2", "--no-compare"))
     finished(esper("train", "--out", tmp_path / "calm", *TINY, *rounds))
-    assert fate(run) == fate(tmp_path / "calm")
+    assert outcome_of(run) == outcome_of(tmp_path / "calm")
     assert is_whole(run)
 
 

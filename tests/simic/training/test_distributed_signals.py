@@ -60,11 +60,11 @@ def test_rank_waiting_for_another_obeys_the_first_signal(number: int, code: int,
         worker.suspend()
         stand_still(tmp_path / "run")
         process.send_signal(number)
-        said = finished(process, code, timeout=60)
+        output = finished(process, code, timeout=60)
     finally:
         end(process)
-    assert f"Resume with: esper train --resume {tmp_path / 'run'}" in said.replace("\n", "")
-    assert "Traceback" not in said
+    assert f"Resume with: esper train --resume {tmp_path / 'run'}" in output.replace("\n", "")
+    assert "Traceback" not in output
     assert read_manifest(tmp_path / "run")["status"] == "interrupted"
     assert not worker.is_running()
 
@@ -74,14 +74,14 @@ def test_stopped_worker_ends_the_run_resumably(tmp_path: Path) -> None:
     process, worker = waiting(tmp_path / "run", "6")
     try:
         worker.suspend()
-        said = finished(process, 3, timeout=60)
+        output = finished(process, 3, timeout=60)
     finally:
         end(process)
-    assert "rank 1 has not answered for 6 s" in said
-    assert f"The last checkpoint is {newest(tmp_path / 'run')}. Resume with: esper train --resume" in said.replace(
+    assert "rank 1 has not answered for 6 s" in output
+    assert f"The last checkpoint is {newest(tmp_path / 'run')}. Resume with: esper train --resume" in output.replace(
         "\n", " "
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in output
     assert read_manifest(tmp_path / "run")["status"] == "failed"
     assert not worker.is_running()
 
@@ -93,12 +93,12 @@ def test_stopped_leading_rank_ends_the_others_and_itself_when_continued(tmp_path
         process.send_signal(signal.SIGSTOP)
         wait_for_end(worker)
         process.send_signal(signal.SIGCONT)
-        said = finished(process, 3, timeout=60)
+        output = finished(process, 3, timeout=60)
     finally:
         end(process)
-    assert "rank 0 has not answered for 6 s" in said
-    assert "after rank 0 has ended" in said.replace("\n", " ")
-    assert "worker 1 of 2 ended" in said
+    assert "rank 0 has not answered for 6 s" in output
+    assert "after rank 0 has ended" in output.replace("\n", " ")
+    assert "worker 1 of 2 ended" in output
     assert read_manifest(tmp_path / "run")["status"] == "failed"
 
 

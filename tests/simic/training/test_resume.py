@@ -35,7 +35,7 @@ from esper.simic.training.training_state import TrainingState
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tolaria.best_host import GrownHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
-from tests.support.run_outcomes import Fate, fate, is_whole
+from tests.support.run_outcomes import Outcome, is_whole, outcome_of
 
 SIM = load_config(
     sets=["simulated=true", "rounds=4", "envs=5", "worlds=8", "epochs=15", "ppo.groups=2", "network.width=16",
@@ -91,21 +91,21 @@ def go_on(config: TrainConfig, run: Path, **kwargs: Any) -> None:
 
 
 @pytest.fixture(scope="module")
-def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Fate]:
+def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Outcome]:
     """Return the outcomes of the uninterrupted runs."""
     home = tmp_path_factory.mktemp("calm")
     for name, config in (("sim", SIM), ("hosts", HOSTS)):
         start(config, home / name)
         assert is_whole(home / name)
-    return {name: fate(home / name) for name in ("sim", "hosts")}
+    return {name: outcome_of(home / name) for name in ("sim", "hosts")}
 
 
 @pytest.mark.parametrize("calls", [1, 2, 15, 16, 17, 31, 44, 60])
-def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[str, Fate], tmp_path: Path) -> None:
+def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[str, Outcome], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(calls))
     go_on(SIM, tmp_path / "run")
-    assert fate(tmp_path / "run") == calm["sim"]
+    assert outcome_of(tmp_path / "run") == calm["sim"]
     assert is_whole(tmp_path / "run")
 
 
@@ -115,7 +115,7 @@ def test_run_interrupted_at_any_step_ends_bit_identical(calls: int, calm: dict[s
      (Checkpoints, "write", 4), (TrainingState, "state_dict", 3)],
 )  # fmt: skip
 def test_interruption_in_an_update_or_checkpoint_changes_nothing(
-    where: type, name: str, calls: int, calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    where: type, name: str, calls: int, calm: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, countdown = getattr(where, name), Countdown(calls)
 
@@ -128,23 +128,23 @@ def test_interruption_in_an_update_or_checkpoint_changes_nothing(
         start(SIM, tmp_path / "run")
     monkeypatch.undo()
     go_on(SIM, tmp_path / "run")
-    assert fate(tmp_path / "run") == calm["sim"]
+    assert outcome_of(tmp_path / "run") == calm["sim"]
     assert is_whole(tmp_path / "run")
 
 
-def test_run_interrupted_in_every_round_ends_bit_identical(calm: dict[str, Fate], tmp_path: Path) -> None:
+def test_run_interrupted_in_every_round_ends_bit_identical(calm: dict[str, Outcome], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(9))
     for calls in (3, 18, 30, 22):
         with pytest.raises(Interrupted):
             go_on(SIM, tmp_path / "run", poll=Countdown(calls))
     go_on(SIM, tmp_path / "run")
-    assert fate(tmp_path / "run") == calm["sim"]
+    assert outcome_of(tmp_path / "run") == calm["sim"]
     assert is_whole(tmp_path / "run")
 
 
 def test_run_of_real_hosts_resumes_bit_for_bit_from_step_and_baseline(
-    calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calm: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(NoGrowthBaselines, "_write", Countdown(2))
     with pytest.raises(Interrupted):
@@ -153,7 +153,7 @@ def test_run_of_real_hosts_resumes_bit_for_bit_from_step_and_baseline(
     with pytest.raises(Interrupted):
         go_on(HOSTS, tmp_path / "run", poll=Countdown(20))
     go_on(HOSTS, tmp_path / "run")
-    assert fate(tmp_path / "run") == calm["hosts"]
+    assert outcome_of(tmp_path / "run") == calm["hosts"]
     assert is_whole(tmp_path / "run")
 
 
@@ -167,7 +167,7 @@ def test_run_can_be_extended_to_more_rounds(tmp_path: Path) -> None:
     start(more, tmp_path / "more")
     start(less, tmp_path / "less")
     go_on(more, tmp_path / "less")
-    assert fate(tmp_path / "less") == fate(tmp_path / "more")
+    assert outcome_of(tmp_path / "less") == outcome_of(tmp_path / "more")
 
 
 def damaged(saved: Saved) -> None:
@@ -175,7 +175,7 @@ def damaged(saved: Saved) -> None:
         file.write_bytes(file.read_bytes()[:-1] + b"?")
 
 
-def test_damaged_checkpoint_is_named_and_the_previous_one_used(calm: dict[str, Fate], tmp_path: Path) -> None:
+def test_damaged_checkpoint_is_named_and_the_previous_one_used(calm: dict[str, Outcome], tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(50))
     last = newest(tmp_path / "run")
@@ -183,12 +183,12 @@ def test_damaged_checkpoint_is_named_and_the_previous_one_used(calm: dict[str, F
     with pytest.warns(UserWarning, match=last.name):
         go_on(SIM, tmp_path / "run")
     with pytest.warns(UserWarning, match=last.name):
-        assert fate(tmp_path / "run") == calm["sim"]
+        assert outcome_of(tmp_path / "run") == calm["sim"]
     assert is_whole(tmp_path / "run")
 
 
 def test_full_disk_skips_checkpoints_and_the_run_continues(
-    calm: dict[str, Fate], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    calm: dict[str, Outcome], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     real, writes = Checkpoints.write, iter([False, True, True, False, False])
 
@@ -201,7 +201,7 @@ def test_full_disk_skips_checkpoints_and_the_run_continues(
     with pytest.warns(UserWarning, match="No space left") as told:
         start(SIM, tmp_path / "run")
     assert len([w for w in told if "No space left" in str(w.message)]) == 2
-    assert fate(tmp_path / "run") == calm["sim"]
+    assert outcome_of(tmp_path / "run") == calm["sim"]
     assert Checkpoints(tmp_path / "run" / CHECKPOINTS).names() == ["round-000000", "round-000003", "round-000004"]
 
 
@@ -234,7 +234,7 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
     policy.unlink()
     _, told = last_checkpoint(tmp_path / "run", None)
     go_on(told, tmp_path / "run")
-    assert fate(tmp_path / "run") == fate(tmp_path / "calm")
+    assert outcome_of(tmp_path / "run") == outcome_of(tmp_path / "calm")
 
 
 def test_other_data_than_at_the_start_are_refused(tmp_path: Path) -> None:
@@ -433,7 +433,7 @@ def test_stop_saves_the_last_complete_round_without_a_due_checkpoint(tmp_path: P
     assert run_metadata(newest(tmp_path / "run"))["done"] == 5
     start(rare, tmp_path / "calm")
     go_on(rare, tmp_path / "run")
-    assert fate(tmp_path / "run") == fate(tmp_path / "calm")
+    assert outcome_of(tmp_path / "run") == outcome_of(tmp_path / "calm")
     assert is_whole(tmp_path / "run")
 
 
@@ -449,7 +449,7 @@ def test_incomplete_journal_is_reported_on_resume(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", [None, b'{"status":'])
 def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
-    content: bytes | None, calm: dict[str, Fate], tmp_path: Path
+    content: bytes | None, calm: dict[str, Outcome], tmp_path: Path
 ) -> None:
     with pytest.raises(Interrupted):
         start(SIM, tmp_path / "run", poll=Countdown(20))
@@ -461,7 +461,7 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
         saved, config = last_checkpoint(tmp_path / "run", None)
     assert (config, saved.name) == (SIM, "round-000001")
     go_on(SIM, tmp_path / "run")
-    assert fate(tmp_path / "run") == calm["sim"]
+    assert outcome_of(tmp_path / "run") == calm["sim"]
 
 
 def test_run_with_a_failed_update_saves_every_round(tmp_path: Path) -> None:

@@ -82,11 +82,20 @@ class Swapped(nn.Module):
     def __init__(self, module: nn.Module, axes: tuple[int, int]) -> None:
         super().__init__()
         self.module, self.axes = module, axes
-        self.takes_mask = getattr(module, "takes_mask", False)
 
-    def forward(self, h: Tensor, *mask: Tensor) -> Tensor:
+    def forward(self, h: Tensor) -> Tensor:
         """Return the module's output with the axes of the features."""
-        return self.module(h.transpose(*self.axes), *mask).transpose(*self.axes)
+        return self.module(h.transpose(*self.axes)).transpose(*self.axes)
+
+
+class MaskedSwapped(Swapped):
+    """The same for a module that takes the mask of its host module."""
+
+    takes_mask = True
+
+    def forward(self, h: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return the module's output with the axes of the features."""
+        return self.module(h.transpose(*self.axes), mask).transpose(*self.axes)
 
 
 class Noop(nn.Module):
@@ -99,7 +108,9 @@ class Noop(nn.Module):
 
 def fitted(module: nn.Module, site: FeatureSpec) -> nn.Module:
     """Return a module for the layout of a site as one for the axes of its features."""
-    return module if site.swapped is None or isinstance(module, Noop) else Swapped(module, site.swapped)
+    if site.swapped is None or isinstance(module, Noop):
+        return module
+    return (MaskedSwapped if getattr(module, "takes_mask", False) else Swapped)(module, site.swapped)
 
 
 def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[Factory], Factory]:
