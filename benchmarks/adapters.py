@@ -72,7 +72,7 @@ def plain_loop(size: Size, growing: bool) -> Callable[[], None]:
     """Return the training of a loop of one's own."""
     model: Any = make_body(size) if growing else make_model(size)
     optimizer = torch.optim.AdamW(model.parameters())
-    grower = esper.Grower(model, optimizer, quality="next_token_accuracy") if growing else None
+    grower = esper.Grower(model, optimizer, quality="next_token_accuracy", controller="none") if growing else None
     train, val = size.tokens(size.steps).split(size.batch), size.tokens(size.val_batches).split(size.batch)
 
     def run() -> None:
@@ -135,7 +135,7 @@ def lightning(size: Size, growing: bool) -> Callable[[], None]:
         def configure_optimizers(self) -> Any:
             optimizer = torch.optim.AdamW(self.body.parameters())
             if growing:
-                self.grower = esper.Grower(self.body, optimizer, quality="next_token_accuracy")
+                self.grower = esper.Grower(self.body, optimizer, quality="next_token_accuracy", controller="none")
             return optimizer
 
     growth = GrowthCallback(batches=size.val_batches, unpack=lambda ids: {"input_ids": ids, "labels": ids})

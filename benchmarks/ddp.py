@@ -63,7 +63,7 @@ def growing_loop(x: Tensor, y: Tensor) -> Callable[[], None]:
     body = esper.graft(make_model(), at=["0", "1", "2"], probe=x[:4])
     ddp = DistributedDataParallel(body)
     optimizer = torch.optim.AdamW(body.parameters())
-    grower = esper.Grower(body, optimizer)
+    grower = esper.Grower(body, optimizer, controller="none")
 
     def run() -> None:
         epoch(ddp, optimizer, x, y)

@@ -25,7 +25,11 @@ def small_model() -> nn.Sequential:
 def grafted(**options) -> tuple[esper.Body, torch.optim.Optimizer, esper.Grower]:
     body = esper.graft(small_model(), at=["1", "3"], probe=torch.randn(4, 6))
     optimizer = torch.optim.SGD(body.parameters(), lr=0.05, momentum=0.9)
-    return body, optimizer, esper.Grower(body, optimizer, gradient_telemetry_stride=1, **options)
+    return (
+        body,
+        optimizer,
+        esper.Grower(body, optimizer, gradient_telemetry_stride=1, **{"controller": "none", **options}),
+    )
 
 
 def epoch(body, optimizer, grower, seed: int) -> None:
@@ -95,8 +99,10 @@ def test_causal_language_model_is_not_scored_on_its_own_inputs():
     tokens = torch.randint(0, 10, (6, 5))
     body = esper.graft(TinyForCausalLM(), at=["mix"], probe={"input_ids": tokens})
     with pytest.raises(ConfigError, match="next_token_accuracy"):
-        esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1))
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), quality="next_token_accuracy")
+        esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), controller="none")
+    grower = esper.Grower(
+        body, torch.optim.SGD(body.parameters(), lr=0.1), quality="next_token_accuracy", controller="none"
+    )
     report = grower.step([{"input_ids": tokens, "labels": tokens}])
     answer = body(tokens)["logits"][:, :-1].argmax(-1)
     assert report.quality == pytest.approx((answer == tokens[:, 1:]).float().mean().item())
@@ -128,7 +134,9 @@ def test_seed_without_shadow_pass_raises_a_warning():
 
 def test_quality_must_be_one_score_per_sample():
     body, _, _ = grafted()
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), quality=lambda out, y: out)
+    grower = esper.Grower(
+        body, torch.optim.SGD(body.parameters(), lr=0.1), quality=lambda out, y: out, controller="none"
+    )
     with pytest.raises(ConfigError, match="one score per sample"):
         grower.step([(torch.randn(8, 6), torch.zeros(8))])
 
@@ -200,7 +208,7 @@ def zero_linear(dim: int) -> nn.Module:
 def two_widths(**options) -> esper.Grower:
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 6), nn.ReLU(), nn.Linear(6, 3))
     body = esper.graft(model, at=["1", "3"], probe=torch.randn(4, 6))
-    return esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.05), **options)
+    return esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.05), **{"controller": "none", **options})
 
 
 def test_raising_blueprint_is_named_when_the_grower_is_built(own_blueprint):
@@ -268,7 +276,7 @@ def test_actions_of_a_wrong_shape_are_named():
 def test_rules_must_be_rules():
     body = esper.graft(small_model(), at=["1"], probe=torch.randn(4, 6))
     with pytest.raises(ConfigError, match="rules must be"):
-        esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), rules={"max_seeds": 1})
+        esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), rules={"max_seeds": 1}, controller="none")
 
 
 # -- a body in a file

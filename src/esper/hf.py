@@ -87,7 +87,7 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
 
     Args:
         *args: Arguments of the Trainer.
-        growth: Keyword arguments of `esper.Grower`: quality, rules, …; the default controller is "schedule".
+        growth: Keyword arguments of `esper.Grower`: controller, quality, rules, ….
         grow_every: "epoch", or the number of optimiser steps between two calls of `grower.step`.
         grow_batches: Number of batches of the evaluation set on which seeds are measured; None is all of them.
         **kwargs: Further arguments of the Trainer.
@@ -110,7 +110,7 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
         **kwargs: Any,
     ) -> None:
         self.grower: Grower | None = None
-        self.growth = {"controller": "schedule", **(growth or {})}
+        self.growth = dict(growth or {})
         self.grow_every = checked_interval(grow_every)
         self.grow_batches = grow_batches
         super().__init__(*args, **kwargs)

@@ -54,7 +54,7 @@ def test_convolutions_gain_most_where_the_host_sees_single_pixels():
 
 def test_a_plan_can_be_planted():
     body = make_body()
-    grower = esper.Grower(body, torch.optim.AdamW(body.parameters(), lr=1e-2))
+    grower = esper.Grower(body, torch.optim.AdamW(body.parameters(), lr=1e-2), controller="none")
     for slot, blueprint in (
         Audition((Trial("1", "conv_light", 0.2, 9, 9), Trial("3", "norm", 0.2, 9, 9)), 0.1).plan().items()
     ):
@@ -80,7 +80,7 @@ def test_trials_are_paired_and_the_random_state_is_kept():
 
 def test_a_slot_that_holds_a_seed_is_not_tried():
     body = make_body()
-    esper.Grower(body, torch.optim.AdamW(body.parameters(), lr=1e-2)).germinate("1", "norm")
+    esper.Grower(body, torch.optim.AdamW(body.parameters(), lr=1e-2), controller="none").germinate("1", "norm")
     found = esper.audition(body, lambda copy: float(len(list(copy.parameters()))), blueprints=["norm", "conv_light"])
     assert {trial.slot for trial in found.trials} == {"3"}
 

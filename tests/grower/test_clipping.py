@@ -14,7 +14,9 @@ def run(clip, *, rules=EASY, incubation="straight_through", steps=8, scale=1.0):
     """Train with a seed in "first" and return the messages of warnings about clipping."""
     body = make_body()
     optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
-    grower = esper.Grower(body, optimizer, rules=rules, incubation=incubation, gradient_telemetry_stride=2)
+    grower = esper.Grower(
+        body, optimizer, rules=rules, incubation=incubation, gradient_telemetry_stride=2, controller="none"
+    )
     grower.germinate("first", "conv_light")
     if rules is EASY:
         grower.advance("first")
@@ -68,7 +70,7 @@ def test_joint_clipping_changes_the_host_and_separate_clipping_does_not():
     def host_after(clip, *, planted):
         body = make_body()
         optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
-        grower = esper.Grower(body, optimizer, rules=EASY, gradient_telemetry_stride=100)
+        grower = esper.Grower(body, optimizer, rules=EASY, gradient_telemetry_stride=100, controller="none")
         if planted:
             grower.germinate("first", "conv_light")
             grower.advance("first")
@@ -87,7 +89,7 @@ def test_joint_clipping_changes_the_host_and_separate_clipping_does_not():
 
 def test_clip_grad_norm_returns_the_norm_of_the_host():
     body = make_body()
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1))
+    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), controller="none")
     x, y = batch(0)
     nn.functional.cross_entropy(body(x), y).backward()
     expected = nn.utils.get_total_norm([p.grad for p in body.parameters()])

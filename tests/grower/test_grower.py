@@ -40,7 +40,8 @@ BY_HAND = esper.Rules(
 
 def make_grower(rules: esper.Rules = EASY, lr: float = 0.05, **options: Any) -> Grower:
     body = make_body()
-    return Grower(body, optim.SGD(body.parameters(), lr=lr, momentum=0.9), rules=rules, **options)
+    given = {"controller": "none", **options}
+    return Grower(body, optim.SGD(body.parameters(), lr=lr, momentum=0.9), rules=rules, **given)
 
 
 def train(grower: Grower, epoch: int = 0, batches: int = 4) -> None:
@@ -176,7 +177,7 @@ def no_growth(kind: str, epochs: int, between: Callable[[Grower, int], None], in
         optimizer = optim.AdamW(body.parameters(), lr=0.01, foreach=True, amsgrad=True)
     else:
         optimizer = optim.Adafactor(body.parameters(), lr=0.01)
-    grower = Grower(body, optimizer, rules=EASY, incubation=incubation, lr=0.03)
+    grower = Grower(body, optimizer, rules=EASY, incubation=incubation, lr=0.03, controller="none")
     scheduler = optim.lr_scheduler.CosineAnnealingLR(optimizer, epochs)
     torch.manual_seed(7)  # dropout
     for epoch in range(epochs):
@@ -453,7 +454,7 @@ def test_invalid_setting_is_refused(act, text):
 def test_second_grower_on_the_optimiser_is_refused():
     grower = make_grower()
     with pytest.raises(OptimizerError, match="one optimiser serves one grower"):
-        Grower(grower.body, grower.optimizer)
+        Grower(grower.body, grower.optimizer, controller="none")
 
 
 # -- measuring
@@ -502,7 +503,7 @@ def test_batches_may_be_mappings_with_labels_and_outputs_too(quality):
     torch.manual_seed(0)
     x, shift, y = torch.randn(12, 4), torch.randn(12, 4), torch.randint(3, (12,))
     body = esper.graft(Pair(), at="one", probe={"x": x, "shift": shift})
-    grower = Grower(body, optim.SGD(body.parameters(), lr=0.1), quality=quality, rules=EASY)
+    grower = Grower(body, optim.SGD(body.parameters(), lr=0.1), quality=quality, rules=EASY, controller="none")
     bring(grower, "one", SeedStage.HOLDING, "mlp_small")
     report = grower.step([{"x": x, "shift": shift, "labels": y}])
     score = {"accuracy": accuracy, "log_probability": log_probability}[quality]
@@ -636,7 +637,9 @@ def test_gradient_scaler_leaves_the_run_and_its_statistics_unscaled(fused, unsca
     def run(scaler: torch.amp.GradScaler) -> tuple[list[torch.Tensor], np.ndarray]:
         body = make_body()
         optimizer = optim.SGD(body.parameters(), lr=0.05, momentum=0.9, fused=fused)
-        grower = Grower(body, optimizer, rules=EASY, incubation="shadow", gradient_telemetry_stride=1)
+        grower = Grower(
+            body, optimizer, rules=EASY, incubation="shadow", gradient_telemetry_stride=1, controller="none"
+        )
         bring(grower, "first", SeedStage.TRAINING)
         torch.manual_seed(3)
         for i in range(3):
@@ -661,7 +664,7 @@ def test_gradient_scaler_leaves_the_run_and_its_statistics_unscaled(fused, unsca
 
 def test_named_parameters_keep_their_names_through_growth():
     body = make_body()
-    grower = Grower(body, optim.AdamW(body.named_parameters()), rules=EASY)
+    grower = Grower(body, optim.AdamW(body.named_parameters()), rules=EASY, controller="none")
     bring(grower, "first", SeedStage.FOSSILIZED)
     bring(grower, "second", SeedStage.TRAINING, "norm")
     host, seeds = (group["param_names"] for group in grower.optimizer.param_groups)
@@ -673,7 +676,7 @@ def test_seed_options_apply_to_their_own_parameter_group():
     grower = make_grower(lr=0.1)
     assert grower.optimizer.param_groups[-1]["lr"] == 0.1
     body = make_body()
-    Grower(body, (optimizer := optim.SGD(body.parameters(), lr=0.1)), lr=0.01, momentum=0.5)
+    Grower(body, (optimizer := optim.SGD(body.parameters(), lr=0.1)), lr=0.01, momentum=0.5, controller="none")
     assert [(g["lr"], g["momentum"]) for g in optimizer.param_groups] == [(0.1, 0), (0.01, 0.5)]
 
 
@@ -706,7 +709,9 @@ def test_grown_body_is_adopted_before_or_after_loading(when):
     if when == "before":
         body = make_body()
         body.load_state_dict(state)
-        grower = Grower(body, optim.SGD(body.parameters(), lr=0.05, momentum=0.9), rules=EASY, lr=0.01)
+        grower = Grower(
+            body, optim.SGD(body.parameters(), lr=0.05, momentum=0.9), rules=EASY, lr=0.01, controller="none"
+        )
     else:
         grower = make_grower()
         bring(grower, "second", SeedStage.TRAINING, "norm")  # replaced by the loaded state

@@ -63,7 +63,7 @@ def test_shadow_pass_does_nothing_with_open_birth():
     def weights(shadow: bool) -> list[torch.Tensor]:
         body = make_body()
         optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
-        grower = esper.Grower(body, optimizer, incubation="shadow")
+        grower = esper.Grower(body, optimizer, incubation="shadow", controller="none")
         grower.germinate("first", "conv_light")
         for i in range(3):
             x, y = batch(i)
@@ -128,5 +128,7 @@ def test_planting_later_than_the_mixing_time_before_the_horizon_warns(controller
 
 def test_planting_before_the_first_epoch_does_not_warn():
     body = make_body()
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), rules=OPEN, horizon=1, mixing_steps=12)
+    grower = esper.Grower(
+        body, torch.optim.SGD(body.parameters(), lr=0.1), rules=OPEN, horizon=1, mixing_steps=12, controller="none"
+    )
     grower.germinate("first", "conv_light")

@@ -32,7 +32,7 @@ def classes(high: int, *shape: int, seed: int = 0) -> torch.Tensor:
 
 def grower_of(model: nn.Module, at: str, probe: torch.Tensor, **options) -> esper.Grower:
     body = esper.graft(model, at=[at], probe=probe)
-    return esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), **options)
+    return esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), **{"controller": "none", **options})
 
 
 def vector_grower(outputs: int = 3, **options) -> esper.Grower:

@@ -254,7 +254,7 @@ def different_calls(rank: int) -> list[str]:
 def different_rng_seeds(rank: int) -> list[str]:
     body = make_body()
     DDP(body)
-    grower = esper.Grower(body, torch.optim.Adam(body.parameters()), rng_seed=rank)
+    grower = esper.Grower(body, torch.optim.Adam(body.parameters()), rng_seed=rank, controller="none")
     return [error_of(lambda: grower.germinate("first", "lora"))]
 
 
@@ -369,7 +369,7 @@ def mixed_precision(rank: int) -> list[str]:
         fully_shard(block, mp_policy=policy)
     fully_shard(body.model, mp_policy=policy)
     optimizer = torch.optim.Adam(body.parameters(), lr=0.01)
-    grower = esper.Grower(body, optimizer, rules=esper.Rules(one_at_a_time=False))
+    grower = esper.Grower(body, optimizer, rules=esper.Rules(one_at_a_time=False), controller="none")
     grower.germinate("first", "lora")
     grower.germinate("second", "lora", style="GATED_GATE")
     for number in range(2):

@@ -273,7 +273,13 @@ def maker(kind: str = "sgd", host: str = "cnn", **options: Any) -> Make:
     def make() -> tuple[Grower, Any, Data]:
         body, data = HOSTS[host]()
         optimizer = optimizer_of(kind, body)
-        given = {"rules": EASY, "gradient_telemetry_stride": 3, "telemetry": EventList(), **options}
+        given = {
+            "controller": "none",
+            "rules": EASY,
+            "gradient_telemetry_stride": 3,
+            "telemetry": EventList(),
+            **options,
+        }
         grower = Grower(body, optimizer, **given)
         return grower, optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS), data
 
@@ -593,7 +599,7 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_mismatching_save_is_refused_with_nothing_changed(case, fresh, saved):
     build, optimiser, text = MISFITS[case]
     body = build()
-    grower = Grower(body, optimiser(body), rules=EASY, gradient_telemetry_stride=3)
+    grower = Grower(body, optimiser(body), rules=EASY, gradient_telemetry_stride=3, controller="none")
     if not fresh:
         dtype = next(body.parameters()).dtype
         grower.germinate("first" if "first" in body.slots else "0", "norm")
@@ -827,7 +833,7 @@ def test_gradients_are_saved_and_none_take_no_space(tmp_path):
 def test_sparse_gradient_is_refused_with_a_remedy(tmp_path):
     model = nn.Sequential(nn.Embedding(5, 4, sparse=True), nn.Flatten(), nn.Linear(8, 8), nn.Linear(8, 3))
     body = esper.graft(model, at=["2"], probe=torch.zeros(3, 2, dtype=torch.long))
-    grower = Grower(body, optim.SGD(body.parameters(), lr=0.1))
+    grower = Grower(body, optim.SGD(body.parameters(), lr=0.1), controller="none")
     body(torch.zeros(3, 2, dtype=torch.long)).sum().backward()
     with pytest.raises(CheckpointError, match=r"gradient of 'model.0.weight' is sparse.*zero_grad"):
         grower.save(tmp_path)
@@ -870,7 +876,11 @@ def test_parameters_find_their_state_by_name_in_any_order(saved):
     again.load(saved)
     body = make_body()
     turned = Grower(
-        body, optim.SGD(list(body.parameters())[::-1], lr=0.05, momentum=0.9), rules=EASY, gradient_telemetry_stride=3
+        body,
+        optim.SGD(list(body.parameters())[::-1], lr=0.05, momentum=0.9),
+        rules=EASY,
+        gradient_telemetry_stride=3,
+        controller="none",
     )
     turned.load(saved)
     assert everything(turned) == everything(again.grower)
@@ -879,7 +889,7 @@ def test_parameters_find_their_state_by_name_in_any_order(saved):
 def test_parameters_outside_the_body_keep_their_state(tmp_path):
     def make() -> tuple[Grower, nn.Parameter]:
         body, own = make_body(), nn.Parameter(torch.ones(3))
-        return Grower(body, optim.AdamW([*body.parameters(), own]), rules=EASY), own
+        return Grower(body, optim.AdamW([*body.parameters(), own]), rules=EASY, controller="none"), own
 
     grower, own = make()
     grower.germinate("first", "norm")
@@ -948,7 +958,9 @@ def trained_grower(batches: int) -> Grower:
     """Return a grower after some batches with a seed of each kind of growth: blending, and with a gate."""
     sow()
     body = make_body()
-    grower = Grower(body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False))
+    grower = Grower(
+        body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False), controller="none"
+    )
     grower.germinate("first", "conv_light")
     grower.germinate("second", "norm", style="GATED_GATE")
     train_on(grower, range(batches))
@@ -973,7 +985,9 @@ def test_state_dict_and_body_state_resume_bit_exactly(tmp_path):
     disturb()
     saved = torch.load(tmp_path / "checkpoint.pt", weights_only=True)  # no pickled class
     body = make_body()
-    again = Grower(body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False))
+    again = Grower(
+        body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False), controller="none"
+    )
     body.load_state_dict(saved["body"])
     again.load_state_dict(saved["grower"])
     train_on(again, range(3, 6))
@@ -984,7 +998,9 @@ def test_state_dict_and_body_state_resume_bit_exactly(tmp_path):
 def test_load_state_dict_without_the_state_of_the_body_is_refused():
     state = trained_grower(1).state_dict()
     body = make_body()
-    again = Grower(body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False))
+    again = Grower(
+        body, optim.AdamW(body.parameters(), lr=1e-3), rules=esper.Rules(one_at_a_time=False), controller="none"
+    )
     before = everything(again)
     with pytest.raises(CheckpointError, match="Load the state of the body first"):
         again.load_state_dict(state)

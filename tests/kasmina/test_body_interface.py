@@ -24,7 +24,9 @@ def gpt2_body():
 
 
 def grown(body):
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), quality="next_token_accuracy")
+    grower = esper.Grower(
+        body, torch.optim.SGD(body.parameters(), lr=0.1), quality="next_token_accuracy", controller="none"
+    )
     grower.germinate("transformer.h.0", "lora")
     torch.nn.init.normal_(body.slots["transformer.h.0"].seed[1].weight)
     grower.step([{"input_ids": IDS, "labels": IDS}])
@@ -130,7 +132,7 @@ def accelerated(optimizer):
 def test_grower_unwraps_an_accelerated_optimizer():
     body = esper.graft(bert(), at="bert.encoder.layer.*", probe={"input_ids": IDS})
     inner = torch.optim.AdamW(body.parameters())
-    grower = esper.Grower(body, accelerated(inner))
+    grower = esper.Grower(body, accelerated(inner), controller="none")
     assert grower.optimizer is inner
 
 
@@ -139,4 +141,4 @@ def test_a_scheduler_on_an_accelerated_optimizer_is_refused():
     optimizer = accelerated(torch.optim.AdamW(body.parameters()))
     torch.optim.lr_scheduler.LinearLR(optimizer)
     with pytest.raises(OptimizerError, match="Build the grower first"):
-        esper.Grower(body, optimizer)
+        esper.Grower(body, optimizer, controller="none")

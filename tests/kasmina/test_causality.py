@@ -178,7 +178,7 @@ def test_every_offered_seed_learns_forks_and_hardens(case):
     body = esper.graft(make(), at, probe=probe)
     assert body.valid_blueprints()[at] == blueprints_for(layout)
     optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
-    grower = esper.Grower(body, optimizer, quality=lambda output, _: score(output))
+    grower = esper.Grower(body, optimizer, quality=lambda output, _: score(output), controller="none")
     name = "attention" if layout in ("sequence", "bidirectional") else "conv_light"
     grower.germinate(at, name, style="GATED_GATE")
     for _ in range(2):
@@ -204,7 +204,9 @@ def test_an_isolated_seed_does_not_affect_models_of_other_layouts(case, incubati
     torch.manual_seed(0)
     body = esper.graft(make(), at, probe=probe).eval()
     before = outputs(body, probe)
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), rules=EASY, incubation=incubation)
+    grower = esper.Grower(
+        body, torch.optim.SGD(body.parameters(), lr=0.1), rules=EASY, incubation=incubation, controller="none"
+    )
     grower.germinate(at, "norm" if layout != "volume" else "conv_heavy")
     grower.advance(at)
     body.train()

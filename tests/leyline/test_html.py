@@ -18,7 +18,7 @@ def test_grower_report_and_worth_are_tables_with_hostile_names_escaped():
     model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
     x, y = torch.randn(16, 6), torch.randint(0, 3, (16,))
     body = esper.graft(model, at={"<img onerror=alert(1)>": "1"}, probe=x)
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1))
+    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), controller="none")
     grower.germinate("<img onerror=alert(1)>", "mlp_small")
     shown = [each._repr_html_() for each in (grower.step([(x, y)]), grower, grower.worth([(x, y)]))]
     for html in shown:

@@ -60,9 +60,9 @@ class Grower(Operations, Measuring):
         body: The grafted model.
         optimizer: The optimiser of the body's parameters. Build schedulers after the grower: it adds one group for
             seeds as the last of the optimiser's groups.
-        controller: What decides: "none" or None (you call the operations yourself), "schedule", "heuristic", "random",
-            "tamiyo" (the trained policy of the package), the path of a run or policy file of `esper train`, or your own
-            object with `act(table, legal)`.
+        controller: What decides: "schedule" (plants in one slot after another and commits measured seeds), "heuristic",
+            "random", "tamiyo" (the trained policy of the package), the path of a run or policy file of `esper train`,
+            your own object with `act(table, legal)`, or "none" or None (you call the operations yourself).
         quality: Score per sample, higher is better: a name in `esper.grower.qualities.QUALITIES` ("accuracy",
             "negative_mse", …) or a function (output, target) → [B]. `check` tests it before the first epoch.
         rules: How a seed begins, thresholds, automatic advances and limits; None is `Rules()`.
@@ -95,7 +95,7 @@ class Grower(Operations, Measuring):
         body: Body,
         optimizer: Optimizer,
         *,
-        controller: str | Controller | None = "none",
+        controller: str | Controller | None = "schedule",
         quality: str | Quality | NeedsTargets = "accuracy",
         rules: Rules | None = None,
         incubation: Incubation = "straight_through",

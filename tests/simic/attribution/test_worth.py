@@ -120,7 +120,7 @@ def grown() -> tuple[esper.Grower, Any]:
     with torch.no_grad():
         for p in body.slots["useless"].parameters():
             p.add_(0.01 * torch.randn_like(p))
-    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1))
+    grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), controller="none")
     held = [(split.x.flatten(1), split.y) for split in (digits.val, digits.test)]
     return grower, held
 
@@ -153,7 +153,9 @@ def test_any_quality_is_accepted(grown):
     grower, held = grown
     told = {}
     for name in ("accuracy", "log_probability"):
-        grower = esper.Grower(grower.body, torch.optim.SGD(grower.body.parameters(), lr=0.1), quality=name)
+        grower = esper.Grower(
+            grower.body, torch.optim.SGD(grower.body.parameters(), lr=0.1), quality=name, controller="none"
+        )
         told[name] = grower.worth(held)
     assert 0 < told["accuracy"].quality <= 1
     assert told["log_probability"].quality < 0
