@@ -142,7 +142,7 @@ _ROWS = (
             _static("continued", pretrain=250),
             _planted("grown", "open", 0, pretrain=250),
         ),
-        budgets=(0.5, 1.0),
+        budgets=(1.0, 2.0),
         worlds=(100, 8),
         metric="test_loss",
         claims=tuple(Claim(arm="grown", against=against, direction="lower") for against in ("restart", "continued")),
