@@ -1,6 +1,6 @@
 """Make the pictures of the README from a recorded run: the growing network, the live page and the terminal view.
 
-    esper grow --task rescue --birth isolated --out runs/rescue
+    esper grow --task rescue --epochs 30 --out runs/rescue
     python scripts/make_pictures.py runs/rescue
 
 Needs playwright, Pillow and a Chromium browser. Writes growth.png, dash.png and watch.png in docs/images.
@@ -36,7 +36,7 @@ def photograph_page(browser: Browser, run: Path, out: Path, network: Path) -> No
         page.goto(address)
         page.goto(address.split("?")[0] + "#/run/0")
         page.wait_for_selector("canvas")
-        page.locator("input[type=range]").fill("20")  # the network in the middle of its growth
+        page.locator("input[type=range]").fill("6")  # the third seed has just joined
         page.locator("input[type=range]").blur()
         page.wait_for_timeout(1500)  # the charts have been drawn
         page.screenshot(path=out)

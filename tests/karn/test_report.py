@@ -15,11 +15,13 @@ from esper.karn import report
 from esper.karn.document import detail, document
 from esper.karn.number_text import compact, duration, number_text
 from esper.karn.problems import problems
+from esper.karn.report import MOST_DIFFERENCES
 from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Episode, Governor, Health
 from esper.nissa.record import sealed
+from tests.karn.test_comparison import decided, write_run
 from tests.support.sample_runs import Journal, grow_like, grow_run, started, step, train_run
 
 NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
@@ -379,3 +381,13 @@ def test_non_run_directory_is_refused(tmp_path):
         run_report([tmp_path], None, False, False)
     with pytest.raises(EsperError):
         run_report([], None, False, False)
+
+
+def test_comparison_in_a_report_is_bounded(tmp_path):
+    worlds = range(MOST_DIFFERENCES + 10)
+    write_run(tmp_path / "a", [{"world": world} for world in worlds], config={"ppo": {"lr": 0.1}})
+    write_run(tmp_path / "b", [{"world": world, "decisions": [decided(2)]} for world in worlds])
+    pair = report.compared([tmp_path / "a", tmp_path / "b"])["pairs"][0]
+    assert pair["choices"]["differing_worlds"] == len(worlds)
+    assert [each["world"] for each in pair["choices"]["first_differences"]] == list(worlds)[:MOST_DIFFERENCES]
+    assert report.compared([tmp_path / "a"])["notes"][0].startswith("nothing to compare with a")

@@ -10,7 +10,7 @@ from pathlib import Path
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.text import printable
 
-NICENESS = 10
+NICENESS = 3
 """Viewers give way to training on the same machine: the server has a lower priority."""
 
 

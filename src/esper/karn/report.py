@@ -31,6 +31,8 @@ MOST_DETAILS = 12
 """Maximum number of environments with the lives of their seeds, those that grew something first."""
 MOST_POINTS = 8192
 """Maximum number of points of all curves together. Above it, curves keep minimum and maximum of groups of epochs."""
+MOST_DIFFERENCES = 50
+"""Maximum number of worlds whose first different decision is listed; `esper compare --json` has all."""
 WEB = files("esper.karn").joinpath("web")
 POLICY = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; {}">'
 
@@ -64,12 +66,17 @@ def page(runs: Sequence[RunState]) -> str:
 
 
 def compared(paths: Sequence[Path]) -> Json:
-    """Return the paired comparison of runs as data, or a note why there is none."""
+    """Return the paired comparison of runs as data, or a note why there is none. First differences are bounded."""
     try:
-        found: Json = clean(spelled(msgspec.to_builtins(compare_runs(paths))))
+        found: Json = msgspec.to_builtins(compare_runs(paths))
     except EsperError as error:
-        found = clean({"arms": [], "pairs": [], "notes": [str(error)]})
-    return found
+        found = {"arms": [], "pairs": [], "notes": [str(error)]}
+    for pair in found["pairs"]:
+        if pair["choices"] is not None:
+            differences = pair["choices"]["first_differences"]
+            pair["choices"]["differing_worlds"] = len(differences)
+            del differences[MOST_DIFFERENCES:]
+    return dict(clean(spelled(found)))
 
 
 def run_data(run: RunState, most_details: int) -> Json:

@@ -933,7 +933,8 @@
     return el("div", {}, el("h3", {}, `${pair.other} against ${pair.first}`), el("p", { class: "says" }, `${pair.scope === "held_out" ? "Held-out worlds" : "Last finished episode in each world"}, ${plural(pair.worlds.length, "world")} in common. Difference: second − first, mean over worlds, in brackets its bootstrap 95 % interval; bold where it excludes 0.`),
       table(["", pair.first, pair.other, "difference [95 %]", "worlds +/=/−"], rows, `${pair.other} against ${pair.first}`, [1, 2, 3, 4]),
       el("details", {}, el("summary", {}, "What they decided differently"), el("div", { class: "grid2" }, counts("Seeds in the final networks", pair.structures), choices ? counts("Operations", choices.operations) : null, choices ? counts("Germinated", choices.blueprints) : null),
-        differing.length ? table(["world", "step", pair.first, pair.other], differing.slice(0, 50).map(d => [d.world, d.step, d.first, d.other]), "First different decision in each world") : el("p", { class: "none" }, choices ? "The same decisions in every world." : "Decisions are not recorded.")));
+        differing.length ? el("p", { class: "says" }, `Decisions differ in ${choices.differing_worlds} of ${plural(pair.worlds.length, "world")}; the first different one${differing.length < choices.differing_worlds ? `, in the first ${differing.length} of them` : ""}:`) : null,
+        differing.length ? table(["world", "step", pair.first, pair.other], differing.map(d => [d.world, d.step, d.first, d.other]), "First different decision in each world") : el("p", { class: "none" }, choices ? "The same decisions in every world." : "Decisions are not recorded.")));
   }
   function overlaid(run, envs, name, by, i) {
     const rows = envs.map(env => run.doc.series[env.env]).filter(Boolean), key = "r" + i;
