@@ -8,7 +8,7 @@ from html import escape
 
 LEFT, WIDTH, ROW, TOP = 240, 560, 34, 84
 COLOURS = {"train": "#0072b2", "validate": "#56b4e9", "coalitions": "#e69f00", "norms": "#f0e442"}
-REST, BARE, ASKED = "#d55e00", "#111111", "#777777"
+REST, BARE, GOAL = "#d55e00", "#111111", "#777777"
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,13 +17,13 @@ class Bar:
 
     name: str
     parts: dict[str, float]
-    asked: float
+    goal: float
     """The bare loop with its table of coalitions."""
 
 
 def bars(rows: Sequence[Bar], title: str) -> str:
     """Stacked bars from 0; the line at 1 is the bare loop, the tick on each row the bare loop with its table."""
-    most = 1.1 * max(max(sum(row.parts.values()), row.asked, 1.0) for row in rows)
+    most = 1.1 * max(max(sum(row.parts.values()), row.goal, 1.0) for row in rows)
     height = TOP + ROW * len(rows) + 30
 
     def x(value: float) -> float:
@@ -55,8 +55,8 @@ def bars(rows: Sequence[Bar], title: str) -> str:
             )
             start += value
         parts.append(
-            f'<text x="{x(max(start, row.asked)) + 8:.1f}" y="{y + 17}" fill="#333">{start:.2f}</text>'
-            f'<line x1="{x(row.asked):.1f}" x2="{x(row.asked):.1f}" y1="{y - 3}" y2="{y + 27}" stroke="{ASKED}" '
+            f'<text x="{x(max(start, row.goal)) + 8:.1f}" y="{y + 17}" fill="#333">{start:.2f}</text>'
+            f'<line x1="{x(row.goal):.1f}" x2="{x(row.goal):.1f}" y1="{y - 3}" y2="{y + 27}" stroke="{GOAL}" '
             'stroke-width="2"/>'
         )
     parts.append(

@@ -7,8 +7,8 @@
 
 All are given the same rewards, values and episode ends beforehand, each in its own layout; ours is the buffer's whole
 `compute_advantages_and_returns`. Interleaved, one thread, medians of CPU seconds. The scalar loop's time is linear in
-the number of environments, so it is timed on a few of them and scaled. A library that is not installed is said to
-be missing.
+the number of environments, so it is timed on a few of them and scaled. A library that is not installed is reported
+as missing.
 """
 
 from __future__ import annotations

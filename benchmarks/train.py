@@ -10,7 +10,7 @@ After each round of ours, the bare loop runs as many steps; the first round of b
 thread; times are CPU time of the process, threads of the hub included. The policy chooses and learns, but its actions
 are not applied: live seeds are held in BLENDING, so that every step does the same work. No-growth baselines are given.
 
-Coalitions are asked for, so they are shown apart: "/ bare + coalitions" is our time against the bare loop's plus what
+Coalitions are extra work, so they are shown apart: "/ bare + coalitions" is our time against the bare loop's plus what
 the coalitions cost beyond its one validation pass, norm statistics included.
 """
 
@@ -280,7 +280,7 @@ def print_peak_memory(loop: str, label: str, quick: bool) -> None:
 
 
 def peak_of_this_process_mb() -> float:
-    """`ru_maxrss` of Linux begins with what the parent had, so the kernel is asked for this program's own."""
+    """`ru_maxrss` of Linux begins with what the parent had, so it is read from the kernel for this program alone."""
     status = Path("/proc/self/status")
     if status.exists():
         return float(status.read_text().split("VmHWM:")[1].split()[0]) / (1 << 10)

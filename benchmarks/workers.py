@@ -74,10 +74,10 @@ def round_s(size: int, quick: bool, baselines: Path) -> float:
         command = [sys.executable, "-c", code]
         known = [os.environ | {RENDEZVOUS: f"{rank}/{size}/{place}/meeting"} for rank in range(size)]
         ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in known]
-        said = [rank.communicate()[0] for rank in ranks]
+        outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"a rank of {size} failed: exit codes {[rank.returncode for rank in ranks]}")
-    return float(json.loads(said[0]))
+    return float(json.loads(outputs[0]))
 
 
 def run_rank(quick: bool, place: str) -> None:

@@ -25,14 +25,14 @@ Method = Callable[[Game, int, int, int], np.ndarray]
 
 
 class Counted:
-    """A game that counts the distinct coalitions it was asked for."""
+    """A game that counts the distinct coalitions that were evaluated."""
 
     def __init__(self, values: Game) -> None:
-        self.values, self.asked = values, set()
+        self.values, self.evaluated = values, set()
 
     def __call__(self, masks: np.ndarray) -> np.ndarray:
         masks = np.atleast_1d(masks)
-        self.asked |= set(map(int, masks))
+        self.evaluated |= set(map(int, masks))
         return self.values[masks]
 
 
@@ -64,13 +64,13 @@ def within(run: Callable[[Counted, int], np.ndarray], values: Game, budget: int)
     for _ in range(8):
         game = Counted(values)
         found = run(game, calls)
-        if len(game.asked) > budget:
-            calls = int(calls * budget / len(game.asked)) if best is None else calls
+        if len(game.evaluated) > budget:
+            calls = int(calls * budget / len(game.evaluated)) if best is None else calls
             if best is not None:
                 break
             continue
         best = found
-        if len(game.asked) >= 0.97 * budget or len(game.asked) == len(values):
+        if len(game.evaluated) >= 0.97 * budget or len(game.evaluated) == len(values):
             break
         calls = int(calls * 1.15) + 1
     return best if best is not None else found

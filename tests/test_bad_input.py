@@ -58,7 +58,7 @@ class Case:
 
     name: str
     args: list[str] | Callable[[], list[object]]
-    said: tuple[str, ...]
+    output: tuple[str, ...]
     begun: bool = False
     """The run had begun when it failed: it leaves a run directory with that status."""
     usage: bool = False
@@ -69,18 +69,18 @@ class Case:
 
 def esper(*args: object) -> tuple[int, str]:
     """Run the command line; return its exit code and its stderr, warnings included."""
-    said, before = io.StringIO(), sys.argv
+    output, before = io.StringIO(), sys.argv
     sys.argv = ["esper", *map(str, args)]
     try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(said), warnings.catch_warnings():
+        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(output), warnings.catch_warnings():
             warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=said)
+            warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=output)
             cli.main()
     except SystemExit as leaving:
-        return int(leaving.code or 0), said.getvalue()
+        return int(leaving.code or 0), output.getvalue()
     finally:
         sys.argv = before
-    return 0, said.getvalue()
+    return 0, output.getvalue()
 
 
 def tree(root: Path) -> dict[str, str]:
@@ -92,22 +92,22 @@ def tree(root: Path) -> dict[str, str]:
 def check(case: Case, place: Path) -> None:
     args = case.args() if callable(case.args) else case.args
     before = tree(place)
-    code, said = esper(*args)
+    code, output = esper(*args)
     new = {name for name, content in tree(place).items() if before.get(name) != content}
 
-    assert code == 2, said
-    assert "Traceback" not in said
-    lines = said.strip().splitlines()
+    assert code == 2, output
+    assert "Traceback" not in output
+    lines = output.strip().splitlines()
     if case.usage:
         assert lines[0].startswith("Usage")
-        assert len(said) < 2 * MOST
+        assert len(output) < 2 * MOST
     else:
-        told = [line for line in lines if not (case.warned and line.startswith("esper: warning: "))]
-        assert len(told) == 1, said  # one paragraph
-        assert told[0].startswith("esper: ")
-        assert len(told[0]) <= MOST, len(told[0])
-    flat = " ".join(said.replace("│", " ").split())
-    for word in case.said:
+        result = [line for line in lines if not (case.warned and line.startswith("esper: warning: "))]
+        assert len(result) == 1, output  # one paragraph
+        assert result[0].startswith("esper: ")
+        assert len(result[0]) <= MOST, len(result[0])
+    flat = " ".join(output.replace("│", " ").split())
+    for word in case.output:
         assert word in flat, f"{word!r} is not in: {flat}"
     assert set(before) <= set(tree(place))
     if case.begun and new:
@@ -146,8 +146,8 @@ def a_fifo(*args: object) -> Callable[[], list[object]]:
     return made
 
 
-def setting(text: str, *said: str, command: list[str] = SIM, begun: bool = False) -> Case:
-    return Case(f"set {text[:30]}", [*command, "--set", text], said, begun)
+def setting(text: str, *output: str, command: list[str] = SIM, begun: bool = False) -> Case:
+    return Case(f"set {text[:30]}", [*command, "--set", text], output, begun)
 
 
 SETTINGS = [
@@ -289,7 +289,7 @@ DATA = [
 
 
 def policy(
-    name: str, *said: str, raw: bytes | None = None, change: dict[str, object] | None = None, **header: str
+    name: str, *output: str, raw: bytes | None = None, change: dict[str, object] | None = None, **header: str
 ) -> Case:
     def args() -> list[object]:
         file = Path("theirs.safetensors")
@@ -297,15 +297,15 @@ def policy(
             file.write_bytes(raw)
         else:
             with safe_open(SHIPPED, "pt") as opened:
-                told = dict(opened.metadata())
+                result = dict(opened.metadata())
             weights = load_file(SHIPPED)
             first = next(iter(weights))
             for key, make in (change or {}).items():
                 weights[first if key == "first" else key] = make(weights[first])
-            file.write_bytes(seal_tensors(save(weights, told | header)))
+            file.write_bytes(seal_tensors(save(weights, result | header)))
         return [*GROW, "--controller", file]
 
-    return Case(f"policy {name}", args, ("theirs.safetensors", *said))
+    return Case(f"policy {name}", args, ("theirs.safetensors", *output))
 
 
 def sized(length: int, rest: bytes) -> bytes:
@@ -531,11 +531,11 @@ def test_cases_are_unique():
 
 def test_second_run_on_a_directory_is_refused_and_names_the_first(place):
     run = RunDirectory.create(place, "digits", name="run", manifest={})
-    for args, said in (
+    for args, output in (
         ([*GROW, "--out", "run"], "not empty"),
         (["train", "--resume", "run"], f"owned by a running process (pid {os.getpid()})"),
     ):
-        check(Case("", args, (said,)), place)
+        check(Case("", args, (output,)), place)
     run.finish("finished")
     (place / "empty").mkdir()
     lock = Lock(place / "empty")
@@ -565,11 +565,11 @@ def test_run_that_cannot_write_its_manifest_does_not_start(place):
 @pytest.mark.parametrize("size", [36_000, 50_000])  # the manifest reserves 32 KiB and its own size
 def test_full_disk_ends_a_run_with_a_message_and_no_partial_file(place, size):
     with files_of_at_most(size):
-        code, said = esper(*GROW, "--out", "run")
-    assert code == 2, said
-    assert "Traceback" not in said
-    assert "too large" in said
-    assert len(said.strip().splitlines()[-1]) <= MOST
+        code, output = esper(*GROW, "--out", "run")
+    assert code == 2, output
+    assert "Traceback" not in output
+    assert "too large" in output
+    assert len(output.strip().splitlines()[-1]) <= MOST
     left = {p.name for p in (place / "run").rglob("*")}
     assert not [name for name in left if name.endswith(".tmp") or name.startswith(".draft")]
     assert read_manifest(place / "run")["status"] == "failed"
@@ -591,13 +591,13 @@ def test_full_file_system_is_reported_as_such_on_export(place):
     if mounted.returncode:
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     try:
-        code, said = esper(*a_host(), "--out", full / "model.py")
+        code, output = esper(*a_host(), "--out", full / "model.py")
         left = list(full.iterdir())
     finally:
         subprocess.run(["umount", str(full)], check=True)
     assert (code, left) == (2, [])
-    assert "No space left on device" in said
-    assert "--out" in said
+    assert "No space left on device" in output
+    assert "--out" in output
 
 
 # -- in Python: tensors, IDX files and blueprints that violate their contract
@@ -622,11 +622,11 @@ IDX = {
 
 @pytest.mark.parametrize("name", IDX)
 def test_damaged_idx_file_is_named(place, name):
-    content, said = IDX[name]
+    content, output = IDX[name]
     for stem in ("train", "t10k"):
         (place / f"{stem}-images-idx3-ubyte").write_bytes(content)
         (place / f"{stem}-labels-idx1-ubyte").write_bytes(idx((3,), b"\0\1\2"))
-    with pytest.raises(DataError, match=said) as caught:
+    with pytest.raises(DataError, match=output) as caught:
         load_data("fashion-mnist", place)
     assert len(str(caught.value)) <= MOST
 
@@ -644,8 +644,8 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_unusable_tensors_are_refused(name):
-    given, said = TENSORS[name]
-    with pytest.raises(DataError, match=said):
+    given, output = TENSORS[name]
+    with pytest.raises(DataError, match=output):
         Task.from_tensors("mine", *given)
 
 
@@ -671,12 +671,12 @@ LAWLESS = {
 
 @pytest.mark.parametrize("name", LAWLESS)
 def test_blueprint_that_violates_a_rule_is_not_germinated(name):
-    change, said = LAWLESS[name]
+    change, output = LAWLESS[name]
     blueprint("lawless", layouts="vector")(lambda dim: Bad(dim, change))
     try:
         body = graft(nn.Sequential(nn.Linear(6, 6), nn.ReLU()), ["0"], probe=X[:4])
         before = body(X)
-        with pytest.raises(BlueprintError, match=said) as caught:
+        with pytest.raises(BlueprintError, match=output) as caught:
             body.plant("0", "lawless")
         assert len(str(caught.value)) <= MOST
         assert body.slots["0"].seed is None

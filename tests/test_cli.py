@@ -34,12 +34,12 @@ def test_grow_trains_compares_and_writes_all_outputs(tmp_path):
     for row in ("grown", "no growth", "same structure from step 0", "wider host of equal size", "r0c0", "epoch  19/19"):
         assert row in done.stdout, row
 
-    told = json.loads((out / "result.json").read_text())
-    assert [r["name"] for r in told["results"]][:2] == ["grown", "no growth"]
-    assert told["structure"]["r0c0"]["blueprint"] == "mlp_small"
-    assert told["results"][0]["params"] > told["results"][1]["params"]
-    assert len(told["results"][0]["history"]) == 19
-    assert "r0c0" in told["worth"]["slots"]
+    values = json.loads((out / "result.json").read_text())
+    assert [r["name"] for r in values["results"]][:2] == ["grown", "no growth"]
+    assert values["structure"]["r0c0"]["blueprint"] == "mlp_small"
+    assert values["results"][0]["params"] > values["results"][1]["params"]
+    assert len(values["results"][0]["history"]) == 19
+    assert "r0c0" in values["worth"]["slots"]
     assert ET.parse(out / "worth.svg").getroot().tag.endswith("svg")
 
     loads_without_esper = (
@@ -58,8 +58,8 @@ def test_same_seed_gives_the_same_figures(tmp_path):
     figures = []
     for name in ("a", "b"):
         esper("grow", "--task", "digits", "--epochs", "3", "--no-compare", "--out", str(tmp_path / name), "--seed", "5")
-        told = json.loads((tmp_path / name / "result.json").read_text())["results"][0]
-        figures.append((told["accuracy"], told["loss"], told["history"]))
+        values = json.loads((tmp_path / name / "result.json").read_text())["results"][0]
+        figures.append((values["accuracy"], values["loss"], values["history"]))
     assert figures[0] == figures[1]
 
 
@@ -86,7 +86,7 @@ def test_terminal_shows_the_lifecycle_of_every_slot_while_running():
 
 
 @pytest.mark.parametrize(
-    ("args", "said"),
+    ("args", "message"),
     [
         (["grow", "--task", "fashon"], "Did you mean 'fashion'?"),
         (["grow", "--controller", "heuristics"], "Did you mean 'heuristic'?"),
@@ -97,10 +97,10 @@ def test_terminal_shows_the_lifecycle_of_every_slot_while_running():
         (["blueprints", "--task", "rescu"], "Did you mean 'rescue'?"),
     ],
 )
-def test_expected_failures_are_reported_with_a_message(args, said):
+def test_expected_failures_are_reported_with_a_message(args, message):
     done = esper(*args)
     assert done.returncode == 2
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -117,9 +117,9 @@ def test_interrupt_ends_after_the_epoch_and_prints_how_to_resume(tmp_path):
     while "epoch   5/" not in process.stdout.readline():
         assert process.poll() is None
     process.send_signal(signal.SIGINT)
-    printed, said = process.communicate(timeout=120)
+    printed, message = process.communicate(timeout=120)
     assert process.returncode == 130
-    assert said.strip() == "esper: stopping after this epoch; repeat the signal to exit immediately"
+    assert message.strip() == "esper: stopping after this epoch; repeat the signal to exit immediately"
     assert f"Resume with: esper grow --resume {tmp_path / 'run'}" in printed.replace("\n", "")
 
 

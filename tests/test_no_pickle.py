@@ -49,11 +49,11 @@ def faults(tree, *, may_unpickle=False):
                 if name.split(".")[0] in MODULES and not (may_unpickle and name in {"pickle", *ALLOWED_OF_PICKLE}):
                     yield node.lineno, f"imports {name}"
         elif isinstance(node, (ast.Attribute, ast.Name)):
-            said = dotted(node, alias)
-            is_call = said in CALLS and not is_safe(node)
-            is_pickles = said.startswith("pickle.") and said not in ALLOWED_OF_PICKLE
+            name_used = dotted(node, alias)
+            is_call = name_used in CALLS and not is_safe(node)
+            is_pickles = name_used.startswith("pickle.") and name_used not in ALLOWED_OF_PICKLE
             if is_call or is_pickles or getattr(node, "attr", None) in METHODS:
-                yield node.lineno, f"uses {said or node.attr}"
+                yield node.lineno, f"uses {name_used or node.attr}"
         elif isinstance(node, ast.keyword) and _is(node, "weights_only", False):
             yield node.value.lineno, "weights_only=False"
         elif isinstance(node, ast.keyword) and _is(node, "allow_pickle", True):

@@ -35,8 +35,8 @@ FINISHED = {"schema": 1, "run_id": "run", "task": "digits", "status": "finished"
 
 
 def entry(seq: int, kind: str = "health", *, rank: int = 0, time_s: float = 1.0, **data: object) -> bytes:
-    told = json.dumps({"seq": seq, "time_s": time_s, "rank": rank, "kind": kind} | data)
-    return sealed(told[:-1].encode())
+    result = json.dumps({"seq": seq, "time_s": time_s, "rank": rank, "kind": kind} | data)
+    return sealed(result[:-1].encode())
 
 
 def a_run(path: Path, *lines: bytes, **manifest: object) -> Path:
@@ -229,8 +229,8 @@ NUMBERS = [1e308, -1e308, 2**62, -(2**62), 2**64, 10**30, "Infinity", "-Infinity
 
 @pytest.mark.parametrize("value", NUMBERS, ids=str)
 def test_impossible_number_breaks_no_command_and_no_other_run(place, value):
-    told = {"env_steps": value, "started": value, "finished": value, "sessions": [{"seconds": value}, value]}
-    a_run(Path("strange"), entry(0, time_s=1e10), **told)
+    result = {"env_steps": value, "started": value, "finished": value, "sessions": [{"seconds": value}, value]}
+    a_run(Path("strange"), entry(0, time_s=1e10), **result)
     a_run(Path("strange-id"), run_id=value, task=value, controller=value, config=value, status="killed")
     a_run(Path("plain"), env_steps=7)
     rows = {row.path.name: row for row in list_runs(Path("."))}
@@ -281,8 +281,8 @@ def speaking_run(name: str) -> Path:
         entry(11, ACTS, text=ACTS),
         entry(12, "run_finished", status=ACTS, error=ACTS, wall_s=1.0, env_steps=1),
     ]  # fmt: skip
-    told = {"task": ACTS, "controller": ACTS, "status": ACTS, "error": ACTS, "command": ACTS, "started": ACTS}
-    return a_run(Path(name), *lines, **told, config={ACTS: ACTS}, versions={"esper": ACTS})
+    result = {"task": ACTS, "controller": ACTS, "status": ACTS, "error": ACTS, "command": ACTS, "started": ACTS}
+    return a_run(Path(name), *lines, **result, config={ACTS: ACTS}, versions={"esper": ACTS})
 
 
 SPOKEN = [

@@ -10,8 +10,8 @@ from benchmarks.bars import COLOURS, REST, Bar, bars
 
 SVG = "{http://www.w3.org/2000/svg}"
 ROWS = [
-    Bar("host, 0 seeds", {"train": 0.9, "validate": 0.1, "policy": 0.02, "telemetry": 0.03}, asked=1.0),
-    Bar("host <3> seeds", {"train": 0.95, "coalitions": 0.2, "norms": 0.1, "worth": 0.01}, asked=1.25),
+    Bar("host, 0 seeds", {"train": 0.9, "validate": 0.1, "policy": 0.02, "telemetry": 0.03}, goal=1.0),
+    Bar("host <3> seeds", {"train": 0.95, "coalitions": 0.2, "norms": 0.1, "worth": 0.01}, goal=1.25),
 ]
 
 
@@ -27,8 +27,8 @@ def test_bar_lengths_and_mark_positions_match_the_values():
         assert [r.get("fill") for r in mine] == [*COLOURS.values(), REST]
         wide = {fill: float(r.get("width")) / one for fill, r in zip([*COLOURS, "all else"], mine, strict=True)}
         rest = sum(v for name, v in row.parts.items() if name not in COLOURS)
-        told = {name: row.parts.get(name, 0.0) for name in COLOURS}
-        assert wide == pytest.approx(told | {"all else": rest}, abs=1e-3)
-        assert float(lines[i].get("x1")) - left == pytest.approx(row.asked * one, abs=0.2)
-    said = [t.text for t in tree.iter(f"{SVG}text")]
-    assert {"host <3> seeds", "1.05", "1.26", "a & b", "all else"} <= set(said)
+        widths = {name: row.parts.get(name, 0.0) for name in COLOURS}
+        assert wide == pytest.approx(widths | {"all else": rest}, abs=1e-3)
+        assert float(lines[i].get("x1")) - left == pytest.approx(row.goal * one, abs=0.2)
+    message = [t.text for t in tree.iter(f"{SVG}text")]
+    assert {"host <3> seeds", "1.05", "1.26", "a & b", "all else"} <= set(message)

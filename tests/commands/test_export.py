@@ -62,7 +62,7 @@ def runs(tmp_path_factory):
         plot, x = engine.networks[0], engine.data.val.x.contiguous()
         with plot.average.applied(), torch.no_grad():
             expected = plot.body.eval()(x).contiguous()
-        save_file({"x": x, "expected": expected}, root / "asked.safetensors")
+        save_file({"x": x, "expected": expected}, root / "example.safetensors")
         made[host] = run.path
     return made
 
@@ -75,8 +75,8 @@ import torch
 from safetensors.torch import load_file
 torch.set_num_threads(1)
 root, formats = pathlib.Path(sys.argv[1]), sys.argv[2:]
-asked = load_file(root / "asked.safetensors")
-x, expected = asked["x"], asked["expected"]
+example = load_file(root / "example.safetensors")
+x, expected = example["x"], example["expected"]
 
 def close(found):
     assert found.shape == expected.shape
@@ -247,12 +247,12 @@ def test_existing_files_are_overwritten_only_with_force(runs, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("format", "name", "said"),
+    ("format", "name", "message"),
     [("torch", "net.pt", r"is \.py"), ("onnx", "net", r"net\.onnx"), ("torch", "my-net.py", "not a Python identifier"),
      ("pickle", "net.pkl", "no format named 'pickle'")],
 )  # fmt: skip
-def test_unsuitable_output_name_is_refused(runs, tmp_path, format, name, said):
-    with pytest.raises(EsperError, match=said):
+def test_unsuitable_output_name_is_refused(runs, tmp_path, format, name, message):
+    with pytest.raises(EsperError, match=message):
         run_export(runs["mlp"], format, out=tmp_path / name, force=False)
     assert not list(tmp_path.iterdir())
 
@@ -280,10 +280,13 @@ def test_missing_onnx_names_the_extra_to_install(runs, tmp_path, monkeypatch):
 
 
 def test_run_without_a_host_is_refused_with_the_reason(tmp_path):
-    for name, manifest, said in (("sim", {"config": {"simulated": True}}, "simulated"), ("early", {}, "no grown host")):
+    for name, manifest, message in (
+        ("sim", {"config": {"simulated": True}}, "simulated"),
+        ("early", {}, "no grown host"),
+    ):
         with RunDirectory.create(tmp_path, "x", name=name, manifest=manifest) as run:
             pass
-        with pytest.raises(RunError, match=said):
+        with pytest.raises(RunError, match=message):
             run_export(run.path, "torch", out=None, force=False)
     with pytest.raises(RunError, match="not a run"):
         run_export(tmp_path / "nowhere", "torch", out=None, force=False)

@@ -36,9 +36,9 @@ def outcome(run: Path) -> dict[str, Any]:
     figures = json.loads((run / "result.json").read_text())
     for result in figures["results"]:
         del result["seconds"]
-    told = [(env, kind, {k: v for k, v in data.items() if k != "wall_s"}) for env, kind, data in events(run)]
+    values = [(env, kind, {k: v for k, v in data.items() if k != "wall_s"}) for env, kind, data in events(run)]
     weights = (run / "body.safetensors").read_bytes()
-    return {"weights": weights, "figures": figures, "events": told, "program": (run / "plain.pt2").exists()}
+    return {"weights": weights, "figures": figures, "events": values, "program": (run / "plain.pt2").exists()}
 
 
 @pytest.fixture(autouse=True)
@@ -81,8 +81,8 @@ def test_stopped_run_resumes_bit_for_bit(
 ) -> None:
     run = tmp_path / "run"
     stop_after(epochs, monkeypatch, SETTINGS, run)
-    said = capsys.readouterr()
-    assert f"Resume with: esper grow --resume {run}" in said.out.replace("\n", "")
+    message = capsys.readouterr()
+    assert f"Resume with: esper grow --resume {run}" in message.out.replace("\n", "")
     assert read_manifest(run)["status"] == "interrupted"
     resume_grow(run, [], GrowOptions())
     found = outcome(run)
@@ -210,7 +210,7 @@ def test_run_killed_at_random_moments_ends_bit_identical(chance: int, calm: dict
     for _ in range(40):
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, preexec_fn=heed_signals)
         try:
-            _, said = process.communicate(timeout=lives * (1 + rng.random()))
+            _, message = process.communicate(timeout=lives * (1 + rng.random()))
         except subprocess.TimeoutExpired:
             process.send_signal(signal.SIGKILL)
             process.communicate()
@@ -223,7 +223,7 @@ def test_run_killed_at_random_moments_ends_bit_identical(chance: int, calm: dict
                 command[-1] = str(run)
             lives *= 1.3
             continue
-        assert process.returncode == 0, said.decode()
+        assert process.returncode == 0, message.decode()
         break
     assert read_manifest(run)["status"] == "finished"
     found = outcome(run)

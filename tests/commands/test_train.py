@@ -39,7 +39,7 @@ def run(tmp_path_factory):
 
 
 def test_train_writes_policy_journal_and_report_and_prints_a_table(run):
-    out, said = run
+    out, message = run
     assert {p.name for p in out.iterdir()} >= {
         "manifest.json",
         "events",
@@ -47,15 +47,15 @@ def test_train_writes_policy_journal_and_report_and_prints_a_table(run):
         "report.html",
         "baselines",
     }
-    told = read_manifest(out)
-    assert (told["status"], told["controller"], told["env_steps"]) == ("finished", "tamiyo", 2 * 4 * 14)
-    assert told["config"]["ppo"]["groups"] == 2
+    result = read_manifest(out)
+    assert (result["status"], result["controller"], result["env_steps"]) == ("finished", "tamiyo", 2 * 4 * 14)
+    assert result["config"]["ppo"]["groups"] == 2
     kinds = [e.kind for e in read(out)]
     assert kinds.count("update") == 2
     assert kinds.count("episode") == 8
     assert kinds.count("step") == 2 * 4 * 14
     for row in ("Learning", "learned (mine)", "heuristic", "none", "test accuracy", "report:"):
-        assert row in said, row
+        assert row in message, row
     assert '"position"' in (out / "report.html").read_text()  # the document that the page draws
 
 
@@ -63,13 +63,13 @@ def test_eval_compares_a_trained_policy_world_by_world(run, tmp_path):
     out, _ = run
     done = esper("eval", out, "none", "from-start", "--seeds", "2", "--out", tmp_path / "eval", "--json")
     assert done.returncode == 0, done.stderr
-    told = json.loads(done.stdout)
-    assert [r["name"] for r in told["rows"]] == ["learned (mine)", "none", "same structure from step 0"]
-    assert len(told["worlds"]) == 2
-    assert told["rows"][1]["utility"]["mean"] == pytest.approx(0.0, abs=1e-6)
-    lead = told["rows"][1]["utility_lead"]
+    result = json.loads(done.stdout)
+    assert [r["name"] for r in result["rows"]] == ["learned (mine)", "none", "same structure from step 0"]
+    assert len(result["worlds"]) == 2
+    assert result["rows"][1]["utility"]["mean"] == pytest.approx(0.0, abs=1e-6)
+    lead = result["rows"][1]["utility_lead"]
     assert lead["low"] <= lead["mean"] <= lead["high"]
-    assert json.loads((tmp_path / "eval" / "eval.json").read_text()) == told
+    assert json.loads((tmp_path / "eval" / "eval.json").read_text()) == result
     assert ET.parse(tmp_path / "eval" / "eval.svg").getroot().tag.endswith("svg")
 
 
@@ -114,7 +114,7 @@ def counted(function, calls):
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
+    ("requested", "message"),
     [
         (["--set", "ppo.lrr=1"], "Did you mean 'lr'?"),
         (["--set", "ppo.lr=fast"], "ppo.lr"),
@@ -129,10 +129,10 @@ def counted(function, calls):
     ],
     ids=lambda v: v[-1] if isinstance(v, list) else "",
 )
-def test_invalid_arguments_are_reported_in_one_paragraph(asked, said, tmp_path):
-    done = esper("train", "--sim", *asked, cwd=tmp_path)
+def test_invalid_arguments_are_reported_in_one_paragraph(requested, message, tmp_path):
+    done = esper("train", "--sim", *requested, cwd=tmp_path)
     assert done.returncode == 2, done.stdout
-    assert said in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -145,6 +145,6 @@ def test_printed_settings_can_be_read_back(tmp_path):
 
 
 def test_policy_features_are_listed():
-    said = esper("features").stdout
-    assert "contribution" in said
-    assert "val_loss" in said
+    message = esper("features").stdout
+    assert "contribution" in message
+    assert "val_loss" in message

@@ -577,15 +577,15 @@ def test_samples_of_a_pruned_seed_are_not_attributed_to_the_next():
 
 def test_schedule_grows_on_its_own():
     grower = make_grower(esper.Rules(), controller="schedule", gradient_telemetry_stride=1)
-    said = []
+    message = []
     for epoch in range(22):
         train(grower, epoch, batches=2)
         report = grower.step(VAL)
-        said += [(report.op.name, report.slot)] if report.op else []
+        message += [(report.op.name, report.slot)] if report.op else []
         assert bool(report.effects) == bool(report.op)
-    assert said[0] == ("GERMINATE", "first")
-    assert ("FOSSILIZE", "first") in said
-    assert ("GERMINATE", "second") in said
+    assert message[0] == ("GERMINATE", "first")
+    assert ("FOSSILIZE", "first") in message
+    assert ("GERMINATE", "second") in message
 
 
 class Contrary:

@@ -701,9 +701,9 @@ def test_save_of_a_bare_body_removes_growth_and_notifies_listeners(tmp_path):
 def test_changed_arguments_are_reported_and_used(saved):
     rules = esper.Rules(**{f: getattr(EASY, f) for f in EASY.__struct_fields__} | {"max_seeds": 3})
     grower = maker(rules=rules, incubation="shadow", controller="heuristic", rng_seed=4)()[0]
-    with pytest.warns(UserWarning, match="settings differ from those of the checkpoint") as said:
+    with pytest.warns(UserWarning, match="settings differ from those of the checkpoint") as shown:
         grower.load(saved)
-    text = " ".join(str(w.message) for w in said)
+    text = " ".join(str(w.message) for w in shown)
     for difference in (
         "controller was 'Wait', is 'Heuristic'",
         "incubation was 'straight_through', is 'shadow'",

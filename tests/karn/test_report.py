@@ -362,18 +362,18 @@ def test_unknown_gain_is_null(tmp_path):
 def test_command_writes_into_the_run_and_prints_a_summary(tmp_path, capsys):
     path = grow_run(tmp_path / "run")
     run_report([path], None, False, False)
-    said = capsys.readouterr().out
+    message = capsys.readouterr().out
     assert (path / "report.html").exists()
-    assert "no growth" in said
-    assert "no problems" in said
+    assert "no growth" in message
+    assert "no problems" in message
 
 
 def test_command_prints_json(tmp_path, capsys):
     paths = [grow_run(tmp_path / name) for name in ("a", "b")]
     run_report(paths, tmp_path / "out.html", True, False)
-    said = json.loads(capsys.readouterr().out)
-    assert [run["status"] for run in said["runs"]] == ["finished", "finished"]
-    assert said["runs"][0]["environments"][0]["germinated"] == 3
+    message = json.loads(capsys.readouterr().out)
+    assert [run["status"] for run in message["runs"]] == ["finished", "finished"]
+    assert message["runs"][0]["environments"][0]["germinated"] == 3
 
 
 def test_non_run_directory_is_refused(tmp_path):

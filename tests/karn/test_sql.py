@@ -399,10 +399,10 @@ main()
         assert asking.stdout.readline() == "read\n"
         time.sleep(0.5)  # the query is running
         asking.send_signal(signal.SIGINT)
-        _, said = asking.communicate(timeout=120)
+        _, output = asking.communicate(timeout=120)
     finally:
         asking.kill()
-    assert (asking.returncode, said) == (130, "esper: interrupted\n")
+    assert (asking.returncode, output) == (130, "esper: interrupted\n")
 
 
 def test_rows_beyond_the_limit_are_counted_for_any_statement(runs):

@@ -45,7 +45,7 @@ def same_function(a: nn.Module, b: nn.Module, name: str = "cnn") -> bool:
     return torch.equal(main_output(call(a.eval(), x)), main_output(call(b.eval(), x)))
 
 
-def told(slot: Slot) -> tuple[object, ...]:
+def slot_state(slot: Slot) -> tuple[object, ...]:
     return slot.stage.name, slot.operator.name, slot.amplitude, slot.blueprint, float(slot.alpha)
 
 
@@ -53,7 +53,7 @@ REBUILD = """
 import sys
 sys.path.insert(0, {root!r})
 import torch
-from tests.kasmina.test_body_state import told
+from tests.kasmina.test_body_state import slot_state
 torch.set_num_threads(1)
 from tests.support.models import ZOO, call, main_output
 from safetensors.torch import load_file
@@ -65,7 +65,7 @@ for name, file in {files!r}.items():
     body.load_state_dict(state)
     found = main_output(call(body.eval(), x))
     assert torch.equal(found, expected), name
-    print(name, [told(s) for s in body.slots.values()])
+    print(name, [slot_state(s) for s in body.slots.values()])
 """
 
 
@@ -76,7 +76,7 @@ def test_new_process_rebuilds_a_grown_body_from_a_file(tmp_path: Path):
         expected = main_output(call(body.eval(), ZOO[name].batch(4))).detach()
         files[name] = str(tmp_path / f"{name}.safetensors")
         save_file({**{k: v.contiguous() for k, v in body.state_dict().items()}, "expected": expected}, files[name])
-        expect.append(f"{name} {[told(s) for s in body.slots.values()]}")
+        expect.append(f"{name} {[slot_state(s) for s in body.slots.values()]}")
     script = REBUILD.format(root=str(ROOT), files=files)
 
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
@@ -95,10 +95,10 @@ def test_load_restores_stage_alpha_operator_and_requires_grad(stage: SeedStage, 
     with pytest.warns(UserWarning, match=r"no seed in features\.0: the seeds there are removed"):
         again.load_state_dict(body.state_dict())
 
-    slot, told = again.slots["features.1"], body.slots["features.1"]
+    slot, slot_state = again.slots["features.1"], body.slots["features.1"]
     assert (slot.stage, slot.amplitude, slot.operator, slot.blueprint) == (stage, alpha, operator, "conv_light")
     assert float(slot.alpha) == pytest.approx(alpha)
-    assert [p.requires_grad for p in slot.parameters()] == [p.requires_grad for p in told.parameters()]
+    assert [p.requires_grad for p in slot.parameters()] == [p.requires_grad for p in slot_state.parameters()]
     assert again.slots["features.0"].seed is None
     assert again.structure() == body.structure()
     assert same_function(again, body)
@@ -197,9 +197,9 @@ def test_state_dict_supports_prefix_and_keep_vars():
 
 def with_structure(body: Body, **changes: object) -> dict[str, Tensor]:
     state = dict(body.state_dict())
-    told = json.loads(bytes(state[STRUCTURE].numpy()))
-    told["features.2"] |= changes
-    state[STRUCTURE] = torch.frombuffer(bytearray(json.dumps(told).encode()), dtype=torch.uint8)
+    slot_state = json.loads(bytes(state[STRUCTURE].numpy()))
+    slot_state["features.2"] |= changes
+    state[STRUCTURE] = torch.frombuffer(bytearray(json.dumps(slot_state).encode()), dtype=torch.uint8)
     return state
 
 

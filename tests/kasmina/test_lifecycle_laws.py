@@ -105,8 +105,8 @@ def test_illegal_action_changes_only_last_op(rules, seed):
 @given(rules=any_rules, seed=seeds)
 def test_action_changes_only_its_slot(rules, seed):
     for step in life(rules, seed, steps=5):
-        asked = np.where(step.outcome.happened, step.actions[:, Head.SLOT], 0)
-        elsewhere = np.arange(step.before.num_slots) != asked[:, None]
+        chosen_slot = np.where(step.outcome.happened, step.actions[:, Head.SLOT], 0)
+        elsewhere = np.arange(step.before.num_slots) != chosen_slot[:, None]
         for name, changed in step.applied.diff(step.before).items():
             if name not in ("last_op", "next_serial"):
                 assert not (changed & elsewhere).any(), name
@@ -221,8 +221,8 @@ def test_alpha_is_in_unit_range_and_zero_unless_blended(rules, seed):
     for step in life(rules, seed):
         for table in (step.applied, step.ticked):
             assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
-            felt = is_one_of(table.stage, S.BLENDING, S.HOLDING, S.FOSSILIZED)
-            assert (table.alpha[~felt] == 0).all()
+            is_active = is_one_of(table.stage, S.BLENDING, S.HOLDING, S.FOSSILIZED)
+            assert (table.alpha[~is_active] == 0).all()
             assert (table.alpha[is_one_of(table.stage, S.HOLDING, S.FOSSILIZED)] == 1).all()
 
 

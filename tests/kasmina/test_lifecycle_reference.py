@@ -103,7 +103,7 @@ def test_full_lifecycles_match_the_scalar_reference(rules, seed):
         for env, seen in zip(envs, measured, strict=True):  # copy measurements to the reference
             env.quality = seen.quality
             for mine, theirs in zip(env.slots, seen.slots, strict=True):
-                told = ("params", "quality", "contribution", "prospect", "interaction", "grad")
+                result = ("params", "quality", "contribution", "prospect", "interaction", "grad")
                 for name in reference.COLUMNS:
-                    if name.startswith(told):
+                    if name.startswith(result):
                         setattr(mine, name, getattr(theirs, name))

@@ -34,14 +34,14 @@ def test_errors_derive_from_builtin_exceptions():
 
 
 @pytest.mark.parametrize(
-    ("asked", "nearest"),
+    ("typed", "nearest"),
     [("conv_lite", "conv_light"), ("Norm", "norm"), ("bottelneck", "bottleneck"), ("lora-large", "lora_large")],
 )
-def test_typo_suggests_the_nearest_name(asked, nearest):
+def test_typo_suggests_the_nearest_name(typed, nearest):
     known = ["conv_light", "norm", "bottleneck", "lora", "lora_large"]
-    error = unknown_name("blueprint", asked, known)
+    error = unknown_name("blueprint", typed, known)
     assert isinstance(error, UnknownNameError)
-    assert str(error).startswith(f"no blueprint named {asked!r}. Did you mean {nearest!r}? There are: ")
+    assert str(error).startswith(f"no blueprint named {typed!r}. Did you mean {nearest!r}? There are: ")
     assert str(error).endswith(", ".join(sorted(known)))
 
 

@@ -323,8 +323,8 @@ def test_process_waits_for_space_and_then_writes_everything(tmp_path):
     process = child_with_small_files(tmp_path / "run", 100_000)  # more than the hub's queue holds
     wait_for_suspension(process)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    said = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, said
+    shown = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, shown
     assert steps_of(tmp_path / "run") == list(range(100_000))
     assert "lost" not in read_manifest(tmp_path / "run")["journal"]["0"]
 
@@ -334,9 +334,9 @@ def test_signal_ends_a_process_waiting_for_a_full_disk(tmp_path, number, code):
     process = child_with_small_files(tmp_path / "run", 100_000)
     wait_for_suspension(process)
     process.send_signal(number)
-    said = process.communicate(timeout=PATIENCE)[1]
+    shown = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == code
-    assert "could not be written" in said
+    assert "could not be written" in shown
     manifest = read_manifest(tmp_path / "run")
     assert manifest["status"] == "interrupted"
     assert manifest["journal"]["0"]["lost"]["events"] > 0

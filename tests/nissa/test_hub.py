@@ -429,8 +429,8 @@ def test_lenient_hub_counts_and_reports_unencodable_events(tmp_path):
     hub.close()
     entries = list(read(tmp_path))
     assert [e.data["step"] for e in entries if e.kind == "governor"] == [i for i in range(50) if i % 10 != 3]
-    told = [e.data["text"] for e in entries if e.kind == "health"]
-    assert sum("cannot be recorded" in text for text in told) == 1
+    result = [e.data["text"] for e in entries if e.kind == "health"]
+    assert sum("cannot be recorded" in text for text in result) == 1
     assert hub.health()["unencodable"] == 5
     assert hub.health()["sinks"]["JsonlSink"]["failures"] == 0
 

@@ -54,7 +54,7 @@ def start(tmp_path, script):
     return started[-1]
 
 
-def said(process, word="ready"):
+def wait_for_word(process, word="ready"):
     assert process.stdout.readline().strip() == word, process.stderr.read()
 
 
@@ -100,7 +100,7 @@ def test_ctrl_c_loses_nothing(tmp_path, opening):
         time.sleep(0.1)
     """
     process = start(tmp_path, opening + body)
-    said(process)
+    wait_for_word(process)
     process.send_signal(signal.SIGINT)
     assert process.wait(60) == -signal.SIGINT
     assert steps(tmp_path) == list(range(5_000))
@@ -117,7 +117,7 @@ def test_sigterm_loses_nothing(tmp_path):
             time.sleep(0.1)
     """
     process = start(tmp_path, script)
-    said(process)
+    wait_for_word(process)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 128 + signal.SIGTERM
     assert steps(tmp_path) == list(range(5_000))
@@ -144,7 +144,7 @@ def test_closing_the_hub_in_a_signal_handler_does_not_deadlock(tmp_path, capacit
             time.sleep(0.001)
     """
     process = start(tmp_path, script)
-    said(process)
+    wait_for_word(process)
     time.sleep(0.3)
     process.send_signal(signal.SIGTERM)
     assert process.wait(60) == 7
@@ -179,7 +179,7 @@ def test_sigkill_loses_nothing_older_than_one_tick(tmp_path):
     time.sleep(600)
     """
     process = start(tmp_path, script)
-    said(process)
+    wait_for_word(process)
     end = time.monotonic() + 60
     while len(steps(tmp_path)) < 40:
         assert time.monotonic() < end

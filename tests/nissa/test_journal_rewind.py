@@ -59,29 +59,29 @@ journals = st.lists(st.tuples(lines, ends, st.integers(0, 12)), max_size=4)
 def put(folder, journal, rank):
     """Write the journal; return the same as a list of (segment, seq or bytes), without torn ends."""
     folder.mkdir(exist_ok=True)
-    said = []
+    journal_lines = []
     for number, (content, end, seq) in enumerate(journal):
         text = b"".join((line(row(each, rank)) if isinstance(each, int) else each + b"\n") for each in content)
-        said += [(number, each) for each in content]
+        journal_lines += [(number, each) for each in content]
         if end == "whole":
             text += line(row(seq, rank))[:-1]
-            said.append((number, seq))
+            journal_lines.append((number, seq))
         elif end:
             text += line(row(seq, rank))[:end]
         (folder / segment_name(rank, number)).write_bytes(text)
-    return said
+    return journal_lines
 
 
-def slowly(before, said, rank, limit):
+def slowly(before, journal_lines, rank, limit):
     """Return the files of a rank after a rewind, rewritten from the list of entries.
 
     After any change, the run continues in an empty segment behind all existing ones.
     """
-    said = [(number, each) for number, each in said if not isinstance(each, int) or each < limit]
-    while said and not isinstance(said[-1][1], int):
-        said.pop()
+    journal_lines = [(number, each) for number, each in journal_lines if not isinstance(each, int) or each < limit]
+    while journal_lines and not isinstance(journal_lines[-1][1], int):
+        journal_lines.pop()
     files = {}
-    for number, each in said:
+    for number, each in journal_lines:
         text = line(row(each, rank)) if isinstance(each, int) else each + b"\n"
         files[segment_name(rank, number)] = files.get(segment_name(rank, number), b"") + text
     last = len(before) - 1
@@ -96,7 +96,7 @@ def slowly(before, said, rank, limit):
 @given(st.lists(journals, min_size=1, max_size=3), st.integers(-1, 14), st.data())
 def test_rewind_equals_the_reference(tmp_path_factory, ranks, limit, data):
     run_dir = tmp_path_factory.mktemp("run")
-    said = [put(run_dir / "events", journal, rank) for rank, journal in enumerate(ranks)]
+    journal_lines = [put(run_dir / "events", journal, rank) for rank, journal in enumerate(ranks)]
     before = files_of(run_dir)
     rank = data.draw(st.integers(0, len(ranks) - 1))
 
@@ -104,10 +104,10 @@ def test_rewind_equals_the_reference(tmp_path_factory, ranks, limit, data):
 
     mine = {name: text for name, text in before.items() if name.startswith(f"rank{rank}-")}
     others = {name: text for name, text in before.items() if name not in mine}
-    assert files_of(run_dir) == others | slowly(mine, said[rank], rank, limit)
-    assert forgotten == sum(isinstance(each, int) and each >= limit for _, each in said[rank])
+    assert files_of(run_dir) == others | slowly(mine, journal_lines[rank], rank, limit)
+    assert forgotten == sum(isinstance(each, int) and each >= limit for _, each in journal_lines[rank])
     assert rewind(run_dir, rank, limit) == 0
-    assert files_of(run_dir) == others | slowly(mine, said[rank], rank, limit)
+    assert files_of(run_dir) == others | slowly(mine, journal_lines[rank], rank, limit)
     assert next_seq(run_dir, rank) <= max(0, limit)
     damage = Damage()
     list(read(run_dir, damage))

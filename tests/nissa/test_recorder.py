@@ -139,8 +139,8 @@ def test_finished_run_is_recorded_in_manifest_and_journal(tmp_path):
         for i in range(100):
             run.say(step(i))
         run.env_steps = 100
-    told = read_manifest(run.path)
-    assert (told["status"], told["seed"], told["env_steps"]) == ("finished", 3, 100)
+    result = read_manifest(run.path)
+    assert (result["status"], result["seed"], result["env_steps"]) == ("finished", 3, 100)
     entries = list(read(run.path))
     assert [e.kind for e in entries[-2:]] == ["run_finished", "health"]
     assert entries[-2].data["status"] == "finished"

@@ -164,7 +164,7 @@ def test_unwritable_manifest_leaves_no_directory(tmp_path, value):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (None, "finished", None),
         (KeyboardInterrupt(), "interrupted", None),
@@ -177,7 +177,7 @@ def test_unwritable_manifest_leaves_no_directory(tmp_path, value):
         (SystemExit(143), "interrupted", "SIGTERM"),
     ],
 )
-def test_exit_of_the_block_decides_the_final_status(tmp_path, error, status, said):
+def test_exit_of_the_block_decides_the_final_status(tmp_path, error, status, message):
     run = create(tmp_path)
     leaving = nullcontext() if error is None else pytest.raises(type(error))
     with leaving as caught, run:
@@ -187,7 +187,7 @@ def test_exit_of_the_block_decides_the_final_status(tmp_path, error, status, sai
     assert error is None or caught.value is error
     manifest = read_manifest(run.path)
     assert manifest["status"] == status
-    assert manifest.get("error") == said
+    assert manifest.get("error") == message
     assert manifest["finished"] >= manifest["started"]
     assert not is_owned(run.path)
 
@@ -291,7 +291,7 @@ def test_run_of_a_killed_owner_reads_as_killed_and_can_be_resumed(tmp_path, owne
 
 def test_resumed_run_records_how_it_ended_before(tmp_path):
     with pytest.raises(ValueError), create(tmp_path, seed=1) as run:
-        raise ValueError("out of luck")
+        raise ValueError("no memory left")
     with RunDirectory.resume(run.path) as again:
         assert "error" not in again.manifest
         assert "finished" not in again.manifest
@@ -301,7 +301,7 @@ def test_resumed_run_records_how_it_ended_before(tmp_path):
     assert manifest["seed"] == 1
     assert manifest["started"] == run.manifest["started"]
     assert [session["status"] for session in third.manifest["sessions"]] == ["failed", "finished"]
-    assert manifest["sessions"][0]["error"] == "ValueError: out of luck"
+    assert manifest["sessions"][0]["error"] == "ValueError: no memory left"
     assert manifest["sessions"][1]["started"] == again.manifest["resumed"]
 
 

@@ -103,8 +103,8 @@ def _trend(history: Sequence[float]) -> float:
 
 
 def _seed_macs(slot: Mapping[str, Any], s: int, context: ObsContext) -> float:
-    felt = slot["stage"] in (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
-    return float(context.slot_macs[s][slot["blueprint"]]) if felt else 0.0
+    is_active = slot["stage"] in (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
+    return float(context.slot_macs[s][slot["blueprint"]]) if is_active else 0.0
 
 
 def _slow_env(out: Tensor, e: int, report: Report, context: ObsContext) -> None:
@@ -176,9 +176,9 @@ def _slow_slot(out: Tensor, e: int, s: int, report: Report, context: ObsContext,
     out[e, start + at["params"]] = _size(slot["params"] / context.host_params)
     out[e, start + at["macs"]] = _size(_seed_macs(slot, s, context) / context.host_macs)
 
-    asked = {SeedStage.TRAINING: context.thresholds.blend_dwell, SeedStage.BLENDING: context.thresholds.hold_dwell}
+    requested = {SeedStage.TRAINING: context.thresholds.blend_dwell, SeedStage.BLENDING: context.thresholds.hold_dwell}
     out[e, start + at["dwell"]] = _soft(slot["dwell"], 10)
-    out[e, start + at["dwell_left"]] = _soft(max(asked.get(stage, 0) - slot["dwell"], 0), 5)
+    out[e, start + at["dwell_left"]] = _soft(max(requested.get(stage, 0) - slot["dwell"], 0), 5)
     out[e, start + at["age"]] = _soft(slot["age"], 20)
     out[e, start + at["gain_since_birth"]] = _soft((env["quality"] - slot["quality_birth"]) / span, 0.1)
     out[e, start + at["gain_since_stage"]] = _soft((env["quality"] - slot["quality_stage"]) / span, 0.1)

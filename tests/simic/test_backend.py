@@ -94,10 +94,10 @@ def test_backend_equals_the_engine_used_directly(name: str) -> None:
     backend.reset([0, 1, 2])
     engine = Engine(task, [0, 1, 2], rules=BRISK)
     for rows in actions:
-        told, outcome = backend.step(rows), engine.step(rows)
+        result, outcome = backend.step(rows), engine.step(rows)
         helper.process_batch(engine)
-        np.testing.assert_array_equal(told.happened, outcome.happened)
-        assert told.effects == outcome.effects
+        np.testing.assert_array_equal(result.happened, outcome.happened)
+        assert result.effects == outcome.effects
         same_rows(backend.table, engine.table)
     assert [weights(p) for p in backend.engine.networks] == [weights(p) for p in engine.networks]
     assert any(slot.seed is not None for plot in engine.networks for slot in plot.body.slots.values())
@@ -111,10 +111,12 @@ def test_environment_alone_equals_itself_among_others(name: str) -> None:
     seen = [crowd.reset()] + [crowd.step(rows) for rows in actions]
     for e in (2, 0):
         alone = GrowthVectorEnv(HostBackend(task, rules=BRISK), [e])
-        for among, told in zip(seen, [alone.reset()] + [alone.step(rows[e : e + 1]) for rows in actions], strict=True):
-            for theirs, mine in zip(among[:-1], told[:-1], strict=True):
+        for among, result in zip(
+            seen, [alone.reset()] + [alone.step(rows[e : e + 1]) for rows in actions], strict=True
+        ):
+            for theirs, mine in zip(among[:-1], result[:-1], strict=True):
                 np.testing.assert_array_equal(theirs[e : e + 1], mine)
-            for key, value in told[-1].items():
+            for key, value in result[-1].items():
                 np.testing.assert_array_equal(among[-1][key][e : e + 1], value, err_msg=key)
         assert weights(crowd.backend.engine.networks[e]) == weights(alone.backend.engine.networks[0])
         same_rows(crowd.backend.table.rows([e]), alone.backend.table)

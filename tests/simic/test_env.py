@@ -123,8 +123,8 @@ def test_infos_are_compatible_with_gymnasium_wrappers() -> None:
     env = DictInfoToList(sim_env(2))
     _, infos = env.reset()
     assert [sorted(i) for i in infos] == [["happened", "masks", "quality", "utility"]] * 2
-    told = env.step(wait_everywhere(2))[-1]
-    assert told[0]["quality"] != told[1]["quality"]
+    content = env.step(wait_everywhere(2))[-1]
+    assert content[0]["quality"] != content[1]["quality"]
 
 
 def test_gymnasium_wrapper_counts_episodes() -> None:
@@ -227,13 +227,13 @@ def test_same_seed_and_actions_give_the_same_episode(make: Any) -> None:
     episodes = []
     for _ in range(2):
         env = make()
-        told = [env.reset(seed=11)]
+        content = [env.reset(seed=11)]
         env.action_space.seed(5)
         while True:
-            told.append(env.step(env.action_space.sample(mask=None)))
-            if told[-1][2]:
+            content.append(env.step(env.action_space.sample(mask=None)))
+            if content[-1][2]:
                 break
-        episodes.append(told)
+        episodes.append(content)
     for a, b in zip(*episodes, strict=True):
         np.testing.assert_array_equal(a[0], b[0])
         assert a[1:-1] == b[1:-1]

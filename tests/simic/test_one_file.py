@@ -68,10 +68,10 @@ def as_buffer(data, network, layout):
 
 def test_settings_equal_the_packages_defaults(one):
     ours, theirs, settings = PPOConfig(), NetworkConfig(), one.Settings()
-    told = package_config(settings)
+    result = package_config(settings)
     for name in ("lr", "gamma", "gae_lambda", "clip_ratio", "epochs", "groups", "target_kl", "value_coef"):
-        assert getattr(told, name) == getattr(ours, name), name
-    assert msgspec.structs.replace(told, chunk=ours.chunk) == ours
+        assert getattr(result, name) == getattr(ours, name), name
+    assert msgspec.structs.replace(result, chunk=ours.chunk) == ours
     for name in ("width", "hidden", "patience", "epsilon"):
         assert getattr(settings, name) == getattr(theirs, name), name
 
@@ -124,12 +124,12 @@ def test_three_updates_give_the_packages_weights(one, fixed):
         data = one.rollout(env, policy, settings, chance)
         buffer = as_buffer(data, network, env.layout)
         coef = ppo.entropy_coef
-        told = ppo.update(buffer, orders[0])
+        result = ppo.update(buffer, orders[0])
         theirs = one.update(policy, optimizer, env.layout, settings, scale, data, coef, orders[1])
-        passes.append(told.epochs)
+        passes.append(result.epochs)
         close(data["advantages"], buffer.advantages)
         close(data["returns"], buffer.returns)
-        assert theirs["kl"] == pytest.approx(told.kl, rel=1e-6, abs=1e-12)
+        assert theirs["kl"] == pytest.approx(result.kl, rel=1e-6, abs=1e-12)
         for name, x in network.state_dict().items():
             close(policy.state_dict()[name], x, msg=lambda m, n=name: f"{n}: {m}")
         assert orders[0].get_state().equal(orders[1].get_state())  # as many passes
@@ -151,13 +151,13 @@ def test_loss_and_gradients_equal_the_packages_where_ratios_are_clipped(one):
     buffer.log_probs.copy_(data["log_probs"])
 
     batch = next(iter(buffer.minibatches(1, 64, torch.Generator().manual_seed(3))))
-    ours, told = losses(network, env.layout, config, batch, 0.03)
+    ours, result = losses(network, env.layout, config, batch, 0.03)
     theirs, numbers = one.loss_of(policy, env.layout, settings, data, 0.03)
     ours.backward()
     theirs.backward()
-    assert told["clip_fraction"] > 0.3
+    assert result["clip_fraction"] > 0.3
     assert theirs.item() == pytest.approx(ours.item(), rel=1e-5)
-    assert numbers["kl"] == pytest.approx(told["kl"], rel=1e-4)
+    assert numbers["kl"] == pytest.approx(result["kl"], rel=1e-4)
     for (name, p), q in zip(policy.named_parameters(), network.parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad, atol=1e-5, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
 
@@ -168,8 +168,8 @@ def test_advantages_equal_the_packages_with_ends_anywhere(one):
     done = rng.random((30, 7)) < 0.2
     done[-1] = True
     expected, _ = gae_rows(rewards, values, done, np.zeros_like(done), np.zeros_like(rewards), np.full(7, 30), 0.9, 0.8)
-    told = one.advantages_of(*map(torch.from_numpy, (rewards, values, done)), 0.9, 0.8)
-    np.testing.assert_allclose(told.numpy(), expected, atol=1e-5)
+    result = one.advantages_of(*map(torch.from_numpy, (rewards, values, done)), 0.9, 0.8)
+    np.testing.assert_allclose(result.numpy(), expected, atol=1e-5)
 
 
 def test_example_imports_no_learner_code_from_the_package():

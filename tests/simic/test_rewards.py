@@ -86,8 +86,8 @@ def utility_of(f: dict, c: RewardConfig) -> float:
 def credit_of(f: dict, c: RewardConfig) -> float:
     if crashed(f):
         return c.floor
-    felt = [w for s, w in zip(f["stage"], f["contribution"], strict=True) if s in (3, 4, 5) and math.isfinite(w)]
-    return max(c.floor, sum(felt) - rent_of(f, f["params"], f["macs"], c))
+    is_active = [w for s, w in zip(f["stage"], f["contribution"], strict=True) if s in (3, 4, 5) and math.isfinite(w)]
+    return max(c.floor, sum(is_active) - rent_of(f, f["params"], f["macs"], c))
 
 
 def potential_of(f: dict, c: RewardConfig) -> float:
@@ -305,19 +305,19 @@ def test_repeated_germinating_and_pruning_earns_no_more_than_waiting(rules, peri
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda c: c.mode)
 def test_rejected_operation_pays_as_much_as_waiting(config):
     """Every environment has a live seed; FOSSILIZE in an empty slot and germination on top of a seed are illegal."""
-    asked, waited = (Simulator(SimConfig(horizon=20), range(8)) for _ in range(2))
+    refused, waited = (Simulator(SimConfig(horizon=20), range(8)) for _ in range(2))
     germinate = wait_everywhere(8)
     germinate[:, [Head.BLUEPRINT, Head.OP]] = 1, Op.GERMINATE
-    for sim in (asked, waited):
+    for sim in (refused, waited):
         assert sim.step(germinate).happened.all()
-    frames = [Frame.of(sim.table, sim.context, sim.baseline_quality) for sim in (asked, waited)]
+    frames = [Frame.of(sim.table, sim.context, sim.baseline_quality) for sim in (refused, waited)]
     for t in range(19):
         illegal = germinate.copy()
         if t % 2:
             illegal[:, [Head.SLOT, Head.OP]] = 1, Op.FOSSILIZE
-        assert not asked.step(illegal).happened.any()
+        assert not refused.step(illegal).happened.any()
         waited.step(wait_everywhere(8))
-        after = [Frame.of(sim.table, sim.context, sim.baseline_quality) for sim in (asked, waited)]
+        after = [Frame.of(sim.table, sim.context, sim.baseline_quality) for sim in (refused, waited)]
         paid = [reward(a, b, config) for a, b in zip(frames, after, strict=True)]
         np.testing.assert_array_equal(*paid)
         frames = after

@@ -395,8 +395,8 @@ def test_random_legal_play_keeps_the_table_valid(seed, slots):
         assert sim.step(actions).happened.all()
         table = sim.table
         assert (table.step == t + 1).all()
-        felt = np.isin(table.stage, (S.BLENDING, S.HOLDING, S.FOSSILIZED))
-        assert (table.alpha[~felt] == 0).all()
+        is_active = np.isin(table.stage, (S.BLENDING, S.HOLDING, S.FOSSILIZED))
+        assert (table.alpha[~is_active] == 0).all()
         assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
         alive = (table.stage >= S.GERMINATED) & (table.stage <= S.FOSSILIZED)
         assert (table.params[~alive] == 0).all()
@@ -405,7 +405,7 @@ def test_random_legal_play_keeps_the_table_valid(seed, slots):
         for quality in (table.quality, table.committed_quality, sim.baseline_quality):
             assert ((quality >= 0) & (quality <= 1)).all()
         assert (table.val_loss > table.train_loss * 0.98).all()
-        assert np.isfinite(table.contribution[alive & felt & (table.contribution_age >= 0)]).all()
+        assert np.isfinite(table.contribution[alive & is_active & (table.contribution_age >= 0)]).all()
         for was, now in zip(before.ravel(), table.stage.ravel(), strict=True):
             reach, two = {S(was)}, {S(was)}
             for _ in range(moves):

@@ -48,12 +48,12 @@ def heads(rows=200, width=9, seed=0, scale=3.0):
 def test_probabilities_and_entropies_match_the_reference(epsilon, seed):
     logits, mask = heads(seed=seed)
     log_probs = log_distribution(logits, mask, epsilon)
-    told = entropy(log_probs, mask)
+    result = entropy(log_probs, mask)
     for row in range(len(logits)):
         expected = slow_distribution(logits[row].tolist(), mask[row].tolist(), epsilon)
         assert log_probs[row].exp().tolist() == pytest.approx(expected, rel=1e-5, abs=1e-7)
-        assert float(told[row]) == pytest.approx(slow_entropy(expected, mask[row].tolist()), abs=1e-5)
-    assert ((told >= 0) & (told <= 1 + 1e-6)).all()
+        assert float(result[row]) == pytest.approx(slow_entropy(expected, mask[row].tolist()), abs=1e-5)
+    assert ((result >= 0) & (result <= 1 + 1e-6)).all()
 
 
 @pytest.mark.parametrize("epsilon", [0.0, 0.02])
@@ -92,9 +92,9 @@ def test_single_option_is_certain_and_has_no_gradient(epsilon):
     mask = torch.tensor([False, True, False])
     log_probs = log_distribution(logits, mask, epsilon)
     assert float(log_probs[1].detach()) == pytest.approx(0.0, abs=1e-7)
-    told = entropy(log_probs, mask)
-    assert float(told.detach()) == 0.0
-    (log_probs[1] + told).backward()
+    result = entropy(log_probs, mask)
+    assert float(result.detach()) == 0.0
+    (log_probs[1] + result).backward()
     assert not logits.grad.any()
     assert int(pick(log_probs, torch.tensor(LAST, dtype=torch.double))) == int(likeliest(log_probs)) == 1
 

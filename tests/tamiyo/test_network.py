@@ -195,14 +195,14 @@ def test_act_without_random_numbers_is_greedy():
 def test_choice_frequencies_match_log_probabilities():
     """Sample one environment 40 000 times: joint frequencies match the product of the heads' probabilities."""
     _, obs, masks, layout = scene(200, 3, seed=5)
-    net, asked = network(patience=0.0), 40_000
+    net, samples_drawn = network(patience=0.0), 40_000
     row = int(masks[:, layout.op].sum(-1).argmax())
-    many = lambda x: x[row].expand(asked, -1)  # noqa: E731
-    choice = net.act(many(obs), many(masks), net.initial(asked), layout, chances(asked, seed=9))
+    many = lambda x: x[row].expand(samples_drawn, -1)  # noqa: E731
+    choice = net.act(many(obs), many(masks), net.initial(samples_drawn), layout, chances(samples_drawn, seed=9))
     joint, seen, count = torch.unique(choice.actions, dim=0, return_inverse=True, return_counts=True)
     chance = torch.zeros(len(joint), dtype=torch.double)
     chance[seen] = choice.log_probs.double().sum(-1).exp()
-    error = (torch.bincount(seen).double() / asked - chance) / (chance * (1 - chance) / asked).sqrt()
+    error = (torch.bincount(seen).double() / samples_drawn - chance) / (chance * (1 - chance) / samples_drawn).sqrt()
     assert len(joint) > 20
     assert error[count > 30].abs().max() < 4.5
 

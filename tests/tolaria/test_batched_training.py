@@ -71,12 +71,12 @@ def engine(task: Task, worlds: int, *, stacked: bool, **config: object) -> Engin
     return Engine(task, list(range(worlds)), rules=QUICK, config=EngineConfig(strategy=strategy, **config))
 
 
-def wander(table: SlotTable, luck: np.random.Generator, envs: list[int] | None = None) -> Ints:
+def wander(table: SlotTable, rng: np.random.Generator, envs: list[int] | None = None) -> Ints:
     """Return a random legal action per environment in `envs`; others wait. Draws do not depend on legality."""
     may = legal(table, QUICK)  # [E, O, S]
     actions = np.zeros((len(may), len(Head)), dtype=np.int64)
     for e, ops in enumerate(may):
-        draws = luck.integers(1 << 20, size=4)
+        draws = rng.integers(1 << 20, size=4)
         may_end = draws[3] % 8 == 0  # so that some seeds reach late stages
         able = [(o, s) for o, s in zip(*np.nonzero(ops), strict=True) if o != Op.WAIT and (may_end or o != Op.PRUNE)]
         if not able or (envs is not None and e not in envs):
@@ -112,11 +112,11 @@ def test_stacked_training_equals_the_loop_under_growth(host: str, incubation: st
         engine(task(host, torch.float64), 3, stacked=s, incubation=incubation, gradient_telemetry_stride=2)
         for s in (False, True)
     )
-    luck, stages = np.random.default_rng(1), set()
+    rng, stages = np.random.default_rng(1), set()
     for each in (loop, stack):
         each.plant_fossils(0, {"r0c0": ("norm", Operator.ADD)})
     for step in range(12):
-        actions = wander(loop.table, luck)
+        actions = wander(loop.table, rng)
         for each in (loop, stack):
             each.step(actions)
             if step == 7:
@@ -168,9 +168,9 @@ def test_fossils_are_clipped_with_the_host_and_seeds_separately():
 @pytest.mark.parametrize("host", HOSTS)
 def test_growth_in_one_row_keeps_other_rows_bit_identical(host: str):
     quiet, lively = (engine(task(host), 4, stacked=True) for _ in range(2))
-    luck, other_luck = np.random.default_rng(2), np.random.default_rng(2)
+    rng, other_luck = np.random.default_rng(2), np.random.default_rng(2)
     for step in range(10):
-        quiet.step(wander(quiet.table, luck, [0, 3]))
+        quiet.step(wander(quiet.table, rng, [0, 3]))
         lively.step(wander(lively.table, other_luck, [0, 1, 3]))
         if step == 6:
             lively.governor.roll_back(1, lively.table)
@@ -452,11 +452,11 @@ def test_unsupported_cases_are_reported():
 
 def test_choose_does_not_modify_the_networks():
     made = plots(task("mlp"))
-    before, luck = [state(plot) for plot in made], torch.get_rng_state()
+    before, rng = [state(plot) for plot in made], torch.get_rng_state()
     assert choose(made) in ("loop", "stacked")
     assert all(is_same(a, state(plot)) for a, plot in zip(before, made, strict=True))
     assert all(not plot.optimizer.state for plot in made)
-    assert torch.equal(luck, torch.get_rng_state())
+    assert torch.equal(rng, torch.get_rng_state())
 
 
 def test_engine_uses_the_configured_strategy_and_loops_for_one_host() -> None:

@@ -306,14 +306,14 @@ def pair(tmp_path, monkeypatch):
 def check_fallback(checkpoints, damaged):
     """Assert that checkpoint `damaged` is reported and skipped and the other one is intact."""
     other = {1: 2, 2: 1}[damaged]
-    said, told = newest(checkpoints)
-    assert said == other
+    newest_round, warned = newest(checkpoints)
+    assert newest_round == other
     if damaged == 2:
-        assert len(told) == 1
-        assert "round-2" in told[0]
-        assert "damaged" in told[0]
+        assert len(warned) == 1
+        assert "round-2" in warned[0]
+        assert "damaged" in warned[0]
     else:
-        assert not any("round-2" in each for each in told)
+        assert not any("round-2" in each for each in warned)
 
 
 FILES = ["policy.safetensors", "run.json", "notes.json", "index.json"]
@@ -405,13 +405,13 @@ def test_newest_returns_the_newest_intact_one_under_any_damage(tmp_path_factory,
     try:
         for blow in struck:
             strike(root, good, blow)
-        said, told = newest(Checkpoints(root))
-        assert said == slowly_newest(root, good)
+        newest_round, warned = newest(Checkpoints(root))
+        assert newest_round == slowly_newest(root, good)
         for i, j in ((1, 2), (2, 1)):
             index, its = root / f"round-{i}" / "index.json", good[root / f"round-{j}" / "index.json"]
             is_the_others = index.exists() and index.read_bytes() == its  # then it has the other's number
-            if said != 2 and not whole(index.parent, good) and not is_the_others:
-                assert any(f"round-{i}" in each for each in told)
+            if newest_round != 2 and not whole(index.parent, good) and not is_the_others:
+                assert any(f"round-{i}" in each for each in warned)
     finally:
         for path in root.glob("round-*/*"):
             path.unlink()
@@ -462,9 +462,9 @@ def test_all_damaged_gives_none_and_names_all(pair):
     for path in contents:
         if path.name == "index.json":
             path.unlink()
-    said, told = newest(checkpoints)
-    assert said is None
-    assert len(told) == 2
+    newest_round, warned = newest(checkpoints)
+    assert newest_round is None
+    assert len(warned) == 2
     assert checkpoints.names() == []
 
 
@@ -475,10 +475,10 @@ def test_foreign_files_and_empty_directories_are_ignored(pair):
     (checkpoints.root / ".draft-1-abc").mkdir()
     (checkpoints.root / ".draft-1-abc" / "policy.safetensors").write_bytes(b"half")
     (checkpoints.root / "a file").write_bytes(b"?")
-    said, told = newest(checkpoints)
-    assert said == 2
-    assert len(told) == 1
-    assert "empty" in told[0]
+    newest_round, warned = newest(checkpoints)
+    assert newest_round == 2
+    assert len(warned) == 1
+    assert "empty" in warned[0]
     write(checkpoints, 3)
     assert drafts(checkpoints.root) == []
 
@@ -537,10 +537,10 @@ DEEP = b"[" * 200_000 + b"]" * 200_000
 def test_hostile_index_is_reported_as_damage(pair, changes):
     checkpoints, _ = pair
     forged(checkpoints.root / "x", {"a": b"1"}, **changes)
-    said, told = newest(checkpoints)
-    assert said == 2
-    assert len(told) == 1
-    assert "damaged" in told[0]
+    newest_round, warned = newest(checkpoints)
+    assert newest_round == 2
+    assert len(warned) == 1
+    assert "damaged" in warned[0]
     write(checkpoints, 3)
     assert newest(checkpoints)[0] == 3
 
@@ -790,12 +790,12 @@ def test_killed_writer_leaves_a_complete_newest_checkpoint(writers):
         pid = next(int(each.split()[1]) for each in lines if each.startswith("pid"))
         time.sleep(dice.random() * 0.06)
         os.kill(pid, signal.SIGKILL)
-        while (said := parent.stdout.readline()) != "over\n":
-            lines.append(said)
+        while (newest_round := parent.stdout.readline()) != "over\n":
+            lines.append(newest_round)
         last = max(int(each.split()[1]) for each in lines if each.startswith("wrote"))
         left_drafts += len(drafts(root))
-        found, told = newest(Checkpoints(root))
-        assert told == []
+        found, warned = newest(Checkpoints(root))
+        assert warned == []
         assert found in (last, last + 1)  # it may be killed before it prints
     assert left_drafts > 0  # some were killed during a write
     write(Checkpoints(root), 99)
@@ -812,12 +812,12 @@ def test_concurrent_writers_and_readers_do_not_interfere(writers):
     looks = 0
     while parent.poll() is None:
         try:
-            found, told = newest(Checkpoints(root))
+            found, warned = newest(Checkpoints(root))
         except CheckpointError as error:
             if "was removed by a writer" in str(error):  # two newer ones were written during the read
                 continue
             raise
-        assert told == []
+        assert warned == []
         assert found is not None or not looks
         looks += found is not None
     assert parent.returncode == 0

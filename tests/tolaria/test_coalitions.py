@@ -96,7 +96,7 @@ class Statistics:
 def brute_force(body: Body, inputs: Any, configs: Sequence[Config], calibration: Any = None) -> Tensor:
     """Return scores [K, N, Q] from one plain pass per configuration."""
     slots = [*body.players(), *body.training_slots]
-    told = [(s, s.stage, s.amplitude) for s in slots]
+    content = [(s, s.stage, s.amplitude) for s in slots]
     main = tuple(s.stage >= SeedStage.BLENDING for s in slots)
     calibration = inputs if calibration is None else calibration
     norms = Statistics(body)
@@ -104,7 +104,7 @@ def brute_force(body: Body, inputs: Any, configs: Sequence[Config], calibration:
     body.eval()
 
     def configure(config: Config) -> None:
-        for (slot, stage, alpha), on in zip(told, config, strict=True):
+        for (slot, stage, alpha), on in zip(content, config, strict=True):
             body.set_slot(slot, SeedStage.BLENDING, (alpha if stage >= SeedStage.BLENDING else 1.0) if on else 0.0)
 
     rows = []
@@ -120,7 +120,7 @@ def brute_force(body: Body, inputs: Any, configs: Sequence[Config], calibration:
 
             rows.append(main_output(norms.run(lambda: call(body, inputs), act)))
     finally:
-        for slot, stage, alpha in told:
+        for slot, stage, alpha in content:
             body.set_slot(slot, stage, alpha)
         for module, mode in modes:
             module.training = mode
@@ -561,9 +561,9 @@ def test_moved_statistics_are_accurate_where_stale_ones_are_not(world: int):
                 for x, _ in task.minibatches(data, world, step):
                     body(x)
             truth = per_sample_correct(body.eval()(data.val.x), data.val.y).mean().item()
-    said = f"truth {truth:.3f}, moved {moved.committed:.3f}, stale {stale.committed:.3f}, with {moved.quality:.3f}"
-    assert truth - stale.committed > 0.2, said
-    assert abs(truth - moved.committed) < 0.06, said  # a few points, on any processor
+    message = f"truth {truth:.3f}, moved {moved.committed:.3f}, stale {stale.committed:.3f}, with {moved.quality:.3f}"
+    assert truth - stale.committed > 0.2, message
+    assert abs(truth - moved.committed) < 0.06, message  # a few points, on any processor
 
 
 # -- errors

@@ -247,17 +247,17 @@ def test_illegal_action_changes_nothing_and_is_reported():
 
 def test_step_reports_effects_of_actions_and_of_tick():
     engine = Engine(digits(), [0], rules=QUICK)
-    told: Counter[str] = Counter()
+    result: Counter[str] = Counter()
     actions = Schedule(start=0).act(engine.table, legal(engine.table, QUICK))
     for _ in range(10):
-        told.update(e.kind.name for e in engine.step(actions).effects)
+        result.update(e.kind.name for e in engine.step(actions).effects)
         actions = wait_everywhere(1)
     assert engine.table.stage[0, 0] == SeedStage.HOLDING
     actions[0, [Head.OP, Head.ALPHA_SPEED]] = Op.PRUNE, 1
     for _ in range(3):
-        told.update(e.kind.name for e in engine.step(actions).effects)
+        result.update(e.kind.name for e in engine.step(actions).effects)
         actions = wait_everywhere(1)
-    assert told == {"BUILD": 1, "DROP": 1}
+    assert result == {"BUILD": 1, "DROP": 1}
     assert engine.networks[0].params == engine.networks[0].host_size
 
 

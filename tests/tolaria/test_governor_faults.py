@@ -507,17 +507,17 @@ def test_vital_covers_host_and_blended_seeds_only(task: str) -> None:
         plot = Life(TASKS[task](), target).engine.networks[SICK]
         averages = plot.average.by_tensor()
         seed = [averages[p] for p in plot.body.slots["r0c0"].parameters()]
-        felt = [averages[p] for p in plot.body.model.parameters()] + (seed if target != S.TRAINING else [])
+        is_active = [averages[p] for p in plot.body.model.parameters()] + (seed if target != S.TRAINING else [])
         statistics = [b for name, b in plot.body.model.named_buffers() if "running" in name]
-        felt += [t for b in statistics for t in (b, averages[b])]
+        is_active += [t for b in statistics for t in (b, averages[b])]
         params = [
             *plot.body.model.parameters(),
             *(plot.body.slots["r0c0"].parameters() if target != S.TRAINING else []),
         ]
-        felt += [p.detach() for p in params]
-        felt += [v for p in params for v in plot.optimizer.state[p].values() if isinstance(v, Tensor)]
+        is_active += [p.detach() for p in params]
+        is_active += [v for p in params for v in plot.optimizer.state[p].values() if isinstance(v, Tensor)]
         assert math.isfinite(plot.vital)
-        for tensor in felt:
+        for tensor in is_active:
             first = (0,) * tensor.dim()
             old = tensor[first].item()
             for spoilt in (math.nan, math.inf):
@@ -588,8 +588,8 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
     for step in range(times + 2):
         sick.step(wait_everywhere(3))
         sound.step(wait_everywhere(3))
-        told = [(a.env, a.action) for a in sick.alarms]
-        assert told == ([] if step >= times else [(SICK, "rolled back" if step == times - 1 else "not restored")])
+        result = [(a.env, a.action) for a in sick.alarms]
+        assert result == ([] if step >= times else [(SICK, "rolled back" if step == times - 1 else "not restored")])
         if step < times:  # it is not trained
             now = kept(sick.networks[SICK])
             assert all(torch.equal(a, b) for p in start for a, b in zip(start[p], now[p], strict=True))
@@ -692,9 +692,11 @@ def test_errors_in_all_environments_for_three_steps_end_the_run() -> None:
     engine.networks[0].forward = broken
     for _ in range(2):
         engine.step(wait_everywhere(2))
-    with pytest.raises(TrainingError, match=r"every environment failed in 3 steps in a row.*KeyError: 'a bug'") as told:
+    with pytest.raises(
+        TrainingError, match=r"every environment failed in 3 steps in a row.*KeyError: 'a bug'"
+    ) as result:
         engine.step(wait_everywhere(2))
-    assert isinstance(told.value.__cause__, KeyError)
+    assert isinstance(result.value.__cause__, KeyError)
 
 
 def test_keyboard_interrupt_is_raised() -> None:
@@ -726,7 +728,7 @@ def test_error_is_reported_once_with_location_and_frees_memory() -> None:
 
     roll_back, engine.governor.roll_back = engine.governor.roll_back, restore  # type: ignore[method-assign]
     engine.networks[1].forward = greedy
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as result:
         warnings.simplefilter("always")
         engine.step(wait_everywhere(2))
         first = engine.alarms[0].text
@@ -736,7 +738,7 @@ def test_error_is_reported_once_with_location_and_frees_memory() -> None:
     assert first.startswith("OutOfMemoryError: tried to allocate 1000 (growing_network.py:")
     assert "test_governor_faults.py" in first
     assert "/" not in first
-    assert [str(w.message) for w in told] == [f"an error in environment 1, step 1; the others continue: {first}"]
+    assert [str(w.message) for w in result] == [f"an error in environment 1, step 1; the others continue: {first}"]
 
 
 def test_failed_snapshot_keeps_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -860,7 +862,7 @@ class Listener(list[Event]):
         return [e for e in self if type(e) is kind]
 
 
-def told(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, Engine]:
+def result(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, Engine]:
     """Return the events of a run with a fault in the step from stage `target` towards `then`."""
     engine, hub = Engine(digits(), [4, 5, 6], rules=BY_HAND), Listener()
     emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[4, 5, 6], host_params=1000, envs=[10, 11, 12])
@@ -892,7 +894,7 @@ def told(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, Engi
 def test_rollback_emits_governor_and_lifecycle_events(
     target: SeedStage, then: SeedStage, lives: list[Any], fault: str
 ) -> None:
-    hub, engine = told(target, then, fault)
+    hub, engine = result(target, then, fault)
     assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == lives
     (event,) = hub.of(events.Governor)
     (alarm,) = engine.alarms

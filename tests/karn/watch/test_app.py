@@ -393,8 +393,8 @@ def test_copy_of_a_running_run_is_shown_as_killed(tmp_path):
         assert command(run.path, "--once").stdout.startswith(" LIVE ")
         shutil.copytree(run.path, tmp_path / "copy")
         sink.close()
-    said = command(tmp_path / "copy", "--once").stdout
-    assert said.startswith(" KILLED ")
+    message = command(tmp_path / "copy", "--once").stdout
+    assert message.startswith(" KILLED ")
     assert {row.path.name: row.status for row in list_runs(tmp_path)} == {"it": "finished", "copy": "killed"}
 
 

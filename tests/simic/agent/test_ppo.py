@@ -196,11 +196,11 @@ def test_loss_equals_the_slow_reference(core, blueprints, counts):
     moved(net)
     with torch.no_grad():
         # chunks of the whole length: after weights have changed, stored hidden states are those of the old weights
-        _, told = losses(net, layout, CONFIG, one_batch(buffer, chunk=14), 0.03)
+        _, stats = losses(net, layout, CONFIG, one_batch(buffer, chunk=14), 0.03)
         expected = slow_losses(net, layout, CONFIG, buffer, 0.03)
     assert expected["clip_fraction"] > 0.02
     for name, number in expected.items():
-        assert told[name] == pytest.approx(number, rel=2e-4, abs=2e-5), name
+        assert stats[name] == pytest.approx(number, rel=2e-4, abs=2e-5), name
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 5, 14, 64])
@@ -209,10 +209,10 @@ def test_chunk_length_does_not_change_the_loss_before_the_first_step(chunk):
     buffer, layout = invented(net, counts=[14, 3, 9, 1, 14, 7])
     prepared(buffer, layout, net)
     whole = losses(net, layout, CONFIG, one_batch(buffer, 14), 0.01)[1]
-    told = losses(net, layout, CONFIG, one_batch(buffer, chunk), 0.01)[1]
-    assert told["ratio_off"] < 1e-5
+    stats = losses(net, layout, CONFIG, one_batch(buffer, chunk), 0.01)[1]
+    assert stats["ratio_off"] < 1e-5
     for name, number in whole.items():
-        assert told[name] == pytest.approx(number, rel=1e-4, abs=1e-5, nan_ok=True), name
+        assert stats[name] == pytest.approx(number, rel=1e-4, abs=1e-5, nan_ok=True), name
 
 
 def test_reported_numbers_are_per_head_over_the_steps_where_it_mattered():
@@ -220,19 +220,19 @@ def test_reported_numbers_are_per_head_over_the_steps_where_it_mattered():
     buffer, layout = invented(net)
     prepared(buffer, layout, net)
     batch = one_batch(buffer)
-    told = losses(net, layout, CONFIG, batch, 0.01)[1]
+    stats = losses(net, layout, CONFIG, batch, 0.01)[1]
     with torch.no_grad():
         judged = net.evaluate(batch.obs, batch.masks, batch.actions, batch.hidden, batch.starts, layout)
     counts = counted(batch.masks, layout, batch.actions, batch.valid & ~batch.forced)
     decided = int((batch.valid & ~batch.forced).sum())
     for head in Head:
         mattered = counts[..., head]
-        assert told[f"learnable_{head.name}"] == pytest.approx(int(mattered.sum()) / decided)
+        assert stats[f"learnable_{head.name}"] == pytest.approx(int(mattered.sum()) / decided)
         if head == Head.TEMPO:  # fixed in these masks: never a choice
             assert not mattered.any()
-            assert math.isnan(told["entropy_TEMPO"])
+            assert math.isnan(stats["entropy_TEMPO"])
         else:
-            assert told[f"entropy_{head.name}"] == pytest.approx(float(judged.entropy[..., head][mattered].mean()))
+            assert stats[f"entropy_{head.name}"] == pytest.approx(float(judged.entropy[..., head][mattered].mean()))
 
 
 # --- which parts receive a gradient
@@ -328,8 +328,8 @@ def test_garbage_behind_the_end_of_a_column_has_no_effect():
     updated = []
     for rollout in (buffer, poisoned):
         learner = network()
-        told = PPO(learner, layout, CONFIG).update(rollout, seeded())
-        assert told.skipped == 0
+        stats = PPO(learner, layout, CONFIG).update(rollout, seeded())
+        assert stats.skipped == 0
         updated.append(weights(learner))
     assert all(torch.equal(updated[0][name], updated[1][name]) for name in updated[0])
 
@@ -393,20 +393,20 @@ def test_one_round_gives_every_row_of_every_free_head_a_gradient():
 def test_update_reports_its_statistics():
     net = network()
     buffer, layout = simulated(net)
-    told = PPO(net, layout, PPOConfig(lr=3e-3)).update(buffer, seeded())
-    assert told.skipped == 0
-    assert told.minibatches == 4 * told.epochs
-    assert told.kl > 0
-    assert 0 <= told.clip_fraction <= 1
-    assert told.ratio_min < 1 < told.ratio_max
-    assert told.grad_norm > 0
-    assert told.explained_variance <= 1
-    assert told.value_nrmse > 0
-    assert told.entropy["op"] > 0
-    assert told.entropy["tempo"] is None  # fixed: it never mattered
-    assert told.learnable["tempo"] == 0
-    assert 0 < told.learnable["op"] <= 1
-    assert encode(told)
+    stats = PPO(net, layout, PPOConfig(lr=3e-3)).update(buffer, seeded())
+    assert stats.skipped == 0
+    assert stats.minibatches == 4 * stats.epochs
+    assert stats.kl > 0
+    assert 0 <= stats.clip_fraction <= 1
+    assert stats.ratio_min < 1 < stats.ratio_max
+    assert stats.grad_norm > 0
+    assert stats.explained_variance <= 1
+    assert stats.value_nrmse > 0
+    assert stats.entropy["op"] > 0
+    assert stats.entropy["tempo"] is None  # fixed: it never mattered
+    assert stats.learnable["tempo"] == 0
+    assert 0 < stats.learnable["op"] <= 1
+    assert encode(stats)
 
 
 def test_critic_statistics_match_values_computed_by_hand():
@@ -460,10 +460,10 @@ def test_non_finite_reward_skips_the_update_and_the_third_stops_the_run(bad):
         buffer, _ = invented(net, seed=turn)
         buffer.rewards[4, 2] = bad
         if turn < 2:
-            told = ppo.update(buffer, seeded())
-            assert (told.skipped, told.minibatches, told.round) == (1, 0, turn + 1)
-            assert told.kl is None
-            assert encode(told)
+            stats = ppo.update(buffer, seeded())
+            assert (stats.skipped, stats.minibatches, stats.round) == (1, 0, turn + 1)
+            assert stats.kl is None
+            assert encode(stats)
         else:
             with pytest.raises(TrainingError, match=r"3 updates in a row .* not finite"):
                 ppo.update(buffer, seeded())
@@ -488,9 +488,9 @@ def test_one_bad_minibatch_is_skipped_and_the_others_are_used():
     buffer.obs[5, 1] = math.nan  # an observation, so that advantages stay finite
     ppo = PPO(net, layout, CONFIG)
     before = weights(net)
-    told = ppo.update(buffer, seeded())
-    assert told.skipped == told.epochs
-    assert told.minibatches == told.epochs
+    stats = ppo.update(buffer, seeded())
+    assert stats.skipped == stats.epochs
+    assert stats.minibatches == stats.epochs
     assert ppo.bad_in_a_row == 0
     assert all(torch.isfinite(x).all() for x in net.state_dict().values())
     assert any(not torch.equal(x, before[name]) for name, x in net.state_dict().items())
@@ -501,9 +501,9 @@ def test_non_finite_gradients_change_no_weight():
     buffer, layout = invented(net)
     net.op_head[-1].weight.register_hook(lambda grad: grad * math.inf)
     before = weights(net)
-    told = PPO(net, layout, CONFIG).update(buffer, seeded())
-    assert told.minibatches == 0
-    assert told.skipped == 4
+    stats = PPO(net, layout, CONFIG).update(buffer, seeded())
+    assert stats.minibatches == 0
+    assert stats.skipped == 4
     assert torch.equal(net.op_head[-1].weight, before["op_head.2.weight"])
     assert torch.equal(net.slot_encoder[0].weight, before["slot_encoder.0.weight"])
 
@@ -515,9 +515,9 @@ def test_target_kl_stops_the_passes():
     assert PPO(net, layout, far).update(buffer, seeded()).epochs == 8
     net = network()
     buffer, layout = invented(net)
-    told = PPO(net, layout, near).update(buffer, seeded())
-    assert told.epochs < 8
-    assert told.minibatches == 2 * told.epochs
+    stats = PPO(net, layout, near).update(buffer, seeded())
+    assert stats.epochs < 8
+    assert stats.minibatches == 2 * stats.epochs
 
 
 def test_gradients_are_clipped_to_the_maximum_norm():
@@ -532,17 +532,17 @@ def test_gradients_are_clipped_to_the_maximum_norm():
         step()
 
     ppo.optimizer.step = watched
-    told = ppo.update(buffer, seeded())
-    assert told.grad_norm > 0.5  # as it was before
+    stats = ppo.update(buffer, seeded())
+    assert stats.grad_norm > 0.5  # as it was before
     assert max(norms) == pytest.approx(0.5, rel=1e-3)
 
 
 def test_entropy_weight_decreases_over_the_rounds():
     ppo = PPO(network(), MaskLayout(slots=3, blueprints=13), PPOConfig(entropy_coef=0.1, entropy_final=0.02), rounds=5)
-    told = []
+    stats = []
     for ppo.round in range(7):
-        told.append(ppo.entropy_coef)
-    assert told == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02, 0.02, 0.02])
+        stats.append(ppo.entropy_coef)
+    assert stats == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02, 0.02, 0.02])
 
 
 def test_update_is_repeatable_bit_for_bit():
@@ -605,11 +605,11 @@ def test_update_reads_values_in_units_of_the_returns():
     net = network()
     buffer, layout = invented(net)
     buffer.rewards.mul_(50.0).add_(20.0)
-    told = PPO(net, layout, CONFIG).update(buffer, seeded())
+    stats = PPO(net, layout, CONFIG).update(buffer, seeded())
     returns = buffer.returns[buffer.valid]
     assert float(net.mean) == pytest.approx(float(returns.mean()), rel=1e-4)
     assert float(net.std) == pytest.approx(float(returns.std()), rel=0.02)
-    assert told.value_loss < 3.0
+    assert stats.value_loss < 3.0
 
 
 # --- learning

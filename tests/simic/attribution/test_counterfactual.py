@@ -252,16 +252,16 @@ def test_unpaired_error_is_larger():
 
 def hand_switched(body: Body, x: Tensor, on: set[str]) -> Tensor:
     """Run one plain pass with only these seeds on."""
-    told = {name: (slot.stage, slot.amplitude) for name, slot in body.slots.items()}
+    content = {name: (slot.stage, slot.amplitude) for name, slot in body.slots.items()}
     for name, slot in body.slots.items():
         if name not in on and slot.seed is not None:
-            body.set_slot(slot, told[name][0], 0.0)
+            body.set_slot(slot, content[name][0], 0.0)
     try:
         with torch.no_grad():
             return main_output(body(x))
     finally:
         for name, slot in body.slots.items():
-            body.set_slot(slot, *told[name])
+            body.set_slot(slot, *content[name])
 
 
 def score(output: Any, target: Tensor) -> Tensor:
@@ -313,16 +313,16 @@ def test_fossil_is_switched_like_a_live_seed_norms_included(name: str):
     for i, slot in enumerate(body.slots):
         grow(body, slot, stage=SeedStage.HOLDING, alpha=1.0, seed=i)
     calibration = ZOO[name].batch(16)
-    told = []
+    content = []
     for stage in (SeedStage.HOLDING, SeedStage.FOSSILIZED):
         for slot in body.slots.values():
             body.set_slot(slot, stage, 1.0)
-        told.append(report(body, [(x, torch.zeros(16).long())], score, calibration=calibration))
-    live, fossil = (everything(w) for w in told)
+        content.append(report(body, [(x, torch.zeros(16).long())], score, calibration=calibration))
+    live, fossil = (everything(w) for w in content)
     assert live.pop("fossils") == (False,) * 3
     assert fossil.pop("fossils") == (True,) * 3
     np.testing.assert_equal(fossil, live)
-    assert np.abs(told[0].contribution).min() > 1e-4
+    assert np.abs(content[0].contribution).min() > 1e-4
 
 
 def test_on_keeps_a_seed_at_its_current_alpha():
@@ -345,17 +345,17 @@ def test_fossils_are_players_in_reports_only():
     grow(body, third, stage=SeedStage.TRAINING, alpha=0.0, seed=3)
     batches = [(x, torch.arange(24) % 5)]
 
-    told = report(body, batches, score)
+    content = report(body, batches, score)
     steps = CounterfactualEngine.worth(evaluate(body, batches, score))
 
-    assert told.slots == (first, second)
-    assert told.fossils == (True, False)
+    assert content.slots == (first, second)
+    assert content.fossils == (True, False)
     assert steps.slots == (second,)
     assert steps.fossils == (False,)
-    assert list(told.prospect) == list(steps.prospect) == [third]
-    assert told.prospect[third] == pytest.approx(steps.prospect[third], abs=1e-6)
+    assert list(content.prospect) == list(steps.prospect) == [third]
+    assert content.prospect[third] == pytest.approx(steps.prospect[third], abs=1e-6)
     assert steps.committed == pytest.approx(steps.quality - steps.contribution[0])
-    assert told.committed == pytest.approx(steps.committed - told.solo[0], abs=1e-5)
+    assert content.committed == pytest.approx(steps.committed - content.solo[0], abs=1e-5)
 
 
 class Deep(nn.Module):

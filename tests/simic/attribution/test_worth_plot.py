@@ -40,10 +40,10 @@ def test_plot_is_valid_self_contained_svg_or_png(name: str, tmp_path: Path):
 
 def test_plot_shows_every_seed_bar_and_pair(tmp_path: Path):
     root = ElementTree.parse(plot_worth(WORTHS["three"], tmp_path / "worth.svg")).getroot()
-    said = [t.text for t in root.iter(f"{SVG}text")]
-    assert {"a", "b (fossil)", "c", "interactions"} <= set(said)
+    message = [t.text for t in root.iter(f"{SVG}text")]
+    assert {"a", "b (fossil)", "c", "interactions"} <= set(message)
     assert len(list(root.iter(f"{SVG}rect"))) == 1 + 2 + 6 + 6  # paper, legend, 2 bars a seed, pairs both ways
-    assert f"{WORTHS['three'].contribution[0]:+.4f}" in said
+    assert f"{WORTHS['three'].contribution[0]:+.4f}" in message
 
 
 def test_negative_worth_is_drawn_to_the_left_of_zero(tmp_path: Path):
@@ -58,8 +58,8 @@ def test_negative_worth_is_drawn_to_the_left_of_zero(tmp_path: Path):
 def test_names_with_markup_are_escaped(tmp_path: Path):
     scores = torch.zeros(2, 4)
     worth = CounterfactualEngine.worth(Coalitions(("<a & b>",), 1, [(False,), (True,)], scores))
-    said = [t.text for t in ElementTree.parse(plot_worth(worth, tmp_path / "w.svg")).getroot().iter(f"{SVG}text")]
-    assert "<a & b>" in said
+    message = [t.text for t in ElementTree.parse(plot_worth(worth, tmp_path / "w.svg")).getroot().iter(f"{SVG}text")]
+    assert "<a & b>" in message
 
 
 def test_unknown_file_suffix_is_refused_with_a_remedy(tmp_path: Path):

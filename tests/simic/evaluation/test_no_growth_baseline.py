@@ -68,13 +68,13 @@ def test_non_finite_curve_survives_the_disk(tmp_path: Path) -> None:
 
 def test_progress_counts_only_what_must_be_trained(tmp_path: Path) -> None:
     baselines(tmp_path).curves([0])
-    told: list[tuple[int, int]] = []
+    result: list[tuple[int, int]] = []
     one = baselines(tmp_path)
-    one.on_progress = lambda done, of: told.append((done, of))
+    one.on_progress = lambda done, of: result.append((done, of))
     one.curves([0, 1, 2, 1])
-    assert told == [(0, 2), (1, 2), (2, 2)]
+    assert result == [(0, 2), (1, 2), (2, 2)]
     one.curves([2, 1])
-    assert len(told) == 3
+    assert len(result) == 3
 
 
 TASK_CHANGES = {
@@ -157,15 +157,15 @@ def test_description_of_a_task_does_not_change_its_key() -> None:
 
 
 def spoil(text: str) -> dict[str, str]:
-    told = json.loads(text)
-    other = dict(told, quality=[told["quality"][0] + 0.1, *told["quality"][1:]])
+    result = json.loads(text)
+    other = dict(result, quality=[result["quality"][0] + 0.1, *result["quality"][1:]])
     return {
         "empty": "",
         "truncated": text[: len(text) // 2],
         "another number": json.dumps(other),
-        "a number left out": json.dumps(dict(told, quality=told["quality"][:-1])),
-        "not numbers": json.dumps(dict(told, quality=["a"])),
-        "no checksum": json.dumps({"quality": told["quality"]}),
+        "a number left out": json.dumps(dict(result, quality=result["quality"][:-1])),
+        "not numbers": json.dumps(dict(result, quality=["a"])),
+        "no checksum": json.dumps({"quality": result["quality"]}),
         "a list": "[1, 2]",
         "null": "null",
     }

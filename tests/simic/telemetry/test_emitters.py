@@ -50,12 +50,12 @@ def play(rules: Rules, envs: int, steps: int, seed: int, level: Level = Level.DE
     seen = []
     for _ in range(steps):
         allowed = legal(table, rules)
-        asked = random_legal_actions(table, rules, rng) if rng.random() < sane else random_actions(table, rng)
-        done = apply(table, asked, rules)
+        requested = random_legal_actions(table, rules, rng) if rng.random() < sane else random_actions(table, rng)
+        done = apply(table, requested, rules)
         ticked = tick(table, rules)
         random_measurements(table, rng)
-        emit.step(table, asked, Outcome(done.happened, done.effects + ticked), allowed)
-        seen.append((table.clone(), asked, done.happened))
+        emit.step(table, requested, Outcome(done.happened, done.effects + ticked), allowed)
+        seen.append((table.clone(), requested, done.happened))
     return hub, seen, emit
 
 
@@ -64,9 +64,9 @@ def play(rules: Rules, envs: int, steps: int, seed: int, level: Level = Level.DE
 def test_lifecycles_from_events_equal_those_in_the_table(seed, rules):
     hub, seen, _ = play(rules, envs=4, steps=60, seed=seed)
     stage = {(e, s): SeedStage.DORMANT for e in range(4) for s in SLOTS}
-    told = iter(hub.of(events.Lifecycle))
-    event = next(told, None)
-    for step, (table, asked, happened) in enumerate(seen, 1):
+    values = iter(hub.of(events.Lifecycle))
+    event = next(values, None)
+    for step, (table, requested, happened) in enumerate(seen, 1):
         while event is not None and event.step == step:
             at = event.env, event.slot
             was, now = SeedStage[event.was], SeedStage[event.now]
@@ -75,13 +75,13 @@ def test_lifecycles_from_events_equal_those_in_the_table(seed, rules):
             s = SLOTS.index(event.slot)
             if event.cause == "controller":
                 assert happened[event.env]
-                assert asked[event.env, Head.SLOT] == s
-                assert asked[event.env, Head.OP] != Op.WAIT
+                assert requested[event.env, Head.SLOT] == s
+                assert requested[event.env, Head.OP] != Op.WAIT
             if now == SeedStage.GERMINATED:
                 assert event.seed == table.serial[event.env, s]
                 assert event.blueprint == blueprint_name(int(table.blueprint[event.env, s]))
             stage[at] = now
-            event = next(told, None)
+            event = next(values, None)
         for (e, name), known in stage.items():
             assert table.stage[e, SLOTS.index(name)] == known
     assert event is None
@@ -95,24 +95,24 @@ def test_lifecycles_ended_by_the_governor_are_reported_completely(seed, rules):
     stage = {(e, s): SeedStage.DORMANT for e in range(4) for s in SLOTS}
     expelled = 0
     for _ in range(50):
-        asked = random_legal_actions(table, rules, rng)
-        done = apply(table, asked, rules)
+        requested = random_legal_actions(table, rules, rng)
+        done = apply(table, requested, rules)
         ticked = tick(table, rules)
         random_measurements(table, rng)
         undone = rng.random(4) < 0.15
         gone = expel(table, undone[:, None] & (rng.random(table.stage.shape) < 0.8), fossils=True)
         table.rollbacks[undone] += 1
         hub.clear()
-        emit.step(table, asked, Outcome(done.happened, done.effects + ticked + gone))
+        emit.step(table, requested, Outcome(done.happened, done.effects + ticked + gone))
         for event in hub.of(events.Lifecycle):
             was, now = SeedStage[event.was], SeedStage[event.now]
             assert was == stage[event.env, event.slot]
             assert was.can_become(now) or event.cause == "governor"
             assert (was, now) != (SeedStage.GERMINATED, SeedStage.BLENDING) or rules.birth == "open"
             stage[event.env, event.slot] = now
-        told = {(x.env, SLOTS.index(x.slot)) for x in hub.of(events.Lifecycle) if x.cause == "governor"}
-        assert {(e, s) for _, e, s in gone} <= told
-        assert all(undone[e] and table.stage[e, s] == SeedStage.PRUNED for e, s in told)
+        values = {(x.env, SLOTS.index(x.slot)) for x in hub.of(events.Lifecycle) if x.cause == "governor"}
+        assert {(e, s) for _, e, s in gone} <= values
+        assert all(undone[e] and table.stage[e, s] == SeedStage.PRUNED for e, s in values)
         expelled += len(gone)
         assert all(table.stage[e, SLOTS.index(name)] == known for (e, name), known in stage.items())
     assert expelled > 3
@@ -123,12 +123,12 @@ def test_every_action_of_the_controller_is_reported_as_its_own():
     moved = {Op.GERMINATE, Op.FOSSILIZE, Op.ADVANCE}
     acts = {
         (step, e)
-        for step, (_, asked, happened) in enumerate(seen, 1)
+        for step, (_, requested, happened) in enumerate(seen, 1)
         for e in range(8)
-        if happened[e] and asked[e, Head.OP] in moved
+        if happened[e] and requested[e, Head.OP] in moved
     }
-    told = {(x.step, x.env) for x in hub.of(events.Lifecycle) if x.cause == "controller"}
-    assert acts <= told
+    values = {(x.step, x.env) for x in hub.of(events.Lifecycle) if x.cause == "controller"}
+    assert acts <= values
     assert len(acts) > 50
 
 
@@ -166,11 +166,11 @@ def test_levels_omit_kinds_and_off_omits_all():
 def test_out_of_range_action_is_reported_by_number():
     table, hub = SlotTable.empty(1, 3), Listener()
     emit = TelemetryEmitter(hub, slots=SLOTS, worlds=[0], host_params=10, level=Level.DEBUG)
-    asked = np.array([[99, 99, 9, 9, 9, 9, 9, Op.GERMINATE]])
-    done = apply(table, asked, Rules())
-    emit.step(table, asked, done)
-    (told,) = hub.of(events.Decision)
-    assert (told.slot, told.blueprint, told.happened) == ("99", "99", False)
+    requested = np.array([[99, 99, 9, 9, 9, 9, 9, Op.GERMINATE]])
+    done = apply(table, requested, Rules())
+    emit.step(table, requested, done)
+    (values,) = hub.of(events.Decision)
+    assert (values.slot, values.blueprint, values.happened) == ("99", "99", False)
 
 
 def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
@@ -180,8 +180,8 @@ def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
     controller, helper = Schedule(), CounterfactualHelper()
     for _ in range(16):
         allowed = legal(engine.table, engine.rules)
-        asked = controller.act(engine.table, allowed)
-        emit.step(engine.table, asked, engine.step(asked), allowed, StepStats(reward=np.array([0.5, -0.5])))
+        requested = controller.act(engine.table, allowed)
+        emit.step(engine.table, requested, engine.step(requested), allowed, StepStats(reward=np.array([0.5, -0.5])))
         with engine.phases("worth"):
             found = helper.process_batch(engine)
         emit.worth(engine.table, found)
@@ -225,9 +225,9 @@ def test_episodes_are_counted_and_begin_with_empty_slots():
     hub, _, emit = play(LIVELY, envs=2, steps=20, seed=5)
     emit.begin([7, 8])
     fresh = SlotTable.empty(2, 3)
-    asked = np.zeros((2, 8), dtype=np.int64)
+    requested = np.zeros((2, 8), dtype=np.int64)
     del hub[:]
-    emit.step(fresh, asked, apply(fresh, asked, LIVELY))
+    emit.step(fresh, requested, apply(fresh, requested, LIVELY))
     assert hub.of(events.Lifecycle) == []
     assert [(s.episode, s.world) for s in hub.of(events.Step)] == [(2, 7), (2, 8)]
 
@@ -235,8 +235,8 @@ def test_episodes_are_counted_and_begin_with_empty_slots():
 def test_without_listeners_no_event_is_built():
     table = SlotTable.empty(2, 3)
     emit = TelemetryEmitter(Silence(), slots=SLOTS, worlds=[0, 1], host_params=10)
-    asked = np.zeros((2, 8), dtype=np.int64)
-    emit.step(table, asked, apply(table, asked, Rules()))
+    requested = np.zeros((2, 8), dtype=np.int64)
+    emit.step(table, requested, apply(table, requested, Rules()))
     emit.worth(table, [])
     emit.phases(PhaseTimers(), last=True)
     emit.episode(table, ["a", "b"])

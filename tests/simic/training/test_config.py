@@ -105,9 +105,9 @@ def test_merge_keeps_what_is_not_overridden(tree: dict[str, Any], over: dict[str
     assert (repr(tree), repr(over)) == before
     assert merged(out, over) == out
     assert out.keys() == tree.keys() | over.keys()
-    said = {path for path, _ in leaves(over)}
+    message = {path for path, _ in leaves(over)}
     for path, value in leaves(tree):
-        if not any(path == s or path.startswith(f"{s}.") or s.startswith(f"{path}.") for s in said):
+        if not any(path == s or path.startswith(f"{s}.") or s.startswith(f"{path}.") for s in message):
             assert (path, value) in leaves(out)
 
 

@@ -91,18 +91,18 @@ def test_telemetry_never_changes_the_weights(level: str) -> None:
 @pytest.mark.parametrize("envs", [1, 2])
 def test_fewer_environments_than_groups_form_one_group_each(envs: int) -> None:
     assert TrainConfig().ppo.groups > envs
-    asked = [s for s in SMALL if "groups" not in s and "envs" not in s]
-    trained = train_ppo_vectorized(load_config(sets=[*asked, f"envs={envs}"]))
+    requested = [s for s in SMALL if "groups" not in s and "envs" not in s]
+    trained = train_ppo_vectorized(load_config(sets=[*requested, f"envs={envs}"]))
     assert all(not r.update.skipped for r in trained.rounds)
 
 
 def test_skipped_updates_are_reported_in_any_round(capsys: pytest.CaptureFixture[str]) -> None:
     small = load_config(sets=SMALL)
-    told = train_ppo_vectorized(small).rounds[1]
+    result = train_ppo_vectorized(small).rounds[1]
     shown = ProgressDisplay(Console(force_terminal=False), msgspec.structs.replace(small, rounds=100))
-    shown.round(told)
+    shown.round(result)
     assert capsys.readouterr().out == ""  # not every round is
-    shown.round(replace(told, update=msgspec.structs.replace(told.update, skipped=3)))
+    shown.round(replace(result, update=msgspec.structs.replace(result.update, skipped=3)))
     assert "3 minibatches skipped (not finite)" in capsys.readouterr().out
 
 
@@ -124,14 +124,14 @@ def test_run_on_real_hosts_is_repeatable() -> None:
 def rollout(env: Any, network: TamiyoNetwork, number: int, seed: int) -> list[tuple[np.ndarray, ...]]:
     """Play a round under a policy: observations, actions, rewards and values of every step."""
     obs, info = env.reset()
-    hidden, told = network.initial(env.num_envs), []
-    luck = choice_draws(seed, number, env.backend.worlds, env.horizon)
+    hidden, result = network.initial(env.num_envs), []
+    rng = choice_draws(seed, number, env.backend.worlds, env.horizon)
     for step in range(env.horizon):
-        choice = network.act(torch.from_numpy(obs), torch.from_numpy(info["masks"]), hidden, env.layout, luck[step])
+        choice = network.act(torch.from_numpy(obs), torch.from_numpy(info["masks"]), hidden, env.layout, rng[step])
         after, paid, _, _, info = env.step(choice.actions.numpy())
-        told.append((obs, choice.actions.numpy(), paid, choice.values.numpy()))
+        result.append((obs, choice.actions.numpy(), paid, choice.values.numpy()))
         obs, hidden = after, choice.hidden
-    return told
+    return result
 
 
 @pytest.mark.parametrize("backend", [[], ["simulated=false", "task=digits", "epochs=6"]], ids=["simulator", "digits"])
@@ -230,11 +230,11 @@ def test_every_head_is_trained_and_every_weight_changes(monkeypatch: pytest.Monk
     sets = ["simulated=true", "rounds=2", "envs=8", "worlds=8", *EVENTFUL]
     before = {k: v.clone() for k, v in new_network(load_config(sets=sets)).state_dict().items()}
     trained = watched(monkeypatch, *sets)
-    for told in (r.update for r in trained.rounds):
-        assert told.skipped == 0
+    for result in (r.update for r in trained.rounds):
+        assert result.skipped == 0
         for head in Head:
-            assert told.learnable[head.name.lower()] > 0, head
-            assert told.entropy[head.name.lower()] is not None, head
+            assert result.learnable[head.name.lower()] > 0, head
+            assert result.entropy[head.name.lower()] is not None, head
     for name, value in trained.network.state_dict().items():
         assert not torch.equal(value, before[name]), name
 
@@ -283,8 +283,8 @@ def test_every_kind_of_event_is_emitted_and_can_be_read_back(tmp_path: Path) -> 
     assert {e.episode for e in steps} == {1, 2}
     assert len([e for e in found if isinstance(e, events.Decision)]) == len(steps)  # at debug: WAIT too
     ends = [e for e in found if isinstance(e, events.Episode)]
-    told = np.concatenate([r.returns for r in trained.rounds])
-    assert [e.episode_return for e in ends] == pytest.approx(told)
+    result = np.concatenate([r.returns for r in trained.rounds])
+    assert [e.episode_return for e in ends] == pytest.approx(result)
     for end in ends:
         paid = [s.reward for s in steps if (s.env, s.episode) == (end.env, end.episode)]
         assert sum(p for p in paid if p is not None) == pytest.approx(end.episode_return, abs=1e-5)

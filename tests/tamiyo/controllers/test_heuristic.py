@@ -279,8 +279,8 @@ def test_seed_passes_all_stages_to_fossilised(auto: bool):
         tick(table, rules)
         record(table, quality=np.array([0.5]), val_loss=np.ones(1), train_loss=np.ones(1))
         table.grad_health[:] = 1.0
-        felt = (table.stage == S.BLENDING) | (table.stage == S.HOLDING)
-        record_contribution(table, np.where(felt, 0.05, np.nan), np.where(felt, 0.01, np.nan))
+        is_active = (table.stage == S.BLENDING) | (table.stage == S.HOLDING)
+        record_contribution(table, np.where(is_active, 0.05, np.nan), np.where(is_active, 0.01, np.nan))
         stages.append(int(table.stage[0, 0]))
     advances = [] if auto else ["ADVANCE"] * 3
     assert [op for op in ops if op != "WAIT"] == ["GERMINATE", *advances, "FOSSILIZE"]

@@ -29,13 +29,13 @@ def play(controller, worlds, steps=25, rules=None):
     """Return the actions [T, E, 8] of one simulated episode. Assert that each is legal."""
     sim = Simulator(SimConfig(horizon=steps), worlds, rules)
     controller.bind(sim.context, worlds)
-    told = []
+    result = []
     for _ in range(steps):
         actions = controller.act(sim.table, legal(sim.table, sim.rules))
         assert is_legal(sim.table, actions, sim.rules).all()
         assert sim.step(actions).happened.all()
-        told.append(actions)
-    return np.stack(told)
+        result.append(actions)
+    return np.stack(result)
 
 
 @pytest.mark.parametrize("sample", [True, False])
