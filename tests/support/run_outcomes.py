@@ -59,12 +59,12 @@ def outcome_of(run: Path) -> Outcome:
 
 def events(run: Path) -> list[tuple[int, str, Any]]:
     """Return the must-keep events of a run without clocks: those of the run first, then environment by environment."""
-    told = [
+    events_seen = [
         (int(e.data.get("env", -1)), e.kind, timeless(e.data))
         for e in read(run)
         if e.kind not in OF_THE_PROCESS and KINDS[e.kind].KEEP
     ]
-    return sorted(told, key=lambda row: row[0])  # stable: in the order in which they happened
+    return sorted(events_seen, key=lambda row: row[0])  # stable: in the order in which they happened
 
 
 def timeless(tree: Any) -> Any:
@@ -94,9 +94,9 @@ def heed_signals(ignored: tuple[int, ...] = ()) -> None:
 
 
 def finished(process: subprocess.Popen[bytes], code: int = 0, timeout: float = 300) -> str:
-    said = process.communicate(timeout=timeout)[0].decode()
-    assert process.returncode == code, f"exit code {process.returncode}\n{said}"
-    return said
+    output = process.communicate(timeout=timeout)[0].decode()
+    assert process.returncode == code, f"exit code {process.returncode}\n{output}"
+    return output
 
 
 def survive(
@@ -140,8 +140,8 @@ def newest(run: Path) -> str:
 
 def seconds_per_round(run: Path) -> float:
     """Return the seconds per round of an uninterrupted run, by its checkpoints."""
-    told = [e.time_s for e in read(run) if e.kind == "checkpoint"]
-    return (told[-1] - told[0]) / (len(told) - 1)
+    events_seen = [e.time_s for e in read(run) if e.kind == "checkpoint"]
+    return (events_seen[-1] - events_seen[0]) / (len(events_seen) - 1)
 
 
 def wait_for_life(run: Path, process: subprocess.Popen[bytes], begun: bool) -> None:

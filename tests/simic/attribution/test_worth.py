@@ -44,33 +44,33 @@ def unknown(n: int = 2) -> Worth:
 
 def test_dict_holds_plain_json_serialisable_numbers():
     worth = make(3, fossils=("b",))
-    told = json.loads(json.dumps(worth.to_dict(), allow_nan=False))
-    assert told == worth.to_dict()
-    assert list(told["slots"]) == ["a", "b", "c"]
-    assert [s["kind"] for s in told["slots"].values()] == ["contribution", "dependence", "contribution"]
-    assert told["evaluations"] == 9
-    for i, (name, slot) in enumerate(told["slots"].items()):
+    result = json.loads(json.dumps(worth.to_dict(), allow_nan=False))
+    assert result == worth.to_dict()
+    assert list(result["slots"]) == ["a", "b", "c"]
+    assert [s["kind"] for s in result["slots"].values()] == ["contribution", "dependence", "contribution"]
+    assert result["evaluations"] == 9
+    for i, (name, slot) in enumerate(result["slots"].items()):
         for what in ("contribution", "contribution_se", "solo", "solo_se", "shapley", "shapley_se"):
             assert slot[what] == getattr(worth, what)[i]
         assert slot["shapley_design_se"] == 0.0
         for what in ("interaction", "interaction_se"):
             others = {o: getattr(worth, what)[i, j] for j, o in enumerate("abc") if o != name}
             assert slot[what] == others
-    assert told["prospects"] == {
+    assert result["prospects"] == {
         "learner": dict(zip(("prospect", "prospect_se"), worth.prospect["learner"], strict=True))
     }
 
 
 def test_unmeasured_values_are_none():
-    told = unknown().to_dict()
-    json.dumps(told, allow_nan=False)
-    assert told["quality"] == 0.5
-    assert told["committed"] is told["quality_se"] is None
-    slot = told["slots"]["a"]
+    result = unknown().to_dict()
+    json.dumps(result, allow_nan=False)
+    assert result["quality"] == 0.5
+    assert result["committed"] is result["quality_se"] is None
+    slot = result["slots"]["a"]
     assert slot.pop("kind") == "contribution"
     assert slot.pop("interaction") == slot.pop("interaction_se") == {"b": None}
     assert set(slot.values()) == {None}
-    assert told["prospects"] == {"learner": {"prospect": 0.1, "prospect_se": None}}
+    assert result["prospects"] == {"learner": {"prospect": 0.1, "prospect_se": None}}
 
 
 # -- as text
@@ -151,15 +151,15 @@ def test_useful_seed_has_positive_worth_and_a_useless_one_has_not(grown):
 
 def test_any_quality_is_accepted(grown):
     grower, held = grown
-    told = {}
+    result = {}
     for name in ("accuracy", "log_probability"):
         grower = esper.Grower(
             grower.body, torch.optim.SGD(grower.body.parameters(), lr=0.1), quality=name, controller="none"
         )
-        told[name] = grower.worth(held)
-    assert 0 < told["accuracy"].quality <= 1
-    assert told["log_probability"].quality < 0
-    assert told["log_probability"].contribution[0] > 2.5 * told["log_probability"].contribution_se[0]
+        result[name] = grower.worth(held)
+    assert 0 < result["accuracy"].quality <= 1
+    assert result["log_probability"].quality < 0
+    assert result["log_probability"].contribution[0] > 2.5 * result["log_probability"].contribution_se[0]
 
 
 def test_fossil_is_reported_as_dependence_and_no_seed_stays_switched_off(grown):

@@ -198,9 +198,9 @@ def test_full_disk_skips_checkpoints_and_the_run_continues(
         return real(self, *args, **kwargs)
 
     monkeypatch.setattr(Checkpoints, "write", full)
-    with pytest.warns(UserWarning, match="No space left") as told:
+    with pytest.warns(UserWarning, match="No space left") as values:
         start(SIM, tmp_path / "run")
-    assert len([w for w in told if "No space left" in str(w.message)]) == 2
+    assert len([w for w in values if "No space left" in str(w.message)]) == 2
     assert outcome_of(tmp_path / "run") == calm["sim"]
     assert Checkpoints(tmp_path / "run" / CHECKPOINTS).names() == ["round-000000", "round-000003", "round-000004"]
 
@@ -232,8 +232,8 @@ def test_initial_policy_file_is_not_needed_to_resume(tmp_path: Path) -> None:
     with pytest.raises(Interrupted):
         start(config, tmp_path / "run", poll=Countdown(31))
     policy.unlink()
-    _, told = last_checkpoint(tmp_path / "run", None)
-    go_on(told, tmp_path / "run")
+    _, values = last_checkpoint(tmp_path / "run", None)
+    go_on(values, tmp_path / "run")
     assert outcome_of(tmp_path / "run") == outcome_of(tmp_path / "calm")
 
 
@@ -357,9 +357,9 @@ def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(tmp_path: Path, mo
     choose, rivals = train.last_checkpoint, []
 
     def chosen(*args: Any) -> Any:
-        with pytest.raises(RunError, match=r"owned by a running process \(pid") as told:
+        with pytest.raises(RunError, match=r"owned by a running process \(pid") as values:
             RunDirectory.resume(run)
-        rivals.append(told.value)
+        rivals.append(values.value)
         choose(*args)
         raise Interrupted
 
@@ -407,7 +407,7 @@ def test_best_and_last_checkpoints_are_kept(tmp_path: Path) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         train_ppo_vectorized(
-            config, directory=tmp_path, on_round=lambda told: scores.append(float(told.returns.mean()))
+            config, directory=tmp_path, on_round=lambda values: scores.append(float(values.returns.mean()))
         )
     best = max(range(9), key=lambda i: scores[i]) + 1
     checkpoints = Checkpoints(tmp_path / CHECKPOINTS)
@@ -419,11 +419,11 @@ def test_best_and_last_checkpoints_are_kept(tmp_path: Path) -> None:
 
 def test_checkpoints_are_recorded_in_the_journal(tmp_path: Path) -> None:
     start(SIM, tmp_path / "run")
-    told = [e.data for e in read(tmp_path / "run") if e.kind == "checkpoint"]
-    assert [t["round"] for t in told] == [0, 1, 2, 3, 4]
-    assert told[-1]["path"] == f"{CHECKPOINTS}/round-000004"
-    assert (tmp_path / "run" / told[-1]["path"]).is_dir()
-    assert told[-1]["size_bytes"] > 1000
+    values = [e.data for e in read(tmp_path / "run") if e.kind == "checkpoint"]
+    assert [t["round"] for t in values] == [0, 1, 2, 3, 4]
+    assert values[-1]["path"] == f"{CHECKPOINTS}/round-000004"
+    assert (tmp_path / "run" / values[-1]["path"]).is_dir()
+    assert values[-1]["size_bytes"] > 1000
 
 
 def test_stop_saves_the_last_complete_round_without_a_due_checkpoint(tmp_path: Path) -> None:
