@@ -34,7 +34,8 @@ def pages(root: Path) -> Iterator[tuple[Path, str]]:
         charts = "\n".join(f"![{task}]({study.name}-{task}.svg)" for task in study.task)
         tables = f"{BEGIN}\nCommand: `{saved.command}`\n\n{as_markdown(summary)}\n\n{charts}\n{END}"
         page = docs / f"{study.name}.md"
-        text = page.read_text() if page.exists() else f"# {study.name.replace('_', ' ').capitalize()}\n\n{study.question}\n\n{BEGIN}{END}\n"
+        title = study.name.replace("_", " ").capitalize()
+        text = page.read_text() if page.exists() else f"# {title}\n\n{study.question}\n\n{BEGIN}{END}\n"
         if text.count(BEGIN) != 1 or text.count(END) != 1:
             sys.exit(f"{page} must contain each marker once: {BEGIN} and {END}")
         yield page, text[: text.index(BEGIN)] + tables + text[text.index(END) + len(END) :]

@@ -36,6 +36,17 @@ def test_version_is_stated_once() -> None:
     assert stated == [SOURCE / "__init__.py"]
 
 
+def test_changelog_keeps_its_format_and_has_this_version() -> None:
+    """As in Keep a Changelog: versions with dates, newest first, and the six kinds of changes."""
+    text = (ROOT / "CHANGELOG.md").read_text()
+    headings = re.findall(r"^## (.*)$", text, re.MULTILINE)
+    assert headings[0] == "[Unreleased]"
+    versions = [re.fullmatch(r"\[(\d+\.\d+\.\d+)\] - \d{4}-\d{2}-\d{2}", heading) for heading in headings[1:]]
+    assert [match.group(1) for match in versions if match] == [esper.__version__, "0.1.0"]
+    kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
+    assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}, "name kinds of changes only"
+
+
 def test_all_extra_names_every_extra_for_users() -> None:
     extras = PROJECT["project"]["optional-dependencies"]
     users = sorted(extras.keys() - {"all", "dev", "docs"})
