@@ -90,7 +90,7 @@ class Learned:
         obs = torch.from_numpy(batch_obs_to_features(table, self.context, legal=legal))
         masks = torch.from_numpy(compute_batch_masks(table, legal, fixed=self.fixed))
         layout = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
-        self._compare_with_training(obs)
+        self._compare_with_training(obs, is_start=not table.step.any())
         draws = None
         if self.sample:
             keys = world_keys(range(envs) if self.worlds is None else self.worlds)
@@ -101,14 +101,17 @@ class Learned:
         self._hidden = choice.hidden
         return np.asarray(choice.actions.numpy())
 
-    def _compare_with_training(self, obs: Tensor) -> None:
-        """Record what lies beyond the ranges of training, and warn once. It has no effect on decisions."""
+    def _compare_with_training(self, obs: Tensor, *, is_start: bool) -> None:
+        """Record what lies beyond the ranges of training. It has no effect on decisions.
+
+        Warn once, at the start of an episode: what lies outside then is the model's size, its slots or the horizon.
+        """
         if self.ranges is None:
             return
         slots = [f"slot {s}" for s in range((obs.shape[1] - BASE) // PER_SLOT)]
         for row in obs:
             self.outside |= {each.name: each for each in self.ranges.outside(row, slots)}
-        if self.outside and not self._has_warned:
+        if self.outside and is_start and not self._has_warned:
             self._has_warned = True
             warnings.warn(self.outside_text(), stacklevel=3)
 
