@@ -223,9 +223,10 @@ VIEWS = (
             "added_params": "", "params_ratio": "1 is no growth.", "quality": "",
         },
         """
-        select s.run, s.env, s.episode, s.step, s.params, r.host_params, s.params - r.host_params as added_params,
-               s.params / nullif(r.host_params, 0) as params_ratio, s.quality
-        from steps s left join runs r using (run)
+        select s.run, s.env, s.episode, s.step, s.params, coalesce(e.host_params, r.host_params) as host_params,
+               s.params - coalesce(e.host_params, r.host_params) as added_params,
+               s.params / nullif(coalesce(e.host_params, r.host_params), 0) as params_ratio, s.quality
+        from steps s left join runs r using (run) left join episodes e using (run, env, episode)
         """,
     ),
     View(
