@@ -95,6 +95,7 @@ def test_stopped_run_resumes_bit_for_bit(
     assert manifest["env_steps"] == EPOCHS
 
 
+@pytest.mark.filterwarnings("ignore:the model lies outside")
 @pytest.mark.parametrize("controller", ["heuristic", "random", "tamiyo"])
 def test_controller_resumes_with_its_memory(controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     settings = Settings(task="digits", controller=controller, epochs=20, compare=False, seed=3)
