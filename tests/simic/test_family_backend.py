@@ -26,7 +26,7 @@ from esper.tamiyo.policy.features import batch_obs_to_features
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.families import Family
-from tests.support.run_outcomes import is_whole, run_outcome
+from tests.support.run_outcomes import is_whole, outcome_of
 
 TEXT = """
 host = "mlp"
@@ -207,7 +207,7 @@ def test_run_on_a_family_resumes_bit_for_bit(file: Path, tmp_path: Path) -> None
     assert 0 < run_metadata(saved)["done"] < 3
     with record_on(tmp_path / "run", run_metadata(saved)["next_seq"], level="debug") as recorded:
         train_ppo_vectorized(settings, recorded.hub, directory=tmp_path / "run", resume=saved)
-    assert run_outcome(tmp_path / "run") == run_outcome(tmp_path / "calm")
+    assert outcome_of(tmp_path / "run") == outcome_of(tmp_path / "calm")
     assert is_whole(tmp_path / "run")
 
 
@@ -238,7 +238,7 @@ def test_commands_work_with_a_family_and_workers_change_nothing(file: Path, tmp_
         done = esper("train", *small, *more, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
         assert "learned" in done.stdout
-    assert run_outcome(tmp_path / "one") == run_outcome(tmp_path / "two")
+    assert outcome_of(tmp_path / "one") == outcome_of(tmp_path / "two")
     named = ["heuristic", "best-schedule", "random", "none", "from-start", "wider", "deeper"]
     done = esper("eval", tmp_path / "one", *named, "--seeds", "3", "--json")
     assert done.returncode == 0, done.stderr
