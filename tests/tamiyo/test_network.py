@@ -16,7 +16,15 @@ from esper.kasmina.lifecycle import is_legal, legal
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
-from esper.tamiyo.network import NetworkConfig, TamiyoNetwork, entropy, known_blueprints, log_distribution
+from esper.tamiyo.network import (
+    LEAST_DEVIATION,
+    MOST_DEVIATION,
+    NetworkConfig,
+    TamiyoNetwork,
+    entropy,
+    known_blueprints,
+    log_distribution,
+)
 from esper.tamiyo.policy.action_masks import (
     CANONICAL,
     DEFAULT_FIXED,
@@ -25,7 +33,7 @@ from esper.tamiyo.policy.action_masks import (
     conditioned,
     slot_given_op,
 )
-from esper.tamiyo.policy.feature_table import BASE, PER_SLOT
+from esper.tamiyo.policy.feature_table import BASE, PER_SLOT, SLOT_COLUMN
 from esper.tamiyo.policy.features import ObsContext, batch_obs_to_features, num_features
 from tests.support.random_tables import LIVELY, random_table
 
@@ -366,6 +374,53 @@ def test_renormalise_keeps_values(mean, std):
     torch.testing.assert_close(after.values, before.values, atol=1e-4, rtol=1e-4)
     assert torch.equal(after.log_probs, before.log_probs)
     assert (float(net.mean), float(net.std)) == pytest.approx((mean, std))
+
+
+# --- standardised observations
+
+
+def test_statistics_of_observations_weigh_all_rollouts_equally():
+    net = network(standardise=True)
+    rollouts = [scene(50, 3, seed=seed)[1] for seed in (1, 2, 3)]
+    for obs in rollouts:
+        net.observe(obs)
+
+    def parts(obs: torch.Tensor) -> list[torch.Tensor]:
+        slots = obs[:, BASE:].reshape(-1, PER_SLOT)
+        return [obs[:, :BASE], slots[slots[:, SLOT_COLUMN["enabled"]] > 0]]  # padding does not count
+
+    means = torch.stack([torch.cat([part.mean(0) for part in parts(obs)]) for obs in rollouts])
+    squares = torch.stack([torch.cat([part.square().mean(0) for part in parts(obs)]) for obs in rollouts])
+    var = squares.mean(0) - means.mean(0).square()
+    torch.testing.assert_close(net.obs_mean, means.mean(0), atol=1e-5, rtol=0.0)
+    torch.testing.assert_close(net.obs_std.square(), var, atol=1e-5, rtol=0.0)
+
+
+def test_scale_of_an_observation_has_no_effect_on_a_standardised_policy():
+    _, obs, masks, layout = scene(50, 3, seed=5)
+    net, other = (network(standardise=True) for _ in range(2))
+    net.observe(obs)
+    factor = torch.where(net.obs_std > 4 * LEAST_DEVIATION, 0.5, 1.0)  # columns that vary enough after scaling, too
+    factor[BASE + SLOT_COLUMN["enabled"]] = 1.0  # it selects slots as well
+    assert (factor < 1).sum() > 40
+    scaled = torch.cat([obs[:, :BASE] * factor[:BASE], obs[:, BASE:] * factor[BASE:].repeat(3)], 1)
+    other.observe(scaled)
+
+    found = net.act(obs, masks, net.initial(50), layout, None)
+
+    expected = other.act(scaled, masks, other.initial(50), layout, None)
+    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(found.values, expected.values, atol=1e-4, rtol=1e-4)
+    assert net._standardised(1000 * obs[:, :BASE], slice(BASE)).abs().max() == MOST_DEVIATION
+
+
+def test_network_without_memory_ignores_earlier_steps():
+    _, obs, masks, layout = scene(50, 3, seed=5)
+    net = network("none")
+    fresh = net.act(obs, masks, net.initial(50), layout, None)
+    later = net.act(obs, masks, torch.randn(50, net.hidden_size), layout, None)
+    assert torch.equal(fresh.log_probs, later.log_probs)
+    assert torch.equal(fresh.values, later.values)
 
 
 def test_blueprints_without_an_output_are_masked():

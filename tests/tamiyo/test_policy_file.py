@@ -17,7 +17,11 @@ from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import DEFAULT_FIXED
 from esper.tamiyo.policy_file import POLICY, load_policy, save_policy, view
 
-CONFIGS = [NetworkConfig(), NetworkConfig(core="lstm", width=8, hidden=6, epsilon=0.1, patience=0.0)]
+CONFIGS = [
+    NetworkConfig(),
+    NetworkConfig(core="lstm", width=8, hidden=6, epsilon=0.1, patience=0.0),
+    NetworkConfig(core="none", width=8, hidden=6, standardise=True),
+]
 
 
 def header(path):
@@ -38,7 +42,7 @@ def saved(tmp_path):
     return path
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=["gru", "lstm"])
+@pytest.mark.parametrize("config", CONFIGS, ids=["gru", "lstm", "standardised"])
 def test_policy_round_trips_with_config_and_return_statistics(config, tmp_path):
     network = TamiyoNetwork(config)
     network.renormalise(0.3, 2.0)

@@ -175,6 +175,7 @@ class Worlds:
     overfit: Floats  # [E] final fraction by which training loss lies below validation loss
     room: Floats  # [E] maximum that growth can add
     need: Floats  # [E, S] of each slot, around 1
+    expected: Floats  # [E, S, B] mean of `potential` over surprises
     potential: Floats  # [E, S, B] what a seed adds at full skill and strength
     stillborn: Bools  # [E, S, B]
 
@@ -199,12 +200,14 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     need = np.exp(config.slot_spread * normal("need", config.slots))
     typical = config.gain * np.exp(0.35 * head_room)[:, None, None]
     scale = typical * need[:, :, None]
-    potential = scale * (2.0 * (fit - HOST_HAS) + config.surprise * normal("surprise", *size[1:]))
+    usually = 2.0 * scale * (fit - HOST_HAS)
+    potential = usually + scale * config.surprise * normal("surprise", *size[1:])
 
     draw = uniform(random_bits(keys, "fate", int(np.prod(size[1:])))).reshape(size)
     bad = draw < config.bad_share
     stillborn = ~bad & (draw < config.bad_share + config.stillborn_share)
-    potential = np.where(bad, -0.6 * scale - 0.3 * np.abs(potential), np.where(stillborn, 0.0, potential))
+    harm = -0.6 * scale - 0.3 * np.abs(potential)
+    sound_share = 1.0 - config.bad_share - config.stillborn_share
     return Worlds(
         keys=keys,
         start=np.full(size[0], 1.0 / CLASSES),
@@ -213,6 +216,7 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
         overfit=np.clip(0.15 + 0.07 * kind[:, 2] + 0.02 * normal("overfit", 1)[:, 0], 0.0, 0.5),
         room=0.16 + 0.03 * head_room,
         need=need,
-        potential=potential,
+        expected=sound_share * usually + config.bad_share * (-0.6 * scale - 0.3 * np.abs(usually)),
+        potential=np.where(bad, harm, np.where(stillborn, 0.0, potential)),
         stillborn=stillborn,
     )

@@ -35,6 +35,10 @@ from esper.tamiyo.policy.feature_table import BASE, PER_SLOT, SLOT_COLUMN
 
 MOST_WIDTH = 8192
 """Maximum width of a policy's layers. At this width one layer takes half a gigabyte; more is likely a typing error."""
+LEAST_DEVIATION = 0.01
+"""Minimum standard deviation by which a column of the observation is divided."""
+MOST_DEVIATION = 5.0
+"""Bound of a standardised column."""
 _ENABLED = SLOT_COLUMN["enabled"]
 _GIVEN_SLOT = slice(Head.BLUEPRINT, Head.OP)
 _SIZES = tuple(len(HEAD_OPTIONS[h] or ()) for h in list(Head)[_GIVEN_SLOT])
@@ -47,11 +51,14 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Number of units of the slot and base encodings, 1 to 8192."""
     hidden: int = 64
     """Number of units of the recurrent core, 1 to 8192."""
-    core: Literal["gru", "lstm"] = "gru"
+    core: Literal["gru", "lstm", "none"] = "gru"
     """Type of the recurrent core: "gru" or "lstm"."""
     epsilon: float = 0.02
     """Weight of the uniform distribution over legal options in every head's mixture, at least 0 and below 1. It keeps
     exploration and gradients alive."""
+    standardise: bool = False
+    """Whether the columns of an observation are divided by their standard deviation in the rollouts so far. Columns
+    that vary little, such as the quality after one epoch, are hardly visible otherwise."""
     patience: float = 2.5
     """Initial log-odds of WAIT against any other op, −50 to 50. Without it, an untrained policy acts whenever it
     can, prunes every seed before its worth is measured, and learns that growing is useless."""
@@ -93,6 +100,9 @@ class TamiyoNetwork(nn.Module):
 
     mean: Tensor
     std: Tensor
+    obs_count: Tensor
+    obs_mean: Tensor
+    obs_std: Tensor
 
     def __init__(self, config: NetworkConfig | None = None) -> None:
         super().__init__()
@@ -102,7 +112,7 @@ class TamiyoNetwork(nn.Module):
             _linear(PER_SLOT, d), nn.ReLU(inplace=True), _linear(d, d), nn.ReLU(inplace=True)
         )
         self.base_encoder = nn.Sequential(_linear(BASE + 2 * d, d), nn.ReLU(inplace=True))
-        self.core: nn.GRUCell | nn.LSTMCell = nn.GRUCell(d, h) if config.core == "gru" else nn.LSTMCell(d, h)
+        self.core: nn.GRUCell | nn.LSTMCell = nn.LSTMCell(d, h) if config.core == "lstm" else nn.GRUCell(d, h)
         self.op_head = nn.Sequential(_linear(h + d, d), nn.ReLU(inplace=True), _linear(d, NUM_OPS, gain=0.01))
         last = self.op_head[-1]
         assert isinstance(last, nn.Linear)
@@ -115,6 +125,10 @@ class TamiyoNetwork(nn.Module):
         # statistics of returns: the value head predicts normalised values, whatever the reward's unit
         self.register_buffer("mean", torch.zeros(()))
         self.register_buffer("std", torch.ones(()))
+        if config.standardise:  # statistics of observations: environment columns, then slot columns
+            self.register_buffer("obs_count", torch.zeros(()))
+            self.register_buffer("obs_mean", torch.zeros(BASE + PER_SLOT))
+            self.register_buffer("obs_std", torch.ones(BASE + PER_SLOT))
 
     @property
     def hidden_size(self) -> int:
@@ -131,12 +145,21 @@ class TamiyoNetwork(nn.Module):
         """Return the encodings of the environment [*, D] and of every slot [*, S, D]."""
         base, slots = obs[..., :BASE], obs[..., BASE:].contiguous().unflatten(-1, (-1, PER_SLOT))
         is_real = slots[..., _ENABLED, None]  # [*, S, 1] 1 or 0; padded slots are not enabled
+        if self.config.standardise:
+            base, slots = self._standardised(base, slice(BASE)), self._standardised(slots, slice(BASE, None))
         slots = self.slot_encoder(slots) * is_real  # encodings are ≥ 0, so 0 changes neither sum nor maximum
         count = is_real.sum(-2).clamp(min=1.0)
         return self.base_encoder(torch.cat([base, slots.sum(-2) / count, slots.amax(-2)], -1)), slots
 
+    def _standardised(self, obs: Tensor, columns: slice) -> Tensor:
+        """Return these columns in standard deviations from their means, clipped."""
+        deviation = (obs - self.obs_mean[columns]) / self.obs_std[columns].clamp(min=LEAST_DEVIATION)
+        return deviation.clamp_(-MOST_DEVIATION, MOST_DEVIATION)
+
     def _recur(self, encoding: Tensor, hidden: Tensor) -> Tensor:
         """Run one step of the core. Return the new state [N, H'], whose first H columns are the output."""
+        if self.config.core == "none":
+            return self.core(encoding, torch.zeros_like(hidden))
         if isinstance(self.core, nn.GRUCell):
             return self.core(encoding, hidden)
         h, c = hidden.chunk(2, -1)
@@ -223,6 +246,26 @@ class TamiyoNetwork(nn.Module):
         chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
         raw = self._value(state)
         return Evaluation(chosen, entropy(log_probs, mask), raw * self.std + self.mean, raw)
+
+    @torch.no_grad()
+    def observe(self, obs: Tensor) -> None:
+        """Update the statistics by which observations are standardised with those of one more rollout, [N, F].
+
+        All rollouts have the same weight. Without `standardise` nothing is done.
+        """
+        if not self.config.standardise:
+            return
+        slots = obs[:, BASE:].reshape(-1, PER_SLOT)
+        parts = obs[:, :BASE], slots[slots[:, _ENABLED] > 0]
+        mean = torch.cat([part.mean(0) for part in parts])
+        var = torch.cat([part.var(0, correction=0) for part in parts])
+        share = 1.0 / (float(self.obs_count) + 1.0)
+        change = mean - self.obs_mean
+        if self.obs_count:
+            var = (1 - share) * self.obs_std.square() + share * var + share * (1 - share) * change.square()
+        self.obs_count += 1.0
+        self.obs_mean += share * change
+        self.obs_std.copy_(var.sqrt())
 
     @torch.no_grad()
     def renormalise(self, mean: float, std: float) -> None:

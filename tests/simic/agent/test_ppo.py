@@ -20,7 +20,7 @@ from esper.simic.env import GrowthVectorEnv
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork, known_blueprints
 from esper.tamiyo.policy.action_masks import MaskLayout, conditioned, forced
-from esper.tamiyo.policy.feature_table import ENV_COLUMN
+from esper.tamiyo.policy.feature_table import BASE, ENV_COLUMN
 from esper.tamiyo.policy.features import num_features
 from tests.support.random_tables import LIVELY
 
@@ -545,6 +545,30 @@ def test_entropy_weight_decreases_over_the_rounds():
     assert stats == pytest.approx([0.1, 0.08, 0.06, 0.04, 0.02, 0.02, 0.02])
 
 
+def test_learning_rate_decreases_over_the_rounds_and_reaches_the_optimizer():
+    net = network()
+    buffer, layout = simulated(net)
+    ppo = PPO(net, layout, PPOConfig(lr=1e-3, lr_final=0.2, groups=2), rounds=5)
+    rates = []
+    for ppo.round in range(7):
+        rates.append(ppo.lr)
+    assert rates == pytest.approx([1e-3, 8e-4, 6e-4, 4e-4, 2e-4, 2e-4, 2e-4])
+    ppo.round = 2
+    assert ppo.update(buffer, seeded()).lr == pytest.approx(6e-4)
+    assert ppo.optimizer.param_groups[0]["lr"] == pytest.approx(6e-4)
+
+
+def test_update_adds_the_valid_observations_to_the_statistics():
+    net = network(standardise=True)
+    buffer, layout = invented(net, counts=[14, 3, 9, 14, 1, 14])
+    ppo = PPO(net, layout, CONFIG)
+    ppo.update(buffer, seeded())
+    seen = buffer.obs[buffer.valid]
+    torch.testing.assert_close(net.obs_mean[:BASE], seen[:, :BASE].mean(0), atol=1e-5, rtol=0.0)
+    assert float(net.obs_count) == 1
+    assert ppo.update(invented(net, seed=1)[0], seeded()).kl is not None  # first ratios are still 1
+
+
 def test_update_is_repeatable_bit_for_bit():
     results = []
     for _ in range(2):
@@ -558,6 +582,7 @@ def test_update_is_repeatable_bit_for_bit():
 @pytest.mark.parametrize(
     "wrong",
     [{"lr": 0.0}, {"clip_ratio": 1.0}, {"clip_ratio": math.nan}, {"gamma": 1.1}, {"gae_lambda": -0.1}, {"epochs": 0},
+     {"lr_final": 1.5},
      {"groups": 0}, {"chunk": 0}, {"target_kl": 0.0}, {"value_coef": -1.0}, {"max_grad_norm": 0.0}],
     ids=str,
 )  # fmt: skip

@@ -42,7 +42,9 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Settings of the policy update."""
 
     lr: float = 1e-3
-    """Learning rate of AdamW, above 0."""
+    """Initial learning rate of AdamW, above 0."""
+    lr_final: float = 1.0
+    """Final learning rate as a fraction of `lr`, 0 to 1. The rate changes linearly over the run's rounds."""
     gamma: float = 0.99
     """Discount factor per step, 0 to 1."""
     gae_lambda: float = 0.95
@@ -74,7 +76,7 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         for name in ("lr", "clip_ratio", "target_kl", "max_grad_norm"):
             if not 0.0 < getattr(self, name) < math.inf:
                 raise ConfigError(f"ppo.{name} must be above 0 and finite, got {getattr(self, name)}")
-        for name in ("gamma", "gae_lambda"):
+        for name in ("gamma", "gae_lambda", "lr_final"):
             if not 0.0 <= getattr(self, name) <= 1.0:
                 raise ConfigError(f"ppo.{name} must lie between 0 and 1, got {getattr(self, name)}")
         if not self.clip_ratio < 1.0:
@@ -132,13 +134,25 @@ class PPO:
         self.bad_in_a_row = 0
 
     @property
+    def progress(self) -> float:
+        """Fraction of the rounds that are over: 0 in the first, 1 in the last."""
+        return min(1.0, self.round / max(1, self.rounds - 1))
+
+    @property
     def entropy_coef(self) -> float:
         """Current weight of the entropy bonus."""
-        done = min(1.0, self.round / max(1, self.rounds - 1))
-        return self.config.entropy_coef + done * (self.config.entropy_final - self.config.entropy_coef)
+        return self.config.entropy_coef + self.progress * (self.config.entropy_final - self.config.entropy_coef)
 
-    def update(self, buffer: TamiyoRolloutBuffer, generator: torch.Generator) -> Update:
-        """Update the policy from one finished rollout. Return the diagnostics."""
+    @property
+    def lr(self) -> float:
+        """Current learning rate."""
+        return self.config.lr * (1.0 + self.progress * (self.config.lr_final - 1.0))
+
+    def update(self, buffer: TamiyoRolloutBuffer, generator: torch.Generator, *, imitate: bool = False) -> Update:
+        """Update the policy from one finished rollout. Return the diagnostics.
+
+        With `imitate`, the buffer's actions are those of a teacher, and their likelihood is increased.
+        """
         start, config = time.perf_counter(), self.config
         buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
         valid, returns = buffer.valid, buffer.returns
@@ -150,22 +164,26 @@ class PPO:
         passes = 0
         if healthy:
             buffer.advantages.copy_(normalized_advantages(buffer.advantages, valid & ~buffer.forced))
+            for group in self.optimizer.param_groups:
+                group["lr"] = self.lr
             self.network.renormalise(*self.scale.see(returns[valid]))
             for _ in range(config.epochs):
                 passes += 1
                 for minibatch in buffer.minibatches(min(config.groups, buffer.envs), config.chunk, generator):
-                    self._step(minibatch, tally)
+                    self._step(minibatch, tally, imitate)
                 if tally.kl_of_pass() > 1.5 * config.target_kl:
                     break
+            self.network.observe(buffer.obs[valid])
         else:
             tally.skipped += 1
         self._check(tally)
+        lr = self.lr
         self.round += 1
-        return self._report(tally, critic, passes, (time.perf_counter() - start) * 1e3)
+        return self._report(tally, critic, passes, lr, (time.perf_counter() - start) * 1e3)
 
-    def _step(self, batch: Minibatch, tally: Tally) -> None:
+    def _step(self, batch: Minibatch, tally: Tally, imitate: bool) -> None:
         """Take a clipped gradient step on one minibatch and record its diagnostics. Skip it if it is not finite."""
-        loss, stats = losses(self.network, self.layout, self.config, batch, self.entropy_coef)
+        loss, stats = losses(self.network, self.layout, self.config, batch, self.entropy_coef, imitate=imitate)
         if not tally.count and stats["ratio_off"] > FIRST_RATIO_TOLERANCE:
             raise TrainingError(
                 f"before the first step of an update a probability ratio differs from 1 by {stats['ratio_off']:.2g}: "
@@ -189,7 +207,7 @@ class PPO:
                 "not finite, or lower ppo.lr"
             )
 
-    def _report(self, tally: Tally, critic: tuple[Number, Number], passes: int, wall_ms: float) -> Update:
+    def _report(self, tally: Tally, critic: tuple[Number, Number], passes: int, lr: float, wall_ms: float) -> Update:
         m = tally.mean
         averaged = ("policy_loss", "value_loss", "entropy_loss", "kl", "clip_fraction", "grad_norm")
         return Update(
@@ -201,7 +219,7 @@ class PPO:
             ratio_max=max((s["ratio_max"] for s in tally.stats), default=None),
             explained_variance=critic[0],
             value_nrmse=critic[1],
-            lr=self.config.lr,
+            lr=lr,
             skipped=tally.skipped,
             entropy={h.name.lower(): m(f"entropy_{h.name}") for h in Head},
             learnable={h.name.lower(): m(f"learnable_{h.name}") for h in Head},
@@ -210,18 +228,20 @@ class PPO:
 
 
 def losses(
-    network: TamiyoNetwork, layout: MaskLayout, config: PPOConfig, batch: Minibatch, entropy_coef: float
-) -> tuple[Tensor, dict[str, float]]:
-    """Return the loss of a minibatch and its diagnostics."""
+    network: TamiyoNetwork, layout: MaskLayout, config: PPOConfig, batch: Minibatch, entropy_coef: float,
+    *, imitate: bool = False,
+) -> tuple[Tensor, dict[str, float]]:  # fmt: skip
+    """Return the loss of a minibatch and its diagnostics. With `imitate`, the actor's loss is the cross-entropy."""
     valid = batch.valid
     masks = known_blueprints(batch.masks | ~valid[..., None], layout)  # padding: valid distribution, weight 0
     now = network.evaluate(batch.obs, masks, batch.actions, batch.hidden, batch.starts, layout)
     counts = counted(masks, layout, batch.actions, valid & ~batch.forced)  # [C, N, 8]
     decided = (valid & ~batch.forced).sum().clamp(min=1)
 
-    change = torch.where(counts, now.log_probs - batch.log_probs, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    before = now.log_probs.detach() if imitate else batch.log_probs
+    change = torch.where(counts, now.log_probs - before, 0.0).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     ratio = change.exp()
-    gain = batch.advantages[..., None]
+    gain = torch.ones_like(change) if imitate else batch.advantages[..., None]
     clipped = ratio.clamp(1 - config.clip_ratio, 1 + config.clip_ratio)
     policy_loss = -torch.where(counts, torch.minimum(ratio * gain, clipped * gain), 0.0).sum() / decided
 

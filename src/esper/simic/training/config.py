@@ -58,6 +58,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Steps per episode, ≥ 1, or None for the task's own number. A step trains the host for one epoch."""
     worlds: int | None = None
     """Number of worlds to train in, 1 to 10,000. Each has its own no-growth baseline. None: 64, of a family 256."""
+    imitation: int = 0
+    """Number of first rounds in which the policy imitates a teacher that knows each simulated world, ≥ 0."""
     start_from: str | None = None
     """Path of a run directory or policy file whose policy is trained further, or None for a new policy."""
     fixed: dict[str, str] = msgspec.field(
@@ -97,6 +99,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"envs must be at most {MOST_ENVS}, got {self.envs}")
         if self.threads > MOST_THREADS:
             raise ConfigError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
+        if self.imitation < 0 or (self.imitation and not self.simulated):
+            raise ConfigError(f"imitation must be ≥ 0, and 0 on real hosts; got {self.imitation}")
         if self.worlds is not None and self.worlds > HELD_OUT_FROM:
             raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:
@@ -158,9 +162,11 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"task": "rescue", "rounds": 4, "envs": 4, "epochs": 20, "worlds": 4, "ppo": {"groups": 2}},
     "standard": {},
     "sim": {
-        "simulated": True, "rounds": 120, "envs": 128, "worlds": 4096,
+        "simulated": True, "rounds": 34, "envs": 512, "worlds": 8192, "imitation": 10,
+        "fixed": {"tempo": "STANDARD", "alpha_target": "FULL", "alpha_speed": "INSTANT", "alpha_curve": "LINEAR"},
+        "network": {"standardise": True},
         "ppo": {
-            "lr": 2e-3, "gamma": 1.0, "gae_lambda": 0.98, "epochs": 6, "entropy_coef": 0.03, "entropy_final": 0.005,
+            "lr": 4e-3, "lr_final": 0.1, "gamma": 1.0, "gae_lambda": 0.95, "target_kl": 0.04, "entropy_final": 0.002,
         },
     },
 }  # fmt: skip
