@@ -1,5 +1,8 @@
 """Growth in Lightning, with the real library."""
 
+import os
+import subprocess
+import sys
 import warnings
 
 import lightning as L
@@ -13,6 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import esper
 from esper.leyline.errors import ConfigError
 from esper.lightning import GrowthCallback
+from tests.support import ROOT
 from tests.support.controllers import Planter
 from tests.support.grower import batch, make_body
 
@@ -249,6 +253,24 @@ def test_batches_of_another_form_are_unpacked(tmp_path):
     )  # fmt: skip
     trainer.fit(module, DataLoader(rows, 16), DataLoader(rows, 16))
     assert growth.report.quality >= 0
+
+
+@pytest.mark.slow
+def test_two_ranks_of_ddp_stay_equal_and_resume(tmp_path):
+    def run(*checkpoint):
+        command = [sys.executable, "-m", "tests.support.lightning_ranks", str(tmp_path), *map(str, checkpoint)]
+        env = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+        done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-3000:]
+
+    run()
+    run(tmp_path / "epoch=1.ckpt")
+    first = torch.load(tmp_path / "whole-0.pt", weights_only=True)
+    assert {name.split(".")[2] for name in first if name.startswith("body.esper.")} == {"first", "second", "structure"}
+    for kind in ("whole", "resumed"):
+        ranks = [torch.load(tmp_path / f"{kind}-{rank}.pt", weights_only=True) for rank in (0, 1)]
+        assert ranks[0].keys() == ranks[1].keys() == first.keys()
+        assert all(torch.equal(ranks[0][key], ranks[1][key]) for key in first), kind
 
 
 # -- refusals

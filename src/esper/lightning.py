@@ -14,7 +14,7 @@ checkpoints complete: `fit(ckpt_path=...)` into a fresh module restores structur
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ import torch
 from esper.grower import Grower, StepReport
 from esper.grower.explanations import growth_figures
 from esper.installation import require_own_package
+from esper.kasmina.body import Body
 from esper.kasmina.optimizer_sync import unwrapped
 from esper.leyline.errors import ConfigError
 
@@ -62,6 +63,10 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         self._loaded: Mapping[str, Any] | None = None
 
     # -- setup and checkpoints
+
+    def setup(self, trainer: Trainer, pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
+        """Keep seeds out of DDP, which Lightning wraps around the module after it has restored a checkpoint."""
+        pl_module._ddp_params_and_buffers_to_ignore = _SeedNames(pl_module)
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Check that module and trainer fit; on resuming, load the state of the grower."""
@@ -147,6 +152,18 @@ class GrowthCallback(Callback):  # type: ignore[misc]
 
     def _is_due(self, trainer: Trainer) -> bool:
         return self._grower is not None and trainer.state.fn == "fit" and not trainer.sanity_checking
+
+
+class _SeedNames:
+    """Names of the parameters and buffers of a module's seeds, computed when they are iterated."""
+
+    def __init__(self, module: LightningModule) -> None:
+        self.modules = [(name, each) for name, each in module.named_modules() if isinstance(each, Body)]
+
+    def __iter__(self) -> Iterator[str]:
+        for name, body in self.modules:
+            for own in body._ddp_params_and_buffers_to_ignore:
+                yield f"{name}.{own}" if name else own
 
 
 def _grower_of(trainer: Trainer, pl_module: LightningModule) -> Grower:

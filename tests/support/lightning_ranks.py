@@ -1,0 +1,49 @@
+"""Train with Lightning's DDP and growth in two processes: -m tests.support.lightning_ranks DIRECTORY [CHECKPOINT]
+
+Each rank writes the module's weights to DIRECTORY.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from torch.utils.data import DataLoader, TensorDataset
+
+from esper.lightning import GrowthCallback
+from tests.support.grower import batch
+from tests.test_lightning import Module
+
+
+class SeedsOutsideDDP(Callback):
+    """Check that DDP, once it is built, ignores the seeds that the module has, and nothing else."""
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        esper = "body.esper."
+        seeds = {name for name, _ in pl_module.named_parameters() if name.startswith(esper)}
+        ignored = trainer.model.parameters_to_ignore  # type: ignore[union-attr]
+        assert seeds <= ignored
+        assert all(name.startswith(esper) for name in ignored)
+
+
+def main() -> None:
+    directory, checkpoint = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+    torch.set_num_threads(1)
+    L.seed_everything(0, verbose=False)
+    module = Module()
+    trainer = L.Trainer(
+        max_epochs=4, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
+        enable_model_summary=False, default_root_dir=directory, gradient_clip_val=0.5,
+        callbacks=[GrowthCallback(), SeedsOutsideDDP(), ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)],
+    )  # fmt: skip
+    train = DataLoader(TensorDataset(*batch(1, 64)), 8)
+    trainer.fit(module, train, DataLoader(TensorDataset(*batch(2, 32)), 8), ckpt_path=checkpoint)
+    name = f"{'resumed' if checkpoint else 'whole'}-{trainer.global_rank}.pt"
+    torch.save(module.state_dict(), directory / name)
+
+
+if __name__ == "__main__":
+    main()
