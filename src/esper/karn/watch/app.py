@@ -17,7 +17,7 @@ from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import Screen
 from textual.widgets import DataTable, Footer, Input, Markdown, RichLog, Sparkline, Static
 
-from esper.karn.document import Json, detail, mean_series
+from esper.karn.document import Json, clean, mean_series, move
 from esper.karn.episode_state import EpisodeState
 from esper.karn.watch import cells
 from esper.karn.watch.watched_run import WatchedRun
@@ -31,6 +31,8 @@ MOST_PAUSE_S = 5.0
 WIDE = 150
 """Minimum width at which events are shown beside the tables."""
 MOST_EVENTS = 1000
+MOST_LIVES = 12
+"""Maximum number of seeds whose lives are shown beside the events."""
 HELP = """
 | key | |
 |---|---|
@@ -133,26 +135,24 @@ def detail_text(watched: WatchedRun, env: int) -> Group:
         cells.plain(f" {e.name}, episode {e.number}, step {e.length}", "bold"),
         slot_table(watched, e),
         "",
-        seed_lives(watched, env),
+        seed_lives(watched, e),
         "",
         Text("EVENTS", "bold"),
         *(cells.event_line(run, row) for _, row in run.events if getattr(row, "env", None) == env),
     )
 
 
-def seed_lives(watched: WatchedRun, env: int) -> Table:
-    """Return every move between stages of the seeds of an environment, with its reason."""
-    found = detail(watched.state, env)
+def seed_lives(watched: WatchedRun, e: EpisodeState, most: int | None = None) -> Table:
+    """Return every move between stages of the newest `most` seeds of an episode, with its reason."""
     table = Table(box=None, pad_edge=False, show_header=False)
-    for seed in found["seeds"] if found is not None else []:
-        name = f"{seed['blueprint']} in {seed['slot']}"
-        table.add_row(
-            "", cells.plain(name, "bold"), "", Text(f"seed {seed['seed']}, {seed['params']} parameters", "dim")
-        )
-        for move in seed["moves"]:
-            moved = Text(f"{move['was'].lower()} → {move['now'].lower()}")
-            value = cells.worth(move["contribution"], move["contribution_se"], watched.state.is_percent)
-            table.add_row(f"{move['step']:>5}", moved, value, Text(reason_text(move), "dim"))
+    for life in list(e.seeds.values())[-most if most else None :]:
+        about = f"seed {life.seed}, {life.params} parameters"
+        table.add_row("", cells.plain(f"{life.blueprint} in {life.slot}", "bold"), "", Text(about, "dim"))
+        for each, reason in life.moves:
+            found = clean(move(each, reason))
+            moved = Text(f"{found['was'].lower()} → {found['now'].lower()}")
+            value = cells.worth(each.contribution, each.contribution_se, watched.state.is_percent)
+            table.add_row(f"{each.step:>5}", moved, value, Text(reason_text(found), "dim"))
     return table
 
 
@@ -193,6 +193,7 @@ class WatchApp(App[None]):
         self.query_text = ""
         self._poll_s = poll_s
         self._reading = asyncio.Lock()
+        self._lives: tuple[int, int, int] | None = None  # environment, episode and number of moves of the shown lives
         self._listed = 0  # position of the newest event in the list
         self._shown: dict[tuple[int, str], Text] = {}  # cells of the table of environments
 
@@ -322,7 +323,10 @@ class WatchApp(App[None]):
         for slot in used[: max(3, self.size.height // 4)]:
             table.add_row(*cells.slot_cells(run, e, slot)[:most])
         if self.screen_stack[0].has_class("wide"):
-            self.screen_stack[0].query_one("#lives", Static).update(seed_lives(self.watched, e.env))
+            version = e.env, e.number, sum(len(life.moves) for life in e.seeds.values())
+            if version != self._lives:
+                self._lives = version
+                self.screen_stack[0].query_one("#lives", Static).update(seed_lives(self.watched, e, MOST_LIVES))
 
     def _draw_rest(self) -> None:
         run, main = self.watched.state, self.screen_stack[0]
