@@ -17,6 +17,7 @@ version = release
 
 extensions = ["myst_nb", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
 exclude_patterns = ["_static"]
+smartquotes = False  # `--option` stays as it is
 highlight_language = "none"  # a block without a language is plain text
 
 # Markdown

@@ -13,6 +13,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import yaml
 
 import esper
 from esper.nissa.run import manifest_base
@@ -45,6 +46,22 @@ def test_changelog_keeps_its_format_and_has_this_version() -> None:
     assert [match.group(1) for match in versions if match] == [esper.__version__, "0.1.0"]
     kinds = set(re.findall(r"^### (.*)$", text, re.MULTILINE))
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}, "name kinds of changes only"
+
+
+def test_workflow_tests_every_python_and_the_lowest_torch_by_the_ci_script() -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    job = workflow["jobs"]["test"]
+    matrix = job["strategy"]["matrix"]
+    prefix = "Programming Language :: Python :: 3."
+    stated = [name.removeprefix(prefix) for name in PROJECT["project"]["classifiers"] if name.startswith(prefix)]
+    assert matrix["python"] == [f"3.{minor}" for minor in stated]
+    lowest = next(entry for entry in PROJECT["project"]["dependencies"] if entry.startswith("torch>="))
+    assert matrix["torch"][0] == f"{lowest.removeprefix('torch>=')}.0"
+    pinned = re.search(r"^torch==(\S+)", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned is not None
+    assert pinned.group(1) in matrix["torch"]
+    assert ".ci/run" in [step.get("run") for step in job["steps"]]
+    assert "make release-check" in [step.get("run") for step in workflow["jobs"]["release-check"]["steps"]]
 
 
 def test_all_extra_names_every_extra_for_users() -> None:

@@ -19,6 +19,13 @@ def test_make_run_installs_only_the_package_other_targets_the_dev_extra(tmp_path
     assert pip.endswith(f"-c constraints.txt {CPU} {installed}")
 
 
+def test_another_version_of_torch_can_be_installed(tmp_path):
+    command = ["make", "-n", "test", f"VENV={tmp_path / 'venv'}", "TORCH=2.10.0"]
+    printed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert "sed 's/^torch==.*/torch==2.10.0/' constraints.txt > build/constraints-torch-2.10.0.txt" in printed
+    assert "-c build/constraints-torch-2.10.0.txt" in printed
+
+
 IMPORT_NAMES = {
     "mlflow-skinny": "mlflow", "myst-nb": "myst_nb", "pillow": "PIL", "pyspellchecker": "spellchecker",
     "pytest-xdist": "xdist", "sb3-contrib": "sb3_contrib",

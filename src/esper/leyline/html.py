@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from html import escape
 
-CELL = "padding: 2px 8px; text-align: {}; vertical-align: top"
+CELL = "padding: 2px 8px; text-align: {}; vertical-align: top; white-space: nowrap"
 
 
 def html_table(
