@@ -83,17 +83,17 @@ class Drawing:
 
 # -- the life of a seed ------------------------------------------------------------------------------------------------
 
-S = SeedStage
+Stage = SeedStage
 PLACES = {
-    S.DORMANT: (20, 40, PLAIN, "empty slot"),
-    S.GERMINATED: (190, 40, GREEN, "Δ = 0"),
-    S.TRAINING: (360, 110, BLUE, "learns apart"),
-    S.BLENDING: (530, 40, AMBER, "h + alpha·Δ"),
-    S.HOLDING: (700, 40, AMBER, "alpha = 1"),
-    S.FOSSILIZED: (870, 40, GREEN, "part of the host"),
-    S.PRUNED: (530, 220, RED, "removed"),
-    S.EMBARGOED: (360, 220, RED, "cooldown"),
-    S.RESETTING: (190, 220, RED, "cooldown"),
+    Stage.DORMANT: (20, 40, PLAIN, "empty slot"),
+    Stage.GERMINATED: (190, 40, GREEN, "Δ = 0"),
+    Stage.TRAINING: (360, 110, BLUE, "learns apart"),
+    Stage.BLENDING: (530, 40, AMBER, "h + alpha·Δ"),
+    Stage.HOLDING: (700, 40, AMBER, "alpha = 1"),
+    Stage.FOSSILIZED: (870, 40, GREEN, "part of the host"),
+    Stage.PRUNED: (530, 220, RED, "removed"),
+    Stage.EMBARGOED: (360, 220, RED, "cooldown"),
+    Stage.RESETTING: (190, 220, RED, "cooldown"),
 }
 """Position, colour and meaning of each stage."""
 WIDTH, HEIGHT = 130, 48
@@ -116,27 +116,27 @@ def seed_life() -> Drawing:
 def transition(drawing: Drawing, stage: SeedStage, target: SeedStage) -> None:
     """Draw one transition."""
     (ax, ay, aw, ah), (bx, by, bw, bh) = drawing.boxes[stage.name], drawing.boxes[target.name]
-    if target == S.PRUNED:
-        lane = {S.GERMINATED: 176, S.TRAINING: 190, S.BLENDING: 0, S.HOLDING: 176}[stage]
-        end = bx + bw / 2 + {S.GERMINATED: -40, S.TRAINING: -20, S.BLENDING: 0, S.HOLDING: 30}[stage]
-        start = ax + aw / 2 + (0 if stage != S.GERMINATED else -20)
+    if target == Stage.PRUNED:
+        lane = {Stage.GERMINATED: 176, Stage.TRAINING: 190, Stage.BLENDING: 0, Stage.HOLDING: 176}[stage]
+        end = bx + bw / 2 + {Stage.GERMINATED: -40, Stage.TRAINING: -20, Stage.BLENDING: 0, Stage.HOLDING: 30}[stage]
+        start = ax + aw / 2 + (0 if stage != Stage.GERMINATED else -20)
         if lane:
             drawing.arrow([(start, ay + ah), (start, lane), (end, lane), (end, by - 2)])
         else:
             drawing.arrow([(start, ay + ah), (end, by - 2)])
-    elif stage == S.RESETTING:
+    elif stage == Stage.RESETTING:
         drawing.arrow(
             [(ax, ay + ah / 2), (bx + bw / 2, ay + ah / 2), (bx + bw / 2, by + bh + 2)], "empty again", at=(105, 262)
         )
-    elif stage == S.HOLDING and target == S.BLENDING:
+    elif stage == Stage.HOLDING and target == Stage.BLENDING:
         drawing.arrow(
             [(ax + 40, ay), (ax + 40, 22), (bx + bw - 40, 22), (bx + bw - 40, by - 2)], "lower alpha", at=(680, 17)
         )
-    elif (stage, target) == (S.GERMINATED, S.BLENDING):
+    elif (stage, target) == (Stage.GERMINATED, Stage.BLENDING):
         drawing.arrow([(ax + aw, ay + ah / 2), (bx - 2, by + bh / 2)])
-    elif (stage, target) == (S.GERMINATED, S.TRAINING):
+    elif (stage, target) == (Stage.GERMINATED, Stage.TRAINING):
         drawing.arrow([(ax + aw / 2 + 20, ay + ah), (ax + aw / 2 + 20, by + bh / 2), (bx - 2, by + bh / 2)])
-    elif (stage, target) == (S.TRAINING, S.BLENDING):
+    elif (stage, target) == (Stage.TRAINING, Stage.BLENDING):
         drawing.arrow([(ax + aw, ay + ah / 2), (bx + 25, ay + ah / 2), (bx + 25, by + bh + 2)])
     else:
         drawing.connect(stage.name, target.name)

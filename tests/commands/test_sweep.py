@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.commands.sweep import STALE_S, Claim, Plan, read_plan, run_sweep
+from esper.commands.sweep import STALE_S, Claim, SweepPlan, read_plan, run_sweep
 from esper.leyline.errors import ConfigError, RunError
 from esper.nissa.run import read_manifest
 
@@ -146,5 +146,5 @@ def test_failed_run_does_not_stop_the_others(plan: Path, tmp_path: Path) -> None
 
 
 def test_jobs_complete_paired_worlds_early() -> None:
-    plan = Plan(worlds=(3, 2), settings={"a": {"controller": "none"}, "b": {}})
+    plan = SweepPlan(worlds=(3, 2), settings={"a": {"controller": "none"}, "b": {}})
     assert [(job.arm, job.world) for job in plan.jobs()] == [("a", 3), ("b", 3), ("a", 4), ("b", 4)]

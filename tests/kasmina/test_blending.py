@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from esper.kasmina.blueprints.registry import SPATIAL, Layout
-from esper.kasmina.slot import MOST_PULL, FeelNothing, Gate, Leash, blend, detached, straight_through
+from esper.kasmina.slot import MOST_PULL, BlendGate, FeelNothing, Leash, blend, detached, straight_through
 from esper.leyline.actions import Operator
 
 SHAPE = {
@@ -61,7 +61,7 @@ def test_operators_match_their_formulas():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("delta_dtype", [None, torch.float32], ids=["same", "autocast"])
 def test_blend_keeps_dtype_and_memory_format_of_the_host(layout, operator, dtype, delta_dtype):
-    h, gate = features(layout).to(dtype), Gate(8, layout)
+    h, gate = features(layout).to(dtype), BlendGate(8, layout)
     delta = torch.randn(h.shape).to(delta_dtype or dtype)
     weight = torch.tensor(0.5) * (gate(h.float()) if operator == Operator.GATE else 1.0)
     out = blend(h, delta, weight, operator)
@@ -98,7 +98,7 @@ def test_blend_is_traceable_by_fx(layout, operator):
     class Blend(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.gate = Gate(8, layout)
+            self.gate = BlendGate(8, layout)
             self.register_buffer("alpha", torch.tensor(0.7), persistent=False)
 
         def forward(self, h: Tensor, delta: Tensor) -> Tensor:
@@ -109,20 +109,20 @@ def test_blend_is_traceable_by_fx(layout, operator):
     assert torch.equal(fx.symbolic_trace(module)(h, delta), module(h, delta))
 
 
-# Gate
+# BlendGate
 
 
 @every_layout
 def test_gate_starts_mostly_open_and_broadcasts(layout):
     torch.manual_seed(0)
-    gate = Gate(8, layout)(features(layout))
+    gate = BlendGate(8, layout)(features(layout))
     assert gate.shape == GATE_SHAPE[layout]
     assert ((gate > 0.8) & (gate < 0.95)).all()
 
 
 @every_layout
 def test_gate_depends_on_its_own_sample_only(layout):
-    gate = Gate(8, layout)
+    gate = BlendGate(8, layout)
     h, other = features(layout), features(layout)
     other[1:] += 3
     torch.testing.assert_close(gate(h)[0], gate(other)[0])
@@ -130,7 +130,7 @@ def test_gate_depends_on_its_own_sample_only(layout):
 
 
 def test_sequence_gate_depends_on_its_own_token_only():
-    gate = Gate(8, Layout.SEQUENCE)
+    gate = BlendGate(8, Layout.SEQUENCE)
     h, other = features(Layout.SEQUENCE), features(Layout.SEQUENCE)
     other[:, -1] += 3
     assert torch.equal(gate(h)[:, :-1], gate(other)[:, :-1])

@@ -23,7 +23,7 @@ from esper.kasmina.blueprints import (
 )
 from esper.kasmina.blueprints.builtin import CausalAttention, flex_causal, group_norm, transformer_block
 from esper.kasmina.blueprints.registry import FeatureSpec, Layout
-from esper.kasmina.slot import Gate, blend, detached
+from esper.kasmina.slot import BlendGate, blend, detached
 from esper.leyline.actions import BLUEPRINTS, Operator
 from esper.leyline.errors import BlueprintError, UnknownNameError
 
@@ -76,7 +76,7 @@ def mine():
 @every_operator
 def test_germination_keeps_features_bit_identical(name, layout, operator):
     site = SITE[layout]
-    seed, gate = build(name, site, rng_seed=0), Gate(site.dim, layout)
+    seed, gate = build(name, site, rng_seed=0), BlendGate(site.dim, layout)
     h = torch.randn(4, *site.shape)
 
     delta = seed(h)
@@ -102,7 +102,7 @@ def test_seed_on_a_one_pixel_map_learns(name, dim):
 
 def assert_learns(name: str, site: FeatureSpec, operator: Operator, *, least_part: float) -> None:
     torch.manual_seed(0)
-    seed, gate, h = build(name, site, rng_seed=3), Gate(site.dim, site.layout), detached(features(site))
+    seed, gate, h = build(name, site, rng_seed=3), BlendGate(site.dim, site.layout), detached(features(site))
     target = torch.randn(h.shape)
     parts = nn.ModuleList([seed, gate] if operator == Operator.GATE else [seed])
     at_birth = {key: p.detach().clone() for key, p in parts.named_parameters()}
@@ -154,7 +154,7 @@ def test_seed_compiles_to_one_graph(name, layout):
 @pytest.mark.parametrize("cut", [1, 4, 6])
 def test_sequence_seeds_and_gates_are_causal(name, cut):
     site = SITE[Layout.SEQUENCE]
-    seed, gate = grown(name, site), Gate(site.dim, site.layout)
+    seed, gate = grown(name, site), BlendGate(site.dim, site.layout)
     h, other = features(site, seed=1), features(site, seed=1)
     other[:, cut:] = 7.0
 

@@ -15,8 +15,8 @@ from esper.kasmina.lifecycle import (
     expel,
     is_legal,
     legal,
-    record,
     record_contribution,
+    record_epoch,
     tick,
 )
 from esper.leyline import STRICT, Curve, Head, Op, Operator, SeedStage, SlotTable, Thresholds
@@ -56,7 +56,7 @@ def may(table: SlotTable, rules: Rules, op: Op, slot: int = 0) -> bool:
 def measure(table: SlotTable, *, quality: float = 0.5, contribution: float = 0.05, se: float = 0.001) -> None:
     """Record an epoch in which every value is measured and passes the gates."""
     each = np.full(table.num_envs, quality)
-    record(table, quality=each, val_loss=1 - each, train_loss=1 - each)
+    record_epoch(table, quality=each, val_loss=1 - each, train_loss=1 - each)
     table.grad_health[:], table.grad_ratio[:] = 1.0, 1.0
     blended = (table.stage == S.BLENDING) | (table.stage == S.HOLDING)
     record_contribution(table, np.where(blended, contribution, np.nan), np.where(blended, se, np.nan))
@@ -568,7 +568,7 @@ def test_record_keeps_the_best_and_a_short_history():
     table = SlotTable.empty(2, 1)
     for epoch in range(12):
         quality = np.array([0.1 * (epoch % 4), np.nan])
-        record(table, quality=quality, val_loss=1 - quality, train_loss=quality)
+        record_epoch(table, quality=quality, val_loss=1 - quality, train_loss=quality)
     np.testing.assert_allclose(table.quality_history[0, -4:], [0.0, 0.1, 0.2, 0.3], atol=1e-6)
     np.testing.assert_allclose(table.loss_history[0, -1], 0.7, atol=1e-6)
     assert table.quality_best_env[0] == np.float32(0.1 * 3)

@@ -18,8 +18,8 @@ from esper.kasmina.lifecycle import (
     expel,
     is_legal,
     legal,
-    record,
     record_contribution,
+    record_epoch,
     tick,
 )
 from esper.leyline import HEAD_OPTIONS, NEXT_STAGES, Head, Op, SeedStage, SlotTable
@@ -370,7 +370,7 @@ class AnyLife(RuleBasedStateMachine):
     def look(self, quality, worth, se, health):
         clocks = {"stage", "dwell", "age", "cooldown", "step", "alpha", "ramp_pos"}
         before, each = self.table.clone(), np.array([quality])
-        record(self.table, quality=each, val_loss=each, train_loss=each)
+        record_epoch(self.table, quality=each, val_loss=each, train_loss=each)
         record_contribution(self.table, np.full((1, 3), worth), np.full((1, 3), se))
         self.table.grad_health[:] = self.table.grad_ratio[:] = health
         assert not clocks & set(self.table.diff(before))

@@ -24,7 +24,7 @@ from esper.leyline.errors import BlueprintError, GraftError, OptimizerError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import wait_everywhere
-from esper.tolaria.engine import takes_of
+from esper.tolaria.host_costs import takes_of
 from tests.support.random_tables import random_legal_actions
 
 FREE = Rules(

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from esper.kasmina.lifecycle import Rules, apply, legal, record, record_contribution, tick
+from esper.kasmina.lifecycle import Rules, apply, legal, record_contribution, record_epoch, tick
 from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, Head, Op
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
@@ -58,7 +58,7 @@ def random_measurements(table: SlotTable, rng: np.random.Generator) -> None:
     """Record plausible measurements of one epoch; in half of the environments only qualities and losses."""
     envs, shape = table.num_envs, table.stage.shape
     quality = rng.uniform(0.05, 0.95, envs)
-    record(table, quality=quality, val_loss=-np.log(quality), train_loss=-np.log(quality) - 0.01)
+    record_epoch(table, quality=quality, val_loss=-np.log(quality), train_loss=-np.log(quality) - 0.01)
     looked = rng.random((envs, 1)) < 0.5
     training = looked & (table.stage == SeedStage.TRAINING)
     blended = looked & ((table.stage == SeedStage.BLENDING) | (table.stage == SeedStage.HOLDING))

@@ -25,8 +25,9 @@ from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import Schedule, Wait, wait_everywhere
-from esper.tolaria.engine import Engine, process_train_batch, score, takes_of
+from esper.tolaria.engine import Engine, process_train_batch, score
 from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.host_costs import takes_of
 from esper.tolaria.tasks import Task, get_task, per_sample_correct, per_sample_loss
 from tests.support.rules import ISOLATED
 

@@ -217,7 +217,7 @@ def _train_all(
         scene.train(GROWN, engine, controller)
         save_decisions(run.path, task, settings.seed, controller)
     scene.grown = engine
-    worth = judge(engine)
+    worth = measured_worth(engine)
     if is_new:
         scene.emitter(GROWN, engine).worth(engine.table, [worth])
     save_models(run.path, engine, worth)  # before the comparisons, which may be interrupted
@@ -276,7 +276,7 @@ def slots_line(engine: Engine) -> str:
     )
 
 
-def judged(table: SlotTable, s: int) -> str:
+def evidence_text(table: SlotTable, s: int) -> str:
     """Return the contribution as last measured; for a fossil, before it was committed."""
     if np.isfinite(table.contribution[0, s]):
         return points(float(table.contribution[0, s]), float(table.contribution_se[0, s]))
@@ -293,7 +293,7 @@ def live_table(engine: Engine) -> Table:
         stage = SeedStage(int(t.stage[0, s]))
         bar = "█" * round(10 * float(t.alpha[0, s]))
         blueprint = blueprint_name(int(t.blueprint[0, s])) if t.blueprint[0, s] >= 0 else ""
-        table.add_row(name, stage.name.lower(), blueprint, f"{t.alpha[0, s]:.2f} {bar:<10}", judged(t, s))
+        table.add_row(name, stage.name.lower(), blueprint, f"{t.alpha[0, s]:.2f} {bar:<10}", evidence_text(t, s))
     return table
 
 
@@ -311,7 +311,7 @@ def summary(results: list[Result]) -> Table:
     return table
 
 
-def judge(engine: Engine) -> Worth:
+def measured_worth(engine: Engine) -> Worth:
     """Return the worth of every seed at the end, on the validation split with averaged weights."""
     plot, split = engine.networks[0], engine.data.val
     with plot.average.applied():
@@ -337,7 +337,7 @@ def seed_table(engine: Engine, worth: Worth) -> Table:
             measured = (worth.contribution, worth.contribution_se), (worth.shapley, worth.shapley_se)
             now = [points(value[i], se[i]) for value, se in measured]
         blueprint = engine.networks[0].body.slots[name].blueprint
-        table.add_row(name, stage.name.lower(), blueprint, f"{t.params[0, s]:,}", judged(t, s), *now)
+        table.add_row(name, stage.name.lower(), blueprint, f"{t.params[0, s]:,}", evidence_text(t, s), *now)
     return table
 
 

@@ -50,7 +50,7 @@ GRACE_S = 120.0
 LARGEST_PLAN = 1 << 20
 
 
-class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Content of a plan file."""
 
     worlds: tuple[int, int]
@@ -96,10 +96,10 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
         return [Job(task, arm, world) for world in range(first, first + count) for arm in self.settings]
 
 
-def read_plan(path: Path) -> Plan:
+def read_plan(path: Path) -> SweepPlan:
     """Return the plan in a TOML file. Raise ConfigError if it is not valid."""
     try:
-        return msgspec.convert(tomllib.loads(read_regular(path, LARGEST_PLAN, follow=True).decode()), Plan)
+        return msgspec.convert(tomllib.loads(read_regular(path, LARGEST_PLAN, follow=True).decode()), SweepPlan)
     except (OSError, ValueError, ConfigError) as error:
         raise ConfigError(f"the plan {path} cannot be used: {error}") from error
 
@@ -125,7 +125,7 @@ def run_sweep(plan_file: Path, *, shard: str, workers: int, out: Path | None) ->
         )
 
 
-def conclude(plan: Plan, directory: Path) -> None:
+def conclude(plan: SweepPlan, directory: Path) -> None:
     """Print the comparison of all runs and write the chart."""
     paths = {arm: [run_path(directory, job) for job in plan.jobs() if job.arm == arm] for arm in plan.settings}
     comparison = compare_runs([path for each in paths.values() for path in each])
@@ -163,7 +163,7 @@ def finished_seconds(path: Path) -> float | None:
 class Sweep:
     """The runs of one `esper sweep` process. On leaving, its runs are stopped and its claims released."""
 
-    def __init__(self, plan: Plan, directory: Path, workers: int) -> None:
+    def __init__(self, plan: SweepPlan, directory: Path, workers: int) -> None:
         self.plan, self.directory, self.workers = plan, directory, workers
         self.failures: list[str] = []
         self._running: dict[Job, tuple[subprocess.Popen[bytes], Claim]] = {}

@@ -45,8 +45,8 @@ from esper.simic.env import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, find_controller
 from esper.tamiyo.controllers.learned import Learned
-from esper.tolaria.engine import takes_of
 from esper.tolaria.growing_network import GrowingNetwork
+from esper.tolaria.host_costs import takes_of
 from esper.tolaria.network_state import adopt_body
 
 DEFAULT_HORIZON = 40

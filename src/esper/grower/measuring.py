@@ -99,6 +99,6 @@ class Measuring:
         self.emit.worth(self.table, [CounterfactualEngine.worth(result)])
         worth = self.network.write_scores(self.table, 0, measured)
         unknown = np.full(1, np.nan)
-        lifecycle.record(self.table, quality=np.array([measured.quality]), val_loss=unknown, train_loss=unknown)
+        lifecycle.record_epoch(self.table, quality=np.array([measured.quality]), val_loss=unknown, train_loss=unknown)
         lifecycle.record_contribution(self.table, worth[:1], worth[1:])
         return measured

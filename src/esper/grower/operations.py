@@ -19,8 +19,8 @@ from esper.leyline.errors import LifecycleError
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import wait_everywhere
-from esper.tolaria.engine import takes_of
 from esper.tolaria.growing_network import GrowingNetwork
+from esper.tolaria.host_costs import takes_of
 
 
 class Operations:

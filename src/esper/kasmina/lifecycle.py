@@ -3,7 +3,7 @@
     legal(table, rules) → bool [E, O, S]     the only legality function; includes the gates of `leyline.gates`
     apply(table, actions, rules) → outcome   one action row per environment; an illegal one does nothing
     tick(table, rules) → effects             once per epoch: ramps, cooldown, auto-advance, counters
-    record(table, …)                         store the measurements of an epoch
+    record_epoch(table, …)                   store the measurements of an epoch
     alpha_at(…) → [E, S]                     alpha, the weight of a seed, as a closed-form function of its ramp
 
 They modify the table in place and touch no module. Required changes to modules are returned as effects.
@@ -48,7 +48,7 @@ from esper.leyline.stages import (
     Thresholds,
 )  # fmt: skip
 
-S = SeedStage
+Stage = SeedStage
 VELOCITY_KEEP = 0.7
 """Weight of the old velocity, 0…1, in the moving average updated at each contribution measurement."""
 
@@ -118,17 +118,17 @@ class Outcome(NamedTuple):
 
 
 # plain ints: numpy compares them with small integers five times faster than enum members
-_DORMANT, _BLENDING, _HOLDING = int(S.DORMANT), int(S.BLENDING), int(S.HOLDING)
+_DORMANT, _BLENDING, _HOLDING = int(Stage.DORMANT), int(Stage.BLENDING), int(Stage.HOLDING)
 _NEXT = np.arange(1, NUM_STAGES + 1, dtype=np.int8)  # stage after an advance
 _PRUNABLE = np.isin(np.arange(NUM_STAGES), GROWING)
-_BUSY = np.isin(np.arange(NUM_STAGES), (S.GERMINATED, S.TRAINING, *COOLING))
-_OCCUPIED = np.isin(np.arange(NUM_STAGES), (*GROWING, S.FOSSILIZED))
+_BUSY = np.isin(np.arange(NUM_STAGES), (Stage.GERMINATED, Stage.TRAINING, *COOLING))
+_OCCUPIED = np.isin(np.arange(NUM_STAGES), (*GROWING, Stage.FOSSILIZED))
 
 
 def _auto_by_stage(rules: Rules) -> Bools:
     """Return by stage whether a seed advances automatically."""
     auto = np.zeros(NUM_STAGES, dtype=bool)
-    auto[[S.GERMINATED, S.TRAINING, S.BLENDING]] = (rules.auto_train, rules.auto_blend, rules.auto_hold)
+    auto[[Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING]] = (rules.auto_train, rules.auto_blend, rules.auto_hold)
     return auto
 
 
@@ -169,7 +169,7 @@ def _enter(table: SlotTable, where: Bools, stage: Ints | int) -> None:
     table.stage[where] = stage if np.isscalar(stage) else np.asarray(stage)[where]
     table.dwell[where] = 0
     # only a contribution measured at full strength may justify fossilising
-    table.contribution_age[where & (table.stage == S.HOLDING)] = -1
+    table.contribution_age[where & (table.stage == Stage.HOLDING)] = -1
     table.quality_stage[where] = np.broadcast_to(table.quality[:, None], where.shape)[where]
 
 
@@ -177,7 +177,7 @@ def _remove(table: SlotTable, where: Bools) -> None:
     """Move the seeds at `where` to PRUNED, start the cooldown and clear alpha and parameter count."""
     if not where.any():
         return
-    _enter(table, where, S.PRUNED)
+    _enter(table, where, Stage.PRUNED)
     table.cooldown[where] = COOLDOWN_TICKS
     for column in (table.alpha, table.alpha_from, table.alpha_to, table.ramp_len, table.ramp_pos, table.params):
         column[where] = 0
@@ -246,7 +246,7 @@ def _germinate(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
     """Start a seed: blueprint, operator and first ramp as chosen."""
     where = _mask(table, at)
     table.blank(where)
-    _enter(table, where, S.GERMINATED)
+    _enter(table, where, Stage.GERMINATED)
     table.serial[at] = table.next_serial[at[0]]
     table.next_serial[at[0]] += 1
     table.blueprint[at] = actions[:, Head.BLUEPRINT]
@@ -260,7 +260,7 @@ def _germinate(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
 
 def _blend_at_birth(table: SlotTable, at: At, rules: Rules) -> None:
     """Move new seeds to BLENDING and start their first ramp, without a TRAINING stage."""
-    _enter(table, _mask(table, at), S.BLENDING)
+    _enter(table, _mask(table, at), Stage.BLENDING)
     ticks = table.tempo[at] if rules.open_ramp is None else np.full(len(at[0]), rules.open_ramp)
     _ramp(table, at, table.alpha_to[at], ticks, table.curve[at])
 
@@ -270,7 +270,7 @@ def _set_alpha_target(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
     target, operator = ALPHA_TARGETS[actions[:, Head.ALPHA_TARGET]], STYLE_OPERATOR[actions[:, Head.STYLE]]
     switched = _mask(table, at, table.operator[at] != operator)
     table.operator[at] = operator
-    _enter(table, _mask(table, at, target < 1.0) & (table.stage == S.HOLDING), S.BLENDING)
+    _enter(table, _mask(table, at, target < 1.0) & (table.stage == Stage.HOLDING), Stage.BLENDING)
     _ramp(table, at, target, SPEED_TICKS[actions[:, Head.ALPHA_SPEED]], actions[:, Head.ALPHA_CURVE])
     return _effects(EffectKind.SET_OPERATOR, switched)
 
@@ -279,7 +279,7 @@ def _prune(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
     """Remove a seed: after a ramp to 0 if it has an effect and a speed is chosen, otherwise at once."""
     ticks = SPEED_TICKS[actions[:, Head.ALPHA_SPEED]]
     ramps = (ticks > 0) & (table.alpha[at] > 0)
-    _enter(table, _mask(table, at, ramps) & (table.stage == S.HOLDING), S.BLENDING)
+    _enter(table, _mask(table, at, ramps) & (table.stage == Stage.HOLDING), Stage.BLENDING)
     ramped = (at[0][ramps], at[1][ramps])
     _ramp(table, ramped, np.zeros(1, np.float32), ticks[ramps], actions[ramps, Head.ALPHA_CURVE])
     removed = _mask(table, at, ~ramps)
@@ -290,7 +290,7 @@ def _prune(table: SlotTable, at: At, actions: Ints) -> list[Effect]:
 def _fossilize(table: SlotTable, at: At, _actions: Ints) -> list[Effect]:
     """Make a seed a permanent part of the host."""
     where = _mask(table, at)
-    _enter(table, where, S.FOSSILIZED)
+    _enter(table, where, Stage.FOSSILIZED)
     return _effects(EffectKind.COMMIT, where)
 
 
@@ -311,7 +311,7 @@ _OPERATIONS: dict[Op, Callable[[SlotTable, At, Ints], list[Effect]]] = {
 
 def _advance(table: SlotTable, where: Bools) -> None:
     """Move the seeds at `where` to their next stage. Entering BLENDING starts the ramp."""
-    starts = where & (table.stage == S.TRAINING)
+    starts = where & (table.stage == Stage.TRAINING)
     _enter(table, where, _NEXT[table.stage])
     table.ramp_pos[starts] = 0
 
@@ -343,7 +343,7 @@ def tick(table: SlotTable, rules: Rules) -> list[Effect]:
     return _effects(EffectKind.DROP, removed)
 
 
-def record(table: SlotTable, *, quality: Floats, val_loss: Floats, train_loss: Floats) -> None:
+def record_epoch(table: SlotTable, *, quality: Floats, val_loss: Floats, train_loss: Floats) -> None:
     """Store one epoch's results [E]. The first quality measured for a seed becomes its baseline."""
     table.quality[:], table.val_loss[:], table.train_loss[:] = quality, val_loss, train_loss
     table.quality_best_env[:] = np.fmax(table.quality_best_env, table.quality)

@@ -49,7 +49,7 @@ def blend(h: Tensor, delta: Tensor, weight: Tensor, operator: Operator, out: Ten
     return torch.addcmul(h, delta, weight, out=out)  # one pass over memory; h + w·Δ takes two
 
 
-class Gate(nn.Module):
+class BlendGate(nn.Module):
     """Learned factor of Δ, 0…1, per sample (map, signal, volume, vector) or per token (sequence).
 
     A token's gate depends on that token alone: a mean over the sequence would not be causal.
@@ -274,7 +274,7 @@ class Slot(nn.Module):
             assert self.seed is not None
             anchor = next(self.seed.parameters())
             with blueprints.seeded(self.birth):
-                gate = blueprints.fitted(Gate(self.site.dim, self.site.layout), self.site)
+                gate = blueprints.fitted(BlendGate(self.site.dim, self.site.layout), self.site)
                 self.gate = gate.to(anchor.device, anchor.dtype)
 
     def uproot(self) -> None:

@@ -40,28 +40,31 @@ class SeedStage(IntEnum):
         return target in NEXT_STAGES[self]
 
 
-S = SeedStage
+Stage = SeedStage
 NEXT_STAGES: dict[SeedStage, frozenset[SeedStage]] = {
-    S.DORMANT: frozenset({S.GERMINATED}),
-    S.GERMINATED: frozenset({S.TRAINING, S.BLENDING, S.PRUNED}),  # BLENDING: an open birth
-    S.TRAINING: frozenset({S.BLENDING, S.PRUNED}),
-    S.BLENDING: frozenset({S.HOLDING, S.PRUNED}),
-    S.HOLDING: frozenset({S.FOSSILIZED, S.BLENDING, S.PRUNED}),
-    S.FOSSILIZED: frozenset(),
-    S.PRUNED: frozenset({S.EMBARGOED}),
-    S.EMBARGOED: frozenset({S.RESETTING}),
-    S.RESETTING: frozenset({S.DORMANT}),
+    Stage.DORMANT: frozenset({Stage.GERMINATED}),
+    Stage.GERMINATED: frozenset({Stage.TRAINING, Stage.BLENDING, Stage.PRUNED}),  # BLENDING: an open birth
+    Stage.TRAINING: frozenset({Stage.BLENDING, Stage.PRUNED}),
+    Stage.BLENDING: frozenset({Stage.HOLDING, Stage.PRUNED}),
+    Stage.HOLDING: frozenset({Stage.FOSSILIZED, Stage.BLENDING, Stage.PRUNED}),
+    Stage.FOSSILIZED: frozenset(),
+    Stage.PRUNED: frozenset({Stage.EMBARGOED}),
+    Stage.EMBARGOED: frozenset({Stage.RESETTING}),
+    Stage.RESETTING: frozenset({Stage.DORMANT}),
 }
 NUM_STAGES = len(SeedStage)
-GROWING = (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING)
+GROWING = (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING)
 """Stages of a seed that is not committed and may be pruned."""
-COOLING = (S.PRUNED, S.EMBARGOED, S.RESETTING)
+COOLING = (Stage.PRUNED, Stage.EMBARGOED, Stage.RESETTING)
 
 PRUNED_TICKS, EMBARGOED_TICKS, RESETTING_TICKS = 1, 5, 1
 COOLDOWN_TICKS = PRUNED_TICKS + EMBARGOED_TICKS + RESETTING_TICKS
 """Ticks after pruning until the slot is empty again."""
 COOLDOWN_LABEL = np.array(
-    [S.DORMANT] + [S.RESETTING] * RESETTING_TICKS + [S.EMBARGOED] * EMBARGOED_TICKS + [S.PRUNED] * PRUNED_TICKS,
+    [Stage.DORMANT]
+    + [Stage.RESETTING] * RESETTING_TICKS
+    + [Stage.EMBARGOED] * EMBARGOED_TICKS
+    + [Stage.PRUNED] * PRUNED_TICKS,
     dtype=np.int8,
 )
 """Stage of a slot by the number of cooldown ticks left."""

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esper.kasmina.lifecycle import Outcome, Rules, apply, legal, record, record_contribution, tick
+from esper.kasmina.lifecycle import Outcome, Rules, apply, legal, record_contribution, record_epoch, tick
 from esper.leyline.actions import BLUEPRINTS, Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.rng import bell, random_bits
@@ -49,9 +49,9 @@ from esper.tolaria.governor import Alarm
 
 __all__ = ["SimConfig", "Simulator"]
 
-S = SeedStage
+Stage = SeedStage
 LEARNING_SHARE = np.zeros(NUM_STAGES)
-LEARNING_SHARE[[S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 0.7, 1.0, 1.0, 1.0
+LEARNING_SHARE[[Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED]] = 0.7, 1.0, 1.0, 1.0
 """Fraction of an epoch that a seed learns from. A TRAINING seed has a shadow pass on every other batch only."""
 TRAINING_PASSES = 3
 """Multiply-adds of a training pass as a multiple of a forward pass: the backward pass takes about two."""
@@ -187,7 +187,7 @@ class Simulator:
         return Outcome(outcome.happened, outcome.effects + ticked)
 
     def _alive(self) -> Bools:
-        return np.asarray((self.table.stage >= S.GERMINATED) & (self.table.stage <= S.FOSSILIZED))
+        return np.asarray((self.table.stage >= Stage.GERMINATED) & (self.table.stage <= Stage.FOSSILIZED))
 
     def _cost(self, of_seeds: Ints) -> Ints:
         """Return the entries [E, S] of `of_seeds` [S, B] for the current seeds."""
@@ -259,7 +259,7 @@ class Simulator:
         shared_noise, own_noise, val_noise, train_noise = config.noise * draws
         now = self.strength() * self.applied_alpha
         value = self._value(self._sum(now), maturity)
-        committed = self._value(self._sum(np.where(table.stage == S.FOSSILIZED, now, 0.0)), maturity)
+        committed = self._value(self._sum(np.where(table.stage == Stage.FOSSILIZED, now, 0.0)), maturity)
         divergence = np.minimum(self.applied_alpha.sum(axis=1), 1.0)  # a host with alpha > 0 diverges from its baseline
 
         self.true_quality = np.clip(host + value - self.shock, 0.01, 0.99)
@@ -268,13 +268,13 @@ class Simulator:
         missing = np.log(CLASSES) * (1.0 - quality) / (1.0 - 1.0 / CLASSES)
         val_loss = missing * (1.0 + LOSS_NOISE * val_noise)
         train_loss = missing * (1.0 - self.truth.overfit * maturity) * (1.0 + LOSS_NOISE * train_noise)
-        record(table, quality=quality, val_loss=val_loss, train_loss=train_loss)
+        record_epoch(table, quality=quality, val_loss=val_loss, train_loss=train_loss)
         table.committed_quality[:] = np.clip(quality - value + committed, 0.0, 1.0)
 
     def _record_seeds(self, maturity: Floats, draws: Floats) -> None:
         table = self.table
-        live = (table.stage <= S.HOLDING) & (self.applied_alpha > 0)
-        training = table.stage == S.TRAINING
+        live = (table.stage <= Stage.HOLDING) & (self.applied_alpha > 0)
+        training = table.stage == Stage.TRAINING
         full = self.strength()
         now = full * self.applied_alpha
         raw = self._sum(now)[:, None]

@@ -27,10 +27,20 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from esper.kasmina.blueprints import blueprint_index, count_macs, registered
+from esper.kasmina.blueprints import blueprint_index, count_macs
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
-from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules, apply, legal, record, record_contribution, tick
+from esper.kasmina.lifecycle import (
+    Effect,
+    EffectKind,
+    Outcome,
+    Rules,
+    apply,
+    legal,
+    record_contribution,
+    record_epoch,
+    tick,
+)
 from esper.leyline.actions import Curve, Operator
 from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
@@ -48,6 +58,7 @@ from esper.tolaria.growing_network import (
     train_epoch,
     vital_tensors,
 )
+from esper.tolaria.host_costs import takes_of
 from esper.tolaria.rollout import PhaseTimers
 from esper.tolaria.tasks import Task, per_sample_correct, per_sample_loss
 
@@ -328,7 +339,7 @@ class Engine:
             results = self._validate(trained)
             failing = governor.judge(table, results.val_loss, results.train_loss, results.vital)
             undone = [effect for e in failing for effect in self._roll_back(e, results)]
-            record(table, quality=results.quality, val_loss=results.val_loss, train_loss=results.train_loss)
+            record_epoch(table, quality=results.quality, val_loss=results.val_loss, train_loss=results.train_loss)
             record_contribution(table, results.worth[0], results.worth[1])
             self.judged = results.judged
             governor.end(table)
@@ -433,12 +444,3 @@ class Engine:
                 table.stage[at], table.alpha[at], table.alpha_to[at] = SeedStage.FOSSILIZED, 1.0, 1.0
                 effects.append(Effect(EffectKind.COMMIT, *at))
         self.apply_effects(effects)
-
-
-def takes_of(body: Body) -> Bools:
-    """Return which blueprints each slot accepts, [S, B]."""
-    numbers = {name: blueprint_index(name) for name in registered()}
-    takes = np.zeros((len(body.slots), max(numbers.values()) + 1), dtype=bool)
-    for s, names in enumerate(body.valid_blueprints().values()):
-        takes[s, [numbers[b] for b in names]] = True
-    return takes

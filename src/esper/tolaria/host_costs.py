@@ -1,4 +1,4 @@
-"""Costs of a host and of every blueprint at every slot, measured on a body.
+"""Blueprints that each slot accepts, and costs of a host and of every blueprint at every slot, measured on a body.
 
 `leyline/slot_table.py` adds them up for the seeds in a table.
 
@@ -9,13 +9,21 @@ from __future__ import annotations
 
 import numpy as np
 
-from esper.kasmina.blueprints import blueprint_index, count_macs
+from esper.kasmina.blueprints import blueprint_index, count_macs, registered
 from esper.kasmina.body import Body
 from esper.kasmina.fork_state import attached
 from esper.kasmina.forking import ForkPlan
 from esper.kasmina.probing import PROBE_SAMPLES, quietly
-from esper.leyline.slot_table import Ints
-from esper.tolaria.engine import takes_of
+from esper.leyline.slot_table import Bools, Ints
+
+
+def takes_of(body: Body) -> Bools:
+    """Return which blueprints each slot accepts, [S, B]."""
+    numbers = {name: blueprint_index(name) for name in registered()}
+    takes = np.zeros((len(body.slots), max(numbers.values()) + 1), dtype=bool)
+    for s, names in enumerate(body.valid_blueprints().values()):
+        takes[s, [numbers[b] for b in names]] = True
+    return takes
 
 
 def blueprint_costs(body: Body) -> tuple[Ints, Ints]:

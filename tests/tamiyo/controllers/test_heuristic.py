@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 import esper
-from esper.kasmina.lifecycle import Rules, apply, is_legal, legal, record, record_contribution, tick
+from esper.kasmina.lifecycle import Rules, apply, is_legal, legal, record_contribution, record_epoch, tick
 from esper.leyline.actions import BLUEPRINTS, Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.slot_table import HISTORY, SlotTable
@@ -47,7 +47,7 @@ def stalled(envs: int = 1, slots: int = 2, step: int = 10) -> SlotTable:
     """Return a table whose loss and quality have been constant for ten epochs."""
     table = SlotTable.empty(envs, slots)
     for _ in range(HISTORY):
-        record(table, quality=np.full(envs, 0.5), val_loss=np.ones(envs), train_loss=np.ones(envs))
+        record_epoch(table, quality=np.full(envs, 0.5), val_loss=np.ones(envs), train_loss=np.ones(envs))
     table.step[:] = step
     return table
 
@@ -119,7 +119,7 @@ def test_plateau_requires_enough_epochs():
     table = SlotTable.empty(1, 1)
     table.step[:] = 50
     for k in range(6):
-        record(table, quality=np.array([0.5]), val_loss=np.array([np.nan]), train_loss=np.ones(1))
+        record_epoch(table, quality=np.array([0.5]), val_loss=np.array([np.nan]), train_loss=np.ones(1))
         assert choose(Heuristic(), table)[0][0] == (Op.GERMINATE if k >= 3 else Op.WAIT)
 
 
@@ -277,7 +277,7 @@ def test_seed_passes_all_stages_to_fossilised(auto: bool):
         ops.append(op.name)
         apply(table, heuristic.act(table, legal(table, rules)), rules)
         tick(table, rules)
-        record(table, quality=np.array([0.5]), val_loss=np.ones(1), train_loss=np.ones(1))
+        record_epoch(table, quality=np.array([0.5]), val_loss=np.ones(1), train_loss=np.ones(1))
         table.grad_health[:] = 1.0
         is_active = (table.stage == S.BLENDING) | (table.stage == S.HOLDING)
         record_contribution(table, np.where(is_active, 0.05, np.nan), np.where(is_active, 0.01, np.nan))

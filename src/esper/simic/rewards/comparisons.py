@@ -30,10 +30,16 @@ from esper.leyline.slot_table import Bools, Floats
 from esper.leyline.stages import GROWING, NUM_STAGES, SeedStage
 from esper.simic.rewards.reward import Frame, RewardConfig, bounded, gain, rent, reward_mode
 
-S = SeedStage
+Stage = SeedStage
 STAGE_POTENTIAL = np.zeros(NUM_STAGES)
-STAGE_POTENTIAL[[S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED]] = 1.0, 2.0, 3.5, 5.5, 6.0
-_HAS_SAY = np.isin(np.arange(NUM_STAGES), (S.BLENDING, S.HOLDING, S.FOSSILIZED))
+STAGE_POTENTIAL[[Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED]] = (
+    1.0,
+    2.0,
+    3.5,
+    5.5,
+    6.0,
+)
+_HAS_SAY = np.isin(np.arange(NUM_STAGES), (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED))
 _IS_GROWING = np.isin(np.arange(NUM_STAGES), GROWING)
 WORTHWHILE = 0.01
 """Contribution from which a fossil counts as worthwhile, as a fraction of quality. Another one counts minus this."""
@@ -60,7 +66,7 @@ def escrow(before: Frame, after: Frame, config: RewardConfig) -> Floats:
 
     Their rent is still owed.
     """
-    kept = np.where(after.ended[:, None], after.stage == S.FOSSILIZED, _HAS_SAY[after.stage])
+    kept = np.where(after.ended[:, None], after.stage == Stage.FOSSILIZED, _HAS_SAY[after.stage])
     return np.asarray(_credit(after, kept, config) - _worth(before, config))
 
 
@@ -82,7 +88,7 @@ def basic_plus(before: Frame, after: Frame, config: RewardConfig) -> Floats:
 @reward_mode("simplified", uses_potential=True)
 def simplified(before: Frame, after: Frame, config: RewardConfig) -> Floats:
     """Return progress through the stages minus a cost per action; at the end the gain and a bonus per good fossil."""
-    good = (after.stage == S.FOSSILIZED) & (after.contribution >= WORTHWHILE)
+    good = (after.stage == Stage.FOSSILIZED) & (after.contribution >= WORTHWHILE)
     end = bounded(gain(after.quality, after, config) + FOSSIL_BONUS * good.sum(axis=1), after, config)
     final = np.where(after.ended, end, np.where(after.crashed, config.floor, 0.0))
     return np.asarray(_progress(before, after, config) - ACTION_COST * after.acted + final)
@@ -101,7 +107,7 @@ def sparse(_before: Frame, after: Frame, config: RewardConfig) -> Floats:
 @reward_mode("minimal")
 def minimal(before: Frame, after: Frame, config: RewardConfig) -> Floats:
     """Return `sparse` minus a cost for every seed pruned in this step. A crash costs as much as pruning all."""
-    pruned = (_IS_GROWING[before.stage] & (after.stage == S.PRUNED)).sum(axis=1)
+    pruned = (_IS_GROWING[before.stage] & (after.stage == Stage.PRUNED)).sum(axis=1)
     charged = np.where(after.crashed, before.stage.shape[1], pruned)
     return np.asarray(sparse(before, after, config) - PRUNE_COST * charged)
 
@@ -132,7 +138,7 @@ def _committed(frame: Frame, config: RewardConfig, drip: float) -> Floats:
     """Return the fossils' worth minus all rent. The share `drip` of it grows with the epochs since commitment."""
     each = np.where(frame.contribution >= WORTHWHILE, frame.contribution, -WORTHWHILE)
     released = np.where(frame.ended[:, None], 1.0, np.minimum(frame.dwell / frame.horizon, 1.0))
-    paid = np.where(frame.stage == S.FOSSILIZED, each * (1.0 - drip + drip * released), 0.0).sum(axis=1)
+    paid = np.where(frame.stage == Stage.FOSSILIZED, each * (1.0 - drip + drip * released), 0.0).sum(axis=1)
     return bounded(paid - rent(frame.params, frame.macs, frame, config), frame, config)
 
 

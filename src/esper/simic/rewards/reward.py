@@ -22,7 +22,7 @@ from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.slot_table import Bools, Floats, Ints, Priced, SlotTable, live_costs, seed_macs
 from esper.leyline.stages import SeedStage
 
-S = SeedStage
+Stage = SeedStage
 
 
 class Sizes(Priced, Protocol):
@@ -68,7 +68,7 @@ class Frame:
     @classmethod
     def of(cls, table: SlotTable, sizes: Sizes, baseline_quality: Floats) -> Frame:
         """Return the current state of a table's environments, given the quality [E] of their no-growth baselines."""
-        fossil = table.stage == S.FOSSILIZED
+        fossil = table.stage == Stage.FOSSILIZED
         params, macs = live_costs(table, sizes)
         committed_params = np.where(fossil, table.params, 0).sum(axis=1)
         committed_macs = np.where(fossil, seed_macs(table, sizes.slot_macs), 0).sum(axis=1)

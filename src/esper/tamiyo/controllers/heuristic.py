@@ -24,7 +24,7 @@ from esper.leyline.slot_table import HISTORY, Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.controllers.schedule import wait_everywhere
 
-S = SeedStage
+Stage = SeedStage
 
 
 class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -125,7 +125,7 @@ class Heuristic:
     def _wishes(self, table: SlotTable) -> list[tuple[Op, Bools]]:
         """Return the operations in the order of the rules, with the slots [E, S] they apply to."""
         c, stage = self.config, table.stage
-        holding = stage == S.HOLDING
+        holding = stage == Stage.HOLDING
         quality = table.quality[:, None]
         margin = c.z * table.contribution_se
         judged = table.contribution_age >= 0  # in HOLDING: measured at full alpha
@@ -133,8 +133,8 @@ class Heuristic:
         worse_off = judged & (quality < table.quality_birth - c.loss_of_quality) & (table.contribution > 0)
         useless = judged & (table.contribution + margin < c.least_contribution)
         out_of_patience = judged & (table.dwell > c.holding_patience)
-        harmful = (stage == S.BLENDING) & judged & (table.contribution + margin < -c.loss_of_quality)
-        stuck = (stage == S.TRAINING) & (table.dwell > c.training_patience)
+        harmful = (stage == Stage.BLENDING) & judged & (table.contribution + margin < -c.loss_of_quality)
+        stuck = (stage == Stage.TRAINING) & (table.dwell > c.training_patience)
         prune = (holding & (useless | worse_off | out_of_patience)) | harmful | stuck
         ready = self.settled & self._stalled(table) & (table.step >= c.first_epoch)
         anywhere = np.ones_like(prune)
