@@ -32,6 +32,6 @@ def test_broken_links_are_found(tmp_path):
     (tmp_path / "other.md").write_text("# A heading, with `code`\n")
     page.write_text(
         "[a](other.md) [b](other.md#a-heading-with-code) [c](https://example.org) [d](#own)\n\n# Own\n\n"
-        "[e](none.md) ![f](none.png) [g](other.md#none) [h](#none) [i](http://example.org)\n"
+        '[e](none.md) ![f](none.png) [g](other.md#none) [h](#none) [i](http://example.org)\n\n<img src="none.svg">\n'
     )
-    assert broken_links(page) == ["none.md", "none.png", "other.md#none", "#none", "http://example.org"]
+    assert broken_links(page) == ["none.md", "none.png", "other.md#none", "#none", "http://example.org", "none.svg"]

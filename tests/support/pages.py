@@ -38,7 +38,9 @@ def inline_tokens(path: Path) -> list[Token]:
 def links_of(path: Path) -> list[str]:
     """Return the targets of all links and images of a page."""
     names = {"link_open": "href", "image": "src"}
-    return [str(token.attrs[names[token.type]]) for token in inline_tokens(path) if token.type in names]
+    tokens = inline_tokens(path)
+    html = re.findall(r'<(?:img|a)\b[^>]*?\b(?:src|href)="([^"]+)"', markdown_of(path))
+    return [str(token.attrs[names[token.type]]) for token in tokens if token.type in names] + html
 
 
 def anchors_of(path: Path) -> set[str]:
