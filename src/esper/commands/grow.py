@@ -126,7 +126,7 @@ def _grow(
     rules = Rules(birth=settings.birth)  # type: ignore[arg-type]
     config, level = EngineConfig(incubation=settings.incubation), level_by_name(settings.telemetry)  # type: ignore[arg-type]
     data = task.load_data(options.data_root)
-    exact = exact_for(settings, config, data, controller)
+    exact = exact_for(settings, config, task, data, controller)
     if saved is not None:
         must_fit(changes(Kept.of(saved).exact, exact), options.allow_inexact)
     with _recording(settings, options, task, config, data, path, saved, lock) as run:

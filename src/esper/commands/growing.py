@@ -111,9 +111,12 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
             raise CheckpointError(f"the checkpoint {saved.path} is not one of `esper grow`: {error}") from error
 
 
-def exact_for(settings: Settings, config: EngineConfig, data: Dataset, controller: Controller) -> dict[str, str]:
-    """Return what must not change for a bit-exact resume: `fingerprint`, and the policy's weights."""
+def exact_for(
+    settings: Settings, config: EngineConfig, task: Task, data: Dataset, controller: Controller
+) -> dict[str, str]:
+    """Return what must not change for a bit-exact resume: `fingerprint`, the task, and the policy's weights."""
     facts = fingerprint(settings.threads, config.device, data.sha256)
+    facts["task"] = hashlib.sha256(repr(task).encode()).hexdigest()[:16]  # that of a family file can change
     if isinstance(controller, Learned):
         digest = hashlib.sha256()
         for tensor in controller.network.state_dict().values():
