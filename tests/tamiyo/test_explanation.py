@@ -155,3 +155,9 @@ def test_log_of_one_environment_resumes_where_it_was(record: DecisionRecord) -> 
     assert torch.equal(whole.obs[:, 0], record.obs[:4, 0])
     assert whole.lengths.tolist() == [4]
     assert whole.facts.worlds == (7,)
+
+
+def test_rounds_of_imitation_are_not_recorded(tmp_path: Path) -> None:
+    train_ppo_vectorized(load_config(sets=[*SETS, "rounds=1", "imitation=1"]), directory=tmp_path)
+    assert (tmp_path / "policy.safetensors").exists()
+    assert not (tmp_path / DECISIONS).exists()

@@ -135,11 +135,13 @@ def train_ppo_vectorized(
                 buffer.close(torch.from_numpy(lengths))
                 ends = {"returns": earned, "utility": info["utility"], "quality": info["quality"]}
                 ends = {name: group.gather_rows(rows, E) for name, rows in ends.items()}
-        decisions = DecisionRecord.of(
-            network, env.layout, obs=buffer.obs, masks=buffer.masks, actions=buffer.actions, hidden=buffer.hidden,
-            lengths=buffer.step_counts, slots=env.backend.slots, worlds=round_worlds(config, number),
-            episode=number + 1,
-        )  # fmt: skip
+        decisions = None
+        if not taught:  # the buffer of a taught round holds the teacher's actions
+            decisions = DecisionRecord.of(
+                network, env.layout, obs=buffer.obs, masks=buffer.masks, actions=buffer.actions, hidden=buffer.hidden,
+                lengths=buffer.step_counts, slots=env.backend.slots, worlds=round_worlds(config, number),
+                episode=number + 1,
+            )  # fmt: skip
         with phases("update"):
             training.ranges.add(buffer.obs[buffer.valid])
             update = training.ppo.update(buffer.finish(), training.shuffle, imitate=taught)
