@@ -95,6 +95,8 @@ def test_arguments_results_and_errors_are_described(kind, path):
         assert re.search(rf"^    {name}: \S", parts.get("Args", ""), re.MULTILINE), f"{path}: {parameter.name}"
     if kind != "class" and inspect.signature(found).return_annotation not in ("None", None):
         assert "Returns" in parts or "Yields" in parts, path
+        first = parts.get("Returns", parts.get("Yields", "")).strip().splitlines()[0]
+        assert ": " not in first, f"{path}: Sphinx reads the text before a colon as a type"
     if "raise " in inspect.getsource(found) and kind != "class":
         assert "Raises" in parts, path
 

@@ -72,7 +72,7 @@ def graft(
             item within an item, such as (1, 0) for the last hidden state of an LSTM.
 
     Returns:
-        The body: the model with slots.
+        The body, which is the model with its slots.
 
     Raises:
         GraftError: A module cannot hold a slot; the message says why and names alternatives.
