@@ -52,7 +52,7 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     hidden: int = 64
     """Number of units of the recurrent core, 1 to 8192."""
     core: Literal["gru", "lstm", "none"] = "gru"
-    """Type of the recurrent core: "gru" or "lstm"."""
+    """Type of the recurrent core: "gru", "lstm", or "none" for a policy without memory."""
     epsilon: float = 0.02
     """Weight of the uniform distribution over legal options in every head's mixture, at least 0 and below 1. It keeps
     exploration and gradients alive."""
