@@ -97,6 +97,20 @@ def test_files_and_classes_have_limited_size(path):
             assert len(public) <= MOST_METHODS, f"{node.name} has {len(public)} public methods: {', '.join(public)}"
 
 
+MOST_VIEW_LINES, MOST_WEB_LINES = 3500, 1500
+
+
+def test_views_have_limited_size():
+    """SQL is no view: its three files are not counted. Nor are the vendored files of the page."""
+    karn = SRC / "karn"
+    sql = {"sql.py", "sql_process.py", "views.py"}
+    python = [path for path in karn.rglob("*.py") if path.name not in sql]
+    web = [karn / "web" / name for name in ("app.js", "app.css", "index.html")]
+    python_lines, web_lines = (sum(len(p.read_text().splitlines()) for p in paths) for paths in (python, web))
+    assert python_lines <= MOST_VIEW_LINES
+    assert web_lines <= MOST_WEB_LINES
+
+
 def test_every_package_has_a_docstring():
     for package in SRC.iterdir():
         if (package / "__init__.py").exists():

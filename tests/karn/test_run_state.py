@@ -179,7 +179,7 @@ def test_newest_episode_of_every_environment_and_the_best_one_are_kept(tmp_path)
 
 def test_phases_are_totals_so_the_newest_counts():
     run = folded(*(PhaseProfile(phase="train", wall_ms=w, cpu_ms=w / 2, calls=n) for n, w in ((1, 10.0), (2, 25.0))))
-    assert [(p.name, p.wall_ms, p.cpu_ms, p.calls) for p in run.phases] == [("train", 25.0, 12.5, 2)]
+    assert [(p.phase, p.wall_ms, p.cpu_ms, p.calls) for p in run.phases] == [("train", 25.0, 12.5, 2)]
 
 
 def test_unknown_or_invalid_entries_are_counted_and_skipped():
@@ -341,7 +341,7 @@ def state_facts(run):
         "quality_by_round": dict(zip(run.rounds.keys(), run.rounds.column("quality"), strict=True)),
         "best": run.best and (run.best.env, run.best.number),
         "kl": [row[3] for row in run.updates.rows],
-        "phases": {p.name: (p.wall_ms, p.cpu_ms, p.calls) for p in run.phases},
+        "phases": {p.phase: (p.wall_ms, p.cpu_ms, p.calls) for p in run.phases},
         "rollbacks": [(g.env, g.step) for g in run.rollbacks],
     }  # fmt: skip
 

@@ -72,7 +72,9 @@ def digest(run: RunState) -> Group:
             parts.append(f"[dim]and {len(latest) - MOST_LINES} more environments[/dim]")
     if phases := run.phases:
         whole = sum(p.wall_ms for p in phases) or 1.0
-        top = ", ".join(f"{escape(printable(p.name, 50))} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES])
+        top = ", ".join(
+            f"{escape(printable(p.phase, 50))} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES]
+        )
         parts.append(f"time: {top}")
     found = problems(run)
     colour = {"error": "red", "warning": "yellow"}
@@ -128,6 +130,6 @@ def facts(run: RunState) -> dict[str, Any]:
             }
             for e in run.latest
         ],
-        "phases": {p.name: {"wall_ms": p.wall_ms, "cpu_ms": p.cpu_ms, "calls": p.calls} for p in run.phases},
+        "phases": {p.phase: {"wall_ms": p.wall_ms, "cpu_ms": p.cpu_ms, "calls": p.calls} for p in run.phases},
         "health": [{"severity": severity, "text": text} for severity, text in problems(run)],
     }

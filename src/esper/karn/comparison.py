@@ -230,11 +230,8 @@ def _why_not(first: Arm, other: Arm) -> str:
 
 def _extent(arm: Arm) -> str:
     """Describe the worlds of an arm."""
-    parts = [
-        f"{what} worlds {_span(worlds)}" if len(worlds) > 1 else f"{what} world {_span(worlds)}"
-        for what, worlds in (("training", sorted(arm.episodes)), ("held-out", sorted(arm.held_out)))
-        if worlds
-    ]
+    kinds = {"training": sorted(arm.episodes), "held-out": sorted(arm.held_out)}
+    parts = [f"{kind} world{'s' * (len(of) > 1)} {_span(of)}" for kind, of in kinds.items() if of]
     return " and ".join(parts) or "no finished episode"
 
 

@@ -7,6 +7,8 @@ gives the document at `run.position`, so a page that was disconnected continues 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from typing import Any
 
 import numpy as np
@@ -40,7 +42,8 @@ def document(run: RunState, since: int = 0) -> Json:
     if not since:
         parts |= {"settings": settings(run), "held_out": comparison(run)}
     envs = [env for _, env in sorted(run.envs.items()) if env.changed > since]
-    parts["envs"] = [env_row(run, env) for env in envs]
+    bare = no_growth_baseline(run)
+    parts["envs"] = [env_row(run, env, bare) for env in envs]
     parts["series"] = {
         env.index: series_rows(e.steps, since) | {"episode": e.number}
         for env in envs
@@ -101,20 +104,18 @@ def comparison(run: RunState) -> Json | None:
 # -- environments
 
 
-def env_row(run: RunState, env: EnvState) -> Json:
-    """Return the newest state of an environment: its results, and one cell per slot."""
+def env_row(run: RunState, env: EnvState, bare: EpisodeState | None) -> Json:
+    """Return the newest state of an environment, with its no-growth baseline `bare`, and one cell per slot."""
     row: Json = {"env": env.index, "name": env.name, "episodes": env.episodes}
     e = env.latest
     if e is None:
         return row
-    bare = no_growth_baseline(run)
-    is_bare = bare is e
-    has_bare = bare is not None and not is_bare and (e.world, e.length) == (bare.world, bare.length)
+    has_bare = bare is not None and bare is not e and (e.world, e.length) == (bare.world, bare.length)
     return row | {
         "episode": e.number, "world": e.world, "step": e.length, "is_over": e.result is not None,
         "quality": e.quality, "best": e.best, "test": e.recorded("test_quality"),
         "no_growth": bare.quality if bare is not None and has_bare else e.recorded("baseline_quality"),
-        "is_no_growth": is_bare,
+        "is_no_growth": bare is e,
         "utility": e.steps.last("utility"), "params": e.params,
         "host_params": e.recorded("host_params") or run.about("host_params"), "train_macs": e.steps.last("train_macs"),
         "op": None if e.newest is None else e.newest.op, "wall_s": e.wall_s,
@@ -134,7 +135,7 @@ COUNTED = (SeedStage.GERMINATED, SeedStage.FOSSILIZED, SeedStage.PRUNED)
 
 def slot_cell(e: EpisodeState, slot: SlotHistory) -> Json:
     """Return what a slot holds now, and what it is worth."""
-    last = slot.intervals[-1] if slot.intervals and slot.intervals[-1].end >= e.last_step else None
+    last = e.current(slot)
     cell: Json = {"slot": slot.name, "stage": int(last.stage) if last is not None else 0}
     worth = slot.newest_worth
     if last is not None and SeedStage.GERMINATED <= last.stage <= SeedStage.FOSSILIZED:
@@ -156,17 +157,17 @@ def series_rows(series: Series, since: int = 0, most: int = MOST_GROUPS) -> Json
     if merged > 1:
         low, high = grouped(low, merged)[0], grouped(high, merged)[1]
     at = int(np.searchsorted(high[:, -1], since, side="right")) if series.columns[-1] == "position" else 0
-    rows: Json = {"at": at, "stride": series.stride * merged, "columns": columns(series, high[at:])}
+    rows: Json = {"at": at, "stride": series.stride * merged, "columns": columns(series.columns, high[at:])}
     if series.stride * merged > 1:
-        rows["low"] = columns(series, low[at:])
+        rows["low"] = columns(series.columns, low[at:])
     return rows | ({"odd": odd} if (odd := series.odd()) else {})
 
 
-def columns(series: Series, table: Any) -> Json:
+def columns(names: Sequence[str], table: Any) -> Json:
     """Return column → its values, without columns in which nothing was measured."""
     return {
         name: rounded(table[:, i])
-        for i, name in enumerate(series.columns)
+        for i, name in enumerate(names)
         if name != "position" and (i == 0 or not np.isnan(table[:, i]).all())
     }
 
@@ -267,17 +268,13 @@ def decisions(run: RunState) -> Json:
     }  # fmt: skip
 
 
-def updates(run: RunState) -> Json | None:
-    """Return the PPO updates; None if there are none."""
-    return series_rows(run.updates) if len(run.updates) else None
-
-
-def phases(run: RunState) -> list[Json]:
-    """Return the time per phase of a step."""
-    return [{"phase": p.name, "wall_ms": p.wall_ms, "cpu_ms": p.cpu_ms, "calls": p.calls} for p in run.phases]
-
-
-PARTS = {"rounds": rounds, "decisions": decisions, "updates": updates, "phases": phases}
+PARTS: dict[str, Callable[[RunState], Any]] = {
+    "rounds": rounds,
+    "decisions": decisions,
+    "updates": lambda run: series_rows(run.updates) if len(run.updates) else None,
+    "phases": lambda run: [asdict(phase) for phase in run.phases],
+}
+"""Parts of a document that are sent only if they changed."""
 
 
 def event_row(run: RunState, at: int, d: Any) -> Json:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from operator import attrgetter
 from typing import Any
 
 from esper.karn.series import Series
@@ -25,6 +26,8 @@ MOST_INTERVALS = 512
 MOST_PENDING = 512
 """Maximum number of events that an episode collects before it absorbs them."""
 Value = float | None
+_step_values = attrgetter(*STEP_COLUMNS[:-1])
+_worth_values = attrgetter(*WORTH_COLUMNS)
 
 
 @dataclass(slots=True)
@@ -156,10 +159,9 @@ class EpisodeState:
 
     def slot(self, name: str) -> SlotHistory:
         """Return the slot of this name, created if needed."""
-        history = self.slots.get(name)
-        if history is None:
-            history = self.slots[name] = SlotHistory(name)
-        return history
+        if name not in self.slots:
+            self.slots[name] = SlotHistory(name)
+        return self.slots[name]
 
     def named_slot(self, name: str) -> SlotHistory:
         """Return a slot by its name in an event. Without a slot order, drop the unnamed slots from steps."""
@@ -176,8 +178,7 @@ class EpisodeState:
             before = None
             self._jump(step)
         quality = d.quality
-        self.steps.add((step, d.train_macs, quality, d.committed_quality, d.val_loss, d.train_loss, d.utility,
-                        d.reward, d.params, position))  # fmt: skip
+        self.steps.add((*_step_values(d), position))
         if quality is not None and (self.quality_best is None or quality > self.quality_best) and quality < math.inf:
             self.quality_best = quality
         if not self.has_own_names:
@@ -219,8 +220,7 @@ class EpisodeState:
 
     def _add_worth(self, d: Worth) -> None:
         slot = self.named_slot(d.slot)
-        slot.worth.add((d.step, d.seed, d.committed, d.contribution, d.contribution_se, d.shapley, d.shapley_se,
-                        d.prospect, d.prospect_se, d.interaction))  # fmt: skip
+        slot.worth.add(_worth_values(d))
         slot.newest_worth = d
 
     def _add_move(self, d: Lifecycle) -> None:
@@ -237,14 +237,9 @@ class EpisodeState:
             if len(self.seeds) > MOST_INTERVALS:
                 del self.seeds[next(iter(self.seeds))]
         life.params = d.params or life.params
-        life.moves.append((d, self._reason(d)))
-
-    def _reason(self, d: Lifecycle) -> Decision | None:
-        """Return the decision that caused a move; None if it was not the controller, or is not recorded."""
-        chosen = self.decision
-        if d.cause != "controller" or chosen is None or chosen.step != d.step or chosen.slot not in ("", d.slot):
-            return None
-        return chosen
+        chosen = self.decision if d.cause == "controller" else None
+        is_reason = chosen is not None and chosen.step == d.step and chosen.slot in ("", d.slot)
+        life.moves.append((d, chosen if is_reason else None))
 
     def _finish(self, d: Episode) -> None:
         """Extend the last stage until the end if only moves were recorded."""
@@ -258,6 +253,16 @@ class EpisodeState:
     def recorded(self, name: str) -> Any:
         """Return a field of the result, None if it is not measured or the episode has not ended."""
         return getattr(self.result, name, None)
+
+    def current(self, slot: SlotHistory) -> Interval | None:
+        """Return the interval of a slot that lasts until the newest step; None if the slot is empty now."""
+        return slot.intervals[-1] if slot.intervals and slot.intervals[-1].end >= self.last_step else None
+
+    @property
+    def is_finite(self) -> bool:
+        """Whether the newest quality and loss are finite numbers, or not measured."""
+        values = () if self.newest is None else (self.newest.quality, self.newest.val_loss)
+        return all(value is None or math.isfinite(value) for value in values)
 
     @property
     def quality(self) -> Value:

@@ -77,10 +77,8 @@ def _machinery(d: Event) -> tuple[str, str]:
             return f"checkpoint {d.path}, {compact(d.size_bytes)}B ({d.reason})", ""
         case Update():
             mean = "" if d.return_mean is None else f", mean return {number_text(d.return_mean)}"
-            return (
-                f"PPO update of round {d.round}: KL {number_text(d.kl)}, clip {number_text(d.clip_fraction)}{mean}",
-                "",
-            )
+            text = f"PPO update of round {d.round}: KL {number_text(d.kl)}, clip {number_text(d.clip_fraction)}"
+            return text + mean, ""
     return kind_of(d).replace("_", " "), ""
 
 

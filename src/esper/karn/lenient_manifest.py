@@ -33,8 +33,3 @@ def fact(manifest: Data, name: str) -> Any:
         return value if value is None or name not in types else msgspec.convert(value, types[name])
     except ValueError:
         return None
-
-
-def slot_names(manifest: Data) -> tuple[str, ...]:
-    """Return the slot names in the order of the arrays in `step`; empty if the manifest has none."""
-    return tuple(fact(manifest, "slots") or ())

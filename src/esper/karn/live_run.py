@@ -5,11 +5,9 @@ from __future__ import annotations
 import threading
 import time
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-import numpy as np
-
-from esper.karn.document import Json, clean, detail, document, rounded
+from esper.karn.document import Json, clean, columns, detail, document
 from esper.karn.episode_state import STEP_COLUMNS
 from esper.karn.lenient_manifest import Data, manifest_of
 from esper.karn.run_state import RunState
@@ -95,7 +93,7 @@ class LiveRun:
         """Return the steps of an episode within a range at full resolution, read from the journal."""
         rows = []
         at = STEP_COLUMNS.index(by)
-        names = [name for name in STEP_COLUMNS if name != "position"]
+        names = STEP_COLUMNS[:-1]  # without the position
         for row in replay(self.path, [Step]):
             if row.env == env and row.episode == episode:
                 values = tuple(getattr(row, name) for name in names)
@@ -104,8 +102,8 @@ class LiveRun:
         table = to_array(rows, len(names))
         stride = 1 << max(0, (len(rows) - 1) // MOST_ROWS).bit_length()
         low, high = grouped(table, stride)
-        found = {"at": 0, "stride": stride, "episode": episode, "columns": _columns(names, high)}
-        return clean(found | ({"low": _columns(names, low)} if stride > 1 else {}))
+        found = {"at": 0, "stride": stride, "episode": episode, "columns": columns(names, high)}
+        return clean(found | ({"low": columns(names, low)} if stride > 1 else {}))
 
     def refresh(self, *, is_forced: bool = False) -> None:
         """Fold what was written since the last call, at most once per POLL_S unless forced.
@@ -130,9 +128,3 @@ class LiveRun:
                 self._restart(self.state.manifest)
             while rows := self._follower.poll(PORTION):
                 self.state.fold(rows)
-
-
-def _columns(names: list[str], table: Any) -> Json:
-    return {
-        name: rounded(table[:, i]) for i, name in enumerate(names) if i == 0 or not np.isnan(table[:, i]).all()
-    }  # fmt: skip

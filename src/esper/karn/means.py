@@ -55,13 +55,7 @@ class Means:
         for key, cells in sorted(finer.items()):
             if key // 2 in self._cells:
                 for cell, other in zip(self._cells[key // 2], cells, strict=True):
-                    _merge(cell, other)
+                    number, total, low, high = cell
+                    cell[:] = number + other[0], total + other[1], min(low, other[2]), max(high, other[3])
             else:
                 self._cells[key // 2] = cells
-
-
-def _merge(cell: Mean, other: Sequence[float]) -> None:
-    cell[0] += other[0]
-    cell[1] += other[1]
-    cell[2] = min(cell[2], other[2])
-    cell[3] = max(cell[3], other[3])

@@ -20,9 +20,10 @@ from esper.leyline.errors import DataError
 from esper.leyline.events import Decision, Episode, RunStarted, Step
 from esper.leyline.text import LONGEST_SETTING, flat_settings, printable
 from esper.nissa.journal_rows import replay
+from esper.nissa.run import MANIFEST
 
 EVALUATION = "eval.json"
-"""File that `esper eval --out` writes."""
+"""File that `esper eval --out` writes, into a directory that is no run."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -60,7 +61,7 @@ class Arm(msgspec.Struct, frozen=True, kw_only=True):
 
 def arms_of(path: Path, name: str, *, alone: bool) -> list[Arm]:
     """Return the arms in a directory: one, or if it is compared with no other, all that it holds."""
-    if is_evaluation(path):
+    if (path / EVALUATION).exists() and not (path / MANIFEST).exists():
         return evaluated(path, name, alone=alone)
     manifest, _ = manifest_of(path)
     episodes, started = finished_episodes(path)
@@ -129,11 +130,6 @@ def latest(episodes: Mapping[tuple[int, int], tuple[int, Outcome]], envs: Sequen
 
 
 # -- evaluations
-
-
-def is_evaluation(path: Path) -> bool:
-    """Return whether a directory was written by `esper eval --out` and is no run."""
-    return (path / EVALUATION).exists() and not (path / "manifest.json").exists()
 
 
 def evaluated(path: Path, name: str, *, alone: bool) -> list[Arm]:

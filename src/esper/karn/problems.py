@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping
 from math import isfinite
-from typing import Any
 
 from esper.karn.number_text import number_text
 from esper.karn.run_state import RunState
@@ -14,6 +11,7 @@ from esper.leyline.text import printable
 
 MOST_ROLLBACKS = 20
 GIVEN_UP = ".given_up"
+"""End of the name of a counter: events that a sink did not receive because it was retired. The journal has them."""
 KL_LIMIT, CLIP_LIMIT, ENTROPY_LIMIT = 0.03, 0.3, 0.1
 """A PPO update with a larger KL or clip fraction, or a smaller relative entropy (0…1) of a head, is a problem."""
 
@@ -46,13 +44,9 @@ def _of_the_journal(run: RunState) -> list[tuple[str, str]]:
 
 def _of_the_numbers(run: RunState) -> list[tuple[str, str]]:
     """Return one text if the newest quality or loss of some environment is not a finite number."""
-    names = [e.name for e in run.latest if e.newest is not None and not _is_finite(e.newest.quality, e.newest.val_loss)]
+    names = [e.name for e in run.latest if not e.is_finite]
     more = f" and in {len(names) - 1} more" if len(names) > 1 else ""
     return [("error", f"Quality or loss is not finite in {names[0]}{more}.")] if names else []
-
-
-def _is_finite(*values: float | None) -> bool:
-    return all(value is None or isfinite(value) for value in values)
 
 
 def _of_the_governor(run: RunState) -> list[tuple[str, str]]:
@@ -80,7 +74,7 @@ def _of_ppo(run: RunState) -> list[tuple[str, str]]:
         return []
     found = []
     losses = {"policy loss": u.policy_loss, "value loss": u.value_loss, "gradient": u.grad_norm}
-    if odd := [name for name, value in losses.items() if not _is_finite(value)]:
+    if odd := [name for name, value in losses.items() if value is not None and not isfinite(value)]:
         found.append(("error", f"PPO, round {u.round}: {' and '.join(odd)} not finite"))
     if u.skipped:
         found.append(("warning", f"PPO, round {u.round}: {u.skipped} minibatches skipped that were not finite"))
@@ -88,33 +82,22 @@ def _of_ppo(run: RunState) -> list[tuple[str, str]]:
         found.append(("warning", f"PPO, round {u.round}: KL {number_text(u.kl)} is above {KL_LIMIT}"))
     if u.clip_fraction is not None and u.clip_fraction > CLIP_LIMIT:
         found.append(("warning", f"PPO, round {u.round}: {u.clip_fraction:.0%} of ratios were clipped"))
-    collapsed = {
-        head: value
+    collapsed = [
+        f"{head} {value:.2f}"
         for head, value in u.entropy.items()
         if value is not None and value < ENTROPY_LIMIT and (u.learnable.get(head) or 0.0) > 0.0
-    }
+    ]
     if collapsed:
-        each = ", ".join(f"{head} {value:.2f}" for head, value in collapsed.items())
-        found.append(("warning", f"PPO, round {u.round}: entropy collapsed ({each})"))
+        found.append(("warning", f"PPO, round {u.round}: entropy collapsed ({', '.join(collapsed)})"))
     return found
 
 
 def health_text(health: Health) -> str:
     """Return the text of a `health` event. For the hub's last one, list the events that each sink missed."""
-    missed = missed_by_sinks(health.counters)
     emitted = health.counters.get("emitted")
-    if not missed or emitted is None:
-        return health.text
-    return f"of {emitted:,.0f} events " + "; ".join(f"sink {name} missed {n:,.0f}" for name, n in missed.items())
-
-
-def missed_by_sinks(counters: Mapping[str, Any]) -> dict[str, float]:
-    """Return sink → events it did not receive because it was retired. The journal still has them.
-
-    Events missing from the journal itself appear as gaps in its sequence numbers, or at its end.
-    """
-    return {
-        str(name).removesuffix(GIVEN_UP): float(count)
-        for name, count in counters.items()
-        if str(name).endswith(GIVEN_UP) and isinstance(count, int | float) and math.isfinite(count) and count > 0
-    }
+    missed = [
+        f"sink {name.removesuffix(GIVEN_UP)} missed {count:,.0f}"
+        for name, count in health.counters.items()
+        if name.endswith(GIVEN_UP) and isinstance(count, int | float) and isfinite(count) and count > 0
+    ]
+    return f"of {emitted:,.0f} events {'; '.join(missed)}" if missed and emitted is not None else health.text

@@ -18,20 +18,11 @@ from pathlib import Path
 from typing import Any
 
 from esper.karn.episode_state import MOST_PENDING, EpisodeState, Value, stage_of
-from esper.karn.lenient_manifest import Data, fact, manifest_of, slot_names
+from esper.karn.lenient_manifest import Data, fact, manifest_of
 from esper.karn.means import Means
 from esper.karn.series import Series
 from esper.leyline.actions import Head
-from esper.leyline.events import (
-    Decision,
-    Governor,
-    Health,
-    Lifecycle,
-    PhaseProfile,
-    RunFinished,
-    RunStarted,
-    Update,
-)
+from esper.leyline.events import Decision, Governor, Health, Lifecycle, PhaseProfile, RunFinished, RunStarted, Update
 from esper.leyline.stages import SeedStage
 from esper.leyline.text import printable
 from esper.nissa.journal_reader import Damage
@@ -71,7 +62,7 @@ class EnvState:
 class Phase:
     """Time spent in one phase, as totals over all ranks."""
 
-    name: str
+    phase: str
     wall_ms: float
     cpu_ms: float
     calls: int
@@ -129,7 +120,7 @@ class RunState:
         self.last_s = math.nan
         self.changed: Counter[str] = Counter()
         """Part of the run → position of the last event that changed it."""
-        self.order = slot_names(self.manifest)  # until the run_started event
+        self.order: tuple[str, ...] = fact(self.manifest, "slots") or ()  # until the run_started event
         self.is_in_rounds = (fact(self.manifest, "rounds") or 1) > 1
         """Whether the run trains for several rounds."""
         self._phases: dict[tuple[int, str], Phase] = {}
@@ -192,11 +183,10 @@ class RunState:
 
     def env(self, index: int) -> EnvState:
         """Return the environment of this index, created if needed."""
-        env = self.envs.get(index)
-        if env is None:
+        if index not in self.envs:
             names = self.started.env_names if self.started is not None else ()
-            env = self.envs[index] = EnvState(index, names[index] if index < len(names) else f"env {index}")
-        return env
+            self.envs[index] = EnvState(index, names[index] if index < len(names) else f"env {index}")
+        return self.envs[index]
 
     def _collect(self, d: Any) -> EpisodeState:
         """Add an event to its episode, which absorbs it when it is read, and mark its environment as changed."""
@@ -204,18 +194,14 @@ class RunState:
         env.changed = self.position
         episode = env.episode
         if episode is None or episode.number != d.episode:
-            episode = self._begin(env, d)
+            episode = env.episode = EpisodeState(env.index, d.episode, env.name, self.order, first_s=d.time_s)
+            env.episodes += 1
+            self.episodes += 1
         pending = episode.pending
         if len(pending) >= MOST_PENDING:
             episode.absorb()
             pending = episode.pending
         pending.append(d)
-        return episode
-
-    def _begin(self, env: EnvState, d: Any) -> EpisodeState:
-        episode = env.episode = EpisodeState(env.index, d.episode, env.name, self.order, first_s=d.time_s)
-        env.episodes += 1
-        self.episodes += 1
         return episode
 
     # -- one handler per kind
@@ -263,9 +249,7 @@ class RunState:
         self._list(d)
         self._collect(d)
         self.changed["decisions"] = self.position
-        count = self.blueprints.get(d.blueprint)
-        if count is None:
-            count = self.blueprints[d.blueprint] = BlueprintCount()
+        count = self.blueprints.setdefault(d.blueprint, BlueprintCount())
         now = stage_of(d.now)
         count.germinated += now == SeedStage.GERMINATED
         count.pruned += now == SeedStage.PRUNED
@@ -349,11 +333,11 @@ class RunState:
     def phases(self) -> list[Phase]:
         """Phases, largest wall time first, summed over ranks."""
         total: dict[str, Phase] = {}
-        for phase in self._phases.values():
-            sofar = total.setdefault(phase.name, Phase(phase.name, 0.0, 0.0, 0))
-            sofar.wall_ms += phase.wall_ms
-            sofar.cpu_ms += phase.cpu_ms
-            sofar.calls += phase.calls
+        for of_rank in self._phases.values():
+            sofar = total.setdefault(of_rank.phase, Phase(of_rank.phase, 0.0, 0.0, 0))
+            sofar.wall_ms += of_rank.wall_ms
+            sofar.cpu_ms += of_rank.cpu_ms
+            sofar.calls += of_rank.calls
         return sorted(total.values(), key=lambda p: -p.wall_ms)
 
     def about(self, name: str) -> Any:

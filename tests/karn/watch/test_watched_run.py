@@ -277,7 +277,7 @@ def test_run_that_replaced_another_is_read_after_a_restart(tmp_path):
 
 def test_long_names_are_cut_to_their_column(tmp_path):
     run = watched(tmp_path, started(slots=1, names=["structure " * 100]), step(stages=(0,)))
-    assert len(cells.ENV_COLUMNS[0].cell(run.state, run.state.latest[0])) == 18
+    assert len(cells.ENV_COLUMNS[0].cell(run.state, run.state.latest[0])) == 16
 
 
 def test_integer_beyond_floats_is_shown_as_infinite(tmp_path):

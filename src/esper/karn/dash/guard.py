@@ -9,15 +9,16 @@ from __future__ import annotations
 
 import hmac
 from collections.abc import Awaitable, Callable, MutableMapping
-from typing import Any, NamedTuple
+from typing import Any
 from urllib.parse import parse_qsl, quote, urlencode
+
+from starlette.responses import PlainTextResponse
 
 Scope = MutableMapping[str, Any]
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
 Application = Callable[[Scope, Receive, Send], Awaitable[None]]
-Headers = list[tuple[bytes, bytes]]
 
 MIN_TOKEN_LENGTH = 16
 MOST_TARGET_BYTES = 2048
@@ -35,14 +36,6 @@ SECURITY_HEADERS: dict[bytes, bytes] = {
 """Headers of every response. They replace headers of the same name from the application."""
 
 
-class Reply(NamedTuple):
-    """A response that the guard gives itself."""
-
-    status: int
-    text: str
-    headers: Headers
-
-
 class Guard:
     """Pass a request to `app` only if it comes from this server's own page and carries the token.
 
@@ -52,9 +45,7 @@ class Guard:
 
     def __init__(self, app: Application, token: str, port: int) -> None:
         if len(token) < MIN_TOKEN_LENGTH or not token.isascii():
-            raise ValueError(
-                f"token must have at least {MIN_TOKEN_LENGTH} ASCII characters. Use secrets.token_urlsafe()."
-            )
+            raise ValueError(f"token needs at least {MIN_TOKEN_LENGTH} ASCII characters. Use secrets.token_urlsafe().")
         self.cookie = f"esper_dash_{port}"
         self._app = app
         self._token = token.encode()
@@ -73,11 +64,12 @@ class Guard:
                 if reply is None:
                     await self._app(scope, receive, secured)
                 else:
-                    await _send_reply(reply, secured, with_body=scope["method"] != "HEAD")
+                    reply.body = b"" if scope["method"] == "HEAD" else reply.body
+                    await reply(scope, receive, secured)
             case other:
                 raise ValueError(f"the guard handles http, websocket and lifespan, not {other!r}")
 
-    def _reply(self, scope: Scope) -> Reply | None:
+    def _reply(self, scope: Scope) -> PlainTextResponse | None:
         """Return the guard's own reply to a request, or None if the application may answer it."""
         reply = _refusal_of_origin(scope, self._hosts)
         if reply is not None:
@@ -87,19 +79,19 @@ class Guard:
         if tokens:
             return self._exchange(scope, tokens, [pair for pair in query if pair[0] != "token"])
         if not self._has_cookie(scope):
-            return _refuse(403, "Open the URL that `esper dash` printed.")
+            return PlainTextResponse("Open the URL that `esper dash` printed.\n", 403)
         return None
 
-    def _exchange(self, scope: Scope, tokens: list[str], query: list[tuple[str, str]]) -> Reply:
+    def _exchange(self, scope: Scope, tokens: list[str], query: list[tuple[str, str]]) -> PlainTextResponse:
         """Reply to a URL with a token: set the cookie and redirect to the URL without the token."""
         if len(tokens) != 1 or not self._is_token(tokens[0].encode()):
-            return _refuse(403, "Open the URL that `esper dash` printed.")
+            return PlainTextResponse("Open the URL that `esper dash` printed.\n", 403)
         # An absolute URL: a path such as //example.org would otherwise name another host.
         location = f"http://{_values(scope, b'host')[0].decode()}{quote(scope['path'])}"
         if query:
             location += "?" + urlencode(query)
         cookie = f"{self.cookie}={self._token.decode()}; HttpOnly; SameSite=Strict; Path=/"
-        return Reply(303, "", [(b"location", location.encode()), (b"set-cookie", cookie.encode())])
+        return PlainTextResponse("", 303, {"location": location, "set-cookie": cookie})
 
     def _has_cookie(self, scope: Scope) -> bool:
         cookies = b";".join(_values(scope, b"cookie")).split(b";")
@@ -110,41 +102,26 @@ class Guard:
         return hmac.compare_digest(value, self._token)
 
 
-def _refusal_of_origin(scope: Scope, hosts: tuple[bytes, ...]) -> Reply | None:
+def _refusal_of_origin(scope: Scope, hosts: tuple[bytes, ...]) -> PlainTextResponse | None:
     """Return why a request is refused before its token is read, or None."""
     host = _values(scope, b"host")
     if len(host) != 1 or host[0] not in hosts:
-        return _refuse(403, "Wrong host.")
+        return PlainTextResponse("Wrong host.\n", 403)
     if any(origin != b"http://" + host[0] for origin in _values(scope, b"origin")):
-        return _refuse(403, "Wrong origin.")
+        return PlainTextResponse("Wrong origin.\n", 403)
     if any(site not in (b"same-origin", b"none") for site in _values(scope, b"sec-fetch-site")):
-        return _refuse(403, "Wrong origin.")
+        return PlainTextResponse("Wrong origin.\n", 403)
     if _values(scope, b"upgrade"):
-        return _refuse(403, "Upgrades are refused.")
+        return PlainTextResponse("Upgrades are refused.\n", 403)
     if len(scope["path"]) + len(scope["query_string"]) > MOST_TARGET_BYTES:
-        return _refuse(414, "The address is too long.")
+        return PlainTextResponse("The address is too long.\n", 414)
     if scope["method"] not in ("GET", "HEAD"):
-        return _refuse(405, "Only GET and HEAD are allowed.", [(b"allow", b"GET, HEAD")])
+        return PlainTextResponse("Only GET and HEAD are allowed.\n", 405, {"allow": "GET, HEAD"})
     return None
 
 
 def _values(scope: Scope, name: bytes) -> list[bytes]:
     return [value for key, value in scope["headers"] if key.lower() == name]
-
-
-def _refuse(status: int, reason: str, headers: Headers | None = None) -> Reply:
-    return Reply(status, reason + "\n", headers or [])
-
-
-async def _send_reply(reply: Reply, send: Send, *, with_body: bool) -> None:
-    body = reply.text.encode()
-    headers = [
-        *reply.headers,
-        (b"content-type", b"text/plain; charset=utf-8"),
-        (b"content-length", str(len(body)).encode()),
-    ]
-    await send({"type": "http.response.start", "status": reply.status, "headers": headers})
-    await send({"type": "http.response.body", "body": body if with_body else b""})
 
 
 def _with_security_headers(send: Send) -> Send:

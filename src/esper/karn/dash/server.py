@@ -12,7 +12,6 @@ import socket
 from collections.abc import AsyncIterator, Callable
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
 
 import msgspec
 import uvicorn
@@ -42,7 +41,6 @@ MOST_COMPARED = 16
 MOST_DIGITS = 18
 """Maximum number of digits of `Last-Event-ID`."""
 HOST = "127.0.0.1"
-Result = TypeVar("Result")
 
 
 def make_app(directory: Path, is_stopping: Callable[[], bool] = lambda: False) -> Starlette:
@@ -56,11 +54,8 @@ def make_app(directory: Path, is_stopping: Callable[[], bool] = lambda: False) -
     async def run_document(request: Request) -> Response:
         return await answer(lambda: runs.run(request.path_params["run"]).document())
 
-    async def environment(request: Request) -> Response:
-        return await answer(lambda: runs.run(request.path_params["run"]).detail(request.path_params["env"]))
-
-    async def best(request: Request) -> Response:
-        return await answer(lambda: runs.run(request.path_params["run"]).detail(None))
+    async def detail(request: Request) -> Response:
+        return await answer(lambda: runs.run(request.path_params["run"]).detail(request.path_params.get("env")))
 
     async def rows(request: Request) -> Response:
         query = request.query_params
@@ -91,8 +86,8 @@ def make_app(directory: Path, is_stopping: Callable[[], bool] = lambda: False) -
     routes += [
         Route("/api/runs", list_of_runs),
         Route("/api/runs/{run:int}", run_document),
-        Route("/api/runs/{run:int}/envs/{env:int}", environment),
-        Route("/api/runs/{run:int}/best", best),
+        Route("/api/runs/{run:int}/envs/{env:int}", detail),
+        Route("/api/runs/{run:int}/best", detail),
         Route("/api/runs/{run:int}/rows", rows),
         Route("/api/runs/{run:int}/live", live),
         Route("/api/compare", compare),
@@ -105,7 +100,7 @@ def static_file(name: str, media_type: str, _request: Request) -> Response:
     return Response(web_file(name), media_type=media_type)
 
 
-async def answer(read: Callable[[], Result]) -> Response:
+async def answer(read: Callable[[], object]) -> Response:
     """Return the result of `read` as JSON; 404 if it is None."""
     found = await run_in_threadpool(read)
     if found is None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import ClassVar
 
@@ -15,6 +15,7 @@ from textual.app import App, ComposeResult
 from textual.binding import Binding, BindingType
 from textual.containers import Horizontal, Vertical, VerticalScroll
 from textual.screen import Screen
+from textual.widget import Widget
 from textual.widgets import DataTable, Footer, Input, Markdown, RichLog, Sparkline, Static
 
 from esper.karn.document import Json, clean, mean_series, move
@@ -24,9 +25,9 @@ from esper.karn.watch.watched_run import WatchedRun
 
 POLL_S = 1.0
 """Seconds between two reads of the journal."""
-MOST_SHARE = 0.015
+MOST_SHARE = 0.012
 """Maximum share of a core that the view uses. It reads less often if a redraw costs more."""
-MOST_PAUSE_S = 5.0
+MOST_PAUSE_S = 7.0
 """Maximum seconds between two reads beyond POLL_S."""
 WIDE = 150
 """Minimum width at which events are shown beside the tables."""
@@ -65,15 +66,9 @@ def pause_s(cpu_s: float, waited_s: float) -> float:
 
 def movement(target: str) -> list[BindingType]:
     """Return the keys that move in a list or scroll it."""
-    pairs = {
-        "j,down": "down",
-        "k,up": "up",
-        "g,home": "top",
-        "G,end": "bottom",
-        "pagedown": "page_down",
-        "pageup": "page_up",
-    }
-    return [Binding(keys, f"{target}('{way}')", show=False) for keys, way in pairs.items()]
+    ways = {"j,down": "down", "k,up": "up", "g,home": "top", "G,end": "bottom"}
+    ways |= {"pagedown": "page_down", "pageup": "page_up"}
+    return [Binding(keys, f"{target}('{way}')", show=False) for keys, way in ways.items()]
 
 
 class EnvTable(DataTable[Text]):
@@ -82,43 +77,44 @@ class EnvTable(DataTable[Text]):
     BINDINGS: ClassVar[list[BindingType]] = [Binding("enter", "app.detail", "Detail"), *movement("app.move")]
 
 
+def scroll(widget: Widget, way: str) -> None:
+    """Scroll a widget, with a direction of `movement`."""
+    getattr(widget, {"top": "scroll_home", "bottom": "scroll_end"}.get(way, f"scroll_{way}"))(animate=False)
+
+
 class Page(Screen[None]):
-    """A full screen above the main one."""
+    """A full screen above the main one, with one widget that scrolls."""
 
     BINDINGS: ClassVar[list[BindingType]] = [Binding("escape,q", "app.pop_screen", "Back"), *movement("move")]
 
+    def __init__(self, content: Widget) -> None:
+        super().__init__()
+        self.content = content
+
+    def compose(self) -> ComposeResult:
+        """Yield the widgets."""
+        with VerticalScroll():
+            yield self.content
+        yield Footer()
+
     def action_move(self, way: str) -> None:
         """Scroll."""
-        box = self.query_one(VerticalScroll)
-        getattr(box, {"top": "scroll_home", "bottom": "scroll_end"}.get(way, f"scroll_{way}"))(animate=False)
+        scroll(self.query_one(VerticalScroll), way)
 
 
 class HelpPage(Page):
     """Keys and words."""
 
-    def compose(self) -> ComposeResult:
-        """Yield the widgets."""
-        with VerticalScroll():
-            yield Markdown(HELP)
-        yield Footer()
+    def __init__(self) -> None:
+        super().__init__(Markdown(HELP))
 
 
 class DetailPage(Page):
     """Everything about one environment: its slots, and the life of each seed with the reason of each move."""
 
     def __init__(self, watched: WatchedRun, env: int) -> None:
-        super().__init__()
         self.watched, self.env = watched, env
-
-    def compose(self) -> ComposeResult:
-        """Yield the widgets."""
-        with VerticalScroll():
-            yield Static(id="detail")
-        yield Footer()
-
-    def on_mount(self) -> None:
-        """Show the environment."""
-        self.draw()
+        super().__init__(Static(detail_text(watched, env), id="detail"))
 
     def draw(self) -> None:
         """Show the newest state."""
@@ -133,7 +129,7 @@ def detail_text(watched: WatchedRun, env: int) -> Group:
         return Group(Text("this environment has not begun", "dim"))
     return Group(
         cells.plain(f" {e.name}, episode {e.number}, step {e.length}", "bold"),
-        slot_table(watched, e),
+        cells.slot_table(run, e),
         "",
         seed_lives(watched, e),
         "",
@@ -165,12 +161,21 @@ def reason_text(move: Json) -> str:
     return f"{decision['op']} {decision['how']}".strip() + f"; also legal: {', '.join(others)}" * bool(others)
 
 
-def slot_table(watched: WatchedRun, e: EpisodeState) -> Table:
-    """Return the slots of an environment as a table."""
-    table = Table(*cells.SLOT_TITLES, box=None, pad_edge=False, header_style="dim")
-    for slot in e.slots.values():
-        table.add_row(*cells.slot_cells(watched.state, e, slot))
-    return table
+def fill(table: DataTable[Text], titles: Sequence[str], rows: Mapping[str, Sequence[Text]]) -> None:
+    """Show rows by their keys. If rows and columns are the same as before, update only the cells that changed."""
+    if [key.value for key in table.columns] != list(titles):
+        table.clear(columns=True)
+        for title in titles:
+            table.add_column(title, key=title)
+    if [key.value for key in table.rows] != list(rows):
+        table.clear()
+        for key, row in rows.items():
+            table.add_row(*row, key=key)
+        return
+    for key, row in rows.items():
+        for column, cell, shown in zip(table.columns.values(), row, table.get_row(key), strict=True):
+            if (cell, cell.style) != (shown, shown.style):
+                table.update_cell(key, column.key, cell, update_width=cell.cell_len > column.content_width)
 
 
 class WatchApp(App[None]):
@@ -195,7 +200,6 @@ class WatchApp(App[None]):
         self._reading = asyncio.Lock()
         self._lives: tuple[int, int, int] | None = None  # environment, episode and number of moves of the shown lives
         self._listed = 0  # position of the newest event in the list
-        self._shown: dict[tuple[int, str], Text] = {}  # cells of the table of environments
 
     def compose(self) -> ComposeResult:
         """Yield the widgets."""
@@ -220,9 +224,8 @@ class WatchApp(App[None]):
         """Start reading the run."""
         self.query_one("#trend").border_title = "mean quality"
         self.query_one("#filter").display = False
-        self.query_one("#filter").can_focus = False
-        self.query_one("#events").can_focus = False
-        self.query_one("#slots").can_focus = False
+        for widget in self.query("#filter, #events, #slots"):
+            widget.can_focus = False
         self.run_worker(self._follow(), exclusive=True)
 
     async def _follow(self) -> None:
@@ -243,8 +246,8 @@ class WatchApp(App[None]):
         if not is_new and self.watched.is_over():
             return
         main = self.screen_stack[0]
-        main.query_one("#header", Static).update(cells.header(self.watched, self.size.width))
-        main.query_one("#alarms", Static).update(cells.alarms(self.watched))
+        main.query_one("#header", Static).update(cells.header(self.watched, self.size.width), layout=False)
+        main.query_one("#alarms", Static).update(cells.alarms(self.watched), layout=False)
         if is_new:
             self._draw_envs()
             self._draw_rest()
@@ -259,7 +262,6 @@ class WatchApp(App[None]):
         """Choose the layout and the columns that fit."""
         self.screen_stack[0].set_class(self.size.width >= WIDE, "wide")
         self.screen_stack[0].set_class(self.size.height >= 34, "tall")
-        self.screen_stack[0].query_one("#envs", DataTable).clear(columns=True)
         self._draw_envs()
         self._draw_trend()
 
@@ -271,35 +273,17 @@ class WatchApp(App[None]):
         run, table = self.watched.state, self.screen_stack[0].query_one("#envs", DataTable)
         width = self.size.width * 3 // 5 if self.size.width >= WIDE else self.size.width
         columns = [column for column in cells.ENV_COLUMNS if width >= column.least]
-        envs = self.matching()
-        keys = [str(e.env) for e in envs]
-        if not table.columns:
-            for column in columns:
-                table.add_column(column.title, key=column.title)
-        if [row.value for row in table.rows] != keys:
-            chosen = self.selected
-            table.clear()
-            self._shown.clear()
-            for e in envs:
-                table.add_row(*(column.cell(run, e) for column in columns), key=str(e.env))
-            if chosen is not None and str(chosen) in keys:
-                table.move_cursor(row=keys.index(str(chosen)))
-        else:
-            for e in envs:
-                for column in columns:
-                    cell = column.cell(run, e)
-                    if self._shown.get((e.env, column.title)) != cell:
-                        self._shown[e.env, column.title] = cell
-                        table.update_cell(str(e.env), column.title, cell)
-        table.display = bool(envs)
-        reason = (
-            f"no environment matches “{self.query_text}”: Esc clears the filter"
-            if self.query_text
-            else self.watched.nothing()
-        )
+        chosen = self.selected
+        rows = {str(e.env): [column.cell(run, e) for column in columns] for e in self.matching()}
+        fill(table, [column.title for column in columns], rows)
+        if self.selected != chosen and str(chosen) in rows:
+            table.move_cursor(row=list(rows).index(str(chosen)))
         nothing = self.screen_stack[0].query_one("#nothing", Static)
-        nothing.display = not envs
-        nothing.update(cells.plain(reason, "dim", 300))
+        table.display = bool(rows)
+        nothing.display = not rows
+        if not rows:
+            filtered = f"no environment matches “{self.query_text}”: Esc clears the filter"
+            nothing.update(cells.plain(filtered if self.query_text else self.watched.nothing(), "dim", 300))
         self._draw_slots()
 
     @property
@@ -313,15 +297,11 @@ class WatchApp(App[None]):
         run, table = self.watched.state, self.screen_stack[0].query_one("#slots", DataTable)
         e = run.envs[self.selected].latest if self.selected in run.envs else None
         most = len(cells.SLOT_TITLES) if self.size.width >= 100 else 6
-        table.clear(columns=len(table.columns) != most)
         table.display = e is not None and bool(e.slots)
         if e is None:
             return
-        if not table.columns:
-            table.add_columns(*cells.SLOT_TITLES[:most])
-        used = sorted(e.slots.values(), key=lambda slot: not slot.was_used())
-        for slot in used[: max(3, self.size.height // 4)]:
-            table.add_row(*cells.slot_cells(run, e, slot)[:most])
+        used = sorted(e.slots.values(), key=lambda slot: not slot.was_used())[: max(3, self.size.height // 4)]
+        fill(table, cells.SLOT_TITLES[:most], {slot.name: cells.slot_cells(run, e, slot)[:most] for slot in used})
         if self.screen_stack[0].has_class("wide"):
             version = e.env, e.number, sum(len(life.moves) for life in e.seeds.values())
             if version != self._lives:
@@ -338,12 +318,13 @@ class WatchApp(App[None]):
             if position > self._listed:
                 log.write(cells.event_line(run, row), shrink=False)
         self._listed = run.position
-        main.query_one("#ppo", Static).update(cells.ppo_line(run))
+        main.query_one("#ppo", Static).update(cells.ppo_line(run), layout=False)
         main.query_one("#ppo").display = run.newest_update is not None
-        main.query_one("#ops", Static).update(cells.ops_line(run))
+        main.query_one("#ops", Static).update(cells.ops_line(run), layout=False)
         self._draw_trend()
-        if log.auto_scroll:  # the log may have become shorter by a line that appeared
-            self.call_after_refresh(log.scroll_end, animate=False)
+        if log.auto_scroll:
+            log.scroll_end(animate=False, immediate=True)  # before it is painted, so that it is painted once
+            self.call_after_refresh(log.scroll_end, animate=False)  # it may be shorter by a line that appeared
 
     def _draw_trend(self) -> None:
         """Show the mean quality over environments, if there is room for it."""
@@ -355,11 +336,11 @@ class WatchApp(App[None]):
 
     # -- keys
 
-    def on_data_table_row_highlighted(self, _event: DataTable.RowHighlighted) -> None:
+    def on_data_table_row_highlighted(self) -> None:
         """Show the slots of the selected environment."""
         self._draw_slots()
 
-    def on_data_table_row_selected(self, _event: DataTable.RowSelected) -> None:
+    def on_data_table_row_selected(self) -> None:
         """Open the selected environment."""
         self.action_detail()
 
@@ -368,19 +349,13 @@ class WatchApp(App[None]):
         main = self.screen_stack[0]
         if main.has_class("events-only"):
             log = main.query_one("#events", RichLog)
-            getattr(log, {"top": "scroll_home", "bottom": "scroll_end"}.get(way, f"scroll_{way}"))(animate=False)
+            scroll(log, way)
             log.auto_scroll = log.scroll_offset.y >= log.max_scroll_y
             return
         table = main.query_one("#envs", DataTable)
-        moves = {
-            "down": 1,
-            "up": -1,
-            "page_down": 10,
-            "page_up": -10,
-            "top": -table.row_count,
-            "bottom": table.row_count,
-        }
-        table.move_cursor(row=max(0, min(table.row_count - 1, table.cursor_row + moves[way])))
+        last = table.row_count - 1
+        moves = {"down": 1, "up": -1, "page_down": 10, "page_up": -10, "top": -last, "bottom": last}
+        table.move_cursor(row=max(0, min(last, table.cursor_row + moves[way])))
 
     def action_detail(self) -> None:
         """Open the page of the selected environment."""
@@ -402,11 +377,8 @@ class WatchApp(App[None]):
         self.query_text = event.value
         self._draw_envs()
 
-    def on_input_submitted(self, _event: Input.Submitted) -> None:
+    def on_input_submitted(self) -> None:
         """Keep the filter and return to the environments."""
-        self._leave_filter()
-
-    def _leave_filter(self) -> None:
         field = self.query_one("#filter", Input)
         field.display = field.can_focus = False
         self.query_one("#envs").focus()
@@ -415,7 +387,7 @@ class WatchApp(App[None]):
         """Clear the filter."""
         field = self.query_one("#filter", Input)
         field.value = self.query_text = ""
-        self._leave_filter()
+        self.on_input_submitted()
         self._draw_envs()
 
     def action_help(self) -> None:

@@ -5,10 +5,10 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
+from rich.table import Table
 from rich.text import Text
 
 from esper.karn.episode_state import EpisodeState, SlotHistory
@@ -81,8 +81,7 @@ def sparkline(values: Sequence[float | None], width: int) -> str:
 
 def env_state(e: EpisodeState) -> tuple[str, str]:
     """Return the state of an environment in one word, as the filter uses it, and its tone."""
-    newest = e.newest
-    if newest is not None and any(v is not None and not math.isfinite(v) for v in (newest.quality, newest.val_loss)):
+    if not e.is_finite:
         return "broken", "bad"
     if e.result is not None:
         return "ended", "dim"
@@ -105,17 +104,11 @@ def last_op(e: EpisodeState) -> Text:
 
 def letters(e: EpisodeState) -> Text:
     """Return one letter per slot, or counts if there are many."""
-    stages = [int(slot_stage(e, slot)) for slot in e.slots.values()]
+    stages = [held.stage if (held := e.current(slot)) else SeedStage.DORMANT for slot in e.slots.values()]
     if len(stages) > 12:
         counts = {letter: sum(LETTERS[s] == letter for s in stages) for letter in "GTBHFx"}
         return plain(" ".join(f"{n}{letter}" for letter, n in counts.items() if n) or "empty")
     return Text.assemble(*((LETTERS[s], STAGE_STYLES[s]) for s in stages))
-
-
-def slot_stage(e: EpisodeState, slot: SlotHistory) -> SeedStage:
-    """Return what the slot holds now."""
-    last = slot.intervals[-1] if slot.intervals else None
-    return last.stage if last is not None and last.end >= e.last_step else SeedStage.DORMANT
 
 
 def _unit(run: RunState) -> str:
@@ -157,22 +150,30 @@ SLOT_TITLES = ("SLOT", "STAGE", "BLUEPRINT", "ALPHA", "CONTRIB ± SE", "PROSPECT
 
 def slot_cells(run: RunState, e: EpisodeState, slot: SlotHistory) -> list[Text]:
     """Return the row of a slot, in the order of SLOT_TITLES."""
-    stage, pc = slot_stage(e, slot), run.is_percent
+    held, pc = e.current(slot), run.is_percent
+    stage = held.stage if held else SeedStage.DORMANT
     is_live = stage not in COOLING and stage != SeedStage.DORMANT
-    last = slot.intervals[-1] if slot.intervals else None
     w = slot.newest_worth if is_live else None
     alpha = slot.alpha[-1][1] if is_live and slot.alpha else None
     bar = Text(NONE, "dim") if alpha is None else Text(f"{'━' * round(8 * min(1, max(0, alpha))):<8} {alpha:4.2f}")
     word = "cooling" if stage in COOLING else "empty" if stage == SeedStage.DORMANT else stage.name.lower()
     return [
         plain(short(slot.name, 24), "bold"), Text(word, STAGE_STYLES[stage]),
-        plain(last.blueprint if last and is_live else NONE), bar,
+        plain(held.blueprint if held and is_live else NONE), bar,
         worth(w.contribution if w else None, w.contribution_se if w else None, pc),
         worth(w.prospect if w else None, w.prospect_se if w else None, pc),
         worth(w.shapley if w else None, w.shapley_se if w else None, pc),
         number(slot.gradient[1] if is_live else None),
-        Text(str(e.last_step - last.start + 1) if last and stage != SeedStage.DORMANT else NONE, justify="right"),
+        Text(str(e.last_step - held.start + 1) if held else NONE, justify="right"),
     ]  # fmt: skip
+
+
+def slot_table(run: RunState, e: EpisodeState) -> Table:
+    """Return the slots of an environment as a table."""
+    table = Table(*SLOT_TITLES, box=None, pad_edge=False, header_style="dim")
+    for slot in e.slots.values():
+        table.add_row(*slot_cells(run, e, slot))
+    return table
 
 
 # -- lines above and below the tables
@@ -206,9 +207,8 @@ def header(watched: WatchedRun, width: int) -> Text:
 def alarms(watched: WatchedRun) -> Text:
     """Return the problems of the run, worst first; or ALL CLEAR."""
     found = [*([("error", watched.trouble)] if watched.trouble else []), *problems(watched.state)]
-    silence = watched.silence_s()
     if watched.word() in ("SLOW", "STALE"):
-        found.insert(0, ("warning", f"silent for {duration(silence)}"))
+        found.insert(0, ("warning", f"silent for {duration(watched.silence_s())}"))
     if watched.state.position == 0 and not found:
         return Text("no events yet", "dim")
     if not found:
@@ -248,9 +248,8 @@ def event_line(run: RunState, row: object) -> Text:
     """Return the line of an event: time, environment, step, text."""
     text, tone = event_text(row, run.is_percent)  # type: ignore[arg-type]
     env, step = run.envs.get(getattr(row, "env", -1)), getattr(row, "step", "")
-    time_s = getattr(row, "time_s", run.first_s) - run.first_s
-    place = f"{duration(max(0.0, time_s)):>11} "
+    time_s = max(0.0, getattr(row, "time_s", run.first_s) - run.first_s)
     width = max(3, min(14, max((len(each.name) for each in run.envs.values()), default=3)))
     name = short(env.name if env is not None else "run", width)
-    return Text.assemble((place, "dim"), (f"{name:<{width}} ", "bold"), (f"{step!s:>4}  ", "dim"),
+    return Text.assemble((f"{duration(time_s):>11} ", "dim"), (f"{name:<{width}} ", "bold"), (f"{step!s:>4}  ", "dim"),
                          plain(text, tone, 500))  # fmt: skip

@@ -28,11 +28,8 @@ def frame(watched: WatchedRun, width: int) -> str:
         if len(latest) > MOST_ENVS:
             parts.append(f"… and {len(latest) - MOST_ENVS} more environments")
         most = max(latest, key=lambda e: sum(slot.was_used() for slot in e.slots.values()))
-        slots = Table(*cells.SLOT_TITLES, box=None, pad_edge=False)
-        for slot in most.slots.values():
-            slots.add_row(*cells.slot_cells(run, most, slot))
         if most.slots:
-            parts += ["", cells.plain(f"slots of {most.name}"), slots]
+            parts += ["", cells.plain(f"slots of {most.name}"), cells.slot_table(run, most)]
         parts += ["", cells.ppo_line(run), cells.ops_line(run)]
     if run.events:
         parts += ["", "events, newest last"]

@@ -35,7 +35,6 @@ class WatchedRun:
 
     def __init__(self, location: Path, clock: Callable[[], float]) -> None:
         self._location, self._clock = location, clock
-        self._run: LiveRun | None = None
         self._marks: deque[tuple[float, int]] = deque(maxlen=600)  # (reader's clock, env-steps) at every arrival
         self._gaps: deque[float] = deque(maxlen=32)  # seconds between arrivals
         self._has_read = False
@@ -45,8 +44,7 @@ class WatchedRun:
 
     def _find(self) -> None:
         path = find_run(self._location)
-        if path is not None:
-            self._run = LiveRun(path)
+        self._run = None if path is None else LiveRun(path)
 
     @property
     def state(self) -> RunState:
@@ -85,10 +83,10 @@ class WatchedRun:
         If there is no run any more, the last state stays.
         """
         try:
-            path = find_run(self._location)
+            self._find()
         except EsperError:
             return
-        self._run, self._has_read = None if path is None else LiveRun(path), False
+        self._has_read = False
         self._marks.clear()
         self._gaps.clear()
 
