@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from operator import attrgetter
 from typing import Any
 
 from esper.karn.series import Series
@@ -26,8 +25,6 @@ MOST_INTERVALS = 512
 MOST_PENDING = 512
 """Maximum number of events that an episode collects before it absorbs them."""
 Value = float | None
-_step_values = attrgetter(*STEP_COLUMNS[:-1])
-_worth_values = attrgetter(*WORTH_COLUMNS)
 
 
 @dataclass(slots=True)
@@ -178,7 +175,8 @@ class EpisodeState:
             before = None
             self._jump(step)
         quality = d.quality
-        self.steps.add((*_step_values(d), position))
+        self.steps.add((step, d.train_macs, quality, d.committed_quality, d.val_loss, d.train_loss, d.utility,
+                        d.reward, d.params, position))  # fmt: skip
         if quality is not None and (self.quality_best is None or quality > self.quality_best) and quality < math.inf:
             self.quality_best = quality
         if not self.has_own_names:
@@ -220,7 +218,8 @@ class EpisodeState:
 
     def _add_worth(self, d: Worth) -> None:
         slot = self.named_slot(d.slot)
-        slot.worth.add(_worth_values(d))
+        slot.worth.add((d.step, d.seed, d.committed, d.contribution, d.contribution_se, d.shapley, d.shapley_se,
+                        d.prospect, d.prospect_se, d.interaction))  # fmt: skip
         slot.newest_worth = d
 
     def _add_move(self, d: Lifecycle) -> None:
