@@ -370,7 +370,7 @@ class WatchApp(App[None]):
         """Ask for a filter."""
         field = self.query_one("#filter", Input)
         field.display = field.can_focus = True
-        field.focus()
+        self.screen.set_focus(field)  # at once: `focus` waits until other messages, such as the next key, are handled
 
     def on_input_changed(self, event: Input.Changed) -> None:
         """Filter the environments while the filter is being typed."""
