@@ -241,7 +241,7 @@ def test_every_column_stays_in_its_range(lives):
 
 
 def test_features_command_prints_every_name(capsys):
-    run_features()
+    run_features(None, as_json=False)
     printed = capsys.readouterr().out
     for feature in FEATURES:
         assert feature.name in printed

@@ -193,18 +193,18 @@ def test_text_is_encoded_as_character_indices(tmp_path):
 def write_speeches(root: Path, count: int = NUM_SPEECHES) -> None:
     root.mkdir(parents=True)
     for year in range(1790, 1790 + count):
-        (root / f"{year}_a_president_n.txt").write_text(f" In {year} we message “peace”.\n", encoding="utf-8")
+        (root / f"{year}_a_president_n.txt").write_text(f" In {year} we send “peace”.\n", encoding="utf-8")
         (root / f"{year}_a_president_n.json").write_text("{}")
-    (root / "1790_a_president_n.txt").write_text("In 1790 we message “péace”.", encoding="utf-8")
+    (root / "1790_a_president_n.txt").write_text("In 1790 we send “péace”.", encoding="utf-8")
 
 
 @pytest.mark.parametrize("folder", ["", "sotu", "data", "package/data"])
 def test_speeches_are_one_text_with_all_periods_in_every_split(folder, tmp_path):
     write_speeches(tmp_path / "user" / folder)
     data = load_data("sotu", tmp_path / "user")
-    assert data.vocabulary == '\n ".0123456789Iacdeinpsw'  # plain quotation marks; no é, which occurs once
+    assert data.vocabulary == '\n ".0123456789Iacdenpsw'  # plain quotation marks; no é, which occurs once
     texts = ["".join(data.vocabulary[i] for i in split.x) for split in data.splits.values()]
-    assert 'we message "peace".\n\nIn ' in texts[0]
+    assert 'we send "peace".\n\nIn ' in texts[0]
     for text in texts:
         years = [int(year) for year in re.findall(r"\d{4}", text)]
         assert min(years) < 1850 < 1950 < max(years)
