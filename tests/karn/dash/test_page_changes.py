@@ -112,6 +112,14 @@ def test_several_runs_in_one_report_are_paired(visits, tmp_path):
     assert "no world in common" in paired.inner_text()
 
 
+def test_means_of_compared_runs_include_environments_that_did_not_grow(visits, tmp_path):
+    outcomes = [{"quality": 0.8, "germinated": 1}, {"quality": 0.6}]
+    paths = [write_run(tmp_path / name, outcomes) for name in ("a", "b")]
+    page = visits.open(report.write([RunState.of(path) for path in paths], tmp_path / "r.html").as_uri())
+    cells = page.locator(".many-columns tbody tr").first.locator("td, th").all_inner_texts()
+    assert cells[5] == "2"
+
+
 @pytest.mark.parametrize("make", [grow_run, train_run])
 def test_printed_page_is_light_and_fits_the_paper(visits, tmp_path, make):
     place = report.write([RunState.of(make(tmp_path / "run"))], tmp_path / "r.html")

@@ -899,7 +899,7 @@
   function comparison(runs) {
     const isPercent = runs.every(run => run.run.is_percent), unit = isPercent ? "percent" : "number", points = isPercent ? "points" : "number";
     const kinds = [["quality", "Quality after each epoch", unit, 320], ["val_loss", "Validation loss", "number", 220], ["params", "Parameters of the network", "count", 220]];
-    const list = kinds.map(([name, title, of, height]) => { const chart = new Chart({ title, unit: of, height, sync: "compare", says: name === "quality" ? "Mean over a run's grown environments, newest episodes; the band spans the worst and the best." : "" }); chart.name = name; return chart; });
+    const list = kinds.map(([name, title, of, height]) => { const chart = new Chart({ title, unit: of, height, sync: "compare", says: name === "quality" ? "Mean over a run's environments without its baselines, newest episodes; the band spans the worst and the best." : "" }); chart.name = name; return chart; });
     const holder = el("div", { class: "many-columns" }), paired = el("div", { class: "paired" });
     let by = "step";
     const button = (value, name) => el("button", { type: "button", "aria-pressed": String(by === value), on: { click: event => { by = value; for (const other of event.target.parentNode.children) other.setAttribute("aria-pressed", String(other === event.target)); update(); } } }, name);
@@ -907,7 +907,7 @@
       el("div", { class: "bar-row" }, el("div", { class: "toggle", role: "group", "aria-label": "Horizontal axis" }, button("step", "by epoch"), button("train_macs", "by training multiply-adds"))),
       legend(runs.map((run, i) => ({ key: "r" + i, name: run.name, colour: i })), list), el("div", { class: "grid2" }, el("div", { class: "wide" }, list[0].node), list[1].node, list[2].node));
     function update() {
-      const own = run => { const grown = run.doc.envs.filter(env => env.germinated); return grown.length ? grown : run.doc.envs.filter(env => !env.is_no_growth); };
+      const own = run => run.doc.envs.some(env => env.is_no_growth) ? run.doc.envs.filter(env => env.germinated) : run.doc.envs;
       const mean = (run, pick) => { const values = own(run).map(pick).filter(isNumber); return values.length ? values.reduce((a, b) => a + b, 0) / values.length : null; };
       const first = mean(runs[0], env => env.quality);
       holder.replaceChildren(table(["run", "task", "controller", "seed", "status", "envs", "quality", "vs first", "best", "test", "over no growth", "params", "multiply-adds", "time"], runs.map((run, i) => {
