@@ -21,6 +21,7 @@ import torch
 
 from esper.grower import Grower, StepReport
 from esper.grower.explanations import growth_figures
+from esper.grower.rank_state import gathered_generators, load_own_generators
 from esper.installation import require_own_package
 from esper.kasmina.body import Body
 from esper.kasmina.optimizer_sync import unwrapped
@@ -83,6 +84,7 @@ class GrowthCallback(Callback):  # type: ignore[misc]
             trainer.gradient_clip_val = None
         if self._loaded is not None:
             grower.load_state_dict(self._loaded)  # Lightning loads the optimiser again, by position
+            load_own_generators(grower, self._loaded["generators"])
             self._loaded = None
 
     def teardown(self, trainer: Trainer, _pl_module: LightningModule, stage: str) -> None:  # noqa: ARG002
@@ -92,8 +94,13 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         self._train_batch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the grower for a checkpoint: strings and tensors, which need no pickle."""
-        return {} if self._grower is None else self._grower.state_dict()
+        """Return the state of the grower and the generators of all ranks: strings and tensors, which need no pickle.
+
+        Lightning calls it on all ranks and writes the result of rank 0.
+        """
+        if self._grower is None:
+            return {}
+        return {**self._grower.state_dict(), "generators": gathered_generators(self._grower)}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Keep a state until the optimiser exists."""

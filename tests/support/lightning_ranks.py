@@ -1,6 +1,7 @@
 """Train with Lightning's DDP and growth in two processes: -m tests.support.lightning_ranks DIRECTORY [CHECKPOINT]
 
-Each rank writes the module's weights to DIRECTORY.
+Each rank writes the module's weights to DIRECTORY. The ranks draw different dropout masks, so a resumed run is equal
+only if each rank gets back its own random generators.
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ def main() -> None:
         enable_model_summary=False, default_root_dir=directory, gradient_clip_val=0.5,
         callbacks=[GrowthCallback(), SeedsOutsideDDP(), ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)],
     )  # fmt: skip
-    train = DataLoader(TensorDataset(*batch(1, 64)), 8)
+    train = DataLoader(TensorDataset(*batch(1, 64)), 8, shuffle=True)
+    torch.manual_seed(trainer.global_rank + (100 if checkpoint else 0))
     trainer.fit(module, train, DataLoader(TensorDataset(*batch(2, 32)), 8), ckpt_path=checkpoint)
     name = f"{'resumed' if checkpoint else 'whole'}-{trainer.global_rank}.pt"
     torch.save(module.state_dict(), directory / name)

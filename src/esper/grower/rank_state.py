@@ -2,14 +2,16 @@
 
 Weights, seeds, optimiser and table are the same on all ranks: rank 0 writes them. Each other rank writes its own state
 beside them, in `<directory>-rank<number>`. Without it, as after a change of the number of ranks, the rank continues
-with its present generators.
+with its present generators. A checkpoint that rank 0 alone writes, as Lightning's, holds the generators of all ranks.
 """
 
 from __future__ import annotations
 
+import json
 import warnings
+from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,3 +63,19 @@ def load_rank(grower: Grower, directory: Path, name: str) -> None:
         if not is_sharded(p):
             p.grad = torch.empty_like(p).copy_(own[key]) if key in own and own[key].shape == p.shape else None
     load_rng_states(states)
+
+
+def gathered_generators(grower: Grower) -> dict[str, Any]:
+    """Return the states of the random generators of all ranks, as a JSON text and tensors. All ranks must call it."""
+    with grower.ranks.together("the saving of random generators"):
+        document, tensors = packed(grower.ranks.gather([rng_states()]))
+    return {"document": json.dumps(document), "tensors": tensors}
+
+
+def load_own_generators(grower: Grower, saved: Mapping[str, Any]) -> None:
+    """Set the random generators of this rank from the result of `gathered_generators`, if it has a state for it."""
+    states = unpacked(json.loads(saved["document"]), saved["tensors"])
+    rank = grower.ranks.group.rank
+    if rank < len(states):
+        check_rng_states(states[rank])
+        load_rng_states(states[rank])
