@@ -97,10 +97,10 @@ def grow(
         settings = ("task", "controller", "epochs", "seed", "out", "compare", "incubation", "birth", "lr_schedule",
                     "threads", "telemetry")  # fmt: skip
         sources = {name: context.get_parameter_source(name) for name in settings}
-        given = [
+        overrides = [
             f"--{name.replace('_', '-')}" for name, source in sources.items() if source and source.name == "COMMANDLINE"
         ]
-        resume_grow(resume, given, options)
+        resume_grow(resume, overrides, options)
         return
     new = Settings(
         task=task, controller=controller, epochs=epochs, seed=seed, compare=compare, incubation=incubation,

@@ -148,8 +148,8 @@ class GrowthTrainerMixin(Trainer):  # type: ignore[misc]
         for inputs in islice(self.get_eval_dataloader(name), self.grow_batches):
             batch = self._prepare_inputs(inputs)
             if is_encoder_decoder and "decoder_input_ids" not in batch:  # made from labels, which `step` takes away
-                made = self.body.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
-                batch = {**batch, "decoder_input_ids": made}
+                decoder_inputs = self.body.prepare_decoder_input_ids_from_labels(labels=batch["labels"])
+                batch = {**batch, "decoder_input_ids": decoder_inputs}
             yield batch
 
     def grow(self) -> StepReport:

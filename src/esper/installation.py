@@ -19,8 +19,8 @@ REMEDY = (
 
 def other_distribution(site: Path) -> str | None:
     """Return name and version of the other distribution if its metadata lies in this directory."""
-    found = [path.stem for suffix in ("dist-info", "egg-info") for path in site.glob(f"esper-*.{suffix}")]
-    return found[0] if found else None
+    distributions = [path.stem for suffix in ("dist-info", "egg-info") for path in site.glob(f"esper-*.{suffix}")]
+    return distributions[0] if distributions else None
 
 
 def warn_if_mixed() -> None:

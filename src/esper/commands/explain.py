@@ -75,23 +75,23 @@ def operations_line(record: DecisionRecord, env: int) -> str:
     return "steps with an operation: " + ", ".join(f"{step} {op}" for step, op in steps.items()) + "  (--step N)"
 
 
-def show(console: Console, found: Explanation, episode: int) -> None:
+def show(console: Console, explanation: Explanation, episode: int) -> None:
     """Print an explanation as tables."""
-    what = " ".join([found.op, found.slot, *(v for v in found.heads.values())])
+    what = " ".join([explanation.op, explanation.slot, *(v for v in explanation.heads.values())])
     console.print()
     plainly(
         console,
-        f"environment {found.env}, episode {episode}, world {found.world}, step {found.step}: {what}  "
-        f"(probability {found.probability:.3f}, expected return {found.value:+.4f})",
+        f"environment {explanation.env}, episode {episode}, world {explanation.world}, step {explanation.step}: "
+        f"{what}  (probability {explanation.probability:.3f}, expected return {explanation.value:+.4f})",
     )
     alternatives = Table("head", "probabilities of the alternatives", box=None, pad_edge=False)
-    for head, chances in (("op", found.ops), ("slot", found.slots), *found.options.items()):
+    for head, chances in (("op", explanation.ops), ("slot", explanation.slots), *explanation.options.items()):
         if len(chances) > 1:
             alternatives.add_row(head, "  ".join(f"{escape(name)} {p:.3f}" for name, p in chances.items()))
     console.print(alternatives)
     console.print()
     table = Table("feature", "slot", "value", "neutral", "effect", box=None, pad_edge=False)
-    for each in found.influences[:SHOWN]:
+    for each in explanation.influences[:SHOWN]:
         value = "kept" if each.name == MEMORY else f"{each.value:.3f}"
         neutral = "empty" if each.name == MEMORY else f"{each.neutral:.3f}"
         table.add_row(each.name, escape(each.slot), value, neutral, f"{each.effect:+.3f}")
@@ -102,20 +102,24 @@ def show(console: Console, found: Explanation, episode: int) -> None:
     console.print()
 
 
-def seed_life(path: Path, record: DecisionRecord, found: Explanation) -> list[dict[str, Any]]:
+def seed_life(path: Path, record: DecisionRecord, explanation: Explanation) -> list[dict[str, Any]]:
     """Return what the journal says of the seed in the chosen slot, from this step on, and the end of the episode.
 
     Empty if the operation has no slot.
     """
-    if not found.slot:
+    if not explanation.slot:
         return []
     life: list[dict[str, Any]] = []
     seed: int | None = None
     for entry in read(path):
         data = entry.data
-        if (data.get("env"), data.get("episode")) != (found.env, record.facts.episode):
+        if (data.get("env"), data.get("episode")) != (explanation.env, record.facts.episode):
             continue
-        if entry.kind == "lifecycle" and data.get("slot") == found.slot and data.get("step", 0) >= found.step:
+        if (
+            entry.kind == "lifecycle"
+            and data.get("slot") == explanation.slot
+            and data.get("step", 0) >= explanation.step
+        ):
             seed = data.get("seed") if seed is None else seed
             if data.get("seed") == seed:
                 life.append({name: data.get(name) for name in MOVE})
@@ -148,8 +152,8 @@ def end_text(row: Mapping[str, Any]) -> str:
     return ", ".join(parts)
 
 
-def no_seed(found: Explanation) -> str:
+def no_seed(explanation: Explanation) -> str:
     """Return why there is no seed to follow."""
-    if not found.slot:
-        return f"{found.op} acts on no seed"
-    return f"the journal has no move of a seed in {found.slot} from step {found.step} on"
+    if not explanation.slot:
+        return f"{explanation.op} acts on no seed"
+    return f"the journal has no move of a seed in {explanation.slot} from step {explanation.step} on"

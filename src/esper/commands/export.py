@@ -327,7 +327,7 @@ def quiet() -> Iterator[None]:
 def write_all(files: dict[Path, bytes]) -> None:
     """Write all files or none. Existing files are replaced at the end."""
     folder = next(iter(files)).parent
-    made = [p for p in (folder, *folder.parents) if not p.exists()]
+    new_folders = [p for p in (folder, *folder.parents) if not p.exists()]
     drafts: list[Draft] = []
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -337,7 +337,7 @@ def write_all(files: dict[Path, bytes]) -> None:
             draft.replace()
         sync_directory(folder)
     except BaseException as error:
-        for undo in (*(draft.discard for draft in drafts), *(directory.rmdir for directory in made)):
+        for undo in (*(draft.discard for draft in drafts), *(directory.rmdir for directory in new_folders)):
             with suppress(OSError):
                 undo()
         if not isinstance(error, OSError):

@@ -32,11 +32,11 @@ def run_features(run: Path | None, as_json: bool) -> None:
     if path is None:
         raise DataError(f"there is no run in {run}")
     record = DecisionRecord.load(path)
-    found = importances(record)
+    ranking = importances(record)
     if as_json:
         rows = [
             {"name": i.feature.name, "scope": i.feature.scope, "low": i.low, "high": i.high, "sd": i.sd, "nats": i.nats}
-            for i in found
+            for i in ranking
         ]
         print(json.dumps(rows, indent=1))
         return
@@ -47,14 +47,14 @@ def run_features(run: Path | None, as_json: bool) -> None:
         f"{int(record.lengths.sum())} decisions in {len(facts.worlds)} environments, episode {facts.episode} of {path}",
     )
     table = Table("feature", "scope", "range", "sd", "importance", box=None, pad_edge=False)
-    for each in found:
+    for each in ranking:
         if each.sd > 0:
             spread = f"{each.low:.3f} … {each.high:.3f}"
             table.add_row(each.feature.name, each.feature.scope, spread, f"{each.sd:.3f}", f"{each.nats:.2g}")
     for column in (2, 3, 4):
         table.columns[column].justify = "right"
     console.print(table)
-    constant = [each.feature.name for each in found if each.sd == 0]
+    constant = [each.feature.name for each in ranking if each.sd == 0]
     if constant:
         console.print(Text(f"constant in these decisions: {', '.join(constant)}", "dim"))
     console.print(Text(NOTES, "dim"))

@@ -100,9 +100,9 @@ def run_grow(settings: Settings, options: GrowOptions) -> None:
     _grow(settings, options, None, None)
 
 
-def resume_grow(path: Path, given: list[str], options: GrowOptions) -> None:
+def resume_grow(path: Path, overrides: list[str], options: GrowOptions) -> None:
     """Resume a run that was stopped or killed. The result is bit-identical to an uninterrupted run."""
-    refuse_settings(given, "--data, --track, --tensorboard and --allow-inexact")
+    refuse_settings(overrides, "--data, --track, --tensorboard and --allow-inexact")
     with ownership(path) as lock:
         saved = checkpoint_of(path, "grow", facts_of)
         if read_manifest(path)["status"] == "finished":

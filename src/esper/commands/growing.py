@@ -233,8 +233,8 @@ class Scene:
             keep(always=not result.history)
         start = time.perf_counter() - result.seconds
         with self.progress(name, engine, result) as show:
-            left = engine.task.epochs - len(result.history)
-            for step in rollout(engine, controller, left, before_step=lambda: self._look(keep), phases=phases):
+            epochs_left = engine.task.epochs - len(result.history)
+            for step in rollout(engine, controller, epochs_left, before_step=lambda: self._look(keep), phases=phases):
                 with phases("worth"):
                     worth = helper.process_batch(engine)
                 with phases("telemetry"):

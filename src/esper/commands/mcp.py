@@ -56,8 +56,8 @@ class RunTools:
 
     def summary(self, run: str) -> Answer:
         """Summarise one run: status, settings that identify it, results per environment, time per phase, problems."""
-        found = facts(RunState.of(self.path_of(run)))
-        return {name: value for name, value in found.items() if name != "path"} | {"run": run}
+        content = facts(RunState.of(self.path_of(run)))
+        return {name: value for name, value in content.items() if name != "path"} | {"run": run}
 
     def schema(self) -> Answer:
         """List the tables and views of `sql` with their columns and meaning. Every one has a column `run`."""

@@ -76,10 +76,10 @@ def digest(run: RunState) -> Group:
             f"{escape(printable(p.phase, 50))} {100 * p.wall_ms / whole:.0f} %" for p in phases[:TOP_PHASES]
         )
         parts.append(f"time: {top}")
-    found = problems(run)
+    issues = problems(run)
     colour = {"error": "red", "warning": "yellow"}
-    parts += [f"[{colour.get(kind, 'yellow')}]{escape(kind)}[/]: {escape(text)}" for kind, text in found]
-    parts.append("" if found else f"[dim]no problems: {sum(run.kinds.values())} events, none lost[/dim]")
+    parts += [f"[{colour.get(kind, 'yellow')}]{escape(kind)}[/]: {escape(text)}" for kind, text in issues]
+    parts.append("" if issues else f"[dim]no problems: {sum(run.kinds.values())} events, none lost[/dim]")
     return Group(*parts)
 
 

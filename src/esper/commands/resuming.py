@@ -76,11 +76,11 @@ def _read_or_rebuild(path: Path, saved: Saved | None, facts: Callable[[Saved], d
     write_manifest(path, rebuilt)
 
 
-def refuse_settings(given: list[str], allowed: str) -> None:
+def refuse_settings(overrides: list[str], allowed: str) -> None:
     """Raise ConfigError if settings were given together with --resume."""
-    if given:
+    if overrides:
         raise ConfigError(
-            f"a resumed run keeps its settings: {', '.join(given)} cannot be given with --resume ({allowed} can)"
+            f"a resumed run keeps its settings: {', '.join(overrides)} cannot be given with --resume ({allowed} can)"
         )
 
 

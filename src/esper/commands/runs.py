@@ -47,8 +47,8 @@ def run_runs(root: Path, as_json: bool, console: Console | None = None) -> None:
     else:
         console.width = max(console.width, natural_width(as_table(rows, names), console))
     console.print(as_table(rows, names))
-    if left := [name for name in DROPPED if name not in names]:
-        console.print(Text(f"hidden, the terminal is too narrow: {', '.join(left)}; use --json for all", "dim"))
+    if hidden := [name for name in DROPPED if name not in names]:
+        console.print(Text(f"hidden, the terminal is too narrow: {', '.join(hidden)}; use --json for all", "dim"))
 
 
 def as_table(rows: list[RunInfo], names: list[str]) -> Table:

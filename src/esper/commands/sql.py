@@ -121,8 +121,8 @@ def show_answer(answer: Answer, console: Console) -> None:
         console.width = max(console.width, natural_width(table, console))
     console.print(table)
     if count < len(answer.columns):
-        left = printable(", ".join(answer.columns[count:]))
-        console.print(Text(f"{len(answer.columns) - count} columns do not fit: {left}. Select fewer columns"))
+        omitted = printable(", ".join(answer.columns[count:]))
+        console.print(Text(f"{len(answer.columns) - count} columns do not fit: {omitted}. Select fewer columns"))
     if answer.more:
         console.print(Text(f"{answer.more:,} more rows; use --limit 0 for all"))
 
@@ -147,15 +147,15 @@ def cell(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.2f}" if 1e6 <= abs(value) < 1e15 else f"{value:.6g}"
     if isinstance(value, list):
-        return cut("[" + ", ".join([*map(cell, value[:MOST_ITEMS]), *_left(value)]) + "]", LONGEST_CELL)
+        return cut("[" + ", ".join([*map(cell, value[:MOST_ITEMS]), *_more_items(value)]) + "]", LONGEST_CELL)
     if isinstance(value, dict):
         pairs = [f"{cell(k)}: {cell(v)}" for k, v in islice(value.items(), MOST_ITEMS)]
-        return cut("{" + ", ".join([*pairs, *_left(value)]) + "}", LONGEST_CELL)
+        return cut("{" + ", ".join([*pairs, *_more_items(value)]) + "}", LONGEST_CELL)
     text = value if isinstance(value, str) else str(value)
     return printable(text.strip("\n"), LONGEST_CELL, keep="\n")
 
 
-def _left(values: list[Any] | dict[Any, Any]) -> list[str]:
+def _more_items(values: list[Any] | dict[Any, Any]) -> list[str]:
     return [f"… {len(values) - MOST_ITEMS:,} more"] if len(values) > MOST_ITEMS else []
 
 

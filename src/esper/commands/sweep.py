@@ -197,9 +197,9 @@ class Sweep:
                 if spent is None:
                     continue
                 seconds[job] = spent
-                left = seconds_left(seconds, [*waiting, *self._running]) / self.workers
+                remaining_s = seconds_left(seconds, [*waiting, *self._running]) / self.workers
                 title = f"[{len(seconds)}/{total}] {job.arm} world {job.world}"
-                print(f"{title}: {spent:.0f} s, about {left / 60:.0f} min left", flush=True)
+                print(f"{title}: {spent:.0f} s, about {remaining_s / 60:.0f} min left", flush=True)
 
     def _start(self, job: Job) -> None:
         """Start or resume a run, unless another process runs it or has finished it."""

@@ -85,8 +85,8 @@ def run_train(
     with ownership(options.resume) as lock:
         if options.resume is not None:
             settings = {"preset": preset, "config": config_file, "set": sets or None, "out": options.out} | more
-            given = [n for n, v in settings.items() if v is not None and n != "rounds"]
-            refuse_settings([OPTION.get(n, f"--{n.replace('_', '-')}") for n in given], KEPT_WITH_RESUME)
+            overrides = [n for n, v in settings.items() if v is not None and n != "rounds"]
+            refuse_settings([OPTION.get(n, f"--{n.replace('_', '-')}") for n in overrides], KEPT_WITH_RESUME)
             saved, config = last_checkpoint(options.resume, more.get("rounds"))
         else:
             saved = None

@@ -181,7 +181,7 @@ def mean_series(run: RunState) -> Json | None:
     names = episodes[0].steps.columns
     width = 1 + int(np.ptp(rows[:, 0])) // MOST_MEANS
     steps, group = np.unique(np.ceil(rows[:, 0] / width) * width, return_inverse=True)
-    found: Json = {"step": rounded(steps), "episodes": len(episodes)}
+    series: Json = {"step": rounded(steps), "episodes": len(episodes)}
     for i, name in enumerate(names[1:-1], 1):
         is_measured = ~np.isnan(rows[:, i])
         if is_measured.any():
@@ -192,8 +192,8 @@ def mean_series(run: RunState) -> Json | None:
             low, high = np.full(len(steps), np.inf), np.full(len(steps), -np.inf)
             np.minimum.at(low, of, values)
             np.maximum.at(high, of, values)
-            found[name] = {"mean": rounded(mean), "low": rounded(low), "high": rounded(high)}
-    return found
+            series[name] = {"mean": rounded(mean), "low": rounded(low), "high": rounded(high)}
+    return series
 
 
 # -- the life of seeds in one environment

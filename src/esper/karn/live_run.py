@@ -102,8 +102,8 @@ class LiveRun:
         table = to_array(rows, len(names))
         stride = 1 << max(0, (len(rows) - 1) // MOST_ROWS).bit_length()
         low, high = grouped(table, stride)
-        found = {"at": 0, "stride": stride, "episode": episode, "columns": columns(names, high)}
-        return clean(found | ({"low": columns(names, low)} if stride > 1 else {}))
+        series = {"at": 0, "stride": stride, "episode": episode, "columns": columns(names, high)}
+        return clean(series | ({"low": columns(names, low)} if stride > 1 else {}))
 
     def refresh(self, *, is_forced: bool = False) -> None:
         """Fold what was written since the last call, at most once per POLL_S unless forced.

@@ -18,8 +18,8 @@ KL_LIMIT, CLIP_LIMIT, ENTROPY_LIMIT = 0.03, 0.3, 0.1
 
 def problems(run: RunState) -> list[tuple[str, str]]:
     """Return the problems of a run as (severity, text), errors first."""
-    found = [*_of_the_end(run), *_of_the_journal(run), *_of_the_numbers(run), *_of_the_governor(run), *_of_ppo(run)]
-    return sorted(((severity, printable(text)) for severity, text in found), key=lambda each: each[0] != "error")
+    messages = [*_of_the_end(run), *_of_the_journal(run), *_of_the_numbers(run), *_of_the_governor(run), *_of_ppo(run)]
+    return sorted(((severity, printable(text)) for severity, text in messages), key=lambda each: each[0] != "error")
 
 
 def _of_the_end(run: RunState) -> list[tuple[str, str]]:
@@ -32,14 +32,14 @@ def _of_the_end(run: RunState) -> list[tuple[str, str]]:
 
 
 def _of_the_journal(run: RunState) -> list[tuple[str, str]]:
-    found = [("error", f"The journal is incomplete: {text}.") for text in run.losses]
+    messages = [("error", f"The journal is incomplete: {text}.") for text in run.losses]
     if run.manifest_damage:
-        found.append(("warning", f"{run.manifest_damage}. What is shown comes from the journal."))
+        messages.append(("warning", f"{run.manifest_damage}. What is shown comes from the journal."))
     if damaged := run.damage.lines + run.unreadable:
-        found.append(("warning", f"{damaged} lines of the journal could not be read."))
+        messages.append(("warning", f"{damaged} lines of the journal could not be read."))
     if run.damage.torn and run.status not in ("running", "killed"):
-        found.append(("warning", "The journal ends within a line."))
-    return found + [(h.severity, f"{h.source}: {health_text(h)}") for h in run.health.values()]
+        messages.append(("warning", "The journal ends within a line."))
+    return messages + [(h.severity, f"{h.source}: {health_text(h)}") for h in run.health.values()]
 
 
 def _of_the_numbers(run: RunState) -> list[tuple[str, str]]:
@@ -50,46 +50,46 @@ def _of_the_numbers(run: RunState) -> list[tuple[str, str]]:
 
 
 def _of_the_governor(run: RunState) -> list[tuple[str, str]]:
-    found = []
+    messages = []
     rolled_back = sum(count for (_, action), count in run.alarms.items() if action == "rolled back")
     for g in list(run.rollbacks)[:MOST_ROLLBACKS]:
         limit = f", limit {number_text(g.limit)}" if g.limit is not None else ""
         back = f", back to epoch {g.restored_step}" if g.restored_step is not None else ""
         name = run.envs[g.env].name if g.env in run.envs else f"env {g.env}"
         reason = f"{g.alarm} ({number_text(g.value)}{limit})"
-        found.append(("warning", f"Governor, {name}, epoch {g.step}: {reason} → {g.action}{back}"))
+        messages.append(("warning", f"Governor, {name}, epoch {g.step}: {reason} → {g.action}{back}"))
     if rolled_back > MOST_ROLLBACKS:
-        found.append(("warning", f"Governor: {rolled_back - MOST_ROLLBACKS} more rollbacks"))
+        messages.append(("warning", f"Governor: {rolled_back - MOST_ROLLBACKS} more rollbacks"))
     others = [(alarm, n) for (alarm, action), n in run.alarms.most_common() if action != "rolled back"]
     if others:
         each = ", ".join(f"{alarm} {n} times" if n > 1 else alarm for alarm, n in others[:5])
         total = sum(n for _, n in others)
-        found.append(("warning", f"Governor: {total} alarms that needed no rollback ({each})"))
-    return found
+        messages.append(("warning", f"Governor: {total} alarms that needed no rollback ({each})"))
+    return messages
 
 
 def _of_ppo(run: RunState) -> list[tuple[str, str]]:
     u = run.newest_update
     if u is None:
         return []
-    found = []
+    messages = []
     losses = {"policy loss": u.policy_loss, "value loss": u.value_loss, "gradient": u.grad_norm}
     if odd := [name for name, value in losses.items() if value is not None and not isfinite(value)]:
-        found.append(("error", f"PPO, round {u.round}: {' and '.join(odd)} not finite"))
+        messages.append(("error", f"PPO, round {u.round}: {' and '.join(odd)} not finite"))
     if u.skipped:
-        found.append(("warning", f"PPO, round {u.round}: {u.skipped} minibatches skipped that were not finite"))
+        messages.append(("warning", f"PPO, round {u.round}: {u.skipped} minibatches skipped that were not finite"))
     if u.kl is not None and u.kl > KL_LIMIT:
-        found.append(("warning", f"PPO, round {u.round}: KL {number_text(u.kl)} is above {KL_LIMIT}"))
+        messages.append(("warning", f"PPO, round {u.round}: KL {number_text(u.kl)} is above {KL_LIMIT}"))
     if u.clip_fraction is not None and u.clip_fraction > CLIP_LIMIT:
-        found.append(("warning", f"PPO, round {u.round}: {u.clip_fraction:.0%} of ratios were clipped"))
+        messages.append(("warning", f"PPO, round {u.round}: {u.clip_fraction:.0%} of ratios were clipped"))
     collapsed = [
         f"{head} {value:.2f}"
         for head, value in u.entropy.items()
         if value is not None and value < ENTROPY_LIMIT and (u.learnable.get(head) or 0.0) > 0.0
     ]
     if collapsed:
-        found.append(("warning", f"PPO, round {u.round}: entropy collapsed ({', '.join(collapsed)})"))
-    return found
+        messages.append(("warning", f"PPO, round {u.round}: entropy collapsed ({', '.join(collapsed)})"))
+    return messages
 
 
 def health_text(health: Health) -> str:

@@ -68,23 +68,23 @@ def page(runs: Sequence[RunState]) -> str:
 def compared(paths: Sequence[Path]) -> Json:
     """Return the paired comparison of runs as data, or a note why there is none. First differences are bounded."""
     try:
-        found: Json = msgspec.to_builtins(compare_runs(paths))
+        comparison: Json = msgspec.to_builtins(compare_runs(paths))
     except EsperError as error:
-        found = {"arms": [], "pairs": [], "notes": [str(error)]}
-    for pair in found["pairs"]:
+        comparison = {"arms": [], "pairs": [], "notes": [str(error)]}
+    for pair in comparison["pairs"]:
         if pair["choices"] is not None:
             differences = pair["choices"]["first_differences"]
             pair["choices"]["differing_worlds"] = len(differences)
             del differences[MOST_DIFFERENCES:]
-    return dict(clean(spelled(found)))
+    return dict(clean(spelled(comparison)))
 
 
 def run_data(run: RunState, most_details: int) -> Json:
     """Return the document of a run with its bounded number of curves and of seed lives."""
-    found = document(run)
-    shown = [int(index) for index in found["series"]][:MOST_ENVS]
+    content = document(run)
+    shown = [int(index) for index in content["series"]][:MOST_ENVS]
     points = max(64, MOST_POINTS // max(1, len(shown)))
-    found["series"] = {
+    content["series"] = {
         index: series_rows(e.steps, most=points) | {"episode": e.number}
         for index in shown
         if (e := run.envs[index].latest) is not None
@@ -93,7 +93,7 @@ def run_data(run: RunState, most_details: int) -> Json:
     details = {str(e.env): detail(run, e.env) for e in grown}
     if run.best is not None and run.best is not run.envs[run.best.env].latest:
         details["best"] = detail(run, None)
-    return {"document": found, "details": details}
+    return {"document": content, "details": details}
 
 
 def web_file(name: str) -> str:

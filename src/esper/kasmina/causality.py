@@ -48,7 +48,7 @@ def looking_ahead(model: nn.Module, probe: Any, sites: Mapping[str, TokenSite]) 
     probe = without_padding(model, probe, PROBE_SAMPLES)  # other positions do not depend on padding
     names = [name for name, _ in model.named_modules()]
     _, plain = module_outputs(model, probe, names)
-    found = set()
+    names_ahead = set()
     for name, site in sites.items():
         if site.length < 2 or site.shape.count(site.length) > 1:
             continue  # positions cannot be distinguished from samples or channels
@@ -56,8 +56,8 @@ def looking_ahead(model: nn.Module, probe: Any, sites: Mapping[str, TokenSite]) 
         if before is None:
             before = _from_first_module(model, probe, name, site, plain)
         if before or _after(model, probe, name, site, plain):
-            found.add(name)
-    return found
+            names_ahead.add(name)
+    return names_ahead
 
 
 Outputs = Mapping[str, list[Any]]

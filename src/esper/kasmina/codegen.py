@@ -67,8 +67,8 @@ class _Writer:
             lines += ["", *_forward(module)]
         body = "\n".join(lines) + "\n"
         if (preferred, body) not in self.names:
-            taken = set(self.names.values())
-            free = next(n for n in (preferred, *(f"{preferred}{i}" for i in range(2, 10_000))) if n not in taken)
+            used_names = set(self.names.values())
+            free = next(n for n in (preferred, *(f"{preferred}{i}" for i in range(2, 10_000))) if n not in used_names)
             self.names[preferred, body] = free
             self.texts.append(f"class {free}(nn.Module):\n{body}")
         return self.names[preferred, body]

@@ -41,8 +41,8 @@ def germination_reason(table: SlotTable, rules: Rules, names: Sequence[str], slo
         return f"no blueprint fits {names[slot]!r}"
     cooling = {n: int(c) for n, c in zip(names, table.cooldown[0], strict=True) if c}
     if cooling and (rules.one_at_a_time or names[slot] in cooling):
-        left = ", ".join(f"{n!r} for {c} more epochs" for n, c in cooling.items())
-        return f"cooling down after a prune: {left}"
+        cooldowns = ", ".join(f"{n!r} for {c} more epochs" for n, c in cooling.items())
+        return f"cooling down after a prune: {cooldowns}"
     learning = [s for s in range(len(names)) if table.stage[0, s] in (SeedStage.GERMINATED, SeedStage.TRAINING)]
     if learning and rules.one_at_a_time:
         return (

@@ -208,16 +208,16 @@ def _probed_masks(body: Body) -> dict[str, _ProbedMask]:
     return masks
 
 
-def _mask(given: fx.Node, probed: _ProbedMask) -> tuple[fx.Node]:
+def _mask(mask: fx.Node, probed: _ProbedMask) -> tuple[fx.Node]:
     """Return a host module's mask in the form for a seed, converted as the one in the probe must be."""
     value, excludes = probed.value, EXCLUDES[probed.argument.name]
     if value is None or (value.ndim == 4 and (value.is_floating_point() or value.dtype == torch.bool)):
-        return (given,)  # attention takes it as it is, and None as well
+        return (mask,)  # attention takes it as it is, and None as well
     if value.ndim == 2:
-        given = given.graph.call_method("unsqueeze", (given.graph.call_method("unsqueeze", (given, 1)), 1))
+        mask = mask.graph.call_method("unsqueeze", (mask.graph.call_method("unsqueeze", (mask, 1)), 1))
     if excludes and value.is_floating_point():
-        return (given,)
-    return (given.graph.call_function(operator.eq if excludes else operator.ne, (given, 0)),)
+        return (mask,)
+    return (mask.graph.call_function(operator.eq if excludes else operator.ne, (mask, 0)),)
 
 
 def _swap(
@@ -287,10 +287,10 @@ def _attach(
     if slot.name in masks:
         probed = masks[slot.name]
         if probed.is_positional:
-            given = graph.call_function(operator.getitem, (args, probed.argument.position))
+            host_mask = graph.call_function(operator.getitem, (args, probed.argument.position))
         else:
-            given = graph.call_method("get", (kwargs, probed.argument.name))
-        mask = _mask(given, probed)
+            host_mask = graph.call_method("get", (kwargs, probed.argument.name))
+        mask = _mask(host_mask, probed)
     graph.output(_put(graph, output, slot.select, mask))
     hook = fx.GraphModule(nn.ModuleDict({GROWN: grown}), graph, class_name="GrowAfter")
     module.add_module(GROWN, hook)
@@ -308,10 +308,10 @@ def _differs(body: Body, plain: nn.Module) -> str:
     probe = _probe(body)
     expected = quietly(body, probe)
     try:
-        got = quietly(plain, probe)
+        output = quietly(plain, probe)
     except GraftError as error:
         return f"does not run: {error.__cause__}"
-    return "" if same(got, expected, tolerance=1e-4) else "does not compute what the body computes on the probe"
+    return "" if same(output, expected, tolerance=1e-4) else "does not compute what the body computes on the probe"
 
 
 def _probe(body: Body) -> Any:

@@ -243,11 +243,11 @@ def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     refuse_scheduled(optimizer)
 
 
-def refuse_kind(given: object) -> None:
+def refuse_kind(instance: object) -> None:
     """Raise OptimizerError if an optimiser or wrapper is of an unsupported class."""
-    for ancestor in type(given).__mro__:
+    for ancestor in type(instance).__mro__:
         if ancestor.__name__ in REFUSED:
-            raise OptimizerError(f"{type(given).__name__} does not support growth: {REFUSED[ancestor.__name__]}")
+            raise OptimizerError(f"{type(instance).__name__} does not support growth: {REFUSED[ancestor.__name__]}")
 
 
 def refuse_sharding(body: Body, optimizer: Optimizer) -> None:

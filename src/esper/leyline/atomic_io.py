@@ -203,10 +203,10 @@ def _create(path: Path) -> int:
 
 
 def _write(fd: int, content: bytes, path: Path) -> None:
-    left = memoryview(content)
+    rest = memoryview(content)
     try:
-        while left:  # os.write may write only a part
-            left = left[os.write(fd, left) :]
+        while rest:  # os.write may write only a part
+            rest = rest[os.write(fd, rest) :]
         os.fsync(fd)
     except OSError as error:
         if error.errno is not None:

@@ -176,10 +176,12 @@ class NissaHub:
             if not self._ending:  # another thread may have done this while this one waited
                 self._report_totals()
                 self._ending = True
-            left = max(1.0, timeout + start - monotonic())
-            if not self._wait_until(lambda: all(worker.retired or worker.finished for worker in self._workers), left):
+            remaining_s = max(1.0, timeout + start - monotonic())
+            if not self._wait_until(
+                lambda: all(worker.retired or worker.finished for worker in self._workers), remaining_s
+            ):
                 for worker in self._workers:
-                    self._retire(worker, f"its close() took longer than {left:g} s")
+                    self._retire(worker, f"its close() took longer than {remaining_s:g} s")
         atexit.unregister(self.close)
 
     def stop_waiting(self, timeout: float = 10.0) -> None:
@@ -276,10 +278,10 @@ class NissaHub:
         self._changed.notify_all()
         try:
             while not done():
-                left = deadline - monotonic()
-                if left <= 0:
+                remaining_s = deadline - monotonic()
+                if remaining_s <= 0:
                     return False
-                self._changed.wait(min(left, TICK_S))
+                self._changed.wait(min(remaining_s, TICK_S))
                 self._retire_hung()
             return True
         finally:

@@ -60,8 +60,8 @@ class SinkWorker:
 
     def _run(self) -> None:
         hub = self.hub
-        while (taken := hub._take(self)) is not None:
-            if self._write(self._records(taken)):
+        while (chunk := hub._take(self)) is not None:
+            if self._write(self._records(chunk)):
                 self._flush_if_due()
             with hub._lock:
                 hub._moved()
@@ -79,10 +79,10 @@ class SinkWorker:
             self.finished = True
             hub._moved()
 
-    def _records(self, taken: list[Numbered]) -> list[Record]:
+    def _records(self, chunk: list[Numbered]) -> list[Record]:
         """Return the events as records. `replaced` counts the seqs before an event whose gauges were replaced."""
         records = []
-        for seq, time_s, event in taken:
+        for seq, time_s, event in chunk:
             records.append(Record(seq, time_s, self.hub._rank, event, seq - self.next))
             self.next = seq + 1
         return records
@@ -153,8 +153,8 @@ class SinkWorker:
         end = monotonic() + min(longest, first * 2.0 ** min(refused - 1, 30))
         hub = self.hub
         with hub._lock:
-            while not self.retired and (left := end - monotonic()) > 0:
-                hub._changed.wait(min(left, first))
+            while not self.retired and (remaining_s := end - monotonic()) > 0:
+                hub._changed.wait(min(remaining_s, first))
                 hub._retire_hung()
                 if hub._closing:
                     return

@@ -359,13 +359,13 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         if self.over:
             obs, info = self.reset()
             return obs, np.zeros(self.num_envs, dtype=np.float32), never, never.copy(), info
-        given = np.asarray(actions)
+        requested = np.asarray(actions)
         with np.errstate(invalid="ignore"):
-            rows = given.astype(np.int64)
+            rows = requested.astype(np.int64)
         if rows.shape != (self.num_envs, NUM_HEADS):
             raise ConfigError(f"actions must have shape {(self.num_envs, NUM_HEADS)}, got {rows.shape}")
-        if (rows != given).any():
-            raise ConfigError(f"actions must be finite integers, got {given[rows != given][0]}")
+        if (rows != requested).any():
+            raise ConfigError(f"actions must be finite integers, got {requested[rows != requested][0]}")
         self.outcome = self.backend.step(rows)
         before, self._frames = self._frames, self._framed()
         was_over = np.concatenate([frame.ended for frame in before])

@@ -155,9 +155,9 @@ def train_random_search(arm: Arm, task: str, world: int, budgets: Sequence[float
     tried: list[Point] = []
     points = []
     for budget in budgets:
-        while (left := budget - sum(point.train_macs for point in tried) / space.unit) > LEAST_TRAINING:
+        while (budget_left := budget - sum(point.train_macs for point in tried) / space.unit) > LEAST_TRAINING:
             session = Session(own, world, unit=space.unit, structure=space.draw(rng), max_epochs=2 * own.epochs)
-            tried += session.run(Wait(), [min(1.0, left)])
+            tried += session.run(Wait(), [min(1.0, budget_left)])
         points.append(best_so_far(tried, budget))
     return points
 

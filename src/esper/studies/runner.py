@@ -91,8 +91,10 @@ def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, r
             append_record(directory, result)
             finished[job] = result
             seconds = {job: record.seconds for job, record in finished.items()}
-            left = seconds_left(seconds, [job for future, job in futures.items() if not future.done()]) / workers
-            report(f"[{len(finished)}/{len(jobs)}] {title}: {result.seconds:.0f} s, about {left / 60:.0f} min left")
+            remaining_s = seconds_left(seconds, [job for future, job in futures.items() if not future.done()]) / workers
+            report(
+                f"[{len(finished)}/{len(jobs)}] {title}: {result.seconds:.0f} s, about {remaining_s / 60:.0f} min left"
+            )
     if failures:
         raise RunError(
             f"{len(failures)} of {len(jobs)} jobs failed, first {failures[0]}. "

@@ -113,8 +113,8 @@ def _options(head: Head) -> tuple[str, ...]:
 
 def _named(names: tuple[str, ...] | list[str], chances: Tensor) -> dict[str, float]:
     """Return the options of probability above 0, likeliest first."""
-    found = {name: float(p) for name, p in zip(names, chances.tolist(), strict=False) if p > 0}
-    return dict(sorted(found.items(), key=lambda item: -item[1]))
+    probabilities = {name: float(p) for name, p in zip(names, chances.tolist(), strict=False) if p > 0}
+    return dict(sorted(probabilities.items(), key=lambda item: -item[1]))
 
 
 def _log_probs(
@@ -155,12 +155,12 @@ def _influences(
     rows = len(changed)
     log_probs, _ = _log_probs(network, record, changed, masks.expand(rows, -1), action.expand(rows, -1), state)
     effects = (log_probs[-2] - log_probs).tolist()
-    found = [
+    influences = [
         Influence(f.name, slot, float(obs[0, at]), mean, effect)
         for (at, f, slot, mean), effect in zip(columns, effects, strict=False)
     ]
-    found.append(Influence(MEMORY, "", float(hidden.norm()), 0.0, effects[-1]))
-    return sorted(found, key=lambda each: -abs(each.effect))
+    influences.append(Influence(MEMORY, "", float(hidden.norm()), 0.0, effects[-1]))
+    return sorted(influences, key=lambda each: -abs(each.effect))
 
 
 def importances(record: DecisionRecord, rng_seed: int = 0) -> list[Importance]:
@@ -177,20 +177,20 @@ def importances(record: DecisionRecord, rng_seed: int = 0) -> list[Importance]:
         ratio = torch.where(before > 0, before / after.clamp(min=1e-30), 1.0)
         return float((before * ratio.log()).sum((-1, -2)).mean())
 
-    found = []
+    ranking = []
     for i, feature in enumerate(ENV_FEATURES):
         permuted = obs.clone()
         permuted[:, i] = obs[torch.from_numpy(rng.permutation(len(obs))), i]
-        found.append(_importance(feature, obs[:, i], changed_by(permuted)))
+        ranking.append(_importance(feature, obs[:, i], changed_by(permuted)))
     for i, feature in enumerate(SLOT_FEATURES):
         values = slots[..., i][real]
         if i == _ENABLED:
-            found.append(_importance(feature, values, 0.0))
+            ranking.append(_importance(feature, values, 0.0))
             continue
         column = slots.clone()
         column[..., i][real] = values[torch.from_numpy(rng.permutation(len(values)))]
-        found.append(_importance(feature, values, changed_by(torch.cat([obs[:, :BASE], column.flatten(1)], -1))))
-    return sorted(found, key=lambda each: -each.nats)
+        ranking.append(_importance(feature, values, changed_by(torch.cat([obs[:, :BASE], column.flatten(1)], -1))))
+    return sorted(ranking, key=lambda each: -each.nats)
 
 
 def _importance(feature: Feature, values: Tensor, nats: float) -> Importance:

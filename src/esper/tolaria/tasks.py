@@ -282,8 +282,8 @@ def decay_factor(step: int, epochs: int, share: float) -> float:
     After the last epoch the factor stays at that of the last one.
     """
     length = share * epochs
-    left = max(epochs - step - 0.5, 0.5)
-    return min(1.0, left / length) if length else 1.0
+    epochs_left = max(epochs - step - 0.5, 0.5)
+    return min(1.0, epochs_left / length) if length else 1.0
 
 
 def get_task(name: str) -> Task:

@@ -38,19 +38,19 @@ class LiveRuns:
         else:
             paths = run_directories(self.directory, (MANIFEST, LOCK))
             rows = newest_first([self._info(path, path.relative_to(self.directory).as_posix()) for path in paths])
-        found = []
+        entries = []
         with self._lock:
             for row in rows:
                 place = row.path, row.id
                 if place not in self._numbers:
                     self._numbers[place] = len(self._places)
                     self._places.append((row.path, row.name))
-                found.append({
+                entries.append({
                     "id": self._numbers[place], "name": row.name, "task": row.task, "status": row.status,
                     "controller": row.controller, "started": row.started, "seconds": row.seconds,
                     "env_steps": row.env_steps, "missing": row.losses,
                 })  # fmt: skip
-        return clean({"directory": printable(str(self.directory)), "runs": found})
+        return clean({"directory": printable(str(self.directory)), "runs": entries})
 
     def _info(self, path: Path, name: str) -> RunInfo:
         """Return the row of a run. A run that ended is read again only if its manifest was replaced."""
@@ -60,9 +60,9 @@ class LiveRuns:
             return run_info(path, name)
         version = now.st_ino, now.st_size, now.st_mtime_ns
         with self._lock:
-            known = self._infos.get(path)
-        if known is not None and known[0] == version:
-            return known[1]
+            cached = self._infos.get(path)
+        if cached is not None and cached[0] == version:
+            return cached[1]
         row = run_info(path, name)
         if row.status in ENDED:
             with self._lock:

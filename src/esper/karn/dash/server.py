@@ -102,10 +102,10 @@ def static_file(name: str, media_type: str, _request: Request) -> Response:
 
 async def answer(read: Callable[[], object]) -> Response:
     """Return the result of `read` as JSON; 404 if it is None."""
-    found = await run_in_threadpool(read)
-    if found is None:
+    content = await run_in_threadpool(read)
+    if content is None:
         return PlainTextResponse("not found\n", 404)
-    return Response(msgspec.json.encode(found), media_type="application/json")
+    return Response(msgspec.json.encode(content), media_type="application/json")
 
 
 async def refusal(_request: Request, error: Exception) -> Response:
@@ -120,14 +120,14 @@ async def stream(
     yield b"retry: 2000\n\n"
     while not is_stopping():
         try:
-            found = await run_in_threadpool(changes, cursor)
+            patch = await run_in_threadpool(changes, cursor)
         except (EsperError, OSError):  # the run was removed; a new request gets the reason
             return
-        if found is None:
+        if patch is None:
             yield b": nothing new\n\n"  # fails if the viewer has gone
         else:
-            cursor = Cursor(found["position"], found["version"], found["run"]["status"])
-            yield b"id: %d\ndata: %b\n\n" % (cursor.position, msgspec.json.encode(found))
+            cursor = Cursor(patch["position"], patch["version"], patch["run"]["status"])
+            yield b"id: %d\ndata: %b\n\n" % (cursor.position, msgspec.json.encode(patch))
         await asyncio.sleep(STREAM_S)
 
 

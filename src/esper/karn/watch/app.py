@@ -145,10 +145,10 @@ def seed_lives(watched: WatchedRun, e: EpisodeState, most: int | None = None) ->
         about = f"seed {life.seed}, {life.params} parameters"
         table.add_row("", cells.plain(f"{life.blueprint} in {life.slot}", "bold"), "", Text(about, "dim"))
         for each, reason in life.moves:
-            found = clean(move(each, reason))
-            moved = Text(f"{found['was'].lower()} → {found['now'].lower()}")
+            change = clean(move(each, reason))
+            moved = Text(f"{change['was'].lower()} → {change['now'].lower()}")
             value = cells.worth(each.contribution, each.contribution_se, watched.state.is_percent)
-            table.add_row(f"{each.step:>5}", moved, value, Text(reason_text(found), "dim"))
+            table.add_row(f"{each.step:>5}", moved, value, Text(reason_text(change), "dim"))
     return table
 
 

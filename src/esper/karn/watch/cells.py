@@ -206,15 +206,15 @@ def header(watched: WatchedRun, width: int) -> Text:
 
 def alarms(watched: WatchedRun) -> Text:
     """Return the problems of the run, worst first; or ALL CLEAR."""
-    found = [*([("error", watched.trouble)] if watched.trouble else []), *problems(watched.state)]
+    messages = [*([("error", watched.trouble)] if watched.trouble else []), *problems(watched.state)]
     if watched.word() in ("SLOW", "STALE"):
-        found.insert(0, ("warning", f"silent for {duration(watched.silence_s())}"))
-    if watched.state.position == 0 and not found:
+        messages.insert(0, ("warning", f"silent for {duration(watched.silence_s())}"))
+    if watched.state.position == 0 and not messages:
         return Text("no events yet", "dim")
-    if not found:
+    if not messages:
         return Text("ALL CLEAR", "green")
-    more = f"  +{len(found) - 1} more" if len(found) > 1 else ""
-    severity, text = found[0]
+    more = f"  +{len(messages) - 1} more" if len(messages) > 1 else ""
+    severity, text = messages[0]
     return plain(text + more, "bad" if severity == "error" else "warn", 500)
 
 

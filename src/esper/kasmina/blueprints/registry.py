@@ -147,11 +147,11 @@ def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[
         )
 
     def register(factory: Factory) -> Factory:
-        taken = [each for each in served if (name, each) in _FACTORIES]
-        if taken:
+        duplicates = [each for each in served if (name, each) in _FACTORIES]
+        if duplicates:
             raise BlueprintError(
-                f"blueprint {name!r} is already registered for {_listed(taken)}. Choose another name, or remove the "
-                f"first with unregister({name!r}) if it is yours"
+                f"blueprint {name!r} is already registered for {_listed(duplicates)}. Choose another name, or remove "
+                f"the first with unregister({name!r}) if it is yours"
             )
         _FACTORIES.update({(name, each): factory for each in served})
         _NUMBERS.setdefault(name, max(_NUMBERS.values()) + 1)

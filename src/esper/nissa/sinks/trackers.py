@@ -83,7 +83,7 @@ class TrackerSink:
         self.unsent = 0
         """Events that were not sent because the tracker was too slow."""
         self._scalars = Scalars()
-        self._seen: dict[int, int] = {}  # rank → its last event that was converted
+        self._last_seq: dict[int, int] = {}  # rank → its last event that was converted
         self._waiting: deque[tuple[dict[str, float], int, float]] = deque()  # values, step, time
         self._axes: set[str] = set()
         self._thread = CallThread(f"tracker-{name}")
@@ -102,8 +102,8 @@ class TrackerSink:
 
     def _write(self, records: Sequence[Record]) -> None:
         for record in records:
-            if record.seq > self._seen.get(record.rank, -1):
-                self._seen[record.rank] = record.seq
+            if record.seq > self._last_seq.get(record.rank, -1):
+                self._last_seq[record.rank] = record.seq
                 self._convert(record)
         while self._waiting:
             self._send(*self._waiting[0])

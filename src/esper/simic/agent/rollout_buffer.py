@@ -140,10 +140,10 @@ class TamiyoRolloutBuffer:
         if self._revived.item():  # sync: once per round
             raise DataError("an environment was alive again after a step in which it was not: a column is one prefix")
         if last_values is not None:
-            given = _checked("last_values", last_values, (self.envs,)).to(self.bootstrap)
+            next_values = _checked("last_values", last_values, (self.envs,)).to(self.bootstrap)
             last, column = (self.step_counts - 1).clamp(min=0), torch.arange(self.envs, device=self.device)
             ended = self.done[last, column] | self.truncated[last, column]
-            self.bootstrap[last, column] = torch.where(ended, self.bootstrap[last, column], given)
+            self.bootstrap[last, column] = torch.where(ended, self.bootstrap[last, column], next_values)
             self._has_advantages = False
         return self
 

@@ -303,8 +303,8 @@ def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Ar
         for kappa in ADDITIVE:
             factor = _cholesky(smooth + kappa * additive)
             value, ones = _solve(factor, targets).T
-            left = value - ones * (value @ ones) / (ones @ ones)
-            variance = max(float(left @ left) / count, 1e-300)
+            residual = value - ones * (value @ ones) / (ones @ ones)
+            variance = max(float(residual @ residual) / count, 1e-300)
             likelihood = -0.5 * count * np.log(variance) - float(np.log(np.diag(factor)).sum())
             if likelihood > best[0]:
                 best = (likelihood, rho, kappa, variance, factor)
@@ -331,8 +331,8 @@ def _cholesky(matrix: Array) -> Array:
 
 def _solve(triangle: Array, right: Array, upper: bool = False) -> Array:
     """Solve a triangular system. numpy would solve it as a full one, with its own threads."""
-    left = torch.from_numpy(np.ascontiguousarray(triangle))
-    return torch.linalg.solve_triangular(left, torch.from_numpy(np.ascontiguousarray(right)), upper=upper).numpy()
+    matrix = torch.from_numpy(np.ascontiguousarray(triangle))
+    return torch.linalg.solve_triangular(matrix, torch.from_numpy(np.ascontiguousarray(right)), upper=upper).numpy()
 
 
 CORRELATIONS = (0.02, 0.3, 0.6, 0.85, 0.95)

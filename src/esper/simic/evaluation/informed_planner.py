@@ -57,12 +57,12 @@ class InformedPlanner:
         return actions
 
     def _plant(self, actions: Ints, table: SlotTable, legal: Bools) -> None:
-        envs, left = np.arange(table.num_envs), self.horizon - table.step
-        skill = 1.0 - (1.0 - LEARNING_RATE) ** left[:, None]  # [E, B] at the end
+        envs, steps_left = np.arange(table.num_envs), self.horizon - table.step
+        skill = 1.0 - (1.0 - LEARNING_RATE) ** steps_left[:, None]  # [E, B] at the end
         value = (self.expected + self._interactions(table)) * (skill * _FIT)[:, None] - self.rent
         value = np.where(legal[:, :, None], value, NEVER).reshape(len(envs), -1)
         best = value.argmax(axis=1)
-        plants = (value[envs, best] > 0) & (table.step >= FIRST_STEP) & (left > self.delay)
+        plants = (value[envs, best] > 0) & (table.step >= FIRST_STEP) & (steps_left > self.delay)
         slot, blueprint = np.divmod(best[plants], len(BLUEPRINTS))
         actions[plants, Head.OP] = Op.GERMINATE
         for head, choice in ((Head.SLOT, slot), (Head.BLUEPRINT, blueprint), (Head.STYLE, _STYLE[blueprint])):

@@ -58,9 +58,9 @@ class Plan:
 
 def all_plans(table: SlotTable) -> list[Plan]:
     """Return every plan: no growth, and each blueprint that some slot takes, in 1, 2, 4, … and all slots."""
-    taken = [b for b in range(table.takes.shape[1]) if table.takes[:, b].any()]
+    plantable = [b for b in range(table.takes.shape[1]) if table.takes[:, b].any()]
     counts = sorted({n for n in (1, 2, 4, 8) if n < table.num_slots} | {table.num_slots})
-    return [Plan(), *(Plan(b, n, share) for b, n, share in itertools.product(taken, counts, START_SHARES))]
+    return [Plan(), *(Plan(b, n, share) for b, n, share in itertools.product(plantable, counts, START_SHARES))]
 
 
 def fit_plan(
@@ -118,8 +118,8 @@ def follow(
 
 def visible_kind(draw: Draw) -> str:
     """Return what a user sees of a host without training it: its blocks, and impairments that change its shapes."""
-    seen = draw.impairment if draw.impairment in ("width", "missing") else "whole"
-    return f"{draw.blocks} blocks, {seen}"
+    visible = draw.impairment if draw.impairment in ("width", "missing") else "whole"
+    return f"{draw.blocks} blocks, {visible}"
 
 
 def fit_plans_by_kind(
@@ -133,13 +133,13 @@ def fit_plans_by_kind(
     groups: dict[str, list[int]] = defaultdict(list)
     for world in worlds:
         groups[visible_kind(family.draw(world))].append(world)
-    found = {}
+    plans = {}
     for kind, members in groups.items():
         share = episodes * len(members) // len(worlds)
         if share >= 2:
-            found[kind] = fit_plan(backend, members, reward, share)
+            plans[kind] = fit_plan(backend, members, reward, share)
     most = max(groups.values(), key=len)
-    return found | {"": found.get(visible_kind(family.draw(most[0])), Plan())}
+    return plans | {"": plans.get(visible_kind(family.draw(most[0])), Plan())}
 
 
 def follow_by_kind(

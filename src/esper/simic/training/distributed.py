@@ -248,8 +248,8 @@ def _attempt(store: Any, rank: int, size: int) -> str:
         joined = store.get("esper/joined").decode()
         if joined.split("/")[rank] == mine:
             store.set(f"esper/seen/{rank}", joined)
-            seen = [f"esper/seen/{r}" for r in range(size)]
-            if rank == 0 and store.check(seen) and all(store.get(each).decode() == joined for each in seen):
+            keys = [f"esper/seen/{r}" for r in range(size)]
+            if rank == 0 and store.check(keys) and all(store.get(each).decode() == joined for each in keys):
                 store.set("esper/start", joined)
             if store.check(["esper/start"]) and store.get("esper/start").decode() == joined:
                 return hashlib.sha256(joined.encode()).hexdigest()

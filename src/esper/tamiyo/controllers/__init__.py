@@ -73,10 +73,10 @@ def find_controller(controller: str | Controller | None) -> Controller:
     if isinstance(controller, str):
         return make_controller(controller)
     if isinstance(controller, type) or not callable(getattr(controller, "act", None)):
-        given = f"the class {controller.__name__}" if isinstance(controller, type) else repr(controller)
+        actual = f"the class {controller.__name__}" if isinstance(controller, type) else repr(controller)
         raise ConfigError(
             f"controller must be a name ({', '.join([*CONTROLLERS, 'tamiyo'])}), None, or an object with "
-            f"act(table, legal) → actions; got {given}"
+            f"act(table, legal) → actions; got {actual}"
         )
     return controller
 

@@ -73,9 +73,9 @@ class Learned:
         """Restore a result of `state_dict`. Raise ConfigError if it belongs to a policy of another size."""
         hidden, width = state.get("hidden"), self._hidden.shape[1:]
         if not isinstance(hidden, torch.Tensor) or hidden.shape[1:] != width or hidden.dtype != self._hidden.dtype:
-            given = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else hidden
+            actual = tuple(hidden.shape) if isinstance(hidden, torch.Tensor) else hidden
             raise ConfigError(
-                f"the recurrent state is of another policy: expected shape (environments, {width[0]}), got {given}"
+                f"the recurrent state is of another policy: expected shape (environments, {width[0]}), got {actual}"
             )
         self._hidden = hidden.clone()
 

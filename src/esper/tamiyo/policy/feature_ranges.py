@@ -69,13 +69,13 @@ class FeatureRanges:
         rows = obs[BASE:].unflatten(-1, (-1, PER_SLOT))
         real = torch.nonzero(rows[:, _ENABLED] > 0).flatten().tolist()
         low, high = self.bounds
-        found = []
+        excesses = []
         if not float(low[-1]) <= len(real) <= float(high[-1]):
-            found.append(Excess("number of slots", len(real), float(low[-1]), float(high[-1])))
-        found += self._beyond(obs[:BASE], 0, [f.name for f in ENV_FEATURES])
+            excesses.append(Excess("number of slots", len(real), float(low[-1]), float(high[-1])))
+        excesses += self._beyond(obs[:BASE], 0, [f.name for f in ENV_FEATURES])
         for s in real:
-            found += self._beyond(rows[s], BASE, [f"{f.name} of {slots[s]}" for f in SLOT_FEATURES])
-        return found
+            excesses += self._beyond(rows[s], BASE, [f"{f.name} of {slots[s]}" for f in SLOT_FEATURES])
+        return excesses
 
     def _beyond(self, values: Tensor, first: int, names: Sequence[str]) -> list[Excess]:
         low, high = (bound[first : first + len(values)] for bound in self.bounds)

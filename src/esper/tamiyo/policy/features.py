@@ -262,9 +262,9 @@ def _env_columns(table: SlotTable, context: ObsContext, macs: Ints) -> Float32:
     """Return the environment columns [BASE, E]."""
     at, envs = ENV_COLUMN, table.num_envs
     cols = np.zeros((BASE, envs), dtype=np.float32)
-    left = np.maximum(context.horizon - table.step, 0)
-    cols[at["time"]] = 1 - left / context.horizon
-    cols[at["steps_left"]] = np.minimum(np.log2(1 + left) / 10, 1)
+    steps_left = np.maximum(context.horizon - table.step, 0)
+    cols[at["time"]] = 1 - steps_left / context.horizon
+    cols[at["steps_left"]] = np.minimum(np.log2(1 + steps_left) / 10, 1)
 
     quality = np.vstack([table.quality, table.quality_history[:, _SHOWN_HISTORY].T], dtype=np.float32)
     quality -= context.quality_zero
@@ -369,11 +369,11 @@ def _live_planes(table: SlotTable, context: ObsContext, legal: Bools, macs: Ints
     planes[at["enabled"]] = table.enabled
     planes[at["alpha"]] = table.alpha
     planes[at["alpha_target"]] = table.alpha_to
-    left = np.maximum(table.ramp_len - table.ramp_pos, 0)
+    ticks_left = np.maximum(table.ramp_len - table.ramp_pos, 0)
     slope = np.subtract(table.alpha_to, table.alpha_from, out=planes[at["alpha_slope"]])
     slope /= np.maximum(table.ramp_len, 1)
-    slope *= (table.stage == _BLENDING) & (left > 0)
-    planes[at["ramp_left"]] = np.minimum(left, SPEED_TICKS[-1]) / np.float32(SPEED_TICKS[-1])
+    slope *= (table.stage == _BLENDING) & (ticks_left > 0)
+    planes[at["ramp_left"]] = np.minimum(ticks_left, SPEED_TICKS[-1]) / np.float32(SPEED_TICKS[-1])
     planes[at["cooldown"]] = table.cooldown / np.float32(COOLDOWN_TICKS)
     planes[at["grad_health"]] = table.grad_health
     _fill(planes[at["grad_health"]], -1)

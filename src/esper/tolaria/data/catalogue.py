@@ -104,9 +104,9 @@ def load_data(name: str, root: str | Path | None = None) -> Dataset:
 
 
 def _root(name: str, root: str | Path | None) -> Path:
-    given = root or (os.environ.get("ESPER_DATA") if name != "text" else None)
-    if given:
-        return Path(given).expanduser()
+    location = root or (os.environ.get("ESPER_DATA") if name != "text" else None)
+    if location:
+        return Path(location).expanduser()
     way_out = (
         "Give the text file as root (--data on the command line)"
         if name == "text"

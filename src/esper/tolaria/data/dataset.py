@@ -226,11 +226,11 @@ def from_tensors(
     labels = y.cpu().numpy() if y.dim() == 1 else np.zeros(len(y), np.int64)
     rest = torch.from_numpy(balanced_order(labels, name))
     splits: dict[str, Split] = {}
-    for part, given in {"val": val, "test": test}.items():
-        if given is None:
+    for part, pair in {"val": val, "test": test}.items():
+        if pair is None:
             rows, rest = rest[:share], rest[share:]
-            given = x[rows], y[rows]
-        splits[part] = Split(*given)
+            pair = x[rows], y[rows]
+        splits[part] = Split(*pair)
     splits["train"] = Split(x[rest], y[rest])
     if kind == "image":
         for part, split in splits.items():
