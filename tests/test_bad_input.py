@@ -139,11 +139,11 @@ def toml(text: str | bytes) -> Callable[[], list[object]]:
 
 
 def a_fifo(*args: object) -> Callable[[], list[object]]:
-    def made() -> list[object]:
+    def build() -> list[object]:
         os.mkfifo("fifo")
         return list(args)
 
-    return made
+    return build
 
 
 def setting(text: str, *output: str, command: list[str] = SIM, begun: bool = False) -> Case:
@@ -365,11 +365,11 @@ POLICIES = [
 
 
 def in_a_file(*args: object) -> Callable[[], list[object]]:
-    def made() -> list[object]:
+    def build() -> list[object]:
         Path("file").write_text("mine")
         return list(args)
 
-    return made
+    return build
 
 
 def full_directory() -> list[object]:
@@ -385,20 +385,20 @@ def a_run(name: str = "run", **manifest: object) -> Path:
 
 
 def with_manifest(text: str, *args: str) -> Callable[[], list[object]]:
-    def made() -> list[object]:
+    def build() -> list[object]:
         Path("run").mkdir()
         Path("run/manifest.json").write_bytes(seal_json(text.encode()) if text.startswith('{"') else text.encode())
         return list(args)
 
-    return made
+    return build
 
 
 def of_a_run(*args: str, **manifest: object) -> Callable[[], list[object]]:
-    def made() -> list[object]:
+    def build() -> list[object]:
         a_run(**manifest)
         return list(args)
 
-    return made
+    return build
 
 
 def a_host(change: Callable[[dict, dict], None] = lambda document, tensors: None) -> list[object]:
@@ -409,8 +409,8 @@ def a_host(change: Callable[[dict, dict], None] = lambda document, tensors: None
     host = GrownHost.of(engine, 0, utility=0.1, round=0)
     document, tensors = json.loads(json.dumps(host.document())), host.tensors()
     change(document, tensors)
-    kept = {"tensors": {BEST_HOST: tensors}, "documents": {BEST_HOST: document}, "kind": "host"}
-    Checkpoints(path / BEST_HOST, keep=1).write("host", **kept)
+    content = {"tensors": {BEST_HOST: tensors}, "documents": {BEST_HOST: document}, "kind": "host"}
+    Checkpoints(path / BEST_HOST, keep=1).write("host", **content)
     return ["export", path]
 
 
@@ -439,11 +439,11 @@ def cut_host() -> list[object]:
 
 
 def strange_checkpoint(**documents: object) -> Callable[[], list[object]]:
-    def made() -> list[object]:
+    def build() -> list[object]:
         Checkpoints(a_run() / "checkpoints").write("round-000001", documents=documents)
         return ["train", "--resume", "run"]
 
-    return made
+    return build
 
 
 def cut_checkpoint() -> list[object]:
@@ -570,8 +570,8 @@ def test_full_disk_ends_a_run_with_a_message_and_no_partial_file(place, size):
     assert "Traceback" not in output
     assert "too large" in output
     assert len(output.strip().splitlines()[-1]) <= MOST
-    left = {p.name for p in (place / "run").rglob("*")}
-    assert not [name for name in left if name.endswith(".tmp") or name.startswith(".draft")]
+    names = {p.name for p in (place / "run").rglob("*")}
+    assert not [name for name in names if name.endswith(".tmp") or name.startswith(".draft")]
     assert read_manifest(place / "run")["status"] == "failed"
 
 
@@ -592,10 +592,10 @@ def test_full_file_system_is_reported_as_such_on_export(place):
         pytest.skip(f"no file system can be mounted here: {mounted.stderr.strip()}")
     try:
         code, output = esper(*a_host(), "--out", full / "model.py")
-        left = list(full.iterdir())
+        remaining = list(full.iterdir())
     finally:
         subprocess.run(["umount", str(full)], check=True)
-    assert (code, left) == (2, [])
+    assert (code, remaining) == (2, [])
     assert "No space left on device" in output
     assert "--out" in output
 
@@ -644,9 +644,9 @@ TENSORS = {
 
 @pytest.mark.parametrize("name", TENSORS)
 def test_unusable_tensors_are_refused(name):
-    given, output = TENSORS[name]
+    tensors, output = TENSORS[name]
     with pytest.raises(DataError, match=output):
-        Task.from_tensors("mine", *given)
+        Task.from_tensors("mine", *tensors)
 
 
 class Bad(nn.Module):

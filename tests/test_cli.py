@@ -69,7 +69,7 @@ def test_terminal_shows_the_lifecycle_of_every_slot_while_running():
     command += ["--birth", "isolated"]
     process = subprocess.Popen(command, stdout=theirs, stderr=theirs, env=ENV)
     os.close(theirs)
-    shown = b""
+    output = b""
     while True:
         try:
             piece = os.read(ours, 4096)
@@ -77,12 +77,12 @@ def test_terminal_shows_the_lifecycle_of_every_slot_while_running():
             break
         if not piece:
             break
-        shown += piece
+        output += piece
     assert process.wait(60) == 0
-    text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", shown).decode()
+    text = re.sub(rb"\x1b\[[0-9;?]*[a-zA-Z]", b"", output).decode()
     assert "epoch   6/6" in text
     assert re.search(r"r0c0\s+training\s+mlp_small", text)
-    assert b"\x1b[" in shown  # it redraws in place
+    assert b"\x1b[" in output  # it redraws in place
 
 
 @pytest.mark.parametrize(

@@ -34,10 +34,12 @@ def test_readme_shows_the_example_and_the_example_runs():
 
     assert printed.count("FOSSILIZED") == 2
     assert float(printed.split()[-1]) > 0.6
-    shown = re.search(r"<!-- quickstart output: begin -->\n```text\n(.*?)```", README, re.DOTALL).group(1)
-    kept = [line for line in printed.splitlines() if without_numbers(line) in map(without_numbers, shown.splitlines())]
-    assert [without_numbers(line) for line in kept] == [without_numbers(line) for line in shown.splitlines()]
-    for ours, theirs in zip(numbers("\n".join(kept)), numbers(shown), strict=True):
+    listing = re.search(r"<!-- quickstart output: begin -->\n```text\n(.*?)```", README, re.DOTALL).group(1)
+    kept = [
+        line for line in printed.splitlines() if without_numbers(line) in map(without_numbers, listing.splitlines())
+    ]
+    assert [without_numbers(line) for line in kept] == [without_numbers(line) for line in listing.splitlines()]
+    for ours, theirs in zip(numbers("\n".join(kept)), numbers(listing), strict=True):
         assert ours == pytest.approx(theirs, abs=0.1), "the output in the README is not that of the example"
 
 
@@ -59,8 +61,8 @@ def test_figures_of_the_readme_are_in_the_studies_that_it_names():
     assert len(rows) >= 3
     for row in rows:
         studies = "".join((ROOT / path).read_text() for path in set(re.findall(r"\]\((docs/studies/\w+\.md)\)", row)))
-        for found in INTERVAL.findall(row):
-            assert plain(found) in plain(studies), f"{found} is in none of the studies of its row: {row[:80]}"
+        for interval in INTERVAL.findall(row):
+            assert plain(interval) in plain(studies), f"{interval} is in none of the studies of its row: {row[:80]}"
 
 
 def plain(text: str) -> str:
@@ -69,12 +71,12 @@ def plain(text: str) -> str:
 
 def test_first_screen_repeats_figures_of_the_table():
     first, table = README.split("## Quickstart")[0], README.split("<!-- when to grow: begin -->")[1]
-    found = INTERVAL.findall(first)
-    assert len(found) == 3
-    for each in found:
+    intervals = INTERVAL.findall(first)
+    assert len(intervals) == 3
+    for each in intervals:
         low = sorted(abs(float(number)) for number in re.findall(r"\d+\.\d+", each))
-        shown = [sorted(abs(float(n)) for n in re.findall(r"\d+\.\d+", other)) for other in INTERVAL.findall(table)]
-        assert low in shown, each
+        ends = [sorted(abs(float(n)) for n in re.findall(r"\d+\.\d+", other)) for other in INTERVAL.findall(table)]
+        assert low in ends, each
 
 
 QUICKSTART = ["README.md", "examples/grow_one_model.py", "docs/graft.md", "docs/worth.md"]
@@ -110,7 +112,7 @@ def run(code: str) -> str:
 def test_page_of_a_training_library_shows_its_example(name):
     """The test of code blocks runs it."""
     code = (ROOT / "examples" / f"grow_in_{name}.py").read_text()
-    shown = BLOCK.search((ROOT / "docs" / f"{name}.md").read_text())
-    assert shown is not None
-    assert shown.group(1) == code.split('"""', 2)[2].lstrip("\n")
+    block = BLOCK.search((ROOT / "docs" / f"{name}.md").read_text())
+    assert block is not None
+    assert block.group(1) == code.split('"""', 2)[2].lstrip("\n")
     assert len(code.splitlines()) <= 40

@@ -168,8 +168,8 @@ def test_load_best_model_restores_its_structure(tmp_path):
     body = make_body("bert")
     load_pretrained(body, best)
     assert_equal(weights(trainer.body), weights(body))
-    held = {id(p) for group in trainer.grower.optimizer.param_groups for p in group["params"]}
-    assert held == {id(p) for p in trainer.body.parameters()}
+    optimized = {id(p) for group in trainer.grower.optimizer.param_groups for p in group["params"]}
+    assert optimized == {id(p) for p in trainer.body.parameters()}
 
 
 def test_best_model_without_seeds(tmp_path):

@@ -183,14 +183,14 @@ def test_checkpoint_loads_into_a_module_for_inference(tmp_path):
 
 def test_seeds_planted_during_validation_are_trained_in_training_mode(tmp_path):
     class Modes(Callback):
-        seen = ()
+        flags = ()
 
         def on_after_backward(self, _trainer, module):
-            self.seen += (all(m.training for m in module.body.esper.modules()),)
+            self.flags += (all(m.training for m in module.body.esper.modules()),)
 
     modes = Modes()
     fit(Module(), tmp_path, callbacks=[modes])
-    assert all(modes.seen)
+    assert all(modes.flags)
 
 
 def test_gradient_clip_val_clips_host_and_seeds_separately(tmp_path):

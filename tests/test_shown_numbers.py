@@ -62,20 +62,20 @@ def test_return_of_a_round_is_the_same_number_everywhere(trained):
     assert columns["return_mean"] == pytest.approx([row["return_mean"] for row in updates], rel=1e-4, abs=1e-6)
 
     watched = esper("watch", "--once", run)
-    shown = re.search(r"PPO round 3 .*return (\S+) ± (\S+) sd", watched)
-    assert shown is not None, watched
-    assert float(shown[1].replace("−", "-")) == pytest.approx(updates[-1]["return_mean"], abs=1e-4)
-    assert float(shown[2]) == pytest.approx(updates[-1]["return_sd"], abs=1e-4)
+    match = re.search(r"PPO round 3 .*return (\S+) ± (\S+) sd", watched)
+    assert match is not None, watched
+    assert float(match[1].replace("−", "-")) == pytest.approx(updates[-1]["return_mean"], abs=1e-4)
+    assert float(match[2]) == pytest.approx(updates[-1]["return_sd"], abs=1e-4)
 
 
 def test_held_out_comparison_is_saved_and_shown_in_the_report(trained):
     run, printed = trained
-    kept = json.loads((run / "held_out.json").read_text())
-    shown = report_data(run)["held_out"]
-    assert kept["rounds"] == ROUNDS
-    assert [row["name"] for row in kept["rows"]] == ["learned (mine)", "heuristic", "schedule", "random", "none"]
-    assert f"standard deviation over the {len(kept['worlds'])} worlds" in shown["says"]
-    for row, cells in zip(kept["rows"], shown["rows"], strict=True):
+    saved = json.loads((run / "held_out.json").read_text())
+    table = report_data(run)["held_out"]
+    assert saved["rounds"] == ROUNDS
+    assert [row["name"] for row in saved["rows"]] == ["learned (mine)", "heuristic", "schedule", "random", "none"]
+    assert f"standard deviation over the {len(saved['worlds'])} worlds" in table["says"]
+    for row, cells in zip(saved["rows"], table["rows"], strict=True):
         assert row["name"] == cells[0]
         assert f"{row['utility']['mean']:+.4f}" in printed
         assert f"{row['utility']['mean']:+.4f} ± {row['utility']['sd']:.4f}" in cells

@@ -118,14 +118,14 @@ def test_segments_that_are_links_are_neither_read_nor_written(place):
 
 def test_checkpoints_that_are_links_are_neither_removed_nor_read(place):
     folder = mine()
-    kept = Checkpoints(Path("kept"), keep=1)
+    checkpoints = Checkpoints(Path("kept"), keep=1)
     Checkpoints(folder).write("old", documents={"run": {"secret": 1}})
     Path("kept").mkdir()
     Path("kept/old").symlink_to(folder / "old")
     Path("kept/.draft-1").symlink_to(folder)
     for name in ("a", "b"):
-        kept.write(name, documents={"run": {}})
-    assert kept.names() == ["b"]
+        checkpoints.write(name, documents={"run": {}})
+    assert checkpoints.names() == ["b"]
     assert Checkpoints(folder).names() == ["old"]
     assert (folder / "thesis.txt").read_text() == "years"
 
@@ -302,10 +302,10 @@ def test_no_character_of_a_run_acts_on_the_terminal(place, command):
     speaking_run("other")
     if command[:2] == ["sql", "run"]:
         command = [part.replace("\x00", "") for part in command]
-    shown, errors = run_esper(command)
-    assert shown or errors
-    for text in (shown, errors):
-        assert not [c for c in text if not c.isprintable() and c not in "\n\t"], (shown, errors)
+    output, errors = run_esper(command)
+    assert output or errors
+    for text in (output, errors):
+        assert not [c for c in text if not c.isprintable() and c not in "\n\t"], (output, errors)
     for page in (Path("run/report.html"), Path("report.html")):
         if not page.exists():
             continue
@@ -317,8 +317,8 @@ def test_name_of_a_run_directory_does_not_act_on_the_terminal(place, command):
     path = a_run(Path("all") / ACTS.replace("\x00", ""), entry(0), b"damaged\n")
     verb, *options = command.split()
     query = ["select 1 as a"] if verb == "sql" else []
-    shown, errors = run_esper([verb, "all" if verb == "runs" else str(path), *query, *options])
-    text = shown + errors
+    output, errors = run_esper([verb, "all" if verb == "runs" else str(path), *query, *options])
+    text = output + errors
     assert "\\x1b]0;owned" in text
     assert not [c for c in text if not c.isprintable() and c != "\n"]
 
@@ -335,14 +335,14 @@ def test_differences_of_a_checkpoint_do_not_act_on_the_terminal(capsys):
 
 
 def run_esper(command: list[str]) -> tuple[str, str]:
-    shown, errors, before = io.StringIO(), io.StringIO(), sys.argv
+    output, errors, before = io.StringIO(), io.StringIO(), sys.argv
     sys.argv = ["esper", *command]
     try:
-        with contextlib.redirect_stdout(shown), contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
+        with contextlib.redirect_stdout(output), contextlib.redirect_stderr(errors), contextlib.suppress(SystemExit):
             cli.main()
     finally:
         sys.argv = before
-    return shown.getvalue(), errors.getvalue()
+    return output.getvalue(), errors.getvalue()
 
 
 # -- queries

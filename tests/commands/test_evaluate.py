@@ -24,8 +24,8 @@ def test_settings_come_from_the_first_run_at_any_position(tmp_path):
     manifest = {"status": "finished", "config": as_tree(config)}
     (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps(spelled(manifest)).encode()))
     for names in ([str(tmp_path), "random"], ["random", str(tmp_path)]):
-        found = config_of(names, None, simulated=False)
-        assert (found.task, found.epochs) == ("digits", 7)
+        config = config_of(names, None, simulated=False)
+        assert (config.task, config.epochs) == ("digits", 7)
     assert config_of(["random"], "quick", simulated=False).task == "quick"
 
 

@@ -47,14 +47,14 @@ def test_decision_is_explained_with_the_life_of_its_seed(
     run = request.getfixturevalue(kind)
     capsys.readouterr()
     run_explain(run, env=0, step=None, as_json=True)
-    found = json.loads(capsys.readouterr().out)
-    assert found["op"] == "GERMINATE"
-    assert sum(found["ops"].values()) == pytest.approx(1.0, abs=1e-4)
-    assert found["influences"][0]["effect"] != 0.0
-    moves, end = found["seed"][:-1], found["seed"][-1]
-    assert (moves[0]["step"], moves[0]["was"], moves[0]["now"]) == (found["step"], "DORMANT", "GERMINATED")
+    explanation = json.loads(capsys.readouterr().out)
+    assert explanation["op"] == "GERMINATE"
+    assert sum(explanation["ops"].values()) == pytest.approx(1.0, abs=1e-4)
+    assert explanation["influences"][0]["effect"] != 0.0
+    moves, end = explanation["seed"][:-1], explanation["seed"][-1]
+    assert (moves[0]["step"], moves[0]["was"], moves[0]["now"]) == (explanation["step"], "DORMANT", "GERMINATED")
     assert moves[0]["cause"] == "controller"
-    assert {move["blueprint"] for move in moves} == {found["heads"]["blueprint"]}
+    assert {move["blueprint"] for move in moves} == {explanation["heads"]["blueprint"]}
     assert end["now"] == "end of the episode"
     assert end["quality"] > 0
 

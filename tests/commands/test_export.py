@@ -53,7 +53,7 @@ def grown(host: str) -> Engine:
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory):
     """Return a run of each host, with validation samples and the outputs of the averaged body for them."""
-    made = {}
+    paths = {}
     for host in TASKS:
         root = tmp_path_factory.mktemp(host)
         with RunDirectory.create(root, host, name="run", manifest={}) as run:
@@ -63,8 +63,8 @@ def runs(tmp_path_factory):
         with plot.average.applied(), torch.no_grad():
             expected = plot.body.eval()(x).contiguous()
         save_file({"x": x, "expected": expected}, root / "example.safetensors")
-        made[host] = run.path
-    return made
+        paths[host] = run.path
+    return paths
 
 
 ALONE = """

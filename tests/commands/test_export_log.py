@@ -26,13 +26,13 @@ def place(tmp_path_factory):
 def expected(place):
     """Return tag → (step, value) of the journal, by the sink that the tests of TensorBoard check."""
     pytest.importorskip("tensorboard")
-    found = {}
+    scalars = {}
     for name in ("grown", "trained"):
         run_export_log(place / name, "tensorboard", place / f"expected-{name}")
-        found[name] = loaded(place / f"expected-{name}")
-    assert len(found["grown"][QUALITY]) == 40
-    assert [step for step, _ in found["trained"]["update/kl"]] == [1, 2, 3]
-    return found
+        scalars[name] = loaded(place / f"expected-{name}")
+    assert len(scalars["grown"][QUALITY]) == 40
+    assert [step for step, _ in scalars["trained"]["update/kl"]] == [1, 2, 3]
+    return scalars
 
 
 def is_same(stored, expected):

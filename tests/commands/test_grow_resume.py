@@ -85,10 +85,10 @@ def test_stopped_run_resumes_bit_for_bit(
     assert f"Resume with: esper grow --resume {run}" in message.out.replace("\n", "")
     assert read_manifest(run)["status"] == "interrupted"
     resume_grow(run, [], GrowOptions())
-    found = outcome(run)
-    assert found["weights"] == calm["weights"]
-    assert found["figures"] == calm["figures"]
-    assert found["events"] == calm["events"]
+    resumed = outcome(run)
+    assert resumed["weights"] == calm["weights"]
+    assert resumed["figures"] == calm["figures"]
+    assert resumed["events"] == calm["events"]
     assert is_whole(run)
     manifest = read_manifest(run)
     assert manifest["status"] == "finished"
@@ -227,8 +227,8 @@ def test_run_killed_at_random_moments_ends_bit_identical(chance: int, calm: dict
         assert process.returncode == 0, message.decode()
         break
     assert read_manifest(run)["status"] == "finished"
-    found = outcome(run)
-    assert found["weights"] == calm["weights"]
-    assert found["figures"] == calm["figures"]
-    assert found["events"] == calm["events"]
+    resumed = outcome(run)
+    assert resumed["weights"] == calm["weights"]
+    assert resumed["figures"] == calm["figures"]
+    assert resumed["events"] == calm["events"]
     assert is_whole(run)

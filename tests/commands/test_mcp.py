@@ -84,19 +84,21 @@ def test_runs_lists_what_lies_in_the_directory(root):
 
 
 def test_summary_names_no_path_outside(root):
-    found = one(root, "summary", run="grown")
-    assert (found["run"], found["environments"][0]["steps"]) == ("grown", 40)
-    assert str(root.parent) not in json.dumps(found)
+    summary = one(root, "summary", run="grown")
+    assert (summary["run"], summary["environments"][0]["steps"]) == ("grown", 40)
+    assert str(root.parent) not in json.dumps(summary)
 
 
 def test_schema_and_sql_fit_together(root):
     tables = one(root, "schema")["tables"]
     assert "FOSSILIZED" in str(one(root, "sql", query="select now from lifecycle", runs=["grown"])["rows"])
     assert "now" in tables["lifecycle"]["columns"]
-    found = one(root, "sql", query="select run, count(*) as n from episodes group by run order by run", runs=["a", "b"])
-    assert found["rows"] == [{"run": "a", "n": 2}, {"run": "b", "n": 2}]
-    found = one(root, "sql", query="select 1 as x, 'NaN'::double as y from steps", runs=["a"], limit=2)
-    assert (found["rows"], found["more"]) == ([{"x": 1, "y": "NaN"}] * 2, 2)
+    answer = one(
+        root, "sql", query="select run, count(*) as n from episodes group by run order by run", runs=["a", "b"]
+    )
+    assert answer["rows"] == [{"run": "a", "n": 2}, {"run": "b", "n": 2}]
+    answer = one(root, "sql", query="select 1 as x, 'NaN'::double as y from steps", runs=["a"], limit=2)
+    assert (answer["rows"], answer["more"]) == ([{"x": 1, "y": "NaN"}] * 2, 2)
 
 
 def test_seed_life_tells_moves_decisions_and_worth_in_order(root):
@@ -111,11 +113,11 @@ def test_seed_life_tells_moves_decisions_and_worth_in_order(root):
 
 
 def test_compare_equals_the_command(root):
-    found = one(root, "compare", runs=["a", "b"])
-    (pair,) = found["pairs"]
+    comparison = one(root, "compare", runs=["a", "b"])
+    (pair,) = comparison["pairs"]
     assert pair["measures"][0]["lead"]["mean"] == pytest.approx(0.05)
     assert pair["choices"]["first_differences"][0]["other"] == "GERMINATE r0c0 (norm)"
-    assert [arm["paths"] for arm in found["arms"]] == [["a"], ["b"]]
+    assert [arm["paths"] for arm in comparison["arms"]] == [["a"], ["b"]]
     assert [pair["other"] for pair in one(root, "compare", runs=["a/eval"])["pairs"]] == ["none"]
 
 

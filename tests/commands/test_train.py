@@ -137,11 +137,11 @@ def test_invalid_arguments_are_reported_in_one_paragraph(requested, message, tmp
 
 
 def test_printed_settings_can_be_read_back(tmp_path):
-    shown = json.loads(esper("train", "--preset", "quick", "--set", "ppo.lr=0.5", "--show").stdout)
-    assert shown["ppo"]["lr"] == 0.5
+    config = json.loads(esper("train", "--preset", "quick", "--set", "ppo.lr=0.5", "--show").stdout)
+    assert config["ppo"]["lr"] == 0.5
     (tmp_path / "mine.toml").write_text('task = "quick"\n[ppo]\nlr = 0.25\n')
-    shown = json.loads(esper("train", "--config", tmp_path / "mine.toml", "--set", "ppo.epochs=2", "--show").stdout)
-    assert (shown["task"], shown["ppo"]["lr"], shown["ppo"]["epochs"]) == ("quick", 0.25, 2)
+    config = json.loads(esper("train", "--config", tmp_path / "mine.toml", "--set", "ppo.epochs=2", "--show").stdout)
+    assert (config["task"], config["ppo"]["lr"], config["ppo"]["epochs"]) == ("quick", 0.25, 2)
 
 
 def test_policy_features_are_listed():

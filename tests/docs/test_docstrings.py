@@ -56,18 +56,18 @@ def find(path: str) -> object:
     for depth in (1, 2):
         module, *names = path.rsplit(".", depth)
         try:
-            found = importlib.import_module(module)
+            member = importlib.import_module(module)
         except ModuleNotFoundError:
             continue
         for name in names:
-            found = inspect.getattr_static(found, name) if inspect.isclass(found) else getattr(found, name)
-        return found
+            member = inspect.getattr_static(member, name) if inspect.isclass(member) else getattr(member, name)
+        return member
     raise LookupError(path)
 
 
-def function_of(found: object) -> object:
+def function_of(member: object) -> object:
     """Return the function of a method or property."""
-    return found.fget if isinstance(found, property) else getattr(found, "__func__", found)
+    return member.fget if isinstance(member, property) else getattr(member, "__func__", member)
 
 
 def sections(doc: str) -> dict[str, str]:
@@ -83,30 +83,30 @@ METHODS_WITH_EXAMPLES = ("esper.Grower.", "esper.Worth.", "esper.Audition.", "es
 
 @pytest.mark.parametrize(("kind", "path"), CALLABLE, ids=[path for _, path in CALLABLE])
 def test_arguments_results_and_errors_are_described(kind, path):
-    found = function_of(find(path))
-    doc = inspect.getdoc(found)
+    function = function_of(find(path))
+    doc = inspect.getdoc(function)
     parts = sections(doc)
-    parameters = inspect.signature(found).parameters.values() if takes_arguments(found) else ()
+    parameters = inspect.signature(function).parameters.values() if takes_arguments(function) else ()
     for parameter in parameters:
         if parameter.name in ("self", "cls"):
             continue
         stars = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
         name = re.escape(stars + parameter.name)
         assert re.search(rf"^    {name}: \S", parts.get("Args", ""), re.MULTILINE), f"{path}: {parameter.name}"
-    if kind != "class" and inspect.signature(found).return_annotation not in ("None", None):
+    if kind != "class" and inspect.signature(function).return_annotation not in ("None", None):
         assert "Returns" in parts or "Yields" in parts, path
         first = parts.get("Returns", parts.get("Yields", "")).strip().splitlines()[0]
         assert ": " not in first, f"{path}: Sphinx reads the text before a colon as a type"
-    if "raise " in inspect.getsource(found) and kind != "class":
+    if "raise " in inspect.getsource(function) and kind != "class":
         assert "Raises" in parts, path
 
 
-def takes_arguments(found: object) -> bool:
+def takes_arguments(member: object) -> bool:
     """Return whether the arguments of a name are described in its docstring.
 
     Fields of structs and dataclasses have docstrings of their own. Results such as `Worth` are not built by users.
     """
-    return not inspect.isclass(found) or ("__init__" in vars(found) and not hasattr(found, "__dataclass_fields__"))
+    return not inspect.isclass(member) or ("__init__" in vars(member) and not hasattr(member, "__dataclass_fields__"))
 
 
 @pytest.mark.parametrize("path", [path for _, path in NAMES])
@@ -164,10 +164,10 @@ INTERNAL = sorted(
 @pytest.mark.parametrize("module", INTERNAL)
 def test_examples_of_internal_functions_run(module):
     """Examples of names that are not public import what they need from their own module."""
-    found = importlib.import_module(module)
+    loaded = importlib.import_module(module)
     public = {textwrap.dedent(doc).strip() for doc in examples().values()}
     runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS)
-    for test in doctest.DocTestFinder(exclude_empty=True).find(found, globs=vars(found).copy()):
+    for test in doctest.DocTestFinder(exclude_empty=True).find(loaded, globs=vars(loaded).copy()):
         if inspect.cleandoc(test.docstring or "").strip() not in public:
             assert runner.run(test).failed == 0
 

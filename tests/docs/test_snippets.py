@@ -45,8 +45,8 @@ def test_commands_of_a_page_exist(page):
 
 
 def test_commands_are_found_in_pages():
-    found = {line.split()[0] for page in PAGES for line in command_lines(page)}
-    assert {"grow", "train", "export", "compare", "report", "dash", "sweep"} <= found
+    commands = {line.split()[0] for page in PAGES for line in command_lines(page)}
+    assert {"grow", "train", "export", "compare", "report", "dash", "sweep"} <= commands
     assert unknown_parts("grow --task rescue --epoch 3") == ["--epoch"]
     assert unknown_parts("grew --task rescue") == ["grew"]
 

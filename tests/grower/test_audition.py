@@ -38,18 +38,18 @@ def test_convolutions_gain_most_where_the_host_sees_single_pixels():
     body = make_body()
     before = {name: value.clone() for name, value in body.state_dict().items()}
     torch.manual_seed(0)
-    found = esper.audition(body, train, blueprints=["conv_light", "norm"])
-    best = found.trials[0]
-    assert {(t.slot, t.blueprint) for t in found.trials} == {(s, b) for s in "13" for b in ("conv_light", "norm")}
+    audition = esper.audition(body, train, blueprints=["conv_light", "norm"])
+    best = audition.trials[0]
+    assert {(t.slot, t.blueprint) for t in audition.trials} == {(s, b) for s in "13" for b in ("conv_light", "norm")}
     assert best.blueprint == "conv_light"
     assert best.gain > 0.1
-    assert [t.gain for t in found.trials] == sorted((t.gain for t in found.trials), reverse=True)
+    assert [t.gain for t in audition.trials] == sorted((t.gain for t in audition.trials), reverse=True)
     assert best.macs == body.costs()[best.slot]["conv_light"].macs
-    assert set(found.plan().values()) == {"conv_light"}
+    assert set(audition.plan().values()) == {"conv_light"}
     after = body.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert str(found).splitlines()[1].startswith(f"{best.slot}     conv_light")
+    assert str(audition).splitlines()[1].startswith(f"{best.slot}     conv_light")
 
 
 def test_a_plan_can_be_planted():
@@ -71,18 +71,18 @@ def test_trials_are_paired_and_the_random_state_is_kept():
 
     body = make_body()
     state = torch.get_rng_state()
-    found = esper.audition(body, draw)
-    assert len(draws) == 1 + len(found.trials) > 3
+    audition = esper.audition(body, draw)
+    assert len(draws) == 1 + len(audition.trials) > 3
     assert len(set(draws)) == 1
     assert torch.equal(torch.get_rng_state(), state)
-    assert found.plan() == {}
+    assert audition.plan() == {}
 
 
 def test_a_slot_that_holds_a_seed_is_not_tried():
     body = make_body()
     esper.Grower(body, torch.optim.AdamW(body.parameters(), lr=1e-2), controller="none").germinate("1", "norm")
-    found = esper.audition(body, lambda copy: float(len(list(copy.parameters()))), blueprints=["norm", "conv_light"])
-    assert {trial.slot for trial in found.trials} == {"3"}
+    audition = esper.audition(body, lambda copy: float(len(list(copy.parameters()))), blueprints=["norm", "conv_light"])
+    assert {trial.slot for trial in audition.trials} == {"3"}
 
 
 def test_seeds_are_planned_by_gain_within_the_limit():

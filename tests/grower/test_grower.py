@@ -40,8 +40,8 @@ BY_HAND = esper.Rules(
 
 def make_grower(rules: esper.Rules = EASY, lr: float = 0.05, **options: Any) -> Grower:
     body = make_body()
-    given = {"controller": "none", **options}
-    return Grower(body, optim.SGD(body.parameters(), lr=lr, momentum=0.9), rules=rules, **given)
+    settings = {"controller": "none", **options}
+    return Grower(body, optim.SGD(body.parameters(), lr=lr, momentum=0.9), rules=rules, **settings)
 
 
 def train(grower: Grower, epoch: int = 0, batches: int = 4) -> None:
@@ -78,8 +78,8 @@ def bring(grower: Grower, slot: str, stage: SeedStage, blueprint: str = "conv_li
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
 def test_seed_completes_its_lifecycle_by_hand(incubation):
     grower = make_grower(BY_HAND, incubation=incubation, gradient_telemetry_stride=1)
-    heard: list[str] = []
-    grower.on_change(lambda effect, slot: heard.append(f"{effect.kind.name} {slot.name}"))
+    effects: list[str] = []
+    grower.on_change(lambda effect, slot: effects.append(f"{effect.kind.name} {slot.name}"))
 
     def epoch() -> SeedStage:
         train(grower, int(grower.table.step[0]))
@@ -113,7 +113,7 @@ def test_seed_completes_its_lifecycle_by_hand(incubation):
     assert view.contribution_se >= 0
     grower.fossilize("second")
     assert epoch() == SeedStage.FOSSILIZED
-    assert heard == ["BUILD second", "SET_OPERATOR second", "COMMIT second"]
+    assert effects == ["BUILD second", "SET_OPERATOR second", "COMMIT second"]
     assert "second" in repr(grower)
     assert "FOSSILIZED" in repr(grower)
 
@@ -191,14 +191,14 @@ def no_growth(kind: str, epochs: int, between: Callable[[Grower, int], None], in
 @pytest.mark.parametrize("kind", ["sgd", "adamw", "adafactor"])
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
 def test_seed_pruned_while_training_leaves_the_host_bit_identical(kind, incubation):
-    learnt = []
+    largest = []
 
     def grow(grower: Grower, epoch: int) -> None:
         if epoch == 1:
             bring(grower, "first", SeedStage.TRAINING, style="GATED_GATE")
             bring(grower, "second", SeedStage.TRAINING, "bottleneck")
         if epoch == 4:
-            learnt.append(max(p.abs().max().item() for p in grower.body.slots["first"].seed[-1].parameters()))
+            largest.append(max(p.abs().max().item() for p in grower.body.slots["first"].seed[-1].parameters()))
             grower.prune("first")
             grower.prune("second")
         grower.step(VAL)
@@ -206,7 +206,7 @@ def test_seed_pruned_while_training_leaves_the_host_bit_identical(kind, incubati
     grown, grown_states = no_growth(kind, 6, grow, incubation)
     plain, plain_states = no_growth(kind, 6, lambda _grower, _epoch: None, incubation)
 
-    assert learnt[0] > 0  # its last projection stays zero
+    assert largest[0] > 0  # its last projection stays zero
     for name, value in plain.items():
         assert torch.equal(value, grown[name]), name
     for name, state in plain_states.items():
@@ -264,8 +264,8 @@ def test_gate_is_in_the_optimiser_from_germination_and_trains_while_blending():
     grower = make_grower()
     grower.germinate("first", "conv_light", style="GATED_GATE")
     gate = grower.body.slots["first"].gate
-    held = {p for group in grower.optimizer.param_groups for p in group["params"]}
-    assert set(gate.parameters()) <= held
+    optimized = {p for group in grower.optimizer.param_groups for p in group["params"]}
+    assert set(gate.parameters()) <= optimized
     grower.advance("first")
     train(grower)
     grower.advance("first")
@@ -517,8 +517,8 @@ def test_custom_quality_is_the_one_that_counts():
     train(grower)
     report = grower.step(VAL)
     body = grower.body.eval()
-    wanted = torch.cat([-(body(x) - 1.0).square().mean(1) for x, _ in VAL]).mean().item()
-    assert report.quality == pytest.approx(wanted, rel=1e-5)
+    expected = torch.cat([-(body(x) - 1.0).square().mean(1) for x, _ in VAL]).mean().item()
+    assert report.quality == pytest.approx(expected, rel=1e-5)
     assert grower.slots["first"].contribution != 0
 
 
@@ -530,11 +530,11 @@ def test_batch_is_split_into_inputs_and_target():
 def test_gradients_are_sampled_by_the_stride_and_read_once_per_step(monkeypatch):
     grower = make_grower(gradient_telemetry_stride=3)
     bring(grower, "first", SeedStage.TRAINING)
-    taken: list[int] = []
+    sampled: list[int] = []
     take = GradientMeter.take
-    monkeypatch.setattr(GradientMeter, "take", lambda *args: (taken.append(grower._batches), take(*args)))
+    monkeypatch.setattr(GradientMeter, "take", lambda *args: (sampled.append(grower._batches), take(*args)))
     train(grower, batches=8)
-    assert taken == [1, 4, 7]
+    assert sampled == [1, 4, 7]
     assert np.isnan(grower.table.grad_norm).all()
     grower.step()
     assert np.isfinite(grower.table.grad_norm[0, 0])
@@ -592,12 +592,12 @@ class Contrary:
     """Requests what is not allowed, then a slot that does not exist."""
 
     def __init__(self) -> None:
-        self.seen: list[Any] = []
+        self.shapes: list[Any] = []
 
     def act(self, _table: esper.SlotTable, legal: Any) -> Any:
-        self.seen.append(legal.shape)
+        self.shapes.append(legal.shape)
         actions = wait_everywhere(1)
-        actions[0, [Head.OP, Head.SLOT]] = Op.FOSSILIZE, 0 if len(self.seen) == 1 else 17
+        actions[0, [Head.OP, Head.SLOT]] = Op.FOSSILIZE, 0 if len(self.shapes) == 1 else 17
         return actions
 
 
@@ -607,7 +607,7 @@ def test_custom_controller_decides_and_illegal_actions_have_no_effect():
     for _ in range(2):
         report = grower.step()
         assert (report.op, report.slot, report.effects) == (Op.WAIT, "", ())
-    assert controller.seen == [(1, len(Op), 2)] * 2
+    assert controller.shapes == [(1, len(Op), 2)] * 2
 
 
 # -- kinds of training loops
@@ -725,11 +725,11 @@ def test_grown_body_is_adopted_before_or_after_loading(when):
         was = old.slots[name]
         assert (view.stage, view.blueprint, view.params) == (was.stage, was.blueprint, was.params)
         assert view.alpha == was.alpha
-    held = [p for group in grower.optimizer.param_groups for p in group["params"]]
-    assert len(held) == len(set(held))
-    assert set(held) == set(body.parameters())
+    optimized = [p for group in grower.optimizer.param_groups for p in group["params"]]
+    assert len(optimized) == len(set(optimized))
+    assert set(optimized) == set(body.parameters())
     assert set(grower.optimizer.param_groups[-1]["params"]) == set(body.slots["second"].parameters())
-    assert set(grower.optimizer.state) <= set(held)
+    assert set(grower.optimizer.state) <= set(optimized)
 
     for epoch in range(8):  # its ramp continues to 1
         train(grower, epoch)

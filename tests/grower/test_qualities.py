@@ -49,9 +49,9 @@ def test_classes_may_be_on_axis_1_or_last(positions):
     first = logits.movedim(-1, 1)
     right = (logits.argmax(-1) == target).float().reshape(5, -1).mean(1)
     loss = nn.functional.cross_entropy(first, target, reduction="none").reshape(5, -1).mean(1)
-    for given in (logits, first):
-        assert torch.allclose(accuracy(given, target), right)
-        assert torch.allclose(log_probability(given, target), -loss, atol=1e-6)
+    for output in (logits, first):
+        assert torch.allclose(accuracy(output, target), right)
+        assert torch.allclose(log_probability(output, target), -loss, atol=1e-6)
 
 
 def test_ambiguous_class_axis_is_refused_and_can_be_named():

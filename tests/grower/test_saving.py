@@ -169,20 +169,20 @@ def uninterrupted(make: Make, story: Story, saves: dict[int, Path]) -> tuple[Loo
     """Run without interruption, saving at some points; return the loop and its state after each step."""
     loop = Loop(make, story)
     sow()
-    seen: list[Any] = []
+    history: list[Any] = []
     for at in chain([0], loop.run()):
-        seen.append((everything(loop.grower), len(loop.grower.emit.hub)))
+        history.append((everything(loop.grower), len(loop.grower.emit.hub)))
         if at in saves:
             loop.save(saves[at])
-            assert everything(loop.grower) == seen[-1][0]  # saving changes nothing
+            assert everything(loop.grower) == history[-1][0]  # saving changes nothing
             assert type(loop.grower.emit.hub.pop()) is Checkpoint
-    return loop, seen
+    return loop, history
 
 
 def goes_on(make: Make, story: Story, points: list[int], root: Path, more: int) -> Loop:
     """Assert that a run resumed at each of these points equals the uninterrupted one for `more` further steps."""
     saves = {at: root / str(at) for at in points}
-    whole, seen = uninterrupted(make, story, saves)
+    whole, history = uninterrupted(make, story, saves)
     for at in points:
         disturb()
         again = Loop(make, story)
@@ -190,10 +190,10 @@ def goes_on(make: Make, story: Story, points: list[int], root: Path, more: int) 
         assert again.at == at
         hub = again.grower.emit.hub
         hub.clear()
-        assert everything(again.grower) == seen[at][0], f"loaded at {at}"
+        assert everything(again.grower) == history[at][0], f"loaded at {at}"
         for now in again.run(min(at + more, len(whole.steps))):
-            assert everything(again.grower) == seen[now][0], f"resumed at {at}, step {now}"
-        assert list(hub) == whole.grower.emit.hub[seen[at][1] : seen[again.at][1]]
+            assert everything(again.grower) == history[now][0], f"resumed at {at}, step {now}"
+        assert list(hub) == whole.grower.emit.hub[history[at][1] : history[again.at][1]]
     return whole
 
 
@@ -273,14 +273,14 @@ def maker(kind: str = "sgd", host: str = "cnn", **options: Any) -> Make:
     def make() -> tuple[Grower, Any, Data]:
         body, data = HOSTS[host]()
         optimizer = optimizer_of(kind, body)
-        given = {
+        settings = {
             "controller": "none",
             "rules": EASY,
             "gradient_telemetry_stride": 3,
             "telemetry": EventList(),
             **options,
         }
-        grower = Grower(body, optimizer, **given)
+        grower = Grower(body, optimizer, **settings)
         return grower, optim.lr_scheduler.CosineAnnealingLR(optimizer, EPOCHS), data
 
     return make
@@ -470,10 +470,10 @@ assert not list(where.glob(".draft*")), "drafts of killed writers are removed"
 @pytest.mark.slow
 def test_kill_at_any_point_while_saving_leaves_the_old_or_the_new_save(tmp_path):
     done = python(KILLED, tmp_path / "saves")
-    found = [int(line.split()[1]) for line in done.splitlines()]
-    assert set(found) == {AT["GERMINATED"], AT["HOLDING"]}
-    assert found == sorted(found)
-    assert len(found) > 20  # points at which it was killed
+    stages = [int(line.split()[1]) for line in done.splitlines()]
+    assert set(stages) == {AT["GERMINATED"], AT["HOLDING"]}
+    assert stages == sorted(stages)
+    assert len(stages) > 20  # points at which it was killed
 
 
 # -- faulty saves
@@ -676,10 +676,10 @@ def test_save_replaces_whatever_had_grown(saved):
     again = Loop(maker(), life())
     again.grower.germinate("second", "norm")
     again.grower.germinate("first", "attention")
-    heard: list[str] = []
-    again.grower.on_change(lambda effect, slot: heard.append(f"{effect.kind.name} {slot.name}"))
+    effects: list[str] = []
+    again.grower.on_change(lambda effect, slot: effects.append(f"{effect.kind.name} {slot.name}"))
     again.load(saved)
-    assert heard == ["BUILD first", "BUILD second"]
+    assert effects == ["BUILD first", "BUILD second"]
 
     fresh = Loop(maker(), life())
     fresh.load(saved)
@@ -690,11 +690,11 @@ def test_save_of_a_bare_body_removes_growth_and_notifies_listeners(tmp_path):
     maker()()[0].save(tmp_path)
     grower = maker()()[0]
     grower.germinate("second", "norm")
-    heard: list[str] = []
-    grower.on_change(lambda effect, slot: heard.append(f"{effect.kind.name} {slot.name}"))
+    effects: list[str] = []
+    grower.on_change(lambda effect, slot: effects.append(f"{effect.kind.name} {slot.name}"))
     with pytest.warns(UserWarning, match="no seed in second: the seeds there are removed"):
         grower.load(tmp_path)
-    assert heard == ["DROP second"]
+    assert effects == ["DROP second"]
     assert grower.slots["second"].stage == SeedStage.DORMANT
     grower.germinate("second", "norm")
 
@@ -702,9 +702,9 @@ def test_save_of_a_bare_body_removes_growth_and_notifies_listeners(tmp_path):
 def test_changed_arguments_are_reported_and_used(saved):
     rules = esper.Rules(**{f: getattr(EASY, f) for f in EASY.__struct_fields__} | {"max_seeds": 3})
     grower = maker(rules=rules, incubation="shadow", controller="heuristic", rng_seed=4)()[0]
-    with pytest.warns(UserWarning, match="settings differ from those of the checkpoint") as shown:
+    with pytest.warns(UserWarning, match="settings differ from those of the checkpoint") as warned:
         grower.load(saved)
-    text = " ".join(str(w.message) for w in shown)
+    text = " ".join(str(w.message) for w in warned)
     for difference in (
         "controller was 'Wait', is 'Heuristic'",
         "incubation was 'straight_through', is 'shadow'",
@@ -868,9 +868,9 @@ def test_optimiser_state_of_higher_precision_is_not_rounded(tmp_path):
     grower.save(tmp_path)
     again = maker("adamw")()[0]
     again.load(tmp_path)
-    found = again.optimizer.state[next(again.body.parameters())]["exp_avg"]
-    assert found.dtype == torch.float64
-    assert torch.equal(found, grower.optimizer.state[p]["exp_avg"])
+    momentum = again.optimizer.state[next(again.body.parameters())]["exp_avg"]
+    assert momentum.dtype == torch.float64
+    assert torch.equal(momentum, grower.optimizer.state[p]["exp_avg"])
 
 
 def test_parameters_find_their_state_by_name_in_any_order(saved):
@@ -915,8 +915,8 @@ def test_extra_is_returned_unchanged(tmp_path):
         "order": np.arange(5),
     }  # fmt: skip
     grower.save(tmp_path, extra=extra)
-    found = maker()()[0].load(tmp_path)
-    assert digest(found).__repr__() == digest(extra).__repr__()
+    loaded = maker()()[0].load(tmp_path)
+    assert digest(loaded).__repr__() == digest(extra).__repr__()
     grower.save(tmp_path)
     assert maker()()[0].load(tmp_path) is None
 

@@ -58,16 +58,16 @@ def test_differences_pair_worlds_and_not_environments(tmp_path):
     )  # fmt: skip
     (pair,) = compare_runs([a, b]).pairs
     assert (pair.first, pair.other, pair.scope, pair.worlds) == ("a", "b", "episodes", [3, 7])
-    found = measures(pair)
-    assert list(found) == ["quality", "utility", "params", "train_macs"]
-    quality = found["quality"]
+    by_metric = measures(pair)
+    assert list(by_metric) == ["quality", "utility", "params", "train_macs"]
+    quality = by_metric["quality"]
     assert (quality.first, quality.other, quality.worlds) == (pytest.approx(0.7), pytest.approx(0.75), 2)
     assert quality.lead.mean == pytest.approx(0.05)
     assert (quality.lead.low, quality.lead.high) == (pytest.approx(-0.1), pytest.approx(0.2))
     assert (quality.lead.wins, quality.lead.ties, quality.lead.losses) == (1, 0, 1)
-    assert found["utility"].lead.mean == pytest.approx(0.1)
-    assert found["params"].lead.mean == 10
-    assert found["train_macs"].lead.mean == 500
+    assert by_metric["utility"].lead.mean == pytest.approx(0.1)
+    assert by_metric["params"].lead.mean == 10
+    assert by_metric["train_macs"].lead.mean == 500
 
 
 def test_last_finished_episode_of_a_world_counts(tmp_path):

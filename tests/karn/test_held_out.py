@@ -13,22 +13,22 @@ NAME = "<script>alert(1)</script>\x1b[2J"
 
 def row(name, mean, lead=None):
     figure = {"mean": mean, "sd": 0.02, "worlds": [mean]}
-    found = {"name": name, "test": figure, "utility": figure, "params": figure, "macs": None, "quality": figure}
+    cells = {"name": name, "test": figure, "utility": figure, "params": figure, "macs": None, "quality": figure}
     more = {} if lead is None else {"test_lead": lead, "utility_lead": lead}
-    return found | more
+    return cells | more
 
 
 def test_comparison_shows_every_controller_with_intervals(tmp_path):
     sure, unsure = ({"mean": 0.011, "low": low, "high": 0.03} for low in (0.004, -0.004))
     figures = {"worlds": [100, 101, 102], "rows": [row("learned", 0.75), row(NAME, 0.74, sure), row("b", 0.7, unsure)]}
     held_out.write(tmp_path, figures, rounds=7)
-    shown = comparison(RunState(tmp_path))
-    assert "3 worlds that had no part in training, the same for all controllers, after round 7" in shown["says"]
-    assert "standard deviation over the 3 worlds" in shown["says"]
-    assert shown["heads"][:3] == ["controller", "test accuracy", "lead of the first row"]
-    assert shown["rows"][1][:3] == [NAME, "74.0 % ± 2.0", ["+1.1 [+0.4, +3.0]"]]  # a list: the interval excludes 0
-    assert shown["rows"][2][2] == "+1.1 [-0.4, +3.0]"
-    assert shown["rows"][1][4] == ["+0.0110 [+0.0040, +0.0300]"]
+    content = comparison(RunState(tmp_path))
+    assert "3 worlds that had no part in training, the same for all controllers, after round 7" in content["says"]
+    assert "standard deviation over the 3 worlds" in content["says"]
+    assert content["heads"][:3] == ["controller", "test accuracy", "lead of the first row"]
+    assert content["rows"][1][:3] == [NAME, "74.0 % ± 2.0", ["+1.1 [+0.4, +3.0]"]]  # a list: the interval excludes 0
+    assert content["rows"][2][2] == "+1.1 [-0.4, +3.0]"
+    assert content["rows"][1][4] == ["+0.0110 [+0.0040, +0.0300]"]
 
 
 def test_run_without_a_comparison_shows_none(tmp_path):
@@ -56,6 +56,6 @@ def test_symlink_is_not_followed(tmp_path):
     secret.write_bytes(seal_json(b'{"worlds": [1], "rows": [{"name": "secret"}]}'))
     (tmp_path / "run").mkdir()
     (tmp_path / "run" / HELD_OUT).symlink_to(secret)
-    shown = comparison(RunState(tmp_path / "run"))
-    assert "symbolic link" in shown["damage"]
-    assert "rows" not in shown
+    content = comparison(RunState(tmp_path / "run"))
+    assert "symbolic link" in content["damage"]
+    assert "rows" not in content

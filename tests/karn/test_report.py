@@ -73,10 +73,10 @@ def test_values_are_formatted(value, unit, text):
 
 @given(st.floats(-1e6, 1e6), st.floats(1e-6, 1e6))
 def test_ticks_are_few_ordered_and_inside(low, width):
-    found = ticks(low, low + width)
-    assert len(found) <= 7
-    assert found == sorted(set(found))
-    assert all(low - width * 1e-6 <= t <= low + width * (1 + 1e-6) for t in found)
+    marks = ticks(low, low + width)
+    assert len(marks) <= 7
+    assert marks == sorted(set(marks))
+    assert all(low - width * 1e-6 <= t <= low + width * (1 + 1e-6) for t in marks)
 
 
 @pytest.mark.parametrize("unit", ["number", "percent", "points", "count", "seconds"])
@@ -106,8 +106,8 @@ def places(tmp_path_factory):
     named = open_json((hostile / "manifest.json").read_bytes())
     named |= {"run_id": NASTY, "config": {NASTY: {NASTY: NASTY}}, "command": NASTY}
     (hostile / "manifest.json").write_bytes(seal_json(json.dumps(named).encode()))
-    found = {"grown": [grown], "train": [train], "hostile": [hostile], "both": [grown, train, hostile]}
-    return {name: report.write([RunState.of(p) for p in runs], root / f"{name}.html") for name, runs in found.items()}
+    groups = {"grown": [grown], "train": [train], "hostile": [hostile], "both": [grown, train, hostile]}
+    return {name: report.write([RunState.of(p) for p in runs], root / f"{name}.html") for name, runs in groups.items()}
 
 
 @pytest.mark.parametrize("name", ["grown", "train", "hostile", "both"])
@@ -151,8 +151,8 @@ def test_quality_that_is_not_finite_is_a_trouble(tmp_path):
     journal = Journal(tmp_path / "run")
     for event in (started(), step(1), step(2, quality=math.nan)):
         journal.write(event)
-    found = problems(RunState.of(journal.close()))
-    assert any(severity == "error" and "not finite" in text for severity, text in found)
+    messages = problems(RunState.of(journal.close()))
+    assert any(severity == "error" and "not finite" in text for severity, text in messages)
 
 
 def test_alarms_without_rollback_take_one_line(tmp_path):
@@ -172,18 +172,18 @@ def test_unmeasured_quality_is_null_and_not_zero(tmp_path):
     journal.write(started())
     for n in range(1, 5):
         journal.write(step(n, quality=None, committed_quality=None))
-    found = document(RunState.of(journal.close()))
-    assert found["envs"][0]["quality"] is None
-    assert "quality" not in found["series"]["0"]["columns"]
+    content = document(RunState.of(journal.close()))
+    assert content["envs"][0]["quality"] is None
+    assert "quality" not in content["series"]["0"]["columns"]
 
 
 def test_seed_without_measured_worth_still_has_stages(tmp_path):
     journal = Journal(tmp_path / "run")
     journal.write(started())
     journal.write(step(1, stages=(2, 0, 0), blueprints=("norm", "", "")))
-    found = detail(RunState.of(journal.close()), 0)
-    assert found["slots"][0]["stages"] == [[2, "norm", 1, 1]]
-    assert found["slots"][0]["worth"] is None
+    content = detail(RunState.of(journal.close()), 0)
+    assert content["slots"][0]["stages"] == [[2, "norm", 1, 1]]
+    assert content["slots"][0]["worth"] is None
 
 
 @pytest.mark.parametrize("status", ["running", "finished", "failed"])
@@ -231,8 +231,8 @@ def one_of_each(path):
     journal.close()
     lines = [json.loads(each) for each in (path / "events/rank0-00000.jsonl").read_text().splitlines()]
     more = [json.loads(each) for each in (rest / "events/rank0-00000.jsonl").read_text().splitlines()]
-    known = {each["kind"] for each in lines}
-    lines += [each | {"seq": 1000 + i} for i, each in enumerate(more) if each["kind"] not in known]
+    kinds = {each["kind"] for each in lines}
+    lines += [each | {"seq": 1000 + i} for i, each in enumerate(more) if each["kind"] not in kinds]
     return [{name: value for name, value in each.items() if name != "crc"} for each in lines]
 
 
@@ -326,8 +326,8 @@ def test_copy_is_named_after_its_directory(tmp_path):
     copy = tmp_path / "a copy"
     path.rename(copy)
     run = RunState.of(copy)
-    found = document(run)["run"]
-    assert (found["name"], found["run_id"]) == ("a copy", "run")
+    facts = document(run)["run"]
+    assert (facts["name"], facts["run_id"]) == ("a copy", "run")
     (tmp_path / "else").mkdir()
     other = RunState.of(grow_run(tmp_path / "else" / "a copy"))
     report.page([run, other])

@@ -107,15 +107,15 @@ LIVES = st.lists(
 @given(LIVES, st.sets(st.integers(1, 30)))
 @settings(max_examples=150, deadline=None)
 def test_intervals_match_the_stage_of_every_recorded_epoch(life, missing):
-    kept = {n: shown for n, shown in enumerate(life, 1) if n not in missing}
+    kept = {n: state for n, state in enumerate(life, 1) if n not in missing}
     run = folded(started(), *(row(n, stage, blueprint) for n, (stage, blueprint) in kept.items()))
-    found = {}
+    by_step = {}
     for stage, blueprint, start, end in stages(run) if kept else []:
         assert start <= end
         for n in range(start, end + 1):
-            assert n not in found
-            found[n] = (stage, blueprint)
-    assert found == {n: shown for n, shown in kept.items() if shown[0] != S.DORMANT}
+            assert n not in by_step
+            by_step[n] = (stage, blueprint)
+    assert by_step == {n: state for n, state in kept.items() if state[0] != S.DORMANT}
 
 
 @given(LIVES, st.lists(st.integers(1, 8), max_size=10))

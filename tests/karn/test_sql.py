@@ -143,10 +143,10 @@ def test_every_field_of_every_line_equals_the_journal_reader(run, runs):
         table = views.table_name(entry.kind)
         answer = runs.ask(f"select * from {table} where seq = {entry.seq} and rank = {entry.rank}")
         (row,) = answer.rows
-        found = dict(zip(answer.columns, row, strict=True))
-        assert (found.pop("run"), found.pop("extra"), found.pop("time_s")) == ("one", None, entry.time_s)
-        assert {"seq": entry.seq, "rank": entry.rank}.items() <= found.items()
-        assert same({k: v for k, v in found.items() if k not in ("seq", "rank")}, entry.data), entry.kind
+        fields = dict(zip(answer.columns, row, strict=True))
+        assert (fields.pop("run"), fields.pop("extra"), fields.pop("time_s")) == ("one", None, entry.time_s)
+        assert {"seq": entry.seq, "rank": entry.rank}.items() <= fields.items()
+        assert same({k: v for k, v in fields.items() if k not in ("seq", "rank")}, entry.data), entry.kind
 
 
 def test_field_columns_never_clash_with_common_columns():
@@ -178,12 +178,12 @@ def test_damaged_lines_duplicates_and_ranks_match_the_journal(tmp_path):
     expected = sorted((e.rank, e.seq, e.kind, e.time_s) for e in journal.read(path, damage))
 
     with Runs([path]) as opened:
-        found = opened.ask("select rank, seq, kind, time_s from events order by rank, seq").rows
-        kept = sum(opened.ask(f"select count(*) from {views.table_name(k)}").rows[0][0] for k in KINDS)
+        rows = opened.ask("select rank, seq, kind, time_s from events order by rank, seq").rows
+        counted = sum(opened.ask(f"select count(*) from {views.table_name(k)}").rows[0][0] for k in KINDS)
         counts = opened.ask("select events, damaged from runs").rows
 
-    assert found == expected
-    assert kept == len(expected)
+    assert rows == expected
+    assert counted == len(expected)
     assert counts == [(len(expected), damage.lines + damage.torn)]
     assert damage.lines >= 8
 
@@ -260,10 +260,10 @@ def test_gaps_in_the_sequence_are_losses(tmp_path):
     write(path, [step(3)], first_seq=9)
 
     with Runs([path]) as opened:
-        found = opened.ask("select after_seq, before_seq, missing from losses order by before_seq").rows
+        rows = opened.ask("select after_seq, before_seq, missing from losses order by before_seq").rows
 
-    assert found == [(-1, 2, 2), (3, 9, 5)]
-    assert [(gap.start - 1, gap.stop, len(gap)) for gap in holes(journal.read(path))[0]] == found
+    assert rows == [(-1, 2, 2), (3, 9, 5)]
+    assert [(gap.start - 1, gap.stop, len(gap)) for gap in holes(journal.read(path))[0]] == rows
 
 
 def test_several_runs_are_queried_together_with_their_baseline(tmp_path):
@@ -300,10 +300,10 @@ def test_only_the_bare_host_of_the_same_world_is_a_baseline(tmp_path):
 
 
 def test_catalogue_lists_every_view_with_its_columns_in_order(runs):
-    shown = {view.name: list(view.columns) for view in views.catalogue()}
+    catalogue = {view.name: list(view.columns) for view in views.catalogue()}
     existing = {name for (name,) in runs.ask("show tables").rows} - {"places", "directories"}
-    assert set(shown) == existing
-    for name, columns in shown.items():
+    assert set(catalogue) == existing
+    for name, columns in catalogue.items():
         assert [row[0] for row in runs.ask(f"describe {name}").rows] == columns, name
 
 

@@ -42,8 +42,8 @@ def test_sealed_tensors_are_safetensors_in_canonical_order():
     contents |= {seal_tensors(save(dict(reversed(ARRAYS.items())), dict(reversed(metadata.items()))))}
     assert len(contents) == 1
     content = contents.pop()
-    found = check_tensors(content)
-    assert {name: value for name, value in found.items() if name != "sha256"} == metadata
+    checked = check_tensors(content)
+    assert {name: value for name, value in checked.items() if name != "sha256"} == metadata
     assert {name: array.tolist() for name, array in load(content).items()} == {
         name: array.tolist() for name, array in ARRAYS.items()
     }

@@ -38,11 +38,11 @@ def test_errors_derive_from_builtin_exceptions():
     [("conv_lite", "conv_light"), ("Norm", "norm"), ("bottelneck", "bottleneck"), ("lora-large", "lora_large")],
 )
 def test_typo_suggests_the_nearest_name(typed, nearest):
-    known = ["conv_light", "norm", "bottleneck", "lora", "lora_large"]
-    error = unknown_name("blueprint", typed, known)
+    names = ["conv_light", "norm", "bottleneck", "lora", "lora_large"]
+    error = unknown_name("blueprint", typed, names)
     assert isinstance(error, UnknownNameError)
     assert str(error).startswith(f"no blueprint named {typed!r}. Did you mean {nearest!r}? There are: ")
-    assert str(error).endswith(", ".join(sorted(known)))
+    assert str(error).endswith(", ".join(sorted(names)))
 
 
 def test_dissimilar_name_gets_no_suggestion():

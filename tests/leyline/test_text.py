@@ -11,9 +11,9 @@ ACTING = {
 
 @pytest.mark.parametrize("name", ACTING)
 def test_control_characters_are_escaped(name):
-    shown = printable(f"a{ACTING[name]}b")
-    assert shown.isprintable()
-    assert shown.startswith("a\\")
+    text = printable(f"a{ACTING[name]}b")
+    assert text.isprintable()
+    assert text.startswith("a\\")
     assert ACTING[name] not in escape(f"a{ACTING[name]}b") or name == "line end"
 
 

@@ -13,7 +13,7 @@ def browser():
 @pytest.fixture
 def visits(browser):
     """Open pages; afterwards fail on any console message, dialog or request to another place."""
-    found = Visits(browser)
-    yield found
-    found.close()
-    assert found.trouble == []
+    pages = Visits(browser)
+    yield pages
+    pages.close()
+    assert pages.trouble == []

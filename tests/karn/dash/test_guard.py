@@ -42,8 +42,8 @@ class Application:
 
 def request(path="/", method="GET", host=OWN_HOSTS[0], origin=None, site=None, cookie=None, query="", more=()):
     """Send one request. Return (status, headers, body, whether the application was called)."""
-    given = {"host": host, "origin": origin, "sec-fetch-site": site, "cookie": cookie}
-    headers = [(name.encode(), value.encode("latin-1")) for name, value in given.items() if value is not None]
+    values = {"host": host, "origin": origin, "sec-fetch-site": site, "cookie": cookie}
+    headers = [(name.encode(), value.encode("latin-1")) for name, value in values.items() if value is not None]
     scope = {"type": "http", "method": method, "path": path, "query_string": query.encode("latin-1")}
     scope["headers"] = headers + list(more)
     app = Application()

@@ -31,8 +31,8 @@ def paths_of(app):
 
 
 def scope_of(path, method="GET", host=OWN_HOSTS[0], origin=None, site=None, cookie=None, query=""):
-    given = {"host": host, "origin": origin, "sec-fetch-site": site, "cookie": cookie}
-    headers = [(name.encode(), value.encode()) for name, value in given.items() if value is not None]
+    values = {"host": host, "origin": origin, "sec-fetch-site": site, "cookie": cookie}
+    headers = [(name.encode(), value.encode()) for name, value in values.items() if value is not None]
     return {"type": "http", "asgi": {"version": "3.0"}, "http_version": "1.1", "scheme": "http", "method": method,
             "path": path, "raw_path": path.encode(), "root_path": "", "query_string": query.encode(),
             "headers": headers, "server": ("127.0.0.1", PORT), "client": ("127.0.0.1", 1)}  # fmt: skip

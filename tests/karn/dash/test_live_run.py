@@ -49,8 +49,8 @@ def removed(path):
     (path / "events" / FIRST).unlink()
 
 
-@pytest.mark.parametrize(("disturb", "found"), [(cut, 10), (replaced, 31), (removed, 0)])
-def test_disturbed_journal_is_read_again_and_viewers_get_all_of_it(tmp_path, disturb, found):
+@pytest.mark.parametrize(("disturb", "position"), [(cut, 10), (replaced, 31), (removed, 0)])
+def test_disturbed_journal_is_read_again_and_viewers_get_all_of_it(tmp_path, disturb, position):
     path = write_steps(tmp_path / "run", 20)
     run = LiveRun(path)
     first = run.document()
@@ -60,7 +60,7 @@ def test_disturbed_journal_is_read_again_and_viewers_get_all_of_it(tmp_path, dis
     patch = run.changes(cursor_of(first))
     assert patch["since"] == 0
     assert patch["version"] != first["version"]
-    assert abs(patch["position"] - found) <= 1
+    assert abs(patch["position"] - position) <= 1
     if disturb is replaced:
         assert qualities(patch) == [0.9] * 30
     assert run.changes(cursor_of(patch)) is None

@@ -63,14 +63,14 @@ def get_json(port, path):
 
 def messages(answer, count):
     """Return the first messages of a stream as (id, data)."""
-    found, number = [], None
-    while len(found) < count:
+    events, number = [], None
+    while len(events) < count:
         line = answer.readline().decode().rstrip("\n")
         if line.startswith("id: "):
             number = int(line[4:])
         elif line.startswith("data: "):
-            found.append((number, json.loads(line[6:])))
-    return found
+            events.append((number, json.loads(line[6:])))
+    return events
 
 
 @pytest.fixture
@@ -85,8 +85,8 @@ def test_runs_are_listed_and_addressed_by_number(runs):
         listed = get_json(port, "/api/runs")["runs"]
         assert sorted(run["name"] for run in listed) == ["grown", "other"]
         for run in listed:
-            found = get_json(port, f"/api/runs/{run['id']}")
-            assert (found["run"]["name"], found["run"]["status"]) == (run["name"], "finished")
+            content = get_json(port, f"/api/runs/{run['id']}")
+            assert (content["run"]["name"], content["run"]["status"]) == (run["name"], "finished")
         assert get_json(port, "/api/runs/0/envs/0")["seeds"]
         for path in ("/api/runs/7", "/api/runs/0/envs/99", "/api/runs/-1", "/api/runs/x", "/api/runs/..%2f..", "/grown",
                      "/app.js/..", "/api/runs/7/live"):  # fmt: skip
@@ -100,9 +100,9 @@ def test_one_run_directory_is_a_list_of_one(runs):
 
 def test_comparison_of_runs(runs):
     with served(runs) as port:
-        found = get_json(port, "/api/compare?runs=0,1")
-        assert found["pairs"][0]["worlds"] == [1]
-        assert {measure["metric"] for measure in found["pairs"][0]["measures"]} >= {"quality", "params"}
+        comparison = get_json(port, "/api/compare?runs=0,1")
+        assert comparison["pairs"][0]["worlds"] == [1]
+        assert {measure["metric"] for measure in comparison["pairs"][0]["measures"]} >= {"quality", "params"}
         assert get(port, "/api/compare?runs=0").status == 400
         assert get(port, "/api/compare?runs=0,9").status == 404
 

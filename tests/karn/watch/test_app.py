@@ -199,17 +199,17 @@ def test_appended_events_appear_at_the_next_refresh(tmp_path):
     lines = lines_of(events)
 
     async def drive(app, pilot):
-        seen = []
+        positions = []
         for count in (3, 6, len(lines)):
             file.write_bytes(b"".join(lines[:count]) + b'{"seq":')  # the last line is still being written
             await app.read()
             await settle(pilot)
-            seen.append(app.watched.state.position)
-        return seen, shown(app)
+            positions.append(app.watched.state.position)
+        return positions, shown(app)
 
-    seen, rows = watch(run, drive)
+    positions, rows = watch(run, drive)
 
-    assert seen == [3, 6, len(lines)]
+    assert positions == [3, 6, len(lines)]
     assert any("episode ended" in row for row in rows)
 
 
@@ -272,25 +272,25 @@ def test_event_list_follows_the_newest_unless_scrolled(tmp_path):
 
 def test_filter_accepts_names_numbers_and_states(finished):
     async def drive(app, pilot):
-        found = {}
+        matches = {}
         for query in ("its/2", "3", "ended", "rising", "nothing"):
             await pilot.press("slash", *query)
             await settle(pilot)
-            found[query] = [e.env for e in app.matching()]
+            matches[query] = [e.env for e in app.matching()]
             await pilot.press("enter")
             await settle(pilot)
-            found["screen", query] = "\n".join(shown(app))
+            matches["screen", query] = "\n".join(shown(app))
             await pilot.press("escape")
             await settle(pilot)
-        return found, [e.env for e in app.matching()]
+        return matches, [e.env for e in app.matching()]
 
-    found, after = watch(finished, drive)
+    matches, after = watch(finished, drive)
 
-    assert found["its/2"] == [2]
-    assert found["3"] == [3]
-    assert found["ended"] == [0, 1, 2, 3]
-    assert found["rising"] == found["nothing"] == []
-    assert "no environment matches “nothing”" in found["screen", "nothing"]
+    assert matches["its/2"] == [2]
+    assert matches["3"] == [3]
+    assert matches["ended"] == [0, 1, 2, 3]
+    assert matches["rising"] == matches["nothing"] == []
+    assert "no environment matches “nothing”" in matches["screen", "nothing"]
     assert after == [0, 1, 2, 3]
 
 
@@ -420,7 +420,7 @@ def test_ctrl_c_exits_without_traceback(monkeypatch, capsys):
 
     monkeypatch.setattr(command_watch, "run_watch", stop)
     monkeypatch.setattr(sys, "argv", ["esper", "watch", "x"])
-    with pytest.raises(SystemExit) as left:
+    with pytest.raises(SystemExit) as exit_info:
         cli.main()
-    assert left.value.code == 130
+    assert exit_info.value.code == 130
     assert capsys.readouterr().err == "esper: interrupted\n"

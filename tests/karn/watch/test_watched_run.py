@@ -64,9 +64,9 @@ def growing(tmp_path):
 
 def watched(tmp_path, *events, status=None, clock=None):
     run = write_run(tmp_path / "run", events, at=1000.0, status=status)
-    found = WatchedRun(run, clock or Clock(1000.0 + 0.1 * len(events)))
-    found.read()
-    return found
+    viewer = WatchedRun(run, clock or Clock(1000.0 + 0.1 * len(events)))
+    viewer.read()
+    return viewer
 
 
 # -- state and pace
