@@ -76,8 +76,8 @@ def test_host_keeps_its_direct_gradient_at_full_alpha(operator):
 
     blend(h, delta, torch.tensor(1.0), operator).backward(upstream)
 
-    kept = 1 + delta.tanh() if operator == Operator.MULTIPLY else 1.0
-    torch.testing.assert_close(h.grad, upstream * kept)
+    factor = 1 + delta.tanh() if operator == Operator.MULTIPLY else 1.0
+    torch.testing.assert_close(h.grad, upstream * factor)
 
 
 @settings(deadline=None)
@@ -204,7 +204,7 @@ def test_straight_through_delta_stays_bounded(layout):
     h, say = features(layout), features(layout, 1)
     reach = rms(h, layout)
 
-    def learnt(start: float, lesson) -> Tensor:
+    def trained_delta(start: float, lesson) -> Tensor:
         delta = (start * features(layout, 2)).requires_grad_()
         for step in range(400):
             straight_through(h, delta, AXIS[layout]).backward(lesson(step))
@@ -218,10 +218,10 @@ def test_straight_through_delta_stays_bounded(layout):
         return say if step % 2 else -say
 
     for start in (0.0, 5.0):
-        agreed = learnt(start, always)
+        agreed = trained_delta(start, always)
         torch.testing.assert_close(rms(agreed, layout), reach, rtol=1e-2, atol=1e-3)
         torch.testing.assert_close(agreed, -say * (reach / rms(say, layout)).float(), rtol=1e-2, atol=2e-2)
-        assert (rms(learnt(start, now_so_now_so), layout) < 0.1 * reach).all()
+        assert (rms(trained_delta(start, now_so_now_so), layout) < 0.1 * reach).all()
 
 
 @settings(deadline=None, max_examples=50)

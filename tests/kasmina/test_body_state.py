@@ -127,14 +127,14 @@ def test_loading_a_plain_model_state_empties_the_slots():
 
 def test_on_load_callbacks_run_and_are_not_copied():
     body = grown()
-    heard: list[str] = []
-    body.on_load.append(lambda: heard.append("first"))
+    calls: list[str] = []
+    body.on_load.append(lambda: calls.append("first"))
     clone = copy.deepcopy(body)
 
     clone.load_state_dict(body.state_dict())
-    assert heard == []
+    assert calls == []
     body.load_state_dict(clone.state_dict())
-    assert heard == ["first"]
+    assert calls == ["first"]
 
 
 def test_deepcopy_is_independent():
@@ -265,9 +265,9 @@ def test_missing_and_unexpected_keys_are_reported_as_by_torch():
     state["nonsense"] = torch.zeros(1)
     with pytest.raises(RuntimeError, match=r"(?s)Missing.*head\.bias.*"):
         body.load_state_dict(state)
-    found = body.load_state_dict(state, strict=False)
-    assert len(found.missing_keys) == 2
-    assert len(found.unexpected_keys) == 1
+    result = body.load_state_dict(state, strict=False)
+    assert len(result.missing_keys) == 2
+    assert len(result.unexpected_keys) == 1
 
 
 def test_size_mismatch_is_rejected_with_the_key():

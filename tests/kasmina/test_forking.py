@@ -144,11 +144,11 @@ def test_single_configuration_accepts_any_batch_dimension():
 
 def test_unbatched_tensor_of_batch_size_is_not_forked():
     arguments = ((torch.zeros(5, 2), torch.zeros(3, 3)), {"mask": None, "flag": True})
-    known = argument_form(arguments, 5)
+    form = argument_form(arguments, 5)
     now = ((torch.zeros(3, 2), torch.zeros(3, 3)), {"mask": torch.zeros(3), "flag": True})
     assert batched_leaves(now, 3) == [True, True, True, False]
-    assert batched_leaves(now, 3, known) == [True, False, True, False]
-    assert batched_leaves(((torch.zeros(3, 3),), {}), 3, known) == [True]  # unknown structure: by size
+    assert batched_leaves(now, 3, form) == [True, False, True, False]
+    assert batched_leaves(((torch.zeros(3, 3),), {}), 3, form) == [True]  # unknown structure: by size
 
 
 @pytest.mark.parametrize("layout", [images, images_last])
@@ -158,17 +158,17 @@ def test_forked_rows_keep_their_memory_format(layout: Any):
     )
     body = graft(model, ["features.0", "features.1"], probe=layout(3))
     grow_everywhere(body)
-    seen: list[bool] = []
+    contiguous: list[bool] = []
     last = layout is images_last
 
     def look(_module: nn.Module, args: Any) -> None:
-        seen.append(args[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
+        contiguous.append(args[0].is_contiguous(memory_format=torch.channels_last if last else torch.contiguous_format))
 
     for module in model.modules():
         if isinstance(module, nn.Conv2d):
             module.register_forward_pre_hook(look)
     evaluate(body, [(layout(6), torch.arange(6))], lambda out, _: main_output(out))
-    assert all(seen)
+    assert all(contiguous)
 
 
 def test_replaced_norm_forward_is_kept_and_called():
@@ -232,10 +232,10 @@ def test_seeds_of_every_stage_compile_to_one_graph(host: str, incubation: Any, o
     torch._dynamo.reset()
     compiled = torch.compile(step, fullgraph=True, backend="eager")
 
-    found, expected = compiled(body, x, y), step(clone, x, y)
-    found.backward(), expected.backward()
+    loss, expected = compiled(body, x, y), step(clone, x, y)
+    loss.backward(), expected.backward()
 
-    assert torch.allclose(found, expected)
+    assert torch.allclose(loss, expected)
     for (name, p), q in zip(body.named_parameters(), clone.named_parameters(), strict=True):
         assert (p.grad is None) == (q[1].grad is None), name
         assert p.grad is None or torch.allclose(p.grad, q[1].grad, atol=1e-6), name
@@ -267,10 +267,10 @@ def test_body_compiled_in_place_evaluates_coalitions():
     body(vectors(4))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        found, expected = (
+        loss, expected = (
             evaluate(b, [(vectors(9), torch.arange(9))], lambda out, _: main_output(out)).scores for b in (body, clone)
         )
-    assert torch.allclose(found, expected, atol=1e-6)
+    assert torch.allclose(loss, expected, atol=1e-6)
 
 
 @pytest.mark.slow
@@ -278,5 +278,5 @@ def test_inductor_loss_equals_eager():
     body = ZOO["mlp_host"].body().train()
     grow_everywhere(body)
     torch._dynamo.reset()
-    found = torch.compile(step, fullgraph=True)(body, vectors(6), torch.zeros(6, dtype=torch.long))
-    assert torch.allclose(found, step(body, vectors(6), torch.zeros(6, dtype=torch.long)), atol=1e-5)
+    loss = torch.compile(step, fullgraph=True)(body, vectors(6), torch.zeros(6, dtype=torch.long))
+    assert torch.allclose(loss, step(body, vectors(6), torch.zeros(6, dtype=torch.long)), atol=1e-5)

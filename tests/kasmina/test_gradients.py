@@ -37,8 +37,8 @@ def test_norm_ratio_and_health_match_the_reference(host, one, two):
     stats = sample(GradientMeter(), host, one=one, two=two)
     assert list(stats) == ["one", "two"]
     for name, norms, size in (("one", one, 10), ("two", two, 20)):
-        wanted = scalar_reference(host, norms, 400, size)
-        assert (stats[name].norm, stats[name].ratio, stats[name].health) == pytest.approx(wanted, rel=1e-4, abs=1e-6)
+        expected = scalar_reference(host, norms, 400, size)
+        assert (stats[name].norm, stats[name].ratio, stats[name].health) == pytest.approx(expected, rel=1e-4, abs=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -61,9 +61,9 @@ def test_ratio_is_smoothed_starting_from_the_first_reading():
     meter = GradientMeter()
     ratios = [sample(meter, [2.0], seed=[norm])["seed"].ratio for norm in (1.0, 2.0, 2.0)]
     first = (1.0 / math.sqrt(10)) / (2.0 / 20.0)
-    wanted = [first, 0.9 * first + 0.2 * first]
-    wanted.append(0.9 * wanted[1] + 0.2 * first)
-    assert ratios == pytest.approx(wanted, rel=1e-5)
+    expected = [first, 0.9 * first + 0.2 * first]
+    expected.append(0.9 * expected[1] + 0.2 * first)
+    assert ratios == pytest.approx(expected, rel=1e-5)
 
 
 @pytest.mark.parametrize("host", [[float("nan")], [1.0]])

@@ -37,8 +37,8 @@ from tests.support.models import (
 
 
 def leaves(output: Any) -> list[Any]:
-    found = pytree.tree_leaves(output)
-    return [y for x in found for y in (leaves(vars(x)) if hasattr(x, "__dataclass_fields__") else [x])]
+    leaves_of_tree = pytree.tree_leaves(output)
+    return [y for x in leaves_of_tree for y in (leaves(vars(x)) if hasattr(x, "__dataclass_fields__") else [x])]
 
 
 def identical(a: Any, b: Any) -> bool:
@@ -59,10 +59,10 @@ def test_grafted_model_output_is_bit_identical(name: str, training: bool):
     torch.manual_seed(3)
     expected = call(clone, x)
     torch.manual_seed(3)
-    found = call(body, x)
+    output = call(body, x)
 
-    assert type(found) is type(expected)
-    assert identical(found, expected)
+    assert type(output) is type(expected)
+    assert identical(output, expected)
     assert identical(dict(model.named_buffers()), dict(clone.named_buffers())) or not list(model.buffers())
 
 
@@ -135,9 +135,9 @@ def test_body_has_the_attributes_and_call_signature_of_its_model():
     model = TwoInputs()
     body = graft(model, ["image.0"], probe={"image": images(3), "vector": torch.randn(3, 4)})
 
-    found = body(images(2), vector=torch.randn(2, 4))
+    output = body(images(2), vector=torch.randn(2, 4))
 
-    assert set(found) == {"logits", "features"}
+    assert set(output) == {"logits", "features"}
     assert body.head is model.head
     with pytest.raises(AttributeError, match="nonsense"):
         _ = body.nonsense
@@ -400,11 +400,11 @@ def test_germination_keeps_the_output_bit_identical(host: str, slot: str, bluepr
         for stage, alpha in LIFE:
             body.set_slot(body.slots[slot], stage, alpha)
             torch.manual_seed(0)
-            found = call(body, x)
+            output = call(body, x)
             torch.manual_seed(0)
             expected = call(clone, x)
-            assert torch.equal(found, expected), (training, alpha, stage)
-            assert found.stride() == expected.stride()
+            assert torch.equal(output, expected), (training, alpha, stage)
+            assert output.stride() == expected.stride()
 
 
 def test_equal_rng_seeds_give_equal_seed_weights():
@@ -469,9 +469,9 @@ def test_training_seed_does_not_affect_the_host(host: str, kind: str, operator: 
         assert p.grad is None or torch.equal(p.grad, q.grad), name
     assert all(torch.equal(a, b) for a, b in zip(body.model.buffers(), clone.model.buffers(), strict=True))
     for slot in body.slots.values():
-        heard = [p.grad for p in slot.parameters() if p.grad is not None]
-        assert heard, slot.name  # each seed received a gradient
-        assert kind == "wild" or sum(g.abs().sum() for g in heard) > 0
+        gradients = [p.grad for p in slot.parameters() if p.grad is not None]
+        assert gradients, slot.name  # each seed received a gradient
+        assert kind == "wild" or sum(g.abs().sum() for g in gradients) > 0
 
 
 def test_shadow_pass_keeps_host_buffers():

@@ -91,8 +91,8 @@ def test_hardened_model_trains_and_supports_train_and_eval(name: str):
     plain.train()
     main_output(call(plain, x)).square().sum().backward()
     used = call_graph_parameters(body, case)
-    found = [p.grad is not None and bool(p.grad.abs().sum() > 0) for p in plain.parameters() if p.requires_grad]
-    assert sum(found) == len(used)
+    received = [p.grad is not None and bool(p.grad.abs().sum() > 0) for p in plain.parameters() if p.requires_grad]
+    assert sum(received) == len(used)
 
 
 def call_graph_parameters(body: Body, case: Any) -> list[Tensor]:
@@ -199,8 +199,8 @@ def test_user_hooks_attributes_and_frozen_parameters_are_kept():
     model.features[1].kind = "stage"
     for p in model.features[0].parameters():
         p.requires_grad_(False)
-    heard: list[str] = []
-    model.features[1].register_forward_hook(lambda *_: heard.append("mine"))
+    calls: list[str] = []
+    model.features[1].register_forward_hook(lambda *_: calls.append("mine"))
     body = graft(model, ["features.0", "features.1"], probe=images(3))
     grow_everywhere(body)
     slot = body.slots["features.1"]
@@ -208,9 +208,9 @@ def test_user_hooks_attributes_and_frozen_parameters_are_kept():
 
     plain, keys = harden(body, key_map=True)
 
-    heard.clear()
+    calls.clear()
     plain(images(3))
-    assert heard == ["mine"]
+    assert calls == ["mine"]
     assert plain.features[1].kind == "stage"
     frozen = {n for n, p in body.named_parameters() if not p.requires_grad}
     expected = {keys[n.removeprefix("model.")] for n in frozen}

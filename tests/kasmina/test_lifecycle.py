@@ -294,13 +294,13 @@ def test_scheduled_prune_ramps_down_frozen_to_pruned(stage, speed, ticks):
     assert outcome.happened[0]
     assert outcome.effects == []  # the seed is not dropped yet
     assert table.alpha[0, 0] == 1.0
-    for left in range(ticks, 0, -1):
+    for ticks_left in range(ticks, 0, -1):
         assert table.stage[0, 0] == S.BLENDING
         assert table.frozen[0, 0]
         assert not may(table, BY_HAND, Op.PRUNE)
         assert not may(table, BY_HAND, Op.SET_ALPHA_TARGET)
         effects = tick(table, BY_HAND)
-        assert effects == ([Effect(EffectKind.DROP, 0, 0)] if left == 1 else [])
+        assert effects == ([Effect(EffectKind.DROP, 0, 0)] if ticks_left == 1 else [])
     assert (table.stage[0, 0], table.alpha[0, 0], table.frozen[0, 0]) == (S.PRUNED, 0.0, False)
     assert table.cooldown[0, 0] == 7
 
@@ -530,10 +530,10 @@ def test_advance_is_illegal_where_it_is_automatic():
 def test_contribution_velocity_starts_at_the_second_measurement():
     table = grown(S.BLENDING, QUICK)
     table.contribution[:] = table.contribution_velocity[:] = table.contribution_prev[:] = np.nan
-    seen = np.array([[True, False]])
+    measured = np.array([[True, False]])
     velocities, previous = [], []
     for value in (0.1, 0.2, 0.4, 0.4):
-        record_contribution(table, np.where(seen, value, np.nan), np.where(seen, 0.01, np.nan))
+        record_contribution(table, np.where(measured, value, np.nan), np.where(measured, 0.01, np.nan))
         velocities.append(float(table.contribution_velocity[0, 0]))
         previous.append(float(table.contribution_prev[0, 0]))
     assert velocities[0] != velocities[0]  # undefined after one measurement

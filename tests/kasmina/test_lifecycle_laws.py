@@ -128,10 +128,10 @@ def test_cooldown_decreases_by_one_per_tick(rules, seed):
     for step in life(rules, seed):
         cooling = is_one_of(step.applied.stage, *COOLING)
         assert ((step.applied.cooldown > 0) == cooling).all()
-        left = step.applied.cooldown[cooling] - 1
-        assert (step.ticked.cooldown[cooling] == left).all()
-        assert (step.ticked.stage[cooling][left == 0] == S.DORMANT).all()
-        assert is_one_of(step.ticked.stage[cooling][left > 0], S.EMBARGOED, S.RESETTING).all()
+        ticks_left = step.applied.cooldown[cooling] - 1
+        assert (step.ticked.cooldown[cooling] == ticks_left).all()
+        assert (step.ticked.stage[cooling][ticks_left == 0] == S.DORMANT).all()
+        assert is_one_of(step.ticked.stage[cooling][ticks_left > 0], S.EMBARGOED, S.RESETTING).all()
 
 
 # --- legality

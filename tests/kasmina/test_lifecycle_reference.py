@@ -100,9 +100,9 @@ def test_full_lifecycles_match_the_scalar_reference(rules, seed):
         assert_same(table, expected)
         random_measurements(table, rng)
         measured = reference.read(table)
-        for env, seen in zip(envs, measured, strict=True):  # copy measurements to the reference
-            env.quality = seen.quality
-            for mine, theirs in zip(env.slots, seen.slots, strict=True):
+        for env, report in zip(envs, measured, strict=True):  # copy measurements to the reference
+            env.quality = report.quality
+            for mine, theirs in zip(env.slots, report.slots, strict=True):
                 result = ("params", "quality", "contribution", "prospect", "interaction", "grad")
                 for name in reference.COLUMNS:
                     if name.startswith(result):

@@ -135,24 +135,24 @@ class Garden:
         return {p: copy.deepcopy(s) for p, s in self.optimizer.state.items()}
 
     def group_of(self, p: nn.Parameter) -> int:
-        found = [i for i, g in enumerate(self.optimizer.param_groups) for q in g["params"] if q is p]
-        assert len(found) == 1
-        return found[0]
+        groups = [i for i, g in enumerate(self.optimizer.param_groups) for q in g["params"] if q is p]
+        assert len(groups) == 1
+        return groups[0]
 
     def check(self) -> None:
         """Assert that groups, names and state match the body's parameters."""
-        held = [p for g in self.optimizer.param_groups for p in g["params"]]
-        assert len(held) == len(set(held))
-        assert set(held) == set(self.body.parameters())
-        assert set(self.optimizer.state) <= set(held)
+        optimized = [p for g in self.optimizer.param_groups for p in g["params"]]
+        assert len(optimized) == len(set(optimized))
+        assert set(optimized) == set(self.body.parameters())
+        assert set(self.optimizer.state) <= set(optimized)
         seeds = {p for s in self.body.slots.values() if s.stage != SeedStage.FOSSILIZED for p in s.parameters()}
         assert set(self.optimizer_sync.group["params"]) == seeds
         assert sum(SEED_GROUP in g for g in self.optimizer.param_groups) == 1
         if "param_names" in self.optimizer.param_groups[0]:
             names = [n for g in self.optimizer.param_groups for n in g["param_names"]]
-            assert len(set(names)) == len(names) == len(held)
+            assert len(set(names)) == len(names) == len(optimized)
             true = {p: n for n, p in named(self.body)}
-            assert names == [true[p] for p in held]
+            assert names == [true[p] for p in optimized]
 
 
 def named(body: Body) -> list[tuple[str, nn.Parameter]]:
@@ -199,10 +199,10 @@ def test_other_parameters_keep_their_state_over_a_lifecycle(make):
 def test_optimiser_and_body_stay_consistent_under_random_operations(make, seed):
     garden = Garden(make, lambda body: body.named_parameters() if seed else decay_groups(body))
     rng = np.random.default_rng(seed)
-    seen = set()
+    kinds = set()
     for i in range(25):
         before = garden.states()
-        seen |= {e.kind for e in garden.act(random_legal_actions(garden.table, FREE, rng))}
+        kinds |= {e.kind for e in garden.act(random_legal_actions(garden.table, FREE, rng))}
         if rng.random() < 0.5:
             garden.tick()
         garden.check()
@@ -211,7 +211,7 @@ def test_optimiser_and_body_stay_consistent_under_random_operations(make, seed):
             assert (p in alive) == (p in garden.optimizer.state)
             assert p not in alive or same_state(state, garden.optimizer.state[p])
         train_step(garden.body, garden.optimizer, i)
-    assert {EffectKind.BUILD, EffectKind.DROP} <= seen
+    assert {EffectKind.BUILD, EffectKind.DROP} <= kinds
 
 
 @pytest.mark.parametrize("groups", [lambda b: b.named_parameters(), decay_groups], ids=["named", "decay groups"])
@@ -249,9 +249,9 @@ def test_grown_optimiser_loads_before_or_after_the_body(groups, load_first):
         train_step(one, garden.optimizer if one is garden.body else optimizer, 6)
     for p, q in zip(garden.body.parameters(), body.parameters(), strict=True):
         assert torch.equal(p, q)
-    held = [p for g in optimizer.param_groups for p in g["params"]]
-    assert len(held) == len(set(held))
-    assert set(held) == set(body.parameters())
+    optimized = [p for g in optimizer.param_groups for p in g["params"]]
+    assert len(optimized) == len(set(optimized))
+    assert set(optimized) == set(body.parameters())
     assert optimizer.param_groups[-1]["params"] == []
 
 
@@ -274,8 +274,8 @@ def test_parameters_of_other_models_stay_in_the_optimiser():
     garden = Garden(OPTIMISERS["adam"], lambda body: [*body.parameters(), *other.parameters()])
     garden.grow_to(SeedStage.FOSSILIZED, "middle", "conv_light")
     garden.optimizer_sync.reload()
-    held = {p for g in garden.optimizer.param_groups for p in g["params"]}
-    assert held == {*garden.body.parameters(), *other.parameters()}
+    optimized = {p for g in garden.optimizer.param_groups for p in g["params"]}
+    assert optimized == {*garden.body.parameters(), *other.parameters()}
 
 
 def test_fossil_joins_the_group_of_the_preceding_module():
@@ -347,11 +347,11 @@ def test_tensor_learning_rate_is_not_shared_with_the_host():
 
 def test_on_change_is_called_after_each_change():
     garden = Garden(OPTIMISERS["sgd"])
-    heard: list[tuple[str, str, str, int]] = []
+    effects: list[tuple[str, str, str, int]] = []
 
     def listen(effect: Effect, slot: Any) -> None:
         garden.check()
-        heard.append((effect.kind.name, slot.name, slot.stage.name, len(list(slot.parameters()))))
+        effects.append((effect.kind.name, slot.name, slot.stage.name, len(list(slot.parameters()))))
 
     garden.optimizer_sync.on_change.append(listen)
     garden.grow_to(SeedStage.HOLDING, "middle", "conv_light")
@@ -359,7 +359,7 @@ def test_on_change_is_called_after_each_change():
     garden.do(Op.FOSSILIZE, "middle")
     garden.do(Op.GERMINATE, "stem", "norm")
     garden.do(Op.PRUNE, "stem")
-    assert heard == [
+    assert effects == [
         ("BUILD", "middle", "GERMINATED", 3),
         ("SET_OPERATOR", "middle", "HOLDING", 7),
         ("COMMIT", "middle", "FOSSILIZED", 7),
@@ -435,7 +435,7 @@ def trajectory(make: Callable[[Any], optim.Optimizer], schedule: Callable[[Any],
     if not grows:
         garden.body, garden.optimizer = make_body(), make(decay_groups(make_body()))
     scheduler = schedule(garden.optimizer)
-    seen = []
+    history = []
     for epoch in range(12):
         if grows and epoch == 2:
             garden.grow_to(SeedStage.HOLDING, "middle", "conv_light", train=False)
@@ -448,9 +448,9 @@ def trajectory(make: Callable[[Any], optim.Optimizer], schedule: Callable[[Any],
             train_step(garden.body, garden.optimizer, epoch)
         else:
             garden.optimizer.step()
-        seen.append([tuple(g[k] for k in CYCLED if k in g) for g in garden.optimizer.param_groups])
+        history.append([tuple(g[k] for k in CYCLED if k in g) for g in garden.optimizer.param_groups])
         scheduler.step(*([1.0] if isinstance(scheduler, sched.ReduceLROnPlateau) else []))
-    return seen
+    return history
 
 
 @pytest.mark.parametrize("make", ["sgd fused momentum", "adamw foreach amsgrad"])

@@ -72,7 +72,7 @@ def hints_of(kind):
     return {field.name: typing.get_type_hints(kind)[field.name] for field in msgspec.structs.fields(kind)}
 
 
-def example(kind, **given):
+def example(kind, **changes):
     """Return an event with a value in every required field."""
     plain = {str: "x", int: 3, float: 1.5, bool: True}
     values = {}
@@ -81,7 +81,7 @@ def example(kind, **given):
             hint = hints_of(kind)[field.name]
             origin = typing.get_origin(hint)
             values[field.name] = () if origin is tuple else {} if origin is dict else plain.get(hint, 0.25)
-    return kind(**(values | given))
+    return kind(**(values | changes))
 
 
 # Round trips --------------------------------------------------------------------------------------------------------

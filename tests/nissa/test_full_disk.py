@@ -64,12 +64,12 @@ class Disk:
     def write(self, fd, data):
         if self.is_mended.is_set() or ".jsonl" not in os.readlink(f"/proc/self/fd/{fd}"):
             return self._write(fd, data)
-        taken = min(self.room, len(data))
-        if not taken:
+        size = min(self.room, len(data))
+        if not size:
             self.failures += 1
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.room -= taken
-        return self._write(fd, bytes(data)[:taken])
+        self.room -= size
+        return self._write(fd, bytes(data)[:size])
 
     def fsync(self, fd):
         if not self.is_mended.is_set() and ".jsonl" in os.readlink(f"/proc/self/fd/{fd}"):
@@ -85,9 +85,9 @@ class Disk:
 
 @pytest.fixture
 def disk(monkeypatch):
-    found = Disk(monkeypatch)
-    yield found
-    found.mend()
+    small_disk = Disk(monkeypatch)
+    yield small_disk
+    small_disk.mend()
 
 
 def steps_of(run_dir: Path) -> list[int]:
@@ -323,8 +323,8 @@ def test_process_waits_for_space_and_then_writes_everything(tmp_path):
     process = child_with_small_files(tmp_path / "run", 100_000)  # more than the hub's queue holds
     wait_for_suspension(process)
     resource.prlimit(process.pid, resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
-    shown = process.communicate(timeout=PATIENCE)
-    assert process.returncode == 0, shown
+    output = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 0, output
     assert steps_of(tmp_path / "run") == list(range(100_000))
     assert "lost" not in read_manifest(tmp_path / "run")["journal"]["0"]
 
@@ -334,9 +334,9 @@ def test_signal_ends_a_process_waiting_for_a_full_disk(tmp_path, number, code):
     process = child_with_small_files(tmp_path / "run", 100_000)
     wait_for_suspension(process)
     process.send_signal(number)
-    shown = process.communicate(timeout=PATIENCE)[1]
+    errors = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == code
-    assert "could not be written" in shown
+    assert "could not be written" in errors
     manifest = read_manifest(tmp_path / "run")
     assert manifest["status"] == "interrupted"
     assert manifest["journal"]["0"]["lost"]["events"] > 0

@@ -145,13 +145,13 @@ def test_burst_beside_slow_raising_and_hanging_sinks_loses_nothing(tmp_path):
     assert not holes(entries)
     assert slow.seqs == [entry.seq for entry in entries]
 
-    found = hub.health()
-    assert found["waits"] > 0
-    assert found["wait_s"] > 0
-    assert "3 failures in a row" in found["sinks"]["RaisingSink"]["retired"]
-    assert "did not return" in found["sinks"]["GatedSink"]["retired"]
-    assert found["sinks"]["GatedSink"]["given_up"] > 0
-    assert not found["sinks"]["SlowSink"]["retired"]
+    health = hub.health()
+    assert health["waits"] > 0
+    assert health["wait_s"] > 0
+    assert "3 failures in a row" in health["sinks"]["RaisingSink"]["retired"]
+    assert "did not return" in health["sinks"]["GatedSink"]["retired"]
+    assert health["sinks"]["GatedSink"]["given_up"] > 0
+    assert not health["sinks"]["SlowSink"]["retired"]
     texts = [event.text for event in slow.of(Health)]
     assert sum("RaisingSink was retired" in text for text in texts) == 1
     assert sum("GatedSink was retired" in text for text in texts) == 1
@@ -275,8 +275,8 @@ def test_gauge_is_replaced_only_for_the_sink_that_lags():
     hub.close()
     assert [event.calls for event in quick.of(PhaseProfile)] == list(range(30))
     assert [event.calls for event in gated.of(PhaseProfile)] == [0, 1, 2, 3, 29]
-    found = hub.health()["sinks"]
-    assert (found["ListSink"]["coalesced"], found["GatedSink"]["coalesced"]) == (0, 25)
+    sinks = hub.health()["sinks"]
+    assert (sinks["ListSink"]["coalesced"], sinks["GatedSink"]["coalesced"]) == (0, 25)
 
 
 def kept_by_the_plain_rule(events, half):
@@ -324,17 +324,17 @@ def test_guarantees_hold_for_any_schedule(schedules, capacity):
     for thread in threads:
         thread.join()
     hub.close(PATIENCE)
-    found = hub.health()
-    for sink, name in zip(sinks, found["sinks"], strict=True):
+    health = hub.health()
+    for sink, name in zip(sinks, health["sinks"], strict=True):
         assert sink.seqs == sorted(set(sink.seqs))
-        assert found["emitted"] == len(sink.seqs) + found["sinks"][name]["coalesced"]
+        assert health["emitted"] == len(sink.seqs) + health["sinks"][name]["coalesced"]
         for env, phases in enumerate(schedules):
-            kept = [event.step for event in sink.of(Governor) if event.env == env]
-            assert kept == [i for i, phase in enumerate(phases) if not phase]
+            steps = [event.step for event in sink.of(Governor) if event.env == env]
+            assert steps == [i for i, phase in enumerate(phases) if not phase]
             for phase in {each for each in phases if each}:
                 newest = max(i for i, each in enumerate(phases) if each == phase)
                 assert [e.calls for e in sink.of(PhaseProfile) if e.phase == f"{phase}{env}"][-1] == newest
-    assert found["queued"] == 0
+    assert health["queued"] == 0
 
 
 # Failing sinks --------------------------------------------------------------------------------------------------

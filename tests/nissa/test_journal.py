@@ -94,14 +94,14 @@ def test_directory_without_a_journal_has_no_entries(tmp_path):
 @pytest.mark.parametrize("segment_bytes", [1, 150, 400, 1 << 20])
 def test_rotation_splits_between_lines_and_changes_nothing_else(tmp_path, segment_bytes, batch):
     write(tmp_path, range(40), segment_bytes=segment_bytes, batch=batch)
-    found = segments(tmp_path / "events")[0]
-    sizes = [path.stat().st_size for _, path in found]
+    files = segments(tmp_path / "events")[0]
+    sizes = [path.stat().st_size for _, path in files]
     longest = max(len(line(record)) for record in records(range(40)))
 
-    assert [number for number, _ in found] == list(range(len(found)))
-    assert all(path.read_bytes().endswith(b"\n") for _, path in found)
+    assert [number for number, _ in files] == list(range(len(files)))
+    assert all(path.read_bytes().endswith(b"\n") for _, path in files)
     assert max(sizes) <= max(segment_bytes, longest)
-    assert b"".join(path.read_bytes() for _, path in found) == b"".join(map(line, records(range(40))))
+    assert b"".join(path.read_bytes() for _, path in files) == b"".join(map(line, records(range(40))))
     assert list(read(tmp_path)) == list(slowly(tmp_path))
 
 
@@ -276,11 +276,11 @@ class FullDisk:
         self.monkeypatch.setattr(os, "write", self.system)
 
     def write(self, fd, data):
-        taken = min(self.room, len(data))
-        if not taken:
+        size = min(self.room, len(data))
+        if not size:
             raise OSError(errno.ENOSPC, "no space left on device")
-        self.room -= taken
-        return self.system(fd, bytes(data)[:taken])
+        self.room -= size
+        return self.system(fd, bytes(data)[:size])
 
 
 @pytest.mark.parametrize("segment_bytes", [250, 1 << 20])
@@ -469,11 +469,11 @@ def test_number_ahead_of_the_next_line_is_damage_and_reserves_nothing(tmp_path):
 
 @given(st.lists(st.integers(0, 30), max_size=60))
 def test_holes_are_the_missing_numbers_below_the_highest(seqs):
-    found = holes(Entry(seq, 0.0, 7, "step", {}) for seq in seqs)
+    gaps = holes(Entry(seq, 0.0, 7, "step", {}) for seq in seqs)
     missing = sorted(set(range(max(seqs, default=-1) + 1)) - set(seqs))
-    assert [seq for each in found.get(7, []) for seq in each] == missing
-    assert all(each for each in found.get(7, []))
-    assert set(found) == ({7} if missing else set())
+    assert [seq for each in gaps.get(7, []) for seq in each] == missing
+    assert all(each for each in gaps.get(7, []))
+    assert set(gaps) == ({7} if missing else set())
 
 
 def test_holes_are_reported_per_rank(tmp_path):
@@ -490,17 +490,17 @@ def test_follower_sees_every_entry_once_through_rotation_and_new_ranks(tmp_path)
     follower = Follower(tmp_path, decoded_entries)
     assert follower.poll() == []
     sinks = [JsonlSink(tmp_path / "events", rank=rank, segment_bytes=300) for rank in range(2)]
-    seen = []
+    entries = []
     for seq in range(30):
         sinks[0].write(records([seq]))
         if seq >= 10:
             sinks[1].write(records([seq - 10], rank=1))
         if seq % 4 == 0:
-            seen += follower.poll()
-    seen += follower.poll()
+            entries += follower.poll()
+    entries += follower.poll()
     assert follower.poll() == []
-    assert sorted((e.rank, e.seq) for e in seen) == [(0, i) for i in range(30)] + [(1, i) for i in range(20)]
-    assert sorted(seen) == sorted(read(tmp_path))
+    assert sorted((e.rank, e.seq) for e in entries) == [(0, i) for i in range(30)] + [(1, i) for i in range(20)]
+    assert sorted(entries) == sorted(read(tmp_path))
     assert follower.damage == Damage()
 
 
@@ -509,14 +509,14 @@ def test_follower_waits_for_the_rest_of_a_line(tmp_path):
     events.mkdir()
     follower = Follower(tmp_path, decoded_entries)
     text = b"".join(map(line, records(range(3))))
-    seen = []
+    entries = []
     with (events / segment_name(0, 0)).open("ab", buffering=0) as file:
         for i in range(len(text)):
             file.write(text[i : i + 1])
-            seen += follower.poll()
-            assert [entry.seq for entry in seen] == list(range((text[: i + 2]).count(b"\n")))
+            entries += follower.poll()
+            assert [entry.seq for entry in entries] == list(range((text[: i + 2]).count(b"\n")))
     assert follower.damage == Damage()
-    assert seen == list(read(tmp_path))
+    assert entries == list(read(tmp_path))
 
 
 def test_follower_reads_a_long_log_in_chunks_of_any_size(tmp_path):
@@ -565,13 +565,13 @@ for seq in range(2000):
 sink.close()
 """
     child = subprocess.Popen([sys.executable, "-c", code])
-    follower, seen = Follower(tmp_path, decoded_entries), []
+    follower, entries = Follower(tmp_path, decoded_entries), []
     while child.poll() is None:
-        seen += follower.poll()
+        entries += follower.poll()
         time.sleep(0.001)
-    seen += follower.poll()
+    entries += follower.poll()
     assert child.returncode == 0
-    assert [entry.seq for entry in seen] == list(range(2000))
+    assert [entry.seq for entry in entries] == list(range(2000))
     assert follower.damage == Damage()
 
 

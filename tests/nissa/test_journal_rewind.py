@@ -175,13 +175,13 @@ def test_leftovers_of_a_killed_rewind_are_removed(tmp_path):
 
 def test_segments_below_are_not_touched(tmp_path):
     write(tmp_path, range(30))
-    found = segments(tmp_path / "events")[0]
-    before = [path.stat().st_ino for _, path in found]
+    before_files = segments(tmp_path / "events")[0]
+    before = [path.stat().st_ino for _, path in before_files]
     rewind(tmp_path, 0, 20)
     after = segments(tmp_path / "events")[0]
-    assert len(found) > len(after) > 4
+    assert len(before_files) > len(after) > 4
     assert [path.stat().st_ino for _, path in after[:-2]] == before[: len(after) - 2]
-    assert after[-1][0] == found[-1][0] + 1
+    assert after[-1][0] == before_files[-1][0] + 1
 
 
 # Failures in the middle -----------------------------------------------------------------------------------------------
@@ -193,14 +193,14 @@ class Killed(BaseException):
 
 def after_calls(monkeypatch, most, what):
     """From the n-th call that changes the disk on, do nothing: the process was killed, or the disk failed."""
-    left = [most]
+    calls_left = [most]
 
     def failing(name):
         def call(*args, **kwargs):
             if name == "open" and not (len(args) > 1 and args[1] & os.O_CREAT):
                 return SYSTEM[name](*args, **kwargs)
-            left[0] -= 1
-            if left[0] < 0:
+            calls_left[0] -= 1
+            if calls_left[0] < 0:
                 raise what
             return SYSTEM[name](*args, **kwargs)
 
@@ -208,7 +208,7 @@ def after_calls(monkeypatch, most, what):
 
     for name in SYSTEM:
         monkeypatch.setattr(os, name, failing(name))
-    return left
+    return calls_left
 
 
 def test_second_rewind_after_a_kill_at_any_call_gives_the_same_result(tmp_path, monkeypatch):
@@ -225,14 +225,14 @@ def test_second_rewind_after_a_kill_at_any_call_gives_the_same_result(tmp_path, 
     for calls in range(100):
         run_dir = journal(tmp_path / str(calls))
         with monkeypatch.context() as patch:
-            left = after_calls(patch, calls, Killed())
+            calls_left = after_calls(patch, calls, Killed())
             try:
                 rewind(run_dir, 0, 7)
             except Killed:
                 pass
             else:
                 break
-            assert left[0] < 0
+            assert calls_left[0] < 0
         assert [seq for seq in seqs_of(run_dir) if seq < 7] == list(range(7))  # nothing is lost in between either
         rewind(run_dir, 0, 7)
         assert files_of(run_dir) == files_of(whole)  # and no temporary file is left
@@ -266,8 +266,8 @@ def test_rewind_killed_by_sigkill_is_completed_by_the_next(tmp_path):
         child.send_signal(signal.SIGKILL)
         child.wait()
         child.stdout.close()
-        found = seqs_of(tmp_path)
-        assert found[: 1400 - 100 * step] == list(range(1400 - 100 * step))
+        seqs = seqs_of(tmp_path)
+        assert seqs[: 1400 - 100 * step] == list(range(1400 - 100 * step))
     rewind(tmp_path, 0, 500)
     assert seqs_of(tmp_path) == list(range(500))
     assert all(path.name.startswith("rank0-") for path in (tmp_path / "events").iterdir())
@@ -309,9 +309,9 @@ def test_follower_of_a_rewound_run_sees_each_number_once(
 def test_follower_inside_a_replaced_segment_reads_on(tmp_path):
     write(tmp_path, range(20), segment_bytes=1 << 20)
     follower = Follower(tmp_path, decoded_entries)
-    seen = follower.poll(5)  # the rest is being read
+    entries = follower.poll(5)  # the rest is being read
     rewind(tmp_path, 0, 10)
-    seen += follower.poll()
-    assert [entry.seq for entry in seen] == list(range(20))
+    entries += follower.poll()
+    assert [entry.seq for entry in entries] == list(range(20))
     write(tmp_path, range(10, 25), segment_bytes=1 << 20)
     assert [entry.seq for entry in follower.poll()] == list(range(20, 25))

@@ -58,8 +58,8 @@ def owner(tmp_path):
     child.stdout.close()
 
 
-def create(root, **given):
-    return RunDirectory.create(root, given.pop("task", "digits"), name=given.pop("name", None), manifest=given)
+def create(root, **facts):
+    return RunDirectory.create(root, facts.pop("task", "digits"), name=facts.pop("name", None), manifest=facts)
 
 
 def on_disk(run):
@@ -92,9 +92,9 @@ def test_space_reserved_by_a_killed_run_is_freed_when_it_is_resumed(tmp_path, ow
     owner.send_signal(signal.SIGKILL)
     owner.wait()
     path = tmp_path / "it"
-    (left,) = path.glob(".*")
+    (draft,) = path.glob(".*")
     with RunDirectory.resume(path):
-        assert left not in path.glob(".*")
+        assert draft not in path.glob(".*")
     assert not list(path.glob(".*"))
 
 
@@ -481,13 +481,13 @@ def shown_by_the_command(root, width=None):
 def test_command_shows_a_table_with_complete_names(tmp_path, width):
     three_runs(tmp_path).finish("interrupted")
     create(tmp_path, task="tinystories").finish("finished")
-    shown = shown_by_the_command(tmp_path, width)
-    names = [line.split()[0] for line in shown.splitlines()[1:5]]
+    output = shown_by_the_command(tmp_path, width)
+    names = [line.split()[0] for line in output.splitlines()[1:5]]
     assert names == [row.id for row in list_runs(tmp_path)]
-    assert "interrupted" in shown
-    assert "1,234" in shown
-    assert ("started" in shown.splitlines()[0]) == ("size" in shown.splitlines()[0]) == (width != 80)
-    assert ("hidden, the terminal is too narrow: started (UTC), size" in shown) == (width == 80)
+    assert "interrupted" in output
+    assert "1,234" in output
+    assert ("started" in output.splitlines()[0]) == ("size" in output.splitlines()[0]) == (width != 80)
+    assert ("hidden, the terminal is too narrow: started (UTC), size" in output) == (width == 80)
 
 
 def test_size_is_shown_where_it_fits(tmp_path):

@@ -91,8 +91,8 @@ def wander(table: SlotTable, rng: np.random.Generator, envs: list[int] | None = 
 
 def state(plot: HostNetwork) -> list[Tensor]:
     momenta = [plot.optimizer.state[p]["momentum_buffer"] for p in plot.body.parameters() if p in plot.optimizer.state]
-    kept = [*plot.body.parameters(), *plot.body.buffers(), *plot.average.average, *momenta]
-    return [t.detach().clone() for t in kept]
+    tensors = [*plot.body.parameters(), *plot.body.buffers(), *plot.average.average, *momenta]
+    return [t.detach().clone() for t in tensors]
 
 
 def assert_close(one: HostNetwork, other: HostNetwork, tolerance: float) -> None:
@@ -148,8 +148,8 @@ def test_stacked_training_equals_the_loop_in_float32_up_to_rounding():
 def test_fossils_are_clipped_with_the_host_and_seeds_separately():
     strict = replace(task("mlp", torch.float64), clip=0.01)
     loop, stack = plots(strict), plots(strict)
-    for made in (loop, stack):
-        for plot in made:
+    for networks in (loop, stack):
+        for plot in networks:
             for name, stage in zip(plot.body.slots, (SeedStage.FOSSILIZED, SeedStage.BLENDING), strict=False):
                 slot = plot.body.plant(name, "mlp_small", rng_seed=plot.world)
                 plot.body.set_slot(slot, stage, 0.7)
@@ -187,18 +187,18 @@ UNEVEN = [("dots", "conv_small"), ("dots", "depthwise"), ("vectors", "mlp_small"
 
 def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[HostNetwork]:
     """Return four networks, `rows` with a trained seed in the first slot. Even rows multiply, odd rows add."""
-    made = plots(task(host), 4)
+    networks = plots(task(host), 4)
     for row in rows:
-        body = made[row].body
+        body = networks[row].body
         slot = body.plant(next(iter(body.slots)), blueprint, operator=Operator(1 - row % 2), rng_seed=row)
         with torch.no_grad(), seeded(row):
             for p in slot.parameters():
                 p.add_(0.1 * torch.randn_like(p))
         body.set_slot(slot, stage, 0.7 if stage == SeedStage.BLENDING else 0.0)
-        made[row].optimizer_sync._settle(slot)
-        made[row].average.resync()
-        made[row].regroup()
-    return made
+        networks[row].optimizer_sync._settle(slot)
+        networks[row].average.resync()
+        networks[row].regroup()
+    return networks
 
 
 @pytest.mark.parametrize("stage", [SeedStage.TRAINING, SeedStage.BLENDING])
@@ -214,31 +214,31 @@ def test_equal_seeds_are_stacked_without_changing_results(
 ):
     company = []
 
-    def counted(self: WideSeed, slots: list[Slot], seen: list[Tensor]) -> Iterable[Tensor]:
+    def counted(self: WideSeed, slots: list[Slot], inputs: list[Tensor]) -> Iterable[Tensor]:
         company.append(len(slots))
-        return together(self, slots, seen)
+        return together(self, slots, inputs)
 
     together = WideSeed.__call__
     monkeypatch.setattr(WideSeed, "__call__", counted)
-    found = {}
+    states = {}
     for rows in ([1], [0, 1], [0, 1, 2, 3]):
-        made = grown(host, blueprint, rows, stage)
-        BatchedTrainer(made).train_epoch([0] * 4)
+        networks = grown(host, blueprint, rows, stage)
+        BatchedTrainer(networks).train_epoch([0] * 4)
         assert set(company) == (set() if (host, blueprint) in UNEVEN else {len(rows)})
         company.clear()
-        found[len(rows)] = [state(made[row]) for row in rows]
-    assert is_same(found[1][0], found[2][1])
-    assert is_same(found[1][0], found[4][1])
-    assert is_same(found[2][0], found[4][0])  # a seed with the multiply operator
+        states[len(rows)] = [state(networks[row]) for row in rows]
+    assert is_same(states[1][0], states[2][1])
+    assert is_same(states[1][0], states[4][1])
+    assert is_same(states[2][0], states[4][0])  # a seed with the multiply operator
     loop = grown(host, blueprint, [1], stage)[1]
     loop.train_epoch(0)
-    for a, b in zip(state(loop), found[1][0], strict=True):
+    for a, b in zip(state(loop), states[1][0], strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
 def test_custom_seeds_are_not_stacked():
-    made = grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING)
-    for plot in made:
+    networks = grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING)
+    for plot in networks:
         slot = next(iter(plot.body.slots.values()))
         assert slot.seed is not None
         assert WideSeed.of(slot, 16) is not None
@@ -275,37 +275,37 @@ class Falling(nn.Sequential):
 def test_custom_seeds_match_the_loop_and_do_not_affect_other_rows():
     """Cover a seed with dropout, one with buffers, and one that raises in the backward pass."""
     rows = [0, 1, 2, 3]
-    made = {way: grown("mlp", "mlp_small", rows, SeedStage.BLENDING) for way in ("loop", "odd", "plain")}
+    networks = {way: grown("mlp", "mlp_small", rows, SeedStage.BLENDING) for way in ("loop", "odd", "plain")}
     for way in ("loop", "odd"):
         for row, part in ((0, nn.Dropout(0.5)), (1, nn.BatchNorm1d(8))):
-            made[way][row].body.slots["r0c0"].seed.append(part)
-        slot = made[way][2].body.slots["r0c0"]
+            networks[way][row].body.slots["r0c0"].seed.append(part)
+        slot = networks[way][2].body.slots["r0c0"]
         slot.seed = Falling(*slot.seed)
-        for plot in made[way][:3]:
+        for plot in networks[way][:3]:
             plot.optimizer_sync._settle(plot.body.slots["r0c0"])
             plot.average.resync()
             plot.regroup()
-    stack = BatchedTrainer(made["odd"])
-    BatchedTrainer(made["plain"]).train_epoch([0] * 4)
+    stack = BatchedTrainer(networks["odd"])
+    BatchedTrainer(networks["plain"]).train_epoch([0] * 4)
     stack.train_epoch([0] * 4)
     for row in (0, 1):
-        assert torch.equal(made["loop"][row].train_epoch(0), stack.result(row))
-        assert is_same(state(made["loop"][row]), state(made["odd"][row]))
+        assert torch.equal(networks["loop"][row].train_epoch(0), stack.result(row))
+        assert is_same(state(networks["loop"][row]), state(networks["odd"][row]))
     with pytest.raises(ArithmeticError, match="falls backwards"):
         stack.result(2)
-    assert is_same(state(made["odd"][3]), state(made["plain"][3]))
+    assert is_same(state(networks["odd"][3]), state(networks["plain"][3]))
 
 
 def test_seed_of_another_dtype_fails_only_in_its_row():
-    made = {way: grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING) for way in ("sound", "odd")}
-    stacks = {way: BatchedTrainer(each) for way, each in made.items()}
-    made["odd"][1].body.slots["r0c0"].seed.double()
+    networks = {way: grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING) for way in ("sound", "odd")}
+    stacks = {way: BatchedTrainer(each) for way, each in networks.items()}
+    networks["odd"][1].body.slots["r0c0"].seed.double()
     for stack in stacks.values():
         stack.train_epoch([0] * 4)
     with pytest.raises(RuntimeError, match="dtype"):
         stacks["odd"].result(1)
     for row in (0, 2, 3):
-        assert is_same(state(made["sound"][row]), state(made["odd"][row]))
+        assert is_same(state(networks["sound"][row]), state(networks["odd"][row]))
 
 
 SHAPES = {"fashion": (14, {"base": 8, "blocks": 2}), "one channel": (8, {"base": 1, "blocks": 2}),
@@ -320,26 +320,26 @@ def test_rows_match_the_loop_for_any_host_shape(shape: str):
     odd = Task.from_tensors(shape, x, y, host_kwargs=kwargs, batch=15, batches_per_epoch=3, lr=0.05, seed_lr=0.05)
     for slot in range(kwargs["blocks"]):
         for blueprint in ("conv_small", "norm", "depthwise"):
-            found = {}
+            states = {}
             for rows in ([], [2], [1, 2], [0, 1, 2]):
-                made = plots(odd)
+                networks = plots(odd)
                 for row in rows:
-                    place = made[row].body.plant(list(made[row].body.slots)[slot], blueprint, rng_seed=row)
-                    made[row].body.set_slot(place, SeedStage.BLENDING, 0.7)
-                    made[row].optimizer_sync._settle(place)
-                    made[row].average.resync()
-                    made[row].regroup()
+                    place = networks[row].body.plant(list(networks[row].body.slots)[slot], blueprint, rng_seed=row)
+                    networks[row].body.set_slot(place, SeedStage.BLENDING, 0.7)
+                    networks[row].optimizer_sync._settle(place)
+                    networks[row].average.resync()
+                    networks[row].regroup()
                 if rows == [2]:
-                    alone = [HostNetwork(odd, made[0].data, world, EngineConfig()) for world in range(2)]
+                    alone = [HostNetwork(odd, networks[0].data, world, EngineConfig()) for world in range(2)]
                     for plot in alone:
                         plot.train_epoch(0)
-                BatchedTrainer(made).train_epoch([0] * 3)
-                found[len(rows)] = [state(plot) for plot in made]
-            assert is_same(found[1][2], found[2][2])
-            assert is_same(found[1][2], found[3][2])
-            assert is_same(found[0][0], found[1][0])
-            assert is_same(found[0][0], found[2][0])
-            for plot, row in zip(alone, found[1], strict=False):
+                BatchedTrainer(networks).train_epoch([0] * 3)
+                states[len(rows)] = [state(plot) for plot in networks]
+            assert is_same(states[1][2], states[2][2])
+            assert is_same(states[1][2], states[3][2])
+            assert is_same(states[0][0], states[1][0])
+            assert is_same(states[0][0], states[2][0])
+            for plot, row in zip(alone, states[1], strict=False):
                 for a, b in zip(state(plot), row, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
@@ -379,14 +379,14 @@ def test_error_or_nan_stays_in_its_row():
 
 
 def test_training_updates_tensors_in_place():
-    made = plots(task("pixels"))
-    stack = BatchedTrainer(made)
-    held = [t for plot in made for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
-    before = [t.detach().clone() for t in held]
+    networks = plots(task("pixels"))
+    stack = BatchedTrainer(networks)
+    tensors = [t for plot in networks for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
+    before = [t.detach().clone() for t in tensors]
     stack.train_epoch([0] * 3)
-    now = [t for plot in made for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
-    assert all(a is b for a, b in zip(held, now, strict=True))
-    changed = [not torch.equal(a, b) for a, b in zip(before, held, strict=True)]
+    now = [t for plot in networks for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
+    assert all(a is b for a, b in zip(tensors, now, strict=True))
+    changed = [not torch.equal(a, b) for a, b in zip(before, tensors, strict=True)]
     assert sum(changed) > 0.8 * len(changed)  # alpha does not change
 
 
@@ -416,8 +416,8 @@ class Mixing(nn.Module):
 
 def test_unsupported_host_is_rejected():
     mixing, unknown = plots(task("pixels")), plots(task("pixels"))
-    for made, odd in ((mixing, Mixing()), (unknown, nn.PReLU(2))):
-        for plot in made:
+    for networks, odd in ((mixing, Mixing()), (unknown, nn.PReLU(2))):
+        for plot in networks:
             plot.body.model.pools[0] = odd
     with pytest.raises(ConfigError, match="stacked outputs differ from those of the single hosts"):
         BatchedTrainer(mixing)
@@ -426,12 +426,12 @@ def test_unsupported_host_is_rejected():
 
 
 def test_row_mixing_hidden_by_a_zero_head_is_detected():
-    made = plots(task("pixels"))
-    for plot in made:
+    networks = plots(task("pixels"))
+    for plot in networks:
         plot.body.model.pools[0] = Mixing()
         nn.init.zeros_(plot.body.model.head.weight)
     with pytest.raises(ConfigError, match="some outputs depend on the inputs of other hosts"):
-        BatchedTrainer(made)
+        BatchedTrainer(networks)
 
 
 def test_unsupported_cases_are_reported():
@@ -443,19 +443,19 @@ def test_unsupported_cases_are_reported():
         "AdamW": plots(replace(task("mlp"), optimiser="adamw")),
         "frozen": frozen,
     }
-    for why, made in cases.items():
-        assert why in cannot(made)
-        assert choose(made) == "loop"
+    for why, networks in cases.items():
+        assert why in cannot(networks)
+        assert choose(networks) == "loop"
         with pytest.raises(ConfigError, match=why):
-            BatchedTrainer(made)
+            BatchedTrainer(networks)
 
 
 def test_choose_does_not_modify_the_networks():
-    made = plots(task("mlp"))
-    before, rng = [state(plot) for plot in made], torch.get_rng_state()
-    assert choose(made) in ("loop", "stacked")
-    assert all(is_same(a, state(plot)) for a, plot in zip(before, made, strict=True))
-    assert all(not plot.optimizer.state for plot in made)
+    networks = plots(task("mlp"))
+    before, rng = [state(plot) for plot in networks], torch.get_rng_state()
+    assert choose(networks) in ("loop", "stacked")
+    assert all(is_same(a, state(plot)) for a, plot in zip(before, networks, strict=True))
+    assert all(not plot.optimizer.state for plot in networks)
     assert torch.equal(rng, torch.get_rng_state())
 
 

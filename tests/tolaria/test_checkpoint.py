@@ -119,7 +119,7 @@ def test_unknown_file_error_lists_the_files(tmp_path):
 )
 def test_tensors_of_any_dtype_and_layout_round_trip_bit_identically(tmp_path, dtype):
     values = (torch.arange(24) - 12).reshape(2, 3, 4).to(dtype)
-    given = {
+    tensors = {
         "": values,
         "a view": values[:, 1:, ::2],
         "turned": values.transpose(0, 2),
@@ -128,14 +128,14 @@ def test_tensors_of_any_dtype_and_layout_round_trip_bit_identically(tmp_path, dt
         "shared": values,
         "a name. with / signs": values,
     }
-    Checkpoints(tmp_path).write("x", tensors={"t": given})
-    found = Checkpoints(tmp_path).newest().tensors("t")
-    assert found.keys() == given.keys()
-    for name, tensor in given.items():
-        assert found[name].dtype == dtype
-        assert found[name].shape == tensor.shape
-        assert found[name].is_contiguous()
-        assert torch.equal(found[name], tensor)
+    Checkpoints(tmp_path).write("x", tensors={"t": tensors})
+    loaded = Checkpoints(tmp_path).newest().tensors("t")
+    assert loaded.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert loaded[name].dtype == dtype
+        assert loaded[name].shape == tensor.shape
+        assert loaded[name].is_contiguous()
+        assert torch.equal(loaded[name], tensor)
 
 
 def test_non_finite_and_conjugated_tensors_round_trip(tmp_path):
@@ -143,10 +143,10 @@ def test_non_finite_and_conjugated_tensors_round_trip(tmp_path):
     turned = torch.tensor([1 + 2j]).conj()
     parameter = nn.Parameter(torch.ones(2))
     Checkpoints(tmp_path).write("x", tensors={"t": {"odd": odd, "turned": turned, "parameter": parameter}})
-    found = Checkpoints(tmp_path).newest().tensors("t")
-    assert found["odd"].view(torch.int32).tolist() == odd.view(torch.int32).tolist()
-    assert found["turned"].tolist() == [1 - 2j]
-    assert found["parameter"].tolist() == [1, 1]
+    loaded = Checkpoints(tmp_path).newest().tensors("t")
+    assert loaded["odd"].view(torch.int32).tolist() == odd.view(torch.int32).tolist()
+    assert loaded["turned"].tolist() == [1 - 2j]
+    assert loaded["parameter"].tolist() == [1, 1]
 
 
 @pytest.mark.parametrize(
@@ -794,9 +794,9 @@ def test_killed_writer_leaves_a_complete_newest_checkpoint(writers):
             lines.append(newest_round)
         last = max(int(each.split()[1]) for each in lines if each.startswith("wrote"))
         left_drafts += len(drafts(root))
-        found, warned = newest(Checkpoints(root))
+        newest_number, warned = newest(Checkpoints(root))
         assert warned == []
-        assert found in (last, last + 1)  # it may be killed before it prints
+        assert newest_number in (last, last + 1)  # it may be killed before it prints
     assert left_drafts > 0  # some were killed during a write
     write(Checkpoints(root), 99)
     assert drafts(root) == []
@@ -812,14 +812,14 @@ def test_concurrent_writers_and_readers_do_not_interfere(writers):
     looks = 0
     while parent.poll() is None:
         try:
-            found, warned = newest(Checkpoints(root))
+            newest_number, warned = newest(Checkpoints(root))
         except CheckpointError as error:
             if "was removed by a writer" in str(error):  # two newer ones were written during the read
                 continue
             raise
         assert warned == []
-        assert found is not None or not looks
-        looks += found is not None
+        assert newest_number is not None or not looks
+        looks += newest_number is not None
     assert parent.returncode == 0
     assert sum(each.startswith("wrote") for each in parent.stdout) == 36
     assert drafts(root) == []

@@ -52,7 +52,7 @@ class Statistics:
     def __init__(self, body: Body) -> None:
         self.norms = [m for m in body.model.modules() if isinstance(m, nn.modules.batchnorm._BatchNorm)]
         self.norms = [n for n in self.norms if n.running_mean is not None]
-        self.known = {n: (n.running_mean.clone(), n.running_var.clone()) for n in self.norms}
+        self.statistics = {n: (n.running_mean.clone(), n.running_var.clone()) for n in self.norms}
         self.seen: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {}
 
     def run(self, forward: Callable[[], Any], act: Callable[[nn.Module, int, Tensor], None]) -> Any:
@@ -68,25 +68,25 @@ class Statistics:
         finally:
             for handle in handles:
                 handle.remove()
-            for norm, (mean, var) in self.known.items():
+            for norm, (mean, var) in self.statistics.items():
                 norm.running_mean.copy_(mean)
                 norm.running_var.copy_(var)
 
     def of(self, forward: Callable[[], Any], main: dict[nn.Module, list[tuple[Tensor, Tensor]]] | None) -> Any:
         """Return means and variances of this configuration, under moved statistics if `main` is given."""
-        found: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {n: [] for n in self.norms}
+        moments: dict[nn.Module, list[tuple[Tensor, Tensor]]] = {n: [] for n in self.norms}
 
         def act(norm: nn.Module, call: int, x: Tensor) -> None:
             dims = [d for d in range(x.ndim) if d != 1]
-            found[norm].append((x.mean(dims), x.var(dims, correction=0)))
+            moments[norm].append((x.mean(dims), x.var(dims, correction=0)))
             if main is not None:
-                self.move(norm, found[norm][call], main[norm][call])
+                self.move(norm, moments[norm][call], main[norm][call])
 
         self.run(forward, act)
-        return found
+        return moments
 
     def move(self, norm: nn.Module, now: tuple[Tensor, Tensor], main: tuple[Tensor, Tensor]) -> None:
-        mean, var = self.known[norm]
+        mean, var = self.statistics[norm]
         ratio = (now[1] + norm.eps) / (main[1] + norm.eps)
         norm.running_mean.copy_(now[0] + ratio.sqrt() * (mean - main[0]))
         norm.running_var.copy_(ratio * var)
@@ -370,10 +370,10 @@ def test_nan_seed_affects_only_its_own_rows():
     with torch.no_grad():
         next(body.slots["features.1"].parameters()).fill_(float("inf"))
 
-    found = evaluate(body, [(x, torch.arange(12))], score)
+    result = evaluate(body, [(x, torch.arange(12))], score)
 
-    assert agree(found.scores[:-1], clean.scores[:-1])
-    assert not found.scores[-1].isfinite().all()
+    assert agree(result.scores[:-1], clean.scores[:-1])
+    assert not result.scores[-1].isfinite().all()
 
 
 def test_each_fork_is_verified_at_first_use():
@@ -461,7 +461,7 @@ def test_contributions_and_paired_errors_match_a_reference():
     scores = {c: hard + 0.1 * rng.normal(size=40) + sum(c) for c in configs}
     result = Coalitions(("a", "b", "new"), 2, configs, torch.tensor(np.stack([scores[c] for c in configs])))
 
-    found = measure(result)
+    measured = measure(result)
 
     def paired(one: Config, other: Config) -> tuple[float, float]:
         difference = [x - y for x, y in zip(scores[one], scores[other], strict=True)]
@@ -469,12 +469,12 @@ def test_contributions_and_paired_errors_match_a_reference():
         return mean, (sum((d - mean) ** 2 for d in difference) / 39 / 40) ** 0.5
 
     main = (True, True, False)
-    assert found.quality == pytest.approx(scores[main].mean())
-    assert found.committed == pytest.approx(scores[False, False, False].mean())
-    assert found.contribution["a"] == pytest.approx(paired(main, (False, True, False)))
-    assert found.contribution["b"] == pytest.approx(paired(main, (True, False, False)))
-    assert found.prospect == {"new": pytest.approx(paired((True, True, True), main))}
-    assert found.contribution["a"][1] < scores[main].std() / 40**0.5 / 3  # pairing removes the shared difficulty
+    assert measured.quality == pytest.approx(scores[main].mean())
+    assert measured.committed == pytest.approx(scores[False, False, False].mean())
+    assert measured.contribution["a"] == pytest.approx(paired(main, (False, True, False)))
+    assert measured.contribution["b"] == pytest.approx(paired(main, (True, False, False)))
+    assert measured.prospect == {"new": pytest.approx(paired((True, True, True), main))}
+    assert measured.contribution["a"][1] < scores[main].std() / 40**0.5 / 3  # pairing removes the shared difficulty
 
 
 def test_one_sample_gives_a_nan_standard_error():

@@ -117,20 +117,20 @@ def test_environments_are_independent_while_one_grows(task):
 
 @pytest.mark.parametrize("envs", [1, 3])
 def test_training_data_do_not_depend_on_the_number_of_environments(envs, monkeypatch):
-    seen: list[tuple[int, int, Tensor]] = []
+    batches: list[tuple[int, int, Tensor]] = []
     minibatches = Task.minibatches
 
     def spy(self: Task, data: Any, world: int, step: int) -> Any:
         for x, y in minibatches(self, data, world, step):
-            seen.append((world, step, x))
+            batches.append((world, step, x))
             yield x, y
 
     monkeypatch.setattr(Task, "minibatches", spy)
     engine = run(digits(), [7, 8, 9][:envs], 2, Wait().act)
-    mine = [(step, x) for world, step, x in seen if world == 7]
-    wanted = [engine.data.train.take(index)[0] for step in (0, 1) for index in digits().order(engine.data, 7, step)]
+    mine = [(step, x) for world, step, x in batches if world == 7]
+    expected = [engine.data.train.take(index)[0] for step in (0, 1) for index in digits().order(engine.data, 7, step)]
     assert [step for step, _ in mine] == [0] * 4 + [1] * 4
-    assert all(torch.equal(x, w) for (_, x), w in zip(mine, wanted, strict=True))
+    assert all(torch.equal(x, w) for (_, x), w in zip(mine, expected, strict=True))
 
 
 @pytest.mark.parametrize("task", TASKS.values(), ids=TASKS.keys())

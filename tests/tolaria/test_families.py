@@ -24,8 +24,8 @@ def test_draws_depend_on_family_and_world_only_and_use_every_option() -> None:
     assert draws != [FAMILIES["mend_digits"].draw(world) for world in range(256)]
     for name in VARIED:
         options = getattr(family, {"width": "widths", "impairment": "impairments"}.get(name, name), None)
-        found = {getattr(draw, name) for draw in draws}
-        assert found == set(options) if options else len(found) > 3, name
+        values = {getattr(draw, name) for draw in draws}
+        assert values == set(options) if options else len(values) > 3, name
     pairs = {(d.width, d.impairment) for d in draws}
     assert len(pairs) == 4 * 4  # drawn independently
 

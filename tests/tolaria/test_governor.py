@@ -79,15 +79,15 @@ def test_judge_matches_the_scalar_reference(cases: list[tuple[Any, ...]]) -> Non
         losses[e, CONFIG.window - len(history) :] = history
     val, train, vital = (np.array([c[i] for c in cases]) for i in (1, 2, 3))
     failed = np.array([c[4] for c in cases])
-    found = judge(losses, val, train, vital, failed, chance=CHANCE, config=CONFIG)
+    verdict = judge(losses, val, train, vital, failed, chance=CHANCE, config=CONFIG)
     for e, case in enumerate(cases):
         alarm, limit = reference(*case)
-        assert ALARMS[found.alarm[e]] == alarm
-        np.testing.assert_allclose(found.limit[e], limit)
+        assert ALARMS[verdict.alarm[e]] == alarm
+        np.testing.assert_allclose(verdict.limit[e], limit)
         if alarm == "nonfinite_loss":
-            assert not math.isfinite(found.value[e])
+            assert not math.isfinite(verdict.value[e])
         if alarm in ("divergence", "collapse"):
-            assert found.value[e] == case[1]
+            assert verdict.value[e] == case[1]
 
 
 @settings(max_examples=200, deadline=None)
@@ -242,14 +242,14 @@ def test_history_excludes_anomalies_and_is_rolled_back() -> None:
     judged = Judged()
     for loss in (1.0, 1.1, 1.2, 1.3, 1.4):
         judged.step(loss, loss)
-    known = judged.governor.losses.copy()
+    losses_before = judged.governor.losses.copy()
     assert judged.table.step[0] == 5  # a snapshot is taken
     judged.step(1.5, 1.5)
     for _ in range(2):
         judged.step(9.0, 1.5)
         assert (judged.governor.losses[0, -1], judged.governor.losses[0, -2]) == (1.5, 1.4)
     assert judged.step(9.0, 1.5) == [0]
-    np.testing.assert_array_equal(judged.governor.losses[0], known[0])
+    np.testing.assert_array_equal(judged.governor.losses[0], losses_before[0])
     assert judged.governor.losses[1, -1] == 1.5
 
 
@@ -262,12 +262,12 @@ def test_history_holds_the_last_twenty_losses() -> None:
 
 def test_snapshots_are_taken_at_start_and_every_fifth_normal_step() -> None:
     judged = Judged()
-    taken = []
+    snapshots = []
     for i in range(1, 14):
         judged.step(9.0 if i == 10 else 1.0, 1.0)
-        taken.append(judged.governor._rows.step.tolist())
-    assert [t[1] for t in taken] == [0] * 4 + [5] * 5 + [10] * 4
-    assert [t[0] for t in taken] == [0] * 4 + [5] * 9  # not during an anomaly
+        snapshots.append(judged.governor._rows.step.tolist())
+    assert [t[1] for t in snapshots] == [0] * 4 + [5] * 5 + [10] * 4
+    assert [t[0] for t in snapshots] == [0] * 4 + [5] * 9  # not during an anomaly
 
 
 # -- normal training raises no alarms

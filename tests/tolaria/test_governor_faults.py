@@ -103,14 +103,14 @@ def decide(engine: Engine, target: SeedStage) -> Ints:
     return actions
 
 
-def kept(plot: HostNetwork) -> dict[int, list[Tensor]]:
+def copied_tensors(plot: HostNetwork) -> dict[int, list[Tensor]]:
     """Return copies of each parameter's weights, optimiser state and average."""
     averages = plot.average.by_tensor()
-    found = {}
+    tensors = {}
     for p in plot.body.parameters():
         state = [v for _, v in sorted(plot.optimizer.state.get(p, {}).items()) if isinstance(v, Tensor)]
-        found[id(p)] = [t.detach().clone() for t in (p, averages[p], *state)]
-    return found
+        tensors[id(p)] = [t.detach().clone() for t in (p, averages[p], *state)]
+    return tensors
 
 
 class Life:
@@ -140,7 +140,7 @@ class Life:
         plot, table = self.engine.networks[SICK], self.engine.table
         self.past.append(
             {
-                "params": kept(plot),
+                "params": copied_tensors(plot),
                 "buffers": {id(b): b.clone() for b in plot.body.buffers()},
                 "updates": plot.average.updates,
                 "lr": [g["lr"] for g in plot.optimizer.param_groups],
@@ -170,7 +170,7 @@ def assert_restored(life: Life, step: int) -> None:
     """Assert that the faulty environment has its state after `step`, without live seeds."""
     engine, then = life.engine, life.past[step]
     plot, table = engine.networks[SICK], engine.table
-    now = kept(plot)
+    now = copied_tensors(plot)
     fossils = [name for name, slot in plot.body.slots.items() if slot.stage == S.FOSSILIZED]
     assert {name for name, slot in plot.body.slots.items() if slot.seed is not None} == set(fossils)
     for p in plot.body.parameters():
@@ -232,11 +232,11 @@ def explode(plot: HostNetwork) -> None:
 
 def fail_validation(error: Exception) -> Callable[[HostNetwork], None]:
     def inject(plot: HostNetwork) -> None:
-        validate, left = plot.validate, [error]
+        validate, errors = plot.validate, [error]
 
         def validated(*args: Any) -> Coalitions:
-            if left:
-                raise left.pop()
+            if errors:
+                raise errors.pop()
             return validate(*args)
 
         plot.validate = validated  # type: ignore[method-assign]
@@ -246,13 +246,13 @@ def fail_validation(error: Exception) -> Callable[[HostNetwork], None]:
 
 def spoil_validation(value: float) -> Callable[[HostNetwork], None]:
     def inject(plot: HostNetwork) -> None:
-        validate, left = plot.validate, [value]
+        validate, values = plot.validate, [value]
 
         def validated(*args: Any) -> Coalitions:
-            found = validate(*args)
-            if left:
-                found.scores[:, 0] = left.pop()
-            return found
+            result = validate(*args)
+            if values:
+                result.scores[:, 0] = values.pop()
+            return result
 
         plot.validate = validated  # type: ignore[method-assign]
 
@@ -422,12 +422,12 @@ def test_first_snapshot_contains_planted_fossils() -> None:
     engine = Engine(digits(), [0])
     engine.plant_fossils(0, {"r0c1": ("lora", 0)})  # type: ignore[dict-item]
     poison_at_once = engine.networks[0]
-    weights = kept(poison_at_once)
+    weights = copied_tensors(poison_at_once)
     spoil(math.nan)(poison_at_once)
     engine.step(wait_everywhere(1))
     assert engine.table.stage[0].tolist() == [S.DORMANT, S.FOSSILIZED, S.DORMANT]
     for p in poison_at_once.body.parameters():
-        assert torch.equal(kept(poison_at_once)[id(p)][0], weights[id(p)][0])
+        assert torch.equal(copied_tensors(poison_at_once)[id(p)][0], weights[id(p)][0])
 
 
 def test_lost_optimiser_state_is_restored() -> None:
@@ -449,11 +449,11 @@ def test_rollback_starts_the_usual_cooldown() -> None:
 
 def test_rollback_keeps_a_running_cooldown() -> None:
     life = Life(digits(), S.EMBARGOED)
-    left = int(life.engine.table.cooldown[SICK, 0])
+    ticks_left = int(life.engine.table.cooldown[SICK, 0])
     spoil(math.nan)(life.engine.networks[SICK])
     life.step()
     assert life.engine.alarms[0].action == "rolled back"
-    assert life.engine.table.cooldown[SICK, 0] == left - 1
+    assert life.engine.table.cooldown[SICK, 0] == ticks_left - 1
 
 
 def test_rollback_restores_the_table_except_step_and_serials() -> None:
@@ -535,11 +535,11 @@ def test_vital_covers_host_and_blended_seeds_only(task: str) -> None:
 
 def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: int) -> None:
     """Make a method raise on its first `times` calls."""
-    works, left = getattr(owner, name), [MemoryError("full")] * times
+    works, errors = getattr(owner, name), [MemoryError("full")] * times
 
     def method(*args: Any, **kwargs: Any) -> Any:
-        if left:
-            raise left.pop()
+        if errors:
+            raise errors.pop()
         return works(*args, **kwargs)
 
     monkeypatch.setattr(owner, name, method)
@@ -584,14 +584,14 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
 
     sick, sound = begun(digits()), begun(digits())
     failing(monkeypatch, sick.governor.snapshots[SICK], "take", times)
-    start = kept(sick.networks[SICK])
+    start = copied_tensors(sick.networks[SICK])
     for step in range(times + 2):
         sick.step(wait_everywhere(3))
         sound.step(wait_everywhere(3))
         result = [(a.env, a.action) for a in sick.alarms]
         assert result == ([] if step >= times else [(SICK, "rolled back" if step == times - 1 else "not restored")])
         if step < times:  # it is not trained
-            now = kept(sick.networks[SICK])
+            now = copied_tensors(sick.networks[SICK])
             assert all(torch.equal(a, b) for p in start for a, b in zip(start[p], now[p], strict=True))
     assert [fingerprint(sick, env) for env in OTHERS] == [fingerprint(sound, env) for env in OTHERS]
     assert np.isfinite(sick.table.quality).all()
@@ -628,17 +628,19 @@ def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
 
     engine.step(wait_everywhere(3))
     engine.step(wait_everywhere(3))
-    weights = kept(engine.networks[SICK])
-    held = tensors()
+    weights = copied_tensors(engine.networks[SICK])
+    tensors_before = tensors()
     for n in range(8):
         engine.step(wait_everywhere(3))
         assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(SICK, "nonfinite_loss", "rolled back")]
         assert engine.table.rollbacks[SICK] == n + 3
-    assert tensors() <= held  # tensors of other tests may be freed meanwhile
+    assert tensors() <= tensors_before  # tensors of other tests may be freed meanwhile
     assert engine.table.step[SICK] == engine.table.step[0]
     assert np.isfinite(engine.table.quality).all()
     for p in engine.networks[SICK].body.parameters():
-        assert all(torch.equal(a, b) for a, b in zip(kept(engine.networks[SICK])[id(p)], weights[id(p)], strict=True))
+        assert all(
+            torch.equal(a, b) for a, b in zip(copied_tensors(engine.networks[SICK])[id(p)], weights[id(p)], strict=True)
+        )
     engine.networks[SICK].forward = process_train_batch
     engine.step(wait_everywhere(3))
     assert engine.alarms == []
@@ -668,11 +670,11 @@ def test_diverging_host_is_restored_with_its_learning_rate() -> None:
     life = Life(digits(), S.DORMANT, 9)
     for group in life.engine.networks[SICK].optimizer.param_groups:
         group["lr"] = 300.0
-    seen = []
+    alarms = []
     for _ in range(3):
         life.step()
-        seen += [(a.alarm, a.action) for a in life.engine.alarms]
-    assert seen == [("divergence", "counted")] * 2 + [("divergence", "rolled back")]
+        alarms += [(a.alarm, a.action) for a in life.engine.alarms]
+    assert alarms == [("divergence", "counted")] * 2 + [("divergence", "rolled back")]
     assert_restored(life, life.engine.alarms[0].restored_step)
 
 
@@ -712,18 +714,18 @@ def test_keyboard_interrupt_is_raised() -> None:
 
 def test_error_is_reported_once_with_location_and_frees_memory() -> None:
     engine = Engine(digits(), [0, 1])
-    held: list[weakref.ref[Tensor]] = []
+    references: list[weakref.ref[Tensor]] = []
 
     def greedy(_body: nn.Module, _x: Tensor, _y: Tensor) -> Any:
         much = torch.zeros(1000)
-        held.append(weakref.ref(much))
+        references.append(weakref.ref(much))
         try:
             raise ValueError("inner")
         except ValueError as error:
             raise torch.OutOfMemoryError(f"tried to\nallocate {much.numel()}") from error
 
     def restore(env: int, table: SlotTable) -> Any:
-        assert held[-1]() is None  # memory is released before the rollback
+        assert references[-1]() is None  # memory is released before the rollback
         return roll_back(env, table)
 
     roll_back, engine.governor.roll_back = engine.governor.roll_back, restore  # type: ignore[method-assign]
@@ -734,7 +736,7 @@ def test_error_is_reported_once_with_location_and_frees_memory() -> None:
         first = engine.alarms[0].text
         engine.step(wait_everywhere(2))
         assert engine.alarms[0].text == ""
-    assert len(held) == 2
+    assert len(references) == 2
     assert first.startswith("OutOfMemoryError: tried to allocate 1000 (growing_network.py:")
     assert "test_governor_faults.py" in first
     assert "/" not in first

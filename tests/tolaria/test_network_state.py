@@ -40,11 +40,11 @@ def advance(it: Engine, first: int, last: int) -> None:
 
 
 def tensors(it: Engine) -> list[torch.Tensor]:
-    found = []
+    values = []
     for plot in it.networks:
-        found += [*plot.body.state_dict().values(), *plot.average.average]
-        found += [v for state in plot.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
-    return found
+        values += [*plot.body.state_dict().values(), *plot.average.average]
+        values += [v for state in plot.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    return values
 
 
 @pytest.mark.parametrize("task", ["digits", "rescue", "rescue open"])
@@ -53,10 +53,10 @@ def test_loaded_engine_continues_bit_for_bit(task: str, stopped: int) -> None:
     whole, first, second = engine(task), engine(task), engine(task)
     advance(whole, 0, STEPS)
     advance(first, 0, stopped)
-    document, kept = packed(engine_state(first))
-    kept = {name: tensor.clone() for name, tensor in kept.items()}
+    document, copies = packed(engine_state(first))
+    copies = {name: tensor.clone() for name, tensor in copies.items()}
     advance(first, stopped, STEPS)  # later changes of the first must not affect the second
-    load_engine(second, unpacked(document, kept))
+    load_engine(second, unpacked(document, copies))
     advance(second, stopped, STEPS)
     assert whole.table.rollbacks[0] == 1
     for name, column in whole.table.arrays().items():

@@ -41,7 +41,7 @@ def test_resync_keeps_averages_and_adds_new_parameters():
     average = WeightAverage(module)
     jiggle(module, 1)
     average.update()
-    kept = {t: a.clone() for t, a in average.by_tensor().items()}
+    averages = {t: a.clone() for t, a in average.by_tensor().items()}
 
     module.append(nn.Linear(2, 2))
     del module[0]
@@ -49,7 +49,7 @@ def test_resync_keeps_averages_and_adds_new_parameters():
 
     assert [id(t) for t in average.tensors] == [id(t) for t in (*module.parameters(), *norm_statistics(module))]
     for p, a in zip(average.tensors, average.average, strict=True):
-        assert torch.equal(a, kept.get(p, p))
+        assert torch.equal(a, averages.get(p, p))
         assert a is not p
     jiggle(module, 2)
     average.update()

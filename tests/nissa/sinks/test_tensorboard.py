@@ -40,9 +40,9 @@ EPISODE = Episode(
 def loaded(folder):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    found = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    found.Reload()
-    return {tag: [(e.step, e.value) for e in found.Scalars(tag)] for tag in found.Tags()["scalars"]}
+    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
+    accumulator.Reload()
+    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
 
 
 def test_tensorboard_reads_back_what_was_emitted(tmp_path):
@@ -53,18 +53,18 @@ def test_tensorboard_reads_back_what_was_emitted(tmp_path):
         hub.emit(Worth(env=0, episode=0, step=3, slot="r0c1", seed=0, blueprint="b", contribution=0.5))
         hub.emit(update(0, entropy={"op": 0.75, "slot": None}, learnable={"op": 0.25}))
         hub.emit(EPISODE)
-    found = loaded(tmp_path)
-    assert found["env0/quality"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
-    assert found["env0/params"] == [(1, 10.0), (2, 10.0), (3, 10.0)]
-    assert found["env0/alpha/r0c1"] == [(1, 0.25), (2, 0.25), (3, 0.25)]
-    assert found["env0/contribution/r0c1"] == [(3, 0.5)]
-    assert found["update/kl"] == [(1, 0.5)]
-    assert found["update/entropy/op"] == [(1, 0.75)]
-    assert found["update/learnable/op"] == [(1, 0.25)]
-    assert math.isnan(found["episode/quality"][0][1])
-    assert found["episode/baseline_quality"] == [(1, 0.25)]
+    scalars = loaded(tmp_path)
+    assert scalars["env0/quality"] == [(1, 0.25), (2, 0.5), (3, 0.75)]
+    assert scalars["env0/params"] == [(1, 10.0), (2, 10.0), (3, 10.0)]
+    assert scalars["env0/alpha/r0c1"] == [(1, 0.25), (2, 0.25), (3, 0.25)]
+    assert scalars["env0/contribution/r0c1"] == [(3, 0.5)]
+    assert scalars["update/kl"] == [(1, 0.5)]
+    assert scalars["update/entropy/op"] == [(1, 0.75)]
+    assert scalars["update/learnable/op"] == [(1, 0.25)]
+    assert math.isnan(scalars["episode/quality"][0][1])
+    assert scalars["episode/baseline_quality"] == [(1, 0.25)]
     absent = {"env0/train_loss", "env0/alpha/r0c0", "update/entropy/slot", "episode/test_quality"}
-    assert not absent & found.keys()
+    assert not absent & scalars.keys()
 
 
 def test_each_environment_has_a_monotonic_axis():

@@ -30,8 +30,8 @@ def test_embedded_images_are_normalised_balanced_and_disjoint(name, sizes):
     for split in data.splits.values():
         counts = torch.bincount(split.y, minlength=10)
         assert counts.max() - counts.min() <= (0 if name == "fashion" else 12)
-    seen = [{image.tobytes() for image in split.x.numpy()} for split in data.splits.values()]
-    assert sum(map(len, seen)) - len(set().union(*seen)) == 0  # no image is in two splits
+    images = [{image.tobytes() for image in split.x.numpy()} for split in data.splits.values()]
+    assert sum(map(len, images)) - len(set().union(*images)) == 0  # no image is in two splits
 
 
 def test_moby_text_and_targets_are_consistent():
@@ -103,11 +103,11 @@ sizes = st.integers(1, 60)
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 2**63 - 1), st.integers(1, 6), sizes, st.integers(1, 9), st.integers(1, 5))
 def test_minibatch_indices_match_the_explicit_sequence(world, steps, size, batch, batches):
-    found = [
+    orders = [
         minibatch_indices(world, step, size=size, batch=batch, batches_per_step=batches).tolist()
         for step in reversed(range(steps))  # any call order: a function of (world, step)
     ]
-    assert found[::-1] == one_by_one(world, steps, size, batch, batches)
+    assert orders[::-1] == one_by_one(world, steps, size, batch, batches)
 
 
 @settings(max_examples=40, deadline=None)
@@ -160,8 +160,8 @@ def test_every_prefix_of_balanced_order_is_balanced(labels):
     totals = np.bincount(array, minlength=5)
     for stop in range(len(labels)):
         counts = np.bincount(array[order[:stop]], minlength=5)
-        left = counts < totals
-        assert not left.any() or counts.max() - counts[left].min() <= 1
+        open_classes = counts < totals
+        assert not open_classes.any() or counts.max() - counts[open_classes].min() <= 1
 
 
 # Derived random seeds
@@ -256,9 +256,9 @@ def test_make_data_script_reproduces_the_digits():
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     with np.load(catalogue.FOLDER / "digits.npz", allow_pickle=False) as stored:
-        made = module.digits()
-        assert set(made) == set(stored)
-        assert all(np.array_equal(made[key], stored[key]) for key in made)
+        built = module.digits()
+        assert set(built) == set(stored)
+        assert all(np.array_equal(built[key], stored[key]) for key in built)
 
 
 def test_portions_cover_the_validation_split_once():
