@@ -49,11 +49,11 @@ def reports(table: SlotTable, ops: Any) -> list[Report]:
     ]
 
 
-def slow_features(found: Sequence[Report], context: ObsContext, prices: Tensor) -> Tensor:
+def slow_features(reports: Sequence[Report], context: ObsContext, prices: Tensor) -> Tensor:
     """Return features [E, F], computed element by element. `prices` [S, 24] come from `slow_prices`."""
     slots = len(context.slot_width)
-    out = torch.zeros(len(found), num_features(slots))
-    for e, report in enumerate(found):
+    out = torch.zeros(len(reports), num_features(slots))
+    for e, report in enumerate(reports):
         _slow_env(out, e, report, context)
         for s in range(slots):
             _slow_slot(out, e, s, report, context, prices)
@@ -66,8 +66,8 @@ def slow_prices(takes: Any, context: ObsContext) -> Tensor:
     for s in range(len(takes)):
         params = [context.slot_params[s][b] / context.host_params for b in range(1, len(BLUEPRINTS))]
         macs = [context.slot_macs[s][b] / context.host_macs for b in range(1, len(BLUEPRINTS))]
-        taken = [bool(t) for t in takes[s][1 : len(BLUEPRINTS)]] * 2
-        rows.append([_size(r) if t else -1.0 for r, t in zip(params + macs, taken, strict=True)])
+        plantable = [bool(t) for t in takes[s][1 : len(BLUEPRINTS)]] * 2
+        rows.append([_size(r) if t else -1.0 for r, t in zip(params + macs, plantable, strict=True)])
     return torch.tensor(rows)
 
 
@@ -109,9 +109,9 @@ def _seed_macs(slot: Mapping[str, Any], s: int, context: ObsContext) -> float:
 
 def _slow_env(out: Tensor, e: int, report: Report, context: ObsContext) -> None:
     at, env, span = ENV_COLUMN, report.env, context.quality_span
-    left = max(context.horizon - env["step"], 0)
-    out[e, at["time"]] = 1 - left / context.horizon
-    out[e, at["steps_left"]] = min(math.log2(1 + left) / 10, 1.0)
+    steps_left = max(context.horizon - env["step"], 0)
+    out[e, at["time"]] = 1 - steps_left / context.horizon
+    out[e, at["steps_left"]] = min(math.log2(1 + steps_left) / 10, 1.0)
     out[e, at["quality"]] = _level(env["quality"], context)
     out[e, at["val_loss"]] = _loss(env["val_loss"], context)
     for k in (1, 2, 3, 4):
@@ -199,10 +199,10 @@ def _slow_slot(out: Tensor, e: int, s: int, report: Report, context: ObsContext,
     out[e, start + at["interaction_known"]] = 0.0 if math.isnan(slot["interaction"]) else 1.0
 
 
-def slow_masks(found: Sequence[Report], takes: Any, fixed: Mapping[Head, int]) -> Tensor:
+def slow_masks(reports: Sequence[Report], takes: Any, fixed: Mapping[Head, int]) -> Tensor:
     """Return masks [E, M], stacked from one set of small tensors per environment."""
     plantable = takes.tolist()
-    per_env = [slow_action_masks(report, plantable, fixed) for report in found]
+    per_env = [slow_action_masks(report, plantable, fixed) for report in reports]
     stacked = {key: torch.stack([masks[key] for masks in per_env]) for key in per_env[0]}
     return torch.cat([part.flatten(1) for part in stacked.values()], dim=1)
 
@@ -221,8 +221,8 @@ def slow_action_masks(report: Report, plantable: list[list[bool]], fixed: Mappin
         for s in range(slots):
             if not report.legal[op][s] or fixed.get(Head.SLOT, s) != s:
                 continue
-            wanted = fixed.get(Head.BLUEPRINT)
-            if op is Op.GERMINATE and wanted is not None and not plantable[s][wanted]:
+            fixed_blueprint = fixed.get(Head.BLUEPRINT)
+            if op is Op.GERMINATE and fixed_blueprint is not None and not plantable[s][fixed_blueprint]:
                 continue
             slot_by_op[op, s] = True
             op_mask[op] = True

@@ -73,7 +73,7 @@ def run_facts(entries: list[Entry]) -> dict[str, Any]:
 
 
 def _grouped(pairs: Any) -> dict[Any, list[Any]]:
-    found: dict[Any, list[Any]] = {}
+    groups: dict[Any, list[Any]] = {}
     for key, value in pairs:
-        found.setdefault(key, []).append(value)
-    return found
+        groups.setdefault(key, []).append(value)
+    return groups

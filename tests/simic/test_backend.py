@@ -71,14 +71,14 @@ def weights(plot: HostNetwork) -> str:
 
 def choices(task: Task, envs: int) -> list[np.ndarray]:
     """Return random legal actions, one row per environment and step, as played on a separate backend."""
-    backend, chance, found = HostBackend(task, rules=BRISK), Random(5), []
+    backend, chance, actions = HostBackend(task, rules=BRISK), Random(5), []
     backend.reset(range(envs))
     for _ in range(STEPS):
-        found.append(chance.act(backend.table, legal(backend.table, BRISK)))
-        backend.step(found[-1])
-    ops = np.stack(found)[..., Head.OP]
+        actions.append(chance.act(backend.table, legal(backend.table, BRISK)))
+        backend.step(actions[-1])
+    ops = np.stack(actions)[..., Head.OP]
     assert {Op.GERMINATE, Op.PRUNE} <= set(ops.ravel().tolist())
-    return found
+    return actions
 
 
 def same_rows(one: SlotTable, two: SlotTable) -> None:
@@ -108,11 +108,11 @@ def test_environment_alone_equals_itself_among_others(name: str) -> None:
     task = TASKS[name]()
     actions = choices(task, 3)
     crowd = GrowthVectorEnv(HostBackend(task, rules=BRISK), [0, 1, 2])
-    seen = [crowd.reset()] + [crowd.step(rows) for rows in actions]
+    outcomes = [crowd.reset()] + [crowd.step(rows) for rows in actions]
     for e in (2, 0):
         alone = GrowthVectorEnv(HostBackend(task, rules=BRISK), [e])
         for among, result in zip(
-            seen, [alone.reset()] + [alone.step(rows[e : e + 1]) for rows in actions], strict=True
+            outcomes, [alone.reset()] + [alone.step(rows[e : e + 1]) for rows in actions], strict=True
         ):
             for theirs, mine in zip(among[:-1], result[:-1], strict=True):
                 np.testing.assert_array_equal(theirs[e : e + 1], mine)

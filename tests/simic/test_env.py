@@ -107,14 +107,14 @@ def test_end_is_reported_once_and_the_next_step_starts_a_round() -> None:
 
 def test_returned_arrays_are_never_written_again() -> None:
     env, rng = sim_env(3), np.random.default_rng(0)
-    kept, copies = [], []
+    originals, copies = [], []
     result: tuple[Any, ...] = env.reset()
     for _ in range(HORIZON):
         arrays = [*result[:-1], *result[-1].values()]
-        kept.append(arrays)
+        originals.append(arrays)
         copies.append([a.copy() for a in arrays])
         result = env.step(random_legal_actions(env.backend.table, LIVELY, rng))
-    for arrays, before in zip(kept, copies, strict=True):
+    for arrays, before in zip(originals, copies, strict=True):
         for a, b in zip(arrays, before, strict=True):
             np.testing.assert_array_equal(a, b)
 
@@ -187,22 +187,22 @@ def test_reset_seed_selects_the_world() -> None:
 
 def test_reset_seed_restarts_the_round_count() -> None:
     env = GrowthVectorEnv(Simulator(SIM, [0, 1]), lambda n: [10 * n, 10 * n + 1])
-    seen = []
+    worlds = []
     for _ in range(2):
         env.reset(seed=3)
         for _ in range(3):
             env.reset()
-            seen.append(env.backend.worlds)
-    assert seen == [[10, 11], [20, 21], [30, 31]] * 2
+            worlds.append(env.backend.worlds)
+    assert worlds == [[10, 11], [20, 21], [30, 31]] * 2
 
 
 def test_rounds_cycle_through_the_worlds() -> None:
     env = one((3, 4, 9))
-    seen = []
+    worlds = []
     for _ in range(4):
         env.reset()
-        seen += env.env.backend.worlds
-    assert seen == [3, 4, 9, 3]
+        worlds += env.env.backend.worlds
+    assert worlds == [3, 4, 9, 3]
 
 
 def test_options_select_worlds() -> None:

@@ -131,13 +131,13 @@ def test_ended_environment_waits_unchanged_until_all_have_ended(file: Path) -> N
     plant = wait_everywhere(3)
     plant[:, Head.OP] = Op.GERMINATE
     plant[:, Head.BLUEPRINT] = np.nonzero(backend.hosts[0].table.takes[0])[0][0]
-    seen = [env.step(plant if step == 1 else wait_everywhere(3)) for step in range(9)]
-    ended = np.array([row[2] for row in seen])
+    steps = [env.step(plant if step == 1 else wait_everywhere(3)) for step in range(9)]
+    ended = np.array([row[2] for row in steps])
     for e, length in enumerate((4, 6, 9)):
         np.testing.assert_array_equal(ended[:, e], np.arange(9) >= length - 1)
-        assert not any(row[1][e] for row in seen[length:])
-        for row in seen[length:]:
-            np.testing.assert_array_equal(row[0][e], seen[length - 1][0][e])
+        assert not any(row[1][e] for row in steps[length:])
+        for row in steps[length:]:
+            np.testing.assert_array_equal(row[0][e], steps[length - 1][0][e])
     assert env.over
     assert backend.table.step.tolist() == [4, 6, 9]
     assert (env.utility != 0).any()

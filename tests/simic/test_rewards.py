@@ -28,7 +28,7 @@ CONFIGS = [RewardConfig(mode=mode) for mode in REWARDS]
 HORIZON, SLOTS = 30, 4
 
 
-def random_frame(rng: np.random.Generator, envs: int = 6, **given: object) -> Frame:
+def random_frame(rng: np.random.Generator, envs: int = 6, **changes: object) -> Frame:
     """Return any state, valid or not, of good and bad, small and huge networks."""
     stage = rng.integers(0, 9, (envs, SLOTS))
     host_params, host_macs = 1000.0, 50_000.0
@@ -54,7 +54,7 @@ def random_frame(rng: np.random.Generator, envs: int = 6, **given: object) -> Fr
         chance_loss=2.3,
         horizon=HORIZON,
     )
-    return replace(frame, **given)
+    return replace(frame, **changes)
 
 
 # -- scalar references: the same rewards, one environment and one plain number at a time
@@ -191,10 +191,10 @@ def test_every_mode_equals_its_scalar_reference(mode, seed, scale):
 
     paid = reward(before, after, config)
 
-    for e, found in enumerate(paid):
+    for e, amount in enumerate(paid):
         a, b = one(before, e), one(after, e)
         expected = scale * (TWINS[mode](a, b, config) - config.rollback_penalty * (b["rollbacks"] > a["rollbacks"]))
-        assert found == pytest.approx(expected, abs=1e-9)
+        assert amount == pytest.approx(expected, abs=1e-9)
 
 
 def test_every_mode_has_a_reference_here():
@@ -224,9 +224,9 @@ def test_utility_return_is_the_discounted_mean_of_utility_and_its_end(seed, gamm
 
     rewards = [reward(a, b, config) for a, b in pairwise(frames)]
 
-    found = sum(gamma**t * r for t, r in enumerate(rewards))
+    discounted = sum(gamma**t * r for t, r in enumerate(rewards))
     enjoyed = (1 - gamma) * sum(gamma ** (t - 1) * values[t] for t in range(1, horizon))
-    np.testing.assert_allclose(found, enjoyed + gamma ** (horizon - 1) * values[-1] - values[0], atol=1e-12)
+    np.testing.assert_allclose(discounted, enjoyed + gamma ** (horizon - 1) * values[-1] - values[0], atol=1e-12)
     assert (values[0] == 0).all()
 
 
@@ -414,14 +414,14 @@ def test_doubling_the_parameters_costs_half_a_point_and_no_growth_nothing():
 
 def test_rent_on_macs_starts_with_alpha_and_on_parameters_at_germination():
     sim = Simulator(SimConfig(horizon=60), range(16), LIVELY)
-    rng, seen = np.random.default_rng(8), set()
+    rng, stages = np.random.default_rng(8), set()
     for _ in range(40):
         sim.step(random_legal_actions(sim.table, sim.rules, rng))
         frame, table = Frame.of(sim.table, sim.context, sim.baseline_quality), sim.table
         for e in range(16):
             owed = {"params": 0, "macs": 0, "committed_params": 0, "committed_macs": 0}
             for s, stage in enumerate(table.stage[e].tolist()):
-                seen.add(stage)
+                stages.add(stage)
                 params, macs = (price[s, table.blueprint[e, s]] for price in (sim.shape.params, sim.shape.macs))
                 owed["params"] += params if SeedStage.GERMINATED <= stage <= SeedStage.FOSSILIZED else 0
                 owed["macs"] += macs if SeedStage.BLENDING <= stage <= SeedStage.FOSSILIZED else 0
@@ -430,7 +430,7 @@ def test_rent_on_macs_starts_with_alpha_and_on_parameters_at_germination():
             for name, more in owed.items():
                 host = frame.host_macs if "macs" in name else frame.host_params
                 assert getattr(frame, name)[e] == host + more, name
-    assert len(seen) == 9
+    assert len(stages) == 9
 
 
 def test_frame_is_a_copy_and_matches_the_simulators_counts():
@@ -445,9 +445,9 @@ def test_frame_is_a_copy_and_matches_the_simulators_counts():
     assert (frame.committed_params < frame.params).any()
     assert (frame.committed_macs <= frame.macs).all()
     assert (frame.committed_macs < frame.macs).any()
-    kept = frame.stage.copy(), frame.quality.copy(), frame.step.copy()
+    copies = frame.stage.copy(), frame.quality.copy(), frame.step.copy()
     sim.reset()
-    for now, then in zip((frame.stage, frame.quality, frame.step), kept, strict=True):
+    for now, then in zip((frame.stage, frame.quality, frame.step), copies, strict=True):
         np.testing.assert_array_equal(now, then)
 
 

@@ -53,11 +53,11 @@ def wait(sim: Simulator, steps: int) -> None:
 
 
 def history(sim: Simulator, actions: list[np.ndarray]) -> list[dict[str, np.ndarray]]:
-    found = []
+    rows = []
     for a in actions:
         sim.step(a)
-        found.append({**sim.table.clone().arrays(), "baseline": sim.baseline_quality, "true": sim.true_quality})
-    return found
+        rows.append({**sim.table.clone().arrays(), "baseline": sim.baseline_quality, "true": sim.true_quality})
+    return rows
 
 
 def same(a: np.ndarray, b: np.ndarray) -> bool:
@@ -159,7 +159,7 @@ def test_alpha_0_has_no_effect_and_effects_grow_with_alpha():
     wait(sim, 10)
     assert (sim.table.stage[:, 0] == S.BLENDING).all()
     assert (sim.table.alpha == 0).all()
-    kept = sim.truth.potential[:, 0, CONV_LIGHT]
+    potential = sim.truth.potential[:, 0, CONV_LIGHT]
     gains = []
     for _ in range(5):
         gains.append(sim.true_quality - sim.truth.host_quality(sim.table.step))
@@ -168,7 +168,7 @@ def test_alpha_0_has_no_effect_and_effects_grow_with_alpha():
     assert (gains[0] == 0).all()
     growing = np.diff(np.abs(gains), axis=0)
     assert (growing > 0).all()
-    assert (np.sign(gains[-1]) == np.sign(kept)).all()
+    assert (np.sign(gains[-1]) == np.sign(potential)).all()
 
 
 def test_gains_diminish_and_fossils_keep_learning():
@@ -373,12 +373,12 @@ def test_noise_is_correlated_between_epochs_and_new_for_the_next_seed():
 
 def test_every_measured_column_varies():
     rng, sim = np.random.default_rng(0), Simulator(SimConfig(slots=4), range(32), LIVELY)
-    seen: dict[str, list[np.ndarray]] = {}
+    by_name: dict[str, list[np.ndarray]] = {}
     for _ in range(60):
         sim.step(random_legal_actions(sim.table, LIVELY, rng))
         for name, column in sim.table.arrays().items():
-            seen.setdefault(name, []).append(column[np.isfinite(column)].astype(float))
-    for name, columns in seen.items():
+            by_name.setdefault(name, []).append(column[np.isfinite(column)].astype(float))
+    for name, columns in by_name.items():
         # there is no governor, since no simulated host diverges, and nothing is evaluated
         if name not in ("enabled", "rollbacks", "measure_macs"):
             assert np.unique(np.concatenate(columns)).size > 1, name

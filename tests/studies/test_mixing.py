@@ -62,6 +62,6 @@ def test_tables_show_mixing_times_and_what_was_not_reached():
     study, results = study_and_results()
     assert "planted  from_start      37" in as_text(summarize(study, results, "test_quality")).splitlines()
     short = {key: points[:2] for key, points in results.items()}
-    shown = as_markdown(summarize(study, short, "test_quality"))
-    assert "rescue, mixing time after the first seed:\n\n| arm | against | epochs |" in shown
-    assert "| planted | from_start | > 18 |" in shown
+    table = as_markdown(summarize(study, short, "test_quality"))
+    assert "rescue, mixing time after the first seed:\n\n| arm | against | epochs |" in table
+    assert "| planted | from_start | > 18 |" in table

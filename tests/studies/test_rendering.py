@@ -46,15 +46,15 @@ def test_console_table_shows_means_intervals_differences_and_verdicts():
 @pytest.mark.parametrize(("metric", "largest"), [("test_quality", 1.0), ("test_loss", 4.5)])
 def test_console_output_fits_80_columns(metric, largest):
     arms = (LONGEST, LONGEST[1:] + "b")
-    shown = as_text(summary(metric, arms, lambda arm, world: largest * (arm - world % 2), params=12_345_678))
-    assert max(map(len, shown.splitlines())) <= 80
+    table = as_text(summary(metric, arms, lambda arm, world: largest * (arm - world % 2), params=12_345_678))
+    assert max(map(len, table.splitlines())) <= 80
 
 
 def test_markdown_holds_the_same_cells():
-    shown = as_markdown(summary())
-    assert "| arm | test quality | difference | × full | params |\n|---|---|---|---|---|\n" in shown
-    assert "| better | 60.3 ± 0.2 | +10.0 [+10.0, +10.0] | 0.50 | 123.5k |" in shown
-    assert "| better higher than worse | rescue, equal compute, 1 × one full training | won |" in shown
+    table = as_markdown(summary())
+    assert "| arm | test quality | difference | × full | params |\n|---|---|---|---|---|\n" in table
+    assert "| better | 60.3 ± 0.2 | +10.0 [+10.0, +10.0] | 0.50 | 123.5k |" in table
+    assert "| better higher than worse | rescue, equal compute, 1 × one full training | won |" in table
 
 
 def test_chart_has_one_named_line_and_band_per_arm_and_colours_for_dark_pages():

@@ -13,13 +13,13 @@ def holes(entries: Iterable[Entry]) -> dict[int, list[range]]:
     present: dict[int, set[int]] = {}
     for entry in entries:
         present.setdefault(entry.rank, set()).update(range(entry.seq - entry.replaced, entry.seq + 1))
-    found: dict[int, list[range]] = {}
+    by_rank: dict[int, list[range]] = {}
     for rank, seqs in sorted(present.items()):
         ends = sorted(seqs)
         gaps = zip([-1, *ends], ends, strict=False)
         if missing := [range(low + 1, high) for low, high in gaps if high > low + 1]:
-            found[rank] = missing
-    return found
+            by_rank[rank] = missing
+    return by_rank
 
 
 def next_seq(run_dir: Path, rank: int = 0) -> int:

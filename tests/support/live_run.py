@@ -140,9 +140,9 @@ def lines_of(events, at=1000.0, apart=0.1):
 
 def entries_of(events, at=1000.0, apart=0.1) -> list[Entry]:
     """Return events as a reader of the journal sees them, encoded and decoded."""
-    found = [decoded_entry(raw.rstrip(b"\n"), 0) for raw in lines_of(events, at, apart)]
-    assert None not in found
-    return [e for e in found if e is not None]
+    entries = [decoded_entry(raw.rstrip(b"\n"), 0) for raw in lines_of(events, at, apart)]
+    assert None not in entries
+    return [e for e in entries if e is not None]
 
 
 def write_run(path: Path, events, at=None, apart=0.1, status=None):

@@ -75,8 +75,8 @@ class TupleBlock(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
         y = self.norm(x)
-        seen, weights = self.attention(y, y, y, key_padding_mask=mask)
-        return x + self.mlp(seen), weights
+        attended, weights = self.attention(y, y, y, key_padding_mask=mask)
+        return x + self.mlp(attended), weights
 
 
 class Transformer(nn.Module):
@@ -134,9 +134,9 @@ class TwoInputs(nn.Module):
         self.head = nn.Linear(2 * DIM, CLASSES)
 
     def forward(self, image: Tensor, *, vector: Tensor) -> dict[str, Tensor]:
-        seen = self.image(image).mean((2, 3))
-        joined = torch.cat([seen, self.vector(vector)], 1)
-        return {"logits": self.head(joined), "features": seen}
+        pooled = self.image(image).mean((2, 3))
+        joined = torch.cat([pooled, self.vector(vector)], 1)
+        return {"logits": self.head(joined), "features": pooled}
 
 
 class Parts(NamedTuple):

@@ -17,9 +17,9 @@ def why_not() -> str:
     if os.geteuid() != 0:
         return "network namespaces need root"
     name = f"esper{secrets.token_hex(3)}"
-    made = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
+    result = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True)
     subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    return "" if made.returncode == 0 else f"`ip netns add` fails: {made.stderr.strip()}"
+    return "" if result.returncode == 0 else f"`ip netns add` fails: {result.stderr.strip()}"
 
 
 @contextmanager

@@ -63,11 +63,11 @@ def random_measurements(table: SlotTable, rng: np.random.Generator) -> None:
     training = looked & (table.stage == SeedStage.TRAINING)
     blended = looked & ((table.stage == SeedStage.BLENDING) | (table.stage == SeedStage.HOLDING))
 
-    seen = blended & (table.serial % 5 != 4)  # every fifth seed is never measured
+    measured = blended & (table.serial % 5 != 4)  # every fifth seed is never measured
     worth, se = rng.normal(0.01, 0.05, shape), rng.uniform(0, 0.02, shape)
-    record_contribution(table, np.where(seen, worth, np.nan), np.where(seen, se, np.nan))
+    record_contribution(table, np.where(measured, worth, np.nan), np.where(measured, se, np.nan))
     table.committed_quality[looked[:, 0]] = quality[looked[:, 0]] - 0.01
-    table.interaction[seen] = rng.normal(0.0, 0.01, shape)[seen]
+    table.interaction[measured] = rng.normal(0.0, 0.01, shape)[measured]
     table.prospect[training] = rng.normal(0.02, 0.05, shape)[training]
     table.prospect_se[training] = se[training]
     for column in (table.grad_norm, table.grad_ratio, table.grad_health):

@@ -17,7 +17,7 @@ if __name__ == "__main__":
         home, rounds = Path(place), ["--rounds", str(2 * kills + 20)]
         finished(esper("train", "--out", home / "calm", *TINY, *rounds), timeout=3600)
         pace = seconds_per_round(home / "calm")
-        taken = survive(home / "killed", [*TINY, *rounds], kills, seed, pace, lambda text: print(text, flush=True))
+        survived = survive(home / "killed", [*TINY, *rounds], kills, seed, pace, lambda text: print(text, flush=True))
         same, whole = outcome_of(home / "calm") == outcome_of(home / "killed"), is_whole(home / "killed")
-        print(f"{taken} kills survived; the same end: {same}; the journal whole: {whole}")
+        print(f"{survived} kills survived; the same end: {same}; the journal whole: {whole}")
         sys.exit(0 if same and whole else 1)

@@ -121,12 +121,12 @@ def test_saturated_head_has_a_gradient(gap, chosen):
 
 
 @pytest.mark.parametrize(
-    ("given", "computed"),
+    ("dtype", "computed"),
     [(torch.float16, torch.float32), (torch.bfloat16, torch.float32), (torch.float64, torch.float64)],
 )
-def test_log_distribution_is_computed_in_at_least_float32(given, computed):
+def test_log_distribution_is_computed_in_at_least_float32(dtype, computed):
     logits, mask = heads(rows=10)
-    assert log_distribution(logits.to(given), mask, 0.02).dtype == computed
+    assert log_distribution(logits.to(dtype), mask, 0.02).dtype == computed
 
 
 def test_pick_frequencies_match_probabilities():

@@ -61,37 +61,43 @@ def test_recorded_policy_is_the_one_that_decided(record: DecisionRecord, run: tu
 
 def test_probabilities_of_alternatives_add_up_and_contain_the_choice(record: DecisionRecord) -> None:
     env, step = acting(record, Op.GERMINATE)
-    found = explain(record, env, step)
-    assert found.op == "GERMINATE"
-    assert sum(found.ops.values()) == pytest.approx(1.0, abs=1e-5)
-    assert sum(found.slots.values()) == pytest.approx(1.0, abs=1e-5)
-    assert set(found.options) == {"blueprint", "style", "tempo", "alpha_target"}
-    parts = [found.ops[found.op], found.slots[found.slot]]
-    for head, chances in found.options.items():
+    explanation = explain(record, env, step)
+    assert explanation.op == "GERMINATE"
+    assert sum(explanation.ops.values()) == pytest.approx(1.0, abs=1e-5)
+    assert sum(explanation.slots.values()) == pytest.approx(1.0, abs=1e-5)
+    assert set(explanation.options) == {"blueprint", "style", "tempo", "alpha_target"}
+    parts = [explanation.ops[explanation.op], explanation.slots[explanation.slot]]
+    for head, chances in explanation.options.items():
         assert sum(chances.values()) == pytest.approx(1.0, abs=1e-5), head
-        parts.append(chances[found.heads[head]])
-    assert found.probability == pytest.approx(np.prod(parts), rel=1e-4)
+        parts.append(chances[explanation.heads[head]])
+    assert explanation.probability == pytest.approx(np.prod(parts), rel=1e-4)
 
 
 def test_waiting_has_no_slot_and_no_options(record: DecisionRecord) -> None:
-    found = explain(record, *acting(record, Op.WAIT))
-    assert (found.op, found.slot, found.heads, found.slots, found.options) == ("WAIT", "", {}, {}, {})
-    assert found.probability == pytest.approx(found.ops["WAIT"], rel=1e-5)
+    explanation = explain(record, *acting(record, Op.WAIT))
+    assert (explanation.op, explanation.slot, explanation.heads, explanation.slots, explanation.options) == (
+        "WAIT",
+        "",
+        {},
+        {},
+        {},
+    )
+    assert explanation.probability == pytest.approx(explanation.ops["WAIT"], rel=1e-5)
 
 
 def test_influence_is_the_change_of_the_chosen_actions_log_probability(record: DecisionRecord) -> None:
     env, step = acting(record, Op.GERMINATE)
-    found = explain(record, env, step)
+    explanation = explain(record, env, step)
     neutral = neutral_values(record)
-    strongest = next(i for i in found.influences if i.name != MEMORY and i.slot)
+    strongest = next(i for i in explanation.influences if i.name != MEMORY and i.slot)
     column = SLOT_COLUMN[strongest.name]
     at = BASE + record.facts.slots.index(strongest.slot) * PER_SLOT + column
     assert strongest.neutral == pytest.approx(float(neutral[BASE + column]))
     changed = record.obs.clone()
     changed[step - 1, env, at] = strongest.neutral
     other = explain(replace(record, obs=changed), env, step)
-    assert np.log(found.probability / other.probability) == pytest.approx(strongest.effect, abs=1e-4)
-    effects = [abs(i.effect) for i in found.influences]
+    assert np.log(explanation.probability / other.probability) == pytest.approx(strongest.effect, abs=1e-4)
+    effects = [abs(i.effect) for i in explanation.influences]
     assert effects == sorted(effects, reverse=True)
 
 
@@ -116,13 +122,13 @@ def test_unknown_environment_or_step_is_refused(env: int, step: int, message: st
 def test_unused_and_constant_features_have_no_importance(record: DecisionRecord) -> None:
     weights = {name: value.clone() for name, value in record.weights.items()}
     weights["base_encoder.0.weight"][:, ENV_COLUMN["quality"]] = 0.0
-    found = {(i.feature.scope, i.feature.name): i for i in importances(replace(record, weights=weights))}
-    assert found["env", "quality"].nats == pytest.approx(0.0, abs=1e-9)
-    assert found["env", "quality"].sd > 0
-    assert found["env", "has_budget"].sd == 0.0
-    assert found["env", "has_budget"].nats == pytest.approx(0.0, abs=1e-9)
-    assert found["env", "time"].nats > 1e-8
-    assert found["slot", "depth"].nats > 1e-8
+    by_feature = {(i.feature.scope, i.feature.name): i for i in importances(replace(record, weights=weights))}
+    assert by_feature["env", "quality"].nats == pytest.approx(0.0, abs=1e-9)
+    assert by_feature["env", "quality"].sd > 0
+    assert by_feature["env", "has_budget"].sd == 0.0
+    assert by_feature["env", "has_budget"].nats == pytest.approx(0.0, abs=1e-9)
+    assert by_feature["env", "time"].nats > 1e-8
+    assert by_feature["slot", "depth"].nats > 1e-8
 
 
 def test_record_survives_a_round_trip_and_damage_is_reported(record: DecisionRecord, tmp_path: Path) -> None:

@@ -207,10 +207,10 @@ def test_choice_frequencies_match_log_probabilities():
     row = int(masks[:, layout.op].sum(-1).argmax())
     many = lambda x: x[row].expand(samples_drawn, -1)  # noqa: E731
     choice = net.act(many(obs), many(masks), net.initial(samples_drawn), layout, chances(samples_drawn, seed=9))
-    joint, seen, count = torch.unique(choice.actions, dim=0, return_inverse=True, return_counts=True)
+    joint, group, count = torch.unique(choice.actions, dim=0, return_inverse=True, return_counts=True)
     chance = torch.zeros(len(joint), dtype=torch.double)
-    chance[seen] = choice.log_probs.double().sum(-1).exp()
-    error = (torch.bincount(seen).double() / samples_drawn - chance) / (chance * (1 - chance) / samples_drawn).sqrt()
+    chance[group] = choice.log_probs.double().sum(-1).exp()
+    error = (torch.bincount(group).double() / samples_drawn - chance) / (chance * (1 - chance) / samples_drawn).sqrt()
     assert len(joint) > 20
     assert error[count > 30].abs().max() < 4.5
 
@@ -311,12 +311,12 @@ def test_core_equals_the_torch_layer(core, layer):
     net = network(core)
     reference = layer(16, 12)
     reference.load_state_dict({f"{name}_l0": x for name, x in net.core.state_dict().items()})
-    seen = torch.randn(7, 3, 16, generator=torch.Generator().manual_seed(0))
-    expected, last = reference(seen)
+    inputs = torch.randn(7, 3, 16, generator=torch.Generator().manual_seed(0))
+    expected, last = reference(inputs)
     hidden = net.initial(3)
-    for now, wanted in zip(seen, expected, strict=True):
+    for now, expected_hidden in zip(inputs, expected, strict=True):
         hidden = net._recur(now, hidden)
-        torch.testing.assert_close(hidden[:, :12], wanted, atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(hidden[:, :12], expected_hidden, atol=1e-5, rtol=1e-5)
     if core == "lstm":
         torch.testing.assert_close(hidden[:, 12:], last[1][0], atol=1e-5, rtol=1e-5)
 
@@ -406,11 +406,11 @@ def test_scale_of_an_observation_has_no_effect_on_a_standardised_policy():
     scaled = torch.cat([obs[:, :BASE] * factor[:BASE], obs[:, BASE:] * factor[BASE:].repeat(3)], 1)
     other.observe(scaled)
 
-    found = net.act(obs, masks, net.initial(50), layout, None)
+    choice = net.act(obs, masks, net.initial(50), layout, None)
 
     expected = other.act(scaled, masks, other.initial(50), layout, None)
-    torch.testing.assert_close(found.log_probs, expected.log_probs, atol=1e-3, rtol=1e-3)
-    torch.testing.assert_close(found.values, expected.values, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(choice.log_probs, expected.log_probs, atol=1e-3, rtol=1e-3)
+    torch.testing.assert_close(choice.values, expected.values, atol=1e-4, rtol=1e-4)
     assert net._standardised(1000 * obs[:, :BASE], slice(BASE)).abs().max() == MOST_DEVIATION
 
 
@@ -432,14 +432,14 @@ def test_blueprints_without_an_output_are_masked():
     layout = MaskLayout(slots=3, blueprints=blueprints)
     packed = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY)))
     before = packed.clone()
-    known = known_blueprints(packed, layout)
+    masks = known_blueprints(packed, layout)
     assert torch.equal(packed, before)  # a copy: the input is unchanged
-    by_op = known[:, layout.slot_by_op].unflatten(-1, (NUM_OPS, 3))
-    assert known[:, Op.GERMINATE].tolist() == [True, False]
+    by_op = masks[:, layout.slot_by_op].unflatten(-1, (NUM_OPS, 3))
+    assert masks[:, Op.GERMINATE].tolist() == [True, False]
     assert by_op[:, Op.GERMINATE].tolist() == [[True, False, False], [False] * 3]
-    assert known[:, layout.blueprint_by_slot].unflatten(-1, (3, blueprints)).nonzero()[:, 1:].tolist() == [[0, 4]] * 2
-    assert known[:, Op.WAIT].all()
-    assert torch.equal(known_blueprints(known, layout), known)
+    assert masks[:, layout.blueprint_by_slot].unflatten(-1, (3, blueprints)).nonzero()[:, 1:].tolist() == [[0, 4]] * 2
+    assert masks[:, Op.WAIT].all()
+    assert torch.equal(known_blueprints(masks, layout), masks)
 
 
 def test_wait_remains_where_only_unknown_blueprints_fit():
@@ -450,9 +450,9 @@ def test_wait_remains_where_only_unknown_blueprints_fit():
     takes = masks[:, layout.blueprint_by_slot].unflatten(-1, (layout.slots, layout.blueprints))
     takes[..., :BUILT_IN] = False
     masks[:, layout.blueprint_by_slot] = takes.flatten(1)
-    known = known_blueprints(masks, layout)
-    assert known[:, Op.WAIT].all()
-    assert not known[:, Op.GERMINATE].any()
+    completed = known_blueprints(masks, layout)
+    assert completed[:, Op.WAIT].all()
+    assert not completed[:, Op.GERMINATE].any()
 
 
 def test_masks_of_built_in_blueprints_are_unchanged():

@@ -99,17 +99,17 @@ def test_policy_with_other_features_is_rejected(saved, monkeypatch):
 
 
 def test_view_depends_on_features_and_head_options(monkeypatch):
-    seen = {view()}
-    assert view() in seen
+    views = {view()}
+    assert view() in views
     with monkeypatch.context() as patch:
         patch.setattr(policy_file, "feature_names", lambda _: ["another"])
-        seen.add(view())
+        views.add(view())
     with monkeypatch.context() as patch:
         patch.setattr(
             policy_file, "HEAD_OPTIONS", {**policy_file.HEAD_OPTIONS, next(iter(policy_file.HEAD_OPTIONS)): ()}
         )
-        seen.add(view())
-    assert len(seen) == 3
+        views.add(view())
+    assert len(views) == 3
 
 
 @pytest.mark.parametrize("share", [0.0, 0.001, 0.3, 0.999])

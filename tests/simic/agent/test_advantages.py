@@ -66,9 +66,9 @@ def random_case(seed, steps, envs, *, ends=0.2, poison=0.0, full=False):
     return rewards, values, done, truncated, bootstrap, counts
 
 
-def assert_same(found, expected):
+def assert_same(results, expected):
     """Assert equality where finite; non-finite values must be non-finite in both."""
-    for f, e in zip(found, expected, strict=True):
+    for f, e in zip(results, expected, strict=True):
         finite = np.isfinite(e)
         np.testing.assert_array_equal(np.isfinite(f), finite)
         np.testing.assert_allclose(f[finite], e[finite], rtol=2e-5, atol=2e-5)
@@ -114,8 +114,8 @@ def test_wide_rows_equal_a_float32_reference_bit_for_bit(seed, steps, envs, ends
     case = (*random_case(seed, steps, envs, ends=ends), gamma, lam)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "MIN_WIDTH", 1)  # every row counts as wide enough
-        found = by_rows(*case)
-    for f, e in zip(found, scalar_gae(*case, kind=np.float32), strict=True):
+        results = by_rows(*case)
+    for f, e in zip(results, scalar_gae(*case, kind=np.float32), strict=True):
         np.testing.assert_array_equal(f, e)
 
 
@@ -173,24 +173,24 @@ def test_float64_input_gives_float64_output():
     *fields, counts = random_case(4, 50, 3)
     case = (*(x.astype(float) if x.dtype == np.float32 else x for x in fields), counts, 0.99, 0.95)
     for gae in (by_rows, by_scan):
-        for found, expected in zip(gae(*case), scalar_gae(*case), strict=True):
-            assert found.dtype == np.float64
-            np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-12)
+        for result, expected in zip(gae(*case), scalar_gae(*case), strict=True):
+            assert result.dtype == np.float64
+            np.testing.assert_allclose(result, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_normalised_advantages_have_mean_0_and_spread_1_over_counted_steps():
     advantages = torch.randn(30, 7, generator=torch.Generator().manual_seed(0)) * 4 + 3
     counted = torch.rand(30, 7, generator=torch.Generator().manual_seed(1)) < 0.6
     advantages[~counted] = NAN
-    found = normalized_advantages(advantages, counted)
-    assert found[counted].mean().abs() < 1e-5
-    assert (found[counted].std(correction=0) - 1).abs() < 1e-5
-    assert (found[~counted] == 0).all()
+    normalized = normalized_advantages(advantages, counted)
+    assert normalized[counted].mean().abs() < 1e-5
+    assert (normalized[counted].std(correction=0) - 1).abs() < 1e-5
+    assert (normalized[~counted] == 0).all()
 
 
 def test_spread_below_the_floor_is_not_scaled_up():
-    found = normalized_advantages(torch.tensor([1.0, 1.0 + 2e-4]), torch.tensor([True, True]), std_floor=1e-3)
-    torch.testing.assert_close(found, torch.tensor([-0.1, 0.1]), rtol=1e-2, atol=0.0)
+    normalized = normalized_advantages(torch.tensor([1.0, 1.0 + 2e-4]), torch.tensor([True, True]), std_floor=1e-3)
+    torch.testing.assert_close(normalized, torch.tensor([-0.1, 0.1]), rtol=1e-2, atol=0.0)
 
 
 def test_no_counted_step_gives_zero_advantages():

@@ -85,11 +85,11 @@ def simulated(net, envs=16, fixed=None, rules=None, seed=0, horizon=30):
     obs, info = env.reset()
     hidden, starts = net.initial(envs), np.ones(envs, dtype=bool)
     for _ in range(horizon):
-        seen, masks = torch.from_numpy(obs), torch.from_numpy(info["masks"])
-        choice = net.act(seen, masks, hidden, env.layout, torch.from_numpy(rng.random((envs, NUM_HEADS))))
+        features, masks = torch.from_numpy(obs), torch.from_numpy(info["masks"])
+        choice = net.act(features, masks, hidden, env.layout, torch.from_numpy(rng.random((envs, NUM_HEADS))))
         obs, paid, ended, cut, info = env.step(choice.actions.numpy())
         buffer.add(
-            obs=seen, masks=masks, actions=choice.actions, log_probs=choice.log_probs, values=choice.values,
+            obs=features, masks=masks, actions=choice.actions, log_probs=choice.log_probs, values=choice.values,
             rewards=paid, done=ended, truncated=cut, starts=starts, hidden=hidden, forced=forced(masks, env.layout),
         )  # fmt: skip
         hidden, starts = choice.hidden.masked_fill(torch.from_numpy(ended)[:, None], 0.0), ended
@@ -563,8 +563,8 @@ def test_update_adds_the_valid_observations_to_the_statistics():
     buffer, layout = invented(net, counts=[14, 3, 9, 14, 1, 14])
     ppo = PPO(net, layout, CONFIG)
     ppo.update(buffer, seeded())
-    seen = buffer.obs[buffer.valid]
-    torch.testing.assert_close(net.obs_mean[:BASE], seen[:, :BASE].mean(0), atol=1e-5, rtol=0.0)
+    rows = buffer.obs[buffer.valid]
+    torch.testing.assert_close(net.obs_mean[:BASE], rows[:, :BASE].mean(0), atol=1e-5, rtol=0.0)
     assert float(net.obs_count) == 1
     assert ppo.update(invented(net, seed=1)[0], seeded()).kl is not None  # first ratios are still 1
 

@@ -118,10 +118,10 @@ def test_reset_buffer_equals_a_new_one():
         row = random_row(rng)
         used.add(**row)
         fresh.add(**row)
-    for found, expected in zip(
+    for tensor, expected in zip(
         used.compute_advantages_and_returns(0.9, 0.9), fresh.compute_advantages_and_returns(0.9, 0.9), strict=True
     ):
-        assert torch.equal(found, expected)
+        assert torch.equal(tensor, expected)
     batches = [list(b.minibatches(2, 3, torch.Generator().manual_seed(0))) for b in (used, fresh)]
     for a, b in zip(*batches, strict=True):
         assert torch.equal(a.obs, b.obs)
@@ -138,20 +138,20 @@ def test_advantages_of_stored_rows_are_equal_by_both_methods(seed, counts):
     fields = [np.stack([row[n] for row in rows]) for n in ("rewards", "values", "done", "truncated", "bootstrap")]
     expected = gae_rows(*fields, np.asarray(counts), 0.97, 0.9)
     scanned = gae_scan(*map(torch.from_numpy, fields), torch.tensor(counts), 0.97, 0.9)
-    for found, e, s in zip((advantages, returns), expected, scanned, strict=True):
-        np.testing.assert_array_equal(found.numpy(), e)
-        torch.testing.assert_close(found, s, rtol=1e-5, atol=1e-5)
+    for tensor, e, s in zip((advantages, returns), expected, scanned, strict=True):
+        np.testing.assert_array_equal(tensor.numpy(), e)
+        torch.testing.assert_close(tensor, s, rtol=1e-5, atol=1e-5)
 
 
 def test_buffer_on_another_device_gives_the_same_numbers_by_scan():
     here, _ = filled([0, 3, 6, 1, 7], seed=1, steps=8)
     there, _ = filled([0, 3, 6, 1, 7], seed=1, steps=8)
     there.device = torch.device("cuda")  # the tensors stay: only the choice of method is tested
-    for found, expected in zip(
+    for tensor, expected in zip(
         there.compute_advantages_and_returns(0.9, 0.8), here.compute_advantages_and_returns(0.9, 0.8), strict=True
     ):
-        assert found.any()
-        torch.testing.assert_close(found, expected)
+        assert tensor.any()
+        torch.testing.assert_close(tensor, expected)
 
 
 def test_last_values_apply_only_to_columns_without_an_end():
@@ -189,13 +189,15 @@ columns = {
 def test_epoch_visits_every_valid_step_once_as_stored(seed, counts, groups, chunk):
     buffer, _ = filled(counts, seed)
     buffer.compute_advantages_and_returns(0.9, 0.9)
-    seen: list[tuple[int, int]] = []
+    visits: list[tuple[int, int]] = []
     batches = list(buffer.minibatches(min(groups, len(counts)), chunk, torch.Generator().manual_seed(seed)))
     assert len(batches) <= groups
     for batch in batches:
         length, sequences = batch.valid.shape
         assert length == min(chunk, T)
-        seen += zip(batch.steps[batch.valid].tolist(), batch.envs.expand(length, -1)[batch.valid].tolist(), strict=True)
+        visits += zip(
+            batch.steps[batch.valid].tolist(), batch.envs.expand(length, -1)[batch.valid].tolist(), strict=True
+        )
         for c in range(length):
             for n in range(sequences):
                 t, e = int(batch.steps[c, n]), int(batch.envs[n])
@@ -212,7 +214,7 @@ def test_epoch_visits_every_valid_step_once_as_stored(seed, counts, groups, chun
                     "forced",
                 ):
                     assert torch.equal(getattr(batch, name)[c, n], getattr(buffer, name)[t, e])
-    assert sorted(seen) == [(t, e) for t in range(T) for e in range(len(counts)) if t < counts[e]]
+    assert sorted(visits) == [(t, e) for t in range(T) for e in range(len(counts)) if t < counts[e]]
 
 
 @given(**columns)
@@ -255,7 +257,7 @@ def test_unrolling_chunks_equals_the_rollout():
 
 def test_garbage_in_padding_changes_nothing():
     counts = [0, 3, T, 1, 7]
-    found = []
+    runs = []
     for garbage in (False, True):
         buffer, _ = filled(counts)
         if garbage:
@@ -264,8 +266,8 @@ def test_garbage_in_padding_changes_nothing():
                 field = getattr(buffer, name)
                 field[padding] = float("nan") if field.is_floating_point() else True
         buffer.finish(np.ones(E)).compute_advantages_and_returns(0.99, 0.95)
-        found.append((buffer, list(buffer.minibatches(2, 4, torch.Generator().manual_seed(3)))))
-    (clean, batches), (dirty, others) = found
+        runs.append((buffer, list(buffer.minibatches(2, 4, torch.Generator().manual_seed(3)))))
+    (clean, batches), (dirty, others) = runs
     assert torch.equal(clean.advantages, dirty.advantages)
     assert torch.equal(clean.returns, dirty.returns)
     for a, b in zip(batches, others, strict=True):

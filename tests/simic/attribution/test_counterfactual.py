@@ -228,11 +228,11 @@ def test_stated_95_percent_intervals_have_95_percent_coverage():
     scores = population(samples * repeats).reshape(8, repeats, samples)
     covered: dict[str, list[Any]] = {"contribution": [], "solo": [], "shapley": [], "interaction": []}
     for r in range(repeats):
-        found = CounterfactualEngine.worth(coalitions(full_table(n), n, scores[:, r]))
+        worth = CounterfactualEngine.worth(coalitions(full_table(n), n, scores[:, r]))
         for what, hits in covered.items():
-            miss = np.abs(getattr(found, what) - getattr(truth, what))
-            known = np.isfinite(miss)
-            hits.append((miss <= 1.96 * getattr(found, what + "_se"))[known])
+            miss = np.abs(getattr(worth, what) - getattr(truth, what))
+            is_finite = np.isfinite(miss)
+            hits.append((miss <= 1.96 * getattr(worth, what + "_se"))[is_finite])
     for what, hits in covered.items():
         share = np.mean(hits, axis=0)
         assert 0.93 <= share.min() <= share.max() <= 0.97, (what, share)
@@ -326,15 +326,15 @@ def test_fossil_is_switched_like_a_live_seed_norms_included(name: str):
 
 
 def test_on_keeps_a_seed_at_its_current_alpha():
-    found = []
+    contributions = []
     for alpha in (0.3, 0.3, 1.0):
         body, x = residual_without_norms()
         grow(body, next(iter(body.slots)), alpha=alpha)
         worth = report(body, [(x, torch.arange(24) % 5)], score)
         with torch.no_grad():
             assert worth.quality == pytest.approx(score(body(x), torch.arange(24) % 5).mean().item(), abs=1e-5)
-        found.append(worth.contribution[0])
-    assert found[0] == found[1] != found[2]
+        contributions.append(worth.contribution[0])
+    assert contributions[0] == contributions[1] != contributions[2]
 
 
 def test_fossils_are_players_in_reports_only():

@@ -103,11 +103,11 @@ def test_complete_table_in_any_order_gives_exact_values_by_both_methods(n: int):
     masks = shuffled_table(n, n)
     value = np.random.default_rng(n).normal(size=2**n)
     exact = exact_weights(n) @ value
-    found = estimate(n, masks, value[masks])
-    np.testing.assert_allclose(found.values, exact, atol=1e-10)
+    estimated = estimate(n, masks, value[masks])
+    np.testing.assert_allclose(estimated.values, exact, atol=1e-10)
     np.testing.assert_allclose(weights_for(n, masks) @ value[masks], exact, atol=1e-8)
-    assert found.design_se.tolist() == [0.0] * n
-    assert found.evaluations == 2**n
+    assert estimated.design_se.tolist() == [0.0] * n
+    assert estimated.evaluations == 2**n
 
 
 # -- axioms
@@ -118,9 +118,9 @@ def test_complete_table_in_any_order_gives_exact_values_by_both_methods(n: int):
 def test_values_add_up_to_the_total_for_any_evaluations(n: int, count: int, seed: int):
     masks = first(n, count, seed)
     value = np.random.default_rng(seed).normal(size=len(masks))
-    found = estimate(n, masks, value).values
+    values = estimate(n, masks, value).values
     whole = value[masks.index(2**n - 1)] - value[masks.index(0)]
-    assert found.sum() == pytest.approx(whole, abs=1e-6)
+    assert values.sum() == pytest.approx(whole, abs=1e-6)
 
 
 @quick
@@ -132,8 +132,8 @@ def test_equal_players_get_equal_values_from_the_complete_table(n: int, seed: in
     swapped = [m & ~(1 << i | 1 << j) | (m >> i & 1) << j | (m >> j & 1) << i for m in range(2**n)]
     value = table + table[swapped]
     masks = shuffled_table(n, seed)
-    found = estimate(n, masks, value[masks]).values
-    assert found[i] == pytest.approx(found[j], abs=1e-9)
+    values = estimate(n, masks, value[masks]).values
+    assert values[i] == pytest.approx(values[j], abs=1e-9)
 
 
 @quick
@@ -161,8 +161,8 @@ def test_additive_game_is_exact_from_any_part_that_shows_every_player(n: int, mo
     rng = np.random.default_rng(seed)
     own = rng.normal(size=n)
     masks = first(n, 2 * n + 2 + more, seed)
-    found = estimate(n, masks, 0.3 + members(n)[masks] @ own)
-    np.testing.assert_allclose(found.values, own, atol=1e-7)
+    estimated = estimate(n, masks, 0.3 + members(n)[masks] @ own)
+    np.testing.assert_allclose(estimated.values, own, atol=1e-7)
 
 
 @quick
@@ -184,8 +184,8 @@ def test_values_do_not_depend_on_player_order(n: int, more: int, seed: int):
     masks, value = first(n, 2 * n + 2 + more, seed), game_of_interactions(n, rng)
     name = rng.permutation(n)
     renamed = [sum(1 << int(name[i]) for i in range(n) if m >> i & 1) for m in masks]
-    found, other = estimate(n, masks, value[masks]), estimate(n, renamed, value[masks])
-    np.testing.assert_allclose(other.values[name], found.values, atol=1e-6)
+    estimated, other = estimate(n, masks, value[masks]), estimate(n, renamed, value[masks])
+    np.testing.assert_allclose(other.values[name], estimated.values, atol=1e-6)
 
 
 def test_missing_empty_or_full_coalition_raises():
@@ -243,14 +243,14 @@ def test_estimate_for_25_players_never_lists_all_coalitions():
     n = 25
     masks = first(n, 200)
     value = np.array([np.tanh(0.1 * m.bit_count()) for m in masks])
-    found = estimate(n, masks, value)
+    estimated = estimate(n, masks, value)
     tracemalloc.start()
     estimate(n, first(n, 200, seed=1), value)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 20e6  # a few matrices of 200 × 200; a bit for each of 2²⁵ coalitions is 4 MB, a number 268
-    assert found.values.sum() == pytest.approx(value[1] - value[0])
-    assert found.values.tolist() == estimate(n, first(n, 200), value).values.tolist()
+    assert estimated.values.sum() == pytest.approx(value[1] - value[0])
+    assert estimated.values.tolist() == estimate(n, first(n, 200), value).values.tolist()
 
 
 def test_more_players_than_bits_in_a_machine_word_are_accepted():
@@ -301,10 +301,10 @@ def test_more_evaluations_reduce_the_error(game: str):
     n, error = 8, {24: [], 64: [], 128: [], 240: []}
     for k in range(30):
         value = GAMES[game](n, np.random.default_rng(k))
-        for budget, found in error.items():
+        for budget, errors in error.items():
             masks = first(n, budget, seed=k)
-            found.append(np.abs(estimate(n, masks, value[masks]).values - exact_weights(n) @ value).mean())
-    means = [np.mean(found) for found in error.values()]
+            errors.append(np.abs(estimate(n, masks, value[masks]).values - exact_weights(n) @ value).mean())
+    means = [np.mean(errors) for errors in error.values()]
     assert means == sorted(means, reverse=True)
     assert means[-1] < 0.2 * means[0]
 
@@ -316,8 +316,8 @@ def test_stated_design_error_covers_the_unevaluated_coalitions(game: str, n: int
     for k in range(60):
         value = GAMES[game](n, np.random.default_rng(k))
         masks = first(n, 2**n // 4, seed=k)
-        found = estimate(n, masks, value[masks])
-        within += (np.abs(found.values - exact_weights(n) @ value) <= 2 * found.design_se).tolist()
+        estimated = estimate(n, masks, value[masks])
+        within += (np.abs(estimated.values - exact_weights(n) @ value) <= 2 * estimated.design_se).tolist()
     assert np.mean(within) >= 0.8
 
 
@@ -329,9 +329,9 @@ def test_errors_are_those_of_per_sample_values():
     masks, scores = shuffled_table(n, 0), rng.normal(size=(8, 40))
     table = scores[np.argsort(masks)]
     each = np.array([textbook(n, table[:, s]) for s in range(40)])  # [N, n]
-    found = estimate(n, masks, scores)
-    np.testing.assert_allclose(found.values, each.mean(0), atol=1e-12)
-    np.testing.assert_allclose(found.se, each.std(0, ddof=1) / np.sqrt(40), atol=1e-12)
+    estimated = estimate(n, masks, scores)
+    np.testing.assert_allclose(estimated.values, each.mean(0), atol=1e-12)
+    np.testing.assert_allclose(estimated.se, each.std(0, ddof=1) / np.sqrt(40), atol=1e-12)
 
 
 def test_without_samples_no_error_is_reported():

@@ -121,8 +121,8 @@ def grown() -> tuple[esper.Grower, Any]:
         for p in body.slots["useless"].parameters():
             p.add_(0.01 * torch.randn_like(p))
     grower = esper.Grower(body, torch.optim.SGD(body.parameters(), lr=0.1), controller="none")
-    held = [(split.x.flatten(1), split.y) for split in (digits.val, digits.test)]
-    return grower, held
+    batches = [(split.x.flatten(1), split.y) for split in (digits.val, digits.test)]
+    return grower, batches
 
 
 def train(body: nn.Module, x: torch.Tensor, y: torch.Tensor, params: Any, steps: int) -> None:
@@ -135,8 +135,8 @@ def train(body: nn.Module, x: torch.Tensor, y: torch.Tensor, params: Any, steps:
 
 
 def test_useful_seed_has_positive_worth_and_a_useless_one_has_not(grown):
-    grower, held = grown
-    worth = grower.worth(held)
+    grower, batches = grown
+    worth = grower.worth(batches)
     good, useless = worth.contribution
     of_good, of_useless = worth.contribution_se
     assert worth.slots == ("good", "useless")
@@ -150,30 +150,30 @@ def test_useful_seed_has_positive_worth_and_a_useless_one_has_not(grown):
 
 
 def test_any_quality_is_accepted(grown):
-    grower, held = grown
+    grower, batches = grown
     result = {}
     for name in ("accuracy", "log_probability"):
         grower = esper.Grower(
             grower.body, torch.optim.SGD(grower.body.parameters(), lr=0.1), quality=name, controller="none"
         )
-        result[name] = grower.worth(held)
+        result[name] = grower.worth(batches)
     assert 0 < result["accuracy"].quality <= 1
     assert result["log_probability"].quality < 0
     assert result["log_probability"].contribution[0] > 2.5 * result["log_probability"].contribution_se[0]
 
 
 def test_fossil_is_reported_as_dependence_and_no_seed_stays_switched_off(grown):
-    grower, held = grown
+    grower, batches = grown
     body = grower.body
-    before = body(held[0][0])
+    before = body(batches[0][0])
     body.set_slot(body.slots["good"], SeedStage.FOSSILIZED, 1.0)
     try:
-        worth = grower.worth(held)
+        worth = grower.worth(batches)
     finally:
         body.set_slot(body.slots["good"], SeedStage.HOLDING, 1.0)
     assert worth.fossils == (True, False)
     assert "dependence" in str(worth)
-    assert torch.equal(body(held[0][0]), before)
+    assert torch.equal(body(batches[0][0]), before)
 
 
 def test_tolerance_stops_once_the_values_are_precise_enough():
@@ -189,10 +189,10 @@ def test_tolerance_stops_once_the_values_are_precise_enough():
     def quality(out, _y):
         return torch.tanh(out[:, 0])
 
-    seen = [report(body, batch, quality, budget=256, tolerance=t) for t in (10.0, 1e-2, 0.0)]
-    assert [w.evaluations for w in seen] == sorted(w.evaluations for w in seen)
-    assert seen[0].evaluations == 18
-    assert seen[-1].evaluations == 256
+    reports = [report(body, batch, quality, budget=256, tolerance=t) for t in (10.0, 1e-2, 0.0)]
+    assert [w.evaluations for w in reports] == sorted(w.evaluations for w in reports)
+    assert reports[0].evaluations == 18
+    assert reports[-1].evaluations == 256
     whole = report(body, batch, quality, budget=256)
-    np.testing.assert_allclose(seen[-1].shapley, whole.shapley, atol=1e-6)
-    assert np.abs(seen[1].shapley - whole.shapley).max() < 5e-2
+    np.testing.assert_allclose(reports[-1].shapley, whole.shapley, atol=1e-6)
+    assert np.abs(reports[1].shapley - whole.shapley).max() < 5e-2

@@ -29,8 +29,8 @@ def test_every_action_is_legal_and_worthless_seeds_are_replaced(rules):
     assert all(step.result.happened.all() for step in steps)
     ops = np.array([step.actions[:, Head.OP] for step in steps])
     assert (ops == Op.PRUNE).sum() > 10
-    kept = ((sim.table.stage > SeedStage.DORMANT) & (sim.table.stage <= SeedStage.FOSSILIZED)).sum(axis=1)
-    assert (sim.table.next_serial > kept).any()
+    occupied = ((sim.table.stage > SeedStage.DORMANT) & (sim.table.stage <= SeedStage.FOSSILIZED)).sum(axis=1)
+    assert (sim.table.next_serial > occupied).any()
     assert not (ops[:2] == Op.GERMINATE).any()  # it waits until a policy has seen the host
 
 

@@ -27,8 +27,10 @@ DATA = TASK.load_data()
 
 
 def baselines(directory: Path | None = None, **changes: Any) -> NoGrowthBaselines:
-    given = {"task": TASK, "data": DATA, "config": EngineConfig()} | changes
-    return NoGrowthBaselines(given["task"], given["data"], given["config"], [] if directory is None else [directory])
+    settings = {"task": TASK, "data": DATA, "config": EngineConfig()} | changes
+    return NoGrowthBaselines(
+        settings["task"], settings["data"], settings["config"], [] if directory is None else [directory]
+    )
 
 
 def test_baseline_is_its_world_with_wait_only() -> None:
@@ -44,12 +46,12 @@ def test_baseline_is_its_world_with_wait_only() -> None:
 
 
 def test_curves_are_per_world_in_the_requested_order() -> None:
-    found = baselines()
-    curves = found.curves([2, 1, 2])
+    trained = baselines()
+    curves = trained.curves([2, 1, 2])
     assert curves.shape == (3, TASK.epochs)
     np.testing.assert_array_equal(curves[0], curves[2])
     assert (curves[0] != curves[1]).any()
-    np.testing.assert_array_equal(found.curves([1])[0], curves[1])
+    np.testing.assert_array_equal(trained.curves([1])[0], curves[1])
 
 
 def test_curve_on_disk_equals_the_computed_curve(tmp_path: Path) -> None:
@@ -226,9 +228,9 @@ def test_two_processes_sharing_a_directory_lose_nothing(tmp_path: Path) -> None:
     for one in both:
         one.join()
         assert one.exitcode == 0
-    found = baselines(tmp_path)
-    found.on_progress = lambda *_: pytest.fail("nothing was to be trained")
-    np.testing.assert_array_equal(found.curves(range(6)), baselines().curves(range(6)))
+    cached = baselines(tmp_path)
+    cached.on_progress = lambda *_: pytest.fail("nothing was to be trained")
+    np.testing.assert_array_equal(cached.curves(range(6)), baselines().curves(range(6)))
     assert not list(tmp_path.rglob("*.tmp"))
 
 

@@ -39,11 +39,11 @@ def backend() -> FamilyBackend:
     return FamilyBackend(FamilyTasks(FAMILY))
 
 
-def by_table(monkeypatch: pytest.MonkeyPatch, best: Plan, seen: list[tuple[Plan, int]]) -> None:
+def by_table(monkeypatch: pytest.MonkeyPatch, best: Plan, tried: list[tuple[Plan, int]]) -> None:
     """Replace episodes by a table in which one plan is better than all others."""
 
     def utilities(_backend: object, plan: Plan, worlds: list[int], _reward: object) -> list[float]:
-        seen.extend((plan, world) for world in worlds)
+        tried.extend((plan, world) for world in worlds)
         return [1.0 if plan == best else 0.1 * np.sin(hash((plan, world)) % 97) for world in worlds]
 
     monkeypatch.setattr(plan_search, "_utilities", utilities)
@@ -62,11 +62,11 @@ def test_search_finds_the_best_plan_within_its_episodes(
 ) -> None:
     plans = all_plans(backend.table)
     for best, episodes in ((plans[7], 200), (plans[0], 90)):
-        seen: list[tuple[Plan, int]] = []
-        by_table(monkeypatch, best, seen)
+        tried: list[tuple[Plan, int]] = []
+        by_table(monkeypatch, best, tried)
         assert fit_plan(backend, range(8), REWARD, episodes) == best
-        assert len(seen) <= episodes
-        assert {world for _, world in seen} <= set(range(8))
+        assert len(tried) <= episodes
+        assert {world for _, world in tried} <= set(range(8))
     with pytest.raises(ConfigError, match="two episodes"):
         fit_plan(backend, range(8), REWARD, 1)
 
@@ -84,15 +84,15 @@ def test_kind_of_host_shows_only_what_its_shapes_show() -> None:
 def test_each_kind_of_host_gets_its_own_plan(backend: FamilyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
     plans = all_plans(backend.table)
     kinds = sorted({visible_kind(FAMILY.draw(world)) for world in range(40)})
-    wanted = dict(zip(kinds, plans[3:], strict=False))
+    best_plans = dict(zip(kinds, plans[3:], strict=False))
 
     def utilities(_backend: object, plan: Plan, worlds: list[int], _reward: object) -> list[float]:
-        return [float(plan == wanted[visible_kind(FAMILY.draw(world))]) for world in worlds]
+        return [float(plan == best_plans[visible_kind(FAMILY.draw(world))]) for world in worlds]
 
     monkeypatch.setattr(plan_search, "_utilities", utilities)
-    found = fit_plans_by_kind(backend, range(40), REWARD, 4000)
-    assert {kind: found[kind] for kind in kinds} == wanted
-    assert found[""] in wanted.values()
+    fitted = fit_plans_by_kind(backend, range(40), REWARD, 4000)
+    assert {kind: fitted[kind] for kind in kinds} == best_plans
+    assert fitted[""] in best_plans.values()
     followed: list[tuple[Plan, int]] = []
 
     def follow_one(_backend: object, plan: Plan, worlds: list[int], _reward: object, name: str = "") -> Played:
@@ -100,8 +100,8 @@ def test_each_kind_of_host_gets_its_own_plan(backend: FamilyBackend, monkeypatch
         return Played(name, worlds, *([np.zeros(1)] * 6))
 
     monkeypatch.setattr(plan_search, "follow", follow_one)
-    follow_by_kind(backend, found, [10_000, 10_001], REWARD, "kinds")
-    assert followed == [(wanted[visible_kind(FAMILY.draw(w))], w) for w in (10_000, 10_001)]
+    follow_by_kind(backend, fitted, [10_000, 10_001], REWARD, "kinds")
+    assert followed == [(best_plans[visible_kind(FAMILY.draw(w))], w) for w in (10_000, 10_001)]
 
 
 def test_plan_without_growth_equals_waiting_and_another_plants(backend: FamilyBackend) -> None:
@@ -120,9 +120,9 @@ def test_search_in_a_world_keeps_to_its_compute(kind: str, backend: FamilyBacken
     single = HostBackend(dataclasses.replace(get_task("digits"), epochs=6, batches_per_epoch=2))
     where = backend if kind == "family" else single
     budget = float(play(where, Wait(), [5], REWARD).train_macs[0])
-    found = search_in_world(where, 5, REWARD, 3 * budget, "search")
-    assert found.worlds == [5]
+    result = search_in_world(where, 5, REWARD, 3 * budget, "search")
+    assert result.worlds == [5]
     epoch = 4 * budget / 4  # a plan stops after the epoch in which its share is used up
-    assert 0.5 * budget < found.train_macs[0] <= 3 * budget + 8 * epoch
-    assert np.isfinite(found.utility).all()
-    assert np.isfinite(found.test).all()
+    assert 0.5 * budget < result.train_macs[0] <= 3 * budget + 8 * epoch
+    assert np.isfinite(result.utility).all()
+    assert np.isfinite(result.test).all()

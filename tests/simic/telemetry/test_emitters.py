@@ -47,7 +47,7 @@ def play(rules: Rules, envs: int, steps: int, seed: int, level: Level = Level.DE
     """Play random actions; return the hub, the table after each step, and the emitter."""
     rng, table, hub = np.random.default_rng(seed), SlotTable.empty(envs, len(SLOTS)), Listener(level)
     emit = TelemetryEmitter(hub, slots=SLOTS, worlds=range(envs), host_params=1000, level=level)
-    seen = []
+    steps_played = []
     for _ in range(steps):
         allowed = legal(table, rules)
         requested = random_legal_actions(table, rules, rng) if rng.random() < sane else random_actions(table, rng)
@@ -55,18 +55,18 @@ def play(rules: Rules, envs: int, steps: int, seed: int, level: Level = Level.DE
         ticked = tick(table, rules)
         random_measurements(table, rng)
         emit.step(table, requested, Outcome(done.happened, done.effects + ticked), allowed)
-        seen.append((table.clone(), requested, done.happened))
-    return hub, seen, emit
+        steps_played.append((table.clone(), requested, done.happened))
+    return hub, steps_played, emit
 
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**31), rules=st.sampled_from([Rules(), ISOLATED, LIVELY]))
 def test_lifecycles_from_events_equal_those_in_the_table(seed, rules):
-    hub, seen, _ = play(rules, envs=4, steps=60, seed=seed)
+    hub, played, _ = play(rules, envs=4, steps=60, seed=seed)
     stage = {(e, s): SeedStage.DORMANT for e in range(4) for s in SLOTS}
     values = iter(hub.of(events.Lifecycle))
     event = next(values, None)
-    for step, (table, requested, happened) in enumerate(seen, 1):
+    for step, (table, requested, happened) in enumerate(played, 1):
         while event is not None and event.step == step:
             at = event.env, event.slot
             was, now = SeedStage[event.was], SeedStage[event.now]
@@ -82,8 +82,8 @@ def test_lifecycles_from_events_equal_those_in_the_table(seed, rules):
                 assert event.blueprint == blueprint_name(int(table.blueprint[event.env, s]))
             stage[at] = now
             event = next(values, None)
-        for (e, name), known in stage.items():
-            assert table.stage[e, SLOTS.index(name)] == known
+        for (e, name), last_stage in stage.items():
+            assert table.stage[e, SLOTS.index(name)] == last_stage
     assert event is None
 
 
@@ -114,16 +114,16 @@ def test_lifecycles_ended_by_the_governor_are_reported_completely(seed, rules):
         assert {(e, s) for _, e, s in gone} <= values
         assert all(undone[e] and table.stage[e, s] == SeedStage.PRUNED for e, s in values)
         expelled += len(gone)
-        assert all(table.stage[e, SLOTS.index(name)] == known for (e, name), known in stage.items())
+        assert all(table.stage[e, SLOTS.index(name)] == last_stage for (e, name), last_stage in stage.items())
     assert expelled > 3
 
 
 def test_every_action_of_the_controller_is_reported_as_its_own():
-    hub, seen, _ = play(LIVELY, envs=8, steps=60, seed=3)
+    hub, played, _ = play(LIVELY, envs=8, steps=60, seed=3)
     moved = {Op.GERMINATE, Op.FOSSILIZE, Op.ADVANCE}
     acts = {
         (step, e)
-        for step, (_, requested, happened) in enumerate(seen, 1)
+        for step, (_, requested, happened) in enumerate(played, 1)
         for e in range(8)
         if happened[e] and requested[e, Head.OP] in moved
     }
@@ -133,10 +133,10 @@ def test_every_action_of_the_controller_is_reported_as_its_own():
 
 
 def test_step_reports_each_environment_and_null_where_unmeasured():
-    hub, seen, _ = play(Rules(), envs=3, steps=30, seed=1)
+    hub, played, _ = play(Rules(), envs=3, steps=30, seed=1)
     steps = hub.of(events.Step)
     assert len(steps) == 3 * 30
-    table = seen[-1][0]
+    table = played[-1][0]
     for event in steps[-3:]:
         e = event.env
         assert event.step == 30
@@ -148,11 +148,11 @@ def test_step_reports_each_environment_and_null_where_unmeasured():
 
 
 def test_wait_is_reported_at_debug_only_and_refusals_are_flagged():
-    loud, seen, _ = play(LIVELY, envs=4, steps=40, seed=2, sane=0.5)
+    loud, played, _ = play(LIVELY, envs=4, steps=40, seed=2, sane=0.5)
     quiet, _, _ = play(LIVELY, envs=4, steps=40, seed=2, level=Level.NORMAL, sane=0.5)
     assert len(loud.of(events.Decision)) == 160
     assert [d for d in loud.of(events.Decision) if d.op != "WAIT"] == quiet.of(events.Decision)
-    refused = sum(int((~happened).sum()) for _, _, happened in seen)
+    refused = sum(int((~happened).sum()) for _, _, happened in played)
     assert sum(not d.happened for d in loud.of(events.Decision)) == refused > 0
 
 
@@ -183,8 +183,8 @@ def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
         requested = controller.act(engine.table, allowed)
         emit.step(engine.table, requested, engine.step(requested), allowed, StepStats(reward=np.array([0.5, -0.5])))
         with engine.phases("worth"):
-            found = helper.process_batch(engine)
-        emit.worth(engine.table, found)
+            worths = helper.process_batch(engine)
+        emit.worth(engine.table, worths)
         emit.phases(engine.phases)
     emit.episode(engine.table, ["a", "b"], test_quality=[0.5, 0.6])
     emit.phases(engine.phases, last=True)

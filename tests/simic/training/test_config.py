@@ -55,12 +55,12 @@ def test_setting_one_field_of_a_group_keeps_the_others(tmp_path: Path) -> None:
 
 
 def leaves(tree: dict[str, Any], path: str = "") -> list[tuple[str, Any]]:
-    found: list[tuple[str, Any]] = []
+    pairs: list[tuple[str, Any]] = []
     for key, value in tree.items():
         where = f"{path}.{key}" if path else key
         inner = isinstance(value, dict) and value and key != "fixed"
-        found += leaves(value, where) if inner else [(where, value)]
-    return found
+        pairs += leaves(value, where) if inner else [(where, value)]
+    return pairs
 
 
 EVERY_SETTING = leaves(as_tree(TrainConfig()))
@@ -213,9 +213,9 @@ def test_unknown_presets_and_unreadable_files_are_reported(tmp_path: Path) -> No
         ({"file": tmp_path}, "cannot read"),
         ({"file": toml(tmp_path, "[ppo\nlr=3")}, "is not TOML"),
     ]
-    for given_, words in cases:
+    for arguments, words in cases:
         with pytest.raises(EsperError, match=words):
-            load_config(**given_)
+            load_config(**arguments)
 
 
 def test_wrong_key_in_a_file_is_reported(tmp_path: Path) -> None:

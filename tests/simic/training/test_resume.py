@@ -275,8 +275,8 @@ def test_resume_keeps_the_best_host_until_a_better_one_is_grown(tmp_path: Path) 
     checkpointer = restored(newest(tmp_path / "run"), env)
     for number, gain in ((7, -0.1), (8, 0.0), (9, 0.1)):
         checkpointer.offer_hosts(env.backend, np.array([best.utility + gain, -1.0]), number)
-        kept = GrownHost.load(tmp_path / "run" / "best_host")
-        assert kept.round == (9 if gain > 0 else best.round)
+        host = GrownHost.load(tmp_path / "run" / "best_host")
+        assert host.round == (9 if gain > 0 else best.round)
 
 
 @pytest.mark.parametrize("share", [1, 1e-9], ids=["after every round", "when stopped"])
@@ -412,9 +412,9 @@ def test_best_and_last_checkpoints_are_kept(tmp_path: Path) -> None:
     best = max(range(9), key=lambda i: scores[i]) + 1
     checkpoints = Checkpoints(tmp_path / CHECKPOINTS)
     assert set(checkpoints.names()) == {f"round-{n:06d}" for n in (best, 8, 9)}
-    found = checkpoints.best()
-    assert found is not None
-    assert found.name == f"round-{best:06d}"
+    best_checkpoint = checkpoints.best()
+    assert best_checkpoint is not None
+    assert best_checkpoint.name == f"round-{best:06d}"
 
 
 def test_checkpoints_are_recorded_in_the_journal(tmp_path: Path) -> None:

@@ -55,13 +55,13 @@ class Everything:
     """A hub that wants and keeps every event."""
 
     def __init__(self) -> None:
-        self.heard: list[Event] = []
+        self.events: list[Event] = []
 
     def wants(self, _kind: type[Event]) -> bool:
         return True
 
     def emit(self, event: Event) -> None:
-        self.heard.append(event)
+        self.events.append(event)
 
 
 # ---- the same seed, the same run
@@ -85,7 +85,7 @@ def test_same_seed_gives_the_same_run_bit_for_bit() -> None:
 def test_telemetry_never_changes_the_weights(level: str) -> None:
     hub = Everything()
     assert same(train_ppo_vectorized(config(f"telemetry={level}"), hub), train_ppo_vectorized(config()))
-    assert hub.heard
+    assert hub.events
 
 
 @pytest.mark.parametrize("envs", [1, 2])
@@ -99,10 +99,10 @@ def test_fewer_environments_than_groups_form_one_group_each(envs: int) -> None:
 def test_skipped_updates_are_reported_in_any_round(capsys: pytest.CaptureFixture[str]) -> None:
     small = load_config(sets=SMALL)
     result = train_ppo_vectorized(small).rounds[1]
-    shown = ProgressDisplay(Console(force_terminal=False), msgspec.structs.replace(small, rounds=100))
-    shown.round(result)
+    display = ProgressDisplay(Console(force_terminal=False), msgspec.structs.replace(small, rounds=100))
+    display.round(result)
     assert capsys.readouterr().out == ""  # not every round is
-    shown.round(replace(result, update=msgspec.structs.replace(result.update, skipped=3)))
+    display.round(replace(result, update=msgspec.structs.replace(result.update, skipped=3)))
     assert "3 minibatches skipped (not finite)" in capsys.readouterr().out
 
 
@@ -176,24 +176,24 @@ def test_choices_depend_only_on_seed_round_world_and_step() -> None:
 class Kept(TamiyoRolloutBuffer):
     """A buffer that keeps a copy of its observations."""
 
-    seen: list[np.ndarray]
+    observations: list[np.ndarray]
     last: TamiyoRolloutBuffer
 
     def finish(self) -> TamiyoRolloutBuffer:
-        Kept.seen.append(self.obs.numpy().copy())
+        Kept.observations.append(self.obs.numpy().copy())
         Kept.last = self
         return super().finish()
 
 
 def watched(monkeypatch: pytest.MonkeyPatch, *sets: str) -> TrainingResult:
-    Kept.seen = []
+    Kept.observations = []
     monkeypatch.setattr(vectorized, "TamiyoRolloutBuffer", Kept)
     return train_ppo_vectorized(load_config(sets=sets))
 
 
 def still() -> tuple[set[str], set[str]]:
     """Return features that had one value throughout: of environments, and of slots (taken together)."""
-    rows = np.concatenate([o.reshape(-1, o.shape[-1]) for o in Kept.seen])
+    rows = np.concatenate([o.reshape(-1, o.shape[-1]) for o in Kept.observations])
     env, slot = rows[:, :BASE], rows[:, BASE:].reshape(-1, PER_SLOT)
     names = zip((ENV_FEATURES, SLOT_FEATURES), (env, slot), strict=True)
     return tuple({f.name for i, f in enumerate(fs) if np.ptp(x[:, i]) == 0} for fs, x in names)  # type: ignore
@@ -275,25 +275,25 @@ def test_every_kind_of_event_is_emitted_and_can_be_read_back(tmp_path: Path) -> 
     damage = Damage()
     entries = list(read(tmp_path / "run", damage))
     assert damage == Damage()
-    found = [msgspec.convert(events.unspelled(e.data) | {"kind": e.kind}, events.KINDS[e.kind]) for e in entries]
-    kinds = {type(event) for event in found}
+    decoded = [msgspec.convert(events.unspelled(e.data) | {"kind": e.kind}, events.KINDS[e.kind]) for e in entries]
+    kinds = {type(event) for event in decoded}
     assert kinds - OF_OTHERS == OF_A_LOOP
-    steps = [e for e in found if isinstance(e, events.Step)]
+    steps = [e for e in decoded if isinstance(e, events.Step)]
     assert len(steps) == trained.env_steps == 2 * 4 * 24
     assert {e.episode for e in steps} == {1, 2}
-    assert len([e for e in found if isinstance(e, events.Decision)]) == len(steps)  # at debug: WAIT too
-    ends = [e for e in found if isinstance(e, events.Episode)]
+    assert len([e for e in decoded if isinstance(e, events.Decision)]) == len(steps)  # at debug: WAIT too
+    ends = [e for e in decoded if isinstance(e, events.Episode)]
     result = np.concatenate([r.returns for r in trained.rounds])
     assert [e.episode_return for e in ends] == pytest.approx(result)
     for end in ends:
         paid = [s.reward for s in steps if (s.env, s.episode) == (end.env, end.episode)]
         assert sum(p for p in paid if p is not None) == pytest.approx(end.episode_return, abs=1e-5)
         assert end.baseline_quality is not None
-    assert {e.phase for e in found if isinstance(e, events.PhaseProfile)} >= {
+    assert {e.phase for e in decoded if isinstance(e, events.PhaseProfile)} >= {
         "train", "validate", "coalitions", "worth", "baselines", "features", "policy", "update", "telemetry"
     }  # fmt: skip
-    kept, _ = load_policy(tmp_path / "run" / "policy.safetensors")
-    assert weights(kept) == weights(trained.network)
+    network, _ = load_policy(tmp_path / "run" / "policy.safetensors")
+    assert weights(network) == weights(trained.network)
     assert len(list((tmp_path / "run" / "baselines").rglob("*.json"))) == 4
 
 

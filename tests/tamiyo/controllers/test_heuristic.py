@@ -302,7 +302,7 @@ def test_environments_are_independent():
     rules, epochs = RULES["lively"], 150
     table, heuristic = random_table(3, 3, 5, epochs=8), Heuristic()
     alone = [Heuristic() for _ in range(3)]
-    rng, seen = np.random.default_rng(1), set()
+    rng, ops = np.random.default_rng(1), set()
     for t in range(epochs):
         if t == 30:
             table.reset([1])
@@ -310,11 +310,11 @@ def test_environments_are_independent():
         for e in range(3):
             one = table.rows([e])
             assert alone[e].act(one, legal(one, rules)).tolist() == [together[e].tolist()]
-        seen |= set(together[:, Head.OP].tolist())
+        ops |= set(together[:, Head.OP].tolist())
         apply(table, together, rules)
         tick(table, rules)
         random_measurements(table, rng)
-    assert {Op.GERMINATE, Op.PRUNE, Op.FOSSILIZE, Op.ADVANCE} <= seen
+    assert {Op.GERMINATE, Op.PRUNE, Op.FOSSILIZE, Op.ADVANCE} <= ops
 
 
 def test_controller_accepts_tables_of_other_shapes():
@@ -379,9 +379,9 @@ def test_random_controller_is_reproducible():
 
 def test_random_controller_covers_all_legal_operations_and_slots():
     table = hold(stalled(envs=2000, slots=3), worth=0.5)
-    seen = {tuple(x) for x in Random().act(table, legal(table, Rules()))[:, [Head.OP, Head.SLOT]].tolist()}
+    choices = {tuple(x) for x in Random().act(table, legal(table, Rules()))[:, [Head.OP, Head.SLOT]].tolist()}
     waits = {(Op.WAIT, s) for s in range(3)}
-    assert seen == waits | {(Op.GERMINATE, 1), (Op.GERMINATE, 2)} | {
+    assert choices == waits | {(Op.GERMINATE, 1), (Op.GERMINATE, 2)} | {
         (op, 0) for op in (Op.SET_ALPHA_TARGET, Op.PRUNE, Op.FOSSILIZE)
     }
     ops = Random().act(table, legal(table, Rules()))[:, Head.OP]

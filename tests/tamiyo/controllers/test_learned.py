@@ -76,14 +76,14 @@ def test_reset_environment_gets_a_zero_hidden_state(core):
     for _ in range(10):
         sim.step(controller.act(sim.table, legal(sim.table, sim.rules)))
     assert controller._hidden.abs().sum(1).min() > 0
-    kept = controller._hidden.clone()
+    hidden = controller._hidden.clone()
     sim.table.reset([1, 3])
     now = legal(sim.table, sim.rules)
     controller.act(sim.table, now)
 
     fresh = Learned(some_network(core), sample=False)
     fresh.bind(sim.context, range(4))
-    fresh._hidden = torch.where(torch.tensor([[False], [True], [False], [True]]), 0.0, kept)
+    fresh._hidden = torch.where(torch.tensor([[False], [True], [False], [True]]), 0.0, hidden)
     fresh.act(sim.table, now)
     torch.testing.assert_close(controller._hidden, fresh._hidden)
 

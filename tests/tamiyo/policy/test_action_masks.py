@@ -167,11 +167,11 @@ def test_conditioned_masks_match_the_reference(slots, blueprints, fixed):
     masks = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY), fixed=fixed))
     rng = np.random.default_rng(0)
     op, slot = (torch.from_numpy(rng.integers(0, n, 24)) for n in (6, slots))  # reachable or not
-    got = conditioned(masks, layout, op, slot)
-    assert got.shape == (24, NUM_HEADS, max(slots, blueprints, 6))
-    assert got.dtype == torch.bool
+    conditional = conditioned(masks, layout, op, slot)
+    assert conditional.shape == (24, NUM_HEADS, max(slots, blueprints, 6))
+    assert conditional.dtype == torch.bool
     for e in range(24):
-        assert got[e].tolist() == slow_conditioned(masks[e], layout, int(op[e]), int(slot[e]))
+        assert conditional[e].tolist() == slow_conditioned(masks[e], layout, int(op[e]), int(slot[e]))
 
 
 def test_conditioned_supports_any_leading_dimensions():

@@ -44,8 +44,8 @@ def allowed(table, rules=LIVELY):
 
 
 def reference(table, context):
-    found = reports(table, allowed(table))
-    return slow_features(found, context, slow_prices(table.takes, context)).numpy()
+    rows = reports(table, allowed(table))
+    return slow_features(rows, context, slow_prices(table.takes, context)).numpy()
 
 
 def assert_same(table, context):
@@ -169,11 +169,11 @@ def test_columns_are_addressed_by_name(monkeypatch):
 
     table, context = random_table(40, 3, seed=3), example_context(3)
     fields = {f.name: getattr(context, f.name) for f in dataclasses.fields(context)}
-    found = permuted.batch_obs_to_features(table, permuted.ObsContext(**fields), legal=allowed(table))
+    obs = permuted.batch_obs_to_features(table, permuted.ObsContext(**fields), legal=allowed(table))
     expected = observe(table, context)
-    slots = found[:, BASE:].reshape(len(found), -1, PER_SLOT)
+    slots = obs[:, BASE:].reshape(len(obs), -1, PER_SLOT)
     for name, column in feature_table.ENV_COLUMN.items():
-        np.testing.assert_array_equal(found[:, column], env(expected, name), err_msg=name)
+        np.testing.assert_array_equal(obs[:, column], env(expected, name), err_msg=name)
     for name, column in feature_table.SLOT_COLUMN.items():
         np.testing.assert_array_equal(slots[..., column], slot(expected, name), err_msg=name)
 
@@ -199,15 +199,15 @@ STATIC_WITHIN_A_HOST = {
 def lives():
     """Return observations of random tables per context: many lifecycles and ages, with and without limits on
     germination, some slots disabled."""
-    seen = [[], [], []]
+    observed = [[], [], []]
     for seed, rules in enumerate((LIVELY, msgspec.structs.replace(LIVELY, one_at_a_time=True))):
         table, rng = random_table(500, 3, seed=seed), np.random.default_rng(seed)
         table.enabled[:] = rng.random(table.enabled.shape) < 0.9
         table.train_loss[:] += rng.normal(0, 0.1, 500)  # random tables have a constant overfit
         table.takes[0, 1 + seed :: 2] = False
-        for found, context in zip(seen, other_contexts(3), strict=True):
-            found.append(observe(table, context, rules))
-    return [np.concatenate(found).astype(np.float64) for found in seen]
+        for rows, context in zip(observed, other_contexts(3), strict=True):
+            rows.append(observe(table, context, rules))
+    return [np.concatenate(rows).astype(np.float64) for rows in observed]
 
 
 def still(obs):
@@ -326,8 +326,8 @@ def test_quality_slope_is_a_least_squares_slope():
 def test_out_array_is_overwritten():
     table, context = random_table(8, 3, seed=3), example_context(3)
     out = np.full((8, num_features(3)), NAN, dtype=np.float32)
-    got = batch_obs_to_features(table, context, legal=legal(table, LIVELY), out=out)
-    assert got is out
+    result = batch_obs_to_features(table, context, legal=legal(table, LIVELY), out=out)
+    assert result is out
     assert np.array_equal(out, observe(table, context))
 
 
