@@ -107,11 +107,11 @@ def trainer(size: Size, growing: bool) -> Callable[[], None]:
     data: dict[str, Any] = {"train_dataset": rows(size.steps), "eval_dataset": rows(size.val_batches)}
     if growing:
         growth = {"controller": "none", "quality": "next_token_accuracy"}
-        made: Any = GrowthTrainer(model=make_body(size), args=args, growth=growth, **data)
+        trainer: Any = GrowthTrainer(model=make_body(size), args=args, growth=growth, **data)
     else:
-        made = Trainer(model=make_model(size), args=args, **data)
-    made.remove_callback(PrinterCallback)
-    return lambda: made.train()
+        trainer = Trainer(model=make_model(size), args=args, **data)
+    trainer.remove_callback(PrinterCallback)
+    return lambda: trainer.train()
 
 
 def lightning(size: Size, growing: bool) -> Callable[[], None]:
@@ -139,13 +139,13 @@ def lightning(size: Size, growing: bool) -> Callable[[], None]:
             return optimizer
 
     growth = GrowthCallback(batches=size.val_batches, unpack=lambda ids: {"input_ids": ids, "labels": ids})
-    made = L.Trainer(
+    trainer = L.Trainer(
         max_epochs=1, accelerator="cpu", logger=False, enable_checkpointing=False, enable_progress_bar=False,
         enable_model_summary=False, gradient_clip_val=1.0, num_sanity_val_steps=0,
         callbacks=[growth] if growing else [],
     )  # fmt: skip
     loaders: list[Any] = [DataLoader(list(size.tokens(n)), size.batch) for n in (size.steps, size.val_batches)]  # type: ignore[arg-type]
-    return lambda: made.fit(Module(), *loaders)
+    return lambda: trainer.fit(Module(), *loaders)
 
 
 class Shares:

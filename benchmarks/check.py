@@ -154,22 +154,22 @@ def run_check(
         return {name: statistics.median(one[name] for one in each) for name in each[0]}
 
     stored = {} if update and whole else read(file)
-    found = measured(3) if update else measured(1)
+    ratios = measured(3) if update else measured(1)
     if update:
-        rounded = stored | {name: round(ratio, 6) for name, ratio in found.items()}
+        rounded = stored | {name: round(ratio, 6) for name, ratio in ratios.items()}
         write_atomically(file, json.dumps(rounded, indent=1).encode() + b"\n")
-        Console().print(f"stored {len(found)} ratios in {file}")
+        Console().print(f"stored {len(ratios)} ratios in {file}")
         return True
-    known = [name for name in stored if name in found]
-    if any(found[name] > (1.0 + MOST_LOSS) * stored[name] for name in known):
-        found = measured(3)
-    losses = {name: found[name] / stored[name] - 1.0 for name in known}
+    compared = [name for name in stored if name in ratios]
+    if any(ratios[name] > (1.0 + MOST_LOSS) * stored[name] for name in compared):
+        ratios = measured(3)
+    losses = {name: ratios[name] / stored[name] - 1.0 for name in compared}
     table = Table("our time / reference's", "stored", "now", "slower by", title="speed against the stored ratios")
     for name, loss in losses.items():
         mark = "[red]" if loss > MOST_LOSS else ""
-        table.add_row(name, f"{stored[name]:.4g}", f"{found[name]:.4g}", f"{mark}{loss:+.0%}")
+        table.add_row(name, f"{stored[name]:.4g}", f"{ratios[name]:.4g}", f"{mark}{loss:+.0%}")
     Console().print(table)
-    gone = sorted(stored.keys() - found.keys())
+    gone = sorted(stored.keys() - ratios.keys())
     if gone and whole:
         raise DataError(f"{file} has figures that nobody measures any more: {', '.join(gone)}. Store anew: --update")
     return all(loss <= MOST_LOSS for loss in losses.values())

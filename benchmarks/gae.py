@@ -75,10 +75,10 @@ def measure(envs: int, steps: int, repeats: int) -> dict[str, Any]:
         return buffer.advantages, buffer.returns
 
     works: dict[str, list[Work]] = {name: build(buffer) for name, build in RIVALS.items()}
-    differences = [difference(ours(), work) for found in works.values() for work in found]
+    differences = [difference(ours(), work) for rival_works in works.values() for work in rival_works]
     inner = max(1, 20_000 // (envs * steps))  # a clock tick must not matter
     mine: list[float] = []
-    theirs: dict[str, list[float]] = {name: [] for name, found in works.items() if found}
+    theirs: dict[str, list[float]] = {name: [] for name, rival_works in works.items() if rival_works}
     for _ in range(repeats):
         mine.append(seconds(ours, inner))
         for name, times in theirs.items():
@@ -107,10 +107,10 @@ def filled_buffer(envs: int, steps: int) -> TamiyoRolloutBuffer:
 
 def difference(ours: tuple[Tensor, Tensor], work: Work) -> float:
     """How far apart the results are, on the environments the rival has computed."""
-    found = work()
-    if found is None:
+    theirs = work()
+    if theirs is None:
         return 0.0
-    return max(float((a[:, : b.shape[1]] - b).abs().max()) for a, b in zip(ours, found, strict=True))
+    return max(float((a[:, : b.shape[1]] - b).abs().max()) for a, b in zip(ours, theirs, strict=True))
 
 
 def seconds(work: Work, inner: int) -> float:

@@ -85,13 +85,13 @@ def main() -> None:
         for _ in range(options.repeats):
             wall_start, cpu_start = perf_counter(), process_time()
             run = RunState.of(path)
-            found = document(run)
+            content = document(run)
             wall, cpu = min(wall, perf_counter() - wall_start), min(cpu, process_time() - cpu_start)
         after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
         print(
             f"{run.position:,} events: {cpu:.2f} s of CPU, {wall:.2f} s, {after:.0f} MB at most ({before:.0f} before)"
         )
-        print(f"kinds: {run.kinds}; document of {len(str(found)):,} characters; {run.unreadable} unreadable")
+        print(f"kinds: {run.kinds}; document of {len(str(content)):,} characters; {run.unreadable} unreadable")
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def dashboard(runs: Path, pages: int) -> Iterator[int]:
     with started("esper", "dash", str(runs)) as process:
         assert process.stdout is not None
         url = next(
-            found for line in process.stdout if (found := re.search(r"127\.0\.0\.1:(\d+)/\?token=([\w-]+)", line))
+            match for line in process.stdout if (match := re.search(r"127\.0\.0\.1:(\d+)/\?token=([\w-]+)", line))
         )
         for _ in range(pages):
             threading.Thread(target=_follow, args=(int(url[1]), url[2]), daemon=True).start()

@@ -45,11 +45,11 @@ def main() -> None:
 def rows(repeats: int, quick: bool) -> list[dict[str, Any]]:
     """Medians, in microseconds, of each function and of its reference, interleaved on one thread."""
     torch.set_num_threads(1)
-    found = []
+    results = []
     for envs, slots in SIZES[:: 4 if quick else 1]:
         for name, (ours, reference) in pairs(envs, slots).items():
-            found.append({"what": name, "envs": envs, "slots": slots, **compare(ours, reference, repeats)})
-    return found
+            results.append({"what": name, "envs": envs, "slots": slots, **compare(ours, reference, repeats)})
+    return results
 
 
 Work = Callable[[], Any]

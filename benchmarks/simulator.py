@@ -52,10 +52,10 @@ def rows(repeats: int, quick: bool = False) -> list[dict[str, Any]]:
             "envs": envs,
             "slots": config.slots,
             "threads": 1,
-            "env_steps_per_s": statistics.median(found),
-            "ratio": statistics.median(found) / alone,
+            "env_steps_per_s": statistics.median(rates),
+            "ratio": statistics.median(rates) / alone,
         }
-        for envs, found in speeds.items()
+        for envs, rates in speeds.items()
     ]
 
 

@@ -331,12 +331,12 @@ def measure(repeats: int, quick: bool) -> dict[str, Any]:
 
 def chart(rows: list[dict[str, Any]], repeats: int) -> str:
     """Return a chart of what each case's step is made of, in units of the bare loop."""
-    found = []
+    chart_bars = []
     for row in rows:
         whole = sum(row["phases_ms"].values())
         parts = {name: row["ratio"] * ms / whole for name, ms in row["phases_ms"].items()}
-        found.append(Bar(row["case"], parts, row["ratio"] / row["ratio_with_coalitions"]))
-    return bars(found, f"train_ppo_vectorized against the bare loop, medians of {repeats} rounds, one thread")
+        chart_bars.append(Bar(row["case"], parts, row["ratio"] / row["ratio_with_coalitions"]))
+    return bars(chart_bars, f"train_ppo_vectorized against the bare loop, medians of {repeats} rounds, one thread")
 
 
 def print_tables(results: dict[str, Any]) -> None:

@@ -72,8 +72,8 @@ def round_s(size: int, quick: bool, baselines: Path) -> float:
         (Path(place) / BASELINES).symlink_to(baselines)
         code = f"from benchmarks.workers import run_rank; run_rank({quick}, {place!r})"
         command = [sys.executable, "-c", code]
-        known = [os.environ | {RENDEZVOUS: f"{rank}/{size}/{place}/meeting"} for rank in range(size)]
-        ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in known]
+        environments = [os.environ | {RENDEZVOUS: f"{rank}/{size}/{place}/meeting"} for rank in range(size)]
+        ranks = [subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True) for env in environments]
         outputs = [rank.communicate()[0] for rank in ranks]
     if any(rank.returncode for rank in ranks):
         raise RuntimeError(f"a rank of {size} failed: exit codes {[rank.returncode for rank in ranks]}")

@@ -74,11 +74,11 @@ def shapley_row(n: int, repeats: int) -> dict[str, Any]:
         values = game(n, rng) if n <= 12 else None
         scores = values[masks] if values is not None else rng.normal(size=len(masks))
         start = time.perf_counter()
-        found = estimate(n, masks, scores)
+        estimated = estimate(n, masks, scores)
         seconds.append(time.perf_counter() - start)
         if values is not None:
             truth = exact_weights(n) @ values
-            errors.append(float(np.abs(found.values - truth).mean() / np.abs(truth).mean()))
+            errors.append(float(np.abs(estimated.values - truth).mean() / np.abs(truth).mean()))
     error = None if not errors else 0.0 if len(masks) == 2**n else statistics.mean(errors)
     return {"players": n, "evaluations": len(masks), "ms": 1e3 * statistics.median(seconds), "error": error}
 

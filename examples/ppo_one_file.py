@@ -88,8 +88,8 @@ class Policy(nn.Module):
         """Of every head given op and slot, padded to one tensor: [*, 8, W]."""
         out = state.new_zeros(*op.shape, NUM_HEADS, widest)
         out[..., Head.OP, :NUM_OPS] = self.op_head(state)
-        asked = self.from_core(state) + self.op_embedding(op)
-        aware = torch.relu(asked[..., None, :] + self.from_slot(slots))  # [*, S, D] each slot, knowing what is asked
+        query = self.from_core(state) + self.op_embedding(op)
+        aware = torch.relu(query[..., None, :] + self.from_slot(slots))  # [*, S, D] each slot, given the op
         out[..., Head.SLOT, : slots.shape[-2]] = self.slot_score(aware).squeeze(-1)
         chosen = self.choices(torch.take_along_dim(aware, slot[..., None, None], -2).squeeze(-2))
         for head, part in zip(REST, chosen.split(list(REST.values()), -1), strict=True):
@@ -133,8 +133,8 @@ def rollout(env: GrowthVectorEnv, policy: Policy, settings: Settings, generator:
     obs, info = env.reset()
     hidden = torch.zeros(env.num_envs, settings.hidden)  # a new episode remembers nothing
     for _ in range(env.horizon):
-        seen, masks = torch.from_numpy(obs), torch.from_numpy(info["masks"])
-        look, slots = policy.look(seen)
+        observed, masks = torch.from_numpy(obs), torch.from_numpy(info["masks"])
+        look, slots = policy.look(observed)
         hidden = policy.core(look, hidden)
         state = torch.cat([hidden, look], -1)
         op = draw(log_distribution(policy.op_head(state), masks[:, layout.op], settings.epsilon), generator)
@@ -147,7 +147,7 @@ def rollout(env: GrowthVectorEnv, policy: Policy, settings: Settings, generator:
         obs, paid, ended, _, info = env.step(actions.numpy())  # apply, tick, an epoch passes, validate
         rows.append(
             {
-                "obs": seen, "masks": masks, "actions": actions, "rewards": torch.from_numpy(paid),
+                "obs": observed, "masks": masks, "actions": actions, "rewards": torch.from_numpy(paid),
                 "log_probs": log_probs.gather(-1, actions[..., None]).squeeze(-1),
                 "values": policy.value(state) * policy.std + policy.mean, "done": torch.from_numpy(ended),
             }
@@ -200,8 +200,8 @@ def loss_of(
     """The loss of some environments' whole episodes [T, N, …], and what it is made of."""
     look, slots = policy.look(batch["obs"])
     hidden, remembered = torch.zeros(look.shape[1], settings.hidden), []
-    for seen in look:  # only the core needs one step after another
-        hidden = policy.core(seen, hidden)
+    for encoding in look:  # only the core needs one step after another
+        hidden = policy.core(encoding, hidden)
         remembered.append(hidden)
     state = torch.cat([torch.stack(remembered), look], -1)
     actions, masks = batch["actions"], batch["masks"]
@@ -223,8 +223,8 @@ def loss_of(
     loss = policy_loss + settings.value_coef * value_loss + entropy_coef * entropy_loss
     with torch.no_grad():
         kl, off = ((ratio - 1 - change) * counts).sum() / decided, (ratio - 1).abs().max()
-    told = {"kl": kl.item(), "value_loss": value_loss.item(), "ratio_off": off.item()}
-    return loss, told
+    stats = {"kl": kl.item(), "value_loss": value_loss.item(), "ratio_off": off.item()}
+    return loss, stats
 
 
 def update(
@@ -239,22 +239,22 @@ def update(
     data["advantages"] = centred / centred[free].square().mean().sqrt().clamp(min=1e-3)
     rescale_values(policy, *scale.see(data["returns"]))
 
-    told: list[dict[str, float]] = []
+    stats: list[dict[str, float]] = []
     for _ in range(settings.epochs):
-        this_pass = len(told)
+        this_pass = len(stats)
         order = torch.randperm(settings.envs, generator=generator)
         for group in order.tensor_split(settings.groups):
             loss, numbers = loss_of(policy, layout, settings, {k: x[:, group] for k, x in data.items()}, entropy_coef)
-            assert told or numbers["ratio_off"] < 1e-4, "acting and learning do not see the same policy"
+            assert stats or numbers["ratio_off"] < 1e-4, "acting and learning do not see the same policy"
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
             optimizer.step()
-            told.append(numbers)
-        moved = told[this_pass:]
+            stats.append(numbers)
+        moved = stats[this_pass:]
         if sum(t["kl"] for t in moved) / len(moved) > 1.5 * settings.target_kl:
             break
-    return {name: sum(t[name] for t in told) / len(told) for name in told[0]}
+    return {name: sum(t[name] for t in stats) / len(stats) for name in stats[0]}
 
 
 def train(settings: Settings) -> Policy:
@@ -269,12 +269,12 @@ def train(settings: Settings) -> Policy:
         data = rollout(env, policy, settings, generator)
         done = min(1.0, number / max(1, settings.rounds - 1))
         coef = settings.entropy_coef + done * (settings.entropy_final - settings.entropy_coef)
-        told = update(policy, optimizer, env.layout, settings, scale, data, coef, generator)
+        stats = update(policy, optimizer, env.layout, settings, scale, data, coef, generator)
         acted = (data["actions"][..., Head.OP] != Op.WAIT)[data["free"]].float().mean()
         returns, quality = data["rewards"].sum(0), env.backend.table.quality
         print(
             f"round {number:3}  return {returns.mean():+.4f}  quality {quality.mean():.3f}  acted {acted:.2f}  "
-            f"kl {told['kl']:.4f}  value loss {told['value_loss']:.3f}",
+            f"kl {stats['kl']:.4f}  value loss {stats['value_loss']:.3f}",
             flush=True,
         )
     return policy

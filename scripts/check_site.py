@@ -21,16 +21,18 @@ class LoadedAddresses(HTMLParser):
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: list[str] = []
+        self.addresses: list[str] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.found += [value for name, value in attrs if name == LOADING.get(tag) and value]
-        self.found += [match for name, value in attrs if name == "style" for match in CSS_ADDRESS.findall(value or "")]
+        self.addresses += [value for name, value in attrs if name == LOADING.get(tag) and value]
+        self.addresses += [
+            match for name, value in attrs if name == "style" for match in CSS_ADDRESS.findall(value or "")
+        ]
 
 
 def outside_resources(site: Path) -> list[str]:
     """Return `page: address` for everything that pages and style sheets load from another host."""
-    found = []
+    outside_addresses = []
     for page in sorted(site.rglob("*.html")):
         addresses = LoadedAddresses()
         text = page.read_text()
@@ -38,11 +40,13 @@ def outside_resources(site: Path) -> list[str]:
         inline = [
             match for style in re.findall(r"<style.*?</style>", text, re.DOTALL) for match in CSS_ADDRESS.findall(style)
         ]
-        outside = [address for address in addresses.found if re.match(r"(\w+:)?//", address)]
-        found += [f"{page.relative_to(site)}: {address}" for address in outside + inline]
+        outside = [address for address in addresses.addresses if re.match(r"(\w+:)?//", address)]
+        outside_addresses += [f"{page.relative_to(site)}: {address}" for address in outside + inline]
     for sheet in sorted(site.rglob("*.css")):
-        found += [f"{sheet.relative_to(site)}: {address}" for address in CSS_ADDRESS.findall(sheet.read_text())]
-    return found
+        outside_addresses += [
+            f"{sheet.relative_to(site)}: {address}" for address in CSS_ADDRESS.findall(sheet.read_text())
+        ]
+    return outside_addresses
 
 
 def main() -> None:

@@ -42,14 +42,14 @@ def esper(values: Game, n: int, budget: int, seed: int) -> np.ndarray:
 
 
 def permutations(values: Game, n: int, budget: int, seed: int, antithetic: bool = False) -> np.ndarray:
-    rng, seen, total, count = np.random.default_rng(seed), set(), np.zeros(n), 0
+    rng, evaluated, total, count = np.random.default_rng(seed), set(), np.zeros(n), 0
     while True:
         order = rng.permutation(n)
         for walk in (order, order[::-1]) if antithetic else (order,):
             prefixes = [0, *np.cumsum(1 << walk.astype(np.int64)).tolist()]
-            if len(seen | set(prefixes)) > budget or count > 50 * budget:
+            if len(evaluated | set(prefixes)) > budget or count > 50 * budget:
                 return total / max(count, 1)
-            seen |= set(prefixes)
+            evaluated |= set(prefixes)
             total[walk] += np.diff(values[prefixes])
             count += 1
 
@@ -63,17 +63,17 @@ def within(run: Callable[[Counted, int], np.ndarray], values: Game, budget: int)
     best, calls = None, budget
     for _ in range(8):
         game = Counted(values)
-        found = run(game, calls)
+        estimated = run(game, calls)
         if len(game.evaluated) > budget:
             calls = int(calls * budget / len(game.evaluated)) if best is None else calls
             if best is not None:
                 break
             continue
-        best = found
+        best = estimated
         if len(game.evaluated) >= 0.97 * budget or len(game.evaluated) == len(values):
             break
         calls = int(calls * 1.15) + 1
-    return best if best is not None else found
+    return best if best is not None else estimated
 
 
 def shap_kernel(values: Game, n: int, budget: int, seed: int) -> np.ndarray:
@@ -95,8 +95,8 @@ def shapiq_method(name: str) -> Method:
         def run(game: Counted, calls: int) -> np.ndarray:
             weights = 1 << np.arange(n)
             approximator = getattr(shapiq.approximator, name)(n=n, random_state=seed)
-            found = approximator.approximate(budget=calls, game=lambda x: game(x.astype(int) @ weights))
-            return np.array([found[(i,)] for i in range(n)])
+            values_by_player = approximator.approximate(budget=calls, game=lambda x: game(x.astype(int) @ weights))
+            return np.array([values_by_player[(i,)] for i in range(n)])
 
         return within(run, values, budget)
 

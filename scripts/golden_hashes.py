@@ -121,29 +121,29 @@ def grower_digest(incubation: str, birth: str) -> str:
 
 
 def digests() -> dict[str, str]:
-    found: dict[str, str] = {}
+    digest_of: dict[str, str] = {}
     torch.set_num_threads(1)
     for incubation in ("shadow", "straight_through"):
-        found[f"Grower {incubation}"] = grower_digest(incubation, "isolated")
-    found["Grower, open"] = grower_digest("straight_through", "open")
+        digest_of[f"Grower {incubation}"] = grower_digest(incubation, "isolated")
+    digest_of["Grower, open"] = grower_digest("straight_through", "open")
     with tempfile.TemporaryDirectory() as place:
         for name, options in GROW.items():
             out = Path(place) / name.replace(" ", "-")
             run("grow", *options, "--out", str(out))
-            found[f"{name}: weights"] = tensors_digest(out / "body.safetensors")
-            found[f"{name}: journal"] = journal_digest(out)
-            print(name, found[f"{name}: weights"], found[f"{name}: journal"], flush=True)
+            digest_of[f"{name}: weights"] = tensors_digest(out / "body.safetensors")
+            digest_of[f"{name}: journal"] = journal_digest(out)
+            print(name, digest_of[f"{name}: weights"], digest_of[f"{name}: journal"], flush=True)
         for name, options in TRAIN.items():
             out = Path(place) / name.replace(" ", "-").replace(",", "")
             run("train", *options, "--out", str(out))
-            found[f"{name}: weights"] = tensors_digest(out / "policy.safetensors")
-            found[f"{name}: journal"] = journal_digest(out)
-            print(name, found[f"{name}: weights"], found[f"{name}: journal"], flush=True)
+            digest_of[f"{name}: weights"] = tensors_digest(out / "policy.safetensors")
+            digest_of[f"{name}: journal"] = journal_digest(out)
+            print(name, digest_of[f"{name}: weights"], digest_of[f"{name}: journal"], flush=True)
         out = Path(place) / "resumed"
         run("train", *REAL, *BIRTH["isolated"], "--rounds", "2", "--out", str(out))
         run("train", "--resume", str(out), "--rounds", "3", "--no-compare")
-        found["train resumed: weights"] = tensors_digest(out / "policy.safetensors")
-    return found
+        digest_of["train resumed: weights"] = tensors_digest(out / "policy.safetensors")
+    return digest_of
 
 
 def main() -> int:
@@ -151,14 +151,14 @@ def main() -> int:
     parser.add_argument("action", choices=["record", "check"])
     parser.add_argument("file", type=Path)
     options = parser.parse_args()
-    found = digests()
+    actual = digests()
     if options.action == "record":
-        options.file.write_text(json.dumps(found, indent=1) + "\n")
+        options.file.write_text(json.dumps(actual, indent=1) + "\n")
         return 0
     expected = json.loads(options.file.read_text())
-    differing = [name for name in expected if found.get(name) != expected[name]]
+    differing = [name for name in expected if actual.get(name) != expected[name]]
     for name in differing:
-        print(f"differs: {name}: {expected[name]} before, {found.get(name)} now")
+        print(f"differs: {name}: {expected[name]} before, {actual.get(name)} now")
     print(f"{len(expected) - len(differing)} of {len(expected)} equal")
     return int(bool(differing))
 

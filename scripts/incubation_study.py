@@ -99,7 +99,7 @@ class Study:
                 train(engine)
             assert (engine.table.stage[:, s] == SeedStage.TRAINING).all()
             judged = [read(engine, plot) for plot in engine.networks]
-            found = {
+            qualities = {
                 "ratio": [delta_ratio(plot, self.slot, self.data.val.x) for plot in engine.networks],
                 "host": [quality for quality, _ in judged],
                 "prospect": [prospect for _, prospect in judged],
@@ -107,10 +107,10 @@ class Study:
             }
         while (engine.table.stage[:, s] < SeedStage.HOLDING).all():
             train(engine)
-        found["ramp"] = [read(engine, plot)[0] for plot in engine.networks]
+        qualities["ramp"] = [read(engine, plot)[0] for plot in engine.networks]
         while engine.table.step[0] < self.epochs:
             train(engine)
-        return found | {"end": [plot.test(self.data.test)[0] for plot in engine.networks]}
+        return qualities | {"end": [plot.test(self.data.test)[0] for plot in engine.networks]}
 
     def times(self) -> dict[str, float]:
         """CPU time of a training epoch with a TRAINING seed over one without: the best of interleaved repeats."""
@@ -153,17 +153,17 @@ def read(engine: Engine, plot: HostNetwork) -> tuple[float, float]:
 @torch.no_grad()
 def delta_ratio(plot: HostNetwork, name: str, x: Tensor) -> float:
     """rms Δ / rms h over these images, on the averaged weights."""
-    body, slot, found = plot.body.eval(), plot.body.slots[name], []
+    body, slot, ratios = plot.body.eval(), plot.body.slots[name], []
 
     def look(_module: nn.Module, _args: Any, h: Tensor) -> None:
         assert slot.seed is not None
-        found.append((slot.seed(h).square().mean() / h.square().mean()).sqrt().item())
+        ratios.append((slot.seed(h).square().mean() / h.square().mean()).sqrt().item())
 
     watch = body.model.get_submodule(slot.module_name).register_forward_hook(look, prepend=True)
     with plot.average.applied():
         body(x)
     watch.remove()
-    return float(found[0])
+    return float(ratios[0])
 
 
 @contextmanager
@@ -209,16 +209,16 @@ def study(task_name: str, slot: str, worlds: list[int], blueprint: str, epochs: 
     times, baseline = here.times(), here.without_growth()
     ways: dict[str, Numbers] = {}
     for way in WAYS:
-        found = here.run(way)
-        found["gain"] = [a - b for a, b in zip(found["end"], baseline["end"], strict=True)]
+        result = here.run(way)
+        result["gain"] = [a - b for a, b in zip(result["end"], baseline["end"], strict=True)]
         if not ways:
-            host = f"host when the ramp begins {summary(found['host'])}, at the end without growth"
+            host = f"host when the ramp begins {summary(result['host'])}, at the end without growth"
             print(f"\n**{task_name}, {slot}, {blueprint}, {len(worlds)} worlds**: {host} {summary(baseline['end'])}\n")
             print("| incubation | " + " | ".join(c[0] for c in COLUMNS) + " | time |")
             print("|---|" + "---:|" * (len(COLUMNS) + 1))
-        cells = [summary(found[key], scale, form) for _, key, scale, form in COLUMNS]
+        cells = [summary(result[key], scale, form) for _, key, scale, form in COLUMNS]
         print(f"| {way.name} | " + " | ".join(cells) + f" | {times[way.name]:.2f}× |", flush=True)
-        ways[way.name] = found
+        ways[way.name] = result
     return {"task": task_name, "slot": slot, "blueprint": blueprint, "worlds": worlds, "epochs": epochs,
             "without_growth": baseline, "ways": ways, "time_ratio": times}  # fmt: skip
 

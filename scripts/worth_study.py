@@ -90,15 +90,15 @@ def decisions(name: str, worlds: int) -> None:
             blueprint = BLUEPRINTS[(world + 2 * slot) % len(BLUEPRINTS)]
             plant = PlantOne(slot, blueprint)
             grown = accuracy(trained(Engine(task, [world], rules=rules, data=data), plant))
-            found = plant.worth
-            if not found:
+            worth = plant.worth
+            if not worth:
                 print(f"| {world} | {task.slots[slot]} | {blueprint} | never reached HOLDING | | |", flush=True)
                 continue
             gain = grown - bare
-            rows.append((found["holding"], found["prospect"], gain))
+            rows.append((worth["holding"], worth["prospect"], gain))
             print(
-                f"| {world} | {task.slots[slot]} | {blueprint} | {100 * found['prospect']:+.1f} | "
-                f"{100 * found['holding']:+.1f} ± {100 * found['se']:.1f} | {100 * gain:+.1f} |",
+                f"| {world} | {task.slots[slot]} | {blueprint} | {100 * worth['prospect']:+.1f} | "
+                f"{100 * worth['holding']:+.1f} ± {100 * worth['se']:.1f} | {100 * gain:+.1f} |",
                 flush=True,
             )
     held, prospect, gain = np.array(rows).T
@@ -120,7 +120,7 @@ def tables(out: Path) -> None:
         six, host_kwargs={**six.host_kwargs, "blocks": 4, "pools": 3}, slots=(*six.slots, "r0c3"), epochs=16
     )
     rules = Rules(birth="isolated", one_at_a_time=False, thresholds=Thresholds(blend_dwell=1, blend_health=None))
-    found = []
+    games = []
     for task, blueprint in ((six, "conv_light"), (seven, "conv_light")):
         for world in range(4):
             engine = trained(Engine(task, [world], rules=rules), PlantAll(blueprint))
@@ -132,9 +132,9 @@ def tables(out: Path) -> None:
             masks = [sum(1 << i for i in range(n) if c[i]) for c in every]
             values = np.zeros(2**n)
             values[masks] = result.scores[..., 0].mean(1).numpy()
-            found.append(values.round(5).tolist())
+            games.append(values.round(5).tolist())
             print(f"{task.name} world {world}: {n} seeds, none {values[0]:.3f}, all {values[-1]:.3f}", flush=True)
-    out.write_text(json.dumps(found))
+    out.write_text(json.dumps(games))
 
 
 def main() -> None:
