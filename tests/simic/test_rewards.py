@@ -15,9 +15,10 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.stages import SeedStage
-from esper.simic.rewards import REWARDS, WITH_POTENTIAL, Frame, RewardConfig, reward, reward_mode, utility
+from esper.simic.rewards import REWARDS, WITH_POTENTIAL, Frame, RewardConfig, rent, reward, reward_mode, utility
 from esper.simic.simulator import SimConfig, Simulator
-from esper.tamiyo.controllers import wait_everywhere
+from esper.tamiyo.controllers import Schedule, wait_everywhere
+from esper.tolaria.rollout import rollout
 from tests.support.random_tables import LIVELY, random_legal_actions
 from tests.support.rules import ISOLATED
 
@@ -43,6 +44,7 @@ def random_frame(rng: np.random.Generator, envs: int = 6, **changes: object) -> 
         macs=committed_macs * 2 ** rng.uniform(0, 2, envs),
         committed_params=committed_params,
         committed_macs=committed_macs,
+        train_ratio=2 ** rng.uniform(0, 2, envs),
         val_loss=np.where(rng.random(envs) < 0.1, np.nan, 3.0 * rng.random(envs)),
         acted=rng.random(envs) < 0.5,
         stage=stage,
@@ -71,7 +73,8 @@ def crashed(f: dict) -> bool:
 
 
 def rent_of(f: dict, params: float, macs: float, c: RewardConfig) -> float:
-    return c.rent_params * math.log2(params / f["host_params"]) + c.rent_macs * math.log2(macs / f["host_macs"])
+    rent = c.rent_params * math.log2(params / f["host_params"]) + c.rent_macs * math.log2(macs / f["host_macs"])
+    return rent + c.rent_training * math.log2(f["train_ratio"])
 
 
 def gain_of(f: dict, c: RewardConfig) -> float:
@@ -186,7 +189,8 @@ TWINS = {
 @given(seed=dice, scale=st.sampled_from([1.0, 10.0]))
 def test_every_mode_equals_its_scalar_reference(mode, seed, scale):
     rng = np.random.default_rng(seed)
-    config = RewardConfig(mode=mode, scale=scale, rollback_penalty=0.2, rent_params=0.01, rent_macs=0.03)
+    rents = {"rent_params": 0.01, "rent_macs": 0.03, "rent_training": 0.02}
+    config = RewardConfig(mode=mode, scale=scale, rollback_penalty=0.2, **rents)
     before, after = random_frame(rng), random_frame(rng)
 
     paid = reward(before, after, config)
@@ -410,6 +414,20 @@ def test_doubling_the_parameters_costs_half_a_point_and_no_growth_nothing():
     assert (utility(frame, RewardConfig()) == 0).all()
     assert utility(replace(frame, params=frame.params * 2), RewardConfig()) == pytest.approx(-0.005)
     assert utility(replace(frame, macs=frame.macs * 4), RewardConfig()) == pytest.approx(-0.01)
+
+
+def test_rent_on_training_is_zero_without_growth_and_lower_for_a_later_seed():
+    config = RewardConfig(rent_params=0.0, rent_macs=0.0, rent_training=0.01)
+    paid = []
+    for start in (2, 8, 99):
+        sim = Simulator(SimConfig(), [0], Rules(birth="open"))
+        for _ in rollout(sim, Schedule(["conv_heavy"], start=start, slots=1), 12):
+            pass
+        frame = Frame.of(sim.table, sim.context, sim.baseline_quality)
+        expected = 0.01 * math.log2(sim.table.train_macs[0] / sim.table.host_train_macs[0])
+        assert rent(frame.params, frame.macs, frame, config) == pytest.approx(expected)
+        paid.append(expected)
+    assert paid[0] > paid[1] > paid[2] == 0
 
 
 def test_rent_on_macs_starts_with_alpha_and_on_parameters_at_germination():

@@ -104,12 +104,13 @@ def test_engine_adds_the_cost_of_each_epoch_and_counts_each_structure_once(monke
     from esper.tolaria import engine as engine_module
 
     counted = []
-    monkeypatch.setattr(engine_module, "pass_macs", lambda network: counted.append(1) or pass_macs(network))
+    monkeypatch.setattr(engine_module, "pass_macs", lambda *args, **kwargs: counted.append(1) or pass_macs(*args, **kwargs))
     engine = Engine(TASKS["quick"], [0, 1], rules=Rules(birth="open"))
     spent = [engine.table.train_macs.copy()]
     for _ in rollout(engine, Schedule(["conv_light"], start=2), 5):
         spent.append(engine.table.train_macs.copy())
     costs = np.diff(spent, axis=0)
+    assert (engine.table.host_train_macs == 5 * costs[0]).all()  # as if nothing had grown
     assert (costs[0] == costs[1]).all()
     assert (costs[2] > costs[1]).all()
     assert (costs[:, 0] == costs[:, 1]).all()
@@ -125,7 +126,7 @@ def test_spent_compute_survives_a_resume_and_a_rollback():
     assert fresh.table.train_macs[0] == engine.table.train_macs[0] > 0
     spent = int(engine.table.train_macs[0])
     engine.governor.roll_back(0, engine.table)
-    assert engine.table.train_macs[0] == spent
+    assert engine.table.train_macs[0] == engine.table.host_train_macs[0] == spent
     assert fresh.table.measure_macs[0] == engine.table.measure_macs[0] > 0
 
 

@@ -92,6 +92,7 @@ class SlotTable:
     last_op: Ints = _env(np.int8, 0)
     rollbacks: Ints = _env(np.int32, 0)  # number of rollbacks to a snapshot by the governor
     train_macs: Ints = _env(np.int64, 0)  # multiply-adds spent on training so far, shadow passes included
+    host_train_macs: Ints = _env(np.int64, 0)  # what the host alone would have spent on training so far
     measure_macs: Ints = _env(np.int64, 0)  # multiply-adds spent on measuring so far: validation and coalitions
     train_loss: Floats = _env(np.float32, NAN)
     val_loss: Floats = _env(np.float32, NAN)

@@ -182,6 +182,7 @@ class Simulator:
         table.params[newborn] = self._cost(self.shape.params)[newborn]
         ticked = tick(table, self.rules)
         table.train_macs[:] += TRAINING_PASSES * self.macs * SAMPLES
+        table.host_train_macs[:] += TRAINING_PASSES * self.context.host_macs * SAMPLES
         self._learn()
         self._measure()
         return Outcome(outcome.happened, outcome.effects + ticked)

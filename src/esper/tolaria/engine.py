@@ -188,10 +188,12 @@ class MeasuringMacs(NamedTuple):
     calibration: int
 
 
-def pass_macs(network: HostNetwork) -> PassMacs:
-    """Count the passes of one training batch on a copy of the body. The network is not changed."""
+def pass_macs(network: HostNetwork, *, bare: bool = False) -> PassMacs:
+    """Count the passes of one training batch on a copy of the body, without its seeds if it is to be `bare`."""
     body = copy.deepcopy(network.body)
     body.train()
+    for slot in body.slots.values() if bare else ():
+        slot.uproot()
     split = network.data.train
     x, y = split.take(torch.arange(SAMPLES, device=split.y.device))
 
@@ -200,7 +202,7 @@ def pass_macs(network: HostNetwork) -> PassMacs:
 
     with torch.random.fork_rng(devices=[]):
         main = count_macs(lambda: loss().backward())
-        shadow = count_macs(lambda: body.shadow_backward(loss)) if network.has_learner else 0
+        shadow = count_macs(lambda: body.shadow_backward(loss)) if network.has_learner and not bare else 0
     return PassMacs(main // SAMPLES, shadow // SAMPLES)
 
 
@@ -228,11 +230,11 @@ class ComputeMeter:
         self._counted: dict[tuple[object, ...], PassMacs] = {}
         self._measured: dict[tuple[object, ...], MeasuringMacs] = {}
 
-    def epoch_macs(self, network: HostNetwork) -> int:
-        """Return the multiply-adds of one training epoch of this network as it is now."""
-        key = structure_key(network)
+    def epoch_macs(self, network: HostNetwork, *, bare: bool = False) -> int:
+        """Return the multiply-adds of one training epoch of this network as it is now, or of its host alone."""
+        key = () if bare else structure_key(network)
         if key not in self._counted:
-            self._counted[key] = pass_macs(network)
+            self._counted[key] = pass_macs(network, bare=bare)
         each, task = self._counted[key], network.task
         shadowed = ceil(task.batches_per_epoch / network.config.shadow_every)
         return task.batch * (task.batches_per_epoch * each.main + shadowed * each.shadow)
@@ -372,6 +374,7 @@ class Engine:
         guard, steps = self.governor.guard, [int(step) - 1 for step in self.table.step]
         for e, network in enumerate(self.networks):
             self.table.train_macs[e] += guard(e, self.compute.epoch_macs, network) or 0
+            self.table.host_train_macs[e] += guard(e, self.compute.epoch_macs, network, bare=True) or 0
             if self.lr_factor is not None:
                 network.set_learning_rate(self.lr_factor(steps[e]))
         if self.batched is None:

@@ -46,7 +46,7 @@ ALARMS = ("", "exception", "nonfinite_loss", "nonfinite_weights", "divergence", 
 DIVERGENCE = ALARMS.index("divergence")
 MAD_TO_SD = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a normal distribution."""
-TIME_GOES_ON = ("step", "next_serial", "last_op", "rollbacks", "train_macs", "measure_macs")
+TIME_GOES_ON = ("step", "next_serial", "last_op", "rollbacks", "train_macs", "host_train_macs", "measure_macs")
 """Columns of the table that a rollback does not restore."""
 
 

@@ -1,6 +1,6 @@
 """Inputs and settings of rewards, the registry of modes, and the default mode `utility`.
 
-    U = (quality − baseline's quality) − rent on parameters − rent on multiply-adds,   r = U′ − U
+    U = (quality − baseline's quality) − rent on parameters, multiply-adds and training compute,   r = U′ − U
 
 The return telescopes. With discount γ over T steps, Σ γᵗ rₜ = (1 − γ) Σ γᵗ⁻¹ Uₜ + γᵀ⁻¹ U_T − U₀ (sum over t = 1…T−1):
 the discounted mean of U plus its final value. A cycle of states earns nothing beyond the U held meanwhile.
@@ -54,6 +54,7 @@ class Frame:
     macs: Floats  # [E] host and all seeds that affect the output
     committed_params: Floats  # [E] host and fossils
     committed_macs: Floats
+    train_ratio: Floats  # [E] training multiply-adds so far, relative to those of the host alone; 1 before the first
     val_loss: Floats  # [E]
     acted: Bools  # [E] whether the last operation was carried out and was not WAIT
     stage: Ints  # [E, S]
@@ -81,6 +82,7 @@ class Frame:
             macs=macs.astype(np.float64),
             committed_params=(sizes.host_params + committed_params).astype(np.float64),
             committed_macs=(sizes.host_macs + committed_macs).astype(np.float64),
+            train_ratio=np.maximum(table.train_macs, 1) / np.maximum(table.host_train_macs, 1),
             val_loss=table.val_loss.astype(np.float64),
             acted=table.last_op != Op.WAIT,
             stage=table.stage.copy(),
@@ -122,6 +124,9 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Quality charged per doubling of the host's parameters, ≥ 0."""
     rent_macs: float = 0.005
     """Quality charged per doubling of the host's multiply-adds, ≥ 0."""
+    rent_training: float = 0.0
+    """Quality charged per doubling of the training multiply-adds so far, relative to those of the host without growth,
+    ≥ 0. A seed that is planted later costs less."""
     rollback_penalty: float = 0.1
     """Reward subtracted for every step that the governor rolled back, ≥ 0."""
     worst_quality: float = 0.0
@@ -144,7 +149,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for name, value in msgspec.structs.asdict(self).items():
             if isinstance(value, float) and not np.isfinite(value):
                 raise ConfigError(f"reward.{name} must be a finite number, got {value}")
-        for name in ("rent_params", "rent_macs", "rollback_penalty", "stage_bonus", "terminal_weight"):
+        for name in ("rent_params", "rent_macs", "rent_training", "rollback_penalty", "stage_bonus", "terminal_weight"):
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"reward.{name} must be ≥ 0, got {getattr(self, name)}")
         if not self.scale > 0:
@@ -186,9 +191,10 @@ def reward(before: Frame, after: Frame, config: RewardConfig) -> Floats:
 
 
 def rent(params: Floats, macs: Floats, frame: Frame, config: RewardConfig) -> Floats:
-    """Return the rent [E] of a network of this size, proportional to doublings of the host's size."""
-    doublings = np.log2(params / max(frame.host_params, 1.0)), np.log2(macs / max(frame.host_macs, 1.0))
-    return np.asarray(config.rent_params * doublings[0] + config.rent_macs * doublings[1])
+    """Return the rent [E] of a network of this size, proportional to doublings of the host's size and compute."""
+    ratios = params / max(frame.host_params, 1.0), macs / max(frame.host_macs, 1.0), frame.train_ratio
+    size, speed, training = map(np.log2, ratios)
+    return np.asarray(config.rent_params * size + config.rent_macs * speed + config.rent_training * training)
 
 
 def gain(quality: Floats, frame: Frame, config: RewardConfig) -> Floats:
