@@ -138,14 +138,12 @@ def test_random_structures_respect_the_limit():
     ("kind", "settings"),
     [
         ("random_search", {"limit": LIMIT}),
-        ("random_search", {"limit": LIMIT, "blueprints": ["mlp"]}),
         ("halving", {"limit": LIMIT}),
-        ("select", {"limit": LIMIT, "blueprints": ["mlp"], "judge_epoch": 4}),
         ("audition", {"limit": LIMIT, "start": 1, "trial": 0.05, "keep": 0.5}),
     ],
 )
 def test_searches_stay_within_limit_and_budget(kind, settings, monkeypatch):
-    longer = replace(SMALL, epochs=24)  # seeds cannot be pruned before they are 5 epochs old
+    longer = replace(SMALL, epochs=24)
     monkeypatch.setattr("esper.studies.arms.get_task", lambda _: longer)
     points = TRAINERS[kind](Arm(name="a", kind=kind, settings=settings), "digits", 0, [1.0, 2.0])
     space = Space(longer, LIMIT)

@@ -12,13 +12,12 @@ from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.planning import Seed, planned
 from esper.leyline.rng import derive_seed
-from esper.simic.env import context_of
 from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs, shared_data
 from esper.studies.contract import Arm, Point
 from esper.studies.trainers import trainer
 from esper.tamiyo.controllers import Schedule, Wait
-from esper.tamiyo.controllers.select import Select
 from esper.tolaria.engine import Engine
+from esper.tolaria.host_costs import host_macs_and_order
 from esper.tolaria.tasks import Task, get_task
 
 SMALL_HOST_EPOCHS = 5
@@ -101,20 +100,14 @@ def chosen(arm: Arm, names: Sequence[str]) -> dict[str, Any]:
 
 
 class Space:
-    """The structures of a task whose multiply-adds per sample are at most a share `limit` of the full structure's.
+    """The structures of a task whose multiply-adds per sample are at most a share `limit` of the full structure's."""
 
-    They consist of the given blueprints; of all, if none are given.
-    """
-
-    def __init__(self, task: Task, limit: float, blueprints: Sequence[str] = ()) -> None:
+    def __init__(self, task: Task, limit: float) -> None:
         self.task = task
         body = Engine(task, [0], data=shared_data(task)).networks[0].body
         self.costs = body.costs()
-        self.choices = {
-            slot: [name for name in c if not blueprints or name in blueprints] for slot, c in self.costs.items()
-        }
-        self.prices = context_of(body, task.epochs, Rules().thresholds)
-        self.host_macs = self.prices.host_macs
+        self.choices = {slot: list(costs) for slot, costs in self.costs.items()}
+        self.host_macs = max(1, host_macs_and_order(body)[0])
         self.limit = int(limit * self.macs(full_structure(task)))
 
     def macs(self, structure: Structure) -> int:
@@ -147,10 +140,10 @@ def train_random_search(arm: Arm, task: str, world: int, budgets: Sequence[float
     """Train random structures one after another, each for at most one unit; keep the best by validation quality.
 
     A structure so cheap that it reaches twice the task's epochs leaves the rest of its unit to further ones.
-    Settings: `limit` and `blueprints` (see `Space`).
+    Settings: `limit` (see `Space`).
     """
     own = get_task(task)
-    space = Space(own, arm.settings["limit"], arm.settings.get("blueprints", ()))
+    space = Space(own, arm.settings["limit"])
     rng = np.random.default_rng(derive_seed(world, "random_search"))
     tried: list[Point] = []
     points = []
@@ -189,25 +182,6 @@ def train_halving(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
         point = sessions[0].run(Wait(), [used + budget / rounds])[0]
         points.append(msgspec.structs.replace(point, budget=budget, train_macs=int(total) + point.train_macs))
     return points
-
-
-@trainer("select")
-def train_select(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
-    """Plant a seed in every slot, prune the least useful ones until the limit holds, and train the rest on.
-
-    Settings: `limit`, `blueprints` (in order of preference), `judge_epoch` (first epoch that prunes), `z`.
-    """
-    own = get_task(task)
-    space = Space(own, arm.settings["limit"])
-    session = Session(own, world, unit=space.unit, rules=Rules(birth="open"))
-    controller = Select(
-        space.prices,
-        space.limit,
-        arm.settings["blueprints"],
-        judge_from=arm.settings["judge_epoch"],
-        z=arm.settings.get("z", 1.0),
-    )
-    return session.run(controller, budgets)
 
 
 @trainer("audition")

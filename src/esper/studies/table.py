@@ -72,23 +72,6 @@ _ROWS = (
         min_worlds=8,
     ),
     Study(
-        name="unknown_structure",
-        question="I do not know which structure I need: does growing one find it cheaper than a search?",
-        task=("rescue",),
-        arms=(
-            Arm(name="random_search", kind="random_search", settings=LIMIT),
-            Arm(name="random_largest", kind="random_search", settings={**LIMIT, "blueprints": ["conv_heavy"]}),
-            Arm(name="successive_halving", kind="halving", settings=LIMIT),
-            Arm(name="select", kind="select", settings={**LIMIT, "blueprints": ["conv_heavy"], "judge_epoch": 16}),
-        ),
-        budgets=(1.0, 2.0, 4.0, 8.0),
-        worlds=(100, 8),
-        claims=tuple(
-            Claim(arm="select", against=other) for other in ("random_search", "random_largest", "successive_halving")
-        ),
-        min_worlds=8,
-    ),
-    Study(
         name="structure_search",
         question="I do not know which structure I need: does a host that tries seeds on copies of itself find it?",
         task=("search_fashion", "search_cifar"),
