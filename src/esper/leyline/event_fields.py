@@ -37,7 +37,7 @@ FIELD_NOTES = {
     "lr": "Learning rate.",
     "minibatches": "Number of minibatches of the update.",
     "multiply_adds": "Multiply-adds of one forward pass of one sample, at the end of the episode.",
-    "name": "What the environment is, for people.",
+    "name": "Descriptive name of the environment.",
     "norm": "Norm of the seed's gradient.",
     "now": "Stage that the seed entered.",
     "op": "Operation that was chosen.",

@@ -1,13 +1,14 @@
-"""Events: what a run says of itself. About a dozen kinds, each a few typed fields about one happening.
+"""Events: the kinds of records that a run writes to its journal, each with a few typed fields.
 
-Conventions: units stand in names (`_s`, `_ms`, `_pct`; qualities are fractions, 0…1, or the task's own unit), None
-means *not measured*, and a number that was measured and is not finite stays what it is: on disk it is the word
-"NaN", "Infinity" or "-Infinity".
+Conventions: names end in their unit (`_s`, `_ms`, `_pct`); qualities are fractions, 0…1, or in the task's own unit.
+None means *not measured*. A measured number that is not finite is written to disk as the string "NaN", "Infinity" or
+"-Infinity".
 
-A kind says three things of itself:
-  KEEP    must-keep (never dropped) or a gauge (under pressure the newest value per key wins)
-  KEY     of a gauge: the fields that tell one gauge from another
-  LEVEL   the least telemetry level that records it
+Each kind declares three constants:
+  KEEP    True: events of this kind are never dropped. False: it is a gauge, and a newer value may replace an unwritten
+          one with the same key
+  KEY     the fields that identify a gauge
+  LEVEL   the lowest telemetry level at which it is recorded
 """
 
 from __future__ import annotations
@@ -23,13 +24,13 @@ import msgspec
 from esper.leyline.errors import unknown_name
 
 SCHEMA = 2
-"""Raised when the meaning of a field changes; readers of an older schema still read what they know."""
+"""Version of the schema, increased when the meaning of a field changes. Readers ignore fields they do not know."""
 Number = float | None
-"""A measurement: None where nothing was measured."""
+"""A measurement; None if nothing was measured."""
 
 
 class Level(IntEnum):
-    """How much is recorded. What is *measured* does not depend on it: logging never changes learning."""
+    """How much is recorded. It does not affect what is measured, so it does not affect training."""
 
     OFF = 0
     MINIMAL = 1  # lifecycle events, episodes, updates, failures
@@ -38,7 +39,7 @@ class Level(IntEnum):
 
 
 def level(name: str) -> Level:
-    """A level by its name, in any case."""
+    """Return the level of this name; case does not matter."""
     if name.upper() not in Level.__members__:
         raise unknown_name("telemetry level", name, [each.name.lower() for each in Level])
     return Level[name.upper()]
@@ -49,7 +50,7 @@ def _tag(name: str) -> str:
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind", tag=_tag):
-    """The root of all kinds. None holds another, so none is ever part of a cycle."""
+    """Base class of all events. No event contains another, so they need no garbage collection."""
 
     KEEP: ClassVar[bool] = True
     KEY: ClassVar[tuple[str, ...]] = ()
@@ -57,20 +58,20 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, gc=False, tag_field="kind
 
 
 class RunStarted(Event, frozen=True, kw_only=True):
-    """First of a run. The manifest has the rest: config, versions, hashes of the data."""
+    """First event of a run. The manifest contains the settings, versions and data hashes."""
 
     schema: int = SCHEMA
     run_id: str = ""
-    """"" where only the manifest knows; so for the task."""
+    """Empty if only the manifest has it; the same holds for `task`."""
     command: str
     task: str = ""
     controller: str
     seed: int
     env_names: tuple[str, ...]
-    """One per environment: what it is, for people."""
+    """A descriptive name for each environment."""
     slots: tuple[str, ...]
     steps: int
-    """Per episode."""
+    """Steps of an episode."""
     rounds: int = 1
     host_params: int
     device: str = "cpu"
@@ -79,13 +80,13 @@ class RunStarted(Event, frozen=True, kw_only=True):
 
 
 class RunFinished(Event, frozen=True, kw_only=True):
-    """Last of a run that ended by itself; a run without it was killed, or is still running."""
+    """Last event of a run that ended normally or with an error. A run without it was killed or is still running."""
 
     status: str
     """finished, failed or interrupted."""
     error: str | None = None
     wall_s: float
-    """Seconds that the run worked, all sessions of a resumed one together."""
+    """Seconds of running time, summed over all sessions of a resumed run."""
     env_steps: int
 
 
@@ -102,17 +103,17 @@ class Step(Event, frozen=True, kw_only=True):
     world: int
     op: str
     quality: Number
-    """Of the host with everything that is alive, on the validation split."""
+    """Quality on the validation split, with all live seeds on."""
     committed_quality: Number
-    """With every live seed off: host and fossils."""
+    """Quality with every live seed off: host and fossils only."""
     val_loss: Number
     train_loss: Number
     reward: Number = None
     utility: Number = None
     value: Number = None
-    """What the critic expected before the step."""
+    """The critic's estimate of the return before the step."""
     params: int
-    """Of host and seeds, those in training too."""
+    """Parameters of host and seeds, TRAINING seeds included."""
     train_macs: int | None = None
     """Multiply-adds spent on training in this episode so far, forward and backward; null where they are not counted."""
     measure_macs: int | None = None
@@ -121,11 +122,11 @@ class Step(Event, frozen=True, kw_only=True):
     """`SeedStage` of every slot, in the order of the run's slots."""
     alphas: tuple[float, ...]
     blueprints: tuple[str, ...]
-    """Name of the blueprint in every slot, "" where it is empty."""
+    """Name of the blueprint in every slot; "" for an empty slot."""
 
 
 class Decision(Event, frozen=True, kw_only=True):
-    """What a controller chose. Decisions to wait are recorded at level `debug`."""
+    """The action that a controller chose. Decisions to wait are recorded at level `debug`."""
 
     LEVEL: ClassVar[Level] = Level.NORMAL
 
@@ -134,7 +135,7 @@ class Decision(Event, frozen=True, kw_only=True):
     step: int
     op: str
     slot: str
-    """"" where the op reads no slot; so for the heads below."""
+    """Empty if the op has no slot; the same holds for the heads below."""
     blueprint: str = ""
     style: str = ""
     tempo: str = ""
@@ -142,11 +143,11 @@ class Decision(Event, frozen=True, kw_only=True):
     alpha_speed: str = ""
     alpha_curve: str = ""
     happened: bool
-    """False where the action was not legal, so nothing changed."""
+    """False if the action was illegal, so that nothing changed."""
     legal_ops: tuple[str, ...]
     log_prob: Number = None
     entropy: Number = None
-    """Of the op's distribution, over the largest possible: 1 is undecided."""
+    """Entropy of the op's distribution divided by its maximum, 0…1."""
     value: Number = None
 
 
@@ -158,7 +159,7 @@ class Lifecycle(Event, frozen=True, kw_only=True):
     step: int
     slot: str
     seed: int
-    """Which seed of its environment, counted from 0."""
+    """Number of the seed in its environment, counted from 0."""
     blueprint: str
     was: str
     now: str
@@ -167,13 +168,13 @@ class Lifecycle(Event, frozen=True, kw_only=True):
     params: int
     alpha: float
     dwell_epochs: int
-    """Epochs it spent in the stage it left."""
+    """Epochs spent in the previous stage."""
     contribution: Number = None
     contribution_se: Number = None
 
 
 class Worth(Event, frozen=True, kw_only=True):
-    """What one seed was worth, by counterfactual evaluation, in the unit of quality."""
+    """The worth of one seed by counterfactual evaluation, in the unit of quality."""
 
     LEVEL: ClassVar[Level] = Level.NORMAL
 
@@ -182,10 +183,10 @@ class Worth(Event, frozen=True, kw_only=True):
     step: int
     slot: str
     seed: int
-    """Which seed of its environment, counted from 0."""
+    """Number of the seed in its environment, counted from 0."""
     blueprint: str
     committed: bool = False
-    """Of a fossil, contribution is *dependence*: what the network would lose now, more than it brought."""
+    """True for a fossil: its contribution is its *dependence*, which exceeds what the fossil gained."""
     contribution: Number = None
     contribution_se: Number = None
     solo: Number = None
@@ -194,12 +195,12 @@ class Worth(Event, frozen=True, kw_only=True):
     shapley_se: Number = None
     interaction: Number = None
     prospect: Number = None
-    """Of a TRAINING seed: what it would add at alpha = 1."""
+    """Gain in quality from switching a TRAINING seed on at alpha = 1."""
     prospect_se: Number = None
 
 
 class Gradient(Event, frozen=True, kw_only=True):
-    """How one seed's gradients stand against the host's."""
+    """Gradient statistics of one seed relative to the host."""
 
     KEEP: ClassVar[bool] = False
     KEY: ClassVar[tuple[str, ...]] = ("env", "slot")
@@ -218,9 +219,9 @@ class Update(Event, frozen=True, kw_only=True):
     """One PPO update."""
 
     round: int
-    """The round that it learnt from, counted from 1."""
+    """The round whose rollout it used, counted from 1."""
     epochs: int
-    """Passes over the rollout before the target KL stopped it."""
+    """Passes over the rollout; fewer than configured if the target KL was exceeded."""
     minibatches: int
     policy_loss: Number
     value_loss: Number
@@ -234,11 +235,11 @@ class Update(Event, frozen=True, kw_only=True):
     grad_norm: Number
     lr: float
     skipped: int = 0
-    """Minibatches skipped for want of finite numbers."""
+    """Minibatches skipped because their loss or gradient was not finite."""
     entropy: dict[str, Number] = {}
-    """Per head: over steps where it mattered, 1 is undecided."""
+    """Normalised entropy per head, 0…1, over the steps at which the head affected the action."""
     learnable: dict[str, Number] = {}
-    """Per head: share of steps on which it had a choice that mattered."""
+    """Per head, the share of steps at which it affected the action and had more than one legal option."""
     return_mean: Number = None
     """Mean return of the round's episodes. A return is the undiscounted sum of one episode's rewards."""
     return_sd: Number = None
@@ -247,7 +248,7 @@ class Update(Event, frozen=True, kw_only=True):
 
 
 class Episode(Event, frozen=True, kw_only=True):
-    """One environment's whole training life."""
+    """Summary of one finished episode of one environment."""
 
     env: int
     episode: int
@@ -259,12 +260,12 @@ class Episode(Event, frozen=True, kw_only=True):
     test_quality: Number = None
     test_loss: Number = None
     baseline_quality: Number = None
-    """Of the same world without growth."""
+    """Quality of the same world trained without growth."""
     utility: Number = None
     episode_return: Number = None
-    """The undiscounted sum of its rewards."""
+    """The undiscounted sum of the episode's rewards."""
     params: int
-    """Of the network at the end, as an export holds it: a seed still in training is no part of it."""
+    """Parameters of the final network as it is exported, without TRAINING seeds."""
     host_params: int
     multiply_adds: Number = None
     germinated: int
@@ -277,7 +278,7 @@ class Episode(Event, frozen=True, kw_only=True):
 
 
 class Governor(Event, frozen=True, kw_only=True):
-    """The governor saw trouble, and what it did about it."""
+    """One alarm of the governor and the action it took."""
 
     env: int
     episode: int
@@ -291,20 +292,20 @@ class Governor(Event, frozen=True, kw_only=True):
 
 
 class Checkpoint(Event, frozen=True, kw_only=True):
-    """Something was written that a run can go on from."""
+    """A checkpoint was written, or the run was resumed from it."""
 
     path: str
     """Relative to the run directory."""
     reason: str
     round: int | None = None
-    """Rounds completed before it was written: the number of the last one; 0 before the first."""
+    """Number of rounds completed when it was written."""
     size_bytes: int
     write_ms: Number = None
-    """Null where a run went on from it and did not write it."""
+    """null if the run was resumed from this checkpoint and did not write it."""
 
 
 class PhaseProfile(Event, frozen=True, kw_only=True):
-    """Where the time went: totals since the run began, so that a lost one costs nothing."""
+    """Time spent in one phase since the run began. Values are totals, so a dropped event loses no information."""
 
     KEEP: ClassVar[bool] = False
     KEY: ClassVar[tuple[str, ...]] = ("phase",)
@@ -317,7 +318,7 @@ class PhaseProfile(Event, frozen=True, kw_only=True):
 
 
 class Health(Event, frozen=True, kw_only=True):
-    """Something about the run's own machinery: a sink that failed, counters at the end, a detector's alarm."""
+    """State of the telemetry itself: a failed sink, the counters at the end, or the alarm of a detector."""
 
     source: str
     severity: str
@@ -328,11 +329,11 @@ class Health(Event, frozen=True, kw_only=True):
 
 KINDS: dict[str, type[Event]] = {str(k.__struct_config__.tag): k for k in Event.__subclasses__()}
 WORDS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""How numbers that are not finite stand in a file: JSON has no such literals."""
+"""Strings that stand for non-finite numbers in files, because JSON has no literals for them."""
 
 
 def encode(event: Event) -> bytes:
-    """One JSON object, without a line end."""
+    """Return the event as one JSON object, without a newline."""
     if _all_finite(msgspec.structs.astuple(event)):
         return msgspec.json.encode(event)
     return msgspec.json.encode(spelled(msgspec.to_builtins(event)))
@@ -350,7 +351,7 @@ def _all_finite(values: Iterable[Any]) -> bool:
 
 
 def spelled(value: Any) -> Any:
-    """Numbers that are not finite as the words that a file has for them."""
+    """Return a value with its non-finite numbers replaced by the strings of `WORDS`."""
     if isinstance(value, float) and not math.isfinite(value):
         return "NaN" if value != value else "Infinity" if value > 0 else "-Infinity"
     if isinstance(value, dict):
@@ -359,7 +360,7 @@ def spelled(value: Any) -> Any:
 
 
 def unspelled(value: Any) -> Any:
-    """The numbers that a file spells as words, as numbers again."""
+    """Return a value with the strings of `WORDS` replaced by numbers. Inverse of `spelled`."""
     if isinstance(value, str):
         return WORDS.get(value, value)
     if isinstance(value, dict):
@@ -368,14 +369,14 @@ def unspelled(value: Any) -> Any:
 
 
 class Emits(Protocol):
-    """A receiver of events: the hub, or a list in a test. The training loop knows no more of telemetry."""
+    """A receiver of events: the hub, or a list in a test. The training loop depends on nothing else of telemetry."""
 
     def wants(self, kind: type[Event]) -> bool:
         """Return whether events of this kind are read by anyone."""
         ...
 
     def emit(self, event: Event) -> None:
-        """Take one event."""
+        """Receive one event."""
         ...
 
 
