@@ -10,7 +10,7 @@ import pytest
 
 from esper.commands.study import list_studies, parse_shard, parse_worlds, run_study
 from esper.leyline.errors import ConfigError, UnknownNameError
-from esper.studies.results import read_records
+from esper.studies.results import read_results
 from esper.studies.table import STUDIES
 from tests.support import ROOT
 from tests.support.example_studies import example_study
@@ -83,7 +83,7 @@ def test_tuning_shows_validation_quality_and_no_test_quality(capsys):
     assert "better   90.1 ± 0.1" in printed  # validation; the test quality is 40.1
     assert "40." not in printed
     assert "won" not in printed
-    assert {r.world for r in read_records(Path("out/example"))} == {0, 1}
+    assert {r.world for r in read_results(Path("out/example"))} == {0, 1}
 
 
 @pytest.mark.usefixtures("study")
@@ -91,10 +91,10 @@ def test_shards_share_the_worlds_and_one_alone_cannot_save(capsys):
     with pytest.raises(ConfigError, match=r"cannot be saved: 2 jobs are missing. Run the other shards first"):
         run(shard="2/2", save=True)
     assert "Incomplete: 2 of 4 jobs are missing." in capsys.readouterr().out
-    assert {r.world for r in read_records(Path("out/example"))} == {101}
+    assert {r.world for r in read_results(Path("out/example"))} == {101}
 
     run(shard="1/2", save=True)
-    assert len(read_records(Path("out/example"))) == 4
+    assert len(read_results(Path("out/example"))) == 4
     assert Path("studies/example.json").exists()
 
 
@@ -108,7 +108,7 @@ def test_jobs_kept_in_the_repository_are_not_run_again_until_the_study_is_saved(
     run(save=True)
 
     assert "4 jobs, 2 of them finished before" in capsys.readouterr().out
-    assert {r.world for r in read_records(Path("out/example"))} == {100}
+    assert {r.world for r in read_results(Path("out/example"))} == {100}
     assert not Path("studies/example.jsonl").exists()
 
 
@@ -117,7 +117,7 @@ def test_show_runs_nothing_and_arms_select(capsys):
     run(show=True)
     assert "Incomplete: 4 of 4 jobs are missing." in capsys.readouterr().out
     run(arms=["better"], worlds="300:1")
-    assert [(r.arm, r.world) for r in read_records(Path("out/example"))] == [("better", 300)]
+    assert [(r.arm, r.world) for r in read_results(Path("out/example"))] == [("better", 300)]
 
 
 @pytest.mark.parametrize(
@@ -137,7 +137,7 @@ def test_invalid_request_is_refused_before_anything_runs(study, monkeypatch, cha
     monkeypatch.setitem(STUDIES, "without", example_study(name="without", arms=arms))
     with pytest.raises(error, match=message):
         run(**changes)
-    assert read_records(Path("out/example")) == []
+    assert read_results(Path("out/example")) == []
 
 
 @pytest.mark.parametrize("text", ["", "1", "0/2", "3/2", "1/0", "a/b", "-1/2", "1/2/3"])

@@ -10,7 +10,7 @@ import pytest
 
 from esper.leyline.errors import RunError, TrainingError
 from esper.studies.contract import Arm
-from esper.studies.results import Job, read_records
+from esper.studies.results import Job, read_results
 from esper.studies.runner import check_points, run_jobs, seconds_left, shard_lock
 from tests.support import ROOT
 from tests.support.example_studies import example_study, point, train_by_formula
@@ -24,9 +24,9 @@ def test_finished_jobs_are_recorded_and_not_run_again(tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "2")  # inherited by the workers, which must not use it
     lines = []
     run_jobs(STUDY, JOBS[:2], tmp_path, 1, lines.append)
-    before = read_records(tmp_path)
+    before = read_results(tmp_path)
     run_jobs(STUDY, JOBS, tmp_path, 2, lines.append)
-    after = read_records(tmp_path)
+    after = read_results(tmp_path)
 
     assert [(r.arm, r.world) for r in before] == [("worse", 100), ("better", 100)]
     assert after[:2] == before
@@ -48,7 +48,7 @@ def test_failing_job_does_not_stop_the_others_and_is_retried(tmp_path):
     with pytest.raises(RunError, match="1 of 4 jobs failed, first rescue worse world 100: ValueError: no such data"):
         run_jobs(study, JOBS, tmp_path, 1, lambda _text: None)
 
-    assert {(r.arm, r.world) for r in read_records(tmp_path)} == {("better", 100), ("worse", 101), ("better", 101)}
+    assert {(r.arm, r.world) for r in read_results(tmp_path)} == {("better", 100), ("worse", 101), ("better", 101)}
     with pytest.raises(RunError, match="1 of 4 jobs failed"):
         run_jobs(study, JOBS, tmp_path, 1, lambda _text: None)
 
@@ -122,12 +122,12 @@ def test_interrupted_study_ends_at_once_keeps_finished_jobs_and_continues(tmp_pa
 
     directory = tmp_path / "out" / "example"
     assert process.returncode != 0
-    assert [r.world for r in read_records(directory)] == [100]
+    assert [r.world for r in read_results(directory)] == [100]
     assert all_ended(process.pid)
 
     go.touch()
     subprocess.run(command, env=env, check=True, timeout=300)
-    assert [r.world for r in read_records(directory)] == [100, 101]
+    assert [r.world for r in read_results(directory)] == [100, 101]
 
 
 def all_ended(group):

@@ -55,7 +55,7 @@ def network(core="gru", seed=0, lively=True, **settings):
 
 
 @cache
-def scene(envs, slots, seed, blueprints=BUILT_IN, fixed=()):
+def random_inputs(envs, slots, seed, blueprints=BUILT_IN, fixed=()):
     """Return (table, obs, masks, layout) of random states with different blueprints per slot. Do not modify."""
     rng = np.random.default_rng(seed)
     arrays = random_table(envs, slots, seed, epochs=40).arrays()
@@ -104,7 +104,7 @@ def opinions(net, obs, masks, layout, op, slot):
 @pytest.mark.parametrize("core", CORES)
 @pytest.mark.parametrize("slots", [2, 5])
 def test_network_is_equivariant_to_slot_order(core, slots):
-    _, obs, masks, layout = scene(60, slots, seed=slots)
+    _, obs, masks, layout = random_inputs(60, slots, seed=slots)
     net = network(core)
     order = torch.randperm(slots, generator=torch.Generator().manual_seed(1))
     moved_obs, moved_masks = exchanged(obs, masks, layout, order)
@@ -128,7 +128,7 @@ def test_network_is_equivariant_to_slot_order(core, slots):
 def test_same_weights_serve_3_9_and_25_slots():
     net = network()
     for slots in (3, 9, 25):
-        table, obs, masks, layout = scene(50, slots, seed=7)
+        table, obs, masks, layout = random_inputs(50, slots, seed=7)
         choice = net.act(obs, masks, net.initial(50), layout, chances(50))
         assert is_legal(table, choice.actions.numpy(), LIVELY).all()
         assert choice.values.shape == (50,)
@@ -153,7 +153,7 @@ def test_invalid_network_config_is_rejected(wrong):
 
 
 def test_initial_policy_prefers_wait_by_patience():
-    _, obs, masks, layout = scene(80, 3, seed=3)
+    _, obs, masks, layout = random_inputs(80, 3, seed=3)
     net = TamiyoNetwork(NetworkConfig(patience=2.5, epsilon=0.0))
     zero = torch.zeros(80, dtype=torch.long)
     _, log_probs = opinions(net, obs, masks, layout, zero, zero)
@@ -174,7 +174,7 @@ FIXES = ((), tuple(DEFAULT_FIXED.items()), ((Head.OP, int(Op.GERMINATE)), (Head.
 @pytest.mark.parametrize("sampled", [True, False])
 def test_act_is_legal_on_thousands_of_tables(fixed, blueprints, sampled):
     for seed, slots in ((0, 1), (1, 3), (2, 7)):
-        table, obs, masks, layout = scene(700, slots, seed, blueprints, fixed)
+        table, obs, masks, layout = random_inputs(700, slots, seed, blueprints, fixed)
         net = network(CORES[seed % 2], seed)
         hidden = torch.randn(700, net.hidden_size, generator=torch.Generator().manual_seed(seed))
         choice = net.act(obs, masks, hidden, layout, chances(700, seed=seed) if sampled else None)
@@ -192,7 +192,7 @@ def test_act_is_legal_on_thousands_of_tables(fixed, blueprints, sampled):
 
 
 def test_act_without_random_numbers_is_greedy():
-    _, obs, masks, layout = scene(200, 3, seed=5)
+    _, obs, masks, layout = random_inputs(200, 3, seed=5)
     net = network()
     choice = net.act(obs, masks, net.initial(200), layout, None)
     op, slot = choice.actions[:, Head.OP], choice.actions[:, Head.SLOT]
@@ -202,7 +202,7 @@ def test_act_without_random_numbers_is_greedy():
 
 def test_choice_frequencies_match_log_probabilities():
     """Sample one environment 40 000 times: joint frequencies match the product of the heads' probabilities."""
-    _, obs, masks, layout = scene(200, 3, seed=5)
+    _, obs, masks, layout = random_inputs(200, 3, seed=5)
     net, samples_drawn = network(patience=0.0), 40_000
     row = int(masks[:, layout.op].sum(-1).argmax())
     many = lambda x: x[row].expand(samples_drawn, -1)  # noqa: E731
@@ -223,7 +223,7 @@ def played(net, steps, envs, slots, *, blueprints=BUILT_IN, seed=0, end_share=0.
     rng = np.random.default_rng(seed)
     rows, hidden = [], net.initial(envs)
     start = np.ones(envs, dtype=bool)
-    _, obs, masks, layout = scene(steps * envs, slots, 11, blueprints)
+    _, obs, masks, layout = random_inputs(steps * envs, slots, 11, blueprints)
     for t in range(steps):
         now = slice(t * envs, (t + 1) * envs)
         starts = torch.from_numpy(start)
@@ -322,7 +322,7 @@ def test_core_equals_the_torch_layer(core, layer):
 
 
 def test_heads_are_conditioned_on_op_and_slot():
-    _, obs, _, layout = scene(100, 3, seed=5)
+    _, obs, _, layout = random_inputs(100, 3, seed=5)
     net = network()
     look, slots = net._encode(obs)
     state = torch.cat([net._recur(look, net.initial(100)), look], -1)
@@ -342,7 +342,7 @@ def test_each_head_option_has_its_own_output():
     net = network()
     sizes = {h: len(HEAD_OPTIONS[h] or ()) for h in Head if h not in (Head.OP, Head.SLOT)}
     assert net.choices.out_features == sum(sizes.values())
-    _, obs, _, layout = scene(10, 3, seed=5)
+    _, obs, _, layout = random_inputs(10, 3, seed=5)
     look, slots = net._encode(obs)
     state = torch.cat([net._recur(look, net.initial(10)), look], -1)
     zero = torch.zeros(10, dtype=torch.long)
@@ -365,7 +365,7 @@ def test_each_head_option_has_its_own_output():
 
 @pytest.mark.parametrize(("mean", "std"), [(0.0, 1.0), (3.0, 0.1), (-200.0, 50.0)])
 def test_renormalise_keeps_values(mean, std):
-    _, obs, masks, layout = scene(50, 3, seed=5)
+    _, obs, masks, layout = random_inputs(50, 3, seed=5)
     net = network()
     net.renormalise(0.4, 3.0)
     before = net.act(obs, masks, net.initial(50), layout, None)
@@ -381,7 +381,7 @@ def test_renormalise_keeps_values(mean, std):
 
 def test_statistics_of_observations_weigh_all_rollouts_equally():
     net = network(standardise=True)
-    rollouts = [scene(50, 3, seed=seed)[1] for seed in (1, 2, 3)]
+    rollouts = [random_inputs(50, 3, seed=seed)[1] for seed in (1, 2, 3)]
     for obs in rollouts:
         net.observe(obs)
 
@@ -397,7 +397,7 @@ def test_statistics_of_observations_weigh_all_rollouts_equally():
 
 
 def test_scale_of_an_observation_has_no_effect_on_a_standardised_policy():
-    _, obs, masks, layout = scene(50, 3, seed=5)
+    _, obs, masks, layout = random_inputs(50, 3, seed=5)
     net, other = (network(standardise=True) for _ in range(2))
     net.observe(obs)
     factor = torch.where(net.obs_std > 4 * LEAST_DEVIATION, 0.5, 1.0)  # columns that vary enough after scaling, too
@@ -415,7 +415,7 @@ def test_scale_of_an_observation_has_no_effect_on_a_standardised_policy():
 
 
 def test_network_without_memory_ignores_earlier_steps():
-    _, obs, masks, layout = scene(50, 3, seed=5)
+    _, obs, masks, layout = random_inputs(50, 3, seed=5)
     net = network("none")
     fresh = net.act(obs, masks, net.initial(50), layout, None)
     later = net.act(obs, masks, torch.randn(50, net.hidden_size), layout, None)
@@ -443,7 +443,7 @@ def test_blueprints_without_an_output_are_masked():
 
 
 def test_wait_remains_where_only_unknown_blueprints_fit():
-    _, _, masks, layout = scene(20, 3, seed=5, blueprints=BUILT_IN + EXTRA)
+    _, _, masks, layout = random_inputs(20, 3, seed=5, blueprints=BUILT_IN + EXTRA)
     masks = masks.clone()
     masks[:, layout.op] = False
     masks[:, Op.GERMINATE] = True  # as with a fixed op
@@ -456,7 +456,7 @@ def test_wait_remains_where_only_unknown_blueprints_fit():
 
 
 def test_masks_of_built_in_blueprints_are_unchanged():
-    _, _, masks, layout = scene(20, 3, seed=5)
+    _, _, masks, layout = random_inputs(20, 3, seed=5)
     assert known_blueprints(masks, layout) is masks
 
 
@@ -469,7 +469,7 @@ def test_network_accepts_any_number_of_slots():
 
 
 def test_entropy_covers_only_relevant_heads():
-    _, obs, masks, layout = scene(200, 3, seed=5)
+    _, obs, masks, layout = random_inputs(200, 3, seed=5)
     net = network()
     start, hidden = torch.ones(1, 200, dtype=torch.bool), net.initial(200)
     choice = net.act(obs, masks, hidden, layout, chances(200))

@@ -28,9 +28,9 @@ from esper.commands.growing import (
     HOSTS_COMPARED,
     NO_GROWTH,
     Checkpointer,
+    HostComparison,
     Kept,
     Result,
-    Scene,
     Settings,
     exact_for,
 )
@@ -140,25 +140,25 @@ def _grow(
         with stoppable(notice, run.hub.stop_waiting) as stop:
             checkpointer = Checkpointer(run, settings, exact)
             show = partial(progress, console)
-            scene = Scene(run, task, data, settings.seed, config, rules, level, checkpointer, stop, show)
+            comparison = HostComparison(run, task, data, settings.seed, config, rules, level, checkpointer, stop, show)
             try:
-                worth = _train_all(scene, settings, controller, saved, console)
+                worth = _train_all(comparison, settings, controller, saved, console)
             except SystemExit:
                 where = f"last checkpoint: {checkpointer.last}" if checkpointer.last else "no checkpoint yet"
                 plainly(console, f"stopped, {where}. Resume with: {options.resume_command(run.path)}")
                 raise
-        assert scene.grown is not None
-        console.print(summary(scene.results))
+        assert comparison.grown is not None
+        console.print(summary(comparison.results))
         console.print(Text(RESULT_NOTES, "dim"))
-        console.print(seed_table(scene.grown, worth))
+        console.print(seed_table(comparison.grown, worth))
         console.print(Text(WORTH_NOTES, "dim"))
-        if note := not_in_the_network(scene.grown):
+        if note := not_in_the_network(comparison.grown):
             plainly(console, note)
         if isinstance(controller, Learned) and (note := outside_note(controller)):
             plainly(console, note)
-        if note := planted_late(scene.grown):
+        if note := planted_late(comparison.grown):
             plainly(console, note)
-        if note := why_nothing_was_planted(controller, scene.grown.table, scene.grown.rules, task.slots):
+        if note := why_nothing_was_planted(controller, comparison.grown.table, comparison.grown.rules, task.slots):
             plainly(console, note)
     with losses_decide_exit_code(run):
         written = karn_report.write([RunState.of(run.path)], run.path / "report.html")
@@ -192,13 +192,13 @@ def _recording(
 
 
 def _train_all(
-    scene: Scene, settings: Settings, controller: Controller, saved: Saved | None, console: Console
+    comparison: HostComparison, settings: Settings, controller: Controller, saved: Saved | None, console: Console
 ) -> Worth:
     """Train the growing host and the hosts to compare with, from the start or from a checkpoint. Return its worth."""
-    task, run, engine = scene.task, scene.run, scene.engine()
+    task, run, engine = comparison.task, comparison.run, comparison.engine()
     names = HOSTS_COMPARED if settings.compare and settings.controller != "none" else HOSTS_COMPARED[:1]
     if isinstance(controller, Learned):
-        context = context_of(engine.networks[0].body, task.epochs, engine.rules.thresholds, scene.data.classes)
+        context = context_of(engine.networks[0].body, task.epochs, engine.rules.thresholds, comparison.data.classes)
         controller.bind(context, [settings.seed])
         controller.log = DecisionLog()
     run.say(
@@ -210,21 +210,21 @@ def _train_all(
     )  # fmt: skip
     if saved is not None:
         run.env_steps = Kept.of(saved).env_steps
-        scene.load(saved, engine)
+        comparison.load(saved, engine)
         plainly(console, f"resuming from {saved.path.name}")
-    is_new = not scene.results
+    is_new = not comparison.results
     if is_new:
-        scene.train(GROWN, engine, controller)
+        comparison.train(GROWN, engine, controller)
         save_decisions(run.path, task, settings.seed, controller)
-    scene.grown = engine
+    comparison.grown = engine
     worth = measured_worth(engine)
     if is_new:
-        scene.emitter(GROWN, engine).worth(engine.table, [worth])
+        comparison.emitter(GROWN, engine).worth(engine.table, [worth])
     save_models(run.path, engine, worth)  # before the comparisons, which may be interrupted
-    save_figures(run.path, task, settings.seed, settings.controller, scene.results, engine, worth)
+    save_figures(run.path, task, settings.seed, settings.controller, comparison.results, engine, worth)
     if len(names) > 1:
-        for _ in scene.compare():
-            save_figures(run.path, task, settings.seed, settings.controller, scene.results, engine, worth)
+        for _ in comparison.compare():
+            save_figures(run.path, task, settings.seed, settings.controller, comparison.results, engine, worth)
     return worth
 
 
@@ -313,9 +313,9 @@ def summary(results: list[Result]) -> Table:
 
 def measured_worth(engine: Engine) -> Worth:
     """Return the worth of every seed at the end, on the validation split with averaged weights."""
-    plot, split = engine.networks[0], engine.data.val
-    with plot.average.applied():
-        return report(plot.body, [(split.x, split.y)], score, calibration=engine.calibration)
+    network, split = engine.networks[0], engine.data.val
+    with network.average.applied():
+        return report(network.body, [(split.x, split.y)], score, calibration=engine.calibration)
 
 
 def seed_table(engine: Engine, worth: Worth) -> Table:
@@ -375,21 +375,21 @@ def points(value: float, se: float) -> str:
     return f"{100 * value:+.1f} ± {100 * se:.1f}" if np.isfinite(value) else ""
 
 
-def save_decisions(out: Path, task: Task, seed: int, controller: Controller) -> None:
+def save_decisions(out: Path, task: Task, world: int, controller: Controller) -> None:
     """Write the decisions of a trained policy, for `esper explain`. Other controllers leave none."""
     if isinstance(controller, Learned) and controller.log is not None and controller.context is not None:
         layout = MaskLayout(slots=len(task.slots), blueprints=controller.context.slot_params.shape[1])
-        record = controller.log.record(controller.network, layout, slots=task.slots, world=seed)
+        record = controller.log.record(controller.network, layout, slots=task.slots, world=world)
         record.save(out / DECISIONS)
 
 
 def save_figures(
-    out: Path, task: Task, seed: int, controller: str, results: list[Result], engine: Engine, worth: Worth
+    out: Path, task: Task, world: int, controller: str, results: list[Result], engine: Engine, worth: Worth
 ) -> None:
     """Write the settings and the results to result.json."""
     record = {
         "task": task.name,
-        "seed": seed,
+        "seed": world,
         "controller": controller,
         "epochs": task.epochs,
         "data_sha256": engine.data.sha256,
@@ -402,15 +402,15 @@ def save_figures(
 
 def save_models(out: Path, engine: Engine, worth: Worth) -> None:
     """Write the host for `esper export`, the body's tensors, the plain model as a program, and a plot of worth."""
-    plot = engine.networks[0]
+    network = engine.networks[0]
     host = GrownHost.of(engine, 0)
     if host.is_finite:
         host.save(out / BEST_HOST)
     else:
         warnings.warn("the grown host has values that are not finite; it is not saved for `esper export`", stacklevel=2)
-    with plot.average.applied():
-        state = {k: v.contiguous() for k, v in plot.body.state_dict().items()}
-        plain = harden(plot.body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
+    with network.average.applied():
+        state = {k: v.contiguous() for k, v in network.body.state_dict().items()}
+        plain = harden(network.body).eval().to(memory_format=torch.contiguous_format)  # type: ignore[call-overload]
         example = engine.data.test.x[:4]
         program = exported_program(plain, example, ({0: torch.export.Dim("batch")},))
     for name, content in (("body.safetensors", save_tensors(state)), ("plain.pt2", program)):

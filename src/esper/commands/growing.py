@@ -171,13 +171,13 @@ class Checkpointer:
 
 
 @dataclass(slots=True)
-class Scene:
+class HostComparison:
     """Training of several hosts with the same task, data, world and budget, recorded in one run."""
 
     run: Run
     task: Task
     data: Dataset
-    seed: int
+    world: int
     config: EngineConfig
     rules: Rules
     level: Level
@@ -197,13 +197,13 @@ class Scene:
     def engine(self, task: Task | None = None) -> Engine:
         """Return a new engine of this task, data and world."""
         return Engine(
-            task or self.task, [self.seed], rules=self.rules, config=self.config, data=self.data, phases=self.phases
+            task or self.task, [self.world], rules=self.rules, config=self.config, data=self.data, phases=self.phases
         )
 
     def emitter(self, name: str, engine: Engine) -> TelemetryEmitter:
         """Return the emitter of the host of this name."""
         return TelemetryEmitter(
-            self.run.hub, slots=self.task.slots, worlds=[self.seed], envs=[HOSTS_COMPARED.index(name)],
+            self.run.hub, slots=self.task.slots, worlds=[self.world], envs=[HOSTS_COMPARED.index(name)],
             host_params=engine.networks[0].host_size, level=self.level,
         )  # fmt: skip
 

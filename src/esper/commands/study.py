@@ -18,11 +18,11 @@ from esper.studies.rendering import as_text
 from esper.studies.results import (
     SAVED,
     Job,
-    Record,
+    JobResult,
     SavedStudy,
-    current_records,
+    current_results,
     points_of,
-    study_records,
+    study_results,
     unfinished,
 )
 from esper.studies.runner import run_jobs, shard_lock
@@ -34,7 +34,7 @@ def list_studies(out: Path) -> None:
     """Print name, state and question of every study."""
     for study in STUDIES.values():
         jobs = jobs_of(study, [], study.worlds)
-        finished = current_records(study, study_records(study, out / study.name), jobs)
+        finished = current_results(study, study_results(study, out / study.name), jobs)
         saved = ", saved" if (SAVED / f"{study.name}.json").exists() else ""
         print(f"{study.name}: {len(finished)} of {len(jobs)} jobs finished{saved}\n    {study.question}")
 
@@ -59,12 +59,12 @@ def run_study(
         except KeyboardInterrupt:
             print("Interrupted. Finished jobs are kept: run the same command again to continue.")
             raise
-    records = current_records(study, study_records(study, directory), jobs)
-    print_results(study, records, directory, tuning=tuning)
-    if len(records) < len(jobs):
-        print(f"Incomplete: {len(jobs) - len(records)} of {len(jobs)} jobs are missing.")
+    results = current_results(study, study_results(study, directory), jobs)
+    print_results(study, results, directory, tuning=tuning)
+    if len(results) < len(jobs):
+        print(f"Incomplete: {len(jobs) - len(results)} of {len(jobs)} jobs are missing.")
     if save:
-        save_study(study, records, missing=len(jobs) - len(records))
+        save_study(study, results, missing=len(jobs) - len(results))
 
 
 def jobs_of(study: Study, arms: list[str], worlds: tuple[int, int]) -> list[Job]:
@@ -94,13 +94,13 @@ def parse_shard(text: str) -> tuple[int, int]:
     return int(match[1]), int(match[2])
 
 
-def print_results(study: Study, records: dict[Job, Record], directory: Path, *, tuning: bool) -> None:
+def print_results(study: Study, results: dict[Job, JobResult], directory: Path, *, tuning: bool) -> None:
     """Print tables and verdicts and write one chart per task. Tuning shows validation quality and no verdicts."""
     if tuning:
         study = msgspec.structs.replace(study, claims=())
-    summary = summarize(study, points_of(records.values()), "val_quality" if tuning else study.metric)
+    summary = summarize(study, points_of(results.values()), "val_quality" if tuning else study.metric)
     print(as_text(summary))
-    if len(different_versions(records.values())) > 1:
+    if len(different_versions(results.values())) > 1:
         print("Note: the results were made with different versions of code or libraries, or on different processors.")
     for task in sorted({row.task for row in summary.rows if row.full_trainings is not None}):
         path = directory / f"{task}{'-tuning' if tuning else ''}.svg"
@@ -108,21 +108,21 @@ def print_results(study: Study, records: dict[Job, Record], directory: Path, *, 
         print(f"Chart: {path}")
 
 
-def different_versions(records: Iterable[Record]) -> list[dict[str, str]]:
-    """Return the different versions with which records were made."""
-    distinct = {tuple(sorted(record.versions.items())): record.versions for record in records}
+def different_versions(results: Iterable[JobResult]) -> list[dict[str, str]]:
+    """Return the different versions with which results were made."""
+    distinct = {tuple(sorted(result.versions.items())): result.versions for result in results}
     return list(distinct.values())
 
 
-def save_study(study: Study, records: dict[Job, Record], missing: int) -> None:
+def save_study(study: Study, results: dict[Job, JobResult], missing: int) -> None:
     """Write every point, the command, the versions and the tables. Raise ConfigError if jobs are missing."""
     if missing:
         raise ConfigError(
             f"study {study.name!r} cannot be saved: {missing} jobs are missing. Run the other shards first"
         )
     saved = SavedStudy(
-        command=manifest_base()["command"], study=study, versions=different_versions(records.values()),
-        summary=summarize(study, points_of(records.values()), study.metric), records=list(records.values()),
+        command=manifest_base()["command"], study=study, versions=different_versions(results.values()),
+        summary=summarize(study, points_of(results.values()), study.metric), records=list(results.values()),
     )  # fmt: skip
     make_real_directory(SAVED)
     path = SAVED / f"{study.name}.json"

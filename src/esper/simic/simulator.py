@@ -295,8 +295,8 @@ class Simulator:
     def _measured(self, true: Floats, fresh: Floats, purpose: str) -> tuple[Floats, Floats]:
         """Return a difference in quality as measured on a split of finite size, and its paired standard error."""
         table, config = self.table, self.config
-        seed = np.maximum(table.serial, 0) * table.num_slots + np.arange(table.num_slots)
-        lasting = bell(random_bits(self.truth.keys, purpose, seed))
+        number = np.maximum(table.serial, 0) * table.num_slots + np.arange(table.num_slots)
+        lasting = bell(random_bits(self.truth.keys, purpose, number))
         share = np.abs(true) + 0.01  # fraction of samples whose prediction changes
         se = config.noise * np.sqrt(share / config.val_samples)
         return true + se * (np.sqrt(SAME_SPLIT) * lasting + np.sqrt(1.0 - SAME_SPLIT) * fresh), se

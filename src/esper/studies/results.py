@@ -33,7 +33,7 @@ class Job(NamedTuple):
     world: int
 
 
-class Record(msgspec.Struct, frozen=True, kw_only=True):
+class JobResult(msgspec.Struct, frozen=True, kw_only=True):
     """A finished job."""
 
     task: str
@@ -50,12 +50,12 @@ class SavedStudy(msgspec.Struct, frozen=True, kw_only=True):
 
     command: str
     study: Study
-    versions: list[dict[str, str]]  # the different ones of the records
-    summary: Any  # the tables, for people; `scripts/study_tables.py` computes them from the records
-    records: list[Record]
+    versions: list[dict[str, str]]  # the different ones of the results
+    summary: Any  # the tables, for people; `scripts/study_tables.py` computes them from `records`
+    records: list[JobResult]
 
 
-def append_record(directory: Path, record: Record) -> None:
+def append_result(directory: Path, result: JobResult) -> None:
     """Append one line durably. Several processes may append to one file."""
     with locked(directory / f"{RESULTS}.lock", wait_s=60.0):
         fd = open_own(directory / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND)
@@ -63,24 +63,24 @@ def append_record(directory: Path, record: Record) -> None:
             end = file.seek(0, os.SEEK_END)
             file.seek(max(0, end - 1))
             separator = b"" if file.read(1) in (b"", b"\n") else b"\n"  # after an incomplete line
-            file.write(separator + msgspec.json.encode(record) + b"\n")
+            file.write(separator + msgspec.json.encode(result) + b"\n")
             os.fsync(fd)
 
 
-def read_records(directory: Path, name: str = RESULTS) -> list[Record]:
-    """Return all records of a results file in order; none if there is no file."""
+def read_results(directory: Path, name: str = RESULTS) -> list[JobResult]:
+    """Return all results of a file in order; none if there is no file."""
     path = directory / name
     lines = read_regular(path, LARGEST_FILE).splitlines() if path.exists() else []
-    records = []
+    results = []
     for line in lines:
         with contextlib.suppress(msgspec.DecodeError):
-            records.append(msgspec.json.decode(line, type=Record))
-    return records
+            results.append(msgspec.json.decode(line, type=JobResult))
+    return results
 
 
-def study_records(study: Study, directory: Path) -> list[Record]:
-    """Return all records of a study in order: those kept in the repository, then those of its results file."""
-    return [*read_records(SAVED, unfinished(study).name), *read_records(directory)]
+def study_results(study: Study, directory: Path) -> list[JobResult]:
+    """Return all results of a study in order: those kept in the repository, then those of its results file."""
+    return [*read_results(SAVED, unfinished(study).name), *read_results(directory)]
 
 
 def unfinished(study: Study) -> Path:
@@ -88,13 +88,13 @@ def unfinished(study: Study) -> Path:
     return SAVED / f"{study.name}.jsonl"
 
 
-def current_records(study: Study, records: Iterable[Record], jobs: Iterable[Job]) -> dict[Job, Record]:
+def current_results(study: Study, results: Iterable[JobResult], jobs: Iterable[Job]) -> dict[Job, JobResult]:
     """Return the last record of each of these jobs that was made with the present settings of its arm."""
-    latest = {(r.task, r.arm, r.world, r.settings_hash): r for r in records}
+    latest = {(r.task, r.arm, r.world, r.settings_hash): r for r in results}
     by_job = {job: latest.get((*job, study.settings_hash(study.arm(job.arm)))) for job in jobs}
     return {job: record for job, record in by_job.items() if record is not None}
 
 
-def points_of(records: Iterable[Record]) -> dict[tuple[str, str, int], tuple[Point, ...]]:
-    """Return the points of records by task, arm and world."""
-    return {(record.task, record.arm, record.world): record.points for record in records}
+def points_of(results: Iterable[JobResult]) -> dict[tuple[str, str, int], tuple[Point, ...]]:
+    """Return the points of results by task, arm and world."""
+    return {(result.task, result.arm, result.world): result.points for result in results}

@@ -26,7 +26,7 @@ from esper import __version__
 from esper.leyline.atomic_io import locked, make_real_directory
 from esper.leyline.errors import RunError, TrainingError
 from esper.studies.contract import Point, Study, Trainer
-from esper.studies.results import Job, Record, append_record, current_records, study_records
+from esper.studies.results import Job, JobResult, append_result, current_results, study_results
 from esper.studies.trainers import trainer_of
 from esper.tolaria.reproducibility import fingerprint
 
@@ -71,9 +71,9 @@ def _prepare_worker() -> None:
 
 
 def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, report: Callable[[str], None]) -> None:
-    """Run every job that has no record yet. Raise RunError at the end if some have failed."""
+    """Run every job that has no result yet. Raise RunError at the end if some have failed."""
     trainers = {job.arm: trainer_of(study.arm(job.arm)) for job in jobs}
-    finished = current_records(study, study_records(study, directory), jobs)
+    finished = current_results(study, study_results(study, directory), jobs)
     report(f"{len(jobs)} jobs, {len(finished)} of them finished before")
     failures: list[str] = []
     with worker_pool(workers) as pool:
@@ -88,9 +88,9 @@ def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, r
                 failures.append(f"{title}: {result}")
                 report(f"failed: {failures[-1]}")
                 continue
-            append_record(directory, result)
+            append_result(directory, result)
             finished[job] = result
-            seconds = {job: record.seconds for job, record in finished.items()}
+            seconds = {job: each.seconds for job, each in finished.items()}
             remaining_s = seconds_left(seconds, [job for future, job in futures.items() if not future.done()]) / workers
             report(
                 f"[{len(finished)}/{len(jobs)}] {title}: {result.seconds:.0f} s, about {remaining_s / 60:.0f} min left"
@@ -114,8 +114,8 @@ def seconds_left(finished: Mapping[Job, float], remaining: Sequence[Job]) -> flo
     return total
 
 
-def run_job(study: Study, job: Job, trainer: Trainer, versions: dict[str, str]) -> Record | str:
-    """Train one job in a worker process. Return its record, or the message of its error."""
+def run_job(study: Study, job: Job, trainer: Trainer, versions: dict[str, str]) -> JobResult | str:
+    """Train one job in a worker process. Return its result, or the message of its error."""
     arm = study.arm(job.arm)
     start = time.monotonic()
     try:
@@ -125,7 +125,7 @@ def run_job(study: Study, job: Job, trainer: Trainer, versions: dict[str, str]) 
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
     seconds = time.monotonic() - start
-    return Record(
+    return JobResult(
         **job._asdict(), settings_hash=study.settings_hash(arm), versions=versions, seconds=seconds,
         points=tuple(points),
     )  # fmt: skip

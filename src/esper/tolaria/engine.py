@@ -266,7 +266,7 @@ class EpochResults:
 
     envs: int
     slots: int
-    judged: list[Coalitions] = field(default_factory=list)  # one per environment
+    coalitions: list[Coalitions] = field(default_factory=list)  # one per environment
     quality: Floats = field(init=False)  # [E], as the next three
     val_loss: Floats = field(init=False)
     train_loss: Floats = field(init=False)
@@ -323,7 +323,7 @@ class Engine:
         """Function from a step to its factor of the learning rates; None does not touch them."""
         # inputs that norms behind slots are calibrated on: the same training samples for every epoch and environment
         self.calibration = self.data.train.x[:128]
-        self.judged: list[Coalitions] = []  # the last epoch's coalitions, one per environment
+        self.coalitions: list[Coalitions] = []  # the last epoch's coalitions, one per environment
         self.governor = Governor(self.networks, self.table, self.config.governor, self.data.classes)
 
     def step(self, actions: Ints) -> Outcome:
@@ -343,7 +343,7 @@ class Engine:
             undone = [effect for e in failing for effect in self._roll_back(e, results)]
             record_epoch(table, quality=results.quality, val_loss=results.val_loss, train_loss=results.train_loss)
             record_contribution(table, results.worth[0], results.worth[1])
-            self.judged = results.judged
+            self.coalitions = results.coalitions
             governor.end(table)
         return Outcome(outcome.happened, outcome.effects + ticked + undone)
 
@@ -385,7 +385,7 @@ class Engine:
     def _validate(self, trained: list[Tensor | None]) -> EpochResults:
         results = EpochResults(*self.table.stage.shape)
         for e in range(len(self.networks)):
-            results.judged.append(self._measure(e))
+            results.coalitions.append(self._measure(e))
         for e, train in enumerate(trained):
             if train is not None:
                 self.governor.guard(e, self._read, e, train, results)
@@ -401,7 +401,7 @@ class Engine:
 
     def _read(self, e: int, train: Tensor, results: EpochResults) -> None:
         """Read everything measured of one environment in this epoch, in one transfer from the device."""
-        network, result = self.networks[e], results.judged[e]
+        network, result = self.networks[e], results.coalitions[e]
         main = result.configs.index(result.main)
         parts = [train, torch.stack([-result.scores[main, :, 1].mean(), network.vital])]
         parts += [statistics(result, result.scores[..., 0]), network.meter.pending()]
@@ -421,8 +421,8 @@ class Engine:
         remembered = float(table.train_loss[e])
         results.quality[e], results.val_loss[e], results.train_loss[e] = table.quality[e], table.val_loss[e], remembered
         results.worth[:, e] = np.nan
-        results.judged[e] = self._measure(e)
-        if results.judged[e] is not NOTHING:  # otherwise the values recorded with the snapshot stay
+        results.coalitions[e] = self._measure(e)
+        if results.coalitions[e] is not NOTHING:  # otherwise the values recorded with the snapshot stay
             governor.guard(e, self._read, e, torch.full((2,), remembered, device=self.config.device), results)
         return undone
 

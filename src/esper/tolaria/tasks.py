@@ -120,10 +120,10 @@ class Task:
             if not 0.0 <= getattr(self, name) < float("inf"):
                 raise ConfigError(f"task {self.name!r}: {name} must be finite and ≥ 0, got {getattr(self, name)}")
 
-    def build_host(self, seed: int) -> Host:
-        """Build the host of world `seed`. The state of the caller's random generator is restored."""
+    def build_host(self, world: int) -> Host:
+        """Build the host of a world. The state of the caller's random generator is restored."""
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(derive_seed(seed, "host"))
+            torch.default_generator.manual_seed(derive_seed(world, "host"))
             host = HOSTS[self.host](**self.host_kwargs)
         for slot in self.slots:
             if slot not in host.sites():

@@ -65,7 +65,7 @@ def test_more_players_get_a_budget_and_prospects_are_off():
     assert len(configs) == len(set(configs)) == 200
     assert not any(any(c[12:]) for c in configs)
     assert {len(c) for c in configs} == {15}
-    assert configs != CounterfactualEngine.coalitions(12, 3, seed=1)
+    assert configs != CounterfactualEngine.coalitions(12, 3, rng_seed=1)
     assert len(CounterfactualEngine.coalitions(7)) == 128
 
 
@@ -423,7 +423,7 @@ def test_loop_call_writes_interactions_into_the_table(live: tuple[int, ...]):
     names = [engine.task.slots[s] for s in live]
     assert worth.slots == tuple(names)
     assert other.slots == ()
-    result = engine.judged[0]
+    result = engine.coalitions[0]
     accuracy = result.scores[..., 0].double().mean(1).tolist()
     value = {frozenset(n for n, on in zip(result.slots, c, strict=True) if on): v
              for c, v in zip(result.configs, accuracy, strict=True)}  # fmt: skip

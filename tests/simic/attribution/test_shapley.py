@@ -204,7 +204,7 @@ def test_only_empty_and_full_coalition_give_equal_values():
 
 @pytest.mark.parametrize("n", range(11))
 def test_order_lists_every_coalition_once(n: int):
-    masks = list(coalition_order(n, seed=n))
+    masks = list(coalition_order(n, rng_seed=n))
     assert len(masks) == 2**n
     assert set(masks) == set(range(2**n))
 

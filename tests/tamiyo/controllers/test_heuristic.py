@@ -21,7 +21,7 @@ from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random
 from tests.support.random_tables import LIVELY, random_measurements, random_table
 from tests.support.rules import ISOLATED
 
-S = SeedStage
+Stage = SeedStage
 RULES = {
     "default": Rules(),
     "isolated": ISOLATED,
@@ -55,7 +55,7 @@ def stalled(envs: int = 1, slots: int = 2, step: int = 10) -> SlotTable:
 def hold(table: SlotTable, slot: int = 0, *, worth: float = 0.03, se: float = 0.01, birth: float = 0.5) -> SlotTable:
     """Put a seed at full alpha with one measurement into a slot. Return the table."""
     at = slice(None), slot
-    table.stage[at], table.alpha[at], table.alpha_to[at], table.age[at] = S.HOLDING, 1, 1, 20
+    table.stage[at], table.alpha[at], table.alpha_to[at], table.age[at] = Stage.HOLDING, 1, 1, 20
     table.blueprint[at], table.quality_birth[at], table.contribution_age[at] = 1, birth, 0
     table.contribution[at], table.contribution_se[at] = worth, se
     return table
@@ -155,7 +155,7 @@ def test_plateau_alone_decides_without_losses():
 def test_least_used_free_slot_is_next():
     heuristic, table = Heuristic(), stalled(slots=3)
     assert [choose(heuristic, table)[0][1] for _ in range(7)] == [0, 1, 2, 0, 1, 2, 0]
-    table.stage[0, 1] = S.FOSSILIZED
+    table.stage[0, 1] = Stage.FOSSILIZED
     assert [choose(heuristic, table)[0][1] for _ in range(3)] == [2, 0, 2]
 
 
@@ -249,19 +249,19 @@ def test_undecided_seed_is_pruned_after_patience():
 def test_prune_is_instant():
     table, rules = hold(stalled(slots=1), worth=-0.1), Rules()
     apply(table, Heuristic().act(table, legal(table, rules)), rules)
-    assert table.stage[0, 0] == S.PRUNED
+    assert table.stage[0, 0] == Stage.PRUNED
 
 
 @pytest.mark.parametrize(("worth", "se", "op"), [(-0.03, 0.001, Op.PRUNE), (-0.03, 0.01, Op.WAIT), (-0.01, 0, Op.WAIT)])
 def test_harmful_seed_at_rest_in_blending_is_pruned(worth: float, se: float, op: Op):
     table = hold(stalled(slots=1), worth=worth, se=se)
-    table.stage[:], table.alpha[:], table.alpha_to[:] = S.BLENDING, 0.5, 0.5
+    table.stage[:], table.alpha[:], table.alpha_to[:] = Stage.BLENDING, 0.5, 0.5
     assert choose(Heuristic(), table)[0][0] == op
 
 
 def test_seed_stuck_in_training_is_pruned_after_patience():
     table = hold(stalled(slots=1), worth=np.nan, se=np.nan, birth=0.9)
-    table.stage[:], table.alpha[:], table.contribution_age[:], table.grad_health[:] = S.TRAINING, 0, -1, 0.0
+    table.stage[:], table.alpha[:], table.contribution_age[:], table.grad_health[:] = Stage.TRAINING, 0, -1, 0.0
     for dwell, op in ((20, Op.WAIT), (21, Op.PRUNE)):
         table.dwell[:] = dwell
         assert choose(Heuristic(), table)[0][0] == op
@@ -279,19 +279,19 @@ def test_seed_passes_all_stages_to_fossilised(auto: bool):
         tick(table, rules)
         record_epoch(table, quality=np.array([0.5]), val_loss=np.ones(1), train_loss=np.ones(1))
         table.grad_health[:] = 1.0
-        is_active = (table.stage == S.BLENDING) | (table.stage == S.HOLDING)
+        is_active = (table.stage == Stage.BLENDING) | (table.stage == Stage.HOLDING)
         record_contribution(table, np.where(is_active, 0.05, np.nan), np.where(is_active, 0.01, np.nan))
         stages.append(int(table.stage[0, 0]))
     advances = [] if auto else ["ADVANCE"] * 3
     assert [op for op in ops if op != "WAIT"] == ["GERMINATE", *advances, "FOSSILIZE"]
     assert stages == sorted(stages)
-    assert stages[-1] == S.FOSSILIZED
+    assert stages[-1] == Stage.FOSSILIZED
 
 
 def test_fossilise_precedes_prune_and_prune_precedes_germinate():
     table = hold(hold(stalled(slots=3), 0, worth=-0.1), 1, worth=0.1)
     assert choose(Heuristic(), table) == [(Op.FOSSILIZE, 1)]
-    table.stage[0, 1] = S.FOSSILIZED
+    table.stage[0, 1] = Stage.FOSSILIZED
     assert choose(Heuristic(), table) == [(Op.PRUNE, 0)]
 
 

@@ -52,7 +52,7 @@ def test_actions_are_determined_by_world_and_seed():
     once = play(controller, range(8))
     np.testing.assert_array_equal(play(controller, range(8)), once)
     assert (play(controller, range(100, 108)) != once).any()
-    assert (play(Learned(some_network(), seed=1), range(8)) != once).any()
+    assert (play(Learned(some_network(), rng_seed=1), range(8)) != once).any()
 
 
 @pytest.mark.parametrize("sample", [True, False])
@@ -63,9 +63,9 @@ def test_actions_do_not_depend_on_other_worlds(sample):
 
 
 def test_greedy_actions_do_not_depend_on_the_seed():
-    greedy = [play(Learned(some_network(), sample=False, seed=s), range(6)) for s in (0, 1)]
+    greedy = [play(Learned(some_network(), sample=False, rng_seed=s), range(6)) for s in (0, 1)]
     np.testing.assert_array_equal(*greedy)
-    assert (play(Learned(some_network(), seed=0), range(6)) != greedy[0]).any()
+    assert (play(Learned(some_network(), rng_seed=0), range(6)) != greedy[0]).any()
 
 
 @pytest.mark.parametrize("core", ["gru", "lstm"])

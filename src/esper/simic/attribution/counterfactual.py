@@ -40,14 +40,14 @@ class CounterfactualEngine:
     """Selects coalitions and turns their scores into worth. Stateless."""
 
     @staticmethod
-    def coalitions(players: int, prospects: int = 0, *, budget: int | None = None, seed: int = 0) -> list[Config]:
+    def coalitions(players: int, prospects: int = 0, *, budget: int | None = None, rng_seed: int = 0) -> list[Config]:
         """Return all coalitions of few players, or the most informative ones within a budget. Prospects are off.
 
         A budget below 2n + 2 does not cover each player alone and each player off, and is raised to that.
         """
         most = 2**players if players <= EXACT_PLAYERS else DEFAULT_BUDGET
         count = min(2**players, max(most if budget is None else budget, 2 * players + 2))
-        masks = islice(coalition_order(players, seed), count)
+        masks = islice(coalition_order(players, rng_seed), count)
         return [tuple(bool(m >> i & 1) for i in range(players)) + (False,) * prospects for m in masks]
 
     @staticmethod
@@ -101,7 +101,7 @@ class CounterfactualHelper:
 
     def process_batch(self, engine: Engine) -> list[Worth]:
         """Return each environment's worth from its latest coalitions, and write the interactions into the table."""
-        worths = [CounterfactualEngine.worth(result) for result in engine.judged]
+        worths = [CounterfactualEngine.worth(result) for result in engine.coalitions]
         for e, worth in enumerate(worths):
             for i, name in enumerate(worth.slots):
                 others = np.delete(worth.interaction[i], i)
@@ -163,7 +163,7 @@ def exact_weights(n: int) -> Array:
     return weights
 
 
-def coalition_order(n: int, seed: int = 0) -> Iterator[int]:
+def coalition_order(n: int, rng_seed: int = 0) -> Iterator[int]:
     """Yield distinct coalitions, the most informative first: none, all, each alone, all but one, complementary pairs.
 
     In a pair S and its complement, every interaction of even order cancels. Sizes alternate, so that any prefix is
@@ -182,7 +182,7 @@ def coalition_order(n: int, seed: int = 0) -> Iterator[int]:
         return
     for i in range(n):
         yield full ^ (1 << i)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(rng_seed)
     turns = [_of_size(n, size, rng) for size in range(2, n // 2 + 1)]
     while turns:
         for stream in list(turns):

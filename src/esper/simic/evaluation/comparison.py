@@ -77,7 +77,7 @@ def play(
             controller.bind(some.worlds)
         for _ in rollout(some, controller, some.horizon):
             on_step()
-        parts.append(judged(some, reward, name))
+        parts.append(results_of(some, reward, name))
     return Played.gather(name, parts)
 
 
@@ -94,7 +94,7 @@ def episodes(backend: Backend, worlds: Sequence[int]) -> Iterator[HostBackend | 
             yield backend
 
 
-def judged(backend: HostBackend | Simulator, reward: RewardConfig, name: str) -> Played:
+def results_of(backend: HostBackend | Simulator, reward: RewardConfig, name: str) -> Played:
     """Return the current results of a backend's environments."""
     frame = Frame.of(backend.table, backend.context, backend.baseline_quality)
     params, macs = (
@@ -132,7 +132,7 @@ def from_start(backend: HostBackend | FamilyBackend, grown: Played, reward: Rewa
             some.engine.plant_fossils(env, structures[world])
         for _ in rollout(some, Wait(), some.horizon):
             pass
-        parts.append(judged(some, reward, name))
+        parts.append(results_of(some, reward, name))
     return Played.gather(name, parts)
 
 

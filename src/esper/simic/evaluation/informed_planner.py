@@ -19,7 +19,6 @@ from esper.simic.simulated_worlds import INTERACTION, LEARNING_RATE, MAP_BLUEPRI
 from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import wait_everywhere
 
-S = SeedStage
 FIRST_STEP = 2
 """Epochs before the first seed. A policy must have seen some of the host to be able to agree."""
 LEAST_STRENGTH = 0.004
@@ -50,7 +49,7 @@ class InformedPlanner:
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: prune a worthless seed, otherwise plant the best one if it pays, otherwise wait."""
         actions = wait_everywhere(table.num_envs)
-        cooling = table.stage >= S.PRUNED
+        cooling = table.stage >= SeedStage.PRUNED
         self.expected[(*np.nonzero(cooling), table.blueprint[cooling])] = NEVER  # it was worthless here
         self._plant(actions, table, legal[:, Op.GERMINATE])
         self._prune(actions, table, legal[:, Op.PRUNE])
@@ -70,7 +69,7 @@ class InformedPlanner:
 
     def _interactions(self, table: SlotTable) -> Floats:
         """Return [E, S, B] what a seed's neighbours are expected to add to it or take from it."""
-        alive = (table.stage >= S.GERMINATED) & (table.stage <= S.FOSSILIZED)
+        alive = (table.stage >= SeedStage.GERMINATED) & (table.stage <= SeedStage.FOSSILIZED)
         blueprint = np.maximum(table.blueprint, 0).astype(np.intp)
         mine = np.maximum(self.expected, 0.0)
         there = np.where(alive, np.take_along_axis(mine, blueprint[:, :, None], 2)[:, :, 0], 0.0)  # [E, S]
@@ -81,7 +80,7 @@ class InformedPlanner:
 
     def _prune(self, actions: Ints, table: SlotTable, legal: Bools) -> None:
         skill = 1.0 - (1.0 - LEARNING_RATE[np.maximum(table.blueprint, 0)]) ** np.maximum(table.age, 1)
-        measured = np.where(table.stage == S.TRAINING, table.prospect, table.contribution)
+        measured = np.where(table.stage == SeedStage.TRAINING, table.prospect, table.contribution)
         worthless = legal & (measured < LEAST_STRENGTH * skill)
         envs = worthless.any(axis=1)
         actions[envs] = wait_everywhere(int(envs.sum()))

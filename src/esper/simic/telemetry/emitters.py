@@ -1,6 +1,6 @@
 """TelemetryEmitter: convert tables and results to events.
 
-    emit = TelemetryEmitter(hub, slots=task.slots, worlds=worlds, host_params=plot.host_size)
+    emit = TelemetryEmitter(hub, slots=task.slots, worlds=worlds, host_params=network.host_size)
     …
     emit.step(engine.table, actions, outcome, legal)
     emit.governed(engine.alarms)

@@ -226,8 +226,8 @@ def pool_world(config: TrainConfig, number: int) -> int:
 
 
 @lru_cache(maxsize=4)
-def _order(seed: int, turn: int, worlds: int) -> Ints:
-    return np.random.default_rng(derive_seed(seed, "worlds", turn)).permutation(worlds)
+def _order(rng_seed: int, turn: int, worlds: int) -> Ints:
+    return np.random.default_rng(derive_seed(rng_seed, "worlds", turn)).permutation(worlds)
 
 
 def round_worlds(config: TrainConfig, number: int) -> list[int]:
@@ -235,14 +235,14 @@ def round_worlds(config: TrainConfig, number: int) -> list[int]:
     return [pool_world(config, number * config.envs + e) for e in range(config.envs)]
 
 
-def choice_draws(seed: int, number: int, worlds: Sequence[int], steps: int) -> Tensor:
+def choice_draws(rng_seed: int, number: int, worlds: Sequence[int], steps: int) -> Tensor:
     """Return uniform random numbers [T, E, 8] for a round's action sampling.
 
     They depend on the run's seed, round, world, step and head only. Repeated worlds of a round get different numbers.
     """
     turn = np.array([list(worlds[:e]).count(world) for e, world in enumerate(worlds)])
     counters = turn[:, None] * NUM_HEADS + np.arange(NUM_HEADS)
-    keys, purpose = world_keys(worlds), f"choices {seed} {number}"
+    keys, purpose = world_keys(worlds), f"choices {rng_seed} {number}"
     bits = [random_bits(keys, purpose, counters, np.full(len(worlds), step)) for step in range(steps)]
     return torch.from_numpy(uniform(np.array(bits)))
 

@@ -128,12 +128,12 @@ class Heuristic:
         holding = stage == Stage.HOLDING
         quality = table.quality[:, None]
         margin = c.z * table.contribution_se
-        judged = table.contribution_age >= 0  # in HOLDING: measured at full alpha
-        worth_it = holding & judged & (table.contribution - margin > 0)
-        worse_off = judged & (quality < table.quality_birth - c.loss_of_quality) & (table.contribution > 0)
-        useless = judged & (table.contribution + margin < c.least_contribution)
-        out_of_patience = judged & (table.dwell > c.holding_patience)
-        harmful = (stage == Stage.BLENDING) & judged & (table.contribution + margin < -c.loss_of_quality)
+        measured = table.contribution_age >= 0  # in HOLDING: measured at full alpha
+        worth_it = holding & measured & (table.contribution - margin > 0)
+        worse_off = measured & (quality < table.quality_birth - c.loss_of_quality) & (table.contribution > 0)
+        useless = measured & (table.contribution + margin < c.least_contribution)
+        out_of_patience = measured & (table.dwell > c.holding_patience)
+        harmful = (stage == Stage.BLENDING) & measured & (table.contribution + margin < -c.loss_of_quality)
         stuck = (stage == Stage.TRAINING) & (table.dwell > c.training_patience)
         prune = (holding & (useless | worse_off | out_of_patience)) | harmful | stuck
         ready = self.settled & self._stalled(table) & (table.step >= c.first_epoch)

@@ -38,9 +38,14 @@ class Learned:
     """
 
     def __init__(
-        self, network: TamiyoNetwork, *, fixed: Mapping[Head, int] | None = None, sample: bool = True, seed: int = 0,
+        self,
+        network: TamiyoNetwork,
+        *,
+        fixed: Mapping[Head, int] | None = None,
+        sample: bool = True,
+        rng_seed: int = 0,
         ranges: FeatureRanges | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.network = network.eval()
         self.ranges = ranges
         """Ranges of the observations that the policy was trained with; None if they are not known."""
@@ -48,7 +53,7 @@ class Learned:
         """What lay beyond these ranges since the last `bind`, by name."""
         self._has_warned = False
         self.fixed = dict(DEFAULT_FIXED if fixed is None else fixed)
-        self.sample, self.seed = sample, seed
+        self.sample, self.rng_seed = sample, rng_seed
         self.context: ObsContext | None = None
         self._hidden = network.initial(0)
         self.log: DecisionLog | None = None
@@ -94,7 +99,7 @@ class Learned:
         draws = None
         if self.sample:
             keys = world_keys(range(envs) if self.worlds is None else self.worlds)
-            draws = torch.from_numpy(uniform(random_bits(keys, f"played {self.seed}", NUM_HEADS, table.step)))
+            draws = torch.from_numpy(uniform(random_bits(keys, f"played {self.rng_seed}", NUM_HEADS, table.step)))
         choice = self.network.act(obs, masks, self._hidden, layout, draws)
         if self.log is not None:
             self.log.add(obs, masks, choice.actions, self._hidden)

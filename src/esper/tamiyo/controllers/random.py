@@ -16,13 +16,13 @@ from esper.tamiyo.controllers.schedule import wait_everywhere
 class Random:
     """Chooses an operation uniformly among the legal ones, then a slot, then the other heads."""
 
-    def __init__(self, seed: int = 0) -> None:
-        self.seed, self.rng = seed, np.random.default_rng(seed)
+    def __init__(self, rng_seed: int = 0) -> None:
+        self.rng_seed, self.rng = rng_seed, np.random.default_rng(rng_seed)
         self.rngs: list[np.random.Generator] | None = None  # one per environment, after `bind`
 
     def bind(self, worlds: Sequence[int]) -> None:
         """Seed one generator per world, so that actions do not depend on which other worlds run alongside."""
-        self.rngs = [np.random.default_rng([self.seed, world]) for world in worlds]
+        self.rngs = [np.random.default_rng([self.rng_seed, world]) for world in worlds]
 
     def _uniform(self, envs: int, count: int) -> Floats:
         """Return random numbers in [0, 1), [E, count]."""
