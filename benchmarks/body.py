@@ -57,19 +57,19 @@ def measure(repeats: int, quick: bool) -> dict[str, Any]:
     return results
 
 
-def planted_plot(task: Task, blueprints: tuple[str, ...]) -> HostNetwork:
-    """Return a plot whose first slots hold these seeds in BLENDING."""
+def planted_network(task: Task, blueprints: tuple[str, ...]) -> HostNetwork:
+    """Return a network whose first slots hold these seeds in BLENDING."""
     engine = Engine(task, [0])
     plant(engine, blueprints)
     return engine.networks[0]
 
 
 def train_ratio(task: Task, blueprints: tuple[str, ...], repeats: int) -> float:
-    plot = planted_plot(task, blueprints)
-    plain = harden(plot.body) if blueprints else task.build_host(0)
+    network = planted_network(task, blueprints)
+    plain = harden(network.body) if blueprints else task.build_host(0)
     plain = plain.to(memory_format=torch.channels_last).train()  # type: ignore[call-overload]
     optimizer = build_optimizer(task, list(plain.parameters()))
-    batches = list(task.minibatches(plot.data, 0, 0))
+    batches = list(task.minibatches(network.data, 0, 0))
 
     def bare() -> None:
         for x, y in batches:
@@ -79,14 +79,14 @@ def train_ratio(task: Task, blueprints: tuple[str, ...], repeats: int) -> float:
             nn.utils.clip_grad_norm_(plain.parameters(), task.clip)
             optimizer.step()
 
-    return median_ratio(lambda: plot.train_epoch(0), bare, repeats)
+    return median_ratio(lambda: network.train_epoch(0), bare, repeats)
 
 
 def coalition_ratios(task: Task, blueprints: tuple[str, ...], repeats: int) -> dict[str, float]:
-    plot = planted_plot(task, blueprints)
-    body, split = plot.body, plot.data.val
+    network = planted_network(task, blueprints)
+    body, split = network.body, network.data.val
     plain = harden(body).eval()
-    calibration = plot.data.train.x[:128]
+    calibration = network.data.train.x[:128]
     every = [tuple(bool(k >> s & 1) for s in range(3)) for k in range(8)]
 
     @torch.no_grad()

@@ -43,9 +43,9 @@ def plant(engine: Engine, blueprints: tuple[str, ...]) -> None:
             table.next_serial[e] += 1
             effects.append(Effect(EffectKind.BUILD, *at))
     engine.apply_effects(effects)
-    for plot in engine.networks:
-        perturb(plot.body)
-        plot.average.restart()
+    for network in engine.networks:
+        perturb(network.body)
+        network.average.restart()
 
 
 def perturb(body: Body) -> None:

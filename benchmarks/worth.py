@@ -16,7 +16,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.body import coalition_ratios, planted_plot
+from benchmarks.body import coalition_ratios, planted_network
 from benchmarks.hosts import BLUEPRINTS, reference_task
 from benchmarks.measure import add_output_options, make_parser, print_json, timed
 from esper.simic.attribution import CounterfactualEngine
@@ -95,12 +95,12 @@ def game(n: int, rng: np.random.Generator) -> Any:
 
 def step_shares(size: int, repeats: int) -> dict[str, float]:
     task = reference_task(size, size)
-    plot = planted_plot(task, BLUEPRINTS)
-    calibration = plot.data.train.x[:128]
-    result = plot.validate(plot.data.val, calibration)
+    network = planted_network(task, BLUEPRINTS)
+    calibration = network.data.train.x[:128]
+    result = network.validate(network.data.val, calibration)
     phases = {
-        "train (5 batches)": lambda: plot.train_epoch(0),
-        "validate with 8 coalitions": lambda: plot.validate(plot.data.val, calibration),
+        "train (5 batches)": lambda: network.train_epoch(0),
+        "validate with 8 coalitions": lambda: network.validate(network.data.val, calibration),
         "worth and exact Shapley": lambda: CounterfactualEngine.worth(result),
     }
     medians = {name: statistics.median(timed(work) for _ in range(repeats)) for name, work in phases.items()}

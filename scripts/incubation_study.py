@@ -76,8 +76,8 @@ class Study:
         rules = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=TRAINING_EPOCHS, blend_health=None))
         engine = Engine(self.task, worlds or self.worlds, rules=rules, config=config, data=self.data)
         if way and way.norms_in_eval:
-            for plot in engine.networks:
-                plot.body.shadowed = MethodType(_shadowed_in_eval, plot.body)  # type: ignore[method-assign]
+            for network in engine.networks:
+                network.body.shadowed = MethodType(_shadowed_in_eval, network.body)  # type: ignore[method-assign]
         return engine
 
     def germinate(self, engine: Engine) -> None:
@@ -89,7 +89,7 @@ class Study:
         engine = self.engine(None)
         for _ in range(self.epochs):
             train(engine)
-        return {"end": [plot.test(self.data.test)[0] for plot in engine.networks]}
+        return {"end": [network.test(self.data.test)[0] for network in engine.networks]}
 
     def run(self, way: Way) -> Numbers:
         engine, s = self.engine(way), self.task.slots.index(self.slot)
@@ -98,19 +98,19 @@ class Study:
             for _ in range(TRAINING_EPOCHS - 1):
                 train(engine)
             assert (engine.table.stage[:, s] == SeedStage.TRAINING).all()
-            judged = [read(engine, plot) for plot in engine.networks]
+            judged = [read(engine, network) for network in engine.networks]
             qualities = {
-                "ratio": [delta_ratio(plot, self.slot, self.data.val.x) for plot in engine.networks],
+                "ratio": [delta_ratio(network, self.slot, self.data.val.x) for network in engine.networks],
                 "host": [quality for quality, _ in judged],
                 "prospect": [prospect for _, prospect in judged],
                 "switched_on": [quality + prospect for quality, prospect in judged],
             }
         while (engine.table.stage[:, s] < SeedStage.HOLDING).all():
             train(engine)
-        qualities["ramp"] = [read(engine, plot)[0] for plot in engine.networks]
+        qualities["ramp"] = [read(engine, network)[0] for network in engine.networks]
         while engine.table.step[0] < self.epochs:
             train(engine)
-        return qualities | {"end": [plot.test(self.data.test)[0] for plot in engine.networks]}
+        return qualities | {"end": [network.test(self.data.test)[0] for network in engine.networks]}
 
     def times(self) -> dict[str, float]:
         """CPU time of a training epoch with a TRAINING seed over one without: the best of interleaved repeats."""
@@ -122,10 +122,10 @@ class Study:
             racers[way.name if way else ""] = (way, engine.networks[0])
         best = dict.fromkeys(racers, float("inf"))
         for step in range(TIMED_EPOCHS):
-            for name, (way, plot) in racers.items():
+            for name, (way, network) in racers.items():
                 with leash(way is None or way.leashed):
                     start = time.process_time()
-                    plot.train_epoch(step)
+                    network.train_epoch(step)
                     best[name] = min(best[name], time.process_time() - start)
         return {name: seconds / best[""] for name, seconds in best.items() if name}
 
@@ -139,28 +139,28 @@ def train(engine: Engine, action: dict[Head, int] | None = None) -> None:
     assert outcome.happened.all()
     engine.apply_effects(outcome.effects)
     engine.apply_effects(tick(engine.table, engine.rules))
-    for plot, step in zip(engine.networks, engine.table.step, strict=True):
-        plot.train_epoch(int(step) - 1)
+    for network, step in zip(engine.networks, engine.table.step, strict=True):
+        network.train_epoch(int(step) - 1)
 
 
-def read(engine: Engine, plot: HostNetwork) -> tuple[float, float]:
+def read(engine: Engine, network: HostNetwork) -> tuple[float, float]:
     """Validation accuracy, and what the one seed adds to it (TRAINING: its prospect)."""
-    result = plot.validate(engine.data.val, engine.calibration)
+    result = network.validate(engine.data.val, engine.calibration)
     quality, _, worth, *_ = statistics(result, result.scores[..., 0]).tolist()
     return quality, worth
 
 
 @torch.no_grad()
-def delta_ratio(plot: HostNetwork, name: str, x: Tensor) -> float:
+def delta_ratio(network: HostNetwork, name: str, x: Tensor) -> float:
     """rms Δ / rms h over these images, on the averaged weights."""
-    body, slot, ratios = plot.body.eval(), plot.body.slots[name], []
+    body, slot, ratios = network.body.eval(), network.body.slots[name], []
 
     def look(_module: nn.Module, _args: Any, h: Tensor) -> None:
         assert slot.seed is not None
         ratios.append((slot.seed(h).square().mean() / h.square().mean()).sqrt().item())
 
     watch = body.model.get_submodule(slot.module_name).register_forward_hook(look, prepend=True)
-    with plot.average.applied():
+    with network.average.applied():
         body(x)
     watch.remove()
     return float(ratios[0])

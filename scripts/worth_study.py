@@ -124,11 +124,13 @@ def tables(out: Path) -> None:
     for task, blueprint in ((six, "conv_light"), (seven, "conv_light")):
         for world in range(4):
             engine = trained(Engine(task, [world], rules=rules), PlantAll(blueprint))
-            plot, n = engine.networks[0], len(task.slots)
+            network, n = engine.networks[0], len(task.slots)
             every = CounterfactualEngine.coalitions(n, budget=2**n)
             split = engine.data.test
-            with plot.average.applied():
-                result = evaluate(plot.body, [(split.x, split.y)], score, configs=every, calibration=engine.calibration)
+            with network.average.applied():
+                result = evaluate(
+                    network.body, [(split.x, split.y)], score, configs=every, calibration=engine.calibration
+                )
             masks = [sum(1 << i for i in range(n) if c[i]) for c in every]
             values = np.zeros(2**n)
             values[masks] = result.scores[..., 0].mean(1).numpy()

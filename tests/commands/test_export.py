@@ -39,14 +39,14 @@ def grown(host: str) -> Engine:
     """Return a trained host with a gated fossil, a live seed at alpha 0.7, and a seed that has no effect yet."""
     engine = Engine(TASKS[host], [5])
     engine.plant_fossils(0, {"r0c0": (SEEDS[host][0], Operator.GATE)})
-    plot = engine.networks[0]
-    awaken(plot.body.slots["r0c0"])
+    network = engine.networks[0]
+    awaken(network.body.slots["r0c0"])
     engine.step(wait_everywhere(1))
     for slot, stage, alpha in (("r0c1", SeedStage.BLENDING, 0.7), ("r0c2", SeedStage.TRAINING, 0.0)):
         operator = Operator.MULTIPLY if slot == "r0c1" else Operator.ADD
-        awaken(plot.body.plant(slot, SEEDS[host][1], operator, rng_seed=8))
-        plot.body.set_slot(plot.body.slots[slot], stage, alpha)
-    plot.average.resync()
+        awaken(network.body.plant(slot, SEEDS[host][1], operator, rng_seed=8))
+        network.body.set_slot(network.body.slots[slot], stage, alpha)
+    network.average.resync()
     return engine
 
 
@@ -59,9 +59,9 @@ def runs(tmp_path_factory):
         with RunDirectory.create(root, host, name="run", manifest={}) as run:
             engine = grown(host)
             GrownHost.of(engine, 0, utility=0.25, round=3).save(run.path / BEST_HOST)
-        plot, x = engine.networks[0], engine.data.val.x.contiguous()
-        with plot.average.applied(), torch.no_grad():
-            expected = plot.body.eval()(x).contiguous()
+        network, x = engine.networks[0], engine.data.val.x.contiguous()
+        with network.average.applied(), torch.no_grad():
+            expected = network.body.eval()(x).contiguous()
         save_file({"x": x, "expected": expected}, root / "example.safetensors")
         paths[host] = run.path
     return paths

@@ -18,7 +18,7 @@ from esper.karn.run_state import RunState
 from esper.karn.series import BLOCK_ROWS, MOST_GROUPS, Series
 from esper.leyline.checksums import seal_json
 from esper.leyline.events import Decision, Episode, Health, PhaseProfile, RunFinished, Worth
-from esper.leyline.stages import SeedStage as S
+from esper.leyline.stages import SeedStage as Stage
 from esper.nissa.journal_reader import read
 from esper.nissa.journal_rows import decoded_row, decoded_rows
 from esper.nissa.record import Record, line, sealed
@@ -52,55 +52,64 @@ def row(n, stage, blueprint="norm", **changed):
 
 
 def test_steps_in_one_stage_make_one_interval():
-    run = folded(started(), row(1, S.DORMANT), row(2, S.TRAINING), row(3, S.TRAINING), row(4, S.BLENDING))
-    assert stages(run) == [(S.TRAINING, "norm", 2, 3), (S.BLENDING, "norm", 4, 4)]
+    run = folded(
+        started(), row(1, Stage.DORMANT), row(2, Stage.TRAINING), row(3, Stage.TRAINING), row(4, Stage.BLENDING)
+    )
+    assert stages(run) == [(Stage.TRAINING, "norm", 2, 3), (Stage.BLENDING, "norm", 4, 4)]
 
 
 def test_next_seed_of_a_slot_starts_a_new_interval():
-    run = folded(started(), row(1, S.TRAINING, "norm"), row(2, S.TRAINING, "lora"))
-    assert stages(run) == [(S.TRAINING, "norm", 1, 1), (S.TRAINING, "lora", 2, 2)]
+    run = folded(started(), row(1, Stage.TRAINING, "norm"), row(2, Stage.TRAINING, "lora"))
+    assert stages(run) == [(Stage.TRAINING, "norm", 1, 1), (Stage.TRAINING, "lora", 2, 2)]
 
 
 def test_missing_steps_are_not_bridged():
-    run = folded(started(), row(1, S.TRAINING), row(2, S.TRAINING), row(6, S.TRAINING), row(7, S.TRAINING))
-    assert stages(run) == [(S.TRAINING, "norm", 1, 2), (S.TRAINING, "norm", 6, 7)]
+    run = folded(
+        started(), row(1, Stage.TRAINING), row(2, Stage.TRAINING), row(6, Stage.TRAINING), row(7, Stage.TRAINING)
+    )
+    assert stages(run) == [(Stage.TRAINING, "norm", 1, 2), (Stage.TRAINING, "norm", 6, 7)]
 
 
 def test_transitions_alone_give_the_same_intervals():
     run = folded(
         started(),
-        moved(3, "r0c0", S.DORMANT, S.GERMINATED),
-        moved(4, "r0c0", S.GERMINATED, S.TRAINING, dwell=1),
-        moved(12, "r0c0", S.TRAINING, S.BLENDING, dwell=8),
+        moved(3, "r0c0", Stage.DORMANT, Stage.GERMINATED),
+        moved(4, "r0c0", Stage.GERMINATED, Stage.TRAINING, dwell=1),
+        moved(12, "r0c0", Stage.TRAINING, Stage.BLENDING, dwell=8),
         Episode(env=0, episode=0, world=1, name="x", steps=20, quality=0.5, quality_best=0.5, params=1, host_params=1,
                 germinated=1, fossilized=0, pruned=0, structure={}),
     )  # fmt: skip
-    assert stages(run) == [(S.GERMINATED, "norm", 3, 3), (S.TRAINING, "norm", 4, 11), (S.BLENDING, "norm", 12, 20)]
+    assert stages(run) == [
+        (Stage.GERMINATED, "norm", 3, 3),
+        (Stage.TRAINING, "norm", 4, 11),
+        (Stage.BLENDING, "norm", 12, 20),
+    ]
 
 
 def test_transition_implies_the_stage_before_it():
-    run = folded(started(), moved(12, "r0c0", S.TRAINING, S.BLENDING, dwell=5))
-    assert stages(run) == [(S.TRAINING, "norm", 7, 11), (S.BLENDING, "norm", 12, 12)]
+    run = folded(started(), moved(12, "r0c0", Stage.TRAINING, Stage.BLENDING, dwell=5))
+    assert stages(run) == [(Stage.TRAINING, "norm", 7, 11), (Stage.BLENDING, "norm", 12, 12)]
 
 
 @pytest.mark.parametrize("moves_first", [True, False])
 def test_stage_entered_and_left_in_one_epoch_has_no_interval(moves_first):
-    moves = [moved(3, "r0c0", S.DORMANT, S.GERMINATED), moved(3, "r0c0", S.GERMINATED, S.TRAINING)]
-    both = [*moves, row(3, S.TRAINING)] if moves_first else [row(3, S.TRAINING), *moves]
-    run = folded(started(), row(1, S.DORMANT), row(2, S.DORMANT), *both, row(4, S.TRAINING))
-    assert stages(run) == [(S.TRAINING, "norm", 3, 4)]
+    moves = [moved(3, "r0c0", Stage.DORMANT, Stage.GERMINATED), moved(3, "r0c0", Stage.GERMINATED, Stage.TRAINING)]
+    both = [*moves, row(3, Stage.TRAINING)] if moves_first else [row(3, Stage.TRAINING), *moves]
+    run = folded(started(), row(1, Stage.DORMANT), row(2, Stage.DORMANT), *both, row(4, Stage.TRAINING))
+    assert stages(run) == [(Stage.TRAINING, "norm", 3, 4)]
 
 
 def test_repeated_steps_of_a_resumed_run_replace_the_old_ones():
-    first = [row(n, S.TRAINING if n < 4 else S.BLENDING, quality=0.1) for n in range(1, 7)]
-    again = [row(n, S.TRAINING, quality=0.9) for n in range(3, 6)]
+    first = [row(n, Stage.TRAINING if n < 4 else Stage.BLENDING, quality=0.1) for n in range(1, 7)]
+    again = [row(n, Stage.TRAINING, quality=0.9) for n in range(3, 6)]
     run = folded(started(), *first, *again)
-    assert stages(run) == [(S.TRAINING, "norm", 1, 5)]
+    assert stages(run) == [(Stage.TRAINING, "norm", 1, 5)]
     assert run.envs[0].latest.steps.column("quality")[:5] == [0.1, 0.1, 0.9, 0.9, 0.9]
 
 
 LIVES = st.lists(
-    st.sampled_from([(S.DORMANT, ""), (S.TRAINING, "a"), (S.TRAINING, "b"), (S.HOLDING, "a")]), max_size=30
+    st.sampled_from([(Stage.DORMANT, ""), (Stage.TRAINING, "a"), (Stage.TRAINING, "b"), (Stage.HOLDING, "a")]),
+    max_size=30,
 )
 
 
@@ -115,7 +124,7 @@ def test_intervals_match_the_stage_of_every_recorded_epoch(life, missing):
         for n in range(start, end + 1):
             assert n not in by_step
             by_step[n] = (stage, blueprint)
-    assert by_step == {n: state for n, state in kept.items() if state[0] != S.DORMANT}
+    assert by_step == {n: state for n, state in kept.items() if state[0] != Stage.DORMANT}
 
 
 @given(LIVES, st.lists(st.integers(1, 8), max_size=10))
@@ -216,23 +225,25 @@ def test_lines_are_decoded_together_as_one_by_one():
 
 @pytest.mark.parametrize("order", [1, -1])
 def test_no_slot_has_two_names_where_only_transitions_name_it(order):
-    first = [moved(2, "left", S.DORMANT, S.TRAINING, dwell=0), row(2, S.TRAINING)][::order]
-    run = folded(row(1, S.DORMANT), *first, row(3, S.TRAINING), moved(4, "left", S.TRAINING, S.BLENDING, dwell=2))
+    first = [moved(2, "left", Stage.DORMANT, Stage.TRAINING, dwell=0), row(2, Stage.TRAINING)][::order]
+    run = folded(
+        row(1, Stage.DORMANT), *first, row(3, Stage.TRAINING), moved(4, "left", Stage.TRAINING, Stage.BLENDING, dwell=2)
+    )
     assert [s.name for s in run.latest[0].slots.values()] == ["left"]
     assert [(i.stage, i.start, i.end) for i in run.latest[0].slots["left"].intervals] == [
-        (S.TRAINING, 2, 3), (S.BLENDING, 4, 4)
+        (Stage.TRAINING, 2, 3), (Stage.BLENDING, 4, 4)
     ]  # fmt: skip
 
 
 def test_unnamed_slots_are_shown_by_index():
-    assert stages(folded(row(1, S.TRAINING)), "slot 0") == [(S.TRAINING, "norm", 1, 1)]
+    assert stages(folded(row(1, Stage.TRAINING)), "slot 0") == [(Stage.TRAINING, "norm", 1, 1)]
 
 
 def test_manifest_names_slots_where_the_run_does_not():
     run = RunState(Path("run"), {"slots": ["left", "right", "middle"]})
-    run.fold(rows([moved(1, "left", S.DORMANT, S.TRAINING), row(1, S.TRAINING), row(2, S.TRAINING)]))
+    run.fold(rows([moved(1, "left", Stage.DORMANT, Stage.TRAINING), row(1, Stage.TRAINING), row(2, Stage.TRAINING)]))
     assert list(run.latest[0].slots) == ["left", "right", "middle"]
-    assert stages(run, "left") == [(S.TRAINING, "norm", 1, 2)]
+    assert stages(run, "left") == [(Stage.TRAINING, "norm", 1, 2)]
 
 
 # -- runs in every state
@@ -248,7 +259,7 @@ def test_finished_run_is_summarised(tmp_path):
 def test_killed_run_shows_what_it_wrote(tmp_path):
     journal = Journal(tmp_path / "run", status="running")
     journal.write(started())
-    journal.write(row(1, S.TRAINING))
+    journal.write(row(1, Stage.TRAINING))
     journal.file.write(b'{"seq":2,"time_s":17')
     run = RunState.of(journal.close())
     assert (run.status, run.damage.torn, len(run.latest[0].steps)) == ("killed", 1, 1)
@@ -407,9 +418,9 @@ def test_patch_has_only_new_rows():
 def test_move_has_the_decision_that_caused_it():
     decision = Decision(env=0, episode=0, step=3, op="GERMINATE", slot="r0c0", blueprint="norm", happened=True,
                         legal_ops=("WAIT", "GERMINATE"), entropy=0.4)  # fmt: skip
-    first = moved(3, "r0c0", S.DORMANT, S.GERMINATED, cause="controller")
-    second = moved(3, "r0c0", S.GERMINATED, S.TRAINING)
-    run = folded(started(), row(1, 0), row(2, 0), decision, first, second, row(3, S.TRAINING))
+    first = moved(3, "r0c0", Stage.DORMANT, Stage.GERMINATED, cause="controller")
+    second = moved(3, "r0c0", Stage.GERMINATED, Stage.TRAINING)
+    run = folded(started(), row(1, 0), row(2, 0), decision, first, second, row(3, Stage.TRAINING))
     (seed,) = detail(run, 0)["seeds"]
     assert [move["cause"] for move in seed["moves"]] == ["controller", "rules"]
     assert seed["moves"][0]["decision"] == {"op": "GERMINATE", "how": "norm", "legal": ["WAIT", "GERMINATE"],

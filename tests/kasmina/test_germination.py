@@ -7,7 +7,7 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 
-S = SeedStage
+Stage = SeedStage
 
 
 def table_with(stage: SeedStage) -> SlotTable:
@@ -18,11 +18,11 @@ def table_with(stage: SeedStage) -> SlotTable:
 
 def test_planting_obstacle_names_the_rule():
     names = ("a", "b")
-    assert planting_obstacle(table_with(S.DORMANT), Rules(), names) == ""
-    assert "'a' is still TRAINING" in planting_obstacle(table_with(S.TRAINING), Rules(), names)
-    full = table_with(S.HOLDING)
+    assert planting_obstacle(table_with(Stage.DORMANT), Rules(), names) == ""
+    assert "'a' is still TRAINING" in planting_obstacle(table_with(Stage.TRAINING), Rules(), names)
+    full = table_with(Stage.HOLDING)
     assert "rules.max_seeds" in planting_obstacle(full, Rules(max_seeds=1), names)
-    full.stage[:] = S.FOSSILIZED
+    full.stage[:] = Stage.FOSSILIZED
     assert planting_obstacle(full, Rules(), names) == "no slot is empty"
     fits_nothing = SlotTable.empty(1, 2)
     fits_nothing.takes[:] = False

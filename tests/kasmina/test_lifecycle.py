@@ -26,7 +26,7 @@ from esper.leyline.gates import failed_checks, open_gates
 from esper.leyline.stages import Check
 from tests.support.rules import ISOLATED
 
-S = SeedStage
+Stage = SeedStage
 AUTO = ISOLATED
 BY_HAND = Rules(birth="isolated", auto_train=False, auto_blend=False, auto_hold=False)
 QUICK = msgspec.structs.replace(BY_HAND, thresholds=Thresholds(blend_dwell=0, blend_health=None), auto_hold=True)
@@ -58,7 +58,7 @@ def measure(table: SlotTable, *, quality: float = 0.5, contribution: float = 0.0
     each = np.full(table.num_envs, quality)
     record_epoch(table, quality=each, val_loss=1 - each, train_loss=1 - each)
     table.grad_health[:], table.grad_ratio[:] = 1.0, 1.0
-    blended = (table.stage == S.BLENDING) | (table.stage == S.HOLDING)
+    blended = (table.stage == Stage.BLENDING) | (table.stage == Stage.HOLDING)
     record_contribution(table, np.where(blended, contribution, np.nan), np.where(blended, se, np.nan))
 
 
@@ -91,11 +91,11 @@ def test_seed_without_actions_follows_the_reference_timeline():
         act(table, AUTO, Op.GERMINATE if epoch == 0 else Op.WAIT)
         tick(table, AUTO)
         measure(table)
-        alphas[epoch], stages[epoch] = float(table.alpha[0, 0]), S(table.stage[0, 0])
+        alphas[epoch], stages[epoch] = float(table.alpha[0, 0]), Stage(table.stage[0, 0])
 
-    assert [stages[e] for e in (0, 9)] == [S.TRAINING] * 2
-    assert [stages[e] for e in (10, 14)] == [S.BLENDING] * 2
-    assert stages[15] == S.HOLDING
+    assert [stages[e] for e in (0, 9)] == [Stage.TRAINING] * 2
+    assert [stages[e] for e in (10, 14)] == [Stage.BLENDING] * 2
+    assert stages[15] == Stage.HOLDING
     assert [alphas[e] for e in range(11)] == [0.0] * 11
     assert [round(alphas[e], 3) for e in range(11, 16)] == [0.024, 0.230, 0.770, 0.976, 1.0]
     assert alphas[15] == 1.0
@@ -112,20 +112,20 @@ def test_tempo_sets_the_earliest_fossilisation(tempo, earliest):
 
 
 def test_explicit_advance_moves_alpha_in_the_same_epoch():
-    table = grown(S.TRAINING)
+    table = grown(Stage.TRAINING)
     act(table, QUICK, Op.ADVANCE)
     assert table.alpha[0, 0] == 0.0
     tick(table, QUICK)
-    assert table.stage[0, 0] == S.BLENDING
+    assert table.stage[0, 0] == Stage.BLENDING
     assert table.alpha[0, 0] == pytest.approx(0.0244, abs=1e-3)
 
 
 def test_automatic_advance_moves_alpha_one_epoch_later():
     rules = Rules(birth="isolated", thresholds=QUICK.thresholds, auto_train=False)
-    table = grown(S.GERMINATED, rules)
+    table = grown(Stage.GERMINATED, rules)
     act(table, rules, Op.ADVANCE)
     tick(table, rules)
-    assert (table.stage[0, 0], table.alpha[0, 0]) == (S.BLENDING, 0.0)
+    assert (table.stage[0, 0], table.alpha[0, 0]) == (Stage.BLENDING, 0.0)
     tick(table, rules)
     assert table.alpha[0, 0] > 0.0
 
@@ -137,12 +137,12 @@ def test_tick_advances_at_most_one_stage():
     stages = []
     for _ in range(7):
         tick(table, rules)
-        stages.append(S(table.stage[0, 0]))
-    assert stages == [S.TRAINING, *[S.BLENDING] * 5, S.HOLDING]
+        stages.append(Stage(table.stage[0, 0]))
+    assert stages == [Stage.TRAINING, *[Stage.BLENDING] * 5, Stage.HOLDING]
 
 
 def test_counters_advance_only_in_tick():
-    table = grown(S.TRAINING)
+    table = grown(Stage.TRAINING)
     before = table.clone()
     for _ in range(3):
         measure(table)
@@ -156,11 +156,11 @@ def test_counters_advance_only_in_tick():
 
 
 def test_transition_records_previous_stage_and_stage_quality():
-    table = grown(S.TRAINING)
+    table = grown(Stage.TRAINING)
     dwell = int(table.dwell[0, 0])
     measure(table, quality=0.625)
     act(table, QUICK, Op.ADVANCE)
-    assert (table.prev_stage[0, 0], table.prev_dwell[0, 0], table.dwell[0, 0]) == (S.TRAINING, dwell, 0)
+    assert (table.prev_stage[0, 0], table.prev_dwell[0, 0], table.dwell[0, 0]) == (Stage.TRAINING, dwell, 0)
     assert table.quality_stage[0, 0] == 0.625
     assert table.quality_birth[0, 0] == 0.5
 
@@ -172,7 +172,7 @@ def test_germinate_writes_the_chosen_options():
     table = SlotTable.empty(1, 3)
     outcome = act(table, AUTO, Op.GERMINATE, 1, blueprint=5, style=STYLE["GATED_GATE"], tempo=2, alpha_target=MOST)
     assert outcome.effects == [Effect(EffectKind.BUILD, 0, 1)]
-    assert table.stage[0].tolist() == [S.DORMANT, S.GERMINATED, S.DORMANT]
+    assert table.stage[0].tolist() == [Stage.DORMANT, Stage.GERMINATED, Stage.DORMANT]
     assert table.blueprint[0, 1] == 5
     assert table.operator[0, 1] == Operator.GATE
     assert table.curve[0, 1] == Curve.LINEAR  # a gated seed ramps linearly
@@ -214,24 +214,24 @@ def test_disabled_slot_allows_wait_only():
     assert may(table, AUTO, Op.GERMINATE, 1)
 
 
-@pytest.mark.parametrize("stage", [S.GERMINATED, S.TRAINING])
+@pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING])
 def test_one_at_a_time_blocks_a_second_germination(stage):
     table = grown(stage)
     assert not may(table, QUICK, Op.GERMINATE, 1)
     assert may(table, Rules(one_at_a_time=False), Op.GERMINATE, 1)
 
 
-@pytest.mark.parametrize("stage", [S.BLENDING, S.HOLDING, S.FOSSILIZED])
+@pytest.mark.parametrize("stage", [Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED])
 def test_germination_is_legal_beside_a_blended_seed(stage):
     assert may(grown(stage), QUICK, Op.GERMINATE, 1)
 
 
 def test_max_seeds_counts_fossils_and_not_cooldown():
     one, two = Rules(max_seeds=1, one_at_a_time=False), Rules(max_seeds=2, one_at_a_time=False)
-    fossil = grown(S.FOSSILIZED)
+    fossil = grown(Stage.FOSSILIZED)
     assert not may(fossil, one, Op.GERMINATE, 1)
     assert may(fossil, two, Op.GERMINATE, 1)
-    cooling = grown(S.TRAINING)
+    cooling = grown(Stage.TRAINING)
     act(cooling, QUICK, Op.PRUNE)
     assert may(cooling, one, Op.GERMINATE, 1)
 
@@ -247,33 +247,33 @@ def test_seed_cannot_be_pruned_before_five_epochs():
         tick(table, AUTO)
 
 
-@pytest.mark.parametrize("stage", [S.GERMINATED, S.TRAINING])
+@pytest.mark.parametrize("stage", [Stage.GERMINATED, Stage.TRAINING])
 @pytest.mark.parametrize("speed", [INSTANT, SLOW])
 def test_seed_without_alpha_is_pruned_immediately(stage, speed):
     table = grown(stage)
     outcome = act(table, QUICK, Op.PRUNE, alpha_speed=speed)
-    assert table.stage[0, 0] == S.PRUNED
+    assert table.stage[0, 0] == Stage.PRUNED
     assert outcome.effects == [Effect(EffectKind.DROP, 0, 0)]
 
 
 @pytest.mark.parametrize("records_per_epoch", [0, 1, 3])
 def test_slot_pruned_at_step_t_is_dormant_after_step_t_plus_6(records_per_epoch):
-    table = grown(S.HOLDING, slots=3)
+    table = grown(Stage.HOLDING, slots=3)
     act(table, QUICK, Op.PRUNE)
-    labels = [S(table.stage[0, 0])]
+    labels = [Stage(table.stage[0, 0])]
     for _ in range(7):
         assert not legal(table, QUICK)[0, Op.GERMINATE].any()  # blocked in every slot
         assert legal(table, QUICK)[0].any(axis=1).nonzero()[0].tolist() == [Op.WAIT]
         tick(table, QUICK)
         for _ in range(records_per_epoch):
             measure(table)
-        labels.append(S(table.stage[0, 0]))
-    assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
+        labels.append(Stage(table.stage[0, 0]))
+    assert labels == [Stage.PRUNED, *[Stage.EMBARGOED] * 5, Stage.RESETTING, Stage.DORMANT]
     assert legal(table, QUICK)[0, Op.GERMINATE].all()
 
 
 def test_slot_is_reset_after_cooldown():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     act(table, QUICK, Op.PRUNE)
     table.grad_health[:] = np.nan
     for _ in range(7):
@@ -285,7 +285,7 @@ def test_slot_is_reset_after_cooldown():
 
 
 @pytest.mark.parametrize(("speed", "ticks"), [(FAST, 3), (MEDIUM, 5), (SLOW, 8)])
-@pytest.mark.parametrize("stage", [S.BLENDING, S.HOLDING])
+@pytest.mark.parametrize("stage", [Stage.BLENDING, Stage.HOLDING])
 def test_scheduled_prune_ramps_down_frozen_to_pruned(stage, speed, ticks):
     table = grown(stage, QUICK)
     for _ in range(5):  # until the first ramp ends
@@ -295,30 +295,30 @@ def test_scheduled_prune_ramps_down_frozen_to_pruned(stage, speed, ticks):
     assert outcome.effects == []  # the seed is not dropped yet
     assert table.alpha[0, 0] == 1.0
     for ticks_left in range(ticks, 0, -1):
-        assert table.stage[0, 0] == S.BLENDING
+        assert table.stage[0, 0] == Stage.BLENDING
         assert table.frozen[0, 0]
         assert not may(table, BY_HAND, Op.PRUNE)
         assert not may(table, BY_HAND, Op.SET_ALPHA_TARGET)
         effects = tick(table, BY_HAND)
         assert effects == ([Effect(EffectKind.DROP, 0, 0)] if ticks_left == 1 else [])
-    assert (table.stage[0, 0], table.alpha[0, 0], table.frozen[0, 0]) == (S.PRUNED, 0.0, False)
+    assert (table.stage[0, 0], table.alpha[0, 0], table.frozen[0, 0]) == (Stage.PRUNED, 0.0, False)
     assert table.cooldown[0, 0] == 7
 
 
 def test_slot_pruned_by_ramp_at_step_u_is_dormant_after_step_u_plus_7():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     act(table, QUICK, Op.PRUNE, alpha_speed=FAST)
     for _ in range(3):
         tick(table, QUICK)
     labels = []
     for _ in range(8):
-        labels.append(S(table.stage[0, 0]))
+        labels.append(Stage(table.stage[0, 0]))
         tick(table, QUICK)
-    assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
+    assert labels == [Stage.PRUNED, *[Stage.EMBARGOED] * 5, Stage.RESETTING, Stage.DORMANT]
 
 
 def test_fossil_allows_wait_only_and_is_not_expelled():
-    table = grown(S.FOSSILIZED)
+    table = grown(Stage.FOSSILIZED)
     assert legal(table, QUICK)[0, :, 0].nonzero()[0].tolist() == [Op.WAIT]
     before = table.clone()
     assert expel(table, np.ones((1, 2), dtype=bool)) == []
@@ -326,23 +326,23 @@ def test_fossil_allows_wait_only_and_is_not_expelled():
 
 
 def test_expel_removes_fossils_on_request():
-    table = grown(S.FOSSILIZED)
+    table = grown(Stage.FOSSILIZED)
     assert expel(table, np.array([[True, False]]), fossils=True) == [Effect(EffectKind.DROP, 0, 0)]
-    assert (table.stage[0, 0], table.alpha[0, 0], table.cooldown[0, 0]) == (S.PRUNED, 0.0, 7)
+    assert (table.stage[0, 0], table.alpha[0, 0], table.cooldown[0, 0]) == (Stage.PRUNED, 0.0, 7)
     assert expel(table, np.array([[True, False]]), fossils=True) == []  # slots in cooldown have no seed
 
 
 def test_expel_removes_every_seed_but_fossils():
-    for stage in (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING):
-        table = SlotTable.empty(1, 1) if stage == S.GERMINATED else grown(stage, slots=1)
-        if stage == S.GERMINATED:
+    for stage in (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING):
+        table = SlotTable.empty(1, 1) if stage == Stage.GERMINATED else grown(stage, slots=1)
+        if stage == Stage.GERMINATED:
             act(table, QUICK, Op.GERMINATE)  # age 0: PRUNE is not legal
         assert expel(table, np.ones((1, 1), dtype=bool)) == [Effect(EffectKind.DROP, 0, 0)]
-        assert (table.stage[0, 0], table.alpha[0, 0], table.cooldown[0, 0]) == (S.PRUNED, 0.0, 7)
+        assert (table.stage[0, 0], table.alpha[0, 0], table.cooldown[0, 0]) == (Stage.PRUNED, 0.0, 7)
 
 
 def test_expel_stops_a_ramp():
-    table = grown(S.BLENDING)
+    table = grown(Stage.BLENDING)
     tick(table, QUICK)
     assert table.moving[0, 0]
     expel(table, np.array([[True, False]]))
@@ -356,7 +356,7 @@ def test_expel_stops_a_ramp():
 
 
 def test_moving_seed_cannot_be_pruned_or_retargeted():
-    table = grown(S.BLENDING)
+    table = grown(Stage.BLENDING)
     assert table.age[0, 0] >= 5
     for _ in range(5):
         assert table.moving[0, 0]
@@ -370,29 +370,29 @@ def test_moving_seed_cannot_be_pruned_or_retargeted():
 
 @pytest.mark.parametrize(("target", "alpha"), [(HALF, 0.5), (MOST, 0.7)])
 def test_partial_target_stays_in_blending_until_full(target, alpha):
-    table = grown(S.BLENDING, alpha_target=target)
+    table = grown(Stage.BLENDING, alpha_target=target)
     for _ in range(20):
         tick(table, QUICK)
-    assert table.stage[0, 0] == S.BLENDING
+    assert table.stage[0, 0] == Stage.BLENDING
     assert table.alpha[0, 0] == np.float32(alpha)
     assert act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=FULL, alpha_speed=FAST).happened[0]
     stages = []
     for _ in range(3):
         tick(table, QUICK)
-        stages.append(S(table.stage[0, 0]))
-    assert stages == [S.BLENDING, S.BLENDING, S.HOLDING]
+        stages.append(Stage(table.stage[0, 0]))
+    assert stages == [Stage.BLENDING, Stage.BLENDING, Stage.HOLDING]
     assert table.alpha[0, 0] == 1.0
 
 
 def test_partial_target_returns_from_holding_to_blending():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=HALF, alpha_speed=FAST)
-    assert (table.stage[0, 0], table.prev_stage[0, 0]) == (S.BLENDING, S.HOLDING)
+    assert (table.stage[0, 0], table.prev_stage[0, 0]) == (Stage.BLENDING, Stage.HOLDING)
     assert table.alpha[0, 0] == 1.0
 
 
 def test_frozen_ends_with_a_partial_ramp_down():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=HALF, alpha_speed=FAST)
     frozen = []
     for _ in range(3):
@@ -404,13 +404,13 @@ def test_frozen_ends_with_a_partial_ramp_down():
 
 
 def test_seed_ramping_up_is_not_frozen():
-    table = grown(S.BLENDING)
+    table = grown(Stage.BLENDING)
     assert table.moving[0, 0]
     assert not table.frozen[0, 0]
 
 
 def test_full_target_in_holding_changes_only_the_operator():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     before = table.clone()
     outcome = act(table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["LINEAR_ADD"], alpha_target=FULL, alpha_speed=SLOW)
     assert outcome.happened[0]
@@ -420,13 +420,13 @@ def test_full_target_in_holding_changes_only_the_operator():
 
     outcome = act(table, QUICK, Op.SET_ALPHA_TARGET, style=STYLE["GATED_GATE"], alpha_target=FULL, alpha_speed=SLOW)
     assert outcome.effects == [Effect(EffectKind.SET_OPERATOR, 0, 0)]
-    assert (table.stage[0, 0], table.operator[0, 0], table.alpha[0, 0]) == (S.HOLDING, Operator.GATE, 1.0)
+    assert (table.stage[0, 0], table.operator[0, 0], table.alpha[0, 0]) == (Stage.HOLDING, Operator.GATE, 1.0)
 
 
 def test_instant_retarget_sets_alpha_immediately():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     act(table, QUICK, Op.SET_ALPHA_TARGET, alpha_target=MOST, alpha_speed=INSTANT)
-    assert (table.stage[0, 0], table.alpha[0, 0]) == (S.BLENDING, np.float32(0.7))
+    assert (table.stage[0, 0], table.alpha[0, 0]) == (Stage.BLENDING, np.float32(0.7))
     assert not table.moving[0, 0]
 
 
@@ -441,12 +441,12 @@ def gate_of(table: SlotTable, rules: Rules = AUTO) -> tuple[bool, set[Check]]:
 @pytest.mark.parametrize(
     ("stage", "column", "rules", "check"),
     [
-        (S.TRAINING, "grad_health", AUTO, Check.GRADIENT_HEALTH),
-        (S.TRAINING, "grad_ratio", Rules(thresholds=STRICT), Check.GRADIENT_RATIO),
-        (S.TRAINING, "quality_stage", Rules(thresholds=STRICT), Check.IMPROVEMENT),
-        (S.HOLDING, "contribution", AUTO, Check.CONTRIBUTION),
-        (S.HOLDING, "contribution_se", AUTO, Check.CONTRIBUTION),
-        (S.HOLDING, "contribution_se", Rules(thresholds=Thresholds(z=0.0)), Check.CONTRIBUTION),
+        (Stage.TRAINING, "grad_health", AUTO, Check.GRADIENT_HEALTH),
+        (Stage.TRAINING, "grad_ratio", Rules(thresholds=STRICT), Check.GRADIENT_RATIO),
+        (Stage.TRAINING, "quality_stage", Rules(thresholds=STRICT), Check.IMPROVEMENT),
+        (Stage.HOLDING, "contribution", AUTO, Check.CONTRIBUTION),
+        (Stage.HOLDING, "contribution_se", AUTO, Check.CONTRIBUTION),
+        (Stage.HOLDING, "contribution_se", Rules(thresholds=Thresholds(z=0.0)), Check.CONTRIBUTION),
     ],
 )
 def test_unmeasured_value_closes_the_gate(stage, column, rules, check):
@@ -458,7 +458,7 @@ def test_unmeasured_value_closes_the_gate(stage, column, rules, check):
 
 
 def test_unmeasured_quality_fails_the_improvement_check():
-    table = grown(S.TRAINING)
+    table = grown(Stage.TRAINING)
     table.dwell[:], table.quality[:] = 99, np.nan
     assert gate_of(table, Rules(thresholds=STRICT)) == (False, {Check.IMPROVEMENT})
 
@@ -466,13 +466,13 @@ def test_unmeasured_quality_fails_the_improvement_check():
 @pytest.mark.parametrize(
     ("rules", "stage", "column", "enough", "too_little", "check"),
     [
-        (AUTO, S.TRAINING, "dwell", 10, 9, Check.DWELL),
-        (AUTO, S.TRAINING, "grad_health", 0.7, 0.699, Check.GRADIENT_HEALTH),
-        (Rules(thresholds=STRICT), S.TRAINING, "grad_ratio", 0.10, 0.0999, Check.GRADIENT_RATIO),
-        (Rules(thresholds=STRICT), S.TRAINING, "quality", 0.5051, 0.5049, Check.IMPROVEMENT),
-        (Rules(thresholds=STRICT), S.TRAINING, "dwell", 10, 9, Check.DWELL),
-        (Rules(thresholds=STRICT), S.BLENDING, "dwell", 10, 9, Check.DWELL),
-        (Rules(thresholds=STRICT), S.HOLDING, "contribution", 0.01, 0.0099, Check.CONTRIBUTION),
+        (AUTO, Stage.TRAINING, "dwell", 10, 9, Check.DWELL),
+        (AUTO, Stage.TRAINING, "grad_health", 0.7, 0.699, Check.GRADIENT_HEALTH),
+        (Rules(thresholds=STRICT), Stage.TRAINING, "grad_ratio", 0.10, 0.0999, Check.GRADIENT_RATIO),
+        (Rules(thresholds=STRICT), Stage.TRAINING, "quality", 0.5051, 0.5049, Check.IMPROVEMENT),
+        (Rules(thresholds=STRICT), Stage.TRAINING, "dwell", 10, 9, Check.DWELL),
+        (Rules(thresholds=STRICT), Stage.BLENDING, "dwell", 10, 9, Check.DWELL),
+        (Rules(thresholds=STRICT), Stage.HOLDING, "contribution", 0.01, 0.0099, Check.CONTRIBUTION),
     ],
 )
 def test_thresholds_are_inclusive(rules, stage, column, enough, too_little, check):
@@ -486,7 +486,7 @@ def test_thresholds_are_inclusive(rules, stage, column, enough, too_little, chec
 
 
 def test_contribution_gate_subtracts_z_standard_errors():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     rules = Rules(thresholds=Thresholds(fossil_contribution=0.01, z=2.5))
     table.contribution[:] = 0.02
     for se, is_open in ((0.0, True), (0.0039, True), (0.0041, False)):
@@ -496,30 +496,30 @@ def test_contribution_gate_subtracts_z_standard_errors():
 
 
 def test_default_fossil_gate_requires_only_a_measurement():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     table.contribution[:] = -5.0
     assert gate_of(table) == (True, set())
 
 
 def test_hold_gate_requires_full_alpha_at_rest():
-    table = grown(S.BLENDING)
+    table = grown(Stage.BLENDING)
     assert gate_of(table) == (False, {Check.ALPHA_AT_FULL})  # moving
-    parked = grown(S.BLENDING, alpha_target=HALF)
+    parked = grown(Stage.BLENDING, alpha_target=HALF)
     for _ in range(5):
         tick(parked, QUICK)
     assert gate_of(parked) == (False, {Check.ALPHA_AT_FULL})
 
 
 def test_fossilisation_is_never_automatic():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     for _ in range(50):
         tick(table, AUTO)
         measure(table)
-    assert table.stage[0, 0] == S.HOLDING
+    assert table.stage[0, 0] == Stage.HOLDING
 
 
 def test_advance_is_illegal_where_it_is_automatic():
-    table = grown(S.GERMINATED)
+    table = grown(Stage.GERMINATED)
     assert may(table, QUICK, Op.ADVANCE)
     assert not may(table, AUTO, Op.ADVANCE)
 
@@ -528,7 +528,7 @@ def test_advance_is_illegal_where_it_is_automatic():
 
 
 def test_contribution_velocity_starts_at_the_second_measurement():
-    table = grown(S.BLENDING, QUICK)
+    table = grown(Stage.BLENDING, QUICK)
     table.contribution[:] = table.contribution_velocity[:] = table.contribution_prev[:] = np.nan
     measured = np.array([[True, False]])
     velocities, previous = [], []
@@ -543,7 +543,7 @@ def test_contribution_velocity_starts_at_the_second_measurement():
 
 
 def test_contribution_age_counts_epochs_since_measurement():
-    table = grown(S.BLENDING)
+    table = grown(Stage.BLENDING)
     assert table.contribution_age[0].tolist() == [-1, -1]
     tick(table, QUICK)
     assert table.contribution_age[0, 0] == -1  # stays -1 until measured
@@ -558,7 +558,7 @@ def test_contribution_age_counts_epochs_since_measurement():
 
 
 def test_missing_measurement_keeps_the_previous_value():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     before = table.clone()
     record_contribution(table, np.full((1, 2), np.nan), np.full((1, 2), np.nan))
     assert table.diff(before) == {}
@@ -592,7 +592,7 @@ def test_first_measured_quality_is_the_baseline():
 @pytest.mark.parametrize("value", [-1, -100, 13, 10**6])
 @pytest.mark.parametrize("head", [Head.SLOT, Head.ALPHA_SPEED, Head.ALPHA_CURVE, Head.OP])
 def test_out_of_range_action_changes_nothing(head, value):
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     act(table, QUICK, Op.WAIT)
     before = table.clone()
     action = np.array([row(Op.PRUNE)])
@@ -603,14 +603,14 @@ def test_out_of_range_action_changes_nothing(head, value):
 
 
 def test_irrelevant_heads_are_ignored():
-    table = grown(S.HOLDING)
+    table = grown(Stage.HOLDING)
     action = np.array([row(Op.PRUNE)])
     action[0, [Head.BLUEPRINT, Head.STYLE, Head.TEMPO, Head.ALPHA_TARGET]] = -1
     assert apply(table, action, QUICK).happened[0]
 
 
 def test_illegal_action_is_recorded_as_wait():
-    table = grown(S.TRAINING)
+    table = grown(Stage.TRAINING)
     act(table, QUICK, Op.ADVANCE)
     assert table.last_op[0] == Op.ADVANCE
     act(table, QUICK, Op.FOSSILIZE)

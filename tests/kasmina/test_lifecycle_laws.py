@@ -28,9 +28,9 @@ from esper.leyline.stages import COOLING
 from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
 from tests.support.random_tables import LIVELY, random_actions, random_legal_actions, random_measurements, random_table
 
-S = SeedStage
+Stage = SeedStage
 seeds = st.integers(0, 2**32 - 1)
-LISTED = np.eye(len(S), dtype=bool)  # a stage may stay the same
+LISTED = np.eye(len(Stage), dtype=bool)  # a stage may stay the same
 for _stage, _after in NEXT_STAGES.items():
     LISTED[_stage, list(_after)] = True
 
@@ -70,9 +70,9 @@ def every_action(table: SlotTable, op: Op, slot: int, seed: int) -> np.ndarray:
 
 def assert_listed_after_action(before: SlotTable, after: SlotTable, rules: Rules) -> None:
     """Assert that an action made only listed transitions. An open birth makes two: 0 → GERMINATED → BLENDING."""
-    born_open = (before.stage == S.DORMANT) & (after.stage == S.BLENDING) & (rules.birth == "open")
-    assert (after.prev_stage[born_open] == S.GERMINATED).all()
-    assert LISTED[np.where(born_open, S.GERMINATED, before.stage), after.stage].all()
+    born_open = (before.stage == Stage.DORMANT) & (after.stage == Stage.BLENDING) & (rules.birth == "open")
+    assert (after.prev_stage[born_open] == Stage.GERMINATED).all()
+    assert LISTED[np.where(born_open, Stage.GERMINATED, before.stage), after.stage].all()
 
 
 def is_one_of(stage: np.ndarray, *stages: SeedStage) -> np.ndarray:
@@ -116,8 +116,8 @@ def test_action_changes_only_its_slot(rules, seed):
 @given(rules=any_rules, seed=seeds)
 def test_fossils_keep_stage_alpha_and_serial(rules, seed):
     for step in life(rules, seed):
-        fossil = step.before.stage == S.FOSSILIZED
-        assert (step.ticked.stage[fossil] == S.FOSSILIZED).all()
+        fossil = step.before.stage == Stage.FOSSILIZED
+        assert (step.ticked.stage[fossil] == Stage.FOSSILIZED).all()
         assert (step.ticked.alpha[fossil] == 1.0).all()
         assert (step.ticked.serial[fossil] == step.before.serial[fossil]).all()
 
@@ -130,8 +130,8 @@ def test_cooldown_decreases_by_one_per_tick(rules, seed):
         assert ((step.applied.cooldown > 0) == cooling).all()
         ticks_left = step.applied.cooldown[cooling] - 1
         assert (step.ticked.cooldown[cooling] == ticks_left).all()
-        assert (step.ticked.stage[cooling][ticks_left == 0] == S.DORMANT).all()
-        assert is_one_of(step.ticked.stage[cooling][ticks_left > 0], S.EMBARGOED, S.RESETTING).all()
+        assert (step.ticked.stage[cooling][ticks_left == 0] == Stage.DORMANT).all()
+        assert is_one_of(step.ticked.stage[cooling][ticks_left > 0], Stage.EMBARGOED, Stage.RESETTING).all()
 
 
 # --- legality
@@ -142,7 +142,7 @@ def test_cooldown_decreases_by_one_per_tick(rules, seed):
 def test_operation_happens_exactly_where_legal(rules, seed):
     rng = np.random.default_rng(seed)
     table = reached(3).rows(rng.integers(0, 512, 64))
-    table.enabled[:] = (rng.random(table.stage.shape) < 0.8) | (table.stage != S.DORMANT)
+    table.enabled[:] = (rng.random(table.stage.shape) < 0.8) | (table.stage != Stage.DORMANT)
     may = legal(table, rules)
     for op in Op:
         for slot in range(table.num_slots):
@@ -165,10 +165,10 @@ def assert_done(op, slot, actions, happened, before, after, rules):
         assert set(now.diff(was)) <= {"last_op"}
     elif op == Op.GERMINATE:
         if rules.birth == "open":
-            assert (stage == S.BLENDING).all()
+            assert (stage == Stage.BLENDING).all()
             assert np.where(moving, alpha == 0, alpha == ALPHA_TARGETS[a[:, Head.ALPHA_TARGET]]).all()
         else:
-            assert (stage == S.GERMINATED).all()
+            assert (stage == Stage.GERMINATED).all()
             assert (alpha == 0).all()
         assert (now.serial[:, slot] == was.next_serial).all()
         assert (now.next_serial == was.next_serial + 1).all()
@@ -178,10 +178,10 @@ def assert_done(op, slot, actions, happened, before, after, rules):
         assert (now.operator[:, slot] == STYLE_OPERATOR[a[:, Head.STYLE]]).all()
     elif op == Op.PRUNE:
         leaving = moving & (target == 0) & now.frozen[:, slot] & (alpha == was.alpha[:, slot])
-        assert (leaving | (stage == S.PRUNED)).all()
-        assert (alpha[stage == S.PRUNED] == 0).all()
+        assert (leaving | (stage == Stage.PRUNED)).all()
+        assert (alpha[stage == Stage.PRUNED] == 0).all()
     elif op == Op.FOSSILIZE:
-        assert (stage == S.FOSSILIZED).all()
+        assert (stage == Stage.FOSSILIZED).all()
     else:
         assert (stage == was.stage[:, slot] + 1).all()
 
@@ -221,9 +221,9 @@ def test_alpha_is_in_unit_range_and_zero_unless_blended(rules, seed):
     for step in life(rules, seed):
         for table in (step.applied, step.ticked):
             assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
-            is_active = is_one_of(table.stage, S.BLENDING, S.HOLDING, S.FOSSILIZED)
+            is_active = is_one_of(table.stage, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
             assert (table.alpha[~is_active] == 0).all()
-            assert (table.alpha[is_one_of(table.stage, S.HOLDING, S.FOSSILIZED)] == 1).all()
+            assert (table.alpha[is_one_of(table.stage, Stage.HOLDING, Stage.FOSSILIZED)] == 1).all()
 
 
 @settings(max_examples=8, deadline=None)
@@ -250,7 +250,7 @@ def test_frozen_holds_exactly_while_alpha_ramps_down(rules, seed):
             assert (table.frozen == (table.moving & (table.alpha_to < table.alpha_from))).all()
         leaving = step.applied.moving & (step.applied.alpha_to == 0)
         assert step.applied.frozen[leaving].all()
-        assert (step.ticked.moving | (step.ticked.stage == S.PRUNED))[leaving].all()
+        assert (step.ticked.moving | (step.ticked.stage == Stage.PRUNED))[leaving].all()
 
 
 # --- independence of environments
@@ -315,8 +315,8 @@ def test_effects_suffice_to_track_modules_and_operators(rules, seed):
                 modules[e, s] = int(STYLE_OPERATOR[actions[e, Head.STYLE]])
             else:
                 assert (e, s) in modules
-                assert table.stage[e, s] == S.FOSSILIZED
-        living = np.argwhere(is_one_of(table.stage, *list(S)[1:6]))
+                assert table.stage[e, s] == Stage.FOSSILIZED
+        living = np.argwhere(is_one_of(table.stage, *list(Stage)[1:6]))
         assert modules == {(e, s): int(table.operator[e, s]) for e, s in living.tolist()}
         random_measurements(table, rng)
 
@@ -386,13 +386,13 @@ class AnyLife(RuleBasedStateMachine):
         if not hasattr(self, "table"):
             return
         table = self.table
-        fossils = set(table.serial[table.stage == S.FOSSILIZED].tolist())
+        fossils = set(table.serial[table.stage == Stage.FOSSILIZED].tolist())
         assert fossils >= self.fossils
         self.fossils = fossils
         assert legal(table, self.rules)[:, Op.WAIT].all()
         assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
         assert ((table.cooldown > 0) == is_one_of(table.stage, *COOLING)).all()
-        assert ((table.serial == -1) == (table.stage == S.DORMANT)).all()
+        assert ((table.serial == -1) == (table.stage == Stage.DORMANT)).all()
         assert table.serial.max() < table.next_serial[0]
 
 

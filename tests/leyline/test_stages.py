@@ -18,7 +18,7 @@ from esper.leyline.actions import (
 )
 from esper.leyline.stages import COOLDOWN_LABEL, COOLDOWN_TICKS
 
-S = SeedStage
+Stage = SeedStage
 ARROWS = {
     (0, 1),
     (1, 2),
@@ -38,24 +38,24 @@ ARROWS = {
 
 
 def test_stages_are_contiguous_indices_from_dormant():
-    assert [int(s) for s in S] == list(range(9))
-    assert S.DORMANT == 0
-    assert S.FOSSILIZED == 5
+    assert [int(s) for s in Stage] == list(range(9))
+    assert Stage.DORMANT == 0
+    assert Stage.FOSSILIZED == 5
 
 
 def test_exactly_the_specified_transitions_exist():
-    assert {(a, b) for a in S for b in S if a.can_become(b)} == ARROWS
-    assert set(NEXT_STAGES) == set(S)
+    assert {(a, b) for a in Stage for b in Stage if a.can_become(b)} == ARROWS
+    assert set(NEXT_STAGES) == set(Stage)
 
 
 def test_only_fossilized_has_no_next_stage():
-    assert [s for s in S if not NEXT_STAGES[s]] == [S.FOSSILIZED]
+    assert [s for s in Stage if not NEXT_STAGES[s]] == [Stage.FOSSILIZED]
 
 
 def test_cooldown_labels_run_from_pruned_to_dormant():
     assert COOLDOWN_TICKS == 7
-    labels = [S(x) for x in COOLDOWN_LABEL[::-1]]
-    assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
+    labels = [Stage(x) for x in COOLDOWN_LABEL[::-1]]
+    assert labels == [Stage.PRUNED, *[Stage.EMBARGOED] * 5, Stage.RESETTING, Stage.DORMANT]
 
 
 def test_heads_are_in_storage_order():

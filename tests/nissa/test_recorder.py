@@ -76,8 +76,8 @@ def trained(hub, level=Level.NORMAL) -> str:
         emit.worth(engine.table, helper.process_batch(engine))
         emit.phases(engine.phases)
     digest = hashlib.sha256()
-    for plot in engine.networks:
-        for name, tensor in plot.body.state_dict().items():
+    for network in engine.networks:
+        for name, tensor in network.body.state_dict().items():
             digest.update(name.encode() + tensor.numpy().tobytes())
     for array in engine.table.arrays().values():
         digest.update(array.tobytes())

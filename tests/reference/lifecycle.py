@@ -15,7 +15,7 @@ import numpy as np
 from esper.leyline.actions import Curve, Op, Operator
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import Check
-from esper.leyline.stages import SeedStage as S
+from esper.leyline.stages import SeedStage as Stage
 
 TARGETS = {0: 0.5, 1: 0.7, 2: 1.0}
 SPEEDS = {0: 0, 1: 3, 2: 5, 3: 8}
@@ -34,8 +34,8 @@ HEADS = ("slot", "blueprint", "style", "tempo", "alpha_target", "alpha_speed", "
 class Slot:
     """One slot: the columns of `SlotTable` at [e, s]."""
 
-    stage: int = S.DORMANT
-    prev_stage: int = S.DORMANT
+    stage: int = Stage.DORMANT
+    prev_stage: int = Stage.DORMANT
     dwell: int = 0
     prev_dwell: int = 0
     age: int = 0
@@ -68,13 +68,13 @@ class Slot:
 
     def is_moving(self) -> bool:
         """Return whether a ramp is running. Alpha moves only in BLENDING."""
-        return self.stage == S.BLENDING and self.ramp_pos < self.ramp_len
+        return self.stage == Stage.BLENDING and self.ramp_pos < self.ramp_len
 
     def is_empty(self) -> bool:
-        return self.stage == S.DORMANT
+        return self.stage == Stage.DORMANT
 
     def is_alive(self) -> bool:
-        return self.stage in (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED)
+        return self.stage in (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED)
 
 
 @dataclasses.dataclass
@@ -131,7 +131,7 @@ def at_least(value: float, floor: float | None) -> bool:
 def failed_checks(env: Env, slot: Slot, rules: Any) -> set[Check]:
     t = rules.thresholds
     failed = set()
-    if slot.stage == S.TRAINING:
+    if slot.stage == Stage.TRAINING:
         if slot.dwell < t.blend_dwell:
             failed.add(Check.DWELL)
         if not at_least(slot.grad_health, t.blend_health):
@@ -140,12 +140,12 @@ def failed_checks(env: Env, slot: Slot, rules: Any) -> set[Check]:
             failed.add(Check.GRADIENT_RATIO)
         if not at_least(env.quality - slot.quality_stage, t.blend_improvement):
             failed.add(Check.IMPROVEMENT)
-    elif slot.stage == S.BLENDING:
+    elif slot.stage == Stage.BLENDING:
         if slot.dwell < t.hold_dwell:
             failed.add(Check.DWELL)
         if slot.is_moving() or slot.alpha_to < 1 - 1e-6 or abs(slot.alpha - slot.alpha_to) > 1e-6:
             failed.add(Check.ALPHA_AT_FULL)
-    elif slot.stage == S.HOLDING and not at_least(
+    elif slot.stage == Stage.HOLDING and not at_least(
         slot.contribution - t.z * slot.contribution_se if slot.contribution_age >= 0 else math.nan,
         t.fossil_contribution,
     ):
@@ -154,7 +154,7 @@ def failed_checks(env: Env, slot: Slot, rules: Any) -> set[Check]:
 
 
 def gate_is_open(env: Env, slot: Slot, rules: Any) -> bool:
-    if slot.stage not in (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING):
+    if slot.stage not in (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING):
         return False
     return not failed_checks(env, slot, rules)
 
@@ -170,15 +170,15 @@ def may_germinate(env: Env, rules: Any) -> bool:
             continue
         if slot.is_alive():
             seeds += 1
-        under_way = slot.stage in (S.GERMINATED, S.TRAINING, S.PRUNED, S.EMBARGOED, S.RESETTING)
+        under_way = slot.stage in (Stage.GERMINATED, Stage.TRAINING, Stage.PRUNED, Stage.EMBARGOED, Stage.RESETTING)
         if under_way and rules.one_at_a_time:
             return False
     return rules.max_seeds == 0 or seeds < rules.max_seeds
 
 
 def goes_by_itself(slot: Slot, rules: Any) -> bool:
-    flags = {S.GERMINATED: rules.auto_train, S.TRAINING: rules.auto_blend, S.BLENDING: rules.auto_hold}
-    return bool(flags.get(S(slot.stage), False))
+    flags = {Stage.GERMINATED: rules.auto_train, Stage.TRAINING: rules.auto_blend, Stage.BLENDING: rules.auto_hold}
+    return bool(flags.get(Stage(slot.stage), False))
 
 
 def is_legal(env: Env, op: int, s: int, rules: Any) -> bool:
@@ -190,15 +190,15 @@ def is_legal(env: Env, op: int, s: int, rules: Any) -> bool:
     if op == Op.GERMINATE:
         return slot.is_empty() and any(env.takes[s]) and may_germinate(env, rules)
     if op == Op.SET_ALPHA_TARGET:
-        return slot.stage in (S.BLENDING, S.HOLDING) and not slot.is_moving()
+        return slot.stage in (Stage.BLENDING, Stage.HOLDING) and not slot.is_moving()
     if op == Op.PRUNE:
-        if slot.stage not in (S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING):
+        if slot.stage not in (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING):
             return False
         return slot.age >= rules.min_prune_age and not slot.is_moving()
     if op == Op.FOSSILIZE:
-        return slot.stage == S.HOLDING and gate_is_open(env, slot, rules)
+        return slot.stage == Stage.HOLDING and gate_is_open(env, slot, rules)
     assert op == Op.ADVANCE
-    if slot.stage not in (S.GERMINATED, S.TRAINING, S.BLENDING) or goes_by_itself(slot, rules):
+    if slot.stage not in (Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING) or goes_by_itself(slot, rules):
         return False
     return gate_is_open(env, slot, rules)
 
@@ -241,20 +241,20 @@ def enter(env: Env, slot: Slot, stage: int) -> None:
     slot.prev_stage, slot.prev_dwell = slot.stage, slot.dwell
     slot.stage, slot.dwell = stage, 0
     slot.quality_stage = env.quality
-    if stage == S.HOLDING:
+    if stage == Stage.HOLDING:
         slot.contribution_age = -1
 
 
 def remove(env: Env, slot: Slot) -> None:
-    enter(env, slot, S.PRUNED)
+    enter(env, slot, Stage.PRUNED)
     slot.cooldown = 1 + 5 + 1
     slot.alpha = slot.alpha_from = slot.alpha_to = 0.0
     slot.ramp_len = slot.ramp_pos = slot.params = 0
 
 
 def advance(env: Env, slot: Slot) -> None:
-    after = {S.GERMINATED: S.TRAINING, S.TRAINING: S.BLENDING, S.BLENDING: S.HOLDING}
-    enter(env, slot, after[S(slot.stage)])
+    after = {Stage.GERMINATED: Stage.TRAINING, Stage.TRAINING: Stage.BLENDING, Stage.BLENDING: Stage.HOLDING}
+    enter(env, slot, after[Stage(slot.stage)])
 
 
 def start_ramp(slot: Slot, target: float, ticks: int, curve: int) -> None:
@@ -301,7 +301,7 @@ def apply(env: Env, row: list[int], rules: Any) -> tuple[bool, list[tuple[str, i
         curve, operator = STYLES[action["style"]]
         tempo = TEMPOS[action["tempo"]]
         env.slots[s] = Slot(
-            stage=S.GERMINATED,
+            stage=Stage.GERMINATED,
             serial=env.next_serial,
             blueprint=action["blueprint"],
             operator=operator,
@@ -316,7 +316,7 @@ def apply(env: Env, row: list[int], rules: Any) -> tuple[bool, list[tuple[str, i
         env.next_serial += 1
         if rules.birth == "open":
             born = env.slots[s]
-            enter(env, born, S.BLENDING)
+            enter(env, born, Stage.BLENDING)
             start_ramp(born, born.alpha_to, tempo if rules.open_ramp is None else rules.open_ramp, curve)
         return True, [("BUILD", s)]
     if op == Op.SET_ALPHA_TARGET:
@@ -324,8 +324,8 @@ def apply(env: Env, row: list[int], rules: Any) -> tuple[bool, list[tuple[str, i
         effects = [("SET_OPERATOR", s)] if slot.operator != operator else []
         slot.operator = operator
         target = TARGETS[action["alpha_target"]]
-        if slot.stage == S.HOLDING and target < 1:
-            enter(env, slot, S.BLENDING)
+        if slot.stage == Stage.HOLDING and target < 1:
+            enter(env, slot, Stage.BLENDING)
         start_ramp(slot, target, SPEEDS[action["alpha_speed"]], action["alpha_curve"])
         return True, effects
     if op == Op.PRUNE:
@@ -333,12 +333,12 @@ def apply(env: Env, row: list[int], rules: Any) -> tuple[bool, list[tuple[str, i
         if ticks == 0 or slot.alpha == 0:
             remove(env, slot)
             return True, [("DROP", s)]
-        if slot.stage == S.HOLDING:
-            enter(env, slot, S.BLENDING)
+        if slot.stage == Stage.HOLDING:
+            enter(env, slot, Stage.BLENDING)
         start_ramp(slot, 0.0, ticks, action["alpha_curve"])
         return True, []
     if op == Op.FOSSILIZE:
-        enter(env, slot, S.FOSSILIZED)
+        enter(env, slot, Stage.FOSSILIZED)
         return True, [("COMMIT", s)]
     if op == Op.ADVANCE:
         advance(env, slot)
@@ -359,9 +359,9 @@ def tick(env: Env, rules: Any) -> list[tuple[str, int]]:
             if slot.cooldown == 0:
                 env.slots[s] = slot = Slot()
             elif slot.cooldown == 1:
-                enter(env, slot, S.RESETTING)
-            elif slot.stage == S.PRUNED:
-                enter(env, slot, S.EMBARGOED)
+                enter(env, slot, Stage.RESETTING)
+            elif slot.stage == Stage.PRUNED:
+                enter(env, slot, Stage.EMBARGOED)
         if ramp_down_ended:
             remove(env, slot)
             effects.append(("DROP", s))

@@ -61,10 +61,10 @@ def text() -> Task:
 TASKS = {"digits": digits, "images": images, "text": text}
 
 
-def weights(plot: HostNetwork) -> str:
+def weights(network: HostNetwork) -> str:
     """Return a hash of all weights of a host and its seeds."""
     digest = hashlib.sha256()
-    for name, value in sorted(plot.body.state_dict().items()):
+    for name, value in sorted(network.body.state_dict().items()):
         digest.update(name.encode() + value.detach().contiguous().numpy().tobytes())
     return digest.hexdigest()
 
@@ -100,7 +100,7 @@ def test_backend_equals_the_engine_used_directly(name: str) -> None:
         assert result.effects == outcome.effects
         same_rows(backend.table, engine.table)
     assert [weights(p) for p in backend.engine.networks] == [weights(p) for p in engine.networks]
-    assert any(slot.seed is not None for plot in engine.networks for slot in plot.body.slots.values())
+    assert any(slot.seed is not None for network in engine.networks for slot in network.body.slots.values())
 
 
 @pytest.mark.parametrize("name", TASKS)
@@ -164,10 +164,10 @@ def test_sizes_equal_those_counted_by_leyline() -> None:
         params, macs = live_costs(table, context)
         np.testing.assert_array_equal(np.concatenate([f.params for f in env.frames]), params)
         np.testing.assert_array_equal(np.concatenate([f.macs for f in env.frames]), macs)
-        for e, plot in enumerate(env.backend.engine.networks):
-            assert params[e] == plot.params
+        for e, network in enumerate(env.backend.engine.networks):
+            assert params[e] == network.params
             added = 0
-            for s, slot in enumerate(plot.body.slots.values()):
+            for s, slot in enumerate(network.body.slots.values()):
                 if table.stage[e, s] in with_a_say:
                     assert slot.blueprint is not None
                     added += cost(slot.blueprint, slot.site).macs

@@ -34,7 +34,7 @@ from tests.support.random_tables import LIVELY, random_legal_actions
 from tests.support.rules import ISOLATED
 from tests.support.scoreboard import oracle, scoreboard
 
-S = SeedStage
+Stage = SeedStage
 QUIET = SimConfig(noise=0.0)
 dice = st.integers(0, 2**32 - 1)
 CONV_LIGHT, NORM = BLUEPRINTS.index("conv_light"), BLUEPRINTS.index("norm")
@@ -157,7 +157,7 @@ def test_alpha_0_has_no_effect_and_effects_grow_with_alpha():
     sim = Simulator(msgspec.structs.replace(QUIET, shock=0.0, stillborn_share=0.0), range(64), ISOLATED)
     sim.step(plant(sim, 0, CONV_LIGHT))
     wait(sim, 10)
-    assert (sim.table.stage[:, 0] == S.BLENDING).all()
+    assert (sim.table.stage[:, 0] == Stage.BLENDING).all()
     assert (sim.table.alpha == 0).all()
     potential = sim.truth.potential[:, 0, CONV_LIGHT]
     gains = []
@@ -222,7 +222,7 @@ def test_pruning_removes_the_gain_and_disturbs_the_host_temporarily():
     sim = Simulator(QUIET, range(64))
     sim.step(plant(sim, 0, CONV_LIGHT))
     wait(sim, 16)
-    holding = sim.table.stage[:, 0] == S.HOLDING
+    holding = sim.table.stage[:, 0] == Stage.HOLDING
     cut = wait_everywhere(64)
     cut[:, Head.OP], cut[:, Head.SLOT], cut[:, Head.ALPHA_SPEED] = Op.PRUNE, 0, 0
     sim.step(cut)
@@ -262,8 +262,8 @@ def test_stillborn_seeds_have_the_configured_rate_and_never_blend():
     wait(sim, 14)
     dead = sim.truth.stillborn[:, 0, CONV_LIGHT]
     assert 0 < dead.sum() < 64
-    assert (sim.table.stage[dead, 0] == S.TRAINING).all()
-    assert (sim.table.stage[~dead, 0] == S.BLENDING).all()
+    assert (sim.table.stage[dead, 0] == Stage.TRAINING).all()
+    assert (sim.table.stage[~dead, 0] == Stage.BLENDING).all()
 
 
 def test_gate_halves_harm_and_operators_suit_blueprints():
@@ -312,15 +312,15 @@ def test_quality_contributions_and_prospects_equal_switching_seeds_by_hand(seed)
         value = brute_value(sim, e, on)
         host = sim.truth.host_quality(table.step)[e]
         assert sim.true_quality[e] == pytest.approx(np.clip(host + value - sim.shock[e], 0.01, 0.99), abs=1e-12)
-        fossils = {s: a for s, a in on.items() if table.stage[e, s] == S.FOSSILIZED}
+        fossils = {s: a for s, a in on.items() if table.stage[e, s] == Stage.FOSSILIZED}
         without_live = table.quality[e] - value + brute_value(sim, e, fossils)
         assert table.committed_quality[e] == pytest.approx(np.clip(without_live, 0, 1), abs=1e-6)
         for s in range(4):
-            if table.stage[e, s] in (S.BLENDING, S.HOLDING) and on[s] > 0:
+            if table.stage[e, s] in (Stage.BLENDING, Stage.HOLDING) and on[s] > 0:
                 loss = value - brute_value(sim, e, {**on, s: 0.0})
                 assert table.contribution[e, s] == pytest.approx(loss, abs=1e-6)
                 assert table.contribution_age[e, s] == 0
-            if table.stage[e, s] == S.TRAINING:
+            if table.stage[e, s] == Stage.TRAINING:
                 assert table.prospect[e, s] == pytest.approx(brute_value(sim, e, {**on, s: 1.0}) - value, abs=1e-6)
 
 
@@ -344,13 +344,13 @@ def test_measured_contributions_have_noise_of_the_stated_error():
     for sim in (noisy, quiet):
         sim.step(plant(sim, 1, CONV_LIGHT))
         wait(sim, 4)
-    learning = noisy.table.stage[:, 1] == S.TRAINING
+    learning = noisy.table.stage[:, 1] == Stage.TRAINING
     z = ((noisy.table.prospect - quiet.table.prospect) / noisy.table.prospect_se)[learning, 1]
     assert abs(z.mean()) < 4 / np.sqrt(len(z))
     assert z.std() == pytest.approx(1, abs=0.08)
     for sim in (noisy, quiet):
         wait(sim, 12)
-    holding = noisy.table.stage[:, 1] == S.HOLDING
+    holding = noisy.table.stage[:, 1] == Stage.HOLDING
     z = ((noisy.table.contribution - quiet.table.contribution) / noisy.table.contribution_se)[holding, 1]
     assert abs(z.mean()) < 4 / np.sqrt(len(z))
     assert z.std() == pytest.approx(1, abs=0.08)
@@ -396,10 +396,10 @@ def test_random_legal_play_keeps_the_table_valid(seed, slots):
         assert sim.step(actions).happened.all()
         table = sim.table
         assert (table.step == t + 1).all()
-        is_active = np.isin(table.stage, (S.BLENDING, S.HOLDING, S.FOSSILIZED))
+        is_active = np.isin(table.stage, (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED))
         assert (table.alpha[~is_active] == 0).all()
         assert ((table.alpha >= 0) & (table.alpha <= 1)).all()
-        alive = (table.stage >= S.GERMINATED) & (table.stage <= S.FOSSILIZED)
+        alive = (table.stage >= Stage.GERMINATED) & (table.stage <= Stage.FOSSILIZED)
         assert (table.params[~alive] == 0).all()
         assert (table.params[alive] > 0).all()
         assert ((sim.skill >= 0) & (sim.skill <= 1)).all()
@@ -408,11 +408,11 @@ def test_random_legal_play_keeps_the_table_valid(seed, slots):
         assert (table.val_loss > table.train_loss * 0.98).all()
         assert np.isfinite(table.contribution[alive & is_active & (table.contribution_age >= 0)]).all()
         for was, now in zip(before.ravel(), table.stage.ravel(), strict=True):
-            reach, two = {S(was)}, {S(was)}
+            reach, two = {Stage(was)}, {Stage(was)}
             for _ in range(moves):
                 two = {n for r in two for n in NEXT_STAGES[r]}
                 reach |= two
-            assert S(now) in reach
+            assert Stage(now) in reach
 
 
 @pytest.mark.parametrize("name", CONTROLLERS)
@@ -469,8 +469,8 @@ def test_plan_is_carried_out_as_written():
     plan = ((2, NORM, 1), (0, CONV_LIGHT, 0))
     sim = Simulator(SimConfig(stillborn_share=0.0), range(8))
     play(sim, FollowPlans([plan]), RewardConfig())
-    assert (sim.table.stage[:, [0, 2]] == S.FOSSILIZED).all()
-    assert (sim.table.stage[:, 1] == S.DORMANT).all()
+    assert (sim.table.stage[:, [0, 2]] == Stage.FOSSILIZED).all()
+    assert (sim.table.stage[:, 1] == Stage.DORMANT).all()
     assert (sim.table.blueprint[:, [2, 0]] == [NORM, CONV_LIGHT]).all()
     assert (sim.table.serial[:, [2, 0]] == [0, 1]).all()
     assert (sim.table.operator[:, [2, 0]] == [Operator.MULTIPLY, Operator.ADD]).all()

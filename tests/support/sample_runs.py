@@ -22,14 +22,14 @@ from esper.leyline.events import (
     Update,
     Worth,
 )
-from esper.leyline.stages import SeedStage as S
+from esper.leyline.stages import SeedStage as Stage
 from esper.nissa.record import Record, line
 
 SLOTS = ("r0c0", "r0c1", "r1c0")
 LIFE = (  # slot, blueprint, epoch of germination, epochs in training / blending / holding, how it ends
-    (0, "conv_light", 3, (8, 5, 4), S.FOSSILIZED),
-    (1, "norm", 10, (6, 5, 3), S.PRUNED),
-    (2, "attention", 16, (7, 8, 60), S.HOLDING),
+    (0, "conv_light", 3, (8, 5, 4), Stage.FOSSILIZED),
+    (1, "norm", 10, (6, 5, 3), Stage.PRUNED),
+    (2, "attention", 16, (7, 8, 60), Stage.HOLDING),
 )
 HEADS = ("slot", "blueprint", "style", "tempo", "op")
 
@@ -85,38 +85,40 @@ def moved(n, slot, was, now, *, dwell=1, **changed):
 def life_of(plan, epochs):
     """Return (stage, alpha) of one slot for each epoch."""
     _, _, birth, (training, blending, holding), end = plan
-    course = [S.GERMINATED] + [S.TRAINING] * training + [S.BLENDING] * blending + [S.HOLDING] * holding
-    course += [S.PRUNED] + [S.EMBARGOED] * 5 + [S.RESETTING] if end == S.PRUNED else [end] * epochs
-    rows = [(S.DORMANT, 0.0)] * (birth - 1)
+    course = [Stage.GERMINATED] + [Stage.TRAINING] * training + [Stage.BLENDING] * blending + [Stage.HOLDING] * holding
+    course += [Stage.PRUNED] + [Stage.EMBARGOED] * 5 + [Stage.RESETTING] if end == Stage.PRUNED else [end] * epochs
+    rows = [(Stage.DORMANT, 0.0)] * (birth - 1)
     for k, stage in enumerate(course):
         ramp = (k - training) / blending
-        alpha = {S.BLENDING: ramp, S.HOLDING: 1.0, S.FOSSILIZED: 1.0}.get(stage, 0.0)
+        alpha = {Stage.BLENDING: ramp, Stage.HOLDING: 1.0, Stage.FOSSILIZED: 1.0}.get(stage, 0.0)
         rows.append((stage, round(alpha, 4)))
-    return (rows + [(S.DORMANT, 0.0)] * epochs)[:epochs]
+    return (rows + [(Stage.DORMANT, 0.0)] * epochs)[:epochs]
 
 
 def grow_like(journal, env, name, *, episode=0, epochs=40, grows=True, skill=0.0, seed=0, decisions=True):
     """Write one episode as `esper grow` does: steps, decisions, lifecycles, worth, result."""
     rng = random.Random(1_000 * seed + 10 * env + episode)
-    lives = [life_of(plan, epochs) if grows else [(S.DORMANT, 0.0)] * epochs for plan in LIFE]
+    lives = [life_of(plan, epochs) if grows else [(Stage.DORMANT, 0.0)] * epochs for plan in LIFE]
     gains = (0.14, -0.01, 0.09)
     quality = best = 0.0
-    counts = dict.fromkeys((S.GERMINATED, S.FOSSILIZED, S.PRUNED), 0)
+    counts = dict.fromkeys((Stage.GERMINATED, Stage.FOSSILIZED, Stage.PRUNED), 0)
     for n in range(1, epochs + 1):
         row = [life[n - 1] for life in lives]
-        before = [life[n - 2] if n > 1 else (S.DORMANT, 0.0) for life in lives]
-        names = tuple(LIFE[s][1] if S.GERMINATED <= stage <= S.FOSSILIZED else "" for s, (stage, _) in enumerate(row))
+        before = [life[n - 2] if n > 1 else (Stage.DORMANT, 0.0) for life in lives]
+        names = tuple(
+            LIFE[s][1] if Stage.GERMINATED <= stage <= Stage.FOSSILIZED else "" for s, (stage, _) in enumerate(row)
+        )
         op = "WAIT"
         for s, ((was, _), (now, alpha)) in enumerate(zip(before, row, strict=True)):
             if was != now:
                 counts[now] = counts.get(now, 0) + 1
-                by_controller = now in (S.GERMINATED, S.PRUNED, S.FOSSILIZED)
-                op = {S.GERMINATED: "GERMINATE", S.PRUNED: "PRUNE", S.FOSSILIZED: "FOSSILIZE"}.get(now, op)
+                by_controller = now in (Stage.GERMINATED, Stage.PRUNED, Stage.FOSSILIZED)
+                op = {Stage.GERMINATED: "GERMINATE", Stage.PRUNED: "PRUNE", Stage.FOSSILIZED: "FOSSILIZE"}.get(now, op)
                 if by_controller and decisions:
                     journal.write(Decision(env=env, episode=episode, step=n, op=op, slot=SLOTS[s], happened=True,
                                            blueprint=LIFE[s][1] if op == "GERMINATE" else "", style="SIGMOID_ADD",
                                            legal_ops=("WAIT", op), entropy=0.4, value=0.1 * s))  # fmt: skip
-                judged = 0.1 * s + 0.02 if by_controller and now != S.GERMINATED else None
+                judged = 0.1 * s + 0.02 if by_controller and now != Stage.GERMINATED else None
                 journal.write(moved(n, SLOTS[s], was, now, env=env, episode=episode, blueprint=LIFE[s][1], dwell=4,
                                     seed=s, alpha=alpha, cause="controller" if by_controller else "rules",
                                     contribution=judged, contribution_se=0.01 if judged else None))  # fmt: skip
@@ -124,7 +126,7 @@ def grow_like(journal, env, name, *, episode=0, epochs=40, grows=True, skill=0.0
         base = 0.1 + (0.45 + skill) * (1 - math.exp(-n / 9))
         quality = min(0.99, base + grown + rng.gauss(0, 0.006))
         best = max(best, quality)
-        live = any(a > 0 and st != S.FOSSILIZED for st, a in row)
+        live = any(a > 0 and st != Stage.FOSSILIZED for st, a in row)
         journal.write(
             step(
                 n,
@@ -142,21 +144,21 @@ def grow_like(journal, env, name, *, episode=0, epochs=40, grows=True, skill=0.0
             )
         )
         for s, (stage, alpha) in enumerate(row):
-            if S.TRAINING <= stage <= S.FOSSILIZED:
+            if Stage.TRAINING <= stage <= Stage.FOSSILIZED:
                 worth = gains[s] * alpha + rng.gauss(0, 0.008)
-                training = stage == S.TRAINING
+                training = stage == Stage.TRAINING
                 journal.write(Worth(env=env, episode=episode, step=n, slot=SLOTS[s], seed=s, blueprint=LIFE[s][1],
-                                    committed=stage == S.FOSSILIZED, contribution=None if training else worth,
+                                    committed=stage == Stage.FOSSILIZED, contribution=None if training else worth,
                                     contribution_se=None if training else 0.011, interaction=0.004,
                                     shapley=None if training else worth * 0.9, shapley_se=None if training else 0.012,
                                     prospect=gains[s] * 0.6 + rng.gauss(0, 0.01) if training else None,
                                     prospect_se=0.012 if training else None))  # fmt: skip
-    alive = {SLOTS[s]: LIFE[s][1] for s in range(3) if lives[s][-1][0] in (S.HOLDING, S.FOSSILIZED)}
+    alive = {SLOTS[s]: LIFE[s][1] for s in range(3) if lives[s][-1][0] in (Stage.HOLDING, Stage.FOSSILIZED)}
     journal.write(Episode(env=env, episode=episode, world=1, name=name, steps=epochs, quality=quality,
                           quality_best=best, test_quality=quality - 0.007, test_loss=0.7, baseline_quality=0.53,
-                          params=1_234 + 600 * len(alive), host_params=1_234, germinated=counts[S.GERMINATED],
-                          fossilized=counts[S.FOSSILIZED], pruned=counts[S.PRUNED], structure=alive, wall_s=21.5,
-                          utility=quality - 0.55, episode_return=quality - 0.5))  # fmt: skip
+                          params=1_234 + 600 * len(alive), host_params=1_234, germinated=counts[Stage.GERMINATED],
+                          fossilized=counts[Stage.FOSSILIZED], pruned=counts[Stage.PRUNED], structure=alive,
+                          wall_s=21.5, utility=quality - 0.55, episode_return=quality - 0.5))  # fmt: skip
 
 
 def phases(journal, scale=1.0):

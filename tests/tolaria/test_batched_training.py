@@ -61,7 +61,7 @@ def task(host: str, dtype: torch.dtype = torch.float32) -> Task:
     return Task.from_tensors(host, x.to(dtype), y, host_kwargs=(HOSTS | ODD)[host], **settings)
 
 
-def plots(task: Task, worlds: int = 3, **config: object) -> list[HostNetwork]:
+def make_networks(task: Task, worlds: int = 3, **config: object) -> list[HostNetwork]:
     data = task.load_data()
     return [HostNetwork(task, data, world, EngineConfig(**config)) for world in range(worlds)]
 
@@ -89,9 +89,11 @@ def wander(table: SlotTable, rng: np.random.Generator, envs: list[int] | None = 
     return actions
 
 
-def state(plot: HostNetwork) -> list[Tensor]:
-    momenta = [plot.optimizer.state[p]["momentum_buffer"] for p in plot.body.parameters() if p in plot.optimizer.state]
-    tensors = [*plot.body.parameters(), *plot.body.buffers(), *plot.average.average, *momenta]
+def state(network: HostNetwork) -> list[Tensor]:
+    momenta = [
+        network.optimizer.state[p]["momentum_buffer"] for p in network.body.parameters() if p in network.optimizer.state
+    ]
+    tensors = [*network.body.parameters(), *network.body.buffers(), *network.average.average, *momenta]
     return [t.detach().clone() for t in tensors]
 
 
@@ -134,10 +136,10 @@ def test_stacked_training_equals_the_loop_under_growth(host: str, incubation: st
 
 
 def test_stacked_training_equals_the_loop_in_float32_up_to_rounding():
-    one, other = plots(task("mlp")), plots(task("mlp"))
+    one, other = make_networks(task("mlp")), make_networks(task("mlp"))
     stack = BatchedTrainer(other)
     for step in range(5):
-        expected = [plot.train_epoch(step) for plot in one]
+        expected = [network.train_epoch(step) for network in one]
         stack.train_epoch([step] * 3)
         torch.testing.assert_close(torch.stack([stack.result(e) for e in range(3)]), torch.stack(expected))
     for a, b in zip(one, other, strict=True):
@@ -147,19 +149,19 @@ def test_stacked_training_equals_the_loop_in_float32_up_to_rounding():
 @pytest.mark.usefixtures("double")
 def test_fossils_are_clipped_with_the_host_and_seeds_separately():
     strict = replace(task("mlp", torch.float64), clip=0.01)
-    loop, stack = plots(strict), plots(strict)
+    loop, stack = make_networks(strict), make_networks(strict)
     for networks in (loop, stack):
-        for plot in networks:
-            for name, stage in zip(plot.body.slots, (SeedStage.FOSSILIZED, SeedStage.BLENDING), strict=False):
-                slot = plot.body.plant(name, "mlp_small", rng_seed=plot.world)
-                plot.body.set_slot(slot, stage, 0.7)
-                plot.optimizer_sync._settle(slot, committed=stage == SeedStage.FOSSILIZED)
-            plot.average.resync()
-            plot.regroup()
+        for network in networks:
+            for name, stage in zip(network.body.slots, (SeedStage.FOSSILIZED, SeedStage.BLENDING), strict=False):
+                slot = network.body.plant(name, "mlp_small", rng_seed=network.world)
+                network.body.set_slot(slot, stage, 0.7)
+                network.optimizer_sync._settle(slot, committed=stage == SeedStage.FOSSILIZED)
+            network.average.resync()
+            network.regroup()
     together = BatchedTrainer(stack)
     for step in range(3):
-        for plot in loop:
-            plot.train_epoch(step)
+        for network in loop:
+            network.train_epoch(step)
         together.train_epoch([step] * 3)
     for a, b in zip(loop, stack, strict=True):
         assert_close(a, b, 1e-12)
@@ -187,7 +189,7 @@ UNEVEN = [("dots", "conv_small"), ("dots", "depthwise"), ("vectors", "mlp_small"
 
 def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[HostNetwork]:
     """Return four networks, `rows` with a trained seed in the first slot. Even rows multiply, odd rows add."""
-    networks = plots(task(host), 4)
+    networks = make_networks(task(host), 4)
     for row in rows:
         body = networks[row].body
         slot = body.plant(next(iter(body.slots)), blueprint, operator=Operator(1 - row % 2), rng_seed=row)
@@ -238,21 +240,21 @@ def test_equal_seeds_are_stacked_without_changing_results(
 
 def test_custom_seeds_are_not_stacked():
     networks = grown("mlp", "mlp_small", [0, 1, 2, 3], SeedStage.BLENDING)
-    for plot in networks:
-        slot = next(iter(plot.body.slots.values()))
+    for network in networks:
+        slot = next(iter(network.body.slots.values()))
         assert slot.seed is not None
         assert WideSeed.of(slot, 16) is not None
-        assert can_be_batched(plot)
+        assert can_be_batched(network)
         slot.seed = Stumbling(slot.seed)
         assert WideSeed.of(slot, 16) is None
-        assert not can_be_batched(plot)
+        assert not can_be_batched(network)
     for odd in (nn.Dropout(), nn.BatchNorm1d(8)):
-        plot = grown("mlp", "mlp_small", [0], SeedStage.BLENDING)[0]
-        plot.body.slots["r0c0"].seed.append(odd)
-        assert not can_be_batched(plot)
-    plot = grown("mlp", "mlp_small", [0], SeedStage.BLENDING)[0]
-    plot.body.slots["r0c0"].seed[0].register_forward_hook(lambda *_: None)
-    assert not can_be_batched(plot)
+        network = grown("mlp", "mlp_small", [0], SeedStage.BLENDING)[0]
+        network.body.slots["r0c0"].seed.append(odd)
+        assert not can_be_batched(network)
+    network = grown("mlp", "mlp_small", [0], SeedStage.BLENDING)[0]
+    network.body.slots["r0c0"].seed[0].register_forward_hook(lambda *_: None)
+    assert not can_be_batched(network)
 
 
 class Clumsy(torch.autograd.Function):
@@ -281,10 +283,10 @@ def test_custom_seeds_match_the_loop_and_do_not_affect_other_rows():
             networks[way][row].body.slots["r0c0"].seed.append(part)
         slot = networks[way][2].body.slots["r0c0"]
         slot.seed = Falling(*slot.seed)
-        for plot in networks[way][:3]:
-            plot.optimizer_sync._settle(plot.body.slots["r0c0"])
-            plot.average.resync()
-            plot.regroup()
+        for network in networks[way][:3]:
+            network.optimizer_sync._settle(network.body.slots["r0c0"])
+            network.average.resync()
+            network.regroup()
     stack = BatchedTrainer(networks["odd"])
     BatchedTrainer(networks["plain"]).train_epoch([0] * 4)
     stack.train_epoch([0] * 4)
@@ -322,7 +324,7 @@ def test_rows_match_the_loop_for_any_host_shape(shape: str):
         for blueprint in ("conv_small", "norm", "depthwise"):
             states = {}
             for rows in ([], [2], [1, 2], [0, 1, 2]):
-                networks = plots(odd)
+                networks = make_networks(odd)
                 for row in rows:
                     place = networks[row].body.plant(list(networks[row].body.slots)[slot], blueprint, rng_seed=row)
                     networks[row].body.set_slot(place, SeedStage.BLENDING, 0.7)
@@ -331,16 +333,16 @@ def test_rows_match_the_loop_for_any_host_shape(shape: str):
                     networks[row].regroup()
                 if rows == [2]:
                     alone = [HostNetwork(odd, networks[0].data, world, EngineConfig()) for world in range(2)]
-                    for plot in alone:
-                        plot.train_epoch(0)
+                    for network in alone:
+                        network.train_epoch(0)
                 BatchedTrainer(networks).train_epoch([0] * 3)
-                states[len(rows)] = [state(plot) for plot in networks]
+                states[len(rows)] = [state(network) for network in networks]
             assert is_same(states[1][2], states[2][2])
             assert is_same(states[1][2], states[3][2])
             assert is_same(states[0][0], states[1][0])
             assert is_same(states[0][0], states[2][0])
-            for plot, row in zip(alone, states[1], strict=False):
-                for a, b in zip(state(plot), row, strict=True):
+            for network, row in zip(alone, states[1], strict=False):
+                for a, b in zip(state(network), row, strict=True):
                     torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-4)
 
 
@@ -357,7 +359,7 @@ class Stumbling(nn.Module):
 
 
 def test_error_or_nan_stays_in_its_row():
-    sound, sick = plots(task("mlp"), 4), plots(task("mlp"), 4)
+    sound, sick = make_networks(task("mlp"), 4), make_networks(task("mlp"), 4)
     slot = sick[1].body.plant("r0c1", "mlp_small")
     sick[1].body.set_slot(slot, SeedStage.BLENDING, 1.0)
     sick[1].optimizer_sync._settle(slot)
@@ -379,12 +381,20 @@ def test_error_or_nan_stays_in_its_row():
 
 
 def test_training_updates_tensors_in_place():
-    networks = plots(task("pixels"))
+    networks = make_networks(task("pixels"))
     stack = BatchedTrainer(networks)
-    tensors = [t for plot in networks for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
+    tensors = [
+        t
+        for network in networks
+        for t in (*network.body.parameters(), *network.body.buffers(), *network.average.average)
+    ]
     before = [t.detach().clone() for t in tensors]
     stack.train_epoch([0] * 3)
-    now = [t for plot in networks for t in (*plot.body.parameters(), *plot.body.buffers(), *plot.average.average)]
+    now = [
+        t
+        for network in networks
+        for t in (*network.body.parameters(), *network.body.buffers(), *network.average.average)
+    ]
     assert all(a is b for a, b in zip(tensors, now, strict=True))
     changed = [not torch.equal(a, b) for a, b in zip(before, tensors, strict=True)]
     assert sum(changed) > 0.8 * len(changed)  # alpha does not change
@@ -393,15 +403,15 @@ def test_training_updates_tensors_in_place():
 def test_augmented_images_match_the_loop():
     base = task("pixels")
     augmented = replace(base, augment=True, data=replace(base.data, black=(0.0, 0.0)))
-    one, other = plots(augmented), plots(augmented)
+    one, other = make_networks(augmented), make_networks(augmented)
     stack = BatchedTrainer(other)
     stack.train_epoch([3] * 3)
-    for e, plot in enumerate(one):
-        torch.testing.assert_close(stack.result(e), plot.train_epoch(3))
+    for e, network in enumerate(one):
+        torch.testing.assert_close(stack.result(e), network.train_epoch(3))
 
 
 def test_training_keeps_the_global_rng_state():
-    stack = BatchedTrainer(plots(task("mlp")))
+    stack = BatchedTrainer(make_networks(task("mlp")))
     before = torch.get_rng_state()
     stack.train_epoch([0] * 3)
     assert torch.equal(before, torch.get_rng_state())
@@ -415,10 +425,10 @@ class Mixing(nn.Module):
 
 
 def test_unsupported_host_is_rejected():
-    mixing, unknown = plots(task("pixels")), plots(task("pixels"))
+    mixing, unknown = make_networks(task("pixels")), make_networks(task("pixels"))
     for networks, odd in ((mixing, Mixing()), (unknown, nn.PReLU(2))):
-        for plot in networks:
-            plot.body.model.pools[0] = odd
+        for network in networks:
+            network.body.model.pools[0] = odd
     with pytest.raises(ConfigError, match="stacked outputs differ from those of the single hosts"):
         BatchedTrainer(mixing)
     with pytest.raises(ConfigError, match="PReLU"):
@@ -426,21 +436,21 @@ def test_unsupported_host_is_rejected():
 
 
 def test_row_mixing_hidden_by_a_zero_head_is_detected():
-    networks = plots(task("pixels"))
-    for plot in networks:
-        plot.body.model.pools[0] = Mixing()
-        nn.init.zeros_(plot.body.model.head.weight)
+    networks = make_networks(task("pixels"))
+    for network in networks:
+        network.body.model.pools[0] = Mixing()
+        nn.init.zeros_(network.body.model.head.weight)
     with pytest.raises(ConfigError, match="some outputs depend on the inputs of other hosts"):
         BatchedTrainer(networks)
 
 
 def test_unsupported_cases_are_reported():
-    frozen = plots(task("mlp"))
+    frozen = make_networks(task("mlp"))
     frozen[2].body.model.head.bias.requires_grad_(False)
     cases = {
-        "only one": plots(task("mlp"), 1),
-        "single samples": plots(replace(task("mlp"), batch=1)),
-        "AdamW": plots(replace(task("mlp"), optimiser="adamw")),
+        "only one": make_networks(task("mlp"), 1),
+        "single samples": make_networks(replace(task("mlp"), batch=1)),
+        "AdamW": make_networks(replace(task("mlp"), optimiser="adamw")),
         "frozen": frozen,
     }
     for why, networks in cases.items():
@@ -451,11 +461,11 @@ def test_unsupported_cases_are_reported():
 
 
 def test_choose_does_not_modify_the_networks():
-    networks = plots(task("mlp"))
-    before, rng = [state(plot) for plot in networks], torch.get_rng_state()
+    networks = make_networks(task("mlp"))
+    before, rng = [state(network) for network in networks], torch.get_rng_state()
     assert choose(networks) in ("loop", "stacked")
-    assert all(is_same(a, state(plot)) for a, plot in zip(before, networks, strict=True))
-    assert all(not plot.optimizer.state for plot in networks)
+    assert all(is_same(a, state(network)) for a, network in zip(before, networks, strict=True))
+    assert all(not network.optimizer.state for network in networks)
     assert torch.equal(rng, torch.get_rng_state())
 
 

@@ -40,11 +40,11 @@ def engine() -> Engine:
 def test_averaged_weights_are_kept_and_the_engine_is_unchanged():
     engine, other = grown_engine(), grown_engine()
     host = GrownHost.of(engine, 1)
-    plot = engine.networks[1]
-    names = [n for n, _ in plot.body.model.named_parameters()]
-    averaged = dict(zip(names, plot.average.average, strict=False))
+    network = engine.networks[1]
+    names = [n for n, _ in network.body.model.named_parameters()]
+    averaged = dict(zip(names, network.average.average, strict=False))
     assert all(torch.equal(host.state[n], averaged[n]) for n in names)
-    assert any(not torch.equal(host.state[n], p) for n, p in plot.body.model.named_parameters())
+    assert any(not torch.equal(host.state[n], p) for n, p in network.body.model.named_parameters())
     before = copy.deepcopy(host.state)
 
     for each in (engine, other):
@@ -76,22 +76,22 @@ def test_test_split_is_not_read():
 )
 def test_body_restored_from_json_and_tensors_gives_the_same_outputs(task):
     engine = grown_engine(task, (4,), steps=1)
-    plot = engine.networks[0]
-    live = plot.body.plant("r0c1", "norm", Operator.MULTIPLY, rng_seed=3)
+    network = engine.networks[0]
+    live = network.body.plant("r0c1", "norm", Operator.MULTIPLY, rng_seed=3)
     nn.init.constant_(live.seed.theta, 0.4)
-    plot.body.set_slot(live, SeedStage.BLENDING, 0.625)
-    plot.body.set_slot(plot.body.plant("r0c2", "norm", rng_seed=4), SeedStage.TRAINING, 0.0)
-    plot.average.resync()
+    network.body.set_slot(live, SeedStage.BLENDING, 0.625)
+    network.body.set_slot(network.body.plant("r0c2", "norm", rng_seed=4), SeedStage.TRAINING, 0.0)
+    network.average.resync()
     host = GrownHost.of(engine, 0, utility=0.5, round=0)
 
     again = GrownHost.restored(json.loads(json.dumps(host.document(), allow_nan=False)), host.tensors())
     body = again.body()
 
     assert again.task == dataclasses.replace(task, data=None)
-    assert body.structure() == plot.body.structure()
+    assert body.structure() == network.body.structure()
     x = engine.data.val.x
-    with plot.average.applied(), torch.no_grad():
-        assert torch.equal(body(x), plot.body.eval()(x))
+    with network.average.applied(), torch.no_grad():
+        assert torch.equal(body(x), network.body.eval()(x))
 
 
 def test_saved_host_replaces_the_previous_one_in_its_own_directory(engine, tmp_path):

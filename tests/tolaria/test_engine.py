@@ -216,9 +216,9 @@ def test_all_measurements_are_recorded_in_the_table():
 
 def test_losses_and_qualities_use_averaged_weights_on_validation():
     engine = run(images(), [0], 6)
-    plot, val = engine.networks[0], engine.data.val
-    with plot.average.applied(), torch.no_grad():
-        scores = score(plot.body.eval()(val.x), val.y).double().mean(0)
+    network, val = engine.networks[0], engine.data.val
+    with network.average.applied(), torch.no_grad():
+        scores = score(network.body.eval()(val.x), val.y).double().mean(0)
     assert engine.table.quality[0] == pytest.approx(scores[0].item(), abs=1e-6)
     assert engine.table.val_loss[0] == pytest.approx(-scores[1].item(), rel=1e-4)
 
@@ -226,12 +226,12 @@ def test_losses_and_qualities_use_averaged_weights_on_validation():
 def test_test_scores_match_the_current_network():
     for epochs in (2, 6, 14):  # TRAINING, BLENDING, FOSSILIZED
         engine = run(images(), [0], epochs)
-        plot, test = engine.networks[0], engine.data.test
-        plot.body.train()
-        accuracy, loss = plot.test(test)
-        assert all(m.training for m in plot.body.modules())
-        with plot.average.applied(), torch.no_grad():
-            output = plot.body.eval()(test.x)
+        network, test = engine.networks[0], engine.data.test
+        network.body.train()
+        accuracy, loss = network.test(test)
+        assert all(m.training for m in network.body.modules())
+        with network.average.applied(), torch.no_grad():
+            output = network.body.eval()(test.x)
         assert accuracy == pytest.approx(per_sample_correct(output, test.y).mean().item(), abs=1e-6)
         assert loss == pytest.approx(per_sample_loss(output, test.y).mean().item(), rel=1e-4)
 
@@ -272,25 +272,25 @@ def test_seeds_have_their_own_learning_rate():
 
 def test_host_and_seeds_are_clipped_separately_and_fossils_with_the_host():
     engine = run(digits(), [0], 3)
-    plot = engine.networks[0]
-    host = list(plot.body.model.parameters())
-    seed = list(plot.body.slots["r0c0"].parameters())
-    assert plot.clip_groups == [host, seed]
+    network = engine.networks[0]
+    host = list(network.body.model.parameters())
+    seed = list(network.body.slots["r0c0"].parameters())
+    assert network.clip_groups == [host, seed]
     engine = run(digits(), [0], 10)
     assert engine.table.stage[0, 0] == SeedStage.FOSSILIZED
-    plot = engine.networks[0]
-    fossil = list(plot.body.slots["r0c0"].parameters())
-    assert plot.clip_groups[0] == [*plot.body.model.parameters(), *fossil]
-    assert plot.clip_groups[1:] == list(plot.growing.values())
-    assert list(plot.growing) == ["r0c1", "r0c2"]
+    network = engine.networks[0]
+    fossil = list(network.body.slots["r0c0"].parameters())
+    assert network.clip_groups[0] == [*network.body.model.parameters(), *fossil]
+    assert network.clip_groups[1:] == list(network.growing.values())
+    assert list(network.growing) == ["r0c1", "r0c2"]
 
 
 def test_average_follows_every_structural_change():
     engine = run(digits(), [0], 12)
-    for plot in engine.networks:
-        assert list(plot.average.tensors) == list(plot.body.parameters())  # an MLP has no norm statistics
-        assert plot.average.updates == 12 * 4  # and is not restarted
-        assert {p for g in plot.optimizer.param_groups for p in g["params"]} == set(plot.body.parameters())
+    for network in engine.networks:
+        assert list(network.average.tensors) == list(network.body.parameters())  # an MLP has no norm statistics
+        assert network.average.updates == 12 * 4  # and is not restarted
+        assert {p for g in network.optimizer.param_groups for p in g["params"]} == set(network.body.parameters())
 
 
 # -- settings

@@ -36,14 +36,22 @@ from esper.tolaria.engine_config import EngineConfig, GovernorConfig
 from esper.tolaria.tasks import Task, get_task
 from tests.support.random_tables import LIVELY, random_legal_actions
 
-S = SeedStage
+Stage = SeedStage
 SICK, OTHERS = 1, (0, 2)
 BY_HAND = Rules(
     birth="isolated",
     thresholds=Thresholds(blend_dwell=1, blend_health=None),
     auto_train=False, auto_blend=False, auto_hold=False, min_prune_age=0,
 )  # fmt: skip
-STAGES = (S.DORMANT, S.GERMINATED, S.TRAINING, S.BLENDING, S.HOLDING, S.FOSSILIZED, S.EMBARGOED)
+STAGES = (
+    Stage.DORMANT,
+    Stage.GERMINATED,
+    Stage.TRAINING,
+    Stage.BLENDING,
+    Stage.HOLDING,
+    Stage.FOSSILIZED,
+    Stage.EMBARGOED,
+)
 pytestmark = pytest.mark.filterwarnings(
     "ignore:an error in environment", "ignore:configurations of this model", "ignore:overflow encountered"
 )
@@ -86,13 +94,13 @@ TASKS = {"digits": digits, "images": images, "words": words}
 
 def towards(target: SeedStage, stage: SeedStage) -> Op:
     """Return the operation that leads from `stage` towards `target`, or WAIT."""
-    if stage == target or (target == S.DORMANT and stage == S.DORMANT):
+    if stage == target or (target == Stage.DORMANT and stage == Stage.DORMANT):
         return Op.WAIT
-    if stage == S.DORMANT:
+    if stage == Stage.DORMANT:
         return Op.GERMINATE
-    if target == S.EMBARGOED and stage >= S.TRAINING:
+    if target == Stage.EMBARGOED and stage >= Stage.TRAINING:
         return Op.PRUNE
-    return Op.FOSSILIZE if stage == S.HOLDING else Op.ADVANCE
+    return Op.FOSSILIZE if stage == Stage.HOLDING else Op.ADVANCE
 
 
 def decide(engine: Engine, target: SeedStage) -> Ints:
@@ -103,12 +111,12 @@ def decide(engine: Engine, target: SeedStage) -> Ints:
     return actions
 
 
-def copied_tensors(plot: HostNetwork) -> dict[int, list[Tensor]]:
+def copied_tensors(network: HostNetwork) -> dict[int, list[Tensor]]:
     """Return copies of each parameter's weights, optimiser state and average."""
-    averages = plot.average.by_tensor()
+    averages = network.average.by_tensor()
     tensors = {}
-    for p in plot.body.parameters():
-        state = [v for _, v in sorted(plot.optimizer.state.get(p, {}).items()) if isinstance(v, Tensor)]
+    for p in network.body.parameters():
+        state = [v for _, v in sorted(network.optimizer.state.get(p, {}).items()) if isinstance(v, Tensor)]
         tensors[id(p)] = [t.detach().clone() for t in (p, averages[p], *state)]
     return tensors
 
@@ -137,13 +145,13 @@ class Life:
         self.write_down()
 
     def write_down(self) -> None:
-        plot, table = self.engine.networks[SICK], self.engine.table
+        network, table = self.engine.networks[SICK], self.engine.table
         self.past.append(
             {
-                "params": copied_tensors(plot),
-                "buffers": {id(b): b.clone() for b in plot.body.buffers()},
-                "updates": plot.average.updates,
-                "lr": [g["lr"] for g in plot.optimizer.param_groups],
+                "params": copied_tensors(network),
+                "buffers": {id(b): b.clone() for b in network.body.buffers()},
+                "updates": network.average.updates,
+                "lr": [g["lr"] for g in network.optimizer.param_groups],
                 "losses": self.engine.governor.losses[SICK].copy(),
                 "table": table.rows([SICK]),
             }
@@ -152,11 +160,11 @@ class Life:
 
 def fingerprint(engine: Engine, env: int) -> tuple[Any, ...]:
     """Return the bytes of an environment's table row, weights, buffers, optimiser state and average."""
-    plot = engine.networks[env]
-    tensors = [*plot.body.state_dict().values(), *plot.average.average]
-    tensors += [v for p in plot.body.parameters() for v in plot.optimizer.state[p].values()]
+    network = engine.networks[env]
+    tensors = [*network.body.state_dict().values(), *network.average.average]
+    tensors += [v for p in network.body.parameters() for v in network.optimizer.state[p].values()]
     row = {name: column.tobytes() for name, column in engine.table.rows([env]).arrays().items()}
-    return row, [t.detach().numpy().tobytes() for t in tensors], plot.average.updates
+    return row, [t.detach().numpy().tobytes() for t in tensors], network.average.updates
 
 
 @lru_cache
@@ -169,23 +177,29 @@ def undisturbed(task: str, target: SeedStage, steps: int) -> list[Any]:
 def assert_restored(life: Life, step: int) -> None:
     """Assert that the faulty environment has its state after `step`, without live seeds."""
     engine, then = life.engine, life.past[step]
-    plot, table = engine.networks[SICK], engine.table
-    now = copied_tensors(plot)
-    fossils = [name for name, slot in plot.body.slots.items() if slot.stage == S.FOSSILIZED]
-    assert {name for name, slot in plot.body.slots.items() if slot.seed is not None} == set(fossils)
-    for p in plot.body.parameters():
+    network, table = engine.networks[SICK], engine.table
+    now = copied_tensors(network)
+    fossils = [name for name, slot in network.body.slots.items() if slot.stage == Stage.FOSSILIZED]
+    assert {name for name, slot in network.body.slots.items() if slot.seed is not None} == set(fossils)
+    for p in network.body.parameters():
         assert [t.numpy().tobytes() for t in now[id(p)]] == [t.numpy().tobytes() for t in then["params"][id(p)]]
-    for b in plot.body.model.buffers():
+    for b in network.body.model.buffers():
         assert torch.equal(b, then["buffers"][id(b)])
-    assert plot.average.updates == then["updates"]
-    assert [g["lr"] for g in plot.optimizer.param_groups] == then["lr"]
-    assert {p for g in plot.optimizer.param_groups for p in g["params"]} == set(plot.body.parameters())
-    assert set(plot.optimizer.state) <= set(plot.body.parameters())
-    assert all(p.requires_grad for p in plot.body.parameters())
+    assert network.average.updates == then["updates"]
+    assert [g["lr"] for g in network.optimizer.param_groups] == then["lr"]
+    assert {p for g in network.optimizer.param_groups for p in g["params"]} == set(network.body.parameters())
+    assert set(network.optimizer.state) <= set(network.body.parameters())
+    assert all(p.requires_grad for p in network.body.parameters())
     np.testing.assert_array_equal(engine.governor.losses[SICK], then["losses"])
     assert table.step[SICK] == table.step[0]  # the step counter is not restored
-    assert set(np.unique(table.stage[SICK])) <= {S.DORMANT, S.FOSSILIZED, S.PRUNED, S.EMBARGOED, S.RESETTING}
-    measured = plot.validate(engine.data.val, engine.calibration)
+    assert set(np.unique(table.stage[SICK])) <= {
+        Stage.DORMANT,
+        Stage.FOSSILIZED,
+        Stage.PRUNED,
+        Stage.EMBARGOED,
+        Stage.RESETTING,
+    }
+    measured = network.validate(engine.data.val, engine.calibration)
     assert table.quality[SICK] == pytest.approx(measured.scores[0, :, 0].mean().item(), abs=1e-6)
     assert table.val_loss[SICK] == pytest.approx(-measured.scores[0, :, 1].mean().item(), rel=1e-5)
 
@@ -193,7 +207,7 @@ def assert_restored(life: Life, step: int) -> None:
 # -- faults
 
 
-def once(plot: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
+def once(network: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
     """Apply `act` to the inputs of the second batch from now, once."""
     seen = []
 
@@ -207,7 +221,7 @@ def once(plot: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
                 return loss * act(torch.ones(3, 3)).sum(), correct
         return process_train_batch(body, x, y)
 
-    plot.forward = forward
+    network.forward = forward
 
 
 def spoil(value: float) -> Callable[[HostNetwork], None]:
@@ -215,38 +229,38 @@ def spoil(value: float) -> Callable[[HostNetwork], None]:
         x[0] = value
         return x
 
-    return lambda plot: once(plot, act)
+    return lambda network: once(network, act)
 
 
 def fail(error: Exception) -> Callable[[HostNetwork], None]:
     def act(_x: Tensor) -> Tensor:
         raise error
 
-    return lambda plot: once(plot, act)
+    return lambda network: once(network, act)
 
 
-def explode(plot: HostNetwork) -> None:
-    for group in plot.optimizer.param_groups:
+def explode(network: HostNetwork) -> None:
+    for group in network.optimizer.param_groups:
         group["lr"] = 1e30
 
 
 def fail_validation(error: Exception) -> Callable[[HostNetwork], None]:
-    def inject(plot: HostNetwork) -> None:
-        validate, errors = plot.validate, [error]
+    def inject(network: HostNetwork) -> None:
+        validate, errors = network.validate, [error]
 
         def validated(*args: Any) -> Coalitions:
             if errors:
                 raise errors.pop()
             return validate(*args)
 
-        plot.validate = validated  # type: ignore[method-assign]
+        network.validate = validated  # type: ignore[method-assign]
 
     return inject
 
 
 def spoil_validation(value: float) -> Callable[[HostNetwork], None]:
-    def inject(plot: HostNetwork) -> None:
-        validate, values = plot.validate, [value]
+    def inject(network: HostNetwork) -> None:
+        validate, values = network.validate, [value]
 
         def validated(*args: Any) -> Coalitions:
             result = validate(*args)
@@ -254,7 +268,7 @@ def spoil_validation(value: float) -> Callable[[HostNetwork], None]:
                 result.scores[:, 0] = values.pop()
             return result
 
-        plot.validate = validated  # type: ignore[method-assign]
+        network.validate = validated  # type: ignore[method-assign]
 
     return inject
 
@@ -299,7 +313,7 @@ def test_fault_is_rolled_back_without_affecting_other_environments(target: SeedS
 
 
 @pytest.mark.parametrize("fault", ["nan", "out of memory", "no memory in validation"])
-@pytest.mark.parametrize("target", [S.TRAINING, S.HOLDING, S.FOSSILIZED], ids=lambda s: s.name)
+@pytest.mark.parametrize("target", [Stage.TRAINING, Stage.HOLDING, Stage.FOSSILIZED], ids=lambda s: s.name)
 @pytest.mark.parametrize("task", ["images", "words"])
 def test_fault_is_rolled_back_with_batch_norm_dropout_and_adamw(task: str, target: SeedStage, fault: str) -> None:
     life = disturbed(task, target, fault)
@@ -329,7 +343,9 @@ def bomb() -> Iterator[list[Exception]]:
 
 
 @pytest.mark.parametrize("error", [ValueError("no"), torch.OutOfMemoryError("no"), MemoryError("no")], ids=repr)
-@pytest.mark.parametrize("other", [S.DORMANT, S.TRAINING, S.BLENDING, S.FOSSILIZED], ids=lambda s: s.name)
+@pytest.mark.parametrize(
+    "other", [Stage.DORMANT, Stage.TRAINING, Stage.BLENDING, Stage.FOSSILIZED], ids=lambda s: s.name
+)
 def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Exception, other: SeedStage) -> None:
     side_by_side = msgspec.structs.replace(BY_HAND, one_at_a_time=False)
 
@@ -349,7 +365,7 @@ def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Excepti
     (alarm,) = sick.engine.alarms
     assert (alarm.env, alarm.alarm, alarm.action) == (SICK, "exception", "rolled back")
     assert_restored(sick, alarm.restored_step)
-    assert sick.engine.table.stage[SICK, 2] == S.PRUNED
+    assert sick.engine.table.stage[SICK, 2] == Stage.PRUNED
     assert sick.engine.table.cooldown[SICK, 2] == 7
     for env in OTHERS:
         assert fingerprint(sick.engine, env) == fingerprint(sound.engine, env)
@@ -359,44 +375,44 @@ def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Excepti
 
 def test_failed_optimiser_sync_leaves_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed is in its slot, but adding it to the optimiser fails."""
-    life = Life(digits(), S.DORMANT)
+    life = Life(digits(), Stage.DORMANT)
     optimizer_sync = life.engine.networks[SICK].optimizer_sync
     monkeypatch.setattr(optimizer_sync, "_settle", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
-    life.target = S.GERMINATED
+    life.target = Stage.GERMINATED
     life.step()
     monkeypatch.undo()
     (alarm,) = life.engine.alarms
     assert_restored(life, alarm.restored_step)
-    life.target = S.TRAINING
+    life.target = Stage.TRAINING
     for _ in range(12):
         life.step()
-    assert life.engine.table.stage[SICK, 0] == S.TRAINING  # the failed operation can be retried
+    assert life.engine.table.stage[SICK, 0] == Stage.TRAINING  # the failed operation can be retried
 
 
 # -- rollback
 
 
-def poison(plot: HostNetwork) -> None:
+def poison(network: HostNetwork) -> None:
     with torch.no_grad():
-        for p in plot.body.parameters():
+        for p in network.body.parameters():
             p.fill_(math.nan)
 
 
 def test_fossil_newer_than_the_snapshot_is_removed() -> None:
-    life = Life(digits(), S.HOLDING)
+    life = Life(digits(), Stage.HOLDING)
     engine = life.engine
     engine.governor._sound[SICK] = False  # an anomaly, so the commit takes no snapshot
-    life.target = S.FOSSILIZED
+    life.target = Stage.FOSSILIZED
     life.step()
-    assert engine.table.stage[SICK, 0] == S.FOSSILIZED
-    assert engine.governor._rows.stage[SICK, 0] != S.FOSSILIZED
+    assert engine.table.stage[SICK, 0] == Stage.FOSSILIZED
+    assert engine.governor._rows.stage[SICK, 0] != Stage.FOSSILIZED
     poison(engine.networks[SICK])
     life.step()
     (alarm,) = engine.alarms
     assert alarm.action == "rolled back"
     assert_restored(life, alarm.restored_step)
     table = engine.table
-    assert (table.stage[SICK, 0], table.cooldown[SICK, 0], table.params[SICK, 0]) == (S.PRUNED, 7, 0)
+    assert (table.stage[SICK, 0], table.cooldown[SICK, 0], table.params[SICK, 0]) == (Stage.PRUNED, 7, 0)
     for _ in range(10):
         engine.step(wait_everywhere(3))
         assert engine.alarms == []
@@ -404,7 +420,7 @@ def test_fossil_newer_than_the_snapshot_is_removed() -> None:
 
 
 def test_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
-    life = Life(digits(), S.FOSSILIZED)
+    life = Life(digits(), Stage.FOSSILIZED)
     fossil = list(life.engine.networks[SICK].body.slots["r0c0"].parameters())
     committed = len(life.past) - 1
     poison(life.engine.networks[SICK])
@@ -413,7 +429,7 @@ def test_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
     assert alarm.restored_step == committed - 1  # the snapshot taken at the commit
     assert_restored(life, alarm.restored_step)
     assert list(life.engine.networks[SICK].body.slots["r0c0"].parameters()) == fossil
-    assert life.engine.table.stage[SICK, 0] == S.FOSSILIZED
+    assert life.engine.table.stage[SICK, 0] == Stage.FOSSILIZED
     assert life.engine.table.serial[SICK, 0] == 0
     assert all(torch.isfinite(p).all() for p in fossil)
 
@@ -425,13 +441,13 @@ def test_first_snapshot_contains_planted_fossils() -> None:
     weights = copied_tensors(poison_at_once)
     spoil(math.nan)(poison_at_once)
     engine.step(wait_everywhere(1))
-    assert engine.table.stage[0].tolist() == [S.DORMANT, S.FOSSILIZED, S.DORMANT]
+    assert engine.table.stage[0].tolist() == [Stage.DORMANT, Stage.FOSSILIZED, Stage.DORMANT]
     for p in poison_at_once.body.parameters():
         assert torch.equal(copied_tensors(poison_at_once)[id(p)][0], weights[id(p)][0])
 
 
 def test_lost_optimiser_state_is_restored() -> None:
-    life = Life(digits(), S.FOSSILIZED, 5)
+    life = Life(digits(), Stage.FOSSILIZED, 5)
     life.engine.networks[SICK].optimizer.state.clear()
     spoil(math.nan)(life.engine.networks[SICK])
     life.step()
@@ -439,16 +455,16 @@ def test_lost_optimiser_state_is_restored() -> None:
 
 
 def test_rollback_starts_the_usual_cooldown() -> None:
-    life = disturbed("digits", S.BLENDING, "nan")
+    life = disturbed("digits", Stage.BLENDING, "nan")
     table, labels = life.engine.table, []
     for _ in range(8):
-        labels.append(S(int(table.stage[SICK, 0])))
+        labels.append(Stage(int(table.stage[SICK, 0])))
         life.engine.step(wait_everywhere(3))
-    assert labels == [S.PRUNED, *[S.EMBARGOED] * 5, S.RESETTING, S.DORMANT]
+    assert labels == [Stage.PRUNED, *[Stage.EMBARGOED] * 5, Stage.RESETTING, Stage.DORMANT]
 
 
 def test_rollback_keeps_a_running_cooldown() -> None:
-    life = Life(digits(), S.EMBARGOED)
+    life = Life(digits(), Stage.EMBARGOED)
     ticks_left = int(life.engine.table.cooldown[SICK, 0])
     spoil(math.nan)(life.engine.networks[SICK])
     life.step()
@@ -457,10 +473,10 @@ def test_rollback_keeps_a_running_cooldown() -> None:
 
 
 def test_rollback_restores_the_table_except_step_and_serials() -> None:
-    life = Life(digits(), S.TRAINING, 6)
+    life = Life(digits(), Stage.TRAINING, 6)
     before = life.engine.table.rows([SICK])
     spoil(math.nan)(life.engine.networks[SICK])
-    life.engine.step(decide(life.engine, S.TRAINING))
+    life.engine.step(decide(life.engine, Stage.TRAINING))
     (alarm,) = life.engine.alarms
     now, then = life.engine.table.rows([SICK]), life.past[alarm.restored_step]["table"]
     assert alarm.restored_step < before.step[0]
@@ -474,9 +490,9 @@ def test_rollback_restores_the_table_except_step_and_serials() -> None:
 
 
 def test_failed_validation_after_rollback_keeps_snapshot_values() -> None:
-    life = Life(digits(), S.TRAINING, 4)
-    plot = life.engine.networks[SICK]
-    plot.validate = lambda *_: (_ for _ in ()).throw(RuntimeError("never"))  # type: ignore[method-assign]
+    life = Life(digits(), Stage.TRAINING, 4)
+    network = life.engine.networks[SICK]
+    network.validate = lambda *_: (_ for _ in ()).throw(RuntimeError("never"))  # type: ignore[method-assign]
     life.step()
     (alarm,) = life.engine.alarms
     then = life.past[alarm.restored_step]["table"]
@@ -503,31 +519,31 @@ def test_non_finite_weights_are_detected_without_effect_on_the_loss() -> None:
 
 @pytest.mark.parametrize("task", TASKS)
 def test_vital_covers_host_and_blended_seeds_only(task: str) -> None:
-    for target in (S.TRAINING, S.BLENDING, S.FOSSILIZED):
-        plot = Life(TASKS[task](), target).engine.networks[SICK]
-        averages = plot.average.by_tensor()
-        seed = [averages[p] for p in plot.body.slots["r0c0"].parameters()]
-        is_active = [averages[p] for p in plot.body.model.parameters()] + (seed if target != S.TRAINING else [])
-        statistics = [b for name, b in plot.body.model.named_buffers() if "running" in name]
+    for target in (Stage.TRAINING, Stage.BLENDING, Stage.FOSSILIZED):
+        network = Life(TASKS[task](), target).engine.networks[SICK]
+        averages = network.average.by_tensor()
+        seed = [averages[p] for p in network.body.slots["r0c0"].parameters()]
+        is_active = [averages[p] for p in network.body.model.parameters()] + (seed if target != Stage.TRAINING else [])
+        statistics = [b for name, b in network.body.model.named_buffers() if "running" in name]
         is_active += [t for b in statistics for t in (b, averages[b])]
         params = [
-            *plot.body.model.parameters(),
-            *(plot.body.slots["r0c0"].parameters() if target != S.TRAINING else []),
+            *network.body.model.parameters(),
+            *(network.body.slots["r0c0"].parameters() if target != Stage.TRAINING else []),
         ]
         is_active += [p.detach() for p in params]
-        is_active += [v for p in params for v in plot.optimizer.state[p].values() if isinstance(v, Tensor)]
-        assert math.isfinite(plot.vital)
+        is_active += [v for p in params for v in network.optimizer.state[p].values() if isinstance(v, Tensor)]
+        assert math.isfinite(network.vital)
         for tensor in is_active:
             first = (0,) * tensor.dim()
             old = tensor[first].item()
             for spoilt in (math.nan, math.inf):
                 tensor[first] = spoilt
-                assert not math.isfinite(plot.vital)
+                assert not math.isfinite(network.vital)
             tensor[first] = old
-        if target == S.TRAINING:
+        if target == Stage.TRAINING:
             for tensor in seed:
                 tensor.fill_(math.nan)
-        assert math.isfinite(plot.vital)
+        assert math.isfinite(network.vital)
 
 
 # -- errors in snapshots
@@ -550,12 +566,12 @@ def failing(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str, times: int) 
 def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
     part: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    life = Life(digits(), S.HOLDING)
-    engine, plot = life.engine, life.engine.networks[SICK]
-    poison(plot)
+    life = Life(digits(), Stage.HOLDING)
+    engine, network = life.engine, life.engine.networks[SICK]
+    poison(network)
     owner, name = {
-        "drop": (plot, "apply_effects"),
-        "average": (plot.average, "resync"),
+        "drop": (network, "apply_effects"),
+        "average": (network.average, "resync"),
         "restore": (engine.governor.snapshots[SICK], "restore"),
     }[part]
     monkeypatch.setattr(engine, "_operate", lambda _effects: None)  # no growth: only the rollback fails
@@ -571,7 +587,7 @@ def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
     assert (alarm.alarm, alarm.action) == ("exception", "rolled back")
     assert_restored(life, alarm.restored_step)
     assert engine.table.rollbacks.tolist() == [0, 1, 0]
-    assert [fingerprint(engine, env) for env in OTHERS] == undisturbed("digits", S.HOLDING, times + 1)
+    assert [fingerprint(engine, env) for env in OTHERS] == undisturbed("digits", Stage.HOLDING, times + 1)
     life.step()
     assert engine.alarms == []
 
@@ -599,11 +615,11 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
 
 @pytest.mark.parametrize("where", ["weight", "optimiser"])
 def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
-    life = Life(words(), S.DORMANT)
-    plot, snapshot = life.engine.networks[SICK], life.engine.governor.snapshots[SICK]
+    life = Life(words(), Stage.DORMANT)
+    network, snapshot = life.engine.networks[SICK], life.engine.governor.snapshots[SICK]
     copies = [c.clone() for c in snapshot.copies]
-    weight = next(iter(plot.body.model.parameters()))
-    tensor = weight if where == "weight" else plot.optimizer.state[weight]["exp_avg_sq"]
+    weight = next(iter(network.body.model.parameters()))
+    tensor = weight if where == "weight" else network.optimizer.state[weight]["exp_avg_sq"]
     with torch.no_grad():
         tensor.view(-1)[0] = math.inf
     with pytest.raises(TrainingError, match=r"no snapshot is taken: .* not finite"):
@@ -611,14 +627,14 @@ def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
     assert all(torch.equal(a, b) for a, b in zip(copies, snapshot.copies, strict=True))
     life.step()
     assert [(a.env, a.action) for a in life.engine.alarms] == [(SICK, "rolled back")]
-    assert math.isfinite(plot.vital)
+    assert math.isfinite(network.vital)
 
 
 # -- persistent faults
 
 
 def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
-    life = Life(digits(), S.FOSSILIZED, 3)
+    life = Life(digits(), Stage.FOSSILIZED, 3)
     engine = life.engine
     engine.networks[SICK].forward = lambda body, x, y: process_train_batch(body, x * math.nan, y)
 
@@ -647,14 +663,14 @@ def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
 
 
 def test_collapsed_host_is_restored_after_three_steps() -> None:
-    life = Life(images(), S.DORMANT, 20)
+    life = Life(images(), Stage.DORMANT, 20)
     engine = life.engine
-    plot, before = engine.networks[SICK], engine.table.val_loss[SICK]
+    network, before = engine.networks[SICK], engine.table.val_loss[SICK]
     assert before < 0.7 < math.log(3)
-    plot.optimizer.param_groups[0]["lr"] = 0.0
+    network.optimizer.param_groups[0]["lr"] = 0.0
     with torch.no_grad():
-        averages = plot.average.by_tensor()
-        for p in plot.body.model.head.parameters():
+        averages = network.average.by_tensor()
+        for p in network.body.model.head.parameters():
             p.zero_()
             averages[p].zero_()
     actions = []
@@ -667,7 +683,7 @@ def test_collapsed_host_is_restored_after_three_steps() -> None:
 
 
 def test_diverging_host_is_restored_with_its_learning_rate() -> None:
-    life = Life(digits(), S.DORMANT, 9)
+    life = Life(digits(), Stage.DORMANT, 9)
     for group in life.engine.networks[SICK].optimizer.param_groups:
         group["lr"] = 300.0
     alarms = []
@@ -684,8 +700,8 @@ def test_errors_in_all_environments_for_three_steps_end_the_run() -> None:
     def broken(*_: Any) -> Any:
         raise KeyError("a bug")
 
-    for plot in engine.networks:
-        plot.forward = broken
+    for network in engine.networks:
+        network.forward = broken
     for _ in range(2):
         engine.step(wait_everywhere(2))
         assert [a.alarm for a in engine.alarms] == ["exception"] * 2
@@ -776,8 +792,8 @@ def test_dropout_does_not_depend_on_other_environments() -> None:
     alone = run([4], noise=False)
     assert torch.equal(torch.get_rng_state(), state)  # the global state is kept
     assert fingerprint(together, 1) == fingerprint(alone, 0)
-    plot = together.networks[0]
-    assert not torch.equal(plot.train_epoch(9), plot.train_epoch(10))
+    network = together.networks[0]
+    assert not torch.equal(network.train_epoch(9), network.train_epoch(10))
 
 
 # -- reward
@@ -842,7 +858,7 @@ def test_crashing_a_host_never_increases_the_return(seed: int) -> None:
             if not grown[e] and alarm.restored_step:  # no seed by then: same host, same quality
                 then = quality[alarm.restored_step][e]
                 assert env.backend.table.quality[e] == pytest.approx(then, abs=1e-6)
-        grown |= (env.backend.table.stage >= S.BLENDING).any(1)
+        grown |= (env.backend.table.stage >= Stage.BLENDING).any(1)
         np.testing.assert_array_equal(env.utility, utility(env.frames[0], env.config))
     n = crashes.sum(0)
     np.testing.assert_array_equal(env.backend.table.rollbacks, n)
@@ -885,11 +901,19 @@ def result(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, En
 @pytest.mark.parametrize(
     ("target", "then", "lives"),
     [
-        (S.TRAINING, S.TRAINING, [("TRAINING", "PRUNED", "governor")]),
-        (S.DORMANT, S.GERMINATED, [("DORMANT", "GERMINATED", "controller"), ("GERMINATED", "PRUNED", "governor")]),
-        (S.TRAINING, S.BLENDING, [("TRAINING", "BLENDING", "controller"), ("BLENDING", "PRUNED", "governor")]),
-        (S.HOLDING, S.FOSSILIZED, [("HOLDING", "FOSSILIZED", "controller")]),  # kept: the commit takes a snapshot
-        (S.DORMANT, S.DORMANT, []),
+        (Stage.TRAINING, Stage.TRAINING, [("TRAINING", "PRUNED", "governor")]),
+        (
+            Stage.DORMANT,
+            Stage.GERMINATED,
+            [("DORMANT", "GERMINATED", "controller"), ("GERMINATED", "PRUNED", "governor")],
+        ),
+        (Stage.TRAINING, Stage.BLENDING, [("TRAINING", "BLENDING", "controller"), ("BLENDING", "PRUNED", "governor")]),
+        (
+            Stage.HOLDING,
+            Stage.FOSSILIZED,
+            [("HOLDING", "FOSSILIZED", "controller")],
+        ),  # kept: the commit takes a snapshot
+        (Stage.DORMANT, Stage.DORMANT, []),
     ],
 )
 @pytest.mark.parametrize("fault", ["nan", "error"])
@@ -924,7 +948,7 @@ def test_all_transitions_of_one_step_are_emitted() -> None:
 
 
 def test_governor_settings_are_part_of_the_engine_config() -> None:
-    life = Life(digits(), S.DORMANT, 9, governor=GovernorConfig(patience=1, snapshot_every=2))
+    life = Life(digits(), Stage.DORMANT, 9, governor=GovernorConfig(patience=1, snapshot_every=2))
     for group in life.engine.networks[SICK].optimizer.param_groups:
         group["lr"] = 300.0
     life.step()

@@ -41,9 +41,11 @@ def advance(it: Engine, first: int, last: int) -> None:
 
 def tensors(it: Engine) -> list[torch.Tensor]:
     values = []
-    for plot in it.networks:
-        values += [*plot.body.state_dict().values(), *plot.average.average]
-        values += [v for state in plot.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)]
+    for network in it.networks:
+        values += [*network.body.state_dict().values(), *network.average.average]
+        values += [
+            v for state in network.optimizer.state.values() for v in state.values() if isinstance(v, torch.Tensor)
+        ]
     return values
 
 

@@ -58,17 +58,17 @@ def moby() -> Engine:
 def prospect(engine: Engine, blueprint: str, score: int, *, epochs: int, seed_lr: float | None = None, **how):
     """Return a seed's prospect after `epochs` epochs in TRAINING and its paired standard error."""
     engine = copy.deepcopy(engine, {id(engine.data): engine.data})
-    (plot,) = engine.networks
-    plot.config = EngineConfig(**how)
-    plot.body.incubation = plot.config.incubation
+    (network,) = engine.networks
+    network.config = EngineConfig(**how)
+    network.body.incubation = network.config.incubation
     if seed_lr is not None:
-        plot.optimizer.param_groups[-1]["lr"] = seed_lr
+        network.optimizer.param_groups[-1]["lr"] = seed_lr
     germinate = WAIT.copy()
     germinate[:, Head.OP], germinate[:, Head.BLUEPRINT] = Op.GERMINATE, blueprint_index(blueprint)
     for action in (germinate, *[WAIT] * (epochs - 1)):
         assert engine.step(action).happened.all()
     assert engine.table.stage[0, 0] == SeedStage.TRAINING
-    result = plot.validate(engine.data.val, engine.calibration)
+    result = network.validate(engine.data.val, engine.calibration)
     _, _, worth, _, _, error = statistics(result, result.scores[..., score]).tolist()
     return worth, error
 
