@@ -1,4 +1,4 @@
-"""Overhead of growth in training libraries while no seed lives, against the same loop without growth.
+"""Overhead of growth in training libraries without live seeds, against the same loop without growth.
 
     python -m benchmarks.adapters --repeats 7
 
@@ -6,9 +6,9 @@ Each pair trains the same model on the same batches for the same number of steps
 Trainer and Lightning, with and without growth, and a plain loop. The growth step at the end of the epoch is included.
 Two figures are reported per loop:
 
-  ratio   CPU time with growth over CPU time without, the median of runs in turn; drifts of a busy machine blur it
-  share   CPU time within code of growth over the rest, in the same run, so that drifts cancel. Clipping is included,
-          although it replaces the loop's own. `steps` are the hooks and optimiser steps, `growth` the growth step
+  ratio   CPU time with growth over CPU time without, the median of alternating runs; sensitive to other load
+  share   CPU time in the code of growth over the rest of the same run, so that other load cancels. It includes
+          clipping, which replaces the loop's own. `steps` are the hooks and optimiser steps, `growth` the growth step
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def make_body(size: Size) -> esper.Body:
 
 
 def plain_loop(size: Size, growing: bool) -> Callable[[], None]:
-    """Return the training of a loop of one's own."""
+    """Return a function that trains in a plain loop."""
     model: Any = make_body(size) if growing else make_model(size)
     optimizer = torch.optim.AdamW(model.parameters())
     grower = esper.Grower(model, optimizer, quality="next_token_accuracy", controller="none") if growing else None
@@ -92,7 +92,7 @@ def plain_loop(size: Size, growing: bool) -> Callable[[], None]:
 
 
 def trainer(size: Size, growing: bool) -> Callable[[], None]:
-    """Return the training of Hugging Face's Trainer."""
+    """Return a function that trains with Hugging Face's Trainer."""
     from transformers import PrinterCallback, Trainer, TrainingArguments
 
     from esper.hf import GrowthTrainer
@@ -115,7 +115,7 @@ def trainer(size: Size, growing: bool) -> Callable[[], None]:
 
 
 def lightning(size: Size, growing: bool) -> Callable[[], None]:
-    """Return the training of Lightning."""
+    """Return a function that trains with Lightning."""
     import lightning as L
     from torch.utils.data import DataLoader
 
@@ -149,7 +149,7 @@ def lightning(size: Size, growing: bool) -> Callable[[], None]:
 
 
 class Shares:
-    """CPU seconds within the functions of growth, without those that they call of each other."""
+    """CPU seconds spent in the functions of growth; nested calls are counted once."""
 
     def __init__(self) -> None:
         self.seconds = {"steps": 0.0, "growth": 0.0}
@@ -172,7 +172,7 @@ class Shares:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """Within the context the time of every function of growth that a loop calls is recorded."""
+        """Record the time of every function of growth that a loop calls within the context."""
         from esper.hf import GrowthTrainerMixin
         from esper.lightning import GrowthCallback
 

@@ -1,4 +1,4 @@
-"""The chart of `benchmarks.train` as SVG: what a step is made of, a bar for every host, against the bare loop."""
+"""Chart of `benchmarks.train` as SVG: one stacked bar per host, the phases of a step relative to the bare loop."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ REST, BARE, GOAL = "#d55e00", "#111111", "#777777"
 
 @dataclass(frozen=True, slots=True)
 class Bar:
-    """One host: parts of our step, and the marks it is measured by, all in units of the bare loop's step."""
+    """One host: the phases of our step and the reference marks, in units of the bare loop's step."""
 
     name: str
     parts: dict[str, float]
@@ -22,7 +22,7 @@ class Bar:
 
 
 def bars(rows: Sequence[Bar], title: str) -> str:
-    """Stacked bars from 0; the line at 1 is the bare loop, the tick on each row the bare loop with its table."""
+    """Return stacked bars as SVG. The line at 1 is the bare loop; the tick of a row adds coalitions to it."""
     most = 1.1 * max(max(sum(row.parts.values()), row.goal, 1.0) for row in rows)
     height = TOP + ROW * len(rows) + 30
 

@@ -1,11 +1,11 @@
-"""What growing costs, as ratios against plain PyTorch doing the same arithmetic.
+"""Cost of growth as ratios against plain PyTorch with the same arithmetic.
 
     train step    HostNetwork's batch with 0, 1 and 3 live seeds against a plain loop over the same host and the same
                   seeds as one ordinary module, with the same optimiser and clipping
     coalitions    all 8 of 3 live seeds on 512 images against one plain validation pass, and against 8 passes
     graft         a grafted host without seeds against the bare host, forward and backward
 
-One process, one thread. What is compared runs in turn, and the medians of the ratios are reported.
+One process, one thread. Both sides alternate, and the medians of the ratios are reported.
 """
 
 from __future__ import annotations

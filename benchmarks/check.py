@@ -3,7 +3,7 @@
 Every figure is our time over a reference's, both measured in turn. Larger is slower. The reference does the same kind
 of work as ours, so the ratio hardly depends on the machine: hosts are compared with bare PyTorch, observations with
 plain numpy operations on arrays of the same shape. (Against a loop in pure Python, the same code was 22 % slower on
-another processor.) A figure that looks lost is measured three times, and the medians are compared.
+another processor.) A figure above the limit is measured three times, and the medians are compared.
 
     python -m benchmarks.check --only observations advantages
 """
@@ -145,8 +145,8 @@ def run_check(
 ) -> bool:
     """Return whether no figure is lost. With `update`, store the measured figures instead.
 
-    What is stored, and what looks like a loss, is the median of three measurements. If `measure` does not return the
-    `whole` set of figures, the others are neither compared nor changed.
+    Stored figures and suspected losses are medians of three measurements. If `whole` is False, `measure` returns a
+    part of the figures, and the others are neither compared nor changed.
     """
 
     def measured(times: int) -> dict[str, float]:
@@ -171,7 +171,9 @@ def run_check(
     Console().print(table)
     gone = sorted(stored.keys() - ratios.keys())
     if gone and whole:
-        raise DataError(f"{file} has figures that nobody measures any more: {', '.join(gone)}. Store anew: --update")
+        raise DataError(
+            f"{file} has figures that are no longer measured: {', '.join(gone)}. Use --update to store the current ones"
+        )
     return all(loss <= MOST_LOSS for loss in losses.values())
 
 
@@ -183,7 +185,7 @@ def read(file: Path) -> dict[str, float]:
             f"there are no stored ratios in {file}: `python -m benchmarks.check --update` stores them"
         ) from None
     except (ValueError, TypeError, AttributeError) as error:
-        raise DataError(f"{file} is no list of ratios: {error}") from error
+        raise DataError(f"{file} is not a list of ratios: {error}") from error
     return stored
 
 

@@ -29,11 +29,11 @@ from benchmarks.measure import add_output_options, make_parser, print_json
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 
 SHAPES = ((4, 25), (16, 150), (128, 150), (256, 512), (1024, 1024))
-"""(environments, steps), from the smallest run to one that no longer fits a CPU's cache."""
+"""(environments, steps), from a small run to one larger than a CPU's cache."""
 
 GAMMA, LAM = 0.99, 0.95
 SCALAR_STEPS = 2500
-"""Steps of the scalar loop that are really run; its time for the rest is scaled."""
+"""Steps of the scalar loop that are run; its total time is extrapolated."""
 
 Work = Callable[[], tuple[Tensor, Tensor] | None]
 
@@ -58,7 +58,7 @@ def main() -> None:
 
 
 def rows(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """One row per shape: our microseconds, and how many times as long each rival takes for the same numbers."""
+    """Return one row per shape: our microseconds, and the time of each other implementation relative to ours."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -76,7 +76,7 @@ def measure(envs: int, steps: int, repeats: int) -> dict[str, Any]:
 
     works: dict[str, list[Work]] = {name: build(buffer) for name, build in RIVALS.items()}
     differences = [difference(ours(), work) for rival_works in works.values() for work in rival_works]
-    inner = max(1, 20_000 // (envs * steps))  # a clock tick must not matter
+    inner = max(1, 20_000 // (envs * steps))  # long enough for the resolution of the clock
     mine: list[float] = []
     theirs: dict[str, list[float]] = {name: [] for name, rival_works in works.items() if rival_works}
     for _ in range(repeats):
@@ -93,7 +93,7 @@ def measure(envs: int, steps: int, repeats: int) -> dict[str, Any]:
 
 
 def filled_buffer(envs: int, steps: int) -> TamiyoRolloutBuffer:
-    """Full columns with an end every hundred steps or so. No truncation: the rivals have no word for it."""
+    """Return a full buffer with an episode end about every 100 steps. No truncation: the others do not support it."""
     noise = torch.Generator().manual_seed(0)
     buffer = TamiyoRolloutBuffer(steps=steps, envs=envs, features=1, masks=1, hidden=(1,))
     buffer.rewards.normal_(generator=noise)
@@ -106,7 +106,7 @@ def filled_buffer(envs: int, steps: int) -> TamiyoRolloutBuffer:
 
 
 def difference(ours: tuple[Tensor, Tensor], work: Work) -> float:
-    """How far apart the results are, on the environments the rival has computed."""
+    """Return the largest difference of the results, on the environments that the other implementation computed."""
     theirs = work()
     if theirs is None:
         return 0.0
@@ -114,7 +114,7 @@ def difference(ours: tuple[Tensor, Tensor], work: Work) -> float:
 
 
 def seconds(work: Work, inner: int) -> float:
-    """CPU seconds of this process per call: other work on the machine does not count."""
+    """Return the CPU seconds of this process per call."""
     start = time.process_time()
     for _ in range(inner):
         work()
@@ -146,7 +146,7 @@ def scalar_form(buffer: TamiyoRolloutBuffer) -> list[Work]:
 
 def cleanrl_form(buffer: TamiyoRolloutBuffer) -> list[Work]:
     r, v, next_value, steps = buffer.rewards, buffer.values, buffer.bootstrap[-1], buffer.steps
-    starts = torch.cat([torch.zeros(1, buffer.envs), buffer.done[:-1].float()])  # done before the step, as they keep it
+    starts = torch.cat([torch.zeros(1, buffer.envs), buffer.done[:-1].float()])  # whether an episode starts
     next_done = buffer.done[-1].float()
 
     def work() -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""The reference host, and seeds that are held in BLENDING while a benchmark runs."""
+"""The reference host, and seeds that stay in BLENDING while a benchmark runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task
 
 BLUEPRINTS = ("conv_light", "depthwise", "attention")
-"""The three live seeds, slot by slot: what a grown reference host typically holds."""
+"""The three live seeds of a typical grown reference host, by slot."""
 ALPHA = 0.7
 
 

@@ -1,5 +1,5 @@
-"""What a decision costs besides training hosts: features, masks, advantages and the simulator, each against a
-sequential reference, and the loop's own overhead.
+"""Cost of a decision without the training of hosts: features, masks, advantages and the simulator, each against a
+sequential reference, and the overhead of the loop.
 
 Advantages are also compared with those of Stable-Baselines3, CleanRL's form and TorchRL, where installed.
 """
@@ -65,11 +65,11 @@ def shown(value: Any) -> str:
 
 
 def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
-    """Milliseconds of one step of the loop without host arithmetic: choose, apply, tick, see, pay, tell.
+    """Return the milliseconds of one step without host training: choose, apply, tick, observe, reward, emit.
 
-    The simulator stands for the hosts: the time of its learning curves is measured apart and taken off, as a real
-    host's training is. CPU time of the loop's thread; the median step of the quietest of several blocks, because a
-    core that is shared with other machines is slower at times.
+    The simulator replaces the hosts. The time of its learning curves is measured separately and subtracted, like the
+    training of a real host. The figure is CPU time of the loop's thread, the median step of the fastest of several
+    blocks, because a shared core is slower at times.
     """
     backend = _Timed(SimConfig(slots=slots, horizon=10_000), range(envs))
     env, network = GrowthVectorEnv(backend, range(envs)), TamiyoNetwork()
@@ -95,7 +95,7 @@ def overhead(envs: int, slots: int, repeats: int) -> dict[str, Any]:
 
 
 class _Timed(Simulator):
-    """A simulator that knows how long its hosts' learning curves take."""
+    """A simulator that measures the time of its hosts' learning curves."""
 
     spent_s = 0.0
 

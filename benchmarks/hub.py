@@ -1,4 +1,4 @@
-"""What telemetry costs the training thread and a whole run, and what is lost when sinks are slow, raise or hang."""
+"""Cost of telemetry for the training thread and for a whole run, and events lost if sinks are slow, raise or hang."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ BURST = 50_000
 SLOW_S = 0.0002
 PACED = "emit a step, 100 every 5 ms"
 Train = Callable[[Level], float]
-"""Trains a fixed piece of work from the start, with a hub at this level; telemetry's own share of its CPU time."""
+"""Runs a fixed training with a hub at this level; returns the share of CPU time that telemetry uses."""
 
 
 def main() -> None:
@@ -64,9 +64,9 @@ def print_tables(results: dict[str, Any]) -> None:
 
 
 def emit_costs(count: int, repeats: int) -> dict[str, dict[str, float]]:
-    """Per call, over all repeats: an event that is there, one built for the call, and one nobody wants.
+    """Return the time per call of emitting an existing event, a newly built one, and one that no sink wants.
 
-    Without a pause the journal hardly gets to run beside the caller; with one, it writes all the while.
+    Without pauses the journal's thread rarely runs beside the caller; with pauses it writes all the time.
     """
     ready = [a_step(i) for i in range(count)]
     calls: dict[str, tuple[Level, Callable[[NissaHub, int], None]]] = {
@@ -148,7 +148,7 @@ class _Hanging:
 
 
 def burst(count: int) -> dict[str, Any]:
-    """All at once, as fast as one thread can emit them: who got them, and how long the caller took."""
+    """Emit events as fast as one thread can; return what each sink received and the caller's time."""
     events = [a_step(i) for i in range(count)]
     everything = list(range(count))
     slow, hanging = _Slow(), _Hanging()
@@ -179,10 +179,9 @@ def burst(count: int) -> dict[str, Any]:
 
 
 def whole_run(train: Train, repeats: int) -> dict[str, float]:
-    """Medians of interleaved runs: the same work, with telemetry off and normal.
+    """Return medians of alternating runs of the same training with telemetry off and normal.
 
-    In CPU seconds of the whole process, the hub's threads included: what else the machine does is not in it, and the
-    training thread's own share is smaller still.
+    Times are CPU seconds of the process, the hub's threads included. The training thread's share is smaller.
     """
     spent: dict[Level, list[float]] = {Level.OFF: [], Level.NORMAL: []}
     shares: dict[Level, list[float]] = {Level.OFF: [], Level.NORMAL: []}

@@ -1,4 +1,4 @@
-"""How long a journal takes to open, and how much memory: a synthetic one of a million events by default."""
+"""Time and memory to open a journal; by default a synthetic one of a million events."""
 
 from __future__ import annotations
 

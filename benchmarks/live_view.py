@@ -1,7 +1,7 @@
-"""What a live view costs: CPU time of `esper dash` with open pages, of `esper watch`, and of the process they watch.
+"""Cost of a live view: CPU time of `esper dash` with open pages, of `esper watch`, and of the process they watch.
 
-A process appends events to a journal at a steady rate, as training does. It is measured alone, then beside one view
-after the other. Figures are percent of one core. Linux only: CPU times are read from /proc.
+A process appends events to a journal at a steady rate, as training does. It is measured alone, then with one view
+at a time. Figures are percent of one core. Linux only: CPU times are read from /proc.
 """
 
 from __future__ import annotations

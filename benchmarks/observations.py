@@ -43,7 +43,7 @@ def main() -> None:
 
 
 def rows(repeats: int, quick: bool) -> list[dict[str, Any]]:
-    """Medians, in microseconds, of each function and of its reference, interleaved on one thread."""
+    """Return the median microseconds of each function and of its reference, alternating on one thread."""
     torch.set_num_threads(1)
     results = []
     for envs, slots in SIZES[:: 4 if quick else 1]:
@@ -56,7 +56,7 @@ Work = Callable[[], Any]
 
 
 def pairs(envs: int, slots: int) -> dict[str, tuple[Work, Work | None]]:
-    """Each function and its reference, on the same table; `legal`, which both are given, is timed alone."""
+    """Return each function with its reference, on the same table. `legal` is an input of both and is timed alone."""
     table, context = random_table(envs, slots, seed=0, epochs=40), example_context(slots)
     ops = legal(table, LIVELY)
     plain, prices = reports(table, ops), slow_prices(table.takes, context)
@@ -75,7 +75,7 @@ def pairs(envs: int, slots: int) -> dict[str, tuple[Work, Work | None]]:
 
 
 INNER = 20
-"""Calls of the fast function per repeat: one alone is too short for the clock."""
+"""Calls of the fast function per repeat; a single call is too short for the clock."""
 
 
 def compare(ours: Work, reference: Work | None, repeats: int) -> dict[str, float | None]:

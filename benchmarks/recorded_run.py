@@ -1,4 +1,4 @@
-"""A fixed piece of recorded training, for measuring what recording costs."""
+"""A fixed recorded training run, for measuring the cost of recording."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from esper.tolaria.tasks import get_task
 
 
 def train_recorded(quick: bool = False) -> Callable[[Level], float]:
-    """Four environments of `rescue` under the schedule, from the start, recorded at a level in a new run directory.
+    """Return a function that trains four environments of `rescue` with the schedule, recorded at a level.
 
-    What comes back is telemetry's own share of the CPU time: the emitter in the training thread, and all other
-    threads, which are the hub's.
+    The function returns the share of CPU time that telemetry uses: the emitter in the training thread, and the hub's
+    threads.
     """
     torch.set_num_threads(1)
     task, steps = get_task("rescue"), 2 if quick else 16

@@ -1,4 +1,4 @@
-"""How fast the simulator runs: whole episodes with a random controller and rewards, one thread."""
+"""Speed of the simulator: whole episodes with a random controller and rewards, one thread."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def main() -> None:
 
 
 def rows(repeats: int, quick: bool = False) -> list[dict[str, Any]]:
-    """Env-steps per second by number of environments; `ratio` is against one environment at a time."""
+    """Return environment steps per second by number of environments; `ratio` is relative to one at a time."""
     config = SimConfig(horizon=10 if quick else 40)
     rules = Rules(birth="isolated")  # as in the stored measurements
     sims = {envs: Simulator(config, range(envs), rules) for envs in ENVS}

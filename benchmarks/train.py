@@ -10,8 +10,8 @@ After each round of ours, the bare loop runs as many steps; the first round of b
 thread; times are CPU time of the process, threads of the hub included. The policy chooses and learns, but its actions
 are not applied: live seeds are held in BLENDING, so that every step does the same work. No-growth baselines are given.
 
-Coalitions are extra work, so they are shown apart: "/ bare + coalitions" is our time against the bare loop's plus what
-the coalitions cost beyond its one validation pass, norm statistics included.
+Coalitions are extra work, so they are shown separately: "/ bare + coalitions" is our time relative to the
+bare loop plus the cost of coalitions beyond its one validation pass, norm statistics included.
 """
 
 from __future__ import annotations
@@ -53,15 +53,15 @@ from esper.tolaria.tasks import TASKS, Task, get_task
 
 ROOT = Path(__file__).parents[1]
 EARLIER = 5.7
-"""Times the bare loop, of the earlier system with 3 live seeds on the reference host."""
+"""Time of the earlier system relative to the bare loop, with 3 live seeds on the reference host."""
 MANY = 64
-"""Environments of the measurement that asks whether the cost of an environment-step grows with their number."""
+"""Number of environments at which the cost of an environment-step is compared with that of a few."""
 Strategy = Literal["loop", "stacked"]
 
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """One host to compare on: its task, environments, steps of a round, and the seeds that live in its first slots."""
+    """One host to compare on: its task, environments, steps of a round, and the live seeds of its first slots."""
 
     name: str
     task: Task
@@ -131,7 +131,7 @@ class HeldBackend(HostBackend):
 
 @contextmanager
 def held(case: Case) -> Iterator[list[HeldBackend]]:
-    """Let `train_ppo_vectorized` train this case's task on held hosts; yield the backends that it makes."""
+    """Run `train_ppo_vectorized` on this case with hosts whose seeds stay fixed; yield the backends that it builds."""
     backends: list[HeldBackend] = []
 
     class Backend(HeldBackend):
@@ -280,7 +280,7 @@ def print_peak_memory(loop: str, label: str, quick: bool) -> None:
 
 
 def peak_of_this_process_mb() -> float:
-    """`ru_maxrss` of Linux begins with what the parent had, so it is read from the kernel for this program alone."""
+    """Return this process's peak memory from the kernel: `ru_maxrss` of Linux includes that of the parent."""
     status = Path("/proc/self/status")
     if status.exists():
         return float(status.read_text().split("VmHWM:")[1].split()[0]) / (1 << 10)

@@ -1,8 +1,8 @@
-"""One training run by one process and by several, in turn: how much faster several are.
+"""Speed-up of a training run by several processes over one process, measured in turn.
 
 Wall time of whole rounds on the reference CNN, 16 environments: their episodes, the exchange of rollouts, the update,
-the checkpoint. The first round, which trains the no-growth baselines, is left out. It needs as many idle
-cores as processes.
+the checkpoint. The first round, which trains the no-growth baselines, is not counted. The benchmark needs
+as many idle cores as processes.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def measure(workers: int, repeats: int, quick: bool) -> dict[str, Any]:
 
 
 def round_s(size: int, quick: bool, baselines: Path) -> float:
-    """Median wall seconds of a round by a group of this size. NoGrowthBaselines are trained once, for all runs."""
+    """Return the median wall seconds of a round by a group of this size. Baselines are trained once for all runs."""
     with tempfile.TemporaryDirectory() as place:
         (Path(place) / BASELINES).symlink_to(baselines)
         code = f"from benchmarks.workers import run_rank; run_rank({quick}, {place!r})"

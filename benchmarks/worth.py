@@ -1,7 +1,7 @@
-"""What it costs to know what seeds are worth, and how exact the estimates are.
+"""Cost of measuring the worth of seeds, and accuracy of the estimates.
 
-Coalitions against one validation pass; Shapley values for 3 to 25 players, their time and error; and what judging
-costs as a share of a step: training an epoch, validating it with its coalitions, turning those into worth.
+Coalitions against one validation pass; Shapley values for 3 to 25 players, their time and error; and the share
+of a step that measuring takes: training an epoch, validation with coalitions, computing worth.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from esper.simic.attribution.counterfactual import coalition_order, estimate, ex
 
 PLAYERS = (3, 5, 8, 10, 12, 25)
 BUDGET = 200
-"""Coalitions that are evaluated where there are more."""
+"""Maximum number of coalitions that are evaluated."""
 
 
 def main() -> None:
@@ -66,7 +66,7 @@ def print_tables(results: dict[str, Any]) -> None:
 
 
 def shapley_row(n: int, repeats: int) -> dict[str, Any]:
-    """Time of one estimate beyond the evaluations, and its error where the truth can be had."""
+    """Return the time of one estimate without the evaluations, and its error if the exact values are known."""
     masks = list(islice(coalition_order(n), min(2**n, BUDGET)))
     rng = np.random.default_rng(n)
     seconds, errors = [], []
@@ -84,7 +84,7 @@ def shapley_row(n: int, repeats: int) -> dict[str, Any]:
 
 
 def game(n: int, rng: np.random.Generator) -> Any:
-    """Values of all coalitions of a random game whose interactions fade with their order."""
+    """Return the values of all coalitions of a random game whose interactions decrease with their order."""
     value = rng.normal(size=2**n) * 0.4 ** np.maximum(np.array([m.bit_count() for m in range(2**n)]) - 1, 0)
     value[0] = 0.0
     for i in range(n):  # from interactions to values: sum over all subsets, one player at a time

@@ -1,11 +1,11 @@
-"""The whole learner in one file: recurrent, masked, factored PPO on simulated hosts.
+"""Recurrent, masked, factored PPO on simulated hosts, in one file.
 
     python examples/ppo_one_file.py --rounds 60 --envs 32
 
-The package spreads these ideas over `tamiyo/network.py`, `tamiyo/network.py`, `simic/agent/` and
-`simic/training/`, and adds what a long run needs: chunks, short columns, two kinds of core, telemetry, files. Here
-they stand in the order in which data flows, for whole episodes and a GRU. A test holds both to the same weights after
-an update; from Esper come only the environment, what is seen, and what may be chosen.
+The package implements the same algorithm in `tamiyo/network.py`, `simic/agent/` and `simic/training/`, with what
+long runs need: chunked sequences, episodes of different lengths, two recurrent cores, telemetry and checkpoints. This
+file follows the data flow for whole episodes and a GRU. It imports only the environment, the observation layout and
+the action masks from Esper. A test checks that both implementations have the same weights after an update.
 
 Legend: T steps, E environments, N those of a minibatch, S slots, D width, H hidden, W options of the widest head.
 """
@@ -32,8 +32,8 @@ class Settings:
     seed: int = 0
     width: int = 64
     hidden: int = 64
-    patience: float = 2.5  # log-odds of waiting before anything is learnt: who acts at once prunes every seed too early
-    epsilon: float = 0.02  # share of the uniform over legal choices
+    patience: float = 2.5  # initial logit of WAIT; without it a new policy prunes seeds before they can learn
+    epsilon: float = 0.02  # weight of the uniform distribution over legal choices
     lr: float = 1e-3
     gamma: float = 0.99
     lam: float = 0.95
@@ -47,7 +47,7 @@ class Settings:
     max_grad_norm: float = 1.0
 
 
-# --- the policy: what is seen → op, slot given op, the rest given op and slot
+# --- the policy: observation → op, slot given op, other heads given op and slot
 
 REST = {h: len(HEAD_OPTIONS[h] or ()) for h in Head if h not in (Head.OP, Head.SLOT)}
 READS = torch.tensor(RELEVANCE)  # [O, 8] which heads an op reads
@@ -61,7 +61,7 @@ def linear(inputs: int, outputs: int, gain: float = math.sqrt(2)) -> nn.Linear:
 
 
 class Policy(nn.Module):
-    """The same encoder for every slot, pooled; a core that remembers; heads. Weights are named as TamiyoNetwork's."""
+    """A shared slot encoder with pooling, a recurrent core, and heads. Weights have the names of TamiyoNetwork's."""
 
     def __init__(self, settings: Settings) -> None:
         super().__init__()
@@ -76,16 +76,16 @@ class Policy(nn.Module):
         self.from_core, self.from_slot = linear(h + d, d), linear(d, d)
         self.slot_score = linear(d, 1, gain=0.01)
         self.choices = linear(d, sum(REST.values()), gain=0.01)
-        self.register_buffer("mean", torch.zeros(()))  # of returns: the value head learns numbers near 1
+        self.register_buffer("mean", torch.zeros(()))  # of returns; the value head predicts normalised returns
         self.register_buffer("std", torch.ones(()))
 
     def look(self, obs: Tensor) -> tuple[Tensor, Tensor]:
-        """Encodings of the whole [*, D] and of every slot [*, S, D]."""
+        """Return the encodings of the environment [*, D] and of every slot [*, S, D]."""
         base, slots = obs[..., :BASE], self.slot_encoder(obs[..., BASE:].unflatten(-1, (-1, PER_SLOT)))
         return self.base_encoder(torch.cat([base, slots.mean(-2), slots.amax(-2)], -1)), slots
 
     def logits(self, state: Tensor, slots: Tensor, op: Tensor, slot: Tensor, widest: int) -> Tensor:
-        """Of every head given op and slot, padded to one tensor: [*, 8, W]."""
+        """Return the logits of every head given op and slot, padded to one tensor [*, 8, W]."""
         out = state.new_zeros(*op.shape, NUM_HEADS, widest)
         out[..., Head.OP, :NUM_OPS] = self.op_head(state)
         query = self.from_core(state) + self.op_embedding(op)
@@ -97,41 +97,41 @@ class Policy(nn.Module):
         return out
 
     def value(self, state: Tensor) -> Tensor:
-        """[*] in units of `std` around `mean`."""
+        """Return the normalised value [*]: (value − `mean`) / `std`."""
         return self.value_head(state).squeeze(-1)
 
 
-# --- the distribution: one for acting and for learning
+# --- the action distribution, used in the rollout and in the update
 
 
 def log_distribution(logits: Tensor, mask: Tensor, epsilon: float) -> Tensor:
-    """log((1 − ε)·softmax + ε·uniform) over what is legal, −inf elsewhere: any choice can still be tried."""
+    """Return log((1 − ε)·softmax + ε·uniform) over the legal options, −inf elsewhere."""
     soft = torch.softmax(logits.masked_fill(~mask, -torch.inf), -1)
     mixed = (1 - epsilon) * soft + epsilon / mask.sum(-1, keepdim=True)
     return torch.where(mask, mixed, 1.0).log().masked_fill(~mask, -torch.inf)
 
 
 def entropy(log_probs: Tensor, mask: Tensor) -> Tensor:
-    """Over the largest possible: 1 is undecided, 0 decided or without a choice."""
+    """Return the entropy divided by its maximum, 0…1; 0 where there is at most one legal option."""
     safe, count = log_probs.masked_fill(~mask, 0.0), mask.sum(-1)
     h = -(safe.exp() * safe * mask).sum(-1)
     return torch.where(count > 1, h / count.clamp(min=2).log(), 0.0)
 
 
 def draw(log_probs: Tensor, generator: torch.Generator) -> Tensor:
-    """One option each, by chance: the first of racing exponential clocks."""
+    """Sample one option per row: the argmax of log p − log(exponential noise)."""
     clocks = torch.empty_like(log_probs).exponential_(generator=generator)
     return (log_probs - clocks.log()).argmax(-1)
 
 
-# --- a rollout: E whole episodes side by side, every field [T, E, …]
+# --- the rollout: E whole episodes in parallel, every field [T, E, …]
 
 
 @torch.no_grad()
 def rollout(env: GrowthVectorEnv, policy: Policy, settings: Settings, generator: torch.Generator) -> dict[str, Tensor]:
     layout, rows = env.layout, []
     obs, info = env.reset()
-    hidden = torch.zeros(env.num_envs, settings.hidden)  # a new episode remembers nothing
+    hidden = torch.zeros(env.num_envs, settings.hidden)  # reset for new episodes
     for _ in range(env.horizon):
         observed, masks = torch.from_numpy(obs), torch.from_numpy(info["masks"])
         look, slots = policy.look(observed)
@@ -144,7 +144,7 @@ def rollout(env: GrowthVectorEnv, policy: Policy, settings: Settings, generator:
         log_probs = log_distribution(logits, conditioned(masks, layout, op, slot), settings.epsilon)
         actions = draw(log_probs, generator)
         actions[:, Head.OP], actions[:, Head.SLOT] = op, slot
-        obs, paid, ended, _, info = env.step(actions.numpy())  # apply, tick, an epoch passes, validate
+        obs, paid, ended, _, info = env.step(actions.numpy())  # apply, tick, train an epoch, validate
         rows.append(
             {
                 "obs": observed, "masks": masks, "actions": actions, "rewards": torch.from_numpy(paid),
@@ -155,11 +155,11 @@ def rollout(env: GrowthVectorEnv, policy: Policy, settings: Settings, generator:
     return {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
 
 
-# --- learning from it
+# --- the update
 
 
 def advantages_of(rewards: Tensor, values: Tensor, done: Tensor, gamma: float, lam: float) -> Tensor:
-    """GAE, from the last step to the first. The horizon is a true end: nothing is expected beyond it."""
+    """Return GAE advantages [T, E]. Episodes end at the horizon, without a bootstrap value."""
     out, later, following = torch.zeros_like(rewards), 0.0, 0.0
     for t in reversed(range(len(rewards))):
         goes_on = ~done[t]
@@ -170,7 +170,7 @@ def advantages_of(rewards: Tensor, values: Tensor, done: Tensor, gamma: float, l
 
 
 class ReturnScale:
-    """Mean and spread of the returns of recent rounds: the one normaliser there is."""
+    """Moving mean and standard deviation of returns, by which values are normalised."""
 
     def __init__(self) -> None:
         self.mean = self.square = self.weight = 0.0
@@ -186,7 +186,7 @@ class ReturnScale:
 
 @torch.no_grad()
 def rescale_values(policy: Policy, mean: float, std: float) -> None:
-    """Read returns in other units from now on, without changing what the value head says."""
+    """Change the normalisation of returns and adapt the value head so that its predictions stay the same."""
     last = policy.value_head[-1]
     last.weight *= policy.std / std
     last.bias.copy_((policy.std * last.bias + policy.mean - mean) / std)
@@ -197,10 +197,10 @@ def rescale_values(policy: Policy, mean: float, std: float) -> None:
 def loss_of(
     policy: Policy, layout: MaskLayout, settings: Settings, batch: dict[str, Tensor], entropy_coef: float
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss of some environments' whole episodes [T, N, …], and what it is made of."""
+    """Return the loss of whole episodes [T, N, …] and its statistics."""
     look, slots = policy.look(batch["obs"])
     hidden, remembered = torch.zeros(look.shape[1], settings.hidden), []
-    for encoding in look:  # only the core needs one step after another
+    for encoding in look:  # only the core is sequential
         hidden = policy.core(encoding, hidden)
         remembered.append(hidden)
     state = torch.cat([torch.stack(remembered), look], -1)
@@ -210,7 +210,7 @@ def loss_of(
     log_probs = log_distribution(policy.logits(state, slots, op, slot, layout.widest), mask, settings.epsilon)
     chosen = log_probs.gather(-1, actions[..., None]).squeeze(-1)
 
-    # a head learns where the step was free, the op reads it, and it had more than one choice
+    # a head is trained where there was a choice of op, the chosen op uses the head, and the head had several options
     counts = batch["free"][..., None] & READS[op] & (mask.sum(-1) > 1)  # [T, N, 8]
     decided = batch["free"].sum().clamp(min=1)
     change = torch.where(counts, chosen - batch["log_probs"], 0.0).clamp(-20, 20)
@@ -231,10 +231,10 @@ def update(
     policy: Policy, optimizer: torch.optim.Optimizer, layout: MaskLayout, settings: Settings, scale: ReturnScale,
     data: dict[str, Tensor], entropy_coef: float, generator: torch.Generator,
 ) -> dict[str, float]:  # fmt: skip
-    """A few passes of clipped steps; stops early once the policy has moved far enough."""
+    """Train on a rollout for several epochs; stop early if the KL divergence exceeds its target."""
     advantages = advantages_of(data["rewards"], data["values"], data["done"], settings.gamma, settings.lam)
     data["returns"] = advantages + data["values"]
-    data["free"] = free = data["masks"][..., layout.op][..., 1:].any(-1)  # not only WAIT: something was decided
+    data["free"] = free = data["masks"][..., layout.op][..., 1:].any(-1)  # some op other than WAIT was legal
     centred = torch.where(free, advantages - advantages[free].mean(), 0.0)
     data["advantages"] = centred / centred[free].square().mean().sqrt().clamp(min=1e-3)
     rescale_values(policy, *scale.see(data["returns"]))
@@ -245,7 +245,7 @@ def update(
         order = torch.randperm(settings.envs, generator=generator)
         for group in order.tensor_split(settings.groups):
             loss, numbers = loss_of(policy, layout, settings, {k: x[:, group] for k, x in data.items()}, entropy_coef)
-            assert stats or numbers["ratio_off"] < 1e-4, "acting and learning do not see the same policy"
+            assert stats or numbers["ratio_off"] < 1e-4, "rollout and update compute different log-probabilities"
             optimizer.zero_grad()
             loss.backward()
             nn.utils.clip_grad_norm_(policy.parameters(), settings.max_grad_norm)
@@ -284,5 +284,5 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description="Learn to grow simulated hosts.")
     for name in ("rounds", "envs", "seed"):
         parser.add_argument(f"--{name}", type=int, default=getattr(Settings, name))
-    torch.set_num_threads(1)  # networks this small gain nothing from more
+    torch.set_num_threads(1)  # more threads do not speed up networks of this size
     train(Settings(**vars(parser.parse_args())))

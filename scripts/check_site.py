@@ -1,4 +1,4 @@
-"""Check a built documentation site: no page loads anything from elsewhere.
+"""Check a built documentation site: no page loads anything from another host.
 
 python scripts/check_site.py build/site
 """

@@ -5,7 +5,7 @@
 
 Games: random values, saturating sums, decaying interactions, and recorded coalition tables of grown hosts
 (`--tables`: a JSON list of lists of 2ⁿ values). The figure is the mean absolute error over players, divided by the
-mean absolute Shapley value; each method may look at the same number of *distinct* coalitions.
+mean absolute Shapley value; each method may evaluate the same number of *distinct* coalitions.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def antithetic(values: Game, n: int, budget: int, seed: int) -> np.ndarray:
 
 
 def within(run: Callable[[Counted, int], np.ndarray], values: Game, budget: int) -> np.ndarray:
-    """A library counts calls, not distinct coalitions: give it calls until it has used its share of those."""
+    """Return an estimate within a budget of distinct coalitions; the libraries themselves limit only their calls."""
     best, calls = None, budget
     for _ in range(8):
         game = Counted(values)

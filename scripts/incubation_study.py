@@ -1,9 +1,9 @@
-"""How should a seed learn before it is felt? `python scripts/incubation_study.py [--json FILE]`.
+"""Compare ways to train a seed before it is blended in: `python scripts/incubation_study.py [--json FILE]`.
 
 One seed per host, germinated at epoch 1, ten epochs in TRAINING, a linear ramp of five, then HOLDING to the
-end; nothing else grows. Every way of incubation meets the same worlds: same host, same data order, same seed
-at birth, and, since TRAINING is isolated, the same host when the ramp begins. Prints one table per task and
-slot (columns: docs/studies/incubation.md). One core, about five minutes per table.
+end; nothing else grows. All ways of incubation use the same worlds: the same host, data order and initial seed, and,
+because TRAINING is isolated, the same host when the ramp begins. Prints one table per task and slot
+(columns: docs/studies/incubation.md). It takes about five minutes per table on one core.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ WAYS = (
 
 
 class Study:
-    """One task and slot: the worlds that every way meets."""
+    """One task and slot, with the worlds that all ways share."""
 
     def __init__(self, task: Task, slot: str, worlds: list[int], blueprint: str, epochs: int) -> None:
         self.task, self.slot, self.worlds, self.blueprint, self.epochs = task, slot, worlds, blueprint, epochs
         self.data = task.load_data()
 
     def engine(self, way: Way | None, worlds: list[int] | None = None) -> Engine:
-        """Engines whose gates ask for time alone, so that every seed blends at the same epoch."""
+        """Return engines whose gates depend only on time, so that every seed blends at the same epoch."""
         config = EngineConfig(incubation=way.incubation, shadow_every=way.every) if way else EngineConfig()
         rules = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=TRAINING_EPOCHS, blend_health=None))
         engine = Engine(self.task, worlds or self.worlds, rules=rules, config=config, data=self.data)
@@ -113,7 +113,7 @@ class Study:
         return qualities | {"end": [network.test(self.data.test)[0] for network in engine.networks]}
 
     def times(self) -> dict[str, float]:
-        """CPU time of a training epoch with a TRAINING seed over one without: the best of interleaved repeats."""
+        """Return the CPU time of a training epoch with a TRAINING seed over one without: best of repeats."""
         racers: dict[str, tuple[Way | None, HostNetwork]] = {}
         for way in (None, *WAYS):
             engine = self.engine(way, self.worlds[:1])
@@ -131,7 +131,7 @@ class Study:
 
 
 def train(engine: Engine, action: dict[Head, int] | None = None) -> None:
-    """One step of the engine without its validation: here only three epochs are looked at."""
+    """Run one step of the engine without validation, since only three epochs are measured."""
     rows = np.zeros((len(engine.networks), NUM_HEADS), dtype=np.int64)
     for head, choice in (action or {}).items():
         rows[:, head] = choice
@@ -144,7 +144,7 @@ def train(engine: Engine, action: dict[Head, int] | None = None) -> None:
 
 
 def read(engine: Engine, network: HostNetwork) -> tuple[float, float]:
-    """Validation accuracy, and what the one seed adds to it (TRAINING: its prospect)."""
+    """Return the validation accuracy and the contribution of the seed, or its prospect in TRAINING."""
     result = network.validate(engine.data.val, engine.calibration)
     quality, _, worth, *_ = statistics(result, result.scores[..., 0]).tolist()
     return quality, worth
@@ -152,7 +152,7 @@ def read(engine: Engine, network: HostNetwork) -> tuple[float, float]:
 
 @torch.no_grad()
 def delta_ratio(network: HostNetwork, name: str, x: Tensor) -> float:
-    """rms Δ / rms h over these images, on the averaged weights."""
+    """Return rms Δ / rms h over these images, on the averaged weights."""
     body, slot, ratios = network.body.eval(), network.body.slots[name], []
 
     def look(_module: nn.Module, _args: Any, h: Tensor) -> None:
@@ -168,7 +168,7 @@ def delta_ratio(network: HostNetwork, name: str, x: Tensor) -> float:
 
 @contextmanager
 def _shadowed_in_eval(body: Body, slot: Slot) -> Iterator[None]:
-    """The shadow pass under the running statistics of the host's norms."""
+    """Run the shadow pass with the running statistics of the host's norms."""
     norms = [n for n in body.norms if n.training]
     for n in norms:
         n.training = False
@@ -204,7 +204,7 @@ def summary(values: list[float], scale: float = 100, form: str = "{:.1f} ± {:.1
 
 
 def study(task_name: str, slot: str, worlds: list[int], blueprint: str, epochs: int) -> dict[str, Any]:
-    """Run one place; print its table in Markdown, a row as soon as it is known."""
+    """Run one task and slot; print its table in Markdown, each row as soon as it is measured."""
     here = Study(get_task(task_name), slot, worlds, blueprint, epochs)
     times, baseline = here.times(), here.without_growth()
     ways: dict[str, Numbers] = {}

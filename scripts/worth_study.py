@@ -1,10 +1,10 @@
-"""Does a seed's contribution at HOLDING tell what it brings? And coalition tables of real grown hosts.
+"""Measure how well a seed's contribution at HOLDING predicts its gain; record coalition tables of grown hosts.
 
     python scripts/worth_study.py decisions [--task rescue] [--worlds 6]
     python scripts/worth_study.py tables --out tables.json
 
 `decisions`: one seed per run, in each slot of each world, with blueprints in turn. Its contribution when it reaches
-HOLDING is set against its gain: test accuracy at the end over the same world's no-growth baseline. Prints the
+HOLDING is compared with its gain: final test accuracy minus that of the same world's no-growth baseline. Prints the
 pairs and their correlations. `tables` grows hosts with 6 and 7 seeds and records the accuracy of every coalition,
 for scripts/compare_shapley.py.
 """
@@ -111,7 +111,7 @@ def decisions(name: str, worlds: int) -> None:
 
 
 def tables(out: Path) -> None:
-    """Accuracy of every coalition of hosts with 6 and with 7 live seeds."""
+    """Write the accuracy of every coalition of hosts with 6 and with 7 live seeds."""
     fashion = load_data("fashion")
     six = dataclasses.replace(
         get_task("rescue"), slots=("r0c0", "r1c0", "r0c1", "r1c1", "r0c2", "r1c2"), epochs=14, data=fashion
