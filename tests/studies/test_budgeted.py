@@ -121,6 +121,14 @@ def test_pretraining_is_not_counted():
     assert point.train_macs <= 0.1 * full_training_macs(SMALL)
 
 
+@pytest.mark.parametrize(("kind", "settings"), [("static", {}), ("planted", {"birth": "open", "start": 0})])
+def test_slots_limits_the_structure_to_the_first_ones(kind, settings, monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+    arm = Arm(name="a", kind=kind, settings={"structure": "full", "slots": 2, **settings})
+    structure = TRAINERS[kind](arm, "digits", 0, [1.0])[0].structure
+    assert list(structure) == list(full_structure(SMALL))[:2]
+
+
 def test_epoch_limit_ends_a_cheap_host():
     points = session(max_epochs=6).run(Wait(), [0.5, 1.0])
     assert all(point.epochs <= 8 for point in points)

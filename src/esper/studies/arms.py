@@ -27,12 +27,15 @@ LEAST_TRAINING = 0.1
 """A search starts no training that has less than this share of a unit left."""
 
 
-def structure_named(task: Task, name: str) -> Structure:
-    """Return the structure that an arm's setting names: "none", "full", or one blueprint for every slot."""
+def structure_named(task: Task, name: str, slots: int | None = None) -> Structure:
+    """Return the structure that an arm's settings name, in the first `slots` slots of the task or in all.
+
+    Names: "none", "full", or one blueprint for every slot.
+    """
     if name == "none":
         return {}
     full = full_structure(task)
-    return full if name == "full" else dict.fromkeys(full, name)
+    return {slot: full[slot] if name == "full" else name for slot in list(full)[:slots]}
 
 
 def resized(task: Task, host: str) -> Task:
@@ -52,13 +55,13 @@ SITUATION = ("change", "samples")
 def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
     """Train a fixed structure from step 0.
 
-    Settings: `structure` ("none", "full", a blueprint), `host` ("own", "wider", "deeper"), `ramp` (share of the task's
-    epochs after which the last seed has alpha 1, see `Engine.plant_fossils`), `pretrain` (epochs that the host was
-    trained before), and those of `SITUATION`.
+    Settings: `structure` ("none", "full", a blueprint), `slots` (how many, from the first; default all), `host` ("own",
+    "wider", "deeper"), `ramp` (share of the task's epochs after which the last seed has alpha 1, see
+    `Engine.plant_fossils`), `pretrain` (epochs that the host was trained before), and those of `SITUATION`.
     """
     own = get_task(task)
     host = resized(own, arm.settings.get("host", "own"))
-    structure = structure_named(own, arm.settings.get("structure", "none"))
+    structure = structure_named(own, arm.settings.get("structure", "none"), arm.settings.get("slots"))
     limit = None if structure or "pretrain" in arm.settings else SMALL_HOST_EPOCHS * own.epochs
     ramp = round(arm.settings.get("ramp", 0.0) * own.epochs)
     session = Session(
@@ -78,7 +81,7 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
 def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
     """Plant a structure during training, one seed per epoch, shallow slots first.
 
-    Settings: `start` (epoch of the first seed), `structure`, `birth`, `open_ramp` (epochs of the alpha ramp),
+    Settings: `start` (epoch of the first seed), `structure`, `slots`, `birth`, `open_ramp` (epochs of the alpha ramp),
     `pretrain`, and those of `SITUATION`.
     """
     own = get_task(task)
@@ -88,7 +91,7 @@ def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
     session = Session(own, world, unit=full_training_macs(own), rules=rules, **chosen(arm, SITUATION))
     before = arm.settings.get("pretrain", 0)
     session.pretrain(before)
-    return session.run(Schedule(names, start=before + arm.settings["start"]), budgets)
+    return session.run(Schedule(names, start=before + arm.settings["start"], slots=arm.settings.get("slots")), budgets)
 
 
 def chosen(arm: Arm, names: Sequence[str]) -> dict[str, Any]:
