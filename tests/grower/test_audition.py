@@ -8,7 +8,7 @@ from torch import nn
 
 import esper
 from esper.grower.audition import Audition, Trial
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.planning import planned
 
 DATA = esper.load_data("digits")
@@ -52,14 +52,27 @@ def test_convolutions_gain_most_where_the_host_sees_single_pixels():
     assert str(audition).splitlines()[1].startswith(f"{best.slot}     conv_light")
 
 
-def test_a_plan_can_be_planted():
+def test_grower_plants_a_plan_and_nothing_else():
     body = make_body()
-    grower = esper.Grower(body, torch.optim.AdamW(body.parameters(), lr=1e-2), controller="none")
-    for slot, blueprint in (
-        Audition((Trial("1", "conv_light", 0.2, 9, 9), Trial("3", "norm", 0.2, 9, 9)), 0.1).plan().items()
-    ):
-        grower.germinate(slot, blueprint)
-    assert {name: slot.blueprint for name, slot in grower.slots.items()} == {"1": "conv_light", "3": "norm"}
+    trials = (Trial("1", "conv_light", 0.2, 9, 9), Trial("3", "norm", 0.2, 9, 9), Trial("1", "norm", 0.1, 9, 9))
+    plan = Audition(trials, 0.1).plan()
+    grower = esper.Grower(body, torch.optim.AdamW(body.parameters(), lr=1e-2), controller=plan)
+    batches = [(torch.randn(64, 1, 8, 8), torch.arange(64) % 3)]
+    for _ in range(6):
+        grower.step(batches)
+    assert {name: slot.blueprint for name, slot in grower.slots.items()} == plan == {"1": "conv_light", "3": "norm"}
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [({"nowhere": "norm"}, "no slot named 'nowhere'"), ({"1": "mlp"}, "no blueprint for slot '1' named")],
+)
+def test_plan_that_does_not_fit_is_refused_before_the_optimiser_changes(plan, message):
+    body = make_body()
+    optimizer = torch.optim.AdamW(body.parameters(), lr=1e-2)
+    with pytest.raises(UnknownNameError, match=message):
+        esper.Grower(body, optimizer, controller=plan)
+    assert len(optimizer.param_groups) == 1
 
 
 def test_trials_are_paired_and_the_random_state_is_kept():

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import numpy as np
 from torch import nn
 
+from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, Head
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.slot_table import Ints
+from esper.tamiyo.controllers import Controller, Schedule, find_controller
 
 SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
 """Class name endings of transformers models that take their inputs as labels and shift them internally."""
@@ -28,6 +31,24 @@ def check_settings(model: nn.Module, rules: Any, incubation: Any, quality: Any) 
             f"{type(model).__name__} takes its inputs as labels and shifts them: quality={quality!r} would "
             f"compare each token with itself. Use quality='next_token_{quality}', or your own function."
         )
+
+
+def as_controller(body: Body, controller: str | Controller | Mapping[str, str] | None) -> Controller:
+    """Return the controller of a name or a plan {slot: blueprint}, or the given object.
+
+    Raise UnknownNameError for a slot that the body does not have, or a blueprint that does not fit its slot.
+    """
+    if not isinstance(controller, Mapping):
+        return find_controller(controller)
+    fitting = body.valid_blueprints()
+    plan = {}
+    for slot, name in controller.items():
+        if slot not in fitting:
+            raise unknown_name("slot", slot, fitting)
+        if name not in fitting[slot]:
+            raise unknown_name(f"blueprint for slot {slot!r}", name, fitting[slot])
+        plan[list(fitting).index(slot)] = blueprint_index(name)
+    return Schedule(plan=plan)
 
 
 def checked_actions(actions: Any, controller: object) -> Ints:

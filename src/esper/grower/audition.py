@@ -2,10 +2,9 @@
 
 def train(copy):  # some epochs of your loop, then the validation quality
     ...
-found = esper.audition(body, train)
-print(found)                        # what each seed gains in each slot, and what it costs
-for slot, blueprint in found.plan(limit=100_000).items():
-    grower.germinate(slot, blueprint)
+trials = esper.audition(body, train)
+print(trials)                        # what each seed gains in each slot, and what it costs
+grower = esper.Grower(body, optimizer, controller=trials.plan(limit=100_000))
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Audition:
     """The trials of all seeds, largest gain first.
 
     Example:
-        >>> found = esper.audition(body, lambda copy: 0.5, blueprints=["lora"])
-        >>> [(trial.slot, trial.blueprint, trial.gain) for trial in found.trials]
+        >>> audition = esper.audition(body, lambda copy: 0.5, blueprints=["lora"])
+        >>> [(trial.slot, trial.blueprint, trial.gain) for trial in audition.trials]
         [('1', 'lora', 0.0)]
     """
 
@@ -110,8 +109,8 @@ def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence
         ...         nn.functional.cross_entropy(copy(x), y).backward()
         ...         optimizer.step()
         ...     return (copy(x).argmax(1) == y).float().mean().item()
-        >>> found = esper.audition(body, train)
-        >>> plan = found.plan(limit=1_000)
+        >>> trials = esper.audition(body, train)
+        >>> plan = trials.plan(limit=1_000)
     """
     costs = body.costs()
     names = sorted({name for fitting in costs.values() for name in fitting})

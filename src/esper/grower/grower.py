@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper.grower import saving
-from esper.grower.arguments import after_closure, check_settings, checked_actions
+from esper.grower.arguments import after_closure, as_controller, check_settings, checked_actions
 from esper.grower.clipping import ClippingWatch
 from esper.grower.explanations import SlotView, slot_views, why_nothing_was_planted, wrapped
 from esper.grower.html import grower_html
@@ -43,7 +43,7 @@ from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
 from esper.leyline.slot_table import SlotTable
 from esper.simic.env import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.tamiyo.controllers import Controller, find_controller
+from esper.tamiyo.controllers import Controller
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.growing_network import GrowingNetwork
 from esper.tolaria.host_costs import takes_of
@@ -61,8 +61,9 @@ class Grower(Operations, Measuring):
         optimizer: The optimiser of the body's parameters. Build schedulers after the grower: it adds one group for
             seeds as the last of the optimiser's groups.
         controller: What decides: "schedule" (plants in one slot after another and commits measured seeds), "heuristic",
-            "random", "tamiyo" (the trained policy of the package), the path of a run or policy file of `esper train`,
-            your own object with `act(table, legal)`, or "none" or None (you call the operations yourself).
+            "random", "tamiyo" (the trained policy of the package), the path of a run or policy file of `esper train`, a
+            plan {slot: blueprint} such as `esper.audition(…).plan()`, which the schedule plants, your own object with
+            `act(table, legal)`, or "none" or None (you call the operations yourself).
         quality: Score per sample, higher is better: a name in `esper.grower.qualities.QUALITIES` ("accuracy",
             "negative_mse", …) or a function (output, target) → [B]. `check` tests it before the first epoch.
         rules: How a seed begins, thresholds, automatic advances and limits; None is `Rules()`.
@@ -80,7 +81,7 @@ class Grower(Operations, Measuring):
 
     Raises:
         ConfigError: A setting is invalid or does not fit the model.
-        UnknownNameError: There is no such controller or quality.
+        UnknownNameError: There is no such controller, quality or slot, or a planned blueprint does not fit.
         OptimizerError: The optimiser does not support growth, or a scheduler was built before the grower.
 
     Example:
@@ -95,7 +96,7 @@ class Grower(Operations, Measuring):
         body: Body,
         optimizer: Optimizer,
         *,
-        controller: str | Controller | None = "schedule",
+        controller: str | Controller | Mapping[str, str] | None = "schedule",
         quality: str | Quality | NeedsTargets = "accuracy",
         rules: Rules | None = None,
         incubation: Incubation = "straight_through",
@@ -108,7 +109,7 @@ class Grower(Operations, Measuring):
         **seed_options: Any,
     ) -> None:
         self.quality = quality
-        self.controller = find_controller(controller)
+        self.controller = as_controller(body, controller)
         check_settings(getattr(body, "model", body), rules, incubation, quality)
         refuse_scheduled(optimizer)
         optimizer = unwrapped(optimizer)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import numpy as np
 
@@ -42,16 +42,22 @@ class Schedule:
     blueprints  what to plant, in order of preference: built-in names, or numbers (`blueprint_index` for your own)
     start       first step at which to plant
     slots       number of slots to use, from the first; None for all
+    plan        number of the blueprint of each slot to use, by the slot's number, instead of `blueprints` and `slots`
     """
 
     def __init__(
-        self, blueprints: Sequence[str | int] = PREFERRED, *, start: int = 1, slots: int | None = None
+        self,
+        blueprints: Sequence[str | int] = PREFERRED,
+        *,
+        start: int = 1,
+        slots: int | None = None,
+        plan: Mapping[int, int] | None = None,
     ) -> None:
         for name in blueprints:
             if isinstance(name, str) and name not in BLUEPRINTS:
                 raise unknown_name("blueprint", name, BLUEPRINTS)
         self.preferred = [BLUEPRINTS.index(b) if isinstance(b, str) else b for b in blueprints]
-        self.start, self.slots = start, slots
+        self.start, self.slots, self.plan = start, slots, plan
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: commit if it is legal, otherwise plant if it is legal, otherwise wait."""
@@ -77,6 +83,9 @@ class Schedule:
     def _choice(self, table: SlotTable) -> Ints:
         """Return the blueprint for each slot [S]; −1 if none of the preferred ones fits."""
         choice = np.full(table.num_slots, -1)
+        if self.plan is not None:
+            choice[list(self.plan)] = list(self.plan.values())
+            return choice
         for b in reversed([b for b in self.preferred if b < table.takes.shape[1]]):
             choice[table.takes[:, b]] = b
         if self.slots is not None:
