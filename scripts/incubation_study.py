@@ -49,7 +49,7 @@ class Way:
     incubation: Incubation = "shadow"
     every: int = 1
     norms_in_eval: bool = False
-    leashed: bool = True
+    has_pull: bool = True
 
 
 WAYS = (
@@ -59,7 +59,7 @@ WAYS = (
     Way("shadow, every batch, norms in eval", every=1, norms_in_eval=True),
     Way("shadow, every 2nd, norms in eval", every=2, norms_in_eval=True),
     Way("straight-through", incubation="straight_through"),
-    Way("straight-through, no leash", incubation="straight_through", leashed=False),
+    Way("straight-through, no pull", incubation="straight_through", has_pull=False),
 )
 
 
@@ -93,7 +93,7 @@ class Study:
 
     def run(self, way: Way) -> Numbers:
         engine, s = self.engine(way), self.task.slots.index(self.slot)
-        with leash(way.leashed):
+        with pull(way.has_pull):
             self.germinate(engine)
             for _ in range(TRAINING_EPOCHS - 1):
                 train(engine)
@@ -123,7 +123,7 @@ class Study:
         best = dict.fromkeys(racers, float("inf"))
         for step in range(TIMED_EPOCHS):
             for name, (way, network) in racers.items():
-                with leash(way is None or way.leashed):
+                with pull(way is None or way.has_pull):
                     start = time.process_time()
                     network.train_epoch(step)
                     best[name] = min(best[name], time.process_time() - start)
@@ -181,7 +181,7 @@ def _shadowed_in_eval(body: Body, slot: Slot) -> Iterator[None]:
 
 
 @contextmanager
-def leash(on: bool) -> Iterator[None]:
+def pull(on: bool) -> Iterator[None]:
     slot_module.straight_through = straight_through if on else FeelNothing.apply
     try:
         yield

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, fx, nn
 
 from esper.kasmina.blueprints.registry import SPATIAL, Layout
-from esper.kasmina.slot import MOST_PULL, BlendGate, FeelNothing, Leash, blend, detached, straight_through
+from esper.kasmina.slot import MOST_PULL, BlendGate, FeelNothing, PullToZero, blend, detached, straight_through
 from esper.leyline.actions import Operator
 
 SHAPE = {
@@ -181,22 +181,22 @@ def test_in_place_operations_after_the_slot_work(join):
     assert torch.equal(first.bias.grad, (h > 0).float().sum(0))
 
 
-# Leash: the gradient term that bounds Δ in straight-through training
+# PullToZero: the gradient term that bounds Δ in straight-through training
 
 
-def leashed_gradient(delta: Tensor, h: Tensor, upstream: Tensor, axis: int = -1) -> Tensor:
+def pulled_gradient(delta: Tensor, h: Tensor, upstream: Tensor, axis: int = -1) -> Tensor:
     delta = delta.clone().requires_grad_()
-    return torch.autograd.grad(Leash.apply(delta, h, axis), delta, upstream)[0]
+    return torch.autograd.grad(PullToZero.apply(delta, h, axis), delta, upstream)[0]
 
 
 def rms(t: Tensor, layout: Layout = Layout.SEQUENCE) -> Tensor:
     return t.double().square().mean(AXIS[layout], keepdim=True).sqrt()
 
 
-def test_leash_equals_gradient_where_delta_rms_equals_feature_rms():
+def test_pull_equals_gradient_where_delta_rms_equals_feature_rms():
     h, grad = torch.tensor([[2.0, -2.0]]), torch.tensor([[3.0, -3.0]])
     for delta, expected in (([1.0, 1.0], [4.5, -1.5]), ([2.0, 2.0], [6.0, 0.0]), ([0.0, 0.0], [3.0, -3.0])):
-        assert leashed_gradient(torch.tensor([delta]), h, grad).tolist() == [expected]
+        assert pulled_gradient(torch.tensor([delta]), h, grad).tolist() == [expected]
 
 
 @every_layout
@@ -230,27 +230,25 @@ def test_delta_larger_than_features_never_grows(layout, size, seed):
     h, upstream = features(layout, seed), features(layout, seed + 100)
     for delta in (features(layout, seed + 200), -upstream):  # the second points radially outwards
         delta = delta * (size * rms(h, layout) / rms(delta, layout)).float()
-        outwards = (leashed_gradient(delta, h, upstream, AXIS[layout]) * delta).sum(AXIS[layout])
+        outwards = (pulled_gradient(delta, h, upstream, AXIS[layout]) * delta).sum(AXIS[layout])
         assert (outwards > 0).all()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("h", [0.0, 1e-6, 1.0])
 @pytest.mark.parametrize("delta", [0.0, 1e-30, 1.0, 1e15])
-def test_leash_gradient_is_finite_and_bounded(dtype, h, delta):
+def test_gradient_with_pull_is_finite_and_bounded(dtype, h, delta):
     delta = torch.full((2, 8), min(delta, torch.finfo(dtype).max), dtype=dtype)
-    grad = leashed_gradient(delta, torch.full((2, 8), h, dtype=dtype), torch.ones(2, 8, dtype=dtype))
+    grad = pulled_gradient(delta, torch.full((2, 8), h, dtype=dtype), torch.ones(2, 8, dtype=dtype))
     assert grad.dtype == dtype
     assert ((grad >= 1) & (grad <= 1 + MOST_PULL)).all()
 
 
 @every_layout
-def test_leash_gradient_scales_with_the_loss(layout):
+def test_gradient_with_pull_scales_with_the_loss(layout):
     h, delta, upstream = (features(layout, i) for i in range(3))
-    plain = leashed_gradient(delta, h, upstream, AXIS[layout])
-    assert torch.equal(
-        leashed_gradient(delta, h, 1024 * upstream, AXIS[layout]), 1024 * plain
-    )  # required by GradScaler
+    plain = pulled_gradient(delta, h, upstream, AXIS[layout])
+    assert torch.equal(pulled_gradient(delta, h, 1024 * upstream, AXIS[layout]), 1024 * plain)  # required by GradScaler
 
 
 def test_straight_through_compiles_to_one_graph_and_is_exact():

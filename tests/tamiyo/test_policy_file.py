@@ -94,7 +94,7 @@ def test_safetensors_file_without_a_policy_is_rejected(tmp_path):
 
 def test_policy_with_other_features_is_rejected(saved, monkeypatch):
     monkeypatch.setattr(policy_file, "feature_names", lambda _: ["another"])
-    with pytest.raises(DataError, match=r"other observations or choices .* Train it anew"):
+    with pytest.raises(DataError, match=r"other observations or choices .* Train it again"):
         load_policy(saved)
 
 

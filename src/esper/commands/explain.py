@@ -103,7 +103,7 @@ def show(console: Console, explanation: Explanation, episode: int) -> None:
 
 
 def seed_life(path: Path, record: DecisionRecord, explanation: Explanation) -> list[dict[str, Any]]:
-    """Return what the journal says of the seed in the chosen slot, from this step on, and the end of the episode.
+    """Return the events of the seed in the chosen slot, from this step on, and the end of the episode.
 
     Empty if the operation has no slot.
     """

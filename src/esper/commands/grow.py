@@ -357,7 +357,7 @@ def not_in_the_network(engine: Engine) -> str:
 def outside_note(controller: Learned) -> str:
     """Return whether the host lay outside what the policy was trained on."""
     if controller.ranges is None:
-        return "the policy's file does not tell what it was trained on, so its limits are not known"
+        return "the policy file does not state what it was trained on, so its limits are unknown"
     return controller.outside_text()
 
 

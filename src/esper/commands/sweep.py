@@ -5,9 +5,9 @@
     DIR/logs/ARM-WORLD        output of that run
     DIR/sweep.svg, sweep.json the chart and the comparison, once all runs have finished
 
-A job is a run that has not finished. Whoever creates its claim runs it, or resumes it. A claim whose owner is dead or
-silent for `STALE_S` is taken over. A signal is passed on to the runs, which write a checkpoint: start the same command
-again, here or elsewhere, to continue.
+A job is a run that has not finished. The process that creates its claim runs or resumes it. A claim is taken over if
+its owner is dead or has not touched it for `STALE_S`. A signal is passed on to the runs, which write a checkpoint.
+Start the same command again, on this or another machine, to continue.
 """
 
 from __future__ import annotations
@@ -105,7 +105,7 @@ def read_plan(path: Path) -> SweepPlan:
 
 
 def run_sweep(plan_file: Path, *, shard: str, workers: int, out: Path | None) -> None:
-    """Run the missing jobs of a plan that nobody else runs; print table and chart once all have finished."""
+    """Run the missing jobs of a plan that no other process runs; print table and chart once all have finished."""
     plan = read_plan(plan_file)
     index, shards = parse_shard(shard)
     directory = Path("runs") / plan_file.stem if out is None else out
@@ -253,7 +253,7 @@ class Sweep:
 
 
 class Claim:
-    """An exclusive file that says which process works on a run."""
+    """An exclusive file that names the process working on a run."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd, self.touched = path, fd, time.monotonic()

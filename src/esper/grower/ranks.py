@@ -6,8 +6,8 @@
         ranks.agree(body, table)                   # raise unless all ranks have the same weights and seeds
     ranks.average_gradients(seeds)                 # before the optimiser's step
 
-Wrappers know the parameters that a model had when it was wrapped. Seeds are planted later and stay outside: every rank
-has a whole copy of them, and their gradients are averaged here. Rank 0 decides; the others apply its decision.
+Wrappers handle the parameters that a model had when it was wrapped. Seeds are planted later and are not wrapped: every
+rank has a full copy of them, and their gradients are averaged here. Rank 0 decides; the others apply its decision.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ def _tasks_differ(first: Arm, other: Arm) -> bool:
 
 
 def _why_not(first: Arm, other: Arm) -> str:
-    """Say why two arms have nothing in common."""
+    """Return why two arms cannot be compared."""
     if _tasks_differ(first, other):
         return printable(
             f"{other.name} is of task {other.task!r}, {first.name} of task {first.task!r}: compare runs of one task."

@@ -19,7 +19,7 @@ from esper.nissa.journal_rows import PORTION, follow, replay
 from esper.nissa.run import MANIFEST
 
 POLL_S = 0.5
-"""Least seconds between two looks at the journal of a run, whatever the number of viewers."""
+"""Minimum seconds between two reads of a run's journal, for any number of viewers."""
 STATUS_S = 2.0
 """Least seconds between two reads of its manifest."""
 MOST_ROWS = 4096
@@ -31,7 +31,7 @@ class Cursor(NamedTuple):
 
     position: int = 0
     version: str | None = None
-    """None if the viewer did not say."""
+    """None if the viewer did not send it."""
     status: str | None = None
     """Status of the run in it. It may change without an event: when a run is killed."""
 

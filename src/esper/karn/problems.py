@@ -27,7 +27,7 @@ def _of_the_end(run: RunState) -> list[tuple[str, str]]:
     if run.status == "failed":
         return [("error", f"The run failed: {error or 'no reason recorded'}")]
     if run.status == "killed":
-        return [("error", "The run was killed: it neither goes on nor ended by itself. What it wrote is shown.")]
+        return [("error", "The run was killed. The events that it wrote are shown.")]
     return [("warning", "The run was interrupted before its end.")] if run.status == "interrupted" else []
 
 

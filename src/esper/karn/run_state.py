@@ -70,7 +70,7 @@ class Phase:
 
 @dataclass(slots=True)
 class BlueprintCount:
-    """What became of the seeds of one blueprint in the whole run."""
+    """Outcomes of the seeds of one blueprint over the run."""
 
     germinated: int = 0
     fossilized: int = 0

@@ -30,7 +30,7 @@ PLACE_NOTES = {
     "seq": "Place in the run, per rank, from 0.",
     "time_s": "Seconds since 1970.",
     "rank": "Process that emitted it.",
-    "extra": "Fields that this version does not know, as JSON; null where there are none.",
+    "extra": "Fields unknown to this version, as JSON; null if there are none.",
 }
 ATOMS: dict[type, str] = {int: "BIGINT", float: "DOUBLE", str: "VARCHAR", bool: "BOOLEAN"}
 
@@ -107,11 +107,11 @@ WHERE = {"run": PLACE_NOTES["run"], "env": "Environment.", "episode": "Its episo
 VIEWS = (
     View(
         "runs",
-        "One row per run: what its manifest says, and how it ended.",
+        "One row per run: fields of its manifest, and how it ended.",
         {
             "run": PLACE_NOTES["run"],
-            "status": "running, finished, failed, interrupted, killed (it says running, and nobody holds its lock), "
-            "or unreadable.",
+            "status": "running, finished, failed, interrupted, killed (marked as running, but no process "
+            "holds its lock), or unreadable.",
             "task": "", "controller": "", "seed": "", "command": "",
             "envs": "Environments.",
             "slots": "Names of the slots, in the order of the arrays in `steps`.",
@@ -123,7 +123,7 @@ VIEWS = (
             "events": "Lines that could be read.",
             "damaged": "Lines that could not; one, the last, is usual after a hard kill.",
             "missing": "What the journal lacks, in words; null where it is complete.",
-            "path": "Where it lies.",
+            "path": "Path of the run directory.",
         },
         """
         select m.run, m.status, coalesce(nullif(s.task, ''), m.manifest->>'task') as task, s.controller, s.seed,
@@ -140,7 +140,7 @@ VIEWS = (
     ),
     View(
         "manifests",
-        "One row per run: its whole manifest.",
+        "One row per run: its complete manifest.",
         {
             "run": PLACE_NOTES["run"],
             "manifest": "As JSON: `manifest->>'config'` and so on; null where it cannot be read.",
@@ -150,7 +150,7 @@ VIEWS = (
     ),
     View(
         "slots",
-        "One row per environment, step and slot: who lives there, at which stage and strength.",
+        "One row per environment, step and slot: its seed, stage and alpha.",
         {
             **WHERE,
             "slot": "Name of the slot.",
@@ -199,7 +199,7 @@ VIEWS = (
     ),
     View(
         "phase_shares",
-        "Where the time went: the last total of every phase, and its share.",
+        "One row per phase: its total time and its share.",
         {
             "run": PLACE_NOTES["run"], "rank": PLACE_NOTES["rank"], "phase": "",
             "wall_s": "On the clock.",
@@ -300,7 +300,7 @@ def catalogue() -> list[View]:
     ]  # fmt: skip
     other = View(
         "other_events",
-        "Events of kinds that this version does not know.",
+        "Events of kinds unknown to this version.",
         {"run": PLACE_NOTES["run"], "kind": ""} | place | {"event": "The whole line, as JSON."},
         "",
     )

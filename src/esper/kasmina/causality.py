@@ -1,4 +1,4 @@
-"""Find out by probe runs whether positions of a model depend on later ones, so that seeds never look into the future.
+"""Find out by probe runs whether positions of a model depend on later ones, so that seeds do not use later positions.
 
 A seed that mixes positions in both directions is offered only where the model itself does so. Without evidence, as in
 a model that treats each position alone, the model counts as causal.

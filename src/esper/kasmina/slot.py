@@ -35,7 +35,7 @@ TINY = 1e-12
 """Lower bound that keeps 1/rms finite where Δ and h are 0."""
 
 MOST_PULL = 2.0
-"""Upper bound of the pull in `Leash`, as a multiple of the gradient, so that positions with h = 0 do not dominate."""
+"""Upper bound of the pull, as a multiple of the gradient, so that positions with h = 0 do not dominate."""
 
 
 def blend(h: Tensor, delta: Tensor, weight: Tensor, operator: Operator, out: Tensor | None = None) -> Tensor:
@@ -91,7 +91,7 @@ class FeelNothing(torch.autograd.Function):
         return grad, grad
 
 
-class Leash(torch.autograd.Function):
+class PullToZero(torch.autograd.Function):
     """Return Δ unchanged; backward adds a pull towards 0 as strong as the gradient where rms Δ = rms h.
 
     Straight-through gives a seed no feedback on its own output, so without a pull Δ diverges (measured: to 78–1567
@@ -122,8 +122,8 @@ def _rms(t: Tensor, channel_axis: int) -> Tensor:
 
 
 def straight_through(h: Tensor, delta: Tensor, channel_axis: int) -> Tensor:
-    """Return exactly h, while the seed behind Δ is trained through `Leash`. Needs no shadow pass."""
-    return FeelNothing.apply(h, Leash.apply(delta, h.detach(), channel_axis))
+    """Return exactly h, while the seed behind Δ is trained through `PullToZero`. Needs no shadow pass."""
+    return FeelNothing.apply(h, PullToZero.apply(delta, h.detach(), channel_axis))
 
 
 def detached(h: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Meaning of event fields, by name. A docstring beside a field in `events.py` says more and takes precedence."""
+"""Meaning of event fields, by name. A docstring below a field in `events.py` takes precedence."""
 
 FIELD_NOTES = {
     "action": "seen (no consequence), counted, rolled back or not restored (the rollback failed and is retried).",

@@ -403,7 +403,7 @@ class NissaHub:
         counters: dict[str, Number] = {name: float(value) for name, value in health.items()}
         for name, each in sinks.items():
             counters |= {f"{name}.{key}": float(value) for key, value in each.items() if key not in TEXTS}
-        text = f"{health['emitted']} events; " + ("; ".join(notes) or "nothing lost, nobody waited")
+        text = f"{health['emitted']} events; " + ("; ".join(notes) or "no event lost, no caller waited")
         self._report("warning" if lost else "info", text, counters)
 
     def _forget(self) -> None:

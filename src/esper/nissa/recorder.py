@@ -179,7 +179,7 @@ def _recorded(
         status, error = ending(e)
         raise
     finally:
-        with stoppable("the run is being closed; once more leaves at once") as stop:
+        with stoppable("closing the run; a second signal exits immediately") as stop:
             was_stopped = status == "interrupted"
             stop.signal_number = int(was_stopped)
             hub.stop_waiting(END_S)

@@ -66,8 +66,8 @@ class Stop:
 
 
 @contextmanager
-def stoppable(say: str, on_stop: Callable[[], None] = lambda: None) -> Iterator[Stop]:
-    """Within the context the first SIGINT, SIGTERM or SIGHUP is stored in the `Stop` and `say` is printed.
+def stoppable(message: str, on_stop: Callable[[], None] = lambda: None) -> Iterator[Stop]:
+    """Within the context the first SIGINT, SIGTERM or SIGHUP is stored in the `Stop` and `message` is printed.
 
     The caller calls the `Stop` when it is safe to end. A second signal exits at once. The handler of the first signal
     calls `on_stop`, for example to end waits that would delay the caller.
@@ -80,7 +80,7 @@ def stoppable(say: str, on_stop: Callable[[], None] = lambda: None) -> Iterator[
         stop.signal_number = number
         on_stop()
         with contextlib.suppress(OSError):
-            os.write(2, f"\nesper: {say}\n".encode())
+            os.write(2, f"\nesper: {message}\n".encode())
 
     if threading.current_thread() is not threading.main_thread():
         yield stop

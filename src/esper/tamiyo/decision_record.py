@@ -115,7 +115,9 @@ class DecisionRecord:
             content = read_regular(file, MOST_BYTES)
             header = check_tensors(content)
             if header.get("format") != FORMAT or header.get("view") != view():
-                raise DataError(f"{file} was written by another version of Esper: its observations differ. Run it anew")
+                raise DataError(
+                    f"{file} was written by another version of Esper: its observations differ. Run it again"
+                )
             facts = msgspec.json.decode(header["facts"], type=Facts)
             tensors = load(content)
             weights = {n.removeprefix(_PREFIX): t for n, t in tensors.items() if n.startswith(_PREFIX)}

@@ -64,7 +64,7 @@ def load_policy(path: Path) -> tuple[TamiyoNetwork, dict[Head, int]]:
         if header.get("view") != view():
             raise DataError(
                 f"the policy in {file} was trained with other observations or choices than this version has. "
-                "Train it anew, or use the version that trained it"
+                "Train it again, or use the version that trained it"
             )
         config = msgspec.json.decode(header["network"], type=NetworkConfig)
         weights = load(content)
@@ -99,7 +99,7 @@ def must_fit(config: NetworkConfig, weights: Mapping[str, Tensor]) -> None:
     if wrong := sorted({name for name, _ in expected.items() ^ actual.items()}):
         name = wrong[0]
         raise ValueError(
-            f"tensor {name!r} is {actual.get(name, 'missing')}, its settings ask for {expected.get(name, 'none')}"
+            f"tensor {name!r} is {actual.get(name, 'missing')}, its settings require {expected.get(name, 'none')}"
         )
     if sick := [name for name, t in weights.items() if not bool(t.isfinite().all())]:
         raise ValueError(f"tensor {sick[0]!r} has weights that are NaN or infinite")

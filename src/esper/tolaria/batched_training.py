@@ -286,10 +286,10 @@ class BatchedEpoch:
                 shadows.enter_context(slot.shadowing())  # these seeds have no buffers to restore
             output = self.trainer.wide(self.tensors(forgetful=True), (*self.active, *learners), x)
             params = [p for _, slot in learners for p in slot.parameters() if p.requires_grad]
-            lessons = [slot.shadow_input for _, slot in learners if slot.shadow_input is not None]
-            if not lessons:
+            shadow_inputs = [slot.shadow_input for _, slot in learners if slot.shadow_input is not None]
+            if not shadow_inputs:
                 return
-            grads = torch.autograd.grad(mean_losses(output, y).sum(), [*params, *lessons], allow_unused=True)
+            grads = torch.autograd.grad(mean_losses(output, y).sum(), [*params, *shadow_inputs], allow_unused=True)
         for p, g in zip(params, grads, strict=False):  # the features' own gradients are not needed
             if g is not None:
                 p.grad = torch.empty_like(p).copy_(g)  # same memory layout as p: fused SGD ignores strides

@@ -8,7 +8,7 @@ import pytest
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError
 from esper.simic.training.config import load_config
-from esper.simic.training.imitation import Apprentice
+from esper.simic.training.imitation import ImitationController
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.rollout import rollout
@@ -22,10 +22,10 @@ def test_teacher_acts_in_its_share_and_labels_every_state():
     for number in range(4):
         env = make_env(config)
         env.reset()
-        controller = Apprentice(Wait(), env, config, number)
+        controller = ImitationController(Wait(), env, config, number)
         for step in rollout(env, controller, env.horizon):
             taught = controller.is_taught
-            np.testing.assert_array_equal(step.actions[taught], controller.lesson[taught])
+            np.testing.assert_array_equal(step.actions[taught], controller.teacher_actions[taught])
             assert (step.actions[~taught, Head.OP] == Op.WAIT).all()
         shares.append(controller.is_taught.mean())
     assert 0.5 < shares[0] < 1.0

@@ -52,7 +52,7 @@ class Guard:
         self._hosts = (f"127.0.0.1:{port}".encode(), f"localhost:{port}".encode())
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handle one connection. Unknown kinds of connection raise, as the ASGI specification asks."""
+        """Handle one connection. Unknown kinds of connection raise, as the ASGI specification requires."""
         match scope["type"]:
             case "lifespan":
                 await self._app(scope, receive, send)

@@ -44,16 +44,16 @@ HELP = """
 | r | read the run again from its beginning |
 | Esc, q | back; q on the first page quits (the run goes on) |
 
-**LIVE** events arrive as usual. **SLOW, STALE** silent for longer than this run's own pauses. **KILLED** no end, and
-no process owns it.
+**LIVE** events arrive as usual. **SLOW, STALE** no event for longer than usual in this run. **KILLED** it has no
+end event, and no process owns it.
 
-Stages: **G** germinated, **T** training (the host cannot feel it), **B** blending, **H** holding, **F** fossilised
-(part of the host for good), **x** cooling (removed, the slot rests), **·** empty.
+Stages: **G** germinated, **T** training (no effect on the host), **B** blending, **H** holding, **F** fossilised
+(a permanent part of the host), **x** cooldown after a prune, **·** empty.
 
 **QUAL** quality on the validation split, in percent if it is a fraction; **COMMIT** with every live seed off.
 **CONTRIB** quality with the seed minus without it, in points, ± its standard error (of a fossil: what would be lost
 now); coloured where it exceeds two standard errors. **PROSPECT** what a training seed would add at alpha 1. **SHAPLEY**
-its fair share of what all seeds bring. **HEALTH** of its gradients: 1 is healthy. **AGE** steps in this stage.
+its share of the gain of all seeds. **HEALTH** of its gradients: 1 is healthy. **AGE** steps in this stage.
 **LAST OP** the last decision that was not to wait; -3: three steps ago. **STATE** rising; flat: no new best for 10
 steps; worse: below its best; broken: not finite; ended. – not measured.
 """

@@ -1,4 +1,4 @@
-"""What a task asks of a host. A new host is one file with a subclass, and one row of `HOSTS`."""
+"""Interface of hosts. A new host is one file with a subclass, and one row of `HOSTS`."""
 
 from __future__ import annotations
 

@@ -177,7 +177,7 @@ class TamiyoRolloutBuffer:
         The chunks of a column are in the same minibatch, each with the hidden state stored before its first step.
         """
         if not 1 <= num_groups <= self.envs:
-            raise ConfigError(f"cannot make {num_groups} groups of {self.envs} environments: ask for 1 to {self.envs}")
+            raise ConfigError(f"cannot make {num_groups} groups of {self.envs} environments: choose 1 to {self.envs}")
         if chunk < 1:
             raise ConfigError(f"a chunk has at least one step, got {chunk}")
         if not self._has_advantages:

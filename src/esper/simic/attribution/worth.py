@@ -1,7 +1,7 @@
 """Worth of the seeds of one body, with standard errors, as a table and a dict. `esper.plot_worth` draws it.
 
 *Gain* is the improvement of a grown network over its no-growth baseline. *Dependence* is the quality lost when a part
-is switched off now. For a fossil, on which the host has come to rely, dependence says little about its gain.
+is switched off now. The host adapts to a fossil, so its dependence does not measure its gain.
 Contributions here are leave-one-out differences: evidence for uncommitted seeds, dependence for fossils.
 
 Legend: n players.

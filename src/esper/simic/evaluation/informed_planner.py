@@ -1,8 +1,8 @@
-"""A controller that knows what can be known about simulated worlds: a bound for policies, and a teacher.
+"""A controller with privileged information about simulated worlds: an upper bound for policies, and a teacher.
 
-It knows the demand, need and head-room of each world, which a policy can only infer from its observations, but not the
-surprises: it learns what a seed is really worth from the same measurements as a policy. It plants the seed with the
-highest expected utility, prunes a seed that turns out worthless, and plants the next best.
+It reads the demand, need and head-room of each world, which a policy can only infer from its observations. It does not
+read the random deviation of each seed's worth, which it measures as a policy does. It plants the seed with the highest
+expected utility, prunes a seed that turns out worthless, and plants the next best.
 
 Legend: E environments, S slots, B blueprints.
 """
@@ -20,7 +20,7 @@ from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import wait_everywhere
 
 FIRST_STEP = 2
-"""Epochs before the first seed. A policy must have seen some of the host to be able to agree."""
+"""Epochs before the first seed. A policy needs some observations of the host before it can make the same choice."""
 LEAST_STRENGTH = 0.004
 """Strength at full skill, as a fraction of quality, below which a seed is pruned. It is about a typical rent."""
 NEVER = -1.0

@@ -132,7 +132,7 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     worst_quality: float = 0.0
     """Quality that replaces a no-growth baseline's quality if that is not finite; any finite number."""
     floor: float = -1.0
-    """Minimum utility, ≤ 0. A crashed host gets exactly this and a sound one never less, so a crash never pays,
+    """Minimum utility, ≤ 0. A crashed host gets exactly this value and no other host gets less, so a crash never pays,
     however bad the host was before. Accuracies differ by at most 1; use a lower floor for a quality with a wider
     range."""
     gamma: float = 0.995

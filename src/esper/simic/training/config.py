@@ -59,7 +59,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     worlds: int | None = None
     """Number of worlds to train in, 1 to 10,000. Each has its own no-growth baseline. None: 64, of a family 256."""
     imitation: int = 0
-    """Number of first rounds in which the policy imitates a teacher that knows each simulated world, ≥ 0."""
+    """Number of first rounds in which the policy imitates a planner that reads the world's parameters, ≥ 0."""
     start_from: str | None = None
     """Path of a run directory or policy file whose policy is trained further, or None for a new policy."""
     fixed: dict[str, str] = msgspec.field(

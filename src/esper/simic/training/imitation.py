@@ -13,7 +13,7 @@ from esper.simic.training.config import TrainConfig
 from esper.tolaria.rollout import Decides
 
 
-class Apprentice:
+class ImitationController:
     """Controller that lets the teacher act in a share of the environments and the policy in the others.
 
     The share falls to 0 over the rounds of imitation, so that the policy is taught in states that it leads to.
@@ -24,10 +24,10 @@ class Apprentice:
         self.policy, self.teacher = policy, InformedPlanner(env.backend, config.reward)
         draws = uniform(random_bits(world_keys(env.backend.worlds), f"taught {number}", 1))[:, 0]
         self.is_taught = draws < 1.0 - (number + 1) / config.imitation  # [E]
-        self.lesson: Ints
+        self.teacher_actions: Ints
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
-        """Return actions [E, 8]. `lesson` [E, 8] is what the teacher does or would do."""
+        """Return actions [E, 8]. `teacher_actions` [E, 8] are those of the teacher in all environments."""
         own = self.policy.act(table, legal)
-        self.lesson = self.teacher.act(table, legal)
-        return np.where(self.is_taught[:, None], self.lesson, own)
+        self.teacher_actions = self.teacher.act(table, legal)
+        return np.where(self.is_taught[:, None], self.teacher_actions, own)

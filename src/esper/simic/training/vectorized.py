@@ -32,7 +32,7 @@ from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
 from esper.simic.training.checkpointer import Checkpointer
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distributed import ProcessGroup
-from esper.simic.training.imitation import Apprentice
+from esper.simic.training.imitation import ImitationController
 from esper.simic.training.training_state import Round, TrainingResult, TrainingState
 from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.network import Choice, TamiyoNetwork
@@ -107,14 +107,18 @@ def train_ppo_vectorized(
             sampler = Sampler(network, env.layout, group, draws, obs, info["masks"])
             earned = np.zeros(env.num_envs)
             taught = number < config.imitation
-            controller = Apprentice(sampler, env, config, number) if taught else sampler
+            controller = ImitationController(sampler, env, config, number) if taught else sampler
             for step in rollout(env, controller, env.horizon, before_step=look, phases=phases):
                 alive = env.backend.table.step == step.number + 1  # [R] others have ended before
                 obs, paid, ended, cut, info = step.result  # after apply, tick, training and validation
                 done, choice = group.pad_rows(ended, E, ended.all()), sampler.choice
-                lesson = group.pad_rows(controller.lesson, E) if isinstance(controller, Apprentice) else choice.actions
+                actions = (
+                    group.pad_rows(controller.teacher_actions, E)
+                    if isinstance(controller, ImitationController)
+                    else choice.actions
+                )
                 buffer.add(
-                    obs=sampler.obs, masks=sampler.masks, actions=lesson, log_probs=choice.log_probs,
+                    obs=sampler.obs, masks=sampler.masks, actions=actions, log_probs=choice.log_probs,
                     values=choice.values, rewards=group.pad_rows(paid, E), done=done, truncated=group.pad_rows(cut, E),
                     starts=sampler.starts, hidden=sampler.hidden, forced=forced(sampler.masks, env.layout),
                     alive=group.pad_rows(alive, E, True),
