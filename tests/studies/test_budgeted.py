@@ -7,11 +7,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from torch import nn
 
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.errors import ConfigError
-from esper.leyline.stages import SeedStage
-from esper.studies.arms import Space, audition, structure_named
+from esper.studies.arms import Space, audition, structure_named, weakened
 from esper.studies.budgeted import Session, few_samples, first_classes, full_structure, full_training_macs
 from esper.studies.contract import Arm
 from esper.studies.table import STUDIES
@@ -50,22 +50,6 @@ def test_branches_leave_the_trunk_unchanged():
 
 def replace_seconds(point: object) -> dict[str, object]:
     return {name: getattr(point, name) for name in point.__struct_fields__ if name != "seconds"}
-
-
-def test_ramped_structure_starts_at_alpha_0_and_shallow_seeds_arrive_first():
-    ramped = session(structure=full_structure(SMALL), ramp=6)
-    table, network = ramped.engine.table, ramped.engine.networks[0]
-    plain = session().engine.networks[0]
-    x = ramped.data.val.x[:8]
-    assert torch.equal(network.body.eval()(x), plain.body.eval()(x))
-    assert table.alpha[0].tolist() == [0.0, 0.0, 0.0]
-    expected = {1: [1 / 2, 1 / 4, 1 / 6], 2: [1, 1 / 2, 1 / 3], 4: [1, 1, 2 / 3], 6: [1, 1, 1]}
-    for epoch in range(1, 7):
-        ramped.advance(Wait(), ramped.spent + ramped.epoch_macs)
-        assert ramped.epochs == epoch
-        if epoch in expected:
-            assert table.alpha[0].tolist() == pytest.approx(expected[epoch])
-    assert (table.stage[0] == SeedStage.HOLDING).all()
 
 
 def test_before_the_change_only_the_first_classes_are_trained(monkeypatch):
@@ -129,6 +113,33 @@ def test_slots_limits_the_structure_to_the_first_ones(kind, settings, monkeypatc
     assert list(structure) == list(full_structure(SMALL))[:2]
 
 
+def test_worlds_draw_the_weak_block():
+    task = get_task("rescue")
+    hosts = [weakened(task, world, "kernel").build_host(0) for world in range(12)]
+    kernels = [[m.kernel_size[0] for m in host.modules() if isinstance(m, nn.Conv2d)] for host in hosts]
+    assert {tuple(each) for each in kernels} == {(1, 3, 3), (3, 1, 3), (3, 3, 1)}
+    assert weakened(task, 0, "none") is task
+
+
+def test_seed_is_placed_where_it_gains_most_and_its_trials_count(monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+
+    def points(**settings):
+        arm = Arm(name="a", kind="placed", settings={"start": 2, **settings})
+        return TRAINERS["placed"](arm, "digits", 0, [0.5, 1.0])
+
+    slots = list(full_structure(SMALL))
+    fixed = points(slot=1)
+    assert [list(point.structure) for point in fixed] == [[slots[1]]] * 2
+    monkeypatch.setattr(
+        "esper.studies.arms.audition", lambda _, seeds, __: ({s: s[0] == slots[2] for s in seeds}, 10_000)
+    )
+    tried = points(trial=2)
+    assert [list(point.structure) for point in tried] == [[slots[2]]] * 2
+    for point in (*fixed, *tried):
+        assert point.train_macs <= point.budget * full_training_macs(SMALL)
+
+
 def test_epoch_limit_ends_a_cheap_host():
     points = session(max_epochs=6).run(Wait(), [0.5, 1.0])
     assert all(point.epochs <= 8 for point in points)
@@ -164,10 +175,10 @@ def test_audition_counts_the_compute_of_its_copies(monkeypatch):
     monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
     space = Space(SMALL, LIMIT)
     trunk = session()
-    gains, spent = audition(trunk, space, epochs=2)
+    seeds = [(slot, name) for slot, names in space.choices.items() for name in names]
+    gains, spent = audition(trunk, seeds, epochs=2)
     alone = [session(structure={slot: name}).epoch_macs for slot, name in gains]
-    assert set(gains) == {(slot, name) for slot, names in space.choices.items() for name in names
-                          if space.macs({slot: name}) <= space.limit}  # fmt: skip
+    assert list(gains) == seeds
     assert spent == 2 * (trunk.epoch_macs + sum(alone))
     assert trunk.spent == 0
     settings = {"limit": LIMIT, "start": 1, "trial": 0.2, "keep": 0.5}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -38,13 +39,27 @@ def structure_named(task: Task, name: str, slots: int | None = None) -> Structur
     return {slot: full[slot] if name == "full" else name for slot in list(full)[:slots]}
 
 
-def resized(task: Task, host: str) -> Task:
-    """Return the task with its own host ("own"), or with a wider or deeper one as large as the full structure."""
+def resized(task: Task, host: str, seeds: int | None = None) -> Task:
+    """Return the task with its own host ("own"), or with a wider or deeper one.
+
+    That is as large as the full structure, or as the host with the last `seeds` seeds of it, which are the largest.
+    """
     if host == "own":
         return task
-    session = Session(task, 0, unit=1, structure=full_structure(task))
+    session = Session(task, 0, unit=1, structure=dict(list(full_structure(task).items())[-seeds if seeds else 0 :]))
     params = session.engine.networks[0].params
     return task.widened(params) if host == "wider" else task.deepened(params)
+
+
+def weakened(task: Task, world: int, impairment: str) -> Task:
+    """Return the task with a host of 3×3 convolutions, one block of which is impaired: the world draws which one.
+
+    "none" returns the task as it is.
+    """
+    if impairment == "none":
+        return task
+    block = derive_seed(world, "weak_spot") % task.host_kwargs["blocks"]
+    return replace(task, host_kwargs={**task.host_kwargs, "kernel": 3, "impairment": impairment, "impaired": block})
 
 
 SITUATION = ("change", "samples")
@@ -56,20 +71,18 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     """Train a fixed structure from step 0.
 
     Settings: `structure` ("none", "full", a blueprint), `slots` (how many, from the first; default all), `host` ("own",
-    "wider", "deeper"), `ramp` (share of the task's epochs after which the last seed has alpha 1, see
-    `Engine.plant_fossils`), `pretrain` (epochs that the host was trained before), and those of `SITUATION`.
+    "wider", "deeper"), `seeds` (see `resized`), `pretrain` (epochs that the host was trained before), `weak` (see
+    `weakened`), and those of `SITUATION`.
     """
-    own = get_task(task)
-    host = resized(own, arm.settings.get("host", "own"))
+    own = weakened(get_task(task), world, arm.settings.get("weak", "none"))
+    host = resized(own, arm.settings.get("host", "own"), arm.settings.get("seeds"))
     structure = structure_named(own, arm.settings.get("structure", "none"), arm.settings.get("slots"))
     limit = None if structure or "pretrain" in arm.settings else SMALL_HOST_EPOCHS * own.epochs
-    ramp = round(arm.settings.get("ramp", 0.0) * own.epochs)
     session = Session(
         host,
         world,
         unit=full_training_macs(own),
         structure=structure,
-        ramp=ramp,
         max_epochs=limit,
         **chosen(arm, SITUATION),
     )
@@ -205,16 +218,41 @@ def train_audition(arm: Arm, task: str, world: int, budgets: Sequence[float]) ->
         session = Session(own, world, unit=space.unit)
         session.advance(Wait(), arm.settings["start"] * session.epoch_macs)
         epochs = max(1, round(arm.settings["trial"] * budget * own.epochs))
-        gains, spent = audition(session, space, epochs)
+        candidates = [(slot, name) for slot, names in space.choices.items() for name in names]
+        gains, spent = audition(
+            session, [seed for seed in candidates if space.macs(dict([seed])) <= space.limit], epochs
+        )
         structure = planned(gains, lambda plan: space.macs(plan) <= space.limit, arm.settings["keep"] / budget**0.5)
         point = session.copy(structure).run(Wait(), [budget - spent / space.unit])[0]
         points.append(msgspec.structs.replace(point, budget=budget, train_macs=spent + point.train_macs))
     return points
 
 
-def audition(session: Session, space: Space, epochs: int) -> tuple[dict[Seed, float], int]:
+@trainer("placed")
+def train_placed(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
+    """Plant one seed of the full structure: in a fixed slot, or where it gains most on a copy of the young host.
+
+    Settings: `start` (epochs of the host before), `slot` (number of a slot; without it, all are tried), `trial` (epochs
+    of a copy; its compute counts), `weak` (see `weakened`).
+    """
+    own = weakened(get_task(task), world, arm.settings.get("weak", "none"))
+    session = Session(own, world, unit=full_training_macs(own))
+    session.advance(Wait(), arm.settings["start"] * session.epoch_macs)
+    seeds, spent = list(full_structure(own).items()), 0
+    if "slot" in arm.settings:
+        seed = seeds[arm.settings["slot"]]
+    else:
+        gains, spent = audition(session, seeds, arm.settings["trial"])
+        seed = max(seeds, key=gains.__getitem__)
+    points = session.copy(dict([seed])).run(Wait(), [budget - spent / session.unit for budget in budgets])
+    return [
+        msgspec.structs.replace(point, budget=budget, train_macs=spent + point.train_macs)
+        for point, budget in zip(points, budgets, strict=True)
+    ]
+
+
+def audition(session: Session, seeds: Sequence[Seed], epochs: int) -> tuple[dict[Seed, float], int]:
     """Return what each seed gains on a copy of the session that trains this many epochs, and the compute of all."""
-    gains: dict[Seed, float] = {}
 
     def quality_of(structure: Structure) -> tuple[float, int]:
         copy = session.copy(structure)
@@ -222,10 +260,9 @@ def audition(session: Session, space: Space, epochs: int) -> tuple[dict[Seed, fl
         return copy.quality, copy.spent - session.spent
 
     bare, spent = quality_of({})
-    for slot, names in space.choices.items():
-        for name in names:
-            if space.macs({slot: name}) <= space.limit:
-                quality, macs = quality_of({slot: name})
-                gains[slot, name] = quality - bare
-                spent += macs
+    gains: dict[Seed, float] = {}
+    for seed in seeds:
+        quality, macs = quality_of(dict([seed]))
+        gains[seed] = quality - bare
+        spent += macs
     return gains, spent

@@ -16,8 +16,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-import msgspec
-
 from esper.kasmina.blueprints import blueprint, registered
 from esper.kasmina.blueprints.builtin import transformer_block
 from esper.kasmina.lifecycle import Rules
@@ -57,7 +55,6 @@ class Session:
     unit        multiply-adds of one full training, the unit of budgets
     rules       lifecycle rules of growing arms
     structure   seeds that belong to the host from step 0
-    ramp        their alpha rises over this many epochs; 0 starts with alpha 1
     change      before this epoch of the trunk, training sees the first half of the classes only; 0: never
     samples     number of training samples, drawn by the world; 0: all
     max_epochs  a trunk ends after this many epochs, also if its budgets are not used up; None sets no limit
@@ -71,7 +68,6 @@ class Session:
         unit: int,
         rules: Rules | None = None,
         structure: Structure | None = None,
-        ramp: int = 0,
         change: int = 0,
         samples: int = 0,
         max_epochs: int | None = None,
@@ -80,12 +76,10 @@ class Session:
         self.world, self.unit, self.rules, self.max_epochs = world, unit, rules or Rules(), max_epochs
         self.data, self.change = few_samples(shared_data(task), samples, world), change
         self.few_classes = first_classes(self.data, self.data.classes // 2) if change else self.data
-        if ramp:
-            self.rules = msgspec.structs.replace(self.rules, birth="open")
         self.engine = self._engine()
         self.engine.lr_factor = self.task.warmup_factor
         if structure:
-            self.engine.plant_fossils(0, {slot: (name, Operator.ADD) for slot, name in structure.items()}, ramp=ramp)
+            self.engine.plant_fossils(0, {slot: (name, Operator.ADD) for slot, name in structure.items()})
         self.started = time.monotonic()
         self.branch_seconds = 0.0
 

@@ -13,10 +13,17 @@ FULL = {"structure": "full"}
 LIMIT = {"limit": 0.7}
 """Limit of multiply-adds per sample, as a share of the full structure's: 110,622 for `rescue`."""
 
+WEAK = {"weak": "kernel"}
+"""One block of the host sees single pixels only; the world draws which one."""
+
 
 def _planted(name: str, birth: str, start: int, ramp: int = 0, **situation: Any) -> Arm:
     settings = {**FULL, "birth": birth, "start": start, "open_ramp": ramp, **situation}
     return Arm(name=name, kind="planted", settings=settings)
+
+
+def _placed(name: str, **settings: Any) -> Arm:
+    return Arm(name=name, kind="placed", settings={**WEAK, "start": 4, **settings})
 
 
 def _static(name: str, **settings: Any) -> Arm:
@@ -117,6 +124,27 @@ _ROWS = (
         min_worlds=8,
     ),
     Study(
+        name="weak_spot",
+        question="One block of my network is a bottleneck, and I do not know which: does growth find and mend it?",
+        task=("rescue", "search_cifar"),
+        arms=(
+            _static("small_host", **WEAK),
+            *_larger_hosts(**WEAK, seeds=1),
+            *(
+                Arm(name=f"slot_{slot}", kind="placed", settings={**WEAK, "start": 4, "slot": slot})
+                for slot in range(3)
+            ),
+            Arm(name="grown", kind="placed", settings={**WEAK, "start": 4, "trial": 2}),
+        ),
+        budgets=(0.2, 0.4),
+        worlds=(100, 8),
+        claims=tuple(
+            Claim(arm="grown", against=against)
+            for against in ("small_host", "wider_host", "deeper_host", "slot_0", "slot_1", "slot_2")
+        ),
+        min_worlds=8,
+    ),
+    Study(
         name="trained_model",
         question="I have a trained model that no longer improves: is it cheaper to grow it than to train a larger one?",
         task=("moby_deep", "sotu_deep"),
@@ -175,19 +203,11 @@ _ROWS = (
         arms=(
             _static("usual_init", host="deeper"),
             _static("seeds_at_once", **FULL),
-            _static("seeds_ramped", **FULL, ramp=0.5),
         ),
         budgets=(0.25, 0.5, 1.0),
         worlds=(100, 8),
         metric="test_loss",
-        claims=tuple(
-            Claim(arm=arm, against=against, at="equal steps", direction="lower", budget=1.0)  # when ramps have ended
-            for arm, against in (
-                ("seeds_at_once", "usual_init"),
-                ("seeds_ramped", "usual_init"),
-                ("seeds_ramped", "seeds_at_once"),
-            )
-        ),
+        claims=(Claim(arm="seeds_at_once", against="usual_init", at="equal steps", direction="lower", budget=1.0),),
         min_worlds=8,
     ),
 )

@@ -41,7 +41,7 @@ from esper.kasmina.lifecycle import (
     record_epoch,
     tick,
 )
-from esper.leyline.actions import Curve, Operator
+from esper.leyline.actions import Operator
 from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
@@ -426,24 +426,15 @@ class Engine:
             governor.guard(e, self._read, e, torch.full((2,), remembered, device=self.config.device), results)
         return undone
 
-    def plant_fossils(self, env: int, structure: dict[str, tuple[str, Operator]], *, ramp: int = 0) -> None:
-        """Build these seeds before the first step, so that the environment starts with this structure.
-
-        They are fossils with alpha 1. With a `ramp`, they are growing seeds whose alpha rises linearly from 0 to 1:
-        the last of them over `ramp` epochs, the i-th of n over i/n of it.
-        """
+    def plant_fossils(self, env: int, structure: dict[str, tuple[str, Operator]]) -> None:
+        """Build these seeds as fossils with alpha 1, so that the environment starts with this structure."""
         table, network = self.table, self.networks[env]
         effects = []
-        for i, (name, (blueprint, operator)) in enumerate(structure.items(), start=1):
+        for name, (blueprint, operator) in structure.items():
             at = env, network.slot_names.index(network.body.slot(name).name)
             table.blueprint[at], table.operator[at] = blueprint_index(blueprint), operator
             table.serial[at] = table.next_serial[env]
             table.next_serial[env] += 1
-            effects.append(Effect(EffectKind.BUILD, *at))
-            if ramp:
-                table.stage[at], table.alpha_to[at], table.curve[at] = SeedStage.BLENDING, 1.0, Curve.LINEAR
-                table.ramp_len[at] = -(-ramp * i // len(structure))
-            else:
-                table.stage[at], table.alpha[at], table.alpha_to[at] = SeedStage.FOSSILIZED, 1.0, 1.0
-                effects.append(Effect(EffectKind.COMMIT, *at))
+            table.stage[at], table.alpha[at], table.alpha_to[at] = SeedStage.FOSSILIZED, 1.0, 1.0
+            effects += [Effect(EffectKind.BUILD, *at), Effect(EffectKind.COMMIT, *at)]
         self.apply_effects(effects)
