@@ -5,98 +5,45 @@ first gradient by 1/√eps. A ReLU after it would never activate.
 
 First the seeds for maps [B, C, H, W], signals [B, C, L] and volumes [B, C, D, H, W], then those for sequences
 [B, T, D]. Sequence seeds that act on the last dimension only also support vectors [B, D]. For layout "sequence" all are
-causal: Δ at a token depends on that token and earlier ones only.
+causal: Δ at a token depends on that token and earlier ones only. The tables at the end register them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
-from typing import Any, Protocol, TypeVar
+from functools import lru_cache
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, fx, nn
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
 
-from esper.kasmina.blueprints.registry import SPATIAL, Layout, Noop, blueprint
+from esper.kasmina.blueprints.registry import SPATIAL, Factory, Layout, Noop, blueprint
 
 Layer = TypeVar("Layer", bound=nn.Module)
 CONVOLUTIONS = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
 
 
-class SpatialFactory(Protocol):
-    """Function from the number of channels and of spatial axes to a seed."""
-
-    def __call__(self, dim: int, *, spatial: int) -> nn.Module:
-        """Return a seed."""
-        ...
+def conv_block(dim: int, kernel: int, spatial: int) -> nn.Module:
+    """Return norm, activation and a convolution of this width."""
+    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, kernel, spatial)))
 
 
-def spatial_blueprint(name: str) -> Callable[[SpatialFactory], SpatialFactory]:
-    """Register a function as the blueprint `name` for maps, signals and volumes."""
-
-    def register(factory: SpatialFactory) -> SpatialFactory:
-        for layout, spatial in SPATIAL.items():
-            blueprint(name, layouts=(layout,))(partial(factory, spatial=spatial))
-        return factory
-
-    return register
-
-
-@blueprint("noop", layouts=Layout)
-def noop(_dim: int) -> nn.Module:
-    """Return a seed that changes nothing."""
-    return Noop()
-
-
-@spatial_blueprint("norm")
-def channel_norm(dim: int, *, spatial: int) -> nn.Module:  # noqa: ARG001
-    """Return a learned interpolation to group-normalised features."""
-    return Renorm(group_norm(dim))
-
-
-@spatial_blueprint("attention")
-def channel_attention(dim: int, *, spatial: int) -> nn.Module:
-    """Return a squeeze-and-excitation seed (channel attention)."""
-    return SqueezeExcite(dim, spatial)
-
-
-@spatial_blueprint("conv_small")
-def conv_small(dim: int, *, spatial: int) -> nn.Module:
-    """Return norm, activation and a convolution of width 1."""
-    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1, spatial)))
-
-
-@spatial_blueprint("conv_light")
-def conv_light(dim: int, *, spatial: int) -> nn.Module:
-    """Return norm, activation and a convolution of width 3."""
-    return nn.Sequential(group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3, spatial)))
-
-
-@spatial_blueprint("conv_heavy")
-def conv_heavy(dim: int, *, spatial: int) -> nn.Module:
+def conv_heavy(dim: int, spatial: int) -> nn.Module:
     """Return two blocks of norm, activation and a convolution of width 3."""
-    return nn.Sequential(
-        group_norm(dim),
-        rectifier(),
-        conv(dim, dim, 3, spatial),
-        group_norm(dim),
-        rectifier(),
-        zeroed(conv(dim, dim, 3, spatial)),
-    )
+    first = (group_norm(dim), rectifier(), conv(dim, dim, 3, spatial))
+    return nn.Sequential(*first, group_norm(dim), rectifier(), zeroed(conv(dim, dim, 3, spatial)))
 
 
-@spatial_blueprint("depthwise")
-def depthwise(dim: int, *, spatial: int) -> nn.Module:
+def depthwise(dim: int, spatial: int) -> nn.Module:
     """Return a depthwise-separable convolution of width 3."""
     return nn.Sequential(
         conv(dim, dim, 3, spatial, groups=dim), group_norm(dim), rectifier(), zeroed(conv(dim, dim, 1, spatial))
     )
 
 
-@spatial_blueprint("bottleneck")
-def bottleneck(dim: int, *, spatial: int) -> nn.Module:
+def bottleneck(dim: int, spatial: int) -> nn.Module:
     """Return a bottleneck of convolutions of width 1, 3 and 1 with a quarter of the channels, at least 8."""
     width = max(8, dim // 4)
     inner = (conv(dim, width, 1, spatial), rectifier(), conv(width, width, 3, spatial), rectifier())
@@ -161,57 +108,6 @@ def group_norm(dim: int) -> nn.GroupNorm:
     """
     groups = next((g for g in (32, 16, 8, 4, 2) if dim % g == 0 and dim // g >= 16), 1)
     return nn.GroupNorm(groups, dim)
-
-
-LAST_DIM = (Layout.SEQUENCE, Layout.VECTOR, Layout.BIDIRECTIONAL)
-
-
-@blueprint("norm", layouts=LAST_DIM)
-def layer_norm(dim: int) -> nn.Module:
-    """Return a learned interpolation to layer-normalised features."""
-    return Renorm(nn.LayerNorm(dim))
-
-
-@blueprint("lora", layouts=LAST_DIM)
-def lora(dim: int) -> nn.Module:
-    """Return a low-rank linear map of rank 8."""
-    return _low_rank(dim, 8)
-
-
-@blueprint("lora_large", layouts=LAST_DIM)
-def lora_large(dim: int) -> nn.Module:
-    """Return a low-rank linear map of rank 32."""
-    return _low_rank(dim, 32)
-
-
-@blueprint("mlp_small", layouts=LAST_DIM)
-def mlp_small(dim: int) -> nn.Module:
-    """Return a two-layer MLP with hidden width 2·D."""
-    return _mlp(dim, 2 * dim)
-
-
-@blueprint("mlp", layouts=LAST_DIM)
-def mlp(dim: int) -> nn.Module:
-    """Return a two-layer MLP with hidden width 4·D."""
-    return _mlp(dim, 4 * dim)
-
-
-@blueprint("attention", layouts=(Layout.SEQUENCE,))
-def causal_attention(dim: int) -> nn.Module:
-    """Return causal self-attention."""
-    return CausalAttention(dim)
-
-
-@blueprint("attention", layouts=(Layout.BIDIRECTIONAL,))
-def bidirectional_attention(dim: int) -> nn.Module:
-    """Return self-attention over all tokens."""
-    return BidirectionalAttention(dim)
-
-
-@blueprint("flex_attention", layouts=(Layout.SEQUENCE,))
-def flexible_attention(dim: int) -> nn.Module:
-    """Return causal self-attention that uses FlexAttention on CUDA."""
-    return FlexAttention(dim)
 
 
 def transformer_block(dim: int) -> nn.Module:
@@ -320,3 +216,38 @@ def _causal_mask(length: int, device: str) -> BlockMask:
 
 def _not_later(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
     return query >= key
+
+
+SPATIAL_SEEDS: dict[str, Callable[[int, int], nn.Module]] = {
+    "norm": lambda dim, _spatial: Renorm(group_norm(dim)),
+    "attention": SqueezeExcite,
+    "conv_small": lambda dim, spatial: conv_block(dim, 1, spatial),
+    "conv_light": lambda dim, spatial: conv_block(dim, 3, spatial),
+    "conv_heavy": conv_heavy,
+    "depthwise": depthwise,
+    "bottleneck": bottleneck,
+}
+"""Blueprints for maps, signals and volumes: functions of the number of channels and of spatial axes."""
+LAST_DIM_SEEDS: dict[str, Factory] = {
+    "norm": lambda dim: Renorm(nn.LayerNorm(dim)),
+    "lora": lambda dim: _low_rank(dim, 8),
+    "lora_large": lambda dim: _low_rank(dim, 32),
+    "mlp_small": lambda dim: _mlp(dim, 2 * dim),
+    "mlp": lambda dim: _mlp(dim, 4 * dim),
+}
+"""Blueprints for sequences and vectors that treat each position alone."""
+
+
+def _for_axes(make: Callable[[int, int], nn.Module], spatial: int) -> Factory:
+    return lambda dim: make(dim, spatial)
+
+
+blueprint("noop", layouts=Layout)(lambda _dim: Noop())
+for _name, _make in SPATIAL_SEEDS.items():
+    for _layout, _axes in SPATIAL.items():
+        blueprint(_name, layouts=_layout)(_for_axes(_make, _axes))
+for _name, _factory in LAST_DIM_SEEDS.items():
+    blueprint(_name, layouts=(Layout.SEQUENCE, Layout.VECTOR, Layout.BIDIRECTIONAL))(_factory)
+blueprint("attention", layouts=Layout.SEQUENCE)(CausalAttention)
+blueprint("attention", layouts=Layout.BIDIRECTIONAL)(BidirectionalAttention)
+blueprint("flex_attention", layouts=Layout.SEQUENCE)(FlexAttention)
