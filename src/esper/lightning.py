@@ -21,7 +21,7 @@ import torch
 
 from esper.grower import Grower, StepReport
 from esper.grower.explanations import growth_figures
-from esper.grower.rank_state import gathered_generators, load_own_generators
+from esper.grower.saving import gathered_generators, load_own_generators
 from esper.installation import require_own_package
 from esper.kasmina.body import Body
 from esper.kasmina.optimizer_sync import unwrapped

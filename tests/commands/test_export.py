@@ -21,7 +21,7 @@ from esper.leyline.actions import Operator
 from esper.leyline.errors import ConfigError, DataError, EsperError, HardenError, RunError
 from esper.leyline.stages import SeedStage
 from esper.nissa.run import RunDirectory
-from esper.tamiyo.controllers.schedule import wait_everywhere
+from esper.tamiyo.controllers.simple import wait_everywhere
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task

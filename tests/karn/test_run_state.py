@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 
 from esper.karn.document import COUNTED, detail, document
 from esper.karn.episode_state import SlotHistory
-from esper.karn.means import Means
 from esper.karn.run_state import RunState
-from esper.karn.series import BLOCK_ROWS, MOST_GROUPS, Series
+from esper.karn.series import BLOCK_ROWS, MOST_GROUPS, Means, Series
 from esper.leyline.checksums import seal_json
 from esper.leyline.events import Decision, Episode, Health, PhaseProfile, RunFinished, Worth
 from esper.leyline.stages import SeedStage as Stage

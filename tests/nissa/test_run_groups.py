@@ -4,8 +4,7 @@ import os
 from pathlib import Path
 
 from esper.commands.runs import run_runs
-from esper.nissa.find_run import find_run
-from esper.nissa.run_list import list_runs
+from esper.nissa.run_list import find_run, list_runs
 from tests.support.sample_runs import Journal
 
 

@@ -19,7 +19,7 @@ from esper.simic.family_backend import FamilyBackend, FamilyTasks
 from esper.simic.training.checkpointer import CHECKPOINTS, run_metadata
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.vectorized import choice_draws, make_env, train_ppo_vectorized
-from esper.tamiyo.controllers.schedule import wait_everywhere
+from esper.tamiyo.controllers.simple import wait_everywhere
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, compute_batch_masks
 from esper.tamiyo.policy.features import batch_obs_to_features

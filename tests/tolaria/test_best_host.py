@@ -13,7 +13,7 @@ from torch import nn
 from esper.leyline.actions import Operator
 from esper.leyline.errors import CheckpointError, DataError
 from esper.leyline.stages import SeedStage
-from esper.tamiyo.controllers.schedule import wait_everywhere
+from esper.tamiyo.controllers.simple import wait_everywhere
 from esper.tolaria.best_host import GrownHost
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task, get_task

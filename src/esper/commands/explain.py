@@ -16,8 +16,8 @@ from rich.text import Text
 from esper.commands import plainly
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import DataError
-from esper.nissa.find_run import find_run
 from esper.nissa.journal_reader import read
+from esper.nissa.run_list import find_run
 from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.explanation import MEMORY, Explanation, explain
 

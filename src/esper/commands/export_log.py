@@ -7,13 +7,11 @@ from pathlib import Path
 from rich.console import Console
 
 from esper.commands import plainly
-from esper.karn.lenient_manifest import manifest_of
 from esper.leyline.errors import ConfigError
 from esper.nissa.journal_rows import PORTION, OtherRow, follow
 from esper.nissa.record import Record
-from esper.nissa.sinks import Sink
-from esper.nissa.sinks.tensorboard import TensorBoardSink
-from esper.nissa.sinks.trackers import TENSORBOARD, TrackerSink, must_be_available
+from esper.nissa.run_list import manifest_of
+from esper.nissa.sinks import TENSORBOARD, Sink, TensorBoardSink, TrackerSink, must_be_available
 
 
 def run_export_log(run: Path, to: str, out: Path | None) -> None:

@@ -24,7 +24,7 @@ def run_features(run: Path | None, as_json: bool) -> None:
     if run is None:
         list_features(as_json)
         return
-    from esper.nissa.find_run import find_run
+    from esper.nissa.run_list import find_run
     from esper.tamiyo.decision_record import DecisionRecord
     from esper.tamiyo.explanation import importances
 

@@ -17,12 +17,12 @@ from rich.text import Text
 
 from esper.commands import natural_width
 from esper.karn import sql_process
-from esper.karn.lenient_manifest import manifest_of
 from esper.karn.sql import Answer
 from esper.karn.views import PLACE_NOTES, catalogue
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import spelled
 from esper.leyline.text import cut, printable
+from esper.nissa.run_list import manifest_of
 
 SHOWN_ROWS = 200
 """Default number of rows of a table on the screen. JSON and CSV contain all rows."""

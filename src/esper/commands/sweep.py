@@ -31,8 +31,7 @@ from esper.commands.compare import comparison_tables
 from esper.commands.dot_plot import dots
 from esper.commands.growing import Settings
 from esper.commands.study import parse_shard
-from esper.karn.comparison import compare_runs
-from esper.karn.outcomes import arms_of
+from esper.karn.comparison import arms_of, compare_runs
 from esper.leyline.atomic_io import lock_file, locked, make_real_directory, open_own, read_regular, write_atomically
 from esper.leyline.errors import ConfigError, RunError
 from esper.nissa.run import CHECKPOINTS, read_manifest, seconds_between

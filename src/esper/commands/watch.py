@@ -34,7 +34,7 @@ def _open(run: Path) -> None:
 
 
 def _print_frame(run: Path) -> None:
-    from esper.karn.watch.plain import frame
+    from esper.karn.watch.cells import frame
     from esper.karn.watch.watched_run import WatchedRun
     from esper.leyline.text import printable
 

@@ -4,8 +4,7 @@ This package wires the others together for one model: rules, growing network, co
 import every package except `karn`, `nissa` and the command line.
 """
 
-from esper.grower.explanations import SlotView
+from esper.grower.explanations import SlotView, StepReport
 from esper.grower.grower import Grower
-from esper.grower.step_report import StepReport
 
 __all__ = ["Grower", "SlotView", "StepReport"]

@@ -1,9 +1,10 @@
-"""Texts that explain a grower to its user: the slots, why an operation is not legal, why nothing was planted."""
+"""What a grower shows its user, as text and HTML: reports, slots; why an operation is illegal, or nothing planted."""
 
 from __future__ import annotations
 
+import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from esper.kasmina.germination import germination_reason, planting_obstacle
 from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import Head, Op
 from esper.leyline.gates import gate_reasons
+from esper.leyline.html import html_table
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
 from esper.tamiyo.controllers import Controller, ExplainsWaiting, Wait
@@ -139,3 +141,51 @@ def why_nothing_was_planted(controller: Controller, table: SlotTable, rules: Rul
     if not reason:
         reason = f"the controller {type(controller).__name__} did not choose to plant, which the rules allow"
     return f"Nothing was planted in {epochs} epoch{'s' * (epochs != 1)}: {reason}."
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """The measurements and changes of one call of `Grower.step`.
+
+    Example:
+        >>> report = grower.step([(x, y)])
+        >>> report.op.name, report.slot, report.effects
+        ('WAIT', '', ())
+    """
+
+    quality: float
+    """Quality of the whole network on the validation batches; NaN if nothing was measured."""
+    committed: float
+    """Quality with every uncommitted seed off."""
+    op: Op
+    """The operation that the controller chose."""
+    slot: str
+    """The slot that the operation applied to; empty for WAIT."""
+    effects: tuple[str, ...]
+    """The structural changes, such as "build layer1"."""
+
+    def _repr_html_(self) -> str:
+        chosen = f"{self.op.name} {self.slot}".strip()
+        rows = [(f"{self.quality:.4f}", f"{self.committed:.4f}", chosen, ", ".join(self.effects))]
+        header = ("quality", "without uncommitted seeds", "operation", "changes")
+        return html_table("Step", header, rows, numbers=(0, 1))
+
+
+HEADER = ("slot", "stage", "blueprint", "alpha", "parameters", "contribution ± standard error", "waits for")
+
+
+def grower_html(views: Iterable[SlotView], note: str) -> str:
+    """Return the table of all slots, with a note below it."""
+    rows = [
+        (
+            view.name,
+            view.stage.name,
+            view.blueprint,
+            f"{view.alpha:.2f}" if view.blueprint else "",
+            f"{view.params:,}" if view.blueprint else "",
+            f"{view.contribution:+.4f} ± {view.contribution_se:.4f}" if math.isfinite(view.contribution) else "",
+            view.waits_for,
+        )
+        for view in views
+    ]
+    return html_table("Grower", HEADER, rows, numbers=(3, 4, 5), note=note)

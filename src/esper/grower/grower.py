@@ -22,15 +22,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from esper.grower import saving
-from esper.grower.arguments import after_closure, as_controller, check_settings, checked_actions
 from esper.grower.clipping import ClippingWatch
-from esper.grower.explanations import SlotView, slot_views, why_nothing_was_planted, wrapped
-from esper.grower.html import grower_html
+from esper.grower.explanations import SlotView, StepReport, grower_html, slot_views, why_nothing_was_planted, wrapped
 from esper.grower.measuring import Measuring
-from esper.grower.operations import Operations
+from esper.grower.operations import Operations, after_closure, as_controller, check_settings, checked_actions
 from esper.grower.qualities import NeedsTargets, Quality, find_quality
 from esper.grower.ranks import Group, Ranks
-from esper.grower.step_report import StepReport
 from esper.kasmina import lifecycle
 from esper.kasmina.body import Body
 from esper.kasmina.germination import MIXING_STEPS

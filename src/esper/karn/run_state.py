@@ -18,9 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from esper.karn.episode_state import MOST_PENDING, EpisodeState, Value, stage_of
-from esper.karn.lenient_manifest import Data, fact, manifest_of
-from esper.karn.means import Means
-from esper.karn.series import Series
+from esper.karn.series import Means, Series
 from esper.leyline.actions import Head
 from esper.leyline.events import Decision, Governor, Health, Lifecycle, PhaseProfile, RunFinished, RunStarted, Update
 from esper.leyline.stages import SeedStage
@@ -28,6 +26,7 @@ from esper.leyline.text import printable
 from esper.nissa.journal_reader import Damage
 from esper.nissa.journal_rows import PORTION, ROWS, OtherRow, follow
 from esper.nissa.missed_events import lost_events
+from esper.nissa.run_list import Data, fact, manifest_of
 
 UPDATE_COLUMNS = ("round", "return_mean", "return_sd", "kl", "clip_fraction", "explained_variance", "value_nrmse",
                   "policy_loss", "value_loss", "grad_norm", "lr", "skipped", "wall_ms")  # fmt: skip

@@ -17,7 +17,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
-from esper.karn.lenient_manifest import manifest_of
 from esper.karn.views import PLACE, VIEWS, column_types, table_name
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, DataError, EsperError
@@ -26,6 +25,7 @@ from esper.nissa.journal_reader import EVENTS, MOST_SEQ, MOST_TIME_S, Extent, ea
 from esper.nissa.missed_events import lost_events
 from esper.nissa.record import is_whole
 from esper.nissa.run import MANIFEST, MOST_MANIFEST_BYTES
+from esper.nissa.run_list import manifest_of
 
 if TYPE_CHECKING:
     from duckdb import DuckDBPyConnection

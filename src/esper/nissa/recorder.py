@@ -28,8 +28,7 @@ from esper.nissa.missed_events import JOURNAL, missing_events
 from esper.nissa.record import Record
 from esper.nissa.run import Lock, RunDirectory, earlier_seconds, ending, manifest_base
 from esper.nissa.signals import stoppable, terminable
-from esper.nissa.sinks import Sink
-from esper.nissa.sinks.trackers import TENSORBOARD, must_be_available, tracker_sinks
+from esper.nissa.sinks import TENSORBOARD, Sink, must_be_available, tracker_sinks
 
 END_S = 10.0
 """Seconds that the end of a run waits for a full or slow disk."""

@@ -1,6 +1,7 @@
-"""A list of runs: one row per run directory, from its manifest and the ends of its journal.
+"""Runs on disk: `list_runs` lists them, `find_run` selects one, `manifest_of` reads a manifest that may be damaged.
 
-Runs may lie in groups: OUT/a and OUT/b of `esper train --ab`, or DIR/ARM/WORLD of `esper sweep`.
+A row of the list comes from the manifest of a run and the ends of its journal. Runs may lie in groups: OUT/a and OUT/b
+of `esper train --ab`, or DIR/ARM/WORLD of `esper sweep`.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from esper.leyline.errors import RunError
-from esper.nissa.journal_reader import EVENTS, Entry, Extent, head, tail
+import msgspec
+
+from esper.leyline.errors import DataError, RunError
+from esper.leyline.events import RunStarted
+from esper.nissa.journal_reader import EVENTS, Entry, Extent, head, segments, tail
 from esper.nissa.missed_events import lost_events
 from esper.nissa.run import (
     LOCK,
@@ -21,6 +25,7 @@ from esper.nissa.run import (
     MOST_SECONDS,
     earlier_seconds,
     epoch_s,
+    is_owned,
     plausible,
     read_manifest,
     seconds_between,
@@ -148,3 +153,71 @@ def run_size(path: Path) -> int:
             with contextlib.suppress(OSError):  # removed meanwhile
                 total += os.lstat(os.path.join(folder, name)).st_size
     return total
+
+
+RUNS = Path("runs")
+
+
+def is_run(path: Path) -> bool:
+    """Return whether a directory is a run."""
+    return (path / MANIFEST).is_file() or (path / EVENTS).is_dir()
+
+
+def newest(root: Path) -> Path | None:
+    """Return the run below `root` that started last, by modification time and then by name."""
+    return max(run_directories(root, (MANIFEST, EVENTS)), key=lambda p: (_began(p), p.name), default=None)
+
+
+def _began(run: Path) -> float:
+    """Return the modification time of its journal directory or manifest: neither is older than the run."""
+    for part in (run / EVENTS, run / MANIFEST):
+        if part.exists():
+            return part.stat().st_mtime
+    return 0.0
+
+
+def find_run(location: Path, root: Path = RUNS) -> Path | None:
+    """Return the run directory; None if there is no run *yet*, so that a reader can wait for it."""
+    if location.is_dir():
+        return location if is_run(location) else newest(location)
+    if str(location) == "latest":
+        if root.is_dir():
+            return newest(root)
+        raise DataError(
+            f"there is no run yet: the directory {root}/ does not exist. Start a run, or pass a run directory"
+        )
+    names = sorted(p.name for p in root.iterdir() if is_run(p)) if root.is_dir() else []
+    matches = [name for name in names if name.startswith(location.name)] if len(location.parts) == 1 else []
+    if len(matches) == 1:
+        return root / matches[0]
+    if matches:
+        raise DataError(
+            f"{len(matches)} runs begin with {str(location)!r}: {', '.join(matches[:5])}. Use a longer prefix"
+        )
+    newest_ones = ", ".join(reversed(names[-5:])) or "none"
+    raise DataError(
+        f"no run at {str(location)!r}. Runs in {root}/: {newest_ones}. Pass one of them, a directory, or latest"
+    )
+
+
+Data = dict[str, Any]
+
+
+def manifest_of(path: Path) -> tuple[Data, str | None]:
+    """Return the manifest and why it cannot be read. Without a readable manifest the run needs a journal."""
+    try:
+        return read_manifest(path), None
+    except RunError as error:
+        if not segments(Path(path) / EVENTS):
+            raise
+        return ({"status": "running"} if is_owned(path) else {}), str(error)
+
+
+def fact(manifest: Data, name: str) -> Any:
+    """Return a manifest value under a field name of `run_started`; None if its type differs."""
+    value = manifest.get(name)
+    types = {f.name: f.type for f in msgspec.structs.fields(RunStarted)}
+    try:
+        return value if value is None or name not in types else msgspec.convert(value, types[name])
+    except ValueError:
+        return None

@@ -11,8 +11,8 @@ import pytest
 pytest.importorskip("starlette", reason="the live page needs the extra web")
 pytest.importorskip("uvicorn", reason="the live page needs the extra web")
 
-from esper.karn.dash import live_runs
-from esper.karn.dash.live_runs import LiveRuns
+from esper.karn import live_run
+from esper.karn.live_run import LiveRuns
 from esper.nissa.recorder import record
 from tests.karn.dash.test_server import TOKEN, get, get_json, messages, served
 from tests.support.sample_runs import Journal, grow_run, started, step
@@ -86,8 +86,8 @@ def test_runs_that_ended_are_listed_without_reading_them_again(tmp_path, monkeyp
     runs = LiveRuns(tmp_path)
     assert len(runs.listing()["runs"]) == 200
     read = []
-    original = live_runs.run_info
-    monkeypatch.setattr(live_runs, "run_info", lambda path, name: read.append(name) or original(path, name))
+    original = live_run.run_info
+    monkeypatch.setattr(live_run, "run_info", lambda path, name: read.append(name) or original(path, name))
     assert len({row["id"] for row in runs.listing()["runs"]}) == 200
     assert read == []
     Journal(tmp_path / "new").close()
@@ -99,7 +99,7 @@ def test_runs_that_ended_are_listed_without_reading_them_again(tmp_path, monkeyp
 
 
 def test_states_of_a_bounded_number_of_runs_are_kept(tmp_path, monkeypatch):
-    monkeypatch.setattr(live_runs, "MOST_OPEN", 3)
+    monkeypatch.setattr(live_run, "MOST_OPEN", 3)
     for number in range(6):
         grow_run(tmp_path / f"run{number}")
     runs = LiveRuns(tmp_path)

@@ -11,12 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from esper.karn.watch import cells
-from esper.karn.watch.plain import frame
+from esper.karn.watch.cells import frame
 from esper.karn.watch.watched_run import WatchedRun
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Governor, Health, RunFinished, Step
-from esper.nissa.find_run import find_run
+from esper.nissa.run_list import find_run
 from tests.support.live_run import lines_of, run_events, started, update, write_run
 
 

@@ -15,7 +15,7 @@ import pytest
 
 from esper.leyline.errors import DataError
 from esper.tolaria.data import catalogue, load_data
-from esper.tolaria.data.cache import cache_folder, cached
+from esper.tolaria.data.catalogue import cache_folder, cached
 from esper.tolaria.data.readers import (
     CIFAR_STEMS,
     IDX_STEMS,

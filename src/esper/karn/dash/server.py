@@ -22,9 +22,8 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from esper.karn.dash.guard import Guard
-from esper.karn.dash.live_runs import LiveRuns
 from esper.karn.document import Json, clean
-from esper.karn.live_run import Cursor
+from esper.karn.live_run import Cursor, LiveRuns
 from esper.karn.report import compared, web_file
 from esper.leyline.errors import EsperError
 

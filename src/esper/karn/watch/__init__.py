@@ -1,5 +1,5 @@
 """The live terminal view of a run. Reads the journal only, so it cannot disturb training, and works on copied runs.
 
-Read first: `model.py` (folds the journal into screen data), then `alarm_rules.py` (state and alarms), `views.py`
-(lines of text), `app.py` (keys, screens, redraws). Only `app.py` and `widgets.py` need Textual.
+Read first: `watched_run.py` (the run, its state and pace), then `cells.py` (texts and tables), `app.py` (keys, screens,
+redraws). Only `app.py` needs Textual.
 """

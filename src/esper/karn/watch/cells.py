@@ -1,4 +1,4 @@
-"""The contents of the screen as rich texts: header, alarms, rows of environments, slots and best values.
+"""The contents of the screen as rich texts: header, alarms, rows of environments and slots; and a frame as plain text.
 
 – is a value that was not measured. Names from a run are printable texts and never markup.
 """
@@ -6,8 +6,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from io import StringIO
+from typing import Any, NamedTuple
 
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
@@ -253,3 +255,33 @@ def event_line(run: RunState, row: object) -> Text:
     name = short(env.name if env is not None else "run", width)
     return Text.assemble((f"{duration(time_s):>11} ", "dim"), (f"{name:<{width}} ", "bold"), (f"{step!s:>4}  ", "dim"),
                          plain(text, tone, 500))  # fmt: skip
+
+
+MOST_ENVS, MOST_EVENTS = 40, 15
+"""Maximum number of rows of each list."""
+
+
+def frame(watched: WatchedRun, width: int) -> str:
+    """Return the contents of the screen without colour, one below the other."""
+    run = watched.state
+    parts: list[Any] = [header(watched, width), alarms(watched), ""]
+    columns = [column for column in ENV_COLUMNS if width >= column.least]
+    if latest := run.latest:
+        table = Table(*(column.title for column in columns), box=None, pad_edge=False)
+        for e in latest[:MOST_ENVS]:
+            table.add_row(*(column.cell(run, e) for column in columns))
+        parts.append(table)
+        if len(latest) > MOST_ENVS:
+            parts.append(f"… and {len(latest) - MOST_ENVS} more environments")
+        most = max(latest, key=lambda e: sum(slot.was_used() for slot in e.slots.values()))
+        if most.slots:
+            parts += ["", plain(f"slots of {most.name}"), slot_table(run, most)]
+        parts += ["", ppo_line(run), ops_line(run)]
+    if run.events:
+        parts += ["", "events, newest last"]
+        parts += [event_line(run, row) for _, row in list(run.events)[-MOST_EVENTS:]]
+    out = StringIO()
+    console = Console(file=out, width=width, color_system=None, highlight=False, markup=False, emoji=False)
+    for part in parts:
+        console.print(part, overflow="ellipsis", no_wrap=True)
+    return "\n".join(line.rstrip() for line in out.getvalue().splitlines()).rstrip()

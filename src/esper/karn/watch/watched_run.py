@@ -10,7 +10,7 @@ from pathlib import Path
 from esper.karn.live_run import LiveRun
 from esper.karn.run_state import RunState
 from esper.leyline.errors import EsperError
-from esper.nissa.find_run import find_run
+from esper.nissa.run_list import find_run
 
 LIVE_S, SLOW_S = 5.0, 15.0
 """Seconds without events up to which a run is LIVE, or SLOW. Runs with longer regular gaps have larger limits."""

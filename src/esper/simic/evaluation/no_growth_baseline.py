@@ -28,7 +28,7 @@ from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.slot_table import Floats
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.data import Dataset
-from esper.tolaria.data.cache import cache_folder
+from esper.tolaria.data.catalogue import cache_folder
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.reproducibility import code_hash, processor

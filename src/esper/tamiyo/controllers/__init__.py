@@ -9,8 +9,7 @@ from typing import Any, Protocol, runtime_checkable
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.tamiyo.controllers.heuristic import Heuristic, HeuristicConfig
-from esper.tamiyo.controllers.random import Random
-from esper.tamiyo.controllers.schedule import Schedule, Wait, wait_everywhere
+from esper.tamiyo.controllers.simple import Random, Schedule, Wait, wait_everywhere
 
 __all__ = [
     "CONTROLLERS",

@@ -22,7 +22,7 @@ from esper.leyline.actions import BLUEPRINTS, Head, Op
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.slot_table import HISTORY, Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
-from esper.tamiyo.controllers.schedule import wait_everywhere
+from esper.tamiyo.controllers.simple import wait_everywhere
 
 Stage = SeedStage
 

@@ -12,12 +12,12 @@ from pathlib import Path
 import pytest
 
 from esper.leyline.errors import EsperError, UnknownNameError
+from esper.nissa import sinks
 from esper.nissa.hub import NissaHub
 from esper.nissa.record import Record
 from esper.nissa.recorder import record
-from esper.nissa.sinks import trackers
-from esper.nissa.sinks.trackers import MOST_LAG_S, CallThread, TrackerSink, must_be_available
-from tests.nissa.sinks.test_tensorboard import EPISODE, STARTED, loaded, step, update
+from esper.nissa.sinks import MOST_LAG_S, CallThread, TrackerSink, must_be_available
+from tests.nissa.test_tensorboard import EPISODE, STARTED, loaded, step, update
 
 ESPER = Path(sys.executable).parent / "esper"
 OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true", "OMP_NUM_THREADS": "1"}
@@ -170,7 +170,7 @@ def tracker(monkeypatch):
         tracker.settings = settings
         return tracker
 
-    monkeypatch.setattr(trackers, "_started", started)
+    monkeypatch.setattr(sinks, "_started", started)
     return tracker
 
 
@@ -225,7 +225,7 @@ def test_unknown_and_missing_trackers_leave_no_run(tmp_path, monkeypatch):
         record("x", out=tmp_path / "a", track=["wanbd"]),
     ):
         pass
-    monkeypatch.setattr(trackers, "find_spec", lambda _: None)
+    monkeypatch.setattr(sinks, "find_spec", lambda _: None)
     with pytest.raises(EsperError, match=r"pip install 'esper-lite\[trackers\]' mlflow"):
         must_be_available(["mlflow"])
     with (
@@ -240,7 +240,7 @@ def test_tracker_that_cannot_start_says_what_to_do(monkeypatch, tmp_path):
     def fail(*_):
         raise RuntimeError("api_key not configured")
 
-    monkeypatch.setattr(trackers, "_started", fail)
+    monkeypatch.setattr(sinks, "_started", fail)
     with pytest.raises(EsperError, match=r"could not be started: api_key not configured\. Log in with `wandb login`"):
         TrackerSink("wandb", tmp_path, {})
 

@@ -10,8 +10,7 @@ from esper.leyline.errors import EsperError
 from esper.leyline.events import Episode, RunStarted, Step, Update, Worth
 from esper.nissa.hub import NissaHub
 from esper.nissa.record import Record
-from esper.nissa.sinks.scalars import Scalars
-from esper.nissa.sinks.tensorboard import TensorBoardSink
+from esper.nissa.sinks import Scalars, TensorBoardSink
 
 
 def step(env=0, episode=0, step=1, **fields):
@@ -96,7 +95,7 @@ def test_missing_package_names_the_extra(tmp_path, monkeypatch):
 
 def test_sinks_import_neither_torch_nor_tensorflow(tmp_path):
     code = (
-        "import sys; from esper.nissa.sinks.tensorboard import TensorBoardSink; TensorBoardSink(sys.argv[1]).close();"
+        "import sys; from esper.nissa.sinks import TensorBoardSink; TensorBoardSink(sys.argv[1]).close();"
         "sys.exit(bool({'torch', 'tensorflow'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code, str(tmp_path)], check=False).returncode == 0

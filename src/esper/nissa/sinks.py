@@ -1,12 +1,14 @@
-"""Sinks for experiment trackers: TensorBoard, Weights & Biases, MLflow and Trackio.
+"""Sinks: the destinations of records. Any object with the two methods of `Sink` is one.
 
-TensorBoard files are written by `TensorBoardSink`; the other trackers by the classes of `accelerate.tracking`, with the
-same scalars. A tracker runs in one thread of its own from its start to its end: MLflow keeps its run per thread.
+Experiment trackers get scalars, by one mapping for all of them (`Scalars`): TensorBoard in files that are written
+without torch or TensorFlow, Weights & Biases, MLflow and Trackio by the classes of `accelerate.tracking`. A tracker
+runs in one thread of its own from its start to its end: MLflow keeps its run per thread.
 """
 
 from __future__ import annotations
 
 import logging
+import os
 import queue
 import re
 import threading
@@ -17,15 +19,140 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 from esper.leyline.errors import EsperError, unknown_name
-from esper.leyline.events import Gradient, Step, Worth
+from esper.leyline.events import Episode, Event, Gradient, Number, RunStarted, Step, Update, Worth
 from esper.leyline.text import flat_settings
 from esper.nissa.record import Record
-from esper.nissa.sinks import Sink
-from esper.nissa.sinks.scalars import Scalars
-from esper.nissa.sinks.tensorboard import TensorBoardSink
+
+
+class Sink(Protocol):
+    """Receives the records of one run in order, always from the same dedicated thread.
+
+    A sink that also has `flush()` is durable: the hub's flush calls it and waits for it.
+    """
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write the records in order. On an error the same records are given again."""
+        ...
+
+    def close(self) -> None:
+        """Release what the sink holds. Called once, after the last record."""
+        ...
+
+
+STEP_FIELDS = ("quality", "committed_quality", "val_loss", "train_loss", "reward", "utility", "value", "params",
+               "train_macs")  # fmt: skip
+WORTH_FIELDS = ("contribution", "solo", "shapley", "interaction", "prospect")
+EPISODE_FIELDS = (
+    "quality",
+    "test_quality",
+    "baseline_quality",
+    "utility",
+    "episode_return",
+    "params",
+    "fossilized",
+    "pruned",
+)
+HEAD_FIELDS = ("entropy", "learnable")  # fields of an update with one value per head
+
+
+class Scalars:
+    """Convert events to scalars: a step, and values by tag."""
+
+    def __init__(self) -> None:
+        self._slots: tuple[str, ...] = ()
+        self._progress: dict[
+            int, tuple[int, int, int]
+        ] = {}  # env → episode, its furthest step, steps of earlier episodes
+        self._updates = self._episodes = 0
+
+    def of(self, event: Event) -> tuple[int, dict[str, Number]]:
+        """Return the step of an event and its values by tag; no values for events without scalars."""
+        match event:
+            case RunStarted():
+                self._slots = event.slots
+            case Step():
+                values = {name: getattr(event, name) for name in STEP_FIELDS}
+                seeds = zip(event.alphas, event.blueprints, strict=False)
+                values |= {f"alpha/{self._slot(i)}": alpha for i, (alpha, blueprint) in enumerate(seeds) if blueprint}
+                return self._of_env(event, values)
+            case Worth():
+                return self._of_env(event, {f"{name}/{event.slot}": getattr(event, name) for name in WORTH_FIELDS})
+            case Gradient():
+                gauges = ("norm", "ratio", "health")
+                return self._of_env(event, {f"gradient_{name}/{event.slot}": getattr(event, name) for name in gauges})
+            case Update():
+                self._updates += 1
+                values = {name: getattr(event, name) for name in Update.__struct_fields__ if name not in HEAD_FIELDS}
+                for name in HEAD_FIELDS:
+                    values |= {f"{name}/{head}": value for head, value in getattr(event, name).items()}
+                return self._updates, {f"update/{name}": value for name, value in values.items()}
+            case Episode():
+                self._episodes += 1
+                return self._episodes, {f"episode/{name}": getattr(event, name) for name in EPISODE_FIELDS}
+        return 0, {}
+
+    def _of_env(self, event: Step | Worth | Gradient, values: dict[str, Number]) -> tuple[int, dict[str, Number]]:
+        step = self._axis(event.env, event.episode, event.step)
+        return step, {f"env{event.env}/{name}": value for name, value in values.items()}
+
+    def _slot(self, index: int) -> str:
+        return self._slots[index] if index < len(self._slots) else str(index)
+
+    def _axis(self, env: int, episode: int, step: int) -> int:
+        """Return the environment's steps over all its episodes. Late events of earlier episodes do not reduce it."""
+        now, furthest, before = self._progress.get(env, (episode, 0, 0))
+        if episode > now:
+            now, furthest, before = episode, 0, before + furthest
+        furthest = max(furthest, step) if episode == now else furthest
+        self._progress[env] = now, furthest, before
+        return before + furthest
+
+
+class TensorBoardSink:
+    """Write one event file in `directory`, passed to the system with every batch."""
+
+    def __init__(self, directory: Path) -> None:
+        try:
+            from tensorboard.compat.proto.event_pb2 import Event as TbEvent  # type: ignore[import, unused-ignore]
+            from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import, unused-ignore]
+            from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import, unused-ignore]
+        except ImportError as error:
+            raise EsperError(
+                f"the TensorBoard sink needs the package tensorboard ({error}). "
+                "Install it with: pip install 'esper-lite[tensorboard]'"
+            ) from error
+        self._event, self._summary = TbEvent, Summary
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / f"events.out.tfevents.{time.time():.6f}.{os.getpid()}.esper"  # the reader looks for tfevents
+        self._file = path.open("xb")
+        self._writer = RecordWriter(self._file)
+        self._scalars = Scalars()
+        self._write(TbEvent(wall_time=time.time(), file_version="brain.Event:2"))
+        self._file.flush()
+
+    def write(self, records: Sequence[Record]) -> None:
+        """Write the scalars of these records."""
+        for record in records:
+            step, scalars = self._scalars.of(record.event)
+            values = [
+                self._summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items() if value is not None
+            ]
+            if values:
+                self._write(self._event(wall_time=record.time_s, step=step, summary=self._summary(value=values)))
+        self._file.flush()
+
+    def close(self) -> None:
+        """Close the event file. Idempotent."""
+        if not self._file.closed:
+            self._writer.close()
+
+    def _write(self, event: Any) -> None:
+        self._writer.write(event.SerializeToString())
+
 
 TENSORBOARD = "tensorboard"
 TRACKERS = (TENSORBOARD, "wandb", "mlflow", "trackio")
