@@ -83,7 +83,7 @@ def drafts(root):
 
 def test_write_then_read_round_trips(tmp_path):
     checkpoints = Checkpoints(tmp_path / "runs" / "checkpoints")
-    assert checkpoints.newest() is checkpoints.best() is None
+    assert checkpoints.newest() is None
     assert checkpoints.names() == []
 
     written = write(checkpoints, 7, kind="body", score=0.5)
@@ -214,10 +214,8 @@ def test_last_and_best_are_kept(tmp_path_factory, scores, keep):
     checkpoints = Checkpoints(root, keep=keep)
     kept = slowly_kept(scores, keep)
     assert checkpoints.names() == [names[i] for i in kept]
-    newest, best = checkpoints.newest(), checkpoints.best()
+    newest = checkpoints.newest()
     assert (newest and newest.name) == (names[-1] if names else None)
-    scored = [i for i in kept if scores[i] is not None and math.isfinite(scores[i])]
-    assert (best and best.name) == (names[max(scored, key=lambda i: (scores[i], i))] if scored else None)
 
 
 def test_keep_must_be_at_least_one(tmp_path):
@@ -447,14 +445,6 @@ def test_files_of_wrong_type_or_size_are_not_read(pair, thing, name):
         path.write_bytes(contents[path])
         path.chmod(0)
     check_fallback(checkpoints, 2)
-
-
-def test_best_falls_back_to_the_second_best(pair):
-    checkpoints, _ = pair
-    assert said_by(checkpoints.best()) == 1
-    (checkpoints.root / "round-1" / "notes.json").write_bytes(b'"i=2"')
-    with pytest.warns(UserWarning, match="round-1.*damaged"):
-        assert said_by(checkpoints.best()) == 2
 
 
 def test_all_damaged_gives_none_and_names_all(pair):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -24,7 +23,7 @@ from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.paired import Difference, compare
 from esper.nissa.run import read_manifest
-from esper.simic.env import Backend, HostBackend
+from esper.simic.env import HostBackend
 from esper.simic.evaluation.comparison import Played, from_start, play, static
 from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
 from esper.simic.evaluation.plan_search import (
@@ -37,11 +36,12 @@ from esper.simic.evaluation.plan_search import (
 )
 from esper.simic.evaluation.sim_oracle import FollowPlans
 from esper.simic.evaluation.sim_oracle import best_schedule as best_plan
-from esper.simic.family_backend import FamilyBackend, FamilyTasks
+from esper.simic.family_backend import FamilyBackend
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, built, load_config
+from esper.simic.training.vectorized import make_backend
 from esper.tamiyo.controllers import CONTROLLERS, make_controller
-from esper.tolaria.tasks import Task, get_task
+from esper.tolaria.tasks import Task
 
 BEST_SCHEDULE, BEST_PER_KIND, SEARCH = "best-schedule", "best-per-kind", "search"
 FROM_START, WIDER, DEEPER = "from-start", "wider", "deeper"
@@ -66,19 +66,7 @@ class Arena:
         search_episodes: int | None = None,
     ) -> None:  # fmt: skip
         self.config, self.search_episodes = config, search_episodes
-        self.backend: Backend
-        if config.simulated:
-            horizon = config.sim.horizon if config.epochs is None else config.epochs
-            self.backend = Simulator(msgspec.structs.replace(config.sim, horizon=horizon), [0], config.rules)
-        elif (family := config.family()) is not None:
-            tasks = FamilyTasks(family, data_root)
-            self.backend = FamilyBackend(tasks, rules=config.rules, config=config.engine, baselines=baselines)
-        else:
-            task = get_task(config.task)
-            task = task if config.epochs is None else dataclasses.replace(task, epochs=config.epochs)
-            self.backend = HostBackend(
-                task, rules=config.rules, config=config.engine, data=task.load_data(data_root), baselines=baselines
-            )
+        self.backend = make_backend(config, [0], data_root, baselines=baselines)
 
     def play_all(self, names: Sequence[str], worlds: Sequence[int], console: Console) -> list[Played]:
         """Play all controllers in the same worlds. Static hosts are sized by what the first one grew."""

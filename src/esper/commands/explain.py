@@ -39,7 +39,7 @@ def run_explain(run: Path, *, env: int, step: int | None, as_json: bool) -> None
     if path is None:
         raise DataError(f"there is no run in {run}")
     record = DecisionRecord.load(path)
-    chosen = first_operation(record, env) if step is None else step
+    chosen = next(iter(operations(record, env)), 1) if step is None else step  # 1 if it always waited
     explanation = explain(record, env, chosen)
     life = seed_life(path, record, explanation)
     if as_json:
@@ -51,12 +51,6 @@ def run_explain(run: Path, *, env: int, step: int | None, as_json: bool) -> None
         plainly(console, operations_line(record, env))
     show(console, explanation, record.facts.episode)
     console.print(life_table(life) if life else Text(no_seed(explanation), "dim"))
-
-
-def first_operation(record: DecisionRecord, env: int) -> int:
-    """Return the first step at which an environment did something; 1 if it always waited."""
-    steps = operations(record, env)
-    return next(iter(steps), 1)
 
 
 def operations(record: DecisionRecord, env: int) -> dict[int, str]:

@@ -78,7 +78,7 @@ def run_export(run: Path, format: str, *, out: Path | None, force: bool) -> None
         raise unknown_name("format", format, FORMATS)
     target = place_for(run, format, out)
     host = kept_host(run)
-    files = list(names_of(format, target))
+    files = [target.with_suffix(".safetensors"), target] if format == "torch" else [target]
     existing = [str(file) for file in files if os.path.lexists(file)]
     if existing and not force:
         raise ConfigError(
@@ -120,13 +120,6 @@ def place_for(run: Path, format: str, out: Path | None) -> Path:
             f"{out.name} could not be imported: {out.stem!r} is not a Python identifier. Choose another name"
         )
     return out
-
-
-def names_of(format: str, target: Path) -> Iterator[Path]:
-    """Yield the files of a format."""
-    if format == "torch":
-        yield target.with_suffix(".safetensors")
-    yield target
 
 
 @dataclass(frozen=True, slots=True)

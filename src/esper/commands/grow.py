@@ -182,7 +182,7 @@ def _recording(
         "seed": settings.seed,
         "threads": settings.threads,
         "config": {
-            "task": settings_of(task),
+            "task": {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.name != "data"},
             "engine": msgspec.to_builtins(config),
             "rules": {"birth": settings.birth},
         },
@@ -226,11 +226,6 @@ def _train_all(
         for _ in comparison.compare():
             save_figures(run.path, task, settings.seed, settings.controller, comparison.results, engine, worth)
     return worth
-
-
-def settings_of(task: Task) -> dict[str, Any]:
-    """Return a task as stored in the manifest: all fields except the data."""
-    return {f.name: getattr(task, f.name) for f in dataclasses.fields(task) if f.name != "data"}
 
 
 # -- output

@@ -92,8 +92,10 @@ def distinct(columns: list[str]) -> list[str]:
 
 def split_arguments(arguments: list[str]) -> tuple[list[Path], str | None]:
     """Split `RUN… [QUERY]`: the last argument is the query, unless it is a directory."""
-    if arguments and _reads_as_query(arguments[-1]) and not _is_directory(arguments[-1]):
-        return [Path(a) for a in arguments[:-1]], arguments[-1]
+    last = arguments[-1] if arguments else ""
+    reads_as_query = len(last.split()) > 1 or last.strip().lower() in ("describe", "show")  # a path is rarely two words
+    if reads_as_query and not _is_directory(last):
+        return [Path(a) for a in arguments[:-1]], last
     return [Path(a) for a in arguments], None
 
 
@@ -102,11 +104,6 @@ def _is_directory(text: str) -> bool:
         return Path(text).is_dir()
     except (OSError, ValueError):  # a query can be longer than any name of a file
         return False
-
-
-def _reads_as_query(text: str) -> bool:
-    """Return whether a text looks like a query: a path rarely has more than one word."""
-    return len(text.split()) > 1 or text.strip().lower() in ("describe", "show")
 
 
 def show_answer(answer: Answer, console: Console) -> None:

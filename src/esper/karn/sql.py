@@ -187,6 +187,7 @@ class Runs:
         """Fill `lines` with the entries of these segments, each seq once. Return the number of invalid lines."""
         db = self._db
         db.execute("truncate lines")
+        escaped = ["".join(f"[{c}]" if c in "*?[" else c for c in str(file)) for file in files]  # DuckDB's patterns
         db.execute(
             """
             insert into lines
@@ -194,7 +195,7 @@ class Runs:
             from (select row_number() over () as line, json, json_transform(json, ?) as place
                   from read_ndjson_objects(?, ignore_errors = true, maximum_object_size = 33_554_432))
             """,
-            [json.dumps(PLACE | {"kind": "VARCHAR", "replaced": "BIGINT"}), [literal_path(file) for file in files]],
+            [json.dumps(PLACE | {"kind": "VARCHAR", "replaced": "BIGINT"}), escaped],
         )
         (damaged,) = db.execute(
             "delete from lines where coalesce(rank, -1) != ? or coalesce(seq, -1) not between 0 and ? "
@@ -332,11 +333,6 @@ def whole_lines(files: Sequence[Path]) -> Iterator[tuple[list[Path], int]]:
                     target.writelines(line + b"\n" for line in each_line(file) if is_whole(line))
             readable.append(copy if damaged else file)
         yield readable, broken
-
-
-def literal_path(path: Path) -> str:
-    """Return a path in which DuckDB's pattern characters are escaped."""
-    return "".join(f"[{c}]" if c in "*?[" else c for c in str(path))
 
 
 def _explain(message: str) -> str:

@@ -114,7 +114,9 @@ def constructor(layer: nn.Module) -> str:
         value = getattr(layer, p.name)
         if callable(value) and p.default is None:  # a method of the same name: `modules` of an empty nn.ModuleList
             continue
-        value = value is not None if p.name == "bias" else _short(value)
+        if isinstance(value, tuple) and len(set(value)) == 1 and isinstance(value[0], int):
+            value = value[0]  # (3, 3) is written as 3
+        value = value is not None if p.name == "bias" else value
         if p.default is p.empty:
             arguments.append(repr(value))
         elif value != p.default:
@@ -129,12 +131,6 @@ def constructor(layer: nn.Module) -> str:
     if repr(again) != repr(layer) or shapes[0] != shapes[1]:
         raise HardenError(f"a layer cannot be written as source: {text} makes {again}, not {layer}")
     return text
-
-
-def _short(value: Any) -> Any:
-    """Return a tuple of equal integers as one integer: (3, 3) as 3."""
-    same = isinstance(value, tuple) and len(set(value)) == 1 and isinstance(value[0], int)
-    return value[0] if same else value
 
 
 class _Shallow(fx.Tracer):

@@ -118,7 +118,7 @@ class OptimizerSync:
 
     def _settle(self, slot: Slot, *, committed: bool = False) -> None:
         """Move a slot's parameters, with their state, to the seeds' group or, once committed, to the host's groups."""
-        holder = self._holders()
+        holder = {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
         committed = committed and not any(is_sharded(p) for p in holder)  # torch updates no group of both kinds
         homes = self._host_groups(slot, holder) if committed else {}
         for place, (name, p) in enumerate(slot.named_parameters()):
@@ -163,10 +163,6 @@ class OptimizerSync:
             for p in group["params"]:
                 if p.requires_grad or p in self.ranks:
                     self.optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
-
-    def _holders(self) -> dict[nn.Parameter, int]:
-        """Return the index of the group that holds each parameter."""
-        return {p: i for i, group in enumerate(self.optimizer.param_groups) for p in group["params"]}
 
     def _host_groups(self, slot: Slot, holder: dict[nn.Parameter, int]) -> dict[bool, int]:
         """Return the groups for a fossil's vectors (False) and matrices (True): those of the module it follows.

@@ -174,17 +174,14 @@ def _noise_shows(model: nn.Module, probe: Any, name: str, select: Select) -> boo
         noisy = _floats(run_hooked(model, probe, {name: hook}))
     except GraftError:
         return True  # the model fails on noise: assume that it reads the features
-    return not plain or len(plain) != len(noisy) or not all(map(_equal, plain, noisy))
+    if not plain or [x.shape for x in plain] != [x.shape for x in noisy]:
+        return True
+    return any(not torch.equal(a.nan_to_num(), b.nan_to_num()) for a, b in zip(plain, noisy, strict=True))
 
 
 def _floats(output: Any) -> list[Tensor]:
     """Return the floating-point tensors of an output."""
     return [x for x in leaves_of(output) if isinstance(x, Tensor) and x.is_floating_point()]
-
-
-def _equal(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors are equal, with NaN replaced by 0."""
-    return a.shape == b.shape and torch.equal(a.nan_to_num(), b.nan_to_num())
 
 
 def run_hooked(model: nn.Module, probe: Any, hooks: Mapping[str, Callable[..., Any]], *, grad: bool = False) -> Any:

@@ -69,22 +69,6 @@ def _dwell_message(table: SlotTable, t: Thresholds, at: At) -> str:
     return f"it has been {stage.name} for {int(table.dwell[at])} of {getattr(t, name)} epochs (thresholds.{name})"
 
 
-def _health(table: SlotTable, t: Thresholds) -> Bools | None:
-    return _below(table, _TRAINING, table.grad_health, t.blend_health)
-
-
-def _health_message(table: SlotTable, t: Thresholds, at: At) -> str:
-    return _too_low("gradient health", float(table.grad_health[at]), t.blend_health, "blend_health")
-
-
-def _ratio(table: SlotTable, t: Thresholds) -> Bools | None:
-    return _below(table, _TRAINING, table.grad_ratio, t.blend_ratio)
-
-
-def _ratio_message(table: SlotTable, t: Thresholds, at: At) -> str:
-    return _too_low("seed/host gradient ratio", float(table.grad_ratio[at]), t.blend_ratio, "blend_ratio")
-
-
 def _improvement(table: SlotTable, t: Thresholds) -> Bools | None:
     if t.blend_improvement is None:
         return None
@@ -141,8 +125,16 @@ def _too_low(what: str, value: float, floor: float | None, name: str) -> str:
 
 GATE_RULES: dict[Check, GateRule] = {
     Check.DWELL: GateRule(_dwell, _dwell_message),
-    Check.GRADIENT_HEALTH: GateRule(_health, _health_message),
-    Check.GRADIENT_RATIO: GateRule(_ratio, _ratio_message),
+    Check.GRADIENT_HEALTH: GateRule(
+        lambda table, t: _below(table, _TRAINING, table.grad_health, t.blend_health),
+        lambda table, t, at: _too_low("gradient health", float(table.grad_health[at]), t.blend_health, "blend_health"),
+    ),
+    Check.GRADIENT_RATIO: GateRule(
+        lambda table, t: _below(table, _TRAINING, table.grad_ratio, t.blend_ratio),
+        lambda table, t, at: _too_low(
+            "seed/host gradient ratio", float(table.grad_ratio[at]), t.blend_ratio, "blend_ratio"
+        ),
+    ),
     Check.IMPROVEMENT: GateRule(_improvement, _improvement_message),
     Check.ALPHA_AT_FULL: GateRule(_alpha, _alpha_message),
     Check.CONTRIBUTION: GateRule(_contribution, _contribution_message),

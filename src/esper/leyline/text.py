@@ -27,11 +27,10 @@ def printable(text: str, most: int | None = LONGEST, *, keep: str = "") -> str:
     text = text if most is None else cut(text, most)
     if text.isprintable():
         return text
-    return "".join(c if _is_shown(c) or c in keep else c.encode("unicode_escape").decode() for c in text)
-
-
-def _is_shown(c: str) -> bool:
-    return c.isprintable() or unicodedata.category(c) == "Zs"
+    return "".join(
+        c if c.isprintable() or unicodedata.category(c) == "Zs" or c in keep else c.encode("unicode_escape").decode()
+        for c in text
+    )
 
 
 def escape(text: str) -> str:

@@ -229,18 +229,14 @@ def must_have_real_parts(path: Path) -> None:
         raise RunError(f"{path} is damaged: {name}: {error.strerror}. Restore it from a copy") from error
 
 
-def program_name() -> str:
-    """Return the name of the running program, as a user would call it. `python -m esper` is esper."""
-    program = Path(sys.argv[0])
-    return (program.parent.name if program.name == "__main__.py" else program.name) or "python"
-
-
 def manifest_base() -> dict[str, Any]:
     """Return the manifest's fields on machine and software. Imports none of the packages it names."""
+    program = Path(sys.argv[0])
+    name = (program.parent.name if program.name == "__main__.py" else program.name) or "python"  # as a user calls it
     versions: dict[str, str | None] = {"esper": __version__, "python": platform.python_version()}
-    versions |= {name: _version(name) for name in VERSIONS_OF}
+    versions |= {package: _version(package) for package in VERSIONS_OF}
     return {
-        "command": " ".join([program_name(), *sys.argv[1:]]),
+        "command": " ".join([name, *sys.argv[1:]]),
         "versions": versions,
         "platform": platform.platform(),
         "cpus": os.cpu_count(),

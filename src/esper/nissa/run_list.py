@@ -17,7 +17,7 @@ import msgspec
 
 from esper.leyline.errors import DataError, RunError
 from esper.leyline.events import RunStarted
-from esper.nissa.journal_reader import EVENTS, Entry, Extent, head, segments, tail
+from esper.nissa.journal_reader import EVENTS, Extent, head, segments, tail
 from esper.nissa.missed_events import lost_events
 from esper.nissa.run import (
     LOCK,
@@ -110,6 +110,7 @@ def run_info(path: Path, name: str) -> RunInfo:
         first, last = head(path), tail(path)
     except (OSError, RunError):  # not readable, removed meanwhile, or no journal
         first = last = []
+    extents = {entry.rank: Extent(entry.seq + 1, 0) for entry in sorted(last, key=lambda entry: entry.seq)}
     env_steps = fields.get("env_steps")
     has_end = False
     for entry in last:
@@ -132,13 +133,8 @@ def run_info(path: Path, name: str) -> RunInfo:
         started=_text(fields.get("started")),
         seconds=None if seconds is None else max(0.0, seconds) + earlier_seconds(manifest),
         env_steps=None if steps is None else int(steps),
-        losses=lost_events(manifest, _ends(last), has_end=has_end),
+        losses=lost_events(manifest, extents, has_end=has_end),
     )
-
-
-def _ends(tail: list[Entry]) -> dict[int, Extent]:
-    """Return rank → extent of its journal, judged by its last entries."""
-    return {entry.rank: Extent(entry.seq + 1, 0) for entry in sorted(tail, key=lambda entry: entry.seq)}
 
 
 def _text(value: Any) -> str | None:

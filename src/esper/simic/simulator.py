@@ -179,7 +179,8 @@ class Simulator:
         newborn = self._alive() & (table.age == 0)
         self.skill[newborn] = 0.0
         self.applied_alpha[newborn] = table.alpha[newborn]  # Δ = 0: an open birth does not disturb the host
-        table.params[newborn] = self._cost(self.shape.params)[newborn]
+        each = self.shape.params[np.arange(table.num_slots), np.maximum(table.blueprint, 0)]  # [E, S]
+        table.params[newborn] = each[newborn]
         ticked = tick(table, self.rules)
         table.train_macs[:] += TRAINING_PASSES * self.macs * SAMPLES
         table.host_train_macs[:] += TRAINING_PASSES * self.context.host_macs * SAMPLES
@@ -189,10 +190,6 @@ class Simulator:
 
     def _alive(self) -> Bools:
         return np.asarray((self.table.stage >= Stage.GERMINATED) & (self.table.stage <= Stage.FOSSILIZED))
-
-    def _cost(self, of_seeds: Ints) -> Ints:
-        """Return the entries [E, S] of `of_seeds` [S, B] for the current seeds."""
-        return np.asarray(of_seeds[np.arange(self.table.num_slots), np.maximum(self.table.blueprint, 0)])
 
     def _of_blueprint(self, values: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return the entries [E, S] of `values` [E, S, B] for the current seeds."""

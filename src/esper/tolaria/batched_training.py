@@ -218,7 +218,8 @@ class BatchedEpoch:
     def run(self) -> Tensor:
         """Train one epoch; return mean losses and accuracies [E, 2]."""
         config, batches = self.trainer.config, self.trainer.task.batches_per_epoch
-        self.rates_list = self._average_rates(batches)
+        averages = [network.average for network in self.networks]  # as in `WeightAverage.update`
+        self.rates_list = [[averaging_rate(a.decay, a.updates + i) for a in averages] for i in range(1, batches + 1)]
         self.rates = self.weights.new_tensor(self.rates_list)  # [batches, E]
         self.batch = 0
         return train_epoch(self, self._minibatches(), shadow_every=config.shadow_every)
@@ -324,11 +325,6 @@ class BatchedEpoch:
             moved = {p: p.grad for p in params if p.grad is not None}
             momenta = [self.momenta.get(p) for p in moved]
             sgd([*moved], [*moved.values()], momenta, has_sparse_grad=False, fused=True, **options)
-
-    def _average_rates(self, batches: int) -> list[list[float]]:
-        """Return the interpolation weight of each network's average on each batch: see `WeightAverage.update`."""
-        averages = [network.average for network in self.networks]
-        return [[averaging_rate(a.decay, a.updates + i) for a in averages] for i in range(1, batches + 1)]
 
     @torch.no_grad()
     def _update_average(self, batch: int) -> None:

@@ -106,10 +106,13 @@ class Checkpoints:
         started = time.perf_counter()
         contents = _contents(name, tensors, documents)
         try:
-            _make_root(self.root)
+            if not self.root.is_dir():
+                self.root.mkdir(parents=True, exist_ok=True)
+                sync_directory(self.root.parent)
             with locked(self.root / LOCK, wait_s=WAIT_S) as alone:
                 if alone:
-                    self._clear_drafts()
+                    for draft in _directories(self.root, drafts=True):  # of dead processes: a living one has the lock
+                        shutil.rmtree(draft, ignore_errors=True)
                 existing = self._listed()
                 self._check_kind(kind, existing)
                 number = 1 + max((index.number for _, index in existing), default=0)
@@ -126,26 +129,9 @@ class Checkpoints:
 
     def newest(self) -> Saved | None:
         """Return the last complete checkpoint, or None. Damaged ones are skipped with a warning."""
-        return self._first(lambda entry: (entry[1].number,))
-
-    def best(self) -> Saved | None:
-        """Return the complete checkpoint with the highest score, the newest of equals; None if none has a score."""
-        return self._first(
-            lambda entry: (-math.inf if entry[1].score is None else entry[1].score, entry[1].number),
-            lambda index: index.score is not None,
-        )
-
-    def names(self) -> list[str]:
-        """Return the names in the order of writing. Only the indexes are read."""
-        return [index.name for _, index in self._listed()]
-
-    def _first(
-        self, order: Callable[[_Entry], tuple[float, ...]], fits: Callable[[_Index], bool] = lambda _: True
-    ) -> Saved | None:
         warned: set[Path] = set()
         while True:
-            entries = [entry for entry in self._listed(warned) if fits(entry[1])]
-            for path, index in sorted(entries, key=order, reverse=True):
+            for path, index in sorted(self._listed(warned), key=lambda entry: -entry[1].number):
                 try:
                     return Saved(path, index)
                 except CheckpointError as error:
@@ -155,6 +141,10 @@ class Checkpoints:
                     _warn_once(warned, path, error)
             else:
                 return None
+
+    def names(self) -> list[str]:
+        """Return the names in the order of writing. Only the indexes are read."""
+        return [index.name for _, index in self._listed()]
 
     def _listed(self, warned: set[Path] | None = None) -> list[_Entry]:
         """Return checkpoints with a valid index, in the order of writing. Given `warned`, warn about the others."""
@@ -201,11 +191,6 @@ class Checkpoints:
             raise
         sync_directory(self.root)
         return path, size + len(encoded)
-
-    def _clear_drafts(self) -> None:
-        """Remove drafts of dead processes. A living writer would hold the lock, which is held by this process."""
-        for path in _directories(self.root, drafts=True):
-            shutil.rmtree(path, ignore_errors=True)
 
     def _remove_old(self) -> None:
         """Remove all but the last `keep` and the best of the checkpoints that look complete."""
@@ -398,12 +383,6 @@ def _directories(root: Path, *, drafts: bool = False) -> list[Path]:
     except OSError as error:
         raise CheckpointError(f"cannot list checkpoints in {root}: {error.strerror or error}") from error
     return [root / name for name in names if (name.startswith(DRAFT) if drafts else not name.startswith("."))]
-
-
-def _make_root(root: Path) -> None:
-    if not root.is_dir():
-        root.mkdir(parents=True, exist_ok=True)
-        sync_directory(root.parent)
 
 
 def _free(root: Path, name: str) -> Path:

@@ -23,7 +23,6 @@ from math import comb, factorial
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from esper.kasmina.body import Body
@@ -242,7 +241,8 @@ def weights_for(n: int, masks: Sequence[int]) -> Array:
     if not inner:
         return np.repeat(total[None] / n, n, axis=0)
     member = np.array([[m >> i & 1 for i in range(n)] for m in inner], dtype=np.float64)  # [k, n]
-    weight = _kernel(n, member.sum(1).astype(int))
+    sizes = member.sum(1).astype(int)
+    weight = (n - 1) / (sizes * (n - sizes)) / np.bincount(sizes, minlength=n)[sizes]  # the Shapley kernel's
     gram = member.T @ (weight[:, None] * member)
     project = np.linalg.pinv(gram, hermitian=True)
     free = np.zeros((n, len(masks)))  # unconstrained right-hand side, as an operator on v
@@ -252,12 +252,6 @@ def weights_for(n: int, masks: Sequence[int]) -> Array:
     ones = project.sum(1)
     solution = project @ free
     return solution + np.outer(ones / ones.sum(), total - solution.sum(0))
-
-
-def _kernel(n: int, sizes: npt.NDArray[np.int64]) -> Array:
-    """Return the Shapley kernel's weight of each size, divided among the coalitions of that size."""
-    counts = np.bincount(sizes, minlength=n)
-    return (n - 1) / (sizes * (n - sizes)) / counts[sizes]
 
 
 def estimate(n: int, masks: Sequence[int], scores: Array) -> Estimate:
@@ -301,7 +295,7 @@ def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Ar
     for rho in CORRELATIONS:
         smooth = rho**apart + JITTER * np.eye(count)
         for kappa in ADDITIVE:
-            factor = _cholesky(smooth + kappa * additive)
+            factor = torch.linalg.cholesky(torch.from_numpy(smooth + kappa * additive)).numpy()
             value, ones = _solve(factor, targets).T
             residual = value - ones * (value @ ones) / (ones @ ones)
             variance = max(float(residual @ residual) / count, 1e-300)
@@ -323,10 +317,6 @@ def _interpolated(n: int, masks: Sequence[int], means: Array) -> tuple[Array, Ar
     total = np.zeros(count)
     total[list(masks).index(2**n - 1)], total[list(masks).index(0)] = 1.0, -1.0
     return weights + (total - weights.sum(0)) / n, design_se
-
-
-def _cholesky(matrix: Array) -> Array:
-    return torch.linalg.cholesky(torch.from_numpy(matrix)).numpy()
 
 
 def _solve(triangle: Array, right: Array, upper: bool = False) -> Array:

@@ -208,19 +208,25 @@ def make_env(config: TrainConfig, data_root: Path | None = None, group: ProcessG
     def worlds(number: int) -> list[int]:
         return round_worlds(config, number)[mine]
 
-    backend: Backend
+    backend = make_backend(config, worlds(0), data_root, phases=phases)
+    return GrowthVectorEnv(backend, worlds, reward=config.reward, fixed=config.fixed_heads(), phases=phases)
+
+
+def make_backend(
+    config: TrainConfig, worlds: Sequence[int], data_root: Path | None = None, *, baselines: Sequence[Path] = (),
+    phases: PhaseTimers | None = None,
+) -> Backend:  # fmt: skip
+    """Return the backend of a config: simulated hosts in these worlds, or real hosts, of which there are none yet."""
     if config.simulated:
         sim = config.sim if config.epochs is None else msgspec.structs.replace(config.sim, horizon=config.epochs)
-        backend = Simulator(sim, worlds(0), config.rules)
-    elif (family := config.family()) is not None:
+        return Simulator(sim, worlds, config.rules)
+    if (family := config.family()) is not None:
         tasks = FamilyTasks(family, data_root)
-        backend = FamilyBackend(tasks, rules=config.rules, config=config.engine, phases=phases)
-    else:
-        task = get_task(config.task)
-        task = task if config.epochs is None else replace(task, epochs=config.epochs)
-        data = task.load_data(data_root)
-        backend = HostBackend(task, rules=config.rules, config=config.engine, data=data, phases=phases)
-    return GrowthVectorEnv(backend, worlds, reward=config.reward, fixed=config.fixed_heads(), phases=phases)
+        return FamilyBackend(tasks, rules=config.rules, config=config.engine, baselines=baselines, phases=phases)
+    task = get_task(config.task)
+    task = task if config.epochs is None else replace(task, epochs=config.epochs)
+    data = task.load_data(data_root)
+    return HostBackend(task, rules=config.rules, config=config.engine, data=data, baselines=baselines, phases=phases)
 
 
 def pool_world(config: TrainConfig, number: int) -> int:
