@@ -14,8 +14,8 @@ from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
 from esper.simic.evaluation.comparison import Played
+from esper.simic.training.checkpointer import new_network, with_policy_network
 from esper.simic.training.config import as_tree, load_config
-from esper.simic.training.training_state import new_network, with_policy_network
 from esper.tamiyo.network import NetworkConfig
 
 

@@ -4,7 +4,7 @@ import torch
 from torch import nn
 
 import esper
-from esper.leyline.html import html_table
+from esper.leyline.text import html_table
 
 
 def test_texts_are_escaped():

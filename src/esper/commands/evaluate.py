@@ -17,7 +17,7 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.commands import plainly
-from esper.commands.dot_plot import dots
+from esper.commands.charts import dots
 from esper.karn.held_out import HeldOut, lead_text
 from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError, unknown_name

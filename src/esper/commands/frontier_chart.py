@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 
-from esper.commands.chart_axis import tick_labels, ticks
+from esper.commands.charts import tick_labels, ticks
 from esper.leyline.text import escape
 from esper.studies.rendering import METRICS
 from esper.studies.statistics import Summary

@@ -35,11 +35,10 @@ from esper.commands.growing import (
     exact_for,
 )
 from esper.commands.resuming import checkpoint_of, must_fit, ownership, refuse_settings
-from esper.grower.explanations import why_nothing_was_planted
+from esper.grower.explanations import MIXING_STEPS, late_planting, why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.run_state import RunState
 from esper.kasmina.blueprints import blueprint_name
-from esper.kasmina.germination import MIXING_STEPS, late_planting
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.atomic_io import write_atomically

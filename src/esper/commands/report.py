@@ -15,9 +15,8 @@ from esper.commands import plainly
 from esper.karn import report
 from esper.karn.document import COUNTED
 from esper.karn.episode_state import EpisodeState
-from esper.karn.number_text import number_text
-from esper.karn.problems import problems
 from esper.karn.run_state import RunState
+from esper.karn.texts import number_text, problems
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import spelled
 from esper.leyline.text import printable

@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 from rich.console import Console
 
+from esper.commands.charts import dots
 from esper.commands.compare import comparison_tables
-from esper.commands.dot_plot import dots
 from esper.commands.growing import Settings
 from esper.commands.study import parse_shard
 from esper.karn.comparison import arms_of, compare_runs

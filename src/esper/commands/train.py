@@ -32,11 +32,18 @@ from esper.nissa.run import Lock
 from esper.nissa.signals import stoppable, terminable
 from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
 from esper.simic.training import memory_estimate as memory
-from esper.simic.training.checkpointer import CHECKPOINTS, differences, run_metadata
+from esper.simic.training.checkpointer import (
+    CHECKPOINTS,
+    Round,
+    TrainingResult,
+    differences,
+    new_network,
+    run_metadata,
+    with_policy_network,
+)
 from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, as_tree, built, load_config
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
-from esper.simic.training.training_state import Round, TrainingResult, new_network, with_policy_network
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tamiyo.policy_file import POLICY
 from esper.tolaria.checkpoint import Checkpoints, Saved

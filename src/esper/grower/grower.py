@@ -23,14 +23,21 @@ from torch.optim import Optimizer
 
 from esper.grower import saving
 from esper.grower.clipping import ClippingWatch
-from esper.grower.explanations import SlotView, StepReport, grower_html, slot_views, why_nothing_was_planted, wrapped
+from esper.grower.explanations import (
+    MIXING_STEPS,
+    SlotView,
+    StepReport,
+    grower_html,
+    slot_views,
+    why_nothing_was_planted,
+    wrapped,
+)
 from esper.grower.measuring import Measuring
 from esper.grower.operations import Operations, after_closure, as_controller, check_settings, checked_actions
 from esper.grower.qualities import NeedsTargets, Quality, find_quality
 from esper.grower.ranks import Group, Ranks
 from esper.kasmina import lifecycle
 from esper.kasmina.body import Body
-from esper.kasmina.germination import MIXING_STEPS
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
 from esper.kasmina.optimizer_sync import refuse_scheduled, unwrapped
 from esper.kasmina.slot import Incubation, Slot

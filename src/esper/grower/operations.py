@@ -10,12 +10,11 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from esper.grower.explanations import why_not_legal
+from esper.grower.explanations import late_planting, why_not_legal
 from esper.grower.ranks import Ranks
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
-from esper.kasmina.germination import late_planting
 from esper.kasmina.lifecycle import EffectKind, Outcome, Rules
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name

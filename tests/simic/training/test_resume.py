@@ -27,11 +27,10 @@ from esper.simic.agent.ppo import PPO
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.evaluation.no_growth_baseline import NoGrowthBaselines
 from esper.simic.training import checkpointer as store
-from esper.simic.training.checkpointer import CHECKPOINTS, Checkpointer, differences, run_metadata
+from esper.simic.training.checkpointer import CHECKPOINTS, Checkpointer, TrainingState, differences, run_metadata
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError
-from esper.simic.training.training_state import TrainingState
 from esper.simic.training.vectorized import make_env, train_ppo_vectorized
 from esper.tolaria.best_host import GrownHost
 from esper.tolaria.checkpoint import Checkpoints, Saved

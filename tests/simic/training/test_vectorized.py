@@ -23,8 +23,8 @@ from esper.simic.agent.ppo import PPOConfig, losses
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
 from esper.simic.simulated_worlds import MAP_BLUEPRINTS
 from esper.simic.training import vectorized
+from esper.simic.training.checkpointer import TrainingResult, new_network
 from esper.simic.training.config import TrainConfig, load_config
-from esper.simic.training.training_state import TrainingResult, new_network
 from esper.simic.training.vectorized import choice_draws, make_env, pool_world, train_ppo_vectorized
 from esper.tamiyo.network import TamiyoNetwork
 from esper.tamiyo.policy.feature_table import BASE, ENV_FEATURES, PER_SLOT, SLOT_FEATURES

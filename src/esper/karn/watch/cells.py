@@ -14,10 +14,8 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.karn.episode_state import EpisodeState, SlotHistory
-from esper.karn.event_text import event_text
-from esper.karn.number_text import compact, duration, is_finite, number_text
-from esper.karn.problems import problems
 from esper.karn.run_state import RunState
+from esper.karn.texts import compact, duration, event_text, is_finite, number_text, problems
 from esper.karn.watch.watched_run import TONES, WatchedRun
 from esper.leyline.stages import COOLING, SeedStage
 from esper.leyline.text import printable

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esper.leyline.html import html_table
+from esper.leyline.text import html_table
 
 Array = npt.NDArray[np.float64]
 

@@ -29,11 +29,10 @@ from esper.simic.evaluation.no_growth_baseline import BASELINES
 from esper.simic.family_backend import FamilyBackend, FamilyTasks
 from esper.simic.simulator import Simulator
 from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
-from esper.simic.training.checkpointer import Checkpointer
+from esper.simic.training.checkpointer import Checkpointer, Round, TrainingResult, TrainingState
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.imitation import ImitationController
-from esper.simic.training.training_state import Round, TrainingResult, TrainingState
 from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced

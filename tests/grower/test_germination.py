@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from esper.kasmina.germination import late_planting, planting_obstacle
+from esper.grower.explanations import late_planting, planting_obstacle
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
