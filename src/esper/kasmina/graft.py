@@ -341,7 +341,8 @@ def site_of(name: str, features: Tensor, module: nn.Module, select: Select, *, i
             f"{KINDS}. Graft after a neighbouring module."
         )
     batch_axis, swapped = 0, None
-    if layout == Layout.SEQUENCE and (features.shape[0] != PROBE_SAMPLES or _samples_second(module, select)):
+    is_time_major = isinstance(module, nn.RNNBase) and (_is_state(module, select) or not module.batch_first)
+    if layout == Layout.SEQUENCE and (features.shape[0] != PROBE_SAMPLES or is_time_major):
         batch_axis = 1
         if features.shape[1] == PROBE_SAMPLES and not _is_state(module, select):
             swapped = (0, 1)
@@ -352,11 +353,6 @@ def site_of(name: str, features: Tensor, module: nn.Module, select: Select, *, i
     channels_last = strided and features.is_contiguous(memory_format=torch.channels_last)
     shape = tuple(size for axis, size in enumerate(features.shape) if axis != batch_axis)
     return FeatureSpec(layout, dim, shape, channels_last, batch_axis, swapped)
-
-
-def _samples_second(module: nn.Module, select: Select) -> bool:
-    """Return whether a recurrent module's item has its batch on axis 1: states always, outputs unless batch_first."""
-    return isinstance(module, nn.RNNBase) and (_is_state(module, select) or not module.batch_first)
 
 
 def _is_state(module: nn.Module, select: Select) -> bool:
