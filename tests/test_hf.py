@@ -4,7 +4,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from torch.nn import functional as F
-from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration, Trainer
+from transformers import AutoModelForCausalLM, T5Config, T5ForConditionalGeneration, Trainer, TrainerCallback
 
 import esper
 from esper.hf import GROWER_FILE, GrowthCallback, GrowthTrainer, GrowthTrainerMixin, load_pretrained
@@ -52,7 +52,8 @@ def test_trainer_grows_a_model_every_epoch(tmp_path, kind):
 def test_without_growth_the_weights_are_those_of_a_plain_trainer(tmp_path):
     """Label smoothing shifts the labels of causal language models, which it finds out by the class name."""
     changes = {"save_strategy": "no", "label_smoothing_factor": 0.1, "max_grad_norm": 0.5, "weight_decay": 0.1}
-    grown = make_trainer(tmp_path, "gpt2", grow_every=10**6, changes=changes)
+    settings = growth("gpt2", controller="none")
+    grown = make_trainer(tmp_path, "gpt2", growth=settings, grow_every=12, changes=changes)
     grown.train()
     plain = Trainer(
         model=make_body("gpt2").model, args=arguments(tmp_path, **changes), train_dataset=Tokens("gpt2", 32)
@@ -311,6 +312,28 @@ def test_settings_that_cannot_work_are_refused(tmp_path):
         make_trainer(tmp_path, grow_every=0)
     with pytest.raises(ConfigError, match="straight_through"):
         make_trainer(tmp_path, growth=growth("bert", incubation="shadow"))
+
+
+def test_training_that_ends_before_the_first_growth_step_warns(tmp_path):
+    trainer = make_trainer(tmp_path, grow_every=100, changes={"max_steps": 2, "save_strategy": "no"})
+    with pytest.warns(UserWarning, match="ended after 2 optimiser steps, so nothing was grown"):
+        trainer.train()
+
+
+def test_a_frozen_host_grows_if_a_seed_is_planted_before_training(tmp_path):
+    class Plant(TrainerCallback):
+        def on_train_begin(self, *_args, **_):
+            trainer.grower.germinate("bert.encoder.layer.0", "lora")
+
+    body = make_body("bert")
+    body.model.requires_grad_(False)
+    before = weights(body.model)
+    settings = growth("bert", controller="none")
+    changes = {"save_strategy": "no", "num_train_epochs": 1}
+    trainer = make_trainer(tmp_path, body=body, growth=settings, callbacks=[Plant()], changes=changes)
+    trainer.train()
+    assert body.slots["bert.encoder.layer.0"].seed[1].weight.abs().sum() > 0
+    assert_equal(weights(body.model), before)
 
 
 def test_a_scheduler_given_with_the_optimizer_is_refused(tmp_path):

@@ -8,13 +8,13 @@ import warnings
 import lightning as L
 import pytest
 import torch
-from lightning.pytorch.callbacks import Callback, ModelCheckpoint
+from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.lightning import GrowthCallback
 from tests.support import ROOT
 from tests.support.controllers import Planter
@@ -193,6 +193,13 @@ def test_seeds_planted_during_validation_are_trained_in_training_mode(tmp_path):
     assert all(modes.flags)
 
 
+def test_seeds_planted_by_the_last_validation_are_left_in_training_mode(tmp_path):
+    module = Module(controller=Planter((1, 4)))
+    fit(module, tmp_path)
+    assert module.body.structure().keys() == {"first", "second"}
+    assert all(m.training for m in module.body.modules())
+
+
 def test_gradient_clip_val_clips_host_and_seeds_separately(tmp_path):
     """With an isolated seed the host's weights are those of a run without it; joint clipping would change them."""
 
@@ -231,9 +238,40 @@ def test_gradient_accumulation_and_validation_within_an_epoch(tmp_path):
     assert module.grower._batches == 4
 
 
-def test_bf16_autocast(tmp_path):
+class Manual(Module):
+    """Every second batch makes an optimiser step."""
+
+    automatic_optimization = False
+
+    def training_step(self, data, index):
+        optimizer = self.optimizers()
+        self.manual_backward(self.loss(data) / 2)
+        if index % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+def test_manual_optimization(tmp_path):
+    module = Manual(schedule=False)
+    fit(module, tmp_path)
+    assert module.grower._batches == 8
+    assert all(slot.seed[-1].weight.abs().sum() > 0 for slot in module.body.slots.values())
+
+
+def test_loading_the_state_of_the_module_gives_its_seeds_to_the_optimizer(tmp_path):
+    module, other = Module(schedule=False), Module(schedule=False)
+    fit(module, tmp_path)
+    other.configure_optimizers()
+    other.load_state_dict(module.state_dict())
+    held = {p for group in other.grower.optimizer.param_groups for p in group["params"]}
+    assert held == set(other.parameters())
+    assert [view.stage for view in other.grower.slots.values()] == [s.stage for s in module.body.slots.values()]
+
+
+@pytest.mark.parametrize("precision", ["bf16-mixed", "bf16-true"])
+def test_bf16(tmp_path, precision):
     module = Module()
-    fit(module, tmp_path, precision="bf16-mixed")
+    fit(module, tmp_path, precision=precision)
     assert len(module.body.structure()) == 2
     assert all(torch.isfinite(p).all() for p in module.parameters())
 
@@ -305,6 +343,31 @@ class OtherOptimizer(Module):
 def test_modules_that_cannot_grow_are_refused(tmp_path, kind, message):
     with pytest.raises(ConfigError, match=message):
         fit(kind(), tmp_path)
+
+
+@pytest.mark.parametrize("callback", [StochasticWeightAveraging(1e-3), EMAWeightAveraging()])
+def test_callbacks_that_average_another_structure_are_refused(tmp_path, callback):
+    with pytest.raises(ConfigError, match="averages a copy of the module that has no seeds"):
+        fit(Module(), tmp_path, callbacks=[callback])
+
+
+def test_checkpoint_written_without_growth_is_refused_with_the_way_out(tmp_path):
+    trainer = L.Trainer(
+        max_epochs=1, accelerator="cpu", logger=False, enable_progress_bar=False, enable_model_summary=False,
+        default_root_dir=tmp_path, callbacks=[saving(tmp_path)],
+    )  # fmt: skip
+    data = DataLoader(TensorDataset(*batch(1, 32)), 16)
+    trainer.fit(NoGrower(), data, data)
+    with pytest.raises(CheckpointError, match="load the weights alone"):
+        fit(
+            Module(), tmp_path, ckpt_path=tmp_path / "epoch=0.ckpt", callbacks=[saving(tmp_path)],
+            enable_checkpointing=True,
+        )  # fmt: skip
+
+
+def test_training_that_ends_before_its_first_validation_warns(tmp_path):
+    with pytest.warns(UserWarning, match="nothing was grown"):
+        fit(Module(schedule=False), tmp_path, max_steps=3)
 
 
 def test_training_without_validation_is_refused(tmp_path):

@@ -12,6 +12,7 @@ and seeds separately, and saves and resumes the structure. `GrowthCallback` does
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from itertools import islice
@@ -296,6 +297,10 @@ class GrowthCallback(TrainerCallback):  # type: ignore[misc]
         if self.every == "epoch":
             self._grow(state)
 
+    def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        """Warn if training was too short to grow."""
+        warn_if_never_due(self.every, state)
+
     def on_save(self, args: Any, state: Any, _control: Any, **_: Any) -> None:
         """Save the grower, and the model's configuration, in the checkpoint that was just written."""
         if args.should_save:
@@ -323,6 +328,9 @@ class _GrowthTimer(TrainerCallback):  # type: ignore[misc]
         if self.trainer.grow_every == "epoch":
             self.trainer.grow()
 
+    def on_train_end(self, _args: Any, state: Any, _control: Any, **_: Any) -> None:
+        warn_if_never_due(self.trainer.grow_every, state)
+
 
 class _NoState:
     """Stand-in for an optimiser whose state is saved elsewhere."""
@@ -345,7 +353,10 @@ def load_grower(grower: Grower, directory: str | Path) -> None:
     """Load `GROWER_FILE` of a directory into a grower whose body has the weights of that directory."""
     path = Path(directory) / GROWER_FILE
     if not path.exists():
-        raise CheckpointError(f"{directory} has no {GROWER_FILE}: it is not a checkpoint of a growing model.")
+        raise CheckpointError(
+            f"{directory} has no {GROWER_FILE}: it is not a checkpoint of a growing model, or was written with "
+            "save_only_model=True."
+        )
     with safe_open(path, framework="pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
         grower.load_state_dict({"document": file.metadata()["document"], "tensors": tensors})
@@ -356,6 +367,16 @@ def checked_interval(every: int | str) -> int | str:
     if every == "epoch" or (isinstance(every, int) and every > 0):
         return every
     raise ConfigError(f"growth happens every 'epoch' or every positive number of optimiser steps, got {every!r}")
+
+
+def warn_if_never_due(every: int | str, state: Any) -> None:
+    """Warn at the end of training if it had fewer steps than the interval of growth."""
+    if isinstance(every, int) and state.global_step < every:
+        warnings.warn(
+            f"training ended after {state.global_step} optimiser steps, so nothing was grown: growth happens every "
+            f"{every}. Choose a smaller number.",
+            stacklevel=2,
+        )
 
 
 def _checkpoint_directory(args: Any, state: Any) -> Path:

@@ -14,6 +14,7 @@ checkpoints complete: `fit(ckpt_path=...)` into a fresh module restores structur
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
@@ -24,11 +25,12 @@ from esper.grower.explanations import growth_figures
 from esper.grower.saving import gathered_generators, load_own_generators
 from esper.installation import require_own_package
 from esper.kasmina.body import Body
-from esper.kasmina.optimizer_sync import unwrapped
-from esper.leyline.errors import ConfigError
+from esper.kasmina.optimizer_sync import SEED_GROUP, unwrapped
+from esper.leyline.errors import CheckpointError, ConfigError
 
 try:
     from lightning.pytorch import Callback, LightningModule, Trainer
+    from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 except ImportError as error:
     raise ImportError("esper.lightning needs Lightning: pip install 'esper-lite[lightning]'") from error
 
@@ -36,6 +38,8 @@ require_own_package()
 
 __all__ = ["GrowthCallback"]
 
+UNSUPPORTED_CALLBACKS = (StochasticWeightAveraging, WeightAveraging)
+"""Callbacks that average a copy of the module, made before it grows. They pair parameters by position."""
 UNSUPPORTED_STRATEGIES = ("DeepSpeedStrategy", "FSDPStrategy", "ModelParallelStrategy")
 
 
@@ -106,15 +110,33 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         """Keep a state until the optimiser exists."""
         self._loaded = state_dict or None
 
+    def on_load_checkpoint(self, trainer: Trainer, _module: LightningModule, checkpoint: Mapping[str, Any]) -> None:
+        """Refuse to resume from a checkpoint whose optimiser has no group for seeds."""
+        optimizers = checkpoint.get("optimizer_states") or ()
+        if trainer.state.fn == "fit" and any(
+            not any(SEED_GROUP in group for group in state["param_groups"]) for state in optimizers
+        ):
+            raise CheckpointError(
+                "this checkpoint was written without growth. To grow its model, load the weights alone: "
+                "module.load_state_dict(torch.load(path)['state_dict']), and call fit without ckpt_path."
+            )
+
     # -- training
 
     def on_train_batch_start(self, _trainer: Trainer, _module: LightningModule, batch: Any, _batch_idx: int) -> None:
         """Keep the batch for the shadow pass; set the mode of seeds that were planted during validation."""
         self._train_batch = batch
-        if self._has_grown:
-            assert self._grower is not None
-            self._grower.body.esper.train(self._grower.body.model.training)
-            self._has_grown = False
+        self._set_modes()
+
+    def on_train_end(self, _trainer: Trainer, _module: LightningModule) -> None:
+        """Set the mode of seeds that were planted during the last validation; warn if there was none."""
+        self._set_modes()
+        if self.report is None:
+            warnings.warn(
+                "training ended before its first validation, so nothing was grown: growth follows validations. Use "
+                "Trainer(val_check_interval=...) or train longer.",
+                stacklevel=2,
+            )
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Run the shadow pass of seeds that are TRAINING."""
@@ -152,10 +174,17 @@ class GrowthCallback(Callback):  # type: ignore[misc]
         batches, self._val_batches = self._val_batches, []
         with torch.enable_grad(), trainer.precision_plugin.forward_context():
             self.report = self._grower.step(batches)
-        self._has_grown = True  # Lightning restores the modes of modules that existed before the validation
+        self._has_grown = True
         figures = growth_figures(self._grower.body, self.report.quality)
         for logger in trainer.loggers:
             logger.log_metrics({f"growth/{name}": value for name, value in figures.items()}, step=trainer.global_step)
+
+    def _set_modes(self) -> None:
+        """Give seeds the mode of the model. Lightning restores those of modules older than the validation."""
+        if self._has_grown:
+            assert self._grower is not None
+            self._grower.body.esper.train(self._grower.body.model.training)
+            self._has_grown = False
 
     def _is_due(self, trainer: Trainer) -> bool:
         return self._grower is not None and trainer.state.fn == "fit" and not trainer.sanity_checking
@@ -178,6 +207,12 @@ def _grower_of(trainer: Trainer, pl_module: LightningModule) -> Grower:
     strategy = type(trainer.strategy).__name__
     if strategy in UNSUPPORTED_STRATEGIES:
         raise ConfigError(f"growth in Lightning needs one device or DDP, got {strategy}.")
+    for callback in trainer.callbacks:
+        if isinstance(callback, UNSUPPORTED_CALLBACKS):
+            raise ConfigError(
+                f"{type(callback).__name__} averages a copy of the module that has no seeds, which would mix up "
+                "parameters. Remove it, or keep an average of your own that follows grower.on_change."
+            )
     if len(trainer.optimizers) != 1:
         raise ConfigError(
             f"configure_optimizers returned {len(trainer.optimizers)} optimisers; a grower serves one. Put all "

@@ -457,6 +457,18 @@ def test_second_grower_on_the_optimiser_is_refused():
         Grower(grower.body, grower.optimizer, controller="none")
 
 
+@pytest.mark.parametrize(
+    "call", [lambda g: g.step(), lambda g: g.germinate("second", "conv_light"), lambda g: g.load("nowhere")]
+)
+def test_grower_that_was_replaced_by_a_later_one_is_refused(call):
+    """Its table does not know what the later one has changed."""
+    grower = make_grower()
+    later = Grower(grower.body, torch.optim.SGD(grower.body.parameters(), lr=0.1), controller="none")
+    with pytest.raises(ConfigError, match="another grower was built on this body"):
+        call(grower)
+    later.step()
+
+
 # -- measuring
 
 

@@ -135,6 +135,9 @@ def test_on_load_callbacks_run_and_are_not_copied():
     assert calls == []
     body.load_state_dict(clone.state_dict())
     assert calls == ["first"]
+    outer = nn.ModuleDict({"inner": body})
+    outer.load_state_dict(outer.state_dict())
+    assert calls == ["first", "first"]
 
 
 def test_deepcopy_is_independent():

@@ -12,7 +12,6 @@ Like the command line, this module connects the parts: rules, body, optimiser, c
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -36,6 +35,7 @@ from esper.grower.measuring import Measuring
 from esper.grower.operations import Operations, after_closure, as_controller, check_settings, checked_actions
 from esper.grower.qualities import NeedsTargets, Quality, find_quality
 from esper.grower.ranks import Group, Ranks
+from esper.grower.training_watch import TrainingWatch
 from esper.kasmina import lifecycle
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
@@ -47,7 +47,7 @@ from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
 from esper.leyline.slot_table import SlotTable
 from esper.simic.env import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter
-from esper.tamiyo.controllers import Controller
+from esper.tamiyo.controllers import Controller, Wait
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.growing_network import GrowingNetwork
 from esper.tolaria.host_costs import takes_of
@@ -134,6 +134,9 @@ class Grower(Operations, Measuring):
         self._batches = self._shadow_passes = 0
         self._clipping = ClippingWatch(body)
         adopt_body(self.network, self.table)
+        self._training = TrainingWatch(self.network)
+        if not isinstance(self.controller, Wait):
+            self._training.must_have_gradients()
         if isinstance(self.controller, Learned):
             self.controller.bind(context_of(body, self.horizon, self.rules.thresholds))
         hub = Silence() if telemetry is None or not self.ranks.leads else telemetry
@@ -146,7 +149,7 @@ class Grower(Operations, Measuring):
                 threads=torch.get_num_threads(), device=str(next(body.model.parameters()).device),
             )
         )  # fmt: skip
-        body.on_load.append(lambda: adopt_body(self.network, self.table))
+        body.on_load[:] = [self._adopt]  # a body has one grower, the last that was built
         optimizer.register_step_pre_hook(self._before_step)
 
     # -- inspection
@@ -199,10 +202,12 @@ class Grower(Operations, Measuring):
             >>> 0 <= report.quality <= 1
             True
         """
+        self._must_be_current()
         with self.ranks.together(f"grower.step() of epoch {int(self.table.step[0])}"):
             self.ranks.share_buffers(self.body)
             measured = self._measure(val_batches)
-            self._warn_without_shadow_passes()
+            self._training.at_growth_step(self._batches, self._shadow_passes)
+            self._shadow_passes = 0
             meter = self.network.meter
             self.network.write_gradients(self.table, 0, meter.read(meter.pending().tolist()))  # sync: once per epoch
             allowed = lifecycle.legal(self.table, self.rules)
@@ -285,6 +290,7 @@ class Grower(Operations, Measuring):
             >>> grower.load("checkpoints") is None
             True
         """
+        self._must_be_current()
         with self.ranks.together("grower.load()"):
             extra = saving.load(self, Path(directory))
             self.ranks.agree(self.body, self.table)
@@ -383,16 +389,6 @@ class Grower(Operations, Measuring):
         self.network.optimizer_sync.on_change.append(listener)
 
     # -- internal
-
-    def _warn_without_shadow_passes(self) -> None:
-        """Warn if a seed is TRAINING without shadow passes: it would never leave that stage."""
-        if self.body.training_slots and self.body.incubation == "shadow" and not self._shadow_passes and self._batches:
-            warnings.warn(
-                "a seed is TRAINING with incubation='shadow', but grower.shadow(closure) was not called: it learns "
-                "nothing. Call it after backward(), or use incubation='straight_through'.",
-                stacklevel=3,
-            )
-        self._shadow_passes = 0
 
     def _before_step(self, optimizer: Optimizer, args: Any, kwargs: dict[str, Any]) -> tuple[Any, Any] | None:
         """Prepare the seeds' gradients for an optimiser step; if a closure computes them, after that closure."""

@@ -12,6 +12,7 @@ from torch import nn
 
 from esper.grower.explanations import late_planting, why_not_legal
 from esper.grower.ranks import Ranks
+from esper.grower.training_watch import TrainingWatch
 from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
@@ -23,6 +24,7 @@ from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, Schedule, find_controller, wait_everywhere
 from esper.tolaria.growing_network import GrowingNetwork
 from esper.tolaria.host_costs import takes_of
+from esper.tolaria.network_state import adopt_body
 
 SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
 """Class name endings of transformers models that take their inputs as labels and shift them internally."""
@@ -119,6 +121,7 @@ class Operations:
     horizon: int
     _mixing_steps: int
     _batches: int
+    _training: TrainingWatch
 
     def germinate(
         self,
@@ -256,7 +259,21 @@ class Operations:
 
     # -- internal
 
+    def _adopt(self) -> None:
+        """Follow a body whose state was loaded."""
+        adopt_body(self.network, self.table)
+        self._training.note_weights()
+
+    def _must_be_current(self) -> None:
+        """Raise ConfigError if another grower was built on the body: two tables would contradict each other."""
+        if self._adopt not in self.body.on_load:
+            raise ConfigError(
+                "another grower was built on this body after this one. Use the new one, or give each grower a model "
+                "and a graft of its own."
+            )
+
     def _do(self, op: Op, slot: str, heads: Mapping[Head, int]) -> None:
+        self._must_be_current()
         self.body.slot(slot)
         actions = wait_everywhere(1)
         actions[0, [Head.OP, Head.SLOT]] = op, self.network.slot_names.index(slot)

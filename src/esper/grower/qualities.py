@@ -196,7 +196,10 @@ def split_batch(batch: Any) -> tuple[Any, Any]:
     """Return inputs and target of a validation batch."""
     if isinstance(batch, Mapping):
         if "labels" not in batch:
-            raise ConfigError(f"a validation batch that is a mapping needs a key 'labels', it has {list(batch)}")
+            raise ConfigError(
+                f"a validation batch that is a mapping needs a key 'labels', it has {list(batch)}. Give (inputs, "
+                "target) instead: in Lightning by GrowthCallback(unpack=...), in Trainer by overriding growth_batches"
+            )
         return {k: v for k, v in batch.items() if k != "labels"}, batch["labels"]
     if isinstance(batch, (tuple, list)) and len(batch) == 2:
         return batch[0], batch[1]

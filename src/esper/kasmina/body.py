@@ -73,6 +73,7 @@ class Body(nn.Module):
         self.incubation: Incubation = "shadow"
         self.forking = ForkState(model, self.slots)
         self.on_load: list[Callable[[], None]] = []
+        self.register_load_state_dict_post_hook(_notify)  # also if a module that holds the body is loaded
         modules = dict(model.named_modules())
         for slot in slots:
             module = modules[slot.module_name]
@@ -287,13 +288,6 @@ class Body(nn.Module):
             state_dict[f"{prefix}model.{key[len(prefix) :]}"] = state_dict.pop(key)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Load a state, rebuild its seeds and call the `on_load` listeners."""
-        result = super().load_state_dict(state_dict, strict, assign)
-        for listener in self.on_load:
-            listener()
-        return result
-
     def _read(self, packed: Tensor) -> dict[str, tuple[str, Operator, SeedStage, float]]:
         """Decode and validate the structure of a state, before anything is changed."""
         try:
@@ -326,6 +320,12 @@ class Body(nn.Module):
             else:
                 slot.set_operator(operator)
             self.set_slot(slot, stage, alpha)
+
+
+def _notify(body: Body, _incompatible_keys: Any) -> None:
+    """Call the listeners of a body whose state was loaded."""
+    for listener in body.on_load:
+        listener()
 
 
 def _report_refusal(name: str, reasons: Mapping[str, BlueprintError], *, is_taken: bool) -> None:

@@ -230,7 +230,9 @@ def refuse(body: nn.Module, optimizer: Optimizer) -> None:
         )
     refuse_kind(optimizer)
     refuse_sharding(body, optimizer)
-    if not {p for g in optimizer.param_groups for p in g["params"]} & set(body.model.parameters()):
+    held = {p for group in optimizer.param_groups for p in group["params"]}
+    is_frozen = not any(p.requires_grad for p in body.model.parameters())
+    if not is_frozen and not held & set(body.model.parameters()):
         raise OptimizerError(
             "this optimiser holds no parameter of the model. Build it from body.parameters() after grafting."
         )
