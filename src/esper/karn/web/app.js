@@ -7,8 +7,8 @@
   const STAGES = ["dormant", "germinated", "training", "blending", "holding", "fossilized", "cooling", "cooling", "cooling"];
   const LETTERS = ["·", "G", "T", "B", "H", "F", "×", "×", "×"];
   const STAGE_TEXT = {
-    germinated: "attached, has learnt nothing yet", training: "learns, the host cannot feel it", blending: "alpha moves towards its target",
-    holding: "at full strength, waiting for the verdict", fossilized: "part of the host for good", cooling: "removed, the slot rests",
+    germinated: "attached, not trained yet", training: "learns without effect on the host", blending: "alpha moves towards its target",
+    holding: "alpha is 1, waits to be committed or pruned", fossilized: "permanent part of the host", cooling: "cooldown after a prune",
   };
   const ENDED = ["finished", "failed", "interrupted", "killed"];
   const PILLS = { finished: "good", running: "", failed: "bad", killed: "bad", interrupted: "warn" };
@@ -333,7 +333,7 @@
   }
   function stageLegend() {
     return el("div", { class: "stages" }, ...Object.entries(STAGE_TEXT).map(([name, says]) =>
-      el("span", { title: says }, el("i", { class: name, "aria-hidden": "true" }, LETTERS[STAGES.indexOf(name)]), name === "cooling" ? "removed, resting" : name)));
+      el("span", { title: says }, el("i", { class: name, "aria-hidden": "true" }, LETTERS[STAGES.indexOf(name)]), name === "cooling" ? "cooldown" : name)));
   }
 
   // -- one run: a document that patches extend, and its sections
@@ -528,7 +528,7 @@
     slots.forEach((slot, i) => {
       const x = centre(i), interval = step ? stageAt(slot, step) : null, stage = interval ? interval[0] : 0, name = STAGES[stage] || "dormant", seed = seedAt(detail, slot, step);
       const group = svg("g", { tabindex: 0, role: "button" });
-      const alpha = step ? alphaAt(slot, step) || 0 : 0, says = stage ? `${interval[1] || "seed"}, ${name === "cooling" ? "removed, resting" : name}, alpha ${text(alpha)}${seed && stage < 6 ? `, ${text(seed.params, "count")} parameters` : ""}` : "empty";
+      const alpha = step ? alphaAt(slot, step) || 0 : 0, says = stage ? `${interval[1] || "seed"}, ${name === "cooling" ? "cooldown" : name}, alpha ${text(alpha)}${seed && stage < 6 ? `, ${text(seed.params, "count")} parameters` : ""}` : "empty";
       group.append(svg("title", {}, `${slot.slot}: ${says}`));
       group.setAttribute("aria-label", `slot ${slot.slot}: ${says}`);
       const put = (tag, options, ...children) => group.append(svg(tag, options, ...children));
@@ -607,7 +607,7 @@
     const toggle = el("div", { class: "toggle", role: "group", "aria-label": "Horizontal axis" }, button("step", "by epoch"), button("train_macs", "by training multiply-adds"));
     const grid = el("div", { class: "grid2" }, ...list.map(chart => chart.node));
     list[0].node.classList.add("wide", "always-wide");
-    const node = section("How training went", "", says, el("div", { class: "bar-row" }, toggle), holder, grid);
+    const node = section("Training", "", says, el("div", { class: "bar-row" }, toggle), holder, grid);
     let known = "";
     function update() {
       const envs = run.lines(), isMany = envs.length > MOST_LINES, shown = envs.slice(0, isMany ? 32 : MOST_LINES), mean = run.doc.mean;
@@ -653,7 +653,7 @@
     const worth = slot.contribution !== null && slot.contribution !== undefined ? text(slot.contribution, points) + plusMinus(slot.contribution_se, points)
       : slot.prospect !== null && slot.prospect !== undefined ? "prospect " + text(slot.prospect, points) + plusMinus(slot.prospect_se, points) : "";
     const isChosen = run.chosen && run.chosen.env === env.env && run.chosen.slot === slot.slot;
-    return el("button", { type: "button", class: "cell", "aria-pressed": String(!!isChosen), "aria-label": `${env.name}, slot ${slot.slot}: ${isLive ? `${slot.blueprint}, ${name}, alpha ${text(slot.alpha)}, ${worth || "worth not measured"}` : name === "cooling" ? "removed, resting" : "empty"}. Show its life.`,
+    return el("button", { type: "button", class: "cell", "aria-pressed": String(!!isChosen), "aria-label": `${env.name}, slot ${slot.slot}: ${isLive ? `${slot.blueprint}, ${name}, alpha ${text(slot.alpha)}, ${worth || "worth not measured"}` : name === "cooling" ? "cooldown" : "empty"}. Show its life.`,
       on: { click: () => run.choose(env.env, slot.slot, true) } },
       el("i", { class: name }, LETTERS[slot.stage] || "?"),
       isLive ? el("span", { class: "seed-name" }, slot.blueprint || "seed",
@@ -736,7 +736,7 @@
     const alpha = new Chart({ title: "Alpha: how much of each seed reaches the host", zero: true, height: 140, marks: [[1, "full strength"]], sync: "seeds" });
     const worth = new Chart({ title: "Worth: quality with the seed minus quality without it" + inPoints(run.run), unit: points, zero: true, height: 240, sync: "seeds",
       says: "Band: ± 1 standard error. Dotted: what a seed still in training would add. Dashed: of a committed seed, what the network would lose without it now." });
-    const keys = el("div"), node = section("The lives of seeds, and what they are worth", "", title, holder, keys, alpha.node, worth.node, worthBars);
+    const keys = el("div"), node = section("Stages and worth of seeds", "", title, holder, keys, alpha.node, worth.node, worthBars);
     let known = "";
     async function chosen(isScrolled) {
       const detail = run.chosen && await run.detail(run.chosen.env), used = detail ? detail.slots.filter(slot => slot.stages.length || slot.worth) : [];
@@ -761,7 +761,7 @@
       worthBars.replaceChildren(...(last.length ? [el("div", { class: "grid2" },
         el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "Shapley value of each seed" + inPoints(run.run)), el("p", { class: "says" }, "Its share of what all seeds contribute together, averaged over all orders of adding them, as last measured; ± 1 standard error.")),
           beams(last.map(row => ({ ...row, name: row.slot, small: when(row) })), points)),
-        last.some(row => isNumber(row.interaction)) ? el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "How each seed interacts with the others" + inPoints(run.run)), el("p", { class: "says" }, "The sum of its pairwise interactions: above 0 it is worth more together with the other seeds, below 0 they do the same work.")),
+        last.some(row => isNumber(row.interaction)) ? el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "Interaction of each seed with the others" + inPoints(run.run)), el("p", { class: "says" }, "The sum of its pairwise interactions: above 0 it is worth more together with the other seeds, below 0 they do the same work.")),
           beams(last.map(row => ({ ...row, name: row.slot, small: row.blueprint, y: row.interaction, se: null })), points)) : "")] : []));
       if (isScrolled) { const target = holder.querySelector(".life.chosen"); (target || title).scrollIntoView({ block: "center" }); title.focus({ preventScroll: true }); }
     }
@@ -806,7 +806,7 @@
   }
 
   function decisions(run) {
-    const entropy = new Chart({ title: "How undecided the controller was", says: "Entropy of the operation, over the largest possible: 1 is undecided, 0 certain. Mean of the decisions; the band spans all of them.", zero: true, height: 180 });
+    const entropy = new Chart({ title: "Entropy of the operation", says: "Divided by its maximum: 1 is uniform, 0 is deterministic. Mean of the decisions; the band spans all of them.", zero: true, height: 180 });
     const ops = el("div"), prints = el("div"), node = section("What was decided", "", el("div", { class: "grid2" }, el("div", {}, el("h3", {}, "Operations"), ops), entropy.node), prints);
     function update() {
       const d = run.doc.decisions, [, points] = units(run.run);
@@ -824,20 +824,20 @@
   }
 
   function ppo(run) {
-    const kinds = [["return_mean", "Return", "number", 0, { says: "The sum of an episode's rewards: mean over the round's episodes. Band: ± 1 standard deviation." }], ["kl", "How far an update moved the policy (KL)", "number", 1, { zero: true, marks: [[0.03, "too far"]] }],
-      ["clip_fraction", "Share of actions clipped", "percent", 4, { zero: true }], ["explained_variance", "What the critic explains", "number", 2, { zero: true, says: "1: all variance of returns; 0: no better than their mean." }],
-      ["value_nrmse", "The critic's error", "number", 3, { zero: true, says: "Over the spread of returns." }], ["grad_norm", "Gradient norm", "number", 6, { zero: true }]];
+    const kinds = [["return_mean", "Return", "number", 0, { says: "The sum of an episode's rewards: mean over the round's episodes. Band: ± 1 standard deviation." }], ["kl", "KL divergence of an update", "number", 1, { zero: true, marks: [[0.03, "too far"]] }],
+      ["clip_fraction", "Share of actions clipped", "percent", 4, { zero: true }], ["explained_variance", "Explained variance of the critic", "number", 2, { zero: true, says: "1: all variance of returns; 0: no better than their mean." }],
+      ["value_nrmse", "Error of the critic", "number", 3, { zero: true, says: "Over the spread of returns." }], ["grad_norm", "Gradient norm", "number", 6, { zero: true }]];
     const names = { return_mean: "mean return", kl: "KL", clip_fraction: "clip fraction", explained_variance: "explained variance", value_nrmse: "value NRMSE", grad_norm: "gradient norm" };
     const list = kinds.map(([name, title, unit, colour, options]) => { const chart = new Chart({ title, unit, xName: "round", height: 150, sync: "ppo", ...options }); return { name, chart, colour }; });
-    const heads = new Chart({ title: "How undecided each head is", says: "Entropy over the largest possible: 1 is undecided, 0 certain.", xName: "round", zero: true, height: 210, sync: "ppo" }), keys = el("div");
-    const says = el("p", { class: "says" }), node = section("Learning to decide", "", says, el("div", { class: "grid3" }, ...list.map(({ chart }) => chart.node)), keys, heads.node);
+    const heads = new Chart({ title: "Entropy of each head", says: "Divided by its maximum: 1 is uniform, 0 is deterministic.", xName: "round", zero: true, height: 210, sync: "ppo" }), keys = el("div");
+    const says = el("p", { class: "says" }), node = section("Policy updates", "", says, el("div", { class: "grid3" }, ...list.map(({ chart }) => chart.node)), keys, heads.node);
     let known = "";
     function update() {
       const u = run.doc.updates;
       node.hidden = !u;
       if (!u) return;
       const c = u.columns, skipped = (c.skipped || []).reduce((a, b) => a + (b || 0), 0);
-      says.textContent = `${plural(c.round.length * u.stride, "update")}${u.stride > 1 ? `, ${u.stride} per point` : ""}${skipped ? `; ${skipped} minibatches skipped for want of finite numbers` : ""}.`;
+      says.textContent = `${plural(c.round.length * u.stride, "update")}${u.stride > 1 ? `, ${u.stride} per point` : ""}${skipped ? `; ${skipped} minibatches skipped because of non-finite numbers` : ""}.`;
       for (const { name, chart, colour } of list) {
         const y = c[name] || [], sd = name === "return_mean" && c.return_sd, odd = (u.odd || []).filter(each => each[1] === name).map(each => each[0]);
         chart.set(y.length ? [{ name: names[name], key: name, colour, x: c.round, y, odd, ...(sd ? { low: y.map((v, i) => isNumber(v) && isNumber(sd[i]) ? v - sd[i] : null), high: y.map((v, i) => isNumber(v) && isNumber(sd[i]) ? v + sd[i] : null) } : {}) }] : []);
@@ -852,7 +852,7 @@
   }
 
   function phases(run) {
-    const holder = el("div"), node = section("Where the time went", "", holder);
+    const holder = el("div"), node = section("Time per phase", "", holder);
     function update() {
       const list = run.doc.phases;
       node.hidden = !list.length;
