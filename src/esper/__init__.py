@@ -29,7 +29,7 @@ _HOME = {
     "audition": "esper.grower.audition",
     "Audition": "esper.grower.audition",
     "Worth": "esper.simic.attribution",
-    "plot_worth": "esper.simic.attribution.worth_plot",
+    "plot_worth": "esper.simic.attribution.worth",
     "record": "esper.nissa.recorder",
     "load_data": "esper.tolaria.data",
     "Task": "esper.tolaria.tasks",
@@ -69,7 +69,7 @@ if TYPE_CHECKING:
     from esper.leyline.stages import Thresholds as Thresholds
     from esper.nissa.recorder import record as record
     from esper.simic.attribution import Worth as Worth
-    from esper.simic.attribution.worth_plot import plot_worth as plot_worth
+    from esper.simic.attribution.worth import plot_worth as plot_worth
     from esper.simic.env import GrowthVectorEnv as GrowthVectorEnv
     from esper.simic.simulated_worlds import SimConfig as SimConfig
     from esper.simic.simulator import Simulator as Simulator

@@ -306,7 +306,7 @@ def dash(
 
     Prints an address that only works on this machine. The page updates itself while a run is training.
     """
-    from esper.commands.dash import run_dash
+    from esper.commands.live_views import run_dash
 
     run_dash(directory, port, open_browser)
 
@@ -317,7 +317,7 @@ def watch(
     once: Annotated[bool, typer.Option(help="Print one frame as plain text and exit.")] = False,
 ) -> None:
     """Show environments, slots and events of a run in the terminal, live or afterwards. Press ? for help, q to quit."""
-    from esper.commands.watch import run_watch
+    from esper.commands.live_views import run_watch
 
     run_watch(run, once)
 

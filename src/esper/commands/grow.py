@@ -51,7 +51,7 @@ from esper.nissa.recorder import Run, record, record_on
 from esper.nissa.run import Lock, read_manifest
 from esper.nissa.signals import stoppable
 from esper.simic.attribution import Worth, report
-from esper.simic.attribution.worth_plot import plot_worth
+from esper.simic.attribution.worth import plot_worth
 from esper.simic.env import context_of
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned

@@ -349,7 +349,7 @@ def test_resizing_the_terminal_updates_the_layout(finished):
 
 
 def command(*args, **options):
-    code = "import sys; from pathlib import Path; from esper.commands.watch import run_watch; "
+    code = "import sys; from pathlib import Path; from esper.commands.live_views import run_watch; "
     code += "run_watch(Path(sys.argv[1]), '--once' in sys.argv)"
     return subprocess.run([sys.executable, "-c", code, *map(str, args)], capture_output=True, text=True, **options)
 
@@ -366,7 +366,7 @@ def test_without_a_terminal_one_plain_frame_is_printed(finished):
 
 def test_plain_frame_needs_neither_textual_nor_unicode(finished):
     code = "import sys; sys.modules['textual'] = None; from pathlib import Path; "
-    code += f"from esper.commands.watch import run_watch; run_watch(Path({str(finished)!r}), True)"
+    code += f"from esper.commands.live_views import run_watch; run_watch(Path({str(finished)!r}), True)"
     env = {"PYTHONIOENCODING": "ascii", "PATH": os.environ["PATH"]}
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, env=env)
 
@@ -375,14 +375,14 @@ def test_plain_frame_needs_neither_textual_nor_unicode(finished):
 
 
 def test_missing_textual_names_the_extra(finished, monkeypatch):
-    from esper.commands import watch as command_watch
+    from esper.commands import live_views
 
     monkeypatch.setattr(sys, "stdout", type("Tty", (), {"isatty": lambda self: True})())
     monkeypatch.setattr(sys, "stdin", type("Tty", (), {"isatty": lambda self: True})())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
 
     with pytest.raises(EsperError, match=r"esper-lite\[tui\]"):
-        command_watch.run_watch(finished, once=False)
+        live_views.run_watch(finished, once=False)
 
 
 def test_once_on_a_run_that_has_not_started_says_so(tmp_path):
@@ -413,12 +413,12 @@ def test_damaged_manifest_and_directory_in_the_journal_break_no_frame(tmp_path):
 
 def test_ctrl_c_exits_without_traceback(monkeypatch, capsys):
     from esper import cli
-    from esper.commands import watch as command_watch
+    from esper.commands import live_views
 
     def stop(run, once):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(command_watch, "run_watch", stop)
+    monkeypatch.setattr(live_views, "run_watch", stop)
     monkeypatch.setattr(sys, "argv", ["esper", "watch", "x"])
     with pytest.raises(SystemExit) as exit_info:
         cli.main()

@@ -17,7 +17,7 @@ if shutil.which("tmux") is None:
     pytest.skip("tmux is not installed: no terminal to test in", allow_module_level=True)
 
 pytestmark = pytest.mark.slow
-CODE = "import sys, pathlib, esper.commands.watch as w; w.run_watch(pathlib.Path(sys.argv[1]), False)"
+CODE = "import sys, pathlib, esper.commands.live_views as w; w.run_watch(pathlib.Path(sys.argv[1]), False)"
 PATIENCE_S = 120.0
 
 
