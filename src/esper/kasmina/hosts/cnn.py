@@ -23,6 +23,7 @@ class CNNHost(Host):
     """
 
     data_kind = "image"
+    width_name = "base"
 
     def __init__(
         self, *, in_channels: int, classes: int, base: int, blocks: int, pools: int | None = None, kernel: int = 3,
@@ -80,11 +81,6 @@ class CNNHost(Host):
     def small(cls, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
         """Return the arguments of a small host for images of this shape."""
         return {"in_channels": shape[0], "classes": classes, "base": 8, "blocks": 2}
-
-    @classmethod
-    def wider(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with one more channel in the first block."""
-        return {**kwargs, "base": kwargs["base"] + 1}
 
     @classmethod
     def deeper(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,10 @@ class Host(nn.Module):
 
     data_kind: ClassVar[str]
     """The kind of data that the host is made for: "image", "vector" or "text"."""
+    width_name: ClassVar[str]
+    """The argument that sets the width: channels of the first block, or units of a layer."""
+    depth_name: ClassVar[str]
+    """The argument that sets the depth: layers, or blocks of a stage."""
     window: int | None = None
     """A text is cut into samples of this many tokens; None for hosts that do not take text."""
     classes: int
@@ -42,13 +46,13 @@ class Host(nn.Module):
 
     @classmethod
     def wider(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the next wider host."""
-        raise NotImplementedError
+        """Return the arguments of the next wider host: by default, one more of `width_name`."""
+        return {**kwargs, cls.width_name: kwargs[cls.width_name] + 1}
 
     @classmethod
     def deeper(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments of the next deeper host."""
-        raise NotImplementedError
+        """Return the arguments of the next deeper host: by default, one more of `depth_name`."""
+        return {**kwargs, cls.depth_name: kwargs.get(cls.depth_name, 1) + 1}
 
 
 def impaired_widths(inputs: int, widths: list[int], impaired: int, impairment: str) -> list[int]:

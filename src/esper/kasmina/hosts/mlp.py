@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from typing import Any
 
 from torch import Tensor, nn
@@ -19,6 +18,8 @@ class MLPHost(Host):
     """
 
     data_kind = "vector"
+    width_name = "width"
+    depth_name = "layers"
 
     def __init__(
         self, *, inputs: int, classes: int, width: int, layers: int, impaired: int = 0, impairment: str = "none"
@@ -62,13 +63,3 @@ class MLPHost(Host):
     def small(cls, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
         """Return the arguments of a small host for samples of this shape."""
         return {"inputs": math.prod(shape), "classes": classes, "width": 32, "layers": 3}
-
-    @classmethod
-    def wider(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with one more unit per layer."""
-        return {**kwargs, "width": kwargs["width"] + 1}
-
-    @classmethod
-    def deeper(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with one more layer."""
-        return {**kwargs, "layers": kwargs["layers"] + 1}

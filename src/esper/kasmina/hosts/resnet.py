@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch.nn.functional as F
@@ -39,6 +38,8 @@ class ResidualCNNHost(Host):
     """
 
     data_kind = "image"
+    width_name = "base"
+    depth_name = "blocks"
 
     def __init__(self, *, in_channels: int, classes: int, base: int, stages: int, blocks: int = 1) -> None:
         super().__init__()
@@ -78,13 +79,3 @@ class ResidualCNNHost(Host):
     def small(cls, shape: tuple[int, ...], classes: int) -> dict[str, Any]:
         """Return the arguments of a small host for images of this shape."""
         return {"in_channels": shape[0], "classes": classes, "base": 8, "stages": 2, "blocks": 1}
-
-    @classmethod
-    def wider(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with one more channel in the first stage, and so two in the second."""
-        return {**kwargs, "base": kwargs["base"] + 1}
-
-    @classmethod
-    def deeper(cls, kwargs: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the arguments with one more block in every stage."""
-        return {**kwargs, "blocks": kwargs.get("blocks", 1) + 1}
