@@ -68,6 +68,11 @@ def duck_type(hint: typing.Any) -> str:
     return ATOMS[hint]
 
 
+def meaning(kind: type[Event]) -> str:
+    """Return the kind's docstring on one line."""
+    return " ".join((kind.__doc__ or "").split())
+
+
 def field_notes(kind: type[Event]) -> dict[str, str]:
     """Return the meaning of every field of the kind: its docstring, or else that of its name in `FIELD_NOTES`."""
     own = _all_notes().get(kind.__name__, {})
@@ -288,7 +293,7 @@ def catalogue() -> list[View]:
     """Return all views and tables, views first. The table of a kind has no SQL."""
     place = {name: PLACE_NOTES[name] for name in PLACE}
     tables = [
-        View(table_name(name), " ".join((kind.__doc__ or "").split()), {"run": PLACE_NOTES["run"]}
+        View(table_name(name), meaning(kind), {"run": PLACE_NOTES["run"]}
              | {column: field_notes(kind).get(column, "") for column in column_types(kind)}
              | place | {"extra": PLACE_NOTES["extra"]}, "")
         for name, kind in KINDS.items()
