@@ -12,8 +12,7 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
-from esper.cli_policy import add_policy_commands
-from esper.cli_studies import add_study_commands
+from esper.cli_research import add_research_commands
 from esper.installation import require_own_package
 
 DataRoot = Annotated[Path | None, typer.Option(help="Directory of the data files of a task that is not embedded.")]
@@ -376,8 +375,7 @@ def blueprints(
     list_blueprints(task)
 
 
-add_policy_commands(app)
-add_study_commands(app)
+add_research_commands(app)
 
 
 def main() -> None:
