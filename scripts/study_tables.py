@@ -3,21 +3,23 @@
     python scripts/study_tables.py            # update docs/studies/NAME.md and NAME-TASK.svg from studies/NAME.json
     python scripts/study_tables.py --check    # exit with code 1 and name the files that are not up to date
 
-In NAME.md the text between the two markers is replaced; the text around it is kept.
+In NAME.md the text between the two markers is replaced; the text around it is kept. stability.md gets a table of the studies that
+were repeated under other rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results.
 """
 
 from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import msgspec
 
 from esper.commands.frontier_chart import frontier_chart
+from esper.leyline.paired import compare, paired
 from esper.studies.rendering import as_markdown
-from esper.studies.results import SavedStudy, points_of
+from esper.studies.results import JobResult, SavedStudy, points_of, read_results
 from esper.studies.statistics import summarize
 
 BEGIN, END = "<!-- study tables: begin -->", "<!-- study tables: end -->"
@@ -41,12 +43,44 @@ def pages(root: Path) -> Iterator[tuple[Path, str]]:
         yield page, text[: text.index(BEGIN)] + tables + text[text.index(END) + len(END) :]
 
 
+def repetitions(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the page on stability with a table of each arm, budget and rounding, against the published results."""
+    rows = ["| study | arm | × full | rounding | test quality | difference to the published run | lowest world |"]
+    rows.append("|" + "---|" * 7)
+    for path in sorted((root / "studies" / "repeated").glob("*.jsonl")):
+        name, rounding, _ = path.name.split(".")
+        saved = msgspec.json.decode((root / "studies" / f"{name}.json").read_bytes(), type=SavedStudy)
+        published = _by_arm(saved.records, saved.study.metric)
+        for (arm, budget), values in _by_arm(read_results(path.parent, path.name), saved.study.metric).items():
+            lead = paired(values, published[arm, budget])
+            mean = compare(list(values.values()), [0.0] * len(values))
+            rows.append(
+                f"| {name} | {arm} | {budget:g} | {rounding} | {100 * mean.mean:.1f} ± {50 * (mean.high - mean.low):.1f} "
+                f"| {100 * lead.mean:+.1f} [{100 * lead.low:+.1f}, {100 * lead.high:+.1f}] "
+                f"| {100 * min(values.values()):.1f} |".replace("-", "−")
+            )
+    page = root / "docs" / "studies" / "stability.md"
+    if len(rows) > 2:
+        text = page.read_text()
+        yield page, text[: text.index(BEGIN)] + "\n".join([BEGIN, *rows, END]) + text[text.index(END) + len(END) :]
+
+
+def _by_arm(results: Iterable[JobResult], metric: str) -> dict[tuple[str, float], dict[int, float]]:
+    """Return the metric by arm and budget, then by world."""
+    values: dict[tuple[str, float], dict[int, float]] = {}
+    for result in results:
+        for point in result.points:
+            values.setdefault((result.arm, point.budget), {})[result.world] = getattr(point, metric)
+    return dict(sorted(values.items()))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a file is not up to date")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository root")
     options = parser.parse_args()
-    outdated = [(path, text) for path, text in pages(options.root) if not path.exists() or path.read_text() != text]
+    generated = [*pages(options.root), *repetitions(options.root)]
+    outdated = [(path, text) for path, text in generated if not path.exists() or path.read_text() != text]
     for path, text in outdated:
         print(f"{'not up to date' if options.check else 'wrote'}: {path}")
         if not options.check:
