@@ -3,8 +3,8 @@
     python scripts/study_tables.py            # update docs/studies/NAME.md and NAME-TASK.svg from studies/NAME.json
     python scripts/study_tables.py --check    # exit with code 1 and name the files that are not up to date
 
-In NAME.md the text between the two markers is replaced; the text around it is kept. stability.md gets a table of the studies that
-were repeated under other rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results.
+In NAME.md the text between the two markers is replaced; the text around it is kept. stability.md gets a table of the
+studies that were repeated under other rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results.
 """
 
 from __future__ import annotations
@@ -54,8 +54,9 @@ def repetitions(root: Path) -> Iterator[tuple[Path, str]]:
         for (arm, budget), values in _by_arm(read_results(path.parent, path.name), saved.study.metric).items():
             lead = paired(values, published[arm, budget])
             mean = compare(list(values.values()), [0.0] * len(values))
+            half_width = (mean.high - mean.low) / 2
             rows.append(
-                f"| {name} | {arm} | {budget:g} | {rounding} | {100 * mean.mean:.1f} ± {50 * (mean.high - mean.low):.1f} "
+                f"| {name} | {arm} | {budget:g} | {rounding} | {100 * mean.mean:.1f} ± {100 * half_width:.1f} "
                 f"| {100 * lead.mean:+.1f} [{100 * lead.low:+.1f}, {100 * lead.high:+.1f}] "
                 f"| {100 * min(values.values()):.1f} |".replace("-", "−")
             )
