@@ -27,7 +27,7 @@ docs: $(DEV)  ## build the documentation site into build/site; warnings are erro
 	$(BIN)/python -m sphinx --fail-on-warning --keep-going --quiet --jobs 2 docs build/site
 	$(BIN)/python scripts/check_site.py build/site
 
-torture: $(DEV)  ## kill a training run 100 times; it must end as if nothing had happened
+torture: $(DEV)  ## kill a training run 100 times; the result must be bit-identical
 	$(BIN)/python -m tests.support.torture 100
 
 bench: $(DEV)  ## measure speed against references: the body, worth, hot paths, telemetry, training

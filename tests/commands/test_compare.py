@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from esper.cli import app
 from esper.commands.compare import run_compare
-from tests.karn.test_comparison import decided, write_run
+from tests.support.compared_runs import decided, write_run
 
 
 def runs(tmp_path):

@@ -10,7 +10,7 @@ import pytest
 
 from esper.commands.mcp import MOST_ROWS, make_server, run_mcp
 from esper.leyline.errors import ConfigError, EsperError
-from tests.karn.test_comparison import decided, write_evaluation, write_run
+from tests.support.compared_runs import decided, write_evaluation, write_run
 from tests.support.sample_runs import SLOTS, Journal, grow_like, started
 
 mcp = pytest.importorskip("mcp", reason="the MCP SDK is not installed")

@@ -1,46 +1,11 @@
 """Comparing runs: differences pair the same worlds, decisions are counted, and what does not pair is named."""
 
-import json
-
 import pytest
 
 from esper.karn import held_out
 from esper.karn.comparison import compare_runs
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.events import Decision, Episode
-from tests.support.sample_runs import Journal, started, step
-
-EPISODE = {
-    "name": "env",
-    "steps": 2,
-    "quality_best": 0.5,
-    "host_params": 100,
-    "germinated": 0,
-    "fossilized": 0,
-    "pruned": 0,
-}
-CONFIG = {"ppo": {"lr": 0.1}, "seed": 3, "task": "rescue"}
-
-
-def decided(step, op="GERMINATE", **fields):
-    return {"step": step, "op": op, "slot": "r0c0", "blueprint": "norm", "happened": True, "legal_ops": ()} | fields
-
-
-def write_run(path, outcomes, *, command="train", config=CONFIG, task="rescue", env_names=None, steps=True):
-    """Write a run. `outcomes`: one dict per finished episode; env is its position unless given."""
-    names = env_names or tuple(f"env {e}" for e in range(len(outcomes)))
-    journal = Journal(path, config=config, controller="tamiyo", task=task)
-    journal.write(started(command=command, task=task, env_names=names))
-    for e, outcome in enumerate(outcomes):
-        fields = {"env": e, "episode": 1, "world": e, "quality": 0.5, "params": 100, "structure": {}} | outcome
-        decisions, macs = fields.pop("decisions", []), fields.pop("macs", 1000)
-        place = {name: fields[name] for name in ("env", "episode")}
-        for n in (1, 2) if steps else ():
-            journal.write(step(n, **place, world=fields["world"], train_macs=n * macs // 2))
-        for decision in decisions:
-            journal.write(Decision(**place, **decision))
-        journal.write(Episode(**EPISODE | fields))
-    return journal.close()
+from tests.support.compared_runs import decided, evaluation, write_evaluation, write_run
 
 
 def measures(pair):
@@ -138,24 +103,6 @@ def test_single_run_of_grow_compares_its_hosts(tmp_path):
     lead = measures(pair)["quality"].lead
     assert lead.mean == pytest.approx(-0.2)
     assert not lead.is_sure  # one world has no interval
-
-
-def evaluation(*rows, worlds=(100, 101), task="rescue"):
-    def figure(values):
-        return {"mean": 0.0, "sd": 0.0, "worlds": values}
-
-    listed = [
-        {"name": name, "quality": figure(values), "test": None, "utility": figure(values), "params": figure([1, 1]),
-         "macs": None, "structures": [{"r0c0": "norm"}, {}]}
-        for name, values in rows
-    ]  # fmt: skip
-    return {"task": task, "worlds": list(worlds), "rows": listed}
-
-
-def write_evaluation(path, *rows, **fields):
-    path.mkdir()
-    (path / "eval.json").write_text(json.dumps(evaluation(*rows, **fields)))
-    return path
 
 
 def test_evaluations_compare_their_first_controllers_and_alone_all_of_them(tmp_path):

@@ -11,7 +11,7 @@ from esper.karn import report
 from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.events import KINDS, Checkpoint, Governor, Gradient, Health, RunFinished
-from tests.karn.dash.test_server import TOKEN, served
+from tests.support.page_server import TOKEN, served
 from tests.support.sample_runs import Journal, grow_like, phases, started, train_run
 
 NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->\u202e"

@@ -13,7 +13,7 @@ from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.events import Checkpoint, Governor, Health, PhaseProfile
 from esper.nissa.recorder import record
-from tests.karn.dash.test_server import TOKEN, served
+from tests.support.page_server import TOKEN, served
 from tests.support.sample_runs import Journal, grow_like, grow_run, started, step, train_run
 
 NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"

@@ -12,8 +12,8 @@ from esper.karn import report
 from esper.karn.dash import server
 from esper.karn.run_state import RunState
 from esper.nissa.recorder import record
-from tests.karn.dash.test_server import TOKEN, served
-from tests.karn.test_comparison import decided, write_run
+from tests.support.compared_runs import decided, write_run
+from tests.support.page_server import TOKEN, served
 from tests.support.sample_runs import Journal, grow_run, started, step, train_run
 
 SLOW = 30_000

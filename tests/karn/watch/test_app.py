@@ -20,7 +20,7 @@ from esper.nissa.record import Record
 from esper.nissa.run import RunDirectory
 from esper.nissa.run_list import list_runs
 from tests.support.live_run import lines_of, run_events, started, write_run
-from tests.test_strangers import speaking_run
+from tests.support.untrusted_runs import run_with_control_characters
 
 SIZES = [(80, 24), (120, 40), (200, 60)]
 
@@ -125,7 +125,7 @@ def test_no_character_of_a_run_acts_on_the_terminal(tmp_path, monkeypatch, key):
         return shown(app)
 
     monkeypatch.chdir(tmp_path)
-    rows = watch(speaking_run("run"), drive, (200, 60))
+    rows = watch(run_with_control_characters("run"), drive, (200, 60))
 
     assert any("\\x1b]0;owned" in row for row in rows)
     assert not [c for row in rows for c in row if not c.isprintable()]

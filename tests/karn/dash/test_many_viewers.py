@@ -1,4 +1,4 @@
-"""Many viewers, viewers that never read, two servers, and hundreds of runs: a run that trains does not notice."""
+"""Many viewers, viewers that never read, two servers, and hundreds of runs: training is not slowed down."""
 
 import http.client
 import json
@@ -14,7 +14,7 @@ pytest.importorskip("uvicorn", reason="the live page needs the extra web")
 from esper.karn import live_run
 from esper.karn.live_run import LiveRuns
 from esper.nissa.recorder import record
-from tests.karn.dash.test_server import TOKEN, get, get_json, messages, served
+from tests.support.page_server import TOKEN, get, get_json, messages, served
 from tests.support.sample_runs import Journal, grow_run, started, step
 
 VIEWERS = 40

@@ -1,4 +1,4 @@
-"""Mistakes and surprises met when growing models of one's own."""
+"""Errors and warnings for common mistakes in growing your own models."""
 
 import warnings
 
