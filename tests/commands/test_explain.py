@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import io
 import json
+from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from rich.console import Console
 
 from esper.commands.explain import life_table, run_explain, seed_life
+from esper.commands.explained_run import MOST_INFLUENCES, explain_run
 from esper.commands.features import run_features
 from esper.commands.grow import GrowOptions, run_grow
 from esper.commands.growing import Settings
 from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.run_files import DECISIONS
 from esper.nissa.recorder import record
 from esper.simic.training.config import load_config
 from esper.simic.training.vectorized import train_ppo_vectorized
 from esper.tamiyo.decision_record import DecisionRecord
-from esper.tamiyo.explanation import explain
+from esper.tamiyo.explanation import explain, importances, operations
 
 SETS = ["task=digits", "rounds=2", "envs=2", "worlds=2", "epochs=10", "ppo.groups=1", "network.width=16",
         "network.hidden=16", "network.patience=0.0", "checkpoint_share=1"]  # fmt: skip
@@ -88,6 +91,27 @@ def test_importance_of_every_feature_is_listed(trained: Path, capsys: pytest.Cap
     out = capsys.readouterr().out
     assert "20 decisions in 2 environments" in out
     assert "constant in these decisions: " in out
+
+
+def test_page_gets_the_explanations_of_the_command(trained: Path, tmp_path: Path) -> None:
+    decisions = DecisionRecord.load(trained)
+    steps = list(operations(decisions, 1))
+    explained = explain_run(trained, 1)
+    assert explained is not None
+    assert [row["step"] for row in explained["rows"]] == steps[: len(explained["rows"])]
+    whole = asdict(explain(decisions, 1, steps[0]))
+    assert explained["rows"][0] == whole | {"influences": whole["influences"][:MOST_INFLUENCES]}
+    features = explain_run(trained, None)
+    assert features is not None
+    assert features["rows"] == [each.as_row() for each in importances(decisions)]
+    missing = explain_run(trained, 2)
+    assert missing is not None
+    assert (missing["is_recorded"], missing["rows"]) == (False, [])
+    assert explain_run(tmp_path, 0) is None
+    (tmp_path / DECISIONS).write_bytes(b"no tensors")
+    damaged = explain_run(tmp_path, 0)
+    assert damaged is not None
+    assert "is damaged" in damaged["damage"]
 
 
 def test_runs_without_decisions_and_wrong_steps_are_reported(trained: Path, tmp_path: Path) -> None:

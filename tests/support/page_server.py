@@ -23,12 +23,12 @@ TOKEN = "a-token-of-the-tests"
 
 
 @contextmanager
-def served(directory, token=TOKEN):
+def served(directory, token=TOKEN, **options):
     """Serve a directory in a thread and yield the port."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    app = Guard(make_app(directory), token, port)
+    app = Guard(make_app(directory, **options), token, port)
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", timeout_graceful_shutdown=1))
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)
     thread.start()

@@ -11,9 +11,10 @@ import torch
 
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.run_files import DECISIONS
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.vectorized import train_ppo_vectorized
-from esper.tamiyo.decision_record import DECISIONS, MOST_ENVS, DecisionLog, DecisionRecord
+from esper.tamiyo.decision_record import MOST_ENVS, DecisionLog, DecisionRecord
 from esper.tamiyo.explanation import MEMORY, explain, importances, neutral_values
 from esper.tamiyo.policy.feature_table import BASE, ENV_COLUMN, PER_SLOT, SLOT_COLUMN
 

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from esper.commands import plainly
 from esper.commands.compare import comparison_tables
+from esper.commands.explained_run import explain_run
 from esper.commands.train import OPTION, TrainOptions, run_train
 from esper.karn import report
 from esper.karn.comparison import compare_runs
@@ -66,7 +67,7 @@ def show_comparison(paths: list[Path], out: Path, *, opens: bool) -> None:
     """Print the comparison of runs, write it to a file, and open that in a browser."""
     console = Console()
     console.print(comparison_tables(compare_runs(paths)))
-    report.write([RunState.of(path) for path in paths], out)
+    report.write([RunState.of(path) for path in paths], out, explain_run)
     plainly(console, f"side by side: {out}")
     plainly(console, f"show it again: esper compare {' '.join(map(str, paths))}")
     if opens:

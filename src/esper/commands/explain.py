@@ -14,12 +14,11 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.commands import plainly
-from esper.leyline.actions import Head, Op
 from esper.leyline.errors import DataError
 from esper.nissa.journal_reader import read
 from esper.nissa.run_list import find_run
 from esper.tamiyo.decision_record import DecisionRecord
-from esper.tamiyo.explanation import MEMORY, Explanation, explain
+from esper.tamiyo.explanation import MEMORY, Explanation, explain, operations
 
 SHOWN = 12
 """Number of influences shown in a table."""
@@ -51,14 +50,6 @@ def run_explain(run: Path, *, env: int, step: int | None, as_json: bool) -> None
         plainly(console, operations_line(record, env))
     show(console, explanation, record.facts.episode)
     console.print(life_table(life) if life else Text(no_seed(explanation), "dim"))
-
-
-def operations(record: DecisionRecord, env: int) -> dict[int, str]:
-    """Return the operations of an environment other than WAIT, by step."""
-    if not 0 <= env < len(record.facts.worlds):
-        return {}  # `explain` reports it
-    ops = record.actions[: int(record.lengths[env]), env, Head.OP].tolist()
-    return {step: Op(op).name for step, op in enumerate(ops, start=1) if op != Op.WAIT}
 
 
 def operations_line(record: DecisionRecord, env: int) -> str:

@@ -34,11 +34,7 @@ def run_features(run: Path | None, as_json: bool) -> None:
     record = DecisionRecord.load(path)
     ranking = importances(record)
     if as_json:
-        rows = [
-            {"name": i.feature.name, "scope": i.feature.scope, "low": i.low, "high": i.high, "sd": i.sd, "nats": i.nats}
-            for i in ranking
-        ]
-        print(json.dumps(rows, indent=1))
+        print(json.dumps([each.as_row() for each in ranking], indent=1))
         return
     console = Console()
     facts = record.facts

@@ -22,6 +22,7 @@ from rich.text import Text
 from safetensors.torch import save as save_tensors
 
 from esper.commands import losses_decide_exit_code, plainly
+from esper.commands.explained_run import explain_run
 from esper.commands.export import exported_program
 from esper.commands.growing import (
     GROWN,
@@ -45,6 +46,7 @@ from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import RunStarted
 from esper.leyline.events import level as level_by_name
+from esper.leyline.run_files import DECISIONS
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.nissa.recorder import Run, record, record_on
@@ -55,7 +57,7 @@ from esper.simic.attribution.worth import plot_worth
 from esper.simic.env import context_of
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned
-from esper.tamiyo.decision_record import DECISIONS, DecisionLog
+from esper.tamiyo.decision_record import DecisionLog
 from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Saved
@@ -160,7 +162,7 @@ def _grow(
         if note := why_nothing_was_planted(controller, comparison.grown.table, comparison.grown.rules, task.slots):
             plainly(console, note)
     with losses_decide_exit_code(run):
-        written = karn_report.write([RunState.of(run.path)], run.path / "report.html")
+        written = karn_report.write([RunState.of(run.path)], run.path / "report.html", explain_run)
         plainly(
             console, f"files in {run.path}: result.json, worth.svg, body.safetensors (grafted), plain.pt2 (plain model)"
         )

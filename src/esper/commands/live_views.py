@@ -10,6 +10,7 @@ import time
 import webbrowser
 from pathlib import Path
 
+from esper.commands.explained_run import explain_run
 from esper.leyline.errors import ConfigError, EsperError
 from esper.leyline.text import printable
 
@@ -37,7 +38,7 @@ def run_dash(directory: Path, port: int, open_browser: bool) -> None:
 
     os.nice(NICENESS)
     try:
-        serve(directory, port, ready)
+        serve(directory, port, ready, explain_run)
     except OSError as error:
         raise ConfigError(f"cannot listen on port {port}: {error.strerror}. Use --port to choose another") from error
 

@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from esper.commands import plainly
+from esper.commands.explained_run import explain_run
 from esper.karn import report
 from esper.karn.document import COUNTED
 from esper.karn.episode_state import EpisodeState
@@ -35,7 +36,7 @@ def run_report(runs: list[Path], out: Path | None, as_json: bool, open_browser: 
         out = out / "report.html"
     summaries = [RunState.of(path) for path in runs]
     try:
-        report.write(summaries, out)
+        report.write(summaries, out, explain_run)
     except OSError as error:
         raise ConfigError(f"cannot write {out}: {error.strerror}. Use --out to choose another path") from error
     if as_json:

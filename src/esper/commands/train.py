@@ -20,6 +20,7 @@ from rich.table import Table
 
 from esper.commands import losses_decide_exit_code, plainly
 from esper.commands.evaluate import Arena, figures, results_tables
+from esper.commands.explained_run import explain_run
 from esper.commands.resuming import checkpoint_of, must_fit, ownership, owns_run, refuse_settings
 from esper.commands.workers import Parent, Workers
 from esper.karn import held_out
@@ -237,7 +238,7 @@ def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: Tr
         facts = figures(arena.play_all(names, worlds, console), config.task_label)
         held_out.write(path, facts, config.rounds)
         console.print(results_tables(facts, config.simulated))
-    written = karn_report.write([RunState.of(path)], path / "report.html")
+    written = karn_report.write([RunState.of(path)], path / "report.html", explain_run)
     plainly(console, f"policy: {path / POLICY}  (use it with: esper grow --controller {path})")
     plainly(console, f"report: {written}")
 

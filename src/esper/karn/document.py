@@ -18,6 +18,7 @@ from esper.karn.episode_state import EpisodeState, SlotHistory
 from esper.karn.run_state import EnvState, RunState
 from esper.karn.series import MOST_GROUPS, Series, grouped
 from esper.karn.texts import decision_options, event_text, kind_of, problems
+from esper.leyline.run_files import DECISIONS
 from esper.leyline.stages import SeedStage
 from esper.leyline.text import cut, printable
 
@@ -79,6 +80,7 @@ def facts(run: RunState) -> Json:
         "env_steps": run.env_steps,
         "events": run.position,
         "kinds": run.kinds,
+        "has_decisions": (run.path / DECISIONS).is_file(),
         "best": None if run.best is None else [run.best.env, run.best.number, run.best.quality],
     }
 

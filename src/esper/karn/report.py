@@ -9,7 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,8 @@ MOST_ENVS = 24
 """Maximum number of environments with their own curves. The mean of all is always there."""
 MOST_DETAILS = 12
 """Maximum number of environments with the lives of their seeds, those that grew something first."""
+MOST_EXPLAINED = 4
+"""Maximum number of them whose decisions are explained."""
 MOST_POINTS = 8192
 """Maximum number of points of all curves together. Above it, curves keep minimum and maximum of groups of epochs."""
 MOST_DIFFERENCES = 50
@@ -37,19 +39,23 @@ WEB = files("esper.karn").joinpath("web")
 POLICY = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; {}">'
 
 
-def write(runs: Sequence[RunState], out: Path) -> Path:
+Explains = Callable[[Path, int | None], Json | None]
+"""Returns the explained operations of an environment, or (None) the importance of features, of a run directory."""
+
+
+def write(runs: Sequence[RunState], out: Path, explains: Explains = lambda _path, _env: None) -> Path:
     """Write the report atomically and return its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, page(runs).encode("utf-8", errors="backslashreplace"))
+    write_atomically(out, page(runs, explains).encode("utf-8", errors="backslashreplace"))
     return out
 
 
-def page(runs: Sequence[RunState]) -> str:
+def page(runs: Sequence[RunState], explains: Explains) -> str:
     """Return the HTML of the report."""
     if len({run.path.resolve() for run in runs}) == len(runs):
         for run, name in zip(runs, run_names([run.path for run in runs]), strict=True):
             run.name = printable(name)
-    data: Json = {"runs": [run_data(run, MOST_DETAILS // len(runs) or 1) for run in runs]}
+    data: Json = {"runs": [run_data(run, MOST_DETAILS // len(runs) or 1, explains) for run in runs]}
     if len(runs) > 1:
         data["comparison"] = compared([run.path for run in runs])
     content = script_json(data)
@@ -79,7 +85,7 @@ def compared(paths: Sequence[Path]) -> Json:
     return dict(clean(spelled(comparison)))
 
 
-def run_data(run: RunState, most_details: int) -> Json:
+def run_data(run: RunState, most_details: int, explains: Explains) -> Json:
     """Return the document of a run with its bounded number of curves and of seed lives."""
     content = document(run)
     shown = [int(index) for index in content["series"]][:MOST_ENVS]
@@ -93,7 +99,10 @@ def run_data(run: RunState, most_details: int) -> Json:
     details = {str(e.env): detail(run, e.env) for e in grown}
     if run.best is not None and run.best is not run.envs[run.best.env].latest:
         details["best"] = detail(run, None)
-    return {"document": content, "details": details}
+    envs = list(dict.fromkeys(e.env for e in [run.best, *grown] if e is not None))[:MOST_EXPLAINED]
+    explained: Json = {str(env): clean(explains(run.path, env)) for env in envs}
+    explained["features"] = clean(explains(run.path, None))
+    return {"document": content, "details": details, "explained": explained}
 
 
 def web_file(name: str) -> str:

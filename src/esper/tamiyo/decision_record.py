@@ -24,12 +24,12 @@ from esper.leyline.actions import NUM_HEADS
 from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import check_tensors, seal_tensors
 from esper.leyline.errors import DataError
+from esper.leyline.run_files import DECISIONS
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tamiyo.policy.features import num_features
 from esper.tamiyo.policy_file import must_fit, view
 
-DECISIONS = "decisions.safetensors"
 FORMAT = "esper-decisions-1"
 MOST_ENVS = 16
 """Decisions of the first this many environments of a round are kept."""

@@ -79,6 +79,19 @@ class Importance:
     sd: float
     nats: float
 
+    def as_row(self) -> dict[str, str | float]:
+        """Return the importance as plain data."""
+        name, scope = self.feature.name, self.feature.scope
+        return {"name": name, "scope": scope, "low": self.low, "high": self.high, "sd": self.sd, "nats": self.nats}
+
+
+def operations(record: DecisionRecord, env: int) -> dict[int, str]:
+    """Return the operations of an environment other than WAIT, by step. None are known of one that is not recorded."""
+    if not 0 <= env < len(record.facts.worlds):
+        return {}
+    ops = record.actions[: int(record.lengths[env]), env, Head.OP].tolist()
+    return {step: Op(op).name for step, op in enumerate(ops, start=1) if op != Op.WAIT}
+
 
 def explain(record: DecisionRecord, env: int, step: int) -> Explanation:
     """Explain the decision of environment `env` before epoch `step`, counted from 1."""

@@ -24,7 +24,7 @@ from starlette.routing import Route
 from esper.karn.dash.guard import Guard
 from esper.karn.document import Json, clean
 from esper.karn.live_run import Cursor, LiveRuns
-from esper.karn.report import compared, web_file
+from esper.karn.report import Explains, compared, web_file
 from esper.leyline.errors import EsperError
 
 FILES = {
@@ -42,7 +42,9 @@ MOST_DIGITS = 18
 HOST = "127.0.0.1"
 
 
-def make_app(directory: Path, is_stopping: Callable[[], bool] = lambda: False) -> Starlette:
+def make_app(
+    directory: Path, is_stopping: Callable[[], bool] = lambda: False, explains: Explains = lambda _path, _env: None
+) -> Starlette:
     """Return the application that shows the runs below a directory. It must be wrapped in a `Guard`."""
     runs = LiveRuns(directory)
     runs.listing()  # so that a page that is loaded again finds its run
@@ -55,6 +57,10 @@ def make_app(directory: Path, is_stopping: Callable[[], bool] = lambda: False) -
 
     async def detail(request: Request) -> Response:
         return await answer(lambda: runs.run(request.path_params["run"]).detail(request.path_params.get("env")))
+
+    async def explained(request: Request) -> Response:
+        path, env = runs.path(request.path_params["run"]), request.path_params.get("env")
+        return await answer(lambda: clean(explains(path, env)))
 
     async def rows(request: Request) -> Response:
         query = request.query_params
@@ -87,6 +93,8 @@ def make_app(directory: Path, is_stopping: Callable[[], bool] = lambda: False) -
         Route("/api/runs/{run:int}", run_document),
         Route("/api/runs/{run:int}/envs/{env:int}", detail),
         Route("/api/runs/{run:int}/best", detail),
+        Route("/api/runs/{run:int}/explained/{env:int}", explained),
+        Route("/api/runs/{run:int}/explained/features", explained),
         Route("/api/runs/{run:int}/rows", rows),
         Route("/api/runs/{run:int}/live", live),
         Route("/api/compare", compare),
@@ -130,7 +138,9 @@ async def stream(
         await asyncio.sleep(STREAM_S)
 
 
-def serve(directory: Path, port: int, ready: Callable[[str], None]) -> None:
+def serve(
+    directory: Path, port: int, ready: Callable[[str], None], explains: Explains = lambda _path, _env: None
+) -> None:
     """Serve until interrupted. `ready` receives the URL with its token. Port 0 takes a free one."""
     listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -138,7 +148,7 @@ def serve(directory: Path, port: int, ready: Callable[[str], None]) -> None:
     listener.listen()  # a browser that is opened now waits, and is not refused
     port = listener.getsockname()[1]
     token = secrets.token_urlsafe(24)
-    app = Guard(make_app(directory, lambda: server.should_exit), token, port)
+    app = Guard(make_app(directory, lambda: server.should_exit, explains), token, port)
     config = uvicorn.Config(
         app, log_level="error", access_log=False, server_header=False,
         date_header=False, timeout_graceful_shutdown=3, ws="none",

@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.events import Checkpoint, Emits, Update, spelled, unspelled
 from esper.leyline.rng import derive_seed
+from esper.leyline.run_files import DECISIONS
 from esper.leyline.slot_table import Floats
 from esper.simic.agent.ppo import PPO
 from esper.simic.env import Backend, HostBackend
@@ -37,7 +38,7 @@ from esper.simic.simulator import Simulator
 from esper.simic.training.config import TrainConfig, as_tree
 from esper.simic.training.distributed import ProcessGroup
 from esper.tamiyo.controllers.learned import SHIPPED
-from esper.tamiyo.decision_record import DECISIONS, DecisionRecord
+from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout
 from esper.tamiyo.policy.feature_ranges import FeatureRanges
