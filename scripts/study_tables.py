@@ -3,8 +3,9 @@
     python scripts/study_tables.py            # update docs/studies/NAME.md and NAME-TASK.svg from studies/NAME.json
     python scripts/study_tables.py --check    # exit with code 1 and name the files that are not up to date
 
-In NAME.md the text between the two markers is replaced; the text around it is kept. stability.md gets a table of the
-studies that were repeated under other rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results.
+In NAME.md the text between the two markers is replaced; the text around it is kept. A section "What it shows" above the
+first marker must say the result in words. stability.md gets a table of the studies that were repeated under other
+rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from esper.studies.results import JobResult, SavedStudy, points_of, read_results
 from esper.studies.statistics import summarize
 
 BEGIN, END = "<!-- study tables: begin -->", "<!-- study tables: end -->"
+VERDICT = "## What it shows"
 
 
 def pages(root: Path) -> Iterator[tuple[Path, str]]:
@@ -33,11 +35,12 @@ def pages(root: Path) -> Iterator[tuple[Path, str]]:
         study = saved.study
         summary = summarize(study, points_of(saved.records), study.metric)
         yield from ((docs / f"{study.name}-{task}.svg", frontier_chart(summary, task)) for task in study.task)
-        charts = "\n".join(f"![{task}]({study.name}-{task}.svg)" for task in study.task)
-        tables = f"{BEGIN}\nCommand: `{saved.command}`\n\n{as_markdown(summary)}\n\n{charts}\n{END}"
+        charts = "\n".join(f"![{task} against training compute]({study.name}-{task}.svg)" for task in study.task)
+        tables = f"{BEGIN}\n{charts}\n\n{as_markdown(summary)}\n\nCommand: `{saved.command}`\n{END}"
         page = docs / f"{study.name}.md"
         title = study.name.replace("_", " ").capitalize()
-        text = page.read_text() if page.exists() else f"# {title}\n\n{study.question}\n\n{BEGIN}{END}\n"
+        new = f"# {title}\n\n{study.question}\n\n{VERDICT}\n\n{BEGIN}{END}\n"
+        text = page.read_text() if page.exists() else new
         if text.count(BEGIN) != 1 or text.count(END) != 1:
             sys.exit(f"{page} must contain each marker once: {BEGIN} and {END}")
         yield page, text[: text.index(BEGIN)] + tables + text[text.index(END) + len(END) :]

@@ -76,6 +76,13 @@ def test_docs_of_saved_studies_are_up_to_date():
     assert check.returncode == 0, check.stdout + check.stderr
 
 
+@pytest.mark.parametrize("saved", sorted((ROOT / "studies").glob("*.json")), ids=lambda path: path.stem)
+def test_pages_of_saved_studies_state_the_result_before_the_tables(saved):
+    page = (ROOT / "docs" / "studies" / f"{saved.stem}.md").read_text()
+    before = page.partition("<!-- study tables: begin -->")[0]
+    assert before.partition("## What it shows\n")[2].strip()
+
+
 @pytest.mark.usefixtures("study")
 def test_tuning_shows_validation_quality_and_no_test_quality(capsys):
     run(tuning=True, worlds="0:2")

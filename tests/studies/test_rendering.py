@@ -51,10 +51,29 @@ def test_console_output_fits_80_columns(metric, largest):
 
 
 def test_markdown_holds_the_same_cells():
-    table = as_markdown(summary())
-    assert "| arm | test quality | difference | × full | params |\n|---|---|---|---|---|\n" in table
-    assert "| better | 60.3 ± 0.2 | +10.0 [+10.0, +10.0] | 0.50 | 123.5k |" in table
-    assert "| better higher than worse | rescue, equal compute, 1 × one full training | won |" in table
+    shown = as_markdown(summary())
+    assert "| arm | test quality | difference | × full | params |\n|---|---|---|---|---|\n" in shown
+    assert "| better | 60.3 ± 0.2 | +10.0 [+10.0, +10.0] | 0.50 | 123.5k |" in shown
+    assert "| claim | × 0.5 | × 1 |" in shown
+    won = "**won** +10.0 [+10.0, +10.0], 4 of 4"
+    assert f"| better higher than worse | {won} | {won} |" in shown
+
+
+def test_markdown_verdicts_of_unequal_compute_have_a_reason_and_untested_places_are_empty():
+    arms = (Arm(name="worse", kind="example_formula"), Arm(name="better", kind="example_formula"))
+    claims = (
+        Claim(arm="better", against="worse", budget=0.5, direction="lower"), Claim(arm="worse", against="better"),
+    )  # fmt: skip
+    study = example_study(arms=arms, claims=claims)
+    data = {
+        ("rescue", arm.name, world): tuple(point(b, 0.5 + i / 10, train_macs=10 + 10 * i) for b in study.budgets)
+        for i, arm in enumerate(arms)
+        for world in range(100, 104)
+    }
+    lines = as_markdown(summarize(study, data, "test_quality")).splitlines()
+    lost = "**lost** −10.0 [−10.0, −10.0], 0 of 4"
+    assert "| better lower than worse | refused: better used 2.00 times the compute |  |" in lines
+    assert f"| worse higher than better | {lost} | {lost} |" in lines
 
 
 def test_chart_has_one_named_line_and_band_per_arm_and_colours_for_dark_pages():

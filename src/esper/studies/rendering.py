@@ -10,6 +10,9 @@ from esper.studies.mixing import Mixing
 from esper.studies.statistics import Row, Summary, Verdict
 
 METRICS = {"test_quality": "test quality", "val_quality": "val quality", "test_loss": "test loss"}
+HOW_TO_READ_VERDICTS = """\
+A column is an amount of training compute, as a multiple of one full training. A cell has the outcome, the difference
+with its 95 % interval, and in how many worlds the difference has the claimed sign."""
 Cells = tuple[str, ...]
 
 
@@ -82,12 +85,44 @@ def as_text(summary: Summary) -> str:
 
 
 def as_markdown(summary: Summary) -> str:
-    """Return all tables and verdicts as Markdown."""
-    parts = [f"{title}:\n\n{_markdown(rows)}" for title, rows in tables(summary)]
+    """Return the verdicts, one table per task, and below them all other tables, folded, as Markdown."""
+    parts = []
     if summary.verdicts:
-        verdicts = [verdict_cells(summary.metric, verdict) for verdict in summary.verdicts]
-        parts.append(_markdown([("claim", "where", "verdict", "difference"), *verdicts]))
+        parts.append(f"## Verdicts\n\n{HOW_TO_READ_VERDICTS}")
+    for task, verdicts in groupby(summary.verdicts, key=lambda verdict: verdict.task):
+        parts.append(f"**{task}**\n\n{_markdown(_verdict_table(summary.metric, list(verdicts)))}")
+    parts.append("## Tables")
+    for task, group in groupby(tables(summary), key=lambda table: table[0].partition(",")[0]):
+        heading = f"<summary>{task}: {METRICS[summary.metric]}, compute and parameters of every arm</summary>"
+        parts += [f"<details>{heading}", *(f"{title}:\n\n{_markdown(rows)}" for title, rows in group), "</details>"]
     return "\n\n".join(parts)
+
+
+def _verdict_table(metric: str, verdicts: list[Verdict]) -> list[Cells]:
+    """Return one row per pair of arms and one column per budget (or mean over budgets) of one task's claims."""
+    rows: dict[str, dict[tuple[str, float], str]] = {}
+    for verdict in verdicts:
+        claim = verdict.claim
+        row = rows.setdefault(f"{claim.arm} {claim.direction} than {claim.against}", {})
+        row[claim.at, claim.budget or 0.0] = _verdict_cell(metric, verdict)
+    columns = sorted({column for row in rows.values() for column in row})
+    header = ("claim", *(_column_name(at, budget) for at, budget in columns))
+    return [header, *((claim, *(row.get(column, "") for column in columns)) for claim, row in rows.items())]
+
+
+def _column_name(at: str, budget: float) -> str:
+    if at == "frontier area":
+        return "mean over budgets"
+    return f"× {budget:g}" if at == "equal compute" else f"× {budget:g}, {at}"
+
+
+def _verdict_cell(metric: str, verdict: Verdict) -> str:
+    lead = verdict.lead
+    if lead is None or verdict.reason:
+        return f"{verdict.outcome}: {verdict.reason}"
+    claimed = lead.wins if verdict.claim.direction == "higher" else lead.losses
+    worlds = lead.wins + lead.ties + lead.losses
+    return f"**{verdict.outcome}** {_difference(metric, lead)}, {claimed} of {worlds}"
 
 
 def _markdown(rows: list[Cells]) -> str:
