@@ -38,7 +38,7 @@ def require_own_package() -> None:
     """Raise ImportError if `esper/__init__.py` is not ours."""
     if not hasattr(sys.modules["esper"], "_HOME"):
         raise ImportError(
-            "`import esper` gives another package: the distribution `esper`, an entity-component library, has replaced "
-            f"files of esper-lite in {Path(__file__).parent}. {REMEDY}",
+            "`import esper` does not give this package: the distribution `esper`, an entity-component library, has "
+            f"replaced files of esper-lite in {Path(__file__).parent}, or removed them. {REMEDY}",
             name="esper",
         )
