@@ -128,13 +128,10 @@ _ROWS = (
         question="One block of my network is a bottleneck, and I do not know which: does growth find and mend it?",
         task=("rescue", "search_cifar"),
         arms=(
-            _static("small_host", **WEAK),
             *_larger_hosts(**WEAK, seeds=1),
-            *(
-                Arm(name=f"slot_{slot}", kind="placed", settings={**WEAK, "start": 4, "slot": slot})
-                for slot in range(3)
-            ),
-            Arm(name="grown", kind="placed", settings={**WEAK, "start": 4, "trial": 2}),
+            _static("small_host", **WEAK),
+            *(_placed(f"slot_{slot}", slot=slot) for slot in range(3)),
+            _placed("grown", trial=2),
         ),
         budgets=(0.2, 0.4),
         worlds=(100, 8),
