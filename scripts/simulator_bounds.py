@@ -5,6 +5,7 @@
 best fixed schedule   one plan for all worlds, fitted to 64 training worlds
 uninformed planner    expects the mean over 4096 training worlds in every world; prunes by measurement
 informed planner      knows demand, need and head-room of each world, not its surprises; prunes by measurement
+replacing planner     knows the same; replaces a seed if another one promises more
 oracle                the best plan of each world, by search on the true parameters
 """
 
@@ -18,6 +19,7 @@ from esper.kasmina.lifecycle import Rules
 from esper.leyline.paired import compare
 from esper.simic.evaluation.comparison import play
 from esper.simic.evaluation.informed_planner import InformedPlanner
+from esper.simic.evaluation.replacing_planner import ReplacingPlanner
 from esper.simic.evaluation.sim_oracle import FollowPlans, best_schedule
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulated_worlds import draw_worlds
@@ -44,6 +46,7 @@ def main() -> None:
             "best fixed schedule": FollowPlans([plan]),
             "uninformed planner": InformedPlanner(sim, reward, usual),
             "informed planner": InformedPlanner(sim, reward),
+            "replacing planner": ReplacingPlanner(sim, reward),
             "oracle": FollowPlans(oracle),
         }
         for name, controller in controllers.items():

@@ -175,6 +175,8 @@ class Worlds:
     overfit: Floats  # [E] final fraction by which training loss lies below validation loss
     room: Floats  # [E] maximum that growth can add
     need: Floats  # [E, S] of each slot, around 1
+    scale: Floats  # [E, S] unit of potentials and of their surprises
+    usual: Floats  # [E, S, B] potential of a sound seed without its surprise
     expected: Floats  # [E, S, B] mean of `potential` over surprises
     potential: Floats  # [E, S, B] what a seed adds at full skill and strength
     stillborn: Bools  # [E, S, B]
@@ -216,6 +218,8 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
         overfit=np.clip(0.15 + 0.07 * kind[:, 2] + 0.02 * normal("overfit", 1)[:, 0], 0.0, 0.5),
         room=0.16 + 0.03 * head_room,
         need=need,
+        scale=scale[:, :, 0],
+        usual=usually,
         expected=sound_share * usually + config.bad_share * (-0.6 * scale - 0.3 * np.abs(usually)),
         potential=np.where(bad, harm, np.where(stillborn, 0.0, potential)),
         stillborn=stillborn,

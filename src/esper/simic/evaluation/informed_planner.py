@@ -25,9 +25,9 @@ LEAST_STRENGTH = 0.004
 """Strength at full skill, as a fraction of quality, below which a seed is pruned. It is about a typical rent."""
 NEVER = -1.0
 """Expected potential of a seed that is not to be planted: worse than any."""
-_STYLE = np.array([int(np.argmax(OPERATOR_FIT[STYLE_OPERATOR, b])) for b in range(len(BLUEPRINTS))])  # [B]
-_FIT = OPERATOR_FIT.max(axis=0)  # [B]
-_PLANTABLE = np.isin(np.arange(len(BLUEPRINTS)), [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS])
+STYLE = np.array([int(np.argmax(OPERATOR_FIT[STYLE_OPERATOR, b])) for b in range(len(BLUEPRINTS))])  # [B]
+STYLE_FIT = OPERATOR_FIT.max(axis=0)  # [B]
+PLANTABLE = np.isin(np.arange(len(BLUEPRINTS)), [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS])
 
 
 class InformedPlanner:
@@ -44,7 +44,7 @@ class InformedPlanner:
         params, macs = np.log2(1 + shape.params / shape.host_params), np.log2(1 + shape.macs / shape.host_macs)
         self.rent = reward.rent_params * params + reward.rent_macs * macs  # [S, B]
         expected = np.broadcast_to(sim.truth.expected if expected is None else expected, sim.truth.expected.shape)
-        self.expected = np.where(_PLANTABLE, expected, NEVER)  # [E, S, B]
+        self.expected = np.where(PLANTABLE, expected, NEVER)  # [E, S, B]
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: prune a worthless seed, otherwise plant the best one if it pays, otherwise wait."""
@@ -58,13 +58,13 @@ class InformedPlanner:
     def _plant(self, actions: Ints, table: SlotTable, legal: Bools) -> None:
         envs, steps_left = np.arange(table.num_envs), self.horizon - table.step
         skill = 1.0 - (1.0 - LEARNING_RATE) ** steps_left[:, None]  # [E, B] at the end
-        value = (self.expected + self._interactions(table)) * (skill * _FIT)[:, None] - self.rent
+        value = (self.expected + self._interactions(table)) * (skill * STYLE_FIT)[:, None] - self.rent
         value = np.where(legal[:, :, None], value, NEVER).reshape(len(envs), -1)
         best = value.argmax(axis=1)
         plants = (value[envs, best] > 0) & (table.step >= FIRST_STEP) & (steps_left > self.delay)
         slot, blueprint = np.divmod(best[plants], len(BLUEPRINTS))
         actions[plants, Head.OP] = Op.GERMINATE
-        for head, choice in ((Head.SLOT, slot), (Head.BLUEPRINT, blueprint), (Head.STYLE, _STYLE[blueprint])):
+        for head, choice in ((Head.SLOT, slot), (Head.BLUEPRINT, blueprint), (Head.STYLE, STYLE[blueprint])):
             actions[plants, head] = choice
 
     def _interactions(self, table: SlotTable) -> Floats:
