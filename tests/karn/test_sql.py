@@ -540,7 +540,7 @@ def test_without_a_query_the_views_are_listed(run, capsys):
     run_sql([run], None)
     printed = " ".join(capsys.readouterr().out.split())
     assert "stage_times" in printed
-    assert "Epochs it spent in the stage it left" in printed
+    assert "Epochs spent in the previous stage" in printed
 
 
 def test_last_argument_is_the_query_unless_it_is_a_run(run):

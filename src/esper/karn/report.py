@@ -43,14 +43,19 @@ Explains = Callable[[Path, int | None], Json | None]
 """Returns the explained operations of an environment, or (None) the importance of features, of a run directory."""
 
 
-def write(runs: Sequence[RunState], out: Path, explains: Explains = lambda _path, _env: None) -> Path:
+def no_explanations(_path: Path, _env: int | None) -> Json | None:
+    """Explain nothing: the report has no panel of decisions."""
+    return None
+
+
+def write(runs: Sequence[RunState], out: Path, explains: Explains = no_explanations) -> Path:
     """Write the report atomically and return its path."""
     out.parent.mkdir(parents=True, exist_ok=True)
     write_atomically(out, page(runs, explains).encode("utf-8", errors="backslashreplace"))
     return out
 
 
-def page(runs: Sequence[RunState], explains: Explains) -> str:
+def page(runs: Sequence[RunState], explains: Explains = no_explanations) -> str:
     """Return the HTML of the report."""
     if len({run.path.resolve() for run in runs}) == len(runs):
         for run, name in zip(runs, run_names([run.path for run in runs]), strict=True):
@@ -85,7 +90,7 @@ def compared(paths: Sequence[Path]) -> Json:
     return dict(clean(spelled(comparison)))
 
 
-def run_data(run: RunState, most_details: int, explains: Explains) -> Json:
+def run_data(run: RunState, most_details: int, explains: Explains = no_explanations) -> Json:
     """Return the document of a run with its bounded number of curves and of seed lives."""
     content = document(run)
     shown = [int(index) for index in content["series"]][:MOST_ENVS]

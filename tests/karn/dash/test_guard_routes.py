@@ -22,7 +22,7 @@ METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE")
 def app(tmp_path_factory):
     root = tmp_path_factory.mktemp("guarded")
     grow_run(root / "hidden-name")
-    return make_app(root)
+    return make_app(root, explains=lambda _path, env: {"env": env})
 
 
 def paths_of(app):
