@@ -121,6 +121,7 @@ def test_keys_open_and_close_pages_and_quit(live, terminal):
     screen.press("e")
     screen.wait(has("SLOTS"))
     screen.press("/")
+    screen.wait(has("name, number"))
     screen.press("2")
     screen.wait(lambda rows: has("digits/2")(rows) and not has("digits/1 ")(rows[:8]))
     screen.press("Enter")
