@@ -236,9 +236,10 @@ def shown(shares: dict[str, float]) -> str:
 def main() -> None:
     parser = make_parser(__doc__, repeats=7)
     parser.add_argument("--shares", action="store_true", help="measure the shares only")
+    parser.add_argument("--steps", type=int, default=Size().steps, help="optimiser steps per growth step")
     add_output_options(parser)
     options = parser.parse_args()
-    size = Size(width=32, layers=1, length=8, batch=4, steps=3) if options.quick else Size()
+    size = Size(width=32, layers=1, length=8, batch=4, steps=3) if options.quick else Size(steps=options.steps)
     torch.set_num_threads(1)
     logging.disable(logging.WARNING)
     warnings.simplefilter("ignore")
