@@ -34,6 +34,12 @@ def test_embedded_images_are_normalised_balanced_and_disjoint(name, sizes):
     assert sum(map(len, images)) - len(set().union(*images)) == 0  # no image is in two splits
 
 
+def test_printed_data_set_names_its_sizes_and_no_tensors():
+    text = repr(load_data("digits"))
+    assert text.startswith("Dataset 'digits': train 1,197, val 300, test 300 samples of shape [1, 8, 8], 10 classes; ")
+    assert "tensor" not in text
+
+
 def test_moby_text_and_targets_are_consistent():
     data = load_data("moby")
     text = "".join(data.vocabulary[i] for i in data.train.x[:42])

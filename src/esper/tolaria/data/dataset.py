@@ -79,6 +79,11 @@ class Dataset:
     vocabulary: str = ""
     """The characters of a text, in the order of their token numbers."""
 
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{name} {len(split):,}" for name, split in self.splits.items())
+        shape = list(self.train.x.shape[1:])
+        return f"Dataset {self.name!r}: {sizes} samples of shape {shape}, {self.classes} classes; {self.licence}"
+
     @property
     def chance_loss(self) -> float:
         """The cross-entropy of guessing uniformly, ln(classes)."""
