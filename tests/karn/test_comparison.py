@@ -137,7 +137,7 @@ def test_what_does_not_pair_is_named(tmp_path):
     with pytest.raises(DataError, match="other is of task 'digits', a of task 'rescue'"):
         compare_runs([a, other])
     empty = write_run(tmp_path / "empty", [])
-    with pytest.raises(DataError, match="empty has no finished episode"):
+    with pytest.raises(DataError, match="empty has no finished episode: wait for it, or continue it with --resume"):
         compare_runs([a, empty])
     same = write_run(tmp_path / "same", [{"world": 0}])
     comparison = compare_runs([a, same, other])

@@ -397,6 +397,9 @@ def _why_not(first: Arm, other: Arm) -> str:
         return printable(
             f"{other.name} is of task {other.task!r}, {first.name} of task {first.task!r}: compare runs of one task."
         )
+    for arm in (other, first):
+        if not arm.episodes and not arm.held_out:
+            return printable(f"{arm.name} has no finished episode: wait for it, or continue it with --resume.")
     return printable(
         f"{other.name} has {_extent(other)}, {first.name} has {_extent(first)}: no world in common. Compare runs of "
         "the same worlds (--seed of `esper grow`, worlds of `esper train`, `esper eval` with the same --seeds)."
@@ -407,7 +410,7 @@ def _extent(arm: Arm) -> str:
     """Describe the worlds of an arm."""
     kinds = {"training": sorted(arm.episodes), "held-out": sorted(arm.held_out)}
     parts = [f"{kind} world{'s' * (len(of) > 1)} {_span(of)}" for kind, of in kinds.items() if of]
-    return " and ".join(parts) or "no finished episode"
+    return " and ".join(parts)
 
 
 def _span(worlds: list[int]) -> str:
