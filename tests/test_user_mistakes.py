@@ -9,7 +9,7 @@ from torch import nn
 
 import esper
 from esper.kasmina.blueprints import cost, registered, unregister
-from esper.leyline.errors import BlueprintError, ConfigError, GraftError, LifecycleError
+from esper.leyline.errors import BlueprintError, ConfigError, GraftError, LifecycleError, OptimizerError
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.coalitions import evaluate
 from esper.tolaria.tasks import per_sample_correct, per_sample_loss
@@ -155,6 +155,18 @@ def test_common_mistakes_get_clear_messages():
     _, _, grower = grafted()
     with pytest.raises(ConfigError, match="tempo is one of FAST"):
         grower.germinate("1", "lora", tempo=5)
+
+
+@pytest.mark.parametrize("controller", ["schedule", {"1": "mlp_small"}], ids=["schedule", "plan"])
+def test_grower_asks_to_graft_a_plain_model_first(controller):
+    model = small_model()
+    with pytest.raises(OptimizerError, match=r"got Sequential\. Graft the model first\."):
+        esper.Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), controller=controller)
+
+
+def test_audition_asks_to_graft_a_plain_model_first():
+    with pytest.raises(OptimizerError, match=r"got Sequential\. Graft the model first\."):
+        esper.audition(small_model(), lambda _: 0.0)
 
 
 def test_loading_a_bare_state_into_a_grown_body_reports_what_it_drops():

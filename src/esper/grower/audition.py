@@ -17,6 +17,7 @@ from dataclasses import dataclass
 import torch
 
 from esper.kasmina.body import Body
+from esper.kasmina.optimizer_sync import refuse_ungrafted
 from esper.leyline.errors import ConfigError
 from esper.leyline.planning import KEEP, Seed, planned
 from esper.leyline.stages import SeedStage
@@ -99,6 +100,7 @@ def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence
         What each seed gains if it is the only new one.
 
     Raises:
+        OptimizerError: The model was not grafted.
         ConfigError: A blueprint fits no slot, or `train` returned a number that is not finite.
 
     Example:
@@ -112,6 +114,7 @@ def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence
         >>> trials = esper.audition(body, train)
         >>> plan = trials.plan(limit=1_000)
     """
+    refuse_ungrafted(body)
     costs = body.costs()
     names = sorted({name for fitting in costs.values() for name in fitting})
     for name in blueprints:

@@ -39,7 +39,7 @@ from esper.grower.training_watch import TrainingWatch
 from esper.kasmina import lifecycle
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
-from esper.kasmina.optimizer_sync import refuse_scheduled, unwrapped
+from esper.kasmina.optimizer_sync import refuse_scheduled, refuse_ungrafted, unwrapped
 from esper.kasmina.slot import Incubation, Slot
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError
@@ -112,9 +112,10 @@ class Grower(Operations, Measuring):
         process_group: Group = None,
         **seed_options: Any,
     ) -> None:
+        refuse_ungrafted(body)
         self.quality = quality
         self.controller = as_controller(body, controller)
-        check_settings(getattr(body, "model", body), rules, incubation, quality)
+        check_settings(body.model, rules, incubation, quality)
         refuse_scheduled(optimizer)
         optimizer = unwrapped(optimizer)
         self.network = GrowingNetwork(

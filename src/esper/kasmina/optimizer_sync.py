@@ -217,12 +217,8 @@ def refuse_scheduled(optimizer: Optimizer) -> None:
 
 def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     """Raise OptimizerError if the body or optimiser does not support growth, before anything is changed."""
+    refuse_ungrafted(body)
     kind = type(optimizer).__name__
-    if not isinstance(body, Body):
-        refuse_kind(body)
-        inner = getattr(body, "module", None) or getattr(body, "_orig_mod", None)
-        way_out = "Pass the body that it wraps." if isinstance(inner, Body) else "Graft the model first."
-        raise OptimizerError(f"expected a body from esper.graft, got {type(body).__name__}. {way_out}")
     if not isinstance(optimizer, Optimizer):
         raise OptimizerError(
             f"expected a torch.optim.Optimizer, got {kind}"
@@ -239,6 +235,15 @@ def refuse(body: nn.Module, optimizer: Optimizer) -> None:
     if any(g.get(SEED_GROUP) for g in optimizer.param_groups):
         raise OptimizerError("this optimiser has a seed group already: one optimiser serves one grower.")
     refuse_scheduled(optimizer)
+
+
+def refuse_ungrafted(body: nn.Module) -> None:
+    """Raise OptimizerError if a model is not a body, or a wrapper around one."""
+    if not isinstance(body, Body):
+        refuse_kind(body)
+        inner = getattr(body, "module", None) or getattr(body, "_orig_mod", None)
+        way_out = "Pass the body that it wraps." if isinstance(inner, Body) else "Graft the model first."
+        raise OptimizerError(f"expected a body from esper.graft, got {type(body).__name__}. {way_out}")
 
 
 def refuse_kind(instance: object) -> None:
