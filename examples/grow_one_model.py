@@ -26,7 +26,7 @@ for epoch in range(30):
         optimizer.step()
     scheduler.step()
     report = grower.step(val_batches)  # once per epoch: measure, decide, change
-    print(f"epoch {epoch:2}  accuracy {report.quality:.3f}  {' '.join(report.effects)}")
+    print(f"epoch {epoch:2}  accuracy {report.quality:.3f}  {', '.join(report.effects)}")
 
 print(grower)  # every slot: stage, blueprint, contribution when it was last measured
 print(grower.worth(val_batches))  # what the network would lose without each seed

@@ -29,7 +29,7 @@ for epoch in range(12):
         optimizer.step()
     report = grower.step([(data.val.x[rank:500:size], data.val.y[rank:500:size])])
     if rank == 0:
-        print(f"epoch {epoch:2}  accuracy {report.quality:.3f}  {' '.join(report.effects)}")
+        print(f"epoch {epoch:2}  accuracy {report.quality:.3f}  {', '.join(report.effects)}")
 grower.save("runs/ddp")  # all ranks; resume with grower.load("runs/ddp")
 if rank == 0:
     plain = esper.harden(body)  # a plain module, as without DDP

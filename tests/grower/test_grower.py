@@ -589,15 +589,35 @@ def test_samples_of_a_pruned_seed_are_not_attributed_to_the_next():
 
 def test_schedule_grows_on_its_own():
     grower = make_grower(esper.Rules(), controller="schedule", gradient_telemetry_stride=1)
-    message = []
+    message: list[tuple[str, str]] = []
+    effects: list[str] = []
     for epoch in range(22):
         train(grower, epoch, batches=2)
         report = grower.step(VAL)
         message += [(report.op.name, report.slot)] if report.op else []
-        assert bool(report.effects) == bool(report.op)
+        effects += report.effects
     assert message[0] == ("GERMINATE", "first")
     assert ("FOSSILIZE", "first") in message
     assert ("GERMINATE", "second") in message
+    blueprint = grower.slots["first"].blueprint
+    assert effects[:2] == [f"build {blueprint} in slot first", f"commit {blueprint} in slot first"]
+
+
+def test_report_names_the_dropped_blueprint_and_its_slot():
+    grower = make_grower(BY_HAND, controller=Pruner())
+    grower.germinate("second", "norm")
+    effects = [effect for _ in range(3) for effect in grower.step(VAL).effects]
+    assert effects == ["drop norm in slot second"]
+
+
+class Pruner:
+    """Prunes the second slot at once, as soon as that is legal."""
+
+    def act(self, _table: esper.SlotTable, legal: Any) -> Any:
+        actions = wait_everywhere(1)
+        if legal[0, Op.PRUNE, 1]:
+            actions[0, [Head.OP, Head.SLOT]] = Op.PRUNE, 1
+        return actions
 
 
 class Contrary:

@@ -11,7 +11,7 @@ import numpy as np
 
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import Rules, legal
+from esper.kasmina.lifecycle import Effect, EffectKind, Rules, legal
 from esper.leyline.actions import Head, Op
 from esper.leyline.gates import gate_reasons
 from esper.leyline.slot_table import Ints, SlotTable
@@ -193,6 +193,12 @@ def why_nothing_was_planted(controller: Controller, table: SlotTable, rules: Rul
     return f"Nothing was planted in {epochs} epoch{'s' * (epochs != 1)}: {reason}."
 
 
+def effect_text(effect: Effect, table: SlotTable, names: Sequence[str]) -> str:
+    """Return a structural change in words: what was done, to which blueprint, in which slot."""
+    change = "set operator of" if effect.kind == EffectKind.SET_OPERATOR else effect.kind.name.lower()
+    return f"{change} {blueprint_name(int(table.blueprint[effect.env, effect.slot]))} in slot {names[effect.slot]}"
+
+
 @dataclass(frozen=True, slots=True)
 class StepReport:
     """The measurements and changes of one call of `Grower.step`.
@@ -212,7 +218,7 @@ class StepReport:
     slot: str
     """The slot that the operation applied to; empty for WAIT."""
     effects: tuple[str, ...]
-    """The structural changes, such as "build layer1"."""
+    """The structural changes, such as "build conv_light in slot layer1"."""
 
     def _repr_html_(self) -> str:
         chosen = f"{self.op.name} {self.slot}".strip()

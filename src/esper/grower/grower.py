@@ -26,6 +26,7 @@ from esper.grower.explanations import (
     MIXING_STEPS,
     SlotView,
     StepReport,
+    effect_text,
     grower_html,
     slot_views,
     why_nothing_was_planted,
@@ -233,7 +234,7 @@ class Grower(Operations, Measuring):
             committed=measured.committed if measured else float("nan"),
             op=op,
             slot="" if op == Op.WAIT else names[int(actions[0, Head.SLOT])],
-            effects=tuple(f"{e.kind.name.lower()} {names[e.slot]}" for e in done.effects + ticked),
+            effects=tuple(effect_text(e, self.table, names) for e in done.effects + ticked),
         )
 
     def save(self, directory: str | Path, *, keep: int = 2, extra: Any = None) -> Path:

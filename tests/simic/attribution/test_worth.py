@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from typing import Any
 
@@ -79,10 +80,14 @@ def test_unmeasured_values_are_none():
 def test_print_separates_contribution_from_dependence_with_errors():
     worth = make(3, fossils=("b",))
     head, columns, a, b, _, learner, *legend = str(worth).splitlines()
-    assert [line.split(":")[0] for line in legend] == ["contribution", "dependence", "Shapley φ", "interactions"]
+    assert [line.split(":")[0] for line in legend] == [
+        "contribution", "dependence", "Shapley φ", "interactions", "prospect",
+    ]  # fmt: skip
     assert max(map(len, str(worth).splitlines())) <= 80
     numbers = f"quality {worth.quality:.4f} ± {worth.quality_se:.4f}, without these seeds {worth.committed:.4f}"
     assert head == f"{numbers} (±: standard error)"
+    assert columns.index("kind") == b.index("dependence")
+    assert columns.index("with − without") + len("with − without") == b.index("±") + len("± 0.0000")
     assert "Shapley" in columns
     assert a.startswith("a ")
     assert "contribution" in a
@@ -97,7 +102,8 @@ def test_print_separates_contribution_from_dependence_with_errors():
 
 def test_print_omits_unknown_values():
     assert "nan" not in str(unknown()).split("\n", 1)[1]
-    assert len(str(make(0)).splitlines()) == 2
+    assert str(make(0)).splitlines()[1].split()[:2] == ["slot", "kind"]  # a prospect alone has a header, too
+    assert len(str(dataclasses.replace(make(0), prospect={})).splitlines()) == 1
 
 
 # -- does it separate a useful seed from a useless one?

@@ -27,8 +27,10 @@ LEGEND = (
     "Shapley φ:    its share of quality, averaged over every order of adding seeds",
     "interactions: sum over pairs; above 0 the seeds reinforce each other",
 )
-"""The meaning of the columns of a printed `Worth`."""
-HEADER = ("slot", "", "without it", "Shapley φ", "interactions")
+"""The meaning of the kinds and columns of a printed `Worth`."""
+PROSPECT = "prospect:     the same of a seed in training, as if it were blended in fully"
+"""The meaning of the kind `prospect`, printed if there is one."""
+HEADER = ("slot", "kind", "with − without", "Shapley φ", "interactions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,27 +97,32 @@ class Worth:
         return f"{quality}, without these seeds {self.committed:.4f} (±: standard error)"
 
     def _rows(self) -> list[tuple[str, str, str, str, str]]:
-        """Return the cells of the table: slot, kind, without it, Shapley value, interactions."""
+        """Return the cells of the table, with the columns of `HEADER`."""
         rows = []
         for i, name in enumerate(self.slots):
             kind = "dependence" if self.fossils[i] else "contribution"
             others = [self.interaction[i, j] for j in range(len(self.slots)) if j != i]
             pairs = f"{np.nansum(others):+.4f}" if others and np.isfinite(others).any() else ""
-            without = _with_error(self.contribution[i], self.contribution_se[i])
-            rows.append((name, kind, without, _with_error(self.shapley[i], self.shapley_se[i]), pairs))
+            difference = _with_error(self.contribution[i], self.contribution_se[i])
+            rows.append((name, kind, difference, _with_error(self.shapley[i], self.shapley_se[i]), pairs))
         rows += [(name, "prospect", _with_error(*each), "", "") for name, each in self.prospect.items()]
         return rows
 
     def __str__(self) -> str:
-        header = [HEADER] if self.slots else []
+        rows = self._rows()
+        if not rows:
+            return self._headline
         lines = [
-            f"{name:<20} {kind:<12} {without:>16} {shapley:>16} {pairs:>12}".rstrip()
-            for name, kind, without, shapley, pairs in [*header, *self._rows()]
+            f"{name:<20} {kind:<12} {difference:>16} {shapley:>16} {pairs:>12}".rstrip()
+            for name, kind, difference, shapley, pairs in [HEADER, *rows]
         ]
-        return "\n".join([self._headline, *lines, *(LEGEND if self.slots else ())])
+        return "\n".join([self._headline, *lines, *self._legend()])
+
+    def _legend(self) -> tuple[str, ...]:
+        return (*LEGEND, PROSPECT) if self.prospect else LEGEND
 
     def _repr_html_(self) -> str:
-        return html_table(self._headline, HEADER, self._rows(), numbers=(2, 3, 4), note=". ".join(LEGEND) + ".")
+        return html_table(self._headline, HEADER, self._rows(), numbers=(2, 3, 4), note=". ".join(self._legend()) + ".")
 
 
 def _number(value: float) -> float | None:
