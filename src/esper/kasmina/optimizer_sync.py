@@ -215,7 +215,7 @@ def refuse_scheduled(optimizer: Optimizer) -> None:
         )
 
 
-def refuse(body: nn.Module, optimizer: Optimizer) -> None:
+def refuse(body: Body, optimizer: Optimizer) -> None:
     """Raise OptimizerError if the body or optimiser does not support growth, before anything is changed."""
     refuse_ungrafted(body)
     kind = type(optimizer).__name__
