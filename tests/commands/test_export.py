@@ -236,8 +236,10 @@ def test_existing_files_are_overwritten_only_with_force(runs, tmp_path):
     assert sorted(p.name for p in out.parent.iterdir()) == ["net.py", "net.safetensors"]
     before = out.read_text()
     out.write_text("# changed")
-    with pytest.raises(ConfigError, match=r"net\.py already exist.*--force"):
+    with pytest.raises(ConfigError, match=r"net\.safetensors and .*net\.py already exist\. .*--force"):
         run_export(runs["mlp"], "torch", out=out, force=False)
+    with pytest.raises(ConfigError, match=r"net\.safetensors already exists\. .*--force"):
+        run_export(runs["mlp"], "safetensors", out=out.with_suffix(".safetensors"), force=False)
     assert out.read_text() == "# changed"
     run_export(runs["mlp"], "torch", out=out, force=True)
     assert out.read_text() == before

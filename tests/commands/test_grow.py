@@ -37,3 +37,12 @@ def test_note_says_why_nothing_was_planted(tmp_path, capsys):
 def test_note_names_seeds_that_were_planted_too_late(tmp_path, capsys):
     printed, _ = grown(tmp_path / "run", capsys, controller="schedule", epochs=3, compare=False)
     assert "'r0c0': planted at most 20 optimiser steps before the end of training." in printed
+
+
+def test_single_host_has_no_gain(tmp_path, capsys):
+    alone, _ = grown(tmp_path / "alone", capsys, controller="schedule", epochs=1, compare=False)
+    assert "Test results accuracy loss parameters 10⁹ MACs grown" in alone
+    assert "gain:" not in alone
+    compared, results = grown(tmp_path / "compared", capsys, controller="schedule", epochs=1)
+    assert f"accuracy gain loss parameters 10⁹ MACs grown {results['grown']['accuracy']:.1%} " in compared
+    assert "gain: points of test accuracy above the host without growth" in compared

@@ -82,7 +82,8 @@ def run_export(run: Path, format: str, *, out: Path | None, force: bool) -> None
     existing = [str(file) for file in files if os.path.lexists(file)]
     if existing and not force:
         raise ConfigError(
-            f"{', '.join(existing)} already exists. Use --force to overwrite, or --out to choose another path"
+            f"{' and '.join(existing)} already exist{'s' * (len(existing) == 1)}. Use --force to overwrite, or --out "
+            "to choose another path"
         )
     model = Plain.of(host)
     written = dict(zip(files, MAKERS[format](model, target.stem), strict=True))

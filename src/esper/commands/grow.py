@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import warnings
-from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +14,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import torch
-from rich.console import Console, Group
-from rich.live import Live
+from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 from safetensors.torch import save as save_tensors
@@ -24,6 +22,7 @@ from safetensors.torch import save as save_tensors
 from esper.commands import losses_decide_exit_code, plainly
 from esper.commands.explained_run import explain_run
 from esper.commands.export import exported_program
+from esper.commands.grow_progress import evidence_text, points, progress
 from esper.commands.growing import (
     GROWN,
     HOSTS_COMPARED,
@@ -39,7 +38,6 @@ from esper.commands.resuming import checkpoint_of, must_fit, ownership, refuse_s
 from esper.grower.explanations import MIXING_STEPS, late_planting, why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.run_state import RunState
-from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.atomic_io import write_atomically
@@ -47,7 +45,6 @@ from esper.leyline.errors import ConfigError
 from esper.leyline.events import RunStarted
 from esper.leyline.events import level as level_by_name
 from esper.leyline.run_files import DECISIONS
-from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.nissa.recorder import Run, record, record_on
 from esper.nissa.run import Lock, read_manifest
@@ -68,15 +65,12 @@ from esper.tolaria.families import world_task
 from esper.tolaria.reproducibility import changes
 from esper.tolaria.tasks import Task
 
-RESULT_NOTES = """\
-gain: points of test accuracy above the host without growth
-10⁹ MACs: billions of multiply-adds spent on training, forward and backward"""
+GAIN_NOTE = "gain: points of test accuracy above the host without growth"
+MACS_NOTE = "10⁹ MACs: billions of multiply-adds spent on training, forward and backward"
 WORTH_NOTES = """\
 contribution: accuracy with the seed minus without it, before it was committed
 dependence: accuracy that the network would lose now without the seed
 Shapley φ: mean gain from adding the seed, over all orders of adding seeds"""
-PLAIN_EVERY = 5
-"""Epochs between two lines of output if it is not a terminal."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,7 +144,9 @@ def _grow(
                 raise
         assert comparison.grown is not None
         console.print(summary(comparison.results))
-        console.print(Text(RESULT_NOTES, "dim"))
+        if len(comparison.results) > 1:
+            console.print(Text(GAIN_NOTE, "dim"))
+        console.print(Text(MACS_NOTE, "dim"))
         console.print(seed_table(comparison.grown, worth))
         console.print(Text(WORTH_NOTES, "dim"))
         if note := not_in_the_network(comparison.grown):
@@ -232,78 +228,22 @@ def _train_all(
 # -- output
 
 
-@contextmanager
-def progress(console: Console, name: str, engine: Engine, result: Result) -> Iterator[Any]:
-    """Show the progress of one host: a live display in a terminal, else a line every few epochs."""
-    if not console.is_terminal:
-
-        def line() -> None:
-            last = result.history[-1]
-            if last["epoch"] % PLAIN_EVERY == 0 or last["epoch"] == engine.task.epochs:
-                print(f"{name}: {headline(engine, result)}  {slots_line(engine)}", flush=True)
-
-        yield line
-        return
-    with Live(console=console, refresh_per_second=8, transient=True) as live:
-
-        def draw() -> None:
-            live.update(Group(Text(f"{name}\n{headline(engine, result)}"), live_table(engine)))
-
-        yield draw
-
-
-def headline(engine: Engine, result: Result) -> str:
-    """Return the numbers of the last epoch in one line."""
-    last = result.history[-1]
-    return (
-        f"epoch {last['epoch']:>3}/{engine.task.epochs}  train loss {last['train_loss']:.3f}  "
-        f"val loss {last['val_loss']:.3f}  val accuracy {last['val_accuracy']:.1%}  {last['params']:,} params"
-    )
-
-
-def slots_line(engine: Engine) -> str:
-    """Return the stages of the used slots in one line."""
-    t = engine.table
-    alive = [s for s in range(t.num_slots) if t.stage[0, s] != SeedStage.DORMANT]
-    return "  ".join(
-        f"{engine.task.slots[s]}:{SeedStage(int(t.stage[0, s])).name.lower()}"
-        + (f"({blueprint_name(int(t.blueprint[0, s]))} α{t.alpha[0, s]:.2f})" if t.blueprint[0, s] >= 0 else "")
-        for s in alive
-    )
-
-
-def evidence_text(table: SlotTable, s: int) -> str:
-    """Return the contribution as last measured; for a fossil, before it was committed."""
-    if np.isfinite(table.contribution[0, s]):
-        return points(float(table.contribution[0, s]), float(table.contribution_se[0, s]))
-    if np.isfinite(table.prospect[0, s]):
-        return f"({100 * table.prospect[0, s]:+.1f} expected)"
-    return ""
-
-
-def live_table(engine: Engine) -> Table:
-    """Return the live table of the slots."""
-    t = engine.table
-    table = Table("slot", "stage", "blueprint", "alpha", "contribution ± se", box=None)
-    for s, name in enumerate(engine.task.slots):
-        stage = SeedStage(int(t.stage[0, s]))
-        bar = "█" * round(10 * float(t.alpha[0, s]))
-        blueprint = blueprint_name(int(t.blueprint[0, s])) if t.blueprint[0, s] >= 0 else ""
-        table.add_row(name, stage.name.lower(), blueprint, f"{t.alpha[0, s]:.2f} {bar:<10}", evidence_text(t, s))
-    return table
-
-
 def summary(results: list[Result]) -> Table:
-    """Return the table that compares the hosts."""
-    bare = next((r.accuracy for r in results if r.name == NO_GROWTH), float("nan"))
-    table = Table("", "accuracy", "gain", "loss", "parameters", "10⁹ MACs", box=None,
-                  title="Test results with the same data and number of epochs")  # fmt: skip
+    """Return the table of test results. With several hosts it has the gain of each over the host without growth."""
+    bare = next((r.accuracy for r in results if r.name == NO_GROWTH), None)
+    table = Table("", "accuracy", box=None, title="Test results")
+    if bare is not None:
+        table.title = "Test results with the same data and number of epochs"
+        table.add_column("gain")
+    for title in ("loss", "parameters", "10⁹ MACs"):
+        table.add_column(title)
     best = max(r.accuracy for r in results)
     for r in results:
-        mark = "bold" if r.accuracy == best else ""
-        accuracy = f"{r.accuracy:.1%}"
-        gain = f"{100 * (r.accuracy - bare):+.1f}" if r.name != NO_GROWTH and np.isfinite(bare) else ""
-        table.add_row(r.name, accuracy, gain, f"{r.loss:.3f}", f"{r.params:,}", f"{r.train_macs / 1e9:.2f}", style=mark)
+        row = [r.name, f"{r.accuracy:.1%}"]
+        if bare is not None:
+            row.append("" if r.name == NO_GROWTH else f"{100 * (r.accuracy - bare):+.1f}")
+        row += [f"{r.loss:.3f}", f"{r.params:,}", f"{r.train_macs / 1e9:.2f}"]
+        table.add_row(*row, style="bold" if r.accuracy == best else "")
     return table
 
 
@@ -364,11 +304,6 @@ def planted_late(engine: Engine) -> str:
     is_late = (table.params[0] > 0) & (steps < MIXING_STEPS)
     late = [name for name, each in zip(engine.task.slots, is_late, strict=True) if each]
     return late_planting(late, int(steps[is_late].max(initial=0)), MIXING_STEPS)
-
-
-def points(value: float, se: float) -> str:
-    """Format a difference of accuracies with its standard error, in points; "" if not measured."""
-    return f"{100 * value:+.1f} ± {100 * se:.1f}" if np.isfinite(value) else ""
 
 
 def save_decisions(out: Path, task: Task, world: int, controller: Controller) -> None:
