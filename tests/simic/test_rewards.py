@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.kasmina.lifecycle import Rules
-from esper.leyline.actions import Head, Op
+from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards import REWARDS, WITH_POTENTIAL, Frame, RewardConfig, rent, reward, reward_mode, utility
@@ -146,7 +146,7 @@ def simplified_reference(a: dict, b: dict, c: RewardConfig) -> float:
 
 
 def minimal_reference(a: dict, b: dict, c: RewardConfig) -> float:
-    pruned = sum(s in (1, 2, 3, 4) and t == 6 for s, t in zip(a["stage"], b["stage"], strict=True))
+    pruned = sum(s in (1, 2, 3, 4) and t in (6, 7, 8) for s, t in zip(a["stage"], b["stage"], strict=True))
     return sparse_reference(a, b, c) - 0.005 * (len(a["stage"]) if crashed(b) else pruned)
 
 
@@ -479,6 +479,28 @@ def test_sparse_pays_only_at_the_end_for_committed_seeds():
         paid, reward(frames[0], replace(end, quality=rng.random(6), params=end.params * 9), config)
     )
     assert (paid != 0).any()
+
+
+def test_minimal_charges_a_seed_that_is_pruned_at_once_or_over_some_epochs():
+    for speed in ("INSTANT", "FAST"):
+        sim = Simulator(SimConfig(noise=0.0), [0])
+        actions = wait_everywhere(1)
+        actions[0, Head.OP], actions[0, Head.BLUEPRINT] = Op.GERMINATE, BLUEPRINTS.index("conv_light")
+        frames = [Frame.of(sim.table, sim.context, sim.baseline_quality)]
+        sim.step(actions)
+        frames.append(Frame.of(sim.table, sim.context, sim.baseline_quality))
+        actions[0, Head.ALPHA_SPEED] = (HEAD_OPTIONS[Head.ALPHA_SPEED] or ()).index(speed)
+        for _ in range(12):
+            can_prune = sim.legal[0, Op.PRUNE].any() and frames[-1].stage[0, 0] <= SeedStage.HOLDING
+            actions[0, Head.OP] = Op.PRUNE if can_prune else Op.WAIT
+            sim.step(actions)
+            frames.append(Frame.of(sim.table, sim.context, sim.baseline_quality))
+        assert frames[-1].stage[0, 0] not in (SeedStage.BLENDING, SeedStage.HOLDING)
+        paid = {
+            mode: sum(reward(a, b, RewardConfig(mode=mode)) for a, b in pairwise(frames))
+            for mode in ("sparse", "minimal")
+        }
+        assert paid["minimal"] - paid["sparse"] == pytest.approx(-0.005)
 
 
 def test_new_mode_is_one_function_and_unknown_names_list_the_valid_ones():

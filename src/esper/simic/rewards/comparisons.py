@@ -27,7 +27,7 @@ from __future__ import annotations
 import numpy as np
 
 from esper.leyline.slot_table import Bools, Floats
-from esper.leyline.stages import GROWING, NUM_STAGES, SeedStage
+from esper.leyline.stages import COOLING, GROWING, NUM_STAGES, SeedStage
 from esper.simic.rewards.reward import Frame, RewardConfig, bounded, gain, rent, reward_mode
 
 Stage = SeedStage
@@ -41,6 +41,7 @@ STAGE_POTENTIAL[[Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING
 )
 _HAS_SAY = np.isin(np.arange(NUM_STAGES), (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED))
 _IS_GROWING = np.isin(np.arange(NUM_STAGES), GROWING)
+_IS_COOLING = np.isin(np.arange(NUM_STAGES), COOLING)
 WORTHWHILE = 0.01
 """Contribution from which a fossil counts as worthwhile, as a fraction of quality. Another one counts minus this."""
 DRIP_SHARE = 0.7
@@ -107,7 +108,9 @@ def sparse(_before: Frame, after: Frame, config: RewardConfig) -> Floats:
 @reward_mode("minimal")
 def minimal(before: Frame, after: Frame, config: RewardConfig) -> Floats:
     """Return `sparse` minus a cost for every seed pruned in this step. A crash costs as much as pruning all."""
-    pruned = (_IS_GROWING[before.stage] & (after.stage == Stage.PRUNED)).sum(axis=1)
+    pruned = (_IS_GROWING[before.stage] & _IS_COOLING[after.stage]).sum(
+        axis=1
+    )  # one pruned at once is EMBARGOED by now
     charged = np.where(after.crashed, before.stage.shape[1], pruned)
     return np.asarray(sparse(before, after, config) - PRUNE_COST * charged)
 
