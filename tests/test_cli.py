@@ -17,6 +17,7 @@ import pytest
 from esper.cli import grow
 from esper.commands.growing import Settings
 from tests.support.run_outcomes import heed_signals
+from tests.support.sample_runs import grow_run
 
 ESPER = Path(sys.executable).parent / "esper"
 ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "xterm"}
@@ -102,6 +103,14 @@ def test_expected_failures_are_reported_with_a_message(args, message):
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_piped_output_keeps_the_order_of_results_and_messages(tmp_path):
+    grow_run(tmp_path / "run")
+    command = [str(ESPER), "sql", str(tmp_path / "run"), "select step from steps", "--json", "--limit", "1"]
+    env = {key: value for key, value in ENV.items() if key != "PYTHONUNBUFFERED"}
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env, timeout=300)
+    assert re.search(r"^\[.*\]\nesper: \d+ more rows; use --limit 0 for all\n$", done.stdout, re.DOTALL), done.stdout
 
 
 def test_interrupt_ends_after_the_epoch_and_prints_how_to_resume(tmp_path):

@@ -382,7 +382,8 @@ def main() -> None:
     """Run the command line. Errors outside the program are printed in one line, without a stack trace."""
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
-            stream.reconfigure(errors="replace")  # a terminal that cannot encode × still shows the rest
+            # a terminal that cannot encode × still shows the rest; lines of a piped stdout keep their order with stderr
+            stream.reconfigure(errors="replace", line_buffering=True)
     warnings.showwarning = lambda message, *_: say(f"warning: {message}")
     try:
         require_own_package()

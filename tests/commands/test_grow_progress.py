@@ -51,8 +51,8 @@ def test_piped_output_has_a_line_for_every_slow_epoch(tmp_path, capsys, monkeypa
 
 def test_terminal_shows_every_epoch_and_the_time_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grow, "Console", lambda: Console(force_terminal=True, width=120))
-    monkeypatch.setattr(grow_progress, "REFRESH_PER_SECOND", 100)
-    run_grow(Settings(task="digits", controller="schedule", epochs=6, compare=False), GrowOptions(out=tmp_path))
+    monkeypatch.setattr(grow_progress, "REFRESH_PER_SECOND", 100)  # an epoch takes about 100 times as long
+    run_grow(Settings(task="rescue", controller="schedule", epochs=3, compare=False), GrowOptions(out=tmp_path))
     printed = capsys.readouterr().out
-    assert "epoch 1 of 6 is training" in printed
-    assert re.search(r"epoch   [2-5]/6  train loss .* params  0:00:\d\d left", printed)
+    assert "epoch 1 of 3 is training" in printed
+    assert re.search(r"epoch   2/3  train loss .* params  0:00:\d\d left", printed)

@@ -182,10 +182,10 @@ def lead(
         seqs = [0] * group.size if saved is None else run_metadata(saved)["next_seq"]
         group.broadcast({"path": str(run.path.absolute()), "next_seq": seqs})
         plainly(console, f"run {run.path}  (live view: esper watch {run.path})")
-        plainly(console, settings_line(config))
-        plainly(console, room)
         if saved is not None:
             plainly(console, f"resuming from {saved.path.name}, next round: {run_metadata(saved)['done'] + 1}")
+        plainly(console, settings_line(config))
+        plainly(console, room)
         run.say(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
