@@ -49,7 +49,10 @@ def test_convolutions_gain_most_where_the_host_sees_single_pixels():
     after = body.state_dict()
     assert before.keys() == after.keys()
     assert all(torch.equal(before[name], after[name]) for name in before)
-    assert str(audition).splitlines()[1].startswith(f"{best.slot}     conv_light")
+    lines = str(audition).splitlines()
+    assert lines[1].startswith(f"{best.slot}     conv_light")
+    assert lines[5] == f"gain: quality of a copy trained with the seed minus {audition.bare:.4f}, that without it"
+    assert max(map(len, lines)) <= 80
 
 
 def test_grower_plants_a_plan_and_nothing_else():

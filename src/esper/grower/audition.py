@@ -30,7 +30,8 @@ class Trial:
     slot: str
     blueprint: str
     gain: float
-    """Quality of the copy with the seed minus that of the copy without, both trained in the same way."""
+    """Quality of the copy with the seed minus that of the copy without, in the unit of `train`'s result. Each copy was
+    trained once, with equal batches: the gain has no standard error, and noise of training is part of it."""
     params: int
     macs: int
     """Multiply-adds for one sample."""
@@ -78,13 +79,19 @@ class Audition:
         rows = [("slot", "blueprint", "gain", "parameters", "multiply-adds")]
         rows += [(t.slot, t.blueprint, f"{t.gain:+.4f}", f"{t.params:,}", f"{t.macs:,}") for t in self.trials]
         widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        return "\n".join(
+        lines = [
             "  ".join(
                 f"{cell:{'<' if i < 2 else '>'}{width}}"
                 for i, (cell, width) in enumerate(zip(row, widths, strict=True))
             )
             for row in rows
-        )
+        ]
+        legend = [
+            f"gain: quality of a copy trained with the seed minus {self.bare:.4f}, that without it",
+            "      (one training each, so no ±; the noise of training is part of it)",
+            "multiply-adds: of the seed, for one sample",
+        ]
+        return "\n".join([*lines, *legend])
 
 
 def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence[str] = ()) -> Audition:
