@@ -11,7 +11,7 @@ from esper.leyline.errors import ConfigError
 from esper.nissa.journal_rows import PORTION, OtherRow, follow
 from esper.nissa.record import Record
 from esper.nissa.run_list import manifest_of
-from esper.nissa.sinks import TENSORBOARD, Sink, TensorBoardSink, TrackerSink, must_be_available
+from esper.nissa.sinks import TENSORBOARD, must_be_available, tracker_sink
 
 
 def run_export_log(run: Path, to: str, out: Path | None) -> None:
@@ -21,13 +21,9 @@ def run_export_log(run: Path, to: str, out: Path | None) -> None:
         raise ConfigError(f"--out is the directory of TensorBoard files; {to} chooses its own place. Remove --out")
     manifest, _ = manifest_of(run)
     where = (out or run / TENSORBOARD) if to == TENSORBOARD else None
-    sink: Sink
-    if where is not None:
-        if where.exists() and any(where.iterdir()):
-            raise ConfigError(f"{where} is not empty; nothing is overwritten. Use --out to choose another directory")
-        sink = TensorBoardSink(where)
-    else:
-        sink = TrackerSink(to, run, manifest, most_lag_s=None)
+    if where is not None and where.exists() and any(where.iterdir()):
+        raise ConfigError(f"{where} is not empty; nothing is overwritten. Use --out to choose another directory")
+    sink = tracker_sink(to, run, manifest, out=where, most_lag_s=None)
     count = 0
     follower = follow(run)
     try:

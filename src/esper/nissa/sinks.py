@@ -155,7 +155,13 @@ class TensorBoardSink:
 
 
 TENSORBOARD = "tensorboard"
-TRACKERS = (TENSORBOARD, "wandb", "mlflow", "trackio")
+TRACKERS = {
+    TENSORBOARD: ("tensorboard",),
+    "wandb": ("accelerate", "wandb"),
+    "mlflow": ("accelerate", "mlflow"),
+    "trackio": ("accelerate", "trackio"),
+}
+"""Name of a tracker → the packages that it needs."""
 PROJECT = "esper"
 """Name of the project or experiment in a tracker."""
 MOST_LAG_S = 10.0
@@ -174,25 +180,29 @@ def must_be_available(names: Iterable[str]) -> None:
     for name in names:
         if name not in TRACKERS:
             raise unknown_name("tracker", name, TRACKERS)
-        extra = TENSORBOARD if name == TENSORBOARD else "trackers"
-        needed = [name] if name == TENSORBOARD else ["accelerate", name]
-        missing = [package for package in needed if find_spec(package) is None]
+        missing = [package for package in TRACKERS[name] if find_spec(package) is None]
         if missing:
-            own = "" if name == TENSORBOARD else f" {name}"
+            what = f"'esper-lite[trackers]' {name}" if "accelerate" in TRACKERS[name] else f"'esper-lite[{name}]'"
             raise EsperError(
                 f"the tracker {name} needs {' and '.join(missing)}, which is not installed. "
-                f"Install it with: pip install 'esper-lite[{extra}]'{own}"
+                f"Install it with: pip install {what}"
             )
 
 
+def tracker_sink(
+    name: str, run: Path, manifest: Mapping[str, Any], *, out: Path | None = None, most_lag_s: float | None = MOST_LAG_S
+) -> Sink:
+    """Return a started sink for this tracker. TensorBoard files go to `out`, by default RUN/tensorboard."""
+    if name == TENSORBOARD:
+        return TensorBoardSink(out or run / TENSORBOARD)
+    return TrackerSink(name, run, manifest, most_lag_s)
+
+
 def tracker_sinks(names: Iterable[str], run: Path, manifest: Mapping[str, Any]) -> list[Sink]:
-    """Return started sinks for these trackers. TensorBoard files go to RUN/tensorboard."""
+    """Return started sinks for these trackers."""
     names = list(dict.fromkeys(names))
     must_be_available(names)
-    return [
-        TensorBoardSink(run / TENSORBOARD) if name == TENSORBOARD else TrackerSink(name, run, manifest)
-        for name in names
-    ]  # fmt: skip
+    return [tracker_sink(name, run, manifest) for name in names]
 
 
 class TrackerSink:
