@@ -22,12 +22,14 @@ from esper.karn.watch.app import WatchApp
 
 IMAGES = Path(__file__).parents[1] / "docs" / "images"
 PAGE_SIZE = (1400, 1480)
+NETWORK_WIDTH = 820
+"""Of the page from which the network is taken: the README shows it unscaled, on its first screen."""
 TERMINAL_SIZE = (120, 36)
 MOST_BYTES = 200_000
 
 
 def photograph_page(browser: Browser, run: Path, out: Path, network: Path) -> None:
-    """Open a run in `esper dash`; save the visible part of the page, and the panel of the growing network alone."""
+    """Open a run in `esper dash`; save the visible part of the page, and the growing network without controls."""
     server = subprocess.Popen([sys.executable, "-m", "esper", "dash", str(run)], stdout=subprocess.PIPE, text=True)
     try:
         assert server.stdout is not None
@@ -40,8 +42,11 @@ def photograph_page(browser: Browser, run: Path, out: Path, network: Path) -> No
         page.locator("input[type=range]").blur()
         page.wait_for_timeout(1500)  # the charts have been drawn
         page.screenshot(path=out)
-        heading = page.get_by_role("heading", name="The growing network")
-        page.locator("section").filter(has=heading).last.screenshot(path=network)
+        page.set_viewport_size({"width": NETWORK_WIDTH, "height": PAGE_SIZE[1]})
+        panel = page.locator("section").filter(has=page.locator("svg.network")).last
+        panel.evaluate("p => { for (const e of p.children) e.hidden = !e.matches('svg, .readout, .lanes'); }")
+        page.wait_for_timeout(1500)
+        panel.screenshot(path=network)
     finally:
         server.kill()
         server.wait()
