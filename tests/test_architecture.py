@@ -1,6 +1,7 @@
 """Import directions, one rollout loop, files of a step, sizes, docstrings, layout of the tests, and lazy imports."""
 
 import ast
+import re
 import runpy
 import subprocess
 import sys
@@ -122,6 +123,18 @@ def test_test_directories_mirror_packages():
     apart = {"benchmarks", "docs", "reference", "support"}
     folders = [p.parent.relative_to(tests) for p in tests.rglob("__init__.py")]
     assert [str(f) for f in folders if f.parts and f.parts[0] not in apart and not (SRC / f).is_dir()] == []
+
+
+def test_test_modules_do_not_import_each_other():
+    """What several test modules use is in `tests/support`."""
+    imports = [
+        f"{path.relative_to(ROOT)}: {name}"
+        for folder in ("tests", "benchmarks", "scripts")
+        for path in sorted((ROOT / folder).rglob("*.py"))
+        for name in imports_of(path)
+        if re.match(r"tests\.(?!support|reference)|(.*\.)?test_", name)
+    ]
+    assert imports == []
 
 
 @pytest.mark.parametrize("command", [["-c", "import esper"], ["-m", "esper.cli", "--help"]])

@@ -5,7 +5,6 @@ The commands run through `esper.cli.main`, in this process, for speed.
 
 import contextlib
 import gzip
-import hashlib
 import io
 import json
 import math
@@ -14,11 +13,8 @@ import pickle
 import resource
 import struct
 import subprocess
-import sys
-import warnings
 import zlib
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +25,6 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save
 from torch import nn
 
-from esper import cli
 from esper.kasmina.blueprints import blueprint, unregister
 from esper.kasmina.graft import graft
 from esper.leyline.checksums import seal_json, seal_tensors
@@ -42,79 +37,13 @@ from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.data import load_data
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task, get_task
+from tests.support.bad_input import MOST, Case, check, esper
 
-MOST = 600
-"""Maximum length of a paragraph in characters."""
 SIM = ["train", "--sim", "--rounds", "1", "--envs", "2", "--epochs", "2", "--no-compare", "--set", "ppo.groups=1"]
 HOSTS = ["train", "--task", "digits", *SIM[2:]]
 GROW = ["grow", "--task", "digits", "--epochs", "1", "--no-compare"]
 CIFAR = ["grow", "--task", "cifar", "--epochs", "1", "--no-compare", "--data"]
 TEXT = ["grow", "--task", "tinystories", "--epochs", "1", "--no-compare", "--data"]
-
-
-@dataclass(frozen=True)
-class Case:
-    """A command line, built in the directory where it will run, and texts that its error must contain."""
-
-    name: str
-    args: list[str] | Callable[[], list[object]]
-    output: tuple[str, ...]
-    begun: bool = False
-    """The run had begun when it failed: it leaves a run directory with that status."""
-    usage: bool = False
-    """An error of the argument parser: it shows the usage instead of a paragraph."""
-    warned: bool = False
-    """Warnings name what was damaged, before the error states the rest."""
-
-
-def esper(*args: object) -> tuple[int, str]:
-    """Run the command line; return its exit code and its stderr, warnings included."""
-    output, before = io.StringIO(), sys.argv
-    sys.argv = ["esper", *map(str, args)]
-    try:
-        with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(output), warnings.catch_warnings():
-            warnings.simplefilter("always")
-            warnings.showwarning = lambda message, *_: print(f"warning: {message}", file=output)
-            cli.main()
-    except SystemExit as leaving:
-        return int(leaving.code or 0), output.getvalue()
-    finally:
-        sys.argv = before
-    return 0, output.getvalue()
-
-
-def tree(root: Path) -> dict[str, str]:
-    """Return every file below a directory, with the hash of its content."""
-    files = {p: hashlib.sha256(p.read_bytes()).hexdigest() if p.is_file() else "" for p in root.rglob("*")}
-    return {str(p.relative_to(root)): h for p, h in files.items()}
-
-
-def check(case: Case, place: Path) -> None:
-    args = case.args() if callable(case.args) else case.args
-    before = tree(place)
-    code, output = esper(*args)
-    new = {name for name, content in tree(place).items() if before.get(name) != content}
-
-    assert code == 2, output
-    assert "Traceback" not in output
-    lines = output.strip().splitlines()
-    if case.usage:
-        assert lines[0].startswith("Usage")
-        assert len(output) < 2 * MOST
-    else:
-        result = [line for line in lines if not (case.warned and line.startswith("esper: warning: "))]
-        assert len(result) == 1, output  # one paragraph
-        assert result[0].startswith("esper: ")
-        assert len(result[0]) <= MOST, len(result[0])
-    flat = " ".join(output.replace("│", " ").split())
-    for word in case.output:
-        assert word in flat, f"{word!r} is not in: {flat}"
-    assert set(before) <= set(tree(place))
-    if case.begun and new:
-        for run in {place / "runs" / Path(name).parts[1] for name in new if len(Path(name).parts) > 1}:
-            assert read_manifest(run)["status"] == "failed"
-    else:
-        assert not new, new
 
 
 @pytest.fixture

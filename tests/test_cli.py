@@ -9,22 +9,22 @@ import signal
 import subprocess
 import sys
 import xml.etree.ElementTree as ET
-from pathlib import Path
 
 import msgspec
 import pytest
 
 from esper.cli import grow
 from esper.commands.growing import Settings
+from tests.support import command_line
+from tests.support.command_line import ESPER, SETTINGS
 from tests.support.run_outcomes import heed_signals
 from tests.support.sample_runs import grow_run
 
-ESPER = Path(sys.executable).parent / "esper"
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "100", "TERM": "xterm"}
+ENV = {**os.environ, **SETTINGS, "COLUMNS": "100", "TERM": "xterm"}
 
 
 def esper(*args: str, **kwargs) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([str(ESPER), *args], capture_output=True, text=True, env=ENV, timeout=300, **kwargs)
+    return command_line.esper(*args, env=ENV, **kwargs)
 
 
 def test_grow_trains_compares_and_writes_all_outputs(tmp_path):

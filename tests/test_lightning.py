@@ -10,7 +10,6 @@ import pytest
 import torch
 from lightning.pytorch.callbacks import Callback, EMAWeightAveraging, ModelCheckpoint, StochasticWeightAveraging
 from lightning.pytorch.loggers import CSVLogger
-from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import esper
@@ -18,7 +17,8 @@ from esper.leyline.errors import CheckpointError, ConfigError
 from esper.lightning import GrowthCallback
 from tests.support import ROOT
 from tests.support.controllers import Planter
-from tests.support.grower import batch, make_body
+from tests.support.grower import batch
+from tests.support.lightning_module import Module
 
 pytestmark = [
     # Lightning's own: few workers, small logging interval, a directory that exists, torch's pytree
@@ -26,31 +26,6 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Checkpoint directory:UserWarning"),
     pytest.mark.filterwarnings("ignore:.*LeafSpec.*"),
 ]
-
-
-class Module(L.LightningModule):
-    """A user's module. `options` are those of the grower."""
-
-    def __init__(self, schedule=True, **options):
-        super().__init__()
-        self.body, self.schedule = make_body(), schedule
-        self.options = {"controller": Planter(), "rules": esper.Rules(one_at_a_time=False), **options}
-
-    def loss(self, data):
-        return nn.functional.cross_entropy(self.body(data[0]), data[1])
-
-    def training_step(self, data, _index):
-        return self.loss(data)
-
-    def validation_step(self, data, _index):
-        self.log("val_loss", self.loss(data))
-
-    def configure_optimizers(self):
-        optimizer = torch.optim.AdamW(self.body.parameters(), lr=1e-2)
-        self.grower = esper.Grower(self.body, optimizer, **self.options)
-        if not self.schedule:
-            return optimizer
-        return [optimizer], [torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, total_steps=8)]
 
 
 class Shadowed(Module):

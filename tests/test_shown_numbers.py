@@ -1,18 +1,14 @@
 """One run shows the same numbers, under the same names, on the console, in the report, in SQL and in watch."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 pytest.importorskip("duckdb", reason="SQL needs the extra sql")
 
-ESPER = Path(sys.executable).with_name("esper")
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "80"}
+from tests.support import command_line
+
 ROUNDS = 3
 TRAIN = [
     "train", "--sim", "--rounds", ROUNDS, "--envs", "4", "--epochs", "20", "--set", "worlds=8",
@@ -21,8 +17,7 @@ TRAIN = [
 
 
 def esper(*args):
-    command = [str(ESPER), *map(str, args)]
-    done = subprocess.run(command, capture_output=True, text=True, env=ENV, timeout=300)
+    done = command_line.esper(*args, env={"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 

@@ -19,9 +19,9 @@ from esper.nissa.journal_writer import rewind
 from esper.nissa.run import RunDirectory, is_owned, read_manifest
 from esper.nissa.run_list import list_runs
 from esper.tolaria.checkpoint import Checkpoints
+from tests.support.bad_input import Case, check, esper
 from tests.support.journal_checks import next_seq
 from tests.support.untrusted_runs import ACTS, FINISHED, a_run, entry, run_with_control_characters
-from tests.test_bad_input import Case, check, esper
 
 
 @pytest.fixture(autouse=True)

@@ -10,7 +10,7 @@ from esper.karn.comparison import compare_runs
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
 from esper.nissa.run_list import list_runs
-from tests.commands.test_train import esper
+from tests.support.command_line import esper
 from tests.support.compared_runs import write_run
 
 SMALL = {"simulated": True, "rounds": 2, "envs": 4, "epochs": 14, "task": None, "seed": None, "start_from": None}

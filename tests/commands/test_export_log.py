@@ -6,9 +6,8 @@ import pytest
 
 from esper.commands.export_log import run_export_log
 from esper.leyline.errors import ConfigError, EsperError, UnknownNameError
-from tests.nissa.test_tensorboard import loaded
-from tests.nissa.test_trackers import esper, mlflow_metrics, needs, wandb_metrics
 from tests.support.sample_runs import grow_run, train_run
+from tests.support.trackers import esper, loaded, mlflow_metrics, needs, wandb_metrics
 
 QUALITY = "env0/quality"
 

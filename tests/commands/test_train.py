@@ -1,13 +1,9 @@
 """Training and comparing policies from the command line: real processes, real files."""
 
 import json
-import os
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from collections import Counter
 from functools import wraps
-from pathlib import Path
 
 import pytest
 import torch
@@ -19,14 +15,9 @@ from esper.nissa.run import read_manifest
 from esper.simic import env as env_module
 from esper.simic.env import HostBackend
 from esper.tolaria.tasks import Task
+from tests.support.command_line import esper
 
-ESPER = Path(sys.executable).parent / "esper"
-ENV = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "120"}
 SMALL = ["--rounds", "2", "--envs", "4", "--epochs", "14", "--set", "ppo.groups=2", "--set", "worlds=4"]
-
-
-def esper(*args, **kwargs):
-    return subprocess.run([str(ESPER), *map(str, args)], capture_output=True, text=True, env=ENV, timeout=300, **kwargs)
 
 
 @pytest.fixture(scope="module")

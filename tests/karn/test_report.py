@@ -20,10 +20,10 @@ from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Episode, Governor, Health
 from esper.nissa.record import sealed
+from tests.support.browser import NASTY
 from tests.support.compared_runs import decided, write_run
 from tests.support.sample_runs import Journal, grow_like, grow_run, started, step, train_run
 
-NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
 VOID = {"meta", "link", "img", "br"}
 
 

@@ -7,41 +7,11 @@ import sys
 import pytest
 
 from esper.leyline.errors import EsperError
-from esper.leyline.events import Episode, RunStarted, Step, Update, Worth
+from esper.leyline.events import Worth
 from esper.nissa.hub import NissaHub
 from esper.nissa.record import Record
 from esper.nissa.sinks import Scalars, TensorBoardSink
-
-
-def step(env=0, episode=0, step=1, **fields):
-    plain = {"world": 0, "op": "wait", "quality": 0.5, "committed_quality": 0.4, "val_loss": 1.0, "train_loss": None}
-    seeds = {"params": 10, "stages": (0, 3), "alphas": (0.0, 0.25), "blueprints": ("", "conv_light")}
-    return Step(env=env, episode=episode, step=step, **plain | seeds | fields)
-
-
-def update(round, **fields):
-    names = ("policy_loss", "value_loss", "entropy_loss", "kl", "clip_fraction", "ratio_min", "ratio_max")
-    more = ("explained_variance", "value_nrmse", "grad_norm", "lr")
-    plain = dict.fromkeys(names + more, 0.5) | {"epochs": 2, "minibatches": 4}
-    return Update(round=round, **plain | fields)
-
-
-STARTED = RunStarted(
-    run_id="r1", command="train", task="t", controller="c", seed=1, env_names=("a", "b"), slots=("r0c0", "r0c1"),
-    steps=20, rounds=3, host_params=100,
-)  # fmt: skip
-EPISODE = Episode(
-    env=1, episode=0, world=0, name="a", steps=20, quality=math.nan, quality_best=None, baseline_quality=0.25,
-    params=120, host_params=100, germinated=3, fossilized=1, pruned=2, structure={},
-)  # fmt: skip
-
-
-def loaded(folder):
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    accumulator = EventAccumulator(str(folder), size_guidance={"scalars": 0})
-    accumulator.Reload()
-    return {tag: [(e.step, e.value) for e in accumulator.Scalars(tag)] for tag in accumulator.Tags()["scalars"]}
+from tests.support.trackers import EPISODE, STARTED, loaded, step, update
 
 
 def test_tensorboard_reads_back_what_was_emitted(tmp_path):

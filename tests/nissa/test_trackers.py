@@ -1,13 +1,8 @@
 """Trackers receive the scalars of a run, live and from its journal, each in its own offline mode."""
 
-import json
-import os
-import subprocess
-import sys
 import threading
 import time
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 
@@ -17,75 +12,9 @@ from esper.nissa.hub import NissaHub
 from esper.nissa.record import Record
 from esper.nissa.recorder import record
 from esper.nissa.sinks import MOST_LAG_S, CallThread, TrackerSink, must_be_available
-from tests.nissa.test_tensorboard import EPISODE, STARTED, loaded, step, update
+from tests.support.trackers import EPISODE, STARTED, esper, loaded, mlflow_metrics, needs, step, update, wandb_metrics
 
-ESPER = Path(sys.executable).parent / "esper"
-OFFLINE = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "MLFLOW_ALLOW_FILE_STORE": "true", "OMP_NUM_THREADS": "1"}
 TRAIN = ["train", "--sim", "--rounds", "2", "--envs", "2", "--epochs", "6", "--set", "ppo.groups=2", "--no-compare"]
-
-
-def needs(*packages):
-    missing = [package for package in packages if find_spec(package) is None]
-    return pytest.mark.skipif(bool(missing), reason=f"not installed: {', '.join(missing)}")
-
-
-def esper(tmp_path, *args):
-    env = os.environ | OFFLINE | {"MLFLOW_TRACKING_URI": f"file:{tmp_path / 'mlruns'}", "TRACKIO_DIR": str(tmp_path)}
-    done = subprocess.run(
-        [str(ESPER), *map(str, args)], capture_output=True, text=True, env=env, cwd=tmp_path, timeout=300
-    )
-    assert done.returncode == 0, done.stderr
-    return done
-
-
-# -- what each tracker stored: tag → (step, value)
-
-
-def mlflow_metrics(tmp_path, number=0):
-    runs = sorted((tmp_path / "mlruns").glob("*/*/meta.yaml"), key=lambda file: file.parent.stat().st_ctime_ns)
-    assert "end_time: null" not in runs[number].read_text()
-    folder = runs[number].parent
-    metrics = {}
-    for file in (folder / "metrics").rglob("*"):
-        if file.is_file():
-            rows = [line.split() for line in file.read_text().splitlines()]
-            metrics[str(file.relative_to(folder / "metrics"))] = [(int(row[2]), float(row[1])) for row in rows]
-    settings = {file.name: file.read_text() for file in (folder / "params").iterdir()}
-    return metrics, settings
-
-
-def wandb_metrics(run, number=0):
-    """Read a W&B transaction log: LevelDB blocks of protocol buffers."""
-    from wandb.proto.wandb_internal_pb2 import Record as WandbRecord
-
-    file = sorted((run / "wandb").glob("offline-run-*/*.wandb"))[number]
-    metrics, settings = {}, {}
-    for data in log_records(file.read_bytes()):
-        entry = WandbRecord()
-        entry.ParseFromString(data)
-        if entry.WhichOneof("record_type") == "history":
-            row = {item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in entry.history.item}
-            (axis,) = [key for key in row if key.endswith("/step")]
-            for key, value in row.items():
-                if key != axis and not key.startswith("_"):
-                    metrics.setdefault(key, []).append((row[axis], value))
-        for item in [*entry.config.update, *entry.run.config.update]:
-            settings[item.key or "/".join(item.nested_key)] = json.loads(item.value_json)
-    return metrics, settings
-
-
-def log_records(content, block=32768):
-    whole, at = b"", 7
-    while at + 7 <= len(content):
-        if block - at % block < 7:
-            at += block - at % block
-            continue
-        size, kind = int.from_bytes(content[at + 4 : at + 6], "little"), content[at + 6]
-        whole += content[at + 7 : at + 7 + size]
-        at += 7 + size
-        if kind in (1, 4):  # a complete record, or its last part
-            yield whole
-            whole = b""
 
 
 @pytest.fixture(scope="module")

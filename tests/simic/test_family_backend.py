@@ -26,6 +26,7 @@ from esper.tamiyo.policy.features import batch_obs_to_features
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.families import Family
+from tests.support.command_line import esper
 from tests.support.run_outcomes import is_whole, outcome_of
 
 TEXT = """
@@ -231,8 +232,6 @@ def test_default_pool_of_a_family_has_256_worlds(file: Path) -> None:
 
 @pytest.mark.slow
 def test_commands_work_with_a_family_and_workers_change_nothing(file: Path, tmp_path: Path) -> None:
-    from tests.commands.test_train import esper
-
     small = ["--task", file, "--rounds", "2", "--envs", "4", "--set", "worlds=5", "--set", "ppo.groups=2"]
     for name, more in (("one", []), ("two", ["--workers", "2"])):
         done = esper("train", *small, *more, "--out", tmp_path / name)

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 CHROMIUM = Path("/usr/bin/chromium")
+NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
+"""A text that runs a script or adds elements in a page that does not escape it."""
 
 
 def launched():
@@ -41,3 +43,11 @@ class Visits:
     def close(self):
         while self.pages:
             self.pages.pop().context.close()
+
+
+def too_wide(page, width):
+    """Return the elements that make the page wider than the screen."""
+    if page.evaluate("document.documentElement.scrollWidth") <= width:
+        return []
+    wide = f"[...document.querySelectorAll('main *')].filter(n => n.getBoundingClientRect().right > {width})"
+    return page.evaluate(f"{wide}.map(n => `${{n.tagName}}.${{n.getAttribute('class')}}`).slice(0, 20)")

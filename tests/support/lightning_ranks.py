@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from esper.lightning import GrowthCallback
 from tests.support.grower import batch
-from tests.test_lightning import Module
+from tests.support.lightning_module import Module
 
 
 class SeedsOutsideDDP(Callback):

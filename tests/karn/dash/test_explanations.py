@@ -7,7 +7,7 @@ pytest.importorskip("starlette", reason="the live page needs the extra web")
 from esper.karn import report
 from esper.karn.run_state import RunState
 from esper.leyline.run_files import DECISIONS
-from tests.karn.dash.test_page import NASTY, too_wide
+from tests.support.browser import NASTY, too_wide
 from tests.support.page_server import TOKEN, served
 from tests.support.sample_runs import grow_run
 

@@ -7,23 +7,11 @@ from itertools import product
 import pytest
 
 from esper.karn.dash.guard import MOST_TARGET_BYTES, SECURITY_HEADERS, Guard
+from tests.support.guard_requests import ORIGINS, OWN_HOSTS, PORT, SITES, TOKEN, TOKENS, call, credentials
 
-TOKEN = "0123456789abcdefghij"
-PORT = 8123
-OWN_HOSTS = ("127.0.0.1:8123", "localhost:8123")
 FOREIGN_HOSTS = ("evil.example", "evil.example:8123", "127.0.0.1", "127.0.0.1:80", "LOCALHOST.:8123", "[::1]:8123", "")
 ROUTES = ("/", "/runs", "/events", "/static/page.js", "//evil.example/", "/none", "/%2e%2e/secret")
 METHODS = ("GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "CONNECT", "get", "PROPFIND")
-TOKENS = ("none", "wrong URL", "wrong cookie", "other port's cookie", "right URL", "right cookie")
-ORIGINS = (
-    None,
-    "http://127.0.0.1:8123",
-    "http://localhost:8123",
-    "http://evil.example",
-    "null",
-    "https://127.0.0.1:8123",
-)
-SITES = (None, "same-origin", "none", "same-site", "cross-site", "")
 
 
 class Application:
@@ -50,31 +38,6 @@ def request(path="/", method="GET", host=OWN_HOSTS[0], origin=None, site=None, c
     messages = call(Guard(app, TOKEN, PORT), scope)
     body = b"".join(message.get("body", b"") for message in messages[1:])
     return messages[0]["status"], dict(messages[0]["headers"]), body, bool(app.scopes)
-
-
-def call(guard, scope):
-    messages = []
-
-    async def send(message):
-        messages.append(message)
-
-    async def receive():
-        return {"type": "http.request", "body": b"", "more_body": False}
-
-    with pytest.raises(StopIteration):  # nothing waits, so no event loop is needed: the matrix has 150 000 requests
-        guard(scope, receive, send).send(None)
-    return messages
-
-
-def credentials(token):
-    return {
-        "none": {},
-        "wrong URL": {"query": "token=" + "x" * len(TOKEN)},
-        "wrong cookie": {"cookie": f"esper_dash_{PORT}={TOKEN[:-1]}"},
-        "other port's cookie": {"cookie": f"esper_dash_{PORT + 1}={TOKEN}"},
-        "right URL": {"query": f"run=a%26b&token={TOKEN}"},
-        "right cookie": {"cookie": f"theme=dark; esper_dash_{PORT}={TOKEN}"},
-    }[token]
 
 
 @pytest.mark.parametrize("token", TOKENS)

@@ -11,7 +11,7 @@ pytest.importorskip("uvicorn", reason="the live page needs the extra web")
 
 from esper.karn.dash.guard import SECURITY_HEADERS, Guard
 from esper.karn.dash.server import make_app
-from tests.karn.dash.test_guard import ORIGINS, OWN_HOSTS, PORT, SITES, TOKEN, TOKENS, call, credentials
+from tests.support.guard_requests import ORIGINS, OWN_HOSTS, PORT, SITES, TOKEN, TOKENS, call, credentials
 from tests.support.sample_runs import grow_run
 
 HOSTS = ("127.0.0.1:8123", "evil.example:8123")

@@ -11,10 +11,11 @@ from esper.karn import report
 from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.events import KINDS, Checkpoint, Governor, Gradient, Health, RunFinished
+from tests.support import browser
 from tests.support.page_server import TOKEN, served
 from tests.support.sample_runs import Journal, grow_like, phases, started, train_run
 
-NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->\u202e"
+NASTY = browser.NASTY + "\u202e"
 FOLDER = "<img src=x onerror=alert(1)>'\"&"
 FLOW = ("op", "was", "now", "cause", "severity", "status")
 """Fields whose values choose what a view shows: hostile in one of the runs, and usual in the other."""

@@ -13,10 +13,9 @@ from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.events import Checkpoint, Governor, Health, PhaseProfile
 from esper.nissa.recorder import record
+from tests.support.browser import NASTY, too_wide
 from tests.support.page_server import TOKEN, served
 from tests.support.sample_runs import Journal, grow_like, grow_run, started, step, train_run
-
-NASTY = "</script><img src=x onerror=alert(1)>\"'&{{x}}<!--body-->"
 
 
 def hostile_run(path):
@@ -54,14 +53,6 @@ def places(tmp_path_factory):
 def opened_folds(page):
     for fold in page.query_selector_all("details"):
         fold.evaluate("d => d.open = true")
-
-
-def too_wide(page, width):
-    """Return the elements that make the page wider than the screen."""
-    if page.evaluate("document.documentElement.scrollWidth") <= width:
-        return []
-    wide = f"[...document.querySelectorAll('main *')].filter(n => n.getBoundingClientRect().right > {width})"
-    return page.evaluate(f"{wide}.map(n => `${{n.tagName}}.${{n.getAttribute('class')}}`).slice(0, 20)")
 
 
 # -- the report

@@ -14,37 +14,16 @@ from torch.nn import functional as F
 
 import esper
 from esper.leyline.stages import SeedStage
-from esper.simic.attribution import CounterfactualEngine, Worth, report
-from esper.tolaria.coalitions import Coalitions
+from esper.simic.attribution import report
 from esper.tolaria.data import load_data
 from tests.support.models import grow
-
-NAN = float("nan")
-
-
-def make(n: int = 3, fossils: tuple[str, ...] = (), seed: int = 0, samples: int = 40) -> Worth:
-    """Return a complete table of n players named a, b, c… and a prospect."""
-    configs = [(*(bool(m >> i & 1) for i in range(n)), False) for m in range(2**n)] + [(*(True,) * n, True)]
-    scores = torch.randn(len(configs), samples, generator=torch.Generator().manual_seed(seed))
-    scores += torch.tensor([float(sum(c)) for c in configs])[:, None]
-    return CounterfactualEngine.worth(Coalitions((*"abcdefgh"[:n], "learner"), n, configs, scores), fossils)
-
-
-def unknown(n: int = 2) -> Worth:
-    """Return the report of a body of which only the quality was measured."""
-    none, pairs = np.full(n, NAN), np.full((n, n), NAN)
-    return Worth(
-        slots=tuple("ab"[:n]), fossils=(False,) * n, quality=0.5, quality_se=NAN, committed=NAN, contribution=none,
-        contribution_se=none, solo=none, solo_se=none, shapley=none, shapley_se=none, shapley_design_se=none,
-        interaction=pairs, interaction_se=pairs, evaluations=1, prospect={"learner": (0.1, NAN)},
-    )  # fmt: skip
-
+from tests.support.worth import complete_worth, unmeasured_worth
 
 # -- as a dict
 
 
 def test_dict_holds_plain_json_serialisable_numbers():
-    worth = make(3, fossils=("b",))
+    worth = complete_worth(3, fossils=("b",))
     result = json.loads(json.dumps(worth.to_dict(), allow_nan=False))
     assert result == worth.to_dict()
     assert list(result["slots"]) == ["a", "b", "c"]
@@ -63,7 +42,7 @@ def test_dict_holds_plain_json_serialisable_numbers():
 
 
 def test_unmeasured_values_are_none():
-    result = unknown().to_dict()
+    result = unmeasured_worth().to_dict()
     json.dumps(result, allow_nan=False)
     assert result["quality"] == 0.5
     assert result["committed"] is result["quality_se"] is None
@@ -78,7 +57,7 @@ def test_unmeasured_values_are_none():
 
 
 def test_print_separates_contribution_from_dependence_with_errors():
-    worth = make(3, fossils=("b",))
+    worth = complete_worth(3, fossils=("b",))
     head, columns, a, b, _, learner, *legend = str(worth).splitlines()
     assert [line.split(":")[0] for line in legend] == [
         "contribution", "dependence", "Shapley φ", "interactions", "prospect",
@@ -101,9 +80,9 @@ def test_print_separates_contribution_from_dependence_with_errors():
 
 
 def test_print_omits_unknown_values():
-    assert "nan" not in str(unknown()).split("\n", 1)[1]
-    assert str(make(0)).splitlines()[1].split()[:2] == ["slot", "kind"]  # a prospect alone has a header, too
-    assert len(str(dataclasses.replace(make(0), prospect={})).splitlines()) == 1
+    assert "nan" not in str(unmeasured_worth()).split("\n", 1)[1]
+    assert str(complete_worth(0)).splitlines()[1].split()[:2] == ["slot", "kind"]  # a prospect alone has a header, too
+    assert len(str(dataclasses.replace(complete_worth(0), prospect={})).splitlines()) == 1
 
 
 # -- does it separate a useful seed from a useless one?

@@ -12,13 +12,17 @@ from esper import plot_worth
 from esper.leyline.errors import ConfigError
 from esper.simic.attribution import CounterfactualEngine
 from esper.tolaria.coalitions import Coalitions
-from tests.simic.attribution.test_worth import make, unknown
+from tests.support.worth import complete_worth, unmeasured_worth
 
 SVG = "{http://www.w3.org/2000/svg}"
 WORTHS = {
-    "three": make(3, fossils=("b",)), "one": make(1), "nobody": make(0), "unknown": unknown(), "eight": make(8),
-    "one sample": make(2, samples=1),
-}  # fmt: skip
+    "three": complete_worth(3, fossils=("b",)),
+    "one": complete_worth(1),
+    "nobody": complete_worth(0),
+    "unknown": unmeasured_worth(),
+    "eight": complete_worth(8),
+    "one sample": complete_worth(2, samples=1),
+}
 
 
 @pytest.mark.parametrize("name", WORTHS)
@@ -64,11 +68,11 @@ def test_names_with_markup_are_escaped(tmp_path: Path):
 
 def test_unknown_file_suffix_is_refused_with_a_remedy(tmp_path: Path):
     with pytest.raises(ConfigError, match=r"must be \.svg or \.png, got 'worth\.pdf'"):
-        plot_worth(make(2), tmp_path / "worth.pdf")
+        plot_worth(complete_worth(2), tmp_path / "worth.pdf")
 
 
 def test_missing_pillow_names_the_extra(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(ConfigError, match=r"Pillow.*\.svg"):
-        plot_worth(make(2), tmp_path / "worth.png")
-    assert plot_worth(make(2), tmp_path / "worth.svg").exists()
+        plot_worth(complete_worth(2), tmp_path / "worth.png")
+    assert plot_worth(complete_worth(2), tmp_path / "worth.svg").exists()
