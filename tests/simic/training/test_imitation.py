@@ -16,8 +16,9 @@ from esper.tolaria.rollout import rollout
 SETS = ["simulated=true", "envs=32", "worlds=64", "network.width=16", "network.hidden=16"]
 
 
-def test_teacher_acts_in_its_share_and_labels_every_state():
-    config = load_config(sets=[*SETS, "imitation=4"])
+@pytest.mark.parametrize("birth", ["open", "isolated"])
+def test_teacher_acts_in_its_share_and_labels_every_state(birth):
+    config = load_config(sets=[*SETS, "imitation=4", f"rules.birth={birth}"])
     shares = []
     for number in range(4):
         env = make_env(config)

@@ -162,7 +162,7 @@ PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"task": "rescue", "rounds": 4, "envs": 4, "epochs": 20, "worlds": 4, "ppo": {"groups": 2}},
     "standard": {},
     "sim": {
-        "simulated": True, "rounds": 34, "envs": 512, "worlds": 8192, "imitation": 10,
+        "simulated": True, "rounds": 68, "envs": 512, "worlds": 8192, "imitation": 10,
         "fixed": {"tempo": "STANDARD", "alpha_target": "FULL", "alpha_speed": "INSTANT", "alpha_curve": "LINEAR"},
         "network": {"standardise": True},
         "ppo": {

@@ -8,9 +8,13 @@ from esper.leyline.rng import random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.simic.env import GrowthVectorEnv
 from esper.simic.evaluation.informed_planner import InformedPlanner
+from esper.simic.evaluation.replacing_planner import ReplacingPlanner
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import TrainConfig
 from esper.tolaria.rollout import Decides
+
+TEACHERS = {"open": ReplacingPlanner, "isolated": InformedPlanner}
+"""The better planner of each birth."""
 
 
 class ImitationController:
@@ -21,7 +25,7 @@ class ImitationController:
 
     def __init__(self, policy: Decides, env: GrowthVectorEnv, config: TrainConfig, number: int) -> None:
         assert isinstance(env.backend, Simulator)
-        self.policy, self.teacher = policy, InformedPlanner(env.backend, config.reward)
+        self.policy, self.teacher = policy, TEACHERS[config.rules.birth](env.backend, config.reward)
         draws = uniform(random_bits(world_keys(env.backend.worlds), f"taught {number}", 1))[:, 0]
         self.is_taught = draws < 1.0 - (number + 1) / config.imitation  # [E]
         self.teacher_actions: Ints
