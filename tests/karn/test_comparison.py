@@ -1,7 +1,10 @@
 """Comparing runs: differences pair the same worlds, decisions are counted, and what does not pair is named."""
 
 import pytest
+import torch
+from torch import nn
 
+import esper
 from esper.karn import held_out
 from esper.karn.comparison import compare_runs
 from esper.leyline.errors import ConfigError, DataError
@@ -168,3 +171,31 @@ def test_names_from_files_contain_no_control_characters(tmp_path):
     c = write_evaluation(tmp_path / "c", (hostile, [0.1, 0.2]), (hostile, [0.1, 0.2]))
     for comparison in (compare_runs([a, b]), compare_runs([c])):
         assert not {"\x1b", "\x9b"} & set(str(comparison))
+
+
+def test_recorded_loops_compare_the_networks_at_their_ends(tmp_path):
+    data = esper.load_data("digits")
+    batch = (data.val.x[:50], data.val.y[:50])
+    for name, controller in (("a", "none"), ("b", "schedule")):
+        for world in (0, 1):
+            torch.manual_seed(world)
+            model = nn.Sequential(nn.Conv2d(1, 4, 3, padding=1), nn.ReLU(), nn.Flatten(), nn.Linear(256, 10))
+            with esper.record("mine", out=tmp_path / f"{name}{world}") as run:
+                body = esper.graft(model, at=["1"], probe=batch[0])
+                optimizer = torch.optim.SGD(body.parameters(), lr=0.1)
+                grower = esper.Grower(body, optimizer, controller=controller, rng_seed=world, telemetry=run.hub)
+                for _ in range(3):
+                    optimizer.zero_grad()
+                    nn.functional.cross_entropy(body(batch[0]), batch[1]).backward()
+                    optimizer.step()
+                    last = grower.step([batch])
+    result = compare_runs([tmp_path / "a0", tmp_path / "a1", tmp_path / "b0", tmp_path / "b1"])
+    [pair] = result.pairs
+    assert [len(side.paths) for side in result.arms] == [2, 2]
+    assert pair.worlds == [0, 1]
+    assert pair.structures == {"conv_light": (0, 2)}
+    assert measures(pair)["quality"].worlds == 2
+    [alone] = compare_runs([tmp_path / "a1", tmp_path / "b1"]).pairs
+    assert measures(alone)["quality"].other == pytest.approx(last.quality)
+    assert alone.choices is not None
+    assert alone.choices.blueprints == {"conv_light": (0, 1)}

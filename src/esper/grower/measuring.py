@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -96,6 +98,12 @@ class Measuring:
         if result is None:
             return None
         measured = measure(result)
+        if not math.isfinite(measured.quality):
+            warnings.warn(
+                f"the quality after epoch {int(self.table.step[0])} is {measured.quality}: outputs on the validation "
+                "batches are not finite. Lower the learning rate, or load the last checkpoint",
+                stacklevel=3,
+            )
         self.emit.worth(self.table, [CounterfactualEngine.worth(result)])
         worth = self.network.write_scores(self.table, 0, measured)
         unknown = np.full(1, np.nan)

@@ -22,8 +22,9 @@ from esper.karn.sql import run_names
 from esper.karn.texts import decision_options
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, DataError
-from esper.leyline.events import Decision, Episode, RunStarted, Step
+from esper.leyline.events import Decision, Episode, RunFinished, RunStarted, Step
 from esper.leyline.paired import Lead, paired
+from esper.leyline.stages import SeedStage
 from esper.leyline.text import LONGEST_SETTING, flat_settings, printable
 from esper.nissa.journal_rows import replay
 from esper.nissa.run import MANIFEST
@@ -72,7 +73,8 @@ def arms_of(path: Path, name: str, *, alone: bool) -> list[Arm]:
         return evaluated(path, name, alone=alone)
     manifest, _ = manifest_of(path)
     episodes, started = finished_episodes(path)
-    settings = flat_settings({"controller": fact(manifest, "controller"), **tree(manifest.get("config"))})
+    controller = fact(manifest, "controller") or (started.controller if started is not None else None)
+    settings = flat_settings({"controller": controller, **tree(manifest.get("config"))})
     settings.pop("seed", None)
     task = (started.task if started is not None else "") or fact(manifest, "task")
     arm = Arm(name=name, paths=[str(path)], task=task, settings=settings, episodes={}, held_out={})
@@ -102,29 +104,45 @@ def replaced(arm: Arm, name: str, **changes: Any) -> Arm:
 
 
 def finished_episodes(path: Path) -> tuple[dict[tuple[int, int], tuple[int, Outcome]], RunStarted | None]:
-    """Return (environment, world) → (number, outcome) of the last finished episode there, and the start of the run."""
+    """Return (environment, world) → (number, outcome) of the last finished episode there, and the start of the run.
+
+    A loop of the user's own is one episode, which ends with the run.
+    """
     episodes: dict[tuple[int, int], tuple[int, Outcome]] = {}
-    macs: dict[tuple[int, int], int | None] = {}  # by environment and episode; only episodes that have not ended
+    last: dict[tuple[int, int], Step] = {}  # by environment and episode; only episodes that have not ended
     decisions: dict[tuple[int, int], dict[int, Decision]] = {}
     started: RunStarted | None = None
-    for row in replay(path, (RunStarted, Step, Decision, Episode)):
+    for row in replay(path, (RunStarted, Step, Decision, Episode, RunFinished)):
         match row:
             case RunStarted() as event:
                 started = started or event
             case Step() as event:
-                macs[event.env, event.episode] = event.train_macs
+                last[event.env, event.episode] = event
             case Decision() as event if event.happened and event.op != "WAIT":
                 decisions.setdefault((event.env, event.episode), {})[event.step] = event
             case Episode() as event:
                 key = event.env, event.episode
-                has_steps = key in macs  # decisions are recorded at the same level as steps
+                step = last.pop(key, None)  # decisions are recorded at the same level as steps
                 outcome = Outcome(
                     quality=event.quality, test_quality=event.test_quality, utility=event.utility, params=event.params,
-                    train_macs=macs.pop(key, None), structure=event.structure,
-                    decisions=decisions.pop(key, {}) if has_steps else None,
+                    train_macs=None if step is None else step.train_macs, structure=event.structure,
+                    decisions=None if step is None else decisions.pop(key, {}),
                 )  # fmt: skip
                 episodes[event.env, event.world] = event.episode, outcome
+            case RunFinished(status="finished") if started is not None and started.command == "loop":
+                for key, step in last.items():
+                    outcome = Outcome(
+                        quality=step.quality, params=step.params, train_macs=step.train_macs,
+                        structure=structure_of(step, started.slots), decisions=decisions.get(key, {}),
+                    )  # fmt: skip
+                    episodes[step.env, step.world] = step.episode, outcome
     return episodes, started
+
+
+def structure_of(step: Step, slots: Sequence[str]) -> dict[str, str]:
+    """Return slot → blueprint of the seeds that have an effect after this step."""
+    rows = zip(slots, step.stages, step.blueprints, strict=False)
+    return {slot: blueprint for slot, stage, blueprint in rows if SeedStage.BLENDING <= stage <= SeedStage.FOSSILIZED}
 
 
 def latest(episodes: Mapping[tuple[int, int], tuple[int, Outcome]], envs: Sequence[int]) -> Outcomes:
