@@ -35,8 +35,9 @@ def test_note_says_why_nothing_was_planted(tmp_path, capsys):
 
 
 def test_note_names_seeds_that_were_planted_too_late(tmp_path, capsys):
-    printed, _ = grown(tmp_path / "run", capsys, controller="schedule", epochs=3, compare=False)
-    assert "'r0c0': planted at most 20 optimiser steps before the end of training." in printed
+    printed, _ = grown(tmp_path / "run", capsys, controller="schedule", epochs=4, compare=False)
+    assert "'r0c1': planted at most 10 optimiser steps before the end of training." in printed
+    assert "'r0c0'" not in printed  # planted in the first half
 
 
 def test_single_host_has_no_gain(tmp_path, capsys):

@@ -298,10 +298,10 @@ def outside_note(controller: Learned) -> str:
 
 
 def planted_late(engine: Engine) -> str:
-    """Name the seeds that were planted too late to pay off; "" if there are none."""
+    """Name the seeds that were planted in the second half of training, too late to pay off; "" if there are none."""
     table = engine.table
     steps = table.age[0] * engine.task.batches_per_epoch  # [S] since germination
-    is_late = (table.params[0] > 0) & (steps < MIXING_STEPS)
+    is_late = (table.params[0] > 0) & (steps < MIXING_STEPS) & (2 * table.age[0] <= table.step[0])
     late = [name for name, each in zip(engine.task.slots, is_late, strict=True) if each]
     return late_planting(late, int(steps[is_late].max(initial=0)), MIXING_STEPS)
 
