@@ -219,6 +219,12 @@ def test_auto_on_sequential_prints_the_selected_modules(capsys: pytest.CaptureFi
     assert capsys.readouterr().out == "esper: slots proposed after 1, 3, 4\n"
 
 
+def test_auto_proposes_no_dropout_beside_the_layer_before_it():
+    layers = [nn.Conv2d(1, 4, 3), nn.ReLU(), nn.Dropout2d(), nn.Conv2d(4, 4, 3), nn.ReLU(), nn.Dropout2d()]
+    body = graft(nn.Sequential(*layers, nn.Flatten(), nn.LazyLinear(3)), "auto", probe=torch.zeros(3, 1, 8, 8))
+    assert list(body.slots) == ["1", "4", "6"]
+
+
 def test_auto_raises_where_no_slot_is_possible():
     with pytest.raises(GraftError, match="no module can have a slot"):
         graft(nn.Linear(8, 2), probe=vectors(3))

@@ -254,6 +254,10 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
     return sites
 
 
+SAME_PLACE = (nn.Identity, nn.Dropout, nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout)
+"""Layers after which there is no other place than before them."""
+
+
 def propose_sites(model: nn.Module, probe: Any) -> list[str]:
     """Return up to three module names spread over the model: its blocks, or its layers if it has none."""
     modules = {name: module for name, module in model.named_modules() if name}
@@ -272,7 +276,8 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
     fit = {name: modules[name] for name in selects if name not in unread}
     level = _siblings(fit) or [n for n, m in fit.items() if not any(True for _ in m.children())]
     if any(not any(True for _ in fit[n].parameters()) for n in level):  # plain layers: choose the activations
-        level = [n for n in level if not any(True for _ in fit[n].parameters())]
+        plain = [n for n in level if not any(True for _ in fit[n].parameters())]
+        level = [n for n in plain if not isinstance(fit[n], SAME_PLACE)] or plain
     if not level:
         raise GraftError(
             f"no module can have a slot: no inner module returns a floating tensor {KINDS}. "
