@@ -6,10 +6,11 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 import esper
 from esper.kasmina.blueprints import cost, registered, unregister
-from esper.leyline.errors import BlueprintError, ConfigError, GraftError, LifecycleError, OptimizerError
+from esper.leyline.errors import BlueprintError, ConfigError, GraftError, HardenError, LifecycleError, UnknownNameError
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.coalitions import evaluate
 from esper.tolaria.tasks import per_sample_correct, per_sample_loss
@@ -150,22 +151,125 @@ def test_targets_and_inputs_must_be_of_equal_number():
 def test_common_mistakes_get_clear_messages():
     with pytest.raises(GraftError, match="`at` takes module names"):
         esper.graft(small_model(), at=[nn.ReLU()], probe=torch.randn(4, 6))
-    with pytest.raises(esper.EsperError, match=r"expected a body from esper\.graft"):
-        esper.harden(small_model())
     _, _, grower = grafted()
     with pytest.raises(ConfigError, match="tempo is one of FAST"):
         grower.germinate("1", "lora", tempo=5)
 
 
+X, Y = torch.randn(4, 6), torch.zeros(4, dtype=torch.long)
+
+
+def graft_small(model=None, at=("1", "3"), probe=X) -> esper.Body:
+    return esper.graft(small_model() if model is None else model, at=at, probe=probe)
+
+
+def full_body() -> esper.Body:
+    body = graft_small()
+    for name in body.slots:
+        body.set_slot(body.plant(name, "lora"), esper.SeedStage.FOSSILIZED, 1.0)
+    return body
+
+
+def fossilize_unmeasured() -> None:
+    _, _, grower = grafted()
+    grower.germinate("1", "lora")
+    grower.fossilize("1")
+
+
+MISTAKES = {
+    "telemetry a path": (
+        lambda: grafted(telemetry="runs/a"),
+        ConfigError,
+        "got 'runs/a'. To record a run, pass run.hub",
+    ),
+    "telemetry an object": (lambda: grafted(telemetry=object()), ConfigError, "got <object object at"),
+    "horizon a text": (
+        lambda: grafted(horizon="30"),
+        ConfigError,
+        "horizon is a number of epochs, an integer ≥ 1, got '30'",
+    ),
+    "horizon 0": (lambda: grafted(horizon=0), ConfigError, "an integer ≥ 1, got 0"),
+    "mixing_steps": (
+        lambda: grafted(mixing_steps=-1),
+        ConfigError,
+        "mixing_steps is a number of optimiser steps, an integer ≥ 0",
+    ),
+    "audition without result": (
+        lambda: esper.audition(graft_small(), print_only),
+        ConfigError,
+        "print_only returned None for the copy without a seed. It must return the quality",
+    ),
+    "audition without empty slot": (
+        lambda: esper.audition(full_body(), lambda _: 0.0),
+        ConfigError,
+        "this body has none: '1' is FOSSILIZED, '3' is FOSSILIZED",
+    ),
+    "graft a function": (
+        lambda: graft_small(lambda x: x),
+        GraftError,
+        "an instance of torch.nn.Module, got a function. Call it in the forward",
+    ),
+    "graft a class": (lambda: graft_small(nn.Linear), GraftError, "got the class Linear. Pass an instance of it"),
+    "probe with targets": (
+        lambda: graft_small(probe=(X, Y)),
+        GraftError,
+        "(A tuple is taken as positional arguments; of a batch (x, y), pass x alone.)",
+    ),
+    "probe an array": (
+        lambda: graft_small(probe=X.numpy()),
+        GraftError,
+        "got a ndarray. Convert arrays to tensors with torch.from_numpy",
+    ),
+    "probe a loader": (lambda: graft_small(probe=DataLoader(TensorDataset(X, Y))), GraftError, "next(iter(loader))[0]"),
+    "probe a number": (lambda: graft_small(probe=3), GraftError, "got a int. Pass one batch as the model takes it"),
+    "module twice": (lambda: graft_small(at=["1", "3", "1"]), GraftError, "`at` names '1' more than once"),
+    "harden a plain model": (
+        lambda: esper.harden(small_model()),
+        HardenError,
+        "got Sequential. It has no slots, so it is plain already: use it as it is",
+    ),
+    "harden twice": (lambda: esper.harden(esper.harden(graft_small())), HardenError, "use it as it is"),
+    "harden the inner model": (lambda: esper.harden(graft_small().model), HardenError, "It has slots: pass the body"),
+    "misspelt blueprint": (
+        lambda: grafted()[2].germinate("1", "conv_lite"),
+        UnknownNameError,
+        "no blueprint for slot '1' named 'conv_lite'. There are: lora, lora_large, mlp, mlp_small, norm",
+    ),
+    "fossilize unmeasured": (
+        fossilize_unmeasured,
+        LifecycleError,
+        "only a HOLDING seed that was measured can be committed. Way out: call grower.step(val_batches) first",
+    ),
+}
+
+
+def print_only(_body: esper.Body) -> None:
+    """Train nothing and forget to return the quality."""
+
+
+@pytest.mark.parametrize(("act", "kind", "text"), MISTAKES.values(), ids=MISTAKES.keys())
+def test_message_says_what_was_given_and_the_way_out(act, kind, text):
+    with pytest.raises(kind) as error:
+        act()
+    assert text in str(error.value)
+
+
+def test_grower_says_that_its_plan_is_empty():
+    _, _, grower = grafted(controller={})
+    grower.step([(X, Y)])
+    grower.step([(X, Y)])
+    assert "the plan is empty" in repr(grower)
+
+
 @pytest.mark.parametrize("controller", ["schedule", {"1": "mlp_small"}], ids=["schedule", "plan"])
 def test_grower_asks_to_graft_a_plain_model_first(controller):
     model = small_model()
-    with pytest.raises(OptimizerError, match=r"got Sequential\. Graft the model first\."):
+    with pytest.raises(GraftError, match=r"got Sequential\. Graft the model first\."):
         esper.Grower(model, torch.optim.SGD(model.parameters(), lr=0.1), controller=controller)
 
 
 def test_audition_asks_to_graft_a_plain_model_first():
-    with pytest.raises(OptimizerError, match=r"got Sequential\. Graft the model first\."):
+    with pytest.raises(GraftError, match=r"got Sequential\. Graft the model first\."):
         esper.audition(small_model(), lambda _: 0.0)
 
 

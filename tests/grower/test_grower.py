@@ -361,7 +361,7 @@ CASES: dict[str, tuple[Any, Callable[[Grower], None], Callable[[Grower], None], 
         BY_HAND,
         lambda g: (g.germinate("first", "norm"), g.advance("first")),
         lambda g: g.fossilize("first"),
-        "TRAINING: this stage does not allow it. Slots that do: none",
+        "TRAINING: only a HOLDING seed that was measured can be committed",
     ),
     "retarget, moving": (
         EASY,
@@ -413,7 +413,7 @@ def test_illegal_operation_is_refused_with_the_reason(rules, before, act, text):
     [
         (lambda g: g.germinate("frist", "norm"), "no slot named 'frist'. Did you mean 'first'?"),
         (lambda g: g.advance("frist"), "no slot named 'frist'. Did you mean 'first'?"),
-        (lambda g: g.germinate("first", "conv_lite"), "no blueprint named 'conv_lite'. Did you mean 'conv_light'?"),
+        (lambda g: g.germinate("first", "conv_lite"), "no blueprint for slot 'first' named 'conv_lite'. Did you"),
         (lambda g: g.germinate("first", "norm", style="SIGMOID"), "no style named 'SIGMOID'. Did you mean 'SIGMOID_AD"),
         (lambda g: g.germinate("first", "norm", tempo="QUICK"), "no tempo named 'QUICK'"),
         (lambda g: g.set_alpha_target("first", 1, speed="MEDUIM"), "no alpha speed named 'MEDUIM'. Did you mean 'MEDI"),
@@ -436,7 +436,7 @@ def test_wrong_name_suggests_the_nearest(act, text):
         (lambda g: g.germinate("first", "norm", alpha_target=0.6), "an alpha target is one of 0.5, 0.7, 1.0, got 0.6"),
         (lambda _g: make_grower(incubation="shade"), "incubation must be 'straight_through' or 'shadow', got 'shade'"),
         (lambda g: g.shadow(lambda: torch.zeros(())), "grower.shadow needs Grower(..., incubation='shadow')"),
-        (lambda g: g.step([]), "no validation batch was given"),
+        (lambda g: g.step([]), "Give at least one batch; an iterator that was read before is empty"),
         (
             lambda g: g.step([torch.zeros(3)]),
             "a validation batch is (inputs, target) or a mapping with 'labels', got T",

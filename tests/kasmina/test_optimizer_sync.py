@@ -512,7 +512,8 @@ REFUSALS = {
     "of Muon": (lambda b: MyMuon([b.model.head.weight]), "MyMuon does not support growth: it updates matrices only"),
     "SparseAdam": (lambda b: optim.SparseAdam(list(b.parameters())), "it takes sparse gradients only"),
     "another model": (lambda _: optim.SGD(nn.Linear(2, 2).parameters()), r"Build it from body.parameters\(\) after"),
-    "no optimiser": (lambda _: "adam", "expected a torch.optim.Optimizer, got str"),
+    "no optimiser": (lambda _: "adam", "got str. Pass an instance, such as torch.optim.AdamW"),
+    "class": (lambda _: optim.SGD, r"got the class SGD\. Pass an instance, such as SGD\(body.parameters\(\)"),
 }
 
 
@@ -536,9 +537,9 @@ def test_wrapped_body_is_rejected_with_a_fix():
     body = make_body()
     optimizer = OPTIMISERS["sgd"](body.parameters())
     for wrapped in (nn.DataParallel(body), torch.compile(body, backend="eager")):
-        with pytest.raises(OptimizerError, match=f"got {type(wrapped).__name__}. Pass the body that it wraps"):
+        with pytest.raises(GraftError, match=f"got {type(wrapped).__name__}. Pass the body that it wraps"):
             OptimizerSync(wrapped, optimizer)
-    with pytest.raises(OptimizerError, match=r"got Linear. Graft the model first."):
+    with pytest.raises(GraftError, match=r"got Linear. Graft the model first."):
         OptimizerSync(nn.Linear(2, 2), optimizer)
 
 

@@ -21,6 +21,7 @@ from esper.kasmina.optimizer_sync import refuse_ungrafted
 from esper.leyline.errors import ConfigError
 from esper.leyline.planning import KEEP, Seed, planned
 from esper.leyline.stages import SeedStage
+from esper.leyline.text import cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,8 +108,8 @@ def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence
         What each seed gains if it is the only new one.
 
     Raises:
-        OptimizerError: The model was not grafted.
-        ConfigError: A blueprint fits no slot, or `train` returned a number that is not finite.
+        GraftError: The model was not grafted.
+        ConfigError: No slot is empty, a blueprint fits no empty slot, or `train` did not return a finite number.
 
     Example:
         >>> def train(copy):
@@ -122,16 +123,21 @@ def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence
         >>> plan = trials.plan(limit=1_000)
     """
     refuse_ungrafted(body)
-    costs = body.costs()
+    costs = {slot: fitting for slot, fitting in body.costs().items() if body.slot(slot).stage == SeedStage.DORMANT}
+    if not costs:
+        stages = ", ".join(f"{slot.name!r} is {slot.stage.name}" for slot in body.slots.values())
+        raise ConfigError(
+            f"esper.audition tries seeds in empty slots, and this body has none: {stages}. "
+            "Graft a fresh copy of the model, or prune a growing seed"
+        )
     names = sorted({name for fitting in costs.values() for name in fitting})
     for name in blueprints:
         if name not in names:
-            raise ConfigError(f"blueprint {name!r} fits no slot of this model. Fitting ones: {', '.join(names)}")
+            raise ConfigError(f"blueprint {name!r} fits no empty slot of this model. Fitting ones: {', '.join(names)}")
     bare = _quality(body, None, train)
     trials = [
         Trial(slot, name, _quality(body, (slot, name), train) - bare, cost.params, cost.macs)
         for slot, fitting in costs.items()
-        if body.slot(slot).stage == SeedStage.DORMANT
         for name, cost in fitting.items()
         if not blueprints or name in blueprints
     ]
@@ -145,7 +151,15 @@ def _quality(body: Body, seed: Seed | None, train: Callable[[Body], float]) -> f
         trained.set_slot(trained.plant(*seed), SeedStage.FOSSILIZED, 1.0)
     devices = sorted({p.device.index or 0 for p in body.parameters() if p.is_cuda})
     with torch.random.fork_rng(devices=devices):
-        quality = float(train(trained))
+        result = train(trained)
+    try:
+        quality = float(result)
+    except (TypeError, ValueError):
+        quality = math.nan
     if not math.isfinite(quality):
-        raise ConfigError(f"train returned {quality} for {seed or 'the copy without a seed'}; it must be finite")
+        name = getattr(train, "__name__", type(train).__name__)
+        raise ConfigError(
+            f"{name} returned {cut(repr(result), 80)} for {seed or 'the copy without a seed'}. It must return the "
+            "quality of the trained copy, as a finite number"
+        )
     return quality

@@ -168,6 +168,12 @@ def why_not_legal(table: SlotTable, rules: Rules, names: Sequence[str], actions:
             return prefix + "it advances by itself at the next step (rules.auto_train, auto_blend, auto_hold)"
         ways = dict.fromkeys(WAYS_OUT[check] for check in reasons)
         return prefix + f"{'; '.join(reasons.values())}. Way out: {'; '.join(ways)}"
+    if op == Op.FOSSILIZE and stage in GROWING:
+        waits = "; ".join(gate_reasons(table, rules.thresholds, s).values())
+        return prefix + (
+            f"only a HOLDING seed that was measured can be committed{f' ({waits})' * bool(waits)}. Way out: call "
+            "grower.step(val_batches) first, once per epoch; it measures the seed and advances it"
+        )
     able = [name for name, is_legal in zip(names, legal(table, rules)[0, op], strict=True) if is_legal]
     return prefix + f"this stage does not allow it. Slots that do: {', '.join(able) or 'none'}"
 

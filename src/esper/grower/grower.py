@@ -33,7 +33,15 @@ from esper.grower.explanations import (
     wrapped,
 )
 from esper.grower.measuring import Measuring
-from esper.grower.operations import Operations, after_closure, as_controller, check_settings, checked_actions
+from esper.grower.operations import (
+    Operations,
+    after_closure,
+    as_controller,
+    check_count,
+    check_settings,
+    check_telemetry,
+    checked_actions,
+)
 from esper.grower.qualities import NeedsTargets, Quality, find_quality
 from esper.grower.ranks import Group, Ranks
 from esper.grower.training_watch import TrainingWatch
@@ -76,8 +84,8 @@ class Grower(Operations, Measuring):
             backward pass; "shadow" in a pass of its own, for which you call `shadow` after `backward()`.
         rng_seed: Random seed of the initial weights of seeds.
         gradient_telemetry_stride: Batches between samples of gradient statistics, at least 1.
-        horizon: Number of epochs you plan to train, an input of a trained policy, for which None is 40. If it is given,
-            a seed planted fewer than `mixing_steps` optimiser steps before the end causes a warning.
+        horizon: Number of epochs you plan to train, ≥ 1, an input of a trained policy, for which None is 40. If it is
+            given, a seed planted fewer than `mixing_steps` optimiser steps before the end causes a warning.
         mixing_steps: Optimiser steps, ≥ 0, that a seed needs to pay off; 0 gives no warning.
         telemetry: Receiver of events, such as the hub of `esper.record`; used on rank 0 only.
         process_group: The processes that train this model together (DDP, FSDP2). None is torch's default group if it is
@@ -87,6 +95,7 @@ class Grower(Operations, Measuring):
     Raises:
         ConfigError: A setting is invalid or does not fit the model.
         UnknownNameError: There is no such controller, quality or slot, or a planned blueprint does not fit.
+        GraftError: The model was not grafted.
         OptimizerError: The optimiser does not support growth, or a scheduler was built before the grower.
 
     Example:
@@ -117,6 +126,10 @@ class Grower(Operations, Measuring):
         self.quality = quality
         self.controller = as_controller(body, controller)
         check_settings(body.model, rules, incubation, quality)
+        check_telemetry(telemetry)
+        check_count("horizon", DEFAULT_HORIZON if horizon is None else horizon, 1, "a number of epochs")
+        check_count("mixing_steps", mixing_steps, 0, "a number of optimiser steps")
+        check_count("gradient_telemetry_stride", gradient_telemetry_stride, 1, "a number of batches")
         refuse_scheduled(optimizer)
         optimizer = unwrapped(optimizer)
         self.network = GrowingNetwork(

@@ -14,12 +14,13 @@ from esper.grower.explanations import late_planting, why_not_legal
 from esper.grower.ranks import Ranks
 from esper.grower.training_watch import TrainingWatch
 from esper.kasmina import lifecycle
-from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.blueprints import blueprint_index, registered
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import EffectKind, Outcome, Rules
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
 from esper.leyline.slot_table import Ints, SlotTable
+from esper.leyline.text import cut
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, Schedule, find_controller, wait_everywhere
 from esper.tolaria.growing_network import GrowingNetwork
@@ -28,6 +29,21 @@ from esper.tolaria.network_state import adopt_body
 
 SHIFTS_LABELS = ("ForCausalLM", "LMHeadModel")
 """Class name endings of transformers models that take their inputs as labels and shift them internally."""
+
+
+def check_count(name: str, value: Any, least: int, meaning: str) -> None:
+    """Raise ConfigError if the setting `name` is not an integer of at least `least`."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise ConfigError(f"{name} is {meaning}, an integer ≥ {least}, got {value!r}")
+
+
+def check_telemetry(telemetry: Any) -> None:
+    """Raise ConfigError if it cannot receive events."""
+    if telemetry is not None and not (callable(getattr(telemetry, "emit", None)) and hasattr(telemetry, "wants")):
+        raise ConfigError(
+            f"telemetry takes a receiver of events (an object with emit and wants), got {cut(repr(telemetry), 80)}. To "
+            "record a run, pass run.hub inside `with esper.record(...) as run`"
+        )
 
 
 def check_settings(model: nn.Module, rules: Any, incubation: Any, quality: Any) -> None:
@@ -153,6 +169,9 @@ class Operations:
             >>> grower.slots["1"].stage.name
             'BLENDING'
         """
+        if blueprint not in registered():
+            fitting = self.body.valid_blueprints()[self.body.slot(slot).name]
+            raise unknown_name(f"blueprint for slot {slot!r}", blueprint, fitting)
         if blueprint_index(blueprint) >= self.table.takes.shape[1]:  # registered after the grower was built
             self.table = replace(self.table, takes=takes_of(self.body))
         self._do(

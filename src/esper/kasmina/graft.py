@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
+from torch.utils.data import DataLoader
 
 from esper.kasmina.attention_masks import EXCLUDES, with_padding
 from esper.kasmina.blueprints.registry import SPATIAL, FeatureSpec, Layout
@@ -31,7 +32,7 @@ from esper.kasmina.probing import (
     module_outputs,
     unread_modules,
 )
-from esper.kasmina.slot import Path, Select, Slot
+from esper.kasmina.slot import Path, Select, Slot, grafted_module
 from esper.leyline.errors import GraftError, unknown_name
 
 Key = int | str | Path
@@ -173,24 +174,30 @@ def _directed(spec: FeatureSpec, looks_ahead: bool) -> FeatureSpec:
     return spec
 
 
-def refuse_wrapped(model: nn.Module) -> None:
-    """Raise GraftError if the model is wrapped, compiled, scripted or already has slots."""
+def refuse_wrapped(model: Any) -> None:
+    """Raise GraftError if the model is no module, or is wrapped, compiled or scripted, or already has slots."""
     if isinstance(model, Body):
         raise GraftError("this model is a body already. Name all its slots in one call of esper.graft.")
     kinds = {c.__name__ for c in type(model).__mro__}
     for kind, way_out in WRAPPERS.items():
         if kind in kinds:
             raise GraftError(f"cannot graft a {type(model).__name__}. {way_out}")
+    if not isinstance(model, nn.Module):
+        is_class = isinstance(model, type) and issubclass(model, nn.Module)
+        got = f"the class {model.__name__}" if is_class else f"a {type(model).__name__}"
+        way_out = "Pass an instance of it." if is_class else "Call it in the forward of a module, and graft that."
+        raise GraftError(f"esper.graft takes a model, an instance of torch.nn.Module, got {got}. {way_out}")
     for name, module in model.named_modules():
         if getattr(module, "_compiled_call_impl", None) is not None:
             raise GraftError(
                 f"cannot graft a model compiled in place ({name or 'the model itself'}). Graft it first, then compile."
             )
-        if any(isinstance(getattr(hook, "__self__", None), Slot) for hook in module._forward_hooks.values()):
-            raise GraftError(
-                f"this model has slots already (after {name!r}). Name all its slots in one call of esper.graft, "
-                "or graft a fresh copy of the model."
-            )
+    grafted = grafted_module(model)
+    if grafted is not None:
+        raise GraftError(
+            f"this model has slots already (after {grafted!r}). Name all its slots in one call of esper.graft, "
+            "or graft a fresh copy of the model."
+        )
 
 
 def refuse_unread(model: nn.Module, probe: Any, selects: Mapping[str, Select]) -> None:
@@ -214,7 +221,9 @@ def few_samples(probe: Any) -> tuple[Any, ArgumentForm]:
     """Return the first few samples of a batch, and which of its tensors have a batch dimension."""
     tensors = [x for x in pytree.tree_leaves(probe) if isinstance(x, Tensor) and x.ndim > 0]
     if not tensors:
-        raise GraftError(f"the probe holds no tensor with a batch dimension: {type(probe).__name__}")
+        raise GraftError(
+            f"the probe holds no tensor with a batch dimension, got a {type(probe).__name__}. {_probe_way_out(probe)}"
+        )
     size = tensors[0].shape[0]
     if size < PROBE_SAMPLES:
         raise GraftError(
@@ -225,6 +234,24 @@ def few_samples(probe: Any) -> tuple[Any, ArgumentForm]:
     return few, argument_form(as_arguments(probe), size)
 
 
+def _probe_way_out(probe: Any) -> str:
+    """Return how to get a probe from an object that holds no tensor."""
+    if isinstance(probe, DataLoader):
+        return "Pass the inputs of one batch: if batches are (inputs, target), next(iter(loader))[0]."
+    if any(hasattr(leaf, "__array__") and not isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(probe)):
+        return "Convert arrays to tensors with torch.from_numpy(…)."
+    return "Pass one batch as the model takes it: a tensor, a tuple of positional arguments or a mapping of keywords."
+
+
+def _check_names(at: str | Sequence[Any] | Mapping[Any, str]) -> None:
+    """Raise GraftError if an item of `at` is not a name, or is repeated."""
+    for name in at:
+        if not isinstance(name, str):
+            raise GraftError(f"`at` takes module names, got a {type(name).__name__}. See model.named_modules().")
+        if not isinstance(at, str) and list(at).count(name) > 1:
+            raise GraftError(f"`at` names {name!r} more than once; a module can have one slot. Name it once")
+
+
 def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], probe: Any) -> dict[str, str]:
     """Return slot id → module name, in the order given."""
     names = [name for name, _ in model.named_modules() if name]
@@ -232,9 +259,7 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
         proposed = propose_sites(model, probe)
         print("esper: slots proposed after " + ", ".join(proposed))
         return {name: name for name in proposed}
-    for name in at:
-        if not isinstance(name, str):
-            raise GraftError(f"`at` takes module names, got a {type(name).__name__}. See model.named_modules().")
+    _check_names(at)
     sites = dict(at) if isinstance(at, Mapping) else {}
     for pattern in () if isinstance(at, Mapping) else ([at] if isinstance(at, str) else at):
         if pattern in names:
@@ -248,7 +273,7 @@ def find_sites(model: nn.Module, at: str | Sequence[str] | Mapping[str, str], pr
         if name not in names:
             raise unknown_name("module", name, names)
         if list(sites.values()).count(name) > 1:
-            raise GraftError(f"`at` names module {name!r} for two slots; a module can have one slot")
+            raise GraftError(f"`at` names module {name!r} for two slots; a module can have one slot. Name it once")
     if not sites:
         raise GraftError("`at` is empty. Give module names, or at='auto'")
     return sites

@@ -22,7 +22,7 @@ from torch.utils import _pytree as pytree
 from esper.kasmina.attention_masks import EXCLUDES, MaskArgument
 from esper.kasmina.body import Body
 from esper.kasmina.forking import same
-from esper.kasmina.optimizer_sync import is_sharded
+from esper.kasmina.optimizer_sync import is_sharded, not_a_body
 from esper.kasmina.probing import quietly
 from esper.kasmina.slot import Select, Slot
 from esper.leyline.actions import Operator
@@ -102,7 +102,9 @@ def harden(body: Body, *, key_map: bool = False) -> nn.Module | tuple[nn.Module,
 def _rebuilt(body: Body, swap: bool) -> tuple[nn.Module, dict[str, str]]:
     """Return a plain copy of the model and its key map. `swap` prefers replacing modules over attaching hooks."""
     if not isinstance(body, Body):
-        raise HardenError(f"expected a body from esper.graft, got a {type(body).__name__}")
+        raise HardenError(
+            not_a_body(body, "It has no slots, so it is plain already: use it as it is, or graft it to grow it.")
+        )
     if any(is_sharded(p) for p in body.parameters()):
         raise HardenError(
             "the model's parameters are sharded. Save them with grower.save on all ranks, load that checkpoint into a "

@@ -22,9 +22,9 @@ from torch.optim import Optimizer
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.body import Body
 from esper.kasmina.lifecycle import Effect, EffectKind
-from esper.kasmina.slot import Slot
+from esper.kasmina.slot import Slot, grafted_module
 from esper.leyline.actions import Operator
-from esper.leyline.errors import OptimizerError
+from esper.leyline.errors import GraftError, OptimizerError
 from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
@@ -215,15 +215,17 @@ def refuse_scheduled(optimizer: Optimizer) -> None:
         )
 
 
-def refuse(body: Body, optimizer: Optimizer) -> None:
+def refuse(body: Body, optimizer: Any) -> None:
     """Raise OptimizerError if the body or optimiser does not support growth, before anything is changed."""
     refuse_ungrafted(body)
-    kind = type(optimizer).__name__
     if not isinstance(optimizer, Optimizer):
-        raise OptimizerError(
-            f"expected a torch.optim.Optimizer, got {kind}"
-            + (f". DeepSpeed is not supported. {SHARDING_WAY_OUT}" if "deepspeed" in type(optimizer).__module__ else "")
-        )
+        is_class = isinstance(optimizer, type)
+        got = f"the class {optimizer.__name__}" if is_class else type(optimizer).__name__
+        example = optimizer.__name__ if is_class else "torch.optim.AdamW"
+        way_out = f"Pass an instance, such as {example}(body.parameters(), lr=0.001)."
+        if "deepspeed" in type(optimizer).__module__:
+            way_out = f"DeepSpeed is not supported. {SHARDING_WAY_OUT}"
+        raise OptimizerError(f"expected an optimiser of torch, got {got}. {way_out}")
     refuse_kind(optimizer)
     refuse_sharding(body, optimizer)
     held = {p for group in optimizer.param_groups for p in group["params"]}
@@ -238,12 +240,20 @@ def refuse(body: Body, optimizer: Optimizer) -> None:
 
 
 def refuse_ungrafted(body: nn.Module) -> None:
-    """Raise OptimizerError if a model is not a body, or a wrapper around one."""
+    """Raise GraftError if a model is not a body, OptimizerError if it is an unsupported wrapper."""
     if not isinstance(body, Body):
         refuse_kind(body)
-        inner = getattr(body, "module", None) or getattr(body, "_orig_mod", None)
-        way_out = "Pass the body that it wraps." if isinstance(inner, Body) else "Graft the model first."
-        raise OptimizerError(f"expected a body from esper.graft, got {type(body).__name__}. {way_out}")
+        raise GraftError(not_a_body(body, "Graft the model first."))
+
+
+def not_a_body(model: object, way_out: str) -> str:
+    """Return the message about a model that is not a body, with this way out if it has no slots."""
+    inner = getattr(model, "module", None) or getattr(model, "_orig_mod", None)
+    if isinstance(inner, Body):
+        way_out = "Pass the body that it wraps."
+    elif isinstance(model, nn.Module) and grafted_module(model) is not None:
+        way_out = "It has slots: pass the body that esper.graft returned."
+    return f"expected a body from esper.graft, got {type(model).__name__}. {way_out}"
 
 
 def refuse_kind(instance: object) -> None:

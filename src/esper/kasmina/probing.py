@@ -41,11 +41,21 @@ def quietly(model: nn.Module, batch: Any, *, grad: bool = False) -> Any:
     except Exception as error:
         raise GraftError(
             f"the model does not run on {PROBE_SAMPLES} samples of the probe: {type(error).__name__}: {error}. "
-            "(Tensors whose first size is the batch's were cut; if one has no samples, give a probe of another size.)"
+            + _probe_hint(batch, error)
         ) from error
     finally:
         for module in training:
             module.training = True
+
+
+def _probe_hint(batch: Any, error: Exception) -> str:
+    """Return what may be wrong with a probe on which the model raises this error."""
+    is_tuple = isinstance(batch, (tuple, list)) and len(batch) > 1
+    hint = f"(A {type(batch).__name__} is taken as positional arguments; of a batch (x, y), pass x alone.)"
+    cut = "(Tensors whose first size is the batch's were cut; if one has no samples, give a probe of another size.)"
+    if is_tuple and isinstance(error, TypeError):
+        return hint
+    return f"{hint} {cut}" if is_tuple else cut
 
 
 def floating_items(output: Any, path: Path = ()) -> dict[Path, Tensor]:

@@ -410,3 +410,11 @@ FORWARDS: dict[Mode, Callable[[Slot, Tensor, bool, Any], Tensor]] = {
     Mode.SHADOW: _shadow,
     Mode.FORK: _fork,
 }
+
+
+def grafted_module(model: nn.Module) -> str | None:
+    """Return the name of the first module of a model that has a slot; None if there is none."""
+    for name, module in model.named_modules():
+        if any(isinstance(getattr(hook, "__self__", None), Slot) for hook in module._forward_hooks.values()):
+            return name
+    return None

@@ -4,7 +4,7 @@ EsperError
 ├── UnknownNameError      a name that is not in a table; suggests the nearest one
 ├── ConfigError           an invalid setting
 ├── LifecycleError        an operation that the rules do not allow now; states why
-├── GraftError            a location in a model that cannot hold a slot
+├── GraftError            a model without slots where a body is needed, or a location that cannot hold a slot
 ├── OptimizerError        an optimiser or a wrapper that does not support growth
 ├── HardenError           a body that cannot be converted to a plain module
 ├── BlueprintError        a seed that violates the blueprint contract (shape, Δ = 0 when built)
@@ -27,8 +27,8 @@ class EsperError(Exception):
         >>> try:
         ...     grower.germinate("1", "mlp_smal")
         ... except esper.EsperError as error:
-        ...     print(str(error)[:62])
-        no blueprint named 'mlp_smal'. Did you mean 'mlp_small'? There
+        ...     print(str(error)[:69])
+        no blueprint for slot '1' named 'mlp_smal'. Did you mean 'mlp_small'?
     """
 
     exit_code = 2
@@ -52,7 +52,7 @@ class LifecycleError(EsperError):
 
 
 class GraftError(EsperError):
-    """A location in a model that cannot hold a slot."""
+    """A model that was not grafted, or a location in a model that cannot hold a slot."""
 
 
 class OptimizerError(EsperError):

@@ -146,7 +146,10 @@ def evaluate(
         for module in was_training:
             module.training = True
     if not scores:
-        raise ConfigError("no validation batch was given: nothing can be measured")
+        raise ConfigError(
+            "no validation batch was given: nothing can be measured. Give at least one batch; an iterator that was "
+            "read before is empty, so give a list or a DataLoader"
+        )
     return Coalitions(slots, len(players), unique, torch.cat(scores, 1)[: len(unique)])
 
 

@@ -76,6 +76,8 @@ class Schedule:
         """Return which condition for planting environment 0 does not meet; empty if it meets all."""
         if table.step[0] < self.start:
             return f"the schedule plants from epoch {self.start} on (start)"
+        if self.plan is not None and not self.plan:
+            return "the plan is empty. Name at least one slot and its blueprint, or use controller='schedule'"
         if not (self._choice(table) >= 0).any():
             count = "all" if self.slots is None else str(self.slots)
             return f"none of the schedule's blueprints fits a slot that it uses ({count} of {table.num_slots})"
