@@ -411,6 +411,7 @@ PLACES = [
     Case("resume nothing", ["train", "--resume", "nowhere"], ("nowhere is not a run",)),
     Case("resume a file", in_a_file("train", "--resume", "file"), ("file is not a run",)),
     Case("resume without a checkpoint", of_a_run("train", "--resume", "run"), ("no complete checkpoint to resume",)),
+    Case("resume a recorded loop", of_a_run("grow", "--resume", "run"), ("resumed in that loop: grower.load",)),
     Case("resume with other settings", of_a_run("train", "--resume", "run", "--seed", "3"), ("--seed", "its settings")),
     Case("resume a damaged checkpoint", cut_checkpoint, ("no complete checkpoint to resume from",), warned=True),
     Case("resume a strange checkpoint", strange_checkpoint(run={}), ("checkpoint",)),

@@ -409,3 +409,10 @@ def test_torch_save_of_a_body_omits_its_grower(tmp_path):
     assert torch.equal(loaded.eval()(x), body.eval()(x))
     assert loaded.on_load == []
     assert len(body.on_load) == 1
+
+
+def test_worth_without_seeds_says_that_there_are_none():
+    _, _, grower = grafted()
+    text = str(grower.worth([(X, Y)]))
+    assert text.endswith("There are no seeds")
+    assert "without these seeds" not in text

@@ -23,6 +23,7 @@ from esper.leyline.stages import SeedStage
 from esper.nissa.run import RunDirectory
 from esper.tamiyo.controllers.simple import wait_everywhere
 from esper.tolaria.best_host import BEST_HOST, GrownHost
+from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import get_task
 from tests.support.models import ZOO, PlainCNN, awaken, grow, grow_everywhere
@@ -292,6 +293,13 @@ def test_run_without_a_host_is_refused_with_the_reason(tmp_path):
             run_export(run.path, "torch", out=None, force=False)
     with pytest.raises(RunError, match="not a run"):
         run_export(tmp_path / "nowhere", "torch", out=None, force=False)
+
+
+def test_stopped_grow_run_without_a_host_names_the_command_that_resumes_it(tmp_path):
+    with RunDirectory.create(tmp_path, "x", name="stopped", manifest={}) as run:
+        Checkpoints(run.path / "checkpoints").write("epoch-1", tensors={}, documents={"run": {}}, kind="grow")
+    with pytest.raises(RunError, match=f"Resume it with: esper grow --resume {run.path}"):
+        run_export(run.path, "torch", out=None, force=False)
 
 
 def test_failed_write_leaves_existing_files_unchanged(tmp_path, monkeypatch):

@@ -1,6 +1,6 @@
 import pytest
 
-from esper.leyline.text import LONGEST, cut, escape, printable
+from esper.leyline.text import LONGEST, cut, escape, not_installed, printable
 
 ACTING = {
     "escape": "\x1b", "bell": "\x07", "line end": "\n", "return": "\r", "delete": "\x7f", "C1": "\x9b",
@@ -25,3 +25,8 @@ def test_printable_text_is_kept_and_length_is_bounded():
     assert printable("x" * 10**4, None) == "x" * 10**4
     assert cut("abcdef", 2) == "ab… (4 more characters)"
     assert escape("<a\x1b>") == "&lt;a\\x1b&gt;"
+
+
+def test_missing_packages_are_named_in_singular_and_plural():
+    assert not_installed(["uvicorn"]) == "uvicorn, which is not installed. Install it"
+    assert not_installed(["starlette", "uvicorn"]) == "starlette and uvicorn, which are not installed. Install them"

@@ -26,6 +26,7 @@ from safetensors.torch import save as save_tensors
 from torch import Tensor, nn
 
 from esper.commands import plainly
+from esper.commands.resuming import KINDS
 from esper.kasmina.body import Body
 from esper.kasmina.codegen import source_of
 from esper.kasmina.harden import harden
@@ -33,8 +34,9 @@ from esper.leyline.actions import Operator
 from esper.leyline.atomic_io import Draft, sync_directory
 from esper.leyline.errors import ConfigError, DataError, RunError, unknown_name
 from esper.leyline.stages import SeedStage
-from esper.nissa.run import read_manifest
+from esper.nissa.run import CHECKPOINTS, read_manifest
 from esper.tolaria.best_host import BEST_HOST, GrownHost
+from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.data.catalogue import SOURCES
 
 FORMATS = {"torch": ".py", "torch-export": ".pt2", "onnx": ".onnx", "safetensors": ".safetensors"}
@@ -100,11 +102,22 @@ def kept_host(run: Path) -> GrownHost:
         config = manifest.get("config")
         if isinstance(config, dict) and config.get("simulated"):
             raise RunError(f"{run} used simulated hosts, so there is no network to export. Train on a task instead")
+        if _is_grow_run(run):
+            raise RunError(
+                f"{run} contains no grown host (no {BEST_HOST}/): `esper grow` was stopped before its end. Resume it "
+                f"with: esper grow --resume {run}"
+            )
         raise RunError(
             f"{run} contains no grown host (no {BEST_HOST}/): it ended before its first round, or was not recorded by "
             "`esper grow` or `esper train`. For your own model use esper.harden and torch.export"
         )
     return GrownHost.load(run / BEST_HOST)
+
+
+def _is_grow_run(run: Path) -> bool:
+    """Return whether the checkpoints of a run are those of `esper grow`."""
+    saved = Checkpoints(run / CHECKPOINTS).newest() if (run / CHECKPOINTS).is_dir() else None
+    return saved is not None and saved.kind == KINDS["grow"]
 
 
 def place_for(run: Path, format: str, out: Path | None) -> Path:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from esper.commands.explained_run import explain_run
 from esper.leyline.errors import ConfigError, EsperError
-from esper.leyline.text import printable
+from esper.leyline.text import not_installed, printable
 
 NICENESS = 3
 """Viewers give way to training on the same machine: the server has a lower priority."""
@@ -23,7 +23,7 @@ def run_dash(directory: Path, port: int, open_browser: bool) -> None:
     missing = [name for name in ("starlette", "uvicorn") if importlib.util.find_spec(name) is None]
     if missing:
         raise EsperError(
-            f"`esper dash` needs {' and '.join(missing)}, which is not installed. Install it with: "
+            f"`esper dash` needs {not_installed(missing)} with: "
             "pip install 'esper-lite[web]'. Or write one file with: esper report RUN"
         )
     if not directory.is_dir():

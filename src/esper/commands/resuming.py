@@ -20,6 +20,7 @@ from esper.tolaria.checkpoint import Checkpoints, Saved
 
 KINDS = {"train": "run", "grow": "grow"}
 """Command → the kind of its checkpoints."""
+OWN_LOOP = "A run of your own loop (esper.record) is resumed in that loop: grower.load(directory of grower.save)"
 
 
 def owns_run() -> bool:
@@ -52,12 +53,13 @@ def checkpoint_of(path: Path, command: str, facts: Callable[[Saved], dict[str, A
     saved = Checkpoints(path / CHECKPOINTS).newest() if path.is_dir() else None
     if saved is not None and saved.kind != KINDS[command]:
         other = next((name for name, kind in KINDS.items() if kind == saved.kind), None)
-        remedy = f". Resume it with: esper {other} --resume {path}" if other else ""
+        remedy = f". Resume it with: esper {other} --resume {path}" if other else f". {OWN_LOOP}"
         raise RunError(f"{path} is not a run of `esper {command}`: its checkpoints are of kind {saved.kind!r}{remedy}")
     _read_or_rebuild(path, saved, facts)
     if saved is None:
         raise RunError(
-            f"{path} has no complete checkpoint to resume from. `esper {command}` writes the first one when it starts"
+            f"{path} has no complete checkpoint to resume from. `esper {command}` writes the first one when it starts. "
+            + OWN_LOOP
         )
     return saved
 

@@ -18,6 +18,16 @@ def cut(text: str, most: int = LONGEST) -> str:
     return text if len(text) <= most else f"{text[:most]}… ({len(text) - most:,} more characters)"
 
 
+def not_installed(packages: Sequence[str]) -> str:
+    """Return the names of missing packages and the request to install them.
+
+    >>> not_installed(["starlette", "uvicorn"])
+    'starlette and uvicorn, which are not installed. Install them'
+    """
+    verb, pronoun = ("is", "it") if len(packages) == 1 else ("are", "them")
+    return f"{' and '.join(packages)}, which {verb} not installed. Install {pronoun}"
+
+
 def printable(text: str, most: int | None = LONGEST, *, keep: str = "") -> str:
     """Return the text with every non-printable character replaced by its escape, such as \\x1b.
 

@@ -23,7 +23,7 @@ from typing import Any, Protocol
 
 from esper.leyline.errors import EsperError, unknown_name
 from esper.leyline.events import Episode, Event, Gradient, Number, RunStarted, Step, Update, Worth
-from esper.leyline.text import flat_settings
+from esper.leyline.text import flat_settings, not_installed
 from esper.nissa.record import Record
 
 
@@ -183,10 +183,7 @@ def must_be_available(names: Iterable[str]) -> None:
         missing = [package for package in TRACKERS[name] if find_spec(package) is None]
         if missing:
             what = f"'esper-lite[trackers]' {name}" if "accelerate" in TRACKERS[name] else f"'esper-lite[{name}]'"
-            raise EsperError(
-                f"the tracker {name} needs {' and '.join(missing)}, which is not installed. "
-                f"Install it with: pip install {what}"
-            )
+            raise EsperError(f"the tracker {name} needs {not_installed(missing)} with: pip install {what}")
 
 
 def tracker_sink(

@@ -94,6 +94,8 @@ class Worth:
     @property
     def _headline(self) -> str:
         quality = f"quality {self.quality:.4f} ± {self.quality_se:.4f}"
+        if not self.slots and not self.prospect:
+            return f"{quality} (±: standard error). There are no seeds"
         return f"{quality}, without these seeds {self.committed:.4f} (±: standard error)"
 
     def _rows(self) -> list[tuple[str, str, str, str, str]]:
