@@ -483,15 +483,6 @@ def test_without_validation_batches_nothing_is_measured():
     assert np.isnan(grower.table.quality).all()
 
 
-def test_quality_that_is_not_finite_causes_a_warning():
-    grower = make_grower(quality="log_probability")
-    with torch.no_grad():
-        next(grower.body.parameters()).fill_(float("nan"))
-    with pytest.warns(UserWarning, match="quality after epoch 0 is nan: .* Lower the learning rate"):
-        report = grower.step(VAL)
-    assert math.isnan(report.quality)
-
-
 def test_quality_is_of_the_body_in_eval_mode_and_committed_of_the_host():
     grower = make_grower()
     train(grower, batches=20)
