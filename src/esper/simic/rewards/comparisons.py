@@ -108,9 +108,8 @@ def sparse(_before: Frame, after: Frame, config: RewardConfig) -> Floats:
 @reward_mode("minimal")
 def minimal(before: Frame, after: Frame, config: RewardConfig) -> Floats:
     """Return `sparse` minus a cost for every seed pruned in this step. A crash costs as much as pruning all."""
-    pruned = (_IS_GROWING[before.stage] & _IS_COOLING[after.stage]).sum(
-        axis=1
-    )  # one pruned at once is EMBARGOED by now
+    # a seed that is pruned at once is EMBARGOED, not PRUNED, at the end of its step
+    pruned = (_IS_GROWING[before.stage] & _IS_COOLING[after.stage]).sum(axis=1)
     charged = np.where(after.crashed, before.stage.shape[1], pruned)
     return np.asarray(sparse(before, after, config) - PRUNE_COST * charged)
 
