@@ -184,6 +184,7 @@ def evaluate(
     search_episodes: Annotated[
         int | None, typer.Option(min=2, help="Training episodes to find best-schedule and best-per-kind.")
     ] = None,
+    fit_task: Annotated[str | None, typer.Option(help="Task in whose training worlds these two are found.")] = None,
     json: Json = False,
     data: DataRoot = None,
     threads: Threads = 1,
@@ -200,7 +201,7 @@ def evaluate(
 
     run_eval(
         controllers, task=task, simulated=sim, seeds=seeds, out=out, as_json=json, data_root=data, threads=threads,
-        search_episodes=search_episodes,
+        search_episodes=search_episodes, fit_task=fit_task,
     )  # fmt: skip
 
 

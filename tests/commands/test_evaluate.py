@@ -9,11 +9,13 @@ import numpy as np
 import pytest
 from rich.console import Console
 
+from esper.commands import evaluate
 from esper.commands.evaluate import Arena, config_of, figures, results_tables
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
 from esper.simic.evaluation.comparison import Played
+from esper.simic.evaluation.plan_search import Plan
 from esper.simic.training.checkpointer import new_network, with_policy_network
 from esper.simic.training.config import as_tree, load_config
 from esper.tamiyo.network import NetworkConfig
@@ -41,6 +43,24 @@ def test_best_schedule_is_fitted_to_the_evaluated_episodes():
     arena = Arena(load_config(more={"simulated": True, "epochs": 12}))
     best, nothing = arena.play_all(["best-schedule", "none"], range(40_000, 40_020), Console(quiet=True))
     assert best.utility.mean() > nothing.utility.mean()
+
+
+def test_best_schedule_is_fitted_in_worlds_of_the_fit_task(monkeypatch):
+    fitted = []
+
+    def fit(backend, *_args):
+        fitted.append(backend.tasks.family.name)
+        return Plan()
+
+    monkeypatch.setattr(evaluate, "fit_plan", fit)
+    config = load_config(more={"task": "mend_digits", "epochs": 2})
+    arena = Arena(config, fit_task="sight_digits")
+    best, nothing = arena.play_all(["best-schedule", "none"], [10_000], Console(quiet=True))
+    assert fitted == ["sight_digits"]
+    assert best.name == "best schedule of sight_digits (no growth)"
+    np.testing.assert_array_equal(best.quality, nothing.quality)
+    with pytest.raises(ConfigError, match="real hosts"):
+        Arena(load_config(more={"simulated": True}), fit_task="sight_digits")
 
 
 def test_tables_of_real_hosts_fit_into_80_columns():

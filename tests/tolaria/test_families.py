@@ -74,6 +74,12 @@ def test_impaired_cnn_lacks_exactly_what_is_named(impairment: str, impaired: int
     torch.testing.assert_close(esper.harden(body)(x), body(x))
 
 
+@pytest.mark.parametrize("impaired", [0, 1, 2])
+def test_kernels_of_the_impaired_and_all_later_blocks_see_single_pixels(impaired: int) -> None:
+    host = CNNHost(in_channels=1, classes=10, base=4, blocks=3, impaired=impaired, impairment="kernels")
+    assert [block[0].kernel_size[0] for block in host.blocks] == [3] * impaired + [1] * (3 - impaired)
+
+
 def test_impaired_mlp_has_a_narrow_or_missing_layer() -> None:
     sizes = {"inputs": 12, "classes": 3, "width": 8, "layers": 3}
     assert MLPHost(**sizes, impaired=1, impairment="width").layers[1][0].out_features == 2
@@ -81,7 +87,7 @@ def test_impaired_mlp_has_a_narrow_or_missing_layer() -> None:
     assert isinstance(missing.layers[0], torch.nn.Identity)
     assert missing(torch.randn(5, 12)).shape == (5, 3)
     with pytest.raises(ConfigError, match="no kernels"):
-        MLPHost(**sizes, impairment="kernel")
+        MLPHost(**sizes, impairment="kernels")
     with pytest.raises(ConfigError, match="0 to 2"):
         MLPHost(**sizes, impaired=3, impairment="width")
 
@@ -119,7 +125,7 @@ def test_family_file_defines_a_family(tmp_path: Path) -> None:
     [
         ("widths = []", "widths needs at least one option"),
         ('datasets = ["fashions"]', "fashion"),
-        ('impairments = ["kernels"]', "kernel"),
+        ('impairments = ["kernal"]', "kernel"),
         ("colour = 3", "colour"),
         ("widths = 3", "does not define a family"),
         ("blocks = [0]", "≥ 1"),

@@ -63,10 +63,17 @@ class Arena:
 
     def __init__(
         self, config: TrainConfig, *, data_root: Path | None = None, baselines: Sequence[Path] = (),
-        search_episodes: int | None = None,
+        search_episodes: int | None = None, fit_task: str | None = None,
     ) -> None:  # fmt: skip
         self.config, self.search_episodes = config, search_episodes
         self.backend = make_backend(config, [0], data_root, baselines=baselines)
+        self.fitting, self.fit_task = self.backend, fit_task
+        """Backend in whose training worlds plans are fitted."""
+        if fit_task is not None:
+            if config.simulated:
+                raise ConfigError("--fit-task needs real hosts; do not use it with --sim")
+            other = built(TrainConfig, msgspec.to_builtins(config) | {"task": fit_task})
+            self.fitting = make_backend(other, [0], data_root, baselines=baselines)
 
     def play_all(self, names: Sequence[str], worlds: Sequence[int], console: Console) -> list[Played]:
         """Play all controllers in the same worlds. Static hosts are sized by what the first one grew."""
@@ -101,7 +108,7 @@ class Arena:
 
     def must_be_possible(self, name: str, position: int) -> None:
         """Raise unless a search for a plan is possible here."""
-        if name == BEST_PER_KIND and not isinstance(self.backend, FamilyBackend):
+        if name == BEST_PER_KIND and not all(isinstance(b, FamilyBackend) for b in (self.backend, self.fitting)):
             raise ConfigError(f"{name!r} needs worlds with different hosts: use it with a task family")
         if name == SEARCH and (position == 0 or isinstance(self.backend, Simulator)):
             raise ConfigError(
@@ -153,13 +160,16 @@ class Arena:
                 for world, macs in zip(worlds, before[0].train_macs.tolist(), strict=True)
             ]
             return Played.gather(label, parts)
-        episodes = self.search_episodes or EPISODES_PER_PLAN * len(all_plans(backend.table))
+        fitting, of_task = self.fitting, f" of {self.fit_task}" if self.fit_task else ""
+        assert isinstance(fitting, (HostBackend, FamilyBackend))
+        episodes = self.search_episodes or EPISODES_PER_PLAN * len(all_plans(fitting.table))
         if name == BEST_SCHEDULE:
-            chosen = fit_plan(backend, range(config.pool), reward, episodes)
-            return follow(backend, chosen, worlds, reward, f"best schedule ({chosen})")
+            chosen = fit_plan(fitting, range(config.pool), reward, episodes)
+            return follow(backend, chosen, worlds, reward, f"best schedule{of_task} ({chosen})")
         assert isinstance(backend, FamilyBackend)
-        plans = fit_plans_by_kind(backend, range(config.pool), reward, episodes)
-        return follow_by_kind(backend, plans, worlds, reward, "best schedule per visible kind of host")
+        assert isinstance(fitting, FamilyBackend)
+        plans = fit_plans_by_kind(fitting, range(config.pool), reward, episodes)
+        return follow_by_kind(backend, plans, worlds, reward, f"best schedule per visible kind of host{of_task}")
 
 
 def run_eval(
@@ -173,6 +183,7 @@ def run_eval(
     data_root: Path | None,
     threads: int,
     search_episodes: int | None = None,
+    fit_task: str | None = None,
 ) -> None:
     """Compare controllers and print the results, or write them to `out`."""
     torch.set_num_threads(threads)
@@ -187,7 +198,7 @@ def run_eval(
     config = config_of(names, task, simulated)
     runs = [Path(n) for n in names if (Path(n) / BASELINES).is_dir()]
     places = [*(run / BASELINES for run in runs[:1]), shared_baselines()]
-    arena = Arena(config, data_root=data_root, baselines=places, search_episodes=search_episodes)
+    arena = Arena(config, data_root=data_root, baselines=places, search_episodes=search_episodes, fit_task=fit_task)
     worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
     console = Console(stderr=as_json)
     played = arena.play_all(names, worlds, console)

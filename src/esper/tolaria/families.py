@@ -82,9 +82,10 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Channels of the first block, or units of each layer, ≥ 1."""
     blocks: tuple[int, ...] = (3,)
     """Number of blocks, layers or residual stages, ≥ 1."""
-    impairments: tuple[Impairment, ...] = ("none",)
+    impairments: tuple[str, ...] = ("none",)
     """What one block lacks: nothing ("none"), neighbouring pixels ("kernel"), three quarters of its width ("width") or
-    all of it ("missing"). Which block is drawn, too. An MLP has no "kernel", a residual network only "none"."""
+    all of it ("missing"). With "kernels", it and all later blocks lack neighbouring pixels. Which block is drawn, too.
+    An MLP has no "kernel" and "kernels", a residual network only "none"."""
     slots: tuple[int, ...] = ()
     """Number of slots, from the first site of the host, ≥ 1; a host with fewer sites uses all. Empty: all sites."""
     samples: tuple[int, ...] = (0,)
@@ -231,15 +232,39 @@ _MEND = Family(
     val_size=1_000,
 )
 
+_SIGHT = Family(
+    name="sight",
+    question="how much of this host sees single pixels? clothes at 14×14, from no block to all blocks",
+    widths=(4, 6, 8),
+    blocks=(2, 3, 4),
+    impairments=("none", "kernels", "kernels"),
+    slots=(4, 6),
+    samples=(3_000, 8_000),
+    label_noise=(0.0, 0.0, 0.2),
+    epochs=(10, 14),
+    batch=(32, 64),
+    batches_per_epoch=16,
+    val_size=1_000,
+)
+
 _ROWS = (
     _MEND,
-    # Families that a policy of `mend` has not seen: another data set, other hosts.
+    _SIGHT,
+    # Families that a policy of `mend` or `sight` has not seen: another data set, other hosts.
     msgspec.structs.replace(
         _MEND, name="mend_digits", question="as mend, on another data set: digits at 8×8", datasets=("digits",),
         samples=(300, 600, 1_197), val_size=300,
     ),
     msgspec.structs.replace(
         _MEND, name="mend_cifar", question="as mend, on another data set: natural images at 16×16",
+        datasets=("cifar10",), shrink=2,
+    ),
+    msgspec.structs.replace(
+        _SIGHT, name="sight_digits", question="as sight, on another data set: digits at 8×8", datasets=("digits",),
+        samples=(600, 1_197), val_size=300,
+    ),
+    msgspec.structs.replace(
+        _SIGHT, name="sight_cifar", question="as sight, on another data set: natural images at 16×16",
         datasets=("cifar10",), shrink=2,
     ),
     msgspec.structs.replace(

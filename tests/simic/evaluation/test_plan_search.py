@@ -53,7 +53,7 @@ def test_plans_cover_no_growth_and_every_blueprint_that_fits(backend: FamilyBack
     plans = all_plans(backend.table)
     assert plans[0] == Plan()
     assert {p.blueprint for p in plans[1:]} == set(np.nonzero(backend.table.takes.any(0))[0].tolist())
-    assert {p.slots for p in plans[1:]} == {1, 2, 3}
+    assert {(p.first, p.slots) for p in plans[1:]} == {(0, 1), (0, 2), (0, 3), (1, 1), (2, 1)}
     assert len(set(plans)) == len(plans)
 
 
@@ -113,6 +113,13 @@ def test_plan_without_growth_equals_waiting_and_another_plants(backend: FamilyBa
     assert (grown.params > nothing.params).all()
     assert (grown.train_macs > nothing.train_macs).all()
     assert all(grown.structures)
+
+
+def test_plan_for_one_slot_plants_there_only(backend: FamilyBackend) -> None:
+    plan = next(p for p in all_plans(backend.table) if p.first == 1)
+    grown = follow(backend, plan, [3], REWARD)
+    assert list(grown.structures[0]) == [backend.host(3).task.slots[1]]
+    assert "in slot 2 only" in str(plan)
 
 
 @pytest.mark.parametrize("kind", ["family", "task"])

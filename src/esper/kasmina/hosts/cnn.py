@@ -18,8 +18,8 @@ class CNNHost(Host):
     format follows that of the images and weights.
 
     With `doublings`, only that many blocks double the channels; the later ones keep them. Block `impaired` lacks
-    something: its convolution sees single pixels ("kernel"), it has a quarter of its channels ("width"), or it passes
-    its input on ("missing").
+    something: its convolution sees single pixels ("kernel"), so do those of all later blocks ("kernels"), it has a
+    quarter of its channels ("width"), or it passes its input on ("missing").
     """
 
     data_kind = "image"
@@ -48,7 +48,8 @@ class CNNHost(Host):
         most = blocks if doublings is None else doublings
         full = [base * 2 ** min(i, most) for i in range(blocks)]
         widths = [in_channels, *impaired_widths(in_channels, full, impaired, impairment)]
-        kernels = [1 if impairment == "kernel" and i == impaired else kernel for i in range(blocks)]
+        last = {"kernel": impaired, "kernels": blocks - 1}.get(impairment, -1)  # last block that sees single pixels
+        kernels = [1 if impaired <= i <= last else kernel for i in range(blocks)]
         self.blocks = nn.ModuleList(
             nn.Identity() if impairment == "missing" and i == impaired else _block(widths[i], widths[i + 1], kernels[i])
             for i in range(blocks)

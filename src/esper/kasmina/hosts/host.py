@@ -9,7 +9,7 @@ from torch import nn
 
 from esper.leyline.errors import ConfigError
 
-Impairment = Literal["none", "kernel", "width", "missing"]
+Impairment = Literal["none", "kernel", "kernels", "width", "missing"]
 """What one block of a host lacks: nothing, neighbouring pixels, three quarters of its width, or all of it."""
 
 

@@ -32,7 +32,7 @@ class MLPHost(Host):
             )
         self.inputs = inputs
         self.classes = classes
-        if impairment == "kernel":
+        if impairment in ("kernel", "kernels"):
             raise ConfigError("an MLP host has no kernels; its impairment is 'none', 'width' or 'missing'")
         widths = [inputs, *impaired_widths(inputs, [width] * layers, impaired, impairment)]
         self.layers = nn.ModuleList(

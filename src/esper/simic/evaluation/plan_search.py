@@ -4,7 +4,7 @@
     plans = fit_plans_by_kind(backend, worlds, reward, 200)      # one plan for each kind of host that a user can see
     search_in_world(backend, world, reward, budget_macs)         # what a search tool would do with the same compute
 
-A plan is a blueprint, the number of slots to plant it in, and the first epoch to plant at; or no growth at all.
+A plan is a blueprint, the slots to plant it in, and the first epoch to plant at; or no growth at all.
 
 Legend: W worlds.
 """
@@ -39,28 +39,36 @@ class Plan:
 
     blueprint: int | None = None
     slots: int = 0
-    """Number of slots, from the first, that are planted; hosts with fewer slots plant all."""
+    """Number of slots, from `first` on, that are planted; hosts with fewer slots plant all that they have of these."""
     start_share: float = 0.0
     """Share of the episode after which planting begins."""
+    first: int = 0
+    """Number of the first slot that is planted, from 0."""
 
     def controller(self, horizon: int) -> Controller:
         """Return a controller that follows the plan in episodes of this length."""
         if self.blueprint is None:
             return Wait()
-        return Schedule([self.blueprint], slots=self.slots, start=max(1, round(self.start_share * horizon)))
+        start = max(1, round(self.start_share * horizon))
+        return Schedule([self.blueprint], slots=self.slots, first=self.first, start=start)
 
     def __str__(self) -> str:
         if self.blueprint is None:
             return "no growth"
         when = "at once" if not self.start_share else f"after {self.start_share:.0%} of the epochs"
-        return f"{blueprint_name(self.blueprint)} in the first {self.slots}, {when}"
+        where = f"in slot {self.first + 1} only" if self.first else f"in the first {self.slots}"
+        return f"{blueprint_name(self.blueprint)} {where}, {when}"
 
 
 def all_plans(table: SlotTable) -> list[Plan]:
-    """Return every plan: no growth, and each blueprint that some slot takes, in 1, 2, 4, … and all slots."""
+    """Return every plan: no growth, and each blueprint that some slot takes, in the first 1, 2, 4, … and all slots.
+
+    Plans at once also use one slot other than the first.
+    """
     plantable = [b for b in range(table.takes.shape[1]) if table.takes[:, b].any()]
     counts = sorted({n for n in (1, 2, 4, 8) if n < table.num_slots} | {table.num_slots})
-    return [Plan(), *(Plan(b, n, share) for b, n, share in itertools.product(plantable, counts, START_SHARES))]
+    single = [Plan(b, 1, first=slot) for b, slot in itertools.product(plantable, range(1, table.num_slots))]
+    return [Plan(), *(Plan(b, n, share) for b, n, share in itertools.product(plantable, counts, START_SHARES)), *single]
 
 
 def fit_plan(
@@ -117,7 +125,7 @@ def follow(
 
 
 def visible_kind(draw: Draw) -> str:
-    """Return what a user sees of a host without training it: its blocks, and impairments that change its shapes."""
+    """Return what shapes of activations show of a host without training it: blocks, and a narrow or missing one."""
     visible = draw.impairment if draw.impairment in ("width", "missing") else "whole"
     return f"{draw.blocks} blocks, {visible}"
 

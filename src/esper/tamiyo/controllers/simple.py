@@ -42,7 +42,8 @@ class Schedule:
 
     blueprints  what to plant, in order of preference: built-in names, or numbers (`blueprint_index` for your own)
     start       first step at which to plant
-    slots       number of slots to use, from the first; None for all
+    slots       number of slots to use, from `first` on; None for all
+    first       number of the first slot to use
     plan        number of the blueprint of each slot to use, by the slot's number, instead of `blueprints` and `slots`
     """
 
@@ -52,13 +53,14 @@ class Schedule:
         *,
         start: int = 1,
         slots: int | None = None,
+        first: int = 0,
         plan: Mapping[int, int] | None = None,
     ) -> None:
         for name in blueprints:
             if isinstance(name, str) and name not in BLUEPRINTS:
                 raise unknown_name("blueprint", name, BLUEPRINTS)
         self.preferred = [BLUEPRINTS.index(b) if isinstance(b, str) else b for b in blueprints]
-        self.start, self.slots, self.plan = start, slots, plan
+        self.start, self.slots, self.first, self.plan = start, slots, first, plan
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: commit if it is legal, otherwise plant if it is legal, otherwise wait."""
@@ -91,8 +93,9 @@ class Schedule:
             return choice
         for b in reversed([b for b in self.preferred if b < table.takes.shape[1]]):
             choice[table.takes[:, b]] = b
+        choice[: self.first] = -1
         if self.slots is not None:
-            choice[self.slots :] = -1
+            choice[self.first + self.slots :] = -1
         return choice
 
 
