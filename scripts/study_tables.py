@@ -48,33 +48,40 @@ def pages(root: Path) -> Iterator[tuple[Path, str]]:
 
 def repetitions(root: Path) -> Iterator[tuple[Path, str]]:
     """Yield the page on stability with a table of each arm, budget and rounding, against the published results."""
-    rows = ["| study | arm | × full | rounding | test quality | difference to the published run | lowest world |"]
-    rows.append("|" + "---|" * 7)
+    rows = [
+        "| study | task | arm | × full | rounding | worlds | mean | difference to the published run | lowest world |"
+    ]
+    rows.append("|" + "---|" * 9)
+    outside = 0
     for path in sorted((root / "studies" / "repeated").glob("*.jsonl")):
         name, rounding, _ = path.name.split(".")
         saved = msgspec.json.decode((root / "studies" / f"{name}.json").read_bytes(), type=SavedStudy)
         published = _by_arm(saved.records, saved.study.metric)
-        for (arm, budget), values in _by_arm(read_results(path.parent, path.name), saved.study.metric).items():
-            lead = paired(values, published[arm, budget])
+        for key, values in _by_arm(read_results(path.parent, path.name), saved.study.metric).items():
+            task, arm, budget = key
+            lead = paired(values, published[key])
+            outside += lead.low > 0 or lead.high < 0
             mean = compare(list(values.values()), [0.0] * len(values))
             half_width = (mean.high - mean.low) / 2
             rows.append(
-                f"| {name} | {arm} | {budget:g} | {rounding} | {100 * mean.mean:.1f} ± {100 * half_width:.1f} "
+                f"| {name} | {task} | {arm} | {budget:g} | {rounding} | {len(values)} "
+                f"| {100 * mean.mean:.1f} ± {100 * half_width:.1f} "
                 f"| {100 * lead.mean:+.1f} [{100 * lead.low:+.1f}, {100 * lead.high:+.1f}] "
                 f"| {100 * min(values.values()):.1f} |".replace("-", "−")
             )
     page = root / "docs" / "studies" / "stability.md"
     if len(rows) > 2:
+        rows.append(f"\n{outside} of {len(rows) - 2} intervals of the difference exclude 0.")
         text = page.read_text()
         yield page, text[: text.index(BEGIN)] + "\n".join([BEGIN, *rows, END]) + text[text.index(END) + len(END) :]
 
 
-def _by_arm(results: Iterable[JobResult], metric: str) -> dict[tuple[str, float], dict[int, float]]:
-    """Return the metric by arm and budget, then by world."""
-    values: dict[tuple[str, float], dict[int, float]] = {}
+def _by_arm(results: Iterable[JobResult], metric: str) -> dict[tuple[str, str, float], dict[int, float]]:
+    """Return the metric by task, arm and budget, then by world."""
+    values: dict[tuple[str, str, float], dict[int, float]] = {}
     for result in results:
         for point in result.points:
-            values.setdefault((result.arm, point.budget), {})[result.world] = getattr(point, metric)
+            values.setdefault((result.task, result.arm, point.budget), {})[result.world] = getattr(point, metric)
     return dict(sorted(values.items()))
 
 

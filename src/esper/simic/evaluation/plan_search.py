@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -78,7 +78,19 @@ def fit_plan(
     episodes: int,
     on_rung: Callable[[str], None] = lambda _: None,
 ) -> Plan:
-    """Return the plan with the highest mean utility, by successive halving over at most `episodes` episodes.
+    """Return the plan with the highest mean utility, by successive halving over at most `episodes` episodes."""
+    return best_plans(backend, worlds, reward, episodes, 1, on_rung)[0]
+
+
+def best_plans(
+    backend: HostBackend | FamilyBackend,
+    worlds: Sequence[int],
+    reward: RewardConfig,
+    episodes: int,
+    keep: int,
+    on_rung: Callable[[str], None] = lambda _: None,
+) -> list[Plan]:
+    """Return the `keep` best plans by mean utility, best first, by successive halving.
 
     Every rung plays the remaining plans in further worlds, the same for all of them, and keeps the better half. With
     fewer episodes than plans, an evenly spread selection of plans is tried.
@@ -91,7 +103,7 @@ def fit_plan(
         plans = [plans[i] for i in dict.fromkeys(picks.tolist())]
     values: dict[Plan, list[float]] = {plan: [] for plan in plans}
     first = played = 0
-    while len(plans) > 1:
+    while len(plans) > keep:
         rungs = int(np.ceil(np.log2(len(plans))))
         count = max(1, (episodes - played) // rungs // len(plans))
         some = [worlds[(first + i) % len(worlds)] for i in range(count)]
@@ -100,8 +112,8 @@ def fit_plan(
             values[plan] += _utilities(backend, plan, some, reward)
         plans = sorted(plans, key=lambda plan: -float(np.mean(values[plan])))
         on_rung(f"{len(plans)} plans in {count} worlds; best: {plans[0]}, U {np.mean(values[plans[0]]):+.4f}")
-        plans = plans[: len(plans) // 2]
-    return plans[0]
+        plans = plans[: max(keep, len(plans) // 2)]
+    return plans
 
 
 def _utilities(
@@ -122,6 +134,21 @@ def follow(
         for host in [backend.host(world)]
     ]
     return Played.gather(name, parts)
+
+
+def plan_per_world(
+    backend: HostBackend | FamilyBackend, plans: Sequence[Plan], worlds: Sequence[int], reward: RewardConfig,
+    least_gain: float,
+) -> Iterator[tuple[int, Plan, float]]:  # fmt: skip
+    """Yield for each world its best plan and the utility of it; no growth unless a plan gains `least_gain`.
+
+    Measurements are noisy and the best of many is too good, so a small gain is no reason to grow.
+    """
+    for world in worlds:
+        values = [_utilities(backend, plan, [world], reward)[0] for plan in plans]
+        best = int(np.argmax(values))
+        is_worth = values[best] >= least_gain
+        yield world, plans[best] if is_worth else Plan(), values[best] if is_worth else 0.0
 
 
 def visible_kind(draw: Draw) -> str:

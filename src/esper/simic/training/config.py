@@ -59,7 +59,11 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     worlds: int | None = None
     """Number of worlds to train in, 1 to 10,000. Each has its own no-growth baseline. None: 64, of a family 256."""
     imitation: int = 0
-    """Number of first rounds in which the policy imitates a planner that reads the world's parameters, ≥ 0."""
+    """Number of first rounds in which the policy imitates a teacher, ≥ 0: on simulated hosts a planner that reads the
+    world's parameters, on real ones `plans`."""
+    plans: dict[str, dict[str, str]] = {}
+    """What a teacher grows on real hosts, as a table from world to slots and their blueprints. Rounds of imitation use
+    these worlds only."""
     start_from: str | None = None
     """Path of a run directory or policy file whose policy is trained further, or None for a new policy."""
     fixed: dict[str, str] = msgspec.field(
@@ -99,8 +103,16 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"envs must be at most {MOST_ENVS}, got {self.envs}")
         if self.threads > MOST_THREADS:
             raise ConfigError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
-        if self.imitation < 0 or (self.imitation and not self.simulated):
-            raise ConfigError(f"imitation must be ≥ 0, and 0 on real hosts; got {self.imitation}")
+        if self.imitation < 0:
+            raise ConfigError(f"imitation must be ≥ 0, got {self.imitation}")
+        if self.imitation and not self.simulated and not self.plans:
+            raise ConfigError(
+                "imitation on real hosts needs `plans`, what to grow in each world. scripts/find_plans.py writes a "
+                "config file with them; or set imitation = 0"
+            )
+        for world in self.plans:
+            if not world.isdecimal() or int(world) >= HELD_OUT_FROM:
+                raise ConfigError(f"plans are for training worlds, 0 to {HELD_OUT_FROM - 1}; got {world!r}")
         if self.worlds is not None and self.worlds > HELD_OUT_FROM:
             raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import numpy as np
 
+from esper.kasmina.blueprints import blueprint_index
+from esper.leyline.actions import Head, Op
+from esper.leyline.errors import unknown_name
 from esper.leyline.rng import random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.simic.env import GrowthVectorEnv
@@ -11,10 +16,42 @@ from esper.simic.evaluation.informed_planner import InformedPlanner
 from esper.simic.evaluation.replacing_planner import ReplacingPlanner
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import TrainConfig
+from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.rollout import Decides
 
 TEACHERS = {"open": ReplacingPlanner, "isolated": InformedPlanner}
-"""The better planner of each birth."""
+"""The better planner of each birth, on simulated hosts."""
+FIRST_STEP = 2
+"""First step at which a plan plants. A policy can imitate only what it can see, and sees a host after its first epochs."""
+
+
+class PlanTeacher:
+    """Controller that follows one plan per environment: it plants and commits what the plan has and prunes all else."""
+
+    def __init__(self, plans: Sequence[Mapping[str, str]], slots: Sequence[str]) -> None:
+        self.wanted = np.full((len(plans), len(slots)), -1)  # [E, S] number of the blueprint, or −1
+        for e, plan in enumerate(plans):
+            for slot, blueprint in plan.items():
+                if slot not in slots:
+                    raise unknown_name("slot of plans", slot, slots)
+                self.wanted[e, slots.index(slot)] = blueprint_index(blueprint)
+
+    def act(self, table: SlotTable, legal: Bools) -> Ints:
+        """Return actions [E, 8]: prune what the plan does not have, otherwise plant, otherwise commit, otherwise wait."""
+        actions = wait_everywhere(table.num_envs)
+        is_wanted = (self.wanted >= 0) & (table.blueprint == self.wanted)
+        may_plant = (self.wanted >= 0) & (table.step[:, None] >= FIRST_STEP)
+        for op, may in (
+            (Op.FOSSILIZE, legal[:, Op.FOSSILIZE] & is_wanted),
+            (Op.GERMINATE, legal[:, Op.GERMINATE] & may_plant),
+            (Op.PRUNE, legal[:, Op.PRUNE] & ~is_wanted),
+        ):
+            envs = may.any(axis=1)
+            actions[envs, Head.OP] = op
+            actions[envs, Head.SLOT] = may.argmax(axis=1)[envs]
+        plants = actions[:, Head.OP] == Op.GERMINATE
+        actions[plants, Head.BLUEPRINT] = self.wanted[plants, actions[plants, Head.SLOT]]
+        return actions
 
 
 class ImitationController:
@@ -24,8 +61,8 @@ class ImitationController:
     """
 
     def __init__(self, policy: Decides, env: GrowthVectorEnv, config: TrainConfig, number: int) -> None:
-        assert isinstance(env.backend, Simulator)
-        self.policy, self.teacher = policy, TEACHERS[config.rules.birth](env.backend, config.reward)
+        self.policy, self.teacher = policy, _teacher(env, config)
+        self.fixed = env.fixed
         draws = uniform(random_bits(world_keys(env.backend.worlds), f"taught {number}", 1))[:, 0]
         self.is_taught = draws < 1.0 - (number + 1) / config.imitation  # [E]
         self.teacher_actions: Ints
@@ -34,4 +71,13 @@ class ImitationController:
         """Return actions [E, 8]. `teacher_actions` [E, 8] are those of the teacher in all environments."""
         own = self.policy.act(table, legal)
         self.teacher_actions = self.teacher.act(table, legal)
+        for head, option in self.fixed.items():
+            self.teacher_actions[:, head] = option
         return np.where(self.is_taught[:, None], self.teacher_actions, own)
+
+
+def _teacher(env: GrowthVectorEnv, config: TrainConfig) -> Decides:
+    """Return the teacher of this environment's worlds."""
+    if isinstance(env.backend, Simulator):
+        return TEACHERS[config.rules.birth](env.backend, config.reward)
+    return PlanTeacher([config.plans[str(world)] for world in env.backend.worlds], env.backend.slots)

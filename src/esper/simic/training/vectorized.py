@@ -229,9 +229,14 @@ def make_backend(
 
 
 def pool_world(config: TrainConfig, number: int) -> int:
-    """Return the world of the run's n-th episode. Every pass over the pool uses a new random permutation."""
-    turn, place = divmod(number, config.pool)
-    return int(_order(config.seed, turn, config.pool)[place])
+    """Return the world of the run's n-th episode. Every pass over the pool uses a new random permutation.
+
+    Episodes of imitation on real hosts use the worlds that have a plan.
+    """
+    is_taught = number < config.imitation * config.envs and not config.simulated
+    pool = sorted(map(int, config.plans)) if is_taught else range(config.pool)
+    turn, place = divmod(number, len(pool))
+    return pool[_order(config.seed, turn, len(pool))[place]]
 
 
 @lru_cache(maxsize=4)
