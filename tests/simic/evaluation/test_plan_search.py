@@ -46,7 +46,7 @@ def by_table(monkeypatch: pytest.MonkeyPatch, best: Plan, tried: list[tuple[Plan
         tried.extend((plan, world) for world in worlds)
         return [1.0 if plan == best else 0.1 * np.sin(hash((plan, world)) % 97) for world in worlds]
 
-    monkeypatch.setattr(plan_search, "_utilities", utilities)
+    monkeypatch.setattr(plan_search, "utilities", utilities)
 
 
 def test_plans_cover_no_growth_and_every_blueprint_that_fits(backend: FamilyBackend) -> None:
@@ -89,7 +89,7 @@ def test_each_kind_of_host_gets_its_own_plan(backend: FamilyBackend, monkeypatch
     def utilities(_backend: object, plan: Plan, worlds: list[int], _reward: object) -> list[float]:
         return [float(plan == best_plans[visible_kind(FAMILY.draw(world))]) for world in worlds]
 
-    monkeypatch.setattr(plan_search, "_utilities", utilities)
+    monkeypatch.setattr(plan_search, "utilities", utilities)
     fitted = fit_plans_by_kind(backend, range(40), REWARD, 4000)
     assert {kind: fitted[kind] for kind in kinds} == best_plans
     assert fitted[""] in best_plans.values()

@@ -5,12 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from esper.kasmina.blueprints import blueprint_index, blueprint_name
 from esper.leyline.actions import Head, Op
-from esper.leyline.errors import ConfigError
-from esper.simic.training.config import load_config
-from esper.simic.training.imitation import ImitationController
-from esper.simic.training.vectorized import make_env, train_ppo_vectorized
-from esper.tamiyo.controllers import Wait
+from esper.leyline.errors import ConfigError, UnknownNameError
+from esper.leyline.stages import SeedStage
+from esper.simic.training.config import PRESETS, load_config
+from esper.simic.training.imitation import ImitationController, PlanTeacher
+from esper.simic.training.vectorized import make_env, round_worlds, train_ppo_vectorized
+from esper.tamiyo.controllers import Wait, wait_everywhere
 from esper.tolaria.rollout import rollout
 
 SETS = ["simulated=true", "envs=32", "worlds=64", "network.width=16", "network.hidden=16"]
@@ -41,6 +43,60 @@ def test_imitation_makes_the_teachers_actions_likelier():
     assert all(r.update.kl == 0 for r in after.rounds)  # not a PPO update
 
 
-def test_imitation_is_refused_on_real_hosts():
-    with pytest.raises(ConfigError, match="imitation"):
-        load_config(sets=["imitation=3"])
+PLANS = {"3": {"r1c0": "conv_light"}, "5": {}, "8": {"r0c0": "norm", "r0c1": "conv_heavy"}}
+REAL = {
+    "task": "sight_digits", "plans": PLANS, "imitation": 2, "envs": 3, "rounds": 3, "worlds": 4, "epochs": 8,
+    "fixed": PRESETS["sim"]["fixed"],
+}  # fmt: skip
+
+
+def test_teacher_grows_the_plan_of_each_world_and_prunes_all_else():
+    config = load_config(more=REAL)
+    env = make_env(config)
+    env.reset()
+    assert sorted(env.backend.worlds) == [3, 5, 8]
+    controller = ImitationController(Wait(), env, config, 0)
+    controller.is_taught[:] = True
+    wrong = wait_everywhere(3)
+    wrong[:, Head.OP], wrong[:, Head.SLOT], wrong[:, Head.BLUEPRINT] = Op.GERMINATE, 3, blueprint_index("norm")
+    env.step(wrong)
+    planted = []
+    for step in rollout(env, controller, 7):
+        if (step.actions[:, Head.OP] == Op.GERMINATE).any():
+            planted.append(int(env.backend.table.step[0]) - 1)
+        if env.over:
+            break
+    assert min(planted) == 2
+    table = env.backend.table
+    alive = (table.stage >= SeedStage.GERMINATED) & (table.stage <= SeedStage.FOSSILIZED)
+    for e, world in enumerate(env.backend.worlds):
+        grown = {env.backend.slots[s]: blueprint_name(table.blueprint[e, s]) for s in np.nonzero(alive[e])[0]}
+        assert grown == PLANS[str(world)]
+
+
+def test_imitation_on_real_hosts_uses_worlds_with_plans_then_all():
+    config = load_config(more=REAL)
+    trained = train_ppo_vectorized(config)
+    assert [sorted(round_worlds(config, n)) for n in range(2)] == [[3, 5, 8]] * 2
+    assert set(round_worlds(config, 2)) <= set(range(4))
+    assert [r.update.kl == 0 for r in trained.rounds[:2]] == [True, True]  # not a PPO update
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"imitation": 3}, "needs `plans`"),
+        ({"imitation": -1}, "≥ 0"),
+        ({"plans": {"10000": {}}}, "training worlds"),
+        ({"plans": {"first": {}}}, "training worlds"),
+    ],
+)
+def test_invalid_imitation_is_refused(more, message):
+    with pytest.raises(ConfigError, match=message):
+        load_config(more=more)
+
+
+def test_plans_with_unknown_slots_or_blueprints_are_refused():
+    for plan in ({"r9c9": "norm"}, {"r0c0": "nrom"}):
+        with pytest.raises(UnknownNameError, match=r"r0c0|norm"):
+            PlanTeacher([plan], ["r0c0", "r0c1"])

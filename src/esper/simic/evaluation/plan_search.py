@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -79,46 +79,53 @@ def fit_plan(
     on_rung: Callable[[str], None] = lambda _: None,
 ) -> Plan:
     """Return the plan with the highest mean utility, by successive halving over at most `episodes` episodes."""
-    return best_plans(backend, worlds, reward, episodes, 1, on_rung)[0]
+
+    def follow_all(plans: Sequence[Plan], some: Sequence[int]) -> list[list[float]]:
+        return [utilities(backend, plan, some, reward) for plan in plans]
+
+    return best_plans(all_plans(backend.table), worlds, episodes, 1, follow_all, on_rung)[0]
 
 
 def best_plans(
-    backend: HostBackend | FamilyBackend,
+    plans: list[Plan],
     worlds: Sequence[int],
-    reward: RewardConfig,
     episodes: int,
     keep: int,
+    follow_all: Callable[[Sequence[Plan], Sequence[int]], Iterable[list[float]]],
     on_rung: Callable[[str], None] = lambda _: None,
 ) -> list[Plan]:
     """Return the `keep` best plans by mean utility, best first, by successive halving.
 
-    Every rung plays the remaining plans in further worlds, the same for all of them, and keeps the better half. With
-    fewer episodes than plans, an evenly spread selection of plans is tried.
+    `follow_all` returns the utilities of some plans in some worlds, one list per plan.
+
+    Every rung plays the remaining plans in further worlds, the same for all of them, and keeps the better half. It
+    uses half of the episodes that are left, the last rung all, so each rung sees about as many worlds: where worlds
+    differ, many plans in one world tell little. With fewer episodes than plans, an evenly spread selection is tried.
     """
     if episodes < 2 or not len(worlds):
         raise ConfigError(f"a search for a plan needs at least one world and two episodes, got {episodes}")
-    plans = all_plans(backend.table)
     if len(plans) > episodes // 2:
         picks = np.linspace(0, len(plans) - 1, max(1, episodes // 2)).round().astype(int)
         plans = [plans[i] for i in dict.fromkeys(picks.tolist())]
     values: dict[Plan, list[float]] = {plan: [] for plan in plans}
     first = played = 0
     while len(plans) > keep:
-        rungs = int(np.ceil(np.log2(len(plans))))
-        count = max(1, (episodes - played) // rungs // len(plans))
+        share = 1 if len(plans) <= 2 * keep else 2
+        count = max(1, (episodes - played) // share // len(plans))
         some = [worlds[(first + i) % len(worlds)] for i in range(count)]
         first, played = first + count, played + count * len(plans)
-        for plan in plans:
-            values[plan] += _utilities(backend, plan, some, reward)
+        for plan, more in zip(plans, follow_all(plans, some), strict=True):
+            values[plan] += more
         plans = sorted(plans, key=lambda plan: -float(np.mean(values[plan])))
         on_rung(f"{len(plans)} plans in {count} worlds; best: {plans[0]}, U {np.mean(values[plans[0]]):+.4f}")
         plans = plans[: max(keep, len(plans) // 2)]
     return plans
 
 
-def _utilities(
+def utilities(
     backend: HostBackend | FamilyBackend, plan: Plan, worlds: Sequence[int], reward: RewardConfig
 ) -> list[float]:
+    """Return the utility of a plan in each world."""
     return [float(follow(backend, plan, [world], reward).utility[0]) for world in worlds]
 
 
@@ -134,21 +141,6 @@ def follow(
         for host in [backend.host(world)]
     ]
     return Played.gather(name, parts)
-
-
-def plan_per_world(
-    backend: HostBackend | FamilyBackend, plans: Sequence[Plan], worlds: Sequence[int], reward: RewardConfig,
-    least_gain: float,
-) -> Iterator[tuple[int, Plan, float]]:  # fmt: skip
-    """Yield for each world its best plan and the utility of it; no growth unless a plan gains `least_gain`.
-
-    Measurements are noisy and the best of many is too good, so a small gain is no reason to grow.
-    """
-    for world in worlds:
-        values = [_utilities(backend, plan, [world], reward)[0] for plan in plans]
-        best = int(np.argmax(values))
-        is_worth = values[best] >= least_gain
-        yield world, plans[best] if is_worth else Plan(), values[best] if is_worth else 0.0
 
 
 def visible_kind(draw: Draw) -> str:

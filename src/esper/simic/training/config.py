@@ -103,16 +103,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"envs must be at most {MOST_ENVS}, got {self.envs}")
         if self.threads > MOST_THREADS:
             raise ConfigError(f"threads must be at most {MOST_THREADS}, got {self.threads}")
-        if self.imitation < 0:
-            raise ConfigError(f"imitation must be ≥ 0, got {self.imitation}")
-        if self.imitation and not self.simulated and not self.plans:
-            raise ConfigError(
-                "imitation on real hosts needs `plans`, what to grow in each world. scripts/find_plans.py writes a "
-                "config file with them; or set imitation = 0"
-            )
-        for world in self.plans:
-            if not world.isdecimal() or int(world) >= HELD_OUT_FROM:
-                raise ConfigError(f"plans are for training worlds, 0 to {HELD_OUT_FROM - 1}; got {world!r}")
+        self._check_imitation()
         if self.worlds is not None and self.worlds > HELD_OUT_FROM:
             raise ConfigError(f"worlds from {HELD_OUT_FROM} on are held out for evaluation, got worlds = {self.worlds}")
         if self.epochs is not None and self.epochs < 1:
@@ -129,6 +120,18 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             )
         level(self.telemetry)
         self.fixed_heads()
+
+    def _check_imitation(self) -> None:
+        if self.imitation < 0:
+            raise ConfigError(f"imitation must be ≥ 0, got {self.imitation}")
+        if self.imitation and not self.simulated and not self.plans:
+            raise ConfigError(
+                "imitation on real hosts needs `plans`, what to grow in each world. scripts/find_plans.py writes a "
+                "config file with them; or set imitation = 0"
+            )
+        for world in self.plans:
+            if not world.isdecimal() or int(world) >= HELD_OUT_FROM:
+                raise ConfigError(f"plans are for training worlds, 0 to {HELD_OUT_FROM - 1}; got {world!r}")
 
     @property
     def task_label(self) -> str:

@@ -22,7 +22,7 @@ from esper.tolaria.rollout import Decides
 TEACHERS = {"open": ReplacingPlanner, "isolated": InformedPlanner}
 """The better planner of each birth, on simulated hosts."""
 FIRST_STEP = 2
-"""First step at which a plan plants. A policy can imitate only what it can see, and sees a host after its first epochs."""
+"""First step at which a plan plants: a policy can imitate only a choice whose reasons it can see."""
 
 
 class PlanTeacher:
@@ -37,7 +37,7 @@ class PlanTeacher:
                 self.wanted[e, slots.index(slot)] = blueprint_index(blueprint)
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
-        """Return actions [E, 8]: prune what the plan does not have, otherwise plant, otherwise commit, otherwise wait."""
+        """Return actions [E, 8]: prune what is not in the plan, otherwise plant, otherwise commit, otherwise wait."""
         actions = wait_everywhere(table.num_envs)
         is_wanted = (self.wanted >= 0) & (table.blueprint == self.wanted)
         may_plant = (self.wanted >= 0) & (table.step[:, None] >= FIRST_STEP)
