@@ -5,7 +5,8 @@
 
 In NAME.md the text between the two markers is replaced; the text around it is kept. A section "What it shows" above the
 first marker must say the result in words. stability.md gets a table of the studies that were repeated under other
-rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results.
+rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results. family_policy.md gets tables of policies:
+studies/policies/FAMILY/*.json are results of `esper eval` in the same worlds of a family.
 """
 
 from __future__ import annotations
@@ -76,6 +77,38 @@ def repetitions(root: Path) -> Iterator[tuple[Path, str]]:
         yield page, text[: text.index(BEGIN)] + "\n".join([BEGIN, *rows, END]) + text[text.index(END) + len(END) :]
 
 
+def policies(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the page on policies in families, with a table of every policy's leads over every other controller."""
+    tables = []
+    for directory in sorted(p for p in (root / "studies" / "policies").glob("*") if p.is_dir()):
+        parts = [msgspec.json.decode(path.read_bytes()) for path in sorted(directory.glob("*.json"))]
+        rows = {row["name"]: row for part in parts for row in part["rows"]}
+        learned = [name for name in rows if name.startswith("learned")]
+        names = ", ".join(name.removeprefix("learned (").rstrip(")") for name in learned)
+        table = [
+            f"### `{parts[0]['task']}`, {len(parts[0]['worlds'])} held-out worlds",
+            "",
+            f"| | U | leads in U of {names} | test accuracy | leads in test accuracy, points | training compute |",
+            "|" + "---|" * 6,
+        ]
+        for name, row in rows.items():
+            cells = [name, f"{row['utility']['mean']:+.4f}", "", f"{row['test']['mean']:.1%}", ""]
+            for column, (key, unit, digits) in {2: ("utility", 1, 4), 4: ("test", 100, 1)}.items():
+                leads = [compare(rows[p][key]["worlds"], row[key]["worlds"]) for p in learned if name not in learned]
+                cells[column] = "; ".join(
+                    f"{unit * d.mean:+.{digits}f} [{unit * d.low:+.{digits}f}, {unit * d.high:+.{digits}f}]"
+                    for d in leads
+                )
+            spent = row["train_macs"]["mean"] / rows["none"]["train_macs"]["mean"]
+            table.append(f"| {' | '.join([*cells, f'{spent:.2f}'])} |".replace(" -", " −").replace("[-", "[−"))
+        tables.append("\n".join(table))
+    page = root / "docs" / "studies" / "family_policy.md"
+    if tables:
+        text = page.read_text()
+        generated = "\n\n".join([BEGIN, *tables, END])
+        yield page, text[: text.index(BEGIN)] + generated + text[text.index(END) + len(END) :]
+
+
 def _by_arm(results: Iterable[JobResult], metric: str) -> dict[tuple[str, str, float], dict[int, float]]:
     """Return the metric by task, arm and budget, then by world."""
     values: dict[tuple[str, str, float], dict[int, float]] = {}
@@ -90,7 +123,7 @@ def main() -> None:
     parser.add_argument("--check", action="store_true", help="change nothing; fail if a file is not up to date")
     parser.add_argument("--root", type=Path, default=Path(), help="the repository root")
     options = parser.parse_args()
-    generated = [*pages(options.root), *repetitions(options.root)]
+    generated = [*pages(options.root), *repetitions(options.root), *policies(options.root)]
     outdated = [(path, text) for path, text in generated if not path.exists() or path.read_text() != text]
     for path, text in outdated:
         print(f"{'not up to date' if options.check else 'wrote'}: {path}")

@@ -112,7 +112,7 @@ def grow(
 def train(
     task: Annotated[str | None, typer.Option(help="Task of the hosts; `esper tasks` lists them.")] = None,
     sim: Annotated[bool, typer.Option("--sim", help="Use simulated hosts (thousands of steps per second).")] = False,
-    preset: Annotated[str | None, typer.Option(help="Preset of settings: quick, standard or sim.")] = None,
+    preset: Annotated[str | None, typer.Option(help="Preset: quick, standard, sim or family.")] = None,
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds: an episode per host, then an update.")] = None,
     envs: Annotated[int | None, typer.Option(min=1, help="Number of hosts trained side by side.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Steps per episode; default: the task's own.")] = None,

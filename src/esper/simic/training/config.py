@@ -173,20 +173,26 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
         return fixed
 
 
+FEW_CHOICES = {"tempo": "STANDARD", "alpha_target": "FULL", "alpha_speed": "INSTANT", "alpha_curve": "LINEAR"}
 PRESETS: dict[str, dict[str, Any]] = {
     "quick": {"task": "rescue", "rounds": 4, "envs": 4, "epochs": 20, "worlds": 4, "ppo": {"groups": 2}},
     "standard": {},
     "sim": {
         "simulated": True, "rounds": 68, "envs": 512, "worlds": 8192, "imitation": 10,
-        "fixed": {"tempo": "STANDARD", "alpha_target": "FULL", "alpha_speed": "INSTANT", "alpha_curve": "LINEAR"},
-        "network": {"standardise": True},
+        "fixed": FEW_CHOICES, "network": {"standardise": True},
         "ppo": {
             "lr": 4e-3, "lr_final": 0.1, "gamma": 1.0, "gae_lambda": 0.95, "target_kl": 0.04, "entropy_final": 0.002,
         },
     },
+    "family": {
+        "task": "sight", "rounds": 28, "envs": 32, "fixed": FEW_CHOICES, "network": {"standardise": True},
+        "ppo": {
+            "lr": 2e-3, "lr_final": 0.1, "gamma": 1.0, "epochs": 8, "entropy_coef": 0.003, "entropy_final": 0.001,
+        },
+    },
 }  # fmt: skip
 """Named settings: `quick` runs every part in about two minutes, `standard` learns on real hosts, `sim` learns in
-minutes on simulated ones."""
+minutes on simulated ones, `family` learns on the hosts of a task family, which differ."""
 
 
 def load_config(
