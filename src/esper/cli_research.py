@@ -1,4 +1,4 @@
-"""The commands `esper features`, `explain`, `study` and `sweep`. They import what they need when they run."""
+"""The commands `esper features`, `explain`, `plans`, `study` and `sweep`. They import what they need when they run."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Workers = Annotated[int, typer.Option(min=1, help="Worker processes, one CPU thr
 
 def add_research_commands(app: typer.Typer) -> None:
     """Add the commands to the command line."""
-    for command in (features, explain, study, sweep):
+    for command in (features, explain, plans, study, sweep):
         app.command()(command)
 
 
@@ -53,6 +53,32 @@ def explain(
     from esper.commands.explain import run_explain
 
     run_explain(run, env=env, step=step, as_json=json)
+
+
+def plans(
+    task: Annotated[str, typer.Argument(help="Task, family or family file.")],
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Setting of `esper train`; repeat it.")
+    ] = None,
+    worlds: Annotated[int, typer.Option(min=1, help="Number of training worlds.")] = 48,
+    episodes: Annotated[int, typer.Option(min=2, help="Episodes that select a few plans for all worlds.")] = 700,
+    least_gain: Annotated[float, typer.Option(help="Utility that growth must gain in a world.")] = 0.01,
+    workers: Workers = 1,
+    out: Annotated[Path, typer.Option(help="Config file of `esper train` to write.")] = Path("plans.toml"),
+) -> None:
+    """Find what to grow in each training world, for a policy to imitate.
+
+    Fixed plans (a blueprint, where and when) compete in training worlds. The best few are followed in every world, and
+    the best one is the world's plan; no growth if none gains enough. Give the same settings to `esper train`.
+
+    Example:  esper plans sight --workers 2 --out plans.toml
+    Then:     esper train --preset family --config plans.toml --set imitation=12
+    """
+    from esper.commands.plans import run_plans
+
+    run_plans(
+        task, sets or [], worlds=worlds, episodes=episodes, least_gain=least_gain, workers=workers, out=out
+    )  # fmt: skip
 
 
 def study(

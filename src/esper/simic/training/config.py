@@ -126,8 +126,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"imitation must be ≥ 0, got {self.imitation}")
         if self.imitation and not self.simulated and not self.plans:
             raise ConfigError(
-                "imitation on real hosts needs `plans`, what to grow in each world. scripts/find_plans.py writes a "
-                "config file with them; or set imitation = 0"
+                "imitation on real hosts needs `plans`, what to grow in each world. `esper plans` writes a config file "
+                "with them; or set imitation = 0"
             )
         for world in self.plans:
             if not world.isdecimal() or int(world) >= HELD_OUT_FROM:

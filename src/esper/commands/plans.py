@@ -1,0 +1,83 @@
+"""`esper plans`: find what to grow in each training world, for a policy to imitate.
+
+Successive halving over fixed plans leaves a few. Each of these is followed in every world, and the best one is the
+world's plan; no growth if none gains enough, since measurements are noisy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import cache, partial
+from multiprocessing import get_context
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from esper.commands import plainly
+from esper.kasmina.blueprints import blueprint_name
+from esper.leyline.atomic_io import write_atomically
+from esper.leyline.errors import ConfigError
+from esper.simic.env import HostBackend
+from esper.simic.evaluation.no_growth_baseline import shared_baselines
+from esper.simic.evaluation.plan_search import Plan, all_plans, best_plans, utilities
+from esper.simic.family_backend import FamilyBackend
+from esper.simic.training.config import TrainConfig, load_config
+from esper.simic.training.vectorized import make_backend
+
+KEEP = 8
+"""Number of plans that are followed in every world."""
+
+
+def run_plans(
+    task: str, sets: Sequence[str], *, worlds: int, episodes: int, least_gain: float, workers: int, out: Path
+) -> None:
+    """Find a plan for each of the first `worlds` worlds and write them as a config file of `esper train`."""
+    if out.exists():
+        raise ConfigError(f"{out} exists. Use --out to choose another file")
+    console = Console()
+    _, backend = _prepared(task, tuple(sets))
+    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+        play = partial(_utility, task=task, sets=tuple(sets))
+
+        def follow_all(plans: Sequence[Plan], some: Sequence[int]) -> list[list[float]]:
+            values = pool.map(play, [(plan, world) for plan in plans for world in some], chunksize=4)
+            return [[next(values) for _ in some] for _ in plans]
+
+        candidates = all_plans(backend.table)
+        plans = best_plans(candidates, range(worlds), episodes, KEEP, follow_all, partial(plainly, console))
+        lines = [f'task = "{task}"', "", "[plans]"]
+        values = pool.map(play, [(plan, world) for world in range(worlds) for plan in plans])
+        for world in range(worlds):
+            gains = [next(values) for _ in plans]
+            gain = max(gains)
+            plan = plans[gains.index(gain)] if gain >= least_gain else Plan()
+            plainly(console, f"world {world + 1} of {worlds}: {plan}; the best plan gains U {gain:+.4f}")
+            lines.append(f"{world} = {_planted(plan, backend.slots)}")
+    write_atomically(out, ("\n".join(lines) + "\n").encode())
+    plainly(console, f"plans in {out}: use them with esper train --config {out} --set imitation=12")
+
+
+@cache
+def _prepared(task: str, sets: tuple[str, ...]) -> tuple[TrainConfig, HostBackend | FamilyBackend]:
+    """Return the settings and hosts, built once per process."""
+    torch.set_num_threads(1)
+    config = load_config(sets=sets, more={"task": task, "simulated": False})
+    backend = make_backend(config, [0], baselines=[shared_baselines()])
+    assert isinstance(backend, (HostBackend, FamilyBackend))
+    return config, backend
+
+
+def _utility(job: tuple[Plan, int], task: str, sets: tuple[str, ...]) -> float:
+    config, backend = _prepared(task, sets)
+    plan, world = job
+    return utilities(backend, plan, [world], config.reward)[0]
+
+
+def _planted(plan: Plan, slots: Sequence[str]) -> str:
+    """Return what a plan plants as an inline table of TOML."""
+    if plan.blueprint is None:
+        return "{}"
+    name = blueprint_name(plan.blueprint)
+    return "{ " + ", ".join(f'{slot} = "{name}"' for slot in slots[plan.first : plan.first + plan.slots]) + " }"

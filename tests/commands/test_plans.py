@@ -1,0 +1,72 @@
+"""`esper plans`: a config file with a plan for each world."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from esper.commands import plans
+from esper.commands.plans import run_plans
+from esper.leyline.errors import ConfigError
+from esper.simic.evaluation.plan_search import Plan
+from esper.simic.training.config import load_config
+from tests.support.command_line import esper
+
+FAMILY = """
+host = "mlp"
+datasets = ["digits"]
+widths = [8]
+blocks = [2]
+epochs = [4]
+batches_per_epoch = 4
+val_size = 100
+"""
+
+
+@pytest.mark.slow
+def test_command_writes_a_config_file_that_train_accepts(tmp_path: Path) -> None:
+    family, out = tmp_path / "small.toml", tmp_path / "plans.toml"
+    family.write_text(FAMILY)
+    command = ["plans", str(family), "--worlds", "3", "--episodes", "20", "--least-gain", "-1", "--out", str(out)]
+    done = esper(*command)
+    assert done.returncode == 0, done.stderr
+    assert "world 3 of 3" in done.stdout
+    config = load_config(file=out, sets=["imitation=1"])
+    assert config.task == str(family)
+    assert sorted(config.plans) == ["0", "1", "2"]
+    slots = config.family().longest()
+    assert all(slot in slots for plan in config.plans.values() for slot in plan)
+    again = esper(*command)
+    assert again.returncode == 2
+    assert "exists" in again.stderr
+
+
+def test_world_gets_the_plan_that_gains_most_there_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    good = [Plan(0, 1), Plan(0, 2), Plan(0, 1, first=1)]
+
+    class Pool:
+        def __init__(self, *_args: object, **_kwargs: object) -> None: ...
+        def __enter__(self) -> Pool:
+            return self
+
+        def __exit__(self, *_args: object) -> None: ...
+        def map(self, _play: object, jobs: list[tuple[Plan, int]], chunksize: int = 1) -> Iterator[float]:
+            return (0.1 if world < 3 and plan == good[world] else 0.001 for plan, world in jobs)
+
+    family = tmp_path / "small.toml"
+    family.write_text(FAMILY)
+    monkeypatch.setattr(plans, "ProcessPoolExecutor", Pool)
+    monkeypatch.setattr(plans, "best_plans", lambda *_: good)
+    run_plans(str(family), [], worlds=4, episodes=20, least_gain=0.01, workers=1, out=tmp_path / "plans.toml")
+    config = load_config(file=tmp_path / "plans.toml")
+    first, second, *_ = config.family().longest()
+    assert [list(config.plans[str(w)]) for w in range(4)] == [[first], [first, second], [second], []]
+
+
+def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "plans.toml").write_text("mine")
+    with pytest.raises(ConfigError, match="--out"):
+        run_plans("digits", [], worlds=1, episodes=2, least_gain=0, workers=1, out=tmp_path / "plans.toml")
+    assert (tmp_path / "plans.toml").read_text() == "mine"
