@@ -5,7 +5,7 @@
 
 In NAME.md the text between the two markers is replaced; the text around it is kept. A section "What it shows" above the
 first marker must say the result in words. stability.md gets a table of the studies that were repeated under other
-rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results. family_policy.md gets tables of policies:
+rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results. policy.md gets tables of policies:
 studies/policies/FAMILY/*.json are results of `esper eval` in the same worlds of a family.
 """
 
@@ -102,7 +102,7 @@ def policies(root: Path) -> Iterator[tuple[Path, str]]:
             spent = row["train_macs"]["mean"] / rows["none"]["train_macs"]["mean"]
             table.append(f"| {' | '.join([*cells, f'{spent:.2f}'])} |".replace(" -", " −").replace("[-", "[−"))
         tables.append("\n".join(table))
-    page = root / "docs" / "studies" / "family_policy.md"
+    page = root / "docs" / "studies" / "policy.md"
     if tables:
         text = page.read_text()
         generated = "\n\n".join([BEGIN, *tables, END])

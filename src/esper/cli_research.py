@@ -61,7 +61,7 @@ def plans(
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Setting of `esper train`; repeat it.")
     ] = None,
     worlds: Annotated[int, typer.Option(min=1, help="Number of training worlds.")] = 48,
-    episodes: Annotated[int, typer.Option(min=2, help="Episodes that select a few plans for all worlds.")] = 700,
+    episodes: Annotated[int, typer.Option(min=2, help="Episodes that select a few plans for all worlds.")] = 1700,
     least_gain: Annotated[float, typer.Option(help="Utility that growth must gain in a world.")] = 0.01,
     workers: Workers = 1,
     out: Annotated[Path, typer.Option(help="Config file of `esper train` to write.")] = Path("plans.toml"),
