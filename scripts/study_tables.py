@@ -18,7 +18,7 @@ from pathlib import Path
 
 import msgspec
 
-from esper.commands.frontier_chart import frontier_chart
+from esper.commands.frontier_chart import frontier_chart, line_chart
 from esper.leyline.paired import compare, paired
 from esper.studies.rendering import as_markdown
 from esper.studies.results import JobResult, SavedStudy, points_of, read_results
@@ -101,6 +101,15 @@ def policies(root: Path) -> Iterator[tuple[Path, str]]:
                 )
             spent = row["train_macs"]["mean"] / rows["none"]["train_macs"]["mean"]
             table.append(f"| {' | '.join([*cells, f'{spent:.2f}'])} |".replace(" -", " −").replace("[-", "[−"))
+        curve = directory / "returns.csv"
+        if curve.exists():
+            lines = [[float(x) for x in line.split(",")] for line in curve.read_text().splitlines()[1:]]
+            points = [(number, sum(values) / len(values), min(values), max(values)) for number, *values in lines]
+            chart = root / "docs" / "studies" / f"policy-{directory.name}.svg"
+            marks = {float(number): str(number) for number in range(2, len(points) + 1, 2)}
+            note = "round of 32 episodes; the line is the mean of the training seeds, the band their lowest and highest"
+            yield chart, line_chart(f"{directory.name}: mean return", {"policies": points}, marks, "number", note)
+            table.append(f"\n![mean return by round]({chart.name})")
         tables.append("\n".join(table))
     page = root / "docs" / "studies" / "policy.md"
     if tables:

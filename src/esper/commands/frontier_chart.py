@@ -7,7 +7,7 @@ its line. The x axis is logarithmic, in units of one full training.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 from esper.commands.charts import tick_labels, ticks
 from esper.leyline.text import escape
@@ -33,7 +33,7 @@ svg { --page: #ffffff; --ink: #17202a; --soft: #566270; --grid: #e2e6eb; --c0: #
 """
 Scale = Callable[[float], float]
 Curve = list[tuple[float, float, float, float]]
-"""Points of one arm: multiple of one full training, mean, low, high."""
+"""Points of one line: x, mean, low, high. Of an arm, x is the multiple of one full training."""
 
 
 def frontier_chart(summary: Summary, task: str) -> str:
@@ -44,19 +44,28 @@ def frontier_chart(summary: Summary, task: str) -> str:
         curves.setdefault(row.arm, []).append(
             (row.full_trainings or 0.0, row.value.mean, row.value.low, row.value.high)
         )
-    x0, x1 = (limit(math.log2(x) for curve in curves.values() for x, *_ in curve) for limit in (min, max))
+    found = [x for curve in curves.values() for x, *_ in curve]
+    powers = [10.0**k for k in range(-9, 10) if min(found) <= 10.0**k <= max(found)]
+    xs = {x: f"×{x:g}" for x in sorted({*powers, *(row.budget or 0.0 for row in rows)})}
+    unit = "number" if summary.metric == "test_loss" else "percent"
+    note = "training multiply-adds, × one full training; bands: 95 % intervals over worlds"
+    title = f"{task}: {METRICS[summary.metric]} against training multiply-adds"
+    return line_chart(title, curves, xs, unit, note, math.log2)
+
+
+def line_chart(
+    title: str, curves: Mapping[str, Curve], xs: Mapping[float, str], unit: str, note: str, scale: Scale = float
+) -> str:
+    """Return lines with bands as SVG. `xs` are labelled positions on the x axis, whose values `scale` transforms."""
+    x0, x1 = (limit(scale(x) for curve in curves.values() for x, *_ in curve) for limit in (min, max))
     y0, y1 = (limit(y for curve in curves.values() for point in curve for y in point[1:]) for limit in (min, max))
 
     def px(x: float) -> float:
-        return LEFT + (RIGHT - LEFT) * (math.log2(x) - x0 + 0.05) / (x1 - x0 + 0.1)
+        return LEFT + (RIGHT - LEFT) * (scale(x) - x0 + 0.05) / (x1 - x0 + 0.1)
 
     def py(y: float) -> float:
         return TOP + (BOTTOM - TOP) * (y1 - y) / (y1 - y0 or 1.0)
 
-    powers = [10.0**k for k in range(-9, 10) if x0 <= math.log2(10.0**k) <= x1]
-    xs = sorted({*powers, *(row.budget or 0.0 for row in rows)})
-    title = f"{task}: {METRICS[summary.metric]} against training multiply-adds"
-    unit = "number" if summary.metric == "test_loss" else "percent"
     drawn = [_curve(sorted(curve), i, px, py) for i, curve in enumerate(curves.values())]
     ends = [(py(max(curve)[1]), px(max(curve)[0]), arm, i) for i, (arm, curve) in enumerate(curves.items())]
     return (
@@ -64,12 +73,11 @@ def frontier_chart(summary: Summary, task: str) -> str:
         f'font-size="12" role="img"><title>{escape(title)}</title><style>{STYLE}</style>'
         f'<rect class="page" width="100%" height="100%"/><text x="{LEFT}" y="22" font-size="15">{escape(title)}</text>'
         f"{_axes(xs, ticks(y0, y1), unit, px, py)}{''.join(drawn)}"
-        f'{_names(ends)}<text class="soft" x="{LEFT}" y="{BOTTOM + 40}">training multiply-adds, × one full training; '
-        "bands: 95 % intervals over worlds</text></svg>\n"
+        f'{_names(ends)}<text class="soft" x="{LEFT}" y="{BOTTOM + 40}">{escape(note)}</text></svg>\n'
     )
 
 
-def _axes(xs: Sequence[float], ys: Sequence[float], unit: str, px: Scale, py: Scale) -> str:
+def _axes(xs: Mapping[float, str], ys: Sequence[float], unit: str, px: Scale, py: Scale) -> str:
     """Return the grid, with a label at every budget, power of ten and y tick."""
     parts = [
         f'<path class="grid" d="M{LEFT} {py(y):.1f}H{RIGHT}"/>'
@@ -78,8 +86,8 @@ def _axes(xs: Sequence[float], ys: Sequence[float], unit: str, px: Scale, py: Sc
     ]
     parts += [
         f'<path class="grid" d="M{px(x):.1f} {TOP}V{BOTTOM}"/>'
-        f'<text class="soft" x="{px(x):.1f}" y="{BOTTOM + 18}" text-anchor="middle">×{x:g}</text>'
-        for x in xs
+        f'<text class="soft" x="{px(x):.1f}" y="{BOTTOM + 18}" text-anchor="middle">{escape(label)}</text>'
+        for x, label in xs.items()
     ]
     return "".join(parts)
 
