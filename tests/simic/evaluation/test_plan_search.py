@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -14,6 +15,7 @@ from esper.simic.evaluation.comparison import Played, play
 from esper.simic.evaluation.plan_search import (
     Plan,
     all_plans,
+    best_plans,
     fit_plan,
     fit_plans_by_kind,
     follow,
@@ -49,10 +51,14 @@ def by_table(monkeypatch: pytest.MonkeyPatch, best: Plan, tried: list[tuple[Plan
     monkeypatch.setattr(plan_search, "utilities", utilities)
 
 
-def test_plans_cover_no_growth_and_every_blueprint_that_fits(backend: FamilyBackend) -> None:
+def test_plans_cover_no_growth_and_every_blueprint_that_fits() -> None:
+    backend = FamilyBackend(FamilyTasks(FAMILY))
+    backend.reset([next(w for w in range(9) if FAMILY.draw(w).blocks == 2)])
     plans = all_plans(backend.table)
     assert plans[0] == Plan()
-    assert {p.blueprint for p in plans[1:]} == set(np.nonzero(backend.table.takes.any(0))[0].tolist())
+    fitting = backend.hosts[0].table.takes.any(axis=0)
+    assert len(backend.hosts[0].slots) < len(backend.slots)  # padded slots take every blueprint
+    assert {p.blueprint for p in plans[1:]} == set(np.nonzero(fitting)[0].tolist())
     assert {(p.first, p.slots) for p in plans[1:]} == {(0, 1), (0, 2), (0, 3), (1, 1), (2, 1)}
     assert len(set(plans)) == len(plans)
 
@@ -69,6 +75,20 @@ def test_search_finds_the_best_plan_within_its_episodes(
         assert {world for _, world in tried} <= set(range(8))
     with pytest.raises(ConfigError, match="two episodes"):
         fit_plan(backend, range(8), REWARD, 1)
+
+
+@pytest.mark.parametrize(("count", "keep"), [(16, 8), (17, 8), (12, 1), (3, 1)])
+def test_last_rung_uses_all_episodes_that_are_left(count: int, keep: int) -> None:
+    rungs: list[int] = []
+
+    def follow_all(plans: Sequence[Plan], some: Sequence[int]) -> list[list[float]]:
+        rungs.append(len(plans) * len(some))
+        return [[float(plan.slots)] * len(some) for plan in plans]
+
+    plans = [Plan(0, n) for n in range(count)]
+    best = best_plans(plans, range(64), 1_000, keep, follow_all)
+    assert best == plans[::-1][:keep]
+    assert 1_000 - count < sum(rungs) <= 1_000
 
 
 def test_kind_of_host_shows_only_what_its_shapes_show() -> None:

@@ -65,7 +65,8 @@ def all_plans(table: SlotTable) -> list[Plan]:
 
     Plans at once also use one slot other than the first.
     """
-    plantable = [b for b in range(table.takes.shape[1]) if table.takes[:, b].any()]
+    takes = table.takes[table.enabled.any(axis=0)]  # slots that pad the table take every blueprint
+    plantable = np.nonzero(takes.any(axis=0))[0].tolist()
     counts = sorted({n for n in (1, 2, 4, 8) if n < table.num_slots} | {table.num_slots})
     single = [Plan(b, 1, first=slot) for b, slot in itertools.product(plantable, range(1, table.num_slots))]
     return [Plan(), *(Plan(b, n, share) for b, n, share in itertools.product(plantable, counts, START_SHARES)), *single]
@@ -110,7 +111,7 @@ def best_plans(
     values: dict[Plan, list[float]] = {plan: [] for plan in plans}
     first = played = 0
     while len(plans) > keep:
-        share = 1 if len(plans) <= 2 * keep else 2
+        share = 1 if len(plans) // 2 <= keep else 2
         count = max(1, (episodes - played) // share // len(plans))
         some = [worlds[(first + i) % len(worlds)] for i in range(count)]
         first, played = first + count, played + count * len(plans)
