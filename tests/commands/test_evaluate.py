@@ -19,6 +19,7 @@ from esper.simic.evaluation.plan_search import Plan
 from esper.simic.training.checkpointer import new_network, with_policy_network
 from esper.simic.training.config import as_tree, load_config
 from esper.tamiyo.network import NetworkConfig
+from esper.tolaria.tasks import get_task
 
 
 def test_settings_come_from_the_first_run_at_any_position(tmp_path):
@@ -48,15 +49,18 @@ def test_best_schedule_is_fitted_to_the_evaluated_episodes():
 def test_best_schedule_is_fitted_in_worlds_of_the_fit_task(monkeypatch):
     fitted = []
 
-    def fit(backend, *_args):
-        fitted.append(backend.tasks.family.name)
+    def fit(backend, worlds, *_args):
+        fitted.append((backend.slots, worlds))
         return Plan()
 
     monkeypatch.setattr(evaluate, "fit_plan", fit)
     config = load_config(more={"task": "mend_digits", "epochs": 2})
     arena = Arena(config, fit_task="sight_digits")
     best, nothing = arena.play_all(["best-schedule", "none"], [10_000], Console(quiet=True))
-    assert fitted == ["sight_digits"]
+    assert fitted == [(arena.fitting.slots, range(256))]
+    assert arena.fitting.tasks.family.name == "sight_digits"
+    Arena(config, fit_task="digits").play_all(["best-schedule"], [10_000], Console(quiet=True))
+    assert fitted[1] == (get_task("digits").slots, range(64))  # a task has fewer training worlds than a family
     assert best.name == "best schedule of sight_digits (no growth)"
     np.testing.assert_array_equal(best.quality, nothing.quality)
     with pytest.raises(ConfigError, match="real hosts"):

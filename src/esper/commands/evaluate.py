@@ -67,13 +67,14 @@ class Arena:
     ) -> None:  # fmt: skip
         self.config, self.search_episodes = config, search_episodes
         self.backend = make_backend(config, [0], data_root, baselines=baselines)
-        self.fitting, self.fit_task = self.backend, fit_task
-        """Backend in whose training worlds plans are fitted."""
+        self.fitting, self.fitting_worlds, self.fit_task = self.backend, range(config.pool), fit_task
+        """Backend and training worlds in which plans are fitted."""
         if fit_task is not None:
             if config.simulated:
                 raise ConfigError("--fit-task needs real hosts; do not use it with --sim")
             other = built(TrainConfig, msgspec.to_builtins(config) | {"task": fit_task})
             self.fitting = make_backend(other, [0], data_root, baselines=baselines)
+            self.fitting_worlds = range(other.pool)
 
     def play_all(self, names: Sequence[str], worlds: Sequence[int], console: Console) -> list[Played]:
         """Play all controllers in the same worlds. Static hosts are sized by what the first one grew."""
@@ -164,11 +165,11 @@ class Arena:
         assert isinstance(fitting, (HostBackend, FamilyBackend))
         episodes = self.search_episodes or EPISODES_PER_PLAN * len(all_plans(fitting.table))
         if name == BEST_SCHEDULE:
-            chosen = fit_plan(fitting, range(config.pool), reward, episodes)
+            chosen = fit_plan(fitting, self.fitting_worlds, reward, episodes)
             return follow(backend, chosen, worlds, reward, f"best schedule{of_task} ({chosen})")
         assert isinstance(backend, FamilyBackend)
         assert isinstance(fitting, FamilyBackend)
-        plans = fit_plans_by_kind(fitting, range(config.pool), reward, episodes)
+        plans = fit_plans_by_kind(fitting, self.fitting_worlds, reward, episodes)
         return follow_by_kind(backend, plans, worlds, reward, f"best schedule per visible kind of host{of_task}")
 
 
