@@ -10,7 +10,7 @@ from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.stages import SeedStage
 from esper.simic.training.config import PRESETS, load_config
-from esper.simic.training.imitation import ImitationController, PlanTeacher
+from esper.simic.training.imitation import ImitationController
 from esper.simic.training.vectorized import make_env, round_worlds, train_ppo_vectorized
 from esper.tamiyo.controllers import Wait, wait_everywhere
 from esper.tolaria.rollout import rollout
@@ -89,6 +89,7 @@ def test_imitation_on_real_hosts_uses_worlds_with_plans_then_all():
         ({"imitation": -1}, "≥ 0"),
         ({"plans": {"10000": {}}}, "training worlds"),
         ({"plans": {"first": {}}}, "training worlds"),
+        ({"plans": {"03": {}}}, "training worlds"),
     ],
 )
 def test_invalid_imitation_is_refused(more, message):
@@ -96,7 +97,28 @@ def test_invalid_imitation_is_refused(more, message):
         load_config(more=more)
 
 
-def test_plans_with_unknown_slots_or_blueprints_are_refused():
-    for plan in ({"r9c9": "norm"}, {"r0c0": "nrom"}):
-        with pytest.raises(UnknownNameError, match=r"r0c0|norm"):
-            PlanTeacher([plan], ["r0c0", "r0c1"])
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [({"r9c9": "norm"}, "r0c0"), ({"r0c0": "nrom"}, "norm"), ({"r0c0": "mlp_small"}, "does not fit the slot 'r0c0'")],
+)
+def test_invalid_plan_of_any_world_is_refused_before_training(plan, message):
+    last = len(PLANS) - 1
+    plans = {w: plan if i == last else {} for i, w in enumerate(PLANS)}
+    config = load_config(more=REAL | {"plans": plans, "envs": 1})
+    assert round_worlds(config, 0) != [int(list(PLANS)[last])]
+
+    def fail() -> None:
+        raise AssertionError("training has begun")
+
+    with pytest.raises((ConfigError, UnknownNameError), match=message):
+        train_ppo_vectorized(config, poll=fail)
+
+
+def test_plans_of_another_task_are_refused_for_imitation(tmp_path):
+    file = tmp_path / "plans.toml"
+    file.write_text('task = "sight"\n[plans]\n0 = {}\n')
+    with pytest.raises(ConfigError, match="for the task 'sight', not 'mend'"):
+        load_config(file=file, sets=["imitation=1"], more={"task": "mend"})
+    assert load_config(file=file, sets=["imitation=1"], more={"task": "sight"}).plans == {"0": {}}
+    assert load_config(file=file, more={"task": "mend"}).imitation == 0
+    assert load_config(file=file, sets=["imitation=1", "simulated=true"], more={"task": "mend"}).simulated

@@ -130,7 +130,7 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
                 "with them; or set imitation = 0"
             )
         for world in self.plans:
-            if not world.isdecimal() or int(world) >= HELD_OUT_FROM:
+            if not world.isdecimal() or str(int(world)) != world or int(world) >= HELD_OUT_FROM:
                 raise ConfigError(f"plans are for training worlds, 0 to {HELD_OUT_FROM - 1}; got {world!r}")
 
     @property
@@ -205,6 +205,7 @@ def load_config(
 ) -> TrainConfig:
     """Return the effective settings: defaults < preset < file < `sets` < `more`."""
     tree: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     if preset is not None:
         if preset not in PRESETS:
             raise unknown_name("preset", preset, PRESETS)
@@ -218,7 +219,14 @@ def load_config(
     for text in sets:
         tree = merged(tree, parse_set(text))
     tree = merged(tree, {k: v for k, v in (more or {}).items() if v is not None})
-    return built(TrainConfig, tree)
+    config: TrainConfig = built(TrainConfig, tree)
+    is_taught_by_plans = config.imitation > 0 and not config.simulated
+    if is_taught_by_plans and "plans" in settings and settings.get("task", config.task) != config.task:
+        raise ConfigError(
+            f"the plans in {file} are for the task {settings['task']!r}, not {config.task!r}. Find plans for it with "
+            "`esper plans`, or set imitation = 0"
+        )
+    return config
 
 
 def read_toml(file: Path) -> dict[str, Any]:

@@ -8,7 +8,7 @@ import numpy as np
 
 from esper.kasmina.blueprints import blueprint_index
 from esper.leyline.actions import Head, Op
-from esper.leyline.errors import unknown_name
+from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.rng import random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.simic.env import GrowthVectorEnv
@@ -26,15 +26,23 @@ FIRST_STEP = 2
 
 
 class PlanTeacher:
-    """Controller that follows one plan per environment: it plants and commits what the plan has and prunes all else."""
+    """Controller that follows one plan per environment: it plants and commits what the plan has and prunes all else.
 
-    def __init__(self, plans: Sequence[Mapping[str, str]], slots: Sequence[str]) -> None:
+    plans  blueprint by slot, of each environment
+    slots  names of the slots
+    takes  [S, B] which blueprints fit which slot
+    """
+
+    def __init__(self, plans: Sequence[Mapping[str, str]], slots: Sequence[str], takes: Bools) -> None:
         self.wanted = np.full((len(plans), len(slots)), -1)  # [E, S] number of the blueprint, or −1
         for e, plan in enumerate(plans):
             for slot, blueprint in plan.items():
                 if slot not in slots:
                     raise unknown_name("slot of plans", slot, slots)
-                self.wanted[e, slots.index(slot)] = blueprint_index(blueprint)
+                s, b = slots.index(slot), blueprint_index(blueprint)
+                if b >= takes.shape[1] or not takes[s, b]:
+                    raise ConfigError(f"plans: the blueprint {blueprint!r} does not fit the slot {slot!r}")
+                self.wanted[e, s] = b
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: prune what is not in the plan, otherwise plant, otherwise commit, otherwise wait."""
@@ -80,4 +88,11 @@ def _teacher(env: GrowthVectorEnv, config: TrainConfig) -> Decides:
     """Return the teacher of this environment's worlds."""
     if isinstance(env.backend, Simulator):
         return TEACHERS[config.rules.birth](env.backend, config.reward)
-    return PlanTeacher([config.plans[str(world)] for world in env.backend.worlds], env.backend.slots)
+    plans = [config.plans[str(world)] for world in env.backend.worlds]
+    return PlanTeacher(plans, env.backend.slots, env.backend.table.takes)
+
+
+def check_plans(env: GrowthVectorEnv, config: TrainConfig) -> None:
+    """Raise ConfigError if a plan has a slot that no host has, or a blueprint that does not exist or does not fit."""
+    if config.imitation and not config.simulated:
+        PlanTeacher(list(config.plans.values()), env.backend.slots, env.backend.table.takes)

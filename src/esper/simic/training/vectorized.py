@@ -32,7 +32,7 @@ from esper.simic.telemetry.emitters import StepStats, TelemetryEmitter
 from esper.simic.training.checkpointer import Checkpointer, Round, TrainingResult, TrainingState
 from esper.simic.training.config import TrainConfig
 from esper.simic.training.distributed import ProcessGroup
-from esper.simic.training.imitation import ImitationController
+from esper.simic.training.imitation import ImitationController, check_plans
 from esper.tamiyo.decision_record import DecisionRecord
 from esper.tamiyo.network import Choice, TamiyoNetwork
 from esper.tamiyo.policy.action_masks import MaskLayout, forced
@@ -69,6 +69,7 @@ def train_ppo_vectorized(
     hub, group = Silence() if hub is None else hub, group or ProcessGroup()
     E, mine = config.envs, group.share(config.envs)
     env = make_env(config, data_root, group) if env is None else env
+    check_plans(env, config)
     phases = env.phases
     if isinstance(env.backend, (HostBackend, FamilyBackend)):
         for place in (None if directory is None else directory / BASELINES, baselines):
