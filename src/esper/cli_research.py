@@ -60,7 +60,7 @@ def plans(
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Setting of `esper train`; repeat it.")
     ] = None,
-    worlds: Annotated[int, typer.Option(min=1, help="Number of training worlds.")] = 48,
+    worlds: Annotated[int, typer.Option(min=1, max=10_000, help="Number of training worlds.")] = 48,
     episodes: Annotated[int, typer.Option(min=2, help="Episodes that select a few plans for all worlds.")] = 1700,
     least_gain: Annotated[float, typer.Option(help="Utility that growth must gain in a world.")] = 0.01,
     workers: Workers = 1,

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
 
 from esper.commands import plans
 from esper.commands.plans import run_plans
+from esper.kasmina.blueprints import blueprint_index
 from esper.leyline.errors import ConfigError
 from esper.simic.evaluation.plan_search import Plan
 from esper.simic.training.config import load_config
 from tests.support.command_line import esper
 
+Plans = list[Plan]
+Follow = Callable[[Sequence[Plan], Sequence[int]], list[list[float]]]
 FAMILY = """
 host = "mlp"
 datasets = ["digits"]
@@ -44,25 +49,31 @@ def test_command_writes_a_config_file_that_train_accepts(tmp_path: Path) -> None
 
 
 def test_world_gets_the_plan_that_gains_most_there_or_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    good = [Plan(0, 1), Plan(0, 2), Plan(0, 1, first=1)]
+    norm = blueprint_index("norm")
+    good = [Plan(norm, 1), Plan(norm, 2), Plan(norm, 1, first=1)]
+
+    played: list[tuple[Plan, int]] = []
 
     class Pool:
-        def __init__(self, *_args: object, **_kwargs: object) -> None: ...
-        def __enter__(self) -> Pool:
-            return self
-
-        def __exit__(self, *_args: object) -> None: ...
-        def map(self, _play: object, jobs: list[tuple[Plan, int]], chunksize: int = 1) -> Iterator[float]:
+        def map(self, _play: object, jobs: list[tuple[Plan, int]]) -> Iterator[float]:
+            played.extend(jobs)
             return (0.1 if world < 3 and plan == good[world] else 0.001 for plan, world in jobs)
+
+    def best_plans(
+        _all: object, _worlds: object, _episodes: int, _keep: int, follow_all: Follow, _say: object
+    ) -> Plans:
+        follow_all(good, [1, 2, 1])
+        return good
 
     family = tmp_path / "small.toml"
     family.write_text(FAMILY)
-    monkeypatch.setattr(plans, "ProcessPoolExecutor", Pool)
-    monkeypatch.setattr(plans, "best_plans", lambda *_: good)
+    monkeypatch.setattr(plans, "worker_pool", lambda _size: nullcontext(Pool()))
+    monkeypatch.setattr(plans, "best_plans", best_plans)
     run_plans(str(family), [], worlds=4, episodes=20, least_gain=0.01, workers=1, out=tmp_path / "plans.toml")
     config = load_config(file=tmp_path / "plans.toml")
     first, second, *_ = config.family().longest()
     assert [list(config.plans[str(w)]) for w in range(4)] == [[first], [first, second], [second], []]
+    assert sorted(played, key=repr) == sorted(itertools.product(good, range(4)), key=repr)  # each of them once
 
 
 def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
@@ -70,3 +81,8 @@ def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--out"):
         run_plans("digits", [], worlds=1, episodes=2, least_gain=0, workers=1, out=tmp_path / "plans.toml")
     assert (tmp_path / "plans.toml").read_text() == "mine"
+
+
+def test_missing_directory_is_reported_before_the_search(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="there is no directory"):
+        run_plans("digits", [], worlds=1, episodes=2, least_gain=0, workers=1, out=tmp_path / "missing" / "plans.toml")

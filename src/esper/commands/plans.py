@@ -6,10 +6,9 @@ world's plan; no growth if none gains enough, since measurements are noisy.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache, partial
-from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -25,6 +24,7 @@ from esper.simic.evaluation.plan_search import Plan, all_plans, best_plans, util
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.vectorized import make_backend
+from esper.studies.runner import worker_pool
 
 KEEP = 8
 """Number of plans that are followed in every world."""
@@ -36,25 +36,29 @@ def run_plans(
     """Find a plan for each of the first `worlds` worlds and write them as a config file of `esper train`."""
     if out.exists():
         raise ConfigError(f"{out} exists. Use --out to choose another file")
+    if not out.parent.is_dir():
+        raise ConfigError(f"there is no directory {out.parent}. Create it, or use --out to choose another file")
     console = Console()
     _, backend = _prepared(task, tuple(sets))
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    values: dict[tuple[Plan, int], float] = {}  # an episode of the same plan and world gives the same utility
+    with worker_pool(workers) as pool:
         play = partial(_utility, task=task, sets=tuple(sets))
 
         def follow_all(plans: Sequence[Plan], some: Sequence[int]) -> list[list[float]]:
-            values = pool.map(play, [(plan, world) for plan in plans for world in some], chunksize=4)
-            return [[next(values) for _ in some] for _ in plans]
+            jobs = dict.fromkeys((plan, world) for world in some for plan in plans)
+            missing = [job for job in jobs if job not in values]
+            values.update(zip(missing, pool.map(play, missing), strict=True))
+            return [[values[plan, world] for world in some] for plan in plans]
 
         candidates = all_plans(backend.table)
         plans = best_plans(candidates, range(worlds), episodes, KEEP, follow_all, partial(plainly, console))
-        lines = [f'task = "{task}"', "", "[plans]"]
-        values = pool.map(play, [(plan, world) for world in range(worlds) for plan in plans])
+        lines = [f"task = {json.dumps(task, ensure_ascii=False)}", "", "[plans]"]
         for world in range(worlds):
-            gains = [next(values) for _ in plans]
+            gains = [gain for (gain,) in follow_all(plans, [world])]
             gain = max(gains)
             plan = plans[gains.index(gain)] if gain >= least_gain else Plan()
             plainly(console, f"world {world + 1} of {worlds}: {plan}; the best plan gains U {gain:+.4f}")
-            lines.append(f"{world} = {_planted(plan, backend.slots)}")
+            lines.append(f"{world} = {_planted(plan, backend)}")
     write_atomically(out, ("\n".join(lines) + "\n").encode())
     plainly(console, f"plans in {out}: use them with esper train --config {out} --set imitation=12")
 
@@ -75,9 +79,11 @@ def _utility(job: tuple[Plan, int], task: str, sets: tuple[str, ...]) -> float:
     return utilities(backend, plan, [world], config.reward)[0]
 
 
-def _planted(plan: Plan, slots: Sequence[str]) -> str:
-    """Return what a plan plants as an inline table of TOML."""
+def _planted(plan: Plan, backend: HostBackend | FamilyBackend) -> str:
+    """Return what a plan plants as an inline table of TOML. Slots that do not take its blueprint are left out."""
     if plan.blueprint is None:
         return "{}"
     name = blueprint_name(plan.blueprint)
-    return "{ " + ", ".join(f'{slot} = "{name}"' for slot in slots[plan.first : plan.first + plan.slots]) + " }"
+    takes = backend.table.takes[:, plan.blueprint]
+    slots = range(len(backend.slots))[plan.first : plan.first + plan.slots]
+    return "{ " + ", ".join(f'{backend.slots[s]} = "{name}"' for s in slots if takes[s]) + " }"

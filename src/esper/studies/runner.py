@@ -57,8 +57,8 @@ def worker_pool(size: int) -> Iterator[ProcessPoolExecutor]:
             process.kill()
         if isinstance(error, BrokenProcessPool):
             raise RunError(
-                "a worker process was ended from outside, perhaps for lack of memory. Finished jobs are kept: run the "
-                "same command again, perhaps with fewer workers"
+                "a worker process was ended from outside, perhaps for lack of memory. Run the same command again, "
+                "perhaps with fewer workers"
             ) from error
         raise
     finally:
