@@ -82,6 +82,8 @@ def policies(root: Path) -> Iterator[tuple[Path, str]]:
     tables = []
     for directory in sorted(p for p in (root / "studies" / "policies").glob("*") if p.is_dir()):
         parts = [msgspec.json.decode(path.read_bytes()) for path in sorted(directory.glob("*.json"))]
+        if any((part["task"], part["worlds"]) != (parts[0]["task"], parts[0]["worlds"]) for part in parts):
+            sys.exit(f"the results in {directory} must be of one task and the same worlds")
         rows = {row["name"]: row for part in parts for row in part["rows"]}
         learned = [name for name in rows if name.startswith("learned")]
         names = ", ".join(name.removeprefix("learned (").rstrip(")") for name in learned)
@@ -114,6 +116,8 @@ def policies(root: Path) -> Iterator[tuple[Path, str]]:
     page = root / "docs" / "studies" / "policy.md"
     if tables:
         text = page.read_text()
+        if text.count(BEGIN) != 1 or text.count(END) != 1:
+            sys.exit(f"{page} must contain each marker once: {BEGIN} and {END}")
         generated = "\n\n".join([BEGIN, *tables, END])
         yield page, text[: text.index(BEGIN)] + generated + text[text.index(END) + len(END) :]
 
