@@ -44,7 +44,7 @@ def main() -> None:
 
 def measure(repeats: int, quick: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    batch = images = 64 if quick else 512
+    batch = images = 16 if quick else 512
     task = reference_task(batch, images)
     blueprint_sets = {"mixed": BLUEPRINTS, "conv_light": ("conv_light",) * 3}
     results: dict[str, Any] = {"torch": torch.__version__, "threads": 1, "batch": batch, "repeats": repeats}

@@ -21,7 +21,9 @@ from esper.nissa.journal_reader import read
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record
 
-BURST = 50_000
+BURST, QUICK_BURST = 50_000, 1_000
+HANG_S, QUICK_HANG_S = 5.0, 1.0
+"""Seconds after which the hub retires the hanging sink; 5.0 is the hub's default."""
 SLOW_S = 0.0002
 PACED = "emit a step, 100 every 5 ms"
 Train = Callable[[Level], float]
@@ -35,7 +37,7 @@ def main() -> None:
     repeats, quick = options.repeats, options.quick
     results: dict[str, Any] = {
         "emit": emit_costs(2_000 if quick else 20_000, 3 if quick else repeats),
-        "burst": burst(BURST // 10 if quick else BURST),
+        "burst": burst(QUICK_BURST, QUICK_HANG_S) if quick else burst(BURST, HANG_S),
         "whole run": whole_run(train_recorded(quick), repeats),
     }
     if options.json:
@@ -147,13 +149,13 @@ class _Hanging:
     def close(self) -> None: ...
 
 
-def burst(count: int) -> dict[str, Any]:
+def burst(count: int, hang_s: float) -> dict[str, Any]:
     """Emit events as fast as one thread can; return what each sink received and the caller's time."""
     events = [a_step(i) for i in range(count)]
     everything = list(range(count))
     slow, hanging = _Slow(), _Hanging()
     with tempfile.TemporaryDirectory() as folder:
-        hub = NissaHub([_Raising(), hanging, JsonlSink(Path(folder) / "events"), slow])
+        hub = NissaHub([_Raising(), hanging, JsonlSink(Path(folder) / "events"), slow], hang_s=hang_s)
         start = time.perf_counter()
         for event in events:
             hub.emit(event)

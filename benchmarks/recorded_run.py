@@ -23,20 +23,21 @@ from esper.tolaria.tasks import get_task
 
 
 def train_recorded(quick: bool = False) -> Callable[[Level], float]:
-    """Return a function that trains four environments of `rescue` with the schedule, recorded at a level.
+    """Return a function that trains environments of `rescue` with the schedule, recorded at a level.
 
     The function returns the share of CPU time that telemetry uses: the emitter in the training thread, and the hub's
     threads.
     """
     torch.set_num_threads(1)
-    task, steps = get_task("rescue"), 2 if quick else 16
+    task = get_task("rescue")
+    envs, steps = (1, 2) if quick else (4, 16)
     data = task.load_data()
     rules = Rules(birth="isolated")  # as in the stored measurements
 
     def train(level: Level) -> float:
         whole, main = process_time(), thread_time()
         with tempfile.TemporaryDirectory() as place, redirect_stdout(StringIO()):
-            engine = Engine(task, range(4), rules=rules, data=data)
+            engine = Engine(task, range(envs), rules=rules, data=data)
             helper, controller = CounterfactualHelper(), Schedule()
             with record("bench", out=Path(place) / "run", level=level) as run:
                 emit = TelemetryEmitter(

@@ -83,7 +83,7 @@ def round_s(size: int, quick: bool, baselines: Path) -> float:
 def run_rank(quick: bool, place: str) -> None:
     """Run one rank's part; the leading one prints the median seconds of its rounds."""
     torch.set_num_threads(1)
-    size, envs, steps = (64, 4, 2) if quick else (512, 16, 6)
+    size, envs, steps = (16, 4, 1) if quick else (512, 16, 6)
     TASKS["reference"] = reference_task(size, size)
     shape = [f"envs={envs}", f"worlds={envs}", f"epochs={steps}", "rounds=2", "ppo.groups=2"]
     config = load_config(sets=["task=reference", "rules.birth=isolated", *shape])  # as in the stored measurements

@@ -40,7 +40,7 @@ def main() -> None:
 
 def measure(repeats: int, quick: bool) -> dict[str, Any]:
     torch.set_num_threads(1)
-    size = 64 if quick else 512
+    size = 16 if quick else 512
     return {
         "shapley": [shapley_row(n, 3 if quick else repeats) for n in PLAYERS],
         "coalitions": coalition_ratios(reference_task(size, size), BLUEPRINTS, repeats),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
-import subprocess
+import runpy
 import sys
 from typing import Any
 
@@ -21,13 +21,6 @@ SHARED = {"__init__", "bars", "bare_loop", "hosts", "measure", "recorded_run"}
 BENCHMARKS = sorted(p.stem for p in (ROOT / "benchmarks").glob("*.py") if p.stem not in SHARED)
 
 
-def run(name: str, *arguments: str) -> str:
-    command = [sys.executable, "-m", f"benchmarks.{name}", *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return done.stdout
-
-
 @pytest.mark.parametrize("name", BENCHMARKS)
 def test_every_benchmark_has_help(
     name: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -41,8 +34,14 @@ def test_every_benchmark_has_help(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "repeats"), [("body", 3), ("worth", 3), ("hub", 3), ("hot_paths", 3), ("workers", 1)])
-def test_benchmark_prints_json(name: str, repeats: int) -> None:
-    assert json.loads(run(name, "--quick", "--repeats", str(repeats), "--json"))
+def test_benchmark_prints_json(
+    name: str, repeats: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Run the module as `python -m` does, in this process: a new one would import torch again."""
+    monkeypatch.chdir(ROOT)
+    monkeypatch.setattr(sys, "argv", [name, "--quick", "--repeats", str(repeats), "--json"])
+    runpy.run_path(str(ROOT / "benchmarks" / f"{name}.py"), run_name="__main__")
+    assert json.loads(capsys.readouterr().out)
 
 
 @pytest.mark.parametrize("blueprints", [(), ("conv_light",)])
