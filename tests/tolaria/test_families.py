@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
 import esper
 from esper.kasmina.hosts import CNNHost, MLPHost
@@ -80,6 +81,16 @@ def test_kernels_of_the_impaired_and_all_later_blocks_see_single_pixels(impaired
     assert [block[0].kernel_size[0] for block in host.blocks] == [3] * impaired + [1] * (3 - impaired)
 
 
+@pytest.mark.parametrize("impaired", [0, 1, 2])
+def test_impaired_and_all_later_blocks_have_no_norms(impaired: int) -> None:
+    host = CNNHost(in_channels=1, classes=10, base=4, blocks=3, impaired=impaired, impairment="norms")
+    kinds = [[type(part) for part in block] for block in host.blocks]
+    normed, plain = [nn.Conv2d, nn.BatchNorm2d, nn.ReLU], [nn.Conv2d, nn.ReLU]
+    assert kinds == [normed] * impaired + [plain] * (3 - impaired)
+    assert [block[0].bias is None for block in host.blocks] == [True] * impaired + [False] * (3 - impaired)
+    assert all(block[0].kernel_size == (3, 3) for block in host.blocks)
+
+
 def test_impaired_mlp_has_a_narrow_or_missing_layer() -> None:
     sizes = {"inputs": 12, "classes": 3, "width": 8, "layers": 3}
     assert MLPHost(**sizes, impaired=1, impairment="width").layers[1][0].out_features == 2
@@ -88,6 +99,8 @@ def test_impaired_mlp_has_a_narrow_or_missing_layer() -> None:
     assert missing(torch.randn(5, 12)).shape == (5, 3)
     with pytest.raises(ConfigError, match="no kernels"):
         MLPHost(**sizes, impairment="kernels")
+    with pytest.raises(ConfigError, match="no norms"):
+        MLPHost(**sizes, impairment="norms")
     with pytest.raises(ConfigError, match="0 to 2"):
         MLPHost(**sizes, impaired=3, impairment="width")
 

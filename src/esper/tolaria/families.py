@@ -84,8 +84,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Number of blocks, layers or residual stages, ≥ 1."""
     impairments: tuple[str, ...] = ("none",)
     """What one block lacks: nothing ("none"), neighbouring pixels ("kernel"), three quarters of its width ("width") or
-    all of it ("missing"). With "kernels", it and all later blocks lack neighbouring pixels. Which block is drawn, too.
-    An MLP has no "kernel" and "kernels", a residual network only "none"."""
+    all of it ("missing"). With "kernels", it and all later blocks lack neighbouring pixels, with "norms" normalisation.
+    Which block is drawn, too. An MLP has only "none", "width" and "missing", a residual network only "none"."""
     slots: tuple[int, ...] = ()
     """Number of slots, from the first site of the host, ≥ 1; a host with fewer sites uses all. Empty: all sites."""
     samples: tuple[int, ...] = (0,)
@@ -247,9 +247,35 @@ _SIGHT = Family(
     val_size=1_000,
 )
 
+_HEAL = msgspec.structs.replace(
+    _SIGHT,
+    name="heal",
+    question="does this host lack sight, normalisation or nothing? clothes at 14×14",
+    blocks=(3, 4, 5),
+    impairments=("none", "kernels", "norms"),
+    slots=(),
+    epochs=(10, 12),
+    batches_per_epoch=12,
+    val_size=600,
+)
+
+_MEND_MLP = msgspec.structs.replace(
+    _MEND,
+    name="mend_mlp",
+    question="as mend, with another host: layers instead of convolutions",
+    host="mlp",
+    widths=(8, 16, 32),
+    blocks=(3, 4, 5, 6),
+    impairments=("none", "width", "missing"),
+    slots=(),
+    lr=0.05,
+    seed_lr=0.05,
+)
+
 _ROWS = (
     _MEND,
     _SIGHT,
+    _HEAL,
     # Families that a policy of `mend` or `sight` has not seen: another data set, other hosts.
     msgspec.structs.replace(
         _MEND, name="mend_digits", question="as mend, on another data set: digits at 8×8", datasets=("digits",),
@@ -267,10 +293,14 @@ _ROWS = (
         _SIGHT, name="sight_cifar", question="as sight, on another data set: natural images at 16×16",
         datasets=("cifar10",), shrink=2,
     ),
+    _MEND_MLP,
     msgspec.structs.replace(
-        _MEND, name="mend_mlp", question="as mend, with another host: layers instead of convolutions", host="mlp",
-        widths=(8, 16, 32), blocks=(3, 4, 5, 6), impairments=("none", "width", "missing"), slots=(), lr=0.05,
-        seed_lr=0.05,
+        _MEND_MLP, name="mend_mlp_digits", question="as mend_mlp, on another data set: digits at 8×8",
+        datasets=("digits",), samples=(300, 600, 1_197), val_size=300,
+    ),
+    msgspec.structs.replace(
+        _HEAL, name="heal_digits", question="as heal, on another data set: digits at 8×8", datasets=("digits",),
+        samples=(600, 1_197), val_size=300,
     ),
     msgspec.structs.replace(
         _MEND, name="mend_resnet", question="as mend, with another host: residual networks", host="resnet",

@@ -18,8 +18,9 @@ class CNNHost(Host):
     format follows that of the images and weights.
 
     With `doublings`, only that many blocks double the channels; the later ones keep them. Block `impaired` lacks
-    something: its convolution sees single pixels ("kernel"), so do those of all later blocks ("kernels"), it has a
-    quarter of its channels ("width"), or it passes its input on ("missing").
+    something: its convolution sees single pixels ("kernel"), so do those of all later blocks ("kernels"), it and all
+    later blocks have no BatchNorm ("norms"), it has a quarter of its channels ("width"), or it passes its input on
+    ("missing").
     """
 
     data_kind = "image"
@@ -50,8 +51,11 @@ class CNNHost(Host):
         widths = [in_channels, *impaired_widths(in_channels, full, impaired, impairment)]
         last = {"kernel": impaired, "kernels": blocks - 1}.get(impairment, -1)  # last block that sees single pixels
         kernels = [1 if impaired <= i <= last else kernel for i in range(blocks)]
+        normed = blocks if impairment != "norms" else impaired  # number of blocks with BatchNorm
         self.blocks = nn.ModuleList(
-            nn.Identity() if impairment == "missing" and i == impaired else _block(widths[i], widths[i + 1], kernels[i])
+            nn.Identity()
+            if impairment == "missing" and i == impaired
+            else _block(widths[i], widths[i + 1], kernels[i], has_norm=i < normed)
             for i in range(blocks)
         )
         self.pools = nn.ModuleList(nn.MaxPool2d(2) for _ in range(pools))
@@ -90,6 +94,7 @@ class CNNHost(Host):
         return {**kwargs, "pools": kwargs["blocks"] if pools is None else pools, "blocks": kwargs["blocks"] + 1}
 
 
-def _block(inputs: int, outputs: int, kernel: int) -> nn.Sequential:
-    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=False)
-    return nn.Sequential(convolution, nn.BatchNorm2d(outputs), nn.ReLU())
+def _block(inputs: int, outputs: int, kernel: int, *, has_norm: bool) -> nn.Sequential:
+    convolution = nn.Conv2d(inputs, outputs, kernel, padding=kernel // 2, bias=not has_norm)
+    norm: list[nn.Module] = [nn.BatchNorm2d(outputs)] if has_norm else []
+    return nn.Sequential(convolution, *norm, nn.ReLU())

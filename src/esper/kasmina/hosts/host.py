@@ -9,8 +9,9 @@ from torch import nn
 
 from esper.leyline.errors import ConfigError
 
-Impairment = Literal["none", "kernel", "kernels", "width", "missing"]
-"""What one block of a host lacks: nothing, neighbouring pixels, three quarters of its width, or all of it."""
+Impairment = Literal["none", "kernel", "kernels", "norms", "width", "missing"]
+"""What one block of a host lacks: nothing, neighbouring pixels, three quarters of its width, or all of it. With
+"kernels" and "norms", it and all later blocks lack neighbouring pixels or normalisation."""
 
 
 class Host(nn.Module):

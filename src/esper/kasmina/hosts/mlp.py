@@ -32,8 +32,8 @@ class MLPHost(Host):
             )
         self.inputs = inputs
         self.classes = classes
-        if impairment in ("kernel", "kernels"):
-            raise ConfigError("an MLP host has no kernels; its impairment is 'none', 'width' or 'missing'")
+        if impairment in ("kernel", "kernels", "norms"):
+            raise ConfigError("an MLP host has no kernels and no norms; its impairment is 'none', 'width' or 'missing'")
         widths = [inputs, *impaired_widths(inputs, [width] * layers, impaired, impairment)]
         self.layers = nn.ModuleList(
             nn.Identity()
