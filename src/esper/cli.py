@@ -185,6 +185,10 @@ def evaluate(
         int | None, typer.Option(min=2, help="Training episodes to find best-schedule and best-per-kind.")
     ] = None,
     fit_task: Annotated[str | None, typer.Option(help="Task in whose training worlds these two are found.")] = None,
+    plans: Annotated[
+        Path | None,
+        typer.Option(help="Results of `esper plans` (plans.json), to use instead of a search for these two."),
+    ] = None,
     json: Json = False,
     data: DataRoot = None,
     threads: Threads = 1,
@@ -201,7 +205,7 @@ def evaluate(
 
     run_eval(
         controllers, task=task, simulated=sim, seeds=seeds, out=out, as_json=json, data_root=data, threads=threads,
-        search_episodes=search_episodes, fit_task=fit_task,
+        search_episodes=search_episodes, fit_task=fit_task, plans=plans,
     )  # fmt: skip
 
 

@@ -13,7 +13,7 @@ from esper.commands import plans
 from esper.commands.plans import run_plans
 from esper.kasmina.blueprints import blueprint_index
 from esper.leyline.errors import ConfigError
-from esper.simic.evaluation.plan_search import Plan
+from esper.simic.evaluation.plan_search import Plan, read_plan_table
 from esper.simic.training.config import load_config
 from tests.support.command_line import esper
 
@@ -73,6 +73,9 @@ def test_world_gets_the_plan_that_gains_most_there_or_none(tmp_path: Path, monke
     config = load_config(file=tmp_path / "plans.toml")
     first, second, *_ = config.family().longest()
     assert [list(config.plans[str(w)]) for w in range(4)] == [[first], [first, second], [second], []]
+    table = read_plan_table(tmp_path / "plans.json")
+    assert (table.task, table.plans, table.worlds, table.episodes) == (str(family), good, [0, 1, 2, 3], 12)
+    assert table.utility == [[0.1 if w == p else 0.001 for w in range(4)] for p in range(3)]
     assert sorted(played, key=repr) == sorted(itertools.product(good, range(4)), key=repr)  # each of them once
 
 
@@ -81,6 +84,8 @@ def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="--out"):
         run_plans("digits", [], worlds=1, episodes=2, least_gain=0, workers=1, out=tmp_path / "plans.toml")
     assert (tmp_path / "plans.toml").read_text() == "mine"
+    with pytest.raises(ConfigError, match=r"such as plans\.toml"):
+        run_plans("digits", [], worlds=1, episodes=2, least_gain=0, workers=1, out=tmp_path / "other.json")
 
 
 def test_missing_directory_is_reported_before_the_search(tmp_path: Path) -> None:

@@ -18,20 +18,22 @@ from rich.text import Text
 
 from esper.commands import plainly
 from esper.commands.charts import dots
-from esper.karn.held_out import HeldOut, lead_text
+from esper.karn.held_out import Figure, HeldOut, lead_text
 from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.paired import Difference, compare
 from esper.nissa.run import read_manifest
 from esper.simic.env import HostBackend
-from esper.simic.evaluation.comparison import Played, from_start, play, static
+from esper.simic.evaluation.comparison import Compute, Played, from_start, play, static
 from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
 from esper.simic.evaluation.plan_search import (
-    all_plans,
+    PlanTable,
     fit_plan,
     fit_plans_by_kind,
     follow,
     follow_by_kind,
+    plans_of,
+    read_plan_table,
     search_in_world,
 )
 from esper.simic.evaluation.sim_oracle import FollowPlans
@@ -63,9 +65,13 @@ class Arena:
 
     def __init__(
         self, config: TrainConfig, *, data_root: Path | None = None, baselines: Sequence[Path] = (),
-        search_episodes: int | None = None, fit_task: str | None = None,
+        search_episodes: int | None = None, fit_task: str | None = None, plans: PlanTable | None = None,
     ) -> None:  # fmt: skip
-        self.config, self.search_episodes = config, search_episodes
+        self.config, self.search_episodes, self.plans = config, search_episodes, plans
+        if plans is not None:
+            if fit_task is not None or search_episodes is not None:
+                raise ConfigError("--plans replaces the search: do not use --fit-task and --search-episodes with it")
+            fit_task = None if plans.task == config.task else plans.task
         self.backend = make_backend(config, [0], data_root, baselines=baselines)
         self.fitting, self.fitting_worlds, self.fit_task = self.backend, range(config.pool), fit_task
         """Backend and training worlds in which plans are fitted."""
@@ -119,13 +125,19 @@ class Arena:
 
     def play_one(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         """Play one controller or static host in these worlds."""
-        reward = self.config.reward
         if name in STATIC:
             return self.play_static(name, worlds, before)
         if name in FITTED:
             return self.play_fitted(name, worlds, before)
         label = name if name in CONTROLLERS or name == "tamiyo" else f"learned ({Path(name).name})"
-        return play(self.backend, make_controller(name), worlds, reward, label)
+        controller = make_controller(name)
+        return play(self.backend, controller, worlds, self.config.reward, label, compute=self.compute(before))
+
+    def compute(self, before: list[Played]) -> Compute | None:
+        """Return the training compute of the first controller by world; None for it, and unless hosts differ."""
+        if not before or not isinstance(self.backend, FamilyBackend):
+            return None
+        return dict(zip(before[0].worlds, before[0].train_macs.tolist(), strict=True))
 
     def play_static(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         """Play a static host of the size or structure that the first controller grew."""
@@ -163,14 +175,20 @@ class Arena:
             return Played.gather(label, parts)
         fitting, of_task = self.fitting, f" of {self.fit_task}" if self.fit_task else ""
         assert isinstance(fitting, (HostBackend, FamilyBackend))
-        episodes = self.search_episodes or EPISODES_PER_PLAN * len(all_plans(fitting.table))
+        episodes = self.search_episodes or EPISODES_PER_PLAN * len(plans_of(fitting))
         if name == BEST_SCHEDULE:
-            chosen = fit_plan(fitting, self.fitting_worlds, reward, episodes)
-            return follow(backend, chosen, worlds, reward, f"best schedule{of_task} ({chosen})")
+            table = self.plans
+            chosen = table.best() if table else fit_plan(fitting, self.fitting_worlds, reward, episodes)
+            label = f"best schedule{of_task} ({chosen})"
+            return follow(backend, chosen, worlds, reward, label, self.compute(before))
         assert isinstance(backend, FamilyBackend)
         assert isinstance(fitting, FamilyBackend)
-        plans = fit_plans_by_kind(fitting, self.fitting_worlds, reward, episodes)
-        return follow_by_kind(backend, plans, worlds, reward, f"best schedule per visible kind of host{of_task}")
+        if self.plans is not None:
+            plans = self.plans.best_by_kind(fitting.tasks.family)
+        else:
+            plans = fit_plans_by_kind(fitting, self.fitting_worlds, reward, episodes)
+        label = f"best schedule per visible kind of host{of_task}"
+        return follow_by_kind(backend, plans, worlds, reward, label, self.compute(before))
 
 
 def run_eval(
@@ -185,6 +203,7 @@ def run_eval(
     threads: int,
     search_episodes: int | None = None,
     fit_task: str | None = None,
+    plans: Path | None = None,
 ) -> None:
     """Compare controllers and print the results, or write them to `out`."""
     torch.set_num_threads(threads)
@@ -199,7 +218,10 @@ def run_eval(
     config = config_of(names, task, simulated)
     runs = [Path(n) for n in names if (Path(n) / BASELINES).is_dir()]
     places = [*(run / BASELINES for run in runs[:1]), shared_baselines()]
-    arena = Arena(config, data_root=data_root, baselines=places, search_episodes=search_episodes, fit_task=fit_task)
+    table = None if plans is None else read_plan_table(plans)
+    arena = Arena(
+        config, data_root=data_root, baselines=places, search_episodes=search_episodes, fit_task=fit_task, plans=table
+    )
     worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
     console = Console(stderr=as_json)
     played = arena.play_all(names, worlds, console)
@@ -240,16 +262,19 @@ def figures(played: Sequence[Played], task: str) -> dict[str, Any]:
     rows = []
     for p in played:
         row: dict[str, Any] = {"name": p.name, "structures": [{s: b for s, (b, _) in x.items()} for x in p.structures]}
-        for column in ("test", "quality", "params", "macs", "utility", "train_macs"):
+        for column in ("test", "quality", "params", "macs", "utility", "train_macs", "equal_test"):
             values = getattr(p, column)
-            whole = bool(np.isfinite(values).all())
-            summary = {"mean": float(values.mean()), "sd": float(np.std(values, ddof=1)), "worlds": values.tolist()}
-            row[column] = summary if whole else None
+            whole = len(values) > 0 and bool(np.isfinite(values).all())
+            if not whole:
+                row[column] = None
+                continue
+            sd = float(np.std(values, ddof=1))
+            row[column] = {"mean": float(values.mean()), "sd": sd, "worlds": values.tolist()}
         if p is not first:
-            for column in ("test", "utility"):
-                ours, theirs = getattr(first, column), getattr(p, column)
-                if np.isfinite(ours).all() and np.isfinite(theirs).all():
-                    row[f"{column}_lead"] = msgspec.to_builtins(compare(ours, theirs))
+            pairs = {"test": first.test, "utility": first.utility, "equal_test": first.test}
+            for column, ours in pairs.items():
+                if row[column] is not None and np.isfinite(ours).all():
+                    row[f"{column}_lead"] = msgspec.to_builtins(compare(ours, getattr(p, column)))
         rows.append(row)
     return {"task": task, "worlds": first.worlds, "rows": rows}
 
@@ -268,15 +293,25 @@ def results_tables(facts: Mapping[str, Any], simulated: bool) -> Group:
         notes.append("test accuracy: mean ± standard deviation over worlds; its lead is in points")
         accuracy = contenders("test accuracy", "lead [95 %]")
         for row in comparison.rows:
-            mean = "–" if row.test is None else f"{row.test.mean:.1%} ± {100 * row.test.sd:.1f}"
-            accuracy.add_row(escape(row.name), mean, lead(row.test_lead, "percent"))
+            accuracy.add_row(escape(row.name), accuracy_text(row.test), lead(row.test_lead, "percent"))
         parts += [accuracy, ""]
+    if any(row.equal_test for row in comparison.rows):
+        notes.append("at equal compute: after as much training compute as the first row spent in that world")
+        equal = contenders("test accuracy at equal compute", "lead [95 %]")
+        for row in comparison.rows[1:]:
+            equal.add_row(escape(row.name), accuracy_text(row.equal_test), lead(row.equal_test_lead, "percent"))
+        parts += [equal, ""]
     utility = contenders("U", "lead [95 %]", "parameters", "multiply-adds")
     for row in comparison.rows:
         mean = "–" if row.utility is None else f"{row.utility.mean:+.4f}"
         sizes = ["–" if size is None else f"{size.mean:,.0f}" for size in (row.params, row.macs)]
         utility.add_row(escape(row.name), mean, lead(row.utility_lead, "utility"), *sizes)
     return Group(*parts, utility, Text("\n".join(notes), "dim"))
+
+
+def accuracy_text(figure: Figure | None) -> str:
+    """Format a mean accuracy with its standard deviation over worlds."""
+    return "–" if figure is None else f"{figure.mean:.1%} ± {100 * figure.sd:.1f}"
 
 
 def contenders(*columns: str) -> Table:

@@ -1,7 +1,8 @@
 """`esper plans`: find what to grow in each training world, for a policy to imitate.
 
 Successive halving over fixed plans leaves a few. Each of these is followed in every world, and the best one is the
-world's plan; no growth if none gains enough, since measurements are noisy.
+world's plan; no growth if none gains enough, since measurements are noisy. A second file holds the utilities of these
+plans in all worlds, in which `esper eval` finds the best fixed plan.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
 
+import msgspec
 import torch
 from rich.console import Console
 
@@ -20,13 +22,13 @@ from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError
 from esper.simic.env import HostBackend
 from esper.simic.evaluation.no_growth_baseline import shared_baselines
-from esper.simic.evaluation.plan_search import Plan, all_plans, best_plans, utilities
+from esper.simic.evaluation.plan_search import Plan, PlanTable, best_plans, plans_of, utilities
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.vectorized import make_backend
 from esper.studies.runner import worker_pool
 
-KEEP = 8
+KEEP = 16
 """Number of plans that are followed in every world."""
 
 
@@ -34,8 +36,12 @@ def run_plans(
     task: str, sets: Sequence[str], *, worlds: int, episodes: int, least_gain: float, workers: int, out: Path
 ) -> None:
     """Find a plan for each of the first `worlds` worlds and write them as a config file of `esper train`."""
-    if out.exists():
-        raise ConfigError(f"{out} exists. Use --out to choose another file")
+    results = out.with_suffix(".json")
+    for file in (out, results):
+        if file.exists():
+            raise ConfigError(f"{file} exists. Use --out to choose another file")
+    if out == results:
+        raise ConfigError(f"{out} is the name of the results; use --out to choose another file, such as plans.toml")
     if not out.parent.is_dir():
         raise ConfigError(f"there is no directory {out.parent}. Create it, or use --out to choose another file")
     console = Console()
@@ -50,17 +56,25 @@ def run_plans(
             values.update(zip(missing, pool.map(play, missing), strict=True))
             return [[values[plan, world] for world in some] for plan in plans]
 
-        candidates = all_plans(backend.table)
+        candidates = plans_of(backend)
         plans = best_plans(candidates, range(worlds), episodes, KEEP, follow_all, partial(plainly, console))
+        followed: list[list[float]] = [[] for _ in plans]
         lines = [f"task = {json.dumps(task, ensure_ascii=False)}", "", "[plans]"]
         for world in range(worlds):
             gains = [gain for (gain,) in follow_all(plans, [world])]
+            for row, value in zip(followed, gains, strict=True):
+                row.append(value)
             gain = max(gains)
             plan = plans[gains.index(gain)] if gain >= least_gain else Plan()
             plainly(console, f"world {world + 1} of {worlds}: {plan}; the best plan gains U {gain:+.4f}")
-            lines.append(f"{world} = {_planted(plan, backend)}")
+            lines.append(f"{world} = {_planted(plan, backend, world)}")
+    table = PlanTable(task=task, episodes=len(values), worlds=list(range(worlds)), plans=plans, utility=followed)
+    write_atomically(results, msgspec.json.encode(table) + b"\n")
     write_atomically(out, ("\n".join(lines) + "\n").encode())
     plainly(console, f"plans in {out}: use them with esper train --config {out} --set imitation=12")
+    plainly(
+        console, f"best fixed plan: {table.best()}; compare with it by esper eval RUN best-schedule --plans {results}"
+    )
 
 
 @cache
@@ -79,11 +93,16 @@ def _utility(job: tuple[Plan, int], task: str, sets: tuple[str, ...]) -> float:
     return utilities(backend, plan, [world], config.reward)[0]
 
 
-def _planted(plan: Plan, backend: HostBackend | FamilyBackend) -> str:
-    """Return what a plan plants as an inline table of TOML. Slots that do not take its blueprint are left out."""
+def _planted(plan: Plan, backend: HostBackend | FamilyBackend, world: int) -> str:
+    """Return what a plan plants in a world as an inline table of TOML.
+
+    Slots that do not take its blueprint are left out.
+    """
     if plan.blueprint is None:
         return "{}"
+    host = backend if isinstance(backend, HostBackend) else backend.host(world)
     name = blueprint_name(plan.blueprint)
-    takes = backend.table.takes[:, plan.blueprint]
-    slots = range(len(backend.slots))[plan.first : plan.first + plan.slots]
-    return "{ " + ", ".join(f'{backend.slots[s]} = "{name}"' for s in slots if takes[s]) + " }"
+    takes = host.table.takes[:, plan.blueprint]
+    first = plan.first if plan.first >= 0 else max(0, len(host.slots) + plan.first)
+    slots = range(len(host.slots))[first : first + plan.slots]
+    return "{ " + ", ".join(f'{host.slots[s]} = "{name}"' for s in slots if takes[s]) + " }"

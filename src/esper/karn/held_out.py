@@ -40,8 +40,11 @@ class Row(msgspec.Struct, frozen=True):
     utility: Figure | None = None
     params: Figure | None = None
     macs: Figure | None = None
+    equal_test: Figure | None = None
+    """Test quality after the training compute that the first controller spent."""
     test_lead: Difference | None = None
     utility_lead: Difference | None = None
+    equal_test_lead: Difference | None = None
     structures: list[dict[str, str]] = []
     """Slot → blueprint of the network at the end, per world; empty for simulated hosts."""
 

@@ -4,22 +4,28 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
+from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
+from esper.kasmina.blueprints import blueprint_index
 from esper.leyline.errors import ConfigError
 from esper.simic.env import HostBackend
 from esper.simic.evaluation import plan_search
-from esper.simic.evaluation.comparison import Played, play
+from esper.simic.evaluation.comparison import Played, measured_on_test, play
 from esper.simic.evaluation.plan_search import (
     Plan,
+    PlanTable,
     all_plans,
     best_plans,
     fit_plan,
     fit_plans_by_kind,
     follow,
     follow_by_kind,
+    plans_of,
+    read_plan_table,
     search_in_world,
     visible_kind,
 )
@@ -27,6 +33,7 @@ from esper.simic.family_backend import FamilyBackend, FamilyTasks
 from esper.simic.rewards import RewardConfig
 from esper.tamiyo.controllers import Wait
 from esper.tolaria.families import Family
+from esper.tolaria.rollout import rollout
 from esper.tolaria.tasks import get_task
 
 REWARD = RewardConfig()
@@ -115,7 +122,9 @@ def test_each_kind_of_host_gets_its_own_plan(backend: FamilyBackend, monkeypatch
     assert fitted[""] in best_plans.values()
     followed: list[tuple[Plan, int]] = []
 
-    def follow_one(_backend: object, plan: Plan, worlds: list[int], _reward: object, name: str = "") -> Played:
+    def follow_one(
+        _backend: object, plan: Plan, worlds: list[int], _reward: object, name: str = "", _compute: object = None
+    ) -> Played:
         followed.extend((plan, world) for world in worlds)
         return Played(name, worlds, *([np.zeros(1)] * 6))
 
@@ -140,6 +149,70 @@ def test_plan_for_one_slot_plants_there_only(backend: FamilyBackend) -> None:
     grown = follow(backend, plan, [3], REWARD)
     assert list(grown.structures[0]) == [backend.host(3).task.slots[1]]
     assert "in slot 2 only" in str(plan)
+
+
+@pytest.mark.parametrize("blocks", [2, 3])
+def test_plan_counted_from_the_end_plants_in_the_last_slots_of_every_host(backend: FamilyBackend, blocks: int) -> None:
+    world = next(w for w in range(20) if FAMILY.draw(w).blocks == blocks)
+    plans = {p.first: p for p in plans_of(backend) if p.blueprint == blueprint_index("norm") and p.slots == 1}
+    assert {-1, -2} <= set(plans)
+    assert not any(p.first < 0 for p in all_plans(backend.table))
+    for first in (-1, -2):
+        grown = follow(backend, plans[first], [world], REWARD)
+        assert list(grown.structures[0]) == [backend.host(world).slots[first]]
+    assert "in slot 1 from the end only" in str(plans[-1])
+
+
+def test_equal_compute_is_measured_within_or_after_the_episode(backend: FamilyBackend) -> None:
+    waiting = play(backend, Wait(), [3, 4], REWARD)
+    macs = dict(zip(waiting.worlds, waiting.train_macs.tolist(), strict=True))
+    for share, longer in ((0.5, False), (1.0, False), (2.0, True)):
+        limit = {world: share * value for world, value in macs.items()}
+        again = play(backend, Wait(), [3, 4], REWARD, compute=limit)
+        for column in ("quality", "test", "utility", "train_macs"):  # of the episode, whatever the limit is
+            np.testing.assert_array_equal(getattr(again, column), getattr(waiting, column))
+        for i, world in enumerate([3, 4]):
+            host = backend.host(world)
+            steps = round(share * host.horizon)
+            for _ in rollout(host, Wait(), steps):
+                pass
+            assert host.table.train_macs[0] >= limit[world]
+            assert again.equal_test[i] == measured_on_test(host)[0]
+            assert (steps > host.horizon) == longer
+    assert play(backend, Wait(), [3], REWARD).equal_test.size == 0
+
+
+def test_table_of_plans_names_the_best_of_all_worlds_and_of_each_kind(tmp_path: Path) -> None:
+    worlds = list(range(12))
+    kinds = [visible_kind(FAMILY.draw(world)) for world in worlds]
+    most = max(set(kinds), key=kinds.count)
+    plans = [Plan(), Plan(1, 1), Plan(2, 1, first=-1)]
+    utility = [[0.0] * 12, [0.3 if kind == most else -0.1 for kind in kinds], [0.2] * 12]
+    table = PlanTable(task="small", episodes=50, worlds=worlds, plans=plans, utility=utility)
+    (tmp_path / "plans.json").write_bytes(msgspec.json.encode(table))
+    table = read_plan_table(tmp_path / "plans.json")
+    assert table.best() == plans[int(np.mean(utility, axis=1).argmax())]
+    best = table.best_by_kind(FAMILY)
+    assert best[most] == plans[1]
+    assert {best[kind] for kind in best if kind not in ("", most)} == {plans[2]}
+    assert best[""] == table.best()
+    assert all(kinds.count(kind) > 1 for kind in best if kind)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no file"),
+        ("{}", "not a table"),
+        ('{"task":"a","episodes":1,"worlds":[0],"plans":[],"utility":[]}', "every"),
+    ],
+)
+def test_unusable_table_of_plans_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
+    file = tmp_path / "plans.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(ConfigError, match=message):
+        read_plan_table(file)
 
 
 @pytest.mark.parametrize("kind", ["family", "task"])

@@ -11,7 +11,7 @@ Legend: W worlds.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -31,7 +31,11 @@ from esper.tolaria.tasks import Task
 
 AT_ONCE = 8
 """Number of worlds that run in parallel: enough to amortise overheads, few enough to fit into memory."""
+LONGEST = 4
+"""A controller gets at most the epochs of this many episodes to spend a given training compute."""
 Structure = dict[str, tuple[str, Operator]]
+Compute = Mapping[int, float]
+"""Training multiply-adds by world."""
 
 
 @dataclass(slots=True)
@@ -47,13 +51,15 @@ class Played:
     utility: Floats  # [W]
     train_macs: Floats  # [W] multiply-adds spent on training
     structures: list[Structure] = field(default_factory=list)
+    equal_test: Floats = field(default_factory=lambda: np.empty(0))
+    """[W] on the test split after a given training compute, the same for all controllers; empty if none was given."""
 
     @classmethod
     def gather(cls, name: str, parts: Sequence[Played]) -> Played:
         """Return the concatenation of several results."""
         columns = {
             column: np.concatenate([getattr(p, column) for p in parts])
-            for column in ("quality", "test", "params", "macs", "utility", "train_macs")
+            for column in ("quality", "test", "params", "macs", "utility", "train_macs", "equal_test")
         }
         return cls(
             name, [w for p in parts for w in p.worlds], structures=[s for p in parts for s in p.structures], **columns
@@ -67,22 +73,45 @@ def play(
     reward: RewardConfig,
     name: str = "",
     on_step: Callable[[], None] = lambda: None,
+    compute: Compute | None = None,
 ) -> Played:
-    """Run one episode per world under one controller and return the results."""
+    """Run one episode per world under one controller and return the results.
+
+    `compute` gives the training multiply-adds, by world, after which `equal_test` is measured; it needs backends of one
+    environment. A controller that has spent less at the end of the episode goes on, for at most `LONGEST` episodes.
+    """
     parts = []
     for some in episodes(backend, worlds):
         if isinstance(controller, Learned):
             controller.bind(some.context, some.worlds)
         elif isinstance(controller, Random):
             controller.bind(some.worlds)
-        for _ in rollout(some, controller, some.horizon):
+        limit = None if compute is None else compute[some.worlds[0]]
+        equal_test, result = None, None
+        for step in rollout(some, controller, some.horizon * (1 if limit is None else LONGEST)):
             on_step()
-        parts.append(results_of(some, reward, name))
+            if limit is not None and equal_test is None and some.table.train_macs[0] >= limit:
+                equal_test = measured_on_test(some)
+            if step.number + 1 == some.horizon:
+                result = results_of(some, reward, name)
+            if result is not None and (limit is None or equal_test is not None):
+                break
+        assert result is not None
+        if limit is not None:
+            result.equal_test = measured_on_test(some) if equal_test is None else equal_test
+        parts.append(result)
     return Played.gather(name, parts)
 
 
+def measured_on_test(backend: HostBackend | Simulator) -> Floats:
+    """Return the quality [E] of a backend's environments on the test split; NaN for simulated hosts."""
+    if isinstance(backend, Simulator):
+        return np.full(len(backend.worlds), np.nan)
+    return np.array([network.test(backend.engine.data.test)[0] for network in backend.engine.networks])
+
+
 def episodes(backend: Backend, worlds: Sequence[int]) -> Iterator[HostBackend | Simulator]:
-    """Yield backends at the start of an episode in each of these worlds, several of them at once if hosts are equal."""
+    """Yield backends at the start of an episode in these worlds, several of them at once if hosts are equal."""
     if isinstance(backend, Simulator):
         yield Simulator(backend.config, worlds, backend.rules)
     elif isinstance(backend, FamilyBackend):
@@ -101,16 +130,15 @@ def results_of(backend: HostBackend | Simulator, reward: RewardConfig, name: str
         network_params(backend.table, backend.context.host_params),
         live_costs(backend.table, backend.context)[1],
     )
-    test, structures = np.full(len(frame.quality), np.nan), []
+    structures = []
     if isinstance(backend, HostBackend):
-        engine = backend.engine
-        test = np.array([network.test(engine.data.test)[0] for network in engine.networks])
-        structures = [structure_of(engine, e) for e in range(len(engine.networks))]
+        structures = [structure_of(backend.engine, e) for e in range(len(backend.engine.networks))]
     sizes = (params.astype(np.float64), macs.astype(np.float64))
     train_macs = backend.table.train_macs.astype(np.float64)
     return Played(
-        name, list(backend.worlds), frame.quality, test, *sizes, utility(frame, reward), train_macs, structures
-    )
+        name, list(backend.worlds), frame.quality, measured_on_test(backend), *sizes, utility(frame, reward),
+        train_macs, structures,
+    )  # fmt: skip
 
 
 def structure_of(engine: Engine, env: int) -> Structure:
@@ -152,7 +180,7 @@ def static(backend: HostBackend, task: Task, worlds: Sequence[int], reward: Rewa
         backend.table.step[:] = task.epochs
         frame = Frame.of(backend.table, backend.context, backend.baseline_quality)
         frame = frame.measured(other.table.quality.astype(np.float64), params, macs)
-        test = np.array([network.test(other.data.test)[0] for network in other.engine.networks])
+        test = measured_on_test(other)
         train_macs = other.table.train_macs.astype(np.float64)
         parts.append(Played(name, list(some), frame.quality, test, params, macs, utility(frame, reward), train_macs))
     return Played.gather(name, parts)

@@ -3,6 +3,7 @@
     plan = fit_plan(backend, worlds, reward, episodes=200)       # successive halving over plans in training worlds
     plans = fit_plans_by_kind(backend, worlds, reward, 200)      # one plan for each kind of host that a user can see
     search_in_world(backend, world, reward, budget_macs)         # what a search tool would do with the same compute
+    table = read_plan_table(path)                                # results of `esper plans`, to use instead of a search
 
 A plan is a blueprint, the slots to plant it in, and the first epoch to plant at; or no growth at all.
 
@@ -15,20 +16,25 @@ import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from esper.kasmina.blueprints import blueprint_name
+from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable, live_costs, network_params
 from esper.simic.env import HostBackend
-from esper.simic.evaluation.comparison import Played, play, structure_of
+from esper.simic.evaluation.comparison import Compute, Played, measured_on_test, play, structure_of
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.rewards import Frame, RewardConfig, utility
 from esper.tamiyo.controllers import Controller, Schedule, Wait
-from esper.tolaria.families import Draw
+from esper.tolaria.families import Draw, Family
 from esper.tolaria.rollout import rollout
 
+MOST_BYTES = 1 << 24
+"""Maximum size of a table of plans in bytes."""
 START_SHARES = (0.0, 0.25)
 """Plans plant from the first epoch on, or after this share of the episode."""
 
@@ -43,7 +49,7 @@ class Plan:
     start_share: float = 0.0
     """Share of the episode after which planting begins."""
     first: int = 0
-    """Number of the first slot that is planted, from 0."""
+    """Number of the first slot that is planted, from 0; below 0 it is counted from the last slot of each host, −1."""
 
     def controller(self, horizon: int) -> Controller:
         """Return a controller that follows the plan in episodes of this length."""
@@ -56,20 +62,68 @@ class Plan:
         if self.blueprint is None:
             return "no growth"
         when = "at once" if not self.start_share else f"after {self.start_share:.0%} of the epochs"
-        where = f"in slot {self.first + 1} only" if self.first else f"in the first {self.slots}"
+        number = self.first + 1 if self.first >= 0 else f"{-self.first} from the end"
+        where = f"in slot {number} only" if self.first else f"in the first {self.slots}"
         return f"{blueprint_name(self.blueprint)} {where}, {when}"
 
 
-def all_plans(table: SlotTable) -> list[Plan]:
+def all_plans(table: SlotTable, *, from_end: bool = False) -> list[Plan]:
     """Return every plan: no growth, and each blueprint that some slot takes, in the first 1, 2, 4, … and all slots.
 
-    Plans at once also use one slot other than the first.
+    Plans at once also use one slot other than the first, with `from_end` also the last and the last but one of each
+    host: where hosts have different numbers of slots, these are other plans.
     """
     takes = table.takes[table.enabled.any(axis=0)]  # slots that pad the table take every blueprint
     plantable = np.nonzero(takes.any(axis=0))[0].tolist()
     counts = sorted({n for n in (1, 2, 4, 8) if n < table.num_slots} | {table.num_slots})
-    single = [Plan(b, 1, first=slot) for b, slot in itertools.product(plantable, range(1, table.num_slots))]
+    others = [*range(1, table.num_slots), *((-1, -2) if from_end else ())]
+    single = [Plan(b, 1, first=slot) for b, slot in itertools.product(plantable, others)]
     return [Plan(), *(Plan(b, n, share) for b, n, share in itertools.product(plantable, counts, START_SHARES)), *single]
+
+
+class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Utilities of some plans in training worlds of a task, as `esper plans` writes them."""
+
+    task: str
+    """The task or family."""
+    episodes: int
+    """Number of episodes that the search took, those that selected the plans included."""
+    worlds: list[int]
+    plans: list[Plan]
+    utility: list[list[float]]
+    """One list per plan, one value per world."""
+
+    def __post_init__(self) -> None:
+        shape = {len(self.worlds), *map(len, self.utility)}
+        if not self.plans or len(self.plans) != len(self.utility) or len(shape) != 1 or not self.worlds:
+            raise ConfigError("a table of plans needs a utility of every plan in every world")
+
+    def best(self, worlds: Sequence[int] | None = None) -> Plan:
+        """Return the plan with the highest mean utility in these worlds of the table; by default in all."""
+        chosen = np.isin(self.worlds, self.worlds if worlds is None else worlds)
+        return self.plans[int(np.array(self.utility)[:, chosen].mean(axis=1).argmax())]
+
+    def best_by_kind(self, family: Family) -> dict[str, Plan]:
+        """Return the best plan of each visible kind of host with several worlds. The entry "" is the best of all."""
+        kinds: dict[str, list[int]] = defaultdict(list)
+        for world in self.worlds:
+            kinds[visible_kind(family.draw(world))].append(world)
+        return {"": self.best()} | {kind: self.best(members) for kind, members in kinds.items() if len(members) > 1}
+
+
+def read_plan_table(path: Path) -> PlanTable:
+    """Return the table of plans in a file of `esper plans`."""
+    try:
+        return msgspec.json.decode(read_regular(path, MOST_BYTES, follow=True), type=PlanTable)
+    except FileNotFoundError:
+        raise ConfigError(f"there is no file {path}. `esper plans` writes one beside its config file") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} is not a table of `esper plans`: {error}") from error
+
+
+def plans_of(backend: HostBackend | FamilyBackend) -> list[Plan]:
+    """Return every plan for the hosts of a backend."""
+    return all_plans(backend.table, from_end=isinstance(backend, FamilyBackend))
 
 
 def fit_plan(
@@ -84,7 +138,7 @@ def fit_plan(
     def follow_all(plans: Sequence[Plan], some: Sequence[int]) -> list[list[float]]:
         return [utilities(backend, plan, some, reward) for plan in plans]
 
-    return best_plans(all_plans(backend.table), worlds, episodes, 1, follow_all, on_rung)[0]
+    return best_plans(plans_of(backend), worlds, episodes, 1, follow_all, on_rung)[0]
 
 
 def best_plans(
@@ -131,13 +185,14 @@ def utilities(
 
 
 def follow(
-    backend: HostBackend | FamilyBackend, plan: Plan, worlds: Sequence[int], reward: RewardConfig, name: str = ""
-) -> Played:
-    """Follow a plan in these worlds. Its start depends on the length of each episode."""
+    backend: HostBackend | FamilyBackend, plan: Plan, worlds: Sequence[int], reward: RewardConfig, name: str = "",
+    compute: Compute | None = None,
+) -> Played:  # fmt: skip
+    """Follow a plan in these worlds. Its start depends on the length of each episode. For `compute` see `play`."""
     if isinstance(backend, HostBackend):
-        return play(backend, plan.controller(backend.horizon), worlds, reward, name)
+        return play(backend, plan.controller(backend.horizon), worlds, reward, name, compute=compute)
     parts = [
-        play(host, plan.controller(host.horizon), [world], reward, name)
+        play(host, plan.controller(host.horizon), [world], reward, name, compute=compute)
         for world in worlds
         for host in [backend.host(world)]
     ]
@@ -171,12 +226,13 @@ def fit_plans_by_kind(
 
 
 def follow_by_kind(
-    backend: FamilyBackend, plans: Mapping[str, Plan], worlds: Sequence[int], reward: RewardConfig, name: str
-) -> Played:
+    backend: FamilyBackend, plans: Mapping[str, Plan], worlds: Sequence[int], reward: RewardConfig, name: str,
+    compute: Compute | None = None,
+) -> Played:  # fmt: skip
     """Follow in each world the plan of its visible kind of host."""
     kinds = [visible_kind(backend.tasks.family.draw(world)) for world in worlds]
     parts = [
-        follow(backend, plans.get(kind, plans[""]), [world], reward, name)
+        follow(backend, plans.get(kind, plans[""]), [world], reward, name, compute)
         for kind, world in zip(kinds, worlds, strict=True)
     ]
     return Played.gather(name, parts)
@@ -218,9 +274,13 @@ def search_in_world(
     best = running[0][0]
     params = network_params(best.table, best.context.host_params).astype(np.float64)
     macs = live_costs(best.table, best.context)[1].astype(np.float64)
-    quality, test = best.table.quality.astype(np.float64), np.array([best.engine.networks[0].test(best.data.test)[0]])
-    value = np.array([_utility_at_end(best, reward)])
-    return Played(name, [world], quality, test, params, macs, value, np.array([spent]), [structure_of(best.engine, 0)])
+    quality, test, value = (
+        best.table.quality.astype(np.float64),
+        measured_on_test(best),
+        np.array([_utility_at_end(best, reward)]),
+    )
+    grown = [structure_of(best.engine, 0)]
+    return Played(name, [world], quality, test, params, macs, value, np.array([spent]), grown, equal_test=test)
 
 
 def _fresh(backend: HostBackend | FamilyBackend, world: int) -> HostBackend:

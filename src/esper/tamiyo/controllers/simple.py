@@ -43,7 +43,7 @@ class Schedule:
     blueprints  what to plant, in order of preference: built-in names, or numbers (`blueprint_index` for your own)
     start       first step at which to plant
     slots       number of slots to use, from `first` on; None for all
-    first       number of the first slot to use
+    first       number of the first slot to use; below 0 it is counted from the last slot, −1
     plan        number of the blueprint of each slot to use, by the slot's number, instead of `blueprints` and `slots`
     """
 
@@ -93,9 +93,10 @@ class Schedule:
             return choice
         for b in reversed([b for b in self.preferred if b < table.takes.shape[1]]):
             choice[table.takes[:, b]] = b
-        choice[: self.first] = -1
+        first = self.first if self.first >= 0 else max(0, table.num_slots + self.first)
+        choice[:first] = -1
         if self.slots is not None:
-            choice[self.first + self.slots :] = -1
+            choice[first + self.slots :] = -1
         return choice
 
 
