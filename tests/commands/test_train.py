@@ -9,11 +9,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from esper.commands.train import TrainOptions, run_train
+from esper.commands.train import TrainOptions, run_train, settings_line
 from esper.nissa.journal_reader import read
 from esper.nissa.run import read_manifest
 from esper.simic import env as env_module
 from esper.simic.env import HostBackend
+from esper.simic.training.config import load_config
 from esper.tolaria.tasks import Task
 from tests.support.command_line import esper
 
@@ -139,3 +140,14 @@ def test_policy_features_are_listed():
     message = esper("features").stdout
     assert "contribution" in message
     assert "val_loss" in message
+
+
+def test_settings_line_counts_plans_and_names_other_settings():
+    plans = {str(world): {"r0c0": "norm"} for world in range(3)}
+    line = settings_line(load_config(sets=["ppo.lr=0.5"], more={"task": "mend_mlp", "plans": plans, "imitation": 2}))
+    assert "task=mend_mlp" in line
+    assert "plans of 3 worlds" in line
+    assert "ppo.lr=0.5" in line
+    assert "imitation=2" in line
+    assert "r0c0" not in line
+    assert "plans" not in settings_line(load_config())

@@ -308,7 +308,10 @@ def settings_line(config: TrainConfig) -> str:
     usual, mine = as_tree(TrainConfig()), as_tree(config)
     shown = [f"{k}={mine[k]}" for k in ("task", "seed", "rounds", "envs") if not (k == "task" and config.simulated)]
     shown += ["simulated hosts"] if config.simulated else []
+    shown += [f"plans of {len(config.plans)} worlds"] if config.plans else []
     for key, value in mine.items():
+        if key == "plans":
+            continue
         if isinstance(value, dict) and isinstance(usual[key], dict):
             shown += [f"{key}.{k}={v}" for k, v in value.items() if v != usual[key].get(k)]
         elif value != usual[key] and key not in ("task", "seed", "rounds", "envs", "simulated"):
