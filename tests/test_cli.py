@@ -1,4 +1,4 @@
-"""The commands as a user runs them: real processes, real files, a real terminal."""
+"""The commands as a user runs them: real files, a real terminal, and real processes where the process matters."""
 
 import inspect
 import json
@@ -25,6 +25,10 @@ ENV = {**os.environ, **SETTINGS, "COLUMNS": "100", "TERM": "xterm"}
 
 def esper(*args: str, **kwargs) -> subprocess.CompletedProcess[str]:
     return command_line.esper(*args, env=ENV, **kwargs)
+
+
+def esper_in_process(*args: str) -> subprocess.CompletedProcess[str]:
+    return command_line.esper_in_process(*args, env=ENV)
 
 
 def test_grow_trains_compares_and_writes_all_outputs(tmp_path):
@@ -57,8 +61,8 @@ def test_grow_trains_compares_and_writes_all_outputs(tmp_path):
 
 def test_same_seed_gives_the_same_figures(tmp_path):
     figures = []
-    for name in ("a", "b"):
-        esper("grow", "--task", "digits", "--epochs", "3", "--no-compare", "--out", str(tmp_path / name), "--seed", "5")
+    for name, run in (("a", esper), ("b", esper_in_process)):
+        run("grow", "--task", "digits", "--epochs", "3", "--no-compare", "--out", str(tmp_path / name), "--seed", "5")
         values = json.loads((tmp_path / name / "result.json").read_text())["results"][0]
         figures.append((values["accuracy"], values["loss"], values["history"]))
     assert figures[0] == figures[1]
@@ -99,7 +103,7 @@ def test_terminal_shows_the_lifecycle_of_every_slot_while_running():
     ],
 )
 def test_expected_failures_are_reported_with_a_message(args, message):
-    done = esper(*args)
+    done = esper_in_process(*args)
     assert done.returncode == 2
     assert message in done.stderr
     assert "Traceback" not in done.stderr
@@ -133,11 +137,11 @@ def test_interrupt_ends_after_the_epoch_and_prints_how_to_resume(tmp_path):
 
 
 def test_tasks_and_blueprints_are_listed_with_their_sizes():
-    tasks = esper("tasks").stdout
+    tasks = esper_in_process("tasks").stdout
     assert re.search(r"rescue\s+cnn\s+390", tasks)
     assert "cifar10*" in tasks
     assert "\\n" not in tasks
-    costs = esper("blueprints", "--task", "rescue").stdout
+    costs = esper_in_process("blueprints", "--task", "rescue").stdout
     assert re.search(r"conv_light\W+152\W+28,224", costs)  # 4 channels at 14×14
 
 

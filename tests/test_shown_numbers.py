@@ -17,7 +17,7 @@ TRAIN = [
 
 
 def esper(*args):
-    done = command_line.esper(*args, env={"COLUMNS": "80"})
+    done = command_line.esper_in_process(*args, env={"COLUMNS": "80"})
     assert done.returncode == 0, done.stderr
     return done.stdout
 
