@@ -22,10 +22,10 @@ from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import Damage, read, segments
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.record import Record, line
-from esper.nissa.recorder import record
+from esper.nissa.recorder import END_S, record
 from esper.nissa.run import read_manifest
 from esper.nissa.sink_worker import BACK_OFF_S
-from tests.support.run_outcomes import TINY, esper, finished, wait_for_life
+from tests.support.run_outcomes import TINY, finished, heed_signals, wait_for_life
 
 PATIENCE = 60.0
 
@@ -287,6 +287,8 @@ import sys
 import esper
 from esper.leyline.errors import RunError
 from esper.leyline.events import Governor
+from esper.nissa import recorder
+recorder.END_S = float(sys.argv[3])
 with esper.record("mine", out=sys.argv[1]) as run:
     for step in range(int(sys.argv[2])):
         run.say(Governor(env=0, episode=0, step=step, alarm="none", action="none"))
@@ -296,15 +298,18 @@ sys.exit(1 if run.losses else 0)
 LIMIT = 50_000
 
 
-def child_with_small_files(run: Path, events: int) -> subprocess.Popen[str]:
-    """Start a process whose files cannot grow beyond a limit that the journal exceeds and the manifest does not."""
+def child_with_small_files(run: Path, events: int, end_s: float = END_S) -> subprocess.Popen[str]:
+    """Start a process whose files cannot grow beyond a limit that the journal exceeds and the manifest does not.
+
+    At its end it waits at most `end_s` seconds for space, several times.
+    """
 
     def limit() -> None:
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_FSIZE, (LIMIT, resource.RLIM_INFINITY))
 
-    command = [sys.executable, "-c", CHILD, str(run), str(events)]
+    command = [sys.executable, "-c", CHILD, str(run), str(events), str(end_s)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, preexec_fn=limit, start_new_session=True
     )
@@ -331,7 +336,7 @@ def test_process_waits_for_space_and_then_writes_everything(tmp_path):
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, -signal.SIGINT)])
 def test_signal_ends_a_process_waiting_for_a_full_disk(tmp_path, number, code):
-    process = child_with_small_files(tmp_path / "run", 100_000)
+    process = child_with_small_files(tmp_path / "run", 100_000, end_s=1.0)
     wait_for_suspension(process)
     process.send_signal(number)
     errors = process.communicate(timeout=PATIENCE)[1]
@@ -398,11 +403,27 @@ def test_loss_is_recorded_on_a_file_system_that_stays_full(small_file_system, mo
     assert [each.name for each in run.path.iterdir() if each.name.startswith(".")] == []
 
 
+IMPATIENT_ESPER = """
+from esper import cli
+from esper.nissa import hub, recorder
+hub.NissaHub.flush.__defaults__ = (1.0,)
+recorder.END_S = 1.0
+cli.main()
+"""
+"""The command line with 1 s instead of 10 s for each wait for a full disk: at a checkpoint and at the end."""
+
+
 @pytest.mark.slow
 def test_train_exits_with_code_1_on_a_file_system_that_stays_full(small_file_system):
     """The report cannot be written either, which must not hide that events are lost."""
     run = small_file_system / "run"
-    process = esper("train", *TINY, "--rounds", "1", "--out", run)
+    process = subprocess.Popen(
+        [sys.executable, "-c", IMPATIENT_ESPER, "train", *TINY, "--rounds", "1", "--out", str(run)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+        preexec_fn=heed_signals,
+    )
     wait_for_life(run, process, begun=False)
     (run / "report.html").mkdir()
     fill(small_file_system / "ballast")
