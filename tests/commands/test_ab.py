@@ -10,7 +10,7 @@ from esper.karn.comparison import compare_runs
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
 from esper.nissa.run_list import list_runs
-from tests.support.command_line import esper
+from tests.support.command_line import esper, esper_in_process
 from tests.support.compared_runs import write_run
 
 SMALL = {"simulated": True, "rounds": 2, "envs": 4, "epochs": 14, "task": None, "seed": None, "start_from": None}
@@ -102,7 +102,7 @@ def test_invalid_settings_are_refused_before_training(ab, more, message, tmp_pat
 
 
 def test_resuming_both_at_once_is_refused(tmp_path):
-    done = esper("train", "--resume", tmp_path, "--ab", "ppo.lr=1")
+    done = esper_in_process("train", "--resume", tmp_path, "--ab", "ppo.lr=1")
     assert done.returncode == 2
     assert "Resume each of them by itself" in done.stderr
 

@@ -1,4 +1,4 @@
-"""Training and comparing policies from the command line: real processes, real files."""
+"""Training and comparing policies from the command line: real files, and a real process for one of the runs."""
 
 import json
 import xml.etree.ElementTree as ET
@@ -16,7 +16,7 @@ from esper.simic import env as env_module
 from esper.simic.env import HostBackend
 from esper.simic.training.config import load_config
 from esper.tolaria.tasks import Task
-from tests.support.command_line import esper
+from tests.support.command_line import esper, esper_in_process
 
 SMALL = ["--rounds", "2", "--envs", "4", "--epochs", "14", "--set", "ppo.groups=2", "--set", "worlds=4"]
 
@@ -53,7 +53,7 @@ def test_train_writes_policy_journal_and_report_and_prints_a_table(run):
 
 def test_eval_compares_a_trained_policy_world_by_world(run, tmp_path):
     out, _ = run
-    done = esper("eval", out, "none", "from-start", "--seeds", "2", "--out", tmp_path / "eval", "--json")
+    done = esper_in_process("eval", out, "none", "from-start", "--seeds", "2", "--out", tmp_path / "eval", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [r["name"] for r in result["rows"]] == ["learned (mine)", "none", "same structure from step 0"]
@@ -67,7 +67,7 @@ def test_eval_compares_a_trained_policy_world_by_world(run, tmp_path):
 
 def test_trained_policy_grows_another_host(run, tmp_path):
     out, _ = run
-    done = esper(
+    done = esper_in_process(
         "grow", "--task", "rescue", "--epochs", "2", "--no-compare", "--controller", out, "--out", tmp_path / "g"
     )
     assert done.returncode == 0, done.stderr
@@ -76,8 +76,8 @@ def test_trained_policy_grows_another_host(run, tmp_path):
 
 def test_simulated_training_is_deterministic_per_seed(tmp_path):
     weights = []
-    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
-        done = esper("train", "--sim", *SMALL, "--seed", seed, "--no-compare", "--out", tmp_path / name)
+    for name, seed, run_esper in (("a", 0, esper), ("b", 0, esper_in_process), ("c", 1, esper_in_process)):
+        done = run_esper("train", "--sim", *SMALL, "--seed", seed, "--no-compare", "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
         weights.append(load_file(tmp_path / name / "policy.safetensors"))
     assert all(torch.equal(tensor, weights[1][key]) for key, tensor in weights[0].items())
@@ -122,22 +122,23 @@ def counted(function, calls):
     ids=lambda v: v[-1] if isinstance(v, list) else "",
 )
 def test_invalid_arguments_are_reported_in_one_paragraph(requested, message, tmp_path):
-    done = esper("train", "--sim", *requested, cwd=tmp_path)
+    done = esper_in_process("train", "--sim", *requested, cwd=tmp_path)
     assert done.returncode == 2, done.stdout
     assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
 def test_printed_settings_can_be_read_back(tmp_path):
-    config = json.loads(esper("train", "--preset", "quick", "--set", "ppo.lr=0.5", "--show").stdout)
+    config = json.loads(esper_in_process("train", "--preset", "quick", "--set", "ppo.lr=0.5", "--show").stdout)
     assert config["ppo"]["lr"] == 0.5
     (tmp_path / "mine.toml").write_text('task = "quick"\n[ppo]\nlr = 0.25\n')
-    config = json.loads(esper("train", "--config", tmp_path / "mine.toml", "--set", "ppo.epochs=2", "--show").stdout)
+    shown = esper_in_process("train", "--config", tmp_path / "mine.toml", "--set", "ppo.epochs=2", "--show")
+    config = json.loads(shown.stdout)
     assert (config["task"], config["ppo"]["lr"], config["ppo"]["epochs"]) == ("quick", 0.25, 2)
 
 
 def test_policy_features_are_listed():
-    message = esper("features").stdout
+    message = esper_in_process("features").stdout
     assert "contribution" in message
     assert "val_loss" in message
 

@@ -26,7 +26,7 @@ from esper.tamiyo.policy.features import batch_obs_to_features
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.families import Family
-from tests.support.command_line import esper
+from tests.support.command_line import esper, esper_in_process
 from tests.support.run_outcomes import is_whole, outcome_of
 
 TEXT = """
@@ -233,18 +233,19 @@ def test_default_pool_of_a_family_has_256_worlds(file: Path) -> None:
 @pytest.mark.slow
 def test_commands_work_with_a_family_and_workers_change_nothing(file: Path, tmp_path: Path) -> None:
     small = ["--task", file, "--rounds", "2", "--envs", "4", "--set", "worlds=5", "--set", "ppo.groups=2"]
-    for name, more in (("one", []), ("two", ["--workers", "2"])):
-        done = esper("train", *small, *more, "--out", tmp_path / name)
+    for name, run, more in (("one", esper_in_process, []), ("two", esper, ["--workers", "2"])):
+        done = run("train", *small, *more, "--out", tmp_path / name)
         assert done.returncode == 0, done.stderr
         assert "learned" in done.stdout
     assert outcome_of(tmp_path / "one") == outcome_of(tmp_path / "two")
     named = ["heuristic", "best-schedule", "random", "none", "from-start", "wider", "deeper"]
-    done = esper("eval", tmp_path / "one", *named, "--seeds", "3", "--json")
+    done = esper_in_process("eval", tmp_path / "one", *named, "--seeds", "3", "--search-episodes", "4", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert len(rows) == 8
     assert all(len(row["utility"]["worlds"]) == 3 for row in rows)
-    done = esper("grow", "--task", file, "--seed", "10003", "--controller", tmp_path / "one", "--out", tmp_path / "g")
+    grow = ["grow", "--task", file, "--seed", "10003", "--controller", tmp_path / "one", "--out", tmp_path / "g"]
+    done = esper_in_process(*grow)
     assert done.returncode == 0, done.stderr
     manifest = json.loads((tmp_path / "g" / "manifest.json").read_text())
     assert manifest["config"]["task"]["data_seed"] == 10_003
