@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from esper.nissa.run import read_manifest
+from tests.support.command_line import esper_in_process
 from tests.support.run_outcomes import (
     TINY,
     esper,
@@ -32,7 +33,7 @@ ROUNDS = ["--rounds", "30"]
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("calm") / "run"
-    finished(esper("train", "--out", run, *TINY, *ROUNDS))
+    assert esper_in_process("train", "--out", run, *TINY, *ROUNDS).returncode == 0
     return run
 
 

@@ -21,10 +21,11 @@ from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
 from esper.simic.training.distributed import ProcessGroup
 from tests.support import ROOT
+from tests.support.command_line import esper_in_process
 from tests.support.run_outcomes import TINY, esper, events, finished, is_whole, newest, outcome_of
 
 HOSTS = [
-    "--task", "digits", "--rounds", "2", "--envs", "5", "--epochs", "12", "--set", "worlds=4",
+    "--task", "digits", "--rounds", "2", "--envs", "4", "--epochs", "8", "--set", "worlds=3",
     "--set", "network.width=16", "--set", "network.hidden=16", "--set", "ppo.groups=2", "--no-compare",
 ]  # fmt: skip
 ROUNDS = ["--rounds", "3"]
@@ -122,7 +123,7 @@ def test_no_rank_continues_before_all_passed_the_barrier(tmp_path: Path) -> None
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run = tmp_path_factory.mktemp("alone") / "run"
-    finished(esper("train", "--out", run, *TINY, *ROUNDS))
+    assert esper_in_process("train", "--out", run, *TINY, *ROUNDS).returncode == 0
     return run
 
 
@@ -139,7 +140,7 @@ def test_run_is_the_same_for_any_number_of_workers(workers: int, alone: Path, tm
 
 @pytest.mark.slow
 def test_real_hosts_are_the_same_for_three_ranks_under_torchrun(tmp_path: Path) -> None:
-    finished(esper("train", "--out", tmp_path / "one", *HOSTS))
+    assert esper_in_process("train", "--out", tmp_path / "one", *HOSTS).returncode == 0
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3", "-m", "esper",
                "train", "--out", str(tmp_path / "three"), *HOSTS]  # fmt: skip
     subprocess.run(command, check=True, timeout=300, capture_output=True)
@@ -205,7 +206,7 @@ def test_killed_rank_ends_the_run_and_it_resumes_with_another_number(tmp_path: P
     assert not psutil.pid_exists(victim.pid)
     assert read_manifest(run)["status"] == "failed"
     finished(esper("train", "--resume", run, "--workers", "2", "--no-compare"))
-    finished(esper("train", "--out", tmp_path / "calm", *TINY, *rounds))
+    assert esper_in_process("train", "--out", tmp_path / "calm", *TINY, *rounds).returncode == 0
     assert outcome_of(run) == outcome_of(tmp_path / "calm")
     assert is_whole(run)
 
