@@ -163,14 +163,15 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
         Raise ConfigError if some host has other slots at the same positions, which one policy could not tell apart.
         """
-        draw = self.draw(0)
-        cases = itertools.product(self.datasets, self.blocks, self.impairments, self.slots or (0,))
-        lists = {
-            self._task(
-                msgspec.structs.replace(draw, dataset=d, blocks=b, impairment=i, impaired=0, slots=n), world=0
-            ).slots
-            for d, b, i, n in cases
+        draw = msgspec.structs.replace(self.draw(0), impaired=0, slots=0)
+        first, *others = dict.fromkeys(self.impairments)  # an impairment changes no slot: each is built once as a check
+        cases = [*itertools.product(self.datasets, self.blocks, [first])]
+        cases += [(self.datasets[0], self.blocks[0], impairment) for impairment in others]
+        whole = {
+            self._task(msgspec.structs.replace(draw, dataset=d, blocks=b, impairment=i), world=0).slots
+            for d, b, i in dict.fromkeys(cases)
         }
+        lists = {sites[: count or len(sites)] for sites in whole for count in self.slots or (0,)}
         most = max(lists, key=len)
         for slots in lists:
             if slots != most[: len(slots)]:

@@ -50,9 +50,15 @@ def code_hash(*packages: str) -> str:
     home = Path(esper.__path__[0])
     for package in packages or ("kasmina", "tolaria"):
         for file in sorted((home / package).rglob("*.py")):
-            code = syntax_without_prose(file.read_text(encoding="utf-8"))
+            code = _code_of(file)
             digest.update(f"{file.relative_to(home).as_posix()}\n{code}\n".encode())
     return digest.hexdigest()
+
+
+@lru_cache(maxsize=256)
+def _code_of(file: Path) -> str:
+    """Return the code of a file. Packages of several hashes overlap; parsing them takes most of the time."""
+    return syntax_without_prose(file.read_text(encoding="utf-8"))
 
 
 def syntax_without_prose(source: str) -> str:
