@@ -6,7 +6,8 @@
 In NAME.md the text between the two markers is replaced; the text around it is kept. A section "What it shows" above the
 first marker must say the result in words. stability.md gets a table of the studies that were repeated under other
 rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results. policy.md gets tables of policies:
-studies/policies/FAMILY/*.json are results of `esper eval` in the same worlds of a family.
+studies/policies/FAMILY/*.json are results of `esper eval` in the same worlds of a family, one per policy, which is the
+first row; studies/plans/FAMILY.json are results of `esper plans`.
 """
 
 from __future__ import annotations
@@ -15,14 +16,18 @@ import argparse
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
+import numpy as np
 
 from esper.commands.frontier_chart import frontier_chart, line_chart
 from esper.leyline.paired import compare, paired
+from esper.simic.evaluation.plan_search import ROOMS, read_plan_table
 from esper.studies.rendering import as_markdown
 from esper.studies.results import JobResult, SavedStudy, points_of, read_results
 from esper.studies.statistics import summarize
+from esper.tolaria.families import FAMILIES
 
 BEGIN, END = "<!-- study tables: begin -->", "<!-- study tables: end -->"
 VERDICT = "## What it shows"
@@ -78,48 +83,68 @@ def repetitions(root: Path) -> Iterator[tuple[Path, str]]:
 
 
 def policies(root: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the page on policies in families, with a table of every policy's leads over every other controller."""
+    """Yield the page on policies in families: tables of every policy's leads over every other controller."""
     tables = []
     for directory in sorted(p for p in (root / "studies" / "policies").glob("*") if p.is_dir()):
         parts = [msgspec.json.decode(path.read_bytes()) for path in sorted(directory.glob("*.json"))]
         if any((part["task"], part["worlds"]) != (parts[0]["task"], parts[0]["worlds"]) for part in parts):
             sys.exit(f"the results in {directory} must be of one task and the same worlds")
-        rows = {row["name"]: row for part in parts for row in part["rows"]}
-        learned = [name for name in rows if name.startswith("learned")]
-        names = ", ".join(name.removeprefix("learned (").rstrip(")") for name in learned)
-        table = [
-            f"### `{parts[0]['task']}`, {len(parts[0]['worlds'])} held-out worlds",
-            "",
-            f"| | U | leads in U of {names} | test accuracy | leads in test accuracy, points | training compute |",
-            "|" + "---|" * 6,
-        ]
-        for name, row in rows.items():
-            cells = [name, f"{row['utility']['mean']:+.4f}", "", f"{row['test']['mean']:.1%}", ""]
-            for column, (key, unit, digits) in {2: ("utility", 1, 4), 4: ("test", 100, 1)}.items():
-                leads = [compare(rows[p][key]["worlds"], row[key]["worlds"]) for p in learned if name not in learned]
-                cells[column] = "; ".join(
-                    f"{unit * d.mean:+.{digits}f} [{unit * d.low:+.{digits}f}, {unit * d.high:+.{digits}f}]"
-                    for d in leads
-                )
-            spent = row["train_macs"]["mean"] / rows["none"]["train_macs"]["mean"]
-            table.append(f"| {' | '.join([*cells, f'{spent:.2f}'])} |".replace(" -", " −").replace("[-", "[−"))
+        task, worlds = parts[0]["task"], len(parts[0]["worlds"])
+        tables.append(f"### `{directory.name}`: {worlds} held-out worlds of `{task}`")
+        tables.append(_leads("U", "utility", "utility", 1, 3, parts))
+        tables.append(_leads("test accuracy at equal compute, %", "test", "equal_test", 100, 1, parts))
         curve = directory / "returns.csv"
         if curve.exists():
             lines = [[float(x) for x in line.split(",")] for line in curve.read_text().splitlines()[1:]]
             points = [(number, sum(values) / len(values), min(values), max(values)) for number, *values in lines]
             chart = root / "docs" / "studies" / f"policy-{directory.name}.svg"
-            marks = {float(number): str(number) for number in range(2, len(points) + 1, 2)}
+            marks = {float(number): str(number) for number in range(4, len(points) + 1, 4)}
             note = "round of 32 episodes; the line is the mean of the training seeds, the band their lowest and highest"
             yield chart, line_chart(f"{directory.name}: mean return", {"policies": points}, marks, "number", note)
-            table.append(f"\n![mean return by round]({chart.name})")
-        tables.append("\n".join(table))
+            tables.append(f"![mean return by round]({chart.name})")
     page = root / "docs" / "studies" / "policy.md"
     if tables:
         text = page.read_text()
         if text.count(BEGIN) != 1 or text.count(END) != 1:
             sys.exit(f"{page} must contain each marker once: {BEGIN} and {END}")
-        generated = "\n\n".join([BEGIN, *tables, END])
+        generated = "\n\n".join([BEGIN, *rooms(root), *tables, END])
         yield page, text[: text.index(BEGIN)] + generated + text[text.index(END) + len(END) :]
+
+
+def rooms(root: Path) -> Iterator[str]:
+    """Yield a table of what fixed plans gain in each family, by what is known of a world, from studies/plans/."""
+    paths = sorted((root / "studies" / "plans").glob("*.json"))
+    if not paths:
+        return
+    rows = [f"| family | worlds | episodes | {' | '.join(ROOMS)} | best in each world |", "|" + "---|" * 7]
+    for path in paths:
+        table = read_plan_table(path)
+        values = " | ".join(f"{value:+.4f}" for value in table.room(FAMILIES[table.task]).values())
+        best = np.max(table.utility, axis=0).mean()
+        rows.append(f"| `{table.task}` | {len(table.worlds)} | {table.episodes} | {values} | {best:+.4f} |")
+    yield "\n".join(rows).replace(" -", " −")
+
+
+def _leads(title: str, own: str, other: str, unit: int, digits: int, parts: list[dict[str, Any]]) -> str:
+    """Return a table of policies, the first rows of `parts`, and of their leads over the other rows.
+
+    `own` is the key of a policy's result, `other` that of the other controllers.
+    """
+    policies = [part["rows"][0] for part in parts]
+    names = [policy["name"].removeprefix("learned (").rstrip(")") for policy in policies]
+    table = [f"| | {title} | {' | '.join(f'lead of {name}' for name in names)} |", "|" + "---|" * (2 + len(names))]
+    for name, policy in zip(names, policies, strict=True):
+        table.append(f"| policy {name} | {unit * policy[own]['mean']:.{digits}f} |{' |' * len(names)}")
+    for row in parts[0]["rows"][1:]:
+        same = [next(r for r in part["rows"] if r["name"] == row["name"]) for part in parts]
+        leads = [compare(p[own]["worlds"], r[other]["worlds"]) for p, r in zip(policies, same, strict=True)]
+        means = sorted({f"{unit * r[other]['mean']:.{digits}f}" for r in same})
+        shown = means[0] if len(means) == 1 else f"{means[0]} to {means[-1]}"
+        cells = [
+            f"{unit * d.mean:+.{digits}f} [{unit * d.low:+.{digits}f}, {unit * d.high:+.{digits}f}]" for d in leads
+        ]
+        table.append(f"| {row['name']} | {shown} | {' | '.join(cells)} |")
+    return "\n".join(table).replace(" -", " −").replace("[-", "[−")
 
 
 def _by_arm(results: Iterable[JobResult], metric: str) -> dict[tuple[str, str, float], dict[int, float]]:

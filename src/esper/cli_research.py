@@ -71,7 +71,7 @@ def plans(
     Fixed plans (a blueprint, where and when) compete in training worlds. The best few are followed in every world, and
     the best one is the world's plan; no growth if none gains enough. Give the same settings to `esper train`.
 
-    Example:  esper plans sight --workers 2 --out plans.toml
+    Example:  esper plans mend_mlp --workers 2 --out plans.toml
     Then:     esper train --preset family --config plans.toml --set imitation=12
     """
     from esper.commands.plans import run_plans

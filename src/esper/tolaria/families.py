@@ -277,7 +277,7 @@ _ROWS = (
     _MEND,
     _SIGHT,
     _HEAL,
-    # Families that a policy of `mend` or `sight` has not seen: another data set, other hosts.
+    # The same with another data set or other hosts, to see whether a policy transfers.
     msgspec.structs.replace(
         _MEND, name="mend_digits", question="as mend, on another data set: digits at 8×8", datasets=("digits",),
         samples=(300, 600, 1_197), val_size=300,

@@ -199,6 +199,24 @@ def test_table_of_plans_names_the_best_of_all_worlds_and_of_each_kind(tmp_path: 
     assert all(kinds.count(kind) > 1 for kind in best if kind)
 
 
+def test_room_is_what_knowledge_of_a_world_gains_in_other_worlds() -> None:
+    worlds = list(range(40))
+    missing = np.array([FAMILY.draw(world).impairment == "missing" for world in worlds])
+    plans = [Plan(), Plan(1, 1), Plan(2, 1)]
+    utility = [np.zeros(40), np.where(missing, 0.3, -0.1), np.where(missing, -0.3, 0.2)]
+
+    def room(rows: Sequence[np.ndarray]) -> dict[str, float]:
+        values = [row.tolist() for row in rows]
+        return PlanTable(task="small", episodes=9, worlds=worlds, plans=plans, utility=values).room(FAMILY)
+
+    known = room(utility)
+    assert known["one per impairment"] == pytest.approx(np.where(missing, 0.3, 0.2).mean())
+    assert known["one plan"] < known["one per impairment"]
+    noise = np.random.default_rng(0).normal(size=(3, 40))  # chance gains nothing in other worlds
+    assert noise.max(axis=0).mean() > 0.7
+    assert all(abs(gain) < 0.4 for gain in room(noise).values())
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

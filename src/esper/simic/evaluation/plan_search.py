@@ -110,6 +110,30 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             kinds[visible_kind(family.draw(world))].append(world)
         return {"": self.best()} | {kind: self.best(members) for kind, members in kinds.items() if len(members) > 1}
 
+    def room(self, family: Family) -> dict[str, float]:
+        """Return what plans gain in a family if the best one is chosen by each of `ROOMS`.
+
+        Plans are chosen in one half of the worlds, every second one, and measured in the other: a plan chosen in the
+        same worlds gains too much, by chance. A policy has room where a later entry exceeds the first.
+        """
+        draws = [family.draw(world) for world in self.worlds]
+        return {name: self._cross_fitted([group(draw) for draw in draws]) for name, group in ROOMS.items()}
+
+    def _cross_fitted(self, groups: Sequence[str]) -> float:
+        """Return the mean utility of the best plan of each group of worlds, chosen in the other half of the worlds.
+
+        A group without a world in that half uses the best plan of all groups.
+        """
+        utility, worlds, of_group = np.array(self.utility), np.array(self.worlds), np.array(groups)
+        total = 0.0
+        for half in (0, 1):
+            fits = np.arange(len(worlds)) % 2 == half
+            for name in set(groups):
+                chosen = worlds[fits & (of_group == name)]
+                plan = self.plans.index(self.best((chosen if len(chosen) else worlds[fits]).tolist()))
+                total += float(utility[plan, ~fits & (of_group == name)].sum())
+        return total / len(worlds)
+
 
 def read_plan_table(path: Path) -> PlanTable:
     """Return the table of plans in a file of `esper plans`."""
@@ -203,6 +227,14 @@ def visible_kind(draw: Draw) -> str:
     """Return what shapes of activations show of a host without training it: blocks, and a narrow or missing one."""
     visible = draw.impairment if draw.impairment in ("width", "missing") else "whole"
     return f"{draw.blocks} blocks, {visible}"
+
+
+ROOMS: dict[str, Callable[[Draw], str]] = {
+    "one plan": lambda _: "",
+    "one per visible kind of host": visible_kind,
+    "one per impairment": lambda draw: draw.impairment,
+}
+"""What a plan may depend on: nothing, what a user sees of a host, or its impairment, which only training may show."""
 
 
 def fit_plans_by_kind(

@@ -185,7 +185,7 @@ PRESETS: dict[str, dict[str, Any]] = {
         },
     },
     "family": {
-        "task": "sight", "rounds": 22, "envs": 32, "fixed": FEW_CHOICES,
+        "task": "mend_mlp", "rounds": 22, "envs": 32, "fixed": FEW_CHOICES,
         "network": {"standardise": True, "epsilon": 0.002},
         "ppo": {
             "lr": 2e-3, "lr_final": 0.1, "gamma": 1.0, "epochs": 8, "entropy_coef": 0.003, "entropy_final": 0.001,
