@@ -138,7 +138,7 @@ def _leads(title: str, own: str, other: str, unit: int, digits: int, parts: list
     for row in parts[0]["rows"][1:]:
         same = [next(r for r in part["rows"] if r["name"] == row["name"]) for part in parts]
         leads = [compare(p[own]["worlds"], r[other]["worlds"]) for p, r in zip(policies, same, strict=True)]
-        means = sorted({f"{unit * r[other]['mean']:.{digits}f}" for r in same})
+        means = sorted({f"{unit * r[other]['mean']:.{digits}f}" for r in same}, key=float)
         shown = means[0] if len(means) == 1 else f"{means[0]} to {means[-1]}"
         cells = [
             f"{unit * d.mean:+.{digits}f} [{unit * d.low:+.{digits}f}, {unit * d.high:+.{digits}f}]" for d in leads

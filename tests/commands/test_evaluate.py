@@ -11,11 +11,12 @@ from rich.console import Console
 
 from esper.commands import evaluate
 from esper.commands.evaluate import Arena, config_of, figures, results_tables
+from esper.kasmina.blueprints import blueprint_index
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
 from esper.simic.evaluation.comparison import Played
-from esper.simic.evaluation.plan_search import Plan
+from esper.simic.evaluation.plan_search import Plan, PlanTable
 from esper.simic.training.checkpointer import new_network, with_policy_network
 from esper.simic.training.config import as_tree, load_config
 from esper.tamiyo.network import NetworkConfig
@@ -65,6 +66,60 @@ def test_best_schedule_is_fitted_in_worlds_of_the_fit_task(monkeypatch):
     np.testing.assert_array_equal(best.quality, nothing.quality)
     with pytest.raises(ConfigError, match="real hosts"):
         Arena(load_config(more={"simulated": True}), fit_task="sight_digits")
+
+
+@pytest.fixture
+def small_family(tmp_path):
+    file = tmp_path / "small.toml"
+    file.write_text(
+        'host = "mlp"\ndatasets = ["digits"]\nwidths = [8]\nblocks = [2, 3]\nepochs = [4]\nbatches_per_epoch = 4\n'
+        "val_size = 100\nsamples = [100]\nbatch = [8]\n"
+    )
+    return str(file)
+
+
+def table_of(task, plans, worlds=(0, 1, 2, 3)):
+    """Return a table in which the last plan is the best."""
+    utility = [[0.1 * number] * len(worlds) for number in range(len(plans))]
+    return PlanTable(task=task, episodes=9, worlds=list(worlds), plans=plans, utility=utility)
+
+
+def test_plans_of_a_table_replace_the_search(small_family, monkeypatch):
+    for search in ("fit_plan", "fit_plans_by_kind"):
+        monkeypatch.setattr(evaluate, search, lambda *_: pytest.fail("a search"))
+    plan = Plan(blueprint_index("norm"), 1, first=-1)
+    arena = Arena(load_config(more={"task": small_family}), plans=table_of(small_family, [Plan(), plan]))
+    names = ["none", "best-schedule", "best-per-kind", "from-start"]
+    waiting, *fitted, static = arena.play_all(names, [10_000, 10_001], Console(quiet=True))
+    last = [[arena.backend.host(world).slots[-1]] for world in (10_000, 10_001)]
+    for played in fitted:
+        assert [list(structure) for structure in played.structures] == last
+    assert fitted[0].name == f"best schedule ({plan})"
+    rows = figures([waiting, *fitted, static], "small")["rows"]
+    assert rows[0]["equal_test"] is None
+    assert rows[3]["equal_test"] is None  # a static host spends a compute of its own
+    for row, played in zip(rows[1:3], fitted, strict=True):
+        assert row["equal_test"]["worlds"] == played.equal_test.tolist()
+        assert row["equal_test_lead"]["mean"] == pytest.approx(np.mean(waiting.test - played.equal_test))
+
+
+def test_unusable_plans_are_refused_before_any_episode(small_family, tmp_path, monkeypatch):
+    monkeypatch.setattr(Arena, "play_one", lambda *_: pytest.fail("somebody played"))
+
+    def refused(message, table, name="best-schedule", **more):
+        with pytest.raises(ConfigError, match=message):
+            Arena(load_config(more={"task": small_family} | more), plans=table).play_all(
+                ["none", name], [10_000], Console(quiet=True)
+            )
+
+    norm = Plan(blueprint_index("norm"), 1)
+    refused("--plans needs real hosts", table_of(small_family, [norm]), simulated=True)
+    refused("--plans .*'nosuch'.*no task named", table_of("nosuch", [norm]))
+    refused("--plans .*there is no family file", table_of(str(tmp_path / "other.toml"), [norm]))
+    refused("world 10000; worlds from 10000 on are held out", table_of(small_family, [norm], [0, 10_000]))
+    refused("plans of one, not of 'digits'", table_of("digits", [norm]), "best-per-kind")
+    conv = Plan(blueprint_index("conv_light"), 1)
+    refused("plants conv_light, which no slot", table_of("digits", [norm, conv]))
 
 
 def test_tables_of_real_hosts_fit_into_80_columns():

@@ -13,7 +13,9 @@ from esper.commands import plans
 from esper.commands.plans import run_plans
 from esper.kasmina.blueprints import blueprint_index
 from esper.leyline.errors import ConfigError
-from esper.simic.evaluation.plan_search import Plan, read_plan_table
+from esper.simic.evaluation.plan_search import Plan, follow, read_plan_table
+from esper.simic.family_backend import FamilyBackend
+from esper.simic.rewards import RewardConfig
 from esper.simic.training.config import load_config
 from tests.support.command_line import esper
 
@@ -86,6 +88,27 @@ def test_existing_file_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "plans.toml").read_text() == "mine"
     with pytest.raises(ConfigError, match=r"such as plans\.toml"):
         run_plans("digits", [], worlds=1, episodes=2, least_gain=0, workers=1, out=tmp_path / "other.json")
+    for directory in (Path(), Path("/")):  # paths without a name
+        with pytest.raises(ConfigError, match="exists"):
+            run_plans("digits", [], worlds=1, episodes=2, least_gain=0, workers=1, out=directory)
+
+
+def test_least_gain_that_is_not_a_number_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="least-gain"):
+        run_plans("digits", [], worlds=1, episodes=2, least_gain=float("nan"), workers=1, out=tmp_path / "plans.toml")
+
+
+def test_plan_counted_from_the_end_names_the_last_slots_of_each_host(tmp_path: Path) -> None:
+    family = tmp_path / "small.toml"
+    family.write_text(FAMILY.replace("blocks = [2]", "blocks = [1, 3]"))
+    _, backend = plans._prepared(str(family), ())
+    assert isinstance(backend, FamilyBackend)
+    for blocks, last, before in ((3, "r0c2", "r0c1"), (1, "r0c0", "r0c0")):
+        world = next(w for w in range(20) if backend.tasks.family.draw(w).blocks == blocks)
+        for first, slot in ((-1, last), (-2, before)):
+            plan = Plan(blueprint_index("norm"), 1, first=first)
+            assert plans._planted(plan, backend, world) == f'{{ {slot} = "norm" }}'
+            assert list(follow(backend, plan, [world], RewardConfig()).structures[0]) == [slot]
 
 
 def test_missing_directory_is_reported_before_the_search(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from esper.commands.study import list_studies, parse_shard, parse_worlds, run_st
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.studies.results import read_results
 from esper.studies.table import STUDIES
+from scripts.study_tables import policies
 from tests.support import ROOT
 from tests.support.example_studies import example_study
 
@@ -157,3 +158,22 @@ def test_malformed_shard_is_refused(text):
 def test_malformed_worlds_are_refused(text):
     with pytest.raises(ConfigError, match="--worlds must be FIRST:COUNT"):
         parse_worlds(example_study(), text, tuning=False)
+
+
+def test_range_of_a_controller_at_several_computes_begins_with_the_lowest(tmp_path):
+    def figure(mean):
+        return {"mean": mean, "worlds": [mean, mean]}
+
+    results = tmp_path / "studies" / "policies" / "heal"
+    results.mkdir(parents=True)
+    for policy, accuracy in (("a", 0.102), ("b", 0.095)):
+        rows = [
+            {"name": f"learned ({policy})", "utility": figure(0.1), "test": figure(0.2), "equal_test": None},
+            {"name": "none", "utility": figure(0.0), "test": figure(0.1), "equal_test": figure(accuracy)},
+        ]
+        (results / f"{policy}.json").write_text(json.dumps({"task": "heal", "worlds": [0, 1], "rows": rows}))
+    (tmp_path / "docs" / "studies").mkdir(parents=True)
+    page = tmp_path / "docs" / "studies" / "policy.md"
+    page.write_text("<!-- study tables: begin --><!-- study tables: end -->")
+    ((_, text),) = policies(tmp_path)
+    assert "| none | 9.5 to 10.2 |" in text

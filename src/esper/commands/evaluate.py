@@ -19,8 +19,9 @@ from rich.text import Text
 from esper.commands import plainly
 from esper.commands.charts import dots
 from esper.karn.held_out import Figure, HeldOut, lead_text
+from esper.kasmina.blueprints import blueprint_name
 from esper.leyline.atomic_io import write_atomically
-from esper.leyline.errors import ConfigError, unknown_name
+from esper.leyline.errors import ConfigError, EsperError, unknown_name
 from esper.leyline.paired import Difference, compare
 from esper.nissa.run import read_manifest
 from esper.simic.env import HostBackend
@@ -71,6 +72,7 @@ class Arena:
         if plans is not None:
             if fit_task is not None or search_episodes is not None:
                 raise ConfigError("--plans replaces the search: do not use --fit-task and --search-episodes with it")
+            self.must_fit(plans)
             fit_task = None if plans.task == config.task else plans.task
         self.backend = make_backend(config, [0], data_root, baselines=baselines)
         self.fitting, self.fitting_worlds, self.fit_task = self.backend, range(config.pool), fit_task
@@ -78,9 +80,24 @@ class Arena:
         if fit_task is not None:
             if config.simulated:
                 raise ConfigError("--fit-task needs real hosts; do not use it with --sim")
-            other = built(TrainConfig, msgspec.to_builtins(config) | {"task": fit_task})
-            self.fitting = make_backend(other, [0], data_root, baselines=baselines)
+            try:
+                other = built(TrainConfig, msgspec.to_builtins(config) | {"task": fit_task})
+                self.fitting = make_backend(other, [0], data_root, baselines=baselines)
+            except EsperError as error:
+                if plans is None:
+                    raise
+                raise ConfigError(f"the file of --plans has plans of {fit_task!r}, but: {error}") from error
             self.fitting_worlds = range(other.pool)
+
+    def must_fit(self, plans: PlanTable) -> None:
+        """Raise unless this table of plans can be used with real hosts and held-out worlds."""
+        if self.config.simulated:
+            raise ConfigError("--plans needs real hosts; do not use it with --sim")
+        if max(plans.worlds) >= HELD_OUT_FROM:
+            raise ConfigError(
+                f"the file of --plans has plans found in world {max(plans.worlds)}; worlds from {HELD_OUT_FROM} on are "
+                "held out for this comparison"
+            )
 
     def play_all(self, names: Sequence[str], worlds: Sequence[int], console: Console) -> list[Played]:
         """Play all controllers in the same worlds. Static hosts are sized by what the first one grew."""
@@ -116,7 +133,16 @@ class Arena:
     def must_be_possible(self, name: str, position: int) -> None:
         """Raise unless a search for a plan is possible here."""
         if name == BEST_PER_KIND and not all(isinstance(b, FamilyBackend) for b in (self.backend, self.fitting)):
-            raise ConfigError(f"{name!r} needs worlds with different hosts: use it with a task family")
+            is_family = isinstance(self.backend, FamilyBackend)  # so it is the task of the plans that is no family
+            other = f", and with plans of one, not of {self.fit_task!r}" if is_family else ""
+            raise ConfigError(f"{name!r} needs worlds with different hosts: use it with a task family{other}")
+        if name == BEST_SCHEDULE and self.plans is not None:
+            chosen, table = self.plans.best().blueprint, self.backend.table
+            if chosen is not None and not table.takes[table.enabled.any(axis=0), chosen].any():
+                raise ConfigError(
+                    f"the best plan of {self.plans.task!r} plants {blueprint_name(chosen)}, which no slot of "
+                    f"{self.config.task!r} takes. Use plans of a task with similar hosts"
+                )
         if name == SEARCH and (position == 0 or isinstance(self.backend, Simulator)):
             raise ConfigError(
                 f"{name!r} uses the training compute of the first controller: put a controller before it, and do not "

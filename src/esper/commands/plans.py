@@ -8,6 +8,7 @@ plans in all worlds, in which `esper eval` finds the best fixed plan.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from functools import cache, partial
 from pathlib import Path
@@ -36,11 +37,14 @@ def run_plans(
     task: str, sets: Sequence[str], *, worlds: int, episodes: int, least_gain: float, workers: int, out: Path
 ) -> None:
     """Find a plan for each of the first `worlds` worlds and write them as a config file of `esper train`."""
+    if math.isnan(least_gain):
+        raise ConfigError("--least-gain must be a number, got nan")
+    if out.exists():
+        raise ConfigError(f"{out} exists. Use --out to choose another file")
     results = out.with_suffix(".json")
-    for file in (out, results):
-        if file.exists():
-            raise ConfigError(f"{file} exists. Use --out to choose another file")
-    if out == results:
+    if results.exists():
+        raise ConfigError(f"{results} exists. Use --out to choose another file")
+    if out.suffix.lower() == ".json":
         raise ConfigError(f"{out} is the name of the results; use --out to choose another file, such as plans.toml")
     if not out.parent.is_dir():
         raise ConfigError(f"there is no directory {out.parent}. Create it, or use --out to choose another file")

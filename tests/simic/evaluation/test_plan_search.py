@@ -212,9 +212,16 @@ def test_room_is_what_knowledge_of_a_world_gains_in_other_worlds() -> None:
     known = room(utility)
     assert known["one per impairment"] == pytest.approx(np.where(missing, 0.3, 0.2).mean())
     assert known["one plan"] < known["one per impairment"]
-    noise = np.random.default_rng(0).normal(size=(3, 40))  # chance gains nothing in other worlds
-    assert noise.max(axis=0).mean() > 0.7
-    assert all(abs(gain) < 0.4 for gain in room(noise).values())
+    even = np.where(np.arange(40) % 2 == 0, 1.0, -1.0)  # what is best in one half of the worlds is worst in the other
+    assert list(room([np.zeros(40), even, -even]).values()) == pytest.approx([-1.0] * 3)
+    one = PlanTable(task="small", episodes=3, worlds=[0], plans=plans, utility=[[0.0], [0.1], [0.2]])
+    with pytest.raises(ConfigError, match="two worlds"):
+        one.room(FAMILY)
+
+
+def one_plan(worlds: str, plan: str) -> str:
+    """Return a table of one plan in one world, as text."""
+    return f'{{"task":"a","episodes":1,"worlds":{worlds},"plans":[{plan}],"utility":[[0.5]]}}'
 
 
 @pytest.mark.parametrize(
@@ -223,7 +230,17 @@ def test_room_is_what_knowledge_of_a_world_gains_in_other_worlds() -> None:
         (None, "there is no file"),
         ("{}", "not a table"),
         ('{"task":"a","episodes":1,"worlds":[0],"plans":[],"utility":[]}', "every"),
+        (one_plan("[0]", '{"blueprnt":3}'), "unknown field `blueprnt`"),
+        (one_plan("[0]", '{"x":' + "[" * 100_000 + "]" * 100_000 + "}"), "unknown field"),
+        (one_plan("[0]", '{"blueprint":999,"slots":1}'), "no blueprint with the number 999"),
+        (one_plan("[0]", '{"blueprint":-1,"slots":1}'), "no blueprint with the number -1"),
+        (one_plan("[0]", '{"blueprint":3,"slots":-1}'), "slots ≥ 0"),
+        (one_plan("[0]", '{"blueprint":3,"slots":1,"start_share":1e308}'), "start_share from 0 to 1"),
+        (one_plan("[-1]", "{}"), "worlds ≥ 0"),
+        ('{"task":"a","episodes":1,"worlds":[0,0],"plans":[{}],"utility":[[0,1]]}', "different"),
+        ('{"task":"a","episodes":1,"worlds":[0],"plans":[{},{}],"utility":[[0],[1]]}', "different"),
     ],
+    ids=lambda value: value[:24] if isinstance(value, str) else "none",
 )
 def test_unusable_table_of_plans_is_refused(tmp_path: Path, content: str | None, message: str) -> None:
     file = tmp_path / "plans.json"
@@ -244,3 +261,4 @@ def test_search_in_a_world_keeps_to_its_compute(kind: str, backend: FamilyBacken
     assert 0.5 * budget < result.train_macs[0] <= 3 * budget + 8 * epoch
     assert np.isfinite(result.utility).all()
     assert np.isfinite(result.test).all()
+    assert result.equal_test.size == (kind == "family")  # of no other controller if all worlds have the same host

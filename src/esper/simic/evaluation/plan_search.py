@@ -15,13 +15,12 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
 import numpy as np
 
-from esper.kasmina.blueprints import blueprint_name
+from esper.kasmina.blueprints import blueprint_name, registered
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable, live_costs, network_params
@@ -39,8 +38,7 @@ START_SHARES = (0.0, 0.25)
 """Plans plant from the first epoch on, or after this share of the episode."""
 
 
-@dataclass(frozen=True, slots=True)
-class Plan:
+class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A fixed plan of growth; without a blueprint, no growth."""
 
     blueprint: int | None = None
@@ -50,6 +48,17 @@ class Plan:
     """Share of the episode after which planting begins."""
     first: int = 0
     """Number of the first slot that is planted, from 0; below 0 it is counted from the last slot of each host, −1."""
+
+    def __post_init__(self) -> None:
+        count = len(registered())
+        if self.blueprint is not None and not 0 <= self.blueprint < count:
+            raise ConfigError(
+                f"there is no blueprint with the number {self.blueprint}; known ones have 0 to {count - 1}"
+            )
+        if self.slots < 0 or not 0 <= self.start_share <= 1:
+            raise ConfigError(
+                f"a plan needs slots ≥ 0 and start_share from 0 to 1, got {self.slots} and {self.start_share}"
+            )
 
     def controller(self, horizon: int) -> Controller:
         """Return a controller that follows the plan in episodes of this length."""
@@ -97,6 +106,8 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         shape = {len(self.worlds), *map(len, self.utility)}
         if not self.plans or len(self.plans) != len(self.utility) or len(shape) != 1 or not self.worlds:
             raise ConfigError("a table of plans needs a utility of every plan in every world")
+        if len(set(self.plans)) < len(self.plans) or len(set(self.worlds)) < len(self.worlds) or min(self.worlds) < 0:
+            raise ConfigError("the plans and the worlds of a table must be different ones, the worlds ≥ 0")
 
     def best(self, worlds: Sequence[int] | None = None) -> Plan:
         """Return the plan with the highest mean utility in these worlds of the table; by default in all."""
@@ -116,6 +127,8 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         Plans are chosen in one half of the worlds, every second one, and measured in the other: a plan chosen in the
         same worlds gains too much, by chance. A policy has room where a later entry exceeds the first.
         """
+        if len(self.worlds) < 2:
+            raise ConfigError("what plans gain in other worlds needs at least two worlds, got one")
         draws = [family.draw(world) for world in self.worlds]
         return {name: self._cross_fitted([group(draw) for draw in draws]) for name, group in ROOMS.items()}
 
@@ -312,7 +325,8 @@ def search_in_world(
         np.array([_utility_at_end(best, reward)]),
     )
     grown = [structure_of(best.engine, 0)]
-    return Played(name, [world], quality, test, params, macs, value, np.array([spent]), grown, equal_test=test)
+    equal_test = test if isinstance(backend, FamilyBackend) else np.empty(0)  # as `Arena.compute`
+    return Played(name, [world], quality, test, params, macs, value, np.array([spent]), grown, equal_test)
 
 
 def _fresh(backend: HostBackend | FamilyBackend, world: int) -> HostBackend:
