@@ -49,7 +49,7 @@ release-check: $(DEV)  ## build wheel and sdist, install each in a fresh environ
 
 ## Set-up: the first target creates .venv and installs what constraints.txt pins. `run` installs the package and what it
 ## needs (PyTorch, NumPy and a few small ones); every other target adds the tests' and tools' packages (transformers,
-## ONNX, DuckDB, TensorBoard, ...). On disk: 1.0 GB for `run`, 1.7 GB with the rest, with PyTorch's CPU build.
+## ONNX, DuckDB, TensorBoard, ...). On disk: 1.0 GB for `run`, 1.9 GB with the rest, with PyTorch's CPU build.
 ## On Linux, PyPI's PyTorch carries CUDA and takes several GB more. To install the CPU build, add
 ##   PIP_ARGS="--extra-index-url https://download.pytorch.org/whl/cpu"
 $(RUN): EXTRAS :=

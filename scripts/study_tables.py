@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,8 @@ from esper.tolaria.families import FAMILIES
 
 BEGIN, END = "<!-- study tables: begin -->", "<!-- study tables: end -->"
 VERDICT = "## What it shows"
+FEW_WORLDS = 4
+"""Fewer worlds than these have no interval."""
 
 
 def pages(root: Path) -> Iterator[tuple[Path, str]]:
@@ -58,28 +60,37 @@ def repetitions(root: Path) -> Iterator[tuple[Path, str]]:
         "| study | task | arm | × full | rounding | worlds | mean | difference to the published run | lowest world |"
     ]
     rows.append("|" + "---|" * 9)
-    outside = 0
+    intervals: list[bool] = []  # whether each of them excludes 0
     for path in sorted((root / "studies" / "repeated").glob("*.jsonl")):
         name, rounding, _ = path.name.split(".")
         saved = msgspec.json.decode((root / "studies" / f"{name}.json").read_bytes(), type=SavedStudy)
+        if saved.study.metric == "test_loss":
+            sys.exit(f"{path} is of a study of losses: this table has accuracies in percent")
         published = _by_arm(saved.records, saved.study.metric)
         for key, values in _by_arm(read_results(path.parent, path.name), saved.study.metric).items():
             task, arm, budget = key
-            lead = paired(values, published[key])
-            outside += lead.low > 0 or lead.high < 0
             mean = compare(list(values.values()), [0.0] * len(values))
-            half_width = (mean.high - mean.low) / 2
+            spread = "" if len(values) < FEW_WORLDS else f" ± {50 * (mean.high - mean.low):.1f}"
             rows.append(
-                f"| {name} | {task} | {arm} | {budget:g} | {rounding} | {len(values)} "
-                f"| {100 * mean.mean:.1f} ± {100 * half_width:.1f} "
-                f"| {100 * lead.mean:+.1f} [{100 * lead.low:+.1f}, {100 * lead.high:+.1f}] "
-                f"| {100 * min(values.values()):.1f} |".replace("-", "−")
+                f"| {name} | {task} | {arm} | {budget:g} | {rounding} | {len(values)} | {100 * mean.mean:.1f}{spread} "
+                f"| {_change(values, published[key])} | {100 * min(values.values()):.1f} |".replace("-", "−")
             )
+            if len(values) >= FEW_WORLDS:
+                lead = paired(values, published[key])
+                intervals.append(lead.low > 0 or lead.high < 0)
     page = root / "docs" / "studies" / "stability.md"
     if len(rows) > 2:
-        rows.append(f"\n{outside} of {len(rows) - 2} intervals of the difference exclude 0.")
+        rows.append(f"\n{sum(intervals)} of {len(intervals)} intervals of the difference exclude 0.")
         text = page.read_text()
         yield page, text[: text.index(BEGIN)] + "\n".join([BEGIN, *rows, END]) + text[text.index(END) + len(END) :]
+
+
+def _change(values: Mapping[int, float], published: Mapping[int, float]) -> str:
+    """Return the difference to the published results in points, with its interval or, for few worlds, of each world."""
+    if len(values) < FEW_WORLDS:
+        return "by world: " + ", ".join(f"{100 * (values[w] - published[w]):+.1f}" for w in sorted(values))
+    lead = paired(values, published)
+    return f"{100 * lead.mean:+.1f} [{100 * lead.low:+.1f}, {100 * lead.high:+.1f}]"
 
 
 def policies(root: Path) -> Iterator[tuple[Path, str]]:

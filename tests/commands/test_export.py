@@ -79,9 +79,9 @@ root, formats = pathlib.Path(sys.argv[1]), sys.argv[2:]
 example = load_file(root / "example.safetensors")
 x, expected = example["x"], example["expected"]
 
-def close(found):
-    assert found.shape == expected.shape
-    away = (found - expected).abs().max().item()
+def close(output):
+    assert output.shape == expected.shape
+    away = (output - expected).abs().max().item()
     assert away <= 1e-5 * max(1.0, expected.abs().max().item()), away
 
 for form in formats:

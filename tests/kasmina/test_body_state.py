@@ -63,8 +63,8 @@ for name, file in {files!r}.items():
     x, expected = case.batch(4), state.pop("expected")
     body = case.body(seed=77)
     body.load_state_dict(state)
-    found = main_output(call(body.eval(), x))
-    assert torch.equal(found, expected), name
+    output = main_output(call(body.eval(), x))
+    assert torch.equal(output, expected), name
     print(name, [slot_state(s) for s in body.slots.values()])
 """
 

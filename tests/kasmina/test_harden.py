@@ -307,13 +307,13 @@ sys.path.insert(0, {folder!r})
 import torch
 torch.set_num_threads(1)
 model, x, expected = torch.load({file!r}, weights_only=False)
-found = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+output = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
 import models_alone
-found = models_alone.main_output(found)
-assert (found - expected).abs().max() < 1e-5, (found - expected).abs().max()
+output = models_alone.main_output(output)
+assert (output - expected).abs().max() < 1e-5, (output - expected).abs().max()
 model.train()
-found = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
-models_alone.main_output(found).sum().backward()
+output = model(**x) if isinstance(x, dict) else model(*x) if isinstance(x, tuple) else model(x)
+models_alone.main_output(output).sum().backward()
 grown = [p for n, p in model.named_parameters() if "grown" in n]
 assert grown and all(p.grad is not None for p in grown if p.requires_grad)
 try:

@@ -171,7 +171,7 @@ def sparse_reference(_a: dict, b: dict, c: RewardConfig) -> float:
     return min(max(value, c.floor), 1.0)
 
 
-TWINS = {
+REFERENCES = {
     "utility": lambda a, b, c: utility_of(b, c) - utility_of(a, c),
     "shaped": shaped_reference,
     "escrow": escrow_reference,
@@ -184,7 +184,7 @@ TWINS = {
 }
 
 
-@pytest.mark.parametrize("mode", TWINS)
+@pytest.mark.parametrize("mode", REFERENCES)
 @quick
 @given(seed=dice, scale=st.sampled_from([1.0, 10.0]))
 def test_every_mode_equals_its_scalar_reference(mode, seed, scale):
@@ -197,12 +197,14 @@ def test_every_mode_equals_its_scalar_reference(mode, seed, scale):
 
     for e, amount in enumerate(paid):
         a, b = one(before, e), one(after, e)
-        expected = scale * (TWINS[mode](a, b, config) - config.rollback_penalty * (b["rollbacks"] > a["rollbacks"]))
+        expected = scale * (
+            REFERENCES[mode](a, b, config) - config.rollback_penalty * (b["rollbacks"] > a["rollbacks"])
+        )
         assert amount == pytest.approx(expected, abs=1e-9)
 
 
 def test_every_mode_has_a_reference_here():
-    assert set(TWINS) == set(REWARDS)
+    assert set(REFERENCES) == set(REWARDS)
 
 
 # -- properties

@@ -44,8 +44,8 @@ def frontier_chart(summary: Summary, task: str) -> str:
         curves.setdefault(row.arm, []).append(
             (row.full_trainings or 0.0, row.value.mean, row.value.low, row.value.high)
         )
-    found = [x for curve in curves.values() for x, *_ in curve]
-    powers = [10.0**k for k in range(-9, 10) if min(found) <= 10.0**k <= max(found)]
+    amounts = [x for curve in curves.values() for x, *_ in curve]
+    powers = [10.0**k for k in range(-9, 10) if min(amounts) <= 10.0**k <= max(amounts)]
     xs = {x: f"×{x:g}" for x in sorted({*powers, *(row.budget or 0.0 for row in rows)})}
     unit = "number" if summary.metric == "test_loss" else "percent"
     note = "training multiply-adds, × one full training; bands: 95 % intervals over worlds"

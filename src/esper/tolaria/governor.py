@@ -67,7 +67,7 @@ class Alarm:
     """Type, message and location of an error that was not reported before; otherwise empty."""
 
 
-class Verdict(NamedTuple):
+class Judgment(NamedTuple):
     """The alarm of each environment."""
 
     alarm: Ints  # [E] index into ALARMS
@@ -98,7 +98,7 @@ def judge(
     *,
     chance: float,
     config: GovernorConfig,
-) -> Verdict:
+) -> Judgment:
     """Return the alarm of each environment, from its history of losses [E, W] and this epoch's numbers [E]."""
     counts, median, spread = typical(losses)
     has_history = counts >= config.enough
@@ -121,7 +121,7 @@ def judge(
         alarm[where] = number
         value[where] = values[where]
         limit[where] = np.nan if limits is None else limits[where]
-    return Verdict(alarm, value, limit)
+    return Judgment(alarm, value, limit)
 
 
 class Governor:

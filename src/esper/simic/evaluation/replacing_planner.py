@@ -24,7 +24,6 @@ from esper.simic.simulated_worlds import INTERACTION, LEARNING_RATE
 from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import wait_everywhere
 
-S = SeedStage
 LEAST_AGE = 4
 """Epochs before a seed can be pruned. Younger ones have learnt too little to be judged."""
 REST = 7
@@ -53,9 +52,9 @@ class ReplacingPlanner:
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: prune the seed whose replacement gains most, otherwise plant, otherwise wait."""
         actions, envs = wait_everywhere(table.num_envs), np.arange(table.num_envs)
-        cooling = table.stage >= S.PRUNED
+        cooling = table.stage >= SeedStage.PRUNED
         self.tried[(*np.nonzero(cooling), table.blueprint[cooling])] = True
-        is_alive = (table.stage >= S.GERMINATED) & (table.stage <= S.FOSSILIZED)
+        is_alive = (table.stage >= SeedStage.GERMINATED) & (table.stage <= SeedStage.FOSSILIZED)
         keep, offers = self._values(table, is_alive)
         values = np.where(legal[:, Op.GERMINATE, :, None], offers, -np.inf).reshape(len(envs), -1)
         best = values.argmax(axis=1)
