@@ -143,18 +143,21 @@ def _leads(title: str, own: str, other: str, unit: int, digits: int, parts: list
     """
     policies = [part["rows"][0] for part in parts]
     names = [policy["name"].removeprefix("learned (").rstrip(")") for policy in policies]
-    table = [f"| | {title} | {' | '.join(f'lead of {name}' for name in names)} |", "|" + "---|" * (2 + len(names))]
+    columns = [*names, *(["their mean"] if len(names) > 1 else [])]
+    table = [f"| | {title} | {' | '.join(f'lead of {name}' for name in columns)} |", "|" + "---|" * (2 + len(columns))]
     for name, policy in zip(names, policies, strict=True):
-        table.append(f"| policy {name} | {unit * policy[own]['mean']:.{digits}f} |{' |' * len(names)}")
+        table.append(f"| policy {name} | {unit * policy[own]['mean']:.{digits}f} |{' |' * len(columns)}")
     for row in parts[0]["rows"][1:]:
         same = [next(r for r in part["rows"] if r["name"] == row["name"]) for part in parts]
-        leads = [compare(p[own]["worlds"], r[other]["worlds"]) for p, r in zip(policies, same, strict=True)]
-        means = sorted({f"{unit * r[other]['mean']:.{digits}f}" for r in same}, key=float)
-        shown = means[0] if len(means) == 1 else f"{means[0]} to {means[-1]}"
+        ours, theirs = [p[own]["worlds"] for p in policies], [r[other]["worlds"] for r in same]
+        leads = [compare(a, b) for a, b in zip(ours, theirs, strict=True)]
+        leads += [compare(np.mean(ours, axis=0), np.mean(theirs, axis=0))] if len(names) > 1 else []
+        means = sorted(unit * r[other]["mean"] for r in same)
+        shown = list(dict.fromkeys(f"{mean:.{digits}f}" for mean in (means[0], means[-1])))
         cells = [
             f"{unit * d.mean:+.{digits}f} [{unit * d.low:+.{digits}f}, {unit * d.high:+.{digits}f}]" for d in leads
         ]
-        table.append(f"| {row['name']} | {shown} | {' | '.join(cells)} |")
+        table.append(f"| {row['name']} | {' to '.join(shown)} | {' | '.join(cells)} |")
     return "\n".join(table).replace(" -", " −").replace("[-", "[−")
 
 

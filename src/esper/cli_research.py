@@ -72,7 +72,7 @@ def plans(
     the best one is the world's plan; no growth if none gains enough. Give the same settings to `esper train`.
 
     Example:  esper plans mend_mlp --workers 2 --out plans.toml
-    Then:     esper train --preset family --config plans.toml --set imitation=12
+    Example:  esper train --preset family --config plans.toml --set imitation=12
     """
     from esper.commands.plans import run_plans
 

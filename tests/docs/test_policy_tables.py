@@ -41,8 +41,8 @@ def test_every_policy_is_compared_with_each_controller_at_its_own_compute(root):
     assert text.startswith("Result.\n")
     assert text.endswith("\nMore.\n")
     assert "| policy a | 0.200 |" in text
-    assert "| none | 0.000 | +0.200 [+0.100, +0.300] | +0.200 [+0.100, +0.300] |" in text
-    assert "| none | 50.0 to 60.0 | +10.0 [+10.0, +10.0] | +20.0 [+20.0, +20.0] |" in text
+    assert "| none | 0.000 | +0.200 [+0.100, +0.300] | +0.200 [+0.100, +0.300] | +0.200 [+0.100, +0.300] |" in text
+    assert "| none | 50.0 to 60.0 | +10.0 [+10.0, +10.0] | +20.0 [+20.0, +20.0] | +15.0 [+15.0, +15.0] |" in text
 
 
 def test_results_of_other_worlds_are_refused(root):
