@@ -69,8 +69,8 @@ def plans(
     """Find what to grow in each training world, for a policy to imitate.
 
     Fixed plans (a blueprint, where and when) compete in training worlds. The best few are followed in every world, and
-    the best one is the world's plan; no growth if none gains enough. Give the same settings to `esper train`. Utilities of
-    these plans are kept beside the config file, with the ending .json, for `esper eval --plans`.
+    the best one is the world's plan; no growth if none gains enough. Give the same settings to `esper train`. The
+    utilities of these plans are kept beside the config file, with the ending .json, for `esper eval --plans`.
 
     Example:  esper plans mend_mlp --workers 2 --out plans.toml
     Example:  esper train --preset family --config plans.toml --set imitation=12
