@@ -149,7 +149,7 @@ def test_forked_configurations_see_the_mask(kind):
         alone = copy.deepcopy(body)
         for slot, is_on in zip(alone.slots.values(), config, strict=True):
             if not is_on:
-                slot.uproot()
+                slot.remove_seed()
         torch.testing.assert_close(scores.row(config), result(alone, batch).sum(-1), atol=1e-4, rtol=1e-4)
 
 

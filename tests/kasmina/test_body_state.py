@@ -145,7 +145,7 @@ def test_deepcopy_is_independent():
     clone = copy.deepcopy(body)
     assert same_function(clone, body)
 
-    clone.slots["features.0"].uproot()
+    clone.slots["features.0"].remove_seed()
     with torch.no_grad():
         for p in clone.parameters():
             p.zero_()

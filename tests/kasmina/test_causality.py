@@ -156,7 +156,7 @@ def test_no_offered_seed_leaks_the_future_into_a_causal_model(case, operator):
         length = before.shape[axis] - 1
         torch.testing.assert_close(after.narrow(axis, 0, length), before.narrow(axis, 0, length))
         assert not torch.allclose(after.select(axis, -1), before.select(axis, -1))
-        slot.uproot()
+        slot.remove_seed()
 
 
 def changed_last(probe, axis):

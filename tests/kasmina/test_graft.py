@@ -127,7 +127,7 @@ def test_uproot_restores_the_output_bit_identically(name: str, training: bool):
         grow(body, slot, alpha=1.0)
     assert not identical(main_output(call(body, x)), main_output(before))
     for slot in body.slots.values():
-        slot.uproot()
+        slot.remove_seed()
     assert identical(answer(), before)
 
 
@@ -159,7 +159,7 @@ def test_grown_body_pickles_with_its_hooks():
     again = pickle.loads(pickle.dumps(body))
 
     assert identical(again(images(4)), body(images(4)))
-    again.slots["features.1"].uproot()
+    again.slots["features.1"].remove_seed()
     assert not identical(again(images(4)), body(images(4)))
 
 

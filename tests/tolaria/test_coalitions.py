@@ -410,7 +410,7 @@ def test_fossils_are_on_and_germinated_seeds_off_in_every_row():
 
     assert result.slots == ("layers.1",)
     assert agree(result.row((True,)), main_output(body(x)))
-    body.slots["layers.1"].uproot()
+    body.slots["layers.1"].remove_seed()
     assert agree(result.row((False,)), main_output(body(x)))
 
 
@@ -511,7 +511,7 @@ def test_frozen_norm_keeps_its_statistics():
 
     body.eval()
     for slot in body.slots.values():
-        slot.uproot()
+        slot.remove_seed()
     assert agree(result.row((False,) * 3), main_output(body(x)))
 
 

@@ -29,8 +29,8 @@ from esper.commands.growing import (
     NO_GROWTH,
     Checkpointer,
     HostComparison,
-    Kept,
     Result,
+    SavedGrowth,
     Settings,
     exact_for,
 )
@@ -102,12 +102,12 @@ def resume_grow(path: Path, overrides: list[str], options: GrowOptions) -> None:
         saved = checkpoint_of(path, "grow", facts_of)
         if read_manifest(path)["status"] == "finished":
             raise ConfigError(f"{path} has finished and cannot be resumed. Show its results with: esper report {path}")
-        _grow(Kept.of(saved).settings, options, path, saved, lock)
+        _grow(SavedGrowth.of(saved).settings, options, path, saved, lock)
 
 
 def facts_of(saved: Saved) -> dict[str, Any]:
     """Return the manifest fields of the run that wrote this checkpoint."""
-    settings = Kept.of(saved).settings
+    settings = SavedGrowth.of(saved).settings
     return {"task": settings.task, "controller": settings.controller, "seed": settings.seed}
 
 
@@ -123,7 +123,7 @@ def _grow(
     data = task.load_data(options.data_root)
     exact = exact_for(settings, config, task, data, controller)
     if saved is not None:
-        must_fit(changes(Kept.of(saved).exact, exact), options.allow_inexact)
+        must_fit(changes(SavedGrowth.of(saved).exact, exact), options.allow_inexact)
     with _recording(settings, options, task, config, data, path, saved, lock) as run:
         about = (
             f"task {task.name}: {task.question}  ({task.host}, {len(data.train):,} training samples, {task.epochs} "
@@ -173,7 +173,7 @@ def _recording(
     """Return the context of a new run, or of an earlier one that is resumed."""
     level = level_by_name(settings.telemetry)
     if path is not None and saved is not None:
-        return record_on(path, [Kept.of(saved).next_seq], level=level, track=options.track, lock=lock)
+        return record_on(path, [SavedGrowth.of(saved).next_seq], level=level, track=options.track, lock=lock)
     manifest = {
         "controller": settings.controller,
         "seed": settings.seed,
@@ -206,7 +206,7 @@ def _train_all(
         )
     )  # fmt: skip
     if saved is not None:
-        run.env_steps = Kept.of(saved).env_steps
+        run.env_steps = SavedGrowth.of(saved).env_steps
         comparison.load(saved, engine)
         plainly(console, f"resuming from {saved.path.name}")
     is_new = not comparison.results

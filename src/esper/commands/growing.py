@@ -94,7 +94,7 @@ class Result:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
-class Kept(msgspec.Struct, frozen=True, kw_only=True):
+class SavedGrowth(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a checkpoint that is read before any host is built."""
 
     settings: Settings
@@ -103,7 +103,7 @@ class Kept(msgspec.Struct, frozen=True, kw_only=True):
     env_steps: int
 
     @classmethod
-    def of(cls, saved: Saved) -> Kept:
+    def of(cls, saved: Saved) -> SavedGrowth:
         """Read it from a checkpoint. Raise CheckpointError if the checkpoint is not one of `esper grow`."""
         try:
             return msgspec.convert(saved.document(RUN), cls)
@@ -142,11 +142,11 @@ class Checkpointer:
         start = time.monotonic()
         if name == self.last or not (always or (start - self._ended) * CHECKPOINT_SHARE >= self._cost_s):
             return
-        self.run.directory.must_be_there()  # do not create a removed directory again
+        self.run.directory.must_exist()  # do not create a removed directory again
         if not self.run.hub.flush() and not (always or self.run.hub.has_lost):
             warnings.warn("the journal cannot be flushed to disk; this checkpoint is put off", stacklevel=2)
             return
-        kept = Kept(
+        kept = SavedGrowth(
             settings=self.settings, exact=self.exact, next_seq=self.run.hub.next_seq, env_steps=self.run.env_steps
         )
         try:
@@ -234,7 +234,9 @@ class HostComparison:
         start = time.perf_counter() - result.seconds
         with self.progress(name, engine, result) as show:
             epochs_left = engine.task.epochs - len(result.history)
-            for step in rollout(engine, controller, epochs_left, before_step=lambda: self._look(keep), phases=phases):
+            for step in rollout(
+                engine, controller, epochs_left, before_step=lambda: self._check_for_stop(keep), phases=phases
+            ):
                 with phases("worth"):
                     worth = helper.process_batch(engine)
                 with phases("telemetry"):
@@ -257,14 +259,14 @@ class HostComparison:
         self.results.append(result)
         return result
 
-    def _look(self, keep: Callable[..., None]) -> None:
+    def _check_for_stop(self, keep: Callable[..., None]) -> None:
         """Stop if a signal requested it, after writing a checkpoint of the last complete epoch."""
         try:
             self.stop()
         except SystemExit:
             keep(always=True)
             raise
-        self.run.directory.must_be_there()
+        self.run.directory.must_exist()
 
     def _state(self, result: Result, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> dict[str, Any]:
         remembers = result.name == GROWN and isinstance(controller, Stateful)

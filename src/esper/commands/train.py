@@ -202,7 +202,7 @@ def lead(
 
                 def poll() -> None:
                     stop()
-                    run.directory.must_be_there()
+                    run.directory.must_exist()
 
                 trained = train_ppo_vectorized(
                     config, run.hub, env=env, directory=run.path, baselines=shared_baselines(), resume=saved,

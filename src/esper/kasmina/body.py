@@ -310,12 +310,12 @@ class Body(nn.Module):
         """Remove, plant or update seeds so that the slots match `seeds`."""
         for name, slot in self.slots.items():
             if name not in seeds:
-                slot.uproot()
+                slot.remove_seed()
                 self.set_slot(slot, SeedStage.DORMANT, 0.0)
                 continue
             blueprint, operator, stage, alpha = seeds[name]
             if slot.seed is None or slot.blueprint != blueprint:
-                slot.uproot()
+                slot.remove_seed()
                 self.plant(name, blueprint, operator)
             else:
                 slot.set_operator(operator)

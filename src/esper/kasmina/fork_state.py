@@ -192,7 +192,7 @@ class ForkState:
             )
             return None
         finally:
-            slot.uproot()
+            slot.remove_seed()
             slot.stage = SeedStage.DORMANT
 
 

@@ -104,7 +104,7 @@ class OptimizerSync:
         for p in slot.parameters():
             self._release(p)
             p.grad = None
-        slot.uproot()
+        slot.remove_seed()
 
     def _set_operator(self, slot: Slot, operator: Operator) -> None:
         """Change the blending operator and update the optimiser for an added or removed gate."""

@@ -277,7 +277,7 @@ class Slot(nn.Module):
                 gate = blueprints.fitted(BlendGate(self.site.dim, self.site.layout), self.site)
                 self.gate = gate.to(anchor.device, anchor.dtype)
 
-    def uproot(self) -> None:
+    def remove_seed(self) -> None:
         """Remove the seed and its gate."""
         self.seed, self.gate, self.blueprint, self.operator = None, None, "", Operator.ADD
 

@@ -128,7 +128,7 @@ class RunDirectory:
         """The directory of the journal."""
         return self.path / EVENTS
 
-    def must_be_there(self) -> None:
+    def must_exist(self) -> None:
         """Raise RunError if the directory was moved, removed or replaced since this process took it."""
         if self._lock.is_held and not self._lock.is_at(self.path):
             raise RunError(

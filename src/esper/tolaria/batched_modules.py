@@ -51,7 +51,7 @@ class Wide(Code):
     def __init__(self, host: Body) -> None:
         body = copy.deepcopy(host)
         for name, slot in body.slots.items():
-            slot.uproot()
+            slot.remove_seed()
             slot.seed = nn.Identity()  # the slot's hook calls `forward` only if it has a seed
             slot.forward = partial(self._at_slot, name)  # type: ignore[method-assign]
         super().__init__(body.model)

@@ -193,7 +193,7 @@ def pass_macs(network: HostNetwork, *, bare: bool = False) -> PassMacs:
     body = copy.deepcopy(network.body)
     body.train()
     for slot in body.slots.values() if bare else ():
-        slot.uproot()
+        slot.remove_seed()
     split = network.data.train
     x, y = split.take(torch.arange(SAMPLES, device=split.y.device))
 

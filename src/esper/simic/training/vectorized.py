@@ -92,11 +92,11 @@ def train_ppo_vectorized(
         checkpointer.restore(resume, training, env.backend)
         env.round = training.done - 1
 
-    def look() -> None:
+    def check_for_stop() -> None:
         poll()
         group.check()
 
-    env.backend.on_pause = look
+    env.backend.on_pause = check_for_stop
 
     for number in range(training.done, config.rounds):
         with checkpointer.save_on_error(training, env.backend):
@@ -108,7 +108,7 @@ def train_ppo_vectorized(
             earned = np.zeros(env.num_envs)
             taught = number < config.imitation
             controller = ImitationController(sampler, env, config, number) if taught else sampler
-            for step in rollout(env, controller, env.horizon, before_step=look, phases=phases):
+            for step in rollout(env, controller, env.horizon, before_step=check_for_stop, phases=phases):
                 alive = env.backend.table.step == step.number + 1  # [R] others have ended before
                 obs, paid, ended, cut, info = step.result  # after apply, tick, training and validation
                 done, choice = group.pad_rows(ended, E, ended.all()), sampler.choice
