@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import blueprints_for
@@ -120,6 +124,31 @@ def test_resnet_block_without_a_branch_is_the_identity():
     nn.init.zeros_(block.conv2.weight)
     x = torch.randn(2, 4, 5, 5)
     assert torch.equal(block(x), x)
+
+
+@pytest.mark.parametrize("pixels", [8, 9])
+def test_resnet_projection_equals_a_convolution_with_a_stride(pixels):
+    host = ResidualCNNHost(in_channels=3, classes=10, base=4, stages=2).double()
+    block = host.blocks[1]
+    nn.init.zeros_(block.conv2.weight)
+    x = torch.randn(5, 4, pixels, pixels, dtype=torch.float64)
+    expected = F.conv2d(F.relu(block.norm1(x)), block.project.weight, stride=2)
+    torch.testing.assert_close(block(x), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("base", [2, 4])
+def test_small_resnet_trains_in_channels_last(base):
+    """A convolution with stride 2 as the projection corrupts the memory of this process within 200 steps."""
+    code = f"""if True:
+        import torch; torch.set_num_threads(1)
+        from esper.kasmina.hosts import ResidualCNNHost
+        host = ResidualCNNHost(in_channels=3, classes=10, base={base}, stages=2, blocks=2)
+        host = host.to(memory_format=torch.channels_last)
+        x = torch.randn(64, 3, 16, 16).contiguous(memory_format=torch.channels_last)
+        for _ in range(200):
+            host(x).square().sum().backward()
+    """
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -499,8 +499,7 @@ ZOO: dict[str, Case] = {
         ("blocks.0", "pools.0", "blocks.2"),
     ),
     "resnet_host": Case(
-        # not channels_last: oneDNN's backward of its small convolutions corrupts memory on some AMD processors
-        lambda: ResidualCNNHost(in_channels=3, classes=CLASSES, base=4, stages=2, blocks=2), images,
+        lambda: ResidualCNNHost(in_channels=3, classes=CLASSES, base=4, stages=2, blocks=2), images_last,
         ("blocks.0", "blocks.1", "blocks.2"),
     ),
     "mlp_host": Case(lambda: MLPHost(inputs=DIM, classes=CLASSES, width=DIM, layers=3), vectors, _LAYERS),

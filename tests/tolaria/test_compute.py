@@ -26,9 +26,14 @@ from tests.support.rules import ISOLATED
 TASKS = {
     name: replace(get_task(name), batches_per_epoch=3, batch=4, val_size=16) for name in ("quick", "digits", "moby")
 }
+TASKS["resnet"] = replace(
+    Task.from_tensors("mine", torch.randn(64, 3, 16, 16), torch.arange(64) % 10, host="resnet"),
+    batches_per_epoch=3,
+    batch=4,
+)
 CASES = [
     (name, blueprint)
-    for name, layout in (("quick", "map"), ("digits", "vector"), ("moby", "sequence"))
+    for name, layout in (("quick", "map"), ("resnet", "map"), ("digits", "vector"), ("moby", "sequence"))
     for blueprint in ("", *blueprints_for(layout))
 ]
 

@@ -12,7 +12,12 @@ from esper.leyline.errors import ConfigError
 
 
 class ResidualBlock(nn.Module):
-    """x + conv(relu(norm(conv(relu(norm(x)))))). A block that changes the shape projects x by a 1×1 convolution."""
+    """x + conv(relu(norm(conv(relu(norm(x)))))). A block that changes the shape projects x by a 1×1 convolution.
+
+    The projection selects the pixels first instead of a convolution with a stride: the gradient of the weights of a
+    1×1 convolution with stride 2 and two to seven channels in channels_last writes outside its memory in torch 2.13
+    on the CPU.
+    """
 
     def __init__(self, dim_in: int, dim_out: int, stride: int) -> None:
         super().__init__()
@@ -21,12 +26,13 @@ class ResidualBlock(nn.Module):
         self.norm2 = nn.BatchNorm2d(dim_out)
         self.conv2 = nn.Conv2d(dim_out, dim_out, 3, padding=1, bias=False)
         same = stride == 1 and dim_in == dim_out
-        self.project = None if same else nn.Conv2d(dim_in, dim_out, 1, stride=stride, bias=False)
+        self.project = None if same else nn.Conv2d(dim_in, dim_out, 1, bias=False)
+        self.stride = stride
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the features after this block."""
         active = F.relu(self.norm1(x))
-        skip = x if self.project is None else self.project(active)
+        skip = x if self.project is None else self.project(active[..., :: self.stride, :: self.stride])
         return skip + self.conv2(F.relu(self.norm2(self.conv1(active))))
 
 
