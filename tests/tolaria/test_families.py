@@ -10,9 +10,10 @@ import torch
 from torch import nn
 
 import esper
+from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.hosts import CNNHost, MLPHost
-from esper.leyline.errors import ConfigError, EsperError
-from esper.tolaria.engine import build_body
+from esper.leyline.errors import ConfigError, EsperError, GraftError, UnknownNameError
+from esper.tolaria.engine import Engine, build_body
 from esper.tolaria.families import FAMILIES, Family, get_family, read_family, world_task
 
 VARIED = ("width", "blocks", "impairment", "impaired", "slots", "samples", "label_noise", "epochs", "batch")
@@ -158,3 +159,24 @@ def test_missing_family_file_and_unknown_task_are_reported(tmp_path: Path) -> No
         world_task(str(tmp_path / "none.toml"), 0)
     with pytest.raises(EsperError, match="mend_mlp"):
         world_task("mend_mpl", 0)
+
+
+def test_only_the_blueprints_of_a_family_are_offered_and_planted() -> None:
+    family = Family(name="few", datasets=("digits",), widths=(2,), blocks=(2,), blueprints=("norm", "conv_light"))
+    task = family.task(0)
+    engine = Engine(replace(task, batch=4, batches_per_epoch=1, val_size=8), [0])
+    takes = engine.table.takes
+    assert {blueprint_name(b) for b in takes.any(axis=0).nonzero()[0]} == {"norm", "conv_light"}
+    assert takes.any(axis=1).all()  # every slot takes one of them
+    assert set(engine.networks[0].body.costs()[task.slots[0]]) == {"norm", "conv_light"}
+
+
+def test_family_with_an_unknown_blueprint_is_refused() -> None:
+    with pytest.raises(UnknownNameError, match="no blueprint of family 'mine' named 'conv_hevy'"):
+        Family(name="mine", datasets=("digits",), blueprints=("conv_hevy",))
+
+
+def test_hosts_whose_slots_take_none_of_the_blueprints_are_refused() -> None:
+    task = Family(name="mine", datasets=("digits",), blueprints=("flex_attention",)).task(0)
+    with pytest.raises(GraftError, match=r"slot 'r0c0' takes none of the blueprints flex_attention\. It takes: .*norm"):
+        build_body(task, task.load_data(), 0)

@@ -49,13 +49,14 @@ class Body(nn.Module):
         model: The model.
         slots: The slots, already placed in the model.
         probe: The batch with which the model was grafted.
+        allowed: Names of the blueprints that may be planted; empty allows all that fit a slot.
 
     Example:
         >>> body.model is model, list(body.slots), type(body).__name__
         (True, ['1'], 'Sequential')
     """
 
-    def __init__(self, model: nn.Module, slots: Sequence[Slot], probe: Any) -> None:
+    def __init__(self, model: nn.Module, slots: Sequence[Slot], probe: Any, allowed: Sequence[str] = ()) -> None:
         super().__init__()
         self.__class__ = body_type(Body, type(model))
         if "esper" in dict(model.named_children()):
@@ -69,6 +70,7 @@ class Body(nn.Module):
         self.slots: dict[str, Slot] = {slot.name: slot for slot in slots}  # plain dict: `esper` owns the modules
         self.training = model.training
         self.esper.train(model.training)
+        self.allowed_blueprints = tuple(allowed)
         self.probe = probe  # a few samples, on which `harden` compares outputs
         self.incubation: Incubation = "shadow"
         self.forking = ForkState(model, self.slots)
@@ -186,7 +188,8 @@ class Body(nn.Module):
         valid: dict[str, list[str]] = {}
         refused: dict[str, dict[str, BlueprintError]] = {}
         for slot_name, slot in self.slots.items():
-            valid[slot_name] = blueprints.blueprints_for(slot.site.layout)
+            fitting = blueprints.blueprints_for(slot.site.layout)
+            valid[slot_name] = [name for name in fitting if name in (self.allowed_blueprints or fitting)]
             device, dtype = self.anchor(slot)
             for name in list(valid[slot_name]):
                 try:

@@ -21,7 +21,7 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader
 
 from esper.kasmina.attention_masks import EXCLUDES, with_padding
-from esper.kasmina.blueprints.registry import SPATIAL, FeatureSpec, Layout
+from esper.kasmina.blueprints.registry import SPATIAL, FeatureSpec, Layout, blueprints_for, registered
 from esper.kasmina.body import Body
 from esper.kasmina.causality import TokenSite, looking_ahead
 from esper.kasmina.forking import ArgumentForm, argument_form, as_arguments, is_batched
@@ -60,6 +60,7 @@ def graft(
     *,
     probe: Any,
     select: Mapping[str, Key] | None = None,
+    blueprints: Sequence[str] = (),
 ) -> Body:
     """Add slots to a model. Outputs, call signature and keys of the model do not change.
 
@@ -71,13 +72,15 @@ def graft(
             mapping of keyword arguments. "labels" in a mapping are left out.
         select: For modules that return a tuple or mapping: module name → key of the features, or a tuple of keys for an
             item within an item, such as (1, 0) for the last hidden state of an LSTM.
+        blueprints: Names of the blueprints that may be planted; empty allows all that fit a slot.
 
     Returns:
         The body, which is the model with its slots.
 
     Raises:
-        GraftError: A module cannot hold a slot; the message says why and names alternatives.
-        UnknownNameError: The model has no module of that name.
+        GraftError: A module cannot hold a slot, or a slot takes none of `blueprints`; the message says why and names
+            alternatives.
+        UnknownNameError: The model has no module of that name, or there is no blueprint of that name.
 
     Example:
         >>> model = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -102,11 +105,27 @@ def graft(
         Slot(slot_id, name, specs[name], selects[name]).to(features[name][0][1].device)
         for slot_id, name in sites.items()
     ]
-    body = Body(model, slots, probe)
+    body = Body(model, slots, probe, checked_blueprints(blueprints, slots))
     body.forking.arguments[""] = form
     body.forking.find_points(with_padding(model, probe, PROBE_SAMPLES))
     _warn_of_unseen_padding(body, probe)
     return body
+
+
+def checked_blueprints(names: Sequence[str], slots: Sequence[Slot]) -> tuple[str, ...]:
+    """Return the names. Raise UnknownNameError for an unregistered one, GraftError if a slot takes none of them."""
+    if isinstance(names, str):
+        raise GraftError(f"blueprints must be a list of names, such as [{names!r}], got {names!r}")
+    for name in names:
+        if name not in registered():
+            raise unknown_name("blueprint", name, registered())
+    for slot in slots:
+        fitting = blueprints_for(slot.site.layout)
+        if names and not set(names) & set(fitting):
+            raise GraftError(
+                f"slot {slot.name!r} takes none of the blueprints {', '.join(names)}. It takes: {', '.join(fitting)}"
+            )
+    return tuple(names)
 
 
 def _warn_of_unseen_padding(body: Body, probe: Any) -> None:

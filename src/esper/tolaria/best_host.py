@@ -165,7 +165,8 @@ class GrownHost:
             if document["format"] != FORMAT:
                 raise ValueError(f"format {document['format']!r} is not {FORMAT!r}")
             settings = dict(unspelled(document["task"]))
-            task = Task(**settings | {"slots": tuple(settings["slots"])})
+            lists = {name: tuple(settings.get(name, ())) for name in ("slots", "blueprints")}
+            task = Task(**settings | lists)
             host = cls(
                 task=task, data=dict(document["data"]), world=int(document["world"]),
                 quality=float(document["quality"]), round=document["round"], utility=document["utility"],

@@ -81,7 +81,7 @@ def build_body(task: Task, data: Dataset, world: int, device: str = "cpu") -> Bo
         host = host.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     sites = host.sites()
     probe = data.train.x[:3]
-    return graft(host, {slot: sites[slot] for slot in task.slots}, probe=probe)
+    return graft(host, {slot: sites[slot] for slot in task.slots}, probe=probe, blueprints=task.blueprints)
 
 
 def build_optimizer(task: Task, params: list[nn.Parameter]) -> torch.optim.Optimizer:

@@ -22,6 +22,7 @@ from typing import Any, Literal, get_args
 import msgspec
 import torch
 
+from esper.kasmina.blueprints import registered
 from esper.kasmina.hosts import HOSTS
 from esper.kasmina.hosts.host import Impairment
 from esper.leyline.atomic_io import read_regular
@@ -104,6 +105,8 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """Learning rate of the hosts, ≥ 0."""
     seed_lr: float = 0.03
     """Learning rate of the seeds, ≥ 0."""
+    blueprints: tuple[str, ...] = ()
+    """Blueprints that may be planted; empty allows all that fit a slot."""
 
     def __post_init__(self) -> None:
         for field in _DRAWN:
@@ -115,6 +118,9 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for impairment in self.impairments:
             if impairment not in get_args(Impairment):
                 raise unknown_name(f"impairment of family {self.name!r}", impairment, get_args(Impairment))
+        for blueprint in self.blueprints:
+            if blueprint not in registered():
+                raise unknown_name(f"blueprint of family {self.name!r}", blueprint, registered())
         if not self.shrink >= 1 or min(self.blocks) < 1 or (self.slots and min(self.slots) < 1):
             raise ConfigError(f"family {self.name!r}: shrink, blocks and slots must be ≥ 1")
         self.longest()  # builds the largest host, and so checks the other settings
@@ -156,6 +162,7 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
             slots=sites[: draw.slots or len(sites)], batch=draw.batch, batches_per_epoch=self.batches_per_epoch,
             epochs=draw.epochs, val_size=self.val_size, lr=self.lr, seed_lr=self.seed_lr, shrink=self.shrink,
             samples=draw.samples, label_noise=draw.label_noise, data_seed=world,
+            blueprints=self.blueprints,
         )  # fmt: skip
 
     def longest(self) -> tuple[str, ...]:
@@ -260,6 +267,19 @@ _HEAL = msgspec.structs.replace(
     val_size=600,
 )
 
+_TRIAGE = msgspec.structs.replace(
+    _SIGHT,
+    name="triage",
+    question="does this host need a seed at all? clothes at 14×14; few hosts see nothing but single pixels",
+    blocks=(2, 3),
+    slots=(),
+    label_noise=(0.0, 0.0, 0.1),
+    epochs=(12,),
+    batches_per_epoch=12,
+    val_size=600,
+    blueprints=("conv_heavy",),
+)
+
 _MEND_MLP = msgspec.structs.replace(
     _MEND,
     name="mend_mlp",
@@ -277,6 +297,7 @@ _ROWS = (
     _MEND,
     _SIGHT,
     _HEAL,
+    _TRIAGE,
     # The same with another data set or other hosts, to see whether a policy transfers.
     msgspec.structs.replace(
         _MEND, name="mend_digits", question="as mend, on another data set: digits at 8×8", datasets=("digits",),
@@ -302,6 +323,14 @@ _ROWS = (
     msgspec.structs.replace(
         _HEAL, name="heal_digits", question="as heal, on another data set: digits at 8×8", datasets=("digits",),
         samples=(600, 1_197), val_size=300,
+    ),
+    msgspec.structs.replace(
+        _TRIAGE, name="triage_digits", question="as triage, on another data set: digits at 8×8", datasets=("digits",),
+        samples=(600, 1_197), val_size=300,
+    ),
+    msgspec.structs.replace(
+        _TRIAGE, name="triage_cifar", question="as triage, on another data set: natural images at 16×16",
+        datasets=("cifar10",), shrink=2,
     ),
     msgspec.structs.replace(
         _MEND, name="mend_resnet", question="as mend, with another host: residual networks", host="resnet",

@@ -93,6 +93,8 @@ class Task:
     """This share of the training samples, from 0 to 1, has random labels, drawn by `data_seed`."""
     data_seed: int = 0
     """Training samples and noisy labels are drawn with this random seed."""
+    blueprints: tuple[str, ...] = ()
+    """Blueprints that may be planted; empty allows all that fit a slot."""
     data: Dataset | None = field(default=None, compare=False, repr=False)
     """The data of a task that does not load any by name."""
 

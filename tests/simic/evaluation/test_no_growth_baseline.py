@@ -84,7 +84,7 @@ TASK_CHANGES = {
     "optimiser": "adamw", "host_kwargs": TASK.host_kwargs | {"width": 17}, "slots": ("r0c0",), "seed_lr": 0.01,
     "augment": True, "dataset": "other", "host": "cnn", "name": "other", "val_size": 100,
     "lr_schedule": "wsd", "warmup_epochs": 2.0, "decay_share": 0.5, "shrink": 2,
-    "samples": 50, "label_noise": 0.5, "data_seed": 1,
+    "samples": 50, "label_noise": 0.5, "data_seed": 1, "blueprints": ("norm",),
 }  # fmt: skip
 ENGINE_CHANGES = {
     "incubation": "straight_through", "shadow_every": 3, "gradient_telemetry_stride": 5, "ema_decay": 0.9,
