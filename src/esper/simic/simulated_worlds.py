@@ -21,11 +21,17 @@ import msgspec
 import numpy as np
 
 from esper.leyline.actions import BLUEPRINTS, Operator
-from esper.leyline.errors import ConfigError
+from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.rng import Bits, bell, random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Floats, Ints
 
 MOST_SLOTS = 1000
+LEAST_CEILING, MOST_CEILING = 0.15, 0.98
+LEAST_ROOM = 0.01
+NOT_PLANTED = -1.0
+"""Expected potential of a blueprint that may not be planted: worse than any."""
+_AT_LEAST_0 = ("gain", "gain_spread", "kind_spread", "slot_spread", "surprise", "shock", "quality_noise", "noise",
+               "ceiling_spread", "room_spread", "pace_spread", "overfit_spread")  # fmt: skip
 
 
 class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -45,6 +51,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Number of slots per host, 1 to 1000."""
     gain: float = 0.06
     """Quality that a well-fitting seed adds in a typical slot, as a fraction ≥ 0."""
+    gain_spread: float = 0.35
+    """Variation of `gain` between worlds by their head-room, as the standard deviation of its logarithm, ≥ 0."""
     kind_spread: float = 1.6
     """Variation between worlds of the kind of help in demand, ≥ 0. At 0 one schedule fits all worlds."""
     slot_spread: float = 0.5
@@ -56,6 +64,28 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     stillborn_share: float = 0.06
     """Fraction of seeds that learn nothing, 0 to 1 together with `bad_share`. Their gradients show it: they fail
     their gate."""
+    blueprints: tuple[str, ...] = ()
+    """Blueprints that may be planted, of those for feature maps; empty allows all of these."""
+    ceiling: float = 0.74
+    """Mean over worlds of the quality that a host without growth approaches, as a fraction from 0.15 to 0.98."""
+    ceiling_spread: float = 0.05
+    """Variation of that quality between worlds by their head-room, as a standard deviation ≥ 0. Each world's lies in
+    0.15 to 0.98."""
+    room: float = 0.16
+    """Mean over worlds of the quality that growth adds at most, as a fraction above 0 and at most 1."""
+    room_spread: float = 0.03
+    """Variation of that maximum between worlds by their head-room, as a standard deviation ≥ 0. Each world's is at
+    least 0.01."""
+    pace: float = 4.0
+    """Median over worlds of the time constant of a host's learning curve in epochs, > 0."""
+    pace_spread: float = 0.2
+    """Variation of time constants between worlds by their demand for spatial mixing, as the standard deviation of the
+    logarithm, ≥ 0."""
+    overfit: float = 0.15
+    """Mean over worlds of the final fraction by which training loss lies below validation loss, −1 to 0.5. Below 0
+    training loss is the higher one. All worlds have the sign of this setting."""
+    overfit_spread: float = 0.07
+    """Variation of that fraction between worlds by their demand for calibration, as a standard deviation ≥ 0."""
     shock: float = 0.02
     """Quality lost temporarily when alpha moves by 1 in one step, as a fraction ≥ 0."""
     val_samples: int = 2000
@@ -74,9 +104,28 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             )
         if not (self.bad_share >= 0 and self.stillborn_share >= 0 and self.bad_share + self.stillborn_share <= 1):
             raise ConfigError(f"shares must lie in 0…1 together, got {self.bad_share} and {self.stillborn_share}")
-        for name in ("gain", "kind_spread", "slot_spread", "surprise", "shock", "quality_noise", "noise"):
+        for name in _AT_LEAST_0:
             if not getattr(self, name) >= 0:
                 raise ConfigError(f"{name} must be ≥ 0, got {getattr(self, name)}")
+        for name in self.blueprints:
+            if name not in MAP_BLUEPRINTS:
+                raise unknown_name("blueprint of simulated slots", name, MAP_BLUEPRINTS)
+        self._check_curves()
+
+    def _check_curves(self) -> None:
+        if not self.pace > 0:
+            raise ConfigError(f"pace must be > 0, got {self.pace}")
+        if not 0 < self.room <= 1:
+            raise ConfigError(f"room must be above 0 and at most 1, got {self.room}")
+        if not LEAST_CEILING <= self.ceiling <= MOST_CEILING:
+            raise ConfigError(f"ceiling must lie in {LEAST_CEILING}…{MOST_CEILING}, got {self.ceiling}")
+        if not -1 <= self.overfit <= 0.5:
+            raise ConfigError(f"overfit must lie in −1…0.5, got {self.overfit}")
+
+    @property
+    def allowed(self) -> list[int]:
+        """Numbers of the blueprints that may be planted."""
+        return [BLUEPRINTS.index(name) for name in self.blueprints or MAP_BLUEPRINTS]
 
 
 # ---- constants: blueprints, the host's shape ---------------------------------------------------------------------
@@ -162,6 +211,8 @@ def _weights(name: str, c: Ints) -> tuple[Ints, Ints]:
 KINDS = OFFER.shape[1]
 HOST_HAS = 0.22
 """Fit below which a seed offers no more than the host itself."""
+CEILING_NOISE, PACE_NOISE, OVERFIT_NOISE = 0.01, 0.05, 0.02
+"""Standard deviations of ceiling, logarithm of the pace and overfit that nothing else in a world explains."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +228,7 @@ class Worlds:
     need: Floats  # [E, S] of each slot, around 1
     scale: Floats  # [E, S] unit of potentials and of their surprises
     usual: Floats  # [E, S, B] potential of a sound seed without its surprise
-    expected: Floats  # [E, S, B] mean of `potential` over surprises
+    expected: Floats  # [E, S, B] mean of `potential` over surprises; −1 where `blueprints` does not allow the seed
     potential: Floats  # [E, S, B] what a seed adds at full skill and strength
     stillborn: Bools  # [E, S, B]
 
@@ -200,7 +251,7 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     demand /= demand.sum(axis=2, keepdims=True)  # [E, S, K]
     fit = sum(demand[:, :, None, k] * OFFER[:, k] for k in range(KINDS))  # [E, S, B]
     need = np.exp(config.slot_spread * normal("need", config.slots))
-    typical = config.gain * np.exp(0.35 * head_room)[:, None, None]
+    typical = config.gain * np.exp(config.gain_spread * head_room)[:, None, None]
     scale = typical * need[:, :, None]
     usually = 2.0 * scale * (fit - HOST_HAS)
     potential = usually + scale * config.surprise * normal("surprise", *size[1:])
@@ -210,17 +261,21 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     stillborn = ~bad & (draw < config.bad_share + config.stillborn_share)
     harm = -0.6 * scale - 0.3 * np.abs(potential)
     sound_share = 1.0 - config.bad_share - config.stillborn_share
+    expected = sound_share * usually + config.bad_share * (-0.6 * scale - 0.3 * np.abs(usually))
+    is_allowed = np.isin(np.arange(len(BLUEPRINTS)), config.allowed) | (not config.blueprints)
+    ceiling = config.ceiling - config.ceiling_spread * head_room + CEILING_NOISE * normal("ceiling", 1)[:, 0]
+    overfit = config.overfit + config.overfit_spread * kind[:, 2] + OVERFIT_NOISE * normal("overfit", 1)[:, 0]
     return Worlds(
         keys=keys,
         start=np.full(size[0], 1.0 / CLASSES),
-        ceiling=0.74 - 0.05 * head_room + 0.01 * normal("ceiling", 1)[:, 0],
-        pace=np.exp(np.log(4.0) + 0.2 * kind[:, 0] + 0.05 * normal("pace", 1)[:, 0]),
-        overfit=np.clip(0.15 + 0.07 * kind[:, 2] + 0.02 * normal("overfit", 1)[:, 0], 0.0, 0.5),
-        room=0.16 + 0.03 * head_room,
+        ceiling=np.clip(ceiling, LEAST_CEILING, MOST_CEILING),
+        pace=np.exp(np.log(config.pace) + config.pace_spread * kind[:, 0] + PACE_NOISE * normal("pace", 1)[:, 0]),
+        overfit=np.clip(overfit, *((0.0, 0.5) if config.overfit >= 0 else (-1.0, 0.0))),
+        room=np.maximum(config.room + config.room_spread * head_room, LEAST_ROOM),
         need=need,
         scale=scale[:, :, 0],
         usual=usually,
-        expected=sound_share * usually + config.bad_share * (-0.6 * scale - 0.3 * np.abs(usually)),
+        expected=np.where(is_allowed, expected, NOT_PLANTED),
         potential=np.where(bad, harm, np.where(stillborn, 0.0, potential)),
         stillborn=stillborn,
     )

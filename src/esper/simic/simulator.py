@@ -37,7 +37,6 @@ from esper.simic.simulated_worlds import (
     GATED_HARM,
     INTERACTION,
     LEARNING_RATE,
-    MAP_BLUEPRINTS,
     OPERATOR_FIT,
     SimConfig,
     Worlds,
@@ -99,7 +98,7 @@ class Simulator:
             thresholds=self.rules.thresholds,
         )
         takes = np.zeros((config.slots, len(BLUEPRINTS)), dtype=bool)
-        takes[:, [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS]] = True
+        takes[:, config.allowed] = True
         self.table = SlotTable.empty(len(worlds), config.slots, takes=takes)
         self.reset(worlds)
 
