@@ -77,13 +77,14 @@ def test_ignored_signal_stays_ignored(tmp_path: Path) -> None:
 
 
 def test_second_signal_exits_immediately(tmp_path: Path) -> None:
-    slow = ["--task", "rescue", "--envs", "16", "--rounds", "2", "--set", "worlds=16"]  # seconds per step
+    slow = ["--task", "rescue", "--envs", "64", "--rounds", "2", "--set", "worlds=64"]  # seconds per step
     process = esper("train", "--out", tmp_path / "run", *slow)
     while not (tmp_path / "run" / "checkpoints").is_dir():
         time.sleep(0.05)
     time.sleep(1.0)
     process.send_signal(signal.SIGINT)
-    time.sleep(0.3)
+    while b"stopping after this step" not in (line := process.stdout.readline()):
+        assert line, "it ended before it handled the first signal"
     process.send_signal(signal.SIGINT)
     finished(process, code=130, timeout=60)
     assert read_manifest(tmp_path / "run")["status"] in ("killed", "interrupted")
