@@ -246,8 +246,10 @@ ROOMS: dict[str, Callable[[Draw], str]] = {
     "one plan": lambda _: "",
     "one per visible kind of host": visible_kind,
     "one per impairment": lambda draw: draw.impairment,
+    "one per impairment and block": lambda d: "" if d.impairment == "none" else f"{d.impairment} {d.impaired}",
 }
-"""What a plan may depend on: nothing, what a user sees of a host, or its impairment, which only training may show."""
+"""What a plan may depend on: nothing, what a user sees of a host, its impairment, which only training may show, or also
+which block is impaired."""
 
 
 def fit_plans_by_kind(
