@@ -13,6 +13,7 @@ sets of simulated ones: as shipped, which have the task's settings and otherwise
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
@@ -137,7 +138,7 @@ def statistics(recordings: Sequence[Recording]) -> dict[str, Figure]:
     figures = {}
     for name, values in by_world.items():
         sd = float(np.std(values, ddof=1))
-        figures[name] = Figure(float(np.mean(values)), sd / np.sqrt(len(values)), sd)
+        figures[name] = Figure(float(np.mean(values)), sd / math.sqrt(len(values)), sd)
     world = np.nanmean(gains, axis=(1, 2))
     quality = np.array([final(each.quality) for each in recordings])
     log_pace = np.log([fit_curve(each.quality)[1] for each in recordings])

@@ -127,7 +127,8 @@ def rooms(root: Path) -> Iterator[str]:
     paths = sorted((root / "studies" / "plans").glob("*.json"))
     if not paths:
         return
-    rows = [f"| family | worlds | episodes | {' | '.join(ROOMS)} | best in each world |", "|" + "---|" * (len(ROOMS) + 4)]
+    rows = [f"| family | worlds | episodes | {' | '.join(ROOMS)} | best in each world |"]
+    rows.append("|" + "---|" * (len(ROOMS) + 4))
     for path in paths:
         table = read_plan_table(path)
         values = " | ".join(f"{value:+.4f}" for value in table.room(FAMILIES[table.task]).values())

@@ -208,9 +208,9 @@ quality without growth and with the logarithm of its time constant."""
 
 def moments(gains: Floats, quality: Floats, log_pace: Floats) -> Floats:
     """Return the moments of final gains [W, S, B] in the order of `MOMENTS`; quality and log_pace are [W]."""
-    world = np.nanmean(gains, axis=(1, 2))
+    world = _mean_of_numbers(gains, axis=(1, 2))
     centred = gains - world[:, None, None]
-    slot, blueprint = np.nanmean(centred, axis=2), np.nanmean(centred, axis=1)
+    slot, blueprint = _mean_of_numbers(centred, axis=2), _mean_of_numbers(centred, axis=1)
     rest = centred - slot[:, :, None] - blueprint[:, None, :]
     best, worst = np.nanmax(gains, axis=(1, 2)), np.nanmin(gains, axis=(1, 2))
     there = gains[np.isfinite(gains)]
@@ -218,6 +218,12 @@ def moments(gains: Floats, quality: Floats, log_pace: Floats) -> Floats:
     shares = (there > NOTABLE).mean(), (there < -NOTABLE).mean()
     related = (correlation(world, of) for of in (quality, log_pace))
     return np.array([world.mean(), world.std(), *spreads, best.mean(), best.std(), worst.mean(), *shares, *related])
+
+
+def _mean_of_numbers(values: Floats, axis: int | tuple[int, ...]) -> Floats:
+    """Return the mean over an axis without NaN; NaN where there is no number, such as in a slot a world lacks."""
+    count = np.isfinite(values).sum(axis=axis)
+    return np.where(count > 0, np.nansum(values, axis=axis) / np.maximum(count, 1), np.nan)
 
 
 def correlation(a: Floats, b: Floats) -> float:
@@ -337,7 +343,7 @@ def _descended(cost: Callable[[Floats], float], here: Floats) -> tuple[float, Fl
             for point in (here + step * axis, here - step * axis):
                 if (there := cost(point)) < value:
                     here, value = point, there
-        if value == before:
+        if not value < before:
             step /= 2
     return value, here
 
