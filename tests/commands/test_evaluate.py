@@ -33,6 +33,14 @@ def test_settings_come_from_the_first_run_at_any_position(tmp_path):
     assert config_of(["random"], "quick", simulated=False).task == "quick"
 
 
+def test_policy_of_a_simulated_run_is_compared_on_the_given_task(tmp_path):
+    manifest = {"status": "finished", "config": as_tree(load_config(preset="sim"))}
+    (tmp_path / "manifest.json").write_bytes(seal_json(json.dumps(spelled(manifest)).encode()))
+    assert config_of([str(tmp_path)], None, simulated=False).simulated
+    config = config_of([str(tmp_path)], "digits", simulated=False)
+    assert (config.simulated, config.task) == (False, "digits")
+
+
 @pytest.mark.parametrize("names", [["none", "randm"], ["none", "wider"], ["wider", "none"], ["none", "no/such/run"]])
 def test_unknown_controller_is_refused_before_any_episode(names, monkeypatch):
     arena = Arena(load_config(more={"simulated": True}))

@@ -60,6 +60,13 @@ def test_setting_determines_mean_and_spread_over_worlds(change, column, mean, sd
     assert values.std() == pytest.approx(sd, rel=0.05)
 
 
+def test_factors_scale_the_costs_of_seeds_only():
+    one, other = (Simulator(c, [0]).context for c in (SimConfig(), SimConfig(seed_params=3.0, seed_macs=0.5)))
+    assert (one.host_params, one.host_macs) == (other.host_params, other.host_macs)
+    np.testing.assert_array_equal(other.slot_params, 3 * one.slot_params)
+    np.testing.assert_allclose(other.slot_macs, 0.5 * one.slot_macs, atol=0.5)
+
+
 def test_wide_spreads_stay_in_range():
     drawn = draw_worlds(range(500), SimConfig(ceiling_spread=0.5, room_spread=0.5, overfit=-0.1, overfit_spread=0.5))
     assert drawn.ceiling.min() == LEAST_CEILING
@@ -76,6 +83,8 @@ def test_wide_spreads_stay_in_range():
         ({"ceiling": 1.0}, "ceiling must lie in"),
         ({"ceiling_spread": -0.1}, "ceiling_spread must be ≥ 0"),
         ({"pace": 0.0}, "pace must be > 0"),
+        ({"seed_params": 0.0}, "seed_params must be > 0"),
+        ({"seed_macs": float("inf")}, "seed_macs must be > 0"),
         ({"pace_spread": float("nan")}, "pace_spread must be ≥ 0"),
         ({"room": 0.0}, "room must be above 0"),
         ({"room": 1.5}, "room must be above 0 and at most 1"),

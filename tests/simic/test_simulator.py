@@ -326,7 +326,7 @@ def test_quality_contributions_and_prospects_equal_switching_seeds_by_hand(seed)
 
 @pytest.mark.slow
 def test_costs_equal_those_of_the_real_blueprints():
-    shape = host_shape(3)
+    shape = host_shape(SimConfig())
     for s in range(3):
         width, side = BASE_WIDTH * 2**s, (IMAGE >> s) // 2
         assert shape.width[s] == width

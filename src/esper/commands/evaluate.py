@@ -274,11 +274,12 @@ def complete(names: list[str], simulated: bool) -> list[str]:
 
 def config_of(names: Sequence[str], task: str | None, simulated: bool) -> TrainConfig:
     """Return the settings to compare under: those of the first run among the names, if any."""
-    more: dict[str, Any] = {"task": task, "simulated": simulated or None}
+    real = None if task is None else False  # a named task is meant, also if the run was simulated
+    more: dict[str, Any] = {"task": task, "simulated": simulated or real}
     for run in [Path(name) for name in names if (Path(name) / "manifest.json").exists()][:1]:
         tree = read_manifest(run).get("config")
         if isinstance(tree, dict) and "ppo" in tree:
-            return built(TrainConfig, tree | {k: v for k, v in more.items() if v is not None})
+            return built(TrainConfig, tree | {k: v for k, v in more.items() if v is not None} | {"imitation": 0})
     return load_config(more=more)
 
 

@@ -14,6 +14,7 @@ Legend: E environments, S slots, B blueprints, K kinds of help.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -66,6 +67,10 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     their gate."""
     blueprints: tuple[str, ...] = ()
     """Blueprints that may be planted, of those for feature maps; empty allows all of these."""
+    seed_params: float = 1.0
+    """Factor of the seeds' parameters, > 0. At 1 they are those of seeds in a CNN of eight channels at first."""
+    seed_macs: float = 1.0
+    """Factor of the seeds' multiply-adds, > 0."""
     ceiling: float = 0.74
     """Mean over worlds of the quality that a host without growth approaches, as a fraction from 0.15 to 0.98."""
     ceiling_spread: float = 0.05
@@ -113,8 +118,9 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         self._check_curves()
 
     def _check_curves(self) -> None:
-        if not self.pace > 0:
-            raise ConfigError(f"pace must be > 0, got {self.pace}")
+        for name in ("pace", "seed_params", "seed_macs"):
+            if not 0 < getattr(self, name) < math.inf:
+                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
         if not 0 < self.room <= 1:
             raise ConfigError(f"room must be above 0 and at most 1, got {self.room}")
         if not LEAST_CEILING <= self.ceiling <= MOST_CEILING:
@@ -175,8 +181,9 @@ class Shape:
     host_macs: int
 
 
-def host_shape(slots: int) -> Shape:
-    """Return the shape of a host with this many slots."""
+def host_shape(config: SimConfig) -> Shape:
+    """Return the shape of the host and its seeds."""
+    slots = config.slots
     level = np.arange(slots) * LEVELS // slots
     width = BASE_WIDTH * 2**level
     pixels, behind = (IMAGE >> level) ** 2, (IMAGE >> level + 1) ** 2  # of the convolution, and after its pooling
@@ -185,8 +192,9 @@ def host_shape(slots: int) -> Shape:
     for name in MAP_BLUEPRINTS:
         b = BLUEPRINTS.index(name)
         weights, others = _weights(name, width)
-        params[:, b] = weights + others
-        macs[:, b] = weights * (1 if name == "attention" else behind)  # attention operates on the mean over pixels
+        params[:, b] = np.rint((weights + others) * config.seed_params)
+        positions = 1 if name == "attention" else behind  # attention operates on the mean over pixels
+        macs[:, b] = np.rint(weights * positions * config.seed_macs)
     host_params = int((9 * before * width + 2 * width).sum() + (width[-1] + 1) * CLASSES)
     host_macs = int((9 * before * width * pixels).sum() + width[-1] * CLASSES)
     return Shape(width, (np.arange(slots) + 0.5) / slots, params, macs, host_params, host_macs)
@@ -239,7 +247,7 @@ class Worlds:
 
 def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     """Return the true parameters of these worlds. They depend on the world's number and the settings only."""
-    keys, shape = world_keys(worlds), host_shape(config.slots)
+    keys, shape = world_keys(worlds), host_shape(config)
     size = len(keys), config.slots, len(BLUEPRINTS)
 
     def normal(purpose: str, *axes: int) -> Floats:

@@ -80,7 +80,7 @@ class Simulator:
 
     def __init__(self, config: SimConfig, worlds: Sequence[int], rules: Rules | None = None) -> None:
         self.config, self.rules = config, rules or Rules()
-        self.shape = host_shape(config.slots)
+        self.shape = host_shape(config)
         self.slots = tuple(f"r0c{column}" for column in range(config.slots))
         self.data_hash = "simulated"
         self.worth: list[Worth] = []  # no coalitions are evaluated

@@ -28,6 +28,7 @@ BASE = SimConfig(horizon=12, slots=4, val_samples=600, blueprints=("conv_heavy",
 TRUE = msgspec.structs.replace(
     BASE, gain=0.15, gain_spread=0.6, ceiling=0.6, ceiling_spread=0.08, pace=2.5, pace_spread=0.3, overfit=0.1,
     overfit_spread=0.05, quality_noise=0.004, room=0.3, room_spread=0.3 * 0.03 / 0.16, bad_share=0.05,
+    seed_params=4.0, seed_macs=0.5,
 )  # fmt: skip
 NAMES = ["conv_heavy", "norm"]
 
@@ -59,7 +60,7 @@ def test_gains_are_differences_to_the_same_world_without_growth(recordings):
 
 def test_fit_recovers_the_settings_of_simulated_episodes(fitted):
     for name in ("gain", "gain_spread", "ceiling", "ceiling_spread", "pace", "pace_spread", "overfit",
-                 "overfit_spread", "quality_noise", "room"):  # fmt: skip
+                 "overfit_spread", "quality_noise", "room", "seed_params", "seed_macs"):  # fmt: skip
         assert getattr(fitted, name) == pytest.approx(getattr(TRUE, name), rel=0.3), name
     assert (fitted.horizon, fitted.slots, fitted.val_samples, fitted.blueprints) == (12, 4, 600, BASE.blueprints)
 

@@ -7,6 +7,7 @@ One episode of a world has no growth; the others plant one seed in one slot afte
 never commit it, so that its contribution is measured until the end. Estimates:
 
 ceiling, pace, their spreads    c and p of the curve c − (c − 0.1)·exp(−t/p), fitted to each world without growth
+seed_params, seed_macs          costs of recorded seeds relative to their hosts, geometric mean over seeds
 quality_noise                   second differences of the residuals in the second half of the episode
 overfit, overfit_spread         1 − training loss / validation loss of the last epochs, relative to the host's maturity
 settings of seeds (`FREE`)      moments of the seeds' final gains (`MOMENTS`) are matched to those of simulated worlds,
@@ -44,6 +45,7 @@ from esper.simic.simulated_worlds import (
 )
 from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import Controller
+from esper.tamiyo.policy.features import ObsContext
 from esper.tolaria.rollout import rollout
 
 HANDFUL = ("conv_light", "attention", "norm", "conv_heavy")
@@ -67,6 +69,8 @@ class SeedEpisode(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     slot: int
     blueprint: str
+    params: float  # parameters of the seed, relative to the host's
+    macs: float  # multiply-adds of the seed on one sample, relative to the host's
     quality: list[float]
     contribution: list[float | None]
     contribution_se: list[float | None]
@@ -103,15 +107,25 @@ def record(backend: HostBackend | Simulator, blueprints: Sequence[str]) -> list[
     seeds: list[list[SeedEpisode]] = [[] for _ in worlds]
     for name in blueprints:
         number = BLUEPRINTS.index(name)
+        params, macs = _relative_costs(backend.context, number)
         for slot in np.flatnonzero(table.takes[:, number]).tolist():
             backend.reset(worlds)
             columns = _curves(backend, Plan(number, 1, first=slot), ("quality", "contribution", "contribution_se"))
             for row, grown, worth, se in zip(seeds, *columns, strict=True):
-                row.append(SeedEpisode(slot, name, _plain(grown), _plain_or_none(worth), _plain_or_none(se)))
+                curves = _plain(grown), _plain_or_none(worth), _plain_or_none(se)
+                row.append(SeedEpisode(slot, name, params[slot], macs[slot], *curves))
     return [
         Recording(world, table.num_slots, _plain(quality[e]), _plain(train_loss[e]), _plain(val_loss[e]), seeds[e])
         for e, world in enumerate(worlds)
     ]
+
+
+def _relative_costs(context: ObsContext, blueprint: int) -> tuple[list[float], list[float]]:
+    """Return parameters and multiply-adds of a blueprint in each slot, relative to the host's."""
+    return (
+        _plain(context.slot_params[:, blueprint] / context.host_params),
+        _plain(context.slot_macs[:, blueprint] / context.host_macs),
+    )
 
 
 def _curves(backend: HostBackend | Simulator, plan: Plan, names: Sequence[str]) -> list[Floats]:
@@ -286,8 +300,21 @@ def fit(recordings: Sequence[Recording], base: SimConfig) -> SimConfig:
         overfit=float(np.clip(overfit.mean(), -1.0, 0.5)),
         overfit_spread=_without(overfit.std(ddof=1), OVERFIT_NOISE),
         quality_noise=float(noise),
+        seed_params=_factor(recordings, base, "params"),
+        seed_macs=_factor(recordings, base, "macs"),
     )
     return rounded(_fit_gains(curves, recordings, np.log(paces)))
+
+
+def _factor(recordings: Sequence[Recording], base: SimConfig, cost: str) -> float:
+    """Return the geometric mean of relative costs of recorded seeds over those of simulated ones; 1 without costs."""
+    context = Simulator(base, [0]).context
+    ratios = []
+    for seed in (seed for each in recordings for seed in each.seeds):
+        costs = dict(zip(("params", "macs"), _relative_costs(context, BLUEPRINTS.index(seed.blueprint)), strict=True))
+        if getattr(seed, cost) > 0 and costs[cost][seed.slot] > 0:
+            ratios.append(getattr(seed, cost) / costs[cost][seed.slot])
+    return float(np.exp(np.mean(np.log(ratios)))) if ratios else 1.0
 
 
 def _without(spread: float, other: float) -> float:
