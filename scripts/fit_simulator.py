@@ -135,6 +135,10 @@ def statistics(recordings: Sequence[Recording]) -> dict[str, Figure]:
         "share of seeds that harm more than 0.01": (gains < -NOTABLE).sum(axis=(1, 2)) / count,
         "standard error of a contribution": [float(np.mean(values)) for values in ses if values],
     }
+    for cost, name in (("params", "parameters"), ("macs", "multiply-adds")):
+        by_world[f"{name} of a seed, relative to the host's"] = [
+            float(np.mean([getattr(seed, cost) for seed in each.seeds])) for each in recordings
+        ]
     figures = {}
     for name, values in by_world.items():
         sd = float(np.std(values, ddof=1))

@@ -7,7 +7,8 @@ In NAME.md the text between the two markers is replaced; the text around it is k
 first marker must say the result in words. stability.md gets a table of the studies that were repeated under other
 rounding: studies/repeated/NAME.ROUNDING.jsonl holds their results. policy.md gets tables of policies:
 studies/policies/FAMILY/*.json are results of `esper eval` in the same worlds of a family, one per policy, which is the
-first row; studies/plans/FAMILY.json are results of `esper plans`.
+first row; studies/plans/FAMILY.json are results of `esper plans`. simulator_fit.md gets tables of
+studies/simulator_fit/TASK.json, which `scripts/fit_simulator.py` writes.
 """
 
 from __future__ import annotations
@@ -137,6 +138,24 @@ def rooms(root: Path) -> Iterator[str]:
     yield "\n".join(rows).replace(" -", " −")
 
 
+def simulator_fits(root: Path) -> Iterator[tuple[Path, str]]:
+    """Yield the page on fitted simulators with a table of real, unfitted and fitted worlds for each task."""
+    tables = []
+    for path in sorted((root / "studies" / "simulator_fit").glob("*.json")):
+        fit = msgspec.json.decode(path.read_bytes())
+        tables.append(f"### `{fit['task']}`: {len(fit['recordings'])} real, {fit['simulated_worlds']} simulated worlds")
+        rows = ["| mean ± standard error over worlds | real | simulator as shipped | fitted |", "|---|---|---|---|"]
+        for name, figures in fit["gap"].items():
+            cells = [f"{figure['mean']:.3f} ± {figure['se']:.3f}" for figure in figures]
+            rows.append(f"| {name} | {' | '.join(cells)} |".replace("| -", "| −"))
+        tables += ["\n".join(rows), f"Command: `{fit['command']} --save`"]
+    page = root / "docs" / "studies" / "simulator_fit.md"
+    if tables:
+        text = page.read_text()
+        generated = "\n\n".join([BEGIN, *tables, END])
+        yield page, text[: text.index(BEGIN)] + generated + text[text.index(END) + len(END) :]
+
+
 def _leads(title: str, own: str, other: str, unit: int, digits: int, parts: list[dict[str, Any]]) -> str:
     """Return a table of policies, the first rows of `parts`, and of their leads over the other rows.
 
@@ -177,6 +196,7 @@ def main() -> None:
     parser.add_argument("--root", type=Path, default=Path(), help="the repository root")
     options = parser.parse_args()
     generated = [*pages(options.root), *repetitions(options.root), *policies(options.root)]
+    generated += simulator_fits(options.root)
     outdated = [(path, text) for path, text in generated if not path.exists() or path.read_text() != text]
     for path, text in outdated:
         print(f"{'not up to date' if options.check else 'wrote'}: {path}")

@@ -329,10 +329,6 @@ _ROWS = (
         samples=(600, 1_197), val_size=300,
     ),
     msgspec.structs.replace(
-        _TRIAGE, name="triage_cifar", question="as triage, on another data set: natural images at 16×16",
-        datasets=("cifar10",), shrink=2,
-    ),
-    msgspec.structs.replace(
         _MEND, name="mend_resnet", question="as mend, with another host: residual networks", host="resnet",
         widths=(2, 3, 4), blocks=(3, 4), impairments=("none",), slots=(),
     ),
