@@ -92,6 +92,16 @@ def test_schedule_uses_the_first_blueprint_that_a_slot_takes():
     assert one[1, Head.OP] == Op.WAIT  # its only fitting slot holds a fossil
 
 
+def test_default_schedule_plants_another_blueprint_where_none_of_its_own_fits():
+    takes = np.zeros((2, len(BLUEPRINTS)), dtype=bool)
+    takes[1, [NORM, BLUEPRINTS.index("conv_heavy")]] = True
+    table = SlotTable.empty(1, 2, takes=takes)
+    table.step[:] = 1
+    actions = Schedule().act(table, legal(table, Rules()))
+    assert actions[0, [Head.OP, Head.SLOT, Head.BLUEPRINT]].tolist() == [Op.GERMINATE, 1, NORM]
+    assert Schedule(["conv_light"]).act(table, legal(table, Rules()))[0, Head.OP] == Op.WAIT
+
+
 def test_schedule_waits_for_its_start():
     table = SlotTable.empty(1, 1)
     for step, op in ((0, Op.WAIT), (1, Op.WAIT), (2, Op.GERMINATE)):

@@ -12,7 +12,7 @@ from esper.leyline.errors import ConfigError, unknown_name
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 
 PREFERRED = ("conv_light", "mlp_small", "lora")
-"""Default blueprints of the schedule: the first one that fits a slot is planted."""
+"""Default blueprints of the schedule: the first one that fits a slot is planted, another one if none of them does."""
 _DEFAULTS = np.zeros(NUM_HEADS, dtype=np.int64)
 for _head, _option in (
     (Head.STYLE, "SIGMOID_ADD"), (Head.TEMPO, "STANDARD"), (Head.ALPHA_TARGET, "FULL"), (Head.ALPHA_SPEED, "MEDIUM"),
@@ -40,7 +40,8 @@ class Wait:
 class Schedule:
     """Controller that plants in one slot after another as soon as the rules allow, and commits measured seeds.
 
-    blueprints  what to plant, in order of preference: built-in names, or numbers (`blueprint_index` for your own)
+    blueprints  what to plant, in order of preference: built-in names, or numbers (`blueprint_index` for your own); None
+                for `PREFERRED` and, in slots that take none of these, the first one that they take
     start       first step at which to plant
     slots       number of slots to use, from `first` on; None for all
     first       number of the first slot to use; below 0 it is counted from the last slot, −1
@@ -49,17 +50,19 @@ class Schedule:
 
     def __init__(
         self,
-        blueprints: Sequence[str | int] = PREFERRED,
+        blueprints: Sequence[str | int] | None = None,
         *,
         start: int = 1,
         slots: int | None = None,
         first: int = 0,
         plan: Mapping[int, int] | None = None,
     ) -> None:
-        for name in blueprints:
+        names = PREFERRED if blueprints is None else blueprints
+        for name in names:
             if isinstance(name, str) and name not in BLUEPRINTS:
                 raise unknown_name("blueprint", name, BLUEPRINTS)
-        self.preferred = [BLUEPRINTS.index(b) if isinstance(b, str) else b for b in blueprints]
+        self.preferred = [BLUEPRINTS.index(b) if isinstance(b, str) else b for b in names]
+        self.plants_any = blueprints is None
         self.start, self.slots, self.first, self.plan = start, slots, first, plan
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
@@ -91,6 +94,8 @@ class Schedule:
         if self.plan is not None:
             choice[list(self.plan)] = list(self.plan.values())
             return choice
+        if self.plants_any:
+            choice = np.where(table.takes.any(axis=1), table.takes.argmax(axis=1), -1)
         for b in reversed([b for b in self.preferred if b < table.takes.shape[1]]):
             choice[table.takes[:, b]] = b
         first = self.first if self.first >= 0 else max(0, table.num_slots + self.first)
