@@ -1,4 +1,4 @@
-"""Grow a small PyTorch model on embedded data, in a training loop of one's own, and take a plain model home."""
+"""Grow a small PyTorch model on embedded data in your own training loop, and convert it to a plain module."""
 
 import torch
 from torch import nn

@@ -17,7 +17,7 @@ model = nn.Sequential(
 )  # fmt: skip
 
 body = esper.graft(model, at=["1", "4"], probe=data.train.x[:8])
-ddp = DistributedDataParallel(body)  # once: seeds live outside of it
+ddp = DistributedDataParallel(body)  # once: seeds are not wrapped
 optimizer = torch.optim.AdamW(body.parameters(), lr=3e-3)
 grower = esper.Grower(body, optimizer, controller="schedule")  # on every rank
 

@@ -175,7 +175,7 @@ class ReturnScale:
     def __init__(self) -> None:
         self.mean = self.square = self.weight = 0.0
 
-    def see(self, returns: Tensor) -> tuple[float, float]:
+    def update(self, returns: Tensor) -> tuple[float, float]:
         new = returns.double()
         self.mean = 0.9 * self.mean + 0.1 * float(new.mean())
         self.square = 0.9 * self.square + 0.1 * float(new.square().mean())
@@ -237,7 +237,7 @@ def update(
     data["free"] = free = data["masks"][..., layout.op][..., 1:].any(-1)  # some op other than WAIT was legal
     centred = torch.where(free, advantages - advantages[free].mean(), 0.0)
     data["advantages"] = centred / centred[free].square().mean().sqrt().clamp(min=1e-3)
-    rescale_values(policy, *scale.see(data["returns"]))
+    rescale_values(policy, *scale.update(data["returns"]))
 
     stats: list[dict[str, float]] = []
     for _ in range(settings.epochs):

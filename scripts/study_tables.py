@@ -24,7 +24,7 @@ import numpy as np
 
 from esper.commands.frontier_chart import frontier_chart, line_chart
 from esper.leyline.paired import compare, paired
-from esper.simic.evaluation.plan_search import ROOMS, read_plan_table
+from esper.simic.evaluation.plan_search import PLAN_GROUPS, read_plan_table
 from esper.studies.rendering import as_markdown
 from esper.studies.results import JobResult, SavedStudy, points_of, read_results
 from esper.studies.statistics import summarize
@@ -128,11 +128,11 @@ def rooms(root: Path) -> Iterator[str]:
     paths = sorted((root / "studies" / "plans").glob("*.json"))
     if not paths:
         return
-    rows = [f"| family | worlds | episodes | {' | '.join(ROOMS)} | best in each world |"]
-    rows.append("|" + "---|" * (len(ROOMS) + 4))
+    rows = [f"| family | worlds | episodes | {' | '.join(PLAN_GROUPS)} | best in each world |"]
+    rows.append("|" + "---|" * (len(PLAN_GROUPS) + 4))
     for path in paths:
         table = read_plan_table(path)
-        values = " | ".join(f"{value:+.4f}" for value in table.room(FAMILIES[table.task]).values())
+        values = " | ".join(f"{value:+.4f}" for value in table.gain_by_group(FAMILIES[table.task]).values())
         best = np.max(table.utility, axis=0).mean()
         rows.append(f"| `{table.task}` | {len(table.worlds)} | {table.episodes} | {values} | {best:+.4f} |")
     yield "\n".join(rows).replace(" -", " −")

@@ -186,7 +186,7 @@ def test_best_model_without_seeds(tmp_path):
     assert not (tmp_path / "checkpoint-4" / SEEDS_FILE).exists()
 
 
-def test_a_second_call_of_train_goes_on_with_the_same_grower(tmp_path):
+def test_second_call_of_train_uses_the_same_grower(tmp_path):
     trainer = make_trainer(tmp_path, changes={"save_strategy": "no", "num_train_epochs": 1})
     trainer.train()
     grower = trainer.grower

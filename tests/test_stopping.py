@@ -97,17 +97,17 @@ def test_run_killed_five_times_ends_bit_identical(calm: Path, tmp_path: Path) ->
     assert is_whole(tmp_path / "run")
 
 
-@pytest.mark.parametrize("fate_of_directory", ["moved", "removed"])
-def test_run_whose_directory_is_moved_or_removed_ends(fate_of_directory: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("change", ["moved", "removed"])
+def test_run_whose_directory_is_moved_or_removed_ends(change: str, tmp_path: Path) -> None:
     process = started(tmp_path / "run", "--rounds", "4000")
     (tmp_path / "run").rename(tmp_path / "elsewhere")
-    if fate_of_directory == "removed":
+    if change == "removed":
         shutil.rmtree(tmp_path / "elsewhere")
     output = finished(process, code=2, timeout=60)
     assert "was moved or removed during the run" in output.replace("\n", " ")
     assert "Traceback" not in output
     assert not (tmp_path / "run").exists()
-    if fate_of_directory == "moved":
+    if change == "moved":
         assert read_manifest(tmp_path / "elsewhere")["status"] == "killed"
         process = esper("train", "--resume", tmp_path / "elsewhere", "--no-compare")
         while "resuming from" not in (line := process.stdout.readline().decode()):

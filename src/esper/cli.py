@@ -41,7 +41,7 @@ class Commands(TyperGroup):
         try:
             return super().invoke(context)
         except KeyboardInterrupt:
-            say("interrupted")
+            print_message("interrupted")
             raise typer.Exit(130) from None
 
 
@@ -116,7 +116,7 @@ def train(
     rounds: Annotated[int | None, typer.Option(min=1, help="Rounds: an episode per host, then an update.")] = None,
     envs: Annotated[int | None, typer.Option(min=1, help="Number of hosts trained side by side.")] = None,
     epochs: Annotated[int | None, typer.Option(min=1, help="Steps per episode; default: the task's own.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Seed of all random numbers.")] = None,
+    seed: Annotated[int | None, typer.Option(help="Root random seed of the run.")] = None,
     config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
     sets: Annotated[
         list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting. Can be repeated.")
@@ -212,7 +212,7 @@ def evaluate(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(help="Run directory of `esper grow` or `esper train`.")],
-    format: Annotated[str, typer.Option(help="torch, torch-export, onnx or safetensors.")] = "torch",
+    format: Annotated[str, typer.Option(help="Format: torch, torch-export, onnx or safetensors.")] = "torch",
     out: Annotated[Path | None, typer.Option(help="File to write; default: below RUN/export.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
@@ -231,7 +231,7 @@ def export(
 @app.command("export-log")
 def export_log(
     run: Annotated[Path, typer.Argument(help="Run directory.")],
-    to: Annotated[str, typer.Option(help="tensorboard, wandb, mlflow or trackio.")],
+    to: Annotated[str, typer.Option(help="Tracker: tensorboard, wandb, mlflow or trackio.")],
     out: Annotated[Path | None, typer.Option(help="TensorBoard directory; default: RUN/tensorboard.")] = None,
 ) -> None:
     """Send the journal of a run to an experiment tracker, with the same numbers as --track.
@@ -389,7 +389,7 @@ def main() -> None:
         if hasattr(stream, "reconfigure"):
             # a terminal that cannot encode × still shows the rest; lines of a piped stdout keep their order with stderr
             stream.reconfigure(errors="replace", line_buffering=True)
-    warnings.showwarning = lambda message, *_: say(f"warning: {message}")
+    warnings.showwarning = lambda message, *_: print_message(f"warning: {message}")
     try:
         require_own_package()
         app()
@@ -400,7 +400,7 @@ def main() -> None:
         exit_rank(end.code)
         raise
     except Exception as error:
-        say(error_text(error))
+        print_message(error_text(error))
         code = getattr(error, "exit_code", 2)
         exit_rank(code)
         sys.exit(code)
@@ -419,7 +419,7 @@ def exit_rank(code: str | int | None) -> None:
         os._exit(code if isinstance(code, int) else 0 if code is None else 1)
 
 
-def say(text: str) -> None:
+def print_message(text: str) -> None:
     """Print a line to stderr, with control characters escaped."""
     from esper.leyline.text import printable  # imported here, so that help does not load NumPy
 

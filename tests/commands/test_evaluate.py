@@ -10,7 +10,7 @@ import pytest
 from rich.console import Console
 
 from esper.commands import evaluate
-from esper.commands.evaluate import Arena, config_of, figures, results_tables
+from esper.commands.evaluate import ControllerComparison, config_of, figures, results_tables
 from esper.kasmina.blueprints import blueprint_index
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, UnknownNameError
@@ -43,14 +43,14 @@ def test_policy_of_a_simulated_run_is_compared_on_the_given_task(tmp_path):
 
 @pytest.mark.parametrize("names", [["none", "randm"], ["none", "wider"], ["wider", "none"], ["none", "no/such/run"]])
 def test_unknown_controller_is_refused_before_any_episode(names, monkeypatch):
-    arena = Arena(load_config(more={"simulated": True}))
-    monkeypatch.setattr(Arena, "play_one", lambda *_: pytest.fail("somebody played"))
+    arena = ControllerComparison(load_config(more={"simulated": True}))
+    monkeypatch.setattr(ControllerComparison, "play_one", lambda *_: pytest.fail("somebody played"))
     with pytest.raises((ConfigError, UnknownNameError)):
         arena.play_all(names, range(2), Console(quiet=True))
 
 
 def test_best_schedule_is_fitted_to_the_evaluated_episodes():
-    arena = Arena(load_config(more={"simulated": True, "epochs": 12}))
+    arena = ControllerComparison(load_config(more={"simulated": True, "epochs": 12}))
     best, nothing = arena.play_all(["best-schedule", "none"], range(40_000, 40_020), Console(quiet=True))
     assert best.utility.mean() > nothing.utility.mean()
 
@@ -64,16 +64,16 @@ def test_best_schedule_is_fitted_in_worlds_of_the_fit_task(monkeypatch):
 
     monkeypatch.setattr(evaluate, "fit_plan", fit)
     config = load_config(more={"task": "mend_digits", "epochs": 2})
-    arena = Arena(config, fit_task="sight_digits")
+    arena = ControllerComparison(config, fit_task="sight_digits")
     best, nothing = arena.play_all(["best-schedule", "none"], [10_000], Console(quiet=True))
     assert fitted == [(arena.fitting.slots, range(256))]
     assert arena.fitting.tasks.family.name == "sight_digits"
-    Arena(config, fit_task="digits").play_all(["best-schedule"], [10_000], Console(quiet=True))
+    ControllerComparison(config, fit_task="digits").play_all(["best-schedule"], [10_000], Console(quiet=True))
     assert fitted[1] == (get_task("digits").slots, range(64))  # a task has fewer training worlds than a family
     assert best.name == "best schedule of sight_digits (no growth)"
     np.testing.assert_array_equal(best.quality, nothing.quality)
     with pytest.raises(ConfigError, match="real hosts"):
-        Arena(load_config(more={"simulated": True}), fit_task="sight_digits")
+        ControllerComparison(load_config(more={"simulated": True}), fit_task="sight_digits")
 
 
 @pytest.fixture
@@ -96,7 +96,7 @@ def test_plans_of_a_table_replace_the_search(small_family, monkeypatch):
     for search in ("fit_plan", "fit_plans_by_kind"):
         monkeypatch.setattr(evaluate, search, lambda *_: pytest.fail("a search"))
     plan = Plan(blueprint_index("norm"), 1, first=-1)
-    arena = Arena(load_config(more={"task": small_family}), plans=table_of(small_family, [Plan(), plan]))
+    arena = ControllerComparison(load_config(more={"task": small_family}), plans=table_of(small_family, [Plan(), plan]))
     names = ["none", "best-schedule", "best-per-kind", "from-start"]
     waiting, *fitted, static = arena.play_all(names, [10_000, 10_001], Console(quiet=True))
     last = [[arena.backend.host(world).slots[-1]] for world in (10_000, 10_001)]
@@ -112,11 +112,11 @@ def test_plans_of_a_table_replace_the_search(small_family, monkeypatch):
 
 
 def test_unusable_plans_are_refused_before_any_episode(small_family, tmp_path, monkeypatch):
-    monkeypatch.setattr(Arena, "play_one", lambda *_: pytest.fail("somebody played"))
+    monkeypatch.setattr(ControllerComparison, "play_one", lambda *_: pytest.fail("somebody played"))
 
     def refused(message, table, name="best-schedule", **more):
         with pytest.raises(ConfigError, match=message):
-            Arena(load_config(more={"task": small_family} | more), plans=table).play_all(
+            ControllerComparison(load_config(more={"task": small_family} | more), plans=table).play_all(
                 ["none", name], [10_000], Console(quiet=True)
             )
 

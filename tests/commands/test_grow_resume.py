@@ -129,7 +129,7 @@ def test_full_disk_skips_checkpoints_and_the_run_continues(monkeypatch: pytest.M
     monkeypatch.setattr(Checkpoints, "write", full)
     monkeypatch.setattr(grow, "save_models", lambda *_: None)  # the best host is saved by the same function
     settings = Settings(task="digits", controller="schedule", epochs=2, compare=False)
-    with pytest.warns(UserWarning, match="The run goes on"):
+    with pytest.warns(UserWarning, match="The run continues"):
         run_grow(settings, GrowOptions(out=tmp_path / "run"))
     assert read_manifest(tmp_path / "run")["status"] == "finished"
 
@@ -160,7 +160,7 @@ def test_checkpoint_is_deferred_while_the_journal_cannot_be_flushed(
 ) -> None:
     monkeypatch.setattr(NissaHub, "flush", lambda self, timeout=10.0: False)
     settings = Settings(task="digits", controller="schedule", epochs=3, compare=False)
-    with pytest.warns(UserWarning, match="this checkpoint is put off"):
+    with pytest.warns(UserWarning, match="this checkpoint is postponed"):
         run_grow(settings, GrowOptions(out=tmp_path / "run"))
     assert Checkpoints(tmp_path / "run" / "checkpoints").names() == ["grown-00000", "grown-00003"]
 

@@ -101,7 +101,7 @@ def test_schema_and_sql_fit_together(root):
     assert (answer["rows"], answer["more"]) == ([{"x": 1, "y": "NaN"}] * 2, 2)
 
 
-def test_seed_life_tells_moves_decisions_and_worth_in_order(root):
+def test_seed_life_lists_moves_decisions_and_worth_in_order(root):
     life = one(root, "seed_life", run="grown", slot=SLOTS[0])
     kinds = [event["kind"] for event in life["events"]]
     assert {"lifecycle", "decision", "worth"} <= set(kinds)

@@ -151,7 +151,7 @@ def resume_cases(rank: int, directory: str) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("how", ["ddp", "fsdp"])
-def test_ranks_resume_bit_for_bit_and_one_process_takes_the_model_home(how: str, resumed: tuple[Any, Path]):
+def test_ranks_resume_bit_for_bit_and_one_process_hardens_the_model(how: str, resumed: tuple[Any, Path]):
     results, directory = resumed
     assert isinstance(results[0], dict), results
     for result in (r[how] for r in results):

@@ -41,7 +41,7 @@ def run(tmp_path: Path) -> Path:
     """Return a finished run of two ranks: 20 events each, then `run_finished` of rank 0 and each hub's final record."""
     with record("mine", out=tmp_path / "runs" / "run") as recorded:
         for step in range(STEPS):
-            recorded.say(event(step))
+            recorded.emit(event(step))
         with record_beside(recorded.path, 1, 0) as beside:
             for step in range(STEPS):
                 beside.emit(event(step))
@@ -142,7 +142,7 @@ def test_replaced_gauges_are_not_reported_as_lost(tmp_path):
 def test_counts_are_right_after_a_resume(run):
     with record_on(run, [7, 5]) as recorded:
         assert "journal" not in recorded.directory.manifest
-        recorded.say(event(7))
+        recorded.emit(event(7))
         with record_beside(run, 1, 5) as beside:
             beside.emit(event(5))
         recorded.emitted = {0: 0, 1: beside.next_seq}

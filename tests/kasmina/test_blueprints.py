@@ -172,7 +172,7 @@ def test_flex_attention_equals_plain_attention():
 
 
 @every_operator
-def test_transformer_block_obeys_the_laws_of_a_blueprint(mine, operator):
+def test_transformer_block_meets_the_blueprint_contract(mine, operator):
     blueprint(mine, layouts="sequence")(transformer_block)
     test_germination_keeps_features_bit_identical(mine, Layout.SEQUENCE, operator)
     test_all_parameters_change_within_three_steps(mine, Layout.SEQUENCE, operator)

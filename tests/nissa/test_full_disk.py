@@ -251,12 +251,12 @@ def test_loss_is_recorded_in_the_manifest_and_reported(tmp_path, disk, monkeypat
     monkeypatch.setattr("esper.nissa.recorder.END_S", 0.5)
     with record("mine", out=tmp_path / "run") as run:
         for step in range(10):
-            run.say(event(step))
+            run.emit(event(step))
         assert run.hub.flush()
         disk.room = 300
         disk.fill()
         for step in range(10, 100):
-            run.say(event(step))
+            run.emit(event(step))
     manifest = read_manifest(run.path)
     written = {entry.seq for entry in read(run.path)}
     facts = manifest["journal"]["0"]
@@ -291,7 +291,7 @@ from esper.nissa import recorder
 recorder.END_S = float(sys.argv[3])
 with esper.record("mine", out=sys.argv[1]) as run:
     for step in range(int(sys.argv[2])):
-        run.say(Governor(env=0, episode=0, step=step, alarm="none", action="none"))
+        run.emit(Governor(env=0, episode=0, step=step, alarm="none", action="none"))
     print("emitted", flush=True)
 sys.exit(1 if run.losses else 0)
 """
@@ -382,7 +382,7 @@ def test_temporarily_full_file_system_loses_no_event(small_file_system):
         ballast = small_file_system / "ballast"
         fill(ballast)
         for step in range(500):
-            run.say(event(step))
+            run.emit(event(step))
         wait_until(lambda: run.hub.health()["sinks"]["JsonlSink"]["suspended"])
         ballast.unlink()
     assert steps_of(run.path) == list(range(500))
@@ -394,7 +394,7 @@ def test_loss_is_recorded_on_a_file_system_that_stays_full(small_file_system, mo
     with record("mine", out=small_file_system / "run") as run:
         fill(small_file_system / "ballast")
         for step in range(500):
-            run.say(event(step))
+            run.emit(event(step))
     manifest = read_manifest(run.path)
     facts = manifest["journal"]["0"]
     assert manifest["status"] == "finished"

@@ -123,7 +123,7 @@ def test_gradient_sampling_rate_never_changes_what_is_learnt(stride):
 
 def test_tensorboard_reads_what_was_recorded(tmp_path):
     with record("mine", out=tmp_path / "run", tensorboard=True) as run:
-        run.say(step(1))
+        run.emit(step(1))
     accumulator = EventAccumulator(str(tmp_path / "run" / "tensorboard"))
     accumulator.Reload()
     assert any("quality" in tag for tag in accumulator.Tags()["scalars"])
@@ -137,7 +137,7 @@ def step(i: int) -> Step:
 def test_finished_run_is_recorded_in_manifest_and_journal(tmp_path):
     with record("mine", root=tmp_path, manifest={"seed": 3}) as run:
         for i in range(100):
-            run.say(step(i))
+            run.emit(step(i))
         run.env_steps = 100
     result = read_manifest(run.path)
     assert (result["status"], result["seed"], result["env_steps"]) == ("finished", 3, 100)
@@ -154,7 +154,7 @@ def test_finished_run_is_recorded_in_manifest_and_journal(tmp_path):
 def test_failed_run_records_its_error(tmp_path, error, status):
     def breaks() -> None:
         with record("mine", out=tmp_path / "run") as run:
-            run.say(step(0))
+            run.emit(step(0))
             raise error
 
     with pytest.raises(type(error)):

@@ -156,7 +156,7 @@ def test_sizes_equal_those_counted_by_leyline() -> None:
     task = images()
     env = GrowthVectorEnv(HostBackend(task, rules=BRISK), [0, 1, 2])
     env.reset()
-    with_a_say = (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
+    in_forward = (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED)
     dearer = 0
     for rows in choices(task, 3):
         env.step(rows)
@@ -168,7 +168,7 @@ def test_sizes_equal_those_counted_by_leyline() -> None:
             assert params[e] == network.params
             added = 0
             for s, slot in enumerate(network.body.slots.values()):
-                if table.stage[e, s] in with_a_say:
+                if table.stage[e, s] in in_forward:
                     assert slot.blueprint is not None
                     added += cost(slot.blueprint, slot.site).macs
             assert macs[e] == context.host_macs + added

@@ -231,8 +231,10 @@ def test_utility_return_is_the_discounted_mean_of_utility_and_its_end(seed, gamm
     rewards = [reward(a, b, config) for a, b in pairwise(frames)]
 
     discounted = sum(gamma**t * r for t, r in enumerate(rewards))
-    enjoyed = (1 - gamma) * sum(gamma ** (t - 1) * values[t] for t in range(1, horizon))
-    np.testing.assert_allclose(discounted, enjoyed + gamma ** (horizon - 1) * values[-1] - values[0], atol=1e-12)
+    discounted_mean = (1 - gamma) * sum(gamma ** (t - 1) * values[t] for t in range(1, horizon))
+    np.testing.assert_allclose(
+        discounted, discounted_mean + gamma ** (horizon - 1) * values[-1] - values[0], atol=1e-12
+    )
     assert (values[0] == 0).all()
 
 

@@ -170,10 +170,10 @@ def test_fossils_are_clipped_with_the_host_and_seeds_separately():
 @pytest.mark.parametrize("host", HOSTS)
 def test_growth_in_one_row_keeps_other_rows_bit_identical(host: str):
     quiet, lively = (engine(task(host), 4, stacked=True) for _ in range(2))
-    rng, other_luck = np.random.default_rng(2), np.random.default_rng(2)
+    rng, other_rng = np.random.default_rng(2), np.random.default_rng(2)
     for step in range(10):
         quiet.step(wander(quiet.table, rng, [0, 3]))
-        lively.step(wander(lively.table, other_luck, [0, 1, 3]))
+        lively.step(wander(lively.table, other_rng, [0, 1, 3]))
         if step == 6:
             lively.governor.roll_back(1, lively.table)
     assert not is_same(state(quiet.networks[1]), state(lively.networks[1])[: len(state(quiet.networks[1]))])

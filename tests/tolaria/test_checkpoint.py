@@ -52,7 +52,7 @@ def write(checkpoints, i, name=None, **more):
     )
 
 
-def said_by(saved):
+def stored_number(saved):
     """Return the number that all files of a checkpoint contain, or None without a checkpoint."""
     if saved is None:
         return None
@@ -71,7 +71,7 @@ def newest(checkpoints):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         saved = checkpoints.newest()
-    return said_by(saved), [str(each.message) for each in caught]
+    return stored_number(saved), [str(each.message) for each in caught]
 
 
 def drafts(root):
@@ -89,14 +89,14 @@ def test_write_then_read_round_trips(tmp_path):
     written = write(checkpoints, 7, kind="body", score=0.5)
 
     saved = checkpoints.newest()
-    assert said_by(saved) == 7
+    assert stored_number(saved) == 7
     assert (saved.path, saved.name, saved.kind, saved.score) == (written.path, "round-7", "body", 0.5)
     assert written.path == tmp_path / "runs" / "checkpoints" / "round-7"
     names = {"policy.safetensors", "run.json", "notes.json", "index.json"}
     assert {each.name for each in written.path.iterdir()} == names
     assert written.size_bytes == sum(each.stat().st_size for each in written.path.iterdir())
     assert written.write_ms > 0
-    assert said_by(Checkpoints(checkpoints.root).newest()) == 7  # as in another process
+    assert stored_number(Checkpoints(checkpoints.root).newest()) == 7  # as in another process
 
 
 def test_empty_checkpoint_is_valid(tmp_path):

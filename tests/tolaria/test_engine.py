@@ -296,8 +296,8 @@ def test_average_follows_every_structural_change():
 # -- settings
 
 
-@pytest.mark.parametrize(("every", "lessons"), [(1, 4), (2, 2), (3, 2), (9, 1)])
-def test_shadow_every_sets_the_number_of_shadow_passes(every, lessons, monkeypatch):
+@pytest.mark.parametrize(("every", "passes"), [(1, 4), (2, 2), (3, 2), (9, 1)])
+def test_shadow_every_sets_the_number_of_shadow_passes(every, passes, monkeypatch):
     count: Counter[int] = Counter()
     shadow = Body.shadow_backward
 
@@ -311,7 +311,7 @@ def test_shadow_every_sets_the_number_of_shadow_passes(every, lessons, monkeypat
     for _ in range(4):
         engine.step(actions)
         actions = wait_everywhere(1)
-    assert count == {1: lessons, 2: lessons}  # in TRAINING only
+    assert count == {1: passes, 2: passes}  # in TRAINING only
 
 
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])

@@ -75,7 +75,7 @@ def show_comparison(paths: list[Path], out: Path, *, opens: bool) -> None:
 
 
 def has_screen() -> bool:
-    """Return whether somebody watches this program on a machine with windows."""
+    """Return whether the program runs in a terminal on a machine with a display."""
     has_windows = sys.platform in ("darwin", "win32") or any(map(os.environ.get, ("DISPLAY", "WAYLAND_DISPLAY")))
     return sys.stdout.isatty() and has_windows
 

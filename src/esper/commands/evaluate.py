@@ -61,7 +61,7 @@ EPISODES_PER_PLAN = 2
 """Episodes of the search for a plan in training worlds, per plan, unless --search-episodes sets their number."""
 
 
-class Arena:
+class ControllerComparison:
     """Comparison of controllers with the backend, rules and reward of one config."""
 
     def __init__(
@@ -245,7 +245,7 @@ def run_eval(
     runs = [Path(n) for n in names if (Path(n) / BASELINES).is_dir()]
     places = [*(run / BASELINES for run in runs[:1]), shared_baselines()]
     table = None if plans is None else read_plan_table(plans)
-    arena = Arena(
+    arena = ControllerComparison(
         config, data_root=data_root, baselines=places, search_episodes=search_episodes, fit_task=fit_task, plans=table
     )
     worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)

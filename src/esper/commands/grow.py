@@ -78,10 +78,13 @@ class GrowOptions:
     """Command-line options that are not settings of the run."""
 
     out: Path | None = None
+    """Run directory to create; None is a new one in runs/."""
     data_root: Path | None = None
+    """Directory of the data files; None is `$ESPER_DATA`."""
     track: tuple[str, ...] = ()
     """Names of trackers."""
     allow_inexact: bool = False
+    """Whether to resume although the result may differ in bits."""
 
     def resume_command(self, path: Path) -> str:
         """Return the command that resumes the run at `path` with the same options."""
@@ -198,7 +201,7 @@ def _train_all(
         context = context_of(engine.networks[0].body, task.epochs, engine.rules.thresholds, comparison.data.classes)
         controller.bind(context, [settings.seed])
         controller.log = DecisionLog()
-    run.say(
+    run.emit(
         RunStarted(
             run_id=run.path.name, command="grow", task=task.name, controller=settings.controller, seed=settings.seed,
             env_names=names, slots=task.slots, steps=task.epochs, host_params=engine.networks[0].host_size,

@@ -144,7 +144,7 @@ class Checkpointer:
             return
         self.run.directory.must_exist()  # do not create a removed directory again
         if not self.run.hub.flush() and not (always or self.run.hub.has_lost):
-            warnings.warn("the journal cannot be flushed to disk; this checkpoint is put off", stacklevel=2)
+            warnings.warn("the journal cannot be flushed to disk; this checkpoint is postponed", stacklevel=2)
             return
         kept = SavedGrowth(
             settings=self.settings, exact=self.exact, next_seq=self.run.hub.next_seq, env_steps=self.run.env_steps
@@ -154,7 +154,7 @@ class Checkpointer:
             documents = {GROW: document, RUN: msgspec.to_builtins(kept)}
             written = self.checkpoints.write(name, tensors={GROW: tensors}, documents=documents, kind=KINDS["grow"])
         except CheckpointError as error:
-            warnings.warn(f"{error}. The run goes on; its last checkpoint is an earlier one", stacklevel=2)
+            warnings.warn(f"{error}. The run continues; its last checkpoint is an earlier one", stacklevel=2)
             return
         self._emit(written.path, written.size_bytes, "start" if not self.last else "epoch", written.write_ms)
         self.last, self._ended = name, time.monotonic()
@@ -167,7 +167,7 @@ class Checkpointer:
 
     def _emit(self, path: Path, size: int, reason: str, write_ms: float | None) -> None:
         shown = f"{CHECKPOINTS}/{path.name}"
-        self.run.say(Checkpoint(path=shown, reason=reason, size_bytes=size, write_ms=write_ms))
+        self.run.emit(Checkpoint(path=shown, reason=reason, size_bytes=size, write_ms=write_ms))
 
 
 @dataclass(slots=True)

@@ -49,7 +49,7 @@ def run_plans(
     if not out.parent.is_dir():
         raise ConfigError(f"there is no directory {out.parent}. Create it, or use --out to choose another file")
     console = Console()
-    _, backend = _prepared(task, tuple(sets))
+    config, backend = _prepared(task, tuple(sets))
     values: dict[tuple[Plan, int], float] = {}  # an episode of the same plan and world gives the same utility
     with worker_pool(workers) as pool:
         play = partial(_utility, task=task, sets=tuple(sets))
@@ -79,6 +79,12 @@ def run_plans(
     plainly(
         console, f"best fixed plan: {table.best()}; compare with it by esper eval RUN best-schedule --plans {results}"
     )
+    family = config.family()
+    if family is not None and worlds > 1:
+        for name, gain in table.gain_by_group(family).items():
+            plainly(
+                console, f"gain of {name}, chosen in one half of the worlds and measured in the other: U {gain:+.4f}"
+            )
 
 
 @cache

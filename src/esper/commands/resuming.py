@@ -24,7 +24,7 @@ OWN_LOOP = "A run of your own loop (esper.record) is resumed in that loop: growe
 
 
 def owns_run() -> bool:
-    """Return whether this process is the rank that owns the run directory, judged before the ranks have met."""
+    """Return whether this process is the rank that owns the run directory, known before the ranks have met."""
     return RENDEZVOUS not in os.environ and os.environ.get("RANK", "0") == "0"
 
 

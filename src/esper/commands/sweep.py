@@ -35,7 +35,7 @@ from esper.karn.comparison import arms_of, compare_runs
 from esper.leyline.atomic_io import lock_file, locked, make_real_directory, open_own, read_regular, write_atomically
 from esper.leyline.errors import ConfigError, RunError
 from esper.nissa.run import CHECKPOINTS, read_manifest, seconds_between
-from esper.nissa.signals import terminable, unhurried
+from esper.nissa.signals import deferred_signals, terminable
 from esper.studies.contract import NAME
 from esper.studies.results import Job
 from esper.studies.runner import seconds_left
@@ -212,7 +212,10 @@ class Sweep:
             claim.release()
             return
         command = [sys.executable, "-m", "esper", "grow", *self._options(job, path)]
-        with self._file("logs", job).open("ab") as log, unhurried():  # a signal in between would lose the process
+        with (
+            self._file("logs", job).open("ab") as log,
+            deferred_signals(),
+        ):  # a signal in between would lose the process
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )  # it receives signals from `__exit__` only: a second one would end it without a checkpoint

@@ -19,7 +19,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from esper.commands import losses_decide_exit_code, plainly
-from esper.commands.evaluate import Arena, figures, results_tables
+from esper.commands.evaluate import ControllerComparison, figures, results_tables
 from esper.commands.explained_run import explain_run
 from esper.commands.resuming import checkpoint_of, must_fit, ownership, owns_run, refuse_settings
 from esper.commands.workers import Parent, Workers
@@ -62,11 +62,17 @@ class TrainOptions:
     """Command-line options that are not settings of the run."""
 
     resume: Path | None = None
+    """Run directory to resume; None starts a new run."""
     allow_inexact: bool = False
+    """Whether to resume although the result may differ in bits."""
     workers: int = 1
+    """Number of processes, ≥ 1."""
     out: Path | None = None
+    """Run directory to create; None is a new one in runs/."""
     data_root: Path | None = None
+    """Directory of the data files; None is `$ESPER_DATA`."""
     compare: bool = True
+    """Whether to compare with other controllers at the end."""
     track: tuple[str, ...] = ()
     """Names of trackers."""
 
@@ -186,7 +192,7 @@ def lead(
             plainly(console, f"resuming from {saved.path.name}, next round: {run_metadata(saved)['done'] + 1}")
         plainly(console, settings_line(config))
         plainly(console, room)
-        run.say(
+        run.emit(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
                 env_names=tuple(f"env {e}" for e in range(config.envs)), slots=env.backend.slots, steps=env.horizon,
@@ -232,7 +238,9 @@ def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: Tr
         )
     console.print(learning_table(trained))
     if options.compare:
-        arena = Arena(config, data_root=options.data_root, baselines=[path / BASELINES, shared_baselines()])
+        arena = ControllerComparison(
+            config, data_root=options.data_root, baselines=[path / BASELINES, shared_baselines()]
+        )
         worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
         names = [str(path), "heuristic", "schedule", "random", "none"]
         facts = figures(arena.play_all(names, worlds, console), config.task_label)

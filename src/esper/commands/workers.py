@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 
 from esper.leyline.errors import ConfigError, TrainingError
-from esper.nissa.signals import unhurried
+from esper.nissa.signals import deferred_signals
 from esper.simic.training.distributed import RENDEZVOUS
 from esper.simic.training.heartbeat import RankLostError
 
@@ -38,7 +38,7 @@ class Workers:
     def __enter__(self) -> Workers:
         if self.count > 1 and self.leads:
             try:
-                with unhurried():  # a signal in between would leave an untracked worker
+                with deferred_signals():  # a signal in between would leave an untracked worker
                     self._start()
             except BaseException as error:  # a signal, for example
                 self.__exit__(type(error), error, None)

@@ -278,7 +278,7 @@ class Grower(Operations, Measuring):
         if flush is not None:
             flush()
         done = saving.save(self, Path(directory), keep=keep, extra=extra)
-        self.emit.say(
+        self.emit.run_event(
             Checkpoint(path=str(done.path), reason="requested", size_bytes=done.size_bytes, write_ms=done.write_ms)
         )
         return done.path

@@ -38,7 +38,7 @@ TOO_MUCH_MEMORY = (
     f"the query needs more than {QUERY_BYTES >> 30} GB of memory, and was stopped. "
     "Select fewer rows or columns, or aggregate them"
 )
-FENCES = (
+ISOLATION_SETTINGS = (
     "SET autoinstall_known_extensions = false",
     "SET autoload_known_extensions = false",
     "SET python_enable_replacements = false",  # otherwise a query could read our Python variables
@@ -86,8 +86,8 @@ class Runs:
         self._db.execute("drop table lines")
         (used,) = self._db.execute("select sum(memory_usage_bytes) from duckdb_memory()").fetchone() or (0,)
         self._db.execute(f"SET memory_limit = '{(int(used or 0) + QUERY_BYTES) >> 20} MiB'")
-        for fence in FENCES:
-            self._db.execute(fence)
+        for statement in ISOLATION_SETTINGS:
+            self._db.execute(statement)
 
     def __enter__(self) -> Runs:
         return self

@@ -63,7 +63,7 @@ class SlotTable:
     operator: Ints = _slot(np.int8, -1)
     tempo: Ints = _slot(np.int16, 0)  # length of the first ramp in epochs
     params: Ints = _slot(np.int64, 0)
-    # weight of the seed in the host: alpha is a closed form of the next five (see kasmina.alpha)
+    # weight of the seed in the host: alpha is a closed form of the next five (`alpha_at` in kasmina/lifecycle.py)
     alpha: Floats = _slot(np.float32, 0.0)
     alpha_from: Floats = _slot(np.float32, 0.0)
     alpha_to: Floats = _slot(np.float32, 0.0)
@@ -256,7 +256,7 @@ class SlotTable:
 SEED_COLUMNS = tuple(f for f in fields(SlotTable) if f.metadata["seed"])
 
 
-_HAS_SAY = np.isin(np.arange(NUM_STAGES), (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED))
+_IN_FORWARD = np.isin(np.arange(NUM_STAGES), (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED))
 
 
 class Priced(Protocol):
@@ -284,14 +284,14 @@ def seed_macs(table: SlotTable, slot_macs: Ints) -> Ints:
     Seeds in other stages are not part of the forward pass, so they cost the host nothing.
     """
     slots, blueprints = slot_macs.shape
-    has_say = _HAS_SAY[table.stage]
+    in_forward = _IN_FORWARD[table.stage]
     price = slot_macs.ravel().take(np.maximum(table.blueprint, 0) + np.arange(slots) * blueprints)
-    return np.asarray(price * has_say)
+    return np.asarray(price * in_forward)
 
 
 def network_params(table: SlotTable, host_params: int | Ints) -> Ints:
     """Return the parameters [E] of the host and of its BLENDING, HOLDING and FOSSILIZED seeds: those of an export."""
-    return np.asarray(host_params + (table.params * _HAS_SAY[table.stage]).sum(axis=1))
+    return np.asarray(host_params + (table.params * _IN_FORWARD[table.stage]).sum(axis=1))
 
 
 def live_costs(table: SlotTable, prices: Priced) -> tuple[Ints, Ints]:

@@ -92,7 +92,7 @@ class NissaHub:
         self._give_up_at = float("inf")  # monotonic time at which suspended sinks are retired
         self._counts = {"coalesced": 0, "waits": 0, "after_close": 0, "peak": 0}
         self._wait_s = 0.0
-        self._blamed: set[type[Event]] = set()  # kinds that were reported as unencodable
+        self._reported_kinds: set[type[Event]] = set()  # kinds that were reported as unencodable
         _hubs.add(self)
         atexit.register(self.close)
         for sink in sinks:
@@ -340,8 +340,8 @@ class NissaHub:
         with self._lock:
             for record in records:
                 kind = type(record.event)
-                if kind not in self._blamed:
-                    self._blamed.add(kind)
+                if kind not in self._reported_kinds:
+                    self._reported_kinds.add(kind)
                     self._report("error", f"{kind.__name__} with seq {record.seq} cannot be recorded: {fault(record)}")
 
     def _retire_hung(self) -> None:
@@ -370,7 +370,7 @@ class NissaHub:
             self._retune()
             self._trim()
             missed = f". It misses {worker.given_up} queued events" if worker.given_up else ""
-            self._report("error", f"sink {worker.name} was retired: {why}{missed}", aloud=worker.durable)
+            self._report("error", f"sink {worker.name} was retired: {why}{missed}", also_log=worker.durable)
             self._changed.notify_all()
 
     def _retune(self) -> None:
@@ -379,11 +379,11 @@ class NissaHub:
         self._half = self._capacity // 2 if is_active else 0  # 0: `emit` always calls `_admit`
 
     def _report(
-        self, severity: str, text: str, counters: dict[str, Number] | None = None, *, aloud: bool = False
+        self, severity: str, text: str, counters: dict[str, Number] | None = None, *, also_log: bool = False
     ) -> None:
-        """Emit a `Health` event regardless of capacity. Log it too if `aloud`, or instead if no sink can take it."""
+        """Emit a `Health` event regardless of capacity. Log it too if `also_log`, or instead if no sink can take it."""
         alone = self._ending or self._level < Health.LEVEL or all(worker.retired for worker in self._workers)
-        if (alone and severity != "info") or aloud:
+        if (alone and severity != "info") or also_log:
             _log.warning("telemetry: %s", text)
         if alone:
             return

@@ -173,7 +173,7 @@ def rewind(run_dir: Path, rank: int, seq: int) -> int:
     except OSError as error:
         raise RunError(
             f"cannot rewind the journal in {folder}: {error.strerror or error}. "
-            "Nothing that stays is lost; see to it that the directory is writable, and resume again"
+            "No earlier event is lost. Make the directory writable, then resume again"
         ) from error
     return removed
 

@@ -56,7 +56,7 @@ class Run:
         """The run directory."""
         return self.directory.path
 
-    def say(self, event: Event) -> None:
+    def emit(self, event: Event) -> None:
         """Emit an event."""
         self.hub.emit(event)
 

@@ -54,7 +54,7 @@ class RunInfo:
     """Seconds from the start to the end, or to the last event."""
     env_steps: int | None
     losses: list[str]
-    """Missing events, judged by the journal's end alone. `esper report` also finds gaps before that."""
+    """Missing events, counted from the journal's end alone. `esper report` also finds gaps before that."""
 
 
 def list_runs(root: Path) -> list[RunInfo]:

@@ -32,7 +32,7 @@ def terminable() -> Iterator[None]:
 
 
 @contextmanager
-def unhurried() -> Iterator[None]:
+def deferred_signals() -> Iterator[None]:
     """Within the context signals that end the program are deferred until its end, for work that must be completed."""
     deferred: list[int] = []
     before = {

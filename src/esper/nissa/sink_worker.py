@@ -169,7 +169,7 @@ class SinkWorker:
                 "warning",
                 f"sink {self.name} is suspended: {why}. Events are kept in memory and writing is retried; once "
                 f"{self.hub._capacity} of them wait, training waits too",
-                aloud=True,
+                also_log=True,
             )
 
     def _recover(self) -> None:
@@ -177,7 +177,7 @@ class SinkWorker:
             with self.hub._lock:
                 if not self.retired:
                     self.suspended = ""
-                    self.hub._report("warning", f"sink {self.name} writes again: nothing was lost", aloud=True)
+                    self.hub._report("warning", f"sink {self.name} writes again: nothing was lost", also_log=True)
 
 
 def fault(record: Record) -> str:

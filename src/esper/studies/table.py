@@ -56,8 +56,7 @@ _ROWS = (
         task=("rescue",),
         arms=(
             *_references(),
-            _static("wider_host", host="wider"),
-            _static("deeper_host", host="deeper"),
+            *_larger_hosts(),
             _planted("isolated_birth", "isolated", 1),
             _planted("open_birth", "open", 8),
             _planted("open_birth_late", "open", 16),
@@ -65,7 +64,7 @@ _ROWS = (
             _planted("ramp_from_start", "open", 0, ramp=16),
         ),
         budgets=(0.1, 0.2, 0.4, 0.6),
-        worlds=(100, 8),
+        worlds=(100, 16),
         claims=(
             Claim(arm="open_birth", against="from_start"),
             Claim(arm="open_birth_late", against="from_start"),
@@ -76,7 +75,7 @@ _ROWS = (
             Claim(arm="open_birth", against="isolated_birth"),
             Claim(arm="open_birth", against="from_start", at="frontier area"),
         ),
-        min_worlds=8,
+        min_worlds=16,
     ),
     Study(
         name="structure_search",
@@ -130,6 +129,7 @@ _ROWS = (
         arms=(
             *_larger_hosts(**WEAK, seeds=1),
             _static("small_host", **WEAK),
+            _static("from_start", **FULL, **WEAK),
             *(_placed(f"slot_{slot}", slot=slot) for slot in range(3)),
             _placed("grown", trial=2),
         ),
@@ -137,7 +137,7 @@ _ROWS = (
         worlds=(100, 8),
         claims=tuple(
             Claim(arm="grown", against=against)
-            for against in ("small_host", "wider_host", "deeper_host", "slot_0", "slot_1", "slot_2")
+            for against in ("small_host", "from_start", "wider_host", "deeper_host", "slot_0", "slot_1", "slot_2")
         ),
         min_worlds=8,
     ),
@@ -147,13 +147,17 @@ _ROWS = (
         task=("moby_deep", "sotu_deep"),
         arms=(
             _static("restart", **FULL, slots=1),
+            *_larger_hosts(seeds=1),
             _static("continued", pretrain=250),
             _planted("grown", "open", 0, slots=1, pretrain=250),
         ),
         budgets=(0.25, 0.5),
         worlds=(100, 8),
         metric="test_loss",
-        claims=tuple(Claim(arm="grown", against=against, direction="lower") for against in ("restart", "continued")),
+        claims=tuple(
+            Claim(arm="grown", against=against, direction="lower")
+            for against in ("restart", "wider_host", "deeper_host", "continued")
+        ),
         min_worlds=8,
     ),
     Study(
@@ -162,6 +166,7 @@ _ROWS = (
         task=("rescue", "rescue_cifar"),
         arms=(
             *_references(),
+            *_larger_hosts(),
             _planted("grown", "open", 4),
         ),
         budgets=(0.025, 0.05, 0.1, 0.2, 0.4),
@@ -171,6 +176,8 @@ _ROWS = (
             Claim(arm="grown", against="small_host", at="frontier area"),
             Claim(arm="grown", against="from_start"),
             Claim(arm="grown", against="small_host"),
+            Claim(arm="grown", against="wider_host", at="frontier area"),
+            Claim(arm="grown", against="deeper_host", at="frontier area"),
         ),
         min_worlds=8,
     ),
@@ -180,7 +187,7 @@ _ROWS = (
         task=("moby_deep", "sotu_deep"),
         arms=(
             *_references(),
-            _static("deeper_host", host="deeper"),
+            *_larger_hosts(),
             _planted("grown", "open", 50),
         ),
         budgets=(0.25, 0.5, 1.0),
@@ -189,7 +196,7 @@ _ROWS = (
         claims=tuple(
             Claim(arm="grown", against=against, direction="lower", budget=budget)
             for budget in (0.5, 1.0)
-            for against in ("from_start", "deeper_host", "small_host")
+            for against in ("from_start", "wider_host", "deeper_host", "small_host")
         ),
         min_worlds=8,
     ),

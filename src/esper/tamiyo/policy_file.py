@@ -101,8 +101,8 @@ def must_fit(config: NetworkConfig, weights: Mapping[str, Tensor]) -> None:
         raise ValueError(
             f"tensor {name!r} is {actual.get(name, 'missing')}, its settings require {expected.get(name, 'none')}"
         )
-    if sick := [name for name, t in weights.items() if not bool(t.isfinite().all())]:
-        raise ValueError(f"tensor {sick[0]!r} has weights that are NaN or infinite")
+    if nonfinite := [name for name, t in weights.items() if not bool(t.isfinite().all())]:
+        raise ValueError(f"tensor {nonfinite[0]!r} has weights that are NaN or infinite")
 
 
 def read_fixed(text: str) -> dict[Head, int]:

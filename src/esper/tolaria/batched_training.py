@@ -44,7 +44,7 @@ OPTIONS = ("lr", "momentum", "dampening", "weight_decay", "nesterov", "maximize"
 TRIAL_BATCHES, TRIALS = 4, 4
 BatchNorms = tuple[Tensor, dict[nn.Parameter, Tensor]]
 """Gradient norms of the hosts with their fossils [E], and of every seed tensor."""
-WORTH_IT = 0.4
+MOST_TIME_SHARE = 0.4
 """Batched training is chosen if hosts without seeds take at most this share of the loop's time. A single TRAINING seed
 costs the loop one host's shadow pass, and batched training that of all hosts. Measured: hosts that are 1.8× faster
 without seeds are slower (0.6×) with TRAINING seeds in 3 slots; hosts that are 3.4× faster without seeds are not."""
@@ -206,13 +206,13 @@ class BatchedEpoch:
         for e in trained:
             self.networks[e].average.updates += self.trainer.task.batches_per_epoch
 
-    def tensors(self, *, forgetful: bool = False) -> dict[str, Tensor]:
-        """Return parameters and buffers of the hosts, [E, …] each. If `forgetful`, buffers are copies.
+    def tensors(self, *, copy_buffers: bool = False) -> dict[str, Tensor]:
+        """Return parameters and buffers of the hosts, [E, …] each. If `copy_buffers`, buffers are copies.
 
         A shadow pass uses copies, so that it does not change the statistics of norms.
         """
         pieces = zip(self.names, self.weights.split(self.sizes, 1), self.shapes, strict=True)
-        buffers = {n: b.clone() for n, b in self.buffers.items()} if forgetful else self.buffers
+        buffers = {n: b.clone() for n, b in self.buffers.items()} if copy_buffers else self.buffers
         return {n: c.view(-1, *s) for n, c, s in pieces} | buffers
 
     def run(self) -> Tensor:
@@ -243,7 +243,7 @@ class BatchedEpoch:
         """Add the gradients of the TRAINING seeds, one pass per slot that holds any."""
         if self.trainer.config.incubation == "shadow":
             for learners in self.learners.values():
-                self._teach(learners, x, y)
+                self._shadow_pass(learners, x, y)
 
     def gradients_due(self, batch: int) -> bool:
         """Return whether some network has a seed whose gradients are to be sampled on this batch."""
@@ -277,7 +277,7 @@ class BatchedEpoch:
             x, y = data.train.take(index)
             yield x.unflatten(0, (rows, -1)), y.unflatten(0, (rows, -1))
 
-    def _teach(self, learners: list[tuple[int, Slot]], x: Tensor, y: Tensor) -> None:
+    def _shadow_pass(self, learners: list[tuple[int, Slot]], x: Tensor, y: Tensor) -> None:
         """Run the shadow pass of the TRAINING seeds of one slot: see `Body.shadow_backward`.
 
         All rows take part, with or without such a seed: rounding in a kernel may depend on the number of rows.
@@ -285,7 +285,7 @@ class BatchedEpoch:
         with ExitStack() as shadows:
             for _, slot in learners:
                 shadows.enter_context(slot.shadowing())  # these seeds have no buffers to restore
-            output = self.trainer.wide(self.tensors(forgetful=True), (*self.active, *learners), x)
+            output = self.trainer.wide(self.tensors(copy_buffers=True), (*self.active, *learners), x)
             params = [p for _, slot in learners for p in slot.parameters() if p.requires_grad]
             shadow_inputs = [slot.shadow_input for _, slot in learners if slot.shadow_input is not None]
             if not shadow_inputs:
@@ -372,7 +372,7 @@ def cannot(networks: Sequence[HostNetwork]) -> str:
     if type(first.optimizer) is not torch.optim.SGD:
         return f"{type(first.optimizer).__name__} counts steps per parameter, which rows of one matrix cannot"
     if any(isinstance(m, _DropoutNd) and m.p > 0 for m in first.body.model.modules()):
-        return "dropout would fall otherwise than in the loop"
+        return "dropout would draw other random numbers than in the loop"
     if any(isinstance(m, nn.BatchNorm2d) and m.momentum is None for m in first.body.model.modules()):
         return "their BatchNorm averages over all time"
     if not all(p.requires_grad for network in networks for p in network.body.model.parameters()):
@@ -383,8 +383,8 @@ def cannot(networks: Sequence[HostNetwork]) -> str:
 def choose(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked"]:
     """Return the faster strategy, measured for a few batches on new networks of the same worlds.
 
-    They have no seeds: see `WORTH_IT`. The result is "loop" if batching fails or leads to another loss. `networks` are
-    not changed.
+    They have no seeds: see `MOST_TIME_SHARE`. The result is "loop" if batching fails or leads to another loss.
+    `networks` are not changed.
     """
     if cannot(networks):
         return "loop"
@@ -406,4 +406,4 @@ def choose(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked"]:
     except Exception:
         return "loop"
     loop, stacked = (min(each[1:]) for each in zip(*times, strict=True))  # the first trial is a warm-up
-    return "stacked" if stacked < WORTH_IT * loop else "loop"
+    return "stacked" if stacked < MOST_TIME_SHARE * loop else "loop"

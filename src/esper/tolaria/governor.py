@@ -46,7 +46,7 @@ ALARMS = ("", "exception", "nonfinite_loss", "nonfinite_weights", "divergence", 
 DIVERGENCE = ALARMS.index("divergence")
 MAD_TO_SD = 1.4826
 """Factor from the median absolute deviation to the standard deviation of a normal distribution."""
-TIME_GOES_ON = ("step", "next_serial", "last_op", "rollbacks", "train_macs", "host_train_macs", "measure_macs")
+NOT_RESTORED = ("step", "next_serial", "last_op", "rollbacks", "train_macs", "host_train_macs", "measure_macs")
 """Columns of the table that a rollback does not restore."""
 
 
@@ -198,7 +198,7 @@ class Governor:
                 self._raise(env, table, "exception", "seen")  # training continues with the previous snapshot
 
     def roll_back(self, env: int, table: SlotTable) -> list[Effect]:
-        """Restore an environment from its snapshot, except `TIME_GOES_ON`; expel newer seeds; return the effects.
+        """Restore an environment from its snapshot, except `NOT_RESTORED`; expel newer seeds; return the effects.
 
         After an error the environment counts as failed in this and every following step until a rollback succeeds.
         """
@@ -241,7 +241,7 @@ class Governor:
         table.restore(self._rows, [env])
         for f in fields(SlotTable):
             column, before = getattr(table, f.name), getattr(now, f.name)
-            if f.name in TIME_GOES_ON:
+            if f.name in NOT_RESTORED:
                 column[env] = before[0]
             elif f.metadata["seed"]:
                 column[env, ~fossils] = before[0, ~fossils]

@@ -5,9 +5,9 @@
     train_epoch(network, batches, shadow_every=2)          # the training epoch of a growing network
     network.evaluate(batches, score)                       # every on/off configuration, on the averaged weights
 
-Each of these steps is implemented here and nowhere else. `Engine` holds one `HostNetwork` per environment,
-`esper.Grower` wraps one `GrowingNetwork` for a loop that belongs to the user, and `BatchedTrainer` runs the same
-`train_epoch` over several networks at once.
+Each of these steps is implemented here; `BatchedEpoch` in `batched_training.py` computes the same steps for several
+networks at once. `Engine` holds one `HostNetwork` per environment, `esper.Grower` wraps one `GrowingNetwork` for a loop
+that belongs to the user, and `BatchedTrainer` runs the same `train_epoch`.
 
 Quality is measured on `WeightAverage`, a moving average of the weights: at a constant learning rate the accuracy of raw
 weights varies by points from batch to batch, that of their average by a tenth of a point.
@@ -99,7 +99,7 @@ def train_epoch(network: EpochSteps[Any], batches: Iterable[tuple[Tensor, Tensor
 class GrowingNetwork:
     """A body, its optimiser and everything that must follow when its structure changes.
 
-    rng_seed         the seed that newborn weights are drawn from
+    rng_seed         random seed of the initial weights of seeds
     incubation       how a TRAINING seed learns: "shadow" or "straight_through"
     gradient_stride  batches between samples of gradient statistics
     ema_decay        decay of the weight average that quality is measured on; None measures the raw weights

@@ -34,7 +34,7 @@ def unread_stream(port, path="/api/runs/0/live"):
 def test_slow_and_many_viewers_delay_neither_the_run_nor_other_viewers(tmp_path):
     with record("mine", out=tmp_path / "run") as run, served(tmp_path) as port:
         names = tuple(f"env {i}" for i in range(16))
-        run.say(started(env_names=names))
+        run.emit(started(env_names=names))
         crowd = [unread_stream(port) for _ in range(VIEWERS)]
         crowd += [socket.create_connection(("127.0.0.1", port)) for _ in range(VIEWERS)]  # and send nothing
         for halting in crowd[VIEWERS:]:
@@ -43,7 +43,7 @@ def test_slow_and_many_viewers_delay_neither_the_run_nor_other_viewers(tmp_path)
         for n in range(1, 201):
             before = time.perf_counter()
             for env in range(len(names)):
-                run.say(step(n, env=env))
+                run.emit(step(n, env=env))
             slowest = max(slowest, time.perf_counter() - before)
         run.hub.flush()
         written, deadline = 1 + 200 * len(names), time.monotonic() + 30
@@ -51,7 +51,7 @@ def test_slow_and_many_viewers_delay_neither_the_run_nor_other_viewers(tmp_path)
             time.sleep(0.1)  # another viewer's read, which began before the last event, may be under way
         assert first["position"] == written
         answer = get(port, "/api/runs/0/live", **{"Last-Event-ID": str(first["position"])})
-        run.say(step(201))
+        run.emit(step(201))
         run.hub.flush()
         assert messages(answer, 1)[0][1]["series"]["0"]["columns"]["step"] == [201]
         answer.close()

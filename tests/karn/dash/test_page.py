@@ -170,9 +170,9 @@ def test_value_that_is_not_finite_is_named(visits, tmp_path):
 
 def test_live_run_shows_points_as_they_arrive_and_resumes_after_a_reload(visits, tmp_path):
     with record("mine", out=tmp_path / "run") as run, served(tmp_path) as port:
-        run.say(started())
+        run.emit(started())
         for n in range(1, 11):
-            run.say(step(n, quality=0.05 * n))
+            run.emit(step(n, quality=0.05 * n))
         run.hub.flush()
         page = visits.open(f"http://127.0.0.1:{port}/?token={TOKEN}")
         page.get_by_role("link", name="run").click()
@@ -180,13 +180,13 @@ def test_live_run_shows_points_as_they_arrive_and_resumes_after_a_reload(visits,
         chart = page.locator(".plot").first
         visits.expect(chart).to_have_attribute("aria-label", re.compile("ends at 50.0 %"))
         for n in range(11, 14):
-            run.say(step(n, quality=0.05 * n))
+            run.emit(step(n, quality=0.05 * n))
         run.hub.flush()
         visits.expect(chart).to_have_attribute("aria-label", re.compile("ends at 65.0 %"), timeout=30_000)
         page.reload()
         page.wait_for_selector(".pill.live")
         assert "ends at 65.0 %" in page.locator(".plot").first.get_attribute("aria-label")
-        run.say(step(14, quality=0.7))
+        run.emit(step(14, quality=0.7))
         run.hub.flush()
         visits.expect(chart).to_have_attribute("aria-label", re.compile("ends at 70.0 %"), timeout=30_000)
         visits.close()  # before the server, which would break off the stream of the live run
@@ -195,8 +195,8 @@ def test_live_run_shows_points_as_they_arrive_and_resumes_after_a_reload(visits,
 def test_end_of_a_run_ends_the_live_mark(visits, tmp_path):
     with served(tmp_path) as port:
         with record("mine", out=tmp_path / "run") as run:
-            run.say(started())
-            run.say(step(1))
+            run.emit(started())
+            run.emit(step(1))
             run.hub.flush()
             page = visits.open(f"http://127.0.0.1:{port}/?token={TOKEN}")
             page.get_by_role("link", name="run").click()

@@ -39,9 +39,9 @@ def test_list_shows_runs_that_begin_and_is_filtered(visits, tmp_path):
 
 def test_cut_and_replaced_journals_are_shown_as_they_are_now(visits, tmp_path):
     with record("mine", out=tmp_path / "run") as run, served(tmp_path) as port:
-        run.say(started())
+        run.emit(started())
         for n in range(1, 21):
-            run.say(step(n, quality=0.5))
+            run.emit(step(n, quality=0.5))
         run.hub.flush()
         page = visits.open(address(port, "#/run/0"))
         chart = page.locator(".plot").first
@@ -59,8 +59,8 @@ def test_cut_and_replaced_journals_are_shown_as_they_are_now(visits, tmp_path):
 def test_page_of_a_removed_run_says_so(visits, tmp_path):
     runs = tmp_path / "runs"
     with record("mine", out=runs / "run") as run, served(runs) as port:
-        run.say(started())
-        run.say(step(1))
+        run.emit(started())
+        run.emit(step(1))
         run.hub.flush()
         page = visits.open(address(port, "#/run/0"))
         page.wait_for_selector(".pill.live")

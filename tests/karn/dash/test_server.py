@@ -58,15 +58,15 @@ def test_comparison_of_runs(runs):
 
 def test_stream_sends_only_new_rows_after_the_last_event_id(tmp_path):
     with record("mine", out=tmp_path / "run") as run, served(tmp_path) as port:
-        run.say(started())
+        run.emit(started())
         for n in range(1, 11):
-            run.say(step(n))
+            run.emit(step(n))
         run.hub.flush()
         first = get_json(port, "/api/runs/0")
         assert len(first["series"]["0"]["columns"]["step"]) == 10
         answer = get(port, "/api/runs/0/live", **{"Last-Event-ID": str(first["position"])})
         assert answer.headers["content-type"].startswith("text/event-stream")
-        run.say(step(11))
+        run.emit(step(11))
         run.hub.flush()
         ((number, patch),) = messages(answer, 1)
         assert (patch["since"], number) == (first["position"], first["position"] + 1)
@@ -81,7 +81,7 @@ def test_stream_sends_only_new_rows_after_the_last_event_id(tmp_path):
 def test_end_of_a_run_reaches_a_viewer(tmp_path):
     with served(tmp_path) as port:
         with record("mine", out=tmp_path / "run") as run:
-            run.say(started())
+            run.emit(started())
             run.hub.flush()
             assert [each["name"] for each in get_json(port, "/api/runs")["runs"]] == ["run"]
             first = get_json(port, "/api/runs/0")

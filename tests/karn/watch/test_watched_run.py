@@ -72,7 +72,7 @@ def watched(tmp_path, *events, status=None, clock=None):
 # -- state and pace
 
 
-def test_silence_is_judged_by_the_runs_own_pauses(growing):
+def test_limits_follow_the_pauses_of_the_run(growing):
     growing.add(small_run())
     words = []
     for seconds in (4.0, 2.0, 10.0):

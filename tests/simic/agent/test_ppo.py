@@ -101,7 +101,7 @@ def prepared(buffer, layout, net, config=CONFIG):
     buffer.compute_advantages_and_returns(config.gamma, config.gae_lambda)
     buffer.forced |= forced(known_blueprints(buffer.masks, layout), layout)
     buffer.advantages.copy_(normalized_advantages(buffer.advantages, buffer.valid & ~buffer.forced))
-    net.renormalise(*ReturnScale().see(buffer.returns[buffer.valid]))
+    net.renormalise(*ReturnScale().update(buffer.returns[buffer.valid]))
 
 
 def one_batch(buffer, chunk=5):
@@ -598,32 +598,32 @@ def test_return_scale_is_mean_and_spread():
     scale = ReturnScale()
     assert scale.now() == (0.0, 1.0)
     first = torch.tensor([1.0, 3.0])
-    assert scale.see(first) == pytest.approx((2.0, 1.0))  # the first rollout counts in full
-    mean, std = scale.see(torch.tensor([10.0, 10.0]))
+    assert scale.update(first) == pytest.approx((2.0, 1.0))  # the first rollout counts in full
+    mean, std = scale.update(torch.tensor([10.0, 10.0]))
     old, new = 0.1 * 0.9, 0.1
     assert mean == pytest.approx((old * 2 + new * 10) / (old + new))
     assert std == pytest.approx(math.sqrt((old * 5 + new * 100) / (old + new) - mean**2))
-    assert scale.see(torch.empty(0)) == (mean, std)
+    assert scale.update(torch.empty(0)) == (mean, std)
 
 
 def test_return_scale_converges_decays_slowly_and_is_never_0():
     scale = ReturnScale()
     for _ in range(200):
-        mean, std = scale.see(torch.full((5,), 1e2))
+        mean, std = scale.update(torch.full((5,), 1e2))
     assert mean == pytest.approx(1e2)
     assert std == pytest.approx(1e-3)
     for _ in range(100):
-        mean, std = scale.see(torch.tensor([-1.0, 1.0]))
+        mean, std = scale.update(torch.tensor([-1.0, 1.0]))
     assert abs(mean) < 0.01
     assert std == pytest.approx(1.0, abs=0.2)
 
 
 def test_return_scale_is_saved_and_loaded():
     scale, other = ReturnScale(), ReturnScale()
-    scale.see(torch.tensor([1.0, 2.0, 7.0]))
+    scale.update(torch.tensor([1.0, 2.0, 7.0]))
     other.load(scale.state())
     more = torch.tensor([3.0, 4.0])
-    assert other.see(more) == scale.see(more)
+    assert other.update(more) == scale.update(more)
 
 
 def test_update_reads_values_in_units_of_the_returns():

@@ -89,5 +89,5 @@ def test_deeper_host_keeps_its_pools_and_wider_one_its_depth():
 
 def test_random_play_is_no_better_than_no_growth_in_the_simulator():
     sim = Simulator(SimConfig(), [0])
-    lucky = play(sim, Random(), range(256), REWARD)
-    assert abs(lucky.utility.mean()) < 0.01
+    played = play(sim, Random(), range(256), REWARD)
+    assert abs(played.utility.mean()) < 0.01

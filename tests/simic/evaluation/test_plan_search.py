@@ -205,22 +205,22 @@ def test_room_is_what_knowledge_of_a_world_gains_in_other_worlds() -> None:
     plans = [Plan(), Plan(1, 1), Plan(2, 1)]
     utility = [np.zeros(40), np.where(missing, 0.3, -0.1), np.where(missing, -0.3, 0.2)]
 
-    def room(rows: Sequence[np.ndarray]) -> dict[str, float]:
+    def by_group(rows: Sequence[np.ndarray]) -> dict[str, float]:
         values = [row.tolist() for row in rows]
-        return PlanTable(task="small", episodes=9, worlds=worlds, plans=plans, utility=values).room(FAMILY)
+        return PlanTable(task="small", episodes=9, worlds=worlds, plans=plans, utility=values).gain_by_group(FAMILY)
 
-    known = room(utility)
-    assert known["one per impairment"] == pytest.approx(np.where(missing, 0.3, 0.2).mean())
-    assert known["one plan"] < known["one per impairment"]
+    gains = by_group(utility)
+    assert gains["one per impairment"] == pytest.approx(np.where(missing, 0.3, 0.2).mean())
+    assert gains["one plan"] < gains["one per impairment"]
     first = np.array([d.impairment == "missing" and d.impaired == 0 for d in map(FAMILY.draw, worlds)])
-    known = room([np.zeros(40), np.where(first, 0.3, -0.1), np.where(first, -0.3, 0.2)])
-    assert known["one per impairment and block"] == pytest.approx(np.where(first, 0.3, 0.2).mean())
-    assert known["one per impairment"] < known["one per impairment and block"]
+    gains = by_group([np.zeros(40), np.where(first, 0.3, -0.1), np.where(first, -0.3, 0.2)])
+    assert gains["one per impairment and block"] == pytest.approx(np.where(first, 0.3, 0.2).mean())
+    assert gains["one per impairment"] < gains["one per impairment and block"]
     even = np.where(np.arange(40) % 2 == 0, 1.0, -1.0)  # what is best in one half of the worlds is worst in the other
-    assert list(room([np.zeros(40), even, -even]).values()) == pytest.approx([-1.0] * 4)
+    assert list(by_group([np.zeros(40), even, -even]).values()) == pytest.approx([-1.0] * 4)
     one = PlanTable(task="small", episodes=3, worlds=[0], plans=plans, utility=[[0.0], [0.1], [0.2]])
     with pytest.raises(ConfigError, match="two worlds"):
-        one.room(FAMILY)
+        one.gain_by_group(FAMILY)
 
 
 def one_plan(worlds: str, plan: str) -> str:

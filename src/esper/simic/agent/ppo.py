@@ -93,7 +93,7 @@ class ReturnScale:
     def __init__(self, keep: float = 0.9) -> None:
         self.keep, self.mean, self.square, self.weight = keep, 0.0, 0.0, 0.0
 
-    def see(self, returns: Tensor) -> tuple[float, float]:
+    def update(self, returns: Tensor) -> tuple[float, float]:
         """Update the averages with a rollout's returns. Return the new mean and standard deviation."""
         if not returns.numel():
             return self.now()
@@ -166,7 +166,7 @@ class PPO:
             buffer.advantages.copy_(normalized_advantages(buffer.advantages, valid & ~buffer.forced))
             for group in self.optimizer.param_groups:
                 group["lr"] = self.lr
-            self.network.renormalise(*self.scale.see(returns[valid]))
+            self.network.renormalise(*self.scale.update(returns[valid]))
             for _ in range(config.epochs):
                 passes += 1
                 for minibatch in buffer.minibatches(min(config.groups, buffer.envs), config.chunk, generator):

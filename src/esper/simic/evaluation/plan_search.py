@@ -121,8 +121,8 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             kinds[visible_kind(family.draw(world))].append(world)
         return {"": self.best()} | {kind: self.best(members) for kind, members in kinds.items() if len(members) > 1}
 
-    def room(self, family: Family) -> dict[str, float]:
-        """Return what plans gain in a family if the best one is chosen by each of `ROOMS`.
+    def gain_by_group(self, family: Family) -> dict[str, float]:
+        """Return what plans gain in a family if the best one is chosen by each of `PLAN_GROUPS`.
 
         Plans are chosen in one half of the worlds, every second one, and measured in the other: a plan chosen in the
         same worlds gains too much, by chance. A policy has room where a later entry exceeds the first.
@@ -130,7 +130,7 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if len(self.worlds) < 2:
             raise ConfigError("what plans gain in other worlds needs at least two worlds, got one")
         draws = [family.draw(world) for world in self.worlds]
-        return {name: self._cross_fitted([group(draw) for draw in draws]) for name, group in ROOMS.items()}
+        return {name: self._cross_fitted([group(draw) for draw in draws]) for name, group in PLAN_GROUPS.items()}
 
     def _cross_fitted(self, groups: Sequence[str]) -> float:
         """Return the mean utility of the best plan of each group of worlds, chosen in the other half of the worlds.
@@ -242,7 +242,7 @@ def visible_kind(draw: Draw) -> str:
     return f"{draw.blocks} blocks, {visible}"
 
 
-ROOMS: dict[str, Callable[[Draw], str]] = {
+PLAN_GROUPS: dict[str, Callable[[Draw], str]] = {
     "one plan": lambda _: "",
     "one per visible kind of host": visible_kind,
     "one per impairment": lambda draw: draw.impairment,
@@ -327,7 +327,7 @@ def search_in_world(
         np.array([_utility_at_end(best, reward)]),
     )
     grown = [structure_of(best.engine, 0)]
-    equal_test = test if isinstance(backend, FamilyBackend) else np.empty(0)  # as `Arena.compute`
+    equal_test = test if isinstance(backend, FamilyBackend) else np.empty(0)  # at equal compute, in families only
     return Played(name, [world], quality, test, params, macs, value, np.array([spent]), grown, equal_test)
 
 

@@ -25,7 +25,7 @@ from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import wait_everywhere
 
 LEAST_AGE = 4
-"""Epochs before a seed can be pruned. Younger ones have learnt too little to be judged."""
+"""Epochs before a seed can be pruned. Younger ones have learnt too little to be compared."""
 REST = 7
 """Epochs from the decision to prune until a replacement begins to learn."""
 MARGIN = 0.005
@@ -83,10 +83,10 @@ class ReplacingPlanner:
             without = self._utility(_at(blueprint, s, EMPTY), _at(final, s, 0.0))
             keep[:, s] = whole - without
             time = np.maximum(left - np.where(is_alive[:, s], REST, 0), 0)  # [E]
-            hope = OPTIMISM * self.surprise[:, s] * time / self.horizon
+            bonus = OPTIMISM * self.surprise[:, s] * time / self.horizon
             for b in np.flatnonzero(PLANTABLE):
                 skill = 1.0 - (1.0 - LEARNING_RATE[b]) ** time
-                strength = (self.truth.expected[:, s, b] + hope) * skill * STYLE_FIT[b]
+                strength = (self.truth.expected[:, s, b] + bonus) * skill * STYLE_FIT[b]
                 offers[:, s, b] = self._utility(_at(blueprint, s, int(b)), _at(final, s, strength)) - without
         return keep, np.where(self.tried, -np.inf, offers)
 

@@ -341,8 +341,8 @@ def _fit_gains(base: SimConfig, recordings: Sequence[Recording], log_pace: Float
         return msgspec.structs.replace(base, **values, room_spread=spread)
 
     def cost(deviations: Floats) -> float:
-        found = moments(*predicted_gains(candidate(deviations), names, counts))
-        return float((((found - goal) / errors) ** 2).sum() + (deviations**2).sum())
+        predicted = moments(*predicted_gains(candidate(deviations), names, counts))
+        return float((((predicted - goal) / errors) ** 2).sum() + (deviations**2).sum())
 
     return candidate(lowest(cost, len(FREE)))
 
@@ -354,8 +354,8 @@ def lowest(cost: Callable[[Floats], float], size: int, tries: int = 100, starts:
     """
     rng = np.random.default_rng(0)
     points = [np.zeros(size), *(rng.standard_normal((tries, size)))]
-    found = [_descended(cost, point) for _, point in sorted(((cost(p), p) for p in points), key=_first)[:starts]]
-    return min(found, key=_first)[1]
+    minima = [_descended(cost, point) for _, point in sorted(((cost(p), p) for p in points), key=_first)[:starts]]
+    return min(minima, key=_first)[1]
 
 
 def _first(pair: tuple[float, Floats]) -> float:

@@ -17,7 +17,8 @@ Corrected in all of them:
 - The stages form a potential, γΦ′ − Φ with Φ ≥ 0 and Φ = 0 at the end. The earlier one paid for epochs in a stage.
 - Qualities come from the one shared validation split, and gains are relative to the no-growth baseline at the end of
   the episode; `basic` received the change of the last epoch instead. Sizes are relative to the host.
-- A fossil is judged by the contribution measured before its commitment, not by what the host improved since its birth.
+- A fossil is rewarded for the contribution measured before its commitment, not for what the host improved since its
+  birth.
 - `loss` weighs deteriorations like improvements. Halving them made a loss that goes up and down pay.
 - `minimal` charges every pruned seed. The earlier charge was for an age at which pruning is illegal.
 """
@@ -39,7 +40,7 @@ STAGE_POTENTIAL[[Stage.GERMINATED, Stage.TRAINING, Stage.BLENDING, Stage.HOLDING
     5.5,
     6.0,
 )
-_HAS_SAY = np.isin(np.arange(NUM_STAGES), (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED))
+_IN_FORWARD = np.isin(np.arange(NUM_STAGES), (Stage.BLENDING, Stage.HOLDING, Stage.FOSSILIZED))
 _IS_GROWING = np.isin(np.arange(NUM_STAGES), GROWING)
 _IS_COOLING = np.isin(np.arange(NUM_STAGES), COOLING)
 WORTHWHILE = 0.01
@@ -67,7 +68,7 @@ def escrow(before: Frame, after: Frame, config: RewardConfig) -> Floats:
 
     Their rent is still owed.
     """
-    kept = np.where(after.ended[:, None], after.stage == Stage.FOSSILIZED, _HAS_SAY[after.stage])
+    kept = np.where(after.ended[:, None], after.stage == Stage.FOSSILIZED, _IN_FORWARD[after.stage])
     return np.asarray(_credit(after, kept, config) - _worth(before, config))
 
 
@@ -127,7 +128,7 @@ def loss(before: Frame, after: Frame, config: RewardConfig) -> Floats:
 
 def _worth(frame: Frame, config: RewardConfig) -> Floats:
     """Return the last measured contributions of seeds that are BLENDING, HOLDING or FOSSILIZED, minus all rent."""
-    return _credit(frame, _HAS_SAY[frame.stage], config)
+    return _credit(frame, _IN_FORWARD[frame.stage], config)
 
 
 def _credit(frame: Frame, kept: Bools, config: RewardConfig) -> Floats:

@@ -405,7 +405,7 @@ class TelemetryEmitter:
 
     # -- events of the run
 
-    def say(self, event: Event) -> None:
+    def run_event(self, event: Event) -> None:
         """Emit an event of the run as a whole."""
         if self.leads:
             self.hub.emit(event)

@@ -110,8 +110,8 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
             raise ConfigError(f"epochs must be ≥ 1, got {self.epochs}")
         if self.reward.mode in WITH_POTENTIAL and self.reward.gamma != self.ppo.gamma:
             raise ConfigError(
-                f"reward.mode = {self.reward.mode} needs reward.gamma = ppo.gamma, or its potential pays for going in "
-                f"circles; got {self.reward.gamma} and {self.ppo.gamma}"
+                f"reward.mode = {self.reward.mode} needs reward.gamma = ppo.gamma, or its potential rewards cycles "
+                f"of actions; got {self.reward.gamma} and {self.ppo.gamma}"
             )
         if self.family() is not None and self.engine.strategy != "loop" and not self.simulated:
             raise ConfigError(

@@ -2,7 +2,7 @@
 
     result = train_ppo_vectorized(load_config(preset="sim"))
 
-Telemetry goes through the emitter; `leyline.profiler` records how long each phase of the loop takes.
+Telemetry goes through the emitter; `PhaseTimers` (`tolaria/rollout.py`) records how long each phase of the loop takes.
 
 Legend: E environments, R of them on this rank, T steps, F features, M mask columns.
 """
@@ -151,7 +151,7 @@ def train_ppo_vectorized(
             update = training.ppo.update(buffer.finish(), training.shuffle, imitate=taught)
             update = with_returns(update, ends["returns"])
         with phases("telemetry"):
-            emit.say(update)
+            emit.run_event(update)
             emit.episode(
                 env.backend.table, [f"env {e}" for e in range(E)[mine]], episode_return=earned.tolist(),
                 utility=info["utility"].tolist(), baseline_quality=env.backend.baseline_quality.tolist(),

@@ -34,26 +34,26 @@ class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Learning has stalled if the best quality of this many epochs is not `plateau_gain` above the best before; 1 to
     9."""
     plateau_gain: float = 0.005
-    """Gain in quality below which learning counts as stalled."""
+    """Gain in quality, ≥ 0, below which learning counts as stalled."""
     settled_epochs: int = 3
     """The loss has settled after this many consecutive epochs with a change within `settled_band`; 1 to 9."""
     settled_band: tuple[float, float] = (-0.05, 0.03)
-    """Lower and upper bound of the relative change of a settled validation loss per epoch."""
+    """Lower and upper bound of the relative change of a settled validation loss per epoch, as fractions."""
     first_epoch: int = 5
-    """First epoch in which a seed may be planted."""
+    """First epoch, ≥ 0, in which a seed may be planted."""
     loss_of_quality: float = 0.02
-    """Loss of quality that leads to pruning: against the network without the seed in BLENDING, against the quality at
-    germination in HOLDING."""
+    """Loss of quality, ≥ 0, that leads to pruning: against the network without the seed in BLENDING, against the
+    quality at germination in HOLDING."""
     training_patience: int = 20
-    """Maximum number of epochs in TRAINING. A seed that has not passed its gate by then is pruned."""
+    """Maximum number of epochs, ≥ 0, in TRAINING. A seed that has not passed its gate by then is pruned."""
     least_contribution: float = 0.005
-    """Minimum contribution in units of quality. A seed that is below it by z standard errors is pruned."""
+    """Minimum contribution, any number, in units of quality. A seed that is below it by z standard errors is pruned."""
     holding_patience: int = 5
-    """Maximum number of epochs in HOLDING. A seed that is still undecided then is pruned."""
+    """Maximum number of epochs, ≥ 0, in HOLDING. A seed that is still undecided then is pruned."""
     z: float = 2.5
     """Number of standard errors by which a contribution must differ from a threshold, ≥ 0."""
     penalty: float = 2.0
-    """Penalty of a blueprint per pruned seed. It halves each epoch; blueprints with 3 or more are skipped."""
+    """Penalty, ≥ 0, of a blueprint per pruned seed. It halves each epoch; blueprints with 3 or more are skipped."""
     blueprints: tuple[str, ...] = (
         "conv_light", "conv_heavy", "attention", "norm", "depthwise",
         "mlp_small", "mlp", "lora_large", "lora",
@@ -95,8 +95,8 @@ class Heuristic:
         self._remember(table)
         actions = wait_everywhere(table.num_envs)
         free = np.ones(table.num_envs, dtype=bool)
-        for op, wish in self._wishes(table):
-            may = legal[:, op] & wish & free[:, None]
+        for op, where in self._proposals(table):
+            may = legal[:, op] & where & free[:, None]
             envs = may.any(axis=1)
             order = np.where(may, -self.slot_tries if op == Op.GERMINATE else 0, -1000)  # least tried slot first
             actions[envs, Head.OP], actions[envs, Head.SLOT] = op, order.argmax(axis=1)[envs]
@@ -122,14 +122,14 @@ class Heuristic:
         for name, memory in columns.items():
             setattr(self, name, memory.copy())
 
-    def _wishes(self, table: SlotTable) -> list[tuple[Op, Bools]]:
+    def _proposals(self, table: SlotTable) -> list[tuple[Op, Bools]]:
         """Return the operations in the order of the rules, with the slots [E, S] they apply to."""
         c, stage = self.config, table.stage
         holding = stage == Stage.HOLDING
         quality = table.quality[:, None]
         margin = c.z * table.contribution_se
         measured = table.contribution_age >= 0  # in HOLDING: measured at full alpha
-        worth_it = holding & measured & (table.contribution - margin > 0)
+        helpful = holding & measured & (table.contribution - margin > 0)
         worse_off = measured & (quality < table.quality_birth - c.loss_of_quality) & (table.contribution > 0)
         useless = measured & (table.contribution + margin < c.least_contribution)
         out_of_patience = measured & (table.dwell > c.holding_patience)
@@ -139,7 +139,7 @@ class Heuristic:
         ready = self.settled & self._stalled(table) & (table.step >= c.first_epoch)
         anywhere = np.ones_like(prune)
         return [
-            (Op.FOSSILIZE, worth_it & ~worse_off),
+            (Op.FOSSILIZE, helpful & ~worse_off),
             (Op.PRUNE, prune),
             (Op.ADVANCE, anywhere),
             (Op.GERMINATE, anywhere & ready[:, None]),
