@@ -175,7 +175,7 @@ def train_random_search(arm: Arm, task: str, world: int, budgets: Sequence[float
 def train_halving(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
     """Successive halving: 4n random structures for a budget of n; the better half continues until one is left.
 
-    Every round costs the same. Rounds are judged by validation quality; the last structure ends with the decay.
+    Every round costs the same. Structures are ranked by validation quality; the last structure ends with the decay.
     Settings: `limit`.
     """
     own = get_task(task)
