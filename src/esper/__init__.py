@@ -29,7 +29,7 @@ _HOME = {
     "audition": "esper.grower.audition",
     "Audition": "esper.grower.audition",
     "Worth": "esper.simic.attribution",
-    "plot_worth": "esper.simic.attribution.worth",
+    "plot_worth": "esper.karn.worth_plot",
     "record": "esper.nissa.recorder",
     "load_data": "esper.tolaria.data",
     "Task": "esper.tolaria.tasks",
@@ -56,6 +56,7 @@ if TYPE_CHECKING:
     from esper.grower import StepReport as StepReport
     from esper.grower.audition import Audition as Audition
     from esper.grower.audition import audition as audition
+    from esper.karn.worth_plot import plot_worth as plot_worth
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.body import Body as Body
     from esper.kasmina.graft import graft as graft
@@ -69,7 +70,6 @@ if TYPE_CHECKING:
     from esper.leyline.stages import Thresholds as Thresholds
     from esper.nissa.recorder import record as record
     from esper.simic.attribution import Worth as Worth
-    from esper.simic.attribution.worth import plot_worth as plot_worth
     from esper.simic.env import GrowthVectorEnv as GrowthVectorEnv
     from esper.simic.simulated_worlds import SimConfig as SimConfig
     from esper.simic.simulator import Simulator as Simulator

@@ -38,6 +38,7 @@ from esper.commands.resuming import checkpoint_of, must_fit, ownership, refuse_s
 from esper.grower.explanations import MIXING_STEPS, late_planting, why_nothing_was_planted
 from esper.karn import report as karn_report
 from esper.karn.run_state import RunState
+from esper.karn.worth_plot import plot_worth
 from esper.kasmina.harden import harden
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.atomic_io import write_atomically
@@ -50,7 +51,6 @@ from esper.nissa.recorder import Run, record, record_on
 from esper.nissa.run import Lock, read_manifest
 from esper.nissa.signals import stoppable
 from esper.simic.attribution import Worth, report
-from esper.simic.attribution.worth import plot_worth
 from esper.simic.env import context_of
 from esper.tamiyo.controllers import CONTROLLERS, Controller, make_controller
 from esper.tamiyo.controllers.learned import Learned

@@ -5,7 +5,7 @@
     train_epoch(network, batches, shadow_every=2)          # the training epoch of a growing network
     network.evaluate(batches, score)                       # every on/off configuration, on the averaged weights
 
-Each of these steps is implemented here; `BatchedEpoch` in `batched_training.py` computes the same steps for several
+Each of these steps is implemented here; `BatchedEpoch` in `batched_training.py` computes the training steps for several
 networks at once. `Engine` holds one `HostNetwork` per environment, `esper.Grower` wraps one `GrowingNetwork` for a loop
 that belongs to the user, and `BatchedTrainer` runs the same `train_epoch`.
 
