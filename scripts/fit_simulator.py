@@ -68,8 +68,13 @@ def record_task(task: str, worlds: int, on_world: Callable[[str], None]) -> tupl
             f"no slot of {task!r} takes a blueprint of simulated slots, which are for feature maps: "
             f"{', '.join(MAP_BLUEPRINTS)}"
         )
-    if backend.horizon < LEAST_EPOCHS:
-        raise ConfigError(f"a fit needs episodes of at least {LEAST_EPOCHS} epochs, {task!r} has {backend.horizon}")
+    family = config.family()
+    shortest = backend.horizon if family is None else min(family.epochs)
+    if shortest < LEAST_EPOCHS:
+        raise ConfigError(f"a fit needs episodes of at least {LEAST_EPOCHS} epochs, {task!r} has some of {shortest}")
+    others = [name for name, taken in zip(BLUEPRINTS, takes, strict=False) if taken and name not in allowed]
+    if others:
+        print(f"not simulated, so left out: {', '.join(others)}")
     recorded = allowed if len(allowed) <= len(HANDFUL) else [name for name in HANDFUL if name in allowed]
     recordings = []
     samples = 0
@@ -197,9 +202,9 @@ def compared(task: str, base: SimConfig, recordings: list[Recording]) -> Fit:
 
 def shown(result: Fit) -> str:
     """Return the gap as a table of text."""
-    lines = [f"{'mean ± standard error over worlds':52}" + "".join(f"{name:>20}" for name in COLUMNS)]
+    lines = [f"{'mean ± standard error over worlds':66}" + "".join(f"{name:>20}" for name in COLUMNS)]
     for name, figures in result.gap.items():
-        lines.append(f"{name:52}" + "".join(f"{f'{f.mean:.4f} ± {f.se:.4f}':>20}" for f in figures))
+        lines.append(f"{name:66}" + "".join(f"{f'{f.mean:.4f} ± {f.se:.4f}':>20}" for f in figures))
     return "\n".join(lines)
 
 
@@ -215,6 +220,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     saved = FOLDER / f"{Path(options.task).stem}.json"
     torch.set_num_threads(1)
     try:
+        if options.out is not None and not options.out.parent.is_dir():
+            raise ConfigError(f"there is no directory {options.out.parent}. Create it, or choose another --out")
         if options.recorded:
             base, recordings = read(saved)
         else:

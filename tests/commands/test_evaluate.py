@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 
+import msgspec
 import numpy as np
 import pytest
 from rich.console import Console
@@ -17,6 +18,7 @@ from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
 from esper.simic.evaluation.comparison import Played
 from esper.simic.evaluation.plan_search import Plan, PlanTable
+from esper.simic.rewards import RewardConfig
 from esper.simic.training.checkpointer import new_network, with_policy_network
 from esper.simic.training.config import as_tree, load_config
 from esper.tamiyo.network import NetworkConfig
@@ -39,6 +41,8 @@ def test_policy_of_a_simulated_run_is_compared_on_the_given_task(tmp_path):
     assert config_of([str(tmp_path)], None, simulated=False).simulated
     config = config_of([str(tmp_path)], "digits", simulated=False)
     assert (config.simulated, config.task) == (False, "digits")
+    with pytest.raises(ConfigError, match="Use one of them"):
+        config_of([str(tmp_path)], "digits", simulated=True)
 
 
 @pytest.mark.parametrize("names", [["none", "randm"], ["none", "wider"], ["wider", "none"], ["none", "no/such/run"]])
@@ -121,6 +125,8 @@ def test_unusable_plans_are_refused_before_any_episode(small_family, tmp_path, m
             )
 
     norm = Plan(blueprint_index("norm"), 1)
+    dear = msgspec.structs.replace(table_of(small_family, [norm]), reward=RewardConfig(rent_macs=0.05))
+    refused(r"for another utility: reward\.rent_macs 0\.05 instead of 0\.005\.", dear)
     refused("--plans needs real hosts", table_of(small_family, [norm]), simulated=True)
     refused("--plans .*'nosuch'.*no task named", table_of("nosuch", [norm]))
     refused("--plans .*there is no family file", table_of(str(tmp_path / "other.toml"), [norm]))
@@ -153,7 +159,7 @@ def test_initial_policy_keeps_its_own_shape():
     shipped = load_config(more={"start_from": "tamiyo"})
     assert new_network(shipped).config == with_policy_network(shipped).network
     other = load_config(sets=["network.hidden=32"], more={"start_from": "tamiyo"})
-    with pytest.raises(ConfigError, match=r"has the network settings .*network\.\* contradicts"):
+    with pytest.raises(ConfigError, match=r"other network settings .*Use --set network\.hidden=64, or"):
         with_policy_network(other)
     assert with_policy_network(load_config()).network == NetworkConfig()
 

@@ -37,11 +37,15 @@ def test_command_writes_a_config_file_that_train_accepts(tmp_path: Path) -> None
     family, out = tmp_path / "small.toml", tmp_path / "plans.toml"
     family.write_text(FAMILY)
     command = ["plans", str(family), "--worlds", "3", "--episodes", "20", "--least-gain", "-1", "--out", str(out)]
+    command += ["--set", "reward.rent_macs=0.04"]
     done = esper(*command)
     assert done.returncode == 0, done.stderr
     assert "world 3 of 3" in done.stdout
+    assert "one per impairment and block: U " in done.stdout
+    assert read_plan_table(out.with_suffix(".json")).reward.rent_macs == 0.04
     config = load_config(file=out, sets=["imitation=1"])
     assert config.task == str(family)
+    assert config.reward == RewardConfig(rent_macs=0.04)
     assert sorted(config.plans) == ["0", "1", "2"]
     slots = config.family().longest()
     assert all(slot in slots for plan in config.plans.values() for slot in plan)

@@ -52,10 +52,13 @@ def test_fit_is_saved_and_repeated_from_its_file(tmp_path: Path, monkeypatch, ca
     ("arguments", "message"),
     [
         (["few.toml", "--recorded"], "there is no file"),
+        (["few.toml", "--out", "nowhere/x.toml"], "there is no directory nowhere"),
+        (["short.toml", "--worlds", "4"], "at least 8 epochs, 'short.toml' has some of 4"),
         (["rescue", "--worlds", "2"], "a fit needs 4 to 10000 training worlds, got 2"),
     ],
 )
 def test_wrong_use_is_an_error_of_one_line(arguments, message, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "short.toml").write_text(FAMILY.replace("epochs = [8]", "epochs = [4, 8]"))
     with pytest.raises(SystemExit, match=message):
         fit_simulator.main(arguments)

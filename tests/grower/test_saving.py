@@ -9,7 +9,7 @@ import hashlib
 import random
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -544,8 +544,9 @@ def head(width: int) -> list[nn.Module]:
     return [nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(width, 3)]
 
 
-def grafted(model: nn.Module, at: Any = None) -> esper.Body:
-    return esper.graft(model, at=at or {"first": "0", "second": "2"}, probe=torch.randn(3, 1, 6, 6))
+def grafted(model: nn.Module, at: Any = None, blueprints: Sequence[str] = ()) -> esper.Body:
+    sites = at or {"first": "0", "second": "2"}
+    return esper.graft(model, at=sites, probe=torch.randn(3, 1, 6, 6), blueprints=blueprints)
 
 
 def plain(width: int = 6, bias: bool = True) -> nn.Sequential:
@@ -575,6 +576,9 @@ MISFITS: dict[str, tuple[Callable[[], esper.Body], Callable[[esper.Body], optim.
     "other names": (lambda: grafted(plain(), ["0", "2"]), sgd, r"has slots first, second; this body has 0, 2"),
     "another order": (lambda: grafted(plain(), {"second": "2", "first": "0"}), sgd, r"this body has second, first"),
     "another place": (lambda: grafted(plain(), {"first": "0", "second": "2.0"}), sgd, r"'second' follows '2', .*'2.0'"),
+    "other blueprints": (
+        lambda: grafted(plain(), blueprints=["norm", "bottleneck"]), sgd, r"is not among the blueprints that this body",
+    ),
     "another optimiser": (make_body, lambda b: optim.Adam(b.parameters()), r"saved with SGD, this optimiser is Adam"),
     "more groups": (make_body, halves, r"had 2 groups of parameters, the seeds' included; this one has 3"),
     "fewer parameters": (

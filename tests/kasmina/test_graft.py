@@ -15,7 +15,7 @@ from torch.utils import _pytree as pytree
 from esper.kasmina.blueprints import blueprints_for
 from esper.kasmina.graft import graft
 from esper.leyline.actions import Operator
-from esper.leyline.errors import EsperError, GraftError, UnknownNameError
+from esper.leyline.errors import BlueprintError, EsperError, GraftError, UnknownNameError
 from esper.leyline.stages import SeedStage
 from tests.support.models import (
     ZOO,
@@ -624,3 +624,25 @@ def test_awaken_makes_delta_non_zero():
     assert not slot.seed(vectors(2)).any()
     awaken(slot)
     assert slot.seed(vectors(2)).any()
+
+
+@pytest.mark.parametrize("blueprints", ["norm", b"norm", 5, [3], None])
+def test_blueprints_that_are_no_list_of_names_are_refused(blueprints: Any):
+    with pytest.raises(GraftError, match="blueprints must be"):
+        graft(nn.Sequential(nn.Linear(6, 8), nn.ReLU()), at=["1"], probe=torch.randn(4, 6), blueprints=blueprints)
+
+
+def test_allowed_blueprints_hold_for_planting_and_loading():
+    def body(names: Any) -> Any:
+        model = nn.Sequential(nn.Linear(6, 8), nn.ReLU())
+        return graft(model, at=["1"], probe=torch.randn(4, 6), blueprints=names)
+
+    free, restricted = body(()), body(iter(["norm", "norm"]))
+    assert restricted.allowed_blueprints == ("norm",)
+    assert restricted.valid_blueprints() == {"1": ["norm"]}
+    free.set_slot(free.plant("1", "mlp_small"), SeedStage.HOLDING, 1.0)
+    with pytest.raises(BlueprintError, match=r"'mlp_small' is not among .* grafted with: norm\. Use one"):
+        restricted.plant("1", "mlp_small")
+    with pytest.raises(BlueprintError, match="'mlp_small' is not among"):
+        restricted.load_state_dict(free.state_dict())
+    assert restricted.slots["1"].seed is None

@@ -86,6 +86,8 @@ def test_wide_spreads_stay_in_range():
         ({"seed_params": 0.0}, "seed_params must be > 0"),
         ({"seed_macs": float("inf")}, "seed_macs must be > 0"),
         ({"pace_spread": float("nan")}, "pace_spread must be ≥ 0"),
+        ({"gain": float("inf")}, "gain must be ≥ 0 and at most 100, got inf"),
+        ({"seed_params": 1e17}, "seed_params must be > 0, from 1e-4 to 1e4"),
         ({"room": 0.0}, "room must be above 0"),
         ({"room": 1.5}, "room must be above 0 and at most 1"),
         ({"room_spread": -1.0}, "room_spread must be ≥ 0"),
@@ -113,10 +115,11 @@ def test_only_allowed_blueprints_are_planted():
     assert planted == {HEAVY}
 
 
+@pytest.mark.parametrize("config", [ONLY_HEAVY, msgspec.structs.replace(ONLY_HEAVY, gain=2.0, surprise=2.0)])
 @pytest.mark.parametrize("planner", [InformedPlanner, ReplacingPlanner])
-def test_planners_plant_allowed_blueprints_only(planner):
-    sim = Simulator(ONLY_HEAVY, range(32))
-    steps = list(rollout(sim, planner(sim, RewardConfig()), ONLY_HEAVY.horizon))
+def test_planners_plant_allowed_blueprints_only(planner, config):
+    sim = Simulator(config, range(64))
+    steps = list(rollout(sim, planner(sim, RewardConfig()), config.horizon))
     chosen = np.concatenate([s.actions[s.actions[:, Head.OP] == Op.GERMINATE, Head.BLUEPRINT] for s in steps])
     assert set(chosen.tolist()) == {HEAVY}
 

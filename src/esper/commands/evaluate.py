@@ -61,6 +61,10 @@ EPISODES_PER_PLAN = 2
 """Episodes of the search for a plan in training worlds, per plan, unless --search-episodes sets their number."""
 
 
+OF_UTILITY = ("rent_params", "rent_macs", "rent_training", "worst_quality", "floor")
+"""Settings of the reward that determine U."""
+
+
 class ControllerComparison:
     """Comparison of controllers with the backend, rules and reward of one config."""
 
@@ -93,6 +97,13 @@ class ControllerComparison:
         """Raise unless this table of plans can be used with real hosts and held-out worlds."""
         if self.config.simulated:
             raise ConfigError("--plans needs real hosts; do not use it with --sim")
+        given, now = (msgspec.structs.asdict(reward) for reward in (plans.reward, self.config.reward))
+        other = ", ".join(f"reward.{k} {given[k]} instead of {now[k]}" for k in OF_UTILITY if given[k] != now[k])
+        if other:
+            raise ConfigError(
+                f"the file of --plans has plans for another utility: {other}. Find plans with the settings of the "
+                "comparison, or give a run with these settings first"
+            )
         if max(plans.worlds) >= HELD_OUT_FROM:
             raise ConfigError(
                 f"the file of --plans has plans found in world {max(plans.worlds)}; worlds from {HELD_OUT_FROM} on are "
@@ -274,6 +285,8 @@ def complete(names: list[str], simulated: bool) -> list[str]:
 
 def config_of(names: Sequence[str], task: str | None, simulated: bool) -> TrainConfig:
     """Return the settings to compare under: those of the first run among the names, if any."""
+    if simulated and task is not None:
+        raise ConfigError(f"--sim compares on simulated hosts, --task on those of {task!r}. Use one of them")
     real = None if task is None else False  # a named task is meant, also if the run was simulated
     more: dict[str, Any] = {"task": task, "simulated": simulated or real}
     for run in [Path(name) for name in names if (Path(name) / "manifest.json").exists()][:1]:

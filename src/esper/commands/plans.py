@@ -25,6 +25,7 @@ from esper.simic.env import HostBackend
 from esper.simic.evaluation.no_growth_baseline import shared_baselines
 from esper.simic.evaluation.plan_search import Plan, PlanTable, best_plans, plans_of, utilities
 from esper.simic.family_backend import FamilyBackend
+from esper.simic.rewards import RewardConfig
 from esper.simic.training.config import TrainConfig, load_config
 from esper.simic.training.vectorized import make_backend
 from esper.studies.runner import worker_pool
@@ -63,7 +64,7 @@ def run_plans(
         candidates = plans_of(backend)
         plans = best_plans(candidates, range(worlds), episodes, KEEP, follow_all, partial(plainly, console))
         followed: list[list[float]] = [[] for _ in plans]
-        lines = [f"task = {json.dumps(task, ensure_ascii=False)}", "", "[plans]"]
+        lines = [f"task = {json.dumps(task, ensure_ascii=False)}", "", *_reward_lines(config.reward), "[plans]"]
         for world in range(worlds):
             gains = [gain for (gain,) in follow_all(plans, [world])]
             for row, value in zip(followed, gains, strict=True):
@@ -72,19 +73,27 @@ def run_plans(
             plan = plans[gains.index(gain)] if gain >= least_gain else Plan()
             plainly(console, f"world {world + 1} of {worlds}: {plan}; the best plan gains U {gain:+.4f}")
             lines.append(f"{world} = {_planted(plan, backend, world)}")
-    table = PlanTable(task=task, episodes=len(values), worlds=list(range(worlds)), plans=plans, utility=followed)
+    table = PlanTable(
+        task=task, episodes=len(values), worlds=list(range(worlds)), plans=plans, utility=followed, reward=config.reward
+    )
     write_atomically(results, msgspec.json.encode(table) + b"\n")
     write_atomically(out, ("\n".join(lines) + "\n").encode())
-    plainly(console, f"plans in {out}: use them with esper train --config {out} --set imitation=12")
+    plainly(console, f"plans in {out}: use them with esper train --preset family --config {out} --set imitation=12")
     plainly(
         console, f"best fixed plan: {table.best()}; compare with it by esper eval RUN best-schedule --plans {results}"
     )
     family = config.family()
     if family is not None and worlds > 1:
+        plainly(console, "plans chosen in one half of the worlds gain in the other:")
         for name, gain in table.gain_by_group(family).items():
-            plainly(
-                console, f"gain of {name}, chosen in one half of the worlds and measured in the other: U {gain:+.4f}"
-            )
+            plainly(console, f"    {name}: U {gain:+.4f}")
+
+
+def _reward_lines(reward: RewardConfig) -> list[str]:
+    """Return the settings of the utility that are not defaults, as lines of TOML."""
+    values = msgspec.structs.asdict(reward)
+    changed = [f"{k} = {json.dumps(v)}" for k, v in values.items() if v != getattr(RewardConfig(), k)]
+    return ["[reward]", *changed, ""] if changed else []
 
 
 @cache

@@ -218,6 +218,7 @@ def trial_seeds(saved: GrowerState, body: Body) -> dict[str, Slot]:
     for name, state in saved.slots.items():
         if state.blueprint:
             own = body.slots[name]
+            body.check_allowed(state.blueprint)
             device, dtype = body.anchor(own)
             try:
                 operator = Operator(state.operator)

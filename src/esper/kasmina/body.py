@@ -125,11 +125,20 @@ class Body(nn.Module):
     def plant(self, name: str, blueprint: str, operator: Operator = Operator.ADD, *, rng_seed: int = 0) -> Slot:
         """Build a seed in the slot `name`, with weights drawn from `rng_seed`, and return the slot."""
         slot = self.slot(name)
+        self.check_allowed(blueprint)
         device, dtype = self.anchor(slot)
         slot.to(device)
         slot.plant(blueprint, operator, device=device, dtype=dtype, rng_seed=rng_seed)
         slot.train(self.model.training)
         return slot
+
+    def check_allowed(self, blueprint: str) -> None:
+        """Raise BlueprintError unless the graft allows this blueprint."""
+        if self.allowed_blueprints and blueprint not in self.allowed_blueprints:
+            raise BlueprintError(
+                f"{blueprint!r} is not among the blueprints that this body was grafted with: "
+                f"{', '.join(self.allowed_blueprints)}. Use one of these, or graft with blueprints=[..., {blueprint!r}]"
+            )
 
     def sync(self, table: SlotTable, env: int = 0) -> None:
         """Copy stage, alpha and frozenness from the table to the slots. Nothing else writes them during a run."""
@@ -306,6 +315,7 @@ class Body(nn.Module):
                     f"the state holds a seed in slot {name!r}, which this body does not have "
                     f"(it has {', '.join(self.slots)}). Graft at the same places as when it was saved."
                 )
+            self.check_allowed(blueprint)
             blueprints.cost(blueprint, self.slots[name].site)  # raises if there is no such blueprint for such a slot
         return seeds
 

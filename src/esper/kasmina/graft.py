@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -114,8 +114,11 @@ def graft(
 
 def checked_blueprints(names: Sequence[str], slots: Sequence[Slot]) -> tuple[str, ...]:
     """Return the names. Raise UnknownNameError for an unregistered one, GraftError if a slot takes none of them."""
-    if isinstance(names, str):
-        raise GraftError(f"blueprints must be a list of names, such as [{names!r}], got {names!r}")
+    if isinstance(names, (str, bytes)) or not isinstance(names, Iterable):
+        raise GraftError(f"blueprints must be a list of names, such as ['norm'], got {names!r}")
+    names = tuple(dict.fromkeys(names))
+    if not all(isinstance(name, str) for name in names):
+        raise GraftError(f"blueprints must be names, got {names!r}")
     for name in names:
         if name not in registered():
             raise unknown_name("blueprint", name, registered())
@@ -125,7 +128,7 @@ def checked_blueprints(names: Sequence[str], slots: Sequence[Slot]) -> tuple[str
             raise GraftError(
                 f"slot {slot.name!r} takes none of the blueprints {', '.join(names)}. It takes: {', '.join(fitting)}"
             )
-    return tuple(names)
+    return names
 
 
 def _warn_of_unseen_padding(body: Body, probe: Any) -> None:

@@ -14,7 +14,6 @@ Legend: E environments, S slots, B blueprints, K kinds of help.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,6 +26,7 @@ from esper.leyline.rng import Bits, bell, random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Floats, Ints
 
 MOST_SLOTS = 1000
+MOST_SPREAD, MOST_FACTOR = 100.0, 1e4
 LEAST_CEILING, MOST_CEILING = 0.15, 0.98
 LEAST_ROOM = 0.01
 NOT_PLANTED = -1.0
@@ -110,8 +110,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not (self.bad_share >= 0 and self.stillborn_share >= 0 and self.bad_share + self.stillborn_share <= 1):
             raise ConfigError(f"shares must lie in 0…1 together, got {self.bad_share} and {self.stillborn_share}")
         for name in _AT_LEAST_0:
-            if not getattr(self, name) >= 0:
-                raise ConfigError(f"{name} must be ≥ 0, got {getattr(self, name)}")
+            if not 0 <= getattr(self, name) <= MOST_SPREAD:
+                raise ConfigError(f"{name} must be ≥ 0 and at most {MOST_SPREAD:g}, got {getattr(self, name)}")
         for name in self.blueprints:
             if name not in MAP_BLUEPRINTS:
                 raise unknown_name("blueprint of simulated slots", name, MAP_BLUEPRINTS)
@@ -119,8 +119,8 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
     def _check_curves(self) -> None:
         for name in ("pace", "seed_params", "seed_macs"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise ConfigError(f"{name} must be > 0, got {getattr(self, name)}")
+            if not 1 / MOST_FACTOR <= getattr(self, name) <= MOST_FACTOR:
+                raise ConfigError(f"{name} must be > 0, from 1e-4 to 1e4, got {getattr(self, name)}")
         if not 0 < self.room <= 1:
             raise ConfigError(f"room must be above 0 and at most 1, got {self.room}")
         if not LEAST_CEILING <= self.ceiling <= MOST_CEILING:

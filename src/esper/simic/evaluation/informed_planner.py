@@ -15,7 +15,7 @@ from esper.leyline.actions import BLUEPRINTS, STYLE_OPERATOR, TEMPO_EPOCHS, Head
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards import RewardConfig
-from esper.simic.simulated_worlds import INTERACTION, LEARNING_RATE, MAP_BLUEPRINTS, OPERATOR_FIT
+from esper.simic.simulated_worlds import INTERACTION, LEARNING_RATE, OPERATOR_FIT
 from esper.simic.simulator import Simulator
 from esper.tamiyo.controllers import wait_everywhere
 
@@ -27,7 +27,6 @@ NEVER = -1.0
 """Expected potential of a seed that is not to be planted: worse than any."""
 STYLE = np.array([int(np.argmax(OPERATOR_FIT[STYLE_OPERATOR, b])) for b in range(len(BLUEPRINTS))])  # [B]
 STYLE_FIT = OPERATOR_FIT.max(axis=0)  # [B]
-PLANTABLE = np.isin(np.arange(len(BLUEPRINTS)), [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS])
 
 
 class InformedPlanner:
@@ -44,7 +43,8 @@ class InformedPlanner:
         params, macs = np.log2(1 + shape.params / shape.host_params), np.log2(1 + shape.macs / shape.host_macs)
         self.rent = reward.rent_params * params + reward.rent_macs * macs  # [S, B]
         expected = np.broadcast_to(sim.truth.expected if expected is None else expected, sim.truth.expected.shape)
-        self.expected = np.where(PLANTABLE, expected, NEVER)  # [E, S, B]
+        allowed = np.isin(np.arange(len(BLUEPRINTS)), sim.config.allowed)
+        self.expected = np.where(allowed, expected, NEVER)  # [E, S, B]
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
         """Return actions [E, 8]: prune a worthless seed, otherwise plant the best one if it pays, otherwise wait."""

@@ -101,6 +101,8 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     plans: list[Plan]
     utility: list[list[float]]
     """One list per plan, one value per world."""
+    reward: RewardConfig = RewardConfig()
+    """The settings of the utility."""
 
     def __post_init__(self) -> None:
         shape = {len(self.worlds), *map(len, self.utility)}

@@ -18,7 +18,7 @@ import numpy.typing as npt
 from esper.leyline.actions import BLUEPRINTS, Head, Op
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
-from esper.simic.evaluation.informed_planner import FIRST_STEP, PLANTABLE, STYLE, STYLE_FIT
+from esper.simic.evaluation.informed_planner import FIRST_STEP, STYLE, STYLE_FIT
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulated_worlds import INTERACTION, LEARNING_RATE
 from esper.simic.simulator import Simulator
@@ -47,6 +47,7 @@ class ReplacingPlanner:
     def __init__(self, sim: Simulator, reward: RewardConfig) -> None:
         self.truth, self.shape, self.reward, self.horizon = sim.truth, sim.shape, reward, sim.config.horizon
         self.surprise = sim.truth.scale * sim.config.surprise  # [E, S] standard deviation of a seed's potential
+        self.allowed = sorted(sim.config.allowed)
         self.tried = np.zeros(sim.truth.expected.shape, dtype=bool)  # [E, S, B]
 
     def act(self, table: SlotTable, legal: Bools) -> Ints:
@@ -84,10 +85,10 @@ class ReplacingPlanner:
             keep[:, s] = whole - without
             time = np.maximum(left - np.where(is_alive[:, s], REST, 0), 0)  # [E]
             bonus = OPTIMISM * self.surprise[:, s] * time / self.horizon
-            for b in np.flatnonzero(PLANTABLE):
+            for b in self.allowed:
                 skill = 1.0 - (1.0 - LEARNING_RATE[b]) ** time
                 strength = (self.truth.expected[:, s, b] + bonus) * skill * STYLE_FIT[b]
-                offers[:, s, b] = self._utility(_at(blueprint, s, int(b)), _at(final, s, strength)) - without
+                offers[:, s, b] = self._utility(_at(blueprint, s, b), _at(final, s, strength)) - without
         return keep, np.where(self.tried, -np.inf, offers)
 
     def _final_strength(self, table: SlotTable, is_alive: Bools) -> Floats:

@@ -171,9 +171,12 @@ def with_policy_network(config: TrainConfig) -> TrainConfig:
         return config
     network = load_policy(policy_path(config.start_from))[0].config
     if config.network not in (NetworkConfig(), network):
+        theirs, ours = msgspec.to_builtins(network), msgspec.to_builtins(config.network)
+        others = {name: value for name, value in theirs.items() if value != ours[name]}
         raise ConfigError(
-            f"start_from={config.start_from} has the network settings {msgspec.to_builtins(network)}, which network.* "
-            "contradicts. Leave network.* unset, or train a new policy"
+            f"start_from={config.start_from} has other network settings than this training, of which a preset may set "
+            f"some. Use {' '.join(f'--set network.{name}={value}' for name, value in others.items())}, or train a new "
+            "policy"
         )
     return msgspec.structs.replace(config, network=network)
 
