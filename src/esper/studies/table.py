@@ -166,7 +166,6 @@ _ROWS = (
         task=("rescue", "rescue_cifar"),
         arms=(
             *_references(),
-            *_larger_hosts(),
             _planted("grown", "open", 4),
         ),
         budgets=(0.025, 0.05, 0.1, 0.2, 0.4),
@@ -176,8 +175,6 @@ _ROWS = (
             Claim(arm="grown", against="small_host", at="frontier area"),
             Claim(arm="grown", against="from_start"),
             Claim(arm="grown", against="small_host"),
-            Claim(arm="grown", against="wider_host", at="frontier area"),
-            Claim(arm="grown", against="deeper_host", at="frontier area"),
         ),
         min_worlds=8,
     ),
@@ -187,7 +184,7 @@ _ROWS = (
         task=("moby_deep", "sotu_deep"),
         arms=(
             *_references(),
-            *_larger_hosts(),
+            _static("deeper_host", host="deeper"),
             _planted("grown", "open", 50),
         ),
         budgets=(0.25, 0.5, 1.0),
@@ -196,7 +193,7 @@ _ROWS = (
         claims=tuple(
             Claim(arm="grown", against=against, direction="lower", budget=budget)
             for budget in (0.5, 1.0)
-            for against in ("from_start", "wider_host", "deeper_host", "small_host")
+            for against in ("from_start", "deeper_host", "small_host")
         ),
         min_worlds=8,
     ),
