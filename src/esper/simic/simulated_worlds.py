@@ -29,8 +29,6 @@ MOST_SLOTS = 1000
 MOST_SPREAD, MOST_FACTOR = 100.0, 1e4
 LEAST_CEILING, MOST_CEILING = 0.15, 0.98
 LEAST_ROOM = 0.01
-NOT_PLANTED = -1.0
-"""Expected potential of a blueprint that may not be planted: worse than any."""
 _AT_LEAST_0 = ("gain", "gain_spread", "kind_spread", "slot_spread", "surprise", "shock", "quality_noise", "noise",
                "ceiling_spread", "room_spread", "pace_spread", "overfit_spread")  # fmt: skip
 
@@ -270,7 +268,6 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     harm = -0.6 * scale - 0.3 * np.abs(potential)
     sound_share = 1.0 - config.bad_share - config.stillborn_share
     expected = sound_share * usually + config.bad_share * (-0.6 * scale - 0.3 * np.abs(usually))
-    is_allowed = np.isin(np.arange(len(BLUEPRINTS)), config.allowed) | (not config.blueprints)
     ceiling = config.ceiling - config.ceiling_spread * head_room + CEILING_NOISE * normal("ceiling", 1)[:, 0]
     overfit = config.overfit + config.overfit_spread * kind[:, 2] + OVERFIT_NOISE * normal("overfit", 1)[:, 0]
     return Worlds(
@@ -283,7 +280,7 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
         need=need,
         scale=scale[:, :, 0],
         usual=usually,
-        expected=np.where(is_allowed, expected, NOT_PLANTED),
+        expected=expected,
         potential=np.where(bad, harm, np.where(stillborn, 0.0, potential)),
         stillborn=stillborn,
     )

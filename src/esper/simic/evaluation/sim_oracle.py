@@ -17,10 +17,10 @@ import msgspec
 import numpy as np
 
 from esper.kasmina.lifecycle import Rules
-from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
+from esper.leyline.actions import STYLES, Head, Op, Operator
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.rewards import Frame, RewardConfig, reward
-from esper.simic.simulated_worlds import GATED_HARM, MAP_BLUEPRINTS, OPERATOR_FIT, draw_worlds
+from esper.simic.simulated_worlds import GATED_HARM, OPERATOR_FIT, draw_worlds
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Controller, wait_everywhere
 from esper.tolaria.rollout import rollout
@@ -102,7 +102,7 @@ def values(
 
 
 def plantings(worlds: Sequence[int], sim: SimConfig) -> list[Planting]:
-    """Return every slot with every blueprint, each in the style with the highest mean strength over these worlds.
+    """Return every slot with every allowed blueprint, each in the style that is strongest in the mean of these worlds.
 
     More strength is never worse, so for a single world this choice of style is optimal.
     """
@@ -110,8 +110,7 @@ def plantings(worlds: Sequence[int], sim: SimConfig) -> list[Planting]:
     suits = np.stack([potential * OPERATOR_FIT[op] for op in Operator])  # [operators, W, S, B]
     suits[Operator.GATE] = np.where(potential < 0, potential * GATED_HARM, suits[Operator.GATE])
     best = suits.mean(axis=1).argmax(axis=0)  # [S, B]
-    numbers = [BLUEPRINTS.index(b) for b in MAP_BLUEPRINTS]
-    return [(s, b, _STYLE_OF[Operator(int(best[s, b]))]) for s in range(sim.slots) for b in numbers]
+    return [(s, b, _STYLE_OF[Operator(int(best[s, b]))]) for s in range(sim.slots) for b in sim.allowed]
 
 
 def best_schedule(
