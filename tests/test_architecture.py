@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from esper.karn.report import SCRIPT_LINK, STYLE_LINK
+
 SRC = Path(__file__).parent.parent / "src" / "esper"
 PACKAGES = {"grower", "leyline", "kasmina", "tolaria", "tamiyo", "simic", "nissa", "karn", "studies"}
 MAY_IMPORT = {
@@ -98,6 +100,41 @@ def test_files_and_classes_have_limited_size(path):
             assert len(public) <= MOST_METHODS, f"{node.name} has {len(public)} public methods: {', '.join(public)}"
 
 
+WEB = sorted(path for path in (SRC / "karn" / "web").iterdir() if not path.name.startswith("uplot."))
+"""The files of the page without the vendored ones."""
+
+
+@pytest.mark.parametrize("path", WEB, ids=lambda path: path.name)
+def test_files_of_the_page_have_limited_size(path):
+    assert len(path.read_text().splitlines()) <= MOST_LINES
+
+
+def test_index_page_links_every_script_and_style_of_the_page():
+    html = (SRC / "karn" / "web" / "index.html").read_text()
+    linked = SCRIPT_LINK.findall(html) + STYLE_LINK.findall(html)
+    files = [path.name for path in (SRC / "karn" / "web").iterdir() if path.suffix in (".js", ".css")]
+    assert sorted(linked) == sorted(files)
+
+
+def names_between(text, before, after):
+    """Return the names in the list between two markers of a script, or none."""
+    block = re.search(rf"{re.escape(before)}([^}}]*){re.escape(after)}", text)
+    return set(re.findall(r"\w+", block[1])) if block else set()
+
+
+def test_scripts_of_the_page_take_only_names_of_earlier_scripts():
+    """A name that an earlier script does not add to `esper` would be undefined without an error until it is used."""
+    html = (SRC / "karn" / "web" / "index.html").read_text()
+    added, taken = set(), set()
+    for name in SCRIPT_LINK.findall(html)[1:]:
+        text = (SRC / "karn" / "web" / name).read_text()
+        names = names_between(text, "const {", "} = esper;")
+        assert names <= added, name
+        added |= names_between(text, "Object.assign(esper, {", "});")
+        taken |= names
+    assert taken == added
+
+
 MOST_VIEW_LINES, MOST_WEB_LINES = 3500, 1500
 
 
@@ -106,8 +143,7 @@ def test_views_have_limited_size():
     karn = SRC / "karn"
     others = {"sql.py", "sql_process.py", "views.py", "worth_plot.py"}
     python = [path for path in karn.rglob("*.py") if path.name not in others]
-    web = [karn / "web" / name for name in ("app.js", "app.css", "index.html")]
-    python_lines, web_lines = (sum(len(p.read_text().splitlines()) for p in paths) for paths in (python, web))
+    python_lines, web_lines = (sum(len(p.read_text().splitlines()) for p in paths) for paths in (python, WEB))
     assert python_lines <= MOST_VIEW_LINES
     assert web_lines <= MOST_WEB_LINES
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import json
+import re
 from collections.abc import Callable, Sequence
 from importlib.resources import files
 from pathlib import Path
@@ -37,6 +38,9 @@ MOST_DIFFERENCES = 50
 """Maximum number of worlds whose first different decision is listed; `esper compare --json` has all."""
 WEB = files("esper.karn").joinpath("web")
 POLICY = '<meta http-equiv="Content-Security-Policy" content="default-src \'none\'; img-src data:; {}">'
+STYLE_LINK = re.compile(r'<link rel="stylesheet" href="([^"]+)">')
+SCRIPT_LINK = re.compile(r'<script src="([^"]+)"></script>')
+"""`index.html` owns the list of styles and scripts and their order. The server and the report read it there."""
 
 
 Explains = Callable[[Path, int | None], Json | None]
@@ -65,15 +69,14 @@ def page(runs: Sequence[RunState], explains: Explains = no_explanations) -> str:
         data["comparison"] = compared([run.path for run in runs])
     content = script_json(data)
     html = web_file("index.html")
-    styles = [web_file("uplot.css"), web_file("app.css")]
-    scripts = [web_file("uplot.js"), web_file("app.js")]
+    styles = [web_file(name) for name in STYLE_LINK.findall(html)]
+    scripts = [web_file(name) for name in SCRIPT_LINK.findall(html)]
     policy = POLICY.format(f"style-src {hashes(styles)}; script-src {hashes(scripts)}")
     html = html.replace('<meta charset="utf-8">', f'<meta charset="utf-8">\n{policy}')
-    for name, style in zip(("uplot.css", "app.css"), styles, strict=True):
-        html = html.replace(f'<link rel="stylesheet" href="{name}">', f"<style>{style}</style>")
-    before, after = html.split('<script src="uplot.js"></script>\n<script src="app.js"></script>')
-    block = f'<script type="application/json" id="data">{content}</script>'
-    return before + block + "".join(f"\n<script>{script}</script>" for script in scripts) + after
+    html = STYLE_LINK.sub(lambda link: f"<style>{web_file(link[1])}</style>", html)
+    html = SCRIPT_LINK.sub(lambda link: f"<script>{web_file(link[1])}</script>", html)
+    before, tag, after = html.partition("<script>")
+    return f'{before}<script type="application/json" id="data">{content}</script>\n{tag}{after}'
 
 
 def compared(paths: Sequence[Path]) -> Json:

@@ -24,15 +24,14 @@ from starlette.routing import Route
 from esper.karn.dash.guard import Guard
 from esper.karn.document import Json, clean
 from esper.karn.live_run import Cursor, LiveRuns
-from esper.karn.report import Explains, compared, web_file
+from esper.karn.report import SCRIPT_LINK, STYLE_LINK, Explains, compared, web_file
 from esper.leyline.errors import EsperError
 
+PAGE = web_file("index.html")
 FILES = {
     "/": ("index.html", "text/html"),
-    "/app.js": ("app.js", "text/javascript"),
-    "/app.css": ("app.css", "text/css"),
-    "/uplot.js": ("uplot.js", "text/javascript"),
-    "/uplot.css": ("uplot.css", "text/css"),
+    **{f"/{name}": (name, "text/css") for name in STYLE_LINK.findall(PAGE)},
+    **{f"/{name}": (name, "text/javascript") for name in SCRIPT_LINK.findall(PAGE)},
 }
 STREAM_S = 1.0
 """Seconds between two messages of a stream."""
