@@ -11,7 +11,7 @@ from torch import nn
 
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.errors import ConfigError
-from esper.studies.arms import Space, audition, structure_named, weakened
+from esper.studies.arms import Space, audition, host_macs, largest_within, structure_named, weakened
 from esper.studies.budgeted import Session, few_samples, first_classes, full_structure, full_training_macs
 from esper.studies.contract import Arm
 from esper.studies.table import STUDIES
@@ -185,6 +185,24 @@ def test_audition_counts_the_compute_of_its_copies(monkeypatch):
     arm = Arm(name="a", kind="audition", settings=settings)
     (point,) = TRAINERS["audition"](arm, "digits", 0, [4.0])
     assert point.train_macs > 4 * spent  # eight epochs per copy, and the training after them
+
+
+@pytest.mark.parametrize("host", ["wider", "deeper"])
+def test_larger_host_is_the_largest_within_the_limit(host):
+    space = Space(get_task("rescue"), LIMIT)
+    task = largest_within(space, host)
+    params = task.host_params + 1
+    next_larger = task.widened(params) if host == "wider" else task.deepened(params)
+    assert host_macs(space.task) < host_macs(task) <= space.limit < host_macs(next_larger)
+    assert largest_within(space, "own") is space.task
+
+
+def test_host_within_the_limit_trains_for_the_whole_budget_of_a_search(monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda name: SMALL)
+    arm = Arm(name="wider", kind="static", settings={"limit": LIMIT, "host": "wider"})
+    unit = Space(SMALL, LIMIT).unit
+    for point in trainer_of(arm)(arm, "digits", 0, [1.0, 2.0]):
+        assert 0.8 * point.budget * unit < point.train_macs <= point.budget * unit
 
 
 def test_copy_of_a_session_is_independent_and_changes_no_output():

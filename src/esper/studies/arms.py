@@ -51,6 +51,23 @@ def resized(task: Task, host: str, seeds: int | None = None) -> Task:
     return task.widened(params) if host == "wider" else task.deepened(params)
 
 
+def largest_within(space: Space, host: str) -> Task:
+    """Return the task with its own host ("own"), or with the widest or deepest one within the limit of the space."""
+    task = space.task
+    while host != "own":
+        params = task.host_params + 1
+        larger = task.widened(params) if host == "wider" else task.deepened(params)
+        if host_macs(larger) > space.limit:
+            break
+        task = larger
+    return task
+
+
+def host_macs(task: Task) -> int:
+    """Return the multiply-adds per sample of a task's host."""
+    return max(1, host_macs_and_order(Engine(task, [0], data=shared_data(task)).networks[0].body)[0])
+
+
 def weakened(task: Task, world: int, impairment: str) -> Task:
     """Return the task with a host of 3×3 convolutions, one block of which is impaired: the world draws which one.
 
@@ -71,17 +88,23 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     """Train a fixed structure from step 0.
 
     Settings: `structure` ("none", "full", a blueprint), `slots` (how many, from the first; default all), `host` ("own",
-    "wider", "deeper"), `seeds` (see `resized`), `pretrain` (epochs that the host was trained before), `weak` (see
-    `weakened`), and those of `SITUATION`.
+    "wider", "deeper"), `seeds` (see `resized`), `limit` (see `Space`: the host is the largest within it, and a unit is
+    that of the searches), `pretrain` (epochs that the host was trained before), `weak` (see `weakened`), and those of
+    `SITUATION`.
     """
     own = weakened(get_task(task), world, arm.settings.get("weak", "none"))
-    host = resized(own, arm.settings.get("host", "own"), arm.settings.get("seeds"))
+    if "limit" in arm.settings:
+        space = Space(own, arm.settings["limit"])
+        host, unit = largest_within(space, arm.settings.get("host", "own")), space.unit
+    else:
+        host = resized(own, arm.settings.get("host", "own"), arm.settings.get("seeds"))
+        unit = full_training_macs(own)
     structure = structure_named(own, arm.settings.get("structure", "none"), arm.settings.get("slots"))
     limit = None if structure or "pretrain" in arm.settings else SMALL_HOST_EPOCHS * own.epochs
     session = Session(
         host,
         world,
-        unit=full_training_macs(own),
+        unit=unit,
         structure=structure,
         max_epochs=limit,
         **chosen(arm, SITUATION),
@@ -120,10 +143,9 @@ class Space:
 
     def __init__(self, task: Task, limit: float) -> None:
         self.task = task
-        body = Engine(task, [0], data=shared_data(task)).networks[0].body
-        self.costs = body.costs()
+        self.costs = Engine(task, [0], data=shared_data(task)).networks[0].body.costs()
         self.choices = {slot: list(costs) for slot, costs in self.costs.items()}
-        self.host_macs = max(1, host_macs_and_order(body)[0])
+        self.host_macs = host_macs(task)
         self.limit = int(limit * self.macs(full_structure(task)))
 
     def macs(self, structure: Structure) -> int:

@@ -35,25 +35,26 @@ def _mixing(mixing: Mixing) -> str:
 
 
 def _cells(metric: str, row: Row) -> Cells:
-    value = f"{_number(metric, row.value.mean)} ± {_number(metric, (row.value.high - row.value.low) / 2)}"
+    value = f"{number(metric, row.value.mean)} ± {number(metric, (row.value.high - row.value.low) / 2)}"
     compute = "–" if row.full_trainings is None else f"{row.full_trainings:.2f}"
     return (
         row.arm,
         value,
-        "–" if row.lead is None else _difference(metric, row.lead),
+        "–" if row.lead is None else difference(metric, row.lead),
         compute,
         f"{row.params / 1000:,.1f}k",
     )
 
 
-def _number(metric: str, value: float, sign: str = "") -> str:
+def number(metric: str, value: float, sign: str = "") -> str:
     """Format a quality in percent, or a loss."""
     text = f"{value:{sign}.3f}" if metric == "test_loss" else f"{100 * value:{sign}.1f}"
     return text.replace("-", "−")
 
 
-def _difference(metric: str, lead: Difference) -> str:
-    mean, low, high = (_number(metric, value, "+") for value in (lead.mean, lead.low, lead.high))
+def difference(metric: str, lead: Difference) -> str:
+    """Format a difference with its interval, in points or of a loss."""
+    mean, low, high = (number(metric, value, "+") for value in (lead.mean, lead.low, lead.high))
     return f"{mean} [{low}, {high}]"
 
 
@@ -64,7 +65,7 @@ def verdict_cells(metric: str, verdict: Verdict) -> Cells:
     figures = verdict.reason
     if lead is not None and not figures:
         worlds = f"higher in {lead.wins}, equal in {lead.ties}, lower in {lead.losses} worlds"
-        figures = f"{_difference(metric, lead)}, {worlds}"
+        figures = f"{difference(metric, lead)}, {worlds}"
     return f"{claim.arm} {claim.direction} than {claim.against}", f"{verdict.task}, {place}", verdict.outcome, figures
 
 
@@ -122,7 +123,7 @@ def _verdict_cell(metric: str, verdict: Verdict) -> str:
         return f"{verdict.outcome}: {verdict.reason}"
     claimed = lead.wins if verdict.claim.direction == "higher" else lead.losses
     worlds = lead.wins + lead.ties + lead.losses
-    return f"**{verdict.outcome}** {_difference(metric, lead)}, {claimed} of {worlds}"
+    return f"**{verdict.outcome}** {difference(metric, lead)}, {claimed} of {worlds}"
 
 
 def _markdown(rows: list[Cells]) -> str:

@@ -42,10 +42,11 @@ def _larger_hosts(**situation: Any) -> tuple[Arm, ...]:
 
 _LARGER_CLAIMS = tuple(Claim(arm="grown", against=against) for against in ("wider_host", "deeper_host"))
 _GROWN_CLAIMS = tuple(Claim(arm="grown", against=against) for against in ("from_start", "small_host"))
+_AUDITION = Arm(name="audition", kind="audition", settings={**LIMIT, "start": 4, "trial": 0.025, "keep": 0.6})
 _SEARCHES = (
     Arm(name="random_search", kind="random_search", settings=LIMIT),
     Arm(name="successive_halving", kind="halving", settings=LIMIT),
-    Arm(name="audition", kind="audition", settings={**LIMIT, "start": 4, "trial": 0.025, "keep": 0.6}),
+    _AUDITION,
 )
 _SEARCH_CLAIMS = tuple(Claim(arm="audition", against=other) for other in ("random_search", "successive_halving"))
 
@@ -83,8 +84,18 @@ _ROWS = (
         task=("search_fashion", "search_cifar"),
         arms=_SEARCHES,
         budgets=(1.0, 2.0, 4.0),
-        worlds=(200, 8),
+        worlds=(200, 16),
         claims=_SEARCH_CLAIMS,
+        min_worlds=16,
+    ),
+    Study(
+        name="search_or_enlarge",
+        question="I have a limit on the size of the network: is a search for seeds better than a wider or deeper host?",
+        task=("search_fashion", "search_cifar"),
+        arms=(_static("small_host", **LIMIT), *_larger_hosts(**LIMIT), _AUDITION),
+        budgets=(1.0, 2.0, 4.0),
+        worlds=(200, 8),
+        claims=tuple(Claim(arm="audition", against=against) for against in ("small_host", "wider_host", "deeper_host")),
         min_worlds=8,
     ),
     Study(
@@ -166,6 +177,7 @@ _ROWS = (
         task=("rescue", "rescue_cifar"),
         arms=(
             *_references(),
+            *_larger_hosts(),
             _planted("grown", "open", 4),
         ),
         budgets=(0.025, 0.05, 0.1, 0.2, 0.4),
@@ -173,8 +185,10 @@ _ROWS = (
         claims=(
             Claim(arm="grown", against="from_start", at="frontier area"),
             Claim(arm="grown", against="small_host", at="frontier area"),
-            Claim(arm="grown", against="from_start"),
-            Claim(arm="grown", against="small_host"),
+            Claim(arm="grown", against="wider_host", at="frontier area"),
+            Claim(arm="grown", against="deeper_host", at="frontier area"),
+            *_GROWN_CLAIMS,
+            *_LARGER_CLAIMS,
         ),
         min_worlds=8,
     ),
@@ -184,7 +198,7 @@ _ROWS = (
         task=("moby_deep", "sotu_deep"),
         arms=(
             *_references(),
-            _static("deeper_host", host="deeper"),
+            *_larger_hosts(),
             _planted("grown", "open", 50),
         ),
         budgets=(0.25, 0.5, 1.0),
@@ -193,7 +207,7 @@ _ROWS = (
         claims=tuple(
             Claim(arm="grown", against=against, direction="lower", budget=budget)
             for budget in (0.5, 1.0)
-            for against in ("from_start", "deeper_host", "small_host")
+            for against in ("from_start", "wider_host", "deeper_host", "small_host")
         ),
         min_worlds=8,
     ),
@@ -203,12 +217,20 @@ _ROWS = (
         task=("moby_deep", "sotu_deep"),
         arms=(
             _static("usual_init", host="deeper"),
+            _static("wider_host", host="wider"),
+            _static("small_host"),
             _static("seeds_at_once", **FULL),
         ),
         budgets=(0.25, 0.5, 1.0),
         worlds=(100, 8),
         metric="test_loss",
-        claims=(Claim(arm="seeds_at_once", against="usual_init", at="equal steps", direction="lower", budget=1.0),),
+        claims=(
+            Claim(arm="seeds_at_once", against="usual_init", at="equal steps", direction="lower", budget=1.0),
+            *(
+                Claim(arm="seeds_at_once", against=against, direction="lower", budget=1.0)
+                for against in ("wider_host", "small_host")
+            ),
+        ),
         min_worlds=8,
     ),
 )

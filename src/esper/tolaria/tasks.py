@@ -142,9 +142,14 @@ class Task:
 
     def _enlarged(self, params: int, enlarge: Callable[[Mapping[str, Any]], dict[str, Any]]) -> Task:
         task = self
-        while sum(p.numel() for p in task._meta_host().parameters()) < params:
+        while task.host_params < params:
             task = replace(task, host_kwargs=enlarge(task.host_kwargs))
         return task
+
+    @property
+    def host_params(self) -> int:
+        """Number of parameters of the host without seeds."""
+        return sum(p.numel() for p in self._meta_host().parameters())
 
     def _meta_host(self) -> Host:
         """Return the host on the meta device: its sizes and sites, without memory or random numbers."""
