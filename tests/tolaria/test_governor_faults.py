@@ -93,7 +93,7 @@ TASKS = {"digits": digits, "images": images, "words": words}
 
 
 def towards(target: SeedStage, stage: SeedStage) -> Op:
-    """Return the operation that leads from `stage` towards `target`, or WAIT."""
+    """Return the operation that moves a seed from `stage` towards `target`, or WAIT."""
     if stage == target or (target == Stage.DORMANT and stage == Stage.DORMANT):
         return Op.WAIT
     if stage == Stage.DORMANT:

@@ -383,7 +383,7 @@ def cannot(networks: Sequence[HostNetwork]) -> str:
 def choose(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked"]:
     """Return the faster strategy, measured for a few batches on new networks of the same worlds.
 
-    They have no seeds: see `MOST_TIME_SHARE`. The result is "loop" if batching fails or leads to another loss.
+    They have no seeds: see `MOST_TIME_SHARE`. The result is "loop" if batching fails or gives another loss.
     `networks` are not changed.
     """
     if cannot(networks):

@@ -324,7 +324,7 @@ def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> 
 
 
 class Pair(ProcessGroup):
-    """The leading rank of two; the messages of the other rank come from the test."""
+    """Rank 0 of two; the messages of the other rank come from the test."""
 
     reply = 0
 

@@ -174,7 +174,7 @@ def test_conditioned_masks_match_the_reference(slots, blueprints, fixed):
         assert conditional[e].tolist() == slow_conditioned(masks[e], layout, int(op[e]), int(slot[e]))
 
 
-def test_conditioned_supports_any_leading_dimensions():
+def test_conditioned_supports_any_first_dimensions():
     table = varied_table(24, 3, seed=5)
     layout = layout_of(table)
     masks = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY)))
