@@ -438,7 +438,7 @@ ENVIRONMENTS = [
     ({"WORLD_SIZE": "2", "RANK": "x"}, ("RANK", "'x'")),
     ({"WORLD_SIZE": "2", "RANK": "2"}, ("RANK=2 must be below WORLD_SIZE=2",)),
     ({"WORLD_SIZE": "2", "RANK": "0"}, ("requires MASTER_ADDR",)),
-    ({"ESPER_RENDEZVOUS": "nonsense", "ESPER_LEADER": "x"}, ("ESPER_RENDEZVOUS", "Unset it")),
+    ({"ESPER_RENDEZVOUS": "nonsense", "ESPER_PARENT": "x"}, ("ESPER_RENDEZVOUS", "Unset it")),
 ]
 
 

@@ -331,7 +331,7 @@ def test_training_seed_learns_in_both_incubation_modes(task, incubation):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"shadow_every": 0}, "shadow_every and gradient_telemetry_stride must be ≥ 1"),
+        ({"shadow_every": 0}, "shadow_every and gradient_telemetry_stride must be ≥ 1, got 0 and 10"),
         ({"gradient_telemetry_stride": 0}, "must be ≥ 1"),
         ({"incubation": "shade"}, "incubation must be 'shadow' or 'straight_through', got 'shade'"),
     ],
