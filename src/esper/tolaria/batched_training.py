@@ -87,9 +87,9 @@ class BatchedTrainer:
             module.train()
         trained = epoch.trained
         if together.shape != alone.shape or not torch.allclose(together[trained], alone[trained], rtol=1e-3, atol=1e-4):
-            raise ConfigError("the stacked outputs differ from those of the single hosts")
+            raise ConfigError("the stacked outputs differ from those of the single hosts. Use strategy='loop'")
         if not torch.equal(together[1:], beside[1:]):
-            raise ConfigError("some outputs depend on the inputs of other hosts")
+            raise ConfigError("some outputs depend on the inputs of other hosts. Use strategy='loop'")
 
     def train_epoch(self, steps: Sequence[int]) -> None:
         """Train one epoch of every network. Errors are stored and raised by `result`."""

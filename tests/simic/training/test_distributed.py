@@ -51,7 +51,7 @@ def test_rows_are_placed_at_their_environments() -> None:
     assert torch.equal(ProcessGroup().pad_rows(rows, 2), torch.from_numpy(rows))
 
 
-def talk(rank: int, file: str, out: str) -> None:
+def exchange_messages(rank: int, file: str, out: str) -> None:
     """Write down what one rank of three receives; runs in its own process."""
     os.environ["ESPER_RENDEZVOUS"] = f"{rank}/3/{file}"
     group = ProcessGroup.join()
@@ -77,9 +77,8 @@ def same_or_not(group: ProcessGroup, digest: bytes) -> str:
 
 
 def test_ranks_receive_every_bit_of_each_other(tmp_path: Path) -> None:
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.simic.training.test_distributed import talk; talk"
-    )
+    module = "tests.simic.training.test_distributed"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {module} import exchange_messages; exchange_messages"
     meet = str(tmp_path / "meet")
     calls = [f"{code}({rank}, {meet!r}, {str(tmp_path / str(rank))!r})" for rank in range(3)]
     started = [subprocess.Popen([sys.executable, "-c", call]) for call in calls]

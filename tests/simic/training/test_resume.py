@@ -378,7 +378,7 @@ def test_last_complete_round_is_saved_when_a_rank_is_lost_during_gather(
     def gather(*_: Any, axis: int = 0, poll: Any = None) -> None:
         gathered.append(poll is not None)
         if sum(gathered) == 3:
-            raise RankLostError("rank 1 has gone", 1)
+            raise RankLostError("rank 1 is lost", 1)
 
     monkeypatch.setattr(ProcessGroup, "gather", gather)
     with pytest.raises(RankLostError):
