@@ -169,10 +169,11 @@ def run_check(
         mark = "[red]" if loss > MOST_LOSS else ""
         table.add_row(name, f"{stored[name]:.4g}", f"{ratios[name]:.4g}", f"{mark}{loss:+.0%}")
     Console().print(table)
-    gone = sorted(stored.keys() - ratios.keys())
-    if gone and whole:
+    unmeasured = sorted(stored.keys() - ratios.keys())
+    if unmeasured and whole:
         raise DataError(
-            f"{file} has figures that are no longer measured: {', '.join(gone)}. Use --update to store the current ones"
+            f"{file} has figures that are no longer measured: {', '.join(unmeasured)}. Use --update to store the "
+            "current ones"
         )
     return all(loss <= MOST_LOSS for loss in losses.values())
 

@@ -81,7 +81,7 @@ def round_s(size: int, quick: bool, baselines: Path) -> float:
 
 
 def run_rank(quick: bool, place: str) -> None:
-    """Run one rank's part; the leading one prints the median seconds of its rounds."""
+    """Run one rank's part; rank 0 prints the median seconds of its rounds."""
     torch.set_num_threads(1)
     size, envs, steps = (16, 4, 1) if quick else (512, 16, 6)
     TASKS["reference"] = reference_task(size, size)
@@ -93,7 +93,7 @@ def run_rank(quick: bool, place: str) -> None:
         config, directory=Path(place), group=group, on_round=lambda _: ends.append(time.perf_counter())
     )
     group.leave()
-    if group.leads:
+    if group.is_rank_zero:
         print(json.dumps(statistics.median(b - a for a, b in pairwise(ends))))
 
 

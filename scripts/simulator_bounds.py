@@ -4,7 +4,7 @@
 
 best fixed schedule   one plan for all worlds, fitted to 64 training worlds
 uninformed planner    expects the mean over 4096 training worlds in every world; prunes by measurement
-informed planner      knows demand, need and head-room of each world, not its surprises; prunes by measurement
+informed planner      knows demand, need and largest possible gain of each world, not its surprises; prunes
 replacing planner     knows the same; replaces a seed if another one promises more
 oracle                the best plan of each world, by search on the true parameters
 """

@@ -347,7 +347,7 @@ def huge_host(document, tensors):
     document["task"]["host_kwargs"]["width"] = 10**9
 
 
-def sick_host(document, tensors):
+def non_finite_host(document, tensors):
     tensors["state/head.weight"] = tensors["state/head.weight"] * math.nan
 
 
@@ -403,10 +403,10 @@ PLACES = [
     Case("run on simulated hosts", of_a_run("export", "run", config={"simulated": True}), ("simulated hosts",)),
     Case("unknown format", of_a_run("export", "run", "--format", "pickle"), ("no format named 'pickle'", "onnx")),
     Case("format and name differ", of_a_run("export", "run", "--out", "x.onnx"), ("is .py", "x.py")),
-    Case("host of a stranger, huge", lambda: a_host(huge_host), ("larger than all its weights",)),
-    Case("host of a stranger, NaN", lambda: a_host(sick_host), ("NaN or infinite",)),
-    Case("host of a stranger, changed", lambda: a_host(other_host), ("differ from those of the measured host",)),
-    Case("host of a stranger, nonsense", lambda: a_host(no_host), ("not a host saved by Esper",)),
+    Case("host file, huge", lambda: a_host(huge_host), ("larger than all its weights",)),
+    Case("host file, NaN", lambda: a_host(non_finite_host), ("NaN or infinite",)),
+    Case("host file, changed", lambda: a_host(other_host), ("differ from those of the measured host",)),
+    Case("host file, nonsense", lambda: a_host(no_host), ("not a host saved by Esper",)),
     Case("host cut short", cut_host, ("no complete grown host",), warned=True),
     Case("resume nothing", ["train", "--resume", "nowhere"], ("nowhere is not a run",)),
     Case("resume a file", in_a_file("train", "--resume", "file"), ("file is not a run",)),
@@ -438,7 +438,7 @@ ENVIRONMENTS = [
     ({"WORLD_SIZE": "2", "RANK": "x"}, ("RANK", "'x'")),
     ({"WORLD_SIZE": "2", "RANK": "2"}, ("RANK=2 must be below WORLD_SIZE=2",)),
     ({"WORLD_SIZE": "2", "RANK": "0"}, ("requires MASTER_ADDR",)),
-    ({"ESPER_RENDEZVOUS": "nonsense", "ESPER_LEADER": "x"}, ("ESPER_RENDEZVOUS", "Unset it")),
+    ({"ESPER_RENDEZVOUS": "nonsense", "ESPER_PARENT": "x"}, ("ESPER_RENDEZVOUS", "Unset it")),
 ]
 
 

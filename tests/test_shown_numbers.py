@@ -69,7 +69,7 @@ def test_held_out_comparison_is_saved_and_shown_in_the_report(trained):
     table = report_data(run)["held_out"]
     assert saved["rounds"] == ROUNDS
     assert [row["name"] for row in saved["rows"]] == ["learned (mine)", "heuristic", "schedule", "random", "none"]
-    assert f"standard deviation over the {len(saved['worlds'])} worlds" in table["says"]
+    assert f"standard deviation over the {len(saved['worlds'])} worlds" in table["note"]
     for row, cells in zip(saved["rows"], table["rows"], strict=True):
         assert row["name"] == cells[0]
         assert f"{row['utility']['mean']:+.4f}" in printed

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import os
 import sys
 import warnings
 from pathlib import Path
@@ -12,25 +10,10 @@ from typing import Annotated, Any
 import typer
 from typer.core import TyperGroup
 
+from esper.cli_errors import error_text, exit_rank, print_message
+from esper.cli_options import AllowInexact, DataRoot, Json, Resume, RunDirectory, TensorBoard, Threads, Track
 from esper.cli_research import add_research_commands
 from esper.installation import require_own_package
-
-DataRoot = Annotated[Path | None, typer.Option(help="Directory of the data files of a task that is not embedded.")]
-RunDirectory = Annotated[Path | None, typer.Option(help="Run directory to create; default: a new one in runs/.")]
-TensorBoard = Annotated[bool, typer.Option("--tensorboard", help="The same as --track tensorboard.")]
-Track = Annotated[
-    list[str] | None,
-    typer.Option(metavar="NAME", help="Also log to tensorboard, wandb, mlflow or trackio. Can be repeated."),
-]
-Resume = Annotated[
-    Path | None,
-    typer.Option(help="Resume a stopped or killed run. The result is bit-identical to an uninterrupted run."),
-]
-AllowInexact = Annotated[
-    bool, typer.Option("--allow-inexact", help="Resume although versions, threads or processor differ.")
-]
-Threads = Annotated[int, typer.Option(min=1, help="CPU threads. Small hosts do not benefit from more than one.")]
-Json = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 class Commands(TyperGroup):
@@ -59,18 +42,35 @@ app = typer.Typer(
 @app.command()
 def grow(
     context: typer.Context,
-    task: Annotated[str, typer.Option(help="Task to train; `esper tasks` lists them.")] = "fashion",
-    controller: Annotated[str, typer.Option(help="schedule, heuristic, tamiyo, random, none, or a run.")] = "schedule",
-    epochs: Annotated[int | None, typer.Option(min=1, help="Epochs to train; default: the task's own number.")] = None,
-    seed: Annotated[int, typer.Option(help="World: initial weights and data order.")] = 0,
+    task: Annotated[str, typer.Option(help="Train on this task; `esper tasks` lists the names.")] = "fashion",
+    controller: Annotated[
+        str,
+        typer.Option(
+            help="Decide with this controller: schedule, heuristic, tamiyo, random, none, or the policy of a run."
+        ),
+    ] = "schedule",
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Train for this many epochs; the default is the task's own number.")
+    ] = None,
+    seed: Annotated[
+        int, typer.Option(help="Train in this world, which determines initial weights and data order.")
+    ] = 0,
     out: RunDirectory = None,
     data: DataRoot = None,
-    compare: Annotated[bool, typer.Option(help="Also train the hosts it is compared with.")] = True,
-    incubation: Annotated[str, typer.Option(help="How isolated seeds train: shadow or straight_through.")] = "shadow",
-    birth: Annotated[str, typer.Option(help="How a seed begins: open (joins the host at once) or isolated.")] = "open",
-    lr_schedule: Annotated[str, typer.Option(help="Learning rate: wsd (warm-up and decay) or constant.")] = "wsd",
+    compare: Annotated[bool, typer.Option(help="Also train the hosts that it is compared with.")] = True,
+    incubation: Annotated[
+        str, typer.Option(help="Train isolated seeds by this method: shadow or straight_through.")
+    ] = "shadow",
+    birth: Annotated[
+        str, typer.Option(help="Begin seeds in this way: open (they join the host at once) or isolated.")
+    ] = "open",
+    lr_schedule: Annotated[
+        str, typer.Option(help="Use this schedule of learning rates: wsd (warm-up and decay) or constant.")
+    ] = "wsd",
     threads: Threads = 1,
-    telemetry: Annotated[str, typer.Option(help="Telemetry level: off, minimal, normal or debug.")] = "normal",
+    telemetry: Annotated[
+        str, typer.Option(help="Record events at this level: off, minimal, normal or debug.")
+    ] = "normal",
     track: Track = None,
     tensorboard: TensorBoard = False,
     resume: Resume = None,
@@ -110,32 +110,44 @@ def grow(
 
 @app.command()
 def train(
-    task: Annotated[str | None, typer.Option(help="Task of the hosts; `esper tasks` lists them.")] = None,
+    task: Annotated[str | None, typer.Option(help="Train hosts on this task; `esper tasks` lists the names.")] = None,
     sim: Annotated[bool, typer.Option("--sim", help="Use simulated hosts (thousands of steps per second).")] = False,
-    preset: Annotated[str | None, typer.Option(help="Preset: quick, standard, sim or family.")] = None,
-    rounds: Annotated[int | None, typer.Option(min=1, help="Rounds: an episode per host, then an update.")] = None,
-    envs: Annotated[int | None, typer.Option(min=1, help="Number of hosts trained side by side.")] = None,
-    epochs: Annotated[int | None, typer.Option(min=1, help="Steps per episode; default: the task's own.")] = None,
-    seed: Annotated[int | None, typer.Option(help="Root random seed of the run.")] = None,
-    config: Annotated[Path | None, typer.Option(help="TOML file of settings.")] = None,
+    preset: Annotated[
+        str | None, typer.Option(help="Use the settings of this preset: quick, standard, sim or family.")
+    ] = None,
+    rounds: Annotated[
+        int | None, typer.Option(min=1, help="Train for this many rounds: an episode per host, then an update.")
+    ] = None,
+    envs: Annotated[int | None, typer.Option(min=1, help="Train this many hosts side by side.")] = None,
+    epochs: Annotated[
+        int | None, typer.Option(min=1, help="Use this many steps per episode; the default is the task's own number.")
+    ] = None,
+    seed: Annotated[int | None, typer.Option(help="Derive all random generators from this random seed.")] = None,
+    config: Annotated[Path | None, typer.Option(help="Read settings from this TOML file.")] = None,
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="A.B=C", help="One setting. Can be repeated.")
+        list[str] | None, typer.Option("--set", metavar="A.B=C", help="Change one setting; repeat the option for more.")
     ] = None,
     ab: Annotated[
         list[str] | None, typer.Option("--ab", metavar="A.B=C", help="Train again with this setting, and compare.")
     ] = None,
-    start_from: Annotated[str | None, typer.Option(help="Run or policy file with the initial policy.")] = None,
+    start_from: Annotated[str | None, typer.Option(help="Start with the policy of this run or policy file.")] = None,
     resume: Resume = None,
     allow_inexact: AllowInexact = False,
-    workers: Annotated[int, typer.Option(min=1, help="Processes that share the hosts. The result is the same.")] = 1,
+    workers: Annotated[
+        int, typer.Option(min=1, help="Divide the hosts among this many processes. The result is the same.")
+    ] = 1,
     out: RunDirectory = None,
     data: DataRoot = None,
-    telemetry: Annotated[str | None, typer.Option(help="Telemetry level: off, minimal, normal or debug.")] = None,
+    telemetry: Annotated[
+        str | None, typer.Option(help="Record events at this level: off, minimal, normal or debug.")
+    ] = None,
     track: Track = None,
     tensorboard: TensorBoard = False,
     show: Annotated[bool, typer.Option("--show", help="Print the settings and exit.")] = False,
-    compare: Annotated[bool, typer.Option(help="At the end, compare with other controllers.")] = True,
-    opens: Annotated[bool | None, typer.Option("--open/--no-open", help="With --ab: open the comparison.")] = None,
+    compare: Annotated[bool, typer.Option(help="Compare the policy with other controllers at the end.")] = True,
+    opens: Annotated[
+        bool | None, typer.Option("--open/--no-open", help="Open the comparison of --ab in a browser.")
+    ] = None,
 ) -> None:
     """Train a policy that decides when, where and what to grow.
 
@@ -172,22 +184,26 @@ def evaluate(
     controllers: Annotated[
         list[str],
         typer.Argument(
-            help="Run directories, policy files, tamiyo, heuristic, schedule, random, none; plans found by search: "
-            "best-schedule, best-per-kind, search; and static hosts sized like what the first one grew: from-start, "
-            "wider, deeper. A single name is compared with all but best-per-kind and search."
+            help="Compare these controllers: run directories, policy files, tamiyo, heuristic, schedule, random, none; "
+            "plans found by search: best-schedule, best-per-kind, search; and static hosts sized like what the first "
+            "one grew: from-start, wider, deeper. A single name is compared with all but best-per-kind and search."
         ),
     ],
-    task: Annotated[str | None, typer.Option(help="Task; default: that of the first run.")] = None,
-    sim: Annotated[bool, typer.Option("--sim", help="Compare on simulated hosts.")] = False,
-    seeds: Annotated[int, typer.Option(min=2, help="Number of held-out worlds, the same for all.")] = 16,
-    out: Annotated[Path | None, typer.Option(help="Directory for eval.json and eval.svg.")] = None,
-    search_episodes: Annotated[
-        int | None, typer.Option(min=2, help="Training episodes to find best-schedule and best-per-kind.")
+    task: Annotated[
+        str | None, typer.Option(help="Compare on this task; the default is that of the first run.")
     ] = None,
-    fit_task: Annotated[str | None, typer.Option(help="Task in whose training worlds these two are found.")] = None,
+    sim: Annotated[bool, typer.Option("--sim", help="Compare on simulated hosts.")] = False,
+    seeds: Annotated[
+        int, typer.Option(min=2, help="Use this many held-out worlds, the same for all controllers.")
+    ] = 16,
+    out: Annotated[Path | None, typer.Option(help="Write eval.json and eval.svg to this directory.")] = None,
+    search_episodes: Annotated[
+        int | None, typer.Option(min=2, help="Search best-schedule and best-per-kind for this many episodes.")
+    ] = None,
+    fit_task: Annotated[str | None, typer.Option(help="Search these two in training worlds of this task.")] = None,
     plans: Annotated[
         Path | None,
-        typer.Option(help="Results of `esper plans` (plans.json), to use instead of a search for these two."),
+        typer.Option(help="Use this file of `esper plans` (plans.json) instead of a search for these two."),
     ] = None,
     json: Json = False,
     data: DataRoot = None,
@@ -211,9 +227,9 @@ def evaluate(
 
 @app.command()
 def export(
-    run: Annotated[Path, typer.Argument(help="Run directory of `esper grow` or `esper train`.")],
-    format: Annotated[str, typer.Option(help="Format: torch, torch-export, onnx or safetensors.")] = "torch",
-    out: Annotated[Path | None, typer.Option(help="File to write; default: below RUN/export.")] = None,
+    run: Annotated[Path, typer.Argument(help="Export a host of this run of `esper grow` or `esper train`.")],
+    format: Annotated[str, typer.Option(help="Write this format: torch, torch-export, onnx or safetensors.")] = "torch",
+    out: Annotated[Path | None, typer.Option(help="Write this file; the default is one below RUN/export.")] = None,
     force: Annotated[bool, typer.Option("--force", help="Overwrite existing files.")] = False,
 ) -> None:
     """Export the best host of a run as a plain model that loads without Esper.
@@ -230,9 +246,11 @@ def export(
 
 @app.command("export-log")
 def export_log(
-    run: Annotated[Path, typer.Argument(help="Run directory.")],
-    to: Annotated[str, typer.Option(help="Tracker: tensorboard, wandb, mlflow or trackio.")],
-    out: Annotated[Path | None, typer.Option(help="TensorBoard directory; default: RUN/tensorboard.")] = None,
+    run: Annotated[Path, typer.Argument(help="Send the journal of this run directory.")],
+    to: Annotated[str, typer.Option(help="Send it to this tracker: tensorboard, wandb, mlflow or trackio.")],
+    out: Annotated[
+        Path | None, typer.Option(help="Write TensorBoard files to this directory; the default is RUN/tensorboard.")
+    ] = None,
 ) -> None:
     """Send the journal of a run to an experiment tracker, with the same numbers as --track.
 
@@ -248,7 +266,7 @@ def export_log(
 
 @app.command()
 def runs(
-    root: Annotated[Path, typer.Argument(help="Directory that contains run directories.")] = Path("runs"),
+    root: Annotated[Path, typer.Argument(help="List the run directories in this directory.")] = Path("runs"),
     json: Json = False,
 ) -> None:
     """List runs: task, controller, status, duration and size."""
@@ -259,10 +277,10 @@ def runs(
 
 @app.command()
 def report(
-    runs: Annotated[list[Path], typer.Argument(help="One run directory, or several to compare.")],
-    out: Annotated[Path | None, typer.Option(help="File to write; default: RUN/report.html.")] = None,
+    runs: Annotated[list[Path], typer.Argument(help="Report on this run directory, or compare several.")],
+    out: Annotated[Path | None, typer.Option(help="Write this file; the default is RUN/report.html.")] = None,
     json: Annotated[bool, typer.Option("--json", help="Print the summary as JSON.")] = False,
-    open_browser: Annotated[bool, typer.Option("--open", help="Open it in a browser.")] = False,
+    open_browser: Annotated[bool, typer.Option("--open", help="Open the report in a browser.")] = False,
 ) -> None:
     """Write a report on one or several runs as a self-contained HTML file, and print a summary.
 
@@ -278,7 +296,7 @@ def report(
 def compare(
     runs: Annotated[
         list[Path],
-        typer.Argument(help="Run directories, or directories of `esper eval --out`. The first is the reference."),
+        typer.Argument(help="Compare these directories of runs or of `esper eval --out`. The first is the reference."),
     ],
     json: Json = False,
 ) -> None:
@@ -300,10 +318,12 @@ def compare(
 
 @app.command()
 def dash(
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Directory of runs, or one run directory.")] = Path(
-        "runs"
-    ),
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port on 127.0.0.1; 0: a free one.")] = 0,
+    directory: Annotated[
+        Path, typer.Argument(metavar="DIR", help="Show the runs in this directory, or this run directory.")
+    ] = Path("runs"),
+    port: Annotated[
+        int, typer.Option(min=0, max=65535, help="Serve on this port of 127.0.0.1; 0 chooses a free one.")
+    ] = 0,
     open_browser: Annotated[bool, typer.Option("--open", help="Open the page in a browser.")] = False,
 ) -> None:
     """Show runs in the browser, live or afterwards: one run in detail, or several side by side.
@@ -317,7 +337,9 @@ def dash(
 
 @app.command()
 def watch(
-    run: Annotated[Path, typer.Argument(help="Run directory, or a directory of runs (the newest).")] = Path("runs"),
+    run: Annotated[Path, typer.Argument(help="Show this run directory, or the newest run in this directory.")] = Path(
+        "runs"
+    ),
     once: Annotated[bool, typer.Option(help="Print one frame as plain text and exit.")] = False,
 ) -> None:
     """Show environments, slots and events of a run in the terminal, live or afterwards. Press ? for help, q to quit."""
@@ -328,13 +350,16 @@ def watch(
 
 @app.command()
 def sql(
-    arguments: Annotated[list[str], typer.Argument(metavar="RUN… [QUERY]", help="Run directories, then an SQL query.")],
+    arguments: Annotated[
+        list[str], typer.Argument(metavar="RUN… [QUERY]", help="Query these run directories; the SQL query comes last.")
+    ],
     json: Annotated[bool, typer.Option("--json", help="Print rows as JSON.")] = False,
     csv: Annotated[bool, typer.Option("--csv", help="Print rows as CSV.")] = False,
     limit: Annotated[
-        int | None, typer.Option(min=0, help="Maximum number of rows; 0: all. Default: 200 in a table.")
+        int | None,
+        typer.Option(min=0, help="Print at most this many rows; 0 prints all. The default is 200 in a table."),
     ] = None,
-    timeout: Annotated[float, typer.Option(min=0.1, help="Time limit of the query in seconds.")] = 60.0,
+    timeout: Annotated[float, typer.Option(min=0.1, help="Stop the query after this many seconds.")] = 60.0,
 ) -> None:
     """Query runs with SQL. Without a query, list the views and their columns.
 
@@ -348,7 +373,7 @@ def sql(
 
 @app.command()
 def mcp(
-    root: Annotated[Path, typer.Argument(metavar="DIR", help="Directory that contains run directories.")] = Path(
+    root: Annotated[Path, typer.Argument(metavar="DIR", help="Serve the run directories in this directory.")] = Path(
         "runs"
     ),
 ) -> None:
@@ -404,44 +429,6 @@ def main() -> None:
         code = getattr(error, "exit_code", 2)
         exit_rank(code)
         sys.exit(code)
-
-
-def exit_rank(code: str | int | None) -> None:
-    """Exit at once if this process is a rank of a group; otherwise return.
-
-    Threads of the group may still hold Python objects. They abort the process when the interpreter is finalised.
-    """
-    distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        for stream in (sys.stdout, sys.stderr):
-            with contextlib.suppress(OSError):
-                stream.flush()
-        os._exit(code if isinstance(code, int) else 0 if code is None else 1)
-
-
-def print_message(text: str) -> None:
-    """Print a line to stderr, with control characters escaped."""
-    from esper.leyline.text import printable  # imported here, so that help does not load NumPy
-
-    print(f"esper: {printable(text)}", file=sys.stderr)
-
-
-def error_text(error: Exception) -> str:
-    """Return the message of an error outside the program. Raise any other error again, so that bugs have a trace."""
-    import errno
-
-    from esper.leyline.errors import EsperError
-
-    text = " ".join(line.strip() for line in str(error).splitlines())
-    if isinstance(error, EsperError) or (isinstance(error, ImportError) and error.name == "esper"):
-        return text
-    if isinstance(error, OSError):
-        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-            return f"{text}. Free disk space, or choose another directory"
-        return text
-    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError" or "allocate memory" in text:
-        return f"out of memory: {text[-200:] or 'allocation failed'}. Reduce the number of envs, the batch or the host"
-    raise error
 
 
 if __name__ == "__main__":

@@ -7,9 +7,10 @@ from typing import Annotated
 
 import typer
 
-Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
-RunPath = Annotated[Path, typer.Argument(help="Run directory of `esper train`, or of `esper grow` with a policy.")]
-Workers = Annotated[int, typer.Option(min=1, help="Worker processes, one CPU thread each.")]
+from esper.cli_options import Json
+
+RunPath = Annotated[Path, typer.Argument(help="Explain this run of `esper train`, or of `esper grow` with a policy.")]
+Workers = Annotated[int, typer.Option(min=1, help="Use this many worker processes with one CPU thread each.")]
 
 
 def add_research_commands(app: typer.Typer) -> None:
@@ -21,7 +22,7 @@ def add_research_commands(app: typer.Typer) -> None:
 def features(
     run: Annotated[
         Path | None,
-        typer.Argument(help="Run whose policy to examine; without it, list the columns of an observation."),
+        typer.Argument(help="Examine the policy of this run; without it, list the columns of an observation."),
     ] = None,
     json: Json = False,
 ) -> None:
@@ -39,8 +40,10 @@ def features(
 
 def explain(
     run: RunPath,
-    env: Annotated[int, typer.Option(min=0, help="Number of the environment.")] = 0,
-    step: Annotated[int | None, typer.Option(min=1, help="Step of the episode; default: its first operation.")] = None,
+    env: Annotated[int, typer.Option(min=0, help="Explain a decision in this environment, numbered from 0.")] = 0,
+    step: Annotated[
+        int | None, typer.Option(min=1, help="Explain this step of the episode; the default is its first operation.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Explain a decision of a policy: its alternatives, what moved it, and what happened to the seed.
@@ -56,15 +59,20 @@ def explain(
 
 
 def plans(
-    task: Annotated[str, typer.Argument(help="Task, family or family file.")],
+    task: Annotated[str, typer.Argument(help="Find plans for this task, family or family file.")],
     sets: Annotated[
-        list[str] | None, typer.Option("--set", metavar="KEY=VALUE", help="Setting of `esper train`; repeat it.")
+        list[str] | None,
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="Change one setting of `esper train`; repeat the option for more."
+        ),
     ] = None,
-    worlds: Annotated[int, typer.Option(min=1, max=10_000, help="Number of training worlds.")] = 48,
-    episodes: Annotated[int, typer.Option(min=2, help="Episodes that select a few plans for all worlds.")] = 1700,
-    least_gain: Annotated[float, typer.Option(help="Utility that growth must gain in a world.")] = 0.01,
+    worlds: Annotated[int, typer.Option(min=1, max=10_000, help="Find plans for this many training worlds.")] = 48,
+    episodes: Annotated[
+        int, typer.Option(min=2, help="Select a few plans for all worlds in this many episodes.")
+    ] = 1700,
+    least_gain: Annotated[float, typer.Option(help="Grow in a world only if that gains at least this utility.")] = 0.01,
     workers: Workers = 1,
-    out: Annotated[Path, typer.Option(help="Config file of `esper train` to write.")] = Path("plans.toml"),
+    out: Annotated[Path, typer.Option(help="Write this config file of `esper train`.")] = Path("plans.toml"),
 ) -> None:
     """Find what to grow in each training world, for a policy to imitate.
 
@@ -83,15 +91,19 @@ def plans(
 
 
 def study(
-    name: Annotated[str | None, typer.Argument(help="The study; without a name, list them all.")] = None,
-    arm: Annotated[list[str] | None, typer.Option(help="Run and show only this arm; repeat it.")] = None,
-    worlds: Annotated[str | None, typer.Option(metavar="FIRST:COUNT", help="Other worlds than the study's.")] = None,
+    name: Annotated[str | None, typer.Argument(help="Run this study; without a name, list them all.")] = None,
+    arm: Annotated[
+        list[str] | None, typer.Option(help="Run and show only this arm; repeat the option for more.")
+    ] = None,
+    worlds: Annotated[
+        str | None, typer.Option(metavar="FIRST:COUNT", help="Use these worlds instead of the study's.")
+    ] = None,
     tuning: Annotated[
         bool, typer.Option("--tuning", help="Run the tuning worlds and show validation quality only.")
     ] = False,
     shard: Annotated[str, typer.Option(metavar="I/N", help="Run every N-th world or training, from the I-th.")] = "1/1",
     workers: Workers = 1,
-    out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("runs/studies"),
+    out: Annotated[Path, typer.Option(help="Keep the results in this directory.")] = Path("runs/studies"),
     show: Annotated[bool, typer.Option("--show", help="Show the finished jobs without running any.")] = False,
     save: Annotated[bool, typer.Option("--save", help="Write all results to studies/ when they are complete.")] = False,
     docs: Annotated[bool, typer.Option("--docs", help="Only write the tables and charts of docs/studies/.")] = False,
@@ -134,14 +146,14 @@ def study(
 
 
 def sweep(
-    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="TOML file of settings and worlds.")],
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="Run this plan, a TOML file of settings and worlds.")],
     shard: Annotated[str, typer.Option(metavar="I/N", help="Run every N-th world, from the I-th on.")] = "1/1",
     workers: Workers = 1,
-    out: Annotated[Path | None, typer.Option(help="Directory of the runs; default: runs/PLAN.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Keep the runs in this directory; the default is runs/PLAN.")] = None,
 ) -> None:
     """Run `esper grow` for every setting of a plan in every world, then compare.
 
-    Several processes and machines that share the directory share the work: each run is claimed by one of them.
+    Several processes and machines that share the directory share the work: one of them works on each run.
     Finished runs are kept, interrupted ones are resumed: run the same command again to continue. When all runs have
     finished, prints the table of `esper compare` and draws a chart.
 

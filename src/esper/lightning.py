@@ -225,7 +225,10 @@ def _grower_of(trainer: Trainer, pl_module: LightningModule) -> Grower:
             "...) before you build a scheduler."
         )
     if unwrapped(trainer.optimizers[0]) is not grower.optimizer:
-        raise ConfigError("self.grower belongs to another optimiser than the one that configure_optimizers returned.")
+        raise ConfigError(
+            "self.grower belongs to another optimiser than the one that configure_optimizers returned. Return the "
+            "optimiser that self.grower was built with."
+        )
     if not trainer.enable_validation:
         raise ConfigError("growth measures seeds after validation. Define validation_step and give a val_dataloader.")
     return grower

@@ -1,4 +1,4 @@
-"""`esper sweep`: a plan is settings × worlds; claims, interruption, resumption, and the comparison at the end."""
+"""`esper sweep`: a plan is settings × worlds; leases, interruption, resumption, and the comparison at the end."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from esper.commands.sweep import STALE_S, Claim, SweepPlan, read_plan, run_sweep
+from esper.commands.sweep import STALE_S, Lease, SweepPlan, read_plan, run_sweep
 from esper.leyline.errors import ConfigError, RunError
 from esper.nissa.run import read_manifest
 
@@ -51,7 +51,7 @@ def test_sweep_runs_every_setting_in_every_world_once_and_compares(plan: Path, t
     assert comparison["pairs"][0]["worlds"] == [100, 101]
     manifests = {path: path.stat().st_mtime_ns for path in out.rglob("manifest.json")}
     assert len(manifests) == 4
-    assert not list((out / "claims").glob("*-*"))
+    assert not list((out / "leases").glob("*-*"))
     run_sweep(plan, shard="1/1", workers=1, out=out)
     assert {path: path.stat().st_mtime_ns for path in out.rglob("manifest.json")} == manifests
     assert "4 runs, 4 of them finished before" in capsys.readouterr().out
@@ -73,7 +73,7 @@ def test_interrupted_sweep_continues_where_it_stopped(plan: Path, tmp_path: Path
     process.communicate(timeout=120)
     assert process.returncode == 143
     assert read_manifest(run)["status"] == "interrupted"
-    assert not (out / "claims" / "none-100").exists()
+    assert not (out / "leases" / "none-100").exists()
     run_sweep(plan, shard="1/1", workers=1, out=out)
     assert len(read_manifest(run)["sessions"]) == 1
     run_sweep(plan, shard="1/1", workers=1, out=straight)
@@ -82,38 +82,38 @@ def test_interrupted_sweep_continues_where_it_stopped(plan: Path, tmp_path: Path
 
 
 @pytest.mark.slow
-def test_claimed_run_is_left_to_its_owner(plan: Path, tmp_path: Path, capsys) -> None:
+def test_leased_run_is_left_to_its_owner(plan: Path, tmp_path: Path, capsys) -> None:
     out = tmp_path / "sweep"
     plan.write_text(PLAN.replace("[100, 2]", "[100, 1]"))
-    (out / "claims").mkdir(parents=True)
-    claim = Claim.take(out / "claims" / "none-100")
-    assert claim is not None
-    assert Claim.take(out / "claims" / "none-100") is None
+    (out / "leases").mkdir(parents=True)
+    lease = Lease.take(out / "leases" / "none-100")
+    assert lease is not None
+    assert Lease.take(out / "leases" / "none-100") is None
     run_sweep(plan, shard="1/1", workers=1, out=out)
     text = capsys.readouterr().out
     assert "none world 100 is run by another process" in text
     assert "1 of 2 runs" in text
-    claim.release()
+    lease.release()
 
 
-def test_claim_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
+def test_lease_of_a_dead_process_is_taken_over(tmp_path: Path) -> None:
     path = tmp_path / "arm-100"
-    code = "import os, pathlib, sys; from esper.commands.sweep import Claim; Claim.take(pathlib.Path(sys.argv[1])); "
+    code = "import os, pathlib, sys; from esper.commands.sweep import Lease; Lease.take(pathlib.Path(sys.argv[1])); "
     subprocess.run([sys.executable, "-c", code + "os._exit(0)", str(path)], check=True)
     assert path.exists()
-    claim = Claim.take(path)
-    assert claim is not None
-    claim.release()
+    lease = Lease.take(path)
+    assert lease is not None
+    lease.release()
     assert not path.exists()
 
 
-def test_claim_of_another_machine_is_taken_over_when_it_is_silent(tmp_path: Path) -> None:
+def test_lease_of_another_machine_is_taken_over_when_it_is_silent(tmp_path: Path) -> None:
     path = tmp_path / "arm-100"
     path.write_text("another-machine 12\n")
-    assert Claim.take(path) is None
+    assert Lease.take(path) is None
     long_ago = time.time() - STALE_S - 1
     os.utime(path, (long_ago, long_ago))
-    assert Claim.take(path) is not None
+    assert Lease.take(path) is not None
 
 
 @pytest.mark.parametrize(
@@ -123,6 +123,8 @@ def test_claim_of_another_machine_is_taken_over_when_it_is_silent(tmp_path: Path
         ("worlds = [0, 2]\n[settings.a]\n", "two or more arms"),
         (PLAN.replace("[100, 2]", "[100, 0]"), r"count ≥ 1, got \[100, 0\]"),
         (PLAN.replace("epochs = 3", "epoch = 3"), "unknown field `epoch`"),
+        (PLAN.replace("epochs = 3", "epochs = 0"), "epochs must be ≥ 1, got 0"),
+        (PLAN.replace("epochs = 3", "threads = 0"), "threads must be ≥ 1, got 0"),
         (PLAN.replace("epochs = 3", "seed = 3"), "worlds instead of the option seed"),
         (PLAN.replace('"schedule"', '"none"'), "two arms have the same settings"),
         (PLAN + 'task = "fashion"', "all arms must have the same task"),

@@ -144,4 +144,4 @@ def test_preempted_slurm_task_saves_and_requeues_itself(tmp_path: Path) -> None:
     process.communicate(timeout=240)
     assert (tmp_path / "scontrol.txt").read_text() == "requeue 77_1\n"
     assert read_manifest(run)["status"] == "interrupted"
-    assert not list((node.shared / "sweep" / "claims").glob("*-*"))
+    assert not list((node.shared / "sweep" / "leases").glob("*-*"))

@@ -1,4 +1,4 @@
-"""Every relative link of every page leads to a file and a heading that exist."""
+"""Every relative link of every page points to a file and a heading that exist."""
 
 import re
 from pathlib import Path
@@ -27,7 +27,7 @@ def broken_links(page: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("page", [*PAGES, *NOTEBOOKS], ids=page_id)
-def test_relative_links_lead_to_existing_files_and_headings(page):
+def test_relative_links_point_to_existing_files_and_headings(page):
     assert broken_links(page) == []
 
 

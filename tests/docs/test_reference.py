@@ -9,10 +9,13 @@ import typer
 
 import esper
 from esper.cli import app
+from esper.commands.growing import Settings as GrowSettings
+from esper.commands.sweep import SweepPlan
 from esper.karn.views import field_notes
 from esper.leyline.event_fields import FIELD_NOTES
 from esper.leyline.events import KINDS
 from esper.simic.training.config import TrainConfig
+from esper.tamiyo.controllers import HeuristicConfig
 from scripts.reference_pages import ENVIRONMENT, INTERNAL, PAGES, attribute_notes, groups
 from tests.support import ROOT
 
@@ -66,7 +69,33 @@ def test_help_of_every_parameter_is_a_sentence():
         assert command.help, name
         for parameter in command.params:
             assert parameter.help, f"esper {name}: {parameter.name}"
-            assert parameter.help.rstrip().endswith("."), f"esper {name}: {parameter.name}"
+            assert is_sentence(parameter.help), f"esper {name}: {parameter.name}: {parameter.help}"
+
+
+def is_sentence(text: str) -> bool:
+    """Return whether a text begins with a capital or a code word, has three words or more, and ends with a period.
+
+    A test cannot find the verb, but names and fragments such as "Number of hosts." have usual beginnings.
+    """
+    beginnings = "Number|Name|Length|Minimum|Maximum|Whether|How|What|Which|Directory|Path|Weight|Factor|Fraction|Share"
+    is_fragment = re.match(rf"(?:{beginnings})\b", text) is not None
+    return bool(re.match("[A-Z`]", text)) and text.endswith(".") and len(text.split()) >= 3 and not is_fragment
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("A host has this many slots.", True),
+        ("`gain` varies between worlds.", True),
+        ("Number of slots, 1 to 9.", False),
+        ("Whether seeds advance by themselves.", False),
+        ("a host has many slots.", False),
+        ("A host has this many slots", False),
+        ("Print JSON.", False),
+    ],
+)
+def test_fragments_are_not_sentences(text, expected):
+    assert is_sentence(text) is expected
 
 
 # Settings -------------------------------------------------------------------------------------------------------------
@@ -77,12 +106,20 @@ def test_every_setting_is_listed_with_its_meaning():
     for path, struct in groups(TrainConfig):
         notes = attribute_notes(struct)
         for field in msgspec.structs.fields(struct):
-            assert notes.get(field.name), f"{struct.__name__}.{field.name} has no docstring"
+            assert is_sentence(notes.get(field.name, "")), f"{struct.__name__}.{field.name}: {notes.get(field.name)}"
             if not (isinstance(field.type, type) and issubclass(field.type, msgspec.Struct)):
                 assert f"| `{f'{path}.{field.name}'.lstrip('.')}` |" in text
 
 
+@pytest.mark.parametrize("struct", [esper.Family, HeuristicConfig, GrowSettings, SweepPlan, esper.Task])
+def test_settings_outside_of_the_tree_are_explained_by_sentences(struct):
+    notes = attribute_notes(struct)
+    for name in struct.__annotations__:
+        assert is_sentence(notes.get(name, "")), f"{struct.__name__}.{name}: {notes.get(name)}"
+
+
 def test_every_environment_variable_is_listed():
+    assert all(map(is_sentence, ENVIRONMENT.values()))
     used = {name for path in SOURCE.rglob("*.py") for name in re.findall(r"\bESPER_[A-Z_]+", path.read_text())}
     assert used == set(ENVIRONMENT) | INTERNAL
 

@@ -41,10 +41,10 @@ from tests.support.grower import EASY, EventList, batch, make_body
 EPOCHS, BATCHES = 25, 2
 Data = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
 Make = Callable[[], tuple[Grower, Any, Data]]
-Story = dict[int, Callable[[Grower], object]]
+Script = dict[int, Callable[[Grower], object]]
 
 
-def life(one: str = "conv_light", two: str = "bottleneck") -> Story:
+def life(one: str = "conv_light", two: str = "bottleneck") -> Script:
     """Return operations by step: every stage, both directions of alpha, early and late gates, a prune, a new seed."""
     return {
         1: lambda g: g.germinate("first", one, tempo="FAST", style="LINEAR_ADD"),
@@ -66,9 +66,9 @@ def loss(output: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 class Loop:
     """A user's training loop, divided into the smallest steps between which one may save."""
 
-    def __init__(self, make: Make, story: Story) -> None:
+    def __init__(self, make: Make, script: Script) -> None:
         self.grower, self.scheduler, self.data = make()
-        self.story, self.at = story, 0
+        self.script, self.at = script, 0
         self.held_out = [self.data(99_991, 40), self.data(99_992, 24)]
 
     @property
@@ -81,7 +81,7 @@ class Loop:
         return [(do, e, *rest) for e in range(EPOCHS) for do, *rest in epoch]
 
     def act(self, epoch: int) -> None:
-        self.story.get(epoch, lambda _g: None)(self.grower)
+        self.script.get(epoch, lambda _g: None)(self.grower)
 
     def backward(self, epoch: int, b: int) -> None:
         body = self.grower.body.train()
@@ -165,9 +165,9 @@ def disturb() -> None:
     random.seed(97)
 
 
-def uninterrupted(make: Make, story: Story, saves: dict[int, Path]) -> tuple[Loop, list[Any]]:
+def uninterrupted(make: Make, script: Script, saves: dict[int, Path]) -> tuple[Loop, list[Any]]:
     """Run without interruption, saving at some points; return the loop and its state after each step."""
-    loop = Loop(make, story)
+    loop = Loop(make, script)
     sow()
     history: list[Any] = []
     for at in chain([0], loop.run()):
@@ -179,13 +179,13 @@ def uninterrupted(make: Make, story: Story, saves: dict[int, Path]) -> tuple[Loo
     return loop, history
 
 
-def goes_on(make: Make, story: Story, points: list[int], root: Path, more: int) -> Loop:
+def resumed_equals_uninterrupted(make: Make, script: Script, points: list[int], root: Path, more: int) -> Loop:
     """Assert that a run resumed at each of these points equals the uninterrupted one for `more` further steps."""
     saves = {at: root / str(at) for at in points}
-    whole, history = uninterrupted(make, story, saves)
+    whole, history = uninterrupted(make, script, saves)
     for at in points:
         disturb()
-        again = Loop(make, story)
+        again = Loop(make, script)
         again.load(saves[at])
         assert again.at == at
         hub = again.grower.emit.hub
@@ -313,19 +313,19 @@ def test_scenario_visits_every_stage():
 
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
 def test_run_resumes_bit_for_bit_from_every_stage(incubation, tmp_path):
-    goes_on(maker(incubation=incubation), life(), list(AT.values()), tmp_path, more=PER_EPOCH)
+    resumed_equals_uninterrupted(maker(incubation=incubation), life(), list(AT.values()), tmp_path, more=PER_EPOCH)
 
 
 @pytest.mark.parametrize("kind", ["fused sgd", "adamw", "fused adamw", "groups", "named", "adafactor", "rmsprop"])
 def test_run_resumes_bit_for_bit_with_every_optimiser(kind, tmp_path):
     points = [AT["on its way to another alpha, by a gate born later"], AT["FOSSILIZED, and one on its way out"]]
-    goes_on(maker(kind, incubation="shadow", lr=0.02), life(), points, tmp_path, more=PER_EPOCH)
+    resumed_equals_uninterrupted(maker(kind, incubation="shadow", lr=0.02), life(), points, tmp_path, more=PER_EPOCH)
 
 
 @pytest.mark.parametrize(("host", "seeds"), [("odd", ("conv_light", "bottleneck")), ("text", ("lora", "mlp_small"))])
 def test_run_resumes_bit_for_bit_with_every_host(host, seeds, tmp_path):
     points = [AT["BLENDING, mid-ramp and mid-epoch"], AT["FOSSILIZED, and one on its way out"]]
-    goes_on(maker("adamw", host), life(*seeds), points, tmp_path, more=PER_EPOCH)
+    resumed_equals_uninterrupted(maker("adamw", host), life(*seeds), points, tmp_path, more=PER_EPOCH)
 
 
 @pytest.mark.slow
@@ -334,12 +334,14 @@ def test_run_resumes_bit_for_bit_with_every_host(host, seeds, tmp_path):
 @pytest.mark.parametrize("incubation", ["straight_through", "shadow"])
 @pytest.mark.parametrize("kind", ["sgd", "groups"])
 def test_run_resumes_bit_for_bit_from_any_step(kind, incubation, tmp_path):
-    goes_on(maker(kind, incubation=incubation), life(), list(range(0, EPOCHS * PER_EPOCH, 5)), tmp_path, more=PER_EPOCH)
+    resumed_equals_uninterrupted(
+        maker(kind, incubation=incubation), life(), list(range(0, EPOCHS * PER_EPOCH, 5)), tmp_path, more=PER_EPOCH
+    )
 
 
 @pytest.mark.slow
 def test_resumed_run_ends_as_the_uninterrupted_one(tmp_path):
-    goes_on(maker("adamw"), life(), [AT["HOLDING"]], tmp_path, more=10_000)
+    resumed_equals_uninterrupted(maker("adamw"), life(), [AT["HOLDING"]], tmp_path, more=10_000)
 
 
 class Fickle:
@@ -379,7 +381,7 @@ def test_run_resumes_bit_for_bit_under_every_controller(controller, tmp_path):
         return maker("adamw", rules=BRISK, controller=chosen, horizon=EPOCHS, mixing_steps=0)()
 
     points = [PER_EPOCH * 3 - 1, PER_EPOCH * 9 + 2]
-    whole = goes_on(make, {}, points, tmp_path, more=6 * PER_EPOCH)
+    whole = resumed_equals_uninterrupted(make, {}, points, tmp_path, more=6 * PER_EPOCH)
     assert whole.grower.table.next_serial[0] > 0  # it did germinate something
 
 
@@ -785,20 +787,20 @@ def test_custom_seed_is_restored_and_an_unknown_one_is_named(register, tmp_path)
     assert everything(again) == everything(grower)
 
     register.forget("mine")
-    stranger = maker()()[0]
-    before = everything(stranger)
+    other = maker()()[0]
+    before = everything(other)
     with pytest.raises(CheckpointError, match=r"seed of blueprint 'mine' in slot 'second', which is not registered"):
-        stranger.load(tmp_path)
-    assert everything(stranger) == before
+        other.load(tmp_path)
+    assert everything(other) == before
 
     register("mine", lambda dim: nn.Sequential(nn.Conv2d(dim, dim, 1), zero_conv(dim)))
     with pytest.raises(CheckpointError, match=r"'esper\.second\.seed\.\w+' is only in the checkpoint"):
-        stranger.load(tmp_path)
+        other.load(tmp_path)
     register.forget("mine")
     register("mine", lambda dim: nn.Conv2d(dim, dim, 1))
     with pytest.raises(CheckpointError, match="Δ is not zero at birth"):
-        stranger.load(tmp_path)
-    assert everything(stranger) == before
+        other.load(tmp_path)
+    assert everything(other) == before
 
 
 def test_blueprints_with_other_numbers_are_refused(register, tmp_path):

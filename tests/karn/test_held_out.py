@@ -23,8 +23,8 @@ def test_comparison_shows_every_controller_with_intervals(tmp_path):
     figures = {"worlds": [100, 101, 102], "rows": [row("learned", 0.75), row(NAME, 0.74, sure), row("b", 0.7, unsure)]}
     held_out.write(tmp_path, figures, rounds=7)
     content = comparison(RunState(tmp_path))
-    assert "3 worlds that had no part in training, the same for all controllers, after round 7" in content["says"]
-    assert "standard deviation over the 3 worlds" in content["says"]
+    assert "3 worlds that had no part in training, the same for all controllers, after round 7" in content["note"]
+    assert "standard deviation over the 3 worlds" in content["note"]
     assert content["heads"][:3] == ["controller", "test accuracy", "lead of the first row"]
     assert content["rows"][1][:3] == [NAME, "74.0 % ± 2.0", ["+1.1 [+0.4, +3.0]"]]  # a list: the interval excludes 0
     assert content["rows"][2][2] == "+1.1 [-0.4, +3.0]"

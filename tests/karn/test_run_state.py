@@ -320,7 +320,7 @@ def test_values_that_are_not_finite_are_gaps_with_a_known_place():
     for x, y in enumerate((0.5, None, math.nan, -math.inf, 10**400)):
         series.add((x, y, None))
     assert series.column("y") == [0.5, None, None, None, None]
-    assert series.odd() == [(2, "y"), (3, "y"), (4, "y")]
+    assert series.non_finite() == [(2, "y"), (3, "y"), (4, "y")]
 
 
 # -- the fold equals the reference, in portions of any size

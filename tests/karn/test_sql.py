@@ -165,8 +165,17 @@ def test_damaged_lines_duplicates_and_ranks_match_the_journal(tmp_path):
     first = path / "events" / "rank0-00000.jsonl"
     lines = first.read_bytes().splitlines(keepends=True)
     leap = line(Record(900, 1.0, 0, step(2)))
-    stranger = line(Record(3, 1.0, 5, step(2)))
-    damaged = [b"\0\0\0\n", lines[1][:40] + b"\n", b"[1]\n", b"7\n", b'{"seq":1}\n', b'{"a":"\xff"}\n', stranger, b"\n"]
+    other_rank = line(Record(3, 1.0, 5, step(2)))
+    damaged = [
+        b"\0\0\0\n",
+        lines[1][:40] + b"\n",
+        b"[1]\n",
+        b"7\n",
+        b'{"seq":1}\n',
+        b'{"a":"\xff"}\n',
+        other_rank,
+        b"\n",
+    ]
     again = line(Record(1, 3e9, 0, step(1)))
     first.write_bytes(b"".join([lines[0], *damaged, lines[1], again, leap, *lines[2:]]))
     write(path, [step(n, env=1) for n in range(1, 6)], rank=1)

@@ -111,7 +111,7 @@ def test_selected_item_grows_evaluates_and_hardens():
 
 @pytest.mark.parametrize("layers", [1, 3])
 def test_recurrent_state_has_vector_layout_and_forks_on_axis_1(layers):
-    """The leading dimension of h_n is layers, so a seed that mixes along axis 1 would mix samples."""
+    """The first dimension of h_n is layers, so a seed that mixes along axis 1 would mix samples."""
     body = graft(LastState(layers), "lstm", probe=torch.randn(3, 5, 4), select={"lstm": (1, 0)})
     site = body.slots["lstm"].site
     assert (site.layout, site.batch_axis, site.shape) == ("vector", 1, (layers, site.dim))

@@ -67,6 +67,8 @@ def test_long_list_of_names_is_truncated():
         ({"hold_dwell": -2}, "a dwell must be ≥ 0, got 10 and -2"),
         ({"z": -0.5}, "z must be ≥ 0, got -0.5"),
         ({"z": float("nan")}, "z must be ≥ 0, got nan"),
+        ({"blend_health": float("nan")}, "blend_health must be a number or None, got nan"),
+        ({"fossil_contribution": float("nan")}, "fossil_contribution must be a number or None, got nan"),
     ],
 )
 def test_thresholds_reject_invalid_values(nonsense, message):

@@ -46,7 +46,7 @@ class Disk:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.is_mended, self.failures = threading.Event(), 0
-        self.room = 500  # bytes that the full disk still accepts
+        self.free_bytes = 500  # bytes that the full disk still accepts
         self._write, self._fsync, self._patch = os.write, os.fsync, monkeypatch
 
     def fill(self) -> None:
@@ -64,11 +64,11 @@ class Disk:
     def write(self, fd, data):
         if self.is_mended.is_set() or ".jsonl" not in os.readlink(f"/proc/self/fd/{fd}"):
             return self._write(fd, data)
-        size = min(self.room, len(data))
+        size = min(self.free_bytes, len(data))
         if not size:
             self.failures += 1
             raise OSError(errno.ENOSPC, "No space left on device")
-        self.room -= size
+        self.free_bytes -= size
         return self._write(fd, bytes(data)[:size])
 
     def fsync(self, fd):
@@ -217,13 +217,13 @@ def test_interrupted_writes_leave_the_same_bytes(tmp_path, disk, segment_bytes, 
     undisturbed.write(records)
     undisturbed.close()
     disk.fill()
-    for room in range(sum(len(line(each)) for each in records)):
-        run_dir = tmp_path / f"{room}"
+    for free_bytes in range(sum(len(line(each)) for each in records)):
+        run_dir = tmp_path / f"{free_bytes}"
         sink = JsonlSink(run_dir / "events", segment_bytes=segment_bytes)
-        disk.room = room
+        disk.free_bytes = free_bytes
         with pytest.raises(OSError, match="No space"):
             sink.write(records)
-        disk.room = 1 << 20
+        disk.free_bytes = 1 << 20
         sink.write(records)
         sink.close()
         assert content(run_dir) == content(tmp_path / "whole")
@@ -253,7 +253,7 @@ def test_loss_is_recorded_in_the_manifest_and_reported(tmp_path, disk, monkeypat
         for step in range(10):
             run.emit(event(step))
         assert run.hub.flush()
-        disk.room = 300
+        disk.free_bytes = 300
         disk.fill()
         for step in range(10, 100):
             run.emit(event(step))

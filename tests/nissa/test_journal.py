@@ -265,8 +265,8 @@ while True:
 class FullDisk:
     """A fake disk that accepts a number of bytes: part of the last write, then an error."""
 
-    def __init__(self, monkeypatch, room):
-        self.monkeypatch, self.room, self.system = monkeypatch, room, os.write
+    def __init__(self, monkeypatch, free_bytes):
+        self.monkeypatch, self.free_bytes, self.system = monkeypatch, free_bytes, os.write
 
     def __enter__(self):
         self.monkeypatch.setattr(os, "write", self.write)
@@ -276,24 +276,24 @@ class FullDisk:
         self.monkeypatch.setattr(os, "write", self.system)
 
     def write(self, fd, data):
-        size = min(self.room, len(data))
+        size = min(self.free_bytes, len(data))
         if not size:
             raise OSError(errno.ENOSPC, "no space left on device")
-        self.room -= size
+        self.free_bytes -= size
         return self.system(fd, bytes(data)[:size])
 
 
 @pytest.mark.parametrize("segment_bytes", [250, 1 << 20])
 def test_temporarily_full_disk_loses_nothing_when_the_batch_is_retried(tmp_path, monkeypatch, segment_bytes):
     size = sum(len(line(record)) for record in records(range(3)))
-    for room in range(size):
-        run_dir = tmp_path / f"room {room}"
+    for free_bytes in range(size):
+        run_dir = tmp_path / f"free_bytes {free_bytes}"
         sink = JsonlSink(run_dir / "events", segment_bytes=segment_bytes)
-        with FullDisk(monkeypatch, room) as disk:
+        with FullDisk(monkeypatch, free_bytes) as disk:
             for _ in range(2):
                 with pytest.raises(OSError, match="no space"):
                     sink.write(records(range(3)))
-            disk.room = 1 << 30
+            disk.free_bytes = 1 << 30
             sink.write(records(range(3)))
             sink.write(records(range(3, 6)))
         sink.close()
@@ -303,13 +303,13 @@ def test_temporarily_full_disk_loses_nothing_when_the_batch_is_retried(tmp_path,
 
 
 def test_abandoned_batch_tears_no_later_line(tmp_path, monkeypatch):
-    for room in range(1, 120):
-        run_dir = tmp_path / f"room {room}"
+    for free_bytes in range(1, 120):
+        run_dir = tmp_path / f"free_bytes {free_bytes}"
         sink = JsonlSink(run_dir / "events")
-        with FullDisk(monkeypatch, room) as disk:
+        with FullDisk(monkeypatch, free_bytes) as disk:
             with pytest.raises(OSError, match="no space"):
                 sink.write(records([0, 1]))
-            disk.room = 1 << 30
+            disk.free_bytes = 1 << 30
             sink.write(records([2, 3]))
         sink.close()
         assert [seq for seq in seqs_of(run_dir) if seq >= 2] == [2, 3]

@@ -163,7 +163,7 @@ def gate_is_open(env: Env, slot: Slot, rules: Any) -> bool:
 
 
 def may_germinate(env: Env, rules: Any) -> bool:
-    """Return whether the environment has room for one more seed in any slot."""
+    """Return whether the environment may germinate one more seed in any slot."""
     seeds = 0
     for slot, enabled in zip(env.slots, env.enabled, strict=True):
         if not enabled:

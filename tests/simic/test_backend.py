@@ -107,8 +107,8 @@ def test_backend_equals_the_engine_used_directly(name: str) -> None:
 def test_environment_alone_equals_itself_among_others(name: str) -> None:
     task = TASKS[name]()
     actions = choices(task, 3)
-    crowd = GrowthVectorEnv(HostBackend(task, rules=BRISK), [0, 1, 2])
-    outcomes = [crowd.reset()] + [crowd.step(rows) for rows in actions]
+    several = GrowthVectorEnv(HostBackend(task, rules=BRISK), [0, 1, 2])
+    outcomes = [several.reset()] + [several.step(rows) for rows in actions]
     for e in (2, 0):
         alone = GrowthVectorEnv(HostBackend(task, rules=BRISK), [e])
         for among, result in zip(
@@ -118,9 +118,9 @@ def test_environment_alone_equals_itself_among_others(name: str) -> None:
                 np.testing.assert_array_equal(theirs[e : e + 1], mine)
             for key, value in result[-1].items():
                 np.testing.assert_array_equal(among[-1][key][e : e + 1], value, err_msg=key)
-        assert weights(crowd.backend.engine.networks[e]) == weights(alone.backend.engine.networks[0])
-        same_rows(crowd.backend.table.rows([e]), alone.backend.table)
-        same_worth(crowd.backend.worth[e], alone.backend.worth[0])
+        assert weights(several.backend.engine.networks[e]) == weights(alone.backend.engine.networks[0])
+        same_rows(several.backend.table.rows([e]), alone.backend.table)
+        same_worth(several.backend.worth[e], alone.backend.worth[0])
 
 
 def same_worth(one: Any, two: Any) -> None:

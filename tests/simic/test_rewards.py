@@ -441,15 +441,15 @@ def test_rent_on_macs_starts_with_alpha_and_on_parameters_at_germination():
         sim.step(random_legal_actions(sim.table, sim.rules, rng))
         frame, table = Frame.of(sim.table, sim.context, sim.baseline_quality), sim.table
         for e in range(16):
-            owed = {"params": 0, "macs": 0, "committed_params": 0, "committed_macs": 0}
+            charged = {"params": 0, "macs": 0, "committed_params": 0, "committed_macs": 0}
             for s, stage in enumerate(table.stage[e].tolist()):
                 stages.add(stage)
                 params, macs = (price[s, table.blueprint[e, s]] for price in (sim.shape.params, sim.shape.macs))
-                owed["params"] += params if SeedStage.GERMINATED <= stage <= SeedStage.FOSSILIZED else 0
-                owed["macs"] += macs if SeedStage.BLENDING <= stage <= SeedStage.FOSSILIZED else 0
-                owed["committed_params"] += params if stage == SeedStage.FOSSILIZED else 0
-                owed["committed_macs"] += macs if stage == SeedStage.FOSSILIZED else 0
-            for name, more in owed.items():
+                charged["params"] += params if SeedStage.GERMINATED <= stage <= SeedStage.FOSSILIZED else 0
+                charged["macs"] += macs if SeedStage.BLENDING <= stage <= SeedStage.FOSSILIZED else 0
+                charged["committed_params"] += params if stage == SeedStage.FOSSILIZED else 0
+                charged["committed_macs"] += macs if stage == SeedStage.FOSSILIZED else 0
+            for name, more in charged.items():
                 host = frame.host_macs if "macs" in name else frame.host_params
                 assert getattr(frame, name)[e] == host + more, name
     assert len(stages) == 9

@@ -71,11 +71,11 @@ def same(a: np.ndarray, b: np.ndarray) -> bool:
 def test_environment_alone_equals_itself_among_many_bit_for_bit(slots):
     config, rng = SimConfig(slots=slots), np.random.default_rng(slots)
     worlds = [7, 3, 2**62 + 1, 0, *range(100, 133)]
-    crowd = Simulator(config, worlds, LIVELY)
+    several = Simulator(config, worlds, LIVELY)
     actions, together = [], []
     for _ in range(40):
-        actions.append(random_legal_actions(crowd.table, LIVELY, rng))
-        together += history(crowd, [actions[-1]])
+        actions.append(random_legal_actions(several.table, LIVELY, rng))
+        together += history(several, [actions[-1]])
     for e in (0, 2, 36):
         alone = history(Simulator(config, [worlds[e]], LIVELY), [a[e : e + 1] for a in actions])
         for mine, theirs in zip(alone, together, strict=True):

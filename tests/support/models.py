@@ -235,7 +235,7 @@ class Siamese(nn.Module):
 
 
 class SequenceFirst(nn.Module):
-    """[T, B, D] in, [B, classes] out: the leading dimension of the features is time."""
+    """[T, B, D] in, [B, classes] out: the first dimension of the features is time."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -275,7 +275,7 @@ class LateMixer(BatchMixer):
 
 
 class TokenNorm(nn.Module):
-    """BatchNorm over all tokens of all samples: its leading dimension is B · T."""
+    """BatchNorm over all tokens of all samples: its first dimension is B · T."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -214,10 +214,10 @@ def grown(host: str, blueprint: str, rows: list[int], stage: SeedStage) -> list[
 def test_equal_seeds_are_stacked_without_changing_results(
     host: str, blueprint: str, stage: SeedStage, monkeypatch: pytest.MonkeyPatch
 ):
-    company = []
+    group_sizes = []
 
     def counted(self: WideSeed, slots: list[Slot], inputs: list[Tensor]) -> Iterable[Tensor]:
-        company.append(len(slots))
+        group_sizes.append(len(slots))
         return together(self, slots, inputs)
 
     together = WideSeed.__call__
@@ -226,8 +226,8 @@ def test_equal_seeds_are_stacked_without_changing_results(
     for rows in ([1], [0, 1], [0, 1, 2, 3]):
         networks = grown(host, blueprint, rows, stage)
         BatchedTrainer(networks).train_epoch([0] * 4)
-        assert set(company) == (set() if (host, blueprint) in UNEVEN else {len(rows)})
-        company.clear()
+        assert set(group_sizes) == (set() if (host, blueprint) in UNEVEN else {len(rows)})
+        group_sizes.clear()
         states[len(rows)] = [state(networks[row]) for row in rows]
     assert is_same(states[1][0], states[2][1])
     assert is_same(states[1][0], states[4][1])
@@ -359,16 +359,16 @@ class Stumbling(nn.Module):
 
 
 def test_error_or_nan_stays_in_its_row():
-    sound, sick = make_networks(task("mlp"), 4), make_networks(task("mlp"), 4)
-    slot = sick[1].body.plant("r0c1", "mlp_small")
-    sick[1].body.set_slot(slot, SeedStage.BLENDING, 1.0)
-    sick[1].optimizer_sync._settle(slot)
-    sick[1].average.resync()
-    sick[1].regroup()
-    one, other = BatchedTrainer(sound), BatchedTrainer(sick)
+    sound, faulty = make_networks(task("mlp"), 4), make_networks(task("mlp"), 4)
+    slot = faulty[1].body.plant("r0c1", "mlp_small")
+    faulty[1].body.set_slot(slot, SeedStage.BLENDING, 1.0)
+    faulty[1].optimizer_sync._settle(slot)
+    faulty[1].average.resync()
+    faulty[1].regroup()
+    one, other = BatchedTrainer(sound), BatchedTrainer(faulty)
     slot.seed = Stumbling(slot.seed)
     with torch.no_grad():
-        sick[2].body.model.head.bias[0] = torch.nan
+        faulty[2].body.model.head.bias[0] = torch.nan
     one.train_epoch([0] * 4)
     other.train_epoch([0] * 4)
 
@@ -377,7 +377,7 @@ def test_error_or_nan_stays_in_its_row():
     assert other.result(2)[0].isnan()
     for e in (0, 3):
         assert torch.equal(one.result(e), other.result(e))
-        assert is_same(state(sound[e]), state(sick[e]))
+        assert is_same(state(sound[e]), state(faulty[e]))
 
 
 def test_training_updates_tensors_in_place():

@@ -150,7 +150,7 @@ def test_non_finite_and_conjugated_tensors_round_trip(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("content", "says"),
+    ("content", "message"),
     [
         ({"documents": {"d": {"x": math.nan}}}, "'d' is not plain JSON"),
         ({"documents": {"d": {"x": (1, 2)}}}, "'d' would be loaded with other types"),
@@ -168,10 +168,10 @@ def test_non_finite_and_conjugated_tensors_round_trip(tmp_path):
         ({"tensors": {"t": {"__metadata__": torch.zeros(1)}}}, "__metadata__"),
     ],
 )
-def test_invalid_content_is_rejected_before_writing(tmp_path, content, says):
+def test_invalid_content_is_rejected_before_writing(tmp_path, content, message):
     write(Checkpoints(tmp_path), 1)
     before = sorted(tmp_path.iterdir())
-    with pytest.raises(CheckpointError, match=says):
+    with pytest.raises(CheckpointError, match=message):
         Checkpoints(tmp_path).write("x", **content)
     assert sorted(tmp_path.iterdir()) == before
     with pytest.raises(CheckpointError, match="is not a valid name"):
@@ -360,7 +360,7 @@ def slowly_newest(root, good):
 
 
 blows = st.tuples(
-    st.sampled_from(["flip", "cut", "insert", "remove", "swap", "overwrite", "stranger"]),
+    st.sampled_from(["flip", "cut", "insert", "remove", "swap", "overwrite", "unlisted"]),
     st.sampled_from([(i, name) for i in (1, 2) for name in FILES]),
     st.sampled_from([(i, name) for i in (1, 2) for name in FILES]),
     st.integers(0, 1 << 16),
@@ -388,8 +388,8 @@ def strike(root, good, blow):
         second.write_bytes(content)
     elif kind == "overwrite":
         path.write_bytes(good[second])
-    elif kind == "stranger":
-        (path.parent / "stranger.json").write_bytes(content)
+    elif kind == "unlisted":
+        (path.parent / "unlisted.json").write_bytes(content)
 
 
 @settings(deadline=None, max_examples=300)
@@ -460,7 +460,7 @@ def test_all_damaged_gives_none_and_names_all(pair):
 
 def test_foreign_files_and_empty_directories_are_ignored(pair):
     checkpoints, _ = pair
-    (checkpoints.root / "round-2" / "stranger.bin").write_bytes(b"?")
+    (checkpoints.root / "round-2" / "unlisted.bin").write_bytes(b"?")
     (checkpoints.root / "empty").mkdir()
     (checkpoints.root / ".draft-1-abc").mkdir()
     (checkpoints.root / ".draft-1-abc" / "policy.safetensors").write_bytes(b"half")
@@ -986,7 +986,7 @@ class Kind(int):
 
 
 @pytest.mark.parametrize(
-    ("tree", "says"),
+    ("tree", "message"),
     [
         ({"a": [1, {"b": {1, 2}}]}, r"a\[1\]\.b: it is a builtins.set"),
         ({"a": object()}, "a: it is a builtins.object"),
@@ -1006,8 +1006,8 @@ class Kind(int):
     ],
     ids=lambda each: str(each)[:30] if isinstance(each, str) else "",
 )
-def test_unpackable_values_are_rejected_with_their_path(tree, says):
-    with pytest.raises(CheckpointError, match=says):
+def test_unpackable_values_are_rejected_with_their_path(tree, message):
+    with pytest.raises(CheckpointError, match=message):
         packed(tree)
 
 

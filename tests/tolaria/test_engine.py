@@ -137,13 +137,13 @@ def test_training_data_do_not_depend_on_the_number_of_environments(envs, monkeyp
 @pytest.mark.parametrize("incubation", ["shadow", "straight_through"])
 @pytest.mark.filterwarnings("ignore:configurations of this model")
 def test_nan_training_seed_does_not_affect_host_or_other_environments(task, incubation):
-    def live(sick: bool) -> Engine:
+    def live(is_faulty: bool) -> Engine:
         engine = Engine(task(), [0, 1], rules=QUICK, config=EngineConfig(incubation=incubation))
         actions = wait_everywhere(2)
-        if sick:
+        if is_faulty:
             actions[0, [Head.OP, Head.BLUEPRINT]] = Op.GERMINATE, int(np.nonzero(engine.table.takes[0])[0][0])
         engine.step(actions)
-        if sick:
+        if is_faulty:
             assert engine.networks[0].body.training_slots
             with torch.no_grad():
                 for p in engine.networks[0].body.slots["r0c0"].parameters():
@@ -151,14 +151,14 @@ def test_nan_training_seed_does_not_affect_host_or_other_environments(task, incu
         engine.step(wait_everywhere(2))
         return engine
 
-    sick, sound = live(True), live(False)
-    assert sick.table.stage[0, 0] == SeedStage.TRAINING
-    assert sick.table.grad_health[0, 0] == 0.0
-    assert_same_env(sick, 1, sound, 1)
+    faulty, sound = live(True), live(False)
+    assert faulty.table.stage[0, 0] == SeedStage.TRAINING
+    assert faulty.table.grad_health[0, 0] == 0.0
+    assert_same_env(faulty, 1, sound, 1)
     for name, value in sound.networks[0].body.model.state_dict().items():
-        assert torch.equal(value, sick.networks[0].body.model.state_dict()[name]), name
+        assert torch.equal(value, faulty.networks[0].body.model.state_dict()[name]), name
     for column in ("quality", "val_loss", "train_loss", "committed_quality"):
-        assert getattr(sick.table, column)[0] == getattr(sound.table, column)[0], column
+        assert getattr(faulty.table, column)[0] == getattr(sound.table, column)[0], column
 
 
 # -- one step
@@ -331,7 +331,7 @@ def test_training_seed_learns_in_both_incubation_modes(task, incubation):
 @pytest.mark.parametrize(
     ("config", "text"),
     [
-        ({"shadow_every": 0}, "shadow_every and gradient_telemetry_stride must be ≥ 1"),
+        ({"shadow_every": 0}, "shadow_every and gradient_telemetry_stride must be ≥ 1, got 0 and 10"),
         ({"gradient_telemetry_stride": 0}, "must be ≥ 1"),
         ({"incubation": "shade"}, "incubation must be 'shadow' or 'straight_through', got 'shade'"),
     ],

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -104,6 +105,25 @@ def test_impaired_mlp_has_a_narrow_or_missing_layer() -> None:
         MLPHost(**sizes, impairment="norms")
     with pytest.raises(ConfigError, match="0 to 2"):
         MLPHost(**sizes, impaired=3, impairment="width")
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"widths": (4, 0)}, r"widths must be ≥ 1, got \(4, 0\)"),
+        ({"blocks": (0,)}, "blocks must be ≥ 1"),
+        ({"slots": (3, 0)}, "slots must be ≥ 1"),
+        ({"epochs": (40,) * 50 + (0,)}, "epochs must be ≥ 1"),
+        ({"batch": (64,) * 50 + (0,)}, "batch must be ≥ 1"),
+        ({"samples": (0,) * 50 + (-1,)}, "samples must be ≥ 0"),
+        ({"label_noise": (0.0,) * 50 + (1.5,)}, "label_noise must lie in 0…1"),
+        ({"label_noise": (float("nan"),)}, "label_noise must lie in 0…1"),
+        ({"shrink": 0}, "shrink must be ≥ 1, got 0"),
+    ],
+)
+def test_family_rejects_options_out_of_range_that_world_0_does_not_draw(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        Family(name="small", **settings)
 
 
 def test_samples_and_noisy_labels_change_the_training_split_only() -> None:

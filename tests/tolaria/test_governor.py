@@ -185,11 +185,11 @@ class Judged:
         self.governor.begin(self.table)
         self.table.step[:] += 1
         trained = np.array(losses) if train is None else np.full(2, train)
-        sick = self.governor.judge(self.table, np.array(losses), trained, np.ones(2))
-        for env in sick:
+        alarms = self.governor.judge(self.table, np.array(losses), trained, np.ones(2))
+        for env in alarms:
             self.governor.roll_back(env, self.table)
         self.governor.end(self.table)
-        return sick
+        return alarms
 
     @property
     def alarms(self) -> list[Alarm]:

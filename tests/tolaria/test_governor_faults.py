@@ -37,7 +37,7 @@ from esper.tolaria.tasks import Task, get_task
 from tests.support.random_tables import LIVELY, random_legal_actions
 
 Stage = SeedStage
-SICK, OTHERS = 1, (0, 2)
+FAULTY, OTHERS = 1, (0, 2)
 BY_HAND = Rules(
     birth="isolated",
     thresholds=Thresholds(blend_dwell=1, blend_health=None),
@@ -93,7 +93,7 @@ TASKS = {"digits": digits, "images": images, "words": words}
 
 
 def towards(target: SeedStage, stage: SeedStage) -> Op:
-    """Return the operation that leads from `stage` towards `target`, or WAIT."""
+    """Return the operation that moves a seed from `stage` towards `target`, or WAIT."""
     if stage == target or (target == Stage.DORMANT and stage == Stage.DORMANT):
         return Op.WAIT
     if stage == Stage.DORMANT:
@@ -105,9 +105,9 @@ def towards(target: SeedStage, stage: SeedStage) -> Op:
 
 def decide(engine: Engine, target: SeedStage) -> Ints:
     actions = wait_everywhere(engine.table.num_envs)
-    actions[SICK, Head.OP] = towards(target, SeedStage(int(engine.table.stage[SICK, 0])))
-    actions[SICK, Head.BLUEPRINT] = int(np.nonzero(engine.table.takes[0])[0][0])
-    actions[SICK, Head.ALPHA_TARGET] = 2  # full alpha
+    actions[FAULTY, Head.OP] = towards(target, SeedStage(int(engine.table.stage[FAULTY, 0])))
+    actions[FAULTY, Head.BLUEPRINT] = int(np.nonzero(engine.table.takes[0])[0][0])
+    actions[FAULTY, Head.ALPHA_TARGET] = 2  # full alpha
     return actions
 
 
@@ -138,22 +138,22 @@ class Life:
 
     @property
     def arrived(self) -> bool:
-        return bool(self.engine.table.stage[SICK, 0] == self.target) and len(self.past) > 2
+        return bool(self.engine.table.stage[FAULTY, 0] == self.target) and len(self.past) > 2
 
     def step(self) -> None:
         self.engine.step(decide(self.engine, self.target))
         self.write_down()
 
     def write_down(self) -> None:
-        network, table = self.engine.networks[SICK], self.engine.table
+        network, table = self.engine.networks[FAULTY], self.engine.table
         self.past.append(
             {
                 "params": copied_tensors(network),
                 "buffers": {id(b): b.clone() for b in network.body.buffers()},
                 "updates": network.average.updates,
                 "lr": [g["lr"] for g in network.optimizer.param_groups],
-                "losses": self.engine.governor.losses[SICK].copy(),
-                "table": table.rows([SICK]),
+                "losses": self.engine.governor.losses[FAULTY].copy(),
+                "table": table.rows([FAULTY]),
             }
         )
 
@@ -177,7 +177,7 @@ def undisturbed(task: str, target: SeedStage, steps: int) -> list[Any]:
 def assert_restored(life: Life, step: int) -> None:
     """Assert that the faulty environment has its state after `step`, without live seeds."""
     engine, then = life.engine, life.past[step]
-    network, table = engine.networks[SICK], engine.table
+    network, table = engine.networks[FAULTY], engine.table
     now = copied_tensors(network)
     fossils = [name for name, slot in network.body.slots.items() if slot.stage == Stage.FOSSILIZED]
     assert {name for name, slot in network.body.slots.items() if slot.seed is not None} == set(fossils)
@@ -190,9 +190,9 @@ def assert_restored(life: Life, step: int) -> None:
     assert {p for g in network.optimizer.param_groups for p in g["params"]} == set(network.body.parameters())
     assert set(network.optimizer.state) <= set(network.body.parameters())
     assert all(p.requires_grad for p in network.body.parameters())
-    np.testing.assert_array_equal(engine.governor.losses[SICK], then["losses"])
-    assert table.step[SICK] == table.step[0]  # the step counter is not restored
-    assert set(np.unique(table.stage[SICK])) <= {
+    np.testing.assert_array_equal(engine.governor.losses[FAULTY], then["losses"])
+    assert table.step[FAULTY] == table.step[0]  # the step counter is not restored
+    assert set(np.unique(table.stage[FAULTY])) <= {
         Stage.DORMANT,
         Stage.FOSSILIZED,
         Stage.PRUNED,
@@ -200,8 +200,8 @@ def assert_restored(life: Life, step: int) -> None:
         Stage.RESETTING,
     }
     measured = network.validate(engine.data.val, engine.calibration)
-    assert table.quality[SICK] == pytest.approx(measured.scores[0, :, 0].mean().item(), abs=1e-6)
-    assert table.val_loss[SICK] == pytest.approx(-measured.scores[0, :, 1].mean().item(), rel=1e-5)
+    assert table.quality[FAULTY] == pytest.approx(measured.scores[0, :, 0].mean().item(), abs=1e-6)
+    assert table.val_loss[FAULTY] == pytest.approx(-measured.scores[0, :, 1].mean().item(), rel=1e-5)
 
 
 # -- faults
@@ -292,9 +292,9 @@ def disturbed(task: str, target: SeedStage, fault: str) -> Life:
     """Run until the seed reaches `target`, inject the fault, and step once."""
     life = Life(TASKS[task](), target)
     inject, alarm = FAULTS[fault]
-    inject(life.engine.networks[SICK])
+    inject(life.engine.networks[FAULTY])
     life.step()
-    assert [(a.env, a.alarm, a.action) for a in life.engine.alarms] == [(SICK, alarm, "rolled back")]
+    assert [(a.env, a.alarm, a.action) for a in life.engine.alarms] == [(FAULTY, alarm, "rolled back")]
     assert life.engine.table.rollbacks.tolist() == [0, 1, 0]
     return life
 
@@ -353,7 +353,7 @@ def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Excepti
         life = Life(digits(), other)
         life.engine.rules = side_by_side
         actions = wait_everywhere(3)
-        actions[SICK, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, 2, blueprint_index("bomb")
+        actions[FAULTY, [Head.OP, Head.SLOT, Head.BLUEPRINT]] = Op.GERMINATE, 2, blueprint_index("bomb")
         bomb[:] = [error] if armed else []
         if armed:
             assert life.engine.step(actions).happened.all()
@@ -361,22 +361,22 @@ def test_failed_germination_is_rolled_back(bomb: list[Exception], error: Excepti
             life.engine.step(wait_everywhere(3))
         return life
 
-    sick, sound = run(True), run(False)
-    (alarm,) = sick.engine.alarms
-    assert (alarm.env, alarm.alarm, alarm.action) == (SICK, "exception", "rolled back")
-    assert_restored(sick, alarm.restored_step)
-    assert sick.engine.table.stage[SICK, 2] == Stage.PRUNED
-    assert sick.engine.table.cooldown[SICK, 2] == 7
+    faulty, sound = run(True), run(False)
+    (alarm,) = faulty.engine.alarms
+    assert (alarm.env, alarm.alarm, alarm.action) == (FAULTY, "exception", "rolled back")
+    assert_restored(faulty, alarm.restored_step)
+    assert faulty.engine.table.stage[FAULTY, 2] == Stage.PRUNED
+    assert faulty.engine.table.cooldown[FAULTY, 2] == 7
     for env in OTHERS:
-        assert fingerprint(sick.engine, env) == fingerprint(sound.engine, env)
-    sick.engine.step(wait_everywhere(3))
-    assert sick.engine.alarms == []
+        assert fingerprint(faulty.engine, env) == fingerprint(sound.engine, env)
+    faulty.engine.step(wait_everywhere(3))
+    assert faulty.engine.alarms == []
 
 
 def test_failed_optimiser_sync_leaves_no_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     """The seed is in its slot, but adding it to the optimiser fails."""
     life = Life(digits(), Stage.DORMANT)
-    optimizer_sync = life.engine.networks[SICK].optimizer_sync
+    optimizer_sync = life.engine.networks[FAULTY].optimizer_sync
     monkeypatch.setattr(optimizer_sync, "_settle", lambda *_, **__: (_ for _ in ()).throw(MemoryError("full")))
     life.target = Stage.GERMINATED
     life.step()
@@ -386,7 +386,7 @@ def test_failed_optimiser_sync_leaves_no_seed(monkeypatch: pytest.MonkeyPatch) -
     life.target = Stage.TRAINING
     for _ in range(12):
         life.step()
-    assert life.engine.table.stage[SICK, 0] == Stage.TRAINING  # the failed operation can be retried
+    assert life.engine.table.stage[FAULTY, 0] == Stage.TRAINING  # the failed operation can be retried
 
 
 # -- rollback
@@ -401,36 +401,36 @@ def poison(network: HostNetwork) -> None:
 def test_fossil_newer_than_the_snapshot_is_removed() -> None:
     life = Life(digits(), Stage.HOLDING)
     engine = life.engine
-    engine.governor._sound[SICK] = False  # an anomaly, so the commit takes no snapshot
+    engine.governor._sound[FAULTY] = False  # an anomaly, so the commit takes no snapshot
     life.target = Stage.FOSSILIZED
     life.step()
-    assert engine.table.stage[SICK, 0] == Stage.FOSSILIZED
-    assert engine.governor._rows.stage[SICK, 0] != Stage.FOSSILIZED
-    poison(engine.networks[SICK])
+    assert engine.table.stage[FAULTY, 0] == Stage.FOSSILIZED
+    assert engine.governor._rows.stage[FAULTY, 0] != Stage.FOSSILIZED
+    poison(engine.networks[FAULTY])
     life.step()
     (alarm,) = engine.alarms
     assert alarm.action == "rolled back"
     assert_restored(life, alarm.restored_step)
     table = engine.table
-    assert (table.stage[SICK, 0], table.cooldown[SICK, 0], table.params[SICK, 0]) == (Stage.PRUNED, 7, 0)
+    assert (table.stage[FAULTY, 0], table.cooldown[FAULTY, 0], table.params[FAULTY, 0]) == (Stage.PRUNED, 7, 0)
     for _ in range(10):
         engine.step(wait_everywhere(3))
         assert engine.alarms == []
-    assert engine.table.rollbacks[SICK] == 1
+    assert engine.table.rollbacks[FAULTY] == 1
 
 
 def test_fossil_of_the_snapshot_is_restored_with_its_host() -> None:
     life = Life(digits(), Stage.FOSSILIZED)
-    fossil = list(life.engine.networks[SICK].body.slots["r0c0"].parameters())
+    fossil = list(life.engine.networks[FAULTY].body.slots["r0c0"].parameters())
     committed = len(life.past) - 1
-    poison(life.engine.networks[SICK])
+    poison(life.engine.networks[FAULTY])
     life.step()
     (alarm,) = life.engine.alarms
     assert alarm.restored_step == committed - 1  # the snapshot taken at the commit
     assert_restored(life, alarm.restored_step)
-    assert list(life.engine.networks[SICK].body.slots["r0c0"].parameters()) == fossil
-    assert life.engine.table.stage[SICK, 0] == Stage.FOSSILIZED
-    assert life.engine.table.serial[SICK, 0] == 0
+    assert list(life.engine.networks[FAULTY].body.slots["r0c0"].parameters()) == fossil
+    assert life.engine.table.stage[FAULTY, 0] == Stage.FOSSILIZED
+    assert life.engine.table.serial[FAULTY, 0] == 0
     assert all(torch.isfinite(p).all() for p in fossil)
 
 
@@ -448,8 +448,8 @@ def test_first_snapshot_contains_planted_fossils() -> None:
 
 def test_lost_optimiser_state_is_restored() -> None:
     life = Life(digits(), Stage.FOSSILIZED, 5)
-    life.engine.networks[SICK].optimizer.state.clear()
-    spoil(math.nan)(life.engine.networks[SICK])
+    life.engine.networks[FAULTY].optimizer.state.clear()
+    spoil(math.nan)(life.engine.networks[FAULTY])
     life.step()
     assert_restored(life, life.engine.alarms[0].restored_step)
 
@@ -458,27 +458,27 @@ def test_rollback_starts_the_usual_cooldown() -> None:
     life = disturbed("digits", Stage.BLENDING, "nan")
     table, labels = life.engine.table, []
     for _ in range(8):
-        labels.append(Stage(int(table.stage[SICK, 0])))
+        labels.append(Stage(int(table.stage[FAULTY, 0])))
         life.engine.step(wait_everywhere(3))
     assert labels == [Stage.PRUNED, *[Stage.EMBARGOED] * 5, Stage.RESETTING, Stage.DORMANT]
 
 
 def test_rollback_keeps_a_running_cooldown() -> None:
     life = Life(digits(), Stage.EMBARGOED)
-    ticks_left = int(life.engine.table.cooldown[SICK, 0])
-    spoil(math.nan)(life.engine.networks[SICK])
+    ticks_left = int(life.engine.table.cooldown[FAULTY, 0])
+    spoil(math.nan)(life.engine.networks[FAULTY])
     life.step()
     assert life.engine.alarms[0].action == "rolled back"
-    assert life.engine.table.cooldown[SICK, 0] == ticks_left - 1
+    assert life.engine.table.cooldown[FAULTY, 0] == ticks_left - 1
 
 
 def test_rollback_restores_the_table_except_step_and_serials() -> None:
     life = Life(digits(), Stage.TRAINING, 6)
-    before = life.engine.table.rows([SICK])
-    spoil(math.nan)(life.engine.networks[SICK])
+    before = life.engine.table.rows([FAULTY])
+    spoil(math.nan)(life.engine.networks[FAULTY])
     life.engine.step(decide(life.engine, Stage.TRAINING))
     (alarm,) = life.engine.alarms
-    now, then = life.engine.table.rows([SICK]), life.past[alarm.restored_step]["table"]
+    now, then = life.engine.table.rows([FAULTY]), life.past[alarm.restored_step]["table"]
     assert alarm.restored_step < before.step[0]
     assert now.step[0] == before.step[0] + 1
     assert now.next_serial[0] == before.next_serial[0] == 1
@@ -491,16 +491,16 @@ def test_rollback_restores_the_table_except_step_and_serials() -> None:
 
 def test_failed_validation_after_rollback_keeps_snapshot_values() -> None:
     life = Life(digits(), Stage.TRAINING, 4)
-    network = life.engine.networks[SICK]
+    network = life.engine.networks[FAULTY]
     network.validate = lambda *_: (_ for _ in ()).throw(RuntimeError("never"))  # type: ignore[method-assign]
     life.step()
     (alarm,) = life.engine.alarms
     then = life.past[alarm.restored_step]["table"]
-    assert life.engine.table.quality[SICK] == then.quality[0]
-    assert life.engine.table.val_loss[SICK] == then.val_loss[0]
+    assert life.engine.table.quality[FAULTY] == then.quality[0]
+    assert life.engine.table.val_loss[FAULTY] == then.val_loss[0]
     worth = CounterfactualHelper().process_batch(life.engine)
-    assert worth[SICK].slots == ()
-    assert math.isnan(worth[SICK].quality)
+    assert worth[FAULTY].slots == ()
+    assert math.isnan(worth[FAULTY].quality)
 
 
 def test_non_finite_weights_are_detected_without_effect_on_the_loss() -> None:
@@ -520,7 +520,7 @@ def test_non_finite_weights_are_detected_without_effect_on_the_loss() -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_vital_covers_host_and_blended_seeds_only(task: str) -> None:
     for target in (Stage.TRAINING, Stage.BLENDING, Stage.FOSSILIZED):
-        network = Life(TASKS[task](), target).engine.networks[SICK]
+        network = Life(TASKS[task](), target).engine.networks[FAULTY]
         averages = network.average.by_tensor()
         seed = [averages[p] for p in network.body.slots["r0c0"].parameters()]
         is_active = [averages[p] for p in network.body.model.parameters()] + (seed if target != Stage.TRAINING else [])
@@ -567,19 +567,19 @@ def test_error_in_a_rollback_stays_in_its_environment_and_is_retried(
     part: str, times: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     life = Life(digits(), Stage.HOLDING)
-    engine, network = life.engine, life.engine.networks[SICK]
+    engine, network = life.engine, life.engine.networks[FAULTY]
     poison(network)
     owner, name = {
         "drop": (network, "apply_effects"),
         "average": (network.average, "resync"),
-        "restore": (engine.governor.snapshots[SICK], "restore"),
+        "restore": (engine.governor.snapshots[FAULTY], "restore"),
     }[part]
     monkeypatch.setattr(engine, "_operate", lambda _effects: None)  # no growth: only the rollback fails
     failing(monkeypatch, owner, name, times)
     for _ in range(times):
         life.step()
         (alarm,) = engine.alarms
-        assert (alarm.env, alarm.action, alarm.restored_step) == (SICK, "not restored", None)
+        assert (alarm.env, alarm.action, alarm.restored_step) == (FAULTY, "not restored", None)
         assert np.isfinite(engine.table.quality).all()
         assert engine.table.rollbacks.tolist() == [0, 1, 0]  # one penalty for all attempts
     life.step()
@@ -598,25 +598,25 @@ def test_error_in_the_first_snapshot_stays_in_its_environment(times: int, monkey
         torch.manual_seed(5)
         return Engine(task, [4, 5, 6], rules=BY_HAND, config=EngineConfig())
 
-    sick, sound = begun(digits()), begun(digits())
-    failing(monkeypatch, sick.governor.snapshots[SICK], "take", times)
-    start = copied_tensors(sick.networks[SICK])
+    faulty, sound = begun(digits()), begun(digits())
+    failing(monkeypatch, faulty.governor.snapshots[FAULTY], "take", times)
+    start = copied_tensors(faulty.networks[FAULTY])
     for step in range(times + 2):
-        sick.step(wait_everywhere(3))
+        faulty.step(wait_everywhere(3))
         sound.step(wait_everywhere(3))
-        result = [(a.env, a.action) for a in sick.alarms]
-        assert result == ([] if step >= times else [(SICK, "rolled back" if step == times - 1 else "not restored")])
+        result = [(a.env, a.action) for a in faulty.alarms]
+        assert result == ([] if step >= times else [(FAULTY, "rolled back" if step == times - 1 else "not restored")])
         if step < times:  # it is not trained
-            now = copied_tensors(sick.networks[SICK])
+            now = copied_tensors(faulty.networks[FAULTY])
             assert all(torch.equal(a, b) for p in start for a, b in zip(start[p], now[p], strict=True))
-    assert [fingerprint(sick, env) for env in OTHERS] == [fingerprint(sound, env) for env in OTHERS]
-    assert np.isfinite(sick.table.quality).all()
+    assert [fingerprint(faulty, env) for env in OTHERS] == [fingerprint(sound, env) for env in OTHERS]
+    assert np.isfinite(faulty.table.quality).all()
 
 
 @pytest.mark.parametrize("where", ["weight", "optimiser"])
 def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
     life = Life(words(), Stage.DORMANT)
-    network, snapshot = life.engine.networks[SICK], life.engine.governor.snapshots[SICK]
+    network, snapshot = life.engine.networks[FAULTY], life.engine.governor.snapshots[FAULTY]
     copies = [c.clone() for c in snapshot.copies]
     weight = next(iter(network.body.model.parameters()))
     tensor = weight if where == "weight" else network.optimizer.state[weight]["exp_avg_sq"]
@@ -626,7 +626,7 @@ def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
         snapshot.take()
     assert all(torch.equal(a, b) for a, b in zip(copies, snapshot.copies, strict=True))
     life.step()
-    assert [(a.env, a.action) for a in life.engine.alarms] == [(SICK, "rolled back")]
+    assert [(a.env, a.action) for a in life.engine.alarms] == [(FAULTY, "rolled back")]
     assert math.isfinite(network.vital)
 
 
@@ -636,7 +636,7 @@ def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
 def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
     life = Life(digits(), Stage.FOSSILIZED, 3)
     engine = life.engine
-    engine.networks[SICK].forward = lambda body, x, y: process_train_batch(body, x * math.nan, y)
+    engine.networks[FAULTY].forward = lambda body, x, y: process_train_batch(body, x * math.nan, y)
 
     def tensors() -> int:
         gc.collect()
@@ -644,20 +644,21 @@ def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
 
     engine.step(wait_everywhere(3))
     engine.step(wait_everywhere(3))
-    weights = copied_tensors(engine.networks[SICK])
+    weights = copied_tensors(engine.networks[FAULTY])
     tensors_before = tensors()
     for n in range(8):
         engine.step(wait_everywhere(3))
-        assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(SICK, "nonfinite_loss", "rolled back")]
-        assert engine.table.rollbacks[SICK] == n + 3
+        assert [(a.env, a.alarm, a.action) for a in engine.alarms] == [(FAULTY, "nonfinite_loss", "rolled back")]
+        assert engine.table.rollbacks[FAULTY] == n + 3
     assert tensors() <= tensors_before  # tensors of other tests may be freed meanwhile
-    assert engine.table.step[SICK] == engine.table.step[0]
+    assert engine.table.step[FAULTY] == engine.table.step[0]
     assert np.isfinite(engine.table.quality).all()
-    for p in engine.networks[SICK].body.parameters():
+    for p in engine.networks[FAULTY].body.parameters():
         assert all(
-            torch.equal(a, b) for a, b in zip(copied_tensors(engine.networks[SICK])[id(p)], weights[id(p)], strict=True)
+            torch.equal(a, b)
+            for a, b in zip(copied_tensors(engine.networks[FAULTY])[id(p)], weights[id(p)], strict=True)
         )
-    engine.networks[SICK].forward = process_train_batch
+    engine.networks[FAULTY].forward = process_train_batch
     engine.step(wait_everywhere(3))
     assert engine.alarms == []
 
@@ -665,7 +666,7 @@ def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
 def test_collapsed_host_is_restored_after_three_steps() -> None:
     life = Life(images(), Stage.DORMANT, 20)
     engine = life.engine
-    network, before = engine.networks[SICK], engine.table.val_loss[SICK]
+    network, before = engine.networks[FAULTY], engine.table.val_loss[FAULTY]
     assert before < 0.7 < math.log(3)
     network.optimizer.param_groups[0]["lr"] = 0.0
     with torch.no_grad():
@@ -677,14 +678,18 @@ def test_collapsed_host_is_restored_after_three_steps() -> None:
     for _ in range(3):
         life.step()
         actions += [(a.env, a.alarm, a.action) for a in engine.alarms]
-    assert actions == [(SICK, "collapse", "counted"), (SICK, "collapse", "counted"), (SICK, "collapse", "rolled back")]
+    assert actions == [
+        (FAULTY, "collapse", "counted"),
+        (FAULTY, "collapse", "counted"),
+        (FAULTY, "collapse", "rolled back"),
+    ]
     assert_restored(life, engine.alarms[0].restored_step)
-    assert engine.table.val_loss[SICK] < 0.75  # measured again
+    assert engine.table.val_loss[FAULTY] < 0.75  # measured again
 
 
 def test_diverging_host_is_restored_with_its_learning_rate() -> None:
     life = Life(digits(), Stage.DORMANT, 9)
-    for group in life.engine.networks[SICK].optimizer.param_groups:
+    for group in life.engine.networks[FAULTY].optimizer.param_groups:
         group["lr"] = 300.0
     alarms = []
     for _ in range(3):
@@ -885,9 +890,9 @@ def result(target: SeedStage, then: SeedStage, fault: str) -> tuple[Listener, En
     engine, hub = Engine(digits(), [4, 5, 6], rules=BY_HAND), Listener()
     emit = TelemetryEmitter(hub, slots=digits().slots, worlds=[4, 5, 6], host_params=1000, envs=[10, 11, 12])
     for t in range(40):
-        arrived = engine.table.stage[SICK, 0] == target and t >= 2
+        arrived = engine.table.stage[FAULTY, 0] == target and t >= 2
         if arrived:
-            FAULTS[fault][0](engine.networks[SICK])
+            FAULTS[fault][0](engine.networks[FAULTY])
             hub.clear()
         actions = decide(engine, then if arrived else target)
         emit.step(engine.table, actions, engine.step(actions))
@@ -924,7 +929,7 @@ def test_rollback_emits_governor_and_lifecycle_events(
     assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == lives
     (event,) = hub.of(events.Governor)
     (alarm,) = engine.alarms
-    assert (event.env, event.episode, event.step) == (11, 1, engine.table.step[SICK])
+    assert (event.env, event.episode, event.step) == (11, 1, engine.table.step[FAULTY])
     assert (event.alarm, event.action, event.restored_step) == (FAULTS[fault][1], "rolled back", alarm.restored_step)
     assert (event.value is None) == (fault == "error")
     assert [x.rollbacks for x in hub.of(events.Episode)] == [0, 1, 0]
@@ -949,7 +954,7 @@ def test_all_transitions_of_one_step_are_emitted() -> None:
 
 def test_governor_settings_are_part_of_the_engine_config() -> None:
     life = Life(digits(), Stage.DORMANT, 9, governor=GovernorConfig(patience=1, snapshot_every=2))
-    for group in life.engine.networks[SICK].optimizer.param_groups:
+    for group in life.engine.networks[FAULTY].optimizer.param_groups:
         group["lr"] = 300.0
     life.step()
     assert [(a.alarm, a.action) for a in life.engine.alarms] == [("divergence", "rolled back")]

@@ -21,7 +21,7 @@ import msgspec
 
 from esper.commands.resuming import KINDS
 from esper.kasmina.lifecycle import Rules
-from esper.leyline.errors import CheckpointError
+from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.events import Checkpoint, Level
 from esper.leyline.slot_table import network_params
 from esper.leyline.stages import SeedStage
@@ -56,27 +56,34 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """The settings that determine the result of `esper grow`. A resumed run keeps them."""
 
     task: str
-    """Name of the task."""
+    """All hosts are trained on the task of this name."""
     controller: str
-    """Name of the controller, or the path of a run or policy file."""
+    """The controller of this name decides, or the policy of the run or policy file at this path."""
     controller_path: str = ""
-    """Absolute path of the controller's run or policy file; empty for a controller that has a name."""
+    """The controller's run or policy file has this absolute path; it is empty for a controller that has a name."""
     epochs: int | None = None
-    """Epochs to train each host; None: the task's own number."""
+    """Each host is trained for this many epochs, ≥ 1; None uses the task's own number."""
     seed: int = 0
-    """The world of all hosts: initialisation and data order."""
+    """All hosts are trained in this world, which determines initialisation and data order."""
     compare: bool = True
-    """Whether to train the hosts to compare with as well."""
+    """If true, the hosts to compare with are trained as well."""
     incubation: str = "shadow"
-    """How a TRAINING seed learns: "shadow" or "straight_through", see `EngineConfig`. No effect with open birth."""
+    """A TRAINING seed learns by this method: "shadow" or "straight_through", see `EngineConfig`. It has no effect with
+    open birth."""
     birth: str = Rules().birth
-    """How a seed begins: "open" or "isolated", see `Rules`."""
+    """A seed begins in this way: "open" or "isolated", see `Rules`."""
     lr_schedule: str = "wsd"
-    """Schedule of the learning rates: "wsd" or "constant", see `Task`."""
+    """The learning rates follow this schedule: "wsd" or "constant", see `Task`."""
     threads: int = 1
-    """Threads of PyTorch, ≥ 1."""
+    """PyTorch uses this many CPU threads, ≥ 1."""
     telemetry: str = "normal"
-    """How much is recorded: off, minimal, normal or debug."""
+    """Events are recorded at this level: off, minimal, normal or debug."""
+
+    def __post_init__(self) -> None:
+        for name in ("epochs", "threads"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"{name} must be ≥ 1, got {value}")
 
 
 @dataclass(slots=True)

@@ -1,11 +1,11 @@
 """`esper sweep`: run `esper grow` for every setting of a plan in every world, on one machine or on many.
 
     DIR/ARM/WORLD/            the run of one setting in one world
-    DIR/claims/ARM-WORLD      exists while a process works on that run; touched every `TOUCH_S`
+    DIR/leases/ARM-WORLD      exists while a process works on that run; touched every `TOUCH_S`
     DIR/logs/ARM-WORLD        output of that run
     DIR/sweep.svg, sweep.json the chart and the comparison, once all runs have finished
 
-A job is a run that has not finished. The process that creates its claim runs or resumes it. A claim is taken over if
+A job is a run that has not finished. The process that creates its lease runs or resumes it. A lease is taken over if
 its owner is dead or has not touched it for `STALE_S`. A signal is passed on to the runs, which write a checkpoint.
 Start the same command again, on this or another machine, to continue.
 """
@@ -43,7 +43,7 @@ from esper.tolaria.checkpoint import Checkpoints
 
 TOUCH_S = 20.0
 STALE_S = 300.0
-"""Seconds after which an untouched claim of another machine counts as abandoned, more than clocks differ."""
+"""Seconds after which an untouched lease of another machine counts as abandoned, more than clocks differ."""
 GRACE_S = 120.0
 """Seconds that runs have to write a checkpoint after a signal, before they are killed."""
 LARGEST_PLAN = 1 << 20
@@ -53,11 +53,12 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Content of a plan file."""
 
     worlds: tuple[int, int]
-    """First world (`esper grow --seed`) and number of worlds."""
+    """The runs use this first world (`esper grow --seed`), ≥ 0, and this number of worlds, ≥ 1."""
     settings: dict[str, dict[str, Any]]
-    """Arm → its options of `esper grow`. The first arm is the reference of the comparison."""
+    """Each arm has these options of `esper grow`; there are two or more arms. The first arm is the reference of the
+    comparison."""
     common: dict[str, Any] = {}
-    """Options of `esper grow` that all arms share."""
+    """All arms share these options of `esper grow`."""
 
     def __post_init__(self) -> None:
         first, count = self.worlds
@@ -160,29 +161,29 @@ def finished_seconds(path: Path) -> float | None:
 
 
 class Sweep:
-    """The runs of one `esper sweep` process. On leaving, its runs are stopped and its claims released."""
+    """The runs of one `esper sweep` process. On leaving, its runs are stopped and its leases released."""
 
     def __init__(self, plan: SweepPlan, directory: Path, workers: int) -> None:
         self.plan, self.directory, self.workers = plan, directory, workers
         self.failures: list[str] = []
-        self._running: dict[Job, tuple[subprocess.Popen[bytes], Claim]] = {}
+        self._running: dict[Job, tuple[subprocess.Popen[bytes], Lease]] = {}
 
     def __enter__(self) -> Sweep:
         return self
 
     def __exit__(self, *_: object) -> None:
-        for process, _claim in self._running.values():
+        for process, _lease in self._running.values():
             process.terminate()  # it writes a checkpoint at the end of its epoch
         end = time.monotonic() + GRACE_S
-        for process, claim in self._running.values():
+        for process, lease in self._running.values():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, end - time.monotonic()))
             process.kill()
             process.wait()
-            claim.release()
+            lease.release()
 
     def run(self, jobs: Sequence[Job]) -> None:
-        """Run the jobs that are neither finished nor claimed, `workers` at a time."""
+        """Run the jobs that are neither finished nor leased, `workers` at a time."""
         total = len(jobs)
         seconds = {job: s for job in jobs if (s := finished_seconds(run_path(self.directory, job))) is not None}
         waiting = [job for job in jobs if job not in seconds]
@@ -204,12 +205,12 @@ class Sweep:
         """Start or resume a run, unless another process runs it or has finished it."""
         path = run_path(self.directory, job)
         make_real_directory(path.parent)
-        claim = Claim.take(self._file("claims", job))
-        if claim is None:
+        lease = Lease.take(self._file("leases", job))
+        if lease is None:
             print(f"{job.arm} world {job.world} is run by another process", flush=True)
             return
         if finished_seconds(path) is not None:
-            claim.release()
+            lease.release()
             return
         command = [sys.executable, "-m", "esper", "grow", *self._options(job, path)]
         with (
@@ -219,10 +220,10 @@ class Sweep:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
             )  # it receives signals from `__exit__` only: a second one would end it without a checkpoint
-            self._running[job] = process, claim
+            self._running[job] = process, lease
 
     def _file(self, kind: str, job: Job) -> Path:
-        """Return the path of a job's claim or log."""
+        """Return the path of a job's lease or log."""
         make_real_directory(self.directory / kind)
         return self.directory / kind / f"{job.arm}-{job.world}"
 
@@ -240,30 +241,30 @@ class Sweep:
         return options
 
     def _ended(self) -> list[Job]:
-        """Return the jobs whose process has ended, and release their claims. Touch the other claims."""
+        """Return the jobs whose process has ended, and release their leases. Touch the other leases."""
         ended = [job for job, (process, _) in self._running.items() if process.poll() is not None]
         for job in ended:
-            process, claim = self._running.pop(job)
+            process, lease = self._running.pop(job)
             if finished_seconds(run_path(self.directory, job)) is None:
                 title = f"{job.arm} world {job.world}"
                 self.failures.append(f"{title} (exit code {process.returncode}, see {self._file('logs', job)})")
                 print(f"failed: {self.failures[-1]}", flush=True)
-            claim.release()
-        for _, claim in self._running.values():
-            claim.touch()
+            lease.release()
+        for _, lease in self._running.values():
+            lease.touch()
         return ended
 
 
-class Claim:
+class Lease:
     """An exclusive file that names the process working on a run."""
 
     def __init__(self, path: Path, fd: int) -> None:
         self.path, self.fd, self.touched = path, fd, time.monotonic()
 
     @classmethod
-    def take(cls, path: Path) -> Claim | None:
-        """Return the claim, or None if a living process has it."""
-        with locked(path.parent / "claims.lock", wait_s=60.0):
+    def take(cls, path: Path) -> Lease | None:
+        """Return the lease, or None if a living process holds it."""
+        with locked(path.parent / "leases.lock", wait_s=60.0):
             if path.exists() and not _is_abandoned(path):
                 return None
             path.unlink(missing_ok=True)
@@ -280,13 +281,13 @@ class Claim:
             self.touched = time.monotonic()
 
     def release(self) -> None:
-        """Remove the claim."""
+        """Remove the lease."""
         self.path.unlink(missing_ok=True)
         os.close(self.fd)
 
 
 def _is_abandoned(path: Path) -> bool:
-    """Return whether the owner of a claim is dead: its lock on this machine is free, or it is silent for too long."""
+    """Return whether the owner of a lease is dead: its lock on this machine is free, or it is silent for too long."""
     fd = open_own(path, os.O_RDWR)
     try:
         owner = os.read(fd, 300).decode(errors="replace").split()

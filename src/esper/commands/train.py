@@ -130,7 +130,7 @@ def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptio
     group = ProcessGroup()
     try:
         with terminable(), Workers(options.workers) as workers:
-            group = ProcessGroup.join(workers.poll if workers.leads else Parent().poll)
+            group = ProcessGroup.join(workers.poll if workers.is_parent else Parent().poll)
             workers.met()
             group.share(config.envs)
             if group.size > 1 and config.engine.strategy != "loop":
@@ -138,9 +138,9 @@ def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptio
                     f"engine.strategy={config.engine.strategy} does not support several processes: its results depend "
                     "on the number of environments per process. Use engine.strategy=loop, or one process"
                 )
-            if group.leads:
-                return lead(config, saved, options, group, workers, lock)
-            follow(config, saved, options, group)
+            if group.is_rank_zero:
+                return run_rank_zero(config, saved, options, group, workers, lock)
+            run_other_rank(config, saved, options, group)
             return None
     finally:
         group.leave()  # after the workers began to exit, so that they do not report rank 0 as lost
@@ -173,7 +173,7 @@ def manifest_of(config: TrainConfig) -> dict[str, Any]:
     return {"controller": "tamiyo", "seed": config.seed, "threads": config.threads, "config": as_tree(config)}
 
 
-def lead(
+def run_rank_zero(
     config: TrainConfig, saved: Saved | None, options: TrainOptions, group: ProcessGroup, workers: Workers,
     lock: Lock | None,
 ) -> Path:  # fmt: skip
@@ -183,7 +183,7 @@ def lead(
     if saved is not None:
         must_fit(differences(saved, config, env.backend), options.allow_inexact)
     need = memory.needed(config, env, new_network(config, resumed=saved is not None).hidden_size, group.size)
-    room = memory.describe(need, memory.available(), group.size)
+    memory_line = memory.describe(need, memory.available(), group.size)
     with recording(config, saved, options, label, lock) as run:
         seqs = [0] * group.size if saved is None else run_metadata(saved)["next_seq"]
         group.broadcast({"path": str(run.path.absolute()), "next_seq": seqs})
@@ -191,7 +191,7 @@ def lead(
         if saved is not None:
             plainly(console, f"resuming from {saved.path.name}, next round: {run_metadata(saved)['done'] + 1}")
         plainly(console, settings_line(config))
-        plainly(console, room)
+        plainly(console, memory_line)
         run.emit(
             RunStarted(
                 run_id=run.path.name, command="train", task=label, controller="tamiyo", seed=config.seed,
@@ -288,7 +288,7 @@ def recording(
     return record(label, out=options.out, level=config.telemetry, manifest=manifest, track=options.track)
 
 
-def follow(config: TrainConfig, saved: Saved | None, options: TrainOptions, group: ProcessGroup) -> None:
+def run_other_rank(config: TrainConfig, saved: Saved | None, options: TrainOptions, group: ProcessGroup) -> None:
     """Train a share of the environments as another rank, with its own journal and without output."""
     place = group.broadcast()
     first = place["next_seq"][group.rank] if group.rank < len(place["next_seq"]) else 0

@@ -20,7 +20,7 @@ GRACE_S = 3.0
 """Seconds that workers have to exit after a request. Killing one later loses nothing: events after the last checkpoint
 are recorded again.
 """
-LEADER = "ESPER_LEADER"
+PARENT = "ESPER_PARENT"
 """Environment variable with the pid of the process that started a rank."""
 
 
@@ -33,10 +33,10 @@ class Workers:
                 "--workers cannot be used under torchrun, which has already started the ranks. Remove one of them"
             )
         self.count, self.processes, self.place = count, [], None  # type: tuple[int, list[subprocess.Popen[bytes]], Path | None]
-        self.leads = RENDEZVOUS not in os.environ
+        self.is_parent = RENDEZVOUS not in os.environ
 
     def __enter__(self) -> Workers:
-        if self.count > 1 and self.leads:
+        if self.count > 1 and self.is_parent:
             try:
                 with deferred_signals():  # a signal in between would leave an untracked worker
                     self._start()
@@ -48,7 +48,7 @@ class Workers:
     def _start(self) -> None:
         self.place = Path(tempfile.mkdtemp(prefix="esper-"))
         for rank in range(1, self.count):
-            environment = os.environ | {RENDEZVOUS: self._rendezvous(rank), LEADER: str(os.getpid())}
+            environment = os.environ | {RENDEZVOUS: self._rendezvous(rank), PARENT: str(os.getpid())}
             self.processes.append(
                 subprocess.Popen(
                     [sys.executable, "-m", "esper", *sys.argv[1:]], env=environment, stdin=subprocess.DEVNULL,
@@ -96,8 +96,8 @@ class Parent:
     """The process that started this rank. The run ends with it."""
 
     def __init__(self) -> None:
-        leader = os.environ.get(LEADER, "")
-        self.pid = int(leader) if leader.isdecimal() and len(leader) < 10 else os.getppid()
+        pid = os.environ.get(PARENT, "")
+        self.pid = int(pid) if pid.isdecimal() and len(pid) < 10 else os.getppid()
 
     def poll(self) -> None:
         """Raise TrainingError if the parent has ended."""

@@ -154,7 +154,7 @@ class Grower(Operations, Measuring):
             self._training.must_have_gradients()
         if isinstance(self.controller, Learned):
             self.controller.bind(context_of(body, self.horizon, self.rules.thresholds))
-        hub = Silence() if telemetry is None or not self.ranks.leads else telemetry
+        hub = Silence() if telemetry is None or not self.ranks.is_rank_zero else telemetry
         self.emit = TelemetryEmitter(hub, slots=self.network.slot_names, worlds=[rng_seed], host_params=host_params)
         self.emit.planted(self.table)
         hub.emit(
@@ -227,7 +227,7 @@ class Grower(Operations, Measuring):
             self.network.write_gradients(self.table, 0, meter.read(meter.pending().tolist()))  # sync: once per epoch
             allowed = lifecycle.legal(self.table, self.rules)
             actions = None
-            if self.ranks.leads:
+            if self.ranks.is_rank_zero:
                 actions = checked_actions(self.controller.act(self.table, allowed), self.controller)
             actions = self.ranks.decide(self.table, actions)
             done = self._apply(actions)

@@ -64,9 +64,9 @@ class Ranks:
         return self.group.size > 1
 
     @property
-    def leads(self) -> bool:
+    def is_rank_zero(self) -> bool:
         """Whether this is rank 0, which decides, reports and saves."""
-        return self.group.leads
+        return self.group.is_rank_zero
 
     def must_know_the_group(self) -> None:
         """Raise ConfigError if torch.distributed was initialised after the grower was built."""
@@ -118,7 +118,7 @@ class Ranks:
         if not self.several:
             assert actions is not None
             return actions
-        decision = {"table": table.arrays(), "actions": actions} if self.leads else None
+        decision = {"table": table.arrays(), "actions": actions} if self.is_rank_zero else None
         decision = self.exchange(decision)[0]
         assert decision is not None
         for name, column in table.arrays().items():

@@ -56,7 +56,7 @@ def save(grower: Grower, directory: Path, *, keep: int, extra: Any) -> Written:
     state = grower_state(grower, extra)
     name = f"epoch{int(grower.table.step[0]):05d}-batch{state.batches:07d}"
     weights, grads = weights_of(grower.body), dict(gradients(grower.body))  # all ranks: collective if sharded
-    if not grower.ranks.leads:
+    if not grower.ranks.is_rank_zero:
         return save_rank(grower, directory, name, keep=keep)
     document, tensors = packed(state_tree(state))
     return Checkpoints(directory, keep=keep).write(
@@ -78,7 +78,7 @@ def load(grower: Grower, directory: Path) -> Any:
     except EsperError as error:
         raise CheckpointError(f"cannot load {saved.path}: {error} Nothing was changed.") from error
     _apply(grower, state, weights, grads)
-    if not grower.ranks.leads:
+    if not grower.ranks.is_rank_zero:
         load_rank(grower, directory, saved.name)
     return state.extra
 
@@ -128,7 +128,7 @@ def _apply(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], gr
     grower.emit.planted(table)
     grower._batches = state.batches
     grower._shadow_passes = state.shadow_passes
-    if grower.ranks.leads:
+    if grower.ranks.is_rank_zero:
         load_rng_states(state.rng_states)
 
 

@@ -161,7 +161,7 @@ def series_rows(series: Series, since: int = 0, most: int = MOST_GROUPS) -> Json
     rows: Json = {"at": at, "stride": series.stride * merged, "columns": columns(series.columns, high[at:])}
     if series.stride * merged > 1:
         rows["low"] = columns(series.columns, low[at:])
-    return rows | ({"odd": odd} if (odd := series.odd()) else {})
+    return rows | ({"non_finite": points} if (points := series.non_finite()) else {})
 
 
 def columns(names: Sequence[str], table: Any) -> Json:

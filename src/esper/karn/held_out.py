@@ -92,13 +92,13 @@ def table(comparison: HeldOut) -> dict[str, Any]:
         rows.append([*cells, *(None if f is None else number_text(f.mean, "count") for f in (row.params, row.macs))])
     worlds = len(comparison.worlds)
     after = "" if comparison.rounds is None else f", after round {comparison.rounds}"
-    says = (
+    note = (
         f"{worlds} worlds that had no part in training, the same for all controllers{after}. "
         f"±: standard deviation over the {worlds} worlds. Lead: mean difference world by world, in brackets "
         "its bootstrap 95 % interval over worlds; bold where the interval excludes 0. U: validation quality above the "
         "no-growth baseline, minus rent on parameters and multiply-adds."
     )
-    return {"says": says, "heads": heads, "rows": rows}
+    return {"note": note, "heads": heads, "rows": rows}
 
 
 def _figure(value: Figure | None, unit: str) -> str | None:

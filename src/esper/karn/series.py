@@ -17,7 +17,7 @@ MOST_GROUPS = 2048
 """Number of groups at which pairs of neighbours are merged and the stride doubles."""
 BLOCK_ROWS = 256
 """Rows that are collected before they are grouped, unless the stride is larger. Both are powers of two."""
-MOST_ODD = 32
+MOST_NON_FINITE = 32
 """Maximum number of values that are not finite and whose place is kept."""
 LARGEST = 1e300
 """Values from here on count as not finite, since differences of them overflow."""
@@ -28,11 +28,11 @@ Array = npt.NDArray[np.float64]
 class Series:
     """Rows in the order they were added. The first column rises: it says where a row is, for instance its step.
 
-    None means not measured. A value that is not finite is stored as a gap and listed in `odd`.
+    None means not measured. A value that is not finite is stored as a gap and listed in `non_finite`.
     The state depends on the rows alone, not on when it was read.
     """
 
-    __slots__ = ("_high", "_limit", "_low", "_odd", "columns", "rows", "stride")
+    __slots__ = ("_high", "_limit", "_low", "_non_finite", "columns", "rows", "stride")
 
     def __init__(self, columns: Sequence[str]) -> None:
         self.columns = tuple(columns)
@@ -40,7 +40,7 @@ class Series:
         self.rows: list[Row] = []  # the newest ones, not grouped yet
         self._low: Array | None = None  # [B, C]
         self._high: Array | None = None
-        self._odd: list[tuple[float, str]] = []
+        self._non_finite: list[tuple[float, str]] = []
         self._limit = MOST_GROUPS  # number of rows at which they are grouped
 
     def add(self, row: Row) -> None:
@@ -57,7 +57,7 @@ class Series:
         if not self.rows and self._low is not None and self._high is not None:
             stays = self._low[:, 0] < first
             self._low, self._high = self._low[stays], self._high[stays]
-        self._odd = [each for each in self._odd if each[0] < first]
+        self._non_finite = [each for each in self._non_finite if each[0] < first]
 
     def __len__(self) -> int:
         """Return the number of groups, the last and incomplete one included."""
@@ -83,13 +83,13 @@ class Series:
             value = next((v for v in reversed(self._high[:, at].tolist()) if v == v), None)
         return value
 
-    def odd(self) -> list[tuple[float, str]]:
+    def non_finite(self) -> list[tuple[float, str]]:
         """Return the places of the first values that are not finite: (first column, name of the column)."""
-        return (self._odd + not_finite(self.rows, self.columns))[:MOST_ODD]
+        return (self._non_finite + not_finite(self.rows, self.columns))[:MOST_NON_FINITE]
 
     def _group(self) -> None:
         """Group all collected rows, and merge pairs of groups until there are at most MOST_GROUPS."""
-        self._odd = self.odd()
+        self._non_finite = self.non_finite()
         low, high = self.table()
         self.rows = []
         while len(low) >= MOST_GROUPS:

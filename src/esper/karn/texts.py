@@ -211,8 +211,8 @@ def _of_ppo(run: RunState) -> list[tuple[str, str]]:
         return []
     messages = []
     losses = {"policy loss": u.policy_loss, "value loss": u.value_loss, "gradient": u.grad_norm}
-    if odd := [name for name, value in losses.items() if value is not None and not isfinite(value)]:
-        messages.append(("error", f"PPO, round {u.round}: {' and '.join(odd)} not finite"))
+    if non_finite := [name for name, value in losses.items() if value is not None and not isfinite(value)]:
+        messages.append(("error", f"PPO, round {u.round}: {' and '.join(non_finite)} not finite"))
     if u.skipped:
         messages.append(("warning", f"PPO, round {u.round}: {u.skipped} minibatches skipped that were not finite"))
     if u.kl is not None and u.kl > KL_LIMIT:

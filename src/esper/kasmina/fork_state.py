@@ -234,7 +234,7 @@ class _Noise(nn.Module):
         size = h.float().square().mean().sqrt()  # equal in a forked pass and in a single one
         noise = noise * torch.where(size > 0, size, 1.0).to(h)
         if h.shape[0] % PROBE_SAMPLES:
-            raise ForkError("the leading dimension is not a multiple of the batch")
+            raise ForkError("the first dimension is not a multiple of the batch")
         return noise.repeat(h.shape[0] // PROBE_SAMPLES, *[1] * (h.ndim - 1)).transpose(0, self.batch_axis)
 
 

@@ -1,7 +1,7 @@
 """Evaluate many on/off configurations of the seeds in one forward pass by forking the batch.
 
 A plan is attached to the slots for one forward call without gradients. Before the first fork every tensor
-has leading dimension B. At a fork it becomes rows × B, one row per configuration that differs so far, so
+has first dimension B. At a fork it becomes rows × B, one row per configuration that differs so far, so
 everything before the fork is computed once. A slot forks at its own output or, where a skip connection or
 an extra input bypasses it, at the input of an enclosing module.
 
@@ -209,7 +209,7 @@ def _format(x: Tensor) -> torch.memory_format:
 
 
 def is_batched(x: Any, samples: int) -> bool:
-    """Return whether x is a tensor with leading dimension `samples`."""
+    """Return whether x is a tensor with first dimension `samples`."""
     return isinstance(x, Tensor) and x.ndim > 0 and x.shape[0] == samples
 
 

@@ -65,24 +65,24 @@ class Rules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """
 
     thresholds: Thresholds = PERMISSIVE
-    """Minimum values that the gates require."""
+    """The gates require these minimum values."""
     auto_train: bool = True
-    """Whether a GERMINATED seed enters TRAINING without an ADVANCE operation."""
+    """If true, a GERMINATED seed enters TRAINING without an ADVANCE operation."""
     auto_blend: bool = True
-    """Whether a TRAINING seed enters BLENDING as soon as its gate opens."""
+    """If true, a TRAINING seed enters BLENDING as soon as its gate opens."""
     auto_hold: bool = True
-    """Whether a BLENDING seed enters HOLDING as soon as alpha rests at 1."""
+    """If true, a BLENDING seed enters HOLDING as soon as alpha rests at 1."""
     max_seeds: int = 0
-    """Maximum number of seeds per environment, fossils included, ≥ 0; 0 sets no limit."""
+    """An environment has at most this many seeds, fossils included, ≥ 0; 0 sets no limit."""
     min_prune_age: int = 5
-    """Minimum age in epochs, ≥ 0, before a seed may be pruned, so that it can be measured first."""
+    """A seed may be pruned from this age in epochs on, ≥ 0, so that it can be measured first."""
     birth: Literal["isolated", "open"] = "open"
-    """How a seed begins: blended in at once ("open"), or trained apart from the host first ("isolated"). Neither
-    changes the host's output, because Δ is 0 at birth. An open birth has no TRAINING stage and no shadow passes."""
+    """A seed begins blended in at once ("open"), or trained apart from the host first ("isolated"). Neither changes the
+    host's output, because Δ is 0 at birth. An open birth has no TRAINING stage and no shadow passes."""
     open_ramp: int | None = 0
-    """Length in epochs, ≥ 0, of the first alpha ramp of an open birth; None uses the tempo of the action."""
+    """The first alpha ramp of an open birth lasts this many epochs, ≥ 0; None uses the tempo of the action."""
     one_at_a_time: bool = True
-    """Whether germination is illegal while another seed is GERMINATED, TRAINING or cooling down."""
+    """If true, germination is illegal while another seed is GERMINATED, TRAINING or cooling down."""
 
     def __post_init__(self) -> None:
         if self.max_seeds < 0 or self.min_prune_age < 0:
@@ -143,14 +143,14 @@ def legal(table: SlotTable, rules: Rules) -> Bools:
     holding = stage == _HOLDING
     blended = (stage == _BLENDING) | holding
 
-    room = np.ones(table.num_envs, dtype=bool)
+    may_germinate = np.ones(table.num_envs, dtype=bool)
     if rules.max_seeds:
-        room &= (_OCCUPIED[stage] & table.enabled).sum(axis=1) < rules.max_seeds
+        may_germinate &= (_OCCUPIED[stage] & table.enabled).sum(axis=1) < rules.max_seeds
     if rules.one_at_a_time:
-        room &= ~(_BUSY[stage] & table.enabled).any(axis=1)
+        may_germinate &= ~(_BUSY[stage] & table.enabled).any(axis=1)
 
     ops = np.zeros((table.num_envs, NUM_OPS, table.num_slots), dtype=bool)
-    ops[:, Op.GERMINATE] = (stage == _DORMANT) & room[:, None] & table.takes.any(axis=1)
+    ops[:, Op.GERMINATE] = (stage == _DORMANT) & may_germinate[:, None] & table.takes.any(axis=1)
     ops[:, Op.SET_ALPHA_TARGET] = blended & resting
     ops[:, Op.PRUNE] = _PRUNABLE[stage] & (table.age >= rules.min_prune_age) & resting
     ops[:, Op.FOSSILIZE] = holding & open_gate

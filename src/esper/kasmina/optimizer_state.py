@@ -95,11 +95,11 @@ def check_optimizer(saved: OptimizerState, optimizer: Optimizer, body: Body, see
         if bool(group.options.get(SEED_GROUP)) != bool(now.get(SEED_GROUP)):
             raise CheckpointError(f"the seeds' group is not group {g} here. Build the grower at the same point.")
         there, here = ({n for n in each if not n.startswith(SEEDS)} for each in (group.params, own))
-        if odd := sorted(there ^ here):
-            where = "in the checkpoint only" if odd[0] in there else "here only"
+        if differing := sorted(there ^ here):
+            where = "in the checkpoint only" if differing[0] in there else "here only"
             raise CheckpointError(
-                f"group {g} of the optimiser holds {odd[0]!r} {where} ({len(odd)} differences). Build it from the "
-                "same parameters, in the same groups."
+                f"group {g} of the optimiser holds {differing[0]!r} {where} ({len(differing)} differences). Build it "
+                "from the same parameters, in the same groups."
             )
     shapes = {n: tuple(t.shape) for n, t in (_params_by_name(optimizer, body) | dict(seeds)).items()}
     for name, shape in saved.shapes.items():

@@ -235,7 +235,9 @@ def refuse(body: Body, optimizer: Any) -> None:
             "this optimiser holds no parameter of the model. Build it from body.parameters() after grafting."
         )
     if any(g.get(SEED_GROUP) for g in optimizer.param_groups):
-        raise OptimizerError("this optimiser has a seed group already: one optimiser serves one grower.")
+        raise OptimizerError(
+            "this optimiser has a seed group already: one optimiser serves one grower. Build a new optimiser."
+        )
     refuse_scheduled(optimizer)
 
 

@@ -172,7 +172,7 @@ class Select:
         """Return the location of the tensor at `path` in an output of `owner`. Raise GraftError if there is none."""
         if not path:
             if not isinstance(output, Tensor):
-                raise GraftError(f"select leads to a {type(output).__name__} in the output of {owner}, not to a tensor")
+                raise GraftError(f"select returns a {type(output).__name__} from the output of {owner}, not a tensor")
             return cls()
         key, rest = path[0], path[1:]
         keys = list(output) if isinstance(output, Mapping) else []

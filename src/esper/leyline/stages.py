@@ -95,23 +95,31 @@ class Thresholds(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     blend_dwell: int = 10
-    """Minimum number of epochs in TRAINING before blending, ≥ 0."""
+    """A seed must spend at least this many epochs in TRAINING before blending, ≥ 0."""
     blend_health: float | None = 0.7
-    """Minimum gradient health, 0…1, before blending: 1 is healthy, 0 is dead or exploding."""
+    """Blending requires at least this gradient health, which is measured in 0…1: 1 is healthy, 0 is dead or
+    exploding."""
     blend_ratio: float | None = None
-    """Minimum ratio, 0…10, of seed to host gradient, each divided by the square root of its parameter count."""
+    """Blending requires at least this ratio of seed to host gradient, each divided by the square root of its parameter
+    count, which is measured in 0…10."""
     blend_improvement: float | None = None
-    """Minimum improvement of the host's quality since TRAINING began, before blending."""
+    """Blending requires that the host's quality has improved by at least this much since TRAINING began, in units of
+    quality."""
     hold_dwell: int = 0
-    """Minimum number of epochs in BLENDING before holding, ≥ 0."""
+    """A seed must spend at least this many epochs in BLENDING before holding, ≥ 0."""
     fossil_contribution: float | None = float("-inf")
-    """Minimum of the contribution minus `z` standard errors, in units of quality, before fossilising."""
+    """Fossilising requires that the contribution minus `z` standard errors is at least this value, in units of
+    quality."""
     z: float = 2.5
-    """Number of standard errors, ≥ 0, subtracted from a contribution."""
+    """This many standard errors, ≥ 0, are subtracted from a contribution."""
 
     def __post_init__(self) -> None:
         if self.blend_dwell < 0 or self.hold_dwell < 0:
             raise ConfigError(f"a dwell must be ≥ 0, got {self.blend_dwell} and {self.hold_dwell}")
+        for name in ("blend_health", "blend_ratio", "blend_improvement", "fossil_contribution"):
+            value = getattr(self, name)
+            if value is not None and np.isnan(value):
+                raise ConfigError(f"{name} must be a number or None, got {value}")
         if not self.z >= 0:
             raise ConfigError(f"z must be ≥ 0, got {self.z}")
 

@@ -73,7 +73,7 @@ class NissaHub:
         hang_s: float = 5.0,
     ) -> None:
         if capacity < 2:
-            raise ConfigError(f"a hub needs room for at least 2 events, got capacity={capacity}")
+            raise ConfigError(f"capacity must be ≥ 2 events, got {capacity}")
         if hang_s <= 0:
             raise ConfigError(f"hang_s must be positive, got {hang_s}")
         self._level, self._rank, self._strict, self._hang_s = level, rank, strict, hang_s
@@ -225,7 +225,10 @@ class NissaHub:
     # Back-pressure ----------------------------------------------------------------------------------------------
 
     def _admit(self, event: Event) -> bool:
-        """Make room if needed and return whether to append. Called if the log is half full or no sink is active."""
+        """Return whether to append an event; wait while the log is full.
+
+        Called if the log is half full or no sink is active.
+        """
         if self._listening < 0:
             self._counts["after_close"] += self._closing
             return False
@@ -234,7 +237,7 @@ class NissaHub:
         if not event.KEEP:
             self._supersede(event)
         elif self._is_full:
-            self._wait_for_room()
+            self._wait_while_full()
         return any(not worker.retired for worker in self._workers)
 
     @property
@@ -257,7 +260,7 @@ class NissaHub:
                 self._log = [each for each in self._log if each[0] not in self._dead]
                 self._dead = set()
 
-    def _wait_for_room(self) -> None:
+    def _wait_while_full(self) -> None:
         start = monotonic()
         self._counts["waits"] += 1
         if self._counts["waits"] == 1:

@@ -286,7 +286,7 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         self._worlds: Worlds = worlds if callable(worlds) else lambda _: worlds
         self.num_envs = len(self._worlds(0))
         if not self.num_envs:
-            raise ConfigError("a growth environment needs at least one world")
+            raise ConfigError("a growth environment needs at least one world, got none. Give worlds, such as range(4)")
         slots, blueprints = backend.table.num_slots, backend.table.takes.shape[1]
         self.layout = MaskLayout(slots=slots, blueprints=blueprints)
         self.single_observation_space = gym.spaces.Box(-1.0, 1.0, (num_features(slots),), np.float32)

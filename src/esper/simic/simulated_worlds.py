@@ -3,11 +3,11 @@
 A world has a *demand* for three kinds of help (spatial mixing, channel mixing, calibration), which depends on depth
 and on the world; a blueprint offers each kind to some degree. The worth of a fully trained seed is
 
-    potential = head-room · need of the slot · (offer · demand − what the host provides itself) · surprise
+    potential = gain · need of the slot · (offer · demand − what the host provides itself) · surprise
 
 Part of it is predictable (depth, blueprint), part is observable on the host (a slow start indicates spatial demand, a
-gap between training and validation loss calibration, a low ceiling head-room), and the rest is observable only after
-planting. Some seeds are bad: they are harmful, or stillborn and never learn.
+gap between training and validation loss calibration, a low ceiling responsiveness to growth), and the rest is
+observable only after planting. Some seeds are bad: they are harmful, or stillborn and never learn.
 
 Legend: E environments, S slots, B blueprints, K kinds of help.
 """
@@ -45,58 +45,63 @@ class SimConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     horizon: int = 40
-    """Steps per episode, ≥ 1."""
+    """An episode has this many steps, ≥ 1."""
     slots: int = 3
-    """Number of slots per host, 1 to 1000."""
+    """A host has this many slots, 1 to 1000."""
     gain: float = 0.06
-    """Quality that a well-fitting seed adds in a typical slot, as a fraction ≥ 0."""
+    """A well-fitting seed adds this quality in a typical slot, as a fraction from 0 to 100."""
     gain_spread: float = 0.35
-    """Variation of `gain` between worlds by their head-room, as the standard deviation of its logarithm, ≥ 0."""
+    """`gain` varies between worlds by their responsiveness to growth, with this standard deviation of its logarithm, 0
+    to 100."""
     kind_spread: float = 1.6
-    """Variation between worlds of the kind of help in demand, ≥ 0. At 0 one schedule fits all worlds."""
+    """The demand for each kind of help varies between worlds, with this standard deviation of its logarithm, 0 to 100.
+    At 0 one schedule fits all worlds."""
     slot_spread: float = 0.5
-    """Variation of need between the slots of a world, as the standard deviation of its logarithm, ≥ 0."""
+    """Need varies between the slots of a world, with this standard deviation of its logarithm, 0 to 100."""
     surprise: float = 0.35
-    """Variation of a seed's potential that neither kind nor need explain, relative to its scale, ≥ 0."""
+    """A seed's potential varies by what neither kind nor need explain, with this standard deviation relative to its
+    scale, 0 to 100."""
     bad_share: float = 0.12
-    """Fraction of seeds that learn to be harmful, 0 to 1."""
+    """This fraction of seeds learns to be harmful, 0 to 1."""
     stillborn_share: float = 0.06
-    """Fraction of seeds that learn nothing, 0 to 1 together with `bad_share`. Their gradients show it: they fail
-    their gate."""
+    """This fraction of seeds learns nothing, 0 to 1 together with `bad_share`. Their gradients show it: they fail their
+    gate."""
     blueprints: tuple[str, ...] = ()
-    """Blueprints that may be planted, of those for feature maps; empty allows all of these."""
+    """Only these blueprints may be planted, of those for feature maps; an empty list allows all of them."""
     seed_params: float = 1.0
-    """Factor of the seeds' parameters, > 0. At 1 they are those of seeds in a CNN of eight channels at first."""
+    """The parameters of seeds are multiplied by this factor, 1e-4 to 1e4. At 1 they are those of seeds in a CNN of
+    eight channels at first."""
     seed_macs: float = 1.0
-    """Factor of the seeds' multiply-adds, > 0."""
+    """The multiply-adds of seeds are multiplied by this factor, 1e-4 to 1e4."""
     ceiling: float = 0.74
-    """Mean over worlds of the quality that a host without growth approaches, as a fraction from 0.15 to 0.98."""
+    """A host without growth approaches this quality on average over worlds, as a fraction from 0.15 to 0.98."""
     ceiling_spread: float = 0.05
-    """Variation of that quality between worlds by their head-room, as a standard deviation ≥ 0. Each world's lies in
-    0.15 to 0.98."""
+    """That quality varies between worlds by their responsiveness to growth, with this standard deviation, 0 to 100.
+    Each world's lies in 0.15 to 0.98."""
     room: float = 0.16
-    """Mean over worlds of the quality that growth adds at most, as a fraction above 0 and at most 1."""
+    """Growth adds at most this quality on average over worlds, as a fraction above 0 and at most 1."""
     room_spread: float = 0.03
-    """Variation of that maximum between worlds by their head-room, as a standard deviation ≥ 0. Each world's is at
-    least 0.01."""
+    """That maximum varies between worlds by their responsiveness to growth, with this standard deviation, 0 to 100.
+    Each world's is at least 0.01."""
     pace: float = 4.0
-    """Median over worlds of the time constant of a host's learning curve in epochs, > 0."""
+    """The learning curve of a host has this time constant in epochs, as the median over worlds, 1e-4 to 1e4."""
     pace_spread: float = 0.2
-    """Variation of time constants between worlds by their demand for spatial mixing, as the standard deviation of the
-    logarithm, ≥ 0."""
+    """Time constants vary between worlds by their demand for spatial mixing, with this standard deviation of the
+    logarithm, 0 to 100."""
     overfit: float = 0.15
-    """Mean over worlds of the final fraction by which training loss lies below validation loss, −1 to 0.5. Below 0
+    """Training loss lies below validation loss by this fraction in the end, on average over worlds, −1 to 0.5. Below 0
     training loss is the higher one. All worlds have the sign of this setting."""
     overfit_spread: float = 0.07
-    """Variation of that fraction between worlds by their demand for calibration, as a standard deviation ≥ 0."""
+    """That fraction varies between worlds by their demand for calibration, with this standard deviation, 0 to 100."""
     shock: float = 0.02
-    """Quality lost temporarily when alpha moves by 1 in one step, as a fraction ≥ 0."""
+    """This quality is lost temporarily when alpha moves by 1 in one step, as a fraction from 0 to 100."""
     val_samples: int = 2000
-    """Number of samples of the simulated validation split, ≥ 1. It determines the standard errors of contributions."""
+    """The simulated validation split has this many samples, ≥ 1. They determine the standard errors of
+    contributions."""
     quality_noise: float = 0.0015
-    """Standard deviation of quality from epoch to epoch, as a fraction ≥ 0."""
+    """Quality varies from epoch to epoch with this standard deviation, as a fraction from 0 to 100."""
     noise: float = 1.0
-    """Factor that multiplies all measurement noise, ≥ 0. At 0 measurements are exact."""
+    """All measurement noise is multiplied by this factor, 0 to 100. At 0 measurements are exact."""
 
     def __post_init__(self) -> None:
         if self.slots > MOST_SLOTS:
@@ -251,13 +256,13 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     def normal(purpose: str, *axes: int) -> Floats:
         return bell(random_bits(keys, purpose, int(np.prod(axes)))).reshape(size[0], *axes)
 
-    head_room, kind = normal("head-room", 1)[:, 0], normal("kind", KINDS)
+    responsiveness, kind = normal("head-room", 1)[:, 0], normal("kind", KINDS)
     usual = np.stack([1.0 - shape.depth, 0.3 + 0.6 * shape.depth, np.full(config.slots, 0.4)], axis=1)  # [S, K]
     demand = np.exp(usual + config.kind_spread * kind[:, None])
     demand /= demand.sum(axis=2, keepdims=True)  # [E, S, K]
     fit = sum(demand[:, :, None, k] * OFFER[:, k] for k in range(KINDS))  # [E, S, B]
     need = np.exp(config.slot_spread * normal("need", config.slots))
-    typical = config.gain * np.exp(config.gain_spread * head_room)[:, None, None]
+    typical = config.gain * np.exp(config.gain_spread * responsiveness)[:, None, None]
     scale = typical * need[:, :, None]
     usually = 2.0 * scale * (fit - HOST_HAS)
     potential = usually + scale * config.surprise * normal("surprise", *size[1:])
@@ -268,7 +273,7 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
     harm = -0.6 * scale - 0.3 * np.abs(potential)
     sound_share = 1.0 - config.bad_share - config.stillborn_share
     expected = sound_share * usually + config.bad_share * (-0.6 * scale - 0.3 * np.abs(usually))
-    ceiling = config.ceiling - config.ceiling_spread * head_room + CEILING_NOISE * normal("ceiling", 1)[:, 0]
+    ceiling = config.ceiling - config.ceiling_spread * responsiveness + CEILING_NOISE * normal("ceiling", 1)[:, 0]
     overfit = config.overfit + config.overfit_spread * kind[:, 2] + OVERFIT_NOISE * normal("overfit", 1)[:, 0]
     return Worlds(
         keys=keys,
@@ -276,7 +281,7 @@ def draw_worlds(worlds: Sequence[int] | Ints, config: SimConfig) -> Worlds:
         ceiling=np.clip(ceiling, LEAST_CEILING, MOST_CEILING),
         pace=np.exp(np.log(config.pace) + config.pace_spread * kind[:, 0] + PACE_NOISE * normal("pace", 1)[:, 0]),
         overfit=np.clip(overfit, *((0.0, 0.5) if config.overfit >= 0 else (-1.0, 0.0))),
-        room=np.maximum(config.room + config.room_spread * head_room, LEAST_ROOM),
+        room=np.maximum(config.room + config.room_spread * responsiveness, LEAST_ROOM),
         need=need,
         scale=scale[:, :, 0],
         usual=usually,

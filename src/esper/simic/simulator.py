@@ -7,7 +7,7 @@ It runs tens of thousands of steps per second, so that learners, rewards and con
 the optimum is known (`evaluation/sim_oracle.py`). Properties kept from real hosts:
 
     a TRAINING seed learns with diminishing returns and affects the host only through alpha; fossils keep learning
-    neighbours complement or duplicate each other, and the head-room of a host is finite
+    neighbours complement or duplicate each other, and the gain of a host is limited by its `room`
     moving alpha costs some quality temporarily; pruning loses what the seed had learnt
     contributions and prospects are the true values plus noise of the stated standard error
 
@@ -230,11 +230,11 @@ class Simulator:
         return total
 
     def _sum(self, strengths: Floats) -> Floats:
-        """Return [E] the combined strength of all seeds, before the limit of the host's head-room."""
+        """Return [E] the combined strength of all seeds, before the limit by `room`."""
         return np.asarray(strengths.sum(axis=1) + self._pairs(strengths[:, :-1], strengths[:, 1:]).sum(axis=1))
 
     def _value(self, raw: Floats, maturity: Floats) -> Floats:
-        """Convert combined strengths [E] or [E, S] to quality, with diminishing returns towards the head-room.
+        """Convert combined strengths [E] or [E, S] to quality, with diminishing returns towards `room`.
 
         A seed builds on features that the host must have learnt first: its gain is proportional to the host's
         maturity.

@@ -48,20 +48,20 @@ class NetworkConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Size of a policy. The defaults are small, since a round has only a few thousand decisions to learn from."""
 
     width: int = 64
-    """Number of units of the slot and base encodings, 1 to 8192."""
+    """The slot and base encodings have this many units, 1 to 8192."""
     hidden: int = 64
-    """Number of units of the recurrent core, 1 to 8192."""
+    """The recurrent core has this many units, 1 to 8192."""
     core: Literal["gru", "lstm", "none"] = "gru"
-    """Type of the recurrent core: "gru", "lstm", or "none" for a policy without memory."""
+    """The recurrent core is a GRU ("gru") or an LSTM ("lstm"); "none" is a policy without memory."""
     epsilon: float = 0.02
-    """Weight of the uniform distribution over legal options in every head's mixture, at least 0 and below 1. It keeps
-    exploration and gradients alive."""
+    """The uniform distribution over legal options has this weight in every head's mixture, at least 0 and below 1. It
+    keeps exploration and gradients above 0."""
     standardise: bool = False
-    """Whether the columns of an observation are divided by their standard deviation in the rollouts so far. Columns
+    """If true, the columns of an observation are divided by their standard deviation in the rollouts so far. Columns
     that vary little, such as the quality after one epoch, are hardly visible otherwise."""
     patience: float = 2.5
-    """Initial log-odds of WAIT against any other op, −50 to 50. Without it, an untrained policy acts whenever it
-    can, prunes every seed before its worth is measured, and learns that growing is useless."""
+    """An untrained policy prefers WAIT to any other op by this log-odds, −50 to 50. At 0 it acts whenever it can,
+    prunes every seed before its worth is measured, and learns that growing is useless."""
 
     def __post_init__(self) -> None:
         if not (1 <= self.width <= MOST_WIDTH and 1 <= self.hidden <= MOST_WIDTH):

@@ -87,9 +87,9 @@ class BatchedTrainer:
             module.train()
         trained = epoch.trained
         if together.shape != alone.shape or not torch.allclose(together[trained], alone[trained], rtol=1e-3, atol=1e-4):
-            raise ConfigError("the stacked outputs differ from those of the single hosts")
+            raise ConfigError("the stacked outputs differ from those of the single hosts. Use strategy='loop'")
         if not torch.equal(together[1:], beside[1:]):
-            raise ConfigError("some outputs depend on the inputs of other hosts")
+            raise ConfigError("some outputs depend on the inputs of other hosts. Use strategy='loop'")
 
     def train_epoch(self, steps: Sequence[int]) -> None:
         """Train one epoch of every network. Errors are stored and raised by `result`."""
@@ -383,7 +383,7 @@ def cannot(networks: Sequence[HostNetwork]) -> str:
 def choose(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked"]:
     """Return the faster strategy, measured for a few batches on new networks of the same worlds.
 
-    They have no seeds: see `MOST_TIME_SHARE`. The result is "loop" if batching fails or leads to another loss.
+    They have no seeds: see `MOST_TIME_SHARE`. The result is "loop" if batching fails or gives another loss.
     `networks` are not changed.
     """
     if cannot(networks):

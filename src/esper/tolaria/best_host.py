@@ -134,8 +134,8 @@ class GrownHost:
         Allocates no memory for the host.
         """
         weights = {name: tuple(t.shape) for name, t in self.state.items() if not name.startswith("esper.")}
-        room = sum(t.numel() for t in self.state.values()) + self.probe.numel()
-        sizes = {k: v for k, v in self.task.host_kwargs.items() if isinstance(v, int) and v > room}
+        num_values = sum(t.numel() for t in self.state.values()) + self.probe.numel()
+        sizes = {k: v for k, v in self.task.host_kwargs.items() if isinstance(v, int) and v > num_values}
         if sizes:
             raise DataError(f"its settings {sizes} are larger than all its weights")
         with torch.device("meta"):

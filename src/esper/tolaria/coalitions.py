@@ -76,7 +76,10 @@ def samples_in(target: Any, inputs: Any) -> int:
                 f"a batch has {samples} targets but inputs of shape {', '.join(str(tuple(s)) for s in sizes[1:])}"
             )
         return samples
-    raise ConfigError("a validation batch must contain a tensor with a batch dimension")
+    raise ConfigError(
+        f"a validation batch must contain a tensor with a batch dimension, got inputs of type {type(inputs).__name__} "
+        f"and a target of type {type(target).__name__}. Give (inputs, target) with tensors"
+    )
 
 
 def rows_that_fit(body: Body) -> int:

@@ -69,7 +69,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     incubation: Incubation = "shadow"
-    """How a TRAINING seed of an isolated birth learns: in a separate pass ("shadow") or in the main pass
+    """A TRAINING seed of an isolated birth learns in a separate pass ("shadow") or in the main pass
     ("straight_through")."""
     shadow_every: int = 2
     """A shadow pass runs every this many batches, at least 1; at 2 seeds learn nearly as much (docs/incubation.md)."""
@@ -90,7 +90,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     def __post_init__(self) -> None:
         if self.shadow_every < 1 or self.gradient_telemetry_stride < 1:
-            raise ConfigError("shadow_every and gradient_telemetry_stride must be ≥ 1")
+            raise ConfigError(
+                f"shadow_every and gradient_telemetry_stride must be ≥ 1, got {self.shadow_every} and "
+                f"{self.gradient_telemetry_stride}"
+            )
         if not 0.0 <= self.ema_decay < 1.0:
             raise ConfigError(f"ema_decay must lie in [0, 1), got {self.ema_decay}")
         try:

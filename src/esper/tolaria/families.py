@@ -70,43 +70,45 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """
 
     name: str
-    """The name of the family, as used on the command line."""
+    """The command line refers to the family by this name."""
     question: str = "a family of your own"
-    """The question that a policy trained on this family answers."""
+    """A policy that is trained on this family answers this question."""
     host: Literal["cnn", "mlp", "resnet"] = "cnn"
-    """The type of the hosts."""
+    """All hosts have this type."""
     datasets: tuple[str, ...] = ("fashion",)
-    """Names of image data sets: digits, fashion, fashion-mnist or cifar10."""
+    """A world uses one of these image data sets: digits, fashion, fashion-mnist or cifar10."""
     shrink: int = 1
     """Images are reduced by averaging squares of this many pixels a side, ≥ 1."""
     widths: tuple[int, ...] = (4,)
-    """Channels of the first block, or units of each layer, ≥ 1."""
+    """The first block has one of these numbers of channels, or each layer one of these numbers of units, ≥ 1."""
     blocks: tuple[int, ...] = (3,)
-    """Number of blocks, layers or residual stages, ≥ 1."""
+    """A host has one of these numbers of blocks, layers or residual stages, ≥ 1."""
     impairments: tuple[str, ...] = ("none",)
-    """What one block lacks: nothing ("none"), neighbouring pixels ("kernel"), three quarters of its width ("width") or
-    all of it ("missing"). With "kernels", it and all later blocks lack neighbouring pixels, with "norms" normalisation.
-    Which block is drawn, too. An MLP has only "none", "width" and "missing", a residual network only "none"."""
+    """One block lacks one of these: nothing ("none"), neighbouring pixels ("kernel"), three quarters of its width
+    ("width") or all of it ("missing"). With "kernels", it and all later blocks lack neighbouring pixels, with "norms"
+    normalisation. Which block is drawn, too. An MLP has only "none", "width" and "missing", a residual network only
+    "none"."""
     slots: tuple[int, ...] = ()
-    """Number of slots, from the first site of the host, ≥ 1; a host with fewer sites uses all. Empty: all sites."""
+    """A host has one of these numbers of slots, ≥ 1, from its first site on, or all its sites if there are fewer. Empty
+    uses all sites."""
     samples: tuple[int, ...] = (0,)
-    """Number of training samples, ≥ 0, different ones in each world; 0 uses all."""
+    """A host is trained on one of these numbers of samples, ≥ 0, different ones in each world; 0 uses all."""
     label_noise: tuple[float, ...] = (0.0,)
-    """Share of the training samples that have random labels, from 0 to 1."""
+    """One of these shares of the training samples, from 0 to 1, has random labels."""
     epochs: tuple[int, ...] = (40,)
-    """Length of an episode in epochs, ≥ 1."""
+    """An episode lasts one of these numbers of epochs, ≥ 1."""
     batch: tuple[int, ...] = (64,)
-    """Samples of a minibatch, ≥ 1."""
+    """A minibatch has one of these numbers of samples, ≥ 1."""
     batches_per_epoch: int = 20
-    """Minibatches of an epoch, ≥ 1."""
+    """An epoch has this many minibatches, ≥ 1."""
     val_size: int = 2_000
     """Validation uses at most this many samples, ≥ 1."""
     lr: float = 0.1
-    """Learning rate of the hosts, ≥ 0."""
+    """Hosts are trained with this learning rate, ≥ 0."""
     seed_lr: float = 0.03
-    """Learning rate of the seeds, ≥ 0."""
+    """Seeds are trained with this learning rate, ≥ 0."""
     blueprints: tuple[str, ...] = ()
-    """Blueprints that may be planted; empty allows all that fit a slot."""
+    """Only these blueprints may be planted; an empty list allows all that fit a slot."""
 
     def __post_init__(self) -> None:
         for field in _DRAWN:
@@ -121,9 +123,18 @@ class Family(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         for blueprint in self.blueprints:
             if blueprint not in registered():
                 raise unknown_name(f"blueprint of family {self.name!r}", blueprint, registered())
-        if not self.shrink >= 1 or min(self.blocks) < 1 or (self.slots and min(self.slots) < 1):
-            raise ConfigError(f"family {self.name!r}: shrink, blocks and slots must be ≥ 1")
+        self._check_ranges()
         self.longest()  # builds the largest host, and so checks the other settings
+
+    def _check_ranges(self) -> None:
+        if not self.shrink >= 1:
+            raise ConfigError(f"family {self.name!r}: shrink must be ≥ 1, got {self.shrink}")
+        for field in ("widths", "blocks", "slots", "epochs", "batch", "samples"):
+            least = 0 if field == "samples" else 1
+            if any(option < least for option in getattr(self, field)):
+                raise ConfigError(f"family {self.name!r}: {field} must be ≥ {least}, got {getattr(self, field)}")
+        if not all(0 <= share <= 1 for share in self.label_noise):
+            raise ConfigError(f"family {self.name!r}: label_noise must lie in 0…1, got {self.label_noise}")
 
     def draw(self, world: int) -> Draw:
         """Return what this world has drawn."""

@@ -46,17 +46,17 @@ class Task:
     """
 
     name: str
-    """The name of the task, as used on the command line."""
+    """The command line refers to the task by this name."""
     question: str
-    """The question that growing a host on this task answers."""
+    """Growing a host on this task answers this question."""
     host: str
-    """The type of host: a name in `HOSTS`, such as "cnn"."""
+    """The host has this type: a name in `HOSTS`, such as "cnn"."""
     host_kwargs: Mapping[str, Any]
-    """Arguments of the host's constructor."""
+    """The constructor of the host gets these arguments."""
     dataset: str
-    """The data set's name for `esper.load_data`; not loaded if `data` is given."""
+    """`esper.load_data` loads the data set of this name; it is not loaded if `data` is given."""
     slots: tuple[str, ...]
-    """The sites of the host that have a slot; at least one, without repetition."""
+    """These sites of the host have a slot; at least one, without repetition."""
     batch: int = 64
     """A minibatch has this many samples, at least 1."""
     batches_per_epoch: int = 20
@@ -92,11 +92,11 @@ class Task:
     label_noise: float = 0.0
     """This share of the training samples, from 0 to 1, has random labels, drawn by `data_seed`."""
     data_seed: int = 0
-    """Training samples and noisy labels are drawn with this random seed."""
+    """Training samples and noisy labels are drawn with this random seed, any integer."""
     blueprints: tuple[str, ...] = ()
-    """Blueprints that may be planted; empty allows all that fit a slot."""
+    """Only these blueprints may be planted; an empty list allows all that fit a slot."""
     data: Dataset | None = field(default=None, compare=False, repr=False)
-    """The data of a task that does not load any by name."""
+    """The task uses this data; None loads `dataset`."""
 
     def __post_init__(self) -> None:
         if self.host not in HOSTS:

@@ -57,7 +57,7 @@ def must_explain(visits, page):
     for text in ("75.0 %", "62.5 %", NASTY, "−1.50", "+0.75", "0.5 against −0.25", "The first 2 of 3 operations",
                  "What happened to the seed"):  # fmt: skip
         visits.expect(section).to_contain_text(text)
-    assert "STANDARD" not in section.locator("p.says.after").inner_text()  # it was the only option
+    assert "STANDARD" not in section.locator("p.note.after").inner_text()  # it was the only option
     assert section.locator(".life li").count() > 1
     section.get_by_label("Operation").select_option(index=1)
     visits.expect(section).to_contain_text("before epoch 20: ADVANCE r0c0")

@@ -35,9 +35,9 @@ def test_slow_and_many_viewers_delay_neither_the_run_nor_other_viewers(tmp_path)
     with record("mine", out=tmp_path / "run") as run, served(tmp_path) as port:
         names = tuple(f"env {i}" for i in range(16))
         run.emit(started(env_names=names))
-        crowd = [unread_stream(port) for _ in range(VIEWERS)]
-        crowd += [socket.create_connection(("127.0.0.1", port)) for _ in range(VIEWERS)]  # and send nothing
-        for halting in crowd[VIEWERS:]:
+        viewers = [unread_stream(port) for _ in range(VIEWERS)]
+        viewers += [socket.create_connection(("127.0.0.1", port)) for _ in range(VIEWERS)]  # and send nothing
+        for halting in viewers[VIEWERS:]:
             halting.sendall(b"GET / HTTP/1.1\r\nHost: ")
         slowest = 0.0
         for n in range(1, 201):
@@ -56,7 +56,7 @@ def test_slow_and_many_viewers_delay_neither_the_run_nor_other_viewers(tmp_path)
         assert messages(answer, 1)[0][1]["series"]["0"]["columns"]["step"] == [201]
         answer.close()
         assert slowest < 5.0  # a write that waited for a viewer would never end
-        for viewer in crowd:
+        for viewer in viewers:
             viewer.close()
     assert get_state(tmp_path / "run") == ("finished", [])
 

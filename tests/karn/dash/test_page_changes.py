@@ -65,8 +65,8 @@ def test_page_of_a_removed_run_says_so(visits, tmp_path):
         page = visits.open(address(port, "#/run/0"))
         page.wait_for_selector(".pill.live")
         (runs / "run").rename(tmp_path / "moved")
-        page.wait_for_selector(".gone", timeout=SLOW)
-        assert "was removed" in page.locator(".gone").inner_text()
+        page.wait_for_selector(".removed", timeout=SLOW)
+        assert "was removed" in page.locator(".removed").inner_text()
         assert page.locator(".pill.live").count() == 0
         (tmp_path / "moved").rename(runs / "run")
         visits.trouble.clear()  # the browser reports the refused stream

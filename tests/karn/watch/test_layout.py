@@ -39,7 +39,7 @@ def test_no_table_is_wider_than_its_place(run, size):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_trend_of_a_finished_run_is_shown_where_there_is_room(run, size):
+def test_trend_of_a_finished_run_is_shown_on_tall_terminals(run, size):
     trend = looked_at(run, size, lambda app: (app.query_one(Sparkline).display, len(app.query_one(Sparkline).data)))
     assert trend == ((True, 40) if size[1] >= 40 else (False, 0))
 

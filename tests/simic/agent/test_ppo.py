@@ -582,7 +582,7 @@ def test_update_is_repeatable_bit_for_bit():
 @pytest.mark.parametrize(
     "wrong",
     [{"lr": 0.0}, {"clip_ratio": 1.0}, {"clip_ratio": math.nan}, {"gamma": 1.1}, {"gae_lambda": -0.1}, {"epochs": 0},
-     {"lr_final": 1.5},
+     {"lr_final": 1.5}, {"entropy_final": math.nan}, {"weight_decay": math.inf}, {"entropy_coef": -0.1},
      {"groups": 0}, {"chunk": 0}, {"target_kl": 0.0}, {"value_coef": -1.0}, {"max_grad_norm": 0.0}],
     ids=str,
 )  # fmt: skip

@@ -267,9 +267,9 @@ def test_garbage_in_padding_changes_nothing():
                 field[padding] = float("nan") if field.is_floating_point() else True
         buffer.finish(np.ones(E)).compute_advantages_and_returns(0.99, 0.95)
         runs.append((buffer, list(buffer.minibatches(2, 4, torch.Generator().manual_seed(3)))))
-    (clean, batches), (dirty, others) = runs
-    assert torch.equal(clean.advantages, dirty.advantages)
-    assert torch.equal(clean.returns, dirty.returns)
+    (clean, batches), (with_garbage, others) = runs
+    assert torch.equal(clean.advantages, with_garbage.advantages)
+    assert torch.equal(clean.returns, with_garbage.returns)
     for a, b in zip(batches, others, strict=True):
         assert all(torch.equal(getattr(a, name), getattr(b, name)) for name in a.__slots__)
 

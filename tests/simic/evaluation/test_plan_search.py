@@ -199,7 +199,7 @@ def test_table_of_plans_names_the_best_of_all_worlds_and_of_each_kind(tmp_path: 
     assert all(kinds.count(kind) > 1 for kind in best if kind)
 
 
-def test_room_is_what_knowledge_of_a_world_gains_in_other_worlds() -> None:
+def test_gain_by_group_is_measured_in_other_worlds() -> None:
     worlds = list(range(40))
     missing = np.array([FAMILY.draw(world).impairment == "missing" for world in worlds])
     plans = [Plan(), Plan(1, 1), Plan(2, 1)]

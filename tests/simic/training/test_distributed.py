@@ -51,7 +51,7 @@ def test_rows_are_placed_at_their_environments() -> None:
     assert torch.equal(ProcessGroup().pad_rows(rows, 2), torch.from_numpy(rows))
 
 
-def talk(rank: int, file: str, out: str) -> None:
+def exchange_messages(rank: int, file: str, out: str) -> None:
     """Write down what one rank of three receives; runs in its own process."""
     os.environ["ESPER_RENDEZVOUS"] = f"{rank}/3/{file}"
     group = ProcessGroup.join()
@@ -60,7 +60,7 @@ def talk(rank: int, file: str, out: str) -> None:
     flags = torch.zeros(2, 7, dtype=torch.bool)
     flags[1, group.share(7)] = True
     group.gather([field, flags])
-    message = group.broadcast({"path": "ä", "n": [1, 2]} if group.leads else None)
+    message = group.broadcast({"path": "ä", "n": [1, 2]} if group.is_rank_zero else None)
     same = same_or_not(group, b"x" * 32)
     other = same_or_not(group, bytes([rank]) * 32)
     results = [field.view(torch.int32).tolist(), flags.tolist(), message, group.gather_ints(rank * 10), same, other]
@@ -77,9 +77,8 @@ def same_or_not(group: ProcessGroup, digest: bytes) -> str:
 
 
 def test_ranks_receive_every_bit_of_each_other(tmp_path: Path) -> None:
-    code = (
-        f"import sys; sys.path.insert(0, {str(ROOT)!r}); from tests.simic.training.test_distributed import talk; talk"
-    )
+    module = "tests.simic.training.test_distributed"
+    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {module} import exchange_messages; exchange_messages"
     meet = str(tmp_path / "meet")
     calls = [f"{code}({rank}, {meet!r}, {str(tmp_path / str(rank))!r})" for rank in range(3)]
     started = [subprocess.Popen([sys.executable, "-c", call]) for call in calls]
@@ -96,7 +95,7 @@ def test_ranks_receive_every_bit_of_each_other(tmp_path: Path) -> None:
 
 
 def arrive(rank: int, file: str, through: str) -> None:
-    """Delay rank 1 at the barrier; the leading rank records whether it waited."""
+    """Delay rank 1 at the barrier; rank 0 records whether it waited."""
     enter = torch.distributed.init_process_group
 
     def linger(*args: object, **kwargs: object) -> None:
@@ -113,7 +112,7 @@ def arrive(rank: int, file: str, through: str) -> None:
 
 
 def test_no_rank_continues_before_all_passed_the_barrier(tmp_path: Path) -> None:
-    """The leading rank removes the rendezvous directory, and a rank still looking for it would wait for hours."""
+    """Rank 0 removes the rendezvous directory, and a rank still looking for it would wait for hours."""
     code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {__name__} import arrive; arrive"
     places = f"{str(tmp_path / 'meet')!r}, {str(tmp_path / 'through')!r}"
     started = [subprocess.Popen([sys.executable, "-c", f"{code}({rank}, {places})"]) for rank in range(2)]
@@ -157,7 +156,7 @@ def workers_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("ends", "code"), [("ctrl-c", 130), ("worker", 3), ("leader", -9), ("term", 143)])
+@pytest.mark.parametrize(("ends", "code"), [("ctrl-c", 130), ("worker", 3), ("rank 0", -9), ("term", 143)])
 def test_process_group_still_starting_ends_when_one_rank_does(ends: str, code: int, tmp_path: Path) -> None:
     process = esper(
         "train", "--out", tmp_path / "run", "--workers", "2", *TINY, env=os.environ | {"TMPDIR": str(tmp_path)}
@@ -168,13 +167,13 @@ def test_process_group_still_starting_ends_when_one_rank_does(ends: str, code: i
     elif ends == "worker":
         worker.kill()
     else:
-        process.send_signal(signal.SIGKILL if ends == "leader" else signal.SIGTERM)
+        process.send_signal(signal.SIGKILL if ends == "rank 0" else signal.SIGTERM)
     output = finished(process, code, timeout=60)
     if ends == "worker":
         assert "worker 1 of 2 ended (signal 9)" in output
     assert psutil.wait_procs([worker], timeout=30)[1] == []
     assert not (tmp_path / "run").exists()
-    if ends != "leader":
+    if ends != "rank 0":
         assert not list(tmp_path.glob("esper-*"))
 
 

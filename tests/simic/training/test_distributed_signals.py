@@ -25,7 +25,7 @@ LONG = "600"
 
 
 def waiting(run: Path, silence: str) -> tuple[subprocess.Popen[bytes], psutil.Process]:
-    """Return the processes of a run of two ranks after two rounds: the leading rank and the worker."""
+    """Return the processes of a run of two ranks after two rounds: rank 0 and the worker."""
     env = os.environ | {"ESPER_SILENCE_S": silence}
     process = esper("train", "--out", run, "--workers", "2", *TINY, "--rounds", "4000", env=env)
     end = time.monotonic() + 240
@@ -45,7 +45,7 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def stand_still(run: Path) -> None:
-    """Return once no round ends any more: the leading rank waits for the stopped one."""
+    """Return once no round ends any more: rank 0 waits for the stopped one."""
     before = ""
     while newest(run) != before:
         before = newest(run)
@@ -87,7 +87,7 @@ def test_stopped_worker_ends_the_run_resumably(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_stopped_leading_rank_ends_the_others_and_itself_when_continued(tmp_path: Path) -> None:
+def test_stopped_rank_zero_ends_the_others_and_itself_when_continued(tmp_path: Path) -> None:
     process, worker = waiting(tmp_path / "run", "6")
     try:
         process.send_signal(signal.SIGSTOP)

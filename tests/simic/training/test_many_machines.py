@@ -120,7 +120,7 @@ LOSSES: dict[str, tuple[Callable[[Cluster], None], tuple[int, ...]]] = {
     "cable cut": (lambda cluster: cut_cable(cluster.machines[1]), (0, 1)),
     "machine killed": (lambda cluster: cluster.signal(1, signal.SIGKILL), (0,)),
     "machine frozen": (lambda cluster: cluster.signal(1, signal.SIGSTOP), (0,)),
-    "leader lost": (lambda cluster: cluster.signal(0, signal.SIGKILL), (1,)),
+    "rank 0 lost": (lambda cluster: cluster.signal(0, signal.SIGKILL), (1,)),
 }
 
 
@@ -141,7 +141,7 @@ def test_lost_machine_ends_the_others_and_the_run_resumes(how: str, cluster: Clu
         log = cluster.log(number)
         is_named = f"esper: rank {1 - number}" in log and f"Resume with: esper train --resume {run}" in log
         was_stopped = "esper: rank 1 is stopping" in log  # by its agent, which noticed first that its store is lost
-        assert is_named or (how == "leader lost" and was_stopped), log[-3000:]
+        assert is_named or (how == "rank 0 lost" and was_stopped), log[-3000:]
     if 0 in survivors:  # machine 0 has the agents' store: without it the other agent cannot report how its rank ended
         cluster.until(lambda: bool(re.search(r"exitcode\s*: 3", cluster.log(0))), timeout=60)
     cluster.end()

@@ -324,7 +324,7 @@ def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> 
 
 
 class Pair(ProcessGroup):
-    """The leading rank of two; the messages of the other rank come from the test."""
+    """Rank 0 of two; the messages of the other rank come from the test."""
 
     reply = 0
 
@@ -378,7 +378,7 @@ def test_last_complete_round_is_saved_when_a_rank_is_lost_during_gather(
     def gather(*_: Any, axis: int = 0, poll: Any = None) -> None:
         gathered.append(poll is not None)
         if sum(gathered) == 3:
-            raise RankLostError("rank 1 has gone", 1)
+            raise RankLostError("rank 1 is lost", 1)
 
     monkeypatch.setattr(ProcessGroup, "gather", gather)
     with pytest.raises(RankLostError):

@@ -138,12 +138,12 @@ def rollout(env: Any, network: TamiyoNetwork, number: int, seed: int) -> list[tu
 def test_environment_among_eight_equals_the_same_world_alone(backend: list[str]) -> None:
     eight = config("envs=8", *EVENTFUL, *backend)
     network = new_network(eight)
-    crowd = rollout(make_env(eight), network, 0, eight.seed)
+    several = rollout(make_env(eight), network, 0, eight.seed)
     acted = 0
     for e in (0, 5):
         alone = make_env(config("envs=1", "ppo.groups=1", *EVENTFUL[:-1], *backend))
         alone._worlds = lambda _, e=e: [pool_world(eight, e)]
-        for among, lone in zip(crowd, rollout(alone, network, 0, eight.seed), strict=True):
+        for among, lone in zip(several, rollout(alone, network, 0, eight.seed), strict=True):
             for theirs, mine in zip(among[:3], lone[:3], strict=True):
                 np.testing.assert_array_equal(theirs[e : e + 1], mine)
             np.testing.assert_allclose(among[3][e : e + 1], lone[3], atol=1e-5)

@@ -14,7 +14,7 @@ from torch import nn
 import esper
 from esper.kasmina.lifecycle import Rules, apply, is_legal, legal, record_contribution, record_epoch, tick
 from esper.leyline.actions import BLUEPRINTS, Head, Op
-from esper.leyline.errors import ConfigError, UnknownNameError
+from esper.leyline.errors import EsperError
 from esper.leyline.slot_table import HISTORY, SlotTable
 from esper.leyline.stages import STRICT, SeedStage, Thresholds
 from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random
@@ -335,12 +335,25 @@ def test_penalties_grow_with_new_blueprints():
 
 
 @pytest.mark.parametrize(
-    ("nonsense", "error"),
-    [({"plateau_epochs": 0}, ConfigError), ({"plateau_epochs": HISTORY}, ConfigError), ({"z": -1.0}, ConfigError),
-     ({"settled_epochs": HISTORY}, ConfigError), ({"blueprints": ("conv_lite",)}, UnknownNameError)],
-)  # fmt: skip
-def test_invalid_config_is_rejected(nonsense: dict[str, Any], error: type[Exception]):
-    with pytest.raises(error):
+    ("nonsense", "message"),
+    [
+        ({"plateau_epochs": 0}, "plateau_epochs must lie in 1…"),
+        ({"plateau_epochs": HISTORY}, "plateau_epochs must lie in 1…"),
+        ({"settled_epochs": HISTORY}, "settled_epochs must lie in 1…"),
+        ({"plateau_gain": -0.1}, "plateau_gain must be ≥ 0 and finite, got -0.1"),
+        ({"first_epoch": -1}, "first_epoch must be ≥ 0 and finite, got -1"),
+        ({"loss_of_quality": float("nan")}, "loss_of_quality must be ≥ 0 and finite, got nan"),
+        ({"training_patience": -1}, "training_patience must be ≥ 0"),
+        ({"holding_patience": -1}, "holding_patience must be ≥ 0"),
+        ({"z": -1.0}, "z must be ≥ 0"),
+        ({"penalty": float("inf")}, "penalty must be ≥ 0 and finite, got inf"),
+        ({"least_contribution": float("-inf")}, "least_contribution must be a finite number, got -inf"),
+        ({"settled_band": (0.03, -0.05)}, "settled_band must be a lower and a higher bound"),
+        ({"blueprints": ("conv_lite",)}, "no blueprint named 'conv_lite'"),
+    ],
+)
+def test_invalid_config_is_rejected(nonsense: dict[str, Any], message: str):
+    with pytest.raises(EsperError, match=message):
         HeuristicConfig(**nonsense)
 
 

@@ -174,7 +174,7 @@ def test_conditioned_masks_match_the_reference(slots, blueprints, fixed):
         assert conditional[e].tolist() == slow_conditioned(masks[e], layout, int(op[e]), int(slot[e]))
 
 
-def test_conditioned_supports_any_leading_dimensions():
+def test_conditioned_supports_any_first_dimensions():
     table = varied_table(24, 3, seed=5)
     layout = layout_of(table)
     masks = torch.from_numpy(compute_batch_masks(table, legal(table, LIVELY)))
@@ -204,8 +204,8 @@ def test_sequential_draws_are_never_empty_and_always_legal():
         actions[:, Head.OP], actions[:, Head.SLOT] = op, slot
         assert is_legal(table, actions.numpy(), LIVELY).all()
         for head, choice in fixed.items():
-            says_so = RELEVANCE[op.numpy(), head] & (head is not Head.OP)
-            assert (actions.numpy()[says_so, head] == choice).all()
+            is_relevant = RELEVANCE[op.numpy(), head] & (head is not Head.OP)
+            assert (actions.numpy()[is_relevant, head] == choice).all()
 
 
 def test_irrelevant_heads_have_one_canonical_choice():

@@ -327,7 +327,7 @@ class WatchApp(App[None]):
             self.call_after_refresh(log.scroll_end, animate=False)  # it may be shorter by a line that appeared
 
     def _draw_trend(self) -> None:
-        """Show the mean quality over environments, if there is room for it."""
+        """Show the mean quality over environments, if the terminal is tall enough."""
         main = self.screen_stack[0]
         mean = (mean_series(self.watched.state) or {}) if main.has_class("tall") else {}
         values = [v for v in mean.get("quality", {}).get("mean", []) if v is not None]

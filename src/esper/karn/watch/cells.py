@@ -52,9 +52,9 @@ def number(value: float | None, unit: str = "number") -> Text:
     """Return a number: – if it was not measured, emphasised if it is not finite."""
     if value is None:
         return Text(NONE, "dim", justify="right")
-    odd = not is_finite(value)
-    text = number_text(value, unit).removesuffix(" %") if unit != "compact" or odd else compact(value)
-    return Text(text, STYLES["bad"] if odd else "", justify="right")
+    is_non_finite = not is_finite(value)
+    text = number_text(value, unit).removesuffix(" %") if unit != "compact" or is_non_finite else compact(value)
+    return Text(text, STYLES["bad"] if is_non_finite else "", justify="right")
 
 
 def worth(value: float | None, se: float | None, is_percent: bool) -> Text:

@@ -2,7 +2,7 @@
 // Pages: the list of runs, one run, several runs. In a report the data is in the file; on the live page it is fetched.
 (() => {
   const {
-    ENDED, PILLS, text, plural, when, main, embedded, el, section, table, forget, json, Run,
+    ENDED, PILLS, text, plural, when, main, embedded, el, section, table, destroyCharts, json, Run,
     header, health, tiles, phases, heldOut, events, settings, network, curves, rounds, ppo,
     environments, seeds, decisions, why, comparison, pairTable,
   } = esper;
@@ -25,7 +25,7 @@
     stream.onerror = () => {
       run.isCut = true;
       changed();
-      if (stream.readyState === EventSource.CLOSED) json(`api/runs/${run.id}`).catch(error => { run.isLive = run.isCut = false; run.gone = error.message; changed(); });
+      if (stream.readyState === EventSource.CLOSED) json(`api/runs/${run.id}`).catch(error => { run.isLive = run.isCut = false; run.removal = error.message; changed(); });
     };
     stream.onmessage = event => {
       run.apply(JSON.parse(event.data));
@@ -38,7 +38,7 @@
   function clear() {
     streams.forEach(stream => stream.close());
     streams = [];
-    forget(main);
+    destroyCharts(main);
     main.replaceChildren();
   }
   async function listPage(isLeft) {
@@ -46,16 +46,16 @@
     const go = el("button", { type: "button", class: "small-button", disabled: true, on: { click: () => { location.hash = `#/compare/${[...chosen].join(",")}`; } } }, "Compare the chosen runs");
     const field = el("input", { type: "search", placeholder: "Filter runs", "aria-label": "Filter runs by name, task, controller or status", on: { input: () => draw() } });
     const box = run => el("input", { type: "checkbox", checked: chosen.has(run.id), "data-run": run.id, "aria-label": `Choose ${run.name}`, on: { change: event => { if (event.target.checked) chosen.add(run.id); else chosen.delete(run.id); go.disabled = chosen.size < 2; } } });
-    let found = await json("api/runs"), drawn = "";
+    let listing = await json("api/runs"), drawn = "";
     if (isLeft()) return;
-    const bar = el("div", { class: "bar-row" }, field, go), says = el("p", { class: "says" }, "Newest first. Open one, or choose several to compare."), node = section("Runs", "", says, bar, holder);
+    const bar = el("div", { class: "bar-row" }, field, go), note = el("p", { class: "note" }, "Newest first. Open one, or choose several to compare."), node = section("Runs", "", note, bar, holder);
     function draw() {
-      const query = field.value.toLowerCase(), runs = found.runs.filter(run => [run.name, run.task, run.controller, run.status].join(" ").toLowerCase().includes(query)), signature = JSON.stringify([query, found]);
+      const query = field.value.toLowerCase(), runs = listing.runs.filter(run => [run.name, run.task, run.controller, run.status].join(" ").toLowerCase().includes(query)), signature = JSON.stringify([query, listing]);
       if (signature === drawn) return;
       drawn = signature;
-      title.textContent = plural(found.runs.length, "run");
-      place.textContent = found.directory;
-      bar.hidden = says.hidden = !found.runs.length;
+      title.textContent = plural(listing.runs.length, "run");
+      place.textContent = listing.directory;
+      bar.hidden = note.hidden = !listing.runs.length;
       const focus = document.activeElement?.dataset?.run, at = holder.firstChild ? holder.firstChild.scrollTop : 0;
       holder.replaceChildren(runs.length ? table(["", "run", "status", "task", "controller", "started", "took", "env-steps"], runs.map(run => [box(run), el("a", { href: `#/run/${run.id}`, "data-run": "a" + run.id }, run.name),
         el("span", { class: `pill ${PILLS[run.status] || ""} ${run.status === "running" ? "live" : ""}` }, run.status), run.task ?? "", run.controller ?? "", when(run.started) ?? "", text(run.seconds, "seconds"), text(run.env_steps, "count")]), "Runs", [6, 7])
@@ -69,7 +69,7 @@
     const timer = setInterval(async () => {
       if (isLeft()) return clearInterval(timer);
       if (document.hidden) return;
-      found = await json("api/runs").catch(() => found);
+      listing = await json("api/runs").catch(() => listing);
       if (!isLeft()) draw();
     }, 3000);
   }
@@ -107,7 +107,7 @@
   }
   let routes = 0;  // a page that was left while it was loading must not appear
   async function route() {
-    const mine = ++routes, isLeft = () => mine !== routes;
+    const current = ++routes, isLeft = () => current !== routes;
     clear();
     const [, kind, ids] = location.hash.split("/");
     main.append(el("p", { class: "none", role: "status" }, "Reading the journal…"));

@@ -14,20 +14,20 @@
 
   class Chart {
     // A series: {name, key, colour, dash, stairs, x, y, low, high}. `low` and `high` are a band around it.
-    constructor({ title, says = "", unit = "number", xName = "epoch", xUnit = "number", height = 220, zero = false, marks = [], sync = null, zoomed = null }) {
+    constructor({ title, note = "", unit = "number", xName = "epoch", xUnit = "number", height = 220, zero = false, marks = [], sync = null, zoomed = null }) {
       Object.assign(this, { title, unit, xName, xUnit, height, zero, marks, sync, zoomed, series: [], hidden: new Set(), plot: null, isZoomed: false });
-      this.says = el("p", { class: "says" }, says);
+      this.note = el("p", { class: "note" }, note);
       this.area = el("div", { class: "plot", tabindex: 0, role: "img", style: { minHeight: height + "px" }, on: { keydown: e => this.key(e), blur: hideTip } });
       this.area.chart = this;
       this.reset = el("button", { type: "button", class: "reset", hidden: true, on: { click: () => this.unzoom() } }, "show all");
-      this.node = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), this.says), this.area);
+      this.node = el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, title), this.note), this.area);
       charts.add(this);
       inView.observe(this.area);
       resized.observe(this.area);
     }
-    set(series, { says, xName, xUnit } = {}) {
+    set(series, { note, xName, xUnit } = {}) {
       this.series = series;
-      if (says !== undefined) this.says.textContent = says;
+      if (note !== undefined) this.note.textContent = note;
       const isOther = (xName && xName !== this.xName);
       if (xName) Object.assign(this, { xName, xUnit });
       const ends = series.slice(0, 12).map(s => `${s.name} ends at ${text(lastOf(s.y), this.unit)}`).join(", ");
@@ -129,7 +129,7 @@
       const ctx = u.ctx;
       ctx.save();
       ctx.strokeStyle = css("--bad"); ctx.lineWidth = 2 * devicePixelRatio;
-      for (const s of this.shown()) for (const x of s.odd || []) {
+      for (const s of this.shown()) for (const x of s.nonFinite || []) {
         const at = u.valToPos(x, "x", true);
         ctx.beginPath(); ctx.moveTo(at, u.bbox.top); ctx.lineTo(at, u.bbox.top + 12 * devicePixelRatio); ctx.stroke();
       }
@@ -167,8 +167,8 @@
         if (y === undefined || (y === null && s.own.stairs)) return;
         const low = s.own.low ? u.data[k + 1][at] : null, high = s.own.low ? u.data[k + 2][at] : null;
         const band = isNumber(low) && isNumber(high) ? s.own.isRange ? ` (${text(low, this.unit)} to ${text(high, this.unit)})` : plusMinus((high - low) / 2, this.unit) : "";
-        const isOdd = (s.own.odd || []).includes(x);
-        rows.push(el("div", {}, el("i", { class: "c" + s.own.colour % 8 }), el("span", { class: "n" }, s.own.name), el("span", { class: "v" }, isOdd ? "not finite" : text(y, this.unit) + band)));
+        const isNonFinite = (s.own.nonFinite || []).includes(x);
+        rows.push(el("div", {}, el("i", { class: "c" + s.own.colour % 8 }), el("span", { class: "n" }, s.own.name), el("span", { class: "v" }, isNonFinite ? "not finite" : text(y, this.unit) + band)));
       });
       if (!rows.length) return hideTip();
       tip.replaceChildren(el("b", {}, `${this.xName} ${this.xUnit === "number" ? trim(x) : text(x, this.xUnit)}`), ...rows.slice(0, 14), ...(rows.length > 14 ? [el("div", {}, "…")] : []));
@@ -225,7 +225,7 @@
   }
   addEventListener("beforeprint", () => printing(true));
   addEventListener("afterprint", () => printing(false));
-  function forget(node) {  // charts below a node that is replaced
+  function destroyCharts(node) {  // charts below a node that is replaced
     for (const chart of charts) if (node.contains(chart.area)) { if (chart.plot) chart.plot.destroy(); inView.unobserve(chart.area); resized.unobserve(chart.area); charts.delete(chart); }
   }
 
@@ -242,5 +242,5 @@
     }), note ? el("small", {}, note) : null);
   }
 
-  Object.assign(esper, { Chart, balance, redraws, forget, legend });
+  Object.assign(esper, { Chart, balance, redraws, destroyCharts, legend });
 })();

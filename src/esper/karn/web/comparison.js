@@ -8,7 +8,7 @@
   function comparison(runs) {
     const isPercent = runs.every(run => run.run.is_percent), unit = isPercent ? "percent" : "number", points = isPercent ? "points" : "number";
     const kinds = [["quality", "Quality after each epoch", unit, 320], ["val_loss", "Validation loss", "number", 220], ["params", "Parameters of the network", "count", 220]];
-    const list = kinds.map(([name, title, of, height]) => { const chart = new Chart({ title, unit: of, height, sync: "compare", says: name === "quality" ? "Mean over a run's environments without its baselines, newest episodes; the band spans the worst and the best." : "" }); chart.name = name; return chart; });
+    const list = kinds.map(([name, title, of, height]) => { const chart = new Chart({ title, unit: of, height, sync: "compare", note: name === "quality" ? "Mean over a run's environments without its baselines, newest episodes; the band spans the worst and the best." : "" }); chart.name = name; return chart; });
     const holder = el("div", { class: "many-columns" }), paired = el("div", { class: "paired" });
     let by = "step";
     const button = (value, name) => el("button", { type: "button", "aria-pressed": String(by === value), on: { click: event => { by = value; for (const other of event.target.parentNode.children) other.setAttribute("aria-pressed", String(other === event.target)); update(); } } }, name);
@@ -39,10 +39,10 @@
     });
     const counts = (title, values) => Object.keys(values || {}).length ? el("div", {}, el("h3", {}, title), table(["", pair.first, pair.other], Object.entries(values).map(([name, [a, b]]) => [name, text(a, "count"), text(b, "count")]), title, [1, 2])) : null;
     const choices = pair.choices, differing = choices ? choices.first_differences : [];
-    return el("div", {}, el("h3", {}, `${pair.other} against ${pair.first}`), el("p", { class: "says" }, `${pair.scope === "held_out" ? "Held-out worlds" : "Last finished episode in each world"}, ${plural(pair.worlds.length, "world")} in common. Difference: second − first, mean over worlds, in brackets its bootstrap 95 % interval; bold where it excludes 0.`),
+    return el("div", {}, el("h3", {}, `${pair.other} against ${pair.first}`), el("p", { class: "note" }, `${pair.scope === "held_out" ? "Held-out worlds" : "Last finished episode in each world"}, ${plural(pair.worlds.length, "world")} in common. Difference: second − first, mean over worlds, in brackets its bootstrap 95 % interval; bold where it excludes 0.`),
       table(["", pair.first, pair.other, "difference [95 %]", "worlds +/=/−"], rows, `${pair.other} against ${pair.first}`, [1, 2, 3, 4]),
       el("details", {}, el("summary", {}, "What they decided differently"), el("div", { class: "grid2" }, counts("Seeds in the final networks", pair.structures), choices ? counts("Operations", choices.operations) : null, choices ? counts("Germinated", choices.blueprints) : null),
-        differing.length ? el("p", { class: "says" }, `Decisions differ in ${choices.differing_worlds} of ${plural(pair.worlds.length, "world")}; the first different one${differing.length < choices.differing_worlds ? `, in the first ${differing.length} of them` : ""}:`) : null,
+        differing.length ? el("p", { class: "note" }, `Decisions differ in ${choices.differing_worlds} of ${plural(pair.worlds.length, "world")}; the first different one${differing.length < choices.differing_worlds ? `, in the first ${differing.length} of them` : ""}:`) : null,
         differing.length ? table(["world", "step", pair.first, pair.other], differing.map(d => [d.world, d.step, d.first, d.other]), "First different decision in each world") : el("p", { class: "none" }, choices ? "The same decisions in every world." : "Decisions are not recorded.")));
   }
   function overlaid(run, envs, name, by, i) {

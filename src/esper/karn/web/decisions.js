@@ -6,7 +6,7 @@
   } = esper;
 
   function decisions(run) {
-    const entropy = new Chart({ title: "Entropy of the operation", says: "Divided by its maximum: 1 is uniform, 0 is deterministic. Mean of the decisions; the band spans all of them.", zero: true, height: 180 });
+    const entropy = new Chart({ title: "Entropy of the operation", note: "Divided by its maximum: 1 is uniform, 0 is deterministic. Mean of the decisions; the band spans all of them.", zero: true, height: 180 });
     const ops = el("div"), prints = el("div"), node = section("What was decided", "", el("div", { class: "grid2" }, el("div", {}, el("h3", {}, "Operations"), ops), entropy.node), prints);
     function update() {
       const d = run.doc.decisions, [, points] = units(run.run);
@@ -52,11 +52,11 @@
       const taken = { operation: d.op, slot: d.slot, ...d.heads }, detail = await run.detail(env), is = detail && detail.episode === explained.episode;
       const seed = is && detail.seeds.find(each => each.slot === d.slot && each.moves.some(move => move.step >= d.step));
       holder.replaceChildren(...[
-        el("p", { class: "says after" }, `${name}${round}, before epoch ${d.step}: ${operation(d)}. Probability of the whole action ${text(d.probability, "percent")}; expected return ${text(d.value, "signed")}.${explained.all > explained.rows.length ? ` The first ${explained.rows.length} of ${explained.all} operations are explained.` : ""}`),
+        el("p", { class: "note after" }, `${name}${round}, before epoch ${d.step}: ${operation(d)}. Probability of the whole action ${text(d.probability, "percent")}; expected return ${text(d.value, "signed")}.${explained.all > explained.rows.length ? ` The first ${explained.rows.length} of ${explained.all} operations are explained.` : ""}`),
         el("div", { class: "grid2" },
-          el("div", { class: "reason" }, el("div", {}, el("h3", {}, "Alternatives"), el("p", { class: "says" }, "Probability of every legal choice: slots given the operation, the others given both. The chosen one is coloured.")),
+          el("div", { class: "reason" }, el("div", {}, el("h3", {}, "Alternatives"), el("p", { class: "note" }, "Probability of every legal choice: slots given the operation, the others given both. The chosen one is coloured.")),
             ...heads.map(([head, chances]) => el("div", {}, el("h4", {}, head.replace("_", " ")), beams(Object.entries(chances).map(([option, p]) => ({ name: option, y: p, colour: option === taken[head] ? 0 : 7, label: text(p, "percent") })), "percent", 1)))),
-          el("div", { class: "reason" }, el("div", {}, el("h3", {}, "What moved it"), el("p", { class: "says" }, "Log-probability of the action minus that with the feature at its mean over all recorded steps (the memory: empty). Above 0, the value made the action more likely. Effects do not add up.")),
+          el("div", { class: "reason" }, el("div", {}, el("h3", {}, "What moved it"), el("p", { class: "note" }, "Log-probability of the action minus that with the feature at its mean over all recorded steps (the memory: empty). Above 0, the value made the action more likely. Effects do not add up.")),
             beams(d.influences.map(each => ({ name: each.name, small: each.name === "memory" ? "kept against empty" : `${each.slot ? each.slot + ", " : ""}${minus(`${trim(each.value)} against ${trim(each.neutral)}`)}`, y: each.effect, colour: each.effect < 0 ? 1 : 2, label: minus((each.effect < 0 ? "" : "+") + each.effect.toFixed(2)) })), "number"))),
         d.slot ? el("h3", { class: "after" }, "What happened to the seed") : null,
         d.slot ? seed ? seedLife(run, seed, false) : el("p", { class: "none" }, is ? "The journal has no later move of a seed in this slot." : `This page has the lives of another round than these decisions, which are of round ${explained.episode}.`) : null,
@@ -70,7 +70,7 @@
     if (!explained.rows) return [el("p", { class: "none" }, explained.damage)];
     const rows = explained.rows.filter(each => each.sd > 0), constant = explained.rows.filter(each => !(each.sd > 0)).map(each => each.name);
     return [el("details", {}, el("summary", {}, "Which features the policy uses ", el("small", {}, `permutation importance of ${rows.length} features`)),
-      el("p", { class: "says" }, `How much decisions change when the values of a feature are permuted among ${text(explained.decisions, "count")} recorded decisions: mean Kullback–Leibler divergence, in nats. Near 0, the feature is not used.`),
+      el("p", { class: "note" }, `How much decisions change when the values of a feature are permuted among ${text(explained.decisions, "count")} recorded decisions: mean Kullback–Leibler divergence, in nats. Near 0, the feature is not used.`),
       table(["feature", "of", "lowest", "highest", "standard deviation", "importance"], rows.map(each => [each.name, each.scope, ...[each.low, each.high, each.sd, each.nats].map(v => text(v))]), "Importance of features", [2, 3, 4, 5]),
       constant.length ? el("p", { class: "none" }, `Constant in these decisions: ${constant.join(", ")}.`) : "")];
   }

@@ -25,8 +25,8 @@
     node.append(...children);
     return node;
   }
-  function section(title, says, ...children) {
-    return el("section", { "aria-label": title }, el("h2", {}, title), says ? el("p", { class: "says" }, says) : null, ...children);
+  function section(title, note, ...children) {
+    return el("section", { "aria-label": title }, el("h2", {}, title), note ? el("p", { class: "note" }, note) : null, ...children);
   }
   function table(heads, rows, caption, right = []) {
     const side = i => right.includes(i) ? "r" : null;
@@ -48,8 +48,8 @@
     }));
   }
   function stageLegend() {
-    return el("div", { class: "stages" }, ...Object.entries(STAGE_TEXT).map(([name, says]) =>
-      el("span", { title: says }, el("i", { class: name, "aria-hidden": "true" }, LETTERS[STAGES.indexOf(name)]), name === "cooling" ? "cooldown" : name)));
+    return el("div", { class: "stages" }, ...Object.entries(STAGE_TEXT).map(([name, note]) =>
+      el("span", { title: note }, el("i", { class: name, "aria-hidden": "true" }, LETTERS[STAGES.indexOf(name)]), name === "cooling" ? "cooldown" : name)));
   }
 
   // -- the tip under the pointer

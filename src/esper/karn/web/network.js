@@ -71,9 +71,9 @@
     slots.forEach((slot, i) => {
       const x = centre(i), interval = step ? stageAt(slot, step) : null, stage = interval ? interval[0] : 0, name = STAGES[stage] || "dormant", seed = seedAt(detail, slot, step);
       const group = svg("g", { tabindex: 0, role: "button" });
-      const alpha = step ? alphaAt(slot, step) || 0 : 0, says = stage ? `${interval[1] || "seed"}, ${name === "cooling" ? "cooldown" : name}, alpha ${text(alpha)}${seed && stage < 6 ? `, ${text(seed.params, "count")} parameters` : ""}` : "empty";
-      group.append(svg("title", {}, `${slot.slot}: ${says}`));
-      group.setAttribute("aria-label", `slot ${slot.slot}: ${says}`);
+      const alpha = step ? alphaAt(slot, step) || 0 : 0, note = stage ? `${interval[1] || "seed"}, ${name === "cooling" ? "cooldown" : name}, alpha ${text(alpha)}${seed && stage < 6 ? `, ${text(seed.params, "count")} parameters` : ""}` : "empty";
+      group.append(svg("title", {}, `${slot.slot}: ${note}`));
+      group.setAttribute("aria-label", `slot ${slot.slot}: ${note}`);
       const put = (tag, options, ...children) => group.append(svg(tag, options, ...children));
       const fill = name === "cooling" ? "var(--cooling)" : `var(--${name})`, box = Math.max(4, Math.min(84, pitch - 10));
       if (!stage || stage > 5) put("circle", { class: "empty", cx: x, cy: line, r: Math.max(2, gap - 5) });

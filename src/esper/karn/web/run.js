@@ -7,9 +7,9 @@
   const X_NAMES = { step: ["epoch", "number"], train_macs: ["training multiply-adds", "compact"] };
 
   async function json(path) {
-    const answer = await fetch(path, { headers: { accept: "application/json" } });
-    if (!answer.ok) throw new Error((await answer.text()).slice(0, 300) || answer.statusText);
-    return answer.json();
+    const response = await fetch(path, { headers: { accept: "application/json" } });
+    if (!response.ok) throw new Error((await response.text()).slice(0, 300) || response.statusText);
+    return response.json();
   }
   class Run {
     constructor(doc, { id = null, details = {}, explained = {} } = {}) {
@@ -51,7 +51,7 @@
   // rows replace everything from their index `at` on
   function joined(old, rows) {
     if (!old || !rows.at || old.stride !== rows.stride || old.episode !== rows.episode) return rows;
-    const glue = (before, after) => {
+    const concatenate = (before, after) => {
       const size = rows.at + (Object.values(after)[0] || []).length, whole = {};
       for (const name of new Set([...Object.keys(before), ...Object.keys(after)])) {
         const values = (before[name] || []).slice(0, rows.at);
@@ -62,13 +62,13 @@
       }
       return whole;
     };
-    return { ...rows, at: 0, columns: glue(old.columns, rows.columns), low: rows.low ? glue(old.low, rows.low) : undefined };
+    return { ...rows, at: 0, columns: concatenate(old.columns, rows.columns), low: rows.low ? concatenate(old.low, rows.low) : undefined };
   }
   // the points of one column: x by step or by training multiply-adds, with gaps where steps are missing
   function curve(rows, name, by) {
     const xs = rows.columns[by] || rows.columns.step, ys = rows.columns[name] || xs.map(() => null);
-    const odd = (rows.odd || []).filter(each => each[1] === name).map(each => each[0]);
-    const points = { x: [], y: [], odd: by === "step" ? odd : [] };
+    const nonFinite = (rows.non_finite || []).filter(each => each[1] === name).map(each => each[0]);
+    const points = { x: [], y: [], nonFinite: by === "step" ? nonFinite : [] };
     const put = (x, y) => { if (isNumber(x) && !(points.x.length && x <= points.x[points.x.length - 1])) { points.x.push(x); points.y.push(isNumber(y) ? y : null); } };
     for (let i = 0; i < xs.length; i++) {
       const step = rows.columns.step[i], before = rows.columns.step[i - 1];

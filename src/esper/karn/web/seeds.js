@@ -21,7 +21,7 @@
   }
   function environments(run) {
     const holder = el("div"), more = el("button", { type: "button", class: "small-button", on: { click: () => { most = Infinity; update(); } } });
-    const says = el("p", { class: "says" }), node = section("Environments and their slots", "", says, stageLegend(), el("div", { class: "many-columns" }, holder), more);
+    const note = el("p", { class: "note" }), node = section("Environments and their slots", "", note, stageLegend(), el("div", { class: "many-columns" }, holder), more);
     let most = MOST_ENVS;
     function update() {
       const [unit, points] = units(run.run), envs = run.doc.envs, has = name => envs.some(env => isNumber(env[name])), names = run.run.slots;
@@ -36,7 +36,7 @@
         if (name === "params" && env.host_params && isNumber(env.params)) return el("span", {}, text(env.params, of), el("span", { class: "soft" }, ` ${(env.params / env.host_params).toFixed(2)}×`));
         return name === "quality" ? el("b", {}, text(env[name], of)) : text(env[name], of);
       }); return [...cells.slice(0, cut), ...names.map(name => { const slot = (env.slots || []).find(each => each.slot === name); return slot ? cell(run, env, slot) : ""; }), ...cells.slice(cut)]; });
-      says.textContent = "Quality is measured on the validation split" + (has("test") ? ", test on data that had no part in any decision" : "") + (has("no_growth") ? `; over no growth: against the same world without growth${inPoints(run.run)}` : "")
+      note.textContent = "Quality is measured on the validation split" + (has("test") ? ", test on data that had no part in any decision" : "") + (has("no_growth") ? `; over no growth: against the same world without growth${inPoints(run.run)}` : "")
         + `. A slot shows its stage, alpha, blueprint and contribution ± 1 standard error${inPoints(run.run)}. Choose a slot to see the life of its seed.`;
       const focus = [...holder.querySelectorAll("button")].indexOf(document.activeElement), at = holder.firstChild ? holder.firstChild.scrollLeft : 0;
       holder.replaceChildren(table([...columns.slice(0, cut), ...names, ...columns.slice(cut)], rows, "Environments and their slots", [1, 2, ...columns.slice(cut).map((_, i) => cut + names.length + i)]));
@@ -84,9 +84,9 @@
     const [, points] = units(run.run), holder = el("div"), worthBars = el("div"), title = el("h3", { tabindex: -1 });
     const alpha = new Chart({ title: "Alpha: how much of each seed reaches the host", zero: true, height: 140, marks: [[1, "full strength"]], sync: "seeds" });
     const worth = new Chart({ title: "Worth: quality with the seed minus quality without it" + inPoints(run.run), unit: points, zero: true, height: 240, sync: "seeds",
-      says: "Band: ± 1 standard error. Dotted: what a seed still in training would add. Dashed: of a committed seed, what the network would lose without it now." });
+      note: "Band: ± 1 standard error. Dotted: what a seed still in training would add. Dashed: of a committed seed, what the network would lose without it now." });
     const keys = el("div"), node = section("Stages and worth of seeds", "", title, holder, keys, alpha.node, worth.node, worthBars);
-    let known = "";
+    let drawnSignature = "";
     async function chosen(isScrolled) {
       const detail = run.chosen && await run.detail(run.chosen.env), used = detail ? detail.slots.filter(slot => slot.stages.length || slot.worth) : [];
       node.hidden = !used.length;
@@ -95,7 +95,7 @@
       const ordered = [...detail.seeds].sort((a, b) => (b.slot === run.chosen.slot) - (a.slot === run.chosen.slot));
       holder.replaceChildren(...ordered.slice(0, 40).map(seed => seedLife(run, seed, seed.slot === run.chosen.slot)), ordered.length > 40 ? el("p", { class: "none" }, `${ordered.length - 40} more seeds are in the journal.`) : "");
       const colour = name => Math.max(0, run.run.slots.indexOf(name)), signature = used.map(slot => slot.slot).join("\n");
-      if (signature !== known) { known = signature; keys.replaceChildren(legend(used.map(slot => ({ key: slot.slot, name: slot.slot, colour: colour(slot.slot) })), [alpha, worth])); }
+      if (signature !== drawnSignature) { drawnSignature = signature; keys.replaceChildren(legend(used.map(slot => ({ key: slot.slot, name: slot.slot, colour: colour(slot.slot) })), [alpha, worth])); }
       alpha.set(used.map(slot => {
         const line = { name: slot.slot, key: slot.slot, colour: colour(slot.slot), stairs: true, x: [], y: [] };
         for (const [from, value] of slot.alpha) { const interval = stageAt(slot, from); line.x.push(from - 1); line.y.push(interval && interval[0] < 6 && isNumber(value) ? value : null); }
@@ -108,9 +108,9 @@
       const last = used.flatMap(slot => lastShapley(slot).map(row => ({ ...row, slot: slot.slot, colour: colour(slot.slot), blueprint: (detail.seeds.find(seed => seed.seed === row.seed) || {}).blueprint || "" })));
       const when = row => `${row.blueprint}, ${row.x >= detail.length ? "at the end" : `epoch ${row.x}`}`;
       worthBars.replaceChildren(...(last.length ? [el("div", { class: "grid2" },
-        el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "Shapley value of each seed" + inPoints(run.run)), el("p", { class: "says" }, "Its share of what all seeds contribute together, averaged over all orders of adding them, as last measured; ± 1 standard error.")),
+        el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "Shapley value of each seed" + inPoints(run.run)), el("p", { class: "note" }, "Its share of what all seeds contribute together, averaged over all orders of adding them, as last measured; ± 1 standard error.")),
           beams(last.map(row => ({ ...row, name: row.slot, small: when(row) })), points)),
-        last.some(row => isNumber(row.interaction)) ? el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "Interaction of each seed with the others" + inPoints(run.run)), el("p", { class: "says" }, "The sum of its pairwise interactions: above 0 it is worth more together with the other seeds, below 0 they do the same work.")),
+        last.some(row => isNumber(row.interaction)) ? el("figure", { class: "chart" }, el("figcaption", {}, el("h3", {}, "Interaction of each seed with the others" + inPoints(run.run)), el("p", { class: "note" }, "The sum of its pairwise interactions: above 0 it is worth more together with the other seeds, below 0 they do the same work.")),
           beams(last.map(row => ({ ...row, name: row.slot, small: row.blueprint, y: row.interaction, se: null })), points)) : "")] : []));
       if (isScrolled) { const target = holder.querySelector(".life.chosen"); (target || title).scrollIntoView({ block: "center" }); title.focus({ preventScroll: true }); }
     }

@@ -19,7 +19,7 @@
         el("p", { class: "brand" }, embedded ? "Esper run" : el("a", { href: "#/" }, "Esper: all runs")),
         el("div", { class: "top" }, el("h1", {}, r.name), el("span", { class: `pill ${PILLS[r.status] || ""} ${run.isLive ? "live" : ""}` }, run.isLive ? "live" : r.status),
           run.isCut ? el("span", { class: "pill warn" }, "reconnecting…") : null),
-        run.gone ? el("p", { class: "gone", role: "alert" }, `This page is not updated any more: ${run.gone}`) : null,
+        run.removal ? el("p", { class: "removed", role: "alert" }, `This page is not updated any more: ${run.removal}`) : null,
         r.command ? el("p", { class: "soft command" }, el("code", {}, r.command)) : null,
         el("dl", { class: "facts" }, ...Object.entries(facts).filter(([, v]) => v !== null && v !== undefined && v !== "").map(([k, v]) => el("div", {}, el("dt", {}, k), el("dd", {}, v))))].filter(Boolean));
     };
@@ -66,7 +66,7 @@
       node.hidden = !list.length;
       const bars = [["wall", "wall_ms"], ["CPU", "cpu_ms"]].flatMap(([name, field]) => {
         const whole = list.reduce((sum, p) => sum + p[field], 0) || 1;
-        return [el("div", { class: "says" }, `${name} time, ${duration(whole / 1000)} in phases`), el("div", { class: "share" }, ...list.map((p, i) => tipped(el("span", { class: "c" + i % 8, role: "img", style: { width: 100 * p[field] / whole + "%" } }, p[field] > 0.08 * whole ? el("em", {}, p.phase) : ""),
+        return [el("div", { class: "note" }, `${name} time, ${duration(whole / 1000)} in phases`), el("div", { class: "share" }, ...list.map((p, i) => tipped(el("span", { class: "c" + i % 8, role: "img", style: { width: 100 * p[field] / whole + "%" } }, p[field] > 0.08 * whole ? el("em", {}, p.phase) : ""),
           [p.phase, `${text(p[field] / whole, "percent")} of ${name} time, ${duration(p[field] / 1000)}`])))];
       });
       const wall = list.reduce((sum, p) => sum + p.wall_ms, 0) || 1;
@@ -77,17 +77,17 @@
 
   function heldOut(run) {
     const h = run.doc.held_out;
-    const node = h ? section("Held-out comparison", h.says || "", h.damage ? el("p", { class: "none" }, h.damage) : table(h.heads, h.rows.map(row => row.map(value => Array.isArray(value) ? el("b", {}, value[0]) : value === null ? "not measured" : value)), "Held-out comparison", h.heads.map((_, i) => i).slice(1))) : el("div");
+    const node = h ? section("Held-out comparison", h.note || "", h.damage ? el("p", { class: "none" }, h.damage) : table(h.heads, h.rows.map(row => row.map(value => Array.isArray(value) ? el("b", {}, value[0]) : value === null ? "not measured" : value)), "Held-out comparison", h.heads.map((_, i) => i).slice(1))) : el("div");
     return { node, update: () => {} };
   }
 
   function events(run) {
     const list = el("ol", { class: "log", tabindex: 0, "aria-label": "Events, newest first" }), field = el("input", { type: "search", placeholder: "Filter events", "aria-label": "Filter events", on: { input: () => { run.query = field.value.toLowerCase(); update(); } } });
-    const says = el("p", { class: "says" }), node = section("Events", "", says, el("div", { class: "bar-row" }, field), list);
+    const note = el("p", { class: "note" }), node = section("Events", "", note, el("div", { class: "bar-row" }, field), list);
     function update() {
       const all = run.doc.events, shown = all.filter(e => !run.query || `${e.env || "run"} ${e.kind} ${e.text}`.toLowerCase().includes(run.query));
       node.hidden = !all.length;
-      says.textContent = `The newest ${all.length} moves between stages, decisions, results and messages, of ${text(run.run.events, "count")} events in the journal.`;
+      note.textContent = `The newest ${all.length} moves between stages, decisions, results and messages, of ${text(run.run.events, "count")} events in the journal.`;
       list.replaceChildren(...shown.reverse().map(e => el("li", {}, el("span", { class: "t" }, duration(Math.max(0, e.s))), el("span", {}, e.env || "run"), el("span", { class: "t" }, e.step === null ? "" : e.step), el("b", { class: e.tone }, { good: "✓", warn: "!", bad: "✕" }[e.tone] || ""), el("span", {}, e.text))));
     }
     return { node, update };

@@ -33,7 +33,10 @@ class MLPHost(Host):
         self.inputs = inputs
         self.classes = classes
         if impairment in ("kernel", "kernels", "norms"):
-            raise ConfigError("an MLP host has no kernels and no norms; its impairment is 'none', 'width' or 'missing'")
+            raise ConfigError(
+                "an MLP host has no kernels and no norms; its impairment is 'none', 'width' or 'missing', got "
+                f"{impairment!r}"
+            )
         widths = [inputs, *impaired_widths(inputs, [width] * layers, impaired, impairment)]
         self.layers = nn.ModuleList(
             nn.Identity()

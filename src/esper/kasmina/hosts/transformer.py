@@ -133,7 +133,7 @@ class TransformerHost(Host):
         return None if kind == "text" and shape[0] <= most else f"windows of at most {most} tokens"
 
     def fits_classes(self, classes: int) -> bool:
-        """Return whether the vocabulary has room for this many tokens."""
+        """Return whether the vocabulary has at least this many tokens."""
         return classes <= self.classes
 
     @classmethod

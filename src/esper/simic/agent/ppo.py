@@ -42,35 +42,34 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Settings of the policy update."""
 
     lr: float = 1e-3
-    """Initial learning rate of AdamW, above 0."""
+    """AdamW starts with this learning rate, above 0."""
     lr_final: float = 1.0
-    """Final learning rate as a fraction of `lr`, 0 to 1. The rate changes linearly over the run's rounds."""
+    """The learning rate changes linearly over the run's rounds to this fraction of `lr`, 0 to 1."""
     gamma: float = 0.99
-    """Discount factor per step, 0 to 1."""
+    """Rewards are discounted by this factor per step, 0 to 1."""
     gae_lambda: float = 0.95
-    """Lambda of generalised advantage estimation, 0 to 1."""
+    """Generalised advantage estimation uses this lambda, 0 to 1."""
     clip_ratio: float = 0.2
-    """Clip range of the probability ratio around 1, above 0 and below 1."""
+    """The probability ratio is clipped to this distance from 1, above 0 and below 1."""
     epochs: int = 4
-    """Maximum number of passes over a rollout, ≥ 1. `target_kl` can end them earlier."""
+    """An update makes at most this many passes over a rollout, ≥ 1. `target_kl` can end them earlier."""
     groups: int = 4
-    """Minibatches per pass, ≥ 1. Each is a group of environments with their whole sequences; at most one per
-    environment."""
+    """A pass has this many minibatches, ≥ 1, at most one per environment. Each is a group of environments with their
+    whole sequences."""
     chunk: int = 64
-    """Number of steps over which the recurrent core is unrolled for backpropagation, ≥ 1."""
+    """The recurrent core is unrolled for backpropagation over this many steps, ≥ 1."""
     target_kl: float = 0.02
-    """Target KL divergence per update in nats, above 0. No further pass starts after one whose mean KL exceeds 1.5
-    times it."""
+    """No further pass starts after one whose mean KL divergence exceeds 1.5 times this target in nats, above 0."""
     value_coef: float = 0.5
-    """Weight of the value loss, ≥ 0."""
+    """The value loss has this weight, ≥ 0."""
     entropy_coef: float = 0.01
-    """Initial weight of the entropy bonus, ≥ 0. The entropy of a head is a fraction of its maximum."""
+    """The entropy bonus starts with this weight, ≥ 0. The entropy of a head is a fraction of its maximum."""
     entropy_final: float = 0.002
-    """Final weight of the entropy bonus, ≥ 0. The weight changes linearly over the run's rounds."""
+    """The weight of the entropy bonus changes linearly over the run's rounds to this value, ≥ 0."""
     max_grad_norm: float = 1.0
-    """Norm to which gradients are clipped, above 0."""
+    """Gradients are clipped to this norm, above 0."""
     weight_decay: float = 0.0
-    """Weight decay of AdamW, ≥ 0."""
+    """AdamW uses this weight decay, ≥ 0."""
 
     def __post_init__(self) -> None:
         for name in ("lr", "clip_ratio", "target_kl", "max_grad_norm"):
@@ -82,9 +81,12 @@ class PPOConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         if not self.clip_ratio < 1.0:
             raise ConfigError(f"ppo.clip_ratio must lie between 0 and 1, got {self.clip_ratio}")
         if min(self.epochs, self.groups, self.chunk) < 1:
-            raise ConfigError("ppo.epochs, ppo.groups and ppo.chunk must be ≥ 1")
-        if min(self.value_coef, self.entropy_coef, self.entropy_final, self.weight_decay) < 0:
-            raise ConfigError("ppo.value_coef, entropy_coef, entropy_final and weight_decay must be ≥ 0")
+            raise ConfigError(
+                f"ppo.epochs, ppo.groups and ppo.chunk must be ≥ 1, got {self.epochs}, {self.groups} and {self.chunk}"
+            )
+        for name in ("value_coef", "entropy_coef", "entropy_final", "weight_decay"):
+            if not 0.0 <= getattr(self, name) < math.inf:
+                raise ConfigError(f"ppo.{name} must be ≥ 0 and finite, got {getattr(self, name)}")
 
 
 class ReturnScale:

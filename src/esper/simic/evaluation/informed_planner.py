@@ -1,8 +1,8 @@
 """A controller with privileged information about simulated worlds: an upper bound for policies, and a teacher.
 
-It reads the demand, need and head-room of each world, which a policy can only infer from its observations. It does not
-read the random deviation of each seed's worth, which it measures as a policy does. It plants the seed with the highest
-expected utility, prunes a seed that turns out worthless, and plants the next best.
+It reads the demand, need and largest possible gain of each world, which a policy can only infer from its observations.
+It does not read the random deviation of each seed's worth, which it measures as a policy does. It plants the seed with
+the highest expected utility, prunes a seed that turns out worthless, and plants the next best.
 
 Legend: E environments, S slots, B blueprints.
 """

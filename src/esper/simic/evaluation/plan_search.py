@@ -43,11 +43,12 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     blueprint: int | None = None
     slots: int = 0
-    """Number of slots, from `first` on, that are planted; hosts with fewer slots plant all that they have of these."""
+    """This many slots, ≥ 0, are planted from `first` on; hosts with fewer slots plant all that they have of these."""
     start_share: float = 0.0
-    """Share of the episode after which planting begins."""
+    """Planting begins after this share of the episode, 0 to 1."""
     first: int = 0
-    """Number of the first slot that is planted, from 0; below 0 it is counted from the last slot of each host, −1."""
+    """The first slot that is planted has this number, from 0; below 0 it is counted from the last slot of each host,
+    −1."""
 
     def __post_init__(self) -> None:
         count = len(registered())
@@ -127,7 +128,7 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """Return what plans gain in a family if the best one is chosen by each of `PLAN_GROUPS`.
 
         Plans are chosen in one half of the worlds, every second one, and measured in the other: a plan chosen in the
-        same worlds gains too much, by chance. A policy has room where a later entry exceeds the first.
+        same worlds gains too much, by chance. A policy can gain where a later entry exceeds the first.
         """
         if len(self.worlds) < 2:
             raise ConfigError("what plans gain in other worlds needs at least two worlds, got one")

@@ -1,9 +1,9 @@
 """A planner for simulated worlds that weighs what a seed will be worth at the end against its best replacement.
 
-Like `InformedPlanner` it knows the demand, need and head-room of each world but not its surprises, and learns about a
-seed from its measured contributions. Where the informed planner prunes seeds below a fixed threshold, this one compares
-utilities at the end of the episode: of the network with the seed, without it, and with the best other seed in its
-place, which has less time to learn. Utilities include interactions, the limit of the head-room and rent.
+Like `InformedPlanner` it knows the demand, need and largest possible gain of each world but not its surprises, and
+learns about a seed from its measured contributions. Where the informed planner prunes seeds below a fixed threshold,
+this one compares utilities at the end of the episode: of the network with the seed, without it, and with the best other
+seed in its place, which has less time to learn. Utilities include interactions, the limit by `room` and rent.
 
 Legend: E environments, S slots, B blueprints.
 """
@@ -101,8 +101,8 @@ class ReplacingPlanner:
         maturity = (truth.host_quality(table.step) - truth.start) / (truth.ceiling - truth.start)
         potential = np.where(is_alive, np.maximum(prior, 0.0), 0.0)
         for _ in range(2):  # what a contribution says of the potential depends on the strength of all
-            room_left = np.exp(-np.maximum((potential * now).sum(axis=1), 0.0) / self.truth.room)
-            seen = np.maximum((maturity * room_left)[:, None] * now, 1e-3)  # contribution per unit of potential
+            share_left = np.exp(-np.maximum((potential * now).sum(axis=1), 0.0) / self.truth.room)
+            seen = np.maximum((maturity * share_left)[:, None] * now, 1e-3)  # contribution per unit of potential
             spread = (TRUST * self.surprise) ** 2
             weight = spread / (spread + (np.nan_to_num(table.contribution_se, nan=0.02) / seen) ** 2)
             is_measured = np.isfinite(table.contribution) & (table.age > 0)

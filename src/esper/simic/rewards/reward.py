@@ -117,31 +117,31 @@ class RewardConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Settings of the reward. Qualities are fractions (accuracy 0 to 1), so 0.01 is one percentage point."""
 
     mode: str = "utility"
-    """Name of the reward function, a key of `REWARDS`."""
+    """Rewards are computed by the function of this name, a key of `REWARDS`."""
     scale: float = 1.0
-    """Factor that multiplies every reward, above 0."""
+    """Every reward is multiplied by this factor, above 0."""
     rent_params: float = 0.005
-    """Quality charged per doubling of the host's parameters, ≥ 0."""
+    """This quality, ≥ 0, is charged per doubling of the host's parameters."""
     rent_macs: float = 0.005
-    """Quality charged per doubling of the host's multiply-adds, ≥ 0."""
+    """This quality, ≥ 0, is charged per doubling of the host's multiply-adds."""
     rent_training: float = 0.0
-    """Quality charged per doubling of the training multiply-adds so far, relative to those of the host without growth,
-    ≥ 0. A seed that is planted later costs less."""
+    """This quality, ≥ 0, is charged per doubling of the training multiply-adds so far, relative to those of the host
+    without growth. A seed that is planted later costs less."""
     rollback_penalty: float = 0.1
-    """Reward subtracted for every step that the governor rolled back, ≥ 0."""
+    """This reward, ≥ 0, is subtracted for every step that the governor rolled back."""
     worst_quality: float = 0.0
-    """Quality that replaces a no-growth baseline's quality if that is not finite; any finite number."""
+    """This quality, any finite number, replaces the quality of a no-growth baseline that is not finite."""
     floor: float = -1.0
-    """Minimum utility, ≤ 0. A crashed host gets exactly this value and no other host gets less, so a crash never pays,
-    however bad the host was before. Accuracies differ by at most 1; use a lower floor for a quality with a wider
-    range."""
+    """Utility is at least this value, ≤ 0. A crashed host gets exactly this value and no other host gets less, so a
+    crash never pays, however bad the host was before. Accuracies differ by at most 1; use a lower floor for a quality
+    with a wider range."""
     gamma: float = 0.995
-    """Discount factor of the stage potential, above 0 and at most 1; used by the modes of `WITH_POTENTIAL` only. It
-    must equal `ppo.gamma`."""
+    """The stage potential is discounted by this factor, above 0 and at most 1, in the modes of `WITH_POTENTIAL` only.
+    It must equal `ppo.gamma`."""
     stage_bonus: float = 0.003
-    """Reward per unit of a stage's potential, ≥ 0; used by the same modes."""
+    """The same modes pay this reward, ≥ 0, per unit of a stage's potential."""
     terminal_weight: float = 0.05
-    """Weight of the final gain in quality, ≥ 0; used by shaped, basic, basic_plus and loss."""
+    """The final gain in quality has this weight, ≥ 0, in the modes shaped, basic, basic_plus and loss."""
 
     def __post_init__(self) -> None:
         if self.mode not in REWARDS:

@@ -106,7 +106,7 @@ class TelemetryEmitter:
     worlds       world of each environment
     slots        names of the slots; an environment with fewer slots has the first ones
     host_params  parameters of each host without seeds [E], or of all hosts
-    leads        whether to emit events of the run as a whole too
+    is_rank_zero whether to emit events of the run as a whole too
     """
 
     def __init__(
@@ -118,13 +118,13 @@ class TelemetryEmitter:
         host_params: int | Ints,
         envs: Sequence[int] | None = None,
         level: Level = Level.NORMAL,
-        leads: bool = True,
+        is_rank_zero: bool = True,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.hub, self.slots, self.worlds = hub, tuple(slots), list(worlds)
         self.envs = list(range(len(self.worlds))) if envs is None else list(envs)
         self.host_params = np.broadcast_to(host_params, len(self.envs))  # [E]
-        self.level, self.leads, self._clock, self._profiled = level, leads, clock, -math.inf
+        self.level, self.is_rank_zero, self._clock, self._profiled = level, is_rank_zero, clock, -math.inf
         self._episode = [1] * len(self.envs)
         self._before: SlotTable | None = None
         self._counts = np.zeros((len(self.envs), 3), dtype=np.int64)  # germinated, fossilised, pruned
@@ -407,14 +407,14 @@ class TelemetryEmitter:
 
     def run_event(self, event: Event) -> None:
         """Emit an event of the run as a whole."""
-        if self.leads:
+        if self.is_rank_zero:
             self.hub.emit(event)
 
     def phases(self, phases: PhaseTimers, *, last: bool = False) -> None:
         """Emit the time spent per phase so far; at most once a second, and once more at the end."""
         now = self._clock()
         if (
-            not self.leads
+            not self.is_rank_zero
             or (now - self._profiled < PHASE_EVERY_S and not last)
             or not self.hub.wants(events.PhaseProfile)
         ):

@@ -243,7 +243,7 @@ class Checkpointer:
             raise CheckpointError(f"the checkpoint {saved.path} does not fit this run: {error!r}") from error
         self.best_utility, self._next_seq = metadata["best_utility"], metadata["next_seq"]
         self._last_saved = metadata["done"]
-        if self.group.leads:
+        if self.group.is_rank_zero:
             size = sum(file.stat().st_size for file in saved.path.iterdir())
             path = f"{CHECKPOINTS}/{saved.path.name}"
             self.hub.emit(Checkpoint(path=path, reason="resumed", round=metadata["done"], size_bytes=size))
@@ -261,7 +261,7 @@ class Checkpointer:
 
     def _write(self, training: TrainingState, backend: Backend, decisions: DecisionRecord | None = None) -> None:
         """Write a checkpoint numbered by the completed rounds, and the current policy."""
-        if not self.group.leads or self.directory is None:
+        if not self.group.is_rank_zero or self.directory is None:
             return
         if not self.directory.is_dir():  # moved or removed: do not recreate it
             warnings.warn(f"{self.directory} no longer exists: no checkpoint can be written", stacklevel=2)

@@ -44,54 +44,57 @@ class TrainConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """Settings of a training run."""
 
     task: str = "rescue"
-    """Name of the task or task family that the hosts are trained on, of which `esper tasks` lists the valid names, or
-    the path of a family file."""
+    """The hosts are trained on this task or task family: a name that `esper tasks` lists, or the path of a family
+    file."""
     simulated: bool = False
-    """Whether to train on simulated hosts (see `sim`), at thousands of steps per second, instead of real ones."""
+    """If true, the policy is trained on simulated hosts (see `sim`), at thousands of steps per second, instead of real
+    ones."""
     seed: int = 0
-    """Root random seed of the run, any integer. All random generators are derived from it."""
+    """All random generators of the run are derived from this random seed, any integer."""
     rounds: int = 40
-    """Number of rounds, ≥ 1. A round is one episode in each of `envs` environments, then one policy update."""
+    """The run has this many rounds, ≥ 1. A round is one episode in each of `envs` environments, then one policy
+    update."""
     envs: int = 16
-    """Number of environments that run in parallel, 1 to 65,536."""
+    """This many environments run in parallel, 1 to 65,536."""
     epochs: int | None = None
-    """Steps per episode, ≥ 1, or None for the task's own number. A step trains the host for one epoch."""
+    """An episode has this many steps, ≥ 1; None uses the task's own number. A step trains the host for one epoch."""
     worlds: int | None = None
-    """Number of worlds to train in, 1 to 10,000. Each has its own no-growth baseline. None: 64, of a family 256."""
+    """The policy is trained in this many worlds, 1 to 10,000, each with its own no-growth baseline; None uses 64, of a
+    family 256."""
     imitation: int = 0
-    """Number of first rounds in which the policy imitates a teacher, ≥ 0: on simulated hosts a planner that reads the
-    world's parameters, on real ones `plans`."""
+    """The policy imitates a teacher in this many first rounds, ≥ 0: on simulated hosts a planner that reads the world's
+    parameters, on real ones `plans`."""
     plans: dict[str, dict[str, str]] = {}
-    """What a teacher grows on real hosts, as a table from world to slots and their blueprints. Rounds of imitation use
-    these worlds only."""
+    """The teacher on real hosts grows what this table says, from world to slots and their blueprints. Rounds of
+    imitation use these worlds only."""
     start_from: str | None = None
-    """Path of a run directory or policy file whose policy is trained further, or None for a new policy."""
+    """Training starts with the policy of this run directory or policy file; None starts with a new policy."""
     fixed: dict[str, str] = msgspec.field(
         default_factory=lambda: {head.name.lower(): name for head, name in FIXED_OPTIONS.items()}
     )
-    """Heads that the policy does not choose, as a table from head to option. A given table replaces the default one:
+    """The policy does not choose the heads of this table, from head to option. A given table replaces the default one:
     `{}` leaves every head to the policy."""
     telemetry: str = "normal"
-    """Which events are recorded: off, minimal, normal or debug. It has no effect on training results."""
+    """Events are recorded at this level: off, minimal, normal or debug. It has no effect on training results."""
     threads: int = 1
-    """Number of CPU threads of torch per process, 1 to 1024. More than 1 does not speed up small hosts."""
+    """Each process uses this many CPU threads of torch, 1 to 1024. More than 1 does not speed up small hosts."""
     keep: int = 3
-    """Number of most recent checkpoints to keep, ≥ 1. The best one is kept in addition."""
+    """This many most recent checkpoints are kept, ≥ 1, and the best one in addition."""
     checkpoint_share: float = 0.01
-    """Maximum fraction of the run's time spent on checkpoints, above 0 and at most 1. At the default, a round of
-    more than a few seconds always gets one; at 1, every round does."""
+    """Checkpoints take at most this fraction of the run's time, above 0 and at most 1. At the default, a round of more
+    than a few seconds always gets one; at 1, every round does."""
     engine: EngineConfig = EngineConfig()
-    """Settings of host training."""
+    """These settings determine how hosts are trained."""
     rules: Rules = Rules()
-    """Settings of the seed lifecycle."""
+    """These settings determine the lifecycle of seeds."""
     reward: RewardConfig = RewardConfig()
-    """Settings of the reward."""
+    """These settings determine the reward."""
     network: NetworkConfig = NetworkConfig()
-    """Size and shape of the policy network."""
+    """These settings determine the size and the shape of the policy network."""
     ppo: PPOConfig = PPOConfig()
-    """Settings of the policy updates."""
+    """These settings determine the policy updates."""
     sim: SimConfig = SimConfig()
-    """Settings of the simulated hosts, used if `simulated` is true."""
+    """These settings determine the simulated hosts if `simulated` is true."""
 
     def __post_init__(self) -> None:
         for name in ("rounds", "envs", "worlds", "threads", "keep"):

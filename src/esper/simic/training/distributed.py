@@ -131,8 +131,8 @@ class ProcessGroup:
             self.heartbeat.check()
 
     @property
-    def leads(self) -> bool:
-        """Whether this rank owns the run directory, its checkpoints and the console output."""
+    def is_rank_zero(self) -> bool:
+        """Whether this is rank 0, which owns the run directory, its checkpoints and the console output."""
         return self.rank == 0
 
     def share(self, envs: int) -> slice:
@@ -198,7 +198,7 @@ class ProcessGroup:
         """Return rank 0's message, sent as JSON. The messages of other ranks are ignored."""
         if self.size == 1:
             return message
-        return json.loads(self.exchange(json.dumps(message).encode() if self.leads else b"")[0])
+        return json.loads(self.exchange(json.dumps(message).encode() if self.is_rank_zero else b"")[0])
 
     def agree(self, digested: Callable[[], bytes], what: str) -> None:
         """Raise TrainingError unless the digests of all ranks are equal."""

@@ -101,17 +101,19 @@ class Heartbeat:
         """Complete the exchange with a peer and start the next one, or add to the peer's silence."""
         try:
             if peer in self._exchanges:
-                work, news = self._exchanges[peer]
+                work, lost_rank = self._exchanges[peer]
                 if not work.is_completed():
                     self._count_silence(peer, awake_s)
                     return
                 work.wait()
                 self._silent_s[peer] = 0.0
-                if int(news) > 0:
-                    self._lose(int(news) - 1, "is stopped, frozen, unreachable or terminated, as reported by rank 0")
-            news = torch.tensor([0 if self._lost is None or self._lost.rank is None else self._lost.rank + 1])
-            work = dist.all_reduce(news, dist.ReduceOp.MAX, group=self._groups[peer], async_op=True)
-            self._exchanges[peer] = work, news
+                if int(lost_rank) > 0:
+                    self._lose(
+                        int(lost_rank) - 1, "is stopped, frozen, unreachable or terminated, as reported by rank 0"
+                    )
+            lost_rank = torch.tensor([0 if self._lost is None or self._lost.rank is None else self._lost.rank + 1])
+            work = dist.all_reduce(lost_rank, dist.ReduceOp.MAX, group=self._groups[peer], async_op=True)
+            self._exchanges[peer] = work, lost_rank
         except RuntimeError:
             del self._groups[peer]
             self._lose(peer, "closed its connection")

@@ -65,7 +65,7 @@ class PlanTeacher:
 class ImitationController:
     """Controller that lets the teacher act in a share of the environments and the policy in the others.
 
-    The share falls to 0 over the rounds of imitation, so that the policy is taught in states that it leads to.
+    The share falls to 0 over the rounds of imitation, so that the policy is taught in states that it reaches.
     """
 
     def __init__(self, policy: Decides, env: GrowthVectorEnv, config: TrainConfig, number: int) -> None:

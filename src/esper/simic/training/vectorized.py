@@ -84,7 +84,7 @@ def train_ppo_vectorized(
     )  # fmt: skip
     emit = TelemetryEmitter(
         hub, slots=env.backend.slots, worlds=env.backend.worlds, host_params=env.backend.host_params,
-        envs=range(E)[mine], level=level(config.telemetry), leads=group.leads,
+        envs=range(E)[mine], level=level(config.telemetry), is_rank_zero=group.is_rank_zero,
     )  # fmt: skip
     if resume is None:
         checkpointer.save_if_due(training, env.backend)

@@ -31,34 +31,36 @@ class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Thresholds of the heuristic. Qualities are fractions (accuracy 0 to 1)."""
 
     plateau_epochs: int = 3
-    """Learning has stalled if the best quality of this many epochs is not `plateau_gain` above the best before; 1 to
-    9."""
+    """Learning has stalled if the best quality of this many epochs, 1 to 9, is not `plateau_gain` above the best
+    before."""
     plateau_gain: float = 0.005
-    """Gain in quality, ≥ 0, below which learning counts as stalled."""
+    """Learning counts as stalled if quality gains less than this, ≥ 0."""
     settled_epochs: int = 3
-    """The loss has settled after this many consecutive epochs with a change within `settled_band`; 1 to 9."""
+    """The loss has settled after this many consecutive epochs, 1 to 9, with a change within `settled_band`."""
     settled_band: tuple[float, float] = (-0.05, 0.03)
-    """Lower and upper bound of the relative change of a settled validation loss per epoch, as fractions."""
+    """A settled validation loss changes per epoch by a fraction between these two bounds, the lower one first."""
     first_epoch: int = 5
-    """First epoch, ≥ 0, in which a seed may be planted."""
+    """Seeds may be planted from this epoch on, ≥ 0."""
     loss_of_quality: float = 0.02
-    """Loss of quality, ≥ 0, that leads to pruning: against the network without the seed in BLENDING, against the
+    """A seed that loses this much quality, ≥ 0, is pruned: against the network without it in BLENDING, against the
     quality at germination in HOLDING."""
     training_patience: int = 20
-    """Maximum number of epochs, ≥ 0, in TRAINING. A seed that has not passed its gate by then is pruned."""
+    """A seed that has not passed its gate after this many epochs in TRAINING, ≥ 0, is pruned."""
     least_contribution: float = 0.005
-    """Minimum contribution, any number, in units of quality. A seed that is below it by z standard errors is pruned."""
+    """A seed whose contribution is below this value by z standard errors is pruned; any finite number, in units of
+    quality."""
     holding_patience: int = 5
-    """Maximum number of epochs, ≥ 0, in HOLDING. A seed that is still undecided then is pruned."""
+    """A seed that is still undecided after this many epochs in HOLDING, ≥ 0, is pruned."""
     z: float = 2.5
-    """Number of standard errors by which a contribution must differ from a threshold, ≥ 0."""
+    """A contribution must differ from a threshold by this many standard errors, ≥ 0."""
     penalty: float = 2.0
-    """Penalty, ≥ 0, of a blueprint per pruned seed. It halves each epoch; blueprints with 3 or more are skipped."""
+    """A blueprint gets this penalty, ≥ 0, per pruned seed. It halves each epoch; blueprints with 3 or more are
+    skipped."""
     blueprints: tuple[str, ...] = (
         "conv_light", "conv_heavy", "attention", "norm", "depthwise",
         "mlp_small", "mlp", "lora_large", "lora",
     )  # fmt: skip
-    """Names of built-in blueprints to try, in order. Slots skip those that do not fit their features."""
+    """These built-in blueprints are tried in this order. Slots skip those that do not fit their features."""
 
     def __post_init__(self) -> None:
         for name in ("plateau_epochs", "settled_epochs"):
@@ -66,8 +68,14 @@ class HeuristicConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 raise ConfigError(
                     f"{name} must lie in 1…{HISTORY - 1}, the length of the history; got {getattr(self, name)}"
                 )
-        if not self.z >= 0:
-            raise ConfigError(f"z must be ≥ 0, got {self.z}")
+        for name in ("plateau_gain", "first_epoch", "loss_of_quality", "training_patience", "holding_patience", "z",
+                     "penalty"):  # fmt: skip
+            if not 0 <= getattr(self, name) < np.inf:
+                raise ConfigError(f"{name} must be ≥ 0 and finite, got {getattr(self, name)}")
+        if not np.isfinite(self.least_contribution):
+            raise ConfigError(f"least_contribution must be a finite number, got {self.least_contribution}")
+        if not self.settled_band[0] < self.settled_band[1]:
+            raise ConfigError(f"settled_band must be a lower and a higher bound, got {self.settled_band}")
         for name in self.blueprints:
             if name not in BLUEPRINTS:
                 raise unknown_name("blueprint", name, BLUEPRINTS)

@@ -159,8 +159,8 @@ def padded_masks(masks: Bools, layout: MaskLayout, slots: int) -> Bools:
     for part, axes in ((layout.slot_by_op, (NUM_OPS, -1)), (layout.blueprint_by_slot, (-1, layout.blueprints))):
         target = wide.slot_by_op if part == layout.slot_by_op else wide.blueprint_by_slot
         narrow = masks[:, part].reshape(len(masks), *axes)
-        room = out[:, target].reshape(len(masks), *axes)  # a view
-        room[:, : narrow.shape[1], : narrow.shape[2]] = narrow
+        own_part = out[:, target].reshape(len(masks), *axes)  # a view
+        own_part[:, : narrow.shape[1], : narrow.shape[2]] = narrow
     out[:, wide.op] = masks[:, layout.op]
     out[:, wide.blueprint_by_slot.stop :] = masks[:, layout.blueprint_by_slot.stop :]
     return out
