@@ -49,6 +49,11 @@ _SEARCHES = (
     _AUDITION,
 )
 _SEARCH_CLAIMS = tuple(Claim(arm="audition", against=other) for other in ("random_search", "successive_halving"))
+_CHEAPER_SEARCH_CLAIMS = tuple(
+    Claim(arm="audition", budget=budget, against=other, against_budget=4.0)
+    for budget in (1.0, 2.0)
+    for other in ("random_search", "successive_halving")
+)
 
 _ROWS = (
     Study(
@@ -85,7 +90,7 @@ _ROWS = (
         arms=_SEARCHES,
         budgets=(1.0, 2.0, 4.0),
         worlds=(200, 16),
-        claims=_SEARCH_CLAIMS,
+        claims=(*_SEARCH_CLAIMS, *_CHEAPER_SEARCH_CLAIMS),
         min_worlds=16,
     ),
     Study(
