@@ -197,6 +197,15 @@ def test_larger_host_is_the_largest_within_the_limit(host):
     assert largest_within(space, "own") is space.task
 
 
+def test_small_host_trains_for_the_whole_budget(monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+    arm = Arm(name="small", kind="static", settings={"structure": "none"})
+    (point,) = trainer_of(arm)(arm, "digits", 0, [8.0])
+    unit = full_training_macs(SMALL)
+    assert point.epochs == int(8 * unit / session().epoch_macs) > 8 * SMALL.epochs
+    assert 0.98 * 8 * unit < point.train_macs <= 8 * unit
+
+
 def test_host_within_the_limit_trains_for_the_whole_budget_of_a_search(monkeypatch):
     monkeypatch.setattr("esper.studies.arms.get_task", lambda name: SMALL)
     arm = Arm(name="wider", kind="static", settings={"limit": LIMIT, "host": "wider"})
