@@ -105,6 +105,43 @@ def test_hardened_model_equals_the_body():
     assert torch.allclose(plain.eval()(batch(99)[0]), output(grower), atol=1e-6)
 
 
+def test_model_hardened_at_any_time_of_a_ramp_equals_the_body():
+    grower = make_grower(esper.Rules(birth="open", open_ramp=4))
+    slot = grower.body.slots["first"]
+    grower.germinate("first", "conv_light")
+    alphas = []
+    for epoch in range(6):
+        train(grower, 4 * epoch, 4 * epoch + 4)
+        grower.step([batch(50)])
+        alphas.append(slot.amplitude)
+        assert torch.allclose(esper.harden(grower.body).eval()(batch(99)[0]), output(grower), atol=1e-6)
+    assert 0 < alphas[0] < alphas[1] < alphas[-1] == 1
+    grower.fossilize("first")
+    with_seed = output(grower)
+    assert torch.allclose(esper.harden(grower.body).eval()(batch(99)[0]), with_seed, atol=1e-6)
+    grower.body.set_slot(slot, slot.stage, 0.0)
+    assert not torch.allclose(output(grower), with_seed, atol=1e-3)
+
+
+def test_hardened_model_of_a_plan_equals_the_body_and_has_its_seeds_only():
+    body = make_body()
+    optimizer = torch.optim.SGD(body.parameters(), lr=0.1, momentum=0.9)
+    plan = {"second": "conv_light"}
+    grower = esper.Grower(body, optimizer, controller=plan)
+    for epoch in range(5):
+        train(grower, 4 * epoch, 4 * epoch + 4)
+        grower.step([batch(50)])
+    seeds = {slot.name: slot for slot in body.slots.values() if slot.seed is not None}
+    assert {name: slot.blueprint for name, slot in seeds.items()} == plan
+    assert seeds["second"].stage == SeedStage.FOSSILIZED
+    plain = esper.harden(body)
+    assert torch.allclose(plain.eval()(batch(99)[0]), output(grower), atol=1e-6)
+    kept = [*body.model.parameters(), *seeds["second"].seed.parameters()]
+    assert sum(p.numel() for p in plain.parameters()) == sum(p.numel() for p in kept)
+    body.set_slot(seeds["second"], SeedStage.FOSSILIZED, 0.0)
+    assert not torch.allclose(output(grower), plain(batch(99)[0]), atol=1e-3)
+
+
 @pytest.mark.parametrize("controller", [None, "schedule"])
 def test_planting_later_than_the_mixing_time_before_the_horizon_warns(controller):
     def planted_after(epochs: int, **settings: int) -> None:

@@ -369,10 +369,14 @@ BRISK = esper.Rules(min_prune_age=1)
 EAGER = HeuristicConfig(plateau_epochs=1, settled_epochs=1, first_epoch=1, holding_patience=1, plateau_gain=0.5)
 
 
+def plan() -> dict[str, str]:
+    return {"second": "conv_light", "first": "bottleneck"}
+
+
 @pytest.mark.filterwarnings("ignore:the model lies outside")
 @pytest.mark.parametrize(
     "controller",
-    ["schedule", "random", "tamiyo", lambda: Heuristic(EAGER), Fickle],
+    ["schedule", "random", "tamiyo", lambda: Heuristic(EAGER), Fickle, plan],
     ids=lambda c: getattr(c, "__name__", c),
 )
 def test_run_resumes_bit_for_bit_under_every_controller(controller, tmp_path):
@@ -383,6 +387,8 @@ def test_run_resumes_bit_for_bit_under_every_controller(controller, tmp_path):
     points = [PER_EPOCH * 3 - 1, PER_EPOCH * 9 + 2]
     whole = resumed_equals_uninterrupted(make, {}, points, tmp_path, more=6 * PER_EPOCH)
     assert whole.grower.table.next_serial[0] > 0  # it did germinate something
+    if controller is plan:
+        assert {name: slot.blueprint for name, slot in whole.grower.slots.items()} == plan()
 
 
 # -- in separate processes

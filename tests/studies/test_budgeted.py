@@ -9,6 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+import esper
+from esper.grower.audition import Audition, Trial
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.errors import ConfigError
 from esper.studies.arms import Space, audition, host_macs, largest_within, structure_named, weakened
@@ -187,6 +189,41 @@ def test_audition_counts_the_compute_of_its_copies(monkeypatch):
     assert point.train_macs > 4 * spent  # eight epochs per copy, and the training after them
 
 
+def test_audition_of_a_study_and_the_public_one_measure_the_same_gains():
+    trunk = session()
+    trunk.advance(Wait(), 2 * trunk.epoch_macs)
+    x = trunk.data.val.x[:32]
+
+    def train(copy: esper.Body) -> float:
+        """Train the study's copy with the seed of the given one: they differ in the seed's random weights only."""
+        trained = trunk.copy({slot.name: slot.blueprint for slot in copy.slots.values() if slot.seed is not None})
+        body = trained.engine.networks[0].body
+        for ours, theirs in zip(body.slots.values(), copy.slots.values(), strict=True):
+            assert (ours.stage, ours.amplitude, ours.operator) == (theirs.stage, theirs.amplitude, theirs.operator)
+        assert [p.shape for p in body.parameters()] == [p.shape for p in copy.parameters()]
+        assert torch.equal(body.eval()(x), copy.eval()(x))
+        trained.advance(Wait(), trunk.spent + 2 * trained.epoch_macs)
+        return trained.quality
+
+    public = esper.audition(trunk.engine.networks[0].body, train)
+    gains, _ = audition(trunk, [(trial.slot, trial.blueprint) for trial in public.trials], epochs=2)
+    assert gains == {(trial.slot, trial.blueprint): trial.gain for trial in public.trials}
+
+
+def test_audition_of_a_study_plants_the_plan_of_the_public_one(monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+    gains = {("r0c0", "mlp"): 0.4, ("r0c1", "mlp"): 0.3, ("r0c2", "lora"): 0.2, ("r0c1", "lora"): 0.1}
+    monkeypatch.setattr("esper.studies.arms.audition", lambda *_: (gains, 10_000))
+    space = Space(SMALL, 0.55)
+    macs = {seed: space.macs(dict([seed])) - space.host_macs for seed in gains}
+    public = Audition(tuple(Trial(*seed, gain, params=0, macs=macs[seed]) for seed, gain in gains.items()), bare=0.5)
+    arm = Arm(name="a", kind="audition", settings={"limit": 0.55, "start": 1, "trial": 0.1, "keep": 0.6})
+    points = TRAINERS["audition"](arm, "digits", 0, [1.0, 4.0])  # the shares kept are 0.6 and 0.6 / √4
+    plans = [public.plan(limit=space.limit - space.host_macs, keep=keep) for keep in (0.6, 0.3)]
+    assert [point.structure for point in points] == plans
+    assert plans == [{"r0c0": "mlp"}, {"r0c0": "mlp", "r0c2": "lora"}]  # two mlp are too large
+
+
 @pytest.mark.parametrize("host", ["wider", "deeper"])
 def test_larger_host_is_the_largest_within_the_limit(host):
     space = Space(get_task("rescue"), LIMIT)
@@ -195,6 +232,15 @@ def test_larger_host_is_the_largest_within_the_limit(host):
     next_larger = task.widened(params) if host == "wider" else task.deepened(params)
     assert host_macs(space.task) < host_macs(task) <= space.limit < host_macs(next_larger)
     assert largest_within(space, "own") is space.task
+
+
+def test_small_host_trains_for_the_whole_budget(monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+    arm = Arm(name="small", kind="static", settings={"structure": "none"})
+    (point,) = trainer_of(arm)(arm, "digits", 0, [8.0])
+    unit = full_training_macs(SMALL)
+    assert point.epochs == int(8 * unit / session().epoch_macs) > 8 * SMALL.epochs
+    assert 0.98 * 8 * unit < point.train_macs <= 8 * unit
 
 
 def test_host_within_the_limit_trains_for_the_whole_budget_of_a_search(monkeypatch):

@@ -28,6 +28,13 @@ ARM = Arm(name="a", kind="example_formula")
         ({"tuning_worlds": (98, 3)}, "below 100"),
         ({"claims": (Claim(arm="better", against="worse", budget=0.7),)}, "must be one of"),
         ({"claims": (Claim(arm="better", against="worse", budget=1.0, at="frontier area"),)}, "must be one of"),
+        ({"claims": (Claim(arm="better", against="worse", against_budget=1.0),)}, "needs a budget"),
+        ({"claims": (Claim(arm="better", against="worse", budget=1.0, against_budget=0.7),)}, r"among \[0.5\]"),
+        ({"claims": (Claim(arm="better", against="worse", budget=1.0, against_budget=1.0),)}, r"among \[0.5\]"),
+        (
+            {"claims": (Claim(arm="better", against="worse", budget=1.0, against_budget=0.5, at="equal steps"),)},
+            "neither equal steps nor frontiers",
+        ),
     ],
 )
 def test_invalid_study_is_refused(changes, message):
@@ -45,6 +52,8 @@ def test_settings_hash_covers_kind_settings_and_budgets_only():
     arm = study.arms[1]
     same = [study.settings_hash(Arm(name="renamed", kind=arm.kind, settings=arm.settings))]
     same.append(example_study(worlds=(200, 9), question="?").settings_hash(arm))
+    two_budgets = Claim(arm="better", against="worse", budget=0.5, against_budget=1.0)
+    same.append(example_study(claims=(two_budgets,)).settings_hash(arm))
     others = [
         study.settings_hash(msgspec.structs.replace(arm, kind="other")),
         study.settings_hash(msgspec.structs.replace(arm, settings={"base": 0.4})),

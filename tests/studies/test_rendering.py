@@ -59,6 +59,31 @@ def test_markdown_holds_the_same_cells():
     assert f"| better higher than worse | {won} | {won} |" in shown
 
 
+def test_claim_with_two_budgets_shows_both_and_has_its_own_table():
+    claims = (
+        Claim(arm="better", against="worse", budget=0.5),
+        Claim(arm="better", against="worse", budget=0.5, against_budget=1.0),
+    )
+    study = example_study(claims=claims)
+    data = {
+        ("rescue", arm, world): tuple(point(b, quality + b / 5) for b in study.budgets)
+        for arm, quality in (("worse", 0.5), ("better", 0.55))
+        for world in range(100, 104)
+    }
+    shown = summarize(study, data, "test_quality")
+    same = "| claim | × 0.5 |\n|---|---|\n| better higher than worse | **won** +5.0 [+5.0, +5.0], 4 of 4 |"
+    other = (
+        "| claim at different compute | outcome |\n|---|---|\n"
+        "| better × 0.5 higher than worse × 1 | **lost** −5.0 [−5.0, −5.0], 0 of 4 |"
+    )
+    assert f"**rescue**\n\n{same}\n\n{other}\n\n## Tables" in as_markdown(shown)
+    lines = as_text(shown).splitlines()
+    at = lines.index("lost: better × 0.5 higher than worse × 1")
+    assert lines[at + 1] == "    rescue, different compute, in multiples of one full training"
+    only_other = example_study(claims=claims[1:])
+    assert f"**rescue**\n\n{other}" in as_markdown(summarize(only_other, data, "test_quality"))
+
+
 def test_markdown_verdicts_of_unequal_compute_have_a_reason_and_untested_places_are_empty():
     arms = (Arm(name="worse", kind="example_formula"), Arm(name="better", kind="example_formula"))
     claims = (

@@ -83,6 +83,22 @@ def test_equal_steps_pairs_points_with_the_same_number_of_epochs():
     assert verdict(claim, constant(0.5, epochs=30), full) == ["refused"]
 
 
+def test_claim_with_two_budgets_compares_each_arm_at_its_own_budget_whatever_the_compute():
+    def rising(_world, budget):
+        return {"quality": 0.3 if budget == 0.5 else 0.7, "train_macs": 1000 if budget == 0.5 else 4000}
+
+    cheap = Claim(arm="better", against="worse", budget=0.5, against_budget=1.0)
+    dear = Claim(arm="better", against="worse", budget=1.0, against_budget=0.5)
+    assert verdict(cheap, constant(0.6), rising) == ["lost"]  # 0.6 − 0.7
+    assert verdict(cheap, constant(0.8), rising) == ["won"]  # 0.8 − 0.7
+    assert verdict(dear, rising, constant(0.6, train_macs=1000)) == ["won"]  # 0.7 − 0.6, with four times the compute
+    assert verdict(cheap, constant(0.8), rising, worlds=4, min_worlds=5) == ["refused"]
+    study = example_study(claims=(cheap,))
+    lead = summarize(study, results(study, noisy, rising), "test_quality").verdicts[0].lead
+    assert lead.mean == pytest.approx(-0.2)  # 0.6 and 0.4 by turns, against 0.7
+    assert (lead.wins, lead.ties, lead.losses) == (0, 0, 4)
+
+
 def test_rows_state_compute_in_full_trainings_of_the_reference_and_leads_over_it():
     study = example_study()
     data = results(study, constant(0.6, train_macs=600, params=10), constant(0.5))

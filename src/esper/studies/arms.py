@@ -21,9 +21,6 @@ from esper.tolaria.engine import Engine
 from esper.tolaria.host_costs import host_macs_and_order
 from esper.tolaria.tasks import Task, get_task
 
-SMALL_HOST_EPOCHS = 5
-"""A host that is much cheaper than the full structure trains at most this many times the task's epochs."""
-
 LEAST_TRAINING = 0.1
 """A search starts no training that has less than this share of a unit left."""
 
@@ -85,7 +82,7 @@ SITUATION = ("change", "samples")
 
 @trainer("static")
 def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> list[Point]:
-    """Train a fixed structure from step 0.
+    """Train a fixed structure from step 0 for the whole compute, also a small host.
 
     Settings: `structure` ("none", "full", a blueprint), `slots` (how many, from the first; default all), `host` ("own",
     "wider", "deeper"), `seeds` (see `resized`), `limit` (see `Space`: the host is the largest within it, and a unit is
@@ -100,15 +97,7 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
         host = resized(own, arm.settings.get("host", "own"), arm.settings.get("seeds"))
         unit = full_training_macs(own)
     structure = structure_named(own, arm.settings.get("structure", "none"), arm.settings.get("slots"))
-    limit = None if structure or "pretrain" in arm.settings else SMALL_HOST_EPOCHS * own.epochs
-    session = Session(
-        host,
-        world,
-        unit=unit,
-        structure=structure,
-        max_epochs=limit,
-        **chosen(arm, SITUATION),
-    )
+    session = Session(host, world, unit=unit, structure=structure, **chosen(arm, SITUATION))
     session.pretrain(arm.settings.get("pretrain", 0))
     return session.run(Wait(), budgets)
 

@@ -37,6 +37,11 @@ class Claim(msgspec.Struct, frozen=True, kw_only=True):
     budget: float | None = None  # None: one verdict for each budget of the study, or the frontier over all of them
     at: Literal["equal compute", "equal steps", "frontier area"] = "equal compute"  # which points are compared
     direction: Literal["higher", "lower"] = "higher"
+    against_budget: float | None = None
+    """The other arm is taken at this budget of the study instead of `budget`, which must be given and differ from it.
+
+    Such a claim states the compute of both sides, so it is not refused for unequal compute. None: the same budget.
+    """
 
 
 class Study(msgspec.Struct, frozen=True, kw_only=True):
@@ -73,6 +78,19 @@ class Study(msgspec.Struct, frozen=True, kw_only=True):
             allowed = (None,) if claim.at == "frontier area" else (None, *self.budgets)
             if claim.budget not in allowed:
                 raise ConfigError(f"study {self.name!r}: budget of {claim} must be one of {allowed}")
+            if claim.against_budget is not None:
+                self._check_two_budgets(claim)
+
+    def _check_two_budgets(self, claim: Claim) -> None:
+        """Raise ConfigError unless the claim is about points of two different budgets."""
+        others = [budget for budget in self.budgets if budget != claim.budget]
+        for is_valid, message in (
+            (claim.budget is not None, "needs a budget, because it has an against_budget"),
+            (claim.at == "equal compute", "has two budgets, so it compares neither equal steps nor frontiers"),
+            (claim.against_budget in others, f"needs an against_budget among {others}"),
+        ):
+            if not is_valid:
+                raise ConfigError(f"study {self.name!r}: {claim} {message}")
 
     def arm(self, name: str) -> Arm:
         """Return the arm of this name. Raise UnknownNameError if there is none."""

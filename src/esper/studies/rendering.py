@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from esper.leyline.paired import Difference
+from esper.studies.contract import Claim
 from esper.studies.mixing import Mixing
 from esper.studies.statistics import Row, Summary, Verdict
 
@@ -58,15 +59,25 @@ def difference(metric: str, lead: Difference) -> str:
     return f"{mean} [{low}, {high}]"
 
 
+def claim_text(claim: Claim) -> str:
+    """Return what is claimed; if the arms have different budgets, with both."""
+    sides = [claim.arm, claim.against]
+    if claim.against_budget is not None:
+        sides = [f"{claim.arm} × {claim.budget:g}", f"{claim.against} × {claim.against_budget:g}"]
+    return f" {claim.direction} than ".join(sides)
+
+
 def verdict_cells(metric: str, verdict: Verdict) -> Cells:
     """Return the claim, where it is tested, its outcome, and the figures or the reason behind it."""
     claim, lead = verdict.claim, verdict.lead
     place = claim.at if claim.budget is None else f"{claim.at}, {claim.budget:g} × one full training"
+    if claim.against_budget is not None:
+        place = "different compute, in multiples of one full training"
     figures = verdict.reason
     if lead is not None and not figures:
         worlds = f"higher in {lead.wins}, equal in {lead.ties}, lower in {lead.losses} worlds"
         figures = f"{difference(metric, lead)}, {worlds}"
-    return f"{claim.arm} {claim.direction} than {claim.against}", f"{verdict.task}, {place}", verdict.outcome, figures
+    return claim_text(claim), f"{verdict.task}, {place}", verdict.outcome, figures
 
 
 def as_text(summary: Summary) -> str:
@@ -86,9 +97,13 @@ def as_markdown(summary: Summary) -> str:
     if summary.verdicts:
         parts.append(f"## Verdicts\n\n{HOW_TO_READ_VERDICTS}")
     for task, verdicts in groupby(summary.verdicts, key=lambda verdict: verdict.task):
-        parts.append(f"**{task}**\n\n{markdown_table(_verdict_table(summary.metric, list(verdicts)))}")
+        shown = [markdown_table(table) for table in _verdict_tables(summary.metric, list(verdicts))]
+        parts += [f"**{task}**", *shown]
     parts.append("## Tables")
-    for task, group in groupby(tables(summary), key=lambda table: table[0].partition(",")[0]):
+    by_task: dict[str, list[tuple[str, list[Cells]]]] = {}
+    for title, rows in tables(summary):
+        by_task.setdefault(title.partition(",")[0], []).append((title, rows))
+    for task, group in by_task.items():
         heading = f"<summary>{task}: {METRICS[summary.metric]}, compute and parameters of every arm</summary>"
         parts += [
             f"<details>{heading}",
@@ -98,12 +113,23 @@ def as_markdown(summary: Summary) -> str:
     return "\n\n".join(parts)
 
 
+def _verdict_tables(metric: str, verdicts: list[Verdict]) -> Iterator[list[Cells]]:
+    """Yield a table of the claims at the same budget, and one of those at different budgets, if a task has such."""
+    same = [verdict for verdict in verdicts if verdict.claim.against_budget is None]
+    different = [verdict for verdict in verdicts if verdict.claim.against_budget is not None]
+    if same:
+        yield _verdict_table(metric, same)
+    if different:
+        cells = [(claim_text(verdict.claim), _verdict_cell(metric, verdict)) for verdict in different]
+        yield [("claim at different compute", "outcome"), *cells]
+
+
 def _verdict_table(metric: str, verdicts: list[Verdict]) -> list[Cells]:
     """Return one row per pair of arms and one column per budget (or mean over budgets) of one task's claims."""
     rows: dict[str, dict[tuple[str, float], str]] = {}
     for verdict in verdicts:
         claim = verdict.claim
-        row = rows.setdefault(f"{claim.arm} {claim.direction} than {claim.against}", {})
+        row = rows.setdefault(claim_text(claim), {})
         row[claim.at, claim.budget or 0.0] = _verdict_cell(metric, verdict)
     columns = sorted({column for row in rows.values() for column in row})
     header = ("claim", *(_column_name(at, budget) for at, budget in columns))

@@ -120,7 +120,10 @@ def _values(points: Mapping[int, Sequence[Point]], metric: str) -> dict[int, flo
 
 
 def _verdict(study: Study, results: Results, task: str, claim: Claim, metric: str) -> Verdict:
-    """Test one claim on one task. Refuse it if there are too few worlds or the arm used more compute."""
+    """Test one claim on one task.
+
+    Refuse it if there are too few worlds, or if the arm used more compute and the claim does not say so.
+    """
     ours = _points(study, results, task, claim.arm, claim.budget)
     if claim.at == "equal steps":
         candidates = {world: results.get((task, claim.against, world), ()) for world in ours}
@@ -129,14 +132,14 @@ def _verdict(study: Study, results: Results, task: str, claim: Claim, metric: st
         }
         theirs: Mapping[int, Sequence[Point]] = {world: points for world, points in equal.items() if points}
     else:
-        theirs = _points(study, results, task, claim.against, claim.budget)
+        theirs = _points(study, results, task, claim.against, claim.against_budget or claim.budget)
     worlds = ours.keys() & theirs.keys()
     lead = paired(_values(ours, metric), _values(theirs, metric))
     macs, other_macs = (sum(p.train_macs for world in worlds for p in side[world]) for side in (ours, theirs))
     reason = ""
     if len(worlds) < study.min_worlds:
         reason = f"{len(worlds)} paired worlds, needs {study.min_worlds}"
-    elif claim.at != "equal steps" and macs > EQUAL_COMPUTE * other_macs:
+    elif claim.at != "equal steps" and claim.against_budget is None and macs > EQUAL_COMPUTE * other_macs:
         reason = f"{claim.arm} used {macs / other_macs:.2f} times the compute"
     outcome: Literal["won", "lost", "undecided", "refused"] = "refused"
     if lead is not None and not reason:

@@ -13,6 +13,9 @@ from esper.studies.simulated_policies import SettingsStudy
 
 FULL = {"structure": "full"}
 """The largest blueprint in every slot of the task."""
+HOST_ONLY = {"structure": "none"}
+"""The host without seeds, which is also the default. Arms that state it have other hashes than those whose saved
+results were made with a limit of epochs."""
 LIMIT = {"limit": 0.7}
 """Limit of multiply-adds per sample, as a share of the full structure's: 110,622 for `rescue`."""
 
@@ -35,7 +38,7 @@ def _static(name: str, **settings: Any) -> Arm:
 
 def _references(**situation: Any) -> tuple[Arm, ...]:
     """Return the arms that most growth is compared with, in the same situation (see `arms.SITUATION`)."""
-    return (_static("from_start", **FULL, **situation), _static("small_host", **situation))
+    return (_static("from_start", **FULL, **situation), _static("small_host", **HOST_ONLY, **situation))
 
 
 def _larger_hosts(**situation: Any) -> tuple[Arm, ...]:
@@ -52,6 +55,11 @@ _SEARCHES = (
     _AUDITION,
 )
 _SEARCH_CLAIMS = tuple(Claim(arm="audition", against=other) for other in ("random_search", "successive_halving"))
+_CHEAPER_SEARCH_CLAIMS = tuple(
+    Claim(arm="audition", budget=budget, against=other, against_budget=4.0)
+    for budget in (1.0, 2.0)
+    for other in ("random_search", "successive_halving")
+)
 
 _ROWS = (
     Study(
@@ -60,7 +68,7 @@ _ROWS = (
         task=("rescue",),
         arms=(
             *_references(),
-            *_larger_hosts(),
+            *_larger_hosts(**HOST_ONLY),
             _planted("isolated_birth", "isolated", 1),
             _planted("open_birth", "open", 8),
             _planted("open_birth_late", "open", 16),
@@ -88,17 +96,17 @@ _ROWS = (
         arms=_SEARCHES,
         budgets=(1.0, 2.0, 4.0),
         worlds=(200, 16),
-        claims=_SEARCH_CLAIMS,
+        claims=(*_SEARCH_CLAIMS, *_CHEAPER_SEARCH_CLAIMS),
         min_worlds=16,
     ),
     Study(
         name="search_or_enlarge",
         question="I have a limit on the size of the network: is a search for seeds better than a wider or deeper host?",
         task=("search_fashion", "search_cifar"),
-        arms=(_static("small_host", **LIMIT), *_larger_hosts(**LIMIT), _AUDITION),
+        arms=(*_larger_hosts(**LIMIT), _AUDITION),
         budgets=(1.0, 2.0, 4.0),
         worlds=(200, 8),
-        claims=tuple(Claim(arm="audition", against=against) for against in ("small_host", "wider_host", "deeper_host")),
+        claims=tuple(Claim(arm="audition", against=against) for against in ("wider_host", "deeper_host")),
         min_worlds=8,
     ),
     Study(
@@ -118,7 +126,7 @@ _ROWS = (
         arms=(
             *_references(change=20),
             _static("restart", **FULL),  # the full structure, trained on all classes from its step 0
-            *_larger_hosts(change=20),
+            *_larger_hosts(**HOST_ONLY, change=20),
             _planted("grown", "open", 20, change=20),
         ),
         budgets=(0.5, 0.7, 1.0),
@@ -130,7 +138,11 @@ _ROWS = (
         name="little_data",
         question="I have 1,000 samples: does a network that grew generalise better?",
         task=("rescue", "search_cifar"),
-        arms=(*_references(samples=1000), *_larger_hosts(samples=1000), _planted("grown", "open", 8, samples=1000)),
+        arms=(
+            *_references(samples=1000),
+            *_larger_hosts(**HOST_ONLY, samples=1000),
+            _planted("grown", "open", 8, samples=1000),
+        ),
         budgets=(0.2, 0.4, 0.8),
         worlds=(100, 8),
         claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS),
@@ -221,7 +233,7 @@ _ROWS = (
         arms=(
             _static("usual_init", host="deeper"),
             _static("wider_host", host="wider"),
-            _static("small_host"),
+            _static("small_host", **HOST_ONLY),
             _static("seeds_at_once", **FULL),
         ),
         budgets=(0.25, 0.5, 1.0),
