@@ -3,6 +3,7 @@
     python scripts/fit_simulator.py triage --out triage.toml     # record 16 worlds, fit, print the table of the gap
     python scripts/fit_simulator.py triage --save                # also write studies/simulator_fit/triage.{json,toml}
     python scripts/fit_simulator.py triage --save --recorded     # fit the episodes in that JSON file again
+    esper study triage --docs                                    # write its table into docs/studies/simulator_fit.md
     esper train --preset sim --config triage.toml                # train a policy on the fitted simulator
 
 Training worlds are recorded, from 0 on. The task determines horizon (longest episode), slots (most), val_samples and

@@ -16,14 +16,12 @@ import time
 import msgspec
 
 from esper.leyline.paired import compare
-from esper.leyline.slot_table import Floats
 from esper.simic.evaluation.comparison import play
 from esper.simic.evaluation.sim_oracle import FollowPlans, best_schedule
 from esper.simic.simulator import Simulator
-from esper.simic.training.config import HELD_OUT_FROM, TrainConfig, load_config
+from esper.simic.training.config import HELD_OUT_FROM, load_config
 from esper.simic.training.vectorized import train_ppo_vectorized
-from esper.tamiyo.controllers.learned import Learned
-from esper.tamiyo.network import TamiyoNetwork
+from esper.studies.simulated_policies import played_utility
 
 
 def main() -> None:
@@ -45,10 +43,10 @@ def main() -> None:
         start = time.process_time()
         network = train_ppo_vectorized(config).network
         cpu_s = time.process_time() - start
-        sampled = played(network, config, worlds)
-        likeliest = played(network, config, worlds, sample=False)
+        sampled = played_utility(network, config, worlds)
+        likeliest = played_utility(network, config, worlds, sample=False)
         network.config = msgspec.structs.replace(network.config, epsilon=0.0)
-        unmixed = played(network, config, worlds)
+        unmixed = played_utility(network, config, worlds)
         lead = compare(unmixed, fixed)
         print(
             f"seed {seed}  U sampled {sampled.mean():+.4f}  without uniform share {unmixed.mean():+.4f}  "
@@ -56,12 +54,6 @@ def main() -> None:
             f"{cpu_s:.0f} s CPU",
             flush=True,
         )
-
-
-def played(network: TamiyoNetwork, config: TrainConfig, worlds: list[int], *, sample: bool = True) -> Floats:
-    """Return the utility of a policy in these worlds."""
-    controller = Learned(network, fixed=config.fixed_heads(), sample=sample)
-    return play(Simulator(config.sim, worlds, config.rules), controller, worlds, config.reward).utility
 
 
 if __name__ == "__main__":

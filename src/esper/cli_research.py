@@ -89,20 +89,39 @@ def study(
     tuning: Annotated[
         bool, typer.Option("--tuning", help="Run the tuning worlds and show validation quality only.")
     ] = False,
-    shard: Annotated[str, typer.Option(metavar="I/N", help="Run every N-th world, from the I-th on.")] = "1/1",
+    shard: Annotated[str, typer.Option(metavar="I/N", help="Run every N-th world or training, from the I-th.")] = "1/1",
     workers: Workers = 1,
     out: Annotated[Path, typer.Option(help="Directory of the results.")] = Path("runs/studies"),
     show: Annotated[bool, typer.Option("--show", help="Show the finished jobs without running any.")] = False,
-    save: Annotated[bool, typer.Option("--save", help="Write studies/NAME.json when all jobs have finished.")] = False,
+    save: Annotated[bool, typer.Option("--save", help="Write all results to studies/ when they are complete.")] = False,
+    docs: Annotated[bool, typer.Option("--docs", help="Only write the tables and charts of docs/studies/.")] = False,
+    check: Annotated[bool, typer.Option("--check", help="With --docs: only name outdated files, exit with 1.")] = False,
 ) -> None:
-    """Compare training methods over paired worlds and compute budgets.
+    """Compare training methods over paired worlds and compute budgets, or training settings of policies.
 
     Runs every arm of a study in every world, then prints one table per budget with 95 % intervals and a verdict for
     each claim, and draws quality against training multiply-adds. Finished jobs are kept: run the same command again to
-    continue. Choose settings with --tuning (worlds below 100), then report once on worlds from 100 on.
+    continue. Choose settings with --tuning (worlds below 100), then report once on worlds from 100 on. A study of
+    settings trains each arm with several training seeds on the simulator and prints a ranking.
+
+    --docs writes the generated files of docs/studies/ from studies/, all or those of one study. It needs the
+    repository as working directory.
 
     Example:  esper study open_birth --workers 2
+    Example:  esper study reward_modes --show
+    Example:  esper study --docs --check
     """
+    from esper.leyline.errors import ConfigError
+
+    if docs:
+        if arm or worlds or tuning or shard != "1/1" or show or save:
+            raise ConfigError("--docs writes what is saved: leave out every option except --check")
+        from esper.commands.study_docs import run_docs
+
+        run_docs(name, check=check)
+        return
+    if check:
+        raise ConfigError("--check compares generated files: use it with --docs")
     from esper.commands.study import list_studies, run_study
 
     if name is None:

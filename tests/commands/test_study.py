@@ -1,8 +1,6 @@
-"""`esper study` and `scripts/study_tables.py`: options, errors, tables, saved files and generated docs."""
+"""`esper study`: options, errors, tables and saved files."""
 
 import json
-import subprocess
-import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
@@ -10,13 +8,10 @@ import pytest
 
 from esper.commands.study import list_studies, parse_shard, parse_worlds, run_study
 from esper.leyline.errors import ConfigError, UnknownNameError
-from esper.studies.results import read_results
-from esper.studies.table import STUDIES
-from scripts.study_tables import policies
-from tests.support import ROOT
-from tests.support.example_studies import example_study
-
-SCRIPT = ROOT / "scripts" / "study_tables.py"
+from esper.studies.results import read_lines, read_results
+from esper.studies.simulated_policies import TrainedArm
+from esper.studies.table import SETTINGS_STUDIES, STUDIES
+from tests.support.example_studies import example_study, settings_study
 
 
 @pytest.fixture
@@ -36,12 +31,8 @@ def run(name="example", **changes):
     run_study(name, **options | changes)
 
 
-def tables(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *arguments], capture_output=True, text=True, check=False)
-
-
 @pytest.mark.usefixtures("study")
-def test_study_runs_prints_saves_and_generates_its_docs(capsys):
+def test_study_runs_prints_and_saves(capsys):
     run(save=True)
     printed = capsys.readouterr().out
     assert "rescue, 1 × one full training, 2 worlds, 95 % intervals" in printed
@@ -58,30 +49,6 @@ def test_study_runs_prints_saves_and_generates_its_docs(capsys):
 
     list_studies(Path("out"))
     assert "example: 4 of 4 jobs finished, saved\n    Is the better arm better?" in capsys.readouterr().out
-
-    assert tables("--check").returncode == 1
-    assert tables().returncode == 0
-    assert tables("--check").returncode == 0
-    page = Path("docs/studies/example.md")
-    text = page.read_text()
-    assert "| better | 40.5 ± 0.1 | +10.0 [+10.0, +10.0] | 1.00 | 0.0k |" in text
-    page.write_text("Introduction.\n" + text.replace("40.5", "41.5"))
-    check = tables("--check")
-    assert (check.returncode, check.stdout) == (1, "not up to date: docs/studies/example.md\n")
-    tables()
-    assert page.read_text() == "Introduction.\n" + text
-
-
-def test_docs_of_saved_studies_are_up_to_date():
-    check = tables("--check", "--root", str(ROOT))
-    assert check.returncode == 0, check.stdout + check.stderr
-
-
-@pytest.mark.parametrize("saved", sorted((ROOT / "studies").glob("*.json")), ids=lambda path: path.stem)
-def test_pages_of_saved_studies_state_the_result_before_the_tables(saved):
-    page = (ROOT / "docs" / "studies" / f"{saved.stem}.md").read_text()
-    before = page.partition("<!-- study tables: begin -->")[0]
-    assert before.partition("## What it shows\n")[2].strip()
 
 
 @pytest.mark.usefixtures("study")
@@ -160,20 +127,69 @@ def test_malformed_worlds_are_refused(text):
         parse_worlds(example_study(), text, tuning=False)
 
 
-def test_range_of_a_controller_at_several_computes_begins_with_the_lowest(tmp_path):
-    def figure(mean):
-        return {"mean": mean, "worlds": [mean, mean]}
+# Studies of settings --------------------------------------------------------------------------------------------------
 
-    results = tmp_path / "studies" / "policies" / "heal"
-    results.mkdir(parents=True)
-    for policy, accuracy in (("a", 0.102), ("b", 0.095)):
-        rows = [
-            {"name": f"learned ({policy})", "utility": figure(0.1), "test": figure(0.2), "equal_test": None},
-            {"name": "none", "utility": figure(0.0), "test": figure(0.1), "equal_test": figure(accuracy)},
-        ]
-        (results / f"{policy}.json").write_text(json.dumps({"task": "heal", "worlds": [0, 1], "rows": rows}))
-    (tmp_path / "docs" / "studies").mkdir(parents=True)
-    page = tmp_path / "docs" / "studies" / "policy.md"
-    page.write_text("<!-- study tables: begin --><!-- study tables: end -->")
-    ((_, text),) = policies(tmp_path)
-    assert "| none | 9.5 to 10.2 |" in text
+
+@pytest.fixture
+def settings(monkeypatch, tmp_path):
+    """Return a registered study of settings, with the working directory in a temporary place."""
+    monkeypatch.chdir(tmp_path)
+    each = settings_study()
+    monkeypatch.setitem(SETTINGS_STUDIES, each.name, each)
+    return each
+
+
+def trainings(path="out/settings/results.jsonl"):
+    return [(one.arm, one.seed) for one in read_lines(Path(path), TrainedArm)]
+
+
+@pytest.mark.usefixtures("settings")
+def test_missing_trainings_of_settings_run_in_shards_and_are_saved(capsys):
+    with pytest.raises(ConfigError, match="cannot be saved: 2 jobs are missing"):
+        run("settings", shard="1/2", save=True)
+    assert trainings() == [("first", 0), ("first", 1)]
+    printed = capsys.readouterr().out
+    assert "2 jobs, 0 of them finished before\n[1/2] first seed 0: " in printed
+    assert "Incomplete: 2 of 4 jobs are missing." in printed
+
+    run("settings", workers=2, save=True)
+    printed = capsys.readouterr().out
+    assert "4 jobs, 2 of them finished before" in printed
+    assert "U in worlds 10 to 12, training seeds 0, 1, 95 % intervals\narm " in printed
+    assert "Saved: studies/policies/settings.jsonl" in printed
+    saved = trainings("studies/policies/settings.jsonl")
+    assert saved == [("first", 0), ("better", 0), ("first", 1), ("better", 1)]
+
+    Path("out/settings/results.jsonl").unlink()
+    run("settings")
+    assert "4 jobs, 4 of them finished before" in capsys.readouterr().out
+    assert trainings() == []
+    list_studies(Path("out"))
+    assert "settings: 4 of 4 jobs finished, saved\n    Which is better?" in capsys.readouterr().out
+
+
+@pytest.mark.usefixtures("settings")
+def test_arms_of_settings_select_and_show_runs_nothing(capsys):
+    run("settings", arms=["better"])
+    assert trainings() == [("better", 0), ("better", 1)]
+    capsys.readouterr()
+    run("settings", show=True)
+    assert "Incomplete: 2 of 4 jobs are missing." in capsys.readouterr().out
+    assert len(trainings()) == 2
+
+
+@pytest.mark.usefixtures("settings")
+@pytest.mark.parametrize(
+    ("changes", "error", "message"),
+    [
+        ({"name": "setings"}, UnknownNameError, "no study named 'setings'. Did you mean 'settings'"),
+        ({"arms": ["bettr"]}, UnknownNameError, "Did you mean 'better'"),
+        ({"worlds": "0:5"}, ConfigError, "leave out --tuning and --worlds"),
+        ({"tuning": True}, ConfigError, "leave out --tuning and --worlds"),
+        ({"show": True, "save": True}, ConfigError, "--save writes a whole study"),
+    ],
+)
+def test_invalid_request_of_settings_is_refused_before_anything_runs(changes, error, message):
+    with pytest.raises(error, match=message):
+        run(**{"name": "settings"} | changes)
+    assert trainings() == []

@@ -1,4 +1,4 @@
-"""Small studies and their trainers: they compute points from formulas, fail, wait or end their process."""
+"""Small studies and results. Trainers of the studies compute points from formulas, fail, wait or end their process."""
 
 import os
 import time
@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from esper.studies.contract import Arm, Claim, Point, Study
+from esper.studies.simulated_policies import SettingsStudy, TrainedArm
 from esper.studies.trainers import trainer
 
 
@@ -58,3 +59,29 @@ def example_study(**changes):
         "claims": (Claim(arm="better", against="worse"), Claim(arm="better", against="worse", at="frontier area")),
     }  # fmt: skip
     return Study(**fields | changes)
+
+
+def settings_study():
+    """Return a study of settings whose trainings take less than a second."""
+    short = ("rounds=2", "imitation=0", "sim.horizon=6", "ppo.epochs=1")
+    arms = {"first": (*short, "envs=2"), "better": (*short, "envs=4")}
+    return SettingsStudy(name="settings", question="Which is better?", arms=arms, seeds=(0, 1), worlds=(10, 3))
+
+
+def trained_arm(arm, seed, utility, **changes):
+    fields = {"settings": settings_study().arms[arm], "seconds": 8.0, "first_world": 10, "curve": [0.0]}
+    return TrainedArm(arm=arm, seed=seed, utility=utility, **fields | changes)
+
+
+def evaluation(policy, equal_test, worlds=(10_000, 10_001), baseline="none"):
+    """Return a result of `esper eval`: a policy and one other controller, with its test accuracies at equal compute."""
+    equal = None if equal_test is None else figure(equal_test)
+    rows = [
+        {"name": f"learned ({policy})", "utility": figure([0.3, 0.1]), "test": figure([0.8, 0.6]), "equal_test": None},
+        {"name": baseline, "utility": figure([0.0, 0.0]), "equal_test": equal},
+    ]
+    return {"task": "heal", "worlds": list(worlds), "rows": rows}
+
+
+def figure(worlds):
+    return {"mean": sum(worlds) / len(worlds), "sd": 0.0, "worlds": worlds}

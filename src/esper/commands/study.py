@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -14,7 +16,7 @@ from esper.leyline.errors import ConfigError
 from esper.nissa.run import manifest_base
 from esper.nissa.signals import terminable
 from esper.studies.contract import Study, check_worlds
-from esper.studies.rendering import as_text
+from esper.studies.rendering import as_text, text_table
 from esper.studies.results import (
     SAVED,
     Job,
@@ -25,9 +27,19 @@ from esper.studies.results import (
     study_results,
     unfinished,
 )
-from esper.studies.runner import run_jobs, shard_lock
+from esper.studies.runner import run_jobs, run_missing, shard_lock
+from esper.studies.simulated_policies import (
+    SettingsStudy,
+    Training,
+    current_trainings,
+    ranking,
+    ranking_title,
+    train_arm,
+)
 from esper.studies.statistics import summarize
-from esper.studies.table import STUDIES, get_study
+from esper.studies.table import SETTINGS_STUDIES, STUDIES, get_study
+
+report = partial(print, flush=True)
 
 
 def list_studies(out: Path) -> None:
@@ -35,8 +47,15 @@ def list_studies(out: Path) -> None:
     for study in STUDIES.values():
         jobs = jobs_of(study, [], study.worlds)
         finished = current_results(study, study_results(study, out / study.name), jobs)
-        saved = ", saved" if (SAVED / f"{study.name}.json").exists() else ""
-        print(f"{study.name}: {len(finished)} of {len(jobs)} jobs finished{saved}\n    {study.question}")
+        print_state(study, len(finished), len(jobs), SAVED / f"{study.name}.json")
+    for each in SETTINGS_STUDIES.values():
+        print_state(each, len(current_trainings(each, out / each.name)), len(each.jobs()), each.saved)
+
+
+def print_state(study: Study | SettingsStudy, finished: int, jobs: int, path: Path) -> None:
+    """Print name, state and question of a study that is saved at `path`."""
+    saved = ", saved" if path.exists() else ""
+    print(f"{study.name}: {finished} of {jobs} jobs finished{saved}\n    {study.question}")
 
 
 def run_study(
@@ -45,26 +64,66 @@ def run_study(
 ) -> None:  # fmt: skip
     """Run the missing jobs of a study, then print its tables, draw its charts and save it as requested."""
     study = get_study(name)
-    first, count = parse_worlds(study, worlds, tuning=tuning)
     index, shards = parse_shard(shard)
     if save and (tuning or arms or show or worlds):
         raise ConfigError("--save writes a whole study: leave out --tuning, --arm, --worlds and --show")
-    jobs = jobs_of(study, arms, (first, count))
     directory = out / study.name
+    if isinstance(study, SettingsStudy):
+        if tuning or worlds:
+            raise ConfigError(f"study {name!r} has fixed worlds and none for tuning: leave out --tuning and --worlds")
+        run_settings_study(study, study.jobs(arms), (index, shards), directory, workers, show=show, save=save)
+        return
+    first, count = parse_worlds(study, worlds, tuning=tuning)
+    jobs = jobs_of(study, arms, (first, count))
     if not show:
         ours = [job for job in jobs if (job.world - first) % shards == index - 1]
-        try:
-            with terminable(), shard_lock(directory, (index, shards)):
-                run_jobs(study, ours, directory, workers, lambda text: print(text, flush=True))
-        except KeyboardInterrupt:
-            print("Interrupted. Finished jobs are kept: run the same command again to continue.")
-            raise
+        with running_shard(directory, (index, shards)):
+            run_jobs(study, ours, directory, workers, report)
     results = current_results(study, study_results(study, directory), jobs)
     print_results(study, results, directory, tuning=tuning)
-    if len(results) < len(jobs):
-        print(f"Incomplete: {len(jobs) - len(results)} of {len(jobs)} jobs are missing.")
+    check_complete(study, len(jobs), len(results), save=save)
     if save:
-        save_study(study, results, missing=len(jobs) - len(results))
+        save_study(study, results)
+
+
+def run_settings_study(
+    study: SettingsStudy, jobs: list[Training], shard: tuple[int, int], directory: Path, workers: int, *, show: bool,
+    save: bool,
+) -> None:  # fmt: skip
+    """Run the missing ones of these trainings, then print the ranking and save it as requested."""
+    if not show:
+        ours = jobs[shard[0] - 1 :: shard[1]]
+        with running_shard(directory, shard):
+            before = {job: one for job, one in current_trainings(study, directory).items() if job in ours}
+            run_missing(partial(train_arm, study), ours, before, directory, workers, report)
+    finished = {job: one for job, one in current_trainings(study, directory).items() if job in jobs}
+    print(f"{ranking_title(study)}\n{text_table(ranking(study, finished))}")
+    check_complete(study, len(jobs), len(finished), save=save)
+    if save:
+        lines = [msgspec.json.encode(one) + b"\n" for one in finished.values()]
+        write_saved(study.name, study.saved, b"".join(lines))
+
+
+@contextmanager
+def running_shard(directory: Path, shard: tuple[int, int]) -> Iterator[None]:
+    """Hold the lock of a shard. After Ctrl-C, print that finished jobs are kept."""
+    try:
+        with terminable(), shard_lock(directory, shard):
+            yield
+    except KeyboardInterrupt:
+        print("Interrupted. Finished jobs are kept: run the same command again to continue.")
+        raise
+
+
+def check_complete(study: Study | SettingsStudy, jobs: int, finished: int, *, save: bool) -> None:
+    """Print how many jobs are missing. Raise ConfigError if the study is to be saved without them."""
+    missing = jobs - finished
+    if missing:
+        print(f"Incomplete: {missing} of {jobs} jobs are missing.")
+        if save:
+            raise ConfigError(
+                f"study {study.name!r} cannot be saved: {missing} jobs are missing. Run the other shards first"
+            )
 
 
 def jobs_of(study: Study, arms: list[str], worlds: tuple[int, int]) -> list[Job]:
@@ -114,18 +173,19 @@ def different_versions(results: Iterable[JobResult]) -> list[dict[str, str]]:
     return list(distinct.values())
 
 
-def save_study(study: Study, results: dict[Job, JobResult], missing: int) -> None:
-    """Write every point, the command, the versions and the tables. Raise ConfigError if jobs are missing."""
-    if missing:
-        raise ConfigError(
-            f"study {study.name!r} cannot be saved: {missing} jobs are missing. Run the other shards first"
-        )
+def save_study(study: Study, results: dict[Job, JobResult]) -> None:
+    """Write every point, the command, the versions and the tables."""
     saved = SavedStudy(
         command=manifest_base()["command"], study=study, versions=different_versions(results.values()),
         summary=summarize(study, points_of(results.values()), study.metric), records=list(results.values()),
     )  # fmt: skip
-    make_real_directory(SAVED)
-    path = SAVED / f"{study.name}.json"
-    write_atomically(path, msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n")
+    content = msgspec.json.format(msgspec.json.encode(saved), indent=1) + b"\n"
+    write_saved(study.name, SAVED / f"{study.name}.json", content)
     unfinished(study).unlink(missing_ok=True)
-    print(f"Saved: {path}. Update the documentation with: python scripts/study_tables.py")
+
+
+def write_saved(name: str, path: Path, content: bytes) -> None:
+    """Write the results of a study into the repository."""
+    make_real_directory(path.parent)
+    write_atomically(path, content)
+    print(f"Saved: {path}. Update the documentation with: esper study {name} --docs")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from esper.leyline.paired import Difference
@@ -73,12 +73,7 @@ def as_text(summary: Summary) -> str:
     """Return all tables and verdicts, at most 80 columns wide."""
     lines = []
     for title, rows in tables(summary):
-        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-        lines.append(title)
-        for name, *cells in rows:
-            numbers = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
-            lines.append("  ".join([f"{name:<{widths[0]}}", *numbers]))
-        lines.append("")
+        lines += [title, text_table(rows), ""]
     for verdict in summary.verdicts:
         claim, place, outcome, figures = verdict_cells(summary.metric, verdict)
         lines += [f"{outcome}: {claim}", f"    {place}", f"    {figures}"]
@@ -91,11 +86,15 @@ def as_markdown(summary: Summary) -> str:
     if summary.verdicts:
         parts.append(f"## Verdicts\n\n{HOW_TO_READ_VERDICTS}")
     for task, verdicts in groupby(summary.verdicts, key=lambda verdict: verdict.task):
-        parts.append(f"**{task}**\n\n{_markdown(_verdict_table(summary.metric, list(verdicts)))}")
+        parts.append(f"**{task}**\n\n{markdown_table(_verdict_table(summary.metric, list(verdicts)))}")
     parts.append("## Tables")
     for task, group in groupby(tables(summary), key=lambda table: table[0].partition(",")[0]):
         heading = f"<summary>{task}: {METRICS[summary.metric]}, compute and parameters of every arm</summary>"
-        parts += [f"<details>{heading}", *(f"{title}:\n\n{_markdown(rows)}" for title, rows in group), "</details>"]
+        parts += [
+            f"<details>{heading}",
+            *(f"{title}:\n\n{markdown_table(rows)}" for title, rows in group),
+            "</details>",
+        ]
     return "\n\n".join(parts)
 
 
@@ -126,6 +125,17 @@ def _verdict_cell(metric: str, verdict: Verdict) -> str:
     return f"**{verdict.outcome}** {difference(metric, lead)}, {claimed} of {worlds}"
 
 
-def _markdown(rows: list[Cells]) -> str:
+def text_table(rows: Sequence[Cells]) -> str:
+    """Return rows of cells, header first, as text with aligned columns."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for name, *cells in rows:
+        numbers = [f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join([f"{name:<{widths[0]}}", *numbers]))
+    return "\n".join(lines)
+
+
+def markdown_table(rows: Sequence[Cells]) -> str:
+    """Return rows of cells, header first, as Markdown."""
     header, *body = ("| " + " | ".join(cells) + " |" for cells in rows)
     return "\n".join((header, "|---" * len(rows[0]) + "|", *body))

@@ -11,11 +11,12 @@ import contextlib
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from esper.leyline.atomic_io import locked, open_own, read_regular
+from esper.leyline.errors import ConfigError
 from esper.studies.contract import Point, Study
 
 SAVED = Path("studies")
@@ -23,6 +24,7 @@ SAVED = Path("studies")
 RESULTS = "results.jsonl"
 LARGEST_FILE = 1 << 30
 """Size limit of a results file in bytes."""
+Line = TypeVar("Line", bound=msgspec.Struct)
 
 
 class Job(NamedTuple):
@@ -51,12 +53,20 @@ class SavedStudy(msgspec.Struct, frozen=True, kw_only=True):
     command: str
     study: Study
     versions: list[dict[str, str]]  # the different ones of the results
-    summary: Any  # the tables, for people; `scripts/study_tables.py` computes them from `records`
+    summary: Any  # the tables, for people; `esper study --docs` computes them from `records`
     records: list[JobResult]
 
 
-def append_result(directory: Path, result: JobResult) -> None:
-    """Append one line durably. Several processes may append to one file."""
+def read_saved(path: Path) -> SavedStudy:
+    """Return a saved study. Raise ConfigError if the file is something else."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=SavedStudy)
+    except msgspec.DecodeError as error:
+        raise ConfigError(f"{path} is not a saved study: {error}") from error
+
+
+def append_result(directory: Path, result: Any) -> None:
+    """Append one line to the results file durably. Several processes may append to one file."""
     with locked(directory / f"{RESULTS}.lock", wait_s=60.0):
         fd = open_own(directory / RESULTS, os.O_RDWR | os.O_CREAT | os.O_APPEND)
         with os.fdopen(fd, "r+b", buffering=0) as file:
@@ -69,13 +79,16 @@ def append_result(directory: Path, result: JobResult) -> None:
 
 def read_results(directory: Path, name: str = RESULTS) -> list[JobResult]:
     """Return all results of a file in order; none if there is no file."""
-    path = directory / name
-    lines = read_regular(path, LARGEST_FILE).splitlines() if path.exists() else []
-    results = []
-    for line in lines:
+    return read_lines(directory / name, JobResult)
+
+
+def read_lines(path: Path, kind: type[Line]) -> list[Line]:
+    """Return the lines of a file that are of this kind, in order; none if there is no file."""
+    lines = []
+    for line in read_regular(path, LARGEST_FILE).splitlines() if path.exists() else ():
         with contextlib.suppress(msgspec.DecodeError):
-            results.append(msgspec.json.decode(line, type=JobResult))
-    return results
+            lines.append(msgspec.json.decode(line, type=kind))
+    return lines
 
 
 def study_results(study: Study, directory: Path) -> list[JobResult]:

@@ -16,9 +16,11 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from concurrent.futures.process import BrokenProcessPool
+from functools import partial
 from multiprocessing import active_children, get_context
 from pathlib import Path
 from statistics import mean
+from typing import NamedTuple, Protocol, TypeVar
 
 import torch
 
@@ -29,6 +31,19 @@ from esper.studies.contract import Point, Study, Trainer
 from esper.studies.results import Job, JobResult, append_result, current_results, study_results
 from esper.studies.trainers import trainer_of
 from esper.tolaria.reproducibility import fingerprint
+
+
+class Timed(Protocol):
+    """Result of a job."""
+
+    @property
+    def seconds(self) -> float:
+        """Seconds of training."""
+
+
+AnyJob = TypeVar("AnyJob", bound=NamedTuple)
+"""Strings that name a kind of job, then the number of its world or training seed."""
+Result = TypeVar("Result", bound=Timed)
 
 
 @contextlib.contextmanager
@@ -74,16 +89,25 @@ def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, r
     """Run every job that has no result yet. Raise RunError at the end if some have failed."""
     trainers = {job.arm: trainer_of(study.arm(job.arm)) for job in jobs}
     finished = current_results(study, study_results(study, directory), jobs)
+    versions_by_arm = {arm: versions(trainer) for arm, trainer in trainers.items()}
+    run_missing(partial(run_job, study, trainers, versions_by_arm), jobs, finished, directory, workers, report)
+
+
+def run_missing(
+    train: Callable[[AnyJob], Result], jobs: Sequence[AnyJob], finished: dict[AnyJob, Result], directory: Path,
+    workers: int, report: Callable[[str], None],
+) -> None:  # fmt: skip
+    """Train the jobs that are not in `finished` in worker processes; append each result to the results file.
+
+    `train` must be picklable. Raise RunError at the end if some jobs have failed.
+    """
     report(f"{len(jobs)} jobs, {len(finished)} of them finished before")
     failures: list[str] = []
     with worker_pool(workers) as pool:
-        missing = [job for job in jobs if job not in finished]
-        futures = {
-            pool.submit(run_job, study, job, trainers[job.arm], versions(trainers[job.arm])): job for job in missing
-        }
+        futures = {pool.submit(attempt, train, job): job for job in jobs if job not in finished}
         for future in as_completed(futures):
             job, result = futures[future], future.result()
-            title = f"{job.task} {job.arm} world {job.world}"
+            title = " ".join([*job[:-1], job._fields[-1], str(job[-1])])  # such as "rescue from_start world 100"
             if isinstance(result, str):
                 failures.append(f"{title}: {result}")
                 report(f"failed: {failures[-1]}")
@@ -102,31 +126,38 @@ def run_jobs(study: Study, jobs: Sequence[Job], directory: Path, workers: int, r
         )
 
 
-def seconds_left(finished: Mapping[Job, float], remaining: Sequence[Job]) -> float:
+def seconds_left(finished: Mapping[AnyJob, float], remaining: Sequence[AnyJob]) -> float:
     """Return the expected seconds of the remaining jobs, given those of finished ones.
 
-    It is the mean of the same task and arm, else of all.
+    It is the mean of the jobs that differ in the last field only, the world or training seed, else of all.
     """
     total = 0.0
     for job in remaining:
-        same = [seconds for other, seconds in finished.items() if other[:2] == job[:2]]
+        same = [seconds for other, seconds in finished.items() if other[:-1] == job[:-1]]
         total += mean(same or finished.values())
     return total
 
 
-def run_job(study: Study, job: Job, trainer: Trainer, versions: dict[str, str]) -> JobResult | str:
+def attempt(train: Callable[[AnyJob], Result], job: AnyJob) -> Result | str:
     """Train one job in a worker process. Return its result, or the message of its error."""
-    arm = study.arm(job.arm)
-    start = time.monotonic()
     try:
-        points = trainer(arm, job.task, job.world, study.budgets)
-        check_points(points, study.budgets)
+        return train(job)
     except Exception as error:  # whatever a trainer raises ends its own job only
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
+
+
+def run_job(
+    study: Study, trainers: Mapping[str, Trainer], versions_by_arm: Mapping[str, dict[str, str]], job: Job
+) -> JobResult:
+    """Train one job. `trainers` and `versions_by_arm` have the trainer of each arm and its versions."""
+    arm = study.arm(job.arm)
+    start = time.monotonic()
+    points = trainers[job.arm](arm, job.task, job.world, study.budgets)
+    check_points(points, study.budgets)
     seconds = time.monotonic() - start
     return JobResult(
-        **job._asdict(), settings_hash=study.settings_hash(arm), versions=versions, seconds=seconds,
+        **job._asdict(), settings_hash=study.settings_hash(arm), versions=versions_by_arm[job.arm], seconds=seconds,
         points=tuple(points),
     )  # fmt: skip
 

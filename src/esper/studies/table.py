@@ -1,12 +1,15 @@
-"""The study table: one row per study. Add a study by adding a row."""
+"""The tables of studies, of growth and of settings: one row per study. Add a study by adding a row."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from esper.leyline.errors import unknown_name
+from esper.simic.rewards import REWARDS
+from esper.simic.training.config import HELD_OUT_FROM
 from esper.studies import arms as _registered  # noqa: F401  registers the trainers
 from esper.studies.contract import Arm, Claim, Study
+from esper.studies.simulated_policies import SettingsStudy
 
 FULL = {"structure": "full"}
 """The largest blueprint in every slot of the task."""
@@ -253,9 +256,25 @@ _ROWS = (
 )
 STUDIES = {study.name: study for study in _ROWS}
 
+_FROM_SCRATCH = (
+    "imitation=0", "rounds=20", "envs=256", "ppo.groups=2", "ppo.epochs=3", "ppo.lr=3e-3", "ppo.entropy_coef=0.05",
+    "reward.gamma=1.0",
+)  # fmt: skip
+_SETTINGS_ROWS = (
+    SettingsStudy(
+        name="reward_modes",
+        question="Which reward trains the best policy on the simulator?",
+        arms={mode: (*_FROM_SCRATCH, f"reward.mode={mode}") for mode in REWARDS},
+        seeds=(0, 1),
+        worlds=(HELD_OUT_FROM, 256),
+    ),
+)
+SETTINGS_STUDIES = {study.name: study for study in _SETTINGS_ROWS}
 
-def get_study(name: str) -> Study:
+
+def get_study(name: str) -> Study | SettingsStudy:
     """Return the study of this name. Raise UnknownNameError if there is none."""
-    if name not in STUDIES:
-        raise unknown_name("study", name, STUDIES)
-    return STUDIES[name]
+    study = STUDIES.get(name) or SETTINGS_STUDIES.get(name)
+    if study is None:
+        raise unknown_name("study", name, [*STUDIES, *SETTINGS_STUDIES])
+    return study
