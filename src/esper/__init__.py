@@ -23,6 +23,8 @@ _HOME = {
     "Body": "esper.kasmina.body",
     "Rules": "esper.kasmina.lifecycle",
     "blueprint": "esper.kasmina.blueprints",
+    "register_copy": "esper.kasmina.copied_blocks",
+    "repeatable_blocks": "esper.kasmina.copied_blocks",
     "Grower": "esper.grower",
     "StepReport": "esper.grower",
     "SlotView": "esper.grower",
@@ -59,6 +61,8 @@ if TYPE_CHECKING:
     from esper.karn.worth_plot import plot_worth as plot_worth
     from esper.kasmina.blueprints import blueprint as blueprint
     from esper.kasmina.body import Body as Body
+    from esper.kasmina.copied_blocks import register_copy as register_copy
+    from esper.kasmina.copied_blocks import repeatable_blocks as repeatable_blocks
     from esper.kasmina.graft import graft as graft
     from esper.kasmina.harden import harden as harden
     from esper.kasmina.lifecycle import Rules as Rules

@@ -21,6 +21,7 @@ from torch.utils import _pytree as pytree
 
 from esper.kasmina.attention_masks import EXCLUDES, MaskArgument
 from esper.kasmina.body import Body
+from esper.kasmina.copied_blocks import CopiedBlock
 from esper.kasmina.forking import same
 from esper.kasmina.optimizer_sync import is_sharded, not_a_body
 from esper.kasmina.probing import quietly
@@ -138,10 +139,23 @@ def detach_hooks(body: Body) -> None:
             module._forward_hooks_with_kwargs.pop(handle, None)
 
 
+class _SeedTracer(fx.Tracer):
+    """Trace seeds into torch operations. The block of a copied seed stays the module that it is."""
+
+    def trace(self, root: Any, *args: Any, **kwargs: Any) -> fx.Graph:
+        """Return the graph of a seed with its blending."""
+        self.blocks = {part.block for part in root.modules() if isinstance(part, CopiedBlock)}
+        return super().trace(root, *args, **kwargs)
+
+    def is_leaf_module(self, m: nn.Module, module_qualified_name: str) -> bool:
+        """Return whether the graph calls this module instead of its operations."""
+        return m in self.blocks or super().is_leaf_module(m, module_qualified_name)
+
+
 def _trace(slot: Slot, *, masked: bool) -> fx.GraphModule:
     """Return a seed with its blending as a traced graph."""
     try:
-        tracer = fx.Tracer()
+        tracer = _SeedTracer()
         blend_module = _MaskedBlend(slot) if masked else _Blend(slot)
         graph = tracer.trace(blend_module)
     except Exception as error:

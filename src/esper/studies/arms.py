@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -9,7 +10,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from esper.kasmina.blueprints import blueprint_index
+from esper.kasmina.blueprints import blueprint_index, unregister
+from esper.kasmina.copied_blocks import register_copy
 from esper.kasmina.lifecycle import Rules
 from esper.leyline.planning import Seed, planned
 from esper.leyline.rng import derive_seed
@@ -107,16 +109,25 @@ def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
     """Plant a structure during training, one seed per epoch, shallow slots first.
 
     Settings: `start` (epoch of the first seed), `structure`, `slots`, `birth`, `open_ramp` (epochs of the alpha ramp),
-    `pretrain`, and those of `SITUATION`.
+    `pretrain`, `copied` (seeds start as copies of this block of the host), and those of `SITUATION`.
     """
     own = get_task(task)
-    structure = structure_named(own, arm.settings.get("structure", "full"))
-    names = [blueprint_index(name) for name in dict.fromkeys(structure.values())]
+    names = list(dict.fromkeys(structure_named(own, arm.settings.get("structure", "full")).values()))
     rules = Rules(**chosen(arm, ("birth", "open_ramp")))
-    session = Session(own, world, unit=full_training_macs(own), rules=rules, **chosen(arm, SITUATION))
     before = arm.settings.get("pretrain", 0)
-    session.pretrain(before)
-    return session.run(Schedule(names, start=before + arm.settings["start"], slots=arm.settings.get("slots")), budgets)
+    with contextlib.ExitStack() as stack:
+        source = None
+        if "copied" in arm.settings:  # a blueprint must exist before the session; its host is trained in the session
+            source = Session(own, world, unit=1).engine.networks[0].body
+            names = [register_copy(source, arm.settings["copied"])]
+            stack.callback(unregister, names[0])
+        session = Session(own, world, unit=full_training_macs(own), rules=rules, **chosen(arm, SITUATION))
+        session.pretrain(before)
+        if source is not None:
+            source.load_state_dict(session.engine.networks[0].body.state_dict())
+        blueprints = [blueprint_index(name) for name in names]
+        schedule = Schedule(blueprints, start=before + arm.settings["start"], slots=arm.settings.get("slots"))
+        return session.run(schedule, budgets)
 
 
 def chosen(arm: Arm, names: Sequence[str]) -> dict[str, Any]:

@@ -187,6 +187,23 @@ _ROWS = (
         min_worlds=8,
     ),
     Study(
+        name="copied_birth",
+        question="I grow a trained language model by a layer: should the layer start as a copy of a trained one?",
+        task=("moby_deep", "sotu_deep"),
+        arms=(
+            _static("continued", pretrain=250),
+            _planted("grown", "open", 0, slots=1, pretrain=250),
+            _planted("grown_by_copy", "open", 0, slots=1, pretrain=250, copied="blocks.0"),
+        ),
+        budgets=(0.25, 0.5),
+        worlds=(100, 8),
+        metric="test_loss",
+        claims=tuple(
+            Claim(arm="grown_by_copy", against=against, direction="lower") for against in ("grown", "continued")
+        ),
+        min_worlds=8,
+    ),
+    Study(
         name="unknown_budget",
         question="I do not know how long I can train: which network is good at every budget?",
         task=("rescue", "rescue_cifar"),
