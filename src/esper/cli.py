@@ -173,8 +173,9 @@ def evaluate(
         list[str],
         typer.Argument(
             help="Run directories, policy files, tamiyo, heuristic, schedule, random, none; plans found by search: "
-            "best-schedule, best-per-kind, search; and static hosts sized like what the first one grew: from-start, "
-            "wider, deeper. A single name is compared with all but best-per-kind and search."
+            "best-schedule, best-per-kind, best-per-impairment, search; and static hosts sized like what the first one "
+            "grew: from-start, wider, deeper. A single name is compared with all but best-per-kind, "
+            "best-per-impairment and search."
         ),
     ],
     task: Annotated[str | None, typer.Option(help="Task; default: that of the first run.")] = None,
@@ -182,12 +183,12 @@ def evaluate(
     seeds: Annotated[int, typer.Option(min=2, help="Number of held-out worlds, the same for all.")] = 16,
     out: Annotated[Path | None, typer.Option(help="Directory for eval.json and eval.svg.")] = None,
     search_episodes: Annotated[
-        int | None, typer.Option(min=2, help="Training episodes to find best-schedule and best-per-kind.")
+        int | None, typer.Option(min=2, help="Training episodes to find each best plan: best-schedule, best-per-….")
     ] = None,
-    fit_task: Annotated[str | None, typer.Option(help="Task in whose training worlds these two are found.")] = None,
+    fit_task: Annotated[str | None, typer.Option(help="Task in whose training worlds these are found.")] = None,
     plans: Annotated[
         Path | None,
-        typer.Option(help="Results of `esper plans` (plans.json), to use instead of a search for these two."),
+        typer.Option(help="Results of `esper plans` (plans.json), to use instead of a search for these."),
     ] = None,
     json: Json = False,
     data: DataRoot = None,
