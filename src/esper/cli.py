@@ -185,8 +185,9 @@ def evaluate(
         list[str],
         typer.Argument(
             help="Compare these controllers: run directories, policy files, tamiyo, heuristic, schedule, random, none; "
-            "plans found by search: best-schedule, best-per-kind, search; and static hosts sized like what the first "
-            "one grew: from-start, wider, deeper. A single name is compared with all but best-per-kind and search."
+            "plans found by search: best-schedule, best-per-kind, best-per-impairment, search; and static hosts sized "
+            "like what the first one grew: from-start, wider, deeper. A single name is compared with all but "
+            "best-per-kind, best-per-impairment and search."
         ),
     ],
     task: Annotated[
@@ -198,12 +199,12 @@ def evaluate(
     ] = 16,
     out: Annotated[Path | None, typer.Option(help="Write eval.json and eval.svg to this directory.")] = None,
     search_episodes: Annotated[
-        int | None, typer.Option(min=2, help="Search best-schedule and best-per-kind for this many episodes.")
+        int | None, typer.Option(min=2, help="Search each best plan for this many episodes.")
     ] = None,
-    fit_task: Annotated[str | None, typer.Option(help="Search these two in training worlds of this task.")] = None,
+    fit_task: Annotated[str | None, typer.Option(help="Search best plans in training worlds of this task.")] = None,
     plans: Annotated[
         Path | None,
-        typer.Option(help="Use this file of `esper plans` (plans.json) instead of a search for these two."),
+        typer.Option(help="Use this file of `esper plans` (plans.json) instead of a search for best plans."),
     ] = None,
     json: Json = False,
     data: DataRoot = None,

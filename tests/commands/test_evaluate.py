@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 import json
 
 import msgspec
@@ -17,7 +18,7 @@ from esper.leyline.checksums import seal_json
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.leyline.events import spelled
 from esper.simic.evaluation.comparison import Played
-from esper.simic.evaluation.plan_search import Plan, PlanTable
+from esper.simic.evaluation.plan_search import Plan, PlanTable, impairment_and_block
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.checkpointer import new_network, with_policy_network
 from esper.simic.training.config import as_tree, load_config
@@ -101,7 +102,7 @@ def test_plans_of_a_table_replace_the_search(small_family, monkeypatch):
         monkeypatch.setattr(evaluate, search, lambda *_: pytest.fail("a search"))
     plan = Plan(blueprint_index("norm"), 1, first=-1)
     arena = ControllerComparison(load_config(more={"task": small_family}), plans=table_of(small_family, [Plan(), plan]))
-    names = ["none", "best-schedule", "best-per-kind", "from-start"]
+    names = ["none", "best-schedule", "best-per-kind", "best-per-impairment", "from-start"]
     waiting, *fitted, static = arena.play_all(names, [10_000, 10_001], Console(quiet=True))
     last = [[arena.backend.host(world).slots[-1]] for world in (10_000, 10_001)]
     for played in fitted:
@@ -109,10 +110,31 @@ def test_plans_of_a_table_replace_the_search(small_family, monkeypatch):
     assert fitted[0].name == f"best schedule ({plan})"
     rows = figures([waiting, *fitted, static], "small")["rows"]
     assert rows[0]["equal_test"] is None
-    assert rows[3]["equal_test"] is None  # a static host spends a compute of its own
-    for row, played in zip(rows[1:3], fitted, strict=True):
+    assert rows[4]["equal_test"] is None  # a static host spends a compute of its own
+    for row, played in zip(rows[1:4], fitted, strict=True):
         assert row["equal_test"]["worlds"] == played.equal_test.tolist()
         assert row["equal_test_lead"]["mean"] == pytest.approx(np.mean(waiting.test - played.equal_test))
+
+
+def test_plans_per_impairment_use_what_is_impaired(tmp_path):
+    file = tmp_path / "impaired.toml"
+    file.write_text(
+        'host = "mlp"\ndatasets = ["digits"]\nwidths = [8]\nblocks = [3]\nimpairments = ["none", "width"]\n'
+        "epochs = [4]\nbatches_per_epoch = 2\nval_size = 50\nsamples = [100]\nbatch = [8]\n"
+    )
+    config = load_config(more={"task": str(file)})
+
+    def kind(world):
+        return impairment_and_block(config.family().draw(world))
+
+    plan = Plan(blueprint_index("norm"), 1)
+    utility = [[0.0] * 40, [0.1 if kind(world) == "width 0" else -0.1 for world in range(40)]]
+    table = PlanTable(task=str(file), episodes=9, worlds=list(range(40)), plans=[Plan(), plan], utility=utility)
+    kinds = ("none", "width 0", "width 1", "width 2")
+    worlds = [next(w for w in itertools.count(10_000) if kind(w) == each) for each in kinds]
+    played = ControllerComparison(config, plans=table).play_one("best-per-impairment", worlds, [])
+    assert [bool(structure) for structure in played.structures] == [each == "width 0" for each in kinds]
+    assert played.name == "best schedule per impairment and block, both known"
 
 
 def test_unusable_plans_are_refused_before_any_episode(small_family, tmp_path, monkeypatch):
@@ -131,7 +153,8 @@ def test_unusable_plans_are_refused_before_any_episode(small_family, tmp_path, m
     refused("--plans .*'nosuch'.*no task named", table_of("nosuch", [norm]))
     refused("--plans .*there is no family file", table_of(str(tmp_path / "other.toml"), [norm]))
     refused("world 10000; worlds from 10000 on are held out", table_of(small_family, [norm], [0, 10_000]))
-    refused("plans of one, not of 'digits'", table_of("digits", [norm]), "best-per-kind")
+    for name in ("best-per-kind", "best-per-impairment"):
+        refused("plans of one, not of 'digits'", table_of("digits", [norm]), name)
     conv = Plan(blueprint_index("conv_light"), 1)
     refused("plants conv_light, which no slot", table_of("digits", [norm, conv]))
 

@@ -28,14 +28,17 @@ from esper.simic.env import HostBackend
 from esper.simic.evaluation.comparison import Compute, Played, from_start, play, static
 from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
 from esper.simic.evaluation.plan_search import (
+    KindOf,
     PlanTable,
     fit_plan,
     fit_plans_by_kind,
     follow,
     follow_by_kind,
+    impairment_and_block,
     plans_of,
     read_plan_table,
     search_in_world,
+    visible_kind,
 )
 from esper.simic.evaluation.sim_oracle import FollowPlans
 from esper.simic.evaluation.sim_oracle import best_schedule as best_plan
@@ -46,7 +49,9 @@ from esper.simic.training.vectorized import make_backend
 from esper.tamiyo.controllers import CONTROLLERS, make_controller
 from esper.tolaria.tasks import Task
 
-BEST_SCHEDULE, BEST_PER_KIND, SEARCH = "best-schedule", "best-per-kind", "search"
+BEST_SCHEDULE, BEST_PER_KIND, BEST_PER_IMPAIRMENT, SEARCH = (
+    "best-schedule", "best-per-kind", "best-per-impairment", "search",
+)  # fmt: skip
 FROM_START, WIDER, DEEPER = "from-start", "wider", "deeper"
 STATIC = {
     FROM_START: "same structure from step 0",
@@ -54,9 +59,14 @@ STATIC = {
     DEEPER: "deeper host of equal size",
 }
 EVERYTHING = ("heuristic", "random", "schedule", BEST_SCHEDULE, "none", FROM_START, WIDER, DEEPER)
-FITTED = (BEST_SCHEDULE, BEST_PER_KIND, SEARCH)
-"""Baselines that search for a fixed plan: in training worlds, per visible kind of host, or in each held-out world with
-the training compute that the first controller used there."""
+BY_KIND: dict[str, tuple[str, KindOf]] = {
+    BEST_PER_KIND: ("best schedule per visible kind of host", visible_kind),
+    BEST_PER_IMPAIRMENT: ("best schedule per impairment and block, both known", impairment_and_block),
+}
+"""Baselines with one plan per kind of host: their labels, and the kind of a world."""
+FITTED = (BEST_SCHEDULE, *BY_KIND, SEARCH)
+"""Baselines that search for a fixed plan: in training worlds, per kind of host, or in each held-out world with the
+training compute that the first controller used there."""
 EPISODES_PER_PLAN = 2
 """Episodes of the search for a plan in training worlds, per plan, unless --search-episodes sets their number."""
 
@@ -139,11 +149,11 @@ class ControllerComparison:
             elif name in EVERYTHING or name == "tamiyo" or Path(name).exists():
                 make_controller(name)
             else:
-                raise unknown_name("controller or run", name, ["tamiyo", *EVERYTHING, BEST_PER_KIND, SEARCH])
+                raise unknown_name("controller or run", name, ["tamiyo", *EVERYTHING, *BY_KIND, SEARCH])
 
     def must_be_possible(self, name: str, position: int) -> None:
         """Raise unless a search for a plan is possible here."""
-        if name == BEST_PER_KIND and not all(isinstance(b, FamilyBackend) for b in (self.backend, self.fitting)):
+        if name in BY_KIND and not all(isinstance(b, FamilyBackend) for b in (self.backend, self.fitting)):
             is_family = isinstance(self.backend, FamilyBackend)  # so it is the task of the plans that is no family
             other = f", and with plans of one, not of {self.fit_task!r}" if is_family else ""
             raise ConfigError(f"{name!r} needs worlds with different hosts: use it with a task family{other}")
@@ -220,12 +230,12 @@ class ControllerComparison:
             return follow(backend, chosen, worlds, reward, label, self.compute(before))
         assert isinstance(backend, FamilyBackend)
         assert isinstance(fitting, FamilyBackend)
+        label, kind_of = BY_KIND[name]
         if self.plans is not None:
-            plans = self.plans.best_by_kind(fitting.tasks.family)
+            plans = self.plans.best_by_kind(fitting.tasks.family, kind_of)
         else:
-            plans = fit_plans_by_kind(fitting, self.fitting_worlds, reward, episodes)
-        label = f"best schedule per visible kind of host{of_task}"
-        return follow_by_kind(backend, plans, worlds, reward, label, self.compute(before))
+            plans = fit_plans_by_kind(fitting, self.fitting_worlds, reward, episodes, kind_of)
+        return follow_by_kind(backend, plans, kind_of, worlds, reward, label + of_task, self.compute(before))
 
 
 def run_eval(

@@ -16,6 +16,7 @@ from esper.simic.env import HostBackend
 from esper.simic.evaluation import plan_search
 from esper.simic.evaluation.comparison import Played, measured_on_test, play
 from esper.simic.evaluation.plan_search import (
+    KindOf,
     Plan,
     PlanTable,
     all_plans,
@@ -24,6 +25,7 @@ from esper.simic.evaluation.plan_search import (
     fit_plans_by_kind,
     follow,
     follow_by_kind,
+    impairment_and_block,
     plans_of,
     read_plan_table,
     search_in_world,
@@ -108,16 +110,30 @@ def test_kind_of_host_shows_only_what_its_shapes_show() -> None:
     assert len(set(kinds.values())) == 3
 
 
-def test_each_kind_of_host_gets_its_own_plan(backend: FamilyBackend, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impairment_and_block_are_those_of_the_draw() -> None:
+    draw = FAMILY.draw(0)
+    sound, first, second = (
+        [msgspec.structs.replace(draw, impairment=name, impaired=block) for block in (0, 1)]
+        for name in ("none", "kernel", "missing")
+    )
+    assert [impairment_and_block(each) for each in sound] == ["none", "none"]  # no block is impaired
+    assert [impairment_and_block(each) for each in first] == ["kernel 0", "kernel 1"]
+    assert [impairment_and_block(each) for each in second] == ["missing 0", "missing 1"]
+
+
+@pytest.mark.parametrize("kind_of", [visible_kind, impairment_and_block])
+def test_each_kind_of_host_gets_its_own_plan(
+    backend: FamilyBackend, monkeypatch: pytest.MonkeyPatch, kind_of: KindOf
+) -> None:
     plans = all_plans(backend.table)
-    kinds = sorted({visible_kind(FAMILY.draw(world)) for world in range(40)})
+    kinds = sorted({kind_of(FAMILY.draw(world)) for world in range(40)})
     best_plans = dict(zip(kinds, plans[3:], strict=False))
 
     def utilities(_backend: object, plan: Plan, worlds: list[int], _reward: object) -> list[float]:
-        return [float(plan == best_plans[visible_kind(FAMILY.draw(world))]) for world in worlds]
+        return [float(plan == best_plans[kind_of(FAMILY.draw(world))]) for world in worlds]
 
     monkeypatch.setattr(plan_search, "utilities", utilities)
-    fitted = fit_plans_by_kind(backend, range(40), REWARD, 4000)
+    fitted = fit_plans_by_kind(backend, range(40), REWARD, 4000, kind_of)
     assert {kind: fitted[kind] for kind in kinds} == best_plans
     assert fitted[""] in best_plans.values()
     followed: list[tuple[Plan, int]] = []
@@ -129,8 +145,8 @@ def test_each_kind_of_host_gets_its_own_plan(backend: FamilyBackend, monkeypatch
         return Played(name, worlds, *([np.zeros(1)] * 6))
 
     monkeypatch.setattr(plan_search, "follow", follow_one)
-    follow_by_kind(backend, fitted, [10_000, 10_001], REWARD, "kinds")
-    assert followed == [(best_plans[visible_kind(FAMILY.draw(w))], w) for w in (10_000, 10_001)]
+    follow_by_kind(backend, fitted, kind_of, [10_000, 10_001], REWARD, "kinds")
+    assert followed == [(best_plans[kind_of(FAMILY.draw(w))], w) for w in (10_000, 10_001)]
 
 
 def test_plan_without_growth_equals_waiting_and_another_plants(backend: FamilyBackend) -> None:
@@ -182,9 +198,10 @@ def test_equal_compute_is_measured_within_or_after_the_episode(backend: FamilyBa
     assert play(backend, Wait(), [3], REWARD).equal_test.size == 0
 
 
-def test_table_of_plans_names_the_best_of_all_worlds_and_of_each_kind(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind_of", [visible_kind, impairment_and_block])
+def test_table_of_plans_names_the_best_of_all_worlds_and_of_each_kind(tmp_path: Path, kind_of: KindOf) -> None:
     worlds = list(range(12))
-    kinds = [visible_kind(FAMILY.draw(world)) for world in worlds]
+    kinds = [kind_of(FAMILY.draw(world)) for world in worlds]
     most = max(set(kinds), key=kinds.count)
     plans = [Plan(), Plan(1, 1), Plan(2, 1, first=-1)]
     utility = [[0.0] * 12, [0.3 if kind == most else -0.1 for kind in kinds], [0.2] * 12]
@@ -192,7 +209,7 @@ def test_table_of_plans_names_the_best_of_all_worlds_and_of_each_kind(tmp_path: 
     (tmp_path / "plans.json").write_bytes(msgspec.json.encode(table))
     table = read_plan_table(tmp_path / "plans.json")
     assert table.best() == plans[int(np.mean(utility, axis=1).argmax())]
-    best = table.best_by_kind(FAMILY)
+    best = table.best_by_kind(FAMILY, kind_of)
     assert best[most] == plans[1]
     assert {best[kind] for kind in best if kind not in ("", most)} == {plans[2]}
     assert best[""] == table.best()

@@ -1,7 +1,7 @@
-"""Baselines that search for a fixed plan: in training worlds, per visible kind of host, or in the evaluated world.
+"""Baselines that search for a fixed plan: in training worlds, per kind of host, or in the evaluated world.
 
     plan = fit_plan(backend, worlds, reward, episodes=200)       # successive halving over plans in training worlds
-    plans = fit_plans_by_kind(backend, worlds, reward, 200)      # one plan for each kind of host that a user can see
+    plans = fit_plans_by_kind(backend, worlds, reward, 200, visible_kind)      # one plan for each kind of host
     search_in_world(backend, world, reward, budget_macs)         # what a search tool would do with the same compute
     table = read_plan_table(path)                                # results of `esper plans`, to use instead of a search
 
@@ -36,6 +36,8 @@ MOST_BYTES = 1 << 24
 """Maximum size of a table of plans in bytes."""
 START_SHARES = (0.0, 0.25)
 """Plans plant from the first epoch on, or after this share of the episode."""
+KindOf = Callable[[Draw], str]
+"""Function that returns the kind of host of a world; "" is no kind."""
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -117,11 +119,11 @@ class PlanTable(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         chosen = np.isin(self.worlds, self.worlds if worlds is None else worlds)
         return self.plans[int(np.array(self.utility)[:, chosen].mean(axis=1).argmax())]
 
-    def best_by_kind(self, family: Family) -> dict[str, Plan]:
-        """Return the best plan of each visible kind of host with several worlds. The entry "" is the best of all."""
+    def best_by_kind(self, family: Family, kind_of: KindOf) -> dict[str, Plan]:
+        """Return the best plan of each kind of host with several worlds. The entry "" is the best of all."""
         kinds: dict[str, list[int]] = defaultdict(list)
         for world in self.worlds:
-            kinds[visible_kind(family.draw(world))].append(world)
+            kinds[kind_of(family.draw(world))].append(world)
         return {"": self.best()} | {kind: self.best(members) for kind, members in kinds.items() if len(members) > 1}
 
     def gain_by_group(self, family: Family) -> dict[str, float]:
@@ -245,42 +247,47 @@ def visible_kind(draw: Draw) -> str:
     return f"{draw.blocks} blocks, {visible}"
 
 
-PLAN_GROUPS: dict[str, Callable[[Draw], str]] = {
+def impairment_and_block(draw: Draw) -> str:
+    """Return what is impaired and, unless nothing is, in which block: what a reader of the host's code knows."""
+    return "none" if draw.impairment == "none" else f"{draw.impairment} {draw.impaired}"
+
+
+PLAN_GROUPS: dict[str, KindOf] = {
     "one plan": lambda _: "",
     "one per visible kind of host": visible_kind,
     "one per impairment": lambda draw: draw.impairment,
-    "one per impairment and block": lambda d: "" if d.impairment == "none" else f"{d.impairment} {d.impaired}",
+    "one per impairment and block": impairment_and_block,
 }
-"""What a plan may depend on: nothing, what a user sees of a host, its impairment, which only training may show, or also
-which block is impaired."""
+"""What a plan may depend on: nothing, what the shapes of a host show, its impairment, which only training or its code
+may show, or also which block is impaired."""
 
 
 def fit_plans_by_kind(
-    backend: FamilyBackend, worlds: Sequence[int], reward: RewardConfig, episodes: int
+    backend: FamilyBackend, worlds: Sequence[int], reward: RewardConfig, episodes: int, kind_of: KindOf
 ) -> dict[str, Plan]:
-    """Return the best plan of each visible kind of host, found in training worlds of that kind.
+    """Return the best plan of each kind of host, found in training worlds of that kind.
 
     Each kind gets its share of the episodes; the entry "" is the best plan for kinds with fewer than two.
     """
     family = backend.tasks.family
     groups: dict[str, list[int]] = defaultdict(list)
     for world in worlds:
-        groups[visible_kind(family.draw(world))].append(world)
+        groups[kind_of(family.draw(world))].append(world)
     plans = {}
     for kind, members in groups.items():
         share = episodes * len(members) // len(worlds)
         if share >= 2:
             plans[kind] = fit_plan(backend, members, reward, share)
     most = max(groups.values(), key=len)
-    return plans | {"": plans.get(visible_kind(family.draw(most[0])), Plan())}
+    return plans | {"": plans.get(kind_of(family.draw(most[0])), Plan())}
 
 
 def follow_by_kind(
-    backend: FamilyBackend, plans: Mapping[str, Plan], worlds: Sequence[int], reward: RewardConfig, name: str,
-    compute: Compute | None = None,
+    backend: FamilyBackend, plans: Mapping[str, Plan], kind_of: KindOf, worlds: Sequence[int], reward: RewardConfig,
+    name: str, compute: Compute | None = None,
 ) -> Played:  # fmt: skip
-    """Follow in each world the plan of its visible kind of host."""
-    kinds = [visible_kind(backend.tasks.family.draw(world)) for world in worlds]
+    """Follow in each world the plan of its kind of host."""
+    kinds = [kind_of(backend.tasks.family.draw(world)) for world in worlds]
     parts = [
         follow(backend, plans.get(kind, plans[""]), [world], reward, name, compute)
         for kind, world in zip(kinds, worlds, strict=True)
