@@ -36,8 +36,8 @@ from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.packing import packed, unpacked
 from tests.support import ROOT
+from tests.support.fork_server import exit_codes, start
 from tests.support.grower import EASY, EventList, batch, make_body
-from tests.support.ranks import SERVER
 
 EPOCHS, BATCHES = 25, 2
 Data = Callable[[int, int], tuple[torch.Tensor, torch.Tensor]]
@@ -403,10 +403,7 @@ def continue_run(where: Path, until: int, summary: Path) -> None:
 @pytest.mark.slow
 def test_run_of_three_processes_equals_the_run_of_one(tmp_path):
     def run(name: str, until: int) -> str:
-        process = SERVER.Process(target=continue_run, args=(tmp_path / name, until, tmp_path / f"{name}.txt"))
-        process.start()
-        process.join()
-        assert process.exitcode == 0
+        assert exit_codes([start(continue_run, tmp_path / name, until, tmp_path / f"{name}.txt")]) == [0]
         return (tmp_path / f"{name}.txt").read_text()
 
     end = 15 * PER_EPOCH

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import multiprocessing
 import os
 import tempfile
 from collections.abc import Callable
@@ -14,11 +13,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.support.fork_server import exit_codes, start
+
 TIMEOUT_S = 20
 """Timeout of the ranks' process group in seconds."""
-SERVER = multiprocessing.get_context("forkserver")
-"""Forks ranks from a process that has imported these modules, which takes longer than most tests."""
-SERVER.set_forkserver_preload(["torch._dynamo", "torch.distributed.fsdp", "esper", "tests.support.ranks"])
 
 
 def run_ranks(function: Callable[..., Any], *args: str, size: int = 2) -> list[Any]:
@@ -26,20 +24,11 @@ def run_ranks(function: Callable[..., Any], *args: str, size: int = 2) -> list[A
     with tempfile.TemporaryDirectory() as scratch:
         place = Path(scratch)
         names = (function.__module__, function.__name__, size)
-        ranks = [SERVER.Process(target=run_rank, args=(*names, rank, scratch, *args)) for rank in range(size)]
-        for rank in ranks:
-            rank.start()
-        try:
-            for rank in ranks:
-                rank.join(timeout=240)
-                assert rank.exitcode is not None, "a rank does not end"
-        finally:
-            for rank in ranks:
-                rank.kill()
+        codes = exit_codes([start(run_rank, *names, rank, scratch, *args) for rank in range(size)])
         paths = [place / f"result-{rank}.pt" for rank in range(size)]
         return [
-            torch.load(path, weights_only=True) if path.exists() else f"exit code {rank.exitcode}"
-            for path, rank in zip(paths, ranks, strict=True)
+            torch.load(path, weights_only=True) if path.exists() else f"exit code {code}"
+            for path, code in zip(paths, codes, strict=True)
         ]
 
 
