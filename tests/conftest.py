@@ -1,5 +1,9 @@
 """Settings of the whole test suite."""
 
+import os
+
+os.environ["OMP_NUM_THREADS"] = "1"  # inherited by child processes: two threads each on busy cores cost 5 times the CPU
+
 import torch
 from hypothesis import HealthCheck, settings
 

@@ -54,7 +54,7 @@ def test_grow_trains_compares_and_writes_all_outputs(tmp_path):
     answer = subprocess.run([sys.executable, "-c", loads_without_esper], capture_output=True, text=True, check=True)
     assert answer.stdout.strip() == "(7, 10)"
 
-    again = esper("grow", "--task", "digits", "--out", str(out))
+    again = esper_in_process("grow", "--task", "digits", "--out", str(out))
     assert again.returncode == 2
     assert "not empty" in again.stderr
 

@@ -3,14 +3,15 @@
 import ast
 import os
 import re
-import subprocess
 import sys
 import tempfile
+import types
 from pathlib import Path
 
 import pytest
 
 import esper
+from tests.support.fork_server import exit_codes, start
 
 ROOT = Path(__file__).parent.parent
 README = (ROOT / "README.md").read_text()
@@ -101,11 +102,21 @@ def test_every_public_name_resolves():
 
 
 def run(code: str) -> str:
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+    """Run code as the main module of a new process, in an empty directory, and return what it prints."""
     with tempfile.TemporaryDirectory() as place:  # examples write checkpoints and logs where they run
-        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, cwd=place)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+        files = [Path(place) / name for name in ("directory", "stdout", "stderr")]
+        files[0].mkdir()
+        codes = exit_codes([start(run_as_main, code, *files)], timeout=600)
+        assert codes == [0], files[2].read_text()
+        return files[1].read_text()
+
+
+def run_as_main(code: str, directory: Path, *outputs: Path) -> None:
+    os.chdir(directory)
+    for number, path in enumerate(outputs, start=1):
+        os.dup2(os.open(path, os.O_WRONLY | os.O_CREAT), number)
+    sys.modules["__main__"] = main = types.ModuleType("__main__")
+    exec(compile(code, "<page>", "exec"), main.__dict__)
 
 
 @pytest.mark.parametrize("name", ["trainer", "lightning"])

@@ -27,19 +27,26 @@ from tests.support.run_outcomes import (
 )
 
 pytestmark = pytest.mark.slow
-ROUNDS = ["--rounds", "30"]
+FEW = ["--rounds", "12"]
+"""Enough rounds for a signal after the second one to arrive before the last."""
+MANY = ["--rounds", "30"]
+"""Enough rounds for five sessions of up to three rounds each."""
+
+
+def calm_run(directory: Path, *rounds: str) -> Path:
+    """Return an uninterrupted run."""
+    assert esper_in_process("train", "--out", directory / "run", *TINY, *rounds).returncode == 0
+    return directory / "run"
 
 
 @pytest.fixture(scope="module")
 def calm(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    run = tmp_path_factory.mktemp("calm") / "run"
-    assert esper_in_process("train", "--out", run, *TINY, *ROUNDS).returncode == 0
-    return run
+    return calm_run(tmp_path_factory.mktemp("calm"), *FEW)
 
 
-def started(run: Path, *more: str) -> subprocess.Popen[bytes]:
+def started(run: Path, *rounds: str) -> subprocess.Popen[bytes]:
     """Start a run and return its process after two rounds."""
-    process = esper("train", "--out", run, *TINY, *(more or ROUNDS))
+    process = esper("train", "--out", run, *TINY, *rounds)
     end = time.monotonic() + 120
     while newest(run) < "round-000002":
         assert process.poll() is None, process.communicate()
@@ -52,14 +59,14 @@ def started(run: Path, *more: str) -> subprocess.Popen[bytes]:
 def test_signal_ends_the_run_after_the_step_and_prints_how_to_resume(
     number: int, word: int, calm: Path, tmp_path: Path
 ) -> None:
-    process = started(tmp_path / "run")
+    process = started(tmp_path / "run", *FEW)
     process.send_signal(number)
     output = finished(process, code=word)
     assert "stopping after this step" in output
     assert f"Resume with: esper train --resume {tmp_path / 'run'}" in output.replace("\n", "")
     assert "Traceback" not in output
     assert read_manifest(tmp_path / "run")["status"] == "interrupted"
-    finished(esper("train", "--resume", tmp_path / "run", "--no-compare"))
+    assert esper_in_process("train", "--resume", tmp_path / "run", "--no-compare").returncode == 0
     assert outcome_of(tmp_path / "run") == outcome_of(calm)
     assert is_whole(tmp_path / "run")
     assert read_manifest(tmp_path / "run")["status"] == "finished"
@@ -90,9 +97,10 @@ def test_second_signal_exits_immediately(tmp_path: Path) -> None:
     assert read_manifest(tmp_path / "run")["status"] in ("killed", "interrupted")
 
 
-def test_run_killed_five_times_ends_bit_identical(calm: Path, tmp_path: Path) -> None:
+def test_run_killed_five_times_ends_bit_identical(tmp_path: Path) -> None:
+    calm = calm_run(tmp_path / "calm", *MANY)
     pace = seconds_per_round(calm)
-    assert survive(tmp_path / "run", [*TINY, *ROUNDS], kills=5, seed=os.getpid(), round_s=pace) == 5
+    assert survive(tmp_path / "run", [*TINY, *MANY], kills=5, seed=os.getpid(), round_s=pace) == 5
     assert outcome_of(tmp_path / "run") == outcome_of(calm)
     assert is_whole(tmp_path / "run")
 
@@ -120,7 +128,7 @@ def test_only_one_of_several_concurrent_resumes_runs(tmp_path: Path) -> None:
     process = started(tmp_path / "run", "--rounds", "4000")
     process.send_signal(signal.SIGINT)
     finished(process, code=130)
-    rivals = [esper("train", "--resume", tmp_path / "run", "--no-compare") for _ in range(4)]
+    rivals = [esper("train", "--resume", tmp_path / "run", "--no-compare") for _ in range(3)]
     end = time.monotonic() + 240
     while len(alive := [p for p in rivals if p.poll() is None]) > 1:
         assert time.monotonic() < end

@@ -17,7 +17,7 @@ from esper.simic.evaluation.plan_search import Plan, follow, read_plan_table
 from esper.simic.family_backend import FamilyBackend
 from esper.simic.rewards import RewardConfig
 from esper.simic.training.config import load_config
-from tests.support.command_line import esper
+from tests.support.command_line import esper_in_process
 
 Plans = list[Plan]
 Follow = Callable[[Sequence[Plan], Sequence[int]], list[list[float]]]
@@ -38,7 +38,7 @@ def test_command_writes_a_config_file_that_train_accepts(tmp_path: Path) -> None
     family.write_text(FAMILY)
     command = ["plans", str(family), "--worlds", "3", "--episodes", "20", "--least-gain", "-1", "--out", str(out)]
     command += ["--set", "reward.rent_macs=0.04"]
-    done = esper(*command)
+    done = esper_in_process(*command)
     assert done.returncode == 0, done.stderr
     assert "world 3 of 3" in done.stdout
     assert "one per impairment and block: U " in done.stdout
@@ -49,7 +49,7 @@ def test_command_writes_a_config_file_that_train_accepts(tmp_path: Path) -> None
     assert sorted(config.plans) == ["0", "1", "2"]
     slots = config.family().longest()
     assert all(slot in slots for plan in config.plans.values() for slot in plan)
-    again = esper(*command)
+    again = esper_in_process(*command)
     assert again.returncode == 2
     assert "exists" in again.stderr
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from esper.commands.grow import GrowOptions, run_grow
 from esper.commands.sweep import STALE_S, Lease, SweepPlan, read_plan, run_sweep
 from esper.leyline.errors import ConfigError, RunError
 from esper.nissa.run import read_manifest
@@ -76,6 +77,8 @@ def test_interrupted_sweep_continues_where_it_stopped(plan: Path, tmp_path: Path
     assert not (out / "leases" / "none-100").exists()
     run_sweep(plan, shard="1/1", workers=1, out=out)
     assert len(read_manifest(run)["sessions"]) == 1
+    for job in read_plan(plan).jobs():  # in this process, which has imported torch
+        run_grow(read_plan(plan).of(job.arm, job.world), GrowOptions(out=straight / job.arm / str(job.world)))
     run_sweep(plan, shard="1/1", workers=1, out=straight)
     pairs = [json.loads((place / "sweep.json").read_text())["pairs"] for place in (out, straight)]
     assert pairs[0] == pairs[1]

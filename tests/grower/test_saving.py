@@ -36,6 +36,7 @@ from esper.tamiyo.network import NetworkConfig, TamiyoNetwork
 from esper.tolaria.checkpoint import Checkpoints
 from esper.tolaria.packing import packed, unpacked
 from tests.support import ROOT
+from tests.support.fork_server import exit_codes, start
 from tests.support.grower import EASY, EventList, batch, make_body
 
 EPOCHS, BATCHES = 25, 2
@@ -394,22 +395,29 @@ def test_run_resumes_bit_for_bit_under_every_controller(controller, tmp_path):
 # -- in separate processes
 
 
-PROCESS = """
-import sys
-sys.path.insert(0, {root!r})
-import torch
-torch.set_num_threads(1)
-from pathlib import Path
-from tests.grower.test_saving import *
-loop, where, until = Loop(maker("adamw", "odd", incubation="shadow"), life()), Path(sys.argv[1]), int(sys.argv[2])
-sow()
-if where.exists():
-    loop.load(where)
-for _ in loop.run(until):
-    pass
-loop.save(where)
-print(loop.at, everything(loop.grower))
-"""
+def continue_run(where: Path, until: int, summary: Path) -> None:
+    """Load the run if it was saved, continue it, save it and write its whole state. Called in a new process."""
+    torch.set_num_threads(1)
+    loop = Loop(maker("adamw", "odd", incubation="shadow"), life())
+    sow()
+    if where.exists():
+        loop.load(where)
+    for _ in loop.run(until):
+        pass
+    loop.save(where)
+    summary.write_text(f"{loop.at} {everything(loop.grower)}")
+
+
+@pytest.mark.slow
+def test_run_of_three_processes_equals_the_run_of_one(tmp_path):
+    def run(name: str, until: int) -> str:
+        assert exit_codes([start(continue_run, tmp_path / name, until, tmp_path / f"{name}.txt")]) == [0]
+        return (tmp_path / f"{name}.txt").read_text()
+
+    end = 15 * PER_EPOCH
+    for until in (AT["BLENDING, mid-ramp and mid-epoch"], AT["FOSSILIZED, and one on its way out"], end):
+        last = run("many", until)
+    assert last == run("one", end)
 
 
 def python(script: str, *args: object) -> str:
@@ -417,14 +425,6 @@ def python(script: str, *args: object) -> str:
     done = subprocess.run([sys.executable, "-c", script, *map(str, args)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
-
-
-@pytest.mark.slow
-def test_run_of_three_processes_equals_the_run_of_one(tmp_path):
-    end = 15 * PER_EPOCH
-    for until in (AT["BLENDING, mid-ramp and mid-epoch"], AT["FOSSILIZED, and one on its way out"], end):
-        last = python(PROCESS, tmp_path / "many", until)
-    assert last == python(PROCESS, tmp_path / "one", end)
 
 
 KILLED = """

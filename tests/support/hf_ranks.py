@@ -1,6 +1,6 @@
-"""Train with `GrowthTrainer` on one or more ranks: torchrun … -m tests.support.hf_ranks DIRECTORY CASE
+"""Train with `GrowthTrainer` on one or more ranks: torchrun … -m tests.support.hf_ranks DIRECTORY CASE…
 
-Each rank writes its weights, the numbers of seeds and the qualities of the growth steps to DIRECTORY.
+Each rank writes its weights and the numbers of seeds of each case to DIRECTORY.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import BertConfig, BertForSequenceClassification, Trainer, set_seed
+from transformers import BertConfig, BertForSequenceClassification, set_seed
 
 import esper
 from esper.hf import GrowthTrainer
@@ -21,7 +21,6 @@ from tests.support.hf import Tokens, arguments
 WORLD = int(os.environ.get("WORLD_SIZE", "1"))
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "without growth": {},
     "accumulation": {"gradient_accumulation_steps": 2},
     "reentrant checkpointing": {
         "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True},
@@ -43,28 +42,30 @@ def make_model() -> BertForSequenceClassification:
     return BertForSequenceClassification(config)
 
 
-def make_trainer(directory: Path, case: str) -> Trainer:
+def make_trainer(directory: Path, case: str) -> GrowthTrainer:
     """Return a trainer of one case. The batches of all ranks together are the same for any number of ranks."""
     args = arguments(
         directory, per_device_train_batch_size=8 // WORLD, per_device_eval_batch_size=16 // WORLD,
         average_tokens_across_devices=False, **{"save_strategy": "no", **CASES[case]},
     )  # fmt: skip
     sets: dict[str, Any] = {"train_dataset": Tokens("bert", 32), "eval_dataset": Tokens("bert", 16, 1)}
-    if case == "without growth":
-        return Trainer(model=make_model(), args=args, **sets)
     body = esper.graft(make_model(), at="bert.encoder.layer.*", probe={"input_ids": Tokens("bert", 4).ids})
     growth = {"controller": Planter(), "mixing_steps": 0, "rules": esper.Rules(one_at_a_time=False)}
     return GrowthTrainer(model=body, args=args, growth=growth, **sets)
 
 
 def main() -> None:
-    directory, case = Path(sys.argv[1]), sys.argv[2]
     torch.set_num_threads(1)
-    trainer = make_trainer(directory, case)
+    for case in sys.argv[2:]:
+        train(Path(sys.argv[1]), case)
+
+
+def train(directory: Path, case: str) -> None:
+    trainer = make_trainer(directory / case, case)
     trainer.train()
     if case == "resumed":
-        trainer = make_trainer(directory, case)
-        trainer.train(resume_from_checkpoint=str(directory / "checkpoint-8"))
+        trainer = make_trainer(directory / case, case)
+        trainer.train(resume_from_checkpoint=str(directory / case / "checkpoint-8"))
     seeds = [entry["growth_seeds"] for entry in trainer.state.log_history if "growth_seeds" in entry]
     state = {name: value.clone() for name, value in trainer.model.state_dict().items()}
     rank = os.environ.get("RANK", "0")

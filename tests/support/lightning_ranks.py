@@ -1,5 +1,6 @@
-"""Train with Lightning's DDP and growth in two processes: -m tests.support.lightning_ranks DIRECTORY [CHECKPOINT]
+"""Train with Lightning's DDP and growth in two processes: -m tests.support.lightning_ranks DIRECTORY
 
+A second training resumes the first from the checkpoint of its second epoch.
 Each rank writes the module's weights to DIRECTORY. The ranks draw different dropout masks, so a resumed run is equal
 only if each rank gets back its own random generators.
 """
@@ -31,20 +32,27 @@ class SeedsOutsideDDP(Callback):
 
 
 def main() -> None:
-    directory, checkpoint = Path(sys.argv[1]), sys.argv[2] if len(sys.argv) > 2 else None
+    directory = Path(sys.argv[1])
     torch.set_num_threads(1)
+    train(directory, "whole", None)
+    train(directory, "resumed", directory / "epoch=1.ckpt")
+
+
+def train(directory: Path, name: str, checkpoint: Path | None) -> None:
     L.seed_everything(0, verbose=False)
     module = Module()
+    callbacks = [GrowthCallback(), SeedsOutsideDDP()]
+    if checkpoint is None:
+        callbacks.append(ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1))
     trainer = L.Trainer(
         max_epochs=4, accelerator="cpu", devices=2, strategy="ddp", logger=False, enable_progress_bar=False,
-        enable_model_summary=False, default_root_dir=directory, gradient_clip_val=0.5,
-        callbacks=[GrowthCallback(), SeedsOutsideDDP(), ModelCheckpoint(directory, filename="{epoch}", save_top_k=-1)],
+        enable_model_summary=False, default_root_dir=directory, gradient_clip_val=0.5, callbacks=callbacks,
+        enable_checkpointing=checkpoint is None,
     )  # fmt: skip
-    train = DataLoader(TensorDataset(*batch(1, 64)), 8, shuffle=True)
+    batches = DataLoader(TensorDataset(*batch(1, 64)), 8, shuffle=True)
     torch.manual_seed(trainer.global_rank + (100 if checkpoint else 0))
-    trainer.fit(module, train, DataLoader(TensorDataset(*batch(2, 32)), 8), ckpt_path=checkpoint)
-    name = f"{'resumed' if checkpoint else 'whole'}-{trainer.global_rank}.pt"
-    torch.save(module.state_dict(), directory / name)
+    trainer.fit(module, batches, DataLoader(TensorDataset(*batch(2, 32)), 8), ckpt_path=checkpoint)
+    torch.save(module.state_dict(), directory / f"{name}-{trainer.global_rank}.pt")
 
 
 if __name__ == "__main__":

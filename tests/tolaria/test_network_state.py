@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from functools import cache
 
 import numpy as np
 import pytest
@@ -24,7 +25,7 @@ POISONED = 16
 
 def engine(task: str, worlds: int = 2) -> Engine:
     name, _, birth = task.partition(" ")
-    small = dataclasses.replace(get_task(name), epochs=STEPS, batches_per_epoch=3, batch=16)
+    small = dataclasses.replace(get_task(name), epochs=STEPS, batches_per_epoch=3, batch=16, val_size=100)
     if birth:  # with a ramp and a learning rate that changes
         open_birth = Rules(birth="open", open_ramp=3)
         return Engine(dataclasses.replace(small, lr_schedule="wsd"), range(worlds), rules=open_birth)
@@ -49,11 +50,17 @@ def tensors(it: Engine) -> list[torch.Tensor]:
     return values
 
 
+@cache
+def uninterrupted(task: str) -> Engine:
+    whole = engine(task)
+    advance(whole, 0, STEPS)
+    return whole
+
+
 @pytest.mark.parametrize("task", ["digits", "rescue", "rescue open"])
 @pytest.mark.parametrize("stopped", [0, 3, 9, POISONED, POISONED + 1])
 def test_loaded_engine_continues_bit_for_bit(task: str, stopped: int) -> None:
-    whole, first, second = engine(task), engine(task), engine(task)
-    advance(whole, 0, STEPS)
+    whole, first, second = uninterrupted(task), engine(task), engine(task)
     advance(first, 0, stopped)
     document, copies = packed(engine_state(first))
     copies = {name: tensor.clone() for name, tensor in copies.items()}

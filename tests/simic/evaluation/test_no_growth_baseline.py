@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from esper.tolaria.data import Split
 from esper.tolaria.engine_config import EngineConfig, GovernorConfig
 from esper.tolaria.reproducibility import code_hash, syntax_without_prose
 from esper.tolaria.tasks import get_task
+from tests.support.fork_server import exit_codes, start
 
 TASK = replace(get_task("digits"), epochs=3, batches_per_epoch=4)
 DATA = TASK.load_data()
@@ -221,13 +221,7 @@ def _train(directory: str, worlds: list[int]) -> None:
 
 @pytest.mark.slow
 def test_two_processes_sharing_a_directory_lose_nothing(tmp_path: Path) -> None:
-    context = multiprocessing.get_context("spawn")
-    both = [context.Process(target=_train, args=(str(tmp_path), worlds)) for worlds in ([0, 1, 2, 3], [3, 2, 5, 4])]
-    for one in both:
-        one.start()
-    for one in both:
-        one.join()
-        assert one.exitcode == 0
+    assert exit_codes([start(_train, str(tmp_path), worlds) for worlds in ([0, 1, 2, 3], [3, 2, 5, 4])]) == [0, 0]
     cached = baselines(tmp_path)
     cached.on_progress = lambda *_: pytest.fail("nothing was to be trained")
     np.testing.assert_array_equal(cached.curves(range(6)), baselines().curves(range(6)))

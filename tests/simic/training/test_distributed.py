@@ -20,8 +20,8 @@ from hypothesis import strategies as st
 from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
 from esper.simic.training.distributed import ProcessGroup
-from tests.support import ROOT
 from tests.support.command_line import esper_in_process
+from tests.support.fork_server import exit_codes, start
 from tests.support.run_outcomes import TINY, esper, events, finished, is_whole, newest, outcome_of
 
 HOSTS = [
@@ -77,12 +77,8 @@ def same_or_not(group: ProcessGroup, digest: bytes) -> str:
 
 
 def test_ranks_receive_every_bit_of_each_other(tmp_path: Path) -> None:
-    module = "tests.simic.training.test_distributed"
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {module} import exchange_messages; exchange_messages"
     meet = str(tmp_path / "meet")
-    calls = [f"{code}({rank}, {meet!r}, {str(tmp_path / str(rank))!r})" for rank in range(3)]
-    started = [subprocess.Popen([sys.executable, "-c", call]) for call in calls]
-    assert [p.wait(120) for p in started] == [0, 0, 0]
+    assert exit_codes([start(exchange_messages, rank, meet, str(tmp_path / str(rank))) for rank in range(3)]) == [0, 0, 0]
     field, flags, message, each, same, other = eval((tmp_path / "0").read_text(), {})
     assert all((tmp_path / str(rank)).read_text() == (tmp_path / "0").read_text() for rank in (1, 2))
     bits = torch.tensor([[1.0] * 3 + [-0.0] * 2 + [3.0] * 2, [1.0] * 3 + [float("inf")] * 2 + [3.0] * 2])
@@ -113,10 +109,8 @@ def arrive(rank: int, file: str, through: str) -> None:
 
 def test_no_rank_continues_before_all_passed_the_barrier(tmp_path: Path) -> None:
     """Rank 0 removes the rendezvous directory, and a rank still looking for it would wait for hours."""
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from {__name__} import arrive; arrive"
-    places = f"{str(tmp_path / 'meet')!r}, {str(tmp_path / 'through')!r}"
-    started = [subprocess.Popen([sys.executable, "-c", f"{code}({rank}, {places})"]) for rank in range(2)]
-    assert [p.wait(120) for p in started] == [0, 0]
+    places = (str(tmp_path / "meet"), str(tmp_path / "through"))
+    assert exit_codes([start(arrive, rank, *places) for rank in range(2)]) == [0, 0]
 
 
 @pytest.fixture(scope="module")
@@ -204,7 +198,7 @@ def test_killed_rank_ends_the_run_and_it_resumes_with_another_number(tmp_path: P
     assert "Traceback" not in output
     assert not psutil.pid_exists(victim.pid)
     assert read_manifest(run)["status"] == "failed"
-    finished(esper("train", "--resume", run, "--workers", "2", "--no-compare"))
+    assert esper_in_process("train", "--resume", run, "--workers", "1", "--no-compare").returncode == 0
     assert esper_in_process("train", "--out", tmp_path / "calm", *TINY, *rounds).returncode == 0
     assert outcome_of(run) == outcome_of(tmp_path / "calm")
     assert is_whole(run)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
@@ -17,7 +16,7 @@ from esper.leyline.errors import ConfigError
 from esper.nissa.run import read_manifest
 from esper.simic.training.distributed import ProcessGroup
 from esper.simic.training.heartbeat import RankLostError, silence_s
-from tests.support import ROOT
+from tests.support.fork_server import exit_codes, start
 from tests.support.run_outcomes import TINY, esper, finished, newest
 
 LONG = "600"
@@ -146,18 +145,12 @@ def lose_rank_two(rank: int, file: str, out: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["stopped", "killed"])
 def test_every_rank_learns_which_one_was_lost(how: str, tmp_path: Path) -> None:
-    code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); import {__name__} as t; t"
-    calls = [
-        f"{code}.lose_rank_two({rank}, {str(tmp_path / 'meet')!r}, {str(tmp_path / str(rank))!r}, {how!r})"
-        for rank in range(3)
-    ]
-    started = [subprocess.Popen([sys.executable, "-c", call]) for call in calls]
+    meet = str(tmp_path / "meet")
+    *others, lost = [start(lose_rank_two, rank, meet, str(tmp_path / str(rank)), how) for rank in range(3)]
     try:
-        assert [p.wait(120) for p in started[:2]] == [0, 0]
+        assert exit_codes(others) == [0, 0]
     finally:
-        for process in started:
-            process.kill()
-            process.wait()
+        lost.kill()
     assert [(tmp_path / str(rank)).read_text() for rank in range(2)] == ["2", "2"]
 
 
