@@ -78,7 +78,11 @@ def same_or_not(group: ProcessGroup, digest: bytes) -> str:
 
 def test_ranks_receive_every_bit_of_each_other(tmp_path: Path) -> None:
     meet = str(tmp_path / "meet")
-    assert exit_codes([start(exchange_messages, rank, meet, str(tmp_path / str(rank))) for rank in range(3)]) == [0, 0, 0]
+    assert exit_codes([start(exchange_messages, rank, meet, str(tmp_path / str(rank))) for rank in range(3)]) == [
+        0,
+        0,
+        0,
+    ]
     field, flags, message, each, same, other = eval((tmp_path / "0").read_text(), {})
     assert all((tmp_path / str(rank)).read_text() == (tmp_path / "0").read_text() for rank in (1, 2))
     bits = torch.tensor([[1.0] * 3 + [-0.0] * 2 + [3.0] * 2, [1.0] * 3 + [float("inf")] * 2 + [3.0] * 2])
