@@ -10,11 +10,15 @@ from typing import Any
 
 import pytest
 
-from benchmarks import observations, simulator
+from benchmarks import episodes, observations, simulator
 from benchmarks.hosts import reference_task
 from benchmarks.train import BareLoop, Case, HeldBackend, compare
 from esper.simic.agent.ppo import PPO
+from esper.simic.evaluation import no_growth_baseline
 from esper.simic.training.checkpointer import Checkpointer
+from esper.simic.training.config import load_config
+from esper.simic.training.vectorized import round_worlds
+from esper.tolaria.families import FAMILIES
 from tests.support import ROOT
 
 SHARED = {"__init__", "bars", "bare_loop", "hosts", "measure", "recorded_run"}
@@ -33,7 +37,9 @@ def test_every_benchmark_has_help(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "repeats"), [("body", 3), ("worth", 3), ("hub", 3), ("hot_paths", 3), ("workers", 1)])
+@pytest.mark.parametrize(
+    ("name", "repeats"), [("body", 3), ("worth", 3), ("hub", 3), ("hot_paths", 3), ("workers", 1), ("episodes", 1)]
+)
 def test_benchmark_prints_json(
     name: str, repeats: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +83,43 @@ def test_simulator_benchmark_reports_steps_per_second_per_env_count() -> None:
     assert [r["envs"] for r in rows] == [1, 16, 128, 1024]
     assert all(r["env_steps_per_s"] > 0 for r in rows)
     assert rows[0]["ratio"] == 1
+
+
+def test_episodes_benchmark_counts_the_work_of_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(no_growth_baseline, "trained", lambda *_: pytest.fail("a baseline was trained"))
+    family = FAMILIES["mend_mlp_digits"]
+    worlds = round_worlds(load_config(sets=["task=mend_mlp_digits", "envs=3", "seed=4"]), 0)
+    draws = [family.draw(world) for world in worlds]
+    assert len({draw.epochs for draw in draws}) > 1
+    played = episodes.play_round(episodes.Case("mend_mlp_digits", envs=3), rng_seed=4)
+    batches = [draw.epochs * family.batches_per_epoch for draw in draws]
+    assert played.episodes == 3
+    assert played.decisions == sum(draw.epochs for draw in draws)
+    assert played.batches == sum(batches)
+    assert played.samples == sum(count * draw.batch for count, draw in zip(batches, draws, strict=True))
+    assert played.seconds > 0
+
+
+def test_episodes_benchmark_divides_rates_of_the_same_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
+    def at_speed(speed: float) -> list[episodes.RoundWork]:
+        """Return a round of each task; a slow repeat slows the second one more, so that ratios differ."""
+        return [
+            episodes.RoundWork(20 / speed, episodes=2, decisions=80, batches=1_600, samples=102_400),
+            episodes.RoundWork(10 / speed**2, episodes=4, decisions=40, batches=400, samples=12_800),
+            episodes.RoundWork(10 / speed, episodes=1, decisions=12, batches=144, samples=4_608),
+        ]
+
+    rounds = {0: [at_speed(1.0), at_speed(1.0)], 1: [at_speed(0.5), at_speed(1.0)]}
+    monkeypatch.setattr(episodes, "play_all", lambda workers, *_: [rounds[worker] for worker in range(workers)])
+    reference, family = episodes.measure(workers=2, repeats=2, quick=False)["rows"][:2]
+    assert reference["episodes_per_minute"] == pytest.approx(2 * 6.0)  # median of 6, 6, 3 and 6, in two processes
+    assert family["episodes_ratios"] == pytest.approx([4.0, 4.0, 2.0, 4.0])
+    assert family["episodes_ratio"] == pytest.approx(4.0)
+    assert family["episodes_ratio_of_totals"] == pytest.approx((16 / 70) / (8 / 100))
+    assert family["decisions_ratio"] == pytest.approx(1.0)
+    assert family["batches_ratio"] == pytest.approx(0.5)
+    assert reference["batches_ratio"] == reference["batches_ratio_of_totals"] == 1.0
+    assert (family["decisions_per_episode"], family["samples_per_batch"]) == (10.0, 32.0)
 
 
 def test_observations_benchmark_reports_each_function_and_size() -> None:
