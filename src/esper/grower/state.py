@@ -224,8 +224,9 @@ def trial_seeds(saved: GrowerState, body: Body) -> dict[str, Slot]:
                 operator = Operator(state.operator)
             except ValueError as error:
                 raise CheckpointError(f"{error}.") from error
-            seeds[name] = Slot(name, own.module_name, own.site, own.select).to(device)
-            seeds[name].plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.birth)
+            seed = Slot(name, own.module_name, own.site, own.select).to(device)
+            seed.plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.birth, host=body.model)
+            seeds[name] = seed
     return seeds
 
 
