@@ -190,7 +190,7 @@ def _check_blueprints(saved: GrowerState, numbers: list[int]) -> None:
             slot = list(saved.slots)[numbers.index(number)]
             raise CheckpointError(
                 f"it holds a seed of blueprint {name!r} in slot {slot!r}, which is not registered here. "
-                "Register it with esper.blueprint before loading."
+                "Register it with esper.blueprint or esper.register_copy before loading."
             )
 
 
