@@ -157,6 +157,8 @@ def test_unusable_plans_are_refused_before_any_episode(small_family, tmp_path, m
         refused("plans of one, not of 'digits'", table_of("digits", [norm]), name)
     conv = Plan(blueprint_index("conv_light"), 1)
     refused("plants conv_light, which no slot", table_of("digits", [norm, conv]))
+    for name in ("best-schedule", "best-per-kind", "best-per-impairment"):
+        refused("plants conv_light, which no slot", table_of(small_family, [norm, conv]), name)
 
 
 def test_tables_of_real_hosts_fit_into_80_columns():

@@ -12,7 +12,7 @@ from esper.cli import app
 from esper.commands.study_docs import BEGIN, DOCS, END, VERDICT, run_docs
 from esper.leyline.errors import ConfigError, UnknownNameError
 from esper.studies.results import JobResult, SavedStudy
-from esper.studies.table import SETTINGS_STUDIES
+from esper.studies.table import SETTINGS_STUDIES, STUDIES
 from tests.support import ROOT
 from tests.support.example_studies import evaluation, example_study, settings_study, train_by_formula, trained_arm
 
@@ -39,6 +39,7 @@ def repository(tmp_path, monkeypatch):
     for folder in ("docs/studies", "studies/policies/heal", "studies/repeated", "studies/simulator_fit"):
         Path(folder).mkdir(parents=True)
     study = example_study()
+    monkeypatch.setitem(STUDIES, study.name, study)
     records = [
         JobResult(
             task="rescue", arm=arm.name, world=world, settings_hash=study.settings_hash(arm), versions={}, seconds=1.0,
@@ -132,6 +133,34 @@ def test_text_around_the_markers_is_kept():
     text = (DOCS / "policy.md").read_text()
     assert text.startswith(f"Result.\n{BEGIN}\n\n### `heal`")
     assert text.endswith(f"\n\n{END}\nMore.\n")
+
+
+@pytest.mark.usefixtures("repository")
+def test_command_of_a_removed_study_is_that_of_an_earlier_version(monkeypatch):
+    monkeypatch.delitem(STUDIES, "example")
+    run_docs("example", check=False)
+    page = (DOCS / "example.md").read_text()
+    assert page.endswith(f"\n\nCommand, in an earlier version: `esper study example`\n{END}\n")
+
+
+@pytest.mark.usefixtures("repository")
+@pytest.mark.parametrize(
+    ("path", "content", "message"),
+    [
+        ("docs/studies/policy.md", f"{END}{BEGIN}".encode(), "policy.md must contain each marker once, in this order"),
+        ("docs/studies/policy.md", b"\xff", "policy.md is not UTF-8 text"),
+        ("docs/studies/example-rescue.svg", b"\xff", "example-rescue.svg is not UTF-8 text"),
+        ("studies/simulator_fit/triage.json", b"{", "triage.json is not a result of scripts/fit_simulator.py"),
+        ("studies/simulator_fit/triage.json", b"{}", "triage.json is not a result of .*'task'"),
+        ("studies/simulator_fit/triage.json", b"[]", "triage.json is not a result of"),
+    ],
+)
+def test_broken_files_are_refused_and_nothing_is_written(path, content, message):
+    Path(path).write_bytes(content)
+    before = {file: file.read_bytes() for file in DOCS.iterdir()}
+    with pytest.raises(ConfigError, match=message):
+        run_docs(None, check=False)
+    assert {file: file.read_bytes() for file in DOCS.iterdir()} == before
 
 
 @pytest.mark.usefixtures("repository")

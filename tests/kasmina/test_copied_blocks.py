@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils.parametrizations import weight_norm
 
 import esper
 from esper.kasmina.blueprints import unregister
 from esper.kasmina.copied_blocks import CopiedBlock, last_projections
 from esper.kasmina.hosts.resnet import ResidualCNNHost
 from esper.kasmina.hosts.transformer import TransformerHost
-from esper.leyline.errors import BlueprintError, UnknownNameError
+from esper.leyline.errors import BlueprintError, GraftError, UnknownNameError
 from esper.leyline.stages import SeedStage
 
 TOKENS = torch.arange(48).view(6, 8) % 11
@@ -42,6 +45,97 @@ class Branching(nn.Module):
     def forward(self, h: Tensor) -> Tensor:
         inner = self.first(h)
         return h + self.last(inner.relu() if inner.sum() > -1e9 else inner)
+
+
+class Block(nn.Module):
+    """A residual block with two linear layers, the base of the blocks below."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def change(self, h: Tensor) -> Tensor:
+        return self.last(F.gelu(self.first(h)))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.change(h)
+
+
+class ReluAfterSum(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return F.relu(h + self.change(h))
+
+
+class DropoutAfterSum(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return F.dropout(h + self.change(h), training=self.training)
+
+
+class ReluAfterProjection(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        return h + F.relu(self.change(h))
+
+
+class TiedLayers(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(4, 4, bias=False) for _ in range(2))
+        self.last.weight = self.first.weight
+
+
+class InPlace(Block):
+    def forward(self, h: Tensor) -> Tensor:
+        h += self.change(h)
+        return h
+
+
+class WithRequiredMask(Block):
+    def forward(self, h: Tensor, mask: Tensor | None) -> Tensor:
+        return h + self.change(h)
+
+
+class WithFlag(Block):
+    def forward(self, h: Tensor, negative: bool = True) -> Tensor:
+        return h + self.change(-h if negative else h)
+
+
+class Scaled(Block):
+    """A residual block whose scale is zero before training."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.zeros(4))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + self.scale * self.change(h)
+
+
+class Functional(nn.Module):
+    """A residual block without submodules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Parameter(0.5 * torch.randn(4, 4)) for _ in range(2))
+
+    def forward(self, h: Tensor) -> Tensor:
+        return h + F.gelu(h @ self.first) @ self.last
+
+
+class WeightNormed(Block):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = weight_norm(self.first), weight_norm(self.last)
+
+
+class Call(nn.Module):
+    """Call a block with further arguments."""
+
+    def __init__(self, block: nn.Module, *args: object) -> None:
+        super().__init__()
+        self.block, self.args = block, args
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.block(h, *self.args)
 
 
 def transformer() -> TransformerHost:
@@ -75,6 +169,9 @@ MODELS = {
     "resnet": (resnet, {"at": ["blocks.0", "blocks.1"], "probe": IMAGES}, "blocks.1", "blocks.1"),
     "encoder": (encoder, {"at": ["layers.0", "layers.1"], "probe": torch.randn(6, 5, 8)}, "layers.0", "layers.1"),
     "untraceable": (lambda: vectors(Branching()), {"at": ["1"], "probe": torch.randn(6, 3)}, "1", "1"),
+    "scaled": (lambda: vectors(Scaled()), {"at": ["1"], "probe": torch.randn(6, 3)}, "1", "1"),
+    "functional": (lambda: vectors(Functional()), {"at": ["1"], "probe": torch.randn(6, 3)}, "1", "1"),
+    "weight-normed": (lambda: vectors(WeightNormed()), {"at": ["1"], "probe": torch.randn(6, 3)}, "1", "1"),
 }
 
 
@@ -199,17 +296,133 @@ def test_blocks_of_models_are_found(grafted):
 def test_last_projections_are_the_fewest_parts():
     model = trained(transformer())
     h = torch.randn(2, 8, 8)
-    assert last_projections(copy.deepcopy(model.blocks[0]), h) == ["attention.proj", "mlp.2"]
+    ends = ["attention.proj.weight", "attention.proj.bias", "mlp.2.weight", "mlp.2.bias"]
+    assert last_projections(copy.deepcopy(model.blocks[0]), h) == ends
     layer = trained(nn.TransformerEncoderLayer(8, 2, 16, norm_first=True, batch_first=True))
-    assert last_projections(copy.deepcopy(layer), h) == ["self_attn.out_proj", "linear2"]
+    ends = ["self_attn.out_proj.weight", "self_attn.out_proj.bias", "linear2.weight", "linear2.bias"]
+    assert last_projections(copy.deepcopy(layer), h) == ends
 
 
-@pytest.mark.parametrize("block", [PostNorm(), nn.Sequential(nn.Linear(4, 4), nn.ReLU())], ids=["post-norm", "plain"])
-def test_other_blocks_are_refused_with_the_reason(block):
-    body = esper.graft(vectors(block), at=["1"], probe=torch.randn(6, 3))
+def test_block_that_returns_its_input_before_training_is_found():
+    body = esper.graft(vectors(Scaled()), at=["1"], probe=torch.randn(6, 3))
+    assert esper.repeatable_blocks(body) == ["1"]
+
+
+REFUSED = {
+    "post-norm": (PostNorm(), "residual sum"),
+    "plain": (nn.Sequential(nn.Linear(4, 4), nn.ReLU()), "a Sequential holds blocks"),
+    "relu after the sum": (ReluAfterSum(), "residual sum"),
+    "dropout after the sum": (DropoutAfterSum(), "residual sum"),
+    "relu after the projection": (ReluAfterProjection(), "last.weight, last.bias would be zero .* get no gradient"),
+    "tied layers": (TiedLayers(), "no gradient"),
+    "in-place": (InPlace(), "writes into its input"),
+}
+
+
+@pytest.mark.parametrize(("block", "reason"), REFUSED.values(), ids=REFUSED)
+def test_other_blocks_are_refused_with_the_reason(block, reason):
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), block), nn.Linear(4, 2))
+    body = esper.graft(model, at=["1"], probe=torch.randn(6, 3))
     assert esper.repeatable_blocks(body) == []
-    with pytest.raises(BlueprintError, match=r"'1' cannot be copied.*can be copied: none"):
-        esper.register_copy(body, "1")
+    with pytest.raises(BlueprintError, match=rf"'1.1' cannot be copied: .*{reason}.*can be copied: none"):
+        esper.register_copy(body, "1.1")
+
+
+@pytest.mark.parametrize("call", [Call(WithRequiredMask(), None), Call(WithFlag(), False)], ids=["mask", "flag"])
+def test_block_that_gets_another_argument_than_its_default_is_refused(call):
+    body = esper.graft(vectors(call), at=["1.block"], probe=torch.randn(6, 3))
+    assert "1.block" not in esper.repeatable_blocks(body)
+    with pytest.raises(BlueprintError, match="one tensor and no other argument"):
+        esper.register_copy(body, "1.block")
+
+
+def test_wrong_arguments_are_refused_with_what_is_expected():
+    body = esper.graft(vectors(Block()), at=["1"], probe=torch.randn(6, 3))
+    with pytest.raises(GraftError, match="expected a body"):
+        esper.repeatable_blocks(body.model)
+    with pytest.raises(GraftError, match="expected a body"):
+        esper.register_copy(body.model, "1")
+    with pytest.raises(BlueprintError, match="by its name in the model, got a Block"):
+        esper.register_copy(body, body.model[1])
+    with pytest.raises(BlueprintError, match="built-in"):
+        esper.register_copy(body, "1", name="conv_light")
+
+
+@pytest.fixture
+def small():
+    """Return a body with a blueprint "copy" of its only block."""
+    body = esper.graft(vectors(Block()), at=["1"], probe=torch.randn(6, 3))
+    esper.register_copy(body, "1")
+    yield body
+    unregister("copy")
+
+
+def test_body_of_another_size_is_not_offered_the_copy(small):
+    model = nn.Sequential(nn.Linear(3, 6), nn.ReLU(), nn.Linear(6, 2))
+    other = esper.graft(model, at=["1"], probe=torch.randn(6, 3))
+    assert "copy" not in other.valid_blueprints()["1"]
+    assert "copy" in small.valid_blueprints()["1"]
+
+
+def test_copied_body_copies_its_own_block(small):
+    twin = copy.deepcopy(small)
+    nn.init.constant_(twin.model[1].first.weight, 7.0)
+    twin.plant("1", "copy")
+    assert (twin.slots["1"].seed.block.first.weight == 7.0).all()
+
+
+def test_blueprint_does_not_keep_the_body_in_memory():
+    body = esper.graft(vectors(Block()), at=["1"], probe=torch.randn(6, 3))
+    esper.register_copy(body, "1")
+    try:
+        reference = weakref.ref(body)
+        del body
+        gc.collect()
+        assert reference() is None
+    finally:
+        unregister("copy")
+
+
+def test_registering_the_same_copy_again_changes_nothing_and_another_is_refused(small):
+    assert esper.register_copy(small, "1") == "copy"
+    other = esper.graft(vectors(Scaled()), at=["1"], probe=torch.randn(6, 3))
+    with pytest.raises(BlueprintError, match="already registered"):
+        esper.register_copy(other, "1")
+
+
+def test_body_with_a_list_of_blueprints_takes_the_registered_copy():
+    body = esper.graft(vectors(Block()), at=["1"], probe=torch.randn(6, 3), blueprints=["mlp"])
+    esper.register_copy(body, "1")
+    try:
+        assert body.valid_blueprints()["1"] == ["mlp", "copy"]
+    finally:
+        unregister("copy")
+
+
+def test_copy_of_a_bfloat16_block_has_its_dtype_and_a_cost():
+    model = vectors(Block()).bfloat16()
+    body = esper.graft(model, at=["1"], probe=torch.randn(6, 3).bfloat16())
+    esper.register_copy(body, "1")
+    try:
+        body.plant("1", "copy")
+        assert {p.dtype for p in body.slots["1"].seed.parameters()} == {torch.bfloat16}
+        assert body.costs()["1"]["copy"].params == sum(p.numel() for p in model[1].parameters())
+    finally:
+        unregister("copy")
+
+
+def test_copy_of_a_frozen_block_learns():
+    model = vectors(Block())
+    model[1].requires_grad_(False)
+    body = esper.graft(model, at=["1"], probe=torch.randn(6, 3))
+    esper.register_copy(body, "1")
+    try:
+        grower = make_grower(body)
+        grower.germinate("1", "copy")
+        assert all(p.requires_grad for p in body.slots["1"].seed.parameters())
+        assert not any(p.requires_grad for p in model[1].parameters())
+    finally:
+        unregister("copy")
 
 
 def test_unknown_module_is_refused_with_the_names_of_blocks():

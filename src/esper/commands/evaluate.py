@@ -29,6 +29,7 @@ from esper.simic.evaluation.comparison import Compute, Played, from_start, play,
 from esper.simic.evaluation.no_growth_baseline import BASELINES, shared_baselines
 from esper.simic.evaluation.plan_search import (
     KindOf,
+    Plan,
     PlanTable,
     fit_plan,
     fit_plans_by_kind,
@@ -157,18 +158,26 @@ class ControllerComparison:
             is_family = isinstance(self.backend, FamilyBackend)  # so it is the task of the plans that is no family
             other = f", and with plans of one, not of {self.fit_task!r}" if is_family else ""
             raise ConfigError(f"{name!r} needs worlds with different hosts: use it with a task family{other}")
-        if name == BEST_SCHEDULE and self.plans is not None:
-            chosen, table = self.plans.best().blueprint, self.backend.table
-            if chosen is not None and not table.takes[table.enabled.any(axis=0), chosen].any():
-                raise ConfigError(
-                    f"the best plan of {self.plans.task!r} plants {blueprint_name(chosen)}, which no slot of "
-                    f"{self.config.task!r} takes. Use plans of a task with similar hosts"
-                )
+        if name != SEARCH and self.plans is not None:
+            table = self.backend.table
+            for chosen in {plan.blueprint for plan in self.saved_plans(name, self.plans)}:
+                if chosen is not None and not table.takes[table.enabled.any(axis=0), chosen].any():
+                    raise ConfigError(
+                        f"the best plan of {self.plans.task!r} plants {blueprint_name(chosen)}, which no slot of "
+                        f"{self.config.task!r} takes. Use plans of a task with similar hosts"
+                    )
         if name == SEARCH and (position == 0 or isinstance(self.backend, Simulator)):
             raise ConfigError(
                 f"{name!r} uses the training compute of the first controller: put a controller before it, and do not "
                 "use --sim"
             )
+
+    def saved_plans(self, name: str, table: PlanTable) -> list[Plan]:
+        """Return the plans of a table that a baseline follows."""
+        if name == BEST_SCHEDULE:
+            return [table.best()]
+        assert isinstance(self.fitting, FamilyBackend)
+        return list(table.best_by_kind(self.fitting.tasks.family, BY_KIND[name][1]).values())
 
     def play_one(self, name: str, worlds: list[int], before: list[Played]) -> Played:
         """Play one controller or static host in these worlds."""

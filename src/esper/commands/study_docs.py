@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -46,7 +46,7 @@ def run_docs(name: str | None, *, check: bool) -> None:
     files = list(generated_files())
     if name is not None:
         files = [file for file in files if name in file.studies] or no_files(name, files)
-    outdated = [file for file in files if not file.path.exists() or file.path.read_text() != file.text]
+    outdated = [file for file in files if not file.path.exists() or current_text(file.path) != file.text]
     for file in outdated:
         print(f"{'not up to date' if check else 'wrote'}: {file.path}")
         if not check:
@@ -85,7 +85,8 @@ def growth_files() -> Iterator[Generated]:
             chart = DOCS / f"{study.name}-{task}.svg"
             yield Generated(chart, frontier_chart(summary, task), frozenset([study.name]))
             charts.append(f"![{task} against training compute]({chart.name})")
-        tables = "\n".join(charts) + f"\n\n{as_markdown(summary)}\n\nCommand: `{saved.command}`"
+        command = "Command" if study.name in STUDIES else "Command, in an earlier version"
+        tables = "\n".join(charts) + f"\n\n{as_markdown(summary)}\n\n{command}: `{saved.command}`"
         yield page(study.name, tables, [study.name], study.question)
 
 
@@ -136,15 +137,30 @@ def simulator_files() -> Iterator[Generated]:
     paths = sorted((SAVED / "simulator_fit").glob("*.json"))
     parts = []
     for path in paths:
-        fit = msgspec.json.decode(path.read_bytes())
-        parts.append(f"### `{fit['task']}`: {len(fit['recordings'])} real, {fit['simulated_worlds']} simulated worlds")
-        rows = [("mean ± standard error over worlds", "real", "simulator as shipped", "fitted")]
-        for name, figures in fit["gap"].items():
-            cells = [f"{figure['mean']:.3f} ± {figure['se']:.3f}".replace("-", "−") for figure in figures]
-            rows.append((name, *cells))
-        parts += [markdown_table(rows), f"Command: `{fit['command']} --save`"]
+        try:
+            parts += fit_parts(msgspec.json.decode(path.read_bytes()))
+        except (msgspec.DecodeError, KeyError, TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{path} is not a result of scripts/fit_simulator.py: {error!r}") from error
     if parts:
         yield page("simulator_fit", spaced(parts), [path.stem for path in paths])
+
+
+def fit_parts(fit: Any) -> list[str]:
+    """Return heading, table and command of one fitted simulator."""
+    heading = f"### `{fit['task']}`: {len(fit['recordings'])} real, {fit['simulated_worlds']} simulated worlds"
+    rows = [("mean ± standard error over worlds", "real", "simulator as shipped", "fitted")]
+    for name, figures in fit["gap"].items():
+        cells = [f"{figure['mean']:.3f} ± {figure['se']:.3f}".replace("-", "−") for figure in figures]
+        rows.append((name, *cells))
+    return [heading, markdown_table(rows), f"Command: `{fit['command']} --save`"]
+
+
+def current_text(path: Path) -> str:
+    """Return the text of a generated file. Raise ConfigError if it is not text."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} is not UTF-8 text: {error}. Restore it, or remove it to write a new one") from error
 
 
 def spaced(parts: Iterable[str]) -> str:
@@ -156,8 +172,8 @@ def page(name: str, tables: str, studies: Iterable[str], question: str = "") -> 
     """Return a page of docs/studies/ with these tables between its markers. A new page begins with the question."""
     path = DOCS / f"{name}.md"
     new = f"# {name.replace('_', ' ').capitalize()}\n\n{question}\n\n{VERDICT}\n\n{BEGIN}{END}\n"
-    text = path.read_text() if path.exists() else new
-    if text.count(BEGIN) != 1 or text.count(END) != 1:
-        raise ConfigError(f"{path} must contain each marker once: {BEGIN} and {END}")
+    text = current_text(path) if path.exists() else new
+    if text.count(BEGIN) != 1 or text.count(END) != 1 or text.index(BEGIN) > text.index(END):
+        raise ConfigError(f"{path} must contain each marker once, in this order: {BEGIN} and {END}")
     content = text[: text.index(BEGIN)] + f"{BEGIN}\n{tables}\n{END}" + text[text.index(END) + len(END) :]
     return Generated(path, content, frozenset(studies))

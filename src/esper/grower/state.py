@@ -190,7 +190,7 @@ def _check_blueprints(saved: GrowerState, numbers: list[int]) -> None:
             slot = list(saved.slots)[numbers.index(number)]
             raise CheckpointError(
                 f"it holds a seed of blueprint {name!r} in slot {slot!r}, which is not registered here. "
-                "Register it with esper.blueprint before loading."
+                "Register it with esper.blueprint or esper.register_copy before loading."
             )
 
 
@@ -224,8 +224,9 @@ def trial_seeds(saved: GrowerState, body: Body) -> dict[str, Slot]:
                 operator = Operator(state.operator)
             except ValueError as error:
                 raise CheckpointError(f"{error}.") from error
-            seeds[name] = Slot(name, own.module_name, own.site, own.select).to(device)
-            seeds[name].plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.birth)
+            seed = Slot(name, own.module_name, own.site, own.select).to(device)
+            seed.plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.birth, host=body.model)
+            seeds[name] = seed
     return seeds
 
 

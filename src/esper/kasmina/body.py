@@ -128,7 +128,7 @@ class Body(nn.Module):
         self.check_allowed(blueprint)
         device, dtype = self.anchor(slot)
         slot.to(device)
-        slot.plant(blueprint, operator, device=device, dtype=dtype, rng_seed=rng_seed)
+        slot.plant(blueprint, operator, device=device, dtype=dtype, rng_seed=rng_seed, host=self.model)
         slot.train(self.model.training)
         return slot
 
@@ -197,12 +197,12 @@ class Body(nn.Module):
         valid: dict[str, list[str]] = {}
         refused: dict[str, dict[str, BlueprintError]] = {}
         for slot_name, slot in self.slots.items():
-            fitting = blueprints.blueprints_for(slot.site.layout)
+            fitting = blueprints.blueprints_for(slot.site.layout, self.model)
             valid[slot_name] = [name for name in fitting if name in (self.allowed_blueprints or fitting)]
             device, dtype = self.anchor(slot)
             for name in list(valid[slot_name]):
                 try:
-                    blueprints.check_own(name, slot.site, device=device, dtype=dtype)
+                    blueprints.check_own(name, slot.site, device=device, dtype=dtype, host=self.model)
                 except BlueprintError as error:
                     valid[slot_name].remove(name)
                     refused.setdefault(name, {})[slot_name] = error

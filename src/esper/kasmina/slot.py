@@ -255,10 +255,17 @@ class Slot(nn.Module):
         self.register_buffer("alpha", torch.zeros(()), persistent=False)
 
     def plant(
-        self, blueprint: str, operator: Operator, *, device: torch.device, dtype: torch.dtype, rng_seed: int
+        self,
+        blueprint: str,
+        operator: Operator,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        rng_seed: int,
+        host: nn.Module | None = None,
     ) -> None:
         """Build a seed and check it against the blueprint contract. The host's function does not change."""
-        module = blueprints.build(blueprint, self.site, device=device, dtype=dtype, rng_seed=rng_seed)
+        module = blueprints.build(blueprint, self.site, device=device, dtype=dtype, rng_seed=rng_seed, host=host)
         blueprints.check(module, self.site, name=blueprint)
         if self.site.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]

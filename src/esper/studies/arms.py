@@ -116,15 +116,11 @@ def train_planted(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> 
     rules = Rules(**chosen(arm, ("birth", "open_ramp")))
     before = arm.settings.get("pretrain", 0)
     with contextlib.ExitStack() as stack:
-        source = None
-        if "copied" in arm.settings:  # a blueprint must exist before the session; its host is trained in the session
-            source = Session(own, world, unit=1).engine.networks[0].body
-            names = [register_copy(source, arm.settings["copied"])]
+        if "copied" in arm.settings:  # a blueprint must exist before the session
+            names = [register_copy(Session(own, world, unit=1).engine.networks[0].body, arm.settings["copied"])]
             stack.callback(unregister, names[0])
         session = Session(own, world, unit=full_training_macs(own), rules=rules, **chosen(arm, SITUATION))
         session.pretrain(before)
-        if source is not None:
-            source.load_state_dict(session.engine.networks[0].body.state_dict())
         blueprints = [blueprint_index(name) for name in names]
         schedule = Schedule(blueprints, start=before + arm.settings["start"], slots=arm.settings.get("slots"))
         return session.run(schedule, budgets)

@@ -16,6 +16,7 @@ from esper.kasmina.blueprints.registry import check as check
 from esper.kasmina.blueprints.registry import check_own as check_own
 from esper.kasmina.blueprints.registry import cost as cost
 from esper.kasmina.blueprints.registry import count_macs as count_macs
+from esper.kasmina.blueprints.registry import factory_of as factory_of
 from esper.kasmina.blueprints.registry import fitted as fitted
 from esper.kasmina.blueprints.registry import registered as registered
 from esper.kasmina.blueprints.registry import seeded as seeded

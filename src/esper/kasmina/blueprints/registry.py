@@ -7,7 +7,7 @@ from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -62,6 +62,24 @@ class FeatureSpec:
 
 Factory = Callable[[int], nn.Module]
 """Function from the width of the features to a seed."""
+
+
+@runtime_checkable
+class HostFactory(Protocol):
+    """A function that can also make seeds from the model in which they are planted."""
+
+    def __call__(self, dim: int, /) -> nn.Module:
+        """Return a seed."""
+        ...
+
+    def fits(self, host: nn.Module) -> bool:
+        """Return whether a seed can be made from this model."""
+        ...
+
+    def from_host(self, host: nn.Module) -> nn.Module:
+        """Return a seed made from this model."""
+        ...
+
 
 _FACTORIES: dict[tuple[str, Layout], Factory] = {}
 _NUMBERS: dict[str, int] = {name: number for number, name in enumerate(BLUEPRINTS)}
@@ -191,10 +209,18 @@ def registered() -> list[str]:
     return sorted(_NUMBERS, key=_NUMBERS.__getitem__)
 
 
-def blueprints_for(layout: Layout | str) -> list[str]:
-    """Return the blueprints for a layout in the order of their stored numbers, without `noop`."""
+def blueprints_for(layout: Layout | str, host: nn.Module | None = None) -> list[str]:
+    """Return the blueprints for a layout in the order of their stored numbers, without `noop`.
+
+    With `host`, those whose seeds cannot be made from this model are left out.
+    """
     layout = _layout(layout)
-    return [name for name in registered() if name != "noop" and _factory(name, layout) is not None]
+    factories = {name: factory_of(name, layout) for name in registered() if name != "noop"}
+    return [name for name, factory in factories.items() if factory is not None and _is_offered(factory, host)]
+
+
+def _is_offered(factory: Factory, host: nn.Module | None) -> bool:
+    return host is None or not isinstance(factory, HostFactory) or factory.fits(host)
 
 
 def build(
@@ -204,10 +230,14 @@ def build(
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     rng_seed: int | None = None,
+    host: nn.Module | None = None,
 ) -> nn.Module:
-    """Return a new seed for a site. With `rng_seed` its weights are the same on every device."""
+    """Return a new seed for a site. With `rng_seed` its weights are the same on every device.
+
+    `host` is the model from which a `HostFactory` makes the seed.
+    """
     with seeded(rng_seed), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        return _make(name, site).to(device=device, dtype=dtype)
+        return _make(name, site, host).to(device=device, dtype=dtype)
 
 
 @contextmanager
@@ -260,7 +290,7 @@ def cost(name: str, site: FeatureSpec) -> Cost:
 def _count(name: str, site: FeatureSpec, device: str) -> Cost:
     """Build the seed on `device` and count its parameters and multiply-adds."""
     with torch.device(device):
-        seed = _make(name, site).eval()
+        seed = _make(name, site).to(device, torch.get_default_dtype()).eval()
         h = torch.empty(site.batch_shape(1))
         macs = count_macs(lambda: _quiet_forward(seed, h, f"blueprint {name!r}", site))
     return Cost(sum(p.numel() for p in seed.parameters()), macs)
@@ -301,13 +331,13 @@ def check(seed: nn.Module, site: FeatureSpec, *, name: str | None = None) -> Non
         raise broken("it has no trainable parameters")
 
 
-def check_own(name: str, site: FeatureSpec, *, device: torch.device, dtype: torch.dtype) -> None:
+def check_own(name: str, site: FeatureSpec, *, device: torch.device, dtype: torch.dtype, host: nn.Module) -> None:
     """Raise BlueprintError if a user-defined blueprint does not build a valid seed at this site.
 
     Built-in blueprints are skipped: tests verify them at every width, so large ones need not be built here.
     """
     if name not in BLUEPRINTS:
-        check(build(name, site, device=device, dtype=dtype, rng_seed=0), site, name=name)
+        check(build(name, site, device=device, dtype=dtype, rng_seed=0, host=host), site, name=name)
 
 
 def _broken(label: str, site: FeatureSpec, reason: str) -> BlueprintError:
@@ -333,17 +363,17 @@ def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: FeatureSpec
             part.training = training
 
 
-def _make(name: str, site: FeatureSpec) -> nn.Module:
+def _make(name: str, site: FeatureSpec, host: nn.Module | None = None) -> nn.Module:
     """Call the factory of a blueprint for this site. Raise BlueprintError if it fails."""
     blueprint_index(name)
-    factory = _factory(name, site.layout)
+    factory = factory_of(name, site.layout)
     if factory is None:
         raise BlueprintError(
             f"blueprint {name!r} serves {_listed(each for n, each in _FACTORIES if n == name)}, "
             f"not a {site.layout} site. This site takes: {_listed(blueprints_for(site.layout))}"
         )
     try:
-        seed = factory(site.dim)
+        seed = factory.from_host(host) if host is not None and isinstance(factory, HostFactory) else factory(site.dim)
     except Exception as error:
         raise BlueprintError(
             f"blueprint {name!r} cannot be built for a {site.layout} site of width {site.dim}: its function fails with "
@@ -354,7 +384,7 @@ def _make(name: str, site: FeatureSpec) -> nn.Module:
     return fitted(seed, site)
 
 
-def _factory(name: str, layout: Layout) -> Factory | None:
+def factory_of(name: str, layout: Layout) -> Factory | None:
     """Return the function of a blueprint for a layout. A user's for sequences also serves bidirectional models."""
     if layout == Layout.BIDIRECTIONAL and name not in BLUEPRINTS:
         return _FACTORIES.get((name, layout)) or _FACTORIES.get((name, Layout.SEQUENCE))
