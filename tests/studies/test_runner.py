@@ -1,17 +1,19 @@
 """Jobs in worker processes: resuming, failures, locks and interruption."""
 
+import gc
 import os
 import signal
 import subprocess
 import sys
 import time
+import weakref
 
 import pytest
 
 from esper.leyline.errors import RunError, TrainingError
 from esper.studies.contract import Arm
 from esper.studies.results import Job, read_results
-from esper.studies.runner import check_points, run_jobs, seconds_left, shard_lock
+from esper.studies.runner import attempt, check_points, run_jobs, seconds_left, shard_lock
 from tests.support import ROOT
 from tests.support.example_studies import example_study, point, train_by_formula
 from tests.support.run_outcomes import heed_signals
@@ -51,6 +53,30 @@ def test_failing_job_does_not_stop_the_others_and_is_retried(tmp_path):
     assert {(r.arm, r.world) for r in read_results(tmp_path)} == {("better", 100), ("worse", 101), ("better", 101)}
     with pytest.raises(RunError, match="1 of 4 jobs failed"):
         run_jobs(study, JOBS, tmp_path, 1, lambda _text: None)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_job_leaves_no_network_in_memory(capsys, fails):
+    class Network:
+        pass
+
+    alive = []
+
+    def train(_job):
+        network = Network()
+        network.itself = network  # a reference cycle, as between a module and its hooks
+        alive.append(weakref.ref(network))
+        if fails:
+            raise TrainingError("diverged")
+        return "trained"
+
+    gc.disable()
+    try:
+        assert attempt(train, JOBS[0]) == ("TrainingError: diverged" if fails else "trained")
+        assert alive[0]() is None
+    finally:
+        gc.enable()
+    assert ("diverged" in capsys.readouterr().err) == fails
 
 
 def test_worker_that_ends_is_reported(tmp_path):

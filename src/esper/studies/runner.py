@@ -7,6 +7,7 @@ job is written when it has finished: ending the command at any time loses only t
 from __future__ import annotations
 
 import contextlib
+import gc
 import hashlib
 import inspect
 import math
@@ -145,6 +146,8 @@ def attempt(train: Callable[[AnyJob], Result], job: AnyJob) -> Result | str:
     except Exception as error:  # whatever a trainer raises ends its own job only
         traceback.print_exc()
         return f"{type(error).__name__}: {error}"
+    finally:
+        gc.collect()  # networks and their data are in reference cycles, which outlive many jobs otherwise
 
 
 def run_job(
