@@ -16,10 +16,12 @@ from esper.leyline.errors import ConfigError
 from esper.studies.arms import Space, audition, host_macs, largest_within, structure_named, weakened
 from esper.studies.budgeted import Session, few_samples, first_classes, full_structure, full_training_macs
 from esper.studies.contract import Arm
+from esper.studies.results import read_saved
 from esper.studies.table import STUDIES
 from esper.studies.trainers import TRAINERS, trainer_of
 from esper.tamiyo.controllers import Schedule, Wait
 from esper.tolaria.tasks import get_task
+from tests.support import ROOT
 
 SMALL = replace(get_task("digits"), epochs=10, batches_per_epoch=4, val_size=64)
 LIMIT = 0.7  # share of the full structure
@@ -241,6 +243,31 @@ def test_small_host_trains_for_the_whole_budget(monkeypatch):
     unit = full_training_macs(SMALL)
     assert point.epochs == int(8 * unit / session().epoch_macs) > 8 * SMALL.epochs
     assert 0.98 * 8 * unit < point.train_macs <= 8 * unit
+
+
+@pytest.mark.parametrize("structure", ["full", "none"])
+def test_arm_with_epochs_trains_for_these_at_each_budget_and_decays_at_its_end(structure, monkeypatch):
+    monkeypatch.setattr("esper.studies.arms.get_task", lambda _: SMALL)
+    arm = Arm(name="steps", kind="static", settings={"structure": structure, "epochs": (3, 7)})
+    points = trainer_of(arm)(arm, "digits", 0, [0.2, 0.5])
+    trunk = session(structure=structure_named(SMALL, structure))
+    assert [(p.budget, p.epochs, p.train_macs) for p in points] == [
+        (0.2, 3, 3 * trunk.epoch_macs),
+        (0.5, 7, 7 * trunk.epoch_macs),
+    ]
+    (alone,) = trunk.run(Wait(), [(7 * trunk.epoch_macs + 1) / trunk.unit])
+    assert (alone.test_quality, alone.test_loss) == (points[1].test_quality, points[1].test_loss)
+
+
+@pytest.mark.parametrize(
+    "study", [study for study in STUDIES.values() if any(a.name == "equal_steps" for a in study.arms)]
+)
+def test_arms_of_equal_steps_have_the_epochs_of_the_grown_arm_in_saved_results(study):
+    """Pairs at equal steps are points with the same number of epochs: other epochs in the table would leave none."""
+    saved = read_saved(ROOT / "studies" / f"{study.name}.json")
+    (grown,) = {claim.arm for claim in study.claims if claim.against == "equal_steps"}
+    epochs = {tuple(point.epochs for point in record.points) for record in saved.records if record.arm == grown}
+    assert epochs == {study.arm("equal_steps").settings["epochs"]} == {study.arm("no_growth").settings["epochs"]}
 
 
 def test_host_within_the_limit_trains_for_the_whole_budget_of_a_search(monkeypatch):

@@ -88,8 +88,8 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
 
     Settings: `structure` ("none", "full", a blueprint), `slots` (how many, from the first; default all), `host` ("own",
     "wider", "deeper"), `seeds` (see `resized`), `limit` (see `Space`: the host is the largest within it, and a unit is
-    that of the searches), `pretrain` (epochs that the host was trained before), `weak` (see `weakened`), and those of
-    `SITUATION`.
+    that of the searches), `pretrain` (epochs that the host was trained before), `weak` (see `weakened`), `epochs`
+    (train for this many epochs at each budget instead of for its compute), and those of `SITUATION`.
     """
     own = weakened(get_task(task), world, arm.settings.get("weak", "none"))
     if "limit" in arm.settings:
@@ -101,7 +101,19 @@ def train_static(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     structure = structure_named(own, arm.settings.get("structure", "none"), arm.settings.get("slots"))
     session = Session(host, world, unit=unit, structure=structure, **chosen(arm, SITUATION))
     session.pretrain(arm.settings.get("pretrain", 0))
-    return session.run(Wait(), budgets)
+    epochs = arm.settings.get("epochs")
+    if epochs is None:
+        return session.run(Wait(), budgets)
+    # one multiply-add more: a budget is a fraction of the unit, and rounding it down would lose an epoch
+    return at_budgets(session.run(Wait(), [(count * session.epoch_macs + 1) / unit for count in epochs]), budgets)
+
+
+def at_budgets(points: Sequence[Point], budgets: Sequence[float], spent: int = 0) -> list[Point]:
+    """Return the points with these budgets, and with the compute `spent` before their training added to theirs."""
+    return [
+        msgspec.structs.replace(point, budget=budget, train_macs=spent + point.train_macs)
+        for point, budget in zip(points, budgets, strict=True)
+    ]
 
 
 @trainer("planted")
@@ -263,10 +275,7 @@ def train_placed(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
         gains, spent = audition(session, seeds, arm.settings["trial"])
         seed = max(seeds, key=gains.__getitem__)
     points = session.copy(dict([seed])).run(Wait(), [budget - spent / session.unit for budget in budgets])
-    return [
-        msgspec.structs.replace(point, budget=budget, train_macs=spent + point.train_macs)
-        for point, budget in zip(points, budgets, strict=True)
-    ]
+    return at_budgets(points, budgets, spent)
 
 
 def audition(session: Session, seeds: Sequence[Seed], epochs: int) -> tuple[dict[Seed, float], int]:

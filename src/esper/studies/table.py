@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
+
 from esper.leyline.errors import unknown_name
 from esper.simic.rewards import REWARDS
 from esper.simic.training.config import HELD_OUT_FROM
@@ -16,10 +18,10 @@ FULL = {"structure": "full"}
 HOST_ONLY = {"structure": "none"}
 """The host without seeds, which is also the default. Arms that state it have other hashes than those whose saved
 results were made with a limit of epochs."""
-LIMIT = {"limit": 0.7}
+LIMIT: dict[str, Any] = {"limit": 0.7}
 """Limit of multiply-adds per sample, as a share of the full structure's: 110,622 for `rescue`."""
 
-WEAK = {"weak": "kernel"}
+WEAK: dict[str, Any] = {"weak": "kernel"}
 """One block of the host sees single pixels only; the world draws which one."""
 
 
@@ -41,13 +43,26 @@ def _references(**situation: Any) -> tuple[Arm, ...]:
     return (_static("from_start", **FULL, **situation), _static("small_host", **HOST_ONLY, **situation))
 
 
-def _larger_hosts(**situation: Any) -> tuple[Arm, ...]:
-    """Return hosts as large as the full structure, without seeds."""
-    return (_static("wider_host", host="wider", **situation), _static("deeper_host", host="deeper", **situation))
+def _equal_steps(*epochs: int, **situation: Any) -> tuple[Arm, ...]:
+    """Return the full structure from step 0, and the host alone, for as many epochs as a grown arm at each budget.
+
+    The grown arm of a study has the same epochs on all of its tasks: costs of seeds relative to the host are alike.
+    """
+    return (
+        _static("equal_steps", **FULL, epochs=epochs, **situation),
+        _static("no_growth", **HOST_ONLY, epochs=epochs, **situation),
+    )
+
+
+def _larger_hosts(deeper: dict[str, Any] | None = None, **situation: Any) -> tuple[Arm, ...]:
+    """Return hosts as large as the full structure, without seeds. `deeper` has further settings of the deeper one."""
+    wider = _static("wider_host", host="wider", **situation)
+    return wider, _static("deeper_host", host="deeper", **situation, **(deeper or {}))
 
 
 _LARGER_CLAIMS = tuple(Claim(arm="grown", against=against) for against in ("wider_host", "deeper_host"))
 _GROWN_CLAIMS = tuple(Claim(arm="grown", against=against) for against in ("from_start", "small_host"))
+_STEPS_CLAIMS = tuple(Claim(arm="grown", against=against, at="equal steps") for against in ("equal_steps", "no_growth"))
 _AUDITION = Arm(name="audition", kind="audition", settings={**LIMIT, "start": 4, "trial": 0.025, "keep": 0.6})
 _SEARCHES = (
     Arm(name="random_search", kind="random_search", settings=LIMIT),
@@ -68,7 +83,8 @@ _ROWS = (
         task=("rescue",),
         arms=(
             *_references(),
-            *_larger_hosts(**HOST_ONLY),
+            *_equal_steps(14, 17, 25, 33),
+            *_larger_hosts(),
             _planted("isolated_birth", "isolated", 1),
             _planted("open_birth", "open", 8),
             _planted("open_birth_late", "open", 16),
@@ -86,6 +102,8 @@ _ROWS = (
             Claim(arm="open_birth", against="deeper_host"),
             Claim(arm="open_birth", against="isolated_birth"),
             Claim(arm="open_birth", against="from_start", at="frontier area"),
+            Claim(arm="open_birth", against="equal_steps", at="equal steps"),
+            Claim(arm="open_birth", against="no_growth", at="equal steps"),
         ),
         min_worlds=16,
     ),
@@ -125,13 +143,14 @@ _ROWS = (
         task=("rescue", "search_cifar"),
         arms=(
             *_references(change=20),
+            *_equal_steps(41, 49, 61, change=20),
             _static("restart", **FULL),  # the full structure, trained on all classes from its step 0
-            *_larger_hosts(**HOST_ONLY, change=20),
+            *_larger_hosts(change=20, deeper=HOST_ONLY),
             _planted("grown", "open", 20, change=20),
         ),
         budgets=(0.5, 0.7, 1.0),
         worlds=(100, 8),
-        claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, Claim(arm="grown", against="restart")),
+        claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, Claim(arm="grown", against="restart"), *_STEPS_CLAIMS),
         min_worlds=8,
     ),
     Study(
@@ -140,12 +159,13 @@ _ROWS = (
         task=("rescue", "search_cifar"),
         arms=(
             *_references(samples=1000),
-            *_larger_hosts(**HOST_ONLY, samples=1000),
+            *_equal_steps(17, 25, 41, samples=1000),
+            *_larger_hosts(samples=1000, deeper=HOST_ONLY),
             _planted("grown", "open", 8, samples=1000),
         ),
         budgets=(0.2, 0.4, 0.8),
         worlds=(100, 8),
-        claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS),
+        claims=(*_GROWN_CLAIMS, *_LARGER_CLAIMS, *_STEPS_CLAIMS),
         min_worlds=8,
     ),
     Study(
@@ -209,6 +229,7 @@ _ROWS = (
         task=("rescue", "rescue_cifar"),
         arms=(
             *_references(),
+            *_equal_steps(6, 8, 10, 13, 21),
             *_larger_hosts(),
             _planted("grown", "open", 4),
         ),
@@ -221,6 +242,7 @@ _ROWS = (
             Claim(arm="grown", against="deeper_host", at="frontier area"),
             *_GROWN_CLAIMS,
             *_LARGER_CLAIMS,
+            *_STEPS_CLAIMS,
         ),
         min_worlds=8,
     ),
@@ -230,6 +252,7 @@ _ROWS = (
         task=("moby_deep", "sotu_deep"),
         arms=(
             *_references(),
+            *_equal_steps(61, 72, 97),
             *_larger_hosts(),
             _planted("grown", "open", 50),
         ),
@@ -237,9 +260,9 @@ _ROWS = (
         worlds=(100, 8),
         metric="test_loss",
         claims=tuple(
-            Claim(arm="grown", against=against, direction="lower", budget=budget)
+            msgspec.structs.replace(claim, direction="lower", budget=budget)
             for budget in (0.5, 1.0)
-            for against in ("from_start", "wider_host", "deeper_host", "small_host")
+            for claim in (*_GROWN_CLAIMS, *_LARGER_CLAIMS, *_STEPS_CLAIMS)
         ),
         min_worlds=8,
     ),
