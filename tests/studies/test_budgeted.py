@@ -52,6 +52,15 @@ def test_branches_leave_the_trunk_unchanged():
     assert replace_seconds(branched[-1]) == replace_seconds(alone[-1])
 
 
+def test_points_do_not_depend_on_how_many_samples_validate_the_epochs_between_them(monkeypatch):
+    few = session(rules=Rules(birth="open")).run(Schedule(["mlp"], start=2), [0.3, 0.6])
+    static = session().run(Wait(), [0.05, 0.1])
+    monkeypatch.setattr("esper.studies.budgeted.WATCHED", 8)
+    fewer = session(rules=Rules(birth="open")).run(Schedule(["mlp"], start=2), [0.3, 0.6])
+    assert list(map(replace_seconds, fewer)) == list(map(replace_seconds, few))
+    assert list(map(replace_seconds, session().run(Wait(), [0.05, 0.1]))) == list(map(replace_seconds, static))
+
+
 def replace_seconds(point: object) -> dict[str, object]:
     return {name: getattr(point, name) for name in point.__struct_fields__ if name != "seconds"}
 

@@ -34,6 +34,8 @@ from esper.tolaria.tasks import Task, decay_factor
 
 Structure = dict[str, str]
 """Blueprint by slot."""
+WATCHED = 256
+"""Number of validation samples of the epochs whose quality nobody reads: the governor needs their loss."""
 FULL = {"map": "conv_heavy", "sequence": "block", "vector": "mlp"}
 """Blueprint of the full structure by layout of the features."""
 
@@ -75,6 +77,7 @@ class Session:
         self.task = replace(task, lr_schedule="wsd")
         self.world, self.unit, self.rules, self.max_epochs = world, unit, rules or Rules(), max_epochs
         self.data, self.change = few_samples(shared_data(task), samples, world), change
+        self.watched = few_validation(self.data)
         self.few_classes = first_classes(self.data, self.data.classes // 2) if change else self.data
         self.engine = self._engine()
         self.engine.lr_factor = self.task.warmup_factor
@@ -135,8 +138,11 @@ class Session:
         points = []
         for budget in budgets:
             macs = int(budget * self.unit)
+            if isinstance(controller, Wait):
+                self.engine.data = self.watched
             while not self._decay_is_due(macs):
                 self._step(controller)
+            self.engine.data = self.data
             points.append(self.branch(budget, macs))
         return points
 
@@ -158,8 +164,11 @@ class Session:
             epochs = min(epochs, max(1, round(self.task.decay_share * self.max_epochs)))
         begin = self.epochs
         fork.lr_factor = lambda step: decay_factor(step - begin, epochs, 1.0)
-        for _ in rollout(fork, Wait(), epochs):
+        fork.data = self.watched
+        for _ in rollout(fork, Wait(), epochs - 1):
             pass
+        fork.data = self.data
+        next(rollout(fork, Wait(), 1))
         point = self._measure(fork, budget, started)
         self.branch_seconds += time.monotonic() - started
         return point
@@ -207,6 +216,11 @@ def shared_data(task: Task) -> Dataset:
 
 
 _SHARED: dict[tuple[object, ...], Dataset] = {}
+
+
+def few_validation(data: Dataset) -> Dataset:
+    """Return the data with the first `WATCHED` validation samples only."""
+    return replace(data, val=Split(data.val.x[:WATCHED], data.val.y[:WATCHED]))
 
 
 def few_samples(data: Dataset, count: int, world: int) -> Dataset:
