@@ -303,6 +303,29 @@ _SETTINGS_ROWS = (
         seeds=(0, 1),
         worlds=(HELD_OUT_FROM, 256),
     ),
+    SettingsStudy(
+        name="sim_ablation",
+        question="What does a policy on the simulator owe to each setting of the preset?",
+        arms={
+            arm: ("rounds=34", *changes)
+            for arm, changes in {
+                "preset": (),
+                "no_memory": ("network.core=none",),
+                "lstm": ("network.core=lstm",),
+                "not_standardised": ("network.standardise=false",),
+                "no_imitation": ("imitation=0",),
+                "no_uniform_share": ("network.epsilon=0.0",),
+                "constant_entropy": ("ppo.entropy_final=0.01",),
+                "constant_rate": ("ppo.lr_final=1.0",),
+                "discounted": ("ppo.gamma=0.99",),
+                "lambda_one": ("ppo.gae_lambda=1.0",),
+                "small_rollouts": ("envs=128", "rounds=136", "imitation=40"),
+                "wide_network": ("network.width=128", "network.hidden=128"),
+            }.items()
+        },
+        seeds=(0, 1, 2),
+        worlds=(HELD_OUT_FROM, 256),
+    ),
 )
 SETTINGS_STUDIES = {study.name: study for study in _SETTINGS_ROWS}
 
