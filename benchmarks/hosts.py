@@ -6,8 +6,8 @@ import torch
 
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.leyline.actions import Operator
+from esper.leyline.lifecycle import Effect, EffectKind
 from esper.leyline.stages import SeedStage
 from esper.tolaria.engine import Engine
 from esper.tolaria.tasks import Task

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import add_output_options, make_parser, print_json, timed
-from esper.kasmina.lifecycle import legal
+from esper.leyline.lifecycle import legal
 from esper.tamiyo.policy.action_masks import DEFAULT_FIXED, compute_batch_masks
 from esper.tamiyo.policy.features import batch_obs_to_features, num_features
 from tests.reference.observations import reports, slow_features, slow_masks, slow_prices

@@ -11,8 +11,8 @@ from time import process_time, thread_time
 
 import torch
 
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.events import Level
+from esper.leyline.lifecycle import Rules
 from esper.nissa.recorder import record
 from esper.simic.attribution import CounterfactualHelper
 from esper.simic.telemetry.emitters import TelemetryEmitter

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.measure import add_output_options, make_parser, print_json
-from esper.kasmina.lifecycle import Rules
+from esper.leyline.lifecycle import Rules
 from esper.simic.evaluation.sim_oracle import play
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator

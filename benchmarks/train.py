@@ -37,8 +37,8 @@ from benchmarks.bare_loop import BareLoop
 from benchmarks.bars import Bar, bars
 from benchmarks.hosts import BLUEPRINTS, plant, reference_task
 from benchmarks.measure import add_output_options, make_parser, print_json, timed
-from esper.kasmina.lifecycle import Outcome
 from esper.leyline.errors import TrainingError
+from esper.leyline.lifecycle import Outcome
 from esper.leyline.slot_table import Ints
 from esper.leyline.stages import SeedStage
 from esper.nissa.hub import NissaHub

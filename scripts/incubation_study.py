@@ -25,9 +25,9 @@ from torch import Tensor, nn
 from esper.kasmina import slot as slot_module
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body, Incubation
-from esper.kasmina.lifecycle import Rules, apply, tick
 from esper.kasmina.slot import FeelNothing, Slot, straight_through
 from esper.leyline.actions import NUM_HEADS, Head, Op
+from esper.leyline.lifecycle import Rules, apply, tick
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tolaria.coalitions import statistics
 from esper.tolaria.engine import Engine, HostNetwork

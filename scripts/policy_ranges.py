@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 
-from esper.kasmina.lifecycle import Rules
+from esper.leyline.lifecycle import Rules
 from esper.simic.env import HostBackend
 from esper.tamiyo.controllers.learned import Learned
 from esper.tamiyo.decision_record import DecisionLog

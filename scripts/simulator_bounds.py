@@ -15,7 +15,7 @@ import argparse
 
 import msgspec
 
-from esper.kasmina.lifecycle import Rules
+from esper.leyline.lifecycle import Rules
 from esper.leyline.paired import compare
 from esper.simic.evaluation.comparison import play
 from esper.simic.evaluation.informed_planner import InformedPlanner

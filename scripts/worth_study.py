@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from esper.kasmina.blueprints import blueprint_index
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Head, Op
+from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualEngine

@@ -21,7 +21,7 @@ _HOME = {
     "graft": "esper.kasmina.graft",
     "harden": "esper.kasmina.harden",
     "Body": "esper.kasmina.body",
-    "Rules": "esper.kasmina.lifecycle",
+    "Rules": "esper.leyline.lifecycle",
     "blueprint": "esper.kasmina.blueprints",
     "register_copy": "esper.kasmina.copied_blocks",
     "repeatable_blocks": "esper.kasmina.copied_blocks",
@@ -65,8 +65,8 @@ if TYPE_CHECKING:
     from esper.kasmina.copied_blocks import repeatable_blocks as repeatable_blocks
     from esper.kasmina.graft import graft as graft
     from esper.kasmina.harden import harden as harden
-    from esper.kasmina.lifecycle import Rules as Rules
     from esper.leyline.errors import EsperError as EsperError
+    from esper.leyline.lifecycle import Rules as Rules
     from esper.leyline.slot_table import SlotTable as SlotTable
     from esper.leyline.stages import PERMISSIVE as PERMISSIVE
     from esper.leyline.stages import STRICT as STRICT

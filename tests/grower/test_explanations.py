@@ -9,7 +9,7 @@ from torch import nn
 
 import esper
 from esper.grower.explanations import why_nothing_was_planted
-from esper.kasmina.lifecycle import Rules
+from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import SlotTable
 from esper.tamiyo.controllers import Heuristic, Random, Schedule, Wait, wait_everywhere
 from tests.support.rules import ISOLATED

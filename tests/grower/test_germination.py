@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from esper.grower.explanations import late_planting, planting_obstacle
-from esper.kasmina.lifecycle import Rules
+from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 

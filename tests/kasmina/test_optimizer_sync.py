@@ -17,10 +17,10 @@ from torch.optim import lr_scheduler as sched
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
-from esper.kasmina.lifecycle import Effect, EffectKind, Rules, apply, tick
 from esper.kasmina.optimizer_sync import SEED_GROUP, OptimizerSync, clip_separately
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import BlueprintError, GraftError, OptimizerError
+from esper.leyline.lifecycle import Effect, EffectKind, Rules, apply, tick
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import wait_everywhere

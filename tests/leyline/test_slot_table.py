@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from esper.kasmina.lifecycle import is_legal
 from esper.leyline import BLUEPRINTS, SeedStage, SlotTable
+from esper.leyline.lifecycle import is_legal
 from esper.leyline.slot_table import HISTORY, SEED_COLUMNS
 from tests.support.random_tables import LIVELY, random_legal_actions, random_measurements, random_table
 

@@ -15,9 +15,9 @@ import pytest
 import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from esper.kasmina.lifecycle import legal
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import Level, Silence, Step
+from esper.leyline.lifecycle import legal
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import read
 from esper.nissa.recorder import record

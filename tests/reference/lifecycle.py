@@ -1,6 +1,6 @@
 """Scalar reference implementation of the lifecycle rules: one slot at a time, in plain Python.
 
-Written from the specification, not from `esper.kasmina.lifecycle`; the tests require equal results. It
+Written from the specification, not from `esper.leyline.lifecycle`; the tests require equal results. It
 shares only the enums and the table's column names with the code it checks.
 """
 

@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from esper.kasmina.blueprints import blueprint_index, cost
 from esper.kasmina.graft import graft
-from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import Head, Op
+from esper.leyline.lifecycle import Rules, legal
 from esper.leyline.slot_table import SlotTable, live_costs
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper

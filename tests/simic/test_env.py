@@ -16,9 +16,9 @@ from gymnasium.wrappers.vector import DictInfoToList, RecordEpisodeStatistics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.kasmina.lifecycle import Rules, is_legal
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
+from esper.leyline.lifecycle import Rules, is_legal
 from esper.leyline.stages import SeedStage
 from esper.simic.env import GrowthVectorEnv, HostBackend
 from esper.simic.rewards import REWARDS, Frame, RewardConfig, reward, utility

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from esper.kasmina.lifecycle import legal
 from esper.leyline.actions import Head, Op
+from esper.leyline.lifecycle import legal
 from esper.nissa.journal_reader import read
 from esper.nissa.recorder import record, record_on
 from esper.simic.env import GrowthVectorEnv

@@ -11,9 +11,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, Head, Op
 from esper.leyline.errors import ConfigError, UnknownNameError
+from esper.leyline.lifecycle import Rules
 from esper.leyline.stages import SeedStage
 from esper.simic.rewards import REWARDS, WITH_POTENTIAL, Frame, RewardConfig, rent, reward, reward_mode, utility
 from esper.simic.simulator import SimConfig, Simulator

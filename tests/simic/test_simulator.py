@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from esper.kasmina.blueprints import cost
 from esper.kasmina.blueprints.registry import FeatureSpec, Layout
-from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Rules, legal
 from esper.leyline.rng import bell, random_bits, uniform, world_keys
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import NEXT_STAGES, SeedStage

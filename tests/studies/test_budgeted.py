@@ -11,8 +11,8 @@ from torch import nn
 
 import esper
 from esper.grower.audition import Audition, Trial
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Rules
 from esper.studies.arms import Space, audition, host_macs, largest_within, structure_named, weakened
 from esper.studies.budgeted import Session, few_samples, first_classes, full_structure, full_training_macs
 from esper.studies.contract import Arm

@@ -7,8 +7,8 @@ from functools import cache
 import numpy as np
 from hypothesis import strategies as st
 
-from esper.kasmina.lifecycle import Rules
 from esper.leyline import PERMISSIVE, STRICT, Head, SlotTable, Thresholds
+from esper.leyline.lifecycle import Rules
 from tests.support.random_tables import random_actions, random_legal_actions, random_table
 
 floors = st.sampled_from([None, float("-inf"), -0.02, 0.0, 0.01, 0.5])

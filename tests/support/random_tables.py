@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from esper.kasmina.lifecycle import Rules, apply, legal, record_contribution, record_epoch, tick
 from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, Head, Op
+from esper.leyline.lifecycle import Rules, apply, legal, record_contribution, record_epoch, tick
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 

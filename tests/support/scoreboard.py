@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Op
+from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.simic.evaluation.sim_oracle import FollowPlans, Plan, best_schedule, play

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from esper.kasmina.lifecycle import is_legal, legal
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import is_legal, legal
 from esper.leyline.slot_table import SlotTable
 from esper.tamiyo.network import (
     LEAST_DEVIATION,

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import seeded
-from esper.kasmina.lifecycle import Rules, legal
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import Head, Op, Operator
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Rules, legal
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tolaria.batched_modules import WideSeed

@@ -12,8 +12,8 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from esper.kasmina.blueprints import blueprints_for
 from esper.kasmina.blueprints.registry import MacCounter
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Operator
+from esper.leyline.lifecycle import Rules
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.controllers import Schedule, Wait
 from esper.tolaria.engine import ComputeMeter, Engine, pass_macs, score

@@ -18,10 +18,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
 from esper.kasmina.hosts import CNNHost, MLPHost
-from esper.kasmina.lifecycle import EffectKind, Rules, legal
 from esper.kasmina.slot import Mode
 from esper.leyline.actions import Head, Op, Operator
 from esper.leyline.errors import ConfigError, UnknownNameError
+from esper.leyline.lifecycle import EffectKind, Rules, legal
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import Schedule, Wait, wait_everywhere

@@ -14,8 +14,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Rules, legal
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import Thresholds
 from esper.tamiyo.controllers import Random, Schedule, wait_everywhere

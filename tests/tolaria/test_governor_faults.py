@@ -18,11 +18,11 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.blueprints import blueprint, blueprint_index, unregister
-from esper.kasmina.lifecycle import Rules
 from esper.leyline import events
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import TrainingError
 from esper.leyline.events import Event
+from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from esper.kasmina.lifecycle import Rules, legal
 from esper.leyline.errors import CheckpointError
+from esper.leyline.lifecycle import Rules, legal
 from esper.leyline.stages import Thresholds
 from esper.tamiyo.controllers import Schedule
 from esper.tolaria.engine import Engine

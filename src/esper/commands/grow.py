@@ -40,11 +40,11 @@ from esper.karn import report as karn_report
 from esper.karn.run_state import RunState
 from esper.karn.worth_plot import plot_worth
 from esper.kasmina.harden import harden
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.atomic_io import write_atomically
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import RunStarted
 from esper.leyline.events import level as level_by_name
+from esper.leyline.lifecycle import Rules
 from esper.leyline.run_files import DECISIONS
 from esper.leyline.stages import SeedStage
 from esper.nissa.recorder import Run, record, record_on

@@ -20,9 +20,9 @@ from typing import Any
 import msgspec
 
 from esper.commands.resuming import KINDS
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.errors import CheckpointError, ConfigError
 from esper.leyline.events import Checkpoint, Level
+from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import network_params
 from esper.leyline.stages import SeedStage
 from esper.nissa.recorder import Run

@@ -11,9 +11,9 @@ import numpy as np
 
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import Effect, EffectKind, Rules, legal
 from esper.leyline.actions import Head, Op
 from esper.leyline.gates import gate_reasons
+from esper.leyline.lifecycle import Effect, EffectKind, Rules, legal
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import COOLING, GROWING, Check, SeedStage
 from esper.leyline.text import html_table

@@ -45,14 +45,14 @@ from esper.grower.operations import (
 from esper.grower.qualities import NeedsTargets, Quality, find_quality
 from esper.grower.ranks import Group, Ranks
 from esper.grower.training_watch import TrainingWatch
-from esper.kasmina import lifecycle
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import Effect, EffectKind, Outcome, Rules
 from esper.kasmina.optimizer_sync import refuse_scheduled, refuse_ungrafted, unwrapped
 from esper.kasmina.slot import Incubation, Slot
+from esper.leyline import lifecycle
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
+from esper.leyline.lifecycle import Effect, EffectKind, Outcome, Rules
 from esper.leyline.slot_table import SlotTable
 from esper.simic.env import context_of
 from esper.simic.telemetry.emitters import TelemetryEmitter

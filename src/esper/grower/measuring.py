@@ -11,8 +11,8 @@ import numpy as np
 
 from esper.grower.qualities import NeedsTargets, Quality, scored
 from esper.grower.ranks import Ranks, ValidationShare
-from esper.kasmina import lifecycle
 from esper.kasmina.body import Body
+from esper.leyline import lifecycle
 from esper.leyline.errors import ConfigError
 from esper.leyline.slot_table import SlotTable
 from esper.simic.attribution import CounterfactualEngine, Worth, report

@@ -13,12 +13,12 @@ from torch import nn
 from esper.grower.explanations import late_planting, why_not_legal
 from esper.grower.ranks import Ranks
 from esper.grower.training_watch import TrainingWatch
-from esper.kasmina import lifecycle
 from esper.kasmina.blueprints import blueprint_index, registered
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import EffectKind, Outcome, Rules
+from esper.leyline import lifecycle
 from esper.leyline.actions import ALPHA_TARGETS, HEAD_OPTIONS, NUM_HEADS, STYLES, Head, Op
 from esper.leyline.errors import ConfigError, LifecycleError, unknown_name
+from esper.leyline.lifecycle import EffectKind, Outcome, Rules
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.text import cut
 from esper.simic.telemetry.emitters import TelemetryEmitter

@@ -1,4 +1,4 @@
-"""The growing body: slots, seeds, lifecycle rules, and structural changes of a model and its optimiser.
+"""The growing body: slots, seeds, and structural changes of a model and its optimiser.
 
-May import leyline. Read first: `lifecycle.py` (the rules), then `slot.py` and `graft.py` (the modules).
+May import leyline, whose `lifecycle.py` has the rules. Read first: `slot.py`, then `graft.py` and `body.py`.
 """

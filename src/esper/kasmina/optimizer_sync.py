@@ -21,10 +21,10 @@ from torch.optim import Optimizer
 
 from esper.kasmina.blueprints import blueprint_name
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.kasmina.slot import Slot, grafted_module
 from esper.leyline.actions import Operator
 from esper.leyline.errors import GraftError, OptimizerError
+from esper.leyline.lifecycle import Effect, EffectKind
 from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage

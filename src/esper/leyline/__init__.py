@@ -1,6 +1,6 @@
 """Contracts: the enums, tables and data types that all packages share. Imports no torch and no other package.
 
-Read first: `stages.py` (the lifecycle), `actions.py` (what a controller can choose), `slot_table.py`.
+Read first: `stages.py`, `actions.py` (what a controller can choose), `slot_table.py`, then `lifecycle.py` (the rules).
 """
 
 from esper.leyline.actions import BLUEPRINTS, HEAD_OPTIONS, RELEVANCE, STYLES, Curve, Head, Op, Operator

@@ -63,7 +63,7 @@ class SlotTable:
     operator: Ints = _slot(np.int8, -1)
     tempo: Ints = _slot(np.int16, 0)  # length of the first ramp in epochs
     params: Ints = _slot(np.int64, 0)
-    # weight of the seed in the host: alpha is a closed form of the next five (`alpha_at` in kasmina/lifecycle.py)
+    # weight of the seed in the host: alpha is a closed form of the next five (`alpha_at` in leyline/lifecycle.py)
     alpha: Floats = _slot(np.float32, 0.0)
     alpha_from: Floats = _slot(np.float32, 0.0)
     alpha_to: Floats = _slot(np.float32, 0.0)

@@ -35,9 +35,9 @@ from gymnasium.vector import AutoresetMode, VectorEnv
 from gymnasium.vector.utils import batch_space
 
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import Outcome, Rules, legal
 from esper.leyline.actions import NUM_HEADS, Head
 from esper.leyline.errors import ConfigError, unknown_name
+from esper.leyline.lifecycle import Outcome, Rules, legal
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import Thresholds
 from esper.simic.attribution import CounterfactualHelper, Worth

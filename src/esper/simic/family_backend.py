@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from esper.kasmina.lifecycle import Outcome, Rules
+from esper.leyline.lifecycle import Outcome, Rules
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.attribution import Worth
 from esper.simic.env import HostBackend, Part

@@ -24,9 +24,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from esper.kasmina.lifecycle import Outcome, Rules, apply, legal, record_contribution, record_epoch, tick
 from esper.leyline.actions import BLUEPRINTS, Operator
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Outcome, Rules, apply, legal, record_contribution, record_epoch, tick
 from esper.leyline.rng import bell, random_bits
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable, live_costs
 from esper.leyline.stages import NUM_STAGES, SeedStage

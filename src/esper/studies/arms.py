@@ -12,7 +12,7 @@ import numpy as np
 
 from esper.kasmina.blueprints import blueprint_index, unregister
 from esper.kasmina.copied_blocks import register_copy
-from esper.kasmina.lifecycle import Rules
+from esper.leyline.lifecycle import Rules
 from esper.leyline.planning import Seed, planned
 from esper.leyline.rng import derive_seed
 from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs, shared_data

@@ -18,8 +18,8 @@ from dataclasses import replace
 
 from esper.kasmina.blueprints import blueprint, registered
 from esper.kasmina.blueprints.builtin import transformer_block
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Operator
+from esper.leyline.lifecycle import Rules
 from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import live_costs, network_params
 from esper.simic.env import context_of

@@ -30,7 +30,8 @@ from torch import Tensor, nn
 from esper.kasmina.blueprints import blueprint_index, count_macs
 from esper.kasmina.body import Body
 from esper.kasmina.graft import graft
-from esper.kasmina.lifecycle import (
+from esper.leyline.actions import Operator
+from esper.leyline.lifecycle import (
     Effect,
     EffectKind,
     Outcome,
@@ -41,7 +42,6 @@ from esper.kasmina.lifecycle import (
     record_epoch,
     tick,
 )
-from esper.leyline.actions import Operator
 from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage

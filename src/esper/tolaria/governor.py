@@ -29,8 +29,8 @@ import torch
 from torch import Tensor, nn
 
 from esper.kasmina.forking import ForkPoint
-from esper.kasmina.lifecycle import Effect, EffectKind, expel
 from esper.leyline.errors import TrainingError
+from esper.leyline.lifecycle import Effect, EffectKind, expel
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.engine_config import GovernorConfig

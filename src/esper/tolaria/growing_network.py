@@ -30,10 +30,10 @@ from torch.optim import Optimizer
 from esper.kasmina.blueprints import seeded
 from esper.kasmina.body import Body
 from esper.kasmina.forking import Norm
-from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.kasmina.optimizer_sync import GradientMeter, GradientStats, OptimizerSync, clip_separately, gradient_norms
 from esper.kasmina.slot import Incubation, Slot
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Effect, EffectKind
 from esper.leyline.slot_table import Floats, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions, Measured, Score, evaluate

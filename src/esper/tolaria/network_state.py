@@ -24,12 +24,12 @@ from torch import Tensor
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import STRUCTURE, Body, hidden_buffers
 from esper.kasmina.forking import ForkPoint
-from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.kasmina.optimizer_state import OptimizerState, load_optimizer, optimizer_state
 from esper.kasmina.optimizer_sync import GradientMeter, sharded_like, whole
 from esper.kasmina.slot import Slot
 from esper.leyline.actions import ALPHA_TARGETS, TEMPO_EPOCHS
 from esper.leyline.errors import CheckpointError
+from esper.leyline.lifecycle import Effect, EffectKind
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.engine import Engine

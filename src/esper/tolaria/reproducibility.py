@@ -48,7 +48,7 @@ def code_hash(*packages: str) -> str:
     """
     digest = hashlib.sha256()
     home = Path(esper.__path__[0])
-    for package in packages or ("kasmina", "tolaria"):
+    for package in packages or ("leyline", "kasmina", "tolaria"):
         for file in sorted((home / package).rglob("*.py")):
             code = _code_of(file)
             digest.update(f"{file.relative_to(home).as_posix()}\n{code}\n".encode())

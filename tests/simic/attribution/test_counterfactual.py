@@ -15,8 +15,8 @@ from torch import Tensor, nn
 import esper
 from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body
-from esper.kasmina.lifecycle import Effect, EffectKind
 from esper.leyline.actions import Operator
+from esper.leyline.lifecycle import Effect, EffectKind
 from esper.leyline.stages import SeedStage
 from esper.simic.attribution import CounterfactualEngine, CounterfactualHelper, Worth, report
 from esper.simic.attribution.counterfactual import exact_weights

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import Head, Op
+from esper.leyline.lifecycle import Rules
 from esper.leyline.stages import SeedStage
 from esper.simic.evaluation.comparison import play
 from esper.simic.evaluation.informed_planner import InformedPlanner

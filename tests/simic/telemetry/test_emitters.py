@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.kasmina.blueprints import blueprint_name
-from esper.kasmina.lifecycle import Outcome, Rules, apply, expel, legal, tick
 from esper.leyline import events
 from esper.leyline.actions import Head, Op
 from esper.leyline.events import Event, Level, Silence
+from esper.leyline.lifecycle import Outcome, Rules, apply, expel, legal, tick
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.simic.attribution import CounterfactualHelper

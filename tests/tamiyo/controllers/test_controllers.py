@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from esper.kasmina.lifecycle import Rules, apply, is_legal, legal, tick
 from esper.leyline.actions import BLUEPRINTS, Head, Op
 from esper.leyline.errors import UnknownNameError
+from esper.leyline.lifecycle import Rules, apply, is_legal, legal, tick
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import STRICT, SeedStage
 from esper.tamiyo.controllers import CONTROLLERS, Schedule, Wait, make_controller, wait_everywhere

@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 from torch import nn
 
 import esper
-from esper.kasmina.lifecycle import Rules, apply, is_legal, legal, record_contribution, record_epoch, tick
 from esper.leyline.actions import BLUEPRINTS, Head, Op
 from esper.leyline.errors import EsperError
+from esper.leyline.lifecycle import Rules, apply, is_legal, legal, record_contribution, record_epoch, tick
 from esper.leyline.slot_table import HISTORY, SlotTable
 from esper.leyline.stages import STRICT, SeedStage, Thresholds
 from esper.tamiyo.controllers import Heuristic, HeuristicConfig, Random

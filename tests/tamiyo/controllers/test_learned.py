@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 import torch
 
-from esper.kasmina.lifecycle import Rules, is_legal, legal
 from esper.leyline.actions import RELEVANCE, Head, Op
 from esper.leyline.errors import ConfigError, DataError
+from esper.leyline.lifecycle import Rules, is_legal, legal
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers.learned import Learned
 from esper.tamiyo.network import NetworkConfig, TamiyoNetwork

@@ -8,9 +8,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from esper.kasmina.lifecycle import is_legal, legal
 from esper.leyline.actions import HEAD_OPTIONS, NUM_HEADS, RELEVANCE, Head, Op
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import is_legal, legal
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.policy.action_masks import (

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.commands.features import run_features
-from esper.kasmina.lifecycle import legal
 from esper.leyline.actions import BLUEPRINTS
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import legal
 from esper.leyline.slot_table import SlotTable, live_costs, seed_macs
 from esper.leyline.stages import STRICT, SeedStage
 from esper.tamiyo.policy import feature_table, features

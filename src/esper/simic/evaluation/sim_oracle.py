@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import msgspec
 import numpy as np
 
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import STYLES, Head, Op, Operator
+from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.rewards import Frame, RewardConfig, reward
 from esper.simic.simulated_worlds import GATED_HARM, OPERATOR_FIT, draw_worlds

@@ -26,9 +26,9 @@ from collections.abc import Callable, Sequence
 import msgspec
 import numpy as np
 
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import BLUEPRINTS, Op
 from esper.leyline.errors import ConfigError
+from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.env import HostBackend
 from esper.simic.evaluation.plan_search import Plan

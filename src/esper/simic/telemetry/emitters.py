@@ -24,11 +24,11 @@ from typing import Any
 import numpy as np
 
 from esper.kasmina.blueprints import blueprint_name
-from esper.kasmina.lifecycle import Outcome
 from esper.leyline import events
 from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
 from esper.leyline.errors import UnknownNameError
 from esper.leyline.events import Emits, Event, Level, Number
+from esper.leyline.lifecycle import Outcome
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable, network_params
 from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NEXT_STAGES, SeedStage
 from esper.simic.attribution.worth import Worth

@@ -14,11 +14,11 @@ from typing import Any, Literal, get_args, get_origin
 
 import msgspec
 
-from esper.kasmina.lifecycle import Rules
 from esper.leyline.actions import HEAD_OPTIONS, Head, Op
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, UnknownNameError, unknown_name
 from esper.leyline.events import level
+from esper.leyline.lifecycle import Rules
 from esper.leyline.text import cut
 from esper.simic.agent.ppo import PPOConfig
 from esper.simic.rewards import WITH_POTENTIAL, RewardConfig

@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from esper.kasmina.lifecycle import alpha_at, progress
 from esper.leyline import Curve
+from esper.leyline.lifecycle import alpha_at, progress
 
 REFERENCE = {
     Curve.LINEAR: ("linear", 0),

@@ -10,7 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
-from esper.kasmina.lifecycle import (
+from esper.leyline import HEAD_OPTIONS, NEXT_STAGES, Head, Op, SeedStage, SlotTable
+from esper.leyline.actions import ALPHA_TARGETS, NUM_HEADS, STYLE_OPERATOR
+from esper.leyline.lifecycle import (
     EffectKind,
     Outcome,
     Rules,
@@ -22,8 +24,6 @@ from esper.kasmina.lifecycle import (
     record_epoch,
     tick,
 )
-from esper.leyline import HEAD_OPTIONS, NEXT_STAGES, Head, Op, SeedStage, SlotTable
-from esper.leyline.actions import ALPHA_TARGETS, NUM_HEADS, STYLE_OPERATOR
 from esper.leyline.stages import COOLING
 from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
 from tests.support.random_tables import LIVELY, random_actions, random_legal_actions, random_measurements, random_table

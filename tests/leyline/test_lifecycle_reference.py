@@ -7,11 +7,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from esper.kasmina import lifecycle
-from esper.kasmina.lifecycle import Rules
-from esper.leyline import Op, SeedStage, SlotTable
+from esper.leyline import Op, SeedStage, SlotTable, lifecycle
 from esper.leyline.actions import NUM_OPS
 from esper.leyline.gates import failed_checks, open_gates
+from esper.leyline.lifecycle import Rules
 from tests.reference import lifecycle as reference
 from tests.support.lifecycle_inputs import any_rules, mixed_actions, reached
 from tests.support.random_tables import random_measurements

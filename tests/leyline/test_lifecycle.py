@@ -6,7 +6,11 @@ import msgspec
 import numpy as np
 import pytest
 
-from esper.kasmina.lifecycle import (
+from esper.leyline import STRICT, Curve, Head, Op, Operator, SeedStage, SlotTable, Thresholds
+from esper.leyline.actions import NUM_HEADS, STYLES
+from esper.leyline.errors import ConfigError
+from esper.leyline.gates import failed_checks, open_gates
+from esper.leyline.lifecycle import (
     Effect,
     EffectKind,
     Outcome,
@@ -19,10 +23,6 @@ from esper.kasmina.lifecycle import (
     record_epoch,
     tick,
 )
-from esper.leyline import STRICT, Curve, Head, Op, Operator, SeedStage, SlotTable, Thresholds
-from esper.leyline.actions import NUM_HEADS, STYLES
-from esper.leyline.errors import ConfigError
-from esper.leyline.gates import failed_checks, open_gates
 from esper.leyline.stages import Check
 from tests.support.rules import ISOLATED
 
