@@ -55,13 +55,15 @@ def numbers(text: str) -> list[float]:
 INTERVAL = re.compile(r"[+−]?\d+\.\d+ (?:points )?\[[+−]?\d+\.\d+, [+−]?\d+\.\d+\]")
 
 
-def test_figures_of_the_readme_are_in_the_studies_that_it_names():
-    """Every difference with an interval, in a row of the table that names one study, is in that study's tables."""
-    table = README.split("<!-- when to grow: begin -->")[1].split("<!-- when to grow: end -->")[0]
-    rows = [row for row in table.splitlines() if "docs/studies/" in row]
-    assert len(rows) >= 3
+@pytest.mark.parametrize("page", ["README.md", "docs/when.md"])
+def test_figures_on_when_to_grow_are_in_the_studies_that_they_name(page):
+    """Every difference with an interval, in a row of the table that names studies, is in the tables of these."""
+    table = (ROOT / page).read_text().split("<!-- when to grow: begin -->")[1].split("<!-- when to grow: end -->")[0]
+    rows = [row for row in table.splitlines() if "studies/" in row]
+    assert len(rows) >= 10
     for row in rows:
-        studies = "".join((ROOT / path).read_text() for path in set(re.findall(r"\]\((docs/studies/\w+\.md)\)", row)))
+        pages = set(re.findall(r"\]\((?:docs/)?studies/(\w+\.md)\)", row))
+        studies = "".join((ROOT / "docs" / "studies" / name).read_text() for name in pages)
         for interval in INTERVAL.findall(row):
             assert plain(interval) in plain(studies), f"{interval} is in none of the studies of its row: {row[:80]}"
 
@@ -71,7 +73,8 @@ def plain(text: str) -> str:
 
 
 def test_first_screen_repeats_figures_of_the_table():
-    first, table = README.split("## Quickstart")[0], README.split("<!-- when to grow: begin -->")[1]
+    first = README.split("## Quickstart")[0]
+    table = README.split("<!-- when to grow: begin -->")[1]
     intervals = INTERVAL.findall(first)
     assert len(intervals) == 3
     for each in intervals:

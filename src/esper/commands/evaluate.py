@@ -270,8 +270,8 @@ def run_eval(
             raise ConfigError(
                 f"cannot write into {out}: {error.strerror or error}. Use --out to choose another directory"
             ) from error
-    names = complete(names, simulated)
     config = config_of(names, task, simulated)
+    names = complete(names, config.simulated)
     runs = [Path(n) for n in names if (Path(n) / BASELINES).is_dir()]
     places = [*(run / BASELINES for run in runs[:1]), shared_baselines()]
     table = None if plans is None else read_plan_table(plans)

@@ -116,7 +116,7 @@ def seed_life(path: Path, record: DecisionRecord, explanation: Explanation) -> l
 def life_table(life: list[dict[str, Any]]) -> Table:
     """Return the moves of a seed and the end of its episode."""
     table = Table(
-        "step", "seed", "was", "now", "by", "contribution ± se", box=None, pad_edge=False,
+        "step", "seed", "was", "now", "by", "contribution ± se, points", box=None, pad_edge=False,
         title="What happened to the seed", title_justify="left",
     )  # fmt: skip
     for row in life:
@@ -124,7 +124,7 @@ def life_table(life: list[dict[str, Any]]) -> Table:
             table.add_row(str(row["step"]), "", "", row["now"], "", end_text(row))
             continue
         measured = isinstance(row["contribution"], (int, float)) and isinstance(row["contribution_se"], (int, float))
-        worth = f"{100 * row['contribution']:+.1f} ± {100 * row['contribution_se']:.1f} points" if measured else ""
+        worth = f"{100 * row['contribution']:+.1f} ± {100 * row['contribution_se']:.1f}" if measured else ""
         seed = escape(f"{row['seed']} ({row['blueprint']})")
         table.add_row(str(row["step"]), seed, str(row["was"]), str(row["now"]), str(row["cause"]), worth)
     return table

@@ -27,7 +27,10 @@ def run_dash(directory: Path, port: int, open_browser: bool) -> None:
             "pip install 'esper-lite[web]'. Or write one file with: esper report RUN"
         )
     if not directory.is_dir():
-        raise ConfigError(f"{directory} is not a directory: pass a directory of runs, or one run directory")
+        raise ConfigError(
+            f"there is no directory {directory}. Start a run, for instance: esper grow --task rescue. Or pass a directory "
+            "of runs, or one run directory"
+        )
     from esper.karn.dash.server import serve
 
     def ready(url: str) -> None:

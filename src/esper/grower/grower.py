@@ -160,7 +160,7 @@ class Grower(Operations, Measuring):
         hub.emit(
             RunStarted(
                 command="loop", controller=type(self.controller).__name__.lower(), seed=rng_seed, env_names=("model",),
-                slots=tuple(self.network.slot_names), steps=self.horizon, host_params=host_params,
+                slots=tuple(self.network.slot_names), steps=horizon, host_params=host_params,
                 threads=torch.get_num_threads(), device=str(next(body.model.parameters()).device),
             )
         )  # fmt: skip

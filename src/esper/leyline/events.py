@@ -70,8 +70,8 @@ class RunStarted(Event, frozen=True, kw_only=True):
     env_names: tuple[str, ...]
     """A descriptive name for each environment."""
     slots: tuple[str, ...]
-    steps: int
-    """Steps of an episode."""
+    steps: int | None = None
+    """Steps of an episode; null in a user's own loop that did not state its horizon."""
     rounds: int = 1
     host_params: int
     device: str = "cpu"
@@ -170,6 +170,7 @@ class Lifecycle(Event, frozen=True, kw_only=True):
     dwell_epochs: int
     """Epochs spent in the previous stage."""
     contribution: Number = None
+    """Contribution that was known when the move was decided; null for a new seed."""
     contribution_se: Number = None
 
 

@@ -311,16 +311,12 @@ _SETTINGS_ROWS = (
             for arm, changes in {
                 "preset": (),
                 "no_memory": ("network.core=none",),
-                "lstm": ("network.core=lstm",),
                 "not_standardised": ("network.standardise=false",),
                 "no_imitation": ("imitation=0",),
                 "no_uniform_share": ("network.epsilon=0.0",),
                 "constant_entropy": ("ppo.entropy_final=0.01",),
-                "constant_rate": ("ppo.lr_final=1.0",),
-                "discounted": ("ppo.gamma=0.99",),
                 "lambda_one": ("ppo.gae_lambda=1.0",),
                 "small_rollouts": ("envs=128", "rounds=136", "imitation=40"),
-                "wide_network": ("network.width=128", "network.hidden=128"),
             }.items()
         },
         seeds=(0, 1, 2),

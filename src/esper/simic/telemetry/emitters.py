@@ -266,6 +266,8 @@ class TelemetryEmitter:
         self, before: SlotTable, table: SlotTable, at: tuple[int, int], was: int, now: int, cause: str, nth: int
     ) -> None:
         source = table if table.serial[at] >= 0 else before  # an emptied slot has no seed data any more
+        # the contribution that was known when the move was decided: that of a new seed is measured after it
+        known = before if now != SeedStage.GERMINATED and before.serial[at] == source.serial[at] else None
         self.hub.emit(
             events.Lifecycle(
                 **self._place(table, at[0]),
@@ -278,8 +280,8 @@ class TelemetryEmitter:
                 params=int((before if now in COOLING else source).params[at]),
                 alpha=float(source.alpha[at]),
                 dwell_epochs=0 if was == SeedStage.DORMANT or nth else int(before.dwell[at]),
-                contribution=number(source.contribution[at]),
-                contribution_se=number(source.contribution_se[at]),
+                contribution=None if known is None else number(known.contribution[at]),
+                contribution_se=None if known is None else number(known.contribution_se[at]),
             )
         )
 

@@ -88,6 +88,8 @@ def make_controller(name: str) -> Controller:
 
     if name == "tamiyo":
         return Learned.load(SHIPPED)
+    if not Path(name).exists() and Path(name).name != name:
+        raise ConfigError(f"there is no run directory or policy file {name}. `esper runs` lists the runs")
     if not Path(name).exists():
         raise unknown_name("controller", name, [*CONTROLLERS, "tamiyo"])
     return Learned.load(Path(name))
