@@ -28,8 +28,8 @@ def run_dash(directory: Path, port: int, open_browser: bool) -> None:
         )
     if not directory.is_dir():
         raise ConfigError(
-            f"there is no directory {directory}. Start a run, for instance: esper grow --task rescue. Or pass a directory "
-            "of runs, or one run directory"
+            f"there is no directory {directory}. Start a run, for instance: esper grow --task rescue. Or pass a "
+            "directory of runs, or one run directory"
         )
     from esper.karn.dash.server import serve
 

@@ -65,7 +65,7 @@ def graft(
     """Add slots to a model. Outputs, call signature and keys of the model do not change.
 
     Args:
-        model: Any module. It gets the slots itself and stays available as `body.model`; pass a copy to keep it as it is.
+        model: Any module. It gets the slots and stays available as `body.model`. Pass a copy to keep it as it is.
         at: Module names or patterns ("layer*"), a mapping of slot id → module name, or "auto", which proposes modules
             and prints them.
         probe: One batch that the model accepts, with at least 3 samples: a tensor, a tuple of positional arguments or a
