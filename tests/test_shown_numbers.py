@@ -63,6 +63,19 @@ def test_return_of_a_round_is_the_same_number_everywhere(trained):
     assert float(match[2]) == pytest.approx(updates[-1]["return_sd"], abs=1e-4)
 
 
+def test_eval_of_a_simulated_run_compares_it_on_simulated_hosts(trained):
+    run, _ = trained
+    printed = esper("eval", run, "--worlds", "2")
+    assert "learned (mine)" in printed
+    assert "from-start" not in printed
+
+
+def test_rounds_that_only_imitate_are_named(tmp_path):
+    printed = esper(*TRAIN, "--set", "imitation=3", "--no-compare", "--out", tmp_path / "run")
+    assert printed.count("imitates a teacher") == ROUNDS
+    assert "all 3 rounds imitated a teacher (imitation = 3)" in " ".join(printed.split())
+
+
 def test_held_out_comparison_is_saved_and_shown_in_the_report(trained):
     run, printed = trained
     saved = json.loads((run / "held_out.json").read_text())

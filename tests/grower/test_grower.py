@@ -853,6 +853,7 @@ def test_recorded_grower_reports_manual_and_automatic_changes(tmp_path):
     assert {e.kind for e in entries} >= {"gradient", "decision", "run_finished"}
     assert entries[0].kind == "run_started"
     assert entries[0].data["slots"] == ["first", "second"]
+    assert entries[0].data["steps"] is None  # no horizon was given, so no view shows how much is left
     assert read_manifest(tmp_path / "run")["env_steps"] == 13
 
 

@@ -237,6 +237,12 @@ def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: Tr
             file=sys.stderr,
         )
     console.print(learning_table(trained))
+    if config.rounds <= config.imitation:
+        plainly(
+            console,
+            f"all {config.rounds} rounds imitated a teacher (imitation = {config.imitation}): PPO begins after them. "
+            "Use more --rounds, or --set imitation=0",
+        )
     if options.compare:
         arena = ControllerComparison(
             config, data_root=options.data_root, baselines=[path / BASELINES, shared_baselines()]
@@ -333,6 +339,7 @@ class ProgressDisplay:
     def __init__(self, console: Console, config: TrainConfig, done: int = 0) -> None:
         self.console, self.rounds, self.done, self.start = console, config.rounds, done, time.monotonic()
         self.every = max(1, config.rounds // 12)
+        self.imitation = config.imitation
         self.bar = Progress(
             TextColumn("round"), MofNCompleteColumn(), BarColumn(bar_width=10), TextColumn("{task.description}"),
             TimeElapsedColumn(), TimeRemainingColumn(compact=True), console=console, disable=not console.is_terminal,
@@ -355,6 +362,9 @@ class ProgressDisplay:
             f"{short} ± {number(update.return_sd, '.4f')} (sd over {len(result.returns)} episodes)  {quality}  "
             f"KL {number(update.kl, '.4f')}  value NRMSE {number(update.value_nrmse, '.2f')}"
         )
+        if result.number < self.imitation:
+            text += "  imitates a teacher"
+            short += "  imitates"
         if update.skipped:
             text += f"  {update.skipped} minibatches skipped (not finite)"
             short += f"  {update.skipped} skipped"

@@ -108,8 +108,8 @@ class DecisionRecord:
         file = run / DECISIONS
         if not file.is_file():
             raise DataError(
-                f"{run} has no recorded decisions of a policy. `esper train` records those of its last saved round, "
-                "and `esper grow` with a trained policy (--controller tamiyo or a run) those of the grown host"
+                f"{run} has no recorded decisions of a policy. `esper train` records those of its last saved round "
+                "after the rounds of imitation, and `esper grow` with a trained policy (--controller tamiyo or a run) those of the grown host"
             )
         try:
             content = read_regular(file, MOST_BYTES)

@@ -132,6 +132,19 @@ def test_every_action_of_the_controller_is_reported_as_its_own():
     assert len(acts) > 50
 
 
+def test_moves_report_the_contribution_known_before_them():
+    hub, played, _ = play(LIVELY, envs=8, steps=60, seed=3)
+    tables = [SlotTable.empty(8, len(SLOTS)), *(table for table, _, _ in played)]
+    measured = 0
+    for event in hub.of(events.Lifecycle):
+        before, s = tables[event.step - 1], SLOTS.index(event.slot)
+        is_known = before.serial[event.env, s] == event.seed and event.now != "GERMINATED"
+        known = float(before.contribution[event.env, s]) if is_known else np.nan
+        assert event.contribution == (None if np.isnan(known) else known)
+        measured += event.contribution is not None
+    assert measured > 20
+
+
 def test_step_reports_each_environment_and_null_where_unmeasured():
     hub, played, _ = play(Rules(), envs=3, steps=30, seed=1)
     steps = hub.of(events.Step)

@@ -127,7 +127,8 @@ class Learned:
         shown = [str(each) for each in list(self.outside.values())[:SHOWN_OUTSIDE]]
         more = len(self.outside) - len(shown)
         return (
-            f"the model lies outside what the policy was trained on, so its decisions may be poor: {', '.join(shown)}"
+            "the model lies outside what the policy was trained on, so its decisions may be poor; the controller "
+            f"'schedule' needs no training. Scaled features outside their ranges: {', '.join(shown)}"
             + (f", and {more} more" if more > 0 else "")
         )
 
