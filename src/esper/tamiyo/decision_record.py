@@ -109,7 +109,8 @@ class DecisionRecord:
         if not file.is_file():
             raise DataError(
                 f"{run} has no recorded decisions of a policy. `esper train` records those of its last saved round "
-                "after the rounds of imitation, and `esper grow` with a trained policy (--controller tamiyo or a run) those of the grown host"
+                "after the rounds of imitation, and `esper grow` with a trained policy (--controller tamiyo or a run) "
+                "those of the grown host"
             )
         try:
             content = read_regular(file, MOST_BYTES)
