@@ -57,7 +57,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: Settings, run: Path) -> None:
     """Grow until a total number of epochs is done, then stop as SIGTERM requests it."""
-    count, take = 0, growing.snapshot
+    count, take = 0, growing.epoch_figures
 
     def counted(engine: Any) -> dict[str, Any]:
         nonlocal count
@@ -67,7 +67,7 @@ def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: Settings,
         return take(engine)
 
     with monkeypatch.context() as patch:
-        patch.setattr(growing, "snapshot", counted)
+        patch.setattr(growing, "epoch_figures", counted)
         with pytest.raises(SystemExit) as ended:
             run_grow(settings, GrowOptions(out=run))
     assert ended.value.code == 128 + signal.SIGTERM
@@ -172,7 +172,7 @@ def test_run_whose_directory_is_moved_or_removed_ends(
     is_removed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(growing, "CHECKPOINT_SHARE", 0.0)  # no checkpoint is due after the epoch
-    epochs, take = [], growing.snapshot
+    epochs, take = [], growing.epoch_figures
 
     def moved(engine: Any) -> dict[str, Any]:
         epochs.append(take(engine))
@@ -182,7 +182,7 @@ def test_run_whose_directory_is_moved_or_removed_ends(
                 shutil.rmtree(tmp_path / "elsewhere")
         return epochs[-1]
 
-    monkeypatch.setattr(growing, "snapshot", moved)
+    monkeypatch.setattr(growing, "epoch_figures", moved)
     with pytest.raises(RunError, match="was moved or removed during the run"):
         run_grow(Settings(task="digits", controller="none", epochs=9), GrowOptions(out=tmp_path / "run"))
     assert len(epochs) == 2

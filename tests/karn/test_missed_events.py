@@ -19,7 +19,7 @@ from esper.karn.watch.cells import alarms
 from esper.karn.watch.watched_run import WatchedRun
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import RunError
-from esper.leyline.events import Governor, PhaseProfile, RunFinished
+from esper.leyline.events import GovernorAlarm, PhaseProfile, RunFinished
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import Damage, Extent, read
 from esper.nissa.journal_writer import JsonlSink
@@ -32,8 +32,8 @@ from tests.support.run_outcomes import TINY, esper, finished
 STEPS = 20
 
 
-def event(step: int) -> Governor:
-    return Governor(env=0, episode=0, step=step, alarm="none", action="none")
+def event(step: int) -> GovernorAlarm:
+    return GovernorAlarm(env=0, episode=0, step=step, alarm="none", action="none")
 
 
 @pytest.fixture

@@ -927,7 +927,7 @@ def test_rollback_emits_governor_and_lifecycle_events(
 ) -> None:
     hub, engine = result(target, then, fault)
     assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == lives
-    (event,) = hub.of(events.Governor)
+    (event,) = hub.of(events.GovernorAlarm)
     (alarm,) = engine.alarms
     assert (event.env, event.episode, event.step) == (11, 1, engine.table.step[FAULTY])
     assert (event.alarm, event.action, event.restored_step) == (FAULTS[fault][1], "rolled back", alarm.restored_step)

@@ -252,7 +252,7 @@ class HostComparison:
                     emit.worth(engine.table, worth)
                     emit.phases(phases)
                     self.run.env_steps += 1
-                result.history.append(snapshot(engine))
+                result.history.append(epoch_figures(engine))
                 result.seconds = time.perf_counter() - start
                 show()
                 with phases("checkpoint"):
@@ -316,7 +316,7 @@ class HostComparison:
             yield self.train(WIDER, self.engine(self.task.widened(size)), Wait())
 
 
-def snapshot(engine: Engine) -> dict[str, Any]:
+def epoch_figures(engine: Engine) -> dict[str, Any]:
     """Return the numbers of the current epoch."""
     t = engine.table
     return {

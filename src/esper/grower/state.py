@@ -225,7 +225,7 @@ def trial_seeds(saved: GrowerState, body: Body) -> dict[str, Slot]:
             except ValueError as error:
                 raise CheckpointError(f"{error}.") from error
             seed = Slot(name, own.module_name, own.site, own.select).to(device)
-            seed.plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.birth, host=body.model)
+            seed.plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.rng_seed, host=body.model)
             seeds[name] = seed
     return seeds
 

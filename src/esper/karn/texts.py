@@ -12,7 +12,7 @@ from esper.leyline.events import (
     Decision,
     Episode,
     Event,
-    Governor,
+    GovernorAlarm,
     Health,
     Lifecycle,
     RunFinished,
@@ -95,7 +95,7 @@ def event_text(d: Event, is_percent: bool) -> tuple[str, str]:
             if d.quality is not None and d.baseline_quality is not None:
                 text += f", {number_text(d.quality - d.baseline_quality, points)} over the host without growth"
             return f"{text}, {d.fossilized} fossilised, {d.pruned} pruned", ""
-        case Governor():
+        case GovernorAlarm():
             return _governor(d), "bad"
         case RunFinished():
             error = f": {d.error}" if d.error else ""
@@ -118,7 +118,7 @@ def _lifecycle(d: Lifecycle, points: str) -> str:
     return f"{d.slot} {d.blueprint}: {d.was} → {d.now}{worth} ({d.cause})"
 
 
-def _governor(d: Governor) -> str:
+def _governor(d: GovernorAlarm) -> str:
     text = f"governor: {d.alarm}, {d.action}"
     if d.value is not None:
         text += f", {number_text(d.value)}"

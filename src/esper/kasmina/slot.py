@@ -243,7 +243,7 @@ class Slot(nn.Module):
         self.seed: nn.Module | None = None
         self.gate: nn.Module | None = None
         self.blueprint = ""
-        self.birth = 0  # random seed of the initial weights
+        self.rng_seed = 0  # random seed of the initial weights
         self.dtype = torch.float32  # of the seed's weights
         self.operator = Operator.ADD
         self.stage = SeedStage.DORMANT
@@ -269,7 +269,7 @@ class Slot(nn.Module):
         blueprints.check(module, self.site, name=blueprint)
         if self.site.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.seed, self.blueprint, self.birth, self.dtype = module, blueprint, rng_seed, dtype
+        self.seed, self.blueprint, self.rng_seed, self.dtype = module, blueprint, rng_seed, dtype
         self.set_operator(operator)
 
     def set_operator(self, operator: Operator) -> None:
@@ -280,7 +280,7 @@ class Slot(nn.Module):
         elif self.gate is None:
             assert self.seed is not None
             anchor = next(self.seed.parameters())
-            with blueprints.seeded(self.birth):
+            with blueprints.seeded(self.rng_seed):
                 gate = blueprints.fitted(BlendGate(self.site.dim, self.site.layout), self.site)
                 self.gate = gate.to(anchor.device, anchor.dtype)
 

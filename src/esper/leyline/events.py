@@ -173,7 +173,7 @@ class Lifecycle(Event, frozen=True, kw_only=True):
     contribution_se: Number = None
 
 
-class Worth(Event, frozen=True, kw_only=True):
+class SeedWorth(Event, frozen=True, kw_only=True, tag="worth"):
     """The worth of one seed by counterfactual evaluation, in the unit of quality."""
 
     LEVEL: ClassVar[Level] = Level.NORMAL
@@ -277,7 +277,7 @@ class Episode(Event, frozen=True, kw_only=True):
     wall_s: Number = None
 
 
-class Governor(Event, frozen=True, kw_only=True):
+class GovernorAlarm(Event, frozen=True, kw_only=True, tag="governor"):
     """One alarm of the governor and the action it took."""
 
     env: int

@@ -37,7 +37,7 @@ PLAIN_DIFFERENCE = 0.01
 """Relative difference of outputs from which an influence between rows would be detected."""
 FULL_TABLE_PLAYERS = 3
 """Largest number of players for which every coalition is evaluated in each epoch."""
-VERDICT_PLAYERS = 6
+COMMIT_PLAYERS = 6
 """The same while one of them is HOLDING, that is, may be committed."""
 
 
@@ -88,14 +88,14 @@ def rows_that_fit(body: Body) -> int:
     return min(max(ROW_BYTES // largest, ROWS[0]), ROWS[1])
 
 
-def step_configs(players: int, prospects: int, *, verdict: bool = False) -> list[Config]:
+def step_configs(players: int, prospects: int, *, may_commit: bool = False) -> list[Config]:
     """Return the configurations of an epoch; of the coalitions, the main one is last.
 
-    With few players these are all coalitions, otherwise none, leave-one-out and all. The limit is higher if `verdict`,
-    while some seed may be committed. Each TRAINING seed adds one configuration: main with that seed switched on.
+    With few players these are all coalitions, otherwise none, leave-one-out and all. The limit is higher if
+    `may_commit`: some seed may be committed. Each TRAINING seed adds one configuration, main with that seed switched on.
     """
     everyone = (True,) * players
-    if players <= (VERDICT_PLAYERS if verdict else FULL_TABLE_PLAYERS):
+    if players <= (COMMIT_PLAYERS if may_commit else FULL_TABLE_PLAYERS):
         coalitions = list(product((False, True), repeat=players))
     else:
         without = [(*everyone[:i], False, *everyone[i + 1 :]) for i in range(players)]
@@ -126,8 +126,8 @@ def evaluate(
     """
     players, prospects = body.players(fossils), body.training_slots
     slots = tuple(s.name for s in (*players, *prospects))
-    verdict = any(s.stage == SeedStage.HOLDING for s in players)
-    requested = step_configs(len(players), len(prospects), verdict=verdict) if configs is None else configs
+    may_commit = any(s.stage == SeedStage.HOLDING for s in players)
+    requested = step_configs(len(players), len(prospects), may_commit=may_commit) if configs is None else configs
     unique: list[Config] = list(dict.fromkeys(tuple(c) for c in requested))
     for config in unique:
         if len(config) != len(slots):

@@ -127,7 +127,7 @@ class HostNetwork(GrowingNetwork):
     def set_learning_rate(self, factor: float) -> None:
         """Set the learning rate of host and seeds to `factor` times the task's."""
         for number, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = factor * (self.task.seed_lr if number == self.optimizer_sync.seeds else self.task.lr)
+            group["lr"] = factor * (self.task.seed_lr if number == self.optimizer_sync.seed_group else self.task.lr)
 
     def train_epoch(self, step: int) -> Tensor:
         """Train on this step's minibatches; return mean loss and accuracy, still on the device.

@@ -190,12 +190,12 @@ def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
     emit.phases(engine.phases, last=True)
 
     assert {type(e).__name__ for e in hub} == {
-        "Step", "Decision", "Lifecycle", "Gradient", "Worth", "Episode", "PhaseProfile",
+        "Step", "Decision", "Lifecycle", "Gradient", "SeedWorth", "Episode", "PhaseProfile",
     }  # fmt: skip
     assert [x.reward for x in hub.of(events.Step)[:2]] == [0.5, -0.5]
     assert [x.train_macs for x in hub.of(events.Step)[-2:]] == engine.table.train_macs.tolist()
-    assert any(w.prospect is not None for w in hub.of(events.Worth))
-    judged = [w for w in hub.of(events.Worth) if w.contribution is not None]
+    assert any(w.prospect is not None for w in hub.of(events.SeedWorth))
+    judged = [w for w in hub.of(events.SeedWorth) if w.contribution is not None]
     assert judged
     assert all(w.contribution_se is not None and w.shapley is not None for w in judged)
     first, second = hub.of(events.Episode)

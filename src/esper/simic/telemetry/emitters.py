@@ -248,7 +248,7 @@ class TelemetryEmitter:
         for alarm in alarms:
             env = self.envs[alarm.env]
             self.hub.emit(
-                events.Governor(
+                events.GovernorAlarm(
                     env=env, episode=self._episode[alarm.env], step=alarm.step, alarm=alarm.alarm, action=alarm.action,
                     value=alarm.value, limit=alarm.limit, restored_step=alarm.restored_step,
                 )
@@ -325,7 +325,7 @@ class TelemetryEmitter:
 
     def worth(self, table: SlotTable, worths: Sequence[Worth]) -> None:
         """Emit the worth of every environment's seeds after a step."""
-        if not self.hub.wants(events.Worth):
+        if not self.hub.wants(events.SeedWorth):
             return
         for e, worth in enumerate(worths):
             if not self._alive[e]:
@@ -346,7 +346,7 @@ class TelemetryEmitter:
 
     def _worth(self, table: SlotTable, e: int, s: int, **numbers: Any) -> None:
         self.hub.emit(
-            events.Worth(
+            events.SeedWorth(
                 **self._place(table, e),
                 slot=self.slots[s],
                 seed=int(table.serial[e, s]),
