@@ -239,7 +239,7 @@ def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | 
         horizon=horizon,
         host_params=sum(p.numel() for p in body.model.parameters()),
         host_macs=max(1, host_macs),
-        slot_width=np.array([slot.site.dim for slot in slots]),
+        slot_width=np.array([slot.spec.dim for slot in slots]),
         slot_params=params,
         slot_macs=macs,
         slot_depth=np.array(depth) / max(1, len(slots) - 1),

@@ -84,7 +84,7 @@ def samples_in(target: Any, inputs: Any) -> int:
 
 def rows_that_fit(body: Body) -> int:
     """Return how many rows × samples to run at once, so that memory is bounded for any size of features."""
-    largest = max(4 * math.prod(slot.site.shape) for slot in body.slots.values())
+    largest = max(4 * math.prod(slot.spec.shape) for slot in body.slots.values())
     return min(max(ROW_BYTES // largest, ROWS[0]), ROWS[1])
 
 
@@ -92,7 +92,7 @@ def step_configs(players: int, prospects: int, *, may_commit: bool = False) -> l
     """Return the configurations of an epoch; of the coalitions, the main one is last.
 
     With few players these are all coalitions, otherwise none, leave-one-out and all. The limit is higher if
-    `may_commit`: some seed may be committed. Each TRAINING seed adds one configuration, main with that seed switched on.
+    `may_commit`: some seed may be committed. Each TRAINING seed adds one: main with that seed switched on.
     """
     everyone = (True,) * players
     if players <= (COMMIT_PLAYERS if may_commit else FULL_TABLE_PLAYERS):

@@ -39,7 +39,7 @@ Point = tuple[bool, str]
 
 
 class SlotState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One slot: its site and its seed."""
+    """One slot: its module, its features and its seed."""
 
     module: str
     layout: str
@@ -100,8 +100,8 @@ def slot_state(body: Body, slot: Slot) -> SlotState:
     fork = body.forking.points.get(slot.name)
     return SlotState(
         module=slot.module_name,
-        layout=str(slot.site.layout),
-        dim=slot.site.dim,
+        layout=str(slot.spec.layout),
+        dim=slot.spec.dim,
         fork=None if fork is None else (fork.at_input, fork.name),
         blueprint=slot.blueprint,
         operator=int(slot.operator),
