@@ -89,7 +89,7 @@ def grow(
     Example:  esper grow --resume runs/rescue
     """
     from esper.commands.grow import GrowOptions, resume_grow, run_grow
-    from esper.commands.growing import Settings
+    from esper.commands.growing import GrowSettings
 
     options = GrowOptions(out, data, (*(track or ()), *["tensorboard"] * tensorboard), allow_inexact)
     if resume is not None:
@@ -101,7 +101,7 @@ def grow(
         ]
         resume_grow(resume, overrides, options)
         return
-    new = Settings(
+    new = GrowSettings(
         task=task, controller=controller, epochs=epochs, seed=seed, compare=compare, incubation=incubation,
         birth=birth, lr_schedule=lr_schedule, threads=threads, telemetry=telemetry,
     )  # fmt: skip

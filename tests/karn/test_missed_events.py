@@ -12,9 +12,9 @@ import pytest
 from esper.commands.report import run_report
 from esper.commands.runs import run_runs
 from esper.commands.sql import run_sql
+from esper.karn.problems import problems
 from esper.karn.run_state import RunState
 from esper.karn.sql import Runs
-from esper.karn.texts import problems
 from esper.karn.watch.cells import alarms
 from esper.karn.watch.watched_run import WatchedRun
 from esper.leyline.checksums import seal_json

@@ -13,9 +13,10 @@ from esper.commands.charts import tick_labels, ticks
 from esper.commands.report import digest, facts, run_report
 from esper.karn import report
 from esper.karn.document import detail, document
+from esper.karn.formatting import compact, duration, number_text
+from esper.karn.problems import problems
 from esper.karn.report import MOST_DIFFERENCES
 from esper.karn.run_state import RunState
-from esper.karn.texts import compact, duration, number_text, problems
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import EsperError
 from esper.leyline.events import Episode, GovernorAlarm, Health

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from esper.karn import held_out
+from esper.karn.formatting import decision_options
 from esper.karn.held_out import HeldOut, Row
 from esper.karn.sql import run_names
-from esper.karn.texts import decision_options
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.events import Decision, Episode, RunFinished, RunStarted, Step

@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.karn.episode_state import EpisodeState, SlotHistory
+from esper.karn.formatting import compact, duration, event_text, is_finite, number_text
+from esper.karn.problems import problems
 from esper.karn.run_state import RunState
-from esper.karn.texts import compact, duration, event_text, is_finite, number_text, problems
 from esper.karn.watch.watched_run import TONES, WatchedRun
 from esper.leyline.stages import COOLING, SeedStage
 from esper.leyline.text import printable
