@@ -252,7 +252,7 @@ def run_eval(
     *,
     task: str | None,
     simulated: bool,
-    seeds: int,
+    worlds: int,
     out: Path | None,
     as_json: bool,
     data_root: Path | None,
@@ -278,9 +278,9 @@ def run_eval(
     arena = ControllerComparison(
         config, data_root=data_root, baselines=places, search_episodes=search_episodes, fit_task=fit_task, plans=table
     )
-    worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
+    held_out = range(HELD_OUT_FROM, HELD_OUT_FROM + worlds)
     console = Console(stderr=as_json)
-    played = arena.play_all(names, worlds, console)
+    played = arena.play_all(names, held_out, console)
     facts = figures(played, config.task_label)
     if out is not None:
         write_atomically(out / "eval.json", (json.dumps(facts, indent=1) + "\n").encode())

@@ -420,7 +420,7 @@ def _why_not(first: Arm, other: Arm) -> str:
             return printable(f"{arm.name} has no finished episode: wait for it, or continue it with --resume.")
     return printable(
         f"{other.name} has {_extent(other)}, {first.name} has {_extent(first)}: no world in common. Compare runs of "
-        "the same worlds (--seed of `esper grow`, worlds of `esper train`, `esper eval` with the same --seeds)."
+        "the same worlds (--seed of `esper grow`, worlds of `esper train`, `esper eval` with the same --worlds)."
     )
 
 
