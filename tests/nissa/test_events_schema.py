@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 
 from esper.leyline import events
 from esper.leyline.errors import UnknownNameError
-from esper.leyline.events import KINDS, WORDS, Event, Level, PhaseProfile, Silence, Update, encode, level, unspelled
+from esper.leyline.events import (
+    KINDS,
+    WORDS,
+    Event,
+    Level,
+    NullReceiver,
+    PhaseProfile,
+    Update,
+    encode,
+    level,
+    unspelled,
+)
 from esper.nissa.journal_reader import read, segment_name
 from esper.nissa.record import Record, line
 
@@ -220,5 +231,5 @@ def test_levels_by_name():
 
 
 def test_silent_hub_wants_nothing():
-    assert not any(Silence().wants(kind) for kind in KINDS.values())
-    Silence().emit(example(PhaseProfile))
+    assert not any(NullReceiver().wants(kind) for kind in KINDS.values())
+    NullReceiver().emit(example(PhaseProfile))

@@ -368,7 +368,7 @@ def unspelled(value: Any) -> Any:
     return [unspelled(v) for v in value] if isinstance(value, list) else value
 
 
-class Emits(Protocol):
+class EventReceiver(Protocol):
     """A receiver of events: the hub, or a list in a test. The training loop depends on nothing else of telemetry."""
 
     def wants(self, kind: type[Event]) -> bool:
@@ -380,7 +380,7 @@ class Emits(Protocol):
         ...
 
 
-class Silence:
+class NullReceiver:
     """A receiver that ignores every event."""
 
     def wants(self, _kind: type[Event]) -> bool:

@@ -94,15 +94,15 @@ def step_configs(players: int, prospects: int, *, may_commit: bool = False) -> l
     With few players these are all coalitions, otherwise none, leave-one-out and all. The limit is higher if
     `may_commit`: some seed may be committed. Each TRAINING seed adds one: main with that seed switched on.
     """
-    everyone = (True,) * players
+    all_on = (True,) * players
     if players <= (COMMIT_PLAYERS if may_commit else FULL_TABLE_PLAYERS):
         coalitions = list(product((False, True), repeat=players))
     else:
-        without = [(*everyone[:i], False, *everyone[i + 1 :]) for i in range(players)]
-        coalitions = [(False,) * players, *without, everyone]
-    nobody = (False,) * prospects
-    rows = [c + nobody for c in coalitions]
-    rows += [everyone + nobody[:i] + (True,) + nobody[i + 1 :] for i in range(prospects)]
+        without = [(*all_on[:i], False, *all_on[i + 1 :]) for i in range(players)]
+        coalitions = [(False,) * players, *without, all_on]
+    all_off = (False,) * prospects
+    rows = [c + all_off for c in coalitions]
+    rows += [all_on + all_off[:i] + (True,) + all_off[i + 1 :] for i in range(prospects)]
     return rows
 
 
@@ -252,17 +252,18 @@ class _Runner:
             return
         self.guarded = True
         together = self.plan.split(output)
-        doubted = [i for i, s in enumerate(self.slots) if self.body.forking.points[s] in unproven]
-        others = [next((c for c in self.rows if c[i] != self.main[i]), self.main) for i in doubted]
+        unproven_slots = [i for i, s in enumerate(self.slots) if self.body.forking.points[s] in unproven]
+        others = [next((c for c in self.rows if c[i] != self.main[i]), self.main) for i in unproven_slots]
         configs = list(dict.fromkeys([self.main, *others]))
-        answers = {}
+        outputs_alone = {}
         for config, plan in zip(configs, self._alone(configs), strict=True):
-            answers[config] = self.body.forking.outputs(inputs, size, plan)[0]
-            if not same(together[self.rows.index(config)], answers[config]):
+            outputs_alone[config] = self.body.forking.outputs(inputs, size, plan)[0]
+            if not same(together[self.rows.index(config)], outputs_alone[config]):
                 raise ForkError("samples of a batch influence each other: a forked pass returned another result")
-        for i, other in zip(doubted, others, strict=True):
+        for i, other in zip(unproven_slots, others, strict=True):
             point = self.body.forking.points[self.slots[i]]
-            if point is not None and not same(answers[other], answers[self.main], tolerance=PLAIN_DIFFERENCE):
+            one, main = outputs_alone[other], outputs_alone[self.main]
+            if point is not None and not same(one, main, tolerance=PLAIN_DIFFERENCE):
                 self.body.forking.proven.add(point)
 
 

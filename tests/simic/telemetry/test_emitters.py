@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from esper.kasmina.blueprints import blueprint_name
 from esper.leyline import events
 from esper.leyline.actions import Head, Op
-from esper.leyline.events import Event, Level, Silence
+from esper.leyline.events import Event, Level, NullReceiver
 from esper.leyline.lifecycle import Outcome, Rules, apply, expel, legal, tick
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
@@ -234,7 +234,7 @@ def test_episodes_are_counted_and_begin_with_empty_slots():
 
 def test_without_listeners_no_event_is_built():
     table = SlotTable.empty(2, 3)
-    emit = TelemetryEmitter(Silence(), slots=SLOTS, worlds=[0, 1], host_params=10)
+    emit = TelemetryEmitter(NullReceiver(), slots=SLOTS, worlds=[0, 1], host_params=10)
     requested = np.zeros((2, 8), dtype=np.int64)
     emit.step(table, requested, apply(table, requested, Rules()))
     emit.worth(table, [])

@@ -27,7 +27,7 @@ from esper.kasmina.blueprints import blueprint_name
 from esper.leyline import events
 from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
 from esper.leyline.errors import UnknownNameError
-from esper.leyline.events import Emits, Event, Level, Number
+from esper.leyline.events import Event, EventReceiver, Level, Number
 from esper.leyline.lifecycle import Outcome
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable, network_params
 from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NEXT_STAGES, SeedStage
@@ -111,7 +111,7 @@ class TelemetryEmitter:
 
     def __init__(
         self,
-        hub: Emits,
+        hub: EventReceiver,
         *,
         slots: Sequence[str],
         worlds: Sequence[int],
