@@ -72,7 +72,7 @@ def _path(was: int, between: int, now: int, expelled: bool) -> list[int]:
         return [was, *_OPEN_BIRTH[: _OPEN_BIRTH.index(between) + 1], now]
     # else only a seed expelled by the governor can move three times; its first move follows from the other stages
     after = NEXT_STAGES[SeedStage(was)]
-    if was == SeedStage.GERMINATED:  # a seed that rests there was born isolated
+    if was == SeedStage.GERMINATED:  # a seed that rests there began by isolated birth
         after -= {SeedStage.BLENDING}
     via = [int(x) for x in after if expelled and between in NEXT_STAGES[x]]
     return [was, *(via if between not in after else []), between, now]
