@@ -15,7 +15,7 @@ from typing import Any
 
 from esper.karn.document import document
 from esper.karn.run_state import RunState
-from esper.leyline.events import Decision, Episode, Event, Gradient, Lifecycle, RunStarted, Step, Update, Worth
+from esper.leyline.events import Decision, Episode, Event, Gradient, Lifecycle, RunStarted, SeedWorth, Step, Update
 from esper.nissa.record import Record, line
 
 SLOTS = ("r0c0", "r0c1", "r0c2")
@@ -62,7 +62,7 @@ def _step(env: int, episode: int, step: int, rng: random.Random) -> Iterator[Eve
                stages=(2 if is_live else 0, 0, 0), alphas=(0.0, 0.0, 0.0),
                blueprints=("norm" if is_live else "", "", ""))  # fmt: skip
     if step % 2:
-        yield Worth(**place, slot=slot, seed=0, blueprint="norm", contribution=rng.random(), contribution_se=0.01)
+        yield SeedWorth(**place, slot=slot, seed=0, blueprint="norm", contribution=rng.random(), contribution_se=0.01)
         yield Gradient(**place, slot=slot, norm=0.1, ratio=0.2, health=0.9)
 
 

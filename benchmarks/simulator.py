@@ -11,7 +11,7 @@ from rich.table import Table
 
 from benchmarks.measure import add_output_options, make_parser, print_json
 from esper.leyline.lifecycle import Rules
-from esper.simic.evaluation.sim_oracle import play
+from esper.simic.evaluation.sim_oracle import simulate_episode
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Random
@@ -42,7 +42,7 @@ def rows(repeats: int, quick: bool = False) -> list[dict[str, Any]]:
     for repeat in range(repeats + 1):
         for envs, sim in sims.items():
             start = time.process_time()  # of this process: other work on the machine does not count
-            play(sim, Random(repeat), RewardConfig())
+            simulate_episode(sim, Random(repeat), RewardConfig())
             seconds = time.process_time() - start
             if repeat:  # the first warms up
                 speeds[envs].append(envs * config.horizon / max(seconds, 1e-9))

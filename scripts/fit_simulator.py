@@ -42,7 +42,7 @@ from esper.simic.evaluation.simulator_fit import (
     fit_curve,
     gain_matrix,
     loss_gap,
-    record,
+    play_episodes,
     simulate,
 )
 from esper.simic.family_backend import FamilyBackend
@@ -86,7 +86,7 @@ def record_task(task: str, worlds: int, on_world: Callable[[str], None]) -> tupl
             host = backend
             host.reset([world])
         samples = len(host.engine.data.val)
-        recordings += record(host, recorded)
+        recordings += play_episodes(host, recorded)
         on_world(f"world {world + 1} of {worlds}: {len(recordings[-1].seeds)} seeds, {gains_text(recordings[-1])}")
     base = SimConfig(
         horizon=backend.horizon,

@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from esper.cli import grow
-from esper.commands.growing import Settings
+from esper.commands.growing import GrowSettings
 from tests.support import command_line
 from tests.support.command_line import ESPER, SETTINGS
 from tests.support.run_outcomes import heed_signals
@@ -147,7 +147,7 @@ def test_tasks_and_blueprints_are_listed_with_their_sizes():
 
 def test_defaults_of_grow_equal_those_of_its_settings():
     options = inspect.signature(grow).parameters
-    defaults = {f.name: f.default for f in msgspec.structs.fields(Settings) if f.name in options and not f.required}
+    defaults = {f.name: f.default for f in msgspec.structs.fields(GrowSettings) if f.name in options and not f.required}
     assert {name: options[name].default for name in defaults} == defaults
     assert defaults.keys() >= {"birth", "incubation", "lr_schedule", "seed", "compare", "threads", "telemetry"}
 

@@ -226,7 +226,7 @@ def test_encoder_decoder_grows_although_its_batches_have_no_decoder_inputs(tmp_p
     )
     trainer.train()
     assert len(body.structure()) == 2
-    layouts = [slot.site.layout for slot in body.slots.values()]
+    layouts = [slot.spec.layout for slot in body.slots.values()]
     assert layouts == ["bidirectional", "sequence"]
 
 

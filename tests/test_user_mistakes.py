@@ -344,7 +344,7 @@ def test_raising_blueprint_is_named_when_it_is_germinated(own_blueprint):
     with pytest.raises(BlueprintError, match=r"'mine' cannot be built .*ZeroDivisionError"):
         body.plant("1", "mine")
     with pytest.raises(BlueprintError, match=r"'mine' cannot be built .*ZeroDivisionError"):
-        cost("mine", body.slots["1"].site)
+        cost("mine", body.slots["1"].spec)
 
 
 def test_blueprint_violating_a_rule_is_refused_when_the_grower_is_built(own_blueprint):

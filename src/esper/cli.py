@@ -89,7 +89,7 @@ def grow(
     Example:  esper grow --resume runs/rescue
     """
     from esper.commands.grow import GrowOptions, resume_grow, run_grow
-    from esper.commands.growing import Settings
+    from esper.commands.growing import GrowSettings
 
     options = GrowOptions(out, data, (*(track or ()), *["tensorboard"] * tensorboard), allow_inexact)
     if resume is not None:
@@ -101,7 +101,7 @@ def grow(
         ]
         resume_grow(resume, overrides, options)
         return
-    new = Settings(
+    new = GrowSettings(
         task=task, controller=controller, epochs=epochs, seed=seed, compare=compare, incubation=incubation,
         birth=birth, lr_schedule=lr_schedule, threads=threads, telemetry=telemetry,
     )  # fmt: skip
@@ -194,7 +194,7 @@ def evaluate(
         str | None, typer.Option(help="Compare on this task; the default is that of the first run.")
     ] = None,
     sim: Annotated[bool, typer.Option("--sim", help="Compare on simulated hosts.")] = False,
-    seeds: Annotated[
+    worlds: Annotated[
         int, typer.Option(min=2, help="Use this many held-out worlds, the same for all controllers.")
     ] = 16,
     out: Annotated[Path | None, typer.Option(help="Write eval.json and eval.svg to this directory.")] = None,
@@ -216,12 +216,12 @@ def evaluate(
     utility that a policy is trained to maximise: validation quality minus that of the same world without growth, minus
     a rent on parameters and multiply-adds.
 
-    Example:  esper eval runs/mine --seeds 16 --out runs/mine/eval
+    Example:  esper eval runs/mine --worlds 16 --out runs/mine/eval
     """
     from esper.commands.evaluate import run_eval
 
     run_eval(
-        controllers, task=task, simulated=sim, seeds=seeds, out=out, as_json=json, data_root=data, threads=threads,
+        controllers, task=task, simulated=sim, worlds=worlds, out=out, as_json=json, data_root=data, threads=threads,
         search_episodes=search_episodes, fit_task=fit_task, plans=plans,
     )  # fmt: skip
 

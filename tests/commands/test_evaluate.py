@@ -48,15 +48,15 @@ def test_policy_of_a_simulated_run_is_compared_on_the_given_task(tmp_path):
 
 @pytest.mark.parametrize("names", [["none", "randm"], ["none", "wider"], ["wider", "none"], ["none", "no/such/run"]])
 def test_unknown_controller_is_refused_before_any_episode(names, monkeypatch):
-    arena = ControllerComparison(load_config(more={"simulated": True}))
+    comparison = ControllerComparison(load_config(more={"simulated": True}))
     monkeypatch.setattr(ControllerComparison, "play_one", lambda *_: pytest.fail("somebody played"))
     with pytest.raises((ConfigError, UnknownNameError)):
-        arena.play_all(names, range(2), Console(quiet=True))
+        comparison.play_all(names, range(2), Console(quiet=True))
 
 
 def test_best_schedule_is_fitted_to_the_evaluated_episodes():
-    arena = ControllerComparison(load_config(more={"simulated": True, "epochs": 12}))
-    best, nothing = arena.play_all(["best-schedule", "none"], range(40_000, 40_020), Console(quiet=True))
+    comparison = ControllerComparison(load_config(more={"simulated": True, "epochs": 12}))
+    best, nothing = comparison.play_all(["best-schedule", "none"], range(40_000, 40_020), Console(quiet=True))
     assert best.utility.mean() > nothing.utility.mean()
 
 
@@ -69,10 +69,10 @@ def test_best_schedule_is_fitted_in_worlds_of_the_fit_task(monkeypatch):
 
     monkeypatch.setattr(evaluate, "fit_plan", fit)
     config = load_config(more={"task": "mend_digits", "epochs": 2})
-    arena = ControllerComparison(config, fit_task="sight_digits")
-    best, nothing = arena.play_all(["best-schedule", "none"], [10_000], Console(quiet=True))
-    assert fitted == [(arena.fitting.slots, range(256))]
-    assert arena.fitting.tasks.family.name == "sight_digits"
+    comparison = ControllerComparison(config, fit_task="sight_digits")
+    best, nothing = comparison.play_all(["best-schedule", "none"], [10_000], Console(quiet=True))
+    assert fitted == [(comparison.fitting.slots, range(256))]
+    assert comparison.fitting.tasks.family.name == "sight_digits"
     ControllerComparison(config, fit_task="digits").play_all(["best-schedule"], [10_000], Console(quiet=True))
     assert fitted[1] == (get_task("digits").slots, range(64))  # a task has fewer training worlds than a family
     assert best.name == "best schedule of sight_digits (no growth)"
@@ -101,10 +101,11 @@ def test_plans_of_a_table_replace_the_search(small_family, monkeypatch):
     for search in ("fit_plan", "fit_plans_by_kind"):
         monkeypatch.setattr(evaluate, search, lambda *_: pytest.fail("a search"))
     plan = Plan(blueprint_index("norm"), 1, first=-1)
-    arena = ControllerComparison(load_config(more={"task": small_family}), plans=table_of(small_family, [Plan(), plan]))
+    plans = table_of(small_family, [Plan(), plan])
+    comparison = ControllerComparison(load_config(more={"task": small_family}), plans=plans)
     names = ["none", "best-schedule", "best-per-kind", "best-per-impairment", "from-start"]
-    waiting, *fitted, static = arena.play_all(names, [10_000, 10_001], Console(quiet=True))
-    last = [[arena.backend.host(world).slots[-1]] for world in (10_000, 10_001)]
+    waiting, *fitted, static = comparison.play_all(names, [10_000, 10_001], Console(quiet=True))
+    last = [[comparison.backend.host(world).slots[-1]] for world in (10_000, 10_001)]
     for played in fitted:
         assert [list(structure) for structure in played.structures] == last
     assert fitted[0].name == f"best schedule ({plan})"

@@ -14,7 +14,7 @@ from esper.commands.explain import life_table, run_explain, seed_life
 from esper.commands.explained_run import MOST_INFLUENCES, explain_run
 from esper.commands.features import run_features
 from esper.commands.grow import GrowOptions, run_grow
-from esper.commands.growing import Settings
+from esper.commands.growing import GrowSettings
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.run_files import DECISIONS
 from esper.nissa.recorder import record
@@ -38,7 +38,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def grown(trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("runs") / "grown"
-    settings = Settings(task="digits", controller=str(trained), epochs=10, compare=False)
+    settings = GrowSettings(task="digits", controller=str(trained), epochs=10, compare=False)
     run_grow(settings, GrowOptions(out=path))
     return path
 

@@ -7,13 +7,13 @@ import pytest
 
 from esper.commands.export import Plain
 from esper.commands.grow import GrowOptions, run_grow
-from esper.commands.growing import Settings
+from esper.commands.growing import GrowSettings
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 
 
 def grown(run: Path, capsys: pytest.CaptureFixture[str], **settings: object) -> tuple[str, dict[str, dict]]:
     """Return the output of `esper grow`, with line breaks as spaces, and its results by the name of the host."""
-    run_grow(Settings(task="digits", **settings), GrowOptions(out=run))
+    run_grow(GrowSettings(task="digits", **settings), GrowOptions(out=run))
     results = json.loads((run / "result.json").read_text())["results"]
     return " ".join(capsys.readouterr().out.split()), {result["name"]: result for result in results}
 

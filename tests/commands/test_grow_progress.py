@@ -8,7 +8,7 @@ from rich.console import Console
 from esper.commands import grow, grow_progress
 from esper.commands.grow import GrowOptions, run_grow
 from esper.commands.grow_progress import EpochTimer
-from esper.commands.growing import Settings
+from esper.commands.growing import GrowSettings
 
 
 @pytest.fixture
@@ -33,7 +33,9 @@ def test_time_left_follows_the_last_epochs_and_counts_down(clock):
 
 
 def lines_of(capsys, tmp_path, epochs=7):
-    run_grow(Settings(task="digits", controller="schedule", epochs=epochs, compare=False), GrowOptions(out=tmp_path))
+    run_grow(
+        GrowSettings(task="digits", controller="schedule", epochs=epochs, compare=False), GrowOptions(out=tmp_path)
+    )
     return [line for line in capsys.readouterr().out.splitlines() if line.startswith("grown: epoch")]
 
 
@@ -52,7 +54,7 @@ def test_piped_output_has_a_line_for_every_slow_epoch(tmp_path, capsys, monkeypa
 def test_terminal_shows_every_epoch_and_the_time_left(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(grow, "Console", lambda: Console(force_terminal=True, width=120))
     monkeypatch.setattr(grow_progress, "REFRESH_PER_SECOND", 100)  # an epoch takes about 100 times as long
-    run_grow(Settings(task="rescue", controller="schedule", epochs=3, compare=False), GrowOptions(out=tmp_path))
+    run_grow(GrowSettings(task="rescue", controller="schedule", epochs=3, compare=False), GrowOptions(out=tmp_path))
     printed = capsys.readouterr().out
     assert "epoch 1 of 3 is training" in printed
     assert re.search(r"epoch   2/3  train loss .* params  0:00:\d\d left", printed)

@@ -17,7 +17,7 @@ import pytest
 
 from esper.commands import grow, growing
 from esper.commands.grow import GrowOptions, resume_grow, run_grow
-from esper.commands.growing import Settings
+from esper.commands.growing import GrowSettings
 from esper.leyline.errors import CheckpointError, ConfigError, RunError
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import read
@@ -26,7 +26,7 @@ from esper.nissa.run import RunDirectory, read_manifest
 from esper.tolaria.checkpoint import Checkpoints
 from tests.support.run_outcomes import events, heed_signals, is_whole, wait_for_life
 
-SETTINGS = Settings(task="digits", controller="schedule", epochs=17, birth="isolated")
+SETTINGS = GrowSettings(task="digits", controller="schedule", epochs=17, birth="isolated")
 EPOCHS = 4 * 17
 ESPER = Path(sys.executable).with_name("esper")
 
@@ -55,9 +55,9 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return outcome(run)
 
 
-def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: Settings, run: Path) -> None:
+def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: GrowSettings, run: Path) -> None:
     """Grow until a total number of epochs is done, then stop as SIGTERM requests it."""
-    count, take = 0, growing.snapshot
+    count, take = 0, growing.epoch_figures
 
     def counted(engine: Any) -> dict[str, Any]:
         nonlocal count
@@ -67,7 +67,7 @@ def stop_after(epochs: int, monkeypatch: pytest.MonkeyPatch, settings: Settings,
         return take(engine)
 
     with monkeypatch.context() as patch:
-        patch.setattr(growing, "snapshot", counted)
+        patch.setattr(growing, "epoch_figures", counted)
         with pytest.raises(SystemExit) as ended:
             run_grow(settings, GrowOptions(out=run))
     assert ended.value.code == 128 + signal.SIGTERM
@@ -100,7 +100,7 @@ def test_stopped_run_resumes_bit_for_bit(
 @pytest.mark.filterwarnings("ignore:the model lies outside")
 @pytest.mark.parametrize("controller", ["heuristic", "random", "tamiyo"])
 def test_controller_resumes_with_its_memory(controller: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    settings = Settings(task="digits", controller=controller, epochs=20, compare=False, seed=3)
+    settings = GrowSettings(task="digits", controller=controller, epochs=20, compare=False, seed=3)
     run_grow(settings, GrowOptions(out=tmp_path / "calm"))
     stop_after(11, monkeypatch, settings, tmp_path / "run")
     resume_grow(tmp_path / "run", [], GrowOptions())
@@ -108,7 +108,7 @@ def test_controller_resumes_with_its_memory(controller: str, monkeypatch: pytest
 
 
 def test_what_cannot_be_resumed_is_refused_with_a_remedy(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    settings = Settings(task="digits", controller="schedule", epochs=3, compare=False)
+    settings = GrowSettings(task="digits", controller="schedule", epochs=3, compare=False)
     run = tmp_path / "run"
     stop_after(1, monkeypatch, settings, run)
     with pytest.raises(ConfigError, match=r"--epochs cannot be given with --resume"):
@@ -130,7 +130,7 @@ def test_full_disk_skips_checkpoints_and_the_run_continues(monkeypatch: pytest.M
 
     monkeypatch.setattr(Checkpoints, "write", full)
     monkeypatch.setattr(grow, "save_models", lambda *_: None)  # the best host is saved by the same function
-    settings = Settings(task="digits", controller="schedule", epochs=2, compare=False)
+    settings = GrowSettings(task="digits", controller="schedule", epochs=2, compare=False)
     with pytest.warns(UserWarning, match="The run continues"):
         run_grow(settings, GrowOptions(out=tmp_path / "run"))
     assert read_manifest(tmp_path / "run")["status"] == "finished"
@@ -153,7 +153,7 @@ def test_journal_is_synced_to_disk_before_each_checkpoint(monkeypatch: pytest.Mo
 
     monkeypatch.setattr(JsonlSink, "flush", flush_and_note)
     monkeypatch.setattr(Checkpoints, "write", write_after_sync)
-    run_grow(Settings(task="digits", controller="schedule", epochs=3, compare=False), GrowOptions(out=run))
+    run_grow(GrowSettings(task="digits", controller="schedule", epochs=3, compare=False), GrowOptions(out=run))
     assert written == 4
 
 
@@ -161,7 +161,7 @@ def test_checkpoint_is_deferred_while_the_journal_cannot_be_flushed(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(NissaHub, "flush", lambda self, timeout=10.0: False)
-    settings = Settings(task="digits", controller="schedule", epochs=3, compare=False)
+    settings = GrowSettings(task="digits", controller="schedule", epochs=3, compare=False)
     with pytest.warns(UserWarning, match="this checkpoint is postponed"):
         run_grow(settings, GrowOptions(out=tmp_path / "run"))
     assert Checkpoints(tmp_path / "run" / "checkpoints").names() == ["grown-00000", "grown-00003"]
@@ -172,7 +172,7 @@ def test_run_whose_directory_is_moved_or_removed_ends(
     is_removed: bool, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(growing, "CHECKPOINT_SHARE", 0.0)  # no checkpoint is due after the epoch
-    epochs, take = [], growing.snapshot
+    epochs, take = [], growing.epoch_figures
 
     def moved(engine: Any) -> dict[str, Any]:
         epochs.append(take(engine))
@@ -182,16 +182,16 @@ def test_run_whose_directory_is_moved_or_removed_ends(
                 shutil.rmtree(tmp_path / "elsewhere")
         return epochs[-1]
 
-    monkeypatch.setattr(growing, "snapshot", moved)
+    monkeypatch.setattr(growing, "epoch_figures", moved)
     with pytest.raises(RunError, match="was moved or removed during the run"):
-        run_grow(Settings(task="digits", controller="none", epochs=9), GrowOptions(out=tmp_path / "run"))
+        run_grow(GrowSettings(task="digits", controller="none", epochs=9), GrowOptions(out=tmp_path / "run"))
     assert len(epochs) == 2
     assert not (tmp_path / "run").exists()
 
 
 def test_resume_takes_the_lock_before_it_chooses_a_checkpoint(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     run, choose, rivals = tmp_path / "run", grow.checkpoint_of, []
-    stop_after(1, monkeypatch, Settings(task="digits", controller="none", epochs=2), run)
+    stop_after(1, monkeypatch, GrowSettings(task="digits", controller="none", epochs=2), run)
 
     def chosen(*args: Any) -> Any:
         with pytest.raises(RunError, match=r"owned by a running process \(pid") as error:

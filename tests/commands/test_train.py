@@ -53,7 +53,7 @@ def test_train_writes_policy_journal_and_report_and_prints_a_table(run):
 
 def test_eval_compares_a_trained_policy_world_by_world(run, tmp_path):
     out, _ = run
-    done = esper_in_process("eval", out, "none", "from-start", "--seeds", "2", "--out", tmp_path / "eval", "--json")
+    done = esper_in_process("eval", out, "none", "from-start", "--worlds", "2", "--out", tmp_path / "eval", "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     assert [r["name"] for r in result["rows"]] == ["learned (mine)", "none", "same structure from step 0"]

@@ -9,7 +9,7 @@ import typer
 
 import esper
 from esper.cli import app
-from esper.commands.growing import Settings as GrowSettings
+from esper.commands.growing import GrowSettings
 from esper.commands.sweep import SweepPlan
 from esper.karn.views import field_notes
 from esper.leyline.event_fields import FIELD_NOTES

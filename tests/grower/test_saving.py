@@ -140,7 +140,7 @@ def everything(grower: Grower) -> dict[str, str]:
         "gradients": [digest(p.grad) for p in body.parameters()],
         "learning": [(n, p.requires_grad, p.stride()) for n, p in body.named_parameters()],
         "modes": [m.training for m in body.modules()],
-        "slots": [(s.stage, s.alpha.item(), s.operator, s.birth, s.blueprint, s.mode) for s in body.slots.values()],
+        "slots": [(s.stage, s.alpha.item(), s.operator, s.rng_seed, s.blueprint, s.mode) for s in body.slots.values()],
         "optimizer": digest(optimizer.state_dict()),
         "strides": [v.stride() for s in optimizer.state.values() for v in s.values() if isinstance(v, torch.Tensor)],
         "table": digest(grower.table.arrays()),

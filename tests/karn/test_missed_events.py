@@ -12,14 +12,14 @@ import pytest
 from esper.commands.report import run_report
 from esper.commands.runs import run_runs
 from esper.commands.sql import run_sql
+from esper.karn.problems import problems
 from esper.karn.run_state import RunState
 from esper.karn.sql import Runs
-from esper.karn.texts import problems
-from esper.karn.watch.cells import alarms
+from esper.karn.watch.cells import problem_lines
 from esper.karn.watch.watched_run import WatchedRun
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import RunError
-from esper.leyline.events import Governor, PhaseProfile, RunFinished
+from esper.leyline.events import GovernorAlarm, PhaseProfile, RunFinished
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import Damage, Extent, read
 from esper.nissa.journal_writer import JsonlSink
@@ -32,8 +32,8 @@ from tests.support.run_outcomes import TINY, esper, finished
 STEPS = 20
 
 
-def event(step: int) -> Governor:
-    return Governor(env=0, episode=0, step=step, alarm="none", action="none")
+def event(step: int) -> GovernorAlarm:
+    return GovernorAlarm(env=0, episode=0, step=step, alarm="none", action="none")
 
 
 @pytest.fixture
@@ -91,7 +91,7 @@ def test_every_reader_reports_missing_events(run, damage, capsys):
         assert opened.ask("select missing from runs").rows == [("; ".join(losses),)]
     watched = WatchedRun(run, lambda: 0.0)
     watched.read()
-    assert f"The journal is incomplete: {losses[0]}." in alarms(watched).plain
+    assert f"The journal is incomplete: {losses[0]}." in problem_lines(watched).plain
 
     run_runs(run.parent, as_json=False)
     run_report([run], run.parent / "report.html", as_json=False, open_browser=False)

@@ -13,12 +13,13 @@ from esper.commands.charts import tick_labels, ticks
 from esper.commands.report import digest, facts, run_report
 from esper.karn import report
 from esper.karn.document import detail, document
+from esper.karn.formatting import compact, duration, number_text
+from esper.karn.problems import problems
 from esper.karn.report import MOST_DIFFERENCES
 from esper.karn.run_state import RunState
-from esper.karn.texts import compact, duration, number_text, problems
 from esper.leyline.checksums import open_json, seal_json
 from esper.leyline.errors import EsperError
-from esper.leyline.events import Episode, Governor, Health
+from esper.leyline.events import Episode, GovernorAlarm, Health
 from esper.nissa.record import sealed
 from tests.support.browser import NASTY
 from tests.support.compared_runs import decided, write_run
@@ -159,7 +160,7 @@ def test_alarms_without_rollback_take_one_line(tmp_path):
     journal.write(started())
     for step_, alarm, action in ((1, "divergence", "counted"), (2, "divergence", "counted"), (3, "collapse", "seen"),
                                  (4, "divergence", "rolled back")):  # fmt: skip
-        journal.write(Governor(env=0, episode=0, step=step_, alarm=alarm, action=action, value=9.0))
+        journal.write(GovernorAlarm(env=0, episode=0, step=step_, alarm=alarm, action=action, value=9.0))
     alarms = [text for _, text in problems(RunState.of(journal.close())) if "Governor" in text]
     assert len(alarms) == 2
     assert re.search(r"epoch 4: divergence .* rolled back", alarms[0])

@@ -16,7 +16,7 @@ from esper.karn.episode_state import SlotHistory
 from esper.karn.run_state import RunState
 from esper.karn.series import BLOCK_ROWS, MOST_GROUPS, Means, Series
 from esper.leyline.checksums import seal_json
-from esper.leyline.events import Decision, Episode, Health, PhaseProfile, RunFinished, Worth
+from esper.leyline.events import Decision, Episode, Health, PhaseProfile, RunFinished, SeedWorth
 from esper.leyline.stages import SeedStage as Stage
 from esper.nissa.journal_reader import read
 from esper.nissa.journal_rows import decoded_row, decoded_rows
@@ -162,7 +162,7 @@ def test_best_ignores_non_finite_values():
 
 def test_worth_is_kept_per_slot():
     def worth(n, slot, value):
-        return Worth(env=0, episode=0, step=n, slot=slot, seed=0, blueprint="norm", contribution=value)
+        return SeedWorth(env=0, episode=0, step=n, slot=slot, seed=0, blueprint="norm", contribution=value)
 
     run = folded(started(), worth(1, "r0c0", 0.1), worth(2, "r0c0", None), worth(1, "r0c1", 0.3))
     slots = run.envs[0].latest.slots

@@ -125,7 +125,7 @@ def result(model, batch):
 @pytest.mark.parametrize("kind", MODELS)
 def test_padding_does_not_change_the_result_of_a_sample(kind):
     body = planted(grafted(kind))
-    assert {slot.site.layout for slot in body.slots.values()} == {Layout.BIDIRECTIONAL}
+    assert {slot.spec.layout for slot in body.slots.values()} == {Layout.BIDIRECTIONAL}
     batch = tokens()
     together = result(body, batch)
     for i, length in enumerate(batch["attention_mask"].sum(1).tolist()):
@@ -209,11 +209,11 @@ def test_seeds_learn_with_the_mask(incubation):
 def test_probe_with_padding_at_the_end_of_all_samples_shows_that_the_model_looks_ahead():
     """As from `padding="max_length"`: a change of the last position reaches no other, because it is masked."""
     body = grafted("bert", tokens((3, 5, 4), 9))
-    assert {slot.site.layout for slot in body.slots.values()} == {Layout.BIDIRECTIONAL}
+    assert {slot.spec.layout for slot in body.slots.values()} == {Layout.BIDIRECTIONAL}
     torch.manual_seed(0)
     batch = tokens((3, 5, 4), 9)
     body = esper.graft(bert(), at="bert.encoder.layer.*", probe=(batch["input_ids"], batch["attention_mask"]))
-    assert {slot.site.layout for slot in body.slots.values()} == {Layout.BIDIRECTIONAL}
+    assert {slot.spec.layout for slot in body.slots.values()} == {Layout.BIDIRECTIONAL}
 
 
 def test_graft_warns_where_seeds_cannot_see_the_mask():

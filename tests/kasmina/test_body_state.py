@@ -35,7 +35,7 @@ def grown(name: str = "cnn") -> Body:
     body = ZOO[name].body()
     slots = list(body.slots)
     for i, (stage, alpha) in enumerate(ALIVE[2:]):
-        choices = blueprints_for(body.slots[slots[i]].site.layout)
+        choices = blueprints_for(body.slots[slots[i]].spec.layout)
         grow(body, slots[i], choices[-1 - i], operator=Operator(i), stage=stage, alpha=alpha, seed=i + 3)
     return body
 

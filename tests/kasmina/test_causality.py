@@ -123,8 +123,8 @@ class Inside(nn.Module):
 def test_layout_of_a_model_is_found(case):
     make, at, probe, layout, swapped = CASES[case]
     torch.manual_seed(0)
-    site = esper.graft(make(), at, probe=probe).slots[at].site
-    assert (site.layout, site.swapped) == (layout, swapped)
+    spec = esper.graft(make(), at, probe=probe).slots[at].spec
+    assert (spec.layout, spec.swapped) == (layout, swapped)
 
 
 def outputs(body, x):

@@ -373,7 +373,7 @@ def test_graft_errors_are_esper_errors():
 
 def test_select_sets_the_tuple_item_of_the_features():
     body = graft(NamedNet(), ["blocks.0"], probe=vectors(3), select={"blocks.0": 1})
-    assert body.slots["blocks.0"].site.shape == (1,)  # the scale
+    assert body.slots["blocks.0"].spec.shape == (1,)  # the scale
 
 
 # -- germination changes nothing

@@ -159,7 +159,7 @@ def test_germination_at_every_slot_keeps_the_output_bit_identical(kind):
     body = graft(host, host.sites(), probe=x)
     assert list(body.slots) == list(host.sites())
     for i, (name, slot) in enumerate(body.slots.items()):
-        choices = blueprints_for(slot.site.layout)
+        choices = blueprints_for(slot.spec.layout)
         body.plant(name, choices[i % len(choices)], Operator.ADD, rng_seed=i)
         body.set_slot(slot, SeedStage.HOLDING, 1.0)
         assert torch.equal(body(x), expected), name

@@ -113,8 +113,8 @@ def test_selected_item_grows_evaluates_and_hardens():
 def test_recurrent_state_has_vector_layout_and_forks_on_axis_1(layers):
     """The first dimension of h_n is layers, so a seed that mixes along axis 1 would mix samples."""
     body = graft(LastState(layers), "lstm", probe=torch.randn(3, 5, 4), select={"lstm": (1, 0)})
-    site = body.slots["lstm"].site
-    assert (site.layout, site.batch_axis, site.shape) == ("vector", 1, (layers, site.dim))
+    spec = body.slots["lstm"].spec
+    assert (spec.layout, spec.batch_axis, spec.shape) == ("vector", 1, (layers, spec.dim))
     assert body.forking.points == {"lstm": (False, "lstm")}
 
 
@@ -155,14 +155,14 @@ CHANNELS_FIRST = {
 @pytest.mark.parametrize("case", CHANNELS_FIRST)
 def test_channels_before_length_are_detected(case):
     model, at = CHANNELS_FIRST[case]
-    site = graft(model, at, probe=torch.randn(3, 8, 8)).slots[at].site
-    assert site.layout == "signal" or site.swapped == (1, 2)
-    assert site.dim == site.shape[0]
+    spec = graft(model, at, probe=torch.randn(3, 8, 8)).slots[at].spec
+    assert spec.layout == "signal" or spec.swapped == (1, 2)
+    assert spec.dim == spec.shape[0]
 
 
 def test_transposed_convolution_output_is_a_sequence():
     body = graft(Functional(transposes=True), "dropout", probe=torch.randn(3, 8, 8))
-    assert body.slots["dropout"].site.layout == "sequence"
+    assert body.slots["dropout"].spec.layout == "sequence"
 
 
 @pytest.mark.parametrize("key", [(1, 5), (1, "x"), (1,), (0, 0)])

@@ -14,7 +14,18 @@ from hypothesis import strategies as st
 
 from esper.leyline import events
 from esper.leyline.errors import UnknownNameError
-from esper.leyline.events import KINDS, WORDS, Event, Level, PhaseProfile, Silence, Update, encode, level, unspelled
+from esper.leyline.events import (
+    KINDS,
+    WORDS,
+    Event,
+    Level,
+    NullReceiver,
+    PhaseProfile,
+    Update,
+    encode,
+    level,
+    unspelled,
+)
 from esper.nissa.journal_reader import read, segment_name
 from esper.nissa.record import Record, line
 
@@ -188,7 +199,7 @@ def test_every_kind_has_a_docstring(kind):
 @ALL
 def test_every_number_has_a_unit_or_is_listed_as_dimensionless(kind):
     for name, hint in hints_of(kind).items():
-        if "float" in str(hint) and (kind, name) != (events.Governor, "value"):
+        if "float" in str(hint) and (kind, name) != (events.GovernorAlarm, "value"):
             assert name.endswith(UNITS) or name in QUALITY | DIMENSIONLESS, f"{kind.__name__}.{name}: in which unit?"
         if name.endswith(("_s", "_ms", "_pct")):
             assert "float" in str(hint), f"{kind.__name__}.{name} has a unit and is no number"
@@ -208,7 +219,7 @@ def test_gauge_keys_are_fields_and_must_keep_kinds_have_none(kind):
 
 def test_lifecycle_outcome_and_failure_kinds_are_kept_at_every_level():
     always = {kind for kind in KINDS.values() if kind.KEEP and kind.LEVEL == Level.MINIMAL}
-    assert {"RunStarted", "RunFinished", "Lifecycle", "Update", "Episode", "Governor", "Checkpoint", "Health"} == {
+    assert {"RunStarted", "RunFinished", "Lifecycle", "Update", "Episode", "GovernorAlarm", "Checkpoint", "Health"} == {
         kind.__name__ for kind in always
     }
 
@@ -220,5 +231,5 @@ def test_levels_by_name():
 
 
 def test_silent_hub_wants_nothing():
-    assert not any(Silence().wants(kind) for kind in KINDS.values())
-    Silence().emit(example(PhaseProfile))
+    assert not any(NullReceiver().wants(kind) for kind in KINDS.values())
+    NullReceiver().emit(example(PhaseProfile))

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from esper.leyline.errors import RunError
-from esper.leyline.events import Governor, PhaseProfile
+from esper.leyline.events import GovernorAlarm, PhaseProfile
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import Damage, read, segments
 from esper.nissa.journal_writer import JsonlSink
@@ -30,8 +30,8 @@ from tests.support.run_outcomes import TINY, finished, heed_signals, wait_for_li
 PATIENCE = 60.0
 
 
-def event(step: int) -> Governor:
-    return Governor(env=0, episode=0, step=step, alarm="none", action="none")
+def event(step: int) -> GovernorAlarm:
+    return GovernorAlarm(env=0, episode=0, step=step, alarm="none", action="none")
 
 
 def wait_until(done) -> None:
@@ -286,12 +286,12 @@ CHILD = """
 import sys
 import esper
 from esper.leyline.errors import RunError
-from esper.leyline.events import Governor
+from esper.leyline.events import GovernorAlarm
 from esper.nissa import recorder
 recorder.END_S = float(sys.argv[3])
 with esper.record("mine", out=sys.argv[1]) as run:
     for step in range(int(sys.argv[2])):
-        run.emit(Governor(env=0, episode=0, step=step, alarm="none", action="none"))
+        run.emit(GovernorAlarm(env=0, episode=0, step=step, alarm="none", action="none"))
     print("emitted", flush=True)
 sys.exit(1 if run.losses else 0)
 """

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from esper.leyline.errors import ConfigError, DataError, EsperError
-from esper.leyline.events import Governor, Gradient, Health, Level, PhaseProfile, RunFinished, Step
+from esper.leyline.events import GovernorAlarm, Gradient, Health, Level, PhaseProfile, RunFinished, Step
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import read
 from esper.nissa.journal_writer import JsonlSink
@@ -22,7 +22,7 @@ PATIENCE = 60.0  # for waits that end by themselves: only a failing test reaches
 
 
 def keep(step, env=0, value=None):
-    return Governor(env=env, episode=0, step=step, alarm="none", action="none", value=value)
+    return GovernorAlarm(env=env, episode=0, step=step, alarm="none", action="none", value=value)
 
 
 def gauge(calls, phase="train"):
@@ -107,7 +107,7 @@ def test_events_arrive_in_order_numbered_and_from_another_thread():
         for step in range(500):
             hub.emit(keep(step))
     assert sink.seqs == list(range(40, 541))
-    assert [event.step for event in sink.of(Governor)] == list(range(500))
+    assert [event.step for event in sink.of(GovernorAlarm)] == list(range(500))
     assert {record.rank for record in sink.records} == {3}
     assert all(a.time_s <= b.time_s for a, b in pairwise(sink.records))
     assert threading.current_thread() not in sink.threads
@@ -141,7 +141,7 @@ def test_burst_beside_slow_raising_and_hanging_sinks_loses_nothing(tmp_path):
 
     entries = list(read(tmp_path))
     journal = [entry.data["step"] for entry in entries if entry.kind == "governor"]
-    assert journal == list(range(5_000)) == [event.step for event in slow.of(Governor)]
+    assert journal == list(range(5_000)) == [event.step for event in slow.of(GovernorAlarm)]
     assert not holes(entries)
     assert slow.seqs == [entry.seq for entry in entries]
 
@@ -175,7 +175,7 @@ def test_order_is_kept_per_thread_and_numbers_have_no_gaps():
     for sink in sinks:
         assert sink.seqs == list(range(len(sink.seqs)))
         for env in range(8):
-            assert [e.step for e in sink.of(Governor) if e.env == env] == list(range(1_000))
+            assert [e.step for e in sink.of(GovernorAlarm) if e.env == env] == list(range(1_000))
 
 
 # Interest -------------------------------------------------------------------------------------------------------
@@ -185,30 +185,30 @@ def test_order_is_kept_per_thread_and_numbers_have_no_gaps():
 def test_kind_is_wanted_from_its_level_on(level):
     sink = ListSink()
     with NissaHub([sink], level=level) as hub:
-        assert hub.wants(Governor) == (level >= Level.MINIMAL)
+        assert hub.wants(GovernorAlarm) == (level >= Level.MINIMAL)
         assert hub.wants(Step) == hub.wants(Gradient) == (level >= Level.NORMAL)
         hub.emit(keep(0))
         hub.emit(Gradient(env=0, episode=0, step=0, slot="a", norm=1.0, ratio=1.0, health=1.0))
-    assert len(sink.of(Governor)) == (level >= Level.MINIMAL)
+    assert len(sink.of(GovernorAlarm)) == (level >= Level.MINIMAL)
     assert len(sink.of(Gradient)) == (level >= Level.NORMAL)
     assert len(sink.of(Health)) == (level >= Level.MINIMAL)
 
 
 def test_nothing_is_wanted_without_an_active_sink():
     hub = NissaHub()
-    assert not hub.wants(Governor)
+    assert not hub.wants(GovernorAlarm)
     hub.emit(keep(0))
     assert hub.health()["emitted"] == hub.health()["after_close"] == 0
     hub.add_sink(RaisingSink())
-    assert hub.wants(Governor)
+    assert hub.wants(GovernorAlarm)
     hub.emit(keep(1))
-    wait_until(lambda: not hub.wants(Governor))
+    wait_until(lambda: not hub.wants(GovernorAlarm))
     hub.emit(keep(2))
     assert hub.health()["queued"] == 0
     hub.add_sink(late := ListSink())
     hub.emit(keep(3))
     hub.close()
-    assert [event.step for event in late.of(Governor)] == [3]
+    assert [event.step for event in late.of(GovernorAlarm)] == [3]
 
 
 def test_two_sinks_of_one_class_get_distinct_names():
@@ -242,7 +242,7 @@ def test_full_queue_blocks_the_caller_and_counts_it():
     sink.gate.set()
     assert done.wait(PATIENCE)
     hub.close()
-    assert [event.step for event in sink.of(Governor)] == list(range(20))
+    assert [event.step for event in sink.of(GovernorAlarm)] == list(range(20))
     last = sink.records[-1].event
     assert last.counters["waits"] == hub.health()["waits"] >= 1
     assert "callers waited" in last.text
@@ -329,7 +329,7 @@ def test_guarantees_hold_for_any_schedule(schedules, capacity):
         assert sink.seqs == sorted(set(sink.seqs))
         assert health["emitted"] == len(sink.seqs) + health["sinks"][name]["coalesced"]
         for env, phases in enumerate(schedules):
-            steps = [event.step for event in sink.of(Governor) if event.env == env]
+            steps = [event.step for event in sink.of(GovernorAlarm) if event.env == env]
             assert steps == [i for i, phase in enumerate(phases) if not phase]
             for phase in {each for each in phases if each}:
                 newest = max(i for i, each in enumerate(phases) if each == phase)
@@ -353,7 +353,7 @@ def test_transient_failure_loses_nothing():
     with NissaHub([sink := Flaky()]) as hub:
         for step in range(100):
             hub.emit(keep(step))
-    assert [event.step for event in sink.of(Governor)] == list(range(100))
+    assert [event.step for event in sink.of(GovernorAlarm)] == list(range(100))
     assert hub.health()["sinks"]["Flaky"]["failures"] == sink.tries * 2 // 3
     assert not hub.health()["sinks"]["Flaky"]["retired"]
 
@@ -364,7 +364,7 @@ def test_hanging_sink_is_retired_and_no_longer_waited_for():
     for step in range(200):
         hub.emit(keep(step))
     hub.close()
-    assert [event.step for event in healthy.of(Governor)] == list(range(200))
+    assert [event.step for event in healthy.of(GovernorAlarm)] == list(range(200))
     assert hub.health()["sinks"]["GatedSink"]["retired"]
     lost = hub.health()["sinks"]["GatedSink"]["given_up"]
     assert any(f"misses {lost} queued events" in event.text for event in healthy.of(Health))
@@ -382,7 +382,7 @@ def test_slow_sink_is_not_treated_as_hung():
     with NissaHub([sink := Sluggish()], hang_s=1.0) as hub:
         for step in range(100):
             hub.emit(keep(step))
-    assert len(sink.of(Governor)) == 100
+    assert len(sink.of(GovernorAlarm)) == 100
     assert not hub.health()["sinks"]["Sluggish"]["retired"]
 
 
@@ -414,10 +414,10 @@ def test_sink_that_fails_to_close_affects_no_other():
 )
 def test_strict_hub_refuses_unencodable_events_at_once(value):
     with NissaHub([sink := ListSink()], strict=True) as hub:
-        with pytest.raises(DataError, match="Governor cannot be recorded"):
+        with pytest.raises(DataError, match="GovernorAlarm cannot be recorded"):
             hub.emit(keep(0, value=value))
         hub.emit(keep(1))
-    assert [event.step for event in sink.of(Governor)] == [1]
+    assert [event.step for event in sink.of(GovernorAlarm)] == [1]
     assert sink.seqs == [0, 1]  # the refused event took no number
 
 
@@ -495,7 +495,7 @@ def test_close_is_idempotent_and_later_events_are_counted():
     hub.close()
     hub.emit(keep(1))
     hub.emit(gauge(1))
-    assert not hub.wants(Governor)
+    assert not hub.wants(GovernorAlarm)
     assert sink.seqs == [0, 1]
     assert sink.closed == 1
     assert hub.health()["after_close"] == 2
@@ -527,7 +527,7 @@ def test_caller_blocked_at_close_still_delivers_its_event():
     closer.start()
     sink.gate.set()
     closer.join()
-    assert sorted(event.step for event in sink.of(Governor)) == list(range(6))
+    assert sorted(event.step for event in sink.of(GovernorAlarm)) == list(range(6))
     assert sink.seqs == list(range(len(sink.seqs)))
     assert isinstance(sink.records[-1].event, Health)  # the final record comes after theirs
 
@@ -566,7 +566,7 @@ def test_hub_is_disabled_in_a_forked_child(tmp_path):
         try:
             hub.emit(keep(99))
             hub.close()
-            status = 0 if not hub.wants(Governor) and hub.health()["after_close"] == 1 else 2
+            status = 0 if not hub.wants(GovernorAlarm) and hub.health()["after_close"] == 1 else 2
         finally:
             os._exit(status)
     assert os.waitpid(child, 0)[1] == 0

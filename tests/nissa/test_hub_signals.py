@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(os.name != "posix", reason="needs POSIX signals"
 PRELUDE = """
 import os, signal, sys, time
 from pathlib import Path
-from esper.leyline.events import Governor
+from esper.leyline.events import GovernorAlarm
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.signals import terminable
@@ -29,7 +29,7 @@ class Slow:
     def close(self): pass
 
 def keep(step):
-    return Governor(env=0, episode=0, step=step, alarm="", action="")
+    return GovernorAlarm(env=0, episode=0, step=step, alarm="", action="")
 
 journal = JsonlSink(Path(sys.argv[1]) / "events")
 """

@@ -16,7 +16,7 @@ import torch
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from esper.leyline.errors import ConfigError
-from esper.leyline.events import Level, Silence, Step
+from esper.leyline.events import Level, NullReceiver, Step
 from esper.leyline.lifecycle import legal
 from esper.nissa.hub import NissaHub
 from esper.nissa.journal_reader import read
@@ -85,7 +85,7 @@ def trained(hub, level=Level.NORMAL) -> str:
 
 
 def test_recording_never_changes_what_is_learnt():
-    alone = trained(Silence())
+    alone = trained(NullReceiver())
     for level in Level:
         keeps = Keeps()
         with NissaHub([keeps], level=level, strict=True) as hub:

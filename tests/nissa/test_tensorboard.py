@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from esper.leyline.errors import EsperError
-from esper.leyline.events import Worth
+from esper.leyline.events import SeedWorth
 from esper.nissa.hub import NissaHub
 from esper.nissa.record import Record
 from esper.nissa.sinks import Scalars, TensorBoardSink
@@ -19,7 +19,7 @@ def test_tensorboard_reads_back_what_was_emitted(tmp_path):
         hub.emit(STARTED)
         for i in range(1, 4):
             hub.emit(step(step=i, quality=i / 4))
-        hub.emit(Worth(env=0, episode=0, step=3, slot="r0c1", seed=0, blueprint="b", contribution=0.5))
+        hub.emit(SeedWorth(env=0, episode=0, step=3, slot="r0c1", seed=0, blueprint="b", contribution=0.5))
         hub.emit(update(0, entropy={"op": 0.75, "slot": None}, learnable={"op": 0.25}))
         hub.emit(EPISODE)
     scalars = loaded(tmp_path)
@@ -41,8 +41,8 @@ def test_each_environment_has_a_monotonic_axis():
     worth = {"slot": "a", "seed": 0, "blueprint": "b", "contribution": 1.0}
     order = [(0, 1), (0, 2), (0, 3), (1, 1), (1, 2), (3, 1)]
     assert [scalars.of(step(0, *at))[0] for at in order] == [1, 2, 3, 4, 5, 6]
-    assert scalars.of(Worth(env=0, episode=3, step=1, **worth))[0] == 6
-    assert scalars.of(Worth(env=0, episode=1, step=2, **worth))[0] == 6  # late: it does not move the axis back
+    assert scalars.of(SeedWorth(env=0, episode=3, step=1, **worth))[0] == 6
+    assert scalars.of(SeedWorth(env=0, episode=1, step=2, **worth))[0] == 6  # late: it does not move the axis back
     assert scalars.of(step(1, 0, 1))[0] == 1
     assert [scalars.of(update(round))[0] for round in (0, 0, 5)] == [1, 2, 3]
 

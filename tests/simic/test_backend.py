@@ -170,7 +170,7 @@ def test_sizes_equal_those_counted_by_leyline() -> None:
             for s, slot in enumerate(network.body.slots.values()):
                 if table.stage[e, s] in in_forward:
                     assert slot.blueprint is not None
-                    added += cost(slot.blueprint, slot.site).macs
+                    added += cost(slot.blueprint, slot.spec).macs
             assert macs[e] == context.host_macs + added
             dearer += added > 0
     assert dearer > 0
@@ -210,7 +210,7 @@ def test_context_of_builtin_hosts(name: str) -> None:
     assert backend.slots == task.slots == tuple(body.slots)
     np.testing.assert_array_equal(context.slot_depth, np.linspace(0, 1, len(task.slots)))
     for s, (slot, prices) in enumerate(zip(body.slots.values(), body.costs().values(), strict=True)):
-        assert context.slot_width[s] == slot.site.dim
+        assert context.slot_width[s] == slot.spec.dim
         for blueprint, price in prices.items():
             at = s, blueprint_index(blueprint)
             assert backend.table.takes[at]

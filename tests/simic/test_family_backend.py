@@ -239,7 +239,7 @@ def test_commands_work_with_a_family_and_workers_change_nothing(file: Path, tmp_
         assert "learned" in done.stdout
     assert outcome_of(tmp_path / "one") == outcome_of(tmp_path / "two")
     named = ["heuristic", "best-schedule", "random", "none", "from-start", "wider", "deeper"]
-    done = esper_in_process("eval", tmp_path / "one", *named, "--seeds", "3", "--search-episodes", "16", "--json")
+    done = esper_in_process("eval", tmp_path / "one", *named, "--worlds", "3", "--search-episodes", "16", "--json")
     assert done.returncode == 0, done.stderr
     rows = json.loads(done.stdout)["rows"]
     assert len(rows) == 8

@@ -18,7 +18,7 @@ from esper.leyline.lifecycle import Rules, legal
 from esper.leyline.rng import bell, random_bits, uniform, world_keys
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import NEXT_STAGES, SeedStage
-from esper.simic.evaluation.sim_oracle import FollowPlans, best_schedule, plantings, play, values
+from esper.simic.evaluation.sim_oracle import FollowPlans, best_schedule, plantings, simulate_episode, values
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulated_worlds import (
     BASE_WIDTH,
@@ -85,7 +85,10 @@ def test_environment_alone_equals_itself_among_many_bit_for_bit(slots):
 
 
 def test_runs_are_deterministic_per_world_and_controller():
-    runs = [play(Simulator(SimConfig(), w), Random(3), RewardConfig()) for w in (range(8), range(8), range(8, 16))]
+    runs = [
+        simulate_episode(Simulator(SimConfig(), w), Random(3), RewardConfig())
+        for w in (range(8), range(8), range(8, 16))
+    ]
     np.testing.assert_array_equal(runs[0].discounted, runs[1].discounted)
     np.testing.assert_array_equal(runs[0].quality, runs[1].quality)
     assert (runs[0].quality != runs[2].quality).all()
@@ -94,8 +97,8 @@ def test_runs_are_deterministic_per_world_and_controller():
 def test_reset_starts_new_worlds_in_the_same_table():
     sim = Simulator(SimConfig(), range(8))
     table = sim.table
-    first = play(sim, Random(1), RewardConfig())
-    again = play(sim, Random(1), RewardConfig())
+    first = simulate_episode(sim, Random(1), RewardConfig())
+    again = simulate_episode(sim, Random(1), RewardConfig())
     np.testing.assert_array_equal(first.quality, again.quality)
     sim.reset(range(8, 16))
     assert sim.table is table
@@ -235,13 +238,13 @@ def test_pruning_removes_the_gain_and_disturbs_the_host_temporarily():
 
 def test_late_seed_is_worth_less():
     worlds, option = range(40), (1, BLUEPRINTS.index("conv_heavy"), 0)
-    early = play(Simulator(QUIET, worlds), FollowPlans([(option,)]), RewardConfig()).total
+    early = simulate_episode(Simulator(QUIET, worlds), FollowPlans([(option,)]), RewardConfig()).total
 
     class Late(FollowPlans):
         def act(self, table, legal):
             return super().act(table, legal) if table.step[0] >= 22 else wait_everywhere(table.num_envs)
 
-    late = play(Simulator(QUIET, worlds), Late([(option,)]), RewardConfig()).total
+    late = simulate_episode(Simulator(QUIET, worlds), Late([(option,)]), RewardConfig()).total
     helpful = draw_worlds(worlds, QUIET).potential[:, 1, option[1]] > 0
     assert (early > late)[helpful].all()
 
@@ -468,7 +471,7 @@ def test_beam_search_is_near_optimal_and_handles_many_slots():
 def test_plan_is_carried_out_as_written():
     plan = ((2, NORM, 1), (0, CONV_LIGHT, 0))
     sim = Simulator(SimConfig(stillborn_share=0.0), range(8))
-    play(sim, FollowPlans([plan]), RewardConfig())
+    simulate_episode(sim, FollowPlans([plan]), RewardConfig())
     assert (sim.table.stage[:, [0, 2]] == Stage.FOSSILIZED).all()
     assert (sim.table.stage[:, 1] == Stage.DORMANT).all()
     assert (sim.table.blueprint[:, [2, 0]] == [NORM, CONV_LIGHT]).all()

@@ -20,9 +20,9 @@ from esper.leyline.events import (
     Lifecycle,
     RunFinished,
     RunStarted,
+    SeedWorth,
     Step,
     Update,
-    Worth,
 )  # fmt: skip
 from esper.leyline.stages import SeedStage
 from esper.nissa.journal_reader import Entry, decoded_entry
@@ -85,11 +85,11 @@ def step_events(env, episode, t, slots, rng):
                blueprints=tuple(prints[i] if 0 < s <= 5 else "" for i, s in enumerate(live)))  # fmt: skip
     for s in range(slots):
         if now[s] in (SeedStage.BLENDING, SeedStage.HOLDING, SeedStage.FOSSILIZED):
-            yield Worth(env=env, episode=episode, step=t, slot=names[s], seed=s, blueprint=prints[s],
+            yield SeedWorth(env=env, episode=episode, step=t, slot=names[s], seed=s, blueprint=prints[s],
                         contribution=rng.gauss(0.01, 0.006), contribution_se=0.004, shapley=rng.gauss(0.01, 0.004),
                         shapley_se=0.003, solo=0.008, solo_se=0.004, interaction=-0.001)  # fmt: skip
         elif now[s] == SeedStage.TRAINING:
-            yield Worth(env=env, episode=episode, step=t, slot=names[s], seed=s, blueprint=prints[s],
+            yield SeedWorth(env=env, episode=episode, step=t, slot=names[s], seed=s, blueprint=prints[s],
                         prospect=rng.gauss(0.008, 0.004), prospect_se=0.003)  # fmt: skip
         if SeedStage.GERMINATED <= now[s] <= SeedStage.HOLDING:
             yield Gradient(env=env, episode=episode, step=t, slot=names[s], norm=0.3, ratio=rng.uniform(0.3, 2),

@@ -571,7 +571,7 @@ def grow(
 ) -> Slot:
     """Germinate a seed with non-zero output, at any stage."""
     slot = body.slots[name]
-    body.plant(name, blueprint or blueprints_for(slot.site.layout)[0], operator, rng_seed=seed)
+    body.plant(name, blueprint or blueprints_for(slot.spec.layout)[0], operator, rng_seed=seed)
     awaken(slot, scale, seed)
     body.set_slot(slot, stage, alpha if stage >= SeedStage.BLENDING else 0.0)
     return slot
@@ -580,7 +580,7 @@ def grow(
 def grow_everywhere(body: Body, stages: dict[str, SeedStage] | None = None) -> None:
     """Put seeds into every slot, with different blueprints and operators."""
     for i, (name, slot) in enumerate(body.slots.items()):
-        choices = blueprints_for(slot.site.layout)
+        choices = blueprints_for(slot.spec.layout)
         stage = (stages or {}).get(name, SeedStage.BLENDING)
         operator = (Operator.ADD, Operator.GATE, Operator.MULTIPLY)[i % 3]
         grow(body, name, choices[(2 * i + 1) % len(choices)], operator=operator, stage=stage,

@@ -125,7 +125,7 @@ def survive(
         process.communicate()
         done += 1
         say(f"kill {done}: {newest(run) or 'before its first checkpoint'}")
-        if not newest(run):  # no checkpoint yet: start anew
+        if not newest(run):  # no checkpoint yet: start again
             subprocess.run(["rm", "-rf", str(run)], check=True)
 
 

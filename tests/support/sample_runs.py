@@ -12,15 +12,15 @@ from esper.leyline.events import (
     Checkpoint,
     Decision,
     Episode,
-    Governor,
+    GovernorAlarm,
     Health,
     Lifecycle,
     PhaseProfile,
     RunFinished,
     RunStarted,
+    SeedWorth,
     Step,
     Update,
-    Worth,
 )
 from esper.leyline.stages import SeedStage as Stage
 from esper.nissa.record import Record, line
@@ -147,7 +147,7 @@ def grow_like(journal, env, name, *, episode=0, epochs=40, grows=True, skill=0.0
             if Stage.TRAINING <= stage <= Stage.FOSSILIZED:
                 worth = gains[s] * alpha + rng.gauss(0, 0.008)
                 training = stage == Stage.TRAINING
-                journal.write(Worth(env=env, episode=episode, step=n, slot=SLOTS[s], seed=s, blueprint=LIFE[s][1],
+                journal.write(SeedWorth(env=env, episode=episode, step=n, slot=SLOTS[s], seed=s, blueprint=LIFE[s][1],
                                     committed=stage == Stage.FOSSILIZED, contribution=None if training else worth,
                                     contribution_se=None if training else 0.011, interaction=0.004,
                                     shapley=None if training else worth * 0.9, shapley_se=None if training else 0.012,
@@ -198,7 +198,7 @@ def train_run(path, *, envs=8, rounds=30, epochs=40, status="finished", clean=Tr
                              grad_norm=0.8, lr=3e-4, entropy=entropy, learnable=dict.fromkeys(HEADS, 0.3),
                              return_mean=0.05 + 0.2 * r / rounds, return_sd=0.05, wall_ms=410.0))  # fmt: skip
     if not clean:
-        journal.write(Governor(env=1, episode=rounds - 1, step=12, alarm="loss_not_finite", action="rolled back",
+        journal.write(GovernorAlarm(env=1, episode=rounds - 1, step=12, alarm="loss_not_finite", action="rolled back",
                                value=math.nan, limit=4.2, restored_step=10))  # fmt: skip
         journal.write(Health(source="tensorboard", severity="error", text="sink retired after 3 failures: disk full",
                              counters={"dropped": 412}), lose=5)  # fmt: skip

@@ -14,7 +14,7 @@ from esper.leyline.actions import Op
 from esper.leyline.lifecycle import Rules
 from esper.leyline.slot_table import Bools, Ints, SlotTable
 from esper.leyline.stages import SeedStage
-from esper.simic.evaluation.sim_oracle import FollowPlans, Plan, best_schedule, play
+from esper.simic.evaluation.sim_oracle import FollowPlans, PlantingSequence, best_schedule, simulate_episode
 from esper.simic.rewards import RewardConfig
 from esper.simic.simulator import SimConfig, Simulator
 from esper.tamiyo.controllers import Controller, Heuristic, Random, Schedule, Wait
@@ -41,7 +41,7 @@ def unpromising(table: SlotTable) -> Bools:
 
 def oracle(
     sim: SimConfig, world: int, rules: Rules | None = None, *, beam: int | None = None, longest: int = 4
-) -> tuple[Plan, float]:
+) -> tuple[PlantingSequence, float]:
     """Return the best plan of one world, and its noiseless return."""
     return best_schedule(sim, [world], rules, beam=beam, longest=longest)
 
@@ -72,6 +72,6 @@ def scoreboard(
     env = Simulator(sim, worlds, ISOLATED)
     scores = []
     for name, controller in controllers.items():
-        played = play(env, controller, RewardConfig())
+        played = simulate_episode(env, controller, RewardConfig())
         scores.append(Score(name, float(np.mean(played.total)), float(np.mean(played.discounted))))
     return scores

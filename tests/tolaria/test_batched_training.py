@@ -20,7 +20,7 @@ from esper.leyline.lifecycle import Rules, legal
 from esper.leyline.slot_table import Ints, SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tolaria.batched_modules import WideSeed
-from esper.tolaria.batched_training import BatchedTrainer, can_be_batched, cannot, choose
+from esper.tolaria.batched_training import BatchedTrainer, can_be_batched, faster_strategy, obstacle_to_batching
 from esper.tolaria.engine import Engine, HostNetwork
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.tasks import Task
@@ -454,8 +454,8 @@ def test_unsupported_cases_are_reported():
         "frozen": frozen,
     }
     for why, networks in cases.items():
-        assert why in cannot(networks)
-        assert choose(networks) == "loop"
+        assert why in obstacle_to_batching(networks)
+        assert faster_strategy(networks) == "loop"
         with pytest.raises(ConfigError, match=why):
             BatchedTrainer(networks)
 
@@ -463,7 +463,7 @@ def test_unsupported_cases_are_reported():
 def test_choose_does_not_modify_the_networks():
     networks = make_networks(task("mlp"))
     before, rng = [state(network) for network in networks], torch.get_rng_state()
-    assert choose(networks) in ("loop", "stacked")
+    assert faster_strategy(networks) in ("loop", "stacked")
     assert all(is_same(a, state(network)) for a, network in zip(before, networks, strict=True))
     assert all(not network.optimizer.state for network in networks)
     assert torch.equal(rng, torch.get_rng_state())

@@ -597,8 +597,8 @@ def test_error_during_evaluation_removes_the_plan():
 
 def test_full_table_is_evaluated_before_a_verdict():
     assert len(step_configs(5, 1)) == 1 + 5 + 1 + 1
-    assert len(step_configs(5, 1, verdict=True)) == 2**5 + 1
-    assert len(step_configs(7, 0, verdict=True)) == 1 + 7 + 1
+    assert len(step_configs(5, 1, may_commit=True)) == 2**5 + 1
+    assert len(step_configs(7, 0, may_commit=True)) == 1 + 7 + 1
     body = graft(nn.Sequential(*(nn.Linear(4, 4) for _ in range(6))), at=[*"01234"], probe=torch.randn(3, 4))
     for slot in body.slots.values():
         body.plant(slot.name, "lora")

@@ -25,7 +25,7 @@ from esper.leyline.lifecycle import EffectKind, Rules, legal
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
 from esper.tamiyo.controllers import Schedule, Wait, wait_everywhere
-from esper.tolaria.engine import Engine, process_train_batch, score
+from esper.tolaria.engine import Engine, score, train_batch_loss
 from esper.tolaria.engine_config import EngineConfig
 from esper.tolaria.host_costs import takes_of
 from esper.tolaria.tasks import Task, get_task, per_sample_correct, per_sample_loss
@@ -380,13 +380,13 @@ def test_unknown_slot_for_a_fossil_suggests_the_nearest():
         Engine(digits(), [0]).plant_fossils(0, {"r0c9": ("mlp_small", Operator.ADD)})
 
 
-# -- process_train_batch and score
+# -- train_batch_loss and score
 
 
-def test_process_train_batch_returns_mean_loss_and_correct_count():
+def test_train_batch_loss_returns_mean_loss_and_correct_count():
     engine = Engine(digits(), [0])
     body, (x, y) = engine.networks[0].body, engine.data.train.take(torch.arange(20))
-    loss, correct = process_train_batch(body, x, y)
+    loss, correct = train_batch_loss(body, x, y)
     assert loss.item() == pytest.approx(F.cross_entropy(body(x), y).item())
     assert correct.item() == (body(x).argmax(1) == y).sum().item()
     assert loss.requires_grad
@@ -428,8 +428,8 @@ def test_training_and_scoring_compile_to_one_graph_with_seeds(kind, incubation):
         train_batch(body, x, y)[0].backward()
         return [p.grad for p in body.parameters()]
 
-    plain = gradients(process_train_batch)
-    compiled = gradients(torch.compile(process_train_batch, fullgraph=True, backend="eager"))
+    plain = gradients(train_batch_loss)
+    compiled = gradients(torch.compile(train_batch_loss, fullgraph=True, backend="eager"))
     assert [g is None for g in plain] == [g is None for g in compiled]
     assert all(g is None or torch.allclose(g, c, atol=1e-6) for g, c in zip(plain, compiled, strict=True))
 

@@ -79,15 +79,15 @@ def test_judge_matches_the_scalar_reference(cases: list[tuple[Any, ...]]) -> Non
         losses[e, CONFIG.window - len(history) :] = history
     val, train, vital = (np.array([c[i] for c in cases]) for i in (1, 2, 3))
     failed = np.array([c[4] for c in cases])
-    verdict = judge(losses, val, train, vital, failed, chance=CHANCE, config=CONFIG)
+    judgment = judge(losses, val, train, vital, failed, chance=CHANCE, config=CONFIG)
     for e, case in enumerate(cases):
         alarm, limit = reference(*case)
-        assert ALARMS[verdict.alarm[e]] == alarm
-        np.testing.assert_allclose(verdict.limit[e], limit)
+        assert ALARMS[judgment.alarm[e]] == alarm
+        np.testing.assert_allclose(judgment.limit[e], limit)
         if alarm == "nonfinite_loss":
-            assert not math.isfinite(verdict.value[e])
+            assert not math.isfinite(judgment.value[e])
         if alarm in ("divergence", "collapse"):
-            assert verdict.value[e] == case[1]
+            assert judgment.value[e] == case[1]
 
 
 @settings(max_examples=200, deadline=None)

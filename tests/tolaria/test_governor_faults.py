@@ -31,7 +31,7 @@ from esper.simic.rewards import RewardConfig, utility
 from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import wait_everywhere
 from esper.tolaria.coalitions import Coalitions
-from esper.tolaria.engine import Engine, HostNetwork, process_train_batch
+from esper.tolaria.engine import Engine, HostNetwork, train_batch_loss
 from esper.tolaria.engine_config import EngineConfig, GovernorConfig
 from esper.tolaria.tasks import Task, get_task
 from tests.support.random_tables import LIVELY, random_legal_actions
@@ -217,9 +217,9 @@ def once(network: HostNetwork, act: Callable[[Tensor], Tensor]) -> None:
             if x.is_floating_point():
                 x = act(x.clone())
             else:  # tokens are integers: change the loss instead
-                loss, correct = process_train_batch(body, x, y)
+                loss, correct = train_batch_loss(body, x, y)
                 return loss * act(torch.ones(3, 3)).sum(), correct
-        return process_train_batch(body, x, y)
+        return train_batch_loss(body, x, y)
 
     network.forward = forward
 
@@ -636,7 +636,7 @@ def test_snapshot_of_non_finite_state_is_rejected(where: str) -> None:
 def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
     life = Life(digits(), Stage.FOSSILIZED, 3)
     engine = life.engine
-    engine.networks[FAULTY].forward = lambda body, x, y: process_train_batch(body, x * math.nan, y)
+    engine.networks[FAULTY].forward = lambda body, x, y: train_batch_loss(body, x * math.nan, y)
 
     def tensors() -> int:
         gc.collect()
@@ -658,7 +658,7 @@ def test_persistent_fault_is_rolled_back_each_step_without_leaks() -> None:
             torch.equal(a, b)
             for a, b in zip(copied_tensors(engine.networks[FAULTY])[id(p)], weights[id(p)], strict=True)
         )
-    engine.networks[FAULTY].forward = process_train_batch
+    engine.networks[FAULTY].forward = train_batch_loss
     engine.step(wait_everywhere(3))
     assert engine.alarms == []
 
@@ -710,7 +710,7 @@ def test_errors_in_all_environments_for_three_steps_end_the_run() -> None:
     for _ in range(2):
         engine.step(wait_everywhere(2))
         assert [a.alarm for a in engine.alarms] == ["exception"] * 2
-    engine.networks[0].forward = process_train_batch
+    engine.networks[0].forward = train_batch_loss
     engine.step(wait_everywhere(2))  # one environment works: the counter restarts
     engine.networks[0].forward = broken
     for _ in range(2):
@@ -927,7 +927,7 @@ def test_rollback_emits_governor_and_lifecycle_events(
 ) -> None:
     hub, engine = result(target, then, fault)
     assert [(x.was, x.now, x.cause) for x in hub.of(events.Lifecycle)] == lives
-    (event,) = hub.of(events.Governor)
+    (event,) = hub.of(events.GovernorAlarm)
     (alarm,) = engine.alarms
     assert (event.env, event.episode, event.step) == (11, 1, engine.table.step[FAULTY])
     assert (event.alarm, event.action, event.restored_step) == (FAULTS[fault][1], "rolled back", alarm.restored_step)

@@ -8,7 +8,7 @@ import torch
 from esper.kasmina.blueprints import blueprints_for
 from esper.leyline.actions import Operator
 from esper.leyline.stages import SeedStage
-from esper.tolaria.engine import build_body, build_optimizer, process_train_batch
+from esper.tolaria.engine import build_body, build_optimizer, train_batch_loss
 from esper.tolaria.tasks import get_task
 
 PLACES = [
@@ -36,7 +36,7 @@ def test_fused_and_plain_optimiser_steps_agree_after_a_shadow_pass(name: str, sl
         for group in optimizer.param_groups:
             group["fused"] = fused
         body.train()
-        body.shadow_backward(lambda body=body: process_train_batch(body, x, y)[0])
+        body.shadow_backward(lambda body=body: train_batch_loss(body, x, y)[0])
         for p in body.slot(slot).parameters():
             assert p.grad is not None
             assert p.grad.stride() == p.stride()

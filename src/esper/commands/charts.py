@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from itertools import pairwise
 from math import sqrt
 
-from esper.karn.texts import number_text
+from esper.karn.formatting import number_text
 from esper.leyline.text import escape
 
 

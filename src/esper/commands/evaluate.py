@@ -252,7 +252,7 @@ def run_eval(
     *,
     task: str | None,
     simulated: bool,
-    seeds: int,
+    worlds: int,
     out: Path | None,
     as_json: bool,
     data_root: Path | None,
@@ -275,12 +275,12 @@ def run_eval(
     runs = [Path(n) for n in names if (Path(n) / BASELINES).is_dir()]
     places = [*(run / BASELINES for run in runs[:1]), shared_baselines()]
     table = None if plans is None else read_plan_table(plans)
-    arena = ControllerComparison(
+    comparison = ControllerComparison(
         config, data_root=data_root, baselines=places, search_episodes=search_episodes, fit_task=fit_task, plans=table
     )
-    worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + seeds)
+    held_out = range(HELD_OUT_FROM, HELD_OUT_FROM + worlds)
     console = Console(stderr=as_json)
-    played = arena.play_all(names, worlds, console)
+    played = comparison.play_all(names, held_out, console)
     facts = figures(played, config.task_label)
     if out is not None:
         write_atomically(out / "eval.json", (json.dumps(facts, indent=1) + "\n").encode())

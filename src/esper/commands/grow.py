@@ -28,10 +28,10 @@ from esper.commands.growing import (
     HOSTS_COMPARED,
     NO_GROWTH,
     Checkpointer,
+    GrowSettings,
     HostComparison,
-    Result,
+    HostResult,
     SavedGrowth,
-    Settings,
     exact_for,
 )
 from esper.commands.resuming import checkpoint_of, must_fit, ownership, refuse_settings
@@ -91,7 +91,7 @@ class GrowOptions:
         return f"esper grow --resume {path}" + ("" if self.data_root is None else f" --data {self.data_root}")
 
 
-def run_grow(settings: Settings, options: GrowOptions) -> None:
+def run_grow(settings: GrowSettings, options: GrowOptions) -> None:
     """Train and grow a new host."""
     if settings.controller not in CONTROLLERS and Path(settings.controller).exists():
         settings = msgspec.structs.replace(settings, controller_path=str(Path(settings.controller).absolute()))
@@ -115,7 +115,7 @@ def facts_of(saved: Saved) -> dict[str, Any]:
 
 
 def _grow(
-    settings: Settings, options: GrowOptions, path: Path | None, saved: Saved | None, lock: Lock | None = None
+    settings: GrowSettings, options: GrowOptions, path: Path | None, saved: Saved | None, lock: Lock | None = None
 ) -> None:
     torch.set_num_threads(settings.threads)
     console, task = Console(), world_task(settings.task, settings.seed)
@@ -170,7 +170,7 @@ def _grow(
 
 
 def _recording(
-    settings: Settings, options: GrowOptions, task: Task, config: EngineConfig, data: Dataset, path: Path | None,
+    settings: GrowSettings, options: GrowOptions, task: Task, config: EngineConfig, data: Dataset, path: Path | None,
     saved: Saved | None, lock: Lock | None,
 ) -> AbstractContextManager[Run]:  # fmt: skip
     """Return the context of a new run, or of an earlier one that is resumed."""
@@ -192,7 +192,7 @@ def _recording(
 
 
 def _train_all(
-    comparison: HostComparison, settings: Settings, controller: Controller, saved: Saved | None, console: Console
+    comparison: HostComparison, settings: GrowSettings, controller: Controller, saved: Saved | None, console: Console
 ) -> Worth:
     """Train the growing host and the hosts to compare with, from the start or from a checkpoint. Return its worth."""
     task, run, engine = comparison.task, comparison.run, comparison.engine()
@@ -231,7 +231,7 @@ def _train_all(
 # -- output
 
 
-def summary(results: list[Result]) -> Table:
+def summary(results: list[HostResult]) -> Table:
     """Return the table of test results. With several hosts it has the gain of each over the host without growth."""
     bare = next((r.accuracy for r in results if r.name == NO_GROWTH), None)
     table = Table("", "accuracy", box=None, title="Test results")
@@ -318,7 +318,7 @@ def save_decisions(out: Path, task: Task, world: int, controller: Controller) ->
 
 
 def save_figures(
-    out: Path, task: Task, world: int, controller: str, results: list[Result], engine: Engine, worth: Worth
+    out: Path, task: Task, world: int, controller: str, results: list[HostResult], engine: Engine, worth: Worth
 ) -> None:
     """Write the settings and the results to result.json."""
     record = {

@@ -15,7 +15,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from esper.commands.growing import Result
+from esper.commands.growing import HostResult
 from esper.kasmina.blueprints import blueprint_name
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
@@ -52,7 +52,7 @@ class EpochTimer:
 
 
 @contextmanager
-def progress(console: Console, name: str, engine: Engine, result: Result) -> Iterator[Any]:
+def progress(console: Console, name: str, engine: Engine, result: HostResult) -> Iterator[Any]:
     """Show the progress of one host: a live display in a terminal, else a line every few epochs."""
     timer = EpochTimer(engine.task.epochs - len(result.history))
     if not console.is_terminal:
@@ -85,7 +85,7 @@ def progress(console: Console, name: str, engine: Engine, result: Result) -> Ite
         yield draw
 
 
-def headline(engine: Engine, result: Result) -> str:
+def headline(engine: Engine, result: HostResult) -> str:
     """Return the numbers of the last epoch in one line."""
     last = result.history[-1]
     return (

@@ -52,7 +52,7 @@ KEEP = 2
 """Number of checkpoints kept."""
 
 
-class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class GrowSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The settings that determine the result of `esper grow`. A resumed run keeps them."""
 
     task: str
@@ -87,7 +87,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
 
 @dataclass(slots=True)
-class Result:
+class HostResult:
     """The training of one host."""
 
     name: str
@@ -104,7 +104,7 @@ class Result:
 class SavedGrowth(msgspec.Struct, frozen=True, kw_only=True):
     """The part of a checkpoint that is read before any host is built."""
 
-    settings: Settings
+    settings: GrowSettings
     exact: dict[str, str]
     next_seq: int
     env_steps: int
@@ -119,7 +119,7 @@ class SavedGrowth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def exact_for(
-    settings: Settings, config: EngineConfig, task: Task, data: Dataset, controller: Controller
+    settings: GrowSettings, config: EngineConfig, task: Task, data: Dataset, controller: Controller
 ) -> dict[str, str]:
     """Return what must not change for a bit-exact resume: `fingerprint`, the task, and the policy's weights."""
     facts = fingerprint(settings.threads, config.device, data.sha256)
@@ -135,7 +135,7 @@ def exact_for(
 class Checkpointer:
     """Writes the checkpoints of a run. A failed write gives a warning and does not end the run."""
 
-    def __init__(self, run: Run, settings: Settings, exact: dict[str, str]) -> None:
+    def __init__(self, run: Run, settings: GrowSettings, exact: dict[str, str]) -> None:
         self.run, self.settings, self.exact = run, settings, exact
         self.checkpoints = Checkpoints(run.path / CHECKPOINTS, keep=KEEP)
         self.last = ""
@@ -191,10 +191,10 @@ class HostComparison:
     checkpointer: Checkpointer
     stop: Callable[[], None]
     """Called between epochs; raises SystemExit after a signal to stop."""
-    progress: Callable[[str, Engine, Result], AbstractContextManager[Callable[[], None]]]
+    progress: Callable[[str, Engine, HostResult], AbstractContextManager[Callable[[], None]]]
     """Opens the display of one host's training. The function it yields is called after every epoch."""
     phases: PhaseTimers = field(default_factory=PhaseTimers)
-    results: list[Result] = field(default_factory=list)
+    results: list[HostResult] = field(default_factory=list)
     """Results of the finished hosts."""
     grown: Engine | None = None
     """The engine of the growing host, once it is finished."""
@@ -218,14 +218,14 @@ class HostComparison:
         """Continue from a checkpoint. The state of the growing host is loaded into `grown` if it was finished."""
         self.checkpointer.resume_from(saved)
         state = unpacked(saved.document(GROW), saved.tensors(GROW))
-        self.results = [Result(**fields) for fields in state["results"]]
+        self.results = [HostResult(**fields) for fields in state["results"]]
         if state["grown"] is not None:
             load_engine(grown, state["grown"])
         self.saved = state
 
-    def train(self, name: str, engine: Engine, controller: Controller) -> Result:
+    def train(self, name: str, engine: Engine, controller: Controller) -> HostResult:
         """Train one host for the task's remaining epochs, with display and telemetry. Return its result."""
-        result, helper, phases, emit = Result(name), CounterfactualHelper(), self.phases, self.emitter(name, engine)
+        result, helper, phases, emit = HostResult(name), CounterfactualHelper(), self.phases, self.emitter(name, engine)
         if self.saved is None:
             emit.planted(engine.table)
         else:
@@ -252,7 +252,7 @@ class HostComparison:
                     emit.worth(engine.table, worth)
                     emit.phases(phases)
                     self.run.env_steps += 1
-                result.history.append(snapshot(engine))
+                result.history.append(epoch_figures(engine))
                 result.seconds = time.perf_counter() - start
                 show()
                 with phases("checkpoint"):
@@ -275,7 +275,9 @@ class HostComparison:
             raise
         self.run.directory.must_exist()
 
-    def _state(self, result: Result, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> dict[str, Any]:
+    def _state(
+        self, result: HostResult, engine: Engine, controller: Controller, emit: TelemetryEmitter
+    ) -> dict[str, Any]:
         remembers = result.name == GROWN and isinstance(controller, Stateful)
         log = controller.log if isinstance(controller, Learned) else None
         return {
@@ -288,7 +290,7 @@ class HostComparison:
             "counts": emit.counts,
         }
 
-    def _continue(self, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> Result:
+    def _continue(self, engine: Engine, controller: Controller, emit: TelemetryEmitter) -> HostResult:
         assert self.saved is not None
         state, self.saved = self.saved, None
         load_engine(engine, state["engine"])
@@ -297,9 +299,9 @@ class HostComparison:
         if isinstance(controller, Learned) and controller.log is not None:
             controller.log.load_state_dict(state["decisions"])
         emit.resume(engine.table, state["counts"])
-        return Result(**state["current"])
+        return HostResult(**state["current"])
 
-    def compare(self) -> Iterator[Result]:
+    def compare(self) -> Iterator[HostResult]:
         """Train the hosts to compare with that are not finished, each with the same number of epochs."""
         assert self.grown is not None
         done = {result.name for result in self.results}
@@ -316,7 +318,7 @@ class HostComparison:
             yield self.train(WIDER, self.engine(self.task.widened(size)), Wait())
 
 
-def snapshot(engine: Engine) -> dict[str, Any]:
+def epoch_figures(engine: Engine) -> dict[str, Any]:
     """Return the numbers of the current epoch."""
     t = engine.table
     return {

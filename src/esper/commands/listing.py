@@ -55,11 +55,11 @@ def list_blueprints(task_name: str | None) -> None:
     """Print the blueprints and their costs, at a task's slots or for example shapes."""
     console = Console()
     if task_name is None:
-        for layout, site in EXAMPLES.items():
-            shape = " × ".join(map(str, site.shape))
+        for layout, spec in EXAMPLES.items():
+            shape = " × ".join(map(str, spec.shape))
             table = Table("blueprint", "parameters", "multiply-adds", title=f"{layout} features, here {shape}")
             for name in blueprints_for(layout):
-                price = cost(name, site)
+                price = cost(name, spec)
                 table.add_row(name, f"{price.params:,}", f"{price.macs:,}")
             console.print(table)
         console.print("For the costs at the slots of a task: esper blueprints --task NAME")
@@ -67,9 +67,9 @@ def list_blueprints(task_name: str | None) -> None:
     task = world_task(task_name, 0)
     body = build_body(task, task.load_data(), world=0)
     for slot, prices in body.costs().items():
-        site = body.slots[slot].site
-        shape = " × ".join(map(str, site.shape))
-        table = Table("blueprint", "parameters", "multiply-adds", title=f"{task.name} {slot}: {site.layout} {shape}")
+        spec = body.slots[slot].spec
+        shape = " × ".join(map(str, spec.shape))
+        table = Table("blueprint", "parameters", "multiply-adds", title=f"{task.name} {slot}: {spec.layout} {shape}")
         for name, price in prices.items():
             table.add_row(name, f"{price.params:,}", f"{price.macs:,}")
         console.print(table)

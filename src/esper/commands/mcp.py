@@ -17,7 +17,7 @@ from esper.karn.comparison import compare_runs
 from esper.karn.run_state import RunState
 from esper.karn.views import catalogue
 from esper.leyline.errors import ConfigError, EsperError, unknown_name
-from esper.leyline.events import Decision, Event, Lifecycle, Worth, spelled
+from esper.leyline.events import Decision, Event, Lifecycle, SeedWorth, spelled
 from esper.nissa.journal_rows import replay
 from esper.nissa.run import MANIFEST
 from esper.nissa.run_list import list_runs
@@ -81,7 +81,7 @@ class RunTools:
         """
         lives: dict[int, list[Answer]] = {}
         slots: set[str] = set()
-        for row in replay(self.path_of(run), (Lifecycle, Decision, Worth)):
+        for row in replay(self.path_of(run), (Lifecycle, Decision, SeedWorth)):
             if row.env == env and row.slot:
                 slots.add(row.slot)
                 if row.slot == slot:

@@ -16,8 +16,9 @@ from esper.commands.explained_run import explain_run
 from esper.karn import report
 from esper.karn.document import COUNTED
 from esper.karn.episode_state import EpisodeState
+from esper.karn.formatting import number_text
+from esper.karn.problems import problems
 from esper.karn.run_state import RunState
-from esper.karn.texts import number_text, problems
 from esper.leyline.errors import ConfigError
 from esper.leyline.events import spelled
 from esper.leyline.text import printable

@@ -29,7 +29,7 @@ from rich.console import Console
 
 from esper.commands.charts import dots
 from esper.commands.compare import comparison_tables
-from esper.commands.growing import Settings
+from esper.commands.growing import GrowSettings
 from esper.commands.study import parse_shard
 from esper.karn.comparison import arms_of, compare_runs
 from esper.leyline.atomic_io import lock_file, locked, make_real_directory, open_own, read_regular, write_atomically
@@ -79,13 +79,13 @@ class SweepPlan(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
             if not is_valid:
                 raise ConfigError(message)
 
-    def of(self, arm: str, world: int) -> Settings:
+    def of(self, arm: str, world: int) -> GrowSettings:
         """Return the settings of `esper grow` for an arm in a world. Raise ConfigError for an unknown option."""
         options = {"task": "fashion", "controller": "schedule", "compare": False} | self.common | self.settings[arm]
         if "seed" in options:
             raise ConfigError("a plan has worlds instead of the option seed. Remove seed")
         try:
-            return msgspec.convert(options | {"seed": world}, Settings)
+            return msgspec.convert(options | {"seed": world}, GrowSettings)
         except msgspec.ValidationError as error:
             raise ConfigError(f"settings.{arm}: {error}") from error
 

@@ -131,7 +131,7 @@ def train_in_group(config: TrainConfig, saved: Saved | None, options: TrainOptio
     try:
         with terminable(), Workers(options.workers) as workers:
             group = ProcessGroup.join(workers.poll if workers.is_parent else Parent().poll)
-            workers.met()
+            workers.remove_rendezvous()
             group.share(config.envs)
             if group.size > 1 and config.engine.strategy != "loop":
                 raise ConfigError(
@@ -244,12 +244,12 @@ def conclude(config: TrainConfig, options: TrainOptions, path: Path, trained: Tr
             "Use more --rounds, or --set imitation=0",
         )
     if options.compare:
-        arena = ControllerComparison(
+        comparison = ControllerComparison(
             config, data_root=options.data_root, baselines=[path / BASELINES, shared_baselines()]
         )
         worlds = range(HELD_OUT_FROM, HELD_OUT_FROM + (64 if config.simulated else SHOWN_WORLDS))
         names = [str(path), "heuristic", "schedule", "random", "none"]
-        facts = figures(arena.play_all(names, worlds, console), config.task_label)
+        facts = figures(comparison.play_all(names, worlds, console), config.task_label)
         held_out.write(path, facts, config.rounds)
         console.print(results_tables(facts, config.simulated))
     written = karn_report.write([RunState.of(path)], path / "report.html", explain_run)

@@ -60,7 +60,7 @@ class Workers:
     def _rendezvous(self, rank: int) -> str:
         return f"{rank}/{self.count}/{self.place}/meeting"
 
-    def met(self) -> None:
+    def remove_rendezvous(self) -> None:
         """Remove the meeting file after all ranks have met."""
         if self.place is not None:
             shutil.rmtree(self.place, ignore_errors=True)

@@ -19,7 +19,7 @@ import torch
 from esper.kasmina.body import Body
 from esper.kasmina.optimizer_sync import refuse_ungrafted
 from esper.leyline.errors import ConfigError
-from esper.leyline.planning import KEEP, Seed, planned
+from esper.leyline.planning import KEEP, Placement, planned
 from esper.leyline.stages import SeedStage
 from esper.leyline.text import cut
 
@@ -144,7 +144,7 @@ def audition(body: Body, train: Callable[[Body], float], *, blueprints: Sequence
     return Audition(tuple(sorted(trials, key=lambda trial: -trial.gain)), bare)
 
 
-def _quality(body: Body, seed: Seed | None, train: Callable[[Body], float]) -> float:
+def _quality(body: Body, seed: Placement | None, train: Callable[[Body], float]) -> float:
     """Return the quality of a trained copy of the body, with one more seed or without."""
     trained = copy.deepcopy(body)
     if seed is not None:

@@ -51,7 +51,7 @@ from esper.kasmina.slot import Incubation, Slot
 from esper.leyline import lifecycle
 from esper.leyline.actions import Head, Op
 from esper.leyline.errors import ConfigError
-from esper.leyline.events import Checkpoint, Emits, RunStarted, Silence
+from esper.leyline.events import Checkpoint, EventReceiver, NullReceiver, RunStarted
 from esper.leyline.lifecycle import Effect, EffectKind, Outcome, Rules
 from esper.leyline.slot_table import SlotTable
 from esper.simic.env import context_of
@@ -118,7 +118,7 @@ class Grower(Operations, Measuring):
         gradient_telemetry_stride: int = 10,
         horizon: int | None = None,
         mixing_steps: int = MIXING_STEPS,
-        telemetry: Emits | None = None,
+        telemetry: EventReceiver | None = None,
         process_group: Group = None,
         **seed_options: Any,
     ) -> None:
@@ -154,7 +154,7 @@ class Grower(Operations, Measuring):
             self._training.must_have_gradients()
         if isinstance(self.controller, Learned):
             self.controller.bind(context_of(body, self.horizon, self.rules.thresholds))
-        hub = Silence() if telemetry is None or not self.ranks.is_rank_zero else telemetry
+        hub = NullReceiver() if telemetry is None or not self.ranks.is_rank_zero else telemetry
         self.emit = TelemetryEmitter(hub, slots=self.network.slot_names, worlds=[rng_seed], host_params=host_params)
         self.emit.planted(self.table)
         hub.emit(

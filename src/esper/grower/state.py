@@ -224,8 +224,8 @@ def trial_seeds(saved: GrowerState, body: Body) -> dict[str, Slot]:
                 operator = Operator(state.operator)
             except ValueError as error:
                 raise CheckpointError(f"{error}.") from error
-            seed = Slot(name, own.module_name, own.site, own.select).to(device)
-            seed.plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.birth, host=body.model)
+            seed = Slot(name, own.module_name, own.spec, own.select).to(device)
+            seed.plant(state.blueprint, operator, device=device, dtype=dtype, rng_seed=state.rng_seed, host=body.model)
             seeds[name] = seed
     return seeds
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import msgspec
 
 from esper.karn import held_out
+from esper.karn.formatting import decision_options
 from esper.karn.held_out import HeldOut, Row
 from esper.karn.sql import run_names
-from esper.karn.texts import decision_options
 from esper.leyline.atomic_io import read_regular
 from esper.leyline.errors import ConfigError, DataError
 from esper.leyline.events import Decision, Episode, RunFinished, RunStarted, Step
@@ -420,7 +420,7 @@ def _why_not(first: Arm, other: Arm) -> str:
             return printable(f"{arm.name} has no finished episode: wait for it, or continue it with --resume.")
     return printable(
         f"{other.name} has {_extent(other)}, {first.name} has {_extent(first)}: no world in common. Compare runs of "
-        "the same worlds (--seed of `esper grow`, worlds of `esper train`, `esper eval` with the same --seeds)."
+        "the same worlds (--seed of `esper grow`, worlds of `esper train`, `esper eval` with the same --worlds)."
     )
 
 

@@ -15,9 +15,10 @@ import numpy as np
 
 from esper.karn import held_out
 from esper.karn.episode_state import EpisodeState, SlotHistory
+from esper.karn.formatting import decision_options, event_text, kind_of
+from esper.karn.problems import problems
 from esper.karn.run_state import EnvState, RunState
 from esper.karn.series import MOST_GROUPS, Series, grouped
-from esper.karn.texts import decision_options, event_text, kind_of, problems
 from esper.leyline.run_files import DECISIONS
 from esper.leyline.stages import SeedStage
 from esper.leyline.text import cut, printable

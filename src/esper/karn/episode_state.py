@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from esper.karn.series import Series
-from esper.leyline.events import Decision, Episode, Gradient, Lifecycle, Step, Worth
+from esper.leyline.events import Decision, Episode, Gradient, Lifecycle, SeedWorth, Step
 from esper.leyline.stages import SeedStage
 
 STEP_COLUMNS = ("step", "train_macs", "quality", "committed_quality", "val_loss", "train_loss", "utility", "reward",
@@ -46,7 +46,7 @@ class SlotHistory:
     alpha: list[tuple[int, Value]] = field(default_factory=list)
     """Changes of alpha: (step, the value from there on)."""
     worth: Series = field(default_factory=lambda: Series(WORTH_COLUMNS))
-    newest_worth: Worth | None = None
+    newest_worth: SeedWorth | None = None
     gradient: tuple[Value, Value] = (None, None)
     """The newest ratio of its gradients to the host's, and their health."""
 
@@ -141,7 +141,7 @@ class EpisodeState:
             match event:
                 case Step():
                     self._add_step(event, next(positions))
-                case Worth():
+                case SeedWorth():
                     self._add_worth(event)
                 case Gradient():
                     self.named_slot(event.slot).gradient = event.ratio, event.health
@@ -216,7 +216,7 @@ class EpisodeState:
             slot.alpha = [change for change in slot.alpha if change[0] < step]
         self._shown = []
 
-    def _add_worth(self, d: Worth) -> None:
+    def _add_worth(self, d: SeedWorth) -> None:
         slot = self.named_slot(d.slot)
         slot.worth.add((d.step, d.seed, d.committed, d.contribution, d.contribution_se, d.shapley, d.shapley_se,
                         d.prospect, d.prospect_se, d.interaction))  # fmt: skip

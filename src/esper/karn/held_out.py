@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from esper.karn.texts import number_text
+from esper.karn.formatting import number_text
 from esper.leyline.atomic_io import read_regular, write_atomically
 from esper.leyline.checksums import seal_json, unseal_json
 from esper.leyline.paired import Difference

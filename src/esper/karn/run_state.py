@@ -20,7 +20,16 @@ from typing import Any
 from esper.karn.episode_state import MOST_PENDING, EpisodeState, Value, stage_of
 from esper.karn.series import Means, Series
 from esper.leyline.actions import Head
-from esper.leyline.events import Decision, Governor, Health, Lifecycle, PhaseProfile, RunFinished, RunStarted, Update
+from esper.leyline.events import (
+    Decision,
+    GovernorAlarm,
+    Health,
+    Lifecycle,
+    PhaseProfile,
+    RunFinished,
+    RunStarted,
+    Update,
+)
 from esper.leyline.stages import SeedStage
 from esper.leyline.text import printable
 from esper.nissa.journal_reader import Damage
@@ -105,7 +114,7 @@ class RunState:
         self.ops: Counter[str] = Counter()
         self.illegal = 0
         self.blueprints: dict[str, BlueprintCount] = {}
-        self.rollbacks: deque[Governor] = deque(maxlen=MOST_EVENTS)
+        self.rollbacks: deque[GovernorAlarm] = deque(maxlen=MOST_EVENTS)
         self.alarms: Counter[tuple[str, str]] = Counter()
         """(alarm, action) → how often."""
         self.health: dict[str, Health] = {}
@@ -285,7 +294,7 @@ class RunState:
         self._phases[d.rank, d.phase] = Phase(d.phase, d.wall_ms, d.cpu_ms, d.calls)  # type: ignore[attr-defined]
         self.changed["phases"] = self.position
 
-    def _governor(self, d: Governor) -> None:
+    def _governor(self, d: GovernorAlarm) -> None:
         self._list(d)
         self.alarms[d.alarm, d.action] += 1
         if d.action == "rolled back":

@@ -79,7 +79,7 @@ class Body(nn.Module):
         modules = dict(model.named_modules())
         for slot in slots:
             module = modules[slot.module_name]
-            if slot.site.layout == Layout.BIDIRECTIONAL:
+            if slot.spec.layout == Layout.BIDIRECTIONAL:
                 slot.mask_argument = MaskArgument.of(module)
             module.register_forward_hook(slot.after, with_kwargs=True)
         self.norms = [m for m in model.modules() if isinstance(m, Norm) and m.running_mean is not None]
@@ -178,7 +178,7 @@ class Body(nn.Module):
             Parameters and multiply-adds by slot and blueprint.
         """
         return {
-            name: {b: blueprints.cost(b, self.slots[name].site) for b in names}
+            name: {b: blueprints.cost(b, self.slots[name].spec) for b in names}
             for name, names in self.valid_blueprints().items()
         }
 
@@ -197,12 +197,12 @@ class Body(nn.Module):
         valid: dict[str, list[str]] = {}
         refused: dict[str, dict[str, BlueprintError]] = {}
         for slot_name, slot in self.slots.items():
-            fitting = blueprints.blueprints_for(slot.site.layout, self.model)
+            fitting = blueprints.blueprints_for(slot.spec.layout, self.model)
             valid[slot_name] = [name for name in fitting if name in (self.allowed_blueprints or fitting)]
             device, dtype = self.anchor(slot)
             for name in list(valid[slot_name]):
                 try:
-                    blueprints.check_own(name, slot.site, device=device, dtype=dtype, host=self.model)
+                    blueprints.check_own(name, slot.spec, device=device, dtype=dtype, host=self.model)
                 except BlueprintError as error:
                     valid[slot_name].remove(name)
                     refused.setdefault(name, {})[slot_name] = error
@@ -316,7 +316,7 @@ class Body(nn.Module):
                     f"(it has {', '.join(self.slots)}). Graft at the same places as when it was saved."
                 )
             self.check_allowed(blueprint)
-            blueprints.cost(blueprint, self.slots[name].site)  # raises if there is no such blueprint for such a slot
+            blueprints.cost(blueprint, self.slots[name].spec)  # raises if there is no such blueprint for such a slot
         return seeds
 
     def _rebuild(self, seeds: dict[str, tuple[str, Operator, SeedStage, float]]) -> None:

@@ -24,7 +24,7 @@ TOLERANCE = 1e-5
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSite:
+class TokenSpec:
     """Three-dimensional features of a module: where they are in its output, and which axes hold batch and positions."""
 
     select: Select
@@ -43,19 +43,19 @@ class TokenSite:
         return tensor.ndim == 3 and all(tensor.shape[a] == self.shape[a] for a in axes)
 
 
-def looking_ahead(model: nn.Module, probe: Any, sites: Mapping[str, TokenSite]) -> set[str]:
+def looking_ahead(model: nn.Module, probe: Any, specs: Mapping[str, TokenSpec]) -> set[str]:
     """Return the modules before or after which a position of the model depends on later positions."""
     probe = without_padding(model, probe, PROBE_SAMPLES)  # other positions do not depend on padding
     names = [name for name, _ in model.named_modules()]
     _, plain = module_outputs(model, probe, names)
     names_ahead = set()
-    for name, site in sites.items():
-        if site.length < 2 or site.shape.count(site.length) > 1:
+    for name, spec in specs.items():
+        if spec.length < 2 or spec.shape.count(spec.length) > 1:
             continue  # positions cannot be distinguished from samples or channels
-        before = _from_inputs(model, probe, name, site, plain)
+        before = _from_inputs(model, probe, name, spec, plain)
         if before is None:
-            before = _from_first_module(model, probe, name, site, plain)
-        if before or _after(model, probe, name, site, plain):
+            before = _from_first_module(model, probe, name, spec, plain)
+        if before or _after(model, probe, name, spec, plain):
             names_ahead.add(name)
     return names_ahead
 
@@ -63,18 +63,18 @@ def looking_ahead(model: nn.Module, probe: Any, sites: Mapping[str, TokenSite]) 
 Outputs = Mapping[str, list[Any]]
 
 
-def _from_inputs(model: nn.Module, probe: Any, name: str, site: TokenSite, plain: Outputs) -> bool | None:
+def _from_inputs(model: nn.Module, probe: Any, name: str, spec: TokenSpec, plain: Outputs) -> bool | None:
     """Return whether a change of the last position of every input reaches earlier features; None if none reaches any.
 
     Of an encoder-decoder, the encoder's input reaches all positions of the decoder; the decoder's own input decides.
     """
     verdicts = []
-    for changed in _changed_inputs(probe, site.length):
+    for changed in _changed_inputs(probe, spec.length):
         try:
             _, outputs = module_outputs(model, changed, [name])
         except GraftError:
             continue  # the model does not accept this change
-        early, late = _differences(plain[name], outputs.get(name, []), site)
+        early, late = _differences(plain[name], outputs.get(name, []), spec)
         if early or late:
             verdicts.append(early)
     return all(verdicts) if verdicts else None
@@ -108,43 +108,43 @@ def _with_other_last(x: Tensor, axis: int) -> Tensor | None:
     return None
 
 
-def _from_first_module(model: nn.Module, probe: Any, name: str, site: TokenSite, plain: Outputs) -> bool:
+def _from_first_module(model: nn.Module, probe: Any, name: str, spec: TokenSpec, plain: Outputs) -> bool:
     """Return whether noise in the last position of the first module with these positions reaches earlier features."""
-    first = next((n for n, each in plain.items() if isinstance(each[0], Tensor) and site.has_tokens(each[0])), None)
+    first = next((n for n, each in plain.items() if isinstance(each[0], Tensor) and spec.has_tokens(each[0])), None)
     if first is None or first == name:
         return False
     outputs: list[Any] = []
-    hooks = {first: _disturb(Select(), site), name: lambda _m, _a, output: outputs.append(output)}
-    return _survives(model, probe, hooks) and _differences(plain[name], outputs, site)[0]
+    hooks = {first: _disturb(Select(), spec), name: lambda _m, _a, output: outputs.append(output)}
+    return _survives(model, probe, hooks) and _differences(plain[name], outputs, spec)[0]
 
 
-def _after(model: nn.Module, probe: Any, name: str, site: TokenSite, plain: Outputs) -> bool:
+def _after(model: nn.Module, probe: Any, name: str, spec: TokenSpec, plain: Outputs) -> bool:
     """Return whether noise in the last position of the features reaches earlier positions of any later result."""
     outputs: dict[str, list[Any]] = {n: [] for n in plain if n != name}
 
     def collect(n: str) -> Callable[..., None]:
         return lambda _module, _args, output: outputs[n].append(output)
 
-    hooks = {**{n: collect(n) for n in outputs}, name: _disturb(site.select, site)}
+    hooks = {**{n: collect(n) for n in outputs}, name: _disturb(spec.select, spec)}
     if not _survives(model, probe, hooks):
         return False
-    return any(_item_differs(plain[n], each, site) for n, each in outputs.items())
+    return any(_item_differs(plain[n], each, spec) for n, each in outputs.items())
 
 
-def _item_differs(before: list[Any], after: list[Any], site: TokenSite) -> bool:
-    """Return whether an early position of any tensor with the site's positions differs between two runs."""
+def _item_differs(before: list[Any], after: list[Any], spec: TokenSpec) -> bool:
+    """Return whether an early position of any tensor with the same positions differs between two runs."""
     for x, y in zip(before, after, strict=False):
         there = floating_items(y)
         for path, a in floating_items(x).items():
-            if site.has_tokens(a) and path in there and _differ(a, there[path], site.token_axis)[0]:
+            if spec.has_tokens(a) and path in there and _differ(a, there[path], spec.token_axis)[0]:
                 return True
     return False
 
 
-def _differences(before: list[Any], after: list[Any], site: TokenSite) -> tuple[bool, bool]:
+def _differences(before: list[Any], after: list[Any], spec: TokenSpec) -> tuple[bool, bool]:
     """Return whether early positions and whether the last position of the features differ between two runs."""
-    pairs = [(site.select.get(x), site.select.get(y)) for x, y in zip(before, after, strict=False)]
-    verdicts = [_differ(a, b, site.token_axis) for a, b in pairs if a.shape == b.shape]
+    pairs = [(spec.select.get(x), spec.select.get(y)) for x, y in zip(before, after, strict=False)]
+    verdicts = [_differ(a, b, spec.token_axis) for a, b in pairs if a.shape == b.shape]
     return any(early for early, _ in verdicts), any(late for _, late in verdicts)
 
 
@@ -158,12 +158,12 @@ def _differ(a: Tensor, b: Tensor, axis: int) -> tuple[bool, bool]:
     return any(is_large[:-1]), is_large[-1]
 
 
-def _disturb(select: Select, site: TokenSite) -> Callable[..., Any]:
+def _disturb(select: Select, spec: TokenSpec) -> Callable[..., Any]:
     """Return a forward hook that adds noise to the last position of the features."""
 
     def hook(_module: nn.Module, _args: Any, output: Any) -> Any:
         changed = select.get(output).clone()
-        last = changed.select(site.token_axis, -1)
+        last = changed.select(spec.token_axis, -1)
         last += _noise(last)
         return select.put(output, changed)
 

@@ -155,7 +155,7 @@ def register_copy(body: Body, block: str, *, name: str = "copy") -> str:
             f"{block!r} cannot be copied: {error}. Blocks of this model that can be copied: {others}"
         ) from error
     factory = CopyFactory(block, _block(body.model, block).cpu(), zeroed)
-    layouts = sorted({slot.site.layout for slot in _slots_like(body, inputs[block])})
+    layouts = sorted({slot.spec.layout for slot in _slots_like(body, inputs[block])})
     if not all(factory.is_same(factory_of(name, layout)) for layout in layouts):
         blueprint(name, layouts=layouts)(factory)
     if body.allowed_blueprints and name not in body.allowed_blueprints:
@@ -286,7 +286,7 @@ def _hooked(modules: dict[str, nn.Module], record: Callable[[str], Callable[...,
 
 def _slots_like(body: Body, h: Tensor) -> list[Slot]:
     """Return the slots whose features have the shape of h and no swapped axes."""
-    return [s for s in body.slots.values() if s.site.swapped is None and s.site.batch_shape(len(h)) == tuple(h.shape)]
+    return [s for s in body.slots.values() if s.spec.swapped is None and s.spec.batch_shape(len(h)) == tuple(h.shape)]
 
 
 def _returns_input(block: nn.Module, x: Tensor) -> bool:

@@ -72,7 +72,7 @@ class ForkState:
             point = self.points[name]
             if point is None:
                 reason = "samples of a batch influence each other behind it"
-                if self.slots[name].site.batch_axis:
+                if self.slots[name].spec.batch_axis:
                     reason = "its features have the batch on axis 1. Graft after a module whose output has it on axis 0"
                 raise ForkError(f"slot {name!r} cannot fork: {reason}")
             points[name] = point
@@ -165,7 +165,7 @@ class ForkState:
 
     def _find_point(self, slot: Slot, probe: Any, sequence: list[ForkPoint]) -> ForkPoint | None:
         """Return the innermost point at which this slot can fork, or None."""
-        slot.seed, slot.stage = _Noise(slot.site.batch_axis), SeedStage.TRAINING
+        slot.seed, slot.stage = _Noise(slot.spec.batch_axis), SeedStage.TRAINING
         own, size = slot.name, PROBE_SAMPLES
         candidates = [ForkPoint(False, own), *(ForkPoint(True, name) for name in _enclosing(slot.module_name))]
         try:

@@ -151,20 +151,19 @@ class ForkPlan:
             self.done += 1
         decided = self.forks[self.done - 1].on if self.done else {}
         on = decided.get(name, [False] * len(sources))
-        lit = [s for s, is_on in zip(sources, on, strict=True) if is_on]
-        if not lit:
+        sources_on = [s for s, is_on in zip(sources, on, strict=True) if is_on]
+        if not sources_on:
             return _pick(h, sources, self.batch)
-        if len(lit) == len(on):
-            return switched_on(_pick(h, lit, self.batch), None)
-        dark = len(on) - len(lit)
-        if not any(on[:dark]):  # rows that are off come first: the seed writes the others in place
+        if len(sources_on) == len(on):
+            return switched_on(_pick(h, sources_on, self.batch), None)
+        num_off = len(on) - len(sources_on)
+        if not any(on[:num_off]):  # rows that are off come first: the seed writes the others in place
             rows = torch.empty_like(h[:1].expand(len(on) * self.batch, *h.shape[1:]), memory_format=_format(h))
-            torch.cat(
-                [h[a * self.batch : b * self.batch] for a, b in _runs(sources[:dark])], out=rows[: dark * self.batch]
-            )
-            switched_on(_pick(h, lit, self.batch), rows[dark * self.batch :])
+            unchanged = [h[a * self.batch : b * self.batch] for a, b in _runs(sources[:num_off])]
+            torch.cat(unchanged, out=rows[: num_off * self.batch])
+            switched_on(_pick(h, sources_on, self.batch), rows[num_off * self.batch :])
             return rows
-        changed = iter(switched_on(_pick(h, lit, self.batch), None).split(self.batch))
+        changed = iter(switched_on(_pick(h, sources_on, self.batch), None).split(self.batch))
         before = h.split(self.batch)
         return torch.cat([next(changed) if is_on else before[s] for s, is_on in zip(sources, on, strict=True)])
 

@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader
 from esper.kasmina.attention_masks import EXCLUDES, with_padding
 from esper.kasmina.blueprints.registry import SPATIAL, FeatureSpec, Layout, blueprints_for, registered
 from esper.kasmina.body import Body
-from esper.kasmina.causality import TokenSite, looking_ahead
+from esper.kasmina.causality import TokenSpec, looking_ahead
 from esper.kasmina.forking import ArgumentForm, argument_form, as_arguments, is_batched
 from esper.kasmina.probing import (
     PROBE_SAMPLES,
@@ -123,7 +123,7 @@ def checked_blueprints(names: Sequence[str], slots: Sequence[Slot]) -> tuple[str
         if name not in registered():
             raise unknown_name("blueprint", name, registered())
     for slot in slots:
-        fitting = blueprints_for(slot.site.layout)
+        fitting = blueprints_for(slot.spec.layout)
         if names and not set(names) & set(fitting):
             raise GraftError(
                 f"slot {slot.name!r} takes none of the blueprints {', '.join(names)}. It takes: {', '.join(fitting)}"
@@ -134,7 +134,7 @@ def checked_blueprints(names: Sequence[str], slots: Sequence[Slot]) -> tuple[str
 def _warn_of_unseen_padding(body: Body, probe: Any) -> None:
     """Warn about slots whose attention seeds cannot see the padding mask that the model takes."""
     has_mask = isinstance(probe, Mapping) and any(probe.get(name) is not None for name in EXCLUDES)
-    slots = [s.name for s in body.slots.values() if s.site.layout == Layout.BIDIRECTIONAL and s.mask_argument is None]
+    slots = [s.name for s in body.slots.values() if s.spec.layout == Layout.BIDIRECTIONAL and s.mask_argument is None]
     if has_mask and slots:
         warnings.warn(
             f"attention seeds in {', '.join(map(repr, slots))} will attend to padding: the module there takes no "
@@ -156,22 +156,22 @@ def _features(name: str, outputs: Mapping[str, list[Any]], key: Key | None) -> l
 def find_specs(
     model: nn.Module, probe: Any, features: Mapping[str, list[tuple[Select, Tensor]]]
 ) -> dict[str, FeatureSpec]:
-    """Return the site after each module. Raise GraftError if no seed fits its features."""
+    """Return the spec of the features after each module. Raise GraftError if no seed fits its features."""
     selects = {name: each[0][0] for name, each in features.items()}
     channels_first = channels_first_modules(model, probe, selects)
     specs: dict[str, FeatureSpec] = {}
     for name, each in features.items():
         module, is_signal = model.get_submodule(name), name in channels_first
-        sites = [site_of(name, h, module, select, is_signal=is_signal) for select, h in each]
-        if len({(site.layout, site.dim) for site in sites}) > 1:
-            shapes = ", ".join(str(site.shape) for site in sites)
+        kinds = [spec_of(name, h, module, select, is_signal=is_signal) for select, h in each]
+        if len({(spec.layout, spec.dim) for spec in kinds}) > 1:
+            shapes = ", ".join(str(spec.shape) for spec in kinds)
             raise GraftError(
-                f"module {name!r} is called {len(sites)} times with features of different kinds ({shapes}); no seed "
+                f"module {name!r} is called {len(kinds)} times with features of different kinds ({shapes}); no seed "
                 "fits them all. Graft after a neighbour of it."
             )
-        specs[name] = sites[0]
+        specs[name] = kinds[0]
     tokens = {
-        name: TokenSite(selects[name], spec.batch_axis, _token_axis(spec), tuple(features[name][0][1].shape))
+        name: TokenSpec(selects[name], spec.batch_axis, _token_axis(spec), tuple(features[name][0][1].shape))
         for name, spec in specs.items()
         if spec.layout in (Layout.SEQUENCE, Layout.SIGNAL)
     }
@@ -185,7 +185,7 @@ def _token_axis(spec: FeatureSpec) -> int:
 
 
 def _directed(spec: FeatureSpec, looks_ahead: bool) -> FeatureSpec:
-    """Return a site for seeds that may look ahead, or may not.
+    """Return the spec for seeds that may look ahead, or may not.
 
     Convolutions over a signal look ahead, so a signal of a causal model takes the seeds of sequences.
     """
@@ -314,7 +314,7 @@ def propose_sites(model: nn.Module, probe: Any) -> list[str]:
     for name, each in outputs.items():
         try:
             select, features = find_features(name, each[-1], None)
-            site_of(name, features, modules[name], select)
+            spec_of(name, features, modules[name], select)
         except GraftError:
             continue
         if id(features) not in ends and not name.startswith("lm_head"):
@@ -384,8 +384,8 @@ def _floating(name: str, features: Tensor) -> Tensor:
     return features
 
 
-def site_of(name: str, features: Tensor, module: nn.Module, select: Select, *, is_signal: bool = False) -> FeatureSpec:
-    """Return the site for these features. Raise GraftError if their layout is not supported."""
+def spec_of(name: str, features: Tensor, module: nn.Module, select: Select, *, is_signal: bool = False) -> FeatureSpec:
+    """Return the spec of these features. Raise GraftError if their layout is not supported."""
     layout = Layout.SIGNAL if is_signal else LAYOUTS.get(features.ndim)
     if layout is None:
         raise GraftError(

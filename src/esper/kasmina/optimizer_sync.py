@@ -53,15 +53,15 @@ class OptimizerSync:
         self.body, self.optimizer, self.rng_seed = body, optimizer, rng_seed
         self.on_change: list[Callable[[Effect, Slot], None]] = []
         self.names = list(body.slots)
-        self.ranks: dict[nn.Parameter, tuple[int, int]] = {}  # seed parameter → (slot index, index within the slot)
-        self.seeds = len(optimizer.param_groups)  # index of the seeds' group: loading a state replaces the dicts
+        self.positions: dict[nn.Parameter, tuple[int, int]] = {}  # seed parameter → (slot index, index within the slot)
+        self.seed_group = len(optimizer.param_groups)  # index of the seeds' group: loading a state replaces the dicts
         optimizer.add_param_group(seed_group(optimizer, seed_options))
         self.reload()
 
     @property
     def group(self) -> dict[str, Any]:
         """Return the parameter group of the seeds."""
-        return self.optimizer.param_groups[self.seeds]
+        return self.optimizer.param_groups[self.seed_group]
 
     def carry_out(self, effects: list[Effect], table: SlotTable, env: int = 0) -> None:
         """Apply the effects of this environment, sync the slots with the table and call the `on_change` listeners."""
@@ -80,7 +80,7 @@ class OptimizerSync:
     def reload(self) -> None:
         """Update the optimiser after the body was rebuilt from a state: release removed parameters, add new ones."""
         alive = set(self.body.parameters())
-        for p in [p for p in self.ranks if p not in alive]:
+        for p in [p for p in self.positions if p not in alive]:
             self._release(p)
         for slot in self.body.slots.values():
             self._settle(slot, committed=slot.stage == SeedStage.FOSSILIZED)
@@ -122,32 +122,32 @@ class OptimizerSync:
         committed = committed and not any(is_sharded(p) for p in holder)  # torch updates no group of both kinds
         homes = self._host_groups(slot, holder) if committed else {}
         for place, (name, p) in enumerate(slot.named_parameters()):
-            home = homes[p.ndim > 1] if committed else self.seeds
-            rank = self.names.index(slot.name), place
-            if holder.get(p) == home or (committed and p in holder and p not in self.ranks):
-                self.ranks[p] = rank  # already in the right group, or in one the user chose
+            home = homes[p.ndim > 1] if committed else self.seed_group
+            position = self.names.index(slot.name), place
+            if holder.get(p) == home or (committed and p in holder and p not in self.positions):
+                self.positions[p] = position  # already in the right group, or in one the user chose
                 continue
             state = self.optimizer.state.get(p)
             self._release(p)
-            self._join(home, f"esper.{slot.name}.{name}", p, rank)
+            self._join(home, f"esper.{slot.name}.{name}", p, position)
             if state is not None:
                 self.optimizer.state[p] = state
-        for home in {self.seeds, *homes.values()}:
+        for home in {self.seed_group, *homes.values()}:
             self._even_out(self.optimizer.param_groups[home])
 
-    def _join(self, home: int, name: str, p: nn.Parameter, rank: tuple[int, int]) -> None:
+    def _join(self, home: int, name: str, p: nn.Parameter, position: tuple[int, int]) -> None:
         """Insert a parameter after the host's own, sorted by slot, so that a saved optimiser state always matches."""
         group = self.optimizer.param_groups[home]
-        later = (i for i, q in enumerate(group["params"]) if self.ranks.get(q, ()) > rank)
+        later = (i for i, q in enumerate(group["params"]) if self.positions.get(q, ()) > position)
         index = next(later, len(group["params"]))
         group["params"].insert(index, p)
         if "param_names" in group:
             group["param_names"].insert(index, name)
-        self.ranks[p] = rank
+        self.positions[p] = position
 
     def _release(self, p: nn.Parameter) -> None:
         """Remove a parameter and its state from the optimiser."""
-        self.ranks.pop(p, None)
+        self.positions.pop(p, None)
         self.optimizer.state.pop(p, None)
         for group in self.optimizer.param_groups:
             for index, q in enumerate(group["params"]):
@@ -161,7 +161,7 @@ class OptimizerSync:
         """Fill missing momentum buffers with zeros: fused SGD requires them for all parameters of a group or none."""
         if group.get("fused") and group.get("momentum"):
             for p in group["params"]:
-                if p.requires_grad or p in self.ranks:
+                if p.requires_grad or p in self.positions:
                     self.optimizer.state[p].setdefault("momentum_buffer", torch.zeros_like(p))
 
     def _host_groups(self, slot: Slot, holder: dict[nn.Parameter, int]) -> dict[bool, int]:
@@ -173,7 +173,7 @@ class OptimizerSync:
         names = slot.module_name.split(".")
         for depth in range(len(names), -1, -1):
             for p in self.body.model.get_submodule(".".join(names[:depth])).parameters():
-                if holder.get(p, self.seeds) != self.seeds:
+                if holder.get(p, self.seed_group) != self.seed_group:
                     homes.setdefault(p.ndim > 1, holder[p])
             if len(homes) == 2:
                 break

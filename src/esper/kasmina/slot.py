@@ -237,13 +237,13 @@ class Slot(nn.Module):
 
     alpha: Tensor
 
-    def __init__(self, name: str, module_name: str, site: FeatureSpec, select: Select) -> None:
+    def __init__(self, name: str, module_name: str, spec: FeatureSpec, select: Select) -> None:
         super().__init__()
-        self.name, self.module_name, self.site, self.select = name, module_name, site, select
+        self.name, self.module_name, self.spec, self.select = name, module_name, spec, select
         self.seed: nn.Module | None = None
         self.gate: nn.Module | None = None
         self.blueprint = ""
-        self.birth = 0  # random seed of the initial weights
+        self.rng_seed = 0  # random seed of the initial weights
         self.dtype = torch.float32  # of the seed's weights
         self.operator = Operator.ADD
         self.stage = SeedStage.DORMANT
@@ -265,11 +265,11 @@ class Slot(nn.Module):
         host: nn.Module | None = None,
     ) -> None:
         """Build a seed and check it against the blueprint contract. The host's function does not change."""
-        module = blueprints.build(blueprint, self.site, device=device, dtype=dtype, rng_seed=rng_seed, host=host)
-        blueprints.check(module, self.site, name=blueprint)
-        if self.site.channels_last:
+        module = blueprints.build(blueprint, self.spec, device=device, dtype=dtype, rng_seed=rng_seed, host=host)
+        blueprints.check(module, self.spec, name=blueprint)
+        if self.spec.channels_last:
             module = module.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
-        self.seed, self.blueprint, self.birth, self.dtype = module, blueprint, rng_seed, dtype
+        self.seed, self.blueprint, self.rng_seed, self.dtype = module, blueprint, rng_seed, dtype
         self.set_operator(operator)
 
     def set_operator(self, operator: Operator) -> None:
@@ -280,8 +280,8 @@ class Slot(nn.Module):
         elif self.gate is None:
             assert self.seed is not None
             anchor = next(self.seed.parameters())
-            with blueprints.seeded(self.birth):
-                gate = blueprints.fitted(BlendGate(self.site.dim, self.site.layout), self.site)
+            with blueprints.seeded(self.rng_seed):
+                gate = blueprints.fitted(BlendGate(self.spec.dim, self.spec.layout), self.spec)
                 self.gate = gate.to(anchor.device, anchor.dtype)
 
     def remove_seed(self) -> None:
@@ -352,7 +352,7 @@ class Slot(nn.Module):
         """Return the host module's mask in the form that a seed takes, if there is one that fits the features."""
         if mask is None or self.mask_argument is None:
             return ()
-        batch_axis = self.site.batch_axis
+        batch_axis = self.spec.batch_axis
         fitting = self.mask_argument.for_features(mask, h.shape[batch_axis], h.shape[1 - batch_axis])
         return () if fitting is None else (fitting,)
 
@@ -366,7 +366,7 @@ class Slot(nn.Module):
     def extra_repr(self) -> str:
         """Return the slot's name, location, layout and seed for `repr`."""
         state = f"{self.blueprint} {self.stage.name} alpha={self.amplitude:.2f}" if self.seed is not None else "empty"
-        return f"{self.name!r} after {self.module_name!r}, {self.site.layout} of {self.site.dim}: {state}"
+        return f"{self.name!r} after {self.module_name!r}, {self.spec.layout} of {self.spec.dim}: {state}"
 
 
 # -- one function per mode
@@ -387,7 +387,7 @@ def _straight_through(slot: Slot, h: Tensor, training: bool, mask: Any) -> Tenso
     if not (training and torch.is_grad_enabled()):
         return h
     with slot.preserved_rng():
-        return straight_through(h, slot.change(detached(h), mask), slot.site.channel_axis)
+        return straight_through(h, slot.change(detached(h), mask), slot.spec.channel_axis)
 
 
 def _shadow(slot: Slot, h: Tensor, _training: bool, mask: Any) -> Tensor:
@@ -399,7 +399,7 @@ def _shadow(slot: Slot, h: Tensor, _training: bool, mask: Any) -> Tensor:
 def _fork(slot: Slot, h: Tensor, _training: bool, mask: Any) -> Tensor:
     """Return the features of every row of the fork plan, which forks the first axis."""
     assert slot.fork is not None
-    axis = slot.site.batch_axis
+    axis = slot.spec.batch_axis
     if axis == 0:
         return slot.fork.at_slot(slot.name, h, lambda rows, out: slot.switched_on(rows, out, mask))
 

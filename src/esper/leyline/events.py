@@ -174,7 +174,7 @@ class Lifecycle(Event, frozen=True, kw_only=True):
     contribution_se: Number = None
 
 
-class Worth(Event, frozen=True, kw_only=True):
+class SeedWorth(Event, frozen=True, kw_only=True, tag="worth"):
     """The worth of one seed by counterfactual evaluation, in the unit of quality."""
 
     LEVEL: ClassVar[Level] = Level.NORMAL
@@ -278,7 +278,7 @@ class Episode(Event, frozen=True, kw_only=True):
     wall_s: Number = None
 
 
-class Governor(Event, frozen=True, kw_only=True):
+class GovernorAlarm(Event, frozen=True, kw_only=True, tag="governor"):
     """One alarm of the governor and the action it took."""
 
     env: int
@@ -369,7 +369,7 @@ def unspelled(value: Any) -> Any:
     return [unspelled(v) for v in value] if isinstance(value, list) else value
 
 
-class Emits(Protocol):
+class EventReceiver(Protocol):
     """A receiver of events: the hub, or a list in a test. The training loop depends on nothing else of telemetry."""
 
     def wants(self, kind: type[Event]) -> bool:
@@ -381,7 +381,7 @@ class Emits(Protocol):
         ...
 
 
-class Silence:
+class NullReceiver:
     """A receiver that ignores every event."""
 
     def wants(self, _kind: type[Event]) -> bool:

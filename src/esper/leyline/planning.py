@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-Seed = tuple[str, str]
+Placement = tuple[str, str]
 """Slot and blueprint."""
-Gains = Mapping[Seed, float]
+Gains = Mapping[Placement, float]
 """Quality that each seed adds."""
 KEEP = 0.6
 """A plan has no seed that gains less than this share of the largest gain."""

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from esper.leyline.errors import EsperError, unknown_name
-from esper.leyline.events import Episode, Event, Gradient, Number, RunStarted, Step, Update, Worth
+from esper.leyline.events import Episode, Event, Gradient, Number, RunStarted, SeedWorth, Step, Update
 from esper.leyline.text import flat_settings, not_installed
 from esper.nissa.record import Record
 
@@ -78,7 +78,7 @@ class Scalars:
                 seeds = zip(event.alphas, event.blueprints, strict=False)
                 values |= {f"alpha/{self._slot(i)}": alpha for i, (alpha, blueprint) in enumerate(seeds) if blueprint}
                 return self._of_env(event, values)
-            case Worth():
+            case SeedWorth():
                 return self._of_env(event, {f"{name}/{event.slot}": getattr(event, name) for name in WORTH_FIELDS})
             case Gradient():
                 gauges = ("norm", "ratio", "health")
@@ -94,7 +94,7 @@ class Scalars:
                 return self._episodes, {f"episode/{name}": getattr(event, name) for name in EPISODE_FIELDS}
         return 0, {}
 
-    def _of_env(self, event: Step | Worth | Gradient, values: dict[str, Number]) -> tuple[int, dict[str, Number]]:
+    def _of_env(self, event: Step | SeedWorth | Gradient, values: dict[str, Number]) -> tuple[int, dict[str, Number]]:
         step = self._axis(event.env, event.episode, event.step)
         return step, {f"env{event.env}/{name}": value for name, value in values.items()}
 
@@ -248,7 +248,7 @@ class TrackerSink:
         step, scalars = self._scalars.of(record.event)
         values = {_UNUSUAL.sub("_", tag): float(value) for tag, value in scalars.items() if value is not None}
         is_late = self._most_lag_s is not None and time.time() - record.time_s > self._most_lag_s
-        if is_late and isinstance(record.event, (Step, Worth, Gradient)):
+        if is_late and isinstance(record.event, (Step, SeedWorth, Gradient)):
             self.unsent += 1
         elif values:
             self._waiting.append((values, step, record.time_s))

@@ -239,7 +239,7 @@ def context_of(body: Body, horizon: int, thresholds: Thresholds, classes: int | 
         horizon=horizon,
         host_params=sum(p.numel() for p in body.model.parameters()),
         host_macs=max(1, host_macs),
-        slot_width=np.array([slot.site.dim for slot in slots]),
+        slot_width=np.array([slot.spec.dim for slot in slots]),
         slot_params=params,
         slot_macs=macs,
         slot_depth=np.array(depth) / max(1, len(slots) - 1),
@@ -408,11 +408,11 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
     def _observe_part(self, part: Part) -> tuple[Bools, Bools, Floats]:
         """Return legal operations, masks and observations of a part, padded to the largest number of slots."""
         table, slots = part.table, self.layout.slots
-        may = legal(table, self.backend.rules)
-        masks = compute_batch_masks(table, may, fixed=self.fixed)
+        allowed = legal(table, self.backend.rules)
+        masks = compute_batch_masks(table, allowed, fixed=self.fixed)
         own = MaskLayout(slots=table.num_slots, blueprints=table.takes.shape[1])
-        obs = batch_obs_to_features(table, part.context, legal=may)
-        return padded_legal(may, slots), padded_masks(masks, own, slots), padded_features(obs, slots)
+        obs = batch_obs_to_features(table, part.context, legal=allowed)
+        return padded_legal(allowed, slots), padded_masks(masks, own, slots), padded_features(obs, slots)
 
     def _info(self) -> dict[str, Any]:
         """Return one row per environment and key.

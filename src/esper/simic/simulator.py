@@ -175,11 +175,11 @@ class Simulator:
         """
         table = self.table
         outcome = apply(table, actions, self.rules)
-        newborn = self._alive() & (table.age == 0)
-        self.skill[newborn] = 0.0
-        self.applied_alpha[newborn] = table.alpha[newborn]  # Δ = 0: an open birth does not disturb the host
+        new_seeds = self._alive() & (table.age == 0)
+        self.skill[new_seeds] = 0.0
+        self.applied_alpha[new_seeds] = table.alpha[new_seeds]  # Δ = 0: an open birth does not disturb the host
         each = self.shape.params[np.arange(table.num_slots), np.maximum(table.blueprint, 0)]  # [E, S]
-        table.params[newborn] = each[newborn]
+        table.params[new_seeds] = each[new_seeds]
         ticked = tick(table, self.rules)
         table.train_macs[:] += TRAINING_PASSES * self.macs * SAMPLES
         table.host_train_macs[:] += TRAINING_PASSES * self.context.host_macs * SAMPLES

@@ -13,7 +13,7 @@ import numpy as np
 from esper.kasmina.blueprints import blueprint_index, unregister
 from esper.kasmina.copied_blocks import register_copy
 from esper.leyline.lifecycle import Rules
-from esper.leyline.planning import Seed, planned
+from esper.leyline.planning import Placement, planned
 from esper.leyline.rng import derive_seed
 from esper.studies.budgeted import Session, Structure, full_structure, full_training_macs, shared_data
 from esper.studies.contract import Arm, Point
@@ -278,7 +278,7 @@ def train_placed(arm: Arm, task: str, world: int, budgets: Sequence[float]) -> l
     return at_budgets(points, budgets, spent)
 
 
-def audition(session: Session, seeds: Sequence[Seed], epochs: int) -> tuple[dict[Seed, float], int]:
+def audition(session: Session, seeds: Sequence[Placement], epochs: int) -> tuple[dict[Placement, float], int]:
     """Return what each seed gains on a copy of the session that trains this many epochs, and the compute of all."""
 
     def quality_of(structure: Structure) -> tuple[float, int]:
@@ -287,7 +287,7 @@ def audition(session: Session, seeds: Sequence[Seed], epochs: int) -> tuple[dict
         return copy.quality, copy.spent - session.spent
 
     bare, spent = quality_of({})
-    gains: dict[Seed, float] = {}
+    gains: dict[Placement, float] = {}
     for seed in seeds:
         quality, macs = quality_of(dict([seed]))
         gains[seed] = quality - bare

@@ -43,7 +43,7 @@ FULL = {"map": "conv_heavy", "sequence": "block", "vector": "mlp"}
 def full_structure(task: Task) -> Structure:
     """Return the full structure of a task: the largest blueprint in every slot; for text, a transformer layer."""
     slots = Engine(task, [0], data=shared_data(task)).networks[0].body.slots
-    structure = {name: FULL[slot.site.layout] for name, slot in slots.items()}
+    structure = {name: FULL[slot.spec.layout] for name, slot in slots.items()}
     if "block" in structure.values() and "block" not in registered():
         blueprint("block", layouts="sequence")(transformer_block)
     return structure

@@ -32,7 +32,7 @@ from esper.tamiyo.policy_file import must_fit, view
 
 FORMAT = "esper-decisions-1"
 MOST_ENVS = 16
-"""Decisions of the first this many environments of a round are kept."""
+"""Decisions are kept for this many environments of a round, the first ones."""
 MOST_BYTES = 1 << 30
 _PREFIX = "policy/"
 _TENSORS = ("obs", "masks", "actions", "hidden", "lengths")

@@ -135,7 +135,7 @@ class WideSeed(Code):
         assert seed is not None
         is_known = all(type(m) in RULES or type(m) in APART for m in seed.modules())
         is_plain = slot.gate is None and not is_straight(slot) and any(True for _ in seed.parameters())
-        if not is_known or not is_plain or not rounds_alike(seed, slot.site.shape, batch):
+        if not is_known or not is_plain or not rounds_alike(seed, slot.spec.shape, batch):
             return None
         try:
             wide = cls(copy.deepcopy(seed))
@@ -154,7 +154,7 @@ class WideSeed(Code):
         for each in pair:
             for p in each.parameters():
                 p.copy_(some(p, *p.shape))
-        inputs = [some(first, 3, *slot.site.shape) for _ in pair]
+        inputs = [some(first, 3, *slot.spec.shape) for _ in pair]
         tensors = {n: torch.stack([dict(e.named_parameters())[n] for e in pair]) for n, _ in seed.named_parameters()}
         together = self._change(tensors, self._joined(inputs))
         alone = self._joined([each(h) for each, h in zip(pair, inputs, strict=True)])
@@ -222,7 +222,7 @@ def kind_of(slot: Slot) -> Hashable:
     assert slot.seed is not None
     code = tuple((type(m), m.extra_repr()) for m in slot.seed.modules())
     shapes = tuple(p.shape for p in slot.seed.parameters())
-    return slot.blueprint, slot.site.shape, slot.gate is None, is_straight(slot), code, shapes
+    return slot.blueprint, slot.spec.shape, slot.gate is None, is_straight(slot), code, shapes
 
 
 def is_straight(slot: Slot) -> bool:

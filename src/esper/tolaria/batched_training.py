@@ -61,7 +61,7 @@ class BatchedTrainer:
             networks[0].data,
         )
         try:
-            if why := cannot(networks):
+            if why := obstacle_to_batching(networks):
                 raise ConfigError(why)
             self.wide = Wide(networks[0].body)
             self._try()
@@ -360,7 +360,7 @@ def mean_losses(output: Tensor, target: Tensor) -> Tensor:
     return each.view(len(target), -1).sum(1) / (target != IGNORED).flatten(1).sum(1)
 
 
-def cannot(networks: Sequence[HostNetwork]) -> str:
+def obstacle_to_batching(networks: Sequence[HostNetwork]) -> str:
     """Return why these networks cannot be trained as one batch; empty if no reason is known before trying."""
     first = networks[0]
     if len(networks) < 2:
@@ -380,13 +380,13 @@ def cannot(networks: Sequence[HostNetwork]) -> str:
     return ""
 
 
-def choose(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked"]:
+def faster_strategy(networks: Sequence[HostNetwork]) -> Literal["loop", "stacked"]:
     """Return the faster strategy, measured for a few batches on new networks of the same worlds.
 
     They have no seeds: see `MOST_TIME_SHARE`. The result is "loop" if batching fails or gives another loss.
     `networks` are not changed.
     """
-    if cannot(networks):
+    if obstacle_to_batching(networks):
         return "loop"
     first = networks[0]
     task = replace(first.task, batches_per_epoch=TRIAL_BATCHES)

@@ -37,7 +37,7 @@ PLAIN_DIFFERENCE = 0.01
 """Relative difference of outputs from which an influence between rows would be detected."""
 FULL_TABLE_PLAYERS = 3
 """Largest number of players for which every coalition is evaluated in each epoch."""
-VERDICT_PLAYERS = 6
+COMMIT_PLAYERS = 6
 """The same while one of them is HOLDING, that is, may be committed."""
 
 
@@ -84,25 +84,25 @@ def samples_in(target: Any, inputs: Any) -> int:
 
 def rows_that_fit(body: Body) -> int:
     """Return how many rows × samples to run at once, so that memory is bounded for any size of features."""
-    largest = max(4 * math.prod(slot.site.shape) for slot in body.slots.values())
+    largest = max(4 * math.prod(slot.spec.shape) for slot in body.slots.values())
     return min(max(ROW_BYTES // largest, ROWS[0]), ROWS[1])
 
 
-def step_configs(players: int, prospects: int, *, verdict: bool = False) -> list[Config]:
+def step_configs(players: int, prospects: int, *, may_commit: bool = False) -> list[Config]:
     """Return the configurations of an epoch; of the coalitions, the main one is last.
 
-    With few players these are all coalitions, otherwise none, leave-one-out and all. The limit is higher if `verdict`,
-    while some seed may be committed. Each TRAINING seed adds one configuration: main with that seed switched on.
+    With few players these are all coalitions, otherwise none, leave-one-out and all. The limit is higher if
+    `may_commit`: some seed may be committed. Each TRAINING seed adds one: main with that seed switched on.
     """
-    everyone = (True,) * players
-    if players <= (VERDICT_PLAYERS if verdict else FULL_TABLE_PLAYERS):
+    all_on = (True,) * players
+    if players <= (COMMIT_PLAYERS if may_commit else FULL_TABLE_PLAYERS):
         coalitions = list(product((False, True), repeat=players))
     else:
-        without = [(*everyone[:i], False, *everyone[i + 1 :]) for i in range(players)]
-        coalitions = [(False,) * players, *without, everyone]
-    nobody = (False,) * prospects
-    rows = [c + nobody for c in coalitions]
-    rows += [everyone + nobody[:i] + (True,) + nobody[i + 1 :] for i in range(prospects)]
+        without = [(*all_on[:i], False, *all_on[i + 1 :]) for i in range(players)]
+        coalitions = [(False,) * players, *without, all_on]
+    all_off = (False,) * prospects
+    rows = [c + all_off for c in coalitions]
+    rows += [all_on + all_off[:i] + (True,) + all_off[i + 1 :] for i in range(prospects)]
     return rows
 
 
@@ -126,8 +126,8 @@ def evaluate(
     """
     players, prospects = body.players(fossils), body.training_slots
     slots = tuple(s.name for s in (*players, *prospects))
-    verdict = any(s.stage == SeedStage.HOLDING for s in players)
-    requested = step_configs(len(players), len(prospects), verdict=verdict) if configs is None else configs
+    may_commit = any(s.stage == SeedStage.HOLDING for s in players)
+    requested = step_configs(len(players), len(prospects), may_commit=may_commit) if configs is None else configs
     unique: list[Config] = list(dict.fromkeys(tuple(c) for c in requested))
     for config in unique:
         if len(config) != len(slots):
@@ -252,17 +252,18 @@ class _Runner:
             return
         self.guarded = True
         together = self.plan.split(output)
-        doubted = [i for i, s in enumerate(self.slots) if self.body.forking.points[s] in unproven]
-        others = [next((c for c in self.rows if c[i] != self.main[i]), self.main) for i in doubted]
+        unproven_slots = [i for i, s in enumerate(self.slots) if self.body.forking.points[s] in unproven]
+        others = [next((c for c in self.rows if c[i] != self.main[i]), self.main) for i in unproven_slots]
         configs = list(dict.fromkeys([self.main, *others]))
-        answers = {}
+        outputs_alone = {}
         for config, plan in zip(configs, self._alone(configs), strict=True):
-            answers[config] = self.body.forking.outputs(inputs, size, plan)[0]
-            if not same(together[self.rows.index(config)], answers[config]):
+            outputs_alone[config] = self.body.forking.outputs(inputs, size, plan)[0]
+            if not same(together[self.rows.index(config)], outputs_alone[config]):
                 raise ForkError("samples of a batch influence each other: a forked pass returned another result")
-        for i, other in zip(doubted, others, strict=True):
+        for i, other in zip(unproven_slots, others, strict=True):
             point = self.body.forking.points[self.slots[i]]
-            if point is not None and not same(answers[other], answers[self.main], tolerance=PLAIN_DIFFERENCE):
+            one, main = outputs_alone[other], outputs_alone[self.main]
+            if point is not None and not same(one, main, tolerance=PLAIN_DIFFERENCE):
                 self.body.forking.proven.add(point)
 
 

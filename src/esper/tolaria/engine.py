@@ -45,7 +45,7 @@ from esper.leyline.lifecycle import (
 from esper.leyline.rng import derive_seed
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.leyline.stages import SeedStage
-from esper.tolaria.batched_training import BatchedTrainer, choose
+from esper.tolaria.batched_training import BatchedTrainer, faster_strategy
 from esper.tolaria.coalitions import CALIBRATION_SAMPLES, Coalitions, Measured, Score, evaluate, statistics
 from esper.tolaria.data import Dataset, Split
 from esper.tolaria.engine_config import EngineConfig
@@ -63,7 +63,7 @@ from esper.tolaria.rollout import PhaseTimers
 from esper.tolaria.tasks import Task, per_sample_correct, per_sample_loss
 
 
-def process_train_batch(body: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+def train_batch_loss(body: nn.Module, x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
     """Return the mean loss of a batch and the number of correct samples."""
     output = body(x)
     return F.cross_entropy(output.flatten(0, -2), y.flatten()), per_sample_correct(output.detach(), y).sum()
@@ -98,7 +98,7 @@ class HostNetwork(GrowingNetwork):
 
     def __init__(self, task: Task, data: Dataset, world: int, config: EngineConfig) -> None:
         self.task, self.data, self.world, self.config = task, data, world, config
-        self.forward = torch.compile(process_train_batch) if config.compile else process_train_batch
+        self.forward = torch.compile(train_batch_loss) if config.compile else train_batch_loss
         body = build_body(task, data, world, config.device)
         super().__init__(
             body,
@@ -127,7 +127,7 @@ class HostNetwork(GrowingNetwork):
     def set_learning_rate(self, factor: float) -> None:
         """Set the learning rate of host and seeds to `factor` times the task's."""
         for number, group in enumerate(self.optimizer.param_groups):
-            group["lr"] = factor * (self.task.seed_lr if number == self.optimizer_sync.seeds else self.task.lr)
+            group["lr"] = factor * (self.task.seed_lr if number == self.optimizer_sync.seed_group else self.task.lr)
 
     def train_epoch(self, step: int) -> Tensor:
         """Train on this step's minibatches; return mean loss and accuracy, still on the device.
@@ -153,7 +153,7 @@ class HostNetwork(GrowingNetwork):
 
     def batch_loss(self, body: nn.Module, x: Tensor, y: Tensor) -> Tensor:
         """Return the mean loss of a batch, not compiled."""
-        return process_train_batch(body, x, y)[0]
+        return train_batch_loss(body, x, y)[0]
 
     # -- measuring
 
@@ -316,7 +316,7 @@ class Engine:
         self.networks = [HostNetwork(task, self.data, world, self.config) for world in self.worlds]
         self.table = SlotTable.empty(len(self.networks), len(task.slots), takes=takes_of(self.networks[0].body))
         strategy = self.config.strategy if len(self.networks) > 1 else "loop"
-        self.strategy = choose(self.networks) if strategy == "auto" else strategy
+        self.strategy = faster_strategy(self.networks) if strategy == "auto" else strategy
         self.batched = BatchedTrainer(self.networks) if self.strategy == "stacked" else None
         self.compute = ComputeMeter()
         self.lr_factor: Callable[[int], float] | None = None if task.lr_schedule == "constant" else task.lr_factor

@@ -20,7 +20,7 @@ class GovernorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """
 
     window: int = 20
-    """The history holds the last this many losses without alarm, at least 1."""
+    """The history holds at most this many losses without alarm, the newest ones, at least 1."""
     enough: int = 5
     """The median and the spread are used once the history holds this many losses, from 1 to `window`."""
     spreads: float = 6.0

@@ -175,16 +175,16 @@ class Governor:
     def judge(self, table: SlotTable, val_loss: Floats, train_loss: Floats, vital: Floats) -> list[int]:
         """Return the environments to roll back. Add the losses of those without alarm to their history."""
         failed = np.array([env in self._failures for env in range(len(self.snapshots))])
-        verdict = judge(self.losses, val_loss, train_loss, vital, failed, chance=self.chance, config=self.config)
-        sound, transient = verdict.alarm == 0, verdict.alarm >= DIVERGENCE
-        counts = transient & (train_loss >= verdict.limit)
+        judgment = judge(self.losses, val_loss, train_loss, vital, failed, chance=self.chance, config=self.config)
+        sound, transient = judgment.alarm == 0, judgment.alarm >= DIVERGENCE
+        counts = transient & (train_loss >= judgment.limit)
         self.counted = np.where(counts, self.counted + 1, 0)
         failing = ~sound & (~transient | (self.counted >= self.config.patience))
         self.losses[sound, :-1] = self.losses[sound, 1:]
         self.losses[sound, -1] = val_loss[sound]
         for env in np.nonzero(~sound)[0].tolist():
             action = "rolled back" if failing[env] else "counted" if counts[env] else "seen"
-            self._raise(env, table, ALARMS[verdict.alarm[env]], action, verdict.value[env], verdict.limit[env])
+            self._raise(env, table, ALARMS[judgment.alarm[env]], action, judgment.value[env], judgment.limit[env])
         self._give_up_if_all_failed()
         self._sound = sound
         return np.nonzero(failing)[0].tolist()

@@ -39,7 +39,7 @@ Point = tuple[bool, str]
 
 
 class SlotState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One slot: its site and its seed."""
+    """One slot: its module, its features and its seed."""
 
     module: str
     layout: str
@@ -47,7 +47,7 @@ class SlotState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     fork: Point | None
     blueprint: str
     operator: int
-    birth: int
+    rng_seed: int = msgspec.field(name="birth")
     """The random seed of its weights, and of a gate that is added later."""
 
 
@@ -100,12 +100,12 @@ def slot_state(body: Body, slot: Slot) -> SlotState:
     fork = body.forking.points.get(slot.name)
     return SlotState(
         module=slot.module_name,
-        layout=str(slot.site.layout),
-        dim=slot.site.dim,
+        layout=str(slot.spec.layout),
+        dim=slot.spec.dim,
         fork=None if fork is None else (fork.at_input, fork.name),
         blueprint=slot.blueprint,
         operator=int(slot.operator),
-        birth=slot.birth,
+        rng_seed=slot.rng_seed,
     )
 
 
@@ -118,7 +118,7 @@ def state_tree(state: NetworkState) -> dict[str, Any]:
     """Return the state as a tree for `packed`, with structs as dicts; `msgspec.convert` restores it."""
     optimizer = msgspec.structs.asdict(state.optimizer)
     optimizer["groups"] = tuple(msgspec.structs.asdict(group) for group in state.optimizer.groups)
-    slots = {name: msgspec.structs.asdict(slot) for name, slot in state.slots.items()}
+    slots = {name: msgspec.to_builtins(slot) for name, slot in state.slots.items()}
     return {**msgspec.structs.asdict(state), "slots": slots, "optimizer": optimizer}
 
 
@@ -141,7 +141,7 @@ def load_network(
     weights = {name: sharded_like(value, here.get(name)) for name, value in weights.items()}
     body.load_state_dict({**weights, **state.parts, **_structure(state, table, env)})
     for name, slot in body.slots.items():
-        slot.birth = state.slots[name].birth
+        slot.rng_seed = state.slots[name].rng_seed
     network.optimizer_sync.reload()
     load_optimizer(state.optimizer, network.optimizer, body)
     body.sync(table, env)

@@ -47,7 +47,7 @@ class Steppable(Protocol[Result_co]):
         ...
 
 
-class Decides(Protocol):
+class ActionSource(Protocol):
     """Chooses one action row per environment; every controller does."""
 
     def act(self, table: SlotTable, legal: Bools, /) -> Ints:
@@ -69,7 +69,7 @@ class RolloutStep(Generic[Result]):
 
 def rollout(
     envs: Steppable[Result],
-    controller: Decides,
+    controller: ActionSource,
     steps: int,
     *,
     before_step: Callable[[], None] = lambda: None,

@@ -78,7 +78,7 @@ class Task:
     lr_schedule: Literal["constant", "wsd"] = "constant"
     """Both learning rates are constant, or warm up, stay and decay to 0 over the last epochs ("wsd")."""
     warmup_epochs: float = 1.0
-    """With "wsd", the learning rates rise linearly over the first this many epochs, ≥ 0."""
+    """With "wsd", the learning rates rise linearly for this many epochs at the start, ≥ 0."""
     decay_share: float = 0.2
     """With "wsd", the learning rates decay linearly over this last share of the epochs, from 0 to 1."""
     clip: float = 1.0

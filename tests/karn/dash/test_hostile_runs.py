@@ -10,7 +10,7 @@ pytest.importorskip("starlette", reason="the live page needs the extra web")
 from esper.karn import report
 from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
-from esper.leyline.events import KINDS, Checkpoint, Governor, Gradient, Health, RunFinished
+from esper.leyline.events import KINDS, Checkpoint, GovernorAlarm, Gradient, Health, RunFinished
 from tests.support import browser
 from tests.support.page_server import TOKEN, served
 from tests.support.sample_runs import Journal, grow_like, phases, started, train_run
@@ -54,7 +54,7 @@ def hostile_run(path, usual):
         grow_like(journal, env, name, episode=1)
     for event in (
         Gradient(env=0, episode=1, step=41, slot="r0c0", norm=1.0, ratio=1.0, health=0.5),
-        Governor(env=0, episode=1, step=1, alarm="jump", action="rolled back"),
+        GovernorAlarm(env=0, episode=1, step=1, alarm="jump", action="rolled back"),
         Health(source="hub", severity="error", text="lost", counters={"x": 1}),
         Checkpoint(path="x", reason="epoch", size_bytes=1),
         RunFinished(status="finished", wall_s=1.0, env_steps=80, error="e"),

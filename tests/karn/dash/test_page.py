@@ -11,7 +11,7 @@ pytest.importorskip("starlette", reason="the live page needs the extra web")
 from esper.karn import report
 from esper.karn.run_state import RunState
 from esper.leyline.checksums import open_json, seal_json
-from esper.leyline.events import Checkpoint, Governor, Health, PhaseProfile
+from esper.leyline.events import Checkpoint, GovernorAlarm, Health, PhaseProfile
 from esper.nissa.recorder import record
 from tests.support.browser import NASTY, too_wide
 from tests.support.page_server import TOKEN, served
@@ -27,7 +27,7 @@ def hostile_run(path):
     for env, name in enumerate(names):
         grow_like(journal, env, name, grows=True)
     journal.write(step(41, op=NASTY, stages=(2, 0, 0), blueprints=(NASTY, "", "")))
-    journal.write(Governor(env=0, episode=0, step=1, alarm=NASTY, action=NASTY))
+    journal.write(GovernorAlarm(env=0, episode=0, step=1, alarm=NASTY, action=NASTY))
     journal.write(Health(source=NASTY, severity="error", text=NASTY))
     journal.write(Checkpoint(path=NASTY, reason=NASTY, size_bytes=1))
     journal.write(PhaseProfile(phase=NASTY, wall_ms=1.0, cpu_ms=1.0, calls=1))

@@ -15,7 +15,7 @@ from esper.karn.watch.cells import frame
 from esper.karn.watch.watched_run import WatchedRun
 from esper.leyline.checksums import seal_json
 from esper.leyline.errors import EsperError
-from esper.leyline.events import Governor, Health, RunFinished, Step
+from esper.leyline.events import GovernorAlarm, Health, RunFinished, Step
 from esper.nissa.run_list import find_run
 from tests.support.live_run import lines_of, run_events, started, update, write_run
 
@@ -134,7 +134,7 @@ def test_pace_is_measured_over_a_window_and_gives_the_remaining_time(growing):
 
 
 def test_all_clear_without_problems(tmp_path):
-    assert cells.alarms(watched(tmp_path, small_run(), step())).plain == "ALL CLEAR"
+    assert cells.problem_lines(watched(tmp_path, small_run(), step())).plain == "ALL CLEAR"
 
 
 @pytest.mark.parametrize(
@@ -143,16 +143,16 @@ def test_all_clear_without_problems(tmp_path):
      (update(1, skipped=3), "3 minibatches"),
      (update(1, clip_fraction=0.5), "50% of ratios"), (update(1, policy_loss=math.nan), "policy loss not finite"),
      (update(1, entropy={"op": 0.01}), "entropy collapsed (op 0.01)"),
-     (Governor(env=0, episode=0, step=3, alarm="diverged", action="rolled back"), "diverged"),
+     (GovernorAlarm(env=0, episode=0, step=3, alarm="diverged", action="rolled back"), "diverged"),
      (Health(source="hub", severity="error", text="disk full"), "disk full")],
 )  # fmt: skip
 def test_each_problem_is_reported(tmp_path, event, alarm):
-    assert alarm in cells.alarms(watched(tmp_path, small_run(), event)).plain
+    assert alarm in cells.problem_lines(watched(tmp_path, small_run(), event)).plain
 
 
 def test_worst_problem_comes_first_and_the_rest_are_counted(tmp_path):
     run = watched(tmp_path, small_run(), update(1, kl=0.2), Health(source="hub", severity="error", text="disk full"))
-    assert cells.alarms(run).plain == "hub: disk full  +1 more"
+    assert cells.problem_lines(run).plain == "hub: disk full  +1 more"
 
 
 # -- texts
@@ -249,7 +249,7 @@ def test_removed_run_stays_on_the_screen_with_the_reason(growing):
     shutil.rmtree(growing.path)
     growing.watched.read()
     assert growing.watched.state.env_steps == 1
-    assert "cannot be read any more" in cells.alarms(growing.watched).plain
+    assert "cannot be read any more" in cells.problem_lines(growing.watched).plain
     growing.watched.restart()
     growing.watched.read()
     assert growing.watched.state.env_steps == 1
@@ -269,7 +269,7 @@ def test_run_that_replaced_another_is_read_after_a_restart(tmp_path):
     identified(write_run(path, [small_run(), step(), step(t=2), step(t=3)], at=1000.0), "second")
     run.read()
     assert run.state.env_steps == 1
-    assert "another run" in cells.alarms(run).plain
+    assert "another run" in cells.problem_lines(run).plain
     run.restart()
     run.read()
     assert (run.state.env_steps, run.trouble) == (3, "")

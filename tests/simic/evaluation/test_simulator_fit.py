@@ -16,8 +16,8 @@ from esper.simic.evaluation.simulator_fit import (
     gain_matrix,
     lowest,
     moments,
+    play_episodes,
     predicted_gains,
-    record,
     simulate,
 )
 from esper.simic.simulated_worlds import SimConfig
@@ -35,7 +35,7 @@ NAMES = ["conv_heavy", "norm"]
 
 @pytest.fixture(scope="module")
 def recordings() -> list[Recording]:
-    return record(Simulator(TRUE, range(48)), NAMES)
+    return play_episodes(Simulator(TRUE, range(48)), NAMES)
 
 
 @pytest.fixture(scope="module")
@@ -74,7 +74,7 @@ def test_fitted_worlds_resemble_the_recorded_ones_more_than_the_defaults_do(reco
 def test_predicted_gains_equal_those_of_episodes():
     """The fast formula against episodes of the simulator, in its mean over worlds."""
     predicted = predicted_gains(TRUE, NAMES, [4])[0]
-    played = gain_matrix(record(Simulator(TRUE, range(512)), NAMES))
+    played = gain_matrix(play_episodes(Simulator(TRUE, range(512)), NAMES))
     assert predicted.mean() == pytest.approx(played.mean(), abs=0.1 * played.std())
     assert predicted.std() == pytest.approx(played.std(), rel=0.2)
 
@@ -114,6 +114,6 @@ def test_real_hosts_are_recorded():
                     batches_per_epoch=1, val_size=16, blueprints=("norm",))  # fmt: skip
     backend = HostBackend(family.task(1))
     backend.reset([1])
-    (recording,) = record(backend, ["norm"])
+    (recording,) = play_episodes(backend, ["norm"])
     assert [seed.slot for seed in recording.seeds] == list(range(recording.slots))
     assert all(len(seed.quality) == 3 and seed.contribution[-1] is not None for seed in recording.seeds)

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from esper.kasmina.blueprints import blueprint_name
 from esper.leyline import events
 from esper.leyline.actions import Head, Op
-from esper.leyline.events import Event, Level, Silence
+from esper.leyline.events import Event, Level, NullReceiver
 from esper.leyline.lifecycle import Outcome, Rules, apply, expel, legal, tick
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage, Thresholds
@@ -203,12 +203,12 @@ def test_real_engine_reports_steps_worth_gradients_episodes_and_phases():
     emit.phases(engine.phases, last=True)
 
     assert {type(e).__name__ for e in hub} == {
-        "Step", "Decision", "Lifecycle", "Gradient", "Worth", "Episode", "PhaseProfile",
+        "Step", "Decision", "Lifecycle", "Gradient", "SeedWorth", "Episode", "PhaseProfile",
     }  # fmt: skip
     assert [x.reward for x in hub.of(events.Step)[:2]] == [0.5, -0.5]
     assert [x.train_macs for x in hub.of(events.Step)[-2:]] == engine.table.train_macs.tolist()
-    assert any(w.prospect is not None for w in hub.of(events.Worth))
-    judged = [w for w in hub.of(events.Worth) if w.contribution is not None]
+    assert any(w.prospect is not None for w in hub.of(events.SeedWorth))
+    judged = [w for w in hub.of(events.SeedWorth) if w.contribution is not None]
     assert judged
     assert all(w.contribution_se is not None and w.shapley is not None for w in judged)
     first, second = hub.of(events.Episode)
@@ -247,7 +247,7 @@ def test_episodes_are_counted_and_begin_with_empty_slots():
 
 def test_without_listeners_no_event_is_built():
     table = SlotTable.empty(2, 3)
-    emit = TelemetryEmitter(Silence(), slots=SLOTS, worlds=[0, 1], host_params=10)
+    emit = TelemetryEmitter(NullReceiver(), slots=SLOTS, worlds=[0, 1], host_params=10)
     requested = np.zeros((2, 8), dtype=np.int64)
     emit.step(table, requested, apply(table, requested, Rules()))
     emit.worth(table, [])

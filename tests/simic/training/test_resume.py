@@ -18,7 +18,7 @@ from esper.commands import train
 from esper.commands.resuming import must_fit
 from esper.commands.train import TrainOptions, last_checkpoint
 from esper.leyline.errors import CheckpointError, ConfigError, RunError
-from esper.leyline.events import Silence, unspelled
+from esper.leyline.events import NullReceiver, unspelled
 from esper.nissa.journal_reader import read
 from esper.nissa.journal_writer import JsonlSink
 from esper.nissa.recorder import record, record_on
@@ -78,7 +78,7 @@ def newest(run: Path) -> Saved:
 
 def restored(saved: Saved, env: GrowthVectorEnv) -> Checkpointer:
     """Load a checkpoint of a run on hosts into a new training state."""
-    checkpointer = Checkpointer(HOSTS, saved.path.parent.parent, Silence(), ProcessGroup())
+    checkpointer = Checkpointer(HOSTS, saved.path.parent.parent, NullReceiver(), ProcessGroup())
     checkpointer.restore(saved, TrainingState.new(HOSTS, env.layout, resumed=True), env.backend)
     return checkpointer
 
@@ -250,7 +250,7 @@ def test_best_host_that_failed_to_save_does_not_block_the_next(tmp_path: Path, m
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    checkpointer = Checkpointer(HOSTS, tmp_path, Silence(), ProcessGroup())
+    checkpointer = Checkpointer(HOSTS, tmp_path, NullReceiver(), ProcessGroup())
 
     def full(*_: Any) -> None:
         raise CheckpointError("No space left on device")
@@ -311,7 +311,7 @@ def test_non_finite_champion_does_not_raise_the_best_utility(tmp_path: Path) -> 
     env = make_env(HOSTS)
     env.reset()
     env.step(np.zeros((2, 8), dtype=np.int64))
-    checkpointer = Checkpointer(HOSTS, tmp_path, Silence(), ProcessGroup())
+    checkpointer = Checkpointer(HOSTS, tmp_path, NullReceiver(), ProcessGroup())
     average = env.backend.engine.networks[0].average.average[0]  # type: ignore[attr-defined]
     with torch.no_grad():
         average.view(-1)[0] = math.nan
@@ -343,7 +343,7 @@ def test_ranks_agree_on_the_best_utility(outcome: int, best: float, tmp_path: Pa
     env.step(np.zeros((2, 8), dtype=np.int64))
     group = Pair(0, 2)
     group.reply = outcome
-    checkpointer = Checkpointer(HOSTS, tmp_path, Silence(), group)
+    checkpointer = Checkpointer(HOSTS, tmp_path, NullReceiver(), group)
     checkpointer.offer_hosts(env.backend, np.array([0.1, 0.5]), 0)
     assert checkpointer.best_utility == best
 
@@ -462,7 +462,7 @@ def test_lost_or_damaged_manifest_is_rewritten_from_the_checkpoint(
 
 def test_run_with_a_failed_update_saves_every_round(tmp_path: Path) -> None:
     rare = load_config(sets=[*SMALLER, "rounds=9", "checkpoint_share=1e-9"])
-    env, checkpointer = make_env(rare), Checkpointer(rare, tmp_path, Silence(), ProcessGroup())
+    env, checkpointer = make_env(rare), Checkpointer(rare, tmp_path, NullReceiver(), ProcessGroup())
     training = TrainingState.new(rare, env.layout)
     checkpointer.save_if_due(training, env.backend)
     checkpointer.save_if_due(training, env.backend)

@@ -260,9 +260,9 @@ def test_every_loss_term_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None
 
 # ---- outputs of a run
 
-OF_A_LOOP = {events.Step, events.Decision, events.Lifecycle, events.Worth, events.Gradient, events.Update,
+OF_A_LOOP = {events.Step, events.Decision, events.Lifecycle, events.SeedWorth, events.Gradient, events.Update,
              events.Episode, events.PhaseProfile}  # fmt: skip
-OF_OTHERS = {events.RunStarted, events.RunFinished, events.Checkpoint, events.Governor, events.Health}
+OF_OTHERS = {events.RunStarted, events.RunFinished, events.Checkpoint, events.GovernorAlarm, events.Health}
 """Emitted by the recorder of the run, by its governor, or by the hub."""
 
 

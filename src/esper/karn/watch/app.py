@@ -247,7 +247,7 @@ class WatchApp(App[None]):
             return
         main = self.screen_stack[0]
         main.query_one("#header", Static).update(cells.header(self.watched, self.size.width), layout=False)
-        main.query_one("#alarms", Static).update(cells.alarms(self.watched), layout=False)
+        main.query_one("#alarms", Static).update(cells.problem_lines(self.watched), layout=False)
         if is_new:
             self._draw_envs()
             self._draw_rest()

@@ -1,4 +1,4 @@
-"""The contents of the screen as rich texts: header, alarms, rows of environments and slots; and a frame as plain text.
+"""The contents of the screen as rich texts: header, problems, rows of environments and slots; a frame as plain text.
 
 – is a value that was not measured. Names from a run are printable texts and never markup.
 """
@@ -14,8 +14,9 @@ from rich.table import Table
 from rich.text import Text
 
 from esper.karn.episode_state import EpisodeState, SlotHistory
+from esper.karn.formatting import compact, duration, event_text, is_finite, number_text
+from esper.karn.problems import problems
 from esper.karn.run_state import RunState
-from esper.karn.texts import compact, duration, event_text, is_finite, number_text, problems
 from esper.karn.watch.watched_run import TONES, WatchedRun
 from esper.leyline.stages import COOLING, SeedStage
 from esper.leyline.text import printable
@@ -204,7 +205,7 @@ def header(watched: WatchedRun, width: int) -> Text:
     return Text("\n").join([first, Text("  ".join(parts), "dim")])
 
 
-def alarms(watched: WatchedRun) -> Text:
+def problem_lines(watched: WatchedRun) -> Text:
     """Return the problems of the run, worst first; or ALL CLEAR."""
     messages = [*([("error", watched.trouble)] if watched.trouble else []), *problems(watched.state)]
     if watched.word() in ("SLOW", "STALE"):
@@ -262,7 +263,7 @@ MOST_ENVS, MOST_EVENTS = 40, 15
 def frame(watched: WatchedRun, width: int) -> str:
     """Return the contents of the screen without colour, one below the other."""
     run = watched.state
-    parts: list[Any] = [header(watched, width), alarms(watched), ""]
+    parts: list[Any] = [header(watched, width), problem_lines(watched), ""]
     columns = [column for column in ENV_COLUMNS if width >= column.least]
     if latest := run.latest:
         table = Table(*(column.title for column in columns), box=None, pad_edge=False)

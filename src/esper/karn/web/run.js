@@ -35,7 +35,7 @@
       if (!this.details[key] && this.id !== null) this.details[key] = await json(`api/runs/${this.id}/${index === "best" ? "best" : `envs/${index}`}`);
       return this.details[key] || null;
     }
-    // the explained operations of an environment, or the importance of "features"; not kept on the live page, where decisions are recorded anew
+    // the explained operations of an environment, or the importance of "features"; not kept on the live page, where decisions are recorded again
     async explain(what) { return this.id === null ? this.explained[what] || null : json(`api/runs/${this.id}/explained/${what}`); }
     get name() { return this.run.name; }
     // whether the best episode is an earlier one than the newest of its environment

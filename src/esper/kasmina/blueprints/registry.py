@@ -124,11 +124,11 @@ class Noop(nn.Module):
         return torch.zeros_like(h)
 
 
-def fitted(module: nn.Module, site: FeatureSpec) -> nn.Module:
-    """Return a module for the layout of a site as one for the axes of its features."""
-    if site.swapped is None or isinstance(module, Noop):
+def fitted(module: nn.Module, spec: FeatureSpec) -> nn.Module:
+    """Return a module for a layout as one for the axes of these features."""
+    if spec.swapped is None or isinstance(module, Noop):
         return module
-    return (MaskedSwapped if getattr(module, "takes_mask", False) else Swapped)(module, site.swapped)
+    return (MaskedSwapped if getattr(module, "takes_mask", False) else Swapped)(module, spec.swapped)
 
 
 def blueprint(name: str, *, layouts: Iterable[Layout | str] | str) -> Callable[[Factory], Factory]:
@@ -225,19 +225,19 @@ def _is_offered(factory: Factory, host: nn.Module | None) -> bool:
 
 def build(
     name: str,
-    site: FeatureSpec,
+    spec: FeatureSpec,
     *,
     device: torch.device | str | None = None,
     dtype: torch.dtype | None = None,
     rng_seed: int | None = None,
     host: nn.Module | None = None,
 ) -> nn.Module:
-    """Return a new seed for a site. With `rng_seed` its weights are the same on every device.
+    """Return a new seed for features of this kind. With `rng_seed` its weights are the same on every device.
 
     `host` is the model from which a `HostFactory` makes the seed.
     """
     with seeded(rng_seed), torch.device("cpu"), torch.autocast("cpu", enabled=False):
-        return _make(name, site, host).to(device=device, dtype=dtype)
+        return _make(name, spec, host).to(device=device, dtype=dtype)
 
 
 @contextmanager
@@ -278,25 +278,25 @@ def count_macs(run: Callable[[], object]) -> int:
 
 
 @lru_cache(maxsize=4096)
-def cost(name: str, site: FeatureSpec) -> Cost:
-    """Return what a blueprint would add at a site, counted on the meta device without memory or arithmetic."""
+def cost(name: str, spec: FeatureSpec) -> Cost:
+    """Return what a blueprint would add to such features, counted on the meta device without memory or arithmetic."""
     try:
-        return _count(name, site, "meta")
+        return _count(name, spec, "meta")
     except (BlueprintError, RuntimeError):  # a factory that reads tensor values needs real ones
         with seeded(0):
-            return _count(name, site, "cpu")
+            return _count(name, spec, "cpu")
 
 
-def _count(name: str, site: FeatureSpec, device: str) -> Cost:
+def _count(name: str, spec: FeatureSpec, device: str) -> Cost:
     """Build the seed on `device` and count its parameters and multiply-adds."""
     with torch.device(device):
-        seed = _make(name, site).to(device, torch.get_default_dtype()).eval()
-        h = torch.empty(site.batch_shape(1))
-        macs = count_macs(lambda: _quiet_forward(seed, h, f"blueprint {name!r}", site))
+        seed = _make(name, spec).to(device, torch.get_default_dtype()).eval()
+        h = torch.empty(spec.batch_shape(1))
+        macs = count_macs(lambda: _quiet_forward(seed, h, f"blueprint {name!r}", spec))
     return Cost(sum(p.numel() for p in seed.parameters()), macs)
 
 
-def check(seed: nn.Module, site: FeatureSpec, *, name: str | None = None) -> None:
+def check(seed: nn.Module, spec: FeatureSpec, *, name: str | None = None) -> None:
     """Check a new seed. Raise BlueprintError with the rule it breaks.
 
     Germination must not change the host: Δ has the shape and dtype of the features, is exactly zero, and the features
@@ -305,13 +305,13 @@ def check(seed: nn.Module, site: FeatureSpec, *, name: str | None = None) -> Non
     label = f"blueprint {name!r}" if name else f"seed {type(seed).__name__}"
 
     def broken(reason: str) -> BlueprintError:
-        return _broken(label, site, reason)
+        return _broken(label, spec, reason)
 
     like = next((p for p in seed.parameters() if p.is_floating_point()), torch.empty(0))
     noise = torch.Generator().manual_seed(0)
-    probe = torch.randn(site.batch_shape(2), generator=noise).to(like)  # includes negative values, to detect relu_
+    probe = torch.randn(spec.batch_shape(2), generator=noise).to(like)  # includes negative values, to detect relu_
     before = probe.clone()
-    delta = _quiet_forward(seed, probe, label, site)
+    delta = _quiet_forward(seed, probe, label, spec)
 
     if not isinstance(delta, Tensor):
         raise broken(f"it returns {type(delta).__name__}; return one tensor, the change Δ(h)")
@@ -331,21 +331,21 @@ def check(seed: nn.Module, site: FeatureSpec, *, name: str | None = None) -> Non
         raise broken("it has no trainable parameters")
 
 
-def check_own(name: str, site: FeatureSpec, *, device: torch.device, dtype: torch.dtype, host: nn.Module) -> None:
-    """Raise BlueprintError if a user-defined blueprint does not build a valid seed at this site.
+def check_own(name: str, spec: FeatureSpec, *, device: torch.device, dtype: torch.dtype, host: nn.Module) -> None:
+    """Raise BlueprintError if a user-defined blueprint does not build a valid seed for such features.
 
     Built-in blueprints are skipped: tests verify them at every width, so large ones need not be built here.
     """
     if name not in BLUEPRINTS:
-        check(build(name, site, device=device, dtype=dtype, rng_seed=0, host=host), site, name=name)
+        check(build(name, spec, device=device, dtype=dtype, rng_seed=0, host=host), spec, name=name)
 
 
-def _broken(label: str, site: FeatureSpec, reason: str) -> BlueprintError:
+def _broken(label: str, spec: FeatureSpec, reason: str) -> BlueprintError:
     """Return the error for a broken rule."""
-    return BlueprintError(f"{label} is not valid at a {site.layout} site of shape {site.shape}: {reason}")
+    return BlueprintError(f"{label} is not valid for {spec.layout} features of shape {spec.shape}: {reason}")
 
 
-def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: FeatureSpec) -> object:
+def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, spec: FeatureSpec) -> object:
     """Run the seed in eval mode without gradients, then restore the mode of each submodule.
 
     Autocast is disabled: it would change the output dtype whatever the seed does.
@@ -357,31 +357,31 @@ def _quiet_forward(seed: nn.Module, probe: Tensor, label: str, site: FeatureSpec
         with torch.no_grad(), nullcontext() if kind == "meta" else torch.autocast(kind, enabled=False):
             return seed.eval()(probe)
     except Exception as error:
-        raise _broken(label, site, f"its forward fails with {type(error).__name__}: {error}") from error
+        raise _broken(label, spec, f"its forward fails with {type(error).__name__}: {error}") from error
     finally:
         for part, training in modes:
             part.training = training
 
 
-def _make(name: str, site: FeatureSpec, host: nn.Module | None = None) -> nn.Module:
-    """Call the factory of a blueprint for this site. Raise BlueprintError if it fails."""
+def _make(name: str, spec: FeatureSpec, host: nn.Module | None = None) -> nn.Module:
+    """Call the factory of a blueprint for such features. Raise BlueprintError if it fails."""
     blueprint_index(name)
-    factory = factory_of(name, site.layout)
+    factory = factory_of(name, spec.layout)
     if factory is None:
         raise BlueprintError(
             f"blueprint {name!r} serves {_listed(each for n, each in _FACTORIES if n == name)}, "
-            f"not a {site.layout} site. This site takes: {_listed(blueprints_for(site.layout))}"
+            f"not {spec.layout} features. These take: {_listed(blueprints_for(spec.layout))}"
         )
     try:
-        seed = factory.from_host(host) if host is not None and isinstance(factory, HostFactory) else factory(site.dim)
+        seed = factory.from_host(host) if host is not None and isinstance(factory, HostFactory) else factory(spec.dim)
     except Exception as error:
         raise BlueprintError(
-            f"blueprint {name!r} cannot be built for a {site.layout} site of width {site.dim}: its function fails with "
-            f"{type(error).__name__}: {error}"
+            f"blueprint {name!r} cannot be built for {spec.layout} features of width {spec.dim}: its function fails "
+            f"with {type(error).__name__}: {error}"
         ) from error
     if not isinstance(seed, nn.Module):
         raise BlueprintError(f"blueprint {name!r} must return an nn.Module, got {type(seed).__name__}")
-    return fitted(seed, site)
+    return fitted(seed, spec)
 
 
 def factory_of(name: str, layout: Layout) -> Factory | None:

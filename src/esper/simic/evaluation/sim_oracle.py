@@ -27,7 +27,7 @@ from esper.tolaria.rollout import rollout
 
 Planting = tuple[int, int, int]
 """Slot, blueprint and style."""
-Plan = tuple[Planting, ...]
+PlantingSequence = tuple[Planting, ...]
 ENVS_AT_ONCE = 4096
 _STYLE_OF = {op: next(i for i, s in enumerate(STYLES) if s.operator == op) for op in Operator}
 
@@ -35,7 +35,7 @@ _STYLE_OF = {op: next(i for i, s in enumerate(STYLES) if s.operator == op) for o
 class FollowPlans:
     """Controller that executes one plan per environment, or one plan in all of them."""
 
-    def __init__(self, plans: Sequence[Plan]) -> None:
+    def __init__(self, plans: Sequence[PlantingSequence]) -> None:
         longest = max((len(p) for p in plans), default=0) + 1  # the last column is −1: nothing left to plant
         self.plantings = np.full((len(plans), longest, 3), -1)
         for i, plan in enumerate(plans):
@@ -62,7 +62,7 @@ class FollowPlans:
 
 
 @dataclass(frozen=True, slots=True)
-class Episodes:
+class EpisodeResults:
     """Results of a controller, per environment."""
 
     total: Floats  # [E] undiscounted return: in `utility` mode the final U
@@ -70,7 +70,9 @@ class Episodes:
     quality: Floats  # [E] at the end
 
 
-def play(sim: Simulator, controller: Controller, config: RewardConfig, gamma: float = 0.995) -> Episodes:
+def simulate_episode(
+    sim: Simulator, controller: Controller, config: RewardConfig, gamma: float = 0.995
+) -> EpisodeResults:
     """Run one episode in every environment, from the first step, and return the results."""
     sim.reset()
     total, discounted, weight = np.zeros(len(sim.worlds)), np.zeros(len(sim.worlds)), 1.0
@@ -79,11 +81,11 @@ def play(sim: Simulator, controller: Controller, config: RewardConfig, gamma: fl
         after = Frame.of(sim.table, sim.context, sim.baseline_quality)
         paid = reward(before, after, config)
         total, discounted, weight, before = total + paid, discounted + weight * paid, weight * gamma, after
-    return Episodes(total, discounted, sim.table.quality.astype(np.float64))
+    return EpisodeResults(total, discounted, sim.table.quality.astype(np.float64))
 
 
 def values(
-    plans: Sequence[Plan],
+    plans: Sequence[PlantingSequence],
     worlds: Sequence[int],
     sim: SimConfig,
     rules: Rules | None = None,
@@ -97,7 +99,7 @@ def values(
     for i in range(0, len(pairs), ENVS_AT_ONCE):
         some = pairs[i : i + ENVS_AT_ONCE]
         env = Simulator(quiet, [world for world, _ in some], rules)
-        returns.append(play(env, FollowPlans([plan for _, plan in some]), config, gamma).discounted)
+        returns.append(simulate_episode(env, FollowPlans([plan for _, plan in some]), config, gamma).discounted)
     return np.concatenate(returns).reshape(len(worlds), len(plans))
 
 
@@ -122,11 +124,11 @@ def best_schedule(
     gamma: float = 1.0,
     beam: int | None = None,
     longest: int = 4,
-) -> tuple[Plan, float]:
+) -> tuple[PlantingSequence, float]:
     """Return the plan with the highest mean return over these worlds, and that mean."""
     options = plantings(worlds, sim)
-    best: tuple[Plan, float] = ((), float(values([()], worlds, sim, rules, config, gamma).mean()))
-    plans: list[Plan] = [()]
+    best: tuple[PlantingSequence, float] = ((), float(values([()], worlds, sim, rules, config, gamma).mean()))
+    plans: list[PlantingSequence] = [()]
     for _ in range(min(longest, sim.slots)):
         plans = [(*plan, new) for plan in plans for new in options if new[0] not in {p[0] for p in plan}]
         means = values(plans, worlds, sim, rules, config, gamma).mean(axis=0)

@@ -1,6 +1,6 @@
 """Estimate the settings of simulated worlds from recorded episodes, by moments.
 
-    recordings = record(backend, ["conv_heavy"])       # episodes of all worlds of a backend, one seed at a time
+    recordings = play_episodes(backend, ["conv_heavy"])       # episodes of all worlds of a backend, one seed at a time
     fit(recordings, SimConfig(horizon=12))             # settings of simulated worlds that resemble them
 
 One episode of a world has no growth; the others plant one seed in one slot after the first epoch, with open birth, and
@@ -100,7 +100,7 @@ class Uncommitted:
         return self.controller.act(table, legal)
 
 
-def record(backend: HostBackend | Simulator, blueprints: Sequence[str]) -> list[Recording]:
+def play_episodes(backend: HostBackend | Simulator, blueprints: Sequence[str]) -> list[Recording]:
     """Return the episodes of all worlds of a backend: without growth, and each blueprint in each slot that takes it."""
     table, worlds = backend.table, list(backend.worlds)
     quality, train_loss, val_loss = _curves(backend, Plan(), ("quality", "train_loss", "val_loss"))
@@ -153,7 +153,7 @@ def simulate(config: SimConfig, worlds: Sequence[int], like: Sequence[Recording]
     counts = [each.slots for each in like] or [config.slots]
     return [
         msgspec.structs.replace(each, seeds=[s for s in each.seeds if s.slot < counts[i % len(counts)]])
-        for i, each in enumerate(record(Simulator(config, worlds, Rules()), names))
+        for i, each in enumerate(play_episodes(Simulator(config, worlds, Rules()), names))
     ]
 
 

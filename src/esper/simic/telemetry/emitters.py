@@ -27,7 +27,7 @@ from esper.kasmina.blueprints import blueprint_name
 from esper.leyline import events
 from esper.leyline.actions import HEAD_OPTIONS, NUM_OPS, RELEVANCE, Head, Op
 from esper.leyline.errors import UnknownNameError
-from esper.leyline.events import Emits, Event, Level, Number
+from esper.leyline.events import Event, EventReceiver, Level, Number
 from esper.leyline.lifecycle import Outcome
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable, network_params
 from esper.leyline.stages import COOLDOWN_TICKS, COOLING, NEXT_STAGES, SeedStage
@@ -72,7 +72,7 @@ def _path(was: int, between: int, now: int, expelled: bool) -> list[int]:
         return [was, *_OPEN_BIRTH[: _OPEN_BIRTH.index(between) + 1], now]
     # else only a seed expelled by the governor can move three times; its first move follows from the other stages
     after = NEXT_STAGES[SeedStage(was)]
-    if was == SeedStage.GERMINATED:  # a seed that rests there was born isolated
+    if was == SeedStage.GERMINATED:  # a seed that rests there began by isolated birth
         after -= {SeedStage.BLENDING}
     via = [int(x) for x in after if expelled and between in NEXT_STAGES[x]]
     return [was, *(via if between not in after else []), between, now]
@@ -111,7 +111,7 @@ class TelemetryEmitter:
 
     def __init__(
         self,
-        hub: Emits,
+        hub: EventReceiver,
         *,
         slots: Sequence[str],
         worlds: Sequence[int],
@@ -248,7 +248,7 @@ class TelemetryEmitter:
         for alarm in alarms:
             env = self.envs[alarm.env]
             self.hub.emit(
-                events.Governor(
+                events.GovernorAlarm(
                     env=env, episode=self._episode[alarm.env], step=alarm.step, alarm=alarm.alarm, action=alarm.action,
                     value=alarm.value, limit=alarm.limit, restored_step=alarm.restored_step,
                 )
@@ -327,7 +327,7 @@ class TelemetryEmitter:
 
     def worth(self, table: SlotTable, worths: Sequence[Worth]) -> None:
         """Emit the worth of every environment's seeds after a step."""
-        if not self.hub.wants(events.Worth):
+        if not self.hub.wants(events.SeedWorth):
             return
         for e, worth in enumerate(worths):
             if not self._alive[e]:
@@ -348,7 +348,7 @@ class TelemetryEmitter:
 
     def _worth(self, table: SlotTable, e: int, s: int, **numbers: Any) -> None:
         self.hub.emit(
-            events.Worth(
+            events.SeedWorth(
                 **self._place(table, e),
                 slot=self.slots[s],
                 seed=int(table.serial[e, s]),

@@ -27,7 +27,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from esper.leyline.errors import CheckpointError, ConfigError
-from esper.leyline.events import Checkpoint, Emits, Update, spelled, unspelled
+from esper.leyline.events import Checkpoint, EventReceiver, Update, spelled, unspelled
 from esper.leyline.rng import derive_seed
 from esper.leyline.run_files import DECISIONS
 from esper.leyline.slot_table import Floats
@@ -194,7 +194,7 @@ class Checkpointer:
     Without a directory, nothing is written.
     """
 
-    def __init__(self, config: TrainConfig, directory: Path | None, hub: Emits, group: ProcessGroup) -> None:
+    def __init__(self, config: TrainConfig, directory: Path | None, hub: EventReceiver, group: ProcessGroup) -> None:
         self.config, self.hub, self.group, self.directory = config, hub, group, directory
         self.best_utility = -math.inf  # of all hosts so far
         self._ended, self._cost_s = -math.inf, 0.0  # end and duration of the last write

@@ -17,7 +17,7 @@ from esper.simic.evaluation.replacing_planner import ReplacingPlanner
 from esper.simic.simulator import Simulator
 from esper.simic.training.config import TrainConfig
 from esper.tamiyo.controllers import wait_everywhere
-from esper.tolaria.rollout import Decides
+from esper.tolaria.rollout import ActionSource
 
 TEACHERS = {"open": ReplacingPlanner, "isolated": InformedPlanner}
 """The better planner of each birth, on simulated hosts."""
@@ -49,14 +49,14 @@ class PlanTeacher:
         actions = wait_everywhere(table.num_envs)
         is_wanted = (self.wanted >= 0) & (table.blueprint == self.wanted)
         may_plant = (self.wanted >= 0) & (table.step[:, None] >= FIRST_STEP)
-        for op, may in (
+        for op, legal_slots in (
             (Op.FOSSILIZE, legal[:, Op.FOSSILIZE] & is_wanted),
             (Op.GERMINATE, legal[:, Op.GERMINATE] & may_plant),
             (Op.PRUNE, legal[:, Op.PRUNE] & ~is_wanted),
         ):
-            envs = may.any(axis=1)
+            envs = legal_slots.any(axis=1)
             actions[envs, Head.OP] = op
-            actions[envs, Head.SLOT] = may.argmax(axis=1)[envs]
+            actions[envs, Head.SLOT] = legal_slots.argmax(axis=1)[envs]
         plants = actions[:, Head.OP] == Op.GERMINATE
         actions[plants, Head.BLUEPRINT] = self.wanted[plants, actions[plants, Head.SLOT]]
         return actions
@@ -68,7 +68,7 @@ class ImitationController:
     The share falls to 0 over the rounds of imitation, so that the policy is taught in states that it reaches.
     """
 
-    def __init__(self, policy: Decides, env: GrowthVectorEnv, config: TrainConfig, number: int) -> None:
+    def __init__(self, policy: ActionSource, env: GrowthVectorEnv, config: TrainConfig, number: int) -> None:
         self.policy, self.teacher = policy, _teacher(env, config)
         self.fixed = env.fixed
         draws = uniform(random_bits(world_keys(env.backend.worlds), f"taught {number}", 1))[:, 0]
@@ -84,7 +84,7 @@ class ImitationController:
         return np.where(self.is_taught[:, None], self.teacher_actions, own)
 
 
-def _teacher(env: GrowthVectorEnv, config: TrainConfig) -> Decides:
+def _teacher(env: GrowthVectorEnv, config: TrainConfig) -> ActionSource:
     """Return the teacher of this environment's worlds."""
     if isinstance(env.backend, Simulator):
         return TEACHERS[config.rules.birth](env.backend, config.reward)

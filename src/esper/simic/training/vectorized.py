@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from esper.leyline.actions import NUM_HEADS
-from esper.leyline.events import Emits, Silence, Update, level
+from esper.leyline.events import EventReceiver, NullReceiver, Update, level
 from esper.leyline.rng import derive_seed, random_bits, uniform, world_keys
 from esper.leyline.slot_table import Bools, Floats, Ints, SlotTable
 from esper.simic.agent.rollout_buffer import TamiyoRolloutBuffer
@@ -44,7 +44,7 @@ from esper.tolaria.tasks import get_task
 
 def train_ppo_vectorized(
     config: TrainConfig,
-    hub: Emits | None = None,
+    hub: EventReceiver | None = None,
     *,
     env: GrowthVectorEnv | None = None,
     directory: Path | None = None,
@@ -66,7 +66,7 @@ def train_ppo_vectorized(
     on_round   called with the result of each round
     """
     torch.set_num_threads(config.threads)  # results depend on the number of threads
-    hub, group = Silence() if hub is None else hub, group or ProcessGroup()
+    hub, group = NullReceiver() if hub is None else hub, group or ProcessGroup()
     E, mine = config.envs, group.share(config.envs)
     env = make_env(config, data_root, group) if env is None else env
     check_plans(env, config)

@@ -104,9 +104,10 @@ class Heuristic:
         actions = wait_everywhere(table.num_envs)
         free = np.ones(table.num_envs, dtype=bool)
         for op, where in self._proposals(table):
-            may = legal[:, op] & where & free[:, None]
-            envs = may.any(axis=1)
-            order = np.where(may, -self.slot_tries if op == Op.GERMINATE else 0, -1000)  # least tried slot first
+            legal_slots = legal[:, op] & where & free[:, None]
+            envs = legal_slots.any(axis=1)
+            # least tried slot first
+            order = np.where(legal_slots, -self.slot_tries if op == Op.GERMINATE else 0, -1000)
             actions[envs, Head.OP], actions[envs, Head.SLOT] = op, order.argmax(axis=1)[envs]
             actions[envs, Head.ALPHA_SPEED] = 0  # INSTANT
             free &= ~envs

@@ -70,10 +70,10 @@ class Schedule:
         actions = wait_everywhere(table.num_envs)
         choice = self._choice(table)  # [S]
         may_plant = legal[:, Op.GERMINATE] & (choice >= 0) & (table.step[:, None] >= self.start)
-        for op, may in ((Op.GERMINATE, may_plant), (Op.FOSSILIZE, legal[:, Op.FOSSILIZE])):
-            envs = may.any(axis=1)
+        for op, legal_slots in ((Op.GERMINATE, may_plant), (Op.FOSSILIZE, legal[:, Op.FOSSILIZE])):
+            envs = legal_slots.any(axis=1)
             actions[envs, Head.OP] = op
-            actions[envs, Head.SLOT] = may.argmax(axis=1)[envs]
+            actions[envs, Head.SLOT] = legal_slots.argmax(axis=1)[envs]
         actions[:, Head.BLUEPRINT] = np.maximum(choice[actions[:, Head.SLOT]], 0)
         return actions
 
