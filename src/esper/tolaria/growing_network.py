@@ -279,7 +279,7 @@ class WeightAverage:
 
     def start_epoch(self) -> None:
         """Note the running statistics of norms, from which the next update computes those of its batch."""
-        self._norms = BatchStatistics(self.module)
+        self._norms = BatchStatistics(norm_statistics(self.module), inverse_momenta(self.module))
 
     def restart(self) -> None:
         """Restart the average from the current weights."""
@@ -312,12 +312,16 @@ class WeightAverage:
 
 
 class BatchStatistics:
-    """Statistics of the last training batch in every BatchNorm of a module, computed from its running statistics."""
+    """Statistics of the last training batch in every BatchNorm, computed from the running statistics.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.running = norm_statistics(module)
-        self.before = [b.clone() for b in self.running]
-        self.inverse_momenta = inverse_momenta(module)
+    running          the live running means and variances, of one network or stacked for several
+    inverse_momenta  1 / momentum of each, see `inverse_momenta`
+    """
+
+    def __init__(self, running: list[Tensor], inverse_momenta: list[float]) -> None:
+        self.running = running
+        self.before = [b.clone() for b in running]
+        self.inverse_momenta = inverse_momenta
 
     @torch.no_grad()
     def of_batch(self) -> list[Tensor]:
