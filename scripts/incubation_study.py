@@ -27,17 +27,20 @@ from esper.kasmina.blueprints import blueprint_index
 from esper.kasmina.body import Body, Incubation
 from esper.kasmina.slot import FeelNothing, Slot, straight_through
 from esper.leyline.actions import NUM_HEADS, Head, Op
-from esper.leyline.lifecycle import Rules, apply, tick
+from esper.leyline.lifecycle import Rules
 from esper.leyline.stages import SeedStage, Thresholds
+from esper.studies.budgeted import few_validation
 from esper.tolaria.coalitions import statistics
 from esper.tolaria.engine import Engine, HostNetwork
-from esper.tolaria.engine_config import EngineConfig
+from esper.tolaria.engine_config import EngineConfig, GovernorConfig
 from esper.tolaria.tasks import Task, get_task
 
 PLACES = (("rescue", "r0c1"), ("rescue", "r0c2"), ("fashion", "r0c1"))
 GERMINATE = {Head.OP: Op.GERMINATE, Head.TEMPO: 1, Head.ALPHA_TARGET: 2}  # a ramp of 5 epochs to 1
 TRAINING_EPOCHS = 10
 TIMED_EPOCHS = 15
+NO_ROLLBACK = 1_000_000
+"""Patience of the governor: a loss that rises while a seed is blended is a result here."""
 Numbers = dict[str, list[float]]
 
 
@@ -72,9 +75,14 @@ class Study:
 
     def engine(self, way: Way | None, worlds: list[int] | None = None) -> Engine:
         """Return engines whose gates depend only on time, so that every seed blends at the same epoch."""
-        config = EngineConfig(incubation=way.incubation, shadow_every=way.every) if way else EngineConfig()
+        governor = GovernorConfig(patience=NO_ROLLBACK)
+        config = EngineConfig(governor=governor)
+        if way:
+            config = EngineConfig(governor=governor, incubation=way.incubation, shadow_every=way.every)
         rules = Rules(birth="isolated", thresholds=Thresholds(blend_dwell=TRAINING_EPOCHS, blend_health=None))
         engine = Engine(self.task, worlds or self.worlds, rules=rules, config=config, data=self.data)
+        engine.data = few_validation(self.data)  # `read` measures three epochs; the others need the governor's loss
+        engine.lr_factor = None  # a constant learning rate, also for a task with a schedule
         if way and way.norms_in_eval:
             for network in engine.networks:
                 network.body.shadowed = MethodType(_shadowed_in_eval, network.body)  # type: ignore[method-assign]
@@ -131,21 +139,17 @@ class Study:
 
 
 def train(engine: Engine, action: dict[Head, int] | None = None) -> None:
-    """Run one step of the engine without validation, since only three epochs are measured."""
+    """Run one step of the engine with one action everywhere."""
     rows = np.zeros((len(engine.networks), NUM_HEADS), dtype=np.int64)
     for head, choice in (action or {}).items():
         rows[:, head] = choice
-    outcome = apply(engine.table, rows, engine.rules)
-    assert outcome.happened.all()
-    engine.apply_effects(outcome.effects)
-    engine.apply_effects(tick(engine.table, engine.rules))
-    for network, step in zip(engine.networks, engine.table.step, strict=True):
-        network.train_epoch(int(step) - 1)
+    assert engine.step(rows).happened.all()
+    assert all(alarm.action in ("seen", "counted") for alarm in engine.alarms), engine.alarms
 
 
 def read(engine: Engine, network: HostNetwork) -> tuple[float, float]:
-    """Return the validation accuracy and the contribution of the seed, or its prospect in TRAINING."""
-    result = network.validate(engine.data.val, engine.calibration)
+    """Return the accuracy on all validation data and the contribution of the seed, or its prospect in TRAINING."""
+    result = network.validate(network.data.val, engine.calibration)
     quality, _, worth, *_ = statistics(result, result.scores[..., 0]).tolist()
     return quality, worth
 
@@ -180,9 +184,14 @@ def _shadowed_in_eval(body: Body, slot: Slot) -> Iterator[None]:
             n.training = True
 
 
+def without_pull(h: Tensor, delta: Tensor, _channel_axis: int) -> Tensor:
+    """Return exactly h, while the seed is trained without the bound on Δ."""
+    return FeelNothing.apply(h, delta)
+
+
 @contextmanager
 def pull(on: bool) -> Iterator[None]:
-    slot_module.straight_through = straight_through if on else FeelNothing.apply
+    slot_module.straight_through = straight_through if on else without_pull
     try:
         yield
     finally:

@@ -74,6 +74,60 @@ def test_only_rollout_lets_a_controller_step_environments():
     assert loops == {"src/esper/tolaria/rollout.py"}
 
 
+STEPS = {"src/esper/tolaria/engine.py", "src/esper/simic/simulator.py"}
+"""Files with a step of environments. `grower/` has that of a user's own loop."""
+
+
+def lifecycle_names(tree):
+    """Return what a file calls the lifecycle rules: local name → name in `esper.leyline.lifecycle`."""
+    return {
+        alias.asname or alias.name: alias.name
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module in ("esper.leyline.lifecycle", "esper.leyline")
+        for alias in node.names
+    }
+
+
+def rules_called(function, names):
+    """Return the lifecycle rules that a function calls, by imported name or as `lifecycle.NAME`."""
+    called = set()
+    for call in ast.walk(function):
+        if isinstance(call, ast.Call) and isinstance(call.func, ast.Name):
+            called.add(names.get(call.func.id))
+        elif isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
+            owner = call.func.value
+            if isinstance(owner, ast.Name) and names.get(owner.id) == "lifecycle":
+                called.add(call.func.attr)
+    return called
+
+
+def steps_lifecycles(text):
+    """Return whether a function of this source both applies actions and ticks."""
+    tree = ast.parse(text)
+    names = lifecycle_names(tree)
+    functions = [node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    return any({"apply", "tick"} <= rules_called(function, names) for function in functions)
+
+
+def test_only_engine_simulator_and_grower_step_lifecycles():
+    """A second implementation of a step would train or record differently."""
+    steps = {str(path.relative_to(ROOT)) for path in LOOPED if steps_lifecycles(path.read_text())}
+    assert {file for file in steps if not file.startswith("src/esper/grower/")} == STEPS
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from esper.leyline.lifecycle import apply, tick\ndef train():\n    apply()\n    tick()",
+        "from esper.leyline.lifecycle import apply as act, tick\ndef train():\n    act()\n    tick()",
+        "from esper.leyline import lifecycle\ndef train():\n    lifecycle.apply()\n    lifecycle.tick()",
+    ],
+)
+def test_second_step_is_detected(text):
+    assert steps_lifecycles(text)
+    assert not steps_lifecycles(text.replace("tick()", "tock()"))
+
+
 MOST_STEP_FILES = 30
 
 

@@ -477,23 +477,30 @@ def test_run_with_odd_path_and_no_events_can_be_queried(tmp_path):
     assert decoy.exists()
 
 
-def test_table_shows_dashes_trimmed_numbers_and_remaining_rows(run):
+@pytest.fixture
+def printed(run, monkeypatch):
+    """Return a function that prints a query of the run to a console of 60 columns, and returns the text."""
     from rich.console import Console
 
-    out = io.StringIO()
-    run_sql([run], "select step, quality / 3 as third, committed_quality, train_loss from steps order by step",
-            limit=2, console=Console(file=out, width=60))  # fmt: skip
-    text = out.getvalue()
+    def text_of(query, *, is_terminal=False, limit=None):
+        out = io.StringIO()
+        console = Console(file=out, width=60, force_terminal=is_terminal)
+        monkeypatch.setattr("esper.commands.sql.Console", lambda: console)
+        run_sql([run], query, limit=limit)
+        return out.getvalue()
+
+    return text_of
+
+
+def test_table_shows_dashes_trimmed_numbers_and_remaining_rows(printed):
+    text = printed("select step, quality / 3 as third, committed_quality, train_loss from steps order by step", limit=2)
     assert re.search(r"│ +1 │ 0\.0333333 │ +– │ +nan │", text)
     assert "1 more rows" in text
 
-    out = io.StringIO()
-    run_sql([run], "from steps", console=Console(file=out, width=60, force_terminal=True))
-    assert "columns do not fit" in out.getvalue()
-    out = io.StringIO()
-    run_sql([run], "from steps", console=Console(file=out, width=60))  # to a file: all rows
-    assert "extra" in out.getvalue()
-    assert "do not fit" not in out.getvalue()
+    assert "columns do not fit" in printed("from steps", is_terminal=True)
+    text = printed("from steps")  # to a file: all rows
+    assert "extra" in text
+    assert "do not fit" not in text
 
 
 def test_text_of_a_run_cannot_move_the_cursor(runs):
@@ -502,14 +509,11 @@ def test_text_of_a_run_cannot_move_the_cursor(runs):
     assert "\x1b" not in cell(text)
 
 
-def test_names_of_columns_that_do_not_fit_cannot_move_the_cursor(run):
-    from rich.console import Console
-
-    out = io.StringIO()
+def test_names_of_columns_that_do_not_fit_cannot_move_the_cursor(printed):
     names = ", ".join(f'1 as "column {i} \x1b]0;owned"' for i in range(9))
-    run_sql([run], f"select {names}", console=Console(file=out, width=60, force_terminal=True))
-    assert "columns do not fit" in out.getvalue()
-    assert "\x1b]" not in out.getvalue()
+    text = printed(f"select {names}", is_terminal=True)
+    assert "columns do not fit" in text
+    assert "\x1b]" not in text
 
 
 def test_long_cells_are_truncated_with_the_omitted_length():

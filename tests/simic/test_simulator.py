@@ -16,7 +16,7 @@ from esper.leyline.actions import BLUEPRINTS, STYLES, Head, Op, Operator
 from esper.leyline.errors import ConfigError
 from esper.leyline.lifecycle import Rules, legal
 from esper.leyline.rng import bell, random_bits, uniform, world_keys
-from esper.leyline.slot_table import SlotTable
+from esper.leyline.slot_table import SlotTable, live_costs
 from esper.leyline.stages import NEXT_STAGES, SeedStage
 from esper.simic.evaluation.sim_oracle import FollowPlans, best_schedule, plantings, simulate_episode, values
 from esper.simic.rewards import RewardConfig
@@ -231,7 +231,7 @@ def test_pruning_removes_the_gain_and_disturbs_the_host_temporarily():
     sim.step(cut)
     bare = sim.truth.host_quality(sim.table.step)
     assert (sim.true_quality[holding] < bare[holding] - 0.01).all()
-    assert (sim.params == sim.shape.host_params).all()
+    assert (live_costs(sim.table, sim.context)[0] == sim.shape.host_params).all()
     wait(sim, 12)
     np.testing.assert_allclose(sim.true_quality, sim.truth.host_quality(sim.table.step), atol=1e-4)
 

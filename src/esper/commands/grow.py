@@ -27,7 +27,7 @@ from esper.commands.growing import (
     GROWN,
     HOSTS_COMPARED,
     NO_GROWTH,
-    Checkpointer,
+    GrowCheckpointer,
     GrowSettings,
     HostComparison,
     HostResult,
@@ -136,7 +136,7 @@ def _grow(
         plainly(console, f"run {run.path}  (live view: esper watch {run.path})")
         notice = "stopping after this epoch; repeat the signal to exit immediately"
         with stoppable(notice, run.hub.stop_waiting) as stop:
-            checkpointer = Checkpointer(run, settings, exact)
+            checkpointer = GrowCheckpointer(run, settings, exact)
             show = partial(progress, console)
             comparison = HostComparison(run, task, data, settings.seed, config, rules, level, checkpointer, stop, show)
             try:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-import math
 import time
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -33,6 +32,7 @@ from esper.simic.telemetry.emitters import TelemetryEmitter
 from esper.tamiyo.controllers import Controller, Stateful, Wait
 from esper.tamiyo.controllers.learned import Learned
 from esper.tolaria.checkpoint import Checkpoints, Saved
+from esper.tolaria.checkpoint_schedule import CheckpointSchedule
 from esper.tolaria.data import Dataset
 from esper.tolaria.engine import Engine
 from esper.tolaria.engine_config import EngineConfig
@@ -132,26 +132,24 @@ def exact_for(
     return facts
 
 
-class Checkpointer:
+class GrowCheckpointer:
     """Writes the checkpoints of a run. A failed write gives a warning and does not end the run."""
 
     def __init__(self, run: Run, settings: GrowSettings, exact: dict[str, str]) -> None:
         self.run, self.settings, self.exact = run, settings, exact
         self.checkpoints = Checkpoints(run.path / CHECKPOINTS, keep=KEEP)
         self.last = ""
-        self._ended, self._cost_s = -math.inf, 0.0
+        self.schedule = CheckpointSchedule(run.hub, CHECKPOINT_SHARE)
 
     def save_if_due(self, name: str, state: Callable[[], dict[str, Any]], *, always: bool = False) -> None:
         """Write a checkpoint of this name if one is due. The journal is flushed first, so that it has no gap.
 
         If it cannot be flushed, the checkpoint is postponed, unless `always` is set.
         """
-        start = time.monotonic()
-        if name == self.last or not (always or (start - self._ended) * CHECKPOINT_SHARE >= self._cost_s):
+        if name == self.last or not self.schedule.is_due(always=always):
             return
         self.run.directory.must_exist()  # do not create a removed directory again
-        if not self.run.hub.flush() and not (always or self.run.hub.has_lost):
-            warnings.warn("the journal cannot be flushed to disk; this checkpoint is postponed", stacklevel=2)
+        if not self.schedule.is_possible(self.schedule.flush(), always=always):
             return
         kept = SavedGrowth(
             settings=self.settings, exact=self.exact, next_seq=self.run.hub.next_seq, env_steps=self.run.env_steps
@@ -164,8 +162,8 @@ class Checkpointer:
             warnings.warn(f"{error}. The run continues; its last checkpoint is an earlier one", stacklevel=2)
             return
         self._emit(written.path, written.size_bytes, "start" if not self.last else "epoch", written.write_ms)
-        self.last, self._ended = name, time.monotonic()
-        self._cost_s = self._ended - start
+        self.last = name
+        self.schedule.record()
 
     def resume_from(self, saved: Saved) -> None:
         """Record which checkpoint the run continues from."""
@@ -188,7 +186,7 @@ class HostComparison:
     config: EngineConfig
     rules: Rules
     level: Level
-    checkpointer: Checkpointer
+    checkpointer: GrowCheckpointer
     stop: Callable[[], None]
     """Called between epochs; raises SystemExit after a signal to stop."""
     progress: Callable[[str, Engine, HostResult], AbstractContextManager[Callable[[], None]]]

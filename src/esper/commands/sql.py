@@ -40,14 +40,13 @@ def run_sql(
     as_csv: bool = False,
     limit: int | None = None,
     timeout_s: float | None = 60.0,
-    console: Console | None = None,
 ) -> None:
     """Print the result; without a query, the schema. A limit of 0 is no limit, None is the default."""
     if as_json and as_csv:
         raise ConfigError("--json and --csv exclude each other: choose one output format")
     if limit is not None and limit < 0:
         raise ConfigError(f"--limit must be ≥ 0 (0: no limit), got {limit}")
-    console = console or Console()
+    console = Console()
     if query is None:
         for run in runs:
             manifest_of(run)  # raises for a misspelt run

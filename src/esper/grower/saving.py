@@ -41,7 +41,7 @@ from esper.leyline.errors import CheckpointError, EsperError
 from esper.leyline.slot_table import SlotTable
 from esper.tamiyo.controllers import Stateful
 from esper.tolaria.checkpoint import Checkpoints, Saved, Written
-from esper.tolaria.network_state import load_network, state_tree, weights_of
+from esper.tolaria.network_state import state_tree, weights_of
 from esper.tolaria.packing import packed, unpacked
 
 if TYPE_CHECKING:
@@ -73,7 +73,7 @@ def load(grower: Grower, directory: Path) -> Any:
     try:
         state = _read(saved.document("grower"), saved.tensors("grower"))
         weights, grads = saved.tensors("body"), saved.tensors("gradients")
-        weights.pop(STRUCTURE, None)  # rebuilt from slots and table, see `load_network`
+        weights.pop(STRUCTURE, None)  # rebuilt from slots and table, see `GrowingNetwork.load_state`
         _check(grower, state, weights, grads)
     except EsperError as error:
         raise CheckpointError(f"cannot load {saved.path}: {error} Nothing was changed.") from error
@@ -123,7 +123,7 @@ def _check(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], gr
 def _apply(grower: Grower, state: GrowerState, weights: Mapping[str, Tensor], grads: Mapping[str, Tensor]) -> None:
     """Load a checked state."""
     table = _table(state)
-    load_network(grower.network, state, weights, grads, table)
+    grower.network.load_state(state, weights, grads, table)
     grower.table = table
     grower.emit.planted(table)
     grower._batches = state.batches

@@ -27,7 +27,7 @@ from esper.leyline.errors import CheckpointError
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tamiyo.controllers import Stateful
-from esper.tolaria.network_state import NetworkState, network_state, slot_state
+from esper.tolaria.network_state import NetworkState, slot_state
 
 if TYPE_CHECKING:
     from esper.grower import Grower
@@ -54,7 +54,7 @@ def grower_state(grower: Grower, extra: Any = None) -> GrowerState:
     """Return the state of a grower. Tensors are not copied: write them before they change."""
     controller = grower.controller
     return GrowerState(
-        **msgspec.structs.asdict(network_state(grower.network)),
+        **msgspec.structs.asdict(grower.network.state()),
         format=FORMAT,
         settings=settings(grower),
         blueprints={name: blueprint_index(name) for name in registered()},

@@ -294,8 +294,13 @@ def clip_separately(groups: list[list[nn.Parameter]], max_norm: float) -> list[t
     for grads, each in zip(with_grad, norms, strict=True):
         if grads:
             total = torch.linalg.vector_norm(each)
-            torch._foreach_mul_([local_part(g) for g in grads], (max_norm / (total + 1e-6)).clamp(max=1.0))
+            torch._foreach_mul_([local_part(g) for g in grads], clip_factor(total, max_norm))
     return list(norms)
+
+
+def clip_factor(total_norm: Tensor, max_norm: float) -> Tensor:
+    """Return what gradients of this total norm are multiplied by, at most 1; elementwise over several norms."""
+    return (max_norm / (total_norm + 1e-6)).clamp(max=1.0)
 
 
 VANISHING, EXPLODING = 1e-7, 10.0

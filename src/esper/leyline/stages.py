@@ -28,17 +28,6 @@ class SeedStage(IntEnum):
     EMBARGOED = 7
     RESETTING = 8
 
-    def can_become(self, target: SeedStage) -> bool:
-        """Return whether a transition is allowed.
-
-        Args:
-            target: The next stage.
-
-        Returns:
-            True if it is.
-        """
-        return target in NEXT_STAGES[self]
-
 
 Stage = SeedStage
 NEXT_STAGES: dict[SeedStage, frozenset[SeedStage]] = {

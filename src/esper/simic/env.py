@@ -381,11 +381,6 @@ class GrowthVectorEnv(VectorEnv[Any, Any, Any]):
         return self._frames
 
     @property
-    def ended(self) -> Bools:
-        """[E] whether the episode of each environment has ended."""
-        return np.concatenate([frame.ended for frame in self._frames])
-
-    @property
     def utility(self) -> Floats:
         """[E] current utility of every environment."""
         return np.concatenate([utility(frame, self.config) for frame in self._frames])

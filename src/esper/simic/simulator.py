@@ -155,11 +155,6 @@ class Simulator:
         return legal(self.table, self.rules)
 
     @property
-    def params(self) -> Ints:
-        """[E] parameters of host and seeds."""
-        return live_costs(self.table, self.context)[0]
-
-    @property
     def macs(self) -> Ints:
         """[E] multiply-adds per sample of the host and all seeds that affect the output."""
         return live_costs(self.table, self.context)[1]

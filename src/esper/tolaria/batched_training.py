@@ -27,12 +27,13 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.optim.sgd import sgd
 
 from esper.kasmina.blueprints import seeded
+from esper.kasmina.optimizer_sync import clip_factor
 from esper.kasmina.slot import Mode, Slot
 from esper.leyline.errors import ConfigError
 from esper.leyline.rng import derive_seed
 from esper.leyline.stages import SeedStage
 from esper.tolaria.batched_modules import Wide
-from esper.tolaria.growing_network import averaging_rate, inverse_momenta, train_epoch
+from esper.tolaria.growing_network import BatchStatistics, averaging_rate, inverse_momenta, train_epoch
 from esper.tolaria.tasks import IGNORED, per_sample_correct
 
 if TYPE_CHECKING:
@@ -141,9 +142,8 @@ class BatchedEpoch:
             averages |= network.average.by_tensor()
         averaged = [(n, own) for n, own in zip(names, self.own_buffers, strict=True) if own[0] in averages]
         self.own_statistics = [[averages[b] for b in own] for _, own in averaged]
-        self.statistics = [self.buffers[n] for n, _ in averaged]  # [E, …] each: running statistics of norms
-        self.statistics_before = [b.clone() for b in self.statistics]
-        self.inverse_momenta = inverse_momenta(models[0])
+        statistics = [self.buffers[n] for n, _ in averaged]  # [E, …] each: running statistics of norms
+        self.norms = BatchStatistics(statistics, inverse_momenta(models[0]))
         self.statistic_averages = [torch.stack(own) for own in self.own_statistics]
         options: dict[Tensor, tuple[Any, ...]] = {}
         state: dict[Tensor, dict[str, Any]] = {}
@@ -280,7 +280,8 @@ class BatchedEpoch:
     def _shadow_pass(self, learners: list[tuple[int, Slot]], x: Tensor, y: Tensor) -> None:
         """Run the shadow pass of the TRAINING seeds of one slot: see `Body.shadow_backward`.
 
-        All rows take part, with or without such a seed: rounding in a kernel may depend on the number of rows.
+        Separate from it because one pass of the wide module serves the seeds of several networks. All rows take part,
+        with or without such a seed: rounding in a kernel may depend on the number of rows.
         """
         with ExitStack() as shadows:
             for _, slot in learners:
@@ -297,7 +298,10 @@ class BatchedEpoch:
 
     @torch.no_grad()
     def clip(self) -> BatchNorms:
-        """Clip as `clip_separately` does, for all networks at once; return the norms before clipping."""
+        """Clip as `clip_separately` does, for all networks at once; return the norms before clipping.
+
+        Separate from it because the groups are rows of one matrix and lists of seed tensors, reduced in one sweep.
+        """
         most = self.trainer.task.clip
         host = self.weights.grad
         assert host is not None
@@ -312,7 +316,7 @@ class BatchedEpoch:
             squares.index_add_(0, group, norms.square())
             each = norms.unbind(0)
         total = squares.sqrt()
-        scale = (most / (total + 1e-6)).clamp(max=1.0)
+        scale = clip_factor(total, most)
         host *= scale[: len(self.networks), None]
         if grads:
             torch._foreach_mul_(grads, list(scale.index_select(0, group).unbind(0)))
@@ -320,7 +324,10 @@ class BatchedEpoch:
 
     @torch.no_grad()
     def _descend(self) -> None:
-        """Run one SGD step with the momentum buffers of the networks' own optimisers."""
+        """Run one SGD step with the momentum buffers of the networks' own optimisers.
+
+        Calls the function of `torch.optim.SGD`: the optimisers hold the networks' own tensors, not the matrix.
+        """
         for options, params in self.groups:
             moved = {p: p.grad for p in params if p.grad is not None}
             momenta = [self.momenta.get(p) for p in moved]
@@ -328,12 +335,14 @@ class BatchedEpoch:
 
     @torch.no_grad()
     def _update_average(self, batch: int) -> None:
+        """Move the averages towards the current weights, as `WeightAverage.update` does.
+
+        Separate from it because each row of the stacked tensors has its own rate.
+        """
         weight = self.rates[batch, :, None]
         self.average.mul_(1.0 - weight).addcmul_(self.weights, weight)
-        columns = self.statistic_averages, self.statistics, self.statistics_before, self.inverse_momenta
-        for average, live, before, inverse in zip(*columns, strict=True):  # see `BatchStatistics`
-            average.lerp_((live - before) * inverse + before, weight)
-            before.copy_(live)
+        for average, value in zip(self.statistic_averages, self.norms.of_batch(), strict=True):
+            average.lerp_(value, weight)
         if self.seeds:
             each = self.rates_list[batch]
             torch._foreach_lerp_(self.seed_averages, [*self.seeds], [each[e] for e in self.seed_rows])

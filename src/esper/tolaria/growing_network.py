@@ -1,13 +1,16 @@
-"""One network that grows: body, optimiser, structural changes, shadow pass, clipping, gradient sampling, averaging.
+"""One network that grows: body, optimiser, structural changes, training steps, weight average, measuring, saving.
 
     network = GrowingNetwork(body, optimizer, incubation="shadow", ema_decay=0.98)
     network.apply_effects(effects, table)                  # build, drop or commit seeds; move their parameters
     train_epoch(network, batches, shadow_every=2)          # the training epoch of a growing network
     network.evaluate(batches, score)                       # every on/off configuration, on the averaged weights
+    network.state()                                        # everything besides the weights, for `load_state`
 
-Each of these steps is implemented here; `BatchedEpoch` in `batched_training.py` computes the training steps for several
-networks at once. `Engine` holds one `HostNetwork` per environment, `esper.Grower` wraps one `GrowingNetwork` for a loop
-that belongs to the user, and `BatchedTrainer` runs the same `train_epoch`.
+These steps are implemented here, on clipping and the shadow pass of `kasmina`. `BatchedEpoch` in `batched_training.py`
+runs the steps of training on stacked tensors for several networks at once; the formulas are shared, and
+`test_stacked_training_equals_the_loop_under_growth` of `tests/tolaria/test_batched_training.py` compares the results.
+`network_state.py` says what a saved state contains. `Engine` holds one `HostNetwork` per environment, `esper.Grower`
+wraps one `GrowingNetwork` for a loop that belongs to the user, and `BatchedTrainer` runs the same `train_epoch`.
 
 Quality is measured on `WeightAverage`, a moving average of the weights: at a constant learning rate the accuracy of raw
 weights varies by points from batch to batch, that of their average by a tenth of a point.
@@ -17,7 +20,7 @@ Legend: E environments, S slots.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from math import inf
 from typing import Any, Protocol, TypeVar
@@ -37,6 +40,7 @@ from esper.leyline.lifecycle import Effect, EffectKind
 from esper.leyline.slot_table import Floats, SlotTable
 from esper.leyline.stages import SeedStage
 from esper.tolaria.coalitions import Coalitions, Measured, Score, evaluate
+from esper.tolaria.network_state import NetworkState, load_network, network_state
 
 Norms = TypeVar("Norms")
 
@@ -244,6 +248,23 @@ class GrowingNetwork:
             at = env, self.slot_names.index(name)
             table.grad_norm[at], table.grad_ratio[at], table.grad_health[at] = each.norm, each.ratio, each.health
 
+    # -- saving
+
+    def state(self) -> NetworkState:
+        """Return everything besides the weights that determines how training continues. Tensors are not copied."""
+        return network_state(self)
+
+    def load_state(
+        self,
+        state: NetworkState,
+        weights: Mapping[str, Tensor],
+        gradients: Mapping[str, Tensor],
+        table: SlotTable,
+        env: int = 0,
+    ) -> None:
+        """Load a state with its weights and gradients. Row `env` of `table` must hold the saved values."""
+        load_network(self, state, weights, gradients, table, env)
+
 
 @contextmanager
 def own_generator(rng_seed: int, device: str) -> Iterator[None]:
@@ -279,7 +300,7 @@ class WeightAverage:
 
     def start_epoch(self) -> None:
         """Note the running statistics of norms, from which the next update computes those of its batch."""
-        self._norms = BatchStatistics(self.module)
+        self._norms = BatchStatistics(norm_statistics(self.module), inverse_momenta(self.module))
 
     def restart(self) -> None:
         """Restart the average from the current weights."""
@@ -312,12 +333,16 @@ class WeightAverage:
 
 
 class BatchStatistics:
-    """Statistics of the last training batch in every BatchNorm of a module, computed from its running statistics."""
+    """Statistics of the last training batch in every BatchNorm, computed from the running statistics.
 
-    def __init__(self, module: nn.Module) -> None:
-        self.running = norm_statistics(module)
-        self.before = [b.clone() for b in self.running]
-        self.inverse_momenta = inverse_momenta(module)
+    running          the live running means and variances, of one network or stacked for several
+    inverse_momenta  1 / momentum of each, see `inverse_momenta`
+    """
+
+    def __init__(self, running: list[Tensor], inverse_momenta: list[float]) -> None:
+        self.running = running
+        self.before = [b.clone() for b in running]
+        self.inverse_momenta = inverse_momenta
 
     @torch.no_grad()
     def of_batch(self) -> list[Tensor]:

@@ -1,20 +1,21 @@
 """The state of a growing network between two batches, and of an engine between two steps: all that determines the rest.
 
-    state = network_state(network)                             # everything besides the weights
-    load_network(network, state, weights, gradients, table)
+    state = network.state()                                    # everything besides the weights
+    network.load_state(state, weights, gradients, table)
     tree = engine_state(engine)                                # tensors, arrays and plain values, for `packing.packed`
     load_engine(engine, tree)                                  # into an engine of the same task, worlds and config
 
-`esper.Grower` and the engine both save a `NetworkState`, next to the tensors of `weights_of` and to their slot table.
-A network or an engine that has loaded its state continues bit for bit as the saved one. Data order and dropout are
-functions of (world, step), so the state contains no random generator.
+`GrowingNetwork` owns saving; the functions here serve its methods. `esper.Grower` and the engine both
+save a `NetworkState`, next to the tensors of `weights_of` and to their slot table. A network or an engine that has
+loaded its state continues bit for bit as the saved one. Data order and dropout are functions of (world, step), so the
+state contains no random generator.
 """
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 import numpy as np
@@ -32,8 +33,10 @@ from esper.leyline.errors import CheckpointError
 from esper.leyline.lifecycle import Effect, EffectKind
 from esper.leyline.slot_table import SlotTable
 from esper.leyline.stages import SeedStage
-from esper.tolaria.engine import Engine
-from esper.tolaria.growing_network import GrowingNetwork
+
+if TYPE_CHECKING:
+    from esper.tolaria.engine import Engine
+    from esper.tolaria.growing_network import GrowingNetwork
 
 Point = tuple[bool, str]
 
@@ -224,7 +227,7 @@ def engine_state(engine: Engine) -> dict[str, Any]:
     """Return everything that determines how the engine continues. Tensors are not copied: write them at once."""
     return {
         "table": engine.table.arrays(),
-        "networks": [state_tree(network_state(network)) for network in engine.networks],
+        "networks": [state_tree(network.state()) for network in engine.networks],
         "weights": [weights_of(network.body) for network in engine.networks],
         "governor": engine.governor.state_dict(),
     }
@@ -239,5 +242,5 @@ def load_engine(engine: Engine, state: Mapping[str, Any]) -> None:
     engine.table.restore(SlotTable(**state["table"]))
     saved = zip(state["networks"], state["weights"], strict=True)
     for env, (network, (tree, weights)) in enumerate(zip(engine.networks, saved, strict=True)):
-        load_network(network, msgspec.convert(tree, NetworkState), weights, {}, engine.table, env)
+        network.load_state(msgspec.convert(tree, NetworkState), weights, {}, engine.table, env)
     engine.governor.load_state_dict(state["governor"])

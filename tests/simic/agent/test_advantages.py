@@ -189,7 +189,7 @@ def test_normalised_advantages_have_mean_0_and_spread_1_over_counted_steps():
 
 
 def test_spread_below_the_floor_is_not_scaled_up():
-    normalized = normalized_advantages(torch.tensor([1.0, 1.0 + 2e-4]), torch.tensor([True, True]), std_floor=1e-3)
+    normalized = normalized_advantages(torch.tensor([1.0, 1.0 + 2e-4]), torch.tensor([True, True]))
     torch.testing.assert_close(normalized, torch.tensor([-0.1, 0.1]), rtol=1e-2, atol=0.0)
 
 

@@ -134,7 +134,11 @@ def gae_scan(
     return x, torch.where(valid, x + values, zero)
 
 
-def normalized_advantages(advantages: Tensor, counted: Tensor, *, std_floor: float = 1e-3) -> Tensor:
+STD_FLOOR = 1e-3
+"""Smallest standard deviation that advantages are divided by."""
+
+
+def normalized_advantages(advantages: Tensor, counted: Tensor) -> Tensor:
     """Return advantages with mean 0 and standard deviation 1 over the `counted` steps (valid, not forced), 0 elsewhere.
 
     Only steps with a choice contribute to the policy loss, so only they set the scale. The floor avoids amplifying
@@ -145,4 +149,4 @@ def normalized_advantages(advantages: Tensor, counted: Tensor, *, std_floor: flo
     mean = torch.where(counted, advantages, zero).sum() / count
     centred = torch.where(counted, advantages - mean, zero)
     std = (centred.square().sum() / count).sqrt()
-    return centred / std.clamp(min=std_floor)
+    return centred / std.clamp(min=STD_FLOOR)

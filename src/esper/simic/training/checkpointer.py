@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import hashlib
 import math
-import time
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -45,6 +44,7 @@ from esper.tamiyo.policy.feature_ranges import FeatureRanges
 from esper.tamiyo.policy_file import POLICY, load_policy, load_ranges, save_policy
 from esper.tolaria.best_host import BEST_HOST, GrownHost
 from esper.tolaria.checkpoint import Checkpoints, Saved
+from esper.tolaria.checkpoint_schedule import CheckpointSchedule
 from esper.tolaria.engine import Engine
 from esper.tolaria.packing import packed, unpacked
 from esper.tolaria.reproducibility import changes, fingerprint
@@ -197,7 +197,7 @@ class Checkpointer:
     def __init__(self, config: TrainConfig, directory: Path | None, hub: EventReceiver, group: ProcessGroup) -> None:
         self.config, self.hub, self.group, self.directory = config, hub, group, directory
         self.best_utility = -math.inf  # of all hosts so far
-        self._ended, self._cost_s = -math.inf, 0.0  # end and duration of the last write
+        self.schedule = CheckpointSchedule(hub, config.checkpoint_share)
         self._next_seq = [0] * group.size  # of every rank's journal, at the end of the last round
         self._last_saved = -1  # completed rounds at the last checkpoint
 
@@ -209,24 +209,14 @@ class Checkpointer:
         """
         if self.directory is None:
             return
-        start = time.monotonic()
         is_unstable = training.ppo.bad_in_a_row > 0  # the run may stop soon: save its last completed round
         is_last = training.done == self.config.rounds
-        due = is_unstable or is_last or self.config.checkpoint_share == 1
-        due = due or (start - self._ended) * self.config.checkpoint_share >= self._cost_s
-        flushed = self._flush() if due or self.group.size > 1 else True
+        due = self.schedule.is_due(always=is_unstable or is_last)
+        flushed = self.schedule.flush() if due or self.group.size > 1 else True
         self._next_seq = self.group.gather_ints(getattr(self.hub, "next_seq", 0))
-        if due and not flushed and not is_last:
-            warnings.warn("the journal cannot be flushed to disk; this checkpoint is postponed", stacklevel=2)
-        elif due:
+        if due and self.schedule.is_possible(flushed, always=is_last):
             self._write(training, backend, decisions)
-            self._ended = time.monotonic()
-            self._cost_s = self._ended - start
-
-    def _flush(self) -> bool:
-        """Return whether all events so far are on disk or permanently lost: no later checkpoint could have more."""
-        flush = getattr(self.hub, "flush", None)
-        return flush is None or bool(flush()) or bool(getattr(self.hub, "has_lost", False))
+            self.schedule.record()
 
     def restore(self, saved: Saved, training: TrainingState, backend: Backend) -> None:
         """Load a checkpoint and emit an event.
@@ -255,7 +245,7 @@ class Checkpointer:
             yield
         except BaseException:
             if self._last_saved < training.done and self.directory is not None:
-                self._flush()
+                self.schedule.flush()
                 self._write(training, backend)
             raise
 

@@ -60,10 +60,10 @@ class Learned:
         """Collects every decision with its inputs; None collects nothing."""
 
     @classmethod
-    def load(cls, path: Path, *, sample: bool = True) -> Learned:
+    def load(cls, path: Path) -> Learned:
         """Return a controller with the policy of a policy file or run directory."""
         network, fixed = load_policy(path)
-        return cls(network, fixed=fixed, sample=sample, ranges=load_ranges(path))
+        return cls(network, fixed=fixed, ranges=load_ranges(path))
 
     def bind(self, context: ObsContext, worlds: Sequence[int] | None = None) -> None:
         """Set the host's context and the worlds of its environments, and clear the recurrent state."""
