@@ -1,4 +1,4 @@
-"""Import directions, one rollout loop, files of a step, sizes, docstrings, layout of the tests, and lazy imports."""
+"""Imports, one rollout loop, assignments, files of a step, sizes, docstrings, layout of the tests, lazy imports."""
 
 import ast
 import re
@@ -50,7 +50,7 @@ def test_imports_follow_the_layers(path):
 
 
 ROOT = SRC.parent.parent
-LOOPED = [p for folder in (SRC, ROOT / "benchmarks", ROOT / "scripts") for p in sorted(folder.rglob("*.py"))]
+PROGRAMS = [p for folder in (SRC, ROOT / "benchmarks", ROOT / "scripts") for p in sorted(folder.rglob("*.py"))]
 
 
 def decides_and_steps(loop):
@@ -67,11 +67,37 @@ def test_only_rollout_lets_a_controller_step_environments():
     """Training, growing, evaluation, baselines, benchmarks and studies all use `tolaria.rollout.rollout`."""
     loops = {
         str(path.relative_to(ROOT))
-        for path in LOOPED
+        for path in PROGRAMS
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, (ast.For, ast.While)) and decides_and_steps(node)
     }
     assert loops == {"src/esper/tolaria/rollout.py"}
+
+
+def tuple_assignments(text):
+    """Return the lines of a source that assign a literal of three or more values to as many targets."""
+    return [
+        node.lineno
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Assign)
+        and isinstance(node.value, (ast.Tuple, ast.List))
+        and len(node.value.elts) >= 3
+        and any(isinstance(target, (ast.Tuple, ast.List)) for target in node.targets)
+    ]
+
+
+def test_tuple_assignments_are_found():
+    assert tuple_assignments("a, b, c = 1, 2, 3") == [1]
+    assert tuple_assignments("d = 0\nself.a, (b, c), d = [\n    1, 2, 3\n]") == [2]
+    assert tuple_assignments("a, b = b, a\nsizes = 1, 2, 3\na, b, c = sizes\na, b, c = f()") == []
+
+
+@pytest.mark.parametrize("path", PROGRAMS, ids=lambda p: str(p.relative_to(ROOT)))
+def test_assignments_set_at_most_two_values(path):
+    """Pairs (`low, high`) and swaps are allowed; three or more values are one statement each."""
+    lines = path.read_text().splitlines()
+    places = [f"{path.relative_to(ROOT)}:{n}: {lines[n - 1].strip()}" for n in tuple_assignments(path.read_text())]
+    assert not places, "assign one value per line:\n" + "\n".join(places)
 
 
 MOST_STEP_FILES = 30

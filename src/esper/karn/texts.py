@@ -149,8 +149,12 @@ def kind_of(d: Any) -> str:
 MOST_ROLLBACKS = 20
 GIVEN_UP = ".given_up"
 """End of the name of a counter: events that a sink did not receive because it was retired. The journal has them."""
-KL_LIMIT, CLIP_LIMIT, ENTROPY_LIMIT = 0.03, 0.3, 0.1
-"""A PPO update with a larger KL or clip fraction, or a smaller relative entropy (0…1) of a head, is a problem."""
+KL_LIMIT = 0.03
+"""A PPO update with a larger KL is a problem."""
+CLIP_LIMIT = 0.3
+"""A PPO update with a larger clip fraction is a problem."""
+ENTROPY_LIMIT = 0.1
+"""A PPO update with a smaller relative entropy (0…1) of a head is a problem."""
 
 
 def problems(run: RunState) -> list[tuple[str, str]]:
