@@ -182,7 +182,7 @@ def test_every_package_has_a_docstring():
 
 def test_test_directories_mirror_packages():
     tests = Path(__file__).parent
-    apart = {"benchmarks", "docs", "reference", "support"}
+    apart = {"benchmarks", "docs", "reference", "scripts", "support"}
     folders = [p.parent.relative_to(tests) for p in tests.rglob("__init__.py")]
     assert [str(f) for f in folders if f.parts and f.parts[0] not in apart and not (SRC / f).is_dir()] == []
 
